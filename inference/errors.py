@@ -1,0 +1,57 @@
+"""What can go wrong with an engine. Knows nothing of gRPC; `api/errors.py` maps each class to a status."""
+
+from __future__ import annotations
+
+
+class EngineError(Exception):
+    """Base of all engine errors. `reason` is stable and machine-readable; attributes carry the facts."""
+
+    reason = "ENGINE_FAILED"
+
+
+class EngineStartFailed(EngineError):
+    """The engine host did not come up: the checkpoint is unusable, or the process died while loading."""
+
+    reason = "ENGINE_START_FAILED"
+
+
+class EngineFailed(EngineError):
+    """A running engine broke; the sequence cannot go on."""
+
+    reason = "ENGINE_FAILED"
+
+
+class EngineUnavailable(EngineError):
+    """The engine is down or restarting; the same request may succeed after `retry_after_s`."""
+
+    reason = "ENGINE_UNAVAILABLE"
+
+    def __init__(self, message: str, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class EngineOverloaded(EngineError):
+    """The engine's bounded queue is full; the same request may succeed after `retry_after_s`."""
+
+    reason = "ENGINE_OVERLOADED"
+
+    def __init__(self, message: str, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class CheckpointInvalid(EngineError):
+    """A checkpoint directory cannot be served. `path` is the file or directory, the message says what to mend."""
+
+    reason = "CHECKPOINT_INVALID"
+
+    def __init__(self, path: str, message: str) -> None:
+        super().__init__(f"{path}: {message}")
+        self.path = path
+
+
+class ChatTemplateFailed(EngineError):
+    """The model's chat template refused the conversation; the message is the template's own."""
+
+    reason = "CHAT_TEMPLATE_FAILED"

@@ -1,0 +1,1 @@
+"""Python client of Weir, the metered LLM inference service."""
