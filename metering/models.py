@@ -1,0 +1,375 @@
+"""The tables. They declare what the domain forbids: CHECK, UNIQUE and foreign keys stand here, triggers in the migrations.
+
+Append-only tables (`usage_events` but for `rated_at`, `price_versions`, `ledger_*`, `audit_log`) are guarded by triggers, so that a
+correction can only be a new row.
+"""
+
+from __future__ import annotations
+
+import uuid
+from datetime import datetime
+from decimal import Decimal
+from enum import StrEnum
+from typing import Any, ClassVar
+
+from sqlalchemy import (
+    BigInteger,
+    CheckConstraint,
+    DateTime,
+    ForeignKey,
+    Identity,
+    Index,
+    LargeBinary,
+    MetaData,
+    Numeric,
+    SmallInteger,
+    Text,
+    UniqueConstraint,
+    Uuid,
+    func,
+    text,
+)
+from sqlalchemy.dialects.postgresql import ARRAY, JSONB
+from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+
+
+class QuotaSubject(StrEnum):
+    """What a quota hangs on."""
+
+    ORGANIZATION = "organization"
+    PROJECT = "project"
+    API_KEY = "api_key"
+
+
+class QuotaDimension(StrEnum):
+    """What a quota counts, and over which calendar window (UTC)."""
+
+    CONCURRENT_REQUESTS = "concurrent_requests"
+    REQUESTS_PER_MINUTE = "requests_per_minute"
+    TOKENS_PER_MINUTE = "tokens_per_minute"
+    TOKENS_PER_DAY = "tokens_per_day"
+    TOKENS_PER_MONTH = "tokens_per_month"
+    COST_PICOS_PER_MONTH = "cost_picos_per_month"
+
+
+class HoldState(StrEnum):
+    """A hold's life: `held`, then exactly one of the others, for ever."""
+
+    HELD = "held"
+    SETTLED = "settled"
+    VOIDED = "voided"
+    EXPIRED = "expired"
+
+
+class AccountKind(StrEnum):
+    """Meaning of a ledger account: what a customer owes us; what we earned."""
+
+    RECEIVABLE = "receivable"
+    REVENUE = "revenue"
+
+
+class TokenKind(StrEnum):
+    """What a token is billed as."""
+
+    INPUT = "input"
+    CACHED_INPUT = "cached_input"
+    OUTPUT = "output"
+
+
+def one_of(column: str, values: type[StrEnum]) -> str:
+    """SQL condition that a text column holds one of the values."""
+    return f"{column} IN ({', '.join(repr(str(v)) for v in values)})"
+
+
+class Base(DeclarativeBase):
+    """Fixed constraint names, and one mapping from Python types to column types."""
+
+    metadata = MetaData(
+        naming_convention={
+            "ix": "ix_%(table_name)s_%(column_0_N_name)s",
+            "uq": "uq_%(table_name)s_%(column_0_N_name)s",
+            "ck": "ck_%(table_name)s_%(constraint_name)s",
+            "fk": "fk_%(table_name)s_%(column_0_N_name)s_%(referred_table_name)s",
+            "pk": "pk_%(table_name)s",
+        }
+    )
+    type_annotation_map: ClassVar[dict[Any, Any]] = {
+        str: Text(),
+        int: BigInteger(),
+        bytes: LargeBinary(),
+        datetime: DateTime(timezone=True),
+        uuid.UUID: Uuid(),
+        Decimal: Numeric(38, 0),
+        dict[str, Any]: JSONB(),
+        list[str]: ARRAY(Text()),
+        list[uuid.UUID]: ARRAY(Uuid()),
+    }
+
+
+class Organization(Base):
+    """A customer: the unit of billing and of isolation."""
+
+    __tablename__ = "organizations"
+    __table_args__ = (
+        CheckConstraint("name ~ '^[a-z][a-z0-9-]{0,62}$'", name="name_form"),
+        CheckConstraint("currency_code ~ '^[A-Z]{3}$'", name="currency_form"),
+    )
+
+    id: Mapped[uuid.UUID] = mapped_column(primary_key=True, server_default=text("gen_random_uuid()"))
+    name: Mapped[str] = mapped_column(unique=True)
+    currency_code: Mapped[str]
+    created_at: Mapped[datetime] = mapped_column(server_default=func.now())
+
+
+class Project(Base):
+    """A part of an organization with its own keys and request ids."""
+
+    __tablename__ = "projects"
+    __table_args__ = (
+        UniqueConstraint("organization_id", "name"),
+        CheckConstraint("name ~ '^[a-z][a-z0-9-]{0,62}$'", name="name_form"),
+    )
+
+    id: Mapped[uuid.UUID] = mapped_column(primary_key=True, server_default=text("gen_random_uuid()"))
+    organization_id: Mapped[uuid.UUID] = mapped_column(ForeignKey("organizations.id"))
+    name: Mapped[str]
+    created_at: Mapped[datetime] = mapped_column(server_default=func.now())
+
+
+class ApiKey(Base):
+    """A credential. Only the SHA-256 of the secret is stored; it has 256 random bits, so a slow hash would add nothing."""
+
+    __tablename__ = "api_keys"
+    __table_args__ = (
+        CheckConstraint("octet_length(secret_hash) = 32", name="secret_hash_size"),
+        CheckConstraint("scopes <@ ARRAY['inference', 'admin', 'billing'] AND scopes <> '{}'", name="scopes_known"),
+        Index("ix_api_keys_project_id", "project_id"),
+    )
+
+    id: Mapped[uuid.UUID] = mapped_column(primary_key=True, server_default=text("gen_random_uuid()"))
+    project_id: Mapped[uuid.UUID] = mapped_column(ForeignKey("projects.id"))
+    name: Mapped[str]
+    prefix: Mapped[str] = mapped_column(unique=True)
+    secret_hash: Mapped[bytes] = mapped_column(unique=True)
+    scopes: Mapped[list[str]]
+    created_at: Mapped[datetime] = mapped_column(server_default=func.now())
+    expires_at: Mapped[datetime | None]
+    revoked_at: Mapped[datetime | None]
+
+
+class Quota(Base):
+    """One limit. `model` is empty for all models together. A removed limit stays, for the holds that were charged to it."""
+
+    __tablename__ = "quotas"
+    __table_args__ = (
+        CheckConstraint(one_of("subject", QuotaSubject), name="subject_known"),
+        CheckConstraint(one_of("dimension", QuotaDimension), name="dimension_known"),
+        CheckConstraint("limit_value >= 0", name="limit_not_negative"),
+        Index(
+            "uq_quotas_live",
+            "subject_id",
+            "model",
+            "dimension",
+            unique=True,
+            postgresql_where=text("deleted_at IS NULL"),
+        ),
+    )
+
+    id: Mapped[uuid.UUID] = mapped_column(primary_key=True, server_default=text("gen_random_uuid()"))
+    subject: Mapped[str]
+    subject_id: Mapped[uuid.UUID]
+    model: Mapped[str] = mapped_column(server_default="")
+    dimension: Mapped[str]
+    limit_value: Mapped[int]
+    created_at: Mapped[datetime] = mapped_column(server_default=func.now())
+    deleted_at: Mapped[datetime | None]
+
+
+class QuotaCounter(Base):
+    """What is used and held of one quota in one window. Equals the sums over holds and usage events (checked by fsck tests)."""
+
+    __tablename__ = "quota_counters"
+    __table_args__ = (
+        CheckConstraint("used >= 0", name="used_not_negative"),
+        CheckConstraint("held >= 0", name="held_not_negative"),
+        # Every admission updates these rows: free space on the page keeps the updates off the index.
+        {"postgresql_with": {"fillfactor": "50"}},
+    )
+
+    quota_id: Mapped[uuid.UUID] = mapped_column(ForeignKey("quotas.id"), primary_key=True)
+    window_start: Mapped[datetime] = mapped_column(primary_key=True)
+    used: Mapped[int] = mapped_column(server_default="0")
+    held: Mapped[int] = mapped_column(server_default="0")
+
+
+class PriceVersion(Base):
+    """Prices of one model from a moment on, in picos per token. Never changed; a correction is a later version."""
+
+    __tablename__ = "price_versions"
+    __table_args__ = (
+        UniqueConstraint("model", "currency_code", "effective_at"),
+        CheckConstraint(
+            "input_picos_per_token >= 0 AND cached_input_picos_per_token >= 0 AND output_picos_per_token >= 0",
+            name="not_negative",
+        ),
+    )
+
+    id: Mapped[int] = mapped_column(Identity(always=True), primary_key=True)
+    model: Mapped[str]
+    currency_code: Mapped[str]
+    input_picos_per_token: Mapped[int]
+    cached_input_picos_per_token: Mapped[int]
+    output_picos_per_token: Mapped[int]
+    effective_at: Mapped[datetime]
+    created_at: Mapped[datetime] = mapped_column(server_default=func.now())
+
+
+class Hold(Base):
+    """One request's claim on its quotas.
+
+    For the token quotas it holds input + leased output - posted tokens, all in the window of `charged_at`; an extension posts
+    what was delivered to the window it was charged to and moves the rest into the window of the moment. `quota_ids` are the
+    quotas charged.
+    """
+
+    __tablename__ = "holds"
+    __table_args__ = (
+        UniqueConstraint("project_id", "request_id"),
+        CheckConstraint(one_of("state", HoldState), name="state_known"),
+        CheckConstraint("(state = 'held') = (ended_at IS NULL)", name="ended_once"),
+        CheckConstraint("delivered_token_count BETWEEN 0 AND leased_token_count", name="delivered_within_lease"),
+        CheckConstraint("cached_input_token_count BETWEEN 0 AND input_token_count", name="cached_within_input"),
+        CheckConstraint("posted_token_count BETWEEN 0 AND input_token_count + delivered_token_count", name="posted_sane"),
+        Index("ix_holds_expiring", "expires_at", postgresql_where=text("state = 'held'")),
+        Index("ix_holds_owner_held", "owner_id", postgresql_where=text("state = 'held'")),
+        {"postgresql_with": {"fillfactor": "70"}},
+    )
+
+    id: Mapped[uuid.UUID] = mapped_column(primary_key=True)
+    organization_id: Mapped[uuid.UUID] = mapped_column(ForeignKey("organizations.id"))
+    project_id: Mapped[uuid.UUID] = mapped_column(ForeignKey("projects.id"))
+    api_key_id: Mapped[uuid.UUID] = mapped_column(ForeignKey("api_keys.id"))
+    request_id: Mapped[uuid.UUID]
+    payload_hash: Mapped[bytes]
+    model: Mapped[str]
+    price_version_id: Mapped[int] = mapped_column(ForeignKey("price_versions.id"))
+    labels: Mapped[dict[str, Any]]
+    state: Mapped[str] = mapped_column(server_default="held")
+    owner_id: Mapped[uuid.UUID]
+    input_token_count: Mapped[int]
+    cached_input_token_count: Mapped[int] = mapped_column(server_default="0")
+    leased_token_count: Mapped[int]
+    delivered_token_count: Mapped[int] = mapped_column(server_default="0")
+    posted_token_count: Mapped[int] = mapped_column(server_default="0")
+    posted_cost_picos: Mapped[int] = mapped_column(server_default="0")
+    quota_ids: Mapped[list[uuid.UUID]]
+    admitted_at: Mapped[datetime] = mapped_column(server_default=func.now())
+    charged_at: Mapped[datetime] = mapped_column(server_default=func.now())
+    expires_at: Mapped[datetime]
+    ended_at: Mapped[datetime | None]
+
+
+class UsageEvent(Base):
+    """What one request consumed: the row that is billed. Written in the transaction that ends the hold.
+
+    `part` 0 is the settlement. `part` 1 exists only where a hold had expired before its owner's journal was found, and carries the
+    tokens beyond part 0, so that the parts of a hold add up to what was delivered.
+    """
+
+    __tablename__ = "usage_events"
+    __table_args__ = (
+        UniqueConstraint("hold_id", "part"),
+        CheckConstraint("cached_input_token_count BETWEEN 0 AND input_token_count", name="cached_within_input"),
+        CheckConstraint("delivered_token_count BETWEEN 0 AND generated_token_count", name="delivered_within_generated"),
+        CheckConstraint("billed_token_count BETWEEN 0 AND delivered_token_count", name="billed_within_delivered"),
+        Index("ix_usage_events_unrated", "id", postgresql_where=text("rated_at IS NULL")),
+        Index("ix_usage_events_organization_id_settled_at", "organization_id", "settled_at"),
+    )
+
+    id: Mapped[int] = mapped_column(Identity(always=True), primary_key=True)
+    hold_id: Mapped[uuid.UUID] = mapped_column(ForeignKey("holds.id"))
+    part: Mapped[int] = mapped_column(SmallInteger(), server_default="0")
+    organization_id: Mapped[uuid.UUID] = mapped_column(ForeignKey("organizations.id"))
+    project_id: Mapped[uuid.UUID] = mapped_column(ForeignKey("projects.id"))
+    api_key_id: Mapped[uuid.UUID] = mapped_column(ForeignKey("api_keys.id"))
+    request_id: Mapped[uuid.UUID]
+    model: Mapped[str]
+    outcome: Mapped[str]
+    input_token_count: Mapped[int]
+    cached_input_token_count: Mapped[int]
+    generated_token_count: Mapped[int]
+    delivered_token_count: Mapped[int]
+    billed_token_count: Mapped[int]
+    price_version_id: Mapped[int] = mapped_column(ForeignKey("price_versions.id"))
+    cost_picos: Mapped[int]
+    timings: Mapped[dict[str, Any] | None]
+    labels: Mapped[dict[str, Any]]
+    recovered: Mapped[bool] = mapped_column(server_default=text("false"))
+    admitted_at: Mapped[datetime]
+    settled_at: Mapped[datetime] = mapped_column(server_default=func.now())
+    rated_at: Mapped[datetime | None]
+
+
+class LedgerAccount(Base):
+    """One account per organization, kind and currency."""
+
+    __tablename__ = "ledger_accounts"
+    __table_args__ = (
+        UniqueConstraint("organization_id", "kind", "currency_code"),
+        CheckConstraint(one_of("kind", AccountKind), name="kind_known"),
+    )
+
+    id: Mapped[int] = mapped_column(Identity(always=True), primary_key=True)
+    organization_id: Mapped[uuid.UUID] = mapped_column(ForeignKey("organizations.id"))
+    kind: Mapped[str]
+    currency_code: Mapped[str]
+
+
+class LedgerTransaction(Base):
+    """A balanced move. `effective_at` says which month it belongs to, `recorded_at` when it was written."""
+
+    __tablename__ = "ledger_transactions"
+    __table_args__ = (Index("ix_ledger_transactions_organization_id_effective_at", "organization_id", "effective_at"),)
+
+    id: Mapped[int] = mapped_column(Identity(always=True), primary_key=True)
+    organization_id: Mapped[uuid.UUID] = mapped_column(ForeignKey("organizations.id"))
+    usage_event_id: Mapped[int | None] = mapped_column(ForeignKey("usage_events.id"), unique=True)
+    description: Mapped[str]
+    effective_at: Mapped[datetime]
+    recorded_at: Mapped[datetime] = mapped_column(server_default=func.now())
+
+
+class LedgerEntry(Base):
+    """One leg of a transaction, in picos. Revenue legs carry the tokens they are for; a receivable leg carries none."""
+
+    __tablename__ = "ledger_entries"
+    __table_args__ = (
+        CheckConstraint(
+            "(token_kind IS NULL) = (token_count IS NULL) AND (token_kind IS NULL) = (price_version_id IS NULL)",
+            name="tokens_complete",
+        ),
+        CheckConstraint(f"token_kind IS NULL OR {one_of('token_kind', TokenKind)}", name="token_kind_known"),
+        Index("ix_ledger_entries_transaction_id", "transaction_id"),
+    )
+
+    id: Mapped[int] = mapped_column(Identity(always=True), primary_key=True)
+    transaction_id: Mapped[int] = mapped_column(ForeignKey("ledger_transactions.id"))
+    account_id: Mapped[int] = mapped_column(ForeignKey("ledger_accounts.id"))
+    amount_picos: Mapped[Decimal]
+    token_kind: Mapped[str | None]
+    token_count: Mapped[int | None]
+    price_version_id: Mapped[int | None] = mapped_column(ForeignKey("price_versions.id"))
+
+
+class AuditEntry(Base):
+    """Who changed what. Written in the transaction of the change."""
+
+    __tablename__ = "audit_log"
+
+    id: Mapped[int] = mapped_column(Identity(always=True), primary_key=True)
+    created_at: Mapped[datetime] = mapped_column(server_default=func.now())
+    actor: Mapped[str]
+    action: Mapped[str]
+    subject_id: Mapped[str]
+    before: Mapped[dict[str, Any] | None]
+    after: Mapped[dict[str, Any] | None]

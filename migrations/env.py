@@ -1,0 +1,43 @@
+"""Alembic's environment: runs the revisions online against `WEIR_DATABASE_URL`, one transaction each.
+
+An advisory lock makes two migrating processes take turns; time-outs keep a migration from waiting on live traffic for ever.
+"""
+
+from __future__ import annotations
+
+import os
+
+from alembic import context
+from sqlalchemy import create_engine, text
+from sqlalchemy.pool import NullPool
+
+from metering.db import sqlalchemy_url
+from metering.models import Base
+
+MIGRATION_LOCK_ID = 7_355_608  # any fixed number; it only has to be ours
+TIMEOUTS = "SET lock_timeout = '5s'; SET statement_timeout = '10min'"
+
+
+def database_url() -> str:
+    """From the caller's `-x url=` or attributes, else from the environment."""
+    url = context.config.attributes.get("database_url") or os.environ.get("WEIR_DATABASE_URL")
+    if not url:
+        raise SystemExit("WEIR_DATABASE_URL is not set: name the database to migrate, or run `weir migrate`")
+    return str(url)
+
+
+def run_migrations() -> None:
+    engine = create_engine(sqlalchemy_url(database_url()), poolclass=NullPool)
+    with engine.connect() as connection:
+        connection.execute(text(TIMEOUTS))
+        connection.execute(text("SELECT pg_advisory_lock(:id)"), {"id": MIGRATION_LOCK_ID})
+        connection.commit()
+        context.configure(connection=connection, target_metadata=Base.metadata, transaction_per_migration=True)
+        with context.begin_transaction():
+            context.run_migrations()
+    engine.dispose()
+
+
+if context.is_offline_mode():
+    raise SystemExit("offline migrations are not supported: triggers are checked against a live server")
+run_migrations()
