@@ -1,7 +1,17 @@
 """The engine protocol: all that the rest of Weir may know about how tokens are made.
 
-Values are frozen and valid by construction where a plain check can make them so; the API parses client input before it builds
-them. Implementations: `torch_engine.TorchEngine` (a child process around the step loop).
+Values are frozen and valid by construction where a plain check can make them so; the API parses client input before it
+builds them. Implementations: `torch_engine.TorchEngine` (a child process around the step loop).
+
+Life of an engine: the composition root runs `serve` as a task of its `TaskGroup`, so that everything an engine does in the
+background has a parent. The first `start` loads the model, `close` ends it, and `serve` returns.
+
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(engine.serve())
+        await engine.start()
+        async with engine.generate(request) as stream:
+            async for event in stream: ...
+        await engine.close()
 """
 
 from __future__ import annotations
@@ -19,8 +29,9 @@ SequenceId = NewType("SequenceId", str)
 class SamplingParams:
     """How the next token is chosen.
 
-    temperature: 0 is greedy, else logits are divided by it. top_p: in (0, 1]. top_k: 0 keeps all. seed: the output depends on
-    it and the prompt alone, never on what else is in the batch; None draws one.
+    temperature: 0 is greedy, else logits are divided by it. top_p: in (0, 1]. top_k: 0 keeps all. They act in the order
+    temperature, top_k, top_p. seed: the output depends on it and the prompt alone, never on what else is in the batch;
+    None draws one.
     """
 
     temperature: float = 0.0
@@ -35,7 +46,8 @@ class StopCriteria:
 
     max_output_tokens: at least 1; the caller has made sure that prompt and output fit the context window.
     stop_sequences: texts that end the output and are cut off, matched across token borders.
-    stop_token_ids: in addition to the model's own end-of-sequence ids. ignore_eos: the model's own ids do not end it.
+    stop_token_ids: in addition to the model's own end-of-sequence ids; the id that ends a sequence is counted and is in
+    `token_ids`, but adds no text. ignore_eos: the model's own ids do not end it.
     """
 
     max_output_tokens: int
@@ -48,7 +60,8 @@ class StopCriteria:
 class GenerationRequest:
     """One sequence to run.
 
-    sequence_id is unique among running sequences. cache_salt separates prefix caches: blocks are shared between equal salts only.
+    sequence_id is unique among running sequences. cache_salt separates prefix caches: blocks are shared between equal
+    salts only.
     """
 
     sequence_id: SequenceId
@@ -76,7 +89,7 @@ class Scheduled:
 
 @dataclass(frozen=True, slots=True)
 class TokensGenerated:
-    """New output of one step. `text` may lag behind `token_ids`: characters and possible stop sequences are held back."""
+    """New output of one step. `text` may lag behind `token_ids`: characters and possible stops are held back."""
 
     token_ids: tuple[int, ...]
     text: str
@@ -96,7 +109,8 @@ class SequenceFinished:
     """The last event of a sequence that did not fail. Its KV blocks are free again.
 
     text: what was still held back and turned out to be output; a matched stop sequence is never in it.
-    generated_token_count: all tokens of the sequence's `TokensGenerated`, for a cancelled one those too that nobody has read.
+    generated_token_count: all tokens of the sequence's `TokensGenerated`, for a cancelled one those too that nobody has
+    read.
     """
 
     reason: EngineFinishReason
@@ -121,7 +135,11 @@ class SequenceStream(Protocol):
         ...
 
     def cancel(self) -> None:
-        """Ask the engine to stop. It answers with `SequenceFinished(CANCELLED)` within one step; idempotent, never blocks."""
+        """Ask the engine to stop; idempotent, never blocks.
+
+        The engine answers with `SequenceFinished(CANCELLED)` within one step; if the sequence ended by itself before the
+        request to cancel arrived, with how it ended.
+        """
         ...
 
 
@@ -157,6 +175,33 @@ class ModelInfo:
     default_sampling: SamplingParams = field(default_factory=SamplingParams)
 
 
+class EngineState(StrEnum):
+    """Where an engine is in its life."""
+
+    COLD = "cold"
+    LOADING = "loading"
+    READY = "ready"
+    RESTARTING = "restarting"
+    FAILED = "failed"
+    CLOSED = "closed"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineCondition:
+    """What an engine is doing now, for progress frames, readiness and the operator.
+
+    LOADING also holds while a restarted engine loads again; RESTARTING is the pause before that. FAILED needs a person: the
+    checkpoint is unusable, and no retry is under way. loading_fraction: 0 to 1, 1 when READY. loading_stage: what is being
+    loaded, one word. retry_after_s: the engine's own guess of when it takes requests. reason: why it is not READY.
+    """
+
+    state: EngineState
+    loading_fraction: float = 0.0
+    loading_stage: str = ""
+    retry_after_s: float = 0.0
+    reason: str = ""
+
+
 class Engine(Protocol):
     """One model on one backend."""
 
@@ -165,14 +210,27 @@ class Engine(Protocol):
         """The checkpoint that this engine serves; known before `start`."""
         ...
 
+    async def serve(self) -> None:
+        """Be the engine for its life: wait for the first `start`, run, restart after a crash, return after `close`.
+
+        A task of the caller's `TaskGroup`, run once. An engine that cannot load does not raise here, so that it takes no other
+        engine down: `start`, `generate` and `condition` tell. Cancelled, it stops the engine at once.
+        """
+        ...
+
     async def start(self) -> None:
-        """Load the model. Returns when the engine takes requests; raises `EngineStartFailed` with the reason otherwise."""
+        """Load the model; returns when the engine takes requests.
+
+        Needs `serve` to be running or about to run. Idempotent, and safe to call from many tasks at once: all wait for the same
+        loading. Raises `EngineStartFailed` with the reason if it cannot load, `EngineUnavailable` if it was closed.
+        """
         ...
 
     def generate(self, request: GenerationRequest) -> AbstractAsyncContextManager[SequenceStream]:
         """Run one sequence. Leaving the block cancels what still runs and forgets it; nothing leaks on any exit.
 
-        Raises on entering: `EngineOverloaded` if the engine's queue is full, `EngineUnavailable` while it is down.
+        Raises on entering: `RequestImpossible` if it could never run here, `EngineOverloaded` if the engine's queue is full,
+        `EngineUnavailable` while it is down (cold, loading, restarting), `EngineStartFailed` if it needs a person.
         """
         ...
 
@@ -185,9 +243,16 @@ class Engine(Protocol):
         ...
 
     def healthy(self) -> bool:
-        """Whether requests are taken now."""
+        """Whether requests are taken now; the same as `condition().state` being READY."""
+        ...
+
+    def condition(self) -> EngineCondition:
+        """What the engine is doing now; never blocks."""
         ...
 
     async def close(self) -> None:
-        """Cancel everything and give all memory back; idempotent."""
+        """Cancel everything and give all memory back; idempotent.
+
+        Running streams end with `SequenceFinished(CANCELLED)`. A closed engine is not started again: build a new one.
+        """
         ...

@@ -41,6 +41,18 @@ class EngineOverloaded(EngineError):
         self.retry_after_s = retry_after_s
 
 
+class RequestImpossible(EngineError):
+    """The sequence could never run on this engine, for example because it is longer than the context window."""
+
+    reason = "REQUEST_IMPOSSIBLE"
+
+
+class InvariantViolated(EngineError):
+    """The engine found its own state inconsistent, for example KV blocks that are neither free nor held."""
+
+    reason = "ENGINE_INVARIANT_VIOLATED"
+
+
 class CheckpointInvalid(EngineError):
     """A checkpoint directory cannot be served. `path` is the file or directory, the message says what to mend."""
 
