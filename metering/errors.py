@@ -1,0 +1,157 @@
+"""What metering refuses. Knows nothing of gRPC; `api/errors.py` maps each class to a status."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+
+from metering.models import QuotaDimension, QuotaSubject
+
+
+class MeteringError(Exception):
+    """Base of all metering errors. `reason` is stable and machine-readable; attributes carry the facts."""
+
+    reason = "METERING_FAILED"
+
+
+class StoreAway(MeteringError):
+    """PostgreSQL does not answer; nothing was written. The same call may succeed after `retry_after_s`."""
+
+    reason = "STORE_AWAY"
+
+    def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class NotFound(MeteringError):
+    """`kind` `ref` does not exist, or not for this caller."""
+
+    reason = "NOT_FOUND"
+
+    def __init__(self, kind: str, ref: str) -> None:
+        super().__init__(f"{kind} {ref!r} not found")
+        self.kind = kind
+        self.ref = ref
+
+
+class AlreadyExists(MeteringError):
+    """`kind` `ref` exists already."""
+
+    reason = "ALREADY_EXISTS"
+
+    def __init__(self, kind: str, ref: str) -> None:
+        super().__init__(f"{kind} {ref!r} already exists")
+        self.kind = kind
+        self.ref = ref
+
+
+class InvalidValue(MeteringError):
+    """A value that the domain refuses: `field` names it, `remedy` says what would be accepted."""
+
+    reason = "FIELD_INVALID"
+
+    def __init__(self, field: str, remedy: str) -> None:
+        super().__init__(f"{field}: {remedy}")
+        self.field = field
+        self.remedy = remedy
+
+
+class KeyInvalid(MeteringError):
+    """The API key is unknown, revoked or expired. One class for all, so that an answer tells a guesser nothing."""
+
+    reason = "UNAUTHENTICATED"
+
+
+class PriceMissing(MeteringError):
+    """No price is in force for the model, so it cannot be sold."""
+
+    reason = "PRICE_MISSING"
+
+    def __init__(self, model: str, currency_code: str) -> None:
+        super().__init__(f"no {currency_code} price is in force for model {model!r}: set one with `weir price set`")
+        self.model = model
+
+
+@dataclass(frozen=True, slots=True)
+class QuotaState:
+    """One limit at a moment. Values in requests, tokens or picos by dimension; `resets_at` is None for concurrency."""
+
+    quota_id: uuid.UUID
+    subject: QuotaSubject
+    subject_id: uuid.UUID
+    model: str
+    dimension: QuotaDimension
+    limit_value: int
+    used: int
+    held: int
+    now: datetime
+    resets_at: datetime | None
+
+    @property
+    def remaining(self) -> int:
+        """What may still be held; negative only after an admin lowered the limit below what was used."""
+        return self.limit_value - self.used - self.held
+
+    @property
+    def resets_in_s(self) -> float | None:
+        """Seconds from `now` to `resets_at`."""
+        return None if self.resets_at is None else (self.resets_at - self.now).total_seconds()
+
+
+class QuotaExceeded(MeteringError):
+    """The request does not fit. `failing` are the limits it does not fit, the one that resets first in front.
+
+    requested: what it asked of `failing[0]`. retry_helps: False if it is more than a limit allows even when empty.
+    """
+
+    reason = "QUOTA_EXCEEDED"
+
+    def __init__(self, failing: Sequence[QuotaState], requested: int) -> None:
+        first = failing[0]
+        super().__init__(
+            f"quota {first.dimension} of {first.subject} is used up: requested {requested}, remaining {max(first.remaining, 0)} "
+            f"of {first.limit_value} ({first.used} used, {first.held} held)"
+        )
+        self.failing = tuple(failing)
+        self.requested = requested
+
+    @property
+    def retry_helps(self) -> bool:
+        """Whether waiting alone can make the request fit."""
+        return self.requested <= self.failing[0].limit_value
+
+    @property
+    def retry_after_s(self) -> float:
+        """Seconds until the first failing limit resets; concurrency frees up at any time, so a short pause."""
+        return self.failing[0].resets_in_s or 1.0
+
+
+class RequestIdReused(MeteringError):
+    """The request id was used before in this project, with another payload."""
+
+    reason = "REQUEST_ID_REUSED"
+
+
+class RequestInFlight(MeteringError):
+    """A request with this id and payload is running."""
+
+    reason = "REQUEST_IN_FLIGHT"
+
+
+class RequestSettled(MeteringError):
+    """A request with this id and payload has ended; `hold_id` leads to its usage. It is never billed again."""
+
+    reason = "REQUEST_SETTLED"
+
+    def __init__(self, hold_id: uuid.UUID) -> None:
+        super().__init__("this request has already ended: its usage stands in the details; use a new request_id to run again")
+        self.hold_id = hold_id
+
+
+class HoldEnded(MeteringError):
+    """The hold has ended before, by expiry or by another process. The caller must stop streaming."""
+
+    reason = "HOLD_ENDED"
