@@ -1,0 +1,92 @@
+# What a developer does with this repository, one target each. `make` alone lists them; CONTRIBUTING.md tells the rest.
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+LOCK := requirements/constraints.txt
+PIP_VERSION := 26.3# pinned like the rest; from 25.1 on pip reads dependency groups
+PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check --no-input
+PYTEST := $(BIN)/python -m pytest
+CHECKS := format-check lint types proto-check migrations-check architecture
+
+MAKEFLAGS += --no-print-directory
+.DEFAULT_GOAL := help
+.PHONY: help setup setup-dev demo test test-fast test-faults check checks $(CHECKS) fmt proto proto-baseline lock clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: $(VENV)/.installed ## install what Weir runs on, pinned, into .venv
+
+setup-dev: $(VENV)/.installed-dev ## the same and the development tools
+
+demo: setup ## start everything, run the reference workload, print the bill, stop
+	@$(BIN)/weir demo
+
+test: setup-dev ## every test
+	@$(PYTEST)
+
+test-fast: setup-dev ## every test but those that kill processes and cut connections
+	@$(PYTEST) -m "not faults"
+
+test-faults: setup-dev ## the tests that kill processes and cut connections
+	@$(PYTEST) -m faults
+
+check: $(CHECKS) ## every check that is not a test: the six that follow
+
+checks:
+	@echo $(CHECKS)
+
+format-check: setup-dev ## is the Python code in its one format
+	@$(BIN)/ruff format --check --quiet . || { echo "run: make fmt" >&2; exit 1; }
+
+lint: setup-dev ## ruff's rules
+	@$(BIN)/ruff check --quiet .
+
+types: setup-dev ## mypy --strict
+	@$(BIN)/mypy
+
+proto-check: setup-dev ## the contract: buf's lint and format, no breaking change, generated code up to date
+	@$(BIN)/python -m infra.check_proto
+	@$(BIN)/python -m infra.generate_proto --check
+
+migrations-check: setup-dev ## up, down and up again on a real PostgreSQL; models equal migrations
+	@$(BIN)/python -m infra.check_migrations
+
+architecture: setup-dev ## who may import whom, and the other rules of tests/test_architecture.py
+	@$(PYTEST) --quiet tests/test_architecture.py
+
+fmt: setup-dev ## bring Python and proto files into their one format
+	@$(BIN)/ruff check --quiet --fix-only .
+	@$(BIN)/ruff format --quiet .
+	@$(BIN)/python -m infra.check_proto --format
+
+proto: setup-dev ## generate the Python code of the contract
+	@$(BIN)/python -m infra.generate_proto
+
+proto-baseline: setup-dev ## at a release: make today's contract the one that changes are compared with
+	@$(BIN)/python -m infra.check_proto --freeze
+
+lock: ## pin all dependencies anew; KEEP=1 moves no pin that still fits
+	@$(PYTHON) infra/lock_dependencies.py --pip $(PIP_VERSION) $(if $(KEEP),--keep)
+
+clean: ## remove the virtual environment, the demo's data and all caches
+	rm -rf $(VENV) .weir build dist *.egg-info sdk/python/src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +
+
+# A stamp is written after its install has succeeded, so an interrupted one is simply done again.
+$(VENV)/.installed: $(LOCK) pyproject.toml sdk/python/pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+	  echo "Weir needs Python 3.11 or later; '$(PYTHON)' is $$($(PYTHON) --version 2>&1 || true)." >&2; \
+	  echo "Name another one: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
+	@echo "Installing Weir into $(VENV): PyTorch and PostgreSQL are the large ones. About a minute, once."
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV) || { \
+	  echo "On Debian and Ubuntu, the module venv is in the package python3-venv." >&2; exit 1; }
+	@$(PIP) install pip==$(PIP_VERSION)
+	@$(PIP) install -c $(LOCK) -e sdk/python -e .
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	@echo "Installing the test and check tools into $(VENV)."
+	@$(PIP) install -c $(LOCK) --group dev
+	@touch $@

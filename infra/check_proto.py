@@ -1,0 +1,108 @@
+"""Hold the published contract to buf's rules: lint, one format, and no change that breaks a client of the last release.
+
+Run as `make proto-check`. The rules are in `proto/buf.yaml`. `proto/baseline/weir-v1.binpb` is the contract of the last release,
+written by `make proto-baseline` (`--freeze`) at a release and at no other time: refreshing it to get past this check is
+exactly the breaking change that it is there to stop.
+
+buf wants every imported file in its workspace, and google.rpc is not ours to lint; so each run builds a throw-away workspace of
+two modules, ours and a copy of google.rpc from googleapis-common-protos. Nothing is fetched.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from infra.generate_proto import GOOGLE_ROOT, PROTO_ROOT
+
+BASELINE = PROTO_ROOT / "baseline" / "weir-v1.binpb"
+BUF = Path(sys.executable).parent / "buf"
+
+
+class Workspace:
+    """A directory that buf takes as a whole, and what buf says of our module in it."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+
+    def lint(self) -> str:
+        """Complaints about names, structure and missing comments, one per line; empty if there is none."""
+        return self._buf("lint", "proto")
+
+    def unformatted(self) -> str:
+        """The diff that `buf format` would make; empty if there is none."""
+        return self._buf("format", "--diff", "--exit-code", "proto")
+
+    def breaking(self, baseline: Path) -> str:
+        """What a client built from `baseline` would trip over, one change per line; empty if there is none."""
+        return self._buf("breaking", "proto", "--against", str(baseline.resolve()))
+
+    def freeze(self, baseline: Path) -> None:
+        """Write the contract as it is, without comments, to `baseline`.
+
+        Raises: ValueError if buf cannot read the contract.
+        """
+        baseline.parent.mkdir(parents=True, exist_ok=True)
+        if said := self._buf("build", "proto", "--exclude-source-info", "--output", str(baseline.resolve())):
+            raise ValueError(said)
+
+    def _buf(self, *arguments: str) -> str:
+        cache = {"BUF_CACHE_DIR": str(self._root / "cache")}
+        done = subprocess.run([BUF, *arguments], cwd=self._root, env=os.environ | cache, text=True, capture_output=True)
+        said = (done.stdout + done.stderr).strip()
+        return said if done.returncode == 0 else said or f"buf {arguments[0]} failed with status {done.returncode}"
+
+
+@contextmanager
+def workspace(proto_root: Path) -> Iterator[Workspace]:
+    """A workspace of the contract under `proto_root` and of google.rpc, removed at the end."""
+    with tempfile.TemporaryDirectory(prefix="weir-buf-") as scratch:
+        root = Path(scratch)
+        for source, module in ((proto_root / "weir", "proto/weir"), (GOOGLE_ROOT / "google/rpc", "google/google/rpc")):
+            for proto in source.rglob("*.proto"):
+                copy = root / module / proto.relative_to(source)
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(proto, copy)
+        modules = "modules:\n  - path: proto\n  - path: google\n"
+        (root / "buf.yaml").write_text((proto_root / "buf.yaml").read_text() + modules)
+        yield Workspace(root)
+
+
+def complaints(proto_root: Path, baseline: Path) -> Iterator[str]:
+    """Everything that buf has against the contract under `proto_root`, headed by which of the three checks says so."""
+    with workspace(proto_root) as contract:
+        if said := contract.lint():
+            yield f"lint:\n{said}"
+        if said := contract.unformatted():
+            yield f"format (run `make fmt`):\n{said}"
+        if said := contract.breaking(baseline):
+            yield f"breaking change since the last release:\n{said}"
+
+
+def main() -> int:
+    """Check, format or freeze; the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    act = parser.add_mutually_exclusive_group()
+    act.add_argument("--format", action="store_true", help="bring the .proto files into buf's format instead")
+    act.add_argument("--freeze", action="store_true", help="make today's contract the baseline instead")
+    options = parser.parse_args()
+    if options.format:
+        return subprocess.run([BUF, "format", "--write", str(PROTO_ROOT)]).returncode
+    if options.freeze:
+        with workspace(PROTO_ROOT) as contract:
+            contract.freeze(BASELINE)
+        return 0
+    found = list(complaints(PROTO_ROOT, BASELINE))
+    print(*found, sep="\n\n", end="\n" if found else "", file=sys.stderr)
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

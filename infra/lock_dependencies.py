@@ -1,0 +1,68 @@
+"""Pin every dependency, direct and transitive, in `requirements/constraints.txt`.
+
+Run as `make lock`: it installs what the two `pyproject.toml` files ask for into a fresh virtual environment and writes down what
+pip chose. `make lock KEEP=1` starts from the present pins, so that adding one dependency does not move the others.
+
+The file holds names and versions only, never where a package comes from: that is the business of the machine's own pip settings.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+import tempfile
+import venv
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+LOCK = ROOT / "requirements" / "constraints.txt"
+HEADER = """\
+# Every dependency of Weir and of its tools, pinned. Written by `make lock`; do not edit by hand.
+# Made on CPython 3.11 for Linux. What another platform adds (the CUDA parts of torch, for one) is pinned by torch itself.
+"""
+
+
+def pins(freeze: str) -> list[str]:
+    """The `name==version` lines of `pip freeze`, without what holds on the machine only that ran it.
+
+    Our own editable packages are left out, and `+cpu`-like local versions cut off: `==2.13.0` matches every build of 2.13.0.
+    Raises: ValueError for a package that was installed from a file or an address, because that cannot be pinned by version.
+    """
+    kept: list[str] = []
+    for line in freeze.splitlines():
+        if not line.strip() or line.startswith(("#", "-e ")):
+            continue
+        if not re.fullmatch(r"[\w.-]+==[^\s@]+", line):
+            raise ValueError(f"not a plain version: {line}")
+        kept.append(re.sub(r"\+[\w.]+$", "", line))
+    return sorted(kept, key=str.lower)
+
+
+def resolve(pip_version: str, keep: bool) -> str:
+    """What `pip freeze` prints after a fresh install of the run-time and the development dependencies."""
+    with tempfile.TemporaryDirectory(prefix="weir-lock-") as scratch:
+        venv.create(scratch, with_pip=True)
+        pip = [str(Path(scratch, "bin", "python")), "-m", "pip", "--disable-pip-version-check", "--no-input"]
+        subprocess.run([*pip, "install", "--quiet", f"pip=={pip_version}"], check=True)
+        held = ["-c", str(LOCK)] if keep else []
+        wanted = ["-e", "sdk/python", "-e", ".", "--group", "dev"]
+        subprocess.run([*pip, "install", "--quiet", *held, *wanted], cwd=ROOT, check=True)
+        return subprocess.run([*pip, "freeze", "--exclude-editable"], check=True, text=True, capture_output=True).stdout
+
+
+def main() -> int:
+    """Write the lock; the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--pip", required=True, metavar="VERSION", help="the pip to install with")
+    parser.add_argument("--keep", action="store_true", help="hold the present pins where they still fit")
+    options = parser.parse_args()
+    lines = pins(resolve(options.pip, options.keep))
+    LOCK.write_text(HEADER + "\n".join(lines) + "\n")
+    print(f"{LOCK.relative_to(ROOT)}: {len(lines)} packages pinned", file=sys.stderr)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
