@@ -1,0 +1,142 @@
+"""Group commit: all operations that wait while one batch is in the database go out together in the next.
+
+No timer: an idle store answers at once, a busy one batches by itself. One batch is under way at a time, so operations of one
+process never contend with each other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+Op = TypeVar("Op")
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True)
+class GroupCommitStatistics:
+    """Counts since the start. Peaks in operations."""
+
+    operation_count: int
+    batch_count: int
+    waiting_count: int
+    waiting_count_peak: int
+    batch_size_peak: int
+
+
+@dataclass(slots=True)
+class Waiting(Generic[Op, Result]):
+    """One operation and the future of whoever waits for it."""
+
+    op: Op
+    future: asyncio.Future[Result]
+
+
+class GroupCommit(Generic[Op, Result]):
+    """Collects operations and hands them to `execute` in batches, in order of arrival.
+
+    execute: answers each operation of a batch with a result or an exception, in order; raising fails the whole batch.
+    orphaned: told of each result whose caller was cancelled while the batch was under way, so that nothing it obtained is lost.
+    droppable: whether an operation may be left out when its caller was cancelled before its batch began.
+    """
+
+    def __init__(
+        self,
+        execute: Callable[[Sequence[Op]], Awaitable[Sequence[Result | Exception]]],
+        *,
+        orphaned: Callable[[Op, Result], None],
+        droppable: Callable[[Op], bool],
+        batch_size_max: int,
+        waiting_count_max: int,
+        overflow: Callable[[], Exception],
+    ) -> None:
+        self._execute = execute
+        self._orphaned = orphaned
+        self._droppable = droppable
+        self._batch_size_max = batch_size_max
+        self._waiting_count_max = waiting_count_max
+        self._overflow = overflow
+        self._queue: deque[Waiting[Op, Result]] = deque()
+        self._arrived = asyncio.Event()
+        self._operation_count = 0
+        self._batch_count = 0
+        self._waiting_count_peak = 0
+        self._batch_size_peak = 0
+
+    async def submit(self, op: Op) -> Result:
+        """Run one operation in the next batch.
+
+        Raises: what `execute` answered; `overflow()` if too many wait and the operation is droppable (others are always taken, since
+        their number is bounded by what was admitted before).
+        """
+        if len(self._queue) >= self._waiting_count_max and self._droppable(op):
+            raise self._overflow()
+        waiting: Waiting[Op, Result] = Waiting(op, asyncio.get_running_loop().create_future())
+        self._queue.append(waiting)
+        self._waiting_count_peak = max(self._waiting_count_peak, len(self._queue))
+        self._arrived.set()
+        return await waiting.future
+
+    def post(self, op: Op) -> None:
+        """Run one operation without waiting for its answer."""
+        future: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
+        future.add_done_callback(lambda done: done.cancelled() or done.exception())
+        self._queue.append(Waiting(op, future))
+        self._arrived.set()
+
+    async def run_batch(self) -> None:
+        """Wait until something waits, then run one batch."""
+        await self._arrived.wait()
+        batch = self._take()
+        if not batch:
+            return
+        self._batch_count += 1
+        self._operation_count += len(batch)
+        self._batch_size_peak = max(self._batch_size_peak, len(batch))
+        try:
+            results = await self._execute([waiting.op for waiting in batch])
+        except Exception as error:
+            results = [error] * len(batch)
+        except BaseException:
+            for waiting in batch:
+                waiting.future.cancel()
+            raise
+        for waiting, result in zip(batch, results, strict=True):
+            self._answer(waiting, result)
+
+    def empty(self) -> bool:
+        """Whether nothing waits."""
+        return not self._queue
+
+    def statistics(self) -> GroupCommitStatistics:
+        """Counts and peaks so far."""
+        return GroupCommitStatistics(
+            operation_count=self._operation_count,
+            batch_count=self._batch_count,
+            waiting_count=len(self._queue),
+            waiting_count_peak=self._waiting_count_peak,
+            batch_size_peak=self._batch_size_peak,
+        )
+
+    def _take(self) -> list[Waiting[Op, Result]]:
+        """The next batch, without operations that nobody waits for any more."""
+        batch: list[Waiting[Op, Result]] = []
+        while self._queue and len(batch) < self._batch_size_max:
+            waiting = self._queue.popleft()
+            if not (waiting.future.cancelled() and self._droppable(waiting.op)):
+                batch.append(waiting)
+        if not self._queue:
+            self._arrived.clear()
+        return batch
+
+    def _answer(self, waiting: Waiting[Op, Result], result: Result | Exception) -> None:
+        if isinstance(result, Exception):
+            if not waiting.future.done():
+                waiting.future.set_exception(result)
+        elif waiting.future.cancelled():
+            self._orphaned(waiting.op, result)
+        else:
+            waiting.future.set_result(result)
