@@ -1,6 +1,7 @@
 """Generate the Python code of the contract beside its `.proto` files.
 
-Run as `make proto`. `make proto-check` runs it with `--check`, which fails if the committed code is not what the `.proto` files give.
+Run as `make proto`. `make proto-check` runs it with `--check`, which fails if the committed code is not what the `.proto` files
+give.
 """
 
 from __future__ import annotations

@@ -1,0 +1,37 @@
+"""The lock holds names and versions that any machine can install, and nothing else."""
+
+from __future__ import annotations
+
+import tomllib
+
+import pytest
+
+from infra.lock_dependencies import LOCK, ROOT, pins
+
+
+def test_local_versions_and_editable_packages_are_left_out() -> None:
+    freeze = "# Editable install (weir==0.1.0)\n-e ./weir\ntorch==2.13.0+cpu\nAlembic==1.20.1\n"
+
+    assert pins(freeze) == ["Alembic==1.20.1", "torch==2.13.0"]
+
+
+def test_a_package_from_an_address_cannot_be_locked() -> None:
+    with pytest.raises(ValueError, match="not a plain version"):
+        pins("torch @ https://example.test/torch.whl\n")
+
+
+def test_every_direct_dependency_is_in_the_lock() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    wanted = [*project["project"]["dependencies"], *project["dependency-groups"]["dev"]]
+    locked = {line.split("==")[0].lower().replace("_", "-") for line in LOCK.read_text().splitlines() if "==" in line}
+
+    missing = [name for name in map(bare_name, wanted) if name not in locked and name != "weir-client"]
+
+    assert missing == [], "run `make lock KEEP=1`"
+
+
+def bare_name(requirement: str) -> str:
+    """The name of a requirement, without extras, version and marker."""
+    for mark in "[<>=!~; ":
+        requirement = requirement.split(mark)[0]
+    return requirement.lower().replace("_", "-")
