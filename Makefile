@@ -5,7 +5,6 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 LOCK := requirements/constraints.txt
 PIP_VERSION := 26.3# pinned like the rest; from 25.1 on pip reads dependency groups
-PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check --no-input
 PYTEST := $(BIN)/python -m pytest
 CHECKS := format-check lint types proto-check migrations-check architecture
 
@@ -76,17 +75,9 @@ clean: ## remove the virtual environment, the demo's data and all caches
 
 # A stamp is written after its install has succeeded, so an interrupted one is simply done again.
 $(VENV)/.installed: $(LOCK) pyproject.toml sdk/python/pyproject.toml
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
-	  echo "Weir needs Python 3.11 or later; '$(PYTHON)' is $$($(PYTHON) --version 2>&1 || true)." >&2; \
-	  echo "Name another one: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
-	@echo "Installing Weir into $(VENV): PyTorch and PostgreSQL are the large ones. About a minute, once."
-	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV) || { \
-	  echo "On Debian and Ubuntu, the module venv is in the package python3-venv." >&2; exit 1; }
-	@$(PIP) install pip==$(PIP_VERSION)
-	@$(PIP) install -c $(LOCK) -e sdk/python -e .
+	@$(PYTHON) infra/install.py $(VENV) --pip $(PIP_VERSION)
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed
-	@echo "Installing the test and check tools into $(VENV)."
-	@$(PIP) install -c $(LOCK) --group dev
+	@$(PYTHON) infra/install.py $(VENV) --pip $(PIP_VERSION) --dev
 	@touch $@

@@ -1,0 +1,99 @@
+"""Install Weir, editable and from pinned versions only, into a virtual environment of its own.
+
+Run by `make setup` and `make setup-dev` with whatever Python the machine has, so it needs the standard library alone and says what
+is wrong where that Python is too old. Where packages come from is left to pip's own settings.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+if sys.version_info < (3, 11):  # noqa: UP036 - older ones do run this file, and get the message
+    sys.exit(
+        "Weir needs Python 3.11 or later; {} is {}.{}.\nName another one, for example: make PYTHON=python3.12 demo".format(
+            sys.executable, *sys.version_info[:2]
+        )
+    )
+
+ROOT = Path(__file__).resolve().parent.parent
+LOCK = ROOT / "requirements" / "constraints.txt"
+RUN_TIME = ("-e", "sdk/python", "-e", ".")
+DEVELOPMENT = ("--group", "dev")
+
+
+def create(venv: Path) -> None:
+    """Make a virtual environment at `venv` unless a working one is there; a broken one is made anew.
+
+    Raises: SystemExit if something else is at that place, or if this Python cannot make one.
+    """
+    python = venv / "bin" / "python"
+    if python.exists() and subprocess.run([python, "-m", "pip", "--version"], capture_output=True).returncode == 0:
+        return
+    if venv.exists() and any(venv.iterdir()) and not (venv / "pyvenv.cfg").exists():
+        raise SystemExit(f"{venv} is not a virtual environment: move it away, or name another place with make VENV=...")
+    if subprocess.run([sys.executable, "-m", "venv", "--clear", str(venv)]).returncode != 0:
+        raise SystemExit("This Python cannot make virtual environments. On Debian and Ubuntu: apt install python3-venv")
+
+
+def install(venv: Path, *what: str) -> None:
+    """`pip install` into `venv`, with one moving line on a terminal and silence elsewhere.
+
+    Raises: SystemExit with all that pip said, if it fails.
+    """
+    command = [str(venv / "bin" / "python"), "-m", "pip", "--disable-pip-version-check", "--no-input", "install"]
+    said: list[str] = []
+    count = 0
+    with subprocess.Popen(
+        [*command, "--progress-bar=off", *what],
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as pip:
+        assert pip.stdout is not None
+        for line in pip.stdout:
+            said.append(line)
+            words = line.split()
+            if words[:1] == ["Collecting"]:
+                count += 1
+                show(f"{count} packages, {words[1]}")
+            elif line.startswith("Installing collected packages"):
+                show(f"unpacking {count} packages")
+    show("")
+    if pip.returncode != 0:
+        raise SystemExit("".join(said) + f"pip failed with status {pip.returncode}")
+
+
+def show(doing: str) -> None:
+    """Replace the moving line of a terminal."""
+    if sys.stdout.isatty():
+        print(f"\r\033[K  {doing[:70]}" if doing else "\r\033[K", end="", flush=True)
+
+
+def main() -> int:
+    """Install; the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("venv", type=Path)
+    parser.add_argument("--pip", required=True, metavar="VERSION", help="the pip to install with")
+    parser.add_argument("--dev", action="store_true", help="the test and check tools instead of Weir itself")
+    options = parser.parse_args()
+    started = time.monotonic()
+    if options.dev:
+        print(f"Installing the test and check tools into {options.venv}.", flush=True)
+        install(options.venv, "-c", str(LOCK), *DEVELOPMENT)
+    else:
+        print(f"Installing Weir into {options.venv}, once; about a minute on a fast line.", flush=True)
+        create(options.venv)
+        install(options.venv, f"pip=={options.pip}")
+        install(options.venv, "-c", str(LOCK), *RUN_TIME)
+    print(f"Installed in {time.monotonic() - started:.0f} s.", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
