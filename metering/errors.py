@@ -155,3 +155,9 @@ class HoldEnded(MeteringError):
     """The hold has ended before, by expiry or by another process. The caller must stop streaming."""
 
     reason = "HOLD_ENDED"
+
+
+class InvariantViolated(MeteringError):
+    """Something that can never be is. Nothing of the operation was written; a person must look."""
+
+    reason = "INVARIANT_VIOLATED"

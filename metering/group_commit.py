@@ -69,8 +69,8 @@ class GroupCommit(Generic[Op, Result]):
     async def submit(self, op: Op) -> Result:
         """Run one operation in the next batch.
 
-        Raises: what `execute` answered; `overflow()` if too many wait and the operation is droppable (others are always taken, since
-        their number is bounded by what was admitted before).
+        Raises: what `execute` answered; `overflow()` if too many wait and the operation is droppable (others are always taken,
+        since their number is bounded by what was admitted before).
         """
         if len(self._queue) >= self._waiting_count_max and self._droppable(op):
             raise self._overflow()

@@ -234,7 +234,8 @@ class Hold(Base):
 
     __tablename__ = "holds"
     __table_args__ = (
-        UniqueConstraint("project_id", "request_id"),
+        # A voided request left no trace, so its id may be used again.
+        Index("uq_holds_request", "project_id", "request_id", unique=True, postgresql_where=text("state <> 'voided'")),
         CheckConstraint(one_of("state", HoldState), name="state_known"),
         CheckConstraint("(state = 'held') = (ended_at IS NULL)", name="ended_once"),
         CheckConstraint("delivered_token_count BETWEEN 0 AND leased_token_count", name="delivered_within_lease"),

@@ -29,8 +29,9 @@ def database_url() -> str:
 def run_migrations() -> None:
     engine = create_engine(sqlalchemy_url(database_url()), poolclass=NullPool)
     with engine.connect() as connection:
-        connection.execute(text(TIMEOUTS))
+        # The lock first: waiting for another migration may take longer than waiting for live traffic ever should.
         connection.execute(text("SELECT pg_advisory_lock(:id)"), {"id": MIGRATION_LOCK_ID})
+        connection.execute(text(TIMEOUTS))
         connection.commit()
         context.configure(connection=connection, target_metadata=Base.metadata, transaction_per_migration=True)
         with context.begin_transaction():

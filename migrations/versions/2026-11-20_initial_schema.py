@@ -250,11 +250,13 @@ def upgrade() -> None:
         sa.ForeignKeyConstraint(["price_version_id"], ["price_versions.id"], name=op.f("fk_holds_price_version_id_price_versions")),
         sa.ForeignKeyConstraint(["project_id"], ["projects.id"], name=op.f("fk_holds_project_id_projects")),
         sa.PrimaryKeyConstraint("id", name=op.f("pk_holds")),
-        sa.UniqueConstraint("project_id", "request_id", name=op.f("uq_holds_project_id_request_id")),
         postgresql_with={"fillfactor": "70"},
     )
     op.create_index("ix_holds_expiring", "holds", ["expires_at"], unique=False, postgresql_where=sa.text("state = 'held'"))
     op.create_index("ix_holds_owner_held", "holds", ["owner_id"], unique=False, postgresql_where=sa.text("state = 'held'"))
+    op.create_index(
+        "uq_holds_request", "holds", ["project_id", "request_id"], unique=True, postgresql_where=sa.text("state <> 'voided'")
+    )
     op.create_table(
         "usage_events",
         sa.Column("id", sa.BigInteger(), sa.Identity(always=True), nullable=False),
@@ -369,6 +371,7 @@ def downgrade() -> None:
     op.drop_table("usage_events")
     op.drop_index("ix_holds_owner_held", table_name="holds", postgresql_where=sa.text("state = 'held'"))
     op.drop_index("ix_holds_expiring", table_name="holds", postgresql_where=sa.text("state = 'held'"))
+    op.drop_index("uq_holds_request", table_name="holds", postgresql_where=sa.text("state <> 'voided'"))
     op.drop_table("holds")
     op.drop_index("ix_api_keys_project_id", table_name="api_keys")
     op.drop_table("api_keys")

@@ -1,0 +1,325 @@
+"""One batch of hold operations as one transaction: lock, decide in memory, write back.
+
+The decisions are those of `quotas.py`; the SQL is in `hold_rows.py`. Lock order is hold rows by id, then counter rows by
+(quota, window), in every process alike. Within a batch what ends goes first, so that its room serves what is admitted.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from metering import quotas
+from metering.errors import (
+    HoldEnded,
+    InvariantViolated,
+    KeyInvalid,
+    MeteringError,
+    NotFound,
+    PriceMissing,
+    RequestIdReused,
+    RequestInFlight,
+    RequestSettled,
+)
+from metering.hold_rows import (
+    SELECT_ORPHANS,
+    BatchReads,
+    BatchWrites,
+    Connection,
+    HoldChange,
+    HoldRow,
+    NewHold,
+    NewUsageEvent,
+    SameRequest,
+    lock_counters,
+    read_context,
+    read_time_and_holds,
+    write_and_commit,
+)
+from metering.models import HoldState
+from metering.operations import (
+    Admit,
+    Admitted,
+    Ended,
+    Expire,
+    Extend,
+    Extended,
+    HoldAnswer,
+    HoldOperation,
+    Outcome,
+    Renew,
+    Settle,
+    Settled,
+    Void,
+)
+from metering.pricing import TokenPrices
+from metering.quotas import Claim, CounterKey, Counters, QuotaRule
+
+# Ends first, so that their room is there for what comes in; renewals touch no counter.
+ORDER: dict[type[HoldOperation], int] = {Settle: 0, Void: 0, Expire: 0, Renew: 0, Extend: 1, Admit: 2}
+
+
+async def execute_batch(
+    connection: Connection, operations: Sequence[HoldOperation], *, owner_id: uuid.UUID, expiry_s: float
+) -> list[HoldAnswer | Exception]:
+    """Run the operations in one transaction; answer each in order with its result or the error that refused it.
+
+    connection: in autocommit mode and used by nobody else meanwhile. A refused operation changes nothing. Raises whatever the
+    database raises; the caller must then drop the connection, and whether the batch was committed is unknown to it.
+    """
+    orphans = await find_orphans(connection, operations)
+    batch = [*operations, *(Void(hold_id) for hold_id in orphans)]
+    admits = [op for op in batch if isinstance(op, Admit)]
+    reads = await read_time_and_holds(connection, {op.hold_id for op in batch if not isinstance(op, Admit | Renew)})
+    if admits or reads.holds:
+        await read_context(connection, reads, admits)
+    keys = counter_keys(reads, admits)
+    decisions = Decisions(reads, await lock_counters(connection, reads.now, keys))
+    answers: dict[int, HoldAnswer | Exception] = {}
+    for index in sorted(range(len(batch)), key=lambda i: ORDER[type(batch[i])]):
+        try:
+            answers[index] = decisions.decide(batch[index])
+        except MeteringError as refusal:
+            answers[index] = refusal
+    await write_and_commit(connection, owner_id, expiry_s, decisions.counters, decisions.writes)
+    return [answers[index] for index in range(len(operations))]
+
+
+async def find_orphans(connection: Connection, operations: Sequence[HoldOperation]) -> list[uuid.UUID]:
+    """Holds of a renewing owner that it does not know: their admission was committed, but the answer never reached it."""
+    found: list[uuid.UUID] = []
+    for op in operations:
+        if isinstance(op, Renew):
+            ended = {o.hold_id for o in operations if not isinstance(o, Renew)}
+            cursor = await connection.execute(SELECT_ORPHANS, (op.owner_id, list(op.hold_ids | ended)))
+            found += [row[0] for row in await cursor.fetchall()]
+    return found
+
+
+def counter_keys(reads: BatchReads, admits: Sequence[Admit]) -> set[CounterKey]:
+    """Every counter that the batch may touch."""
+    keys: set[CounterKey] = set()
+    for hold in reads.holds.values():
+        if hold.state == HoldState.HELD:
+            rules = (reads.rules[quota_id] for quota_id in hold.quota_ids)
+            keys |= quotas.touched_keys(rules, hold.claim(reads.prices[hold.price_version_id]), reads.now)
+    for op in admits:
+        keys |= {rule.key(reads.now) for rule in rules_for(reads, op)}
+    return keys
+
+
+def rules_for(reads: BatchReads, op: Admit) -> list[QuotaRule]:
+    """The rules that a new request is charged to."""
+    subjects = op.payer.subject_ids
+    return [rule for rule in reads.rules.values() if rule.limit_value is not None and rule.applies_to(subjects, op.model)]
+
+
+@dataclass(slots=True)
+class Decisions:
+    """The state of a batch while its operations are decided one after the other."""
+
+    reads: BatchReads
+    counters: Counters
+    writes: BatchWrites = field(default_factory=BatchWrites)
+
+    def decide(self, op: HoldOperation) -> HoldAnswer:
+        """Answer one operation, or raise the error that refuses it."""
+        match op:
+            case Admit():
+                return self.admit(op)
+            case Extend():
+                return self.extend(op)
+            case Settle():
+                return self.settle(op)
+            case Void():
+                return self.void(op.hold_id)
+            case Expire():
+                return self.expire(op.hold_id)
+            case Renew():
+                self.writes.renewed.append((op.owner_id, op.hold_ids))
+                return Ended(done=True)
+
+    def admit(self, op: Admit) -> Admitted:
+        """Take a hold, or refuse without a trace."""
+        if op.payer.api_key_id not in self.reads.live_key_ids:
+            raise KeyInvalid("the API key is unknown, expired or revoked")
+        request_key = (op.payer.project_id, op.request_id)
+        if (same := self.reads.same_requests.get(request_key)) is not None:
+            raise same_request_error(op, same)
+        prices = self.reads.prices_in_force.get((op.model, op.payer.currency_code))
+        if prices is None:
+            raise PriceMissing(op.model, op.payer.currency_code)
+        rules = rules_for(self.reads, op)
+        claim = Claim(prices, op.input_token_count, 0, 0, 0, 0, admitted_at=self.reads.now, charged_at=self.reads.now)
+        claim = quotas.admit(self.counters, rules, claim, op.first_slice_token_count, op.least_slice_token_count)
+        self.writes.holds.append(NewHold(op, prices.version, claim.leased_token_count, tuple(rule.id for rule in rules)))
+        self.reads.same_requests[request_key] = SameRequest(op.hold_id, HoldState.HELD, op.payload_hash)
+        states = tuple(self.counters.state(rule) for rule in rules)
+        return Admitted(op.hold_id, claim.leased_token_count, prices, states, self.reads.now)
+
+    def extend(self, op: Extend) -> Extended:
+        """Lease more, or refuse and leave the lease as it is."""
+        hold = self.live(op.hold_id)
+        claim = hold.claim(self.reads.prices[hold.price_version_id], op.cached_input_token_count)
+        claim = quotas.extend(self.counters, self.rules(hold), claim, op.delivered_token_count, op.wanted_token_count)
+        self.change(hold, claim, HoldState.HELD, op.delivered_token_count)
+        return Extended(claim.leased_token_count)
+
+    def settle(self, op: Settle) -> Settled:
+        """End the hold with its usage event; an ended one answers what stands, or takes what its expiry did not know of."""
+        hold = self.known(op.hold_id)
+        prices = self.reads.prices[hold.price_version_id]
+        if op.delivered_token_count > hold.leased_token_count:
+            raise InvariantViolated(f"hold {hold.id}: {op.delivered_token_count} delivered of {hold.leased_token_count} leased")
+        if hold.state == HoldState.VOIDED:
+            raise HoldEnded(f"hold {hold.id} was voided: its usage cannot be recorded any more")
+        if hold.state == HoldState.EXPIRED:
+            return self.settle_late(hold, prices, op)
+        if hold.state == HoldState.SETTLED:
+            return standing_usage(hold, prices)
+        claim = hold.claim(prices, op.cached_input_token_count)
+        quotas.end(self.counters, self.rules(hold), claim, op.input_token_count, op.delivered_token_count)
+        self.change(hold, claim, HoldState.SETTLED, op.delivered_token_count)
+        settled = priced_usage(hold.id, prices, op)
+        self.writes.events.append(NewUsageEvent(settled, 0, op.timings, op.recovered))
+        return settled
+
+    def settle_late(self, hold: HoldRow, prices: TokenPrices, op: Settle) -> Settled:
+        """Record what an expired hold delivered beyond what its expiry billed. Quotas were charged the whole lease already."""
+        rest = replace(
+            op,
+            input_token_count=max(op.input_token_count - hold.event_input_token_count, 0),
+            cached_input_token_count=max(op.cached_input_token_count - hold.event_cached_token_count, 0),
+            generated_token_count=max(op.generated_token_count - hold.event_generated_token_count, 0),
+            delivered_token_count=max(op.delivered_token_count - hold.event_delivered_token_count, 0),
+        )
+        if hold.part_count < 2 and (rest.input_token_count or rest.delivered_token_count):
+            late = priced_usage(hold.id, prices, rest)
+            self.writes.events.append(NewUsageEvent(late, max(hold.part_count, 1), op.timings, recovered=True))
+            hold = replace(
+                hold,
+                part_count=2,
+                event_input_token_count=hold.event_input_token_count + late.input_token_count,
+                event_cached_token_count=hold.event_cached_token_count + late.cached_input_token_count,
+                event_generated_token_count=hold.event_generated_token_count + late.generated_token_count,
+                event_delivered_token_count=hold.event_delivered_token_count + late.delivered_token_count,
+                event_cost_picos=hold.event_cost_picos + late.cost_picos,
+                event_outcome=op.outcome,
+            )
+            self.reads.holds[hold.id] = hold
+        return standing_usage(hold, prices)
+
+    def void(self, hold_id: uuid.UUID) -> Ended:
+        """Undo a hold of which nothing is billed."""
+        hold = self.reads.holds.get(hold_id)
+        if hold is None or hold.state != HoldState.HELD:
+            return Ended(done=False)
+        claim = hold.claim(self.reads.prices[hold.price_version_id])
+        if claim.posted_token_count:
+            raise InvariantViolated(f"hold {hold_id} has posted tokens and must be settled, not voided")
+        quotas.void(self.counters, self.rules(hold), claim)
+        self.change(hold, claim, HoldState.VOIDED, 0)
+        return Ended(done=True)
+
+    def expire(self, hold_id: uuid.UUID) -> Ended:
+        """End a hold that is overdue."""
+        hold = self.reads.holds.get(hold_id)
+        if hold is None or hold.state != HoldState.HELD or hold.expires_at > self.reads.now:
+            return Ended(done=False)
+        prices = self.reads.prices[hold.price_version_id]
+        claim = hold.claim(prices)
+        quotas.end(self.counters, self.rules(hold), claim, hold.input_token_count, hold.leased_token_count)
+        self.change(hold, claim, HoldState.EXPIRED, hold.delivered_token_count)
+        if hold.delivered_token_count:
+            known = Settle(
+                hold_id=hold.id,
+                input_token_count=hold.input_token_count,
+                cached_input_token_count=hold.cached_input_token_count,
+                generated_token_count=hold.delivered_token_count,
+                delivered_token_count=hold.delivered_token_count,
+                outcome=Outcome.FAILED,
+            )
+            self.writes.events.append(NewUsageEvent(priced_usage(hold.id, prices, known), 0, None, recovered=True))
+        return Ended(done=True)
+
+    def known(self, hold_id: uuid.UUID) -> HoldRow:
+        """The hold, in whatever state."""
+        hold = self.reads.holds.get(hold_id)
+        if hold is None:
+            raise NotFound("hold", str(hold_id))
+        return hold
+
+    def live(self, hold_id: uuid.UUID) -> HoldRow:
+        """The hold, which must not have ended."""
+        hold = self.known(hold_id)
+        if hold.state != HoldState.HELD:
+            raise HoldEnded(f"hold {hold_id} has ended as {hold.state}")
+        return hold
+
+    def rules(self, hold: HoldRow) -> list[QuotaRule]:
+        """The rules that the hold was charged to."""
+        return [self.reads.rules[quota_id] for quota_id in hold.quota_ids]
+
+    def change(self, hold: HoldRow, claim: Claim, state: HoldState, delivered_token_count: int) -> None:
+        """Note the hold's new values, for the write and for later operations of the batch on the same hold."""
+        self.reads.holds[hold.id] = replace(
+            hold,
+            state=state,
+            cached_input_token_count=claim.cached_input_token_count,
+            leased_token_count=claim.leased_token_count,
+            delivered_token_count=delivered_token_count,
+            posted_token_count=claim.posted_token_count,
+            posted_cost_picos=claim.posted_cost_picos,
+            charged_at=claim.charged_at,
+        )
+        self.writes.changes[hold.id] = HoldChange(
+            hold.id,
+            state,
+            claim.cached_input_token_count,
+            claim.leased_token_count,
+            delivered_token_count,
+            claim.posted_token_count,
+            claim.posted_cost_picos,
+            claim.charged_at,
+        )
+
+
+def same_request_error(op: Admit, same: SameRequest) -> MeteringError:
+    """Why a request id cannot be used a second time."""
+    if same.payload_hash != op.payload_hash:
+        return RequestIdReused("this request_id was used before with another payload: mint a new one for a new request")
+    if same.state == HoldState.HELD:
+        return RequestInFlight("a request with this request_id and payload is running")
+    return RequestSettled(same.hold_id)
+
+
+def priced_usage(hold_id: uuid.UUID, prices: TokenPrices, op: Settle) -> Settled:
+    """The usage event of a settlement. Billed is what was delivered."""
+    cached = min(op.cached_input_token_count, op.input_token_count)
+    return Settled(
+        hold_id=hold_id,
+        input_token_count=op.input_token_count,
+        cached_input_token_count=cached,
+        generated_token_count=max(op.generated_token_count, op.delivered_token_count),
+        delivered_token_count=op.delivered_token_count,
+        billed_token_count=op.delivered_token_count,
+        cost_picos=prices.cost_picos(op.input_token_count, cached, op.delivered_token_count),
+        currency_code=prices.currency_code,
+        outcome=op.outcome,
+    )
+
+
+def standing_usage(hold: HoldRow, prices: TokenPrices) -> Settled:
+    """What an ended hold's usage events add up to."""
+    return Settled(
+        hold_id=hold.id,
+        input_token_count=hold.event_input_token_count,
+        cached_input_token_count=hold.event_cached_token_count,
+        generated_token_count=hold.event_generated_token_count,
+        delivered_token_count=hold.event_delivered_token_count,
+        billed_token_count=hold.event_delivered_token_count,
+        cost_picos=hold.event_cost_picos,
+        currency_code=prices.currency_code,
+        outcome=hold.event_outcome,
+    )

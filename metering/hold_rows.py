@@ -1,0 +1,353 @@
+"""The SQL of one batch of hold operations: what is read and locked, and what is written back. No decisions.
+
+Statements are sent in psycopg pipelines: a batch costs three round trips whatever its size.
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any, NamedTuple
+
+from psycopg import AsyncConnection
+from psycopg.rows import class_row
+
+from metering.models import HoldState, QuotaDimension, QuotaSubject
+from metering.operations import Admit, Settled
+from metering.pricing import TokenPrices
+from metering.quotas import Claim, Counter, CounterKey, Counters, QuotaRule
+
+Connection = AsyncConnection[tuple[Any, ...]]
+
+SELECT_HOLDS = """
+SELECT h.id, h.state, h.owner_id, h.price_version_id, h.input_token_count, h.cached_input_token_count, h.leased_token_count,
+       h.delivered_token_count, h.posted_token_count, h.posted_cost_picos, h.quota_ids, h.admitted_at, h.charged_at,
+       h.expires_at, coalesce(e.part_count, 0)::int AS part_count, coalesce(e.input, 0)::bigint AS event_input_token_count,
+       coalesce(e.cached, 0)::bigint AS event_cached_token_count, coalesce(e.generated, 0)::bigint AS event_generated_token_count,
+       coalesce(e.delivered, 0)::bigint AS event_delivered_token_count, coalesce(e.cost, 0)::bigint AS event_cost_picos,
+       coalesce(e.outcome, '') AS event_outcome
+FROM holds h LEFT JOIN LATERAL (
+    SELECT count(*) AS part_count, sum(input_token_count) AS input, sum(cached_input_token_count) AS cached,
+           sum(generated_token_count) AS generated, sum(delivered_token_count) AS delivered, sum(cost_picos) AS cost,
+           max(outcome) AS outcome
+    FROM usage_events WHERE hold_id = h.id) e ON h.state <> 'held'
+WHERE h.id = ANY(%s) ORDER BY h.id FOR UPDATE OF h
+"""
+SELECT_ORPHANS = "SELECT id FROM holds WHERE owner_id = %s AND state = 'held' AND id <> ALL(%s)"
+SELECT_SAME_REQUEST = """
+SELECT h.project_id, h.request_id, h.id, h.state, h.payload_hash
+FROM holds h JOIN unnest(%s::uuid[], %s::uuid[]) AS a(project_id, request_id) USING (project_id, request_id)
+WHERE h.state <> 'voided'
+"""
+SELECT_LIVE_KEYS = """
+SELECT id FROM api_keys
+WHERE id = ANY(%s) AND revoked_at IS NULL AND (expires_at IS NULL OR expires_at > now())
+"""
+SELECT_RULES = """
+SELECT id, subject, subject_id, model, dimension, CASE WHEN deleted_at IS NULL THEN limit_value END AS limit_value
+FROM quotas
+WHERE (deleted_at IS NULL AND subject_id = ANY(%s)) OR id = ANY(%s)
+"""
+SELECT_PRICES_IN_FORCE = """
+SELECT DISTINCT ON (p.model, p.currency_code) p.model, p.id AS version, p.currency_code, p.input_picos_per_token,
+       p.cached_input_picos_per_token, p.output_picos_per_token
+FROM price_versions p JOIN unnest(%s::text[], %s::text[]) AS a(model, currency_code) USING (model, currency_code)
+WHERE p.effective_at <= now()
+ORDER BY p.model, p.currency_code, p.effective_at DESC
+"""
+SELECT_PRICES = """
+SELECT model, id AS version, currency_code, input_picos_per_token, cached_input_picos_per_token, output_picos_per_token
+FROM price_versions WHERE id = ANY(%s)
+"""
+LOCK_COUNTERS = """
+SELECT c.quota_id, c.window_start, c.used, c.held
+FROM quota_counters c JOIN unnest(%s::uuid[], %s::timestamptz[]) AS k(quota_id, window_start) USING (quota_id, window_start)
+ORDER BY c.quota_id, c.window_start FOR UPDATE OF c
+"""
+INSERT_COUNTERS = """
+INSERT INTO quota_counters (quota_id, window_start)
+SELECT quota_id, window_start FROM unnest(%s::uuid[], %s::timestamptz[]) AS k(quota_id, window_start)
+ORDER BY quota_id, window_start
+ON CONFLICT DO NOTHING
+"""
+UPDATE_COUNTERS = """
+UPDATE quota_counters c SET used = v.used, held = v.held
+FROM unnest(%s::uuid[], %s::timestamptz[], %s::bigint[], %s::bigint[]) AS v(quota_id, window_start, used, held)
+WHERE c.quota_id = v.quota_id AND c.window_start = v.window_start
+"""
+INSERT_HOLDS = """
+INSERT INTO holds (id, organization_id, project_id, api_key_id, request_id, payload_hash, model, price_version_id, labels,
+                   owner_id, input_token_count, leased_token_count, quota_ids, expires_at)
+SELECT id, organization_id, project_id, api_key_id, request_id, payload_hash, model, price_version_id, labels::jsonb,
+       owner_id, input_token_count, leased_token_count, quota_ids::uuid[], now() + make_interval(secs => %s)
+FROM unnest(%s::uuid[], %s::uuid[], %s::uuid[], %s::uuid[], %s::uuid[], %s::bytea[], %s::text[], %s::bigint[], %s::text[],
+            %s::uuid[], %s::bigint[], %s::bigint[], %s::text[])
+    AS v(id, organization_id, project_id, api_key_id, request_id, payload_hash, model, price_version_id, labels, owner_id,
+         input_token_count, leased_token_count, quota_ids)
+"""
+UPDATE_HOLDS = """
+UPDATE holds h SET state = v.state, cached_input_token_count = v.cached, leased_token_count = v.leased,
+    delivered_token_count = v.delivered, posted_token_count = v.posted, posted_cost_picos = v.posted_cost,
+    charged_at = v.charged_at, ended_at = CASE WHEN v.state = 'held' THEN NULL ELSE now() END,
+    expires_at = CASE WHEN v.state = 'held' THEN now() + make_interval(secs => %s) ELSE h.expires_at END
+FROM unnest(%s::uuid[], %s::text[], %s::bigint[], %s::bigint[], %s::bigint[], %s::bigint[], %s::bigint[], %s::timestamptz[])
+    AS v(id, state, cached, leased, delivered, posted, posted_cost, charged_at)
+WHERE h.id = v.id
+"""
+RENEW_HOLDS = """
+UPDATE holds SET expires_at = now() + make_interval(secs => %s) WHERE owner_id = %s AND state = 'held' AND id = ANY(%s)
+"""
+INSERT_USAGE_EVENTS = """
+INSERT INTO usage_events (hold_id, part, organization_id, project_id, api_key_id, request_id, model, outcome, input_token_count,
+    cached_input_token_count, generated_token_count, delivered_token_count, billed_token_count, price_version_id, cost_picos,
+    timings, labels, recovered, admitted_at)
+SELECT h.id, v.part, h.organization_id, h.project_id, h.api_key_id, h.request_id, h.model, v.outcome, v.input, v.cached,
+    v.generated, v.delivered, v.billed, h.price_version_id, v.cost, v.timings::jsonb, h.labels, v.recovered, h.admitted_at
+FROM unnest(%s::uuid[], %s::smallint[], %s::text[], %s::bigint[], %s::bigint[], %s::bigint[], %s::bigint[], %s::bigint[],
+            %s::bigint[], %s::text[], %s::bool[])
+    AS v(hold_id, part, outcome, input, cached, generated, delivered, billed, cost, timings, recovered)
+JOIN holds h ON h.id = v.hold_id
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class HoldRow:
+    """A locked hold, and what its usage events add up to if it has ended."""
+
+    id: uuid.UUID
+    state: str
+    owner_id: uuid.UUID
+    price_version_id: int
+    input_token_count: int
+    cached_input_token_count: int
+    leased_token_count: int
+    delivered_token_count: int
+    posted_token_count: int
+    posted_cost_picos: int
+    quota_ids: list[uuid.UUID]
+    admitted_at: datetime
+    charged_at: datetime
+    expires_at: datetime
+    part_count: int
+    event_input_token_count: int
+    event_cached_token_count: int
+    event_generated_token_count: int
+    event_delivered_token_count: int
+    event_cost_picos: int
+    event_outcome: str
+
+    def claim(self, prices: TokenPrices, cached_input_token_count: int | None = None) -> Claim:
+        """What the hold claims of its quotas; `cached_input_token_count` where more is known than the row has."""
+        return Claim(
+            prices=prices,
+            input_token_count=self.input_token_count,
+            cached_input_token_count=max(self.cached_input_token_count, cached_input_token_count or 0),
+            leased_token_count=self.leased_token_count,
+            posted_token_count=self.posted_token_count,
+            posted_cost_picos=self.posted_cost_picos,
+            admitted_at=self.admitted_at,
+            charged_at=self.charged_at,
+        )
+
+
+class SameRequest(NamedTuple):
+    """A hold that exists for a request id."""
+
+    hold_id: uuid.UUID
+    state: str
+    payload_hash: bytes
+
+
+@dataclass(slots=True)
+class BatchReads:
+    """What the database holds at the beginning of a batch."""
+
+    now: datetime
+    holds: dict[uuid.UUID, HoldRow] = field(default_factory=dict)
+    same_requests: dict[tuple[uuid.UUID, uuid.UUID], SameRequest] = field(default_factory=dict)
+    live_key_ids: set[uuid.UUID] = field(default_factory=set)
+    rules: dict[uuid.UUID, QuotaRule] = field(default_factory=dict)
+    prices_in_force: dict[tuple[str, str], TokenPrices] = field(default_factory=dict)
+    prices: dict[int, TokenPrices] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class HoldChange:
+    """The new values of one hold row."""
+
+    hold_id: uuid.UUID
+    state: HoldState
+    cached_input_token_count: int
+    leased_token_count: int
+    delivered_token_count: int
+    posted_token_count: int
+    posted_cost_picos: int
+    charged_at: datetime
+
+
+@dataclass(frozen=True, slots=True)
+class NewHold:
+    """A hold to insert."""
+
+    admit: Admit
+    price_version: int
+    leased_token_count: int
+    quota_ids: tuple[uuid.UUID, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class NewUsageEvent:
+    """A usage event to insert."""
+
+    settled: Settled
+    part: int
+    timings: dict[str, float] | None
+    recovered: bool
+
+
+@dataclass(slots=True)
+class BatchWrites:
+    """All that a batch changes."""
+
+    holds: list[NewHold] = field(default_factory=list)
+    changes: dict[uuid.UUID, HoldChange] = field(default_factory=dict)
+    events: list[NewUsageEvent] = field(default_factory=list)
+    renewed: list[tuple[uuid.UUID, frozenset[uuid.UUID]]] = field(default_factory=list)
+
+
+async def read_time_and_holds(connection: Connection, hold_ids: Collection[uuid.UUID]) -> BatchReads:
+    """Begin the transaction; lock the holds."""
+    async with connection.pipeline():
+        await connection.execute("BEGIN")
+        time = await connection.execute("SELECT now()")
+        holds = connection.cursor(row_factory=class_row(HoldRow))
+        if hold_ids:
+            await holds.execute(SELECT_HOLDS, (sorted(hold_ids),))
+        row = await time.fetchone()
+        assert row is not None
+        reads = BatchReads(now=row[0])
+        if hold_ids:
+            reads.holds = {hold.id: hold for hold in await holds.fetchall()}
+    return reads
+
+
+async def read_context(connection: Connection, reads: BatchReads, admits: Sequence[Admit]) -> None:
+    """Read what decisions need beside the holds: rules, prices, keys, and holds of the same request ids."""
+    quota_ids = {quota_id for hold in reads.holds.values() for quota_id in hold.quota_ids}
+    versions = {hold.price_version_id for hold in reads.holds.values()}
+    subjects = {subject for op in admits for subject in op.payer.subject_ids}
+    async with connection.pipeline():
+        rules = await connection.execute(SELECT_RULES, (list(subjects), list(quota_ids)))
+        prices = await connection.execute(SELECT_PRICES, (list(versions),))
+        if admits:
+            same = await connection.execute(
+                SELECT_SAME_REQUEST, ([op.payer.project_id for op in admits], [op.request_id for op in admits])
+            )
+            keys = await connection.execute(SELECT_LIVE_KEYS, (list({op.payer.api_key_id for op in admits}),))
+            wanted = sorted({(op.model, op.payer.currency_code) for op in admits})
+            in_force = await connection.execute(
+                SELECT_PRICES_IN_FORCE, ([model for model, _ in wanted], [currency for _, currency in wanted])
+            )
+            reads.same_requests = {(row[0], row[1]): SameRequest(*row[2:]) for row in await same.fetchall()}
+            reads.live_key_ids = {row[0] for row in await keys.fetchall()}
+            reads.prices_in_force = {(row[0], row[2]): TokenPrices(*row[1:]) for row in await in_force.fetchall()}
+        reads.rules = {
+            row[0]: QuotaRule(row[0], QuotaSubject(row[1]), row[2], row[3], QuotaDimension(row[4]), row[5])
+            for row in await rules.fetchall()
+        }
+        reads.prices = {row[1]: TokenPrices(*row[1:]) for row in await prices.fetchall()}
+
+
+async def lock_counters(connection: Connection, now: datetime, keys: Iterable[CounterKey]) -> Counters:
+    """Lock the counter rows in order, making those of windows that have just begun."""
+    ordered = sorted(keys)
+    counters = Counters(now)
+    if not ordered:
+        return counters
+    parameters = ([key[0] for key in ordered], [key[1] for key in ordered])
+    rows = await (await connection.execute(LOCK_COUNTERS, parameters)).fetchall()
+    if len(rows) < len(ordered):
+        async with connection.pipeline():
+            await connection.execute(INSERT_COUNTERS, parameters)
+            cursor = await connection.execute(LOCK_COUNTERS, parameters)
+            rows = await cursor.fetchall()
+    counters.rows = {(row[0], row[1]): Counter(row[2], row[3]) for row in rows}
+    return counters
+
+
+async def write_and_commit(
+    connection: Connection, owner_id: uuid.UUID, expiry_s: float, counters: Counters, writes: BatchWrites
+) -> None:
+    """Write all changes and commit, in one round trip."""
+    async with connection.pipeline():
+        if counters.changed:
+            changed = sorted(counters.changed)
+            rows = [counters.rows[key] for key in changed]
+            await connection.execute(
+                UPDATE_COUNTERS,
+                ([k[0] for k in changed], [k[1] for k in changed], [r.used for r in rows], [r.held for r in rows]),
+            )
+        if writes.holds:
+            await connection.execute(INSERT_HOLDS, (expiry_s, *new_hold_columns(owner_id, writes.holds)))
+        if writes.changes:
+            await connection.execute(UPDATE_HOLDS, (expiry_s, *change_columns(list(writes.changes.values()))))
+        if writes.events:
+            await connection.execute(INSERT_USAGE_EVENTS, usage_event_columns(writes.events))
+        for renewing_owner_id, hold_ids in writes.renewed:
+            await connection.execute(RENEW_HOLDS, (expiry_s, renewing_owner_id, list(hold_ids)))
+        await connection.execute("COMMIT")
+
+
+def new_hold_columns(owner_id: uuid.UUID, holds: Sequence[NewHold]) -> tuple[list[Any], ...]:
+    """One list per column of INSERT_HOLDS."""
+    admits = [hold.admit for hold in holds]
+    return (
+        [op.hold_id for op in admits],
+        [op.payer.organization_id for op in admits],
+        [op.payer.project_id for op in admits],
+        [op.payer.api_key_id for op in admits],
+        [op.request_id for op in admits],
+        [op.payload_hash for op in admits],
+        [op.model for op in admits],
+        [hold.price_version for hold in holds],
+        [json.dumps(op.labels) for op in admits],
+        [owner_id for _ in holds],
+        [op.input_token_count for op in admits],
+        [hold.leased_token_count for hold in holds],
+        ["{" + ",".join(map(str, hold.quota_ids)) + "}" for hold in holds],
+    )
+
+
+def change_columns(changes: Sequence[HoldChange]) -> tuple[list[Any], ...]:
+    """One list per column of UPDATE_HOLDS."""
+    return (
+        [change.hold_id for change in changes],
+        [str(change.state) for change in changes],
+        [change.cached_input_token_count for change in changes],
+        [change.leased_token_count for change in changes],
+        [change.delivered_token_count for change in changes],
+        [change.posted_token_count for change in changes],
+        [change.posted_cost_picos for change in changes],
+        [change.charged_at for change in changes],
+    )
+
+
+def usage_event_columns(events: Sequence[NewUsageEvent]) -> tuple[list[Any], ...]:
+    """One list per column of INSERT_USAGE_EVENTS."""
+    settled = [event.settled for event in events]
+    return (
+        [usage.hold_id for usage in settled],
+        [event.part for event in events],
+        [str(usage.outcome) for usage in settled],
+        [usage.input_token_count for usage in settled],
+        [usage.cached_input_token_count for usage in settled],
+        [usage.generated_token_count for usage in settled],
+        [usage.delivered_token_count for usage in settled],
+        [usage.billed_token_count for usage in settled],
+        [usage.cost_picos for usage in settled],
+        [None if event.timings is None else json.dumps(event.timings) for event in events],
+        [event.recovered for event in events],
+    )

@@ -1,0 +1,162 @@
+"""The acts on a hold, and what each answers. One batch of `hold_batch.py` carries any mix of them."""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import dataclass, field
+from datetime import datetime
+from enum import StrEnum
+
+from metering.errors import QuotaState
+from metering.pricing import TokenPrices
+
+
+class Outcome(StrEnum):
+    """How a request that cost something ended, as stored in `usage_events.outcome`."""
+
+    STOP = "stop"
+    STOP_SEQUENCE = "stop_sequence"
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+    DEADLINE = "deadline"
+    QUOTA_EXHAUSTED = "quota_exhausted"
+    COST_LIMIT = "cost_limit"
+    SLOW_CONSUMER = "slow_consumer"
+    FILTERED = "filtered"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class Payer:
+    """Whom a request is charged to."""
+
+    organization_id: uuid.UUID
+    project_id: uuid.UUID
+    api_key_id: uuid.UUID
+    currency_code: str
+
+    @property
+    def subject_ids(self) -> frozenset[uuid.UUID]:
+        """Everything that quotas of this payer can hang on."""
+        return frozenset((self.organization_id, self.project_id, self.api_key_id))
+
+
+@dataclass(frozen=True, slots=True)
+class Admit:
+    """Take a hold for a new request. Answers `Admitted`.
+
+    payload_hash: 32 bytes over everything that makes the request what it is; the same id with another hash is refused.
+    first_slice_token_count: output tokens to lease at first, if they fit; at least `least_slice_token_count`.
+    """
+
+    hold_id: uuid.UUID
+    payer: Payer
+    request_id: uuid.UUID
+    payload_hash: bytes
+    model: str
+    input_token_count: int
+    first_slice_token_count: int
+    least_slice_token_count: int
+    labels: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Extend:
+    """Lease more output tokens. Answers `Extended`. Delivered and cached counts are those known now."""
+
+    hold_id: uuid.UUID
+    delivered_token_count: int
+    cached_input_token_count: int
+    wanted_token_count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Settle:
+    """End a hold with what was delivered, and write the usage event. Answers `Settled`; doing it again answers the same.
+
+    input_token_count: prompt tokens to bill: all, or 0 if the engine never began.
+    """
+
+    hold_id: uuid.UUID
+    input_token_count: int
+    cached_input_token_count: int
+    generated_token_count: int
+    delivered_token_count: int
+    outcome: Outcome
+    timings: dict[str, float] | None = None
+    recovered: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Void:
+    """End a hold of which nothing is to be billed, as if it had never been. Answers `Ended`."""
+
+    hold_id: uuid.UUID
+
+
+@dataclass(frozen=True, slots=True)
+class Expire:
+    """End a hold whose owner has been silent past its expiry. Answers `Ended`; does nothing if it is not due.
+
+    Bills what was known to be delivered at the last extension. The quotas keep the whole lease as used: nobody knows how much more
+    went out, and a limit must not be overshot.
+    """
+
+    hold_id: uuid.UUID
+
+
+@dataclass(frozen=True, slots=True)
+class Renew:
+    """Prove that the owner of these holds lives: moves their expiry. Answers `Ended`.
+
+    Holds of the same owner that are neither among them nor expected are voided: their admission was committed but its answer lost.
+    """
+
+    owner_id: uuid.UUID
+    hold_ids: frozenset[uuid.UUID]
+
+
+HoldOperation = Admit | Extend | Settle | Void | Expire | Renew
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """A hold was taken. quotas: every limit that applies, this hold counted."""
+
+    hold_id: uuid.UUID
+    leased_token_count: int
+    prices: TokenPrices
+    quotas: tuple[QuotaState, ...]
+    admitted_at: datetime
+
+
+@dataclass(frozen=True, slots=True)
+class Extended:
+    """The lease grew. leased_token_count: output tokens that may be delivered in all."""
+
+    leased_token_count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """The usage of a request stands. Costs are exact, in picos of `currency_code`."""
+
+    hold_id: uuid.UUID
+    input_token_count: int
+    cached_input_token_count: int
+    generated_token_count: int
+    delivered_token_count: int
+    billed_token_count: int
+    cost_picos: int
+    currency_code: str
+    outcome: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """Nothing to tell but whether anything was done."""
+
+    done: bool
+
+
+HoldAnswer = Admitted | Extended | Settled | Ended

@@ -1,0 +1,89 @@
+"""Settles what dead processes of this machine left behind, from their journals.
+
+Idempotent and safe to run in several processes at once: a journal is locked while it is worked on, and a hold ends once whoever
+ends it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import psycopg
+import structlog
+
+from metering.db import connection_options, psycopg_conninfo
+from metering.hold_batch import execute_batch
+from metering.hold_rows import Connection
+from metering.holds import BATCH_SIZE_MAX, CONNECT_TIMEOUT_S, EXPIRY_S
+from metering.journal import AbandonedJournal, Delivered, abandoned_journals
+from metering.operations import HoldOperation, Outcome, Renew, Settle, Settled
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Recovered:
+    """What recovery did: journals removed, holds settled from them, and the tokens these had delivered."""
+
+    journal_count: int = 0
+    settled_hold_count: int = 0
+    delivered_token_count: int = 0
+
+
+async def recover_journals(directory: Path, database_url: str) -> Recovered:
+    """Settle every hold of every dead process of this machine; void those that had delivered nothing.
+
+    Raises: psycopg.OperationalError if the database is away; the journals are then still there.
+    """
+    done = Recovered()
+    if not directory.is_dir():
+        return done
+    for journal in abandoned_journals(directory):
+        async with await psycopg.AsyncConnection.connect(
+            psycopg_conninfo(database_url),
+            autocommit=True,
+            connect_timeout=CONNECT_TIMEOUT_S,
+            options=connection_options(),
+        ) as connection:
+            one = await recover(connection, journal)
+        log.info("journal_recovered", owner_id=str(journal.owner_id), settled_hold_count=one.settled_hold_count)
+        done = Recovered(
+            done.journal_count + 1,
+            done.settled_hold_count + one.settled_hold_count,
+            done.delivered_token_count + one.delivered_token_count,
+        )
+    return done
+
+
+async def recover(connection: Connection, journal: AbandonedJournal) -> Recovered:
+    """Settle the holds of one journal and void its owner's other ones, then remove it."""
+    entries = journal.delivered()
+    settlements = [settlement(entry) for entry in entries]
+    # A renewal that knows no hold voids all that its owner still has: those of which nothing was delivered.
+    leftovers = Renew(journal.owner_id, frozenset(entry.hold_id for entry in entries))
+    settled_count = 0
+    for start in range(0, len(settlements), BATCH_SIZE_MAX):
+        batch: list[HoldOperation] = list(settlements[start : start + BATCH_SIZE_MAX])
+        answers = await execute_batch(connection, batch, owner_id=journal.owner_id, expiry_s=EXPIRY_S)
+        for operation, answer in zip(batch, answers, strict=True):
+            if isinstance(answer, Settled):
+                settled_count += 1
+            else:
+                log.error("journal_entry_refused", operation=repr(operation), cause=str(answer))
+    await execute_batch(connection, [leftovers], owner_id=journal.owner_id, expiry_s=EXPIRY_S)
+    journal.remove()
+    return Recovered(1, settled_count, sum(entry.delivered_token_count for entry in entries))
+
+
+def settlement(entry: Delivered) -> Settle:
+    """The end of a request whose server died: broken by us, billed as delivered."""
+    return Settle(
+        hold_id=entry.hold_id,
+        input_token_count=entry.input_token_count,
+        cached_input_token_count=entry.cached_input_token_count,
+        generated_token_count=entry.generated_token_count,
+        delivered_token_count=entry.delivered_token_count,
+        outcome=Outcome.FAILED,
+        recovered=True,
+    )
