@@ -1,0 +1,124 @@
+"""The values of the admin and billing APIs: customers, keys, the audit log and the month's report."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from datetime import datetime
+from enum import StrEnum
+
+from weir_client.values import Money
+
+
+class TokenKind(StrEnum):
+    """What a token is billed as."""
+
+    UNSPECIFIED = "unspecified"
+    INPUT = "input"
+    CACHED_INPUT = "cached-input"
+    OUTPUT = "output"
+
+
+@dataclass(frozen=True, slots=True)
+class Organization:
+    """A customer."""
+
+    organization_id: str
+    name: str
+    currency_code: str
+    create_time: datetime | None
+
+
+@dataclass(frozen=True, slots=True)
+class Project:
+    """A part of an organization, with its own keys."""
+
+    project_id: str
+    organization_id: str
+    name: str
+    create_time: datetime | None
+
+
+@dataclass(frozen=True, slots=True)
+class ApiKey:
+    """An API key without its secret."""
+
+    api_key_id: str
+    organization_id: str
+    project_id: str
+    name: str
+    prefix: str
+    scopes: tuple[str, ...]
+    create_time: datetime | None
+    expire_time: datetime | None  # None: never
+    revoke_time: datetime | None  # None: it is not revoked
+
+
+@dataclass(frozen=True, slots=True)
+class CreatedApiKey:
+    """A new key with its secret, which no later call can tell again."""
+
+    api_key: ApiKey
+    secret: str = field(repr=False)  # kept out of logs
+
+
+@dataclass(frozen=True, slots=True)
+class AuditEntry:
+    """One change, who made it, and the object before and after as JSON text."""
+
+    entry_id: int
+    create_time: datetime | None
+    actor: str
+    action: str
+    subject_id: str
+    before_json: str
+    after_json: str
+
+
+@dataclass(frozen=True, slots=True)
+class RequestCounts:
+    """Requests of a month by how they ended."""
+
+    total_count: int
+    completed_count: int
+    cancelled_count: int
+    limited_count: int
+    failed_count: int
+
+
+@dataclass(frozen=True, slots=True)
+class MonthReportLine:
+    """One line of a month: a model, a price version, a kind of token."""
+
+    model: str
+    token_kind: TokenKind
+    price_version: int
+    request_count: int
+    token_count: int
+    cancelled_token_count: int  # part of `token_count` that belongs to cancelled requests
+    unit_price_picos: int  # per token
+    amount: Money
+
+
+@dataclass(frozen=True, slots=True)
+class Reconciliation:
+    """Whether usage events and ledger agree, in tokens of all kinds."""
+
+    usage_token_count: int
+    ledger_token_count: int
+    unrated_token_count: int
+    balanced: bool
+
+
+@dataclass(frozen=True, slots=True)
+class MonthReport:
+    """One calendar month (UTC) of one organization, from the ledger."""
+
+    organization_id: str
+    organization_name: str
+    month: str  # YYYY-MM
+    lines: tuple[MonthReportLine, ...]
+    request_counts: RequestCounts
+    total: Money  # exact
+    total_rounded: Money  # to the minor unit of the currency
+    unrated_event_count: int
+    reconciliation: Reconciliation

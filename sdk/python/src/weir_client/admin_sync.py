@@ -1,0 +1,148 @@
+"""The blocking twins of the admin and billing clients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import datetime, timedelta
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from weir_client.accounts import ApiKey, AuditEntry, CreatedApiKey, MonthReport, Organization, Project
+from weir_client.admin import AsyncAdminClient, AsyncBillingClient
+from weir_client.connection import UNARY_TIMEOUT_S
+from weir_client.loop_thread import LoopThread
+from weir_client.values import QuotaDimension, QuotaStatus, QuotaSubject
+
+
+class AdminClient:
+    """Manages who may use the service, and how much. See `AsyncAdminClient` for every call and its errors."""
+
+    def __init__(
+        self,
+        address: str | None = None,
+        api_key: str | None = None,
+        *,
+        tls: bool | None = None,
+        root_certificates: bytes | str | Path | None = None,
+        timeout: float = UNARY_TIMEOUT_S,
+    ) -> None:
+        """Settles where to connect. Raises: Unauthenticated if there is no key."""
+        self._client = AsyncAdminClient(address, api_key, tls=tls, root_certificates=root_certificates, timeout=timeout)
+        self._thread = LoopThread(self._client)
+
+    @property
+    def address(self) -> str:
+        """Where this client connects to."""
+        return self._client.address
+
+    def create_organization(self, name: str, *, currency_code: str = "USD") -> Organization:
+        """A new customer, billed in one currency (ISO 4217)."""
+        return self._thread.run(lambda: self._client.create_organization(name, currency_code=currency_code))
+
+    def list_organizations(self) -> list[Organization]:
+        """All customers, by name."""
+        return self._thread.run(self._client.list_organizations)
+
+    def create_project(self, organization: str, name: str) -> Project:
+        """A new project of an organization."""
+        return self._thread.run(lambda: self._client.create_project(organization, name))
+
+    def list_projects(self, organization: str) -> list[Project]:
+        """The projects of an organization, by name."""
+        return self._thread.run(lambda: self._client.list_projects(organization))
+
+    def create_api_key(
+        self,
+        organization: str,
+        project: str,
+        name: str,
+        *,
+        scopes: Sequence[str] = ("inference",),
+        lifetime: timedelta | None = None,
+    ) -> CreatedApiKey:
+        """A new key; its secret is told here and never again."""
+        return self._thread.run(lambda: self._client.create_api_key(organization, project, name, scopes=scopes, lifetime=lifetime))
+
+    def revoke_api_key(self, api_key: str) -> ApiKey:
+        """Ends a key for good, by id or prefix."""
+        return self._thread.run(lambda: self._client.revoke_api_key(api_key))
+
+    def list_api_keys(self, organization: str = "") -> list[ApiKey]:
+        """The keys of one organization, or all, newest first."""
+        return self._thread.run(lambda: self._client.list_api_keys(organization))
+
+    def set_quota(
+        self, subject: QuotaSubject, subject_ref: str, dimension: QuotaDimension, limit_value: int, *, model: str = ""
+    ) -> QuotaStatus:
+        """Sets one limit, in requests, tokens or picos by dimension."""
+        return self._thread.run(lambda: self._client.set_quota(subject, subject_ref, dimension, limit_value, model=model))
+
+    def delete_quota(self, quota_id: str) -> None:
+        """Removes one limit."""
+        self._thread.run(lambda: self._client.delete_quota(quota_id))
+
+    def list_quotas(self, organization: str = "") -> list[QuotaStatus]:
+        """The limits of one organization with its projects and keys, or all."""
+        return self._thread.run(lambda: self._client.list_quotas(organization))
+
+    def set_price(
+        self,
+        model: str,
+        *,
+        input_picos_per_token: int,
+        cached_input_picos_per_token: int,
+        output_picos_per_token: int,
+        currency_code: str = "USD",
+        effective_time: datetime | None = None,
+    ) -> int:
+        """Adds a price version and returns its number."""
+        return self._thread.run(
+            lambda: self._client.set_price(
+                model,
+                input_picos_per_token=input_picos_per_token,
+                cached_input_picos_per_token=cached_input_picos_per_token,
+                output_picos_per_token=output_picos_per_token,
+                currency_code=currency_code,
+                effective_time=effective_time,
+            )
+        )
+
+    def list_audit_entries(self, *, page_size: int = 100, before_entry_id: int = 0) -> list[AuditEntry]:
+        """Changes, newest first."""
+        return self._thread.run(lambda: self._client.list_audit_entries(page_size=page_size, before_entry_id=before_entry_id))
+
+    def __enter__(self) -> Self:
+        self._thread.open()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._thread.close()
+
+
+class BillingClient:
+    """Reads the bill. See `AsyncBillingClient`."""
+
+    def __init__(
+        self,
+        address: str | None = None,
+        api_key: str | None = None,
+        *,
+        tls: bool | None = None,
+        root_certificates: bytes | str | Path | None = None,
+        timeout: float = UNARY_TIMEOUT_S,
+    ) -> None:
+        """Settles where to connect. Raises: Unauthenticated if there is no key."""
+        self._client = AsyncBillingClient(address, api_key, tls=tls, root_certificates=root_certificates, timeout=timeout)
+        self._thread = LoopThread(self._client)
+
+    def get_month_report(self, organization: str, month: str) -> MonthReport:
+        """One calendar month (UTC, `YYYY-MM`) of an organization."""
+        return self._thread.run(lambda: self._client.get_month_report(organization, month))
+
+    def __enter__(self) -> Self:
+        self._thread.open()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._thread.close()

@@ -1,0 +1,173 @@
+"""The asyncio client of the inference API. The implementation; `weir_client.sync` puts threads around it."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from types import TracebackType
+from typing import Self, Unpack
+
+import grpc.aio
+from weir.v1 import inference_service_pb2 as pb
+from weir.v1 import inference_service_pb2_grpc
+
+from weir_client import errors, wire
+from weir_client.connection import (
+    KEEPALIVE_S,
+    MESSAGE_BYTES_MAX,
+    RETRY_WAIT_MAX_S,
+    Connection,
+    ConnectionSettings,
+    RetryPolicy,
+)
+from weir_client.generation import AsyncGeneration
+from weir_client.prompt import GenerateOptions, Prompt, build_start, conversation
+from weir_client.stream import Call, SharedStream
+from weir_client.values import Generation, Model, QuotaStatus, Result, TokenCount
+
+
+class AsyncClient:
+    """A connection to the inference API, to be used as `async with AsyncClient() as client`.
+
+    All generations share one stream; run as many at once as you like from the tasks of one event loop.
+    """
+
+    def __init__(
+        self,
+        address: str | None = None,
+        api_key: str | None = None,
+        *,
+        tls: bool | None = None,
+        root_certificates: bytes | str | Path | None = None,
+        max_retries: int = 2,
+        retry_wait_max_s: float = RETRY_WAIT_MAX_S,
+        max_message_bytes: int = MESSAGE_BYTES_MAX,
+        keepalive_s: float = KEEPALIVE_S,
+    ) -> None:
+        """Settles where to connect; the connection itself is made when it is first used.
+
+        address: `host:port`, `unix:/path`, or either after `https://` or `http://`; else `WEIR_ADDRESS`, else this machine.
+        api_key: else `WEIR_API_KEY`; empty: call without one.
+        tls: on unless the address is this machine (loopback, unix socket).
+        root_certificates: PEM bytes or a file of them, to trust instead of the system's; also `WEIR_ROOT_CERTIFICATES`.
+        max_retries: further attempts for UNAVAILABLE, and for a quota that frees itself within `retry_wait_max_s` seconds;
+            only before the first token, with the same request id, honouring the server's hint.
+        max_message_bytes: the largest request that is sent; the server has its own limit.
+        keepalive_s: seconds between pings on a silent connection.
+
+        Raises: Unauthenticated if there is no key.
+        """
+        self._settings = ConnectionSettings.resolve(
+            address,
+            api_key,
+            tls=tls,
+            root_certificates=root_certificates,
+            max_message_bytes=max_message_bytes,
+            keepalive_s=keepalive_s,
+            retry=RetryPolicy(max_retries, retry_wait_max_s),
+        )
+        self._connection: Connection | None = None
+        self._tasks: asyncio.TaskGroup | None = None
+        self._stream: SharedStream | None = None
+
+    @property
+    def address(self) -> str:
+        """Where this client connects to."""
+        return self._settings.address
+
+    def generate(self, model: str, prompt: Prompt | None = None, **options: Unpack[GenerateOptions]) -> AsyncGeneration:
+        """A streamed answer. `prompt` is a question or a list of messages; `GenerateOptions` tells the rest.
+
+        Raises: InvalidRequest for a request that cannot be written down or is larger than `max_message_bytes`. Everything
+        else that can go wrong is raised where the answer is read.
+        """
+        stream = self._stream
+        if stream is None:
+            raise RuntimeError("the client is not open: use it inside `async with`")
+        frame = build_start(model, prompt, options)
+        if frame.ByteSize() > self._settings.max_message_bytes:
+            # Sent all the same, it would end the shared stream, and every other request with it.
+            limit = self._settings.max_message_bytes
+            field = errors.FieldViolation("prompt", f"{frame.ByteSize()} bytes, and the limit is {limit}")
+            raise errors.InvalidRequest(
+                f"the request is too large: {field.description}",
+                reason="MESSAGE_TOO_LARGE",
+                request_id=frame.request_id,
+                details=errors.ErrorDetails(field_violations=(field,)),
+            )
+        retry = self._settings.retry
+        max_retries = options.get("max_retries")
+        if max_retries is not None:
+            retry = RetryPolicy(max_retries, retry.wait_max_s)
+        return AsyncGeneration(stream.start, frame, timeout=options.get("timeout"), retry=retry)
+
+    async def complete(self, model: str, prompt: Prompt | None = None, **options: Unpack[GenerateOptions]) -> Result:
+        """The whole answer at once. Takes what `generate` takes. Cancelling the call cancels the request.
+
+        Raises: WeirError.
+        """
+        async with self.generate(model, prompt, **options) as generation:
+            return await generation.wait()
+
+    async def count_tokens(
+        self, model: str, prompt: Prompt | None = None, *, text: str | None = None, timeout: float | None = None
+    ) -> TokenCount:
+        """The size of a prompt as admission counts it, without running or billing anything.
+
+        Raises: NotFound for an unknown model; any WeirError.
+        """
+        if (prompt is None) == (text is None):
+            raise errors.InvalidRequest("give exactly one of: a prompt, text=", reason="FIELD_INVALID")
+        request = pb.CountTokensRequest(model=model)
+        if prompt is not None:
+            request.conversation.CopyFrom(conversation(prompt))
+        else:
+            request.text = text or ""
+        response = await self._opened().call(self._stub.CountTokens, request, timeout=timeout)
+        return TokenCount(response.input_token_count, response.context_window_tokens)
+
+    async def list_models(self, *, timeout: float | None = None) -> list[Model]:
+        """The models that the key may use, by name. Raises: WeirError."""
+        response = await self._opened().call(self._stub.ListModels, pb.ListModelsRequest(), timeout=timeout)
+        return [wire.model(each) for each in response.models]
+
+    async def get_quota(self, model: str = "", *, timeout: float | None = None) -> list[QuotaStatus]:
+        """Every limit that applies to the key, or to the key and one model. Empty: unlimited. Raises: WeirError."""
+        response = await self._opened().call(self._stub.GetQuota, pb.GetQuotaRequest(model=model), timeout=timeout)
+        return [wire.quota(each) for each in response.quotas]
+
+    async def get_generation(self, request_id: str, *, timeout: float | None = None) -> Generation:
+        """What is recorded of one request of the key's project. Raises: NotFound; any WeirError."""
+        request = pb.GetGenerationRequest(request_id=request_id)
+        response = await self._opened().call(self._stub.GetGeneration, request, timeout=timeout)
+        return wire.generation(response.generation)
+
+    async def __aenter__(self) -> Self:
+        if self._connection is not None:
+            raise RuntimeError("this client is open already")
+        self._connection = Connection(self._settings)
+        self._stub = inference_service_pb2_grpc.InferenceServiceStub(self._connection.channel)
+        self._tasks = await asyncio.TaskGroup().__aenter__()
+        self._stream = SharedStream(self._open_call, self._tasks)
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        connection, tasks, stream = self._connection, self._tasks, self._stream
+        assert connection is not None
+        assert tasks is not None
+        assert stream is not None
+        self._connection = None
+        try:
+            await stream.close()
+        finally:
+            # Without the error of the block: the group would wrap it into an exception group. Its own tasks never raise.
+            await tasks.__aexit__(None, None, None)
+            await connection.close()
+
+    def _opened(self) -> Connection:
+        if self._connection is None:
+            raise RuntimeError("the client is not open: use it inside `with`")
+        return self._connection
+
+    def _open_call(self) -> Call:
+        return self._stub.Generate(metadata=grpc.aio.Metadata(*self._opened().metadata))

@@ -1,0 +1,229 @@
+"""One request as its caller sees it: iterate it, cancel it, read its result. Retries what was refused before the first token."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from types import TracebackType
+from typing import Self
+
+from weir.v1 import inference_service_pb2 as pb
+
+from weir_client import errors
+from weir_client.connection import RetryPolicy
+from weir_client.exchange import Exchange
+from weir_client.values import Admitted, Delta, Event, Partial, Result
+
+Submit = Callable[[Exchange, pb.ClientFrame, float | None], None]
+
+
+class AsyncGeneration:
+    """A streamed answer. Made by `AsyncClient.generate`; nothing is sent before it is entered, iterated or waited for.
+
+    Leaving the `async with` block cancels what still runs and waits (at most 2 s) until the server has settled it, so that
+    `result` tells usage and cost. Breaking out of `async for`, or cancelling the task, cancels it as well.
+    `await anext(generation)` takes single deltas without that.
+    """
+
+    def __init__(self, submit: Submit, frame: pb.ClientFrame, *, timeout: float | None, retry: RetryPolicy) -> None:
+        self.request_id = frame.request_id
+        self.model = frame.start.model
+        self._submit = submit
+        self._frame = frame
+        self._timeout_s = timeout
+        self._retry = retry
+        self._deadline: float | None = None
+        self._exchange: Exchange | None = None
+        self._attempt = 0
+        self._cancelled = False
+        self._failure: errors.WeirError | None = None  # of the attempt before the running one
+        self._error: errors.WeirError | None = None  # the final one
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._unread: deque[Event] = deque()
+
+    @property
+    def admitted(self) -> Admitted | None:
+        """What admission told: input tokens, and every quota with what is left of it. None until it comes."""
+        return self._exchange.admitted if self._exchange else None
+
+    @property
+    def partial(self) -> Partial:
+        """What has arrived so far, whether or not the request has ended."""
+        if self._exchange is None:
+            return Partial(self.request_id, self.model, "", ())
+        return self._exchange.partial()
+
+    @property
+    def done(self) -> bool:
+        """Whether the request has ended, one way or another."""
+        return self._error is not None or isinstance(self._outcome, Result)
+
+    @property
+    def result(self) -> Result:
+        """The whole answer with finish reason, usage and cost; after a cancel, what was delivered until then.
+
+        Raises: the WeirError that the request ended with; RuntimeError while it still runs.
+        """
+        if self._error is not None:
+            raise self._error
+        outcome = self._outcome
+        if isinstance(outcome, Result):
+            return outcome
+        raise RuntimeError("the generation still runs: iterate it to its end, leave its block, or wait for it")
+
+    def start(self) -> None:
+        """Sends the request if that was not done yet. Must run in the event loop; the time of `timeout=` begins here.
+
+        Raises: WeirError if the client does not take it.
+        """
+        if self._loop is not None:
+            return
+        self._loop = asyncio.get_running_loop()
+        if self._timeout_s is not None:
+            self._deadline = self._loop.time() + self._timeout_s
+        self._begin_attempt()
+
+    def cancel(self) -> None:
+        """Asks the server to stop, without waiting. Iteration then ends after what was delivered meanwhile."""
+        self._cancelled = True
+        if self._exchange is not None:
+            self._exchange.cancel()
+
+    async def aclose(self) -> None:
+        """Cancels the request if it runs, and waits until its end is known (at most 2 s). Never raises a WeirError."""
+        if self._exchange is None or self.done:
+            return
+        self.cancel()
+        await self._exchange.wait_ended()
+        if isinstance(self._outcome, errors.WeirError):
+            self._error = self._outcome
+
+    async def wait(self) -> Result:
+        """Waits for the end and returns the result. Cancelling this wait cancels the request.
+
+        Raises: WeirError.
+        """
+        while await self.take():
+            pass
+        return self.result
+
+    async def take(self) -> list[Event]:
+        """All events that have arrived, at least one; empty at the end of the request. Not for use beside an iteration.
+
+        Raises: WeirError if the request failed.
+        """
+        self.start()
+        while True:
+            if self._error is not None:
+                raise self._error
+            exchange = self._exchange
+            assert exchange is not None  # `start` made one, or raised
+            try:
+                await exchange.wait()
+            except asyncio.CancelledError:
+                self.cancel()
+                raise
+            events = exchange.take()
+            if events:
+                return events
+            if not isinstance(exchange.outcome, errors.WeirError):
+                return []
+            await self._retry_or_raise(exchange.outcome)
+
+    async def events(self) -> AsyncIterator[Event]:
+        """Everything as it comes: `Admitted`, `Progress`, `Delta`, `UsageUpdate`."""
+        while (event := await self._next_event()) is not None:
+            yield event
+
+    def __aiter__(self) -> AsyncIterator[Delta]:
+        """The deltas. Dropping this iterator before its end (`break`, an exception in the loop's body) cancels the request."""
+        return _Deltas(self)
+
+    async def __anext__(self) -> Delta:
+        while (event := await self._next_event()) is not None:
+            if isinstance(event, Delta):
+                return event
+        raise StopAsyncIteration
+
+    async def __aenter__(self) -> Self:
+        self.start()
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        await self.aclose()
+
+    def __del__(self) -> None:
+        self._abandon()
+
+    @property
+    def _outcome(self) -> Result | errors.WeirError | None:
+        return self._exchange.outcome if self._exchange else None
+
+    async def _next_event(self) -> Event | None:
+        if not self._unread:
+            self._unread.extend(await self.take())
+        return self._unread.popleft() if self._unread else None
+
+    def _begin_attempt(self) -> None:
+        exchange = Exchange(self.request_id, self.model)
+        self._exchange = exchange
+        try:
+            self._submit(exchange, self._frame, self._deadline)
+        except errors.WeirError as error:
+            self._error = error
+            raise
+
+    async def _retry_or_raise(self, error: errors.WeirError) -> None:
+        """Begins the next attempt after the wait that is due, or makes `error` the end of the request and raises it.
+
+        Only before the first token, and with the same request id: a refused request left no trace, and one that got in
+        unseen is answered with ALREADY_EXISTS or ABORTED instead of being run and billed again. That answer to a retry is
+        about our own first attempt, so the failure of that attempt is what is raised.
+        """
+        exchange, loop = self._exchange, self._loop
+        assert exchange is not None
+        assert loop is not None
+        if self._failure is not None and isinstance(error, errors.AlreadyExists | errors.Aborted):
+            error = self._failure
+        wait_s = None
+        if not (self._cancelled or exchange.delivered or (error.partial and error.partial.usage)):
+            wait_s = self._retry.wait_s(error, self._attempt)
+        if wait_s is None or (self._deadline is not None and loop.time() + wait_s >= self._deadline):
+            self._error = error
+            raise error
+        self._failure = error
+        self._attempt += 1
+        try:
+            await asyncio.sleep(wait_s)
+        except asyncio.CancelledError:
+            self._error = error
+            raise
+        if self._cancelled:
+            self._error = errors.Cancelled("cancelled while waiting to try again", request_id=self.request_id)
+            raise self._error
+        self._begin_attempt()
+
+    def _abandon(self) -> None:
+        """Cancels from wherever the garbage collector runs: any thread, perhaps after the loop has closed."""
+        loop = self._loop
+        if loop is None or loop.is_closed() or self._exchange is None or self._exchange.outcome is not None:
+            return
+        self._cancelled = True
+        loop.call_soon_threadsafe(self._exchange.cancel)
+
+
+class _Deltas:
+    """The deltas of one generation, cancelling it when dropped before the end."""
+
+    def __init__(self, generation: AsyncGeneration) -> None:
+        self._generation = generation
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Delta:
+        return await self._generation.__anext__()
+
+    def __del__(self) -> None:
+        self._generation._abandon()

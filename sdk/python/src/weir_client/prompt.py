@@ -1,0 +1,130 @@
+"""From the arguments of `generate` to a start frame. Refuses locally only what cannot be written into the frame at all;
+whether the values are allowed is the server's to say, so that there is one rule and not two.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypedDict
+
+from weir.v1 import inference_service_pb2 as pb
+
+from weir_client.errors import ErrorDetails, FieldViolation, InvalidRequest
+
+Role = Literal["system", "user", "assistant"]
+
+_ROLES: Mapping[str, pb.Role.ValueType] = {
+    "system": pb.ROLE_SYSTEM,
+    "user": pb.ROLE_USER,
+    "assistant": pb.ROLE_ASSISTANT,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One message of a conversation."""
+
+    role: Role
+    content: str
+
+
+Prompt = str | Sequence[Message | Mapping[str, str]]
+
+
+class GenerateOptions(TypedDict, total=False):
+    """The keyword arguments of `generate` and `complete`.
+
+    text: a prompt given to the model as it is, without chat template (instead of `prompt`).
+    token_ids: a prompt as ids of the model's tokenizer (instead of `prompt`).
+    max_output_tokens: at least 1; without it, until the model stops or its context window ends.
+    temperature: 0 (greedy) to 2. top_p: above 0, at most 1. top_k: 0 keeps all. seed: makes sampling repeatable.
+        Each unset one is the model's own default.
+    stop: a text, or up to 16, that ends the output and is cut off.
+    ignore_eos: goes on where the model would stop by itself; for benchmarks.
+    usage_interval_tokens: asks for a running `UsageUpdate` each so many output tokens.
+    labels: own labels, stored with the usage event.
+    request_id: a UUID that names this request for good (idempotency key); minted if absent.
+    timeout: seconds for the whole request, retries included; then it is cancelled and DeadlineExceeded is raised.
+    max_retries: how often to try again before the first token; the client's setting if absent.
+    """
+
+    text: str | None
+    token_ids: Sequence[int] | None
+    max_output_tokens: int | None
+    temperature: float | None
+    top_p: float | None
+    top_k: int | None
+    seed: int | None
+    stop: str | Sequence[str]
+    ignore_eos: bool
+    usage_interval_tokens: int | None
+    labels: Mapping[str, str]
+    request_id: str | None
+    timeout: float | None
+    max_retries: int | None
+
+
+def build_start(model: str, prompt: Prompt | None, options: GenerateOptions) -> pb.ClientFrame:
+    """The start frame of a request.
+
+    Raises: InvalidRequest if not exactly one of prompt, text and token_ids is given, or a value does not fit its field.
+    """
+    text, token_ids = options.get("text"), options.get("token_ids")
+    if sum(given is not None for given in (prompt, text, token_ids)) != 1:
+        raise _invalid("prompt", "give exactly one of: a prompt, text=, token_ids=")
+    request_id = options.get("request_id") or str(uuid.uuid4())
+    stop = options.get("stop", ())
+    try:
+        start = pb.StartFrame(
+            model=model,
+            sampling=pb.Sampling(
+                temperature=options.get("temperature"),
+                top_p=options.get("top_p"),
+                top_k=options.get("top_k"),
+                seed=options.get("seed"),
+            ),
+            stop_sequences=[stop] if isinstance(stop, str) else stop,
+            max_output_tokens=options.get("max_output_tokens"),
+            ignore_eos=options.get("ignore_eos", False),
+            usage_interval_tokens=options.get("usage_interval_tokens"),
+            labels=options.get("labels", {}),
+        )
+        if prompt is not None:
+            start.conversation.CopyFrom(conversation(prompt))
+        elif text is not None:
+            start.text = text
+        else:
+            start.token_ids.CopyFrom(pb.TokenIds(ids=token_ids))
+        return pb.ClientFrame(request_id=request_id, start=start)
+    except (TypeError, ValueError) as error:  # what protobuf raises for a value that its field cannot hold
+        raise _invalid("start", str(error)) from error
+
+
+def conversation(prompt: Prompt) -> pb.Conversation:
+    """A conversation from a question, or from messages.
+
+    Raises: InvalidRequest for a message without role or content, or with a role that does not exist.
+    """
+    if isinstance(prompt, str):
+        return pb.Conversation(messages=[pb.Message(role=pb.ROLE_USER, content=prompt)])
+    return pb.Conversation(messages=[_message(index, each) for index, each in enumerate(prompt)])
+
+
+def _message(index: int, message: Message | Mapping[str, str]) -> pb.Message:
+    if isinstance(message, Message):
+        role, content = str(message.role), message.content
+    else:
+        missing = {"role", "content"} - message.keys()
+        if missing:
+            raise _invalid(f"messages[{index}]", f"needs {' and '.join(sorted(missing))}")
+        role, content = message["role"], message["content"]
+    if role not in _ROLES:
+        raise _invalid(f"messages[{index}].role", f"{role!r} is not one of {', '.join(_ROLES)}")
+    return pb.Message(role=_ROLES[role], content=content)
+
+
+def _invalid(field: str, description: str) -> InvalidRequest:
+    details = ErrorDetails(reason="FIELD_INVALID", field_violations=(FieldViolation(field, description),))
+    return InvalidRequest(f"{field}: {description}", details=details)

@@ -1,0 +1,134 @@
+"""From `google.rpc.Status` and from a broken RPC to the typed errors: the only place that reads error details.
+
+The status of a whole RPC travels in the trailing metadata `grpc-status-details-bin`, that of one request in its `failed` frame.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import datetime
+
+import grpc.aio
+from google.protobuf.message import DecodeError
+from google.rpc import code_pb2, error_details_pb2, status_pb2
+
+from weir_client import errors
+from weir_client.values import Partial
+
+STATUS_DETAILS_KEY = "grpc-status-details-bin"
+
+_CLASSES: Mapping[str, type[errors.WeirError]] = {
+    "UNAUTHENTICATED": errors.Unauthenticated,
+    "PERMISSION_DENIED": errors.PermissionDenied,
+    "INVALID_ARGUMENT": errors.InvalidRequest,
+    "OUT_OF_RANGE": errors.InvalidRequest,
+    "NOT_FOUND": errors.NotFound,
+    "ALREADY_EXISTS": errors.AlreadyExists,
+    "FAILED_PRECONDITION": errors.FailedPrecondition,
+    "ABORTED": errors.Aborted,
+    "RESOURCE_EXHAUSTED": errors.ResourceExhausted,
+    "UNAVAILABLE": errors.Unavailable,
+    "DEADLINE_EXCEEDED": errors.DeadlineExceeded,
+    "CANCELLED": errors.Cancelled,
+    "INTERNAL": errors.Internal,
+    "DATA_LOSS": errors.Internal,
+}
+
+
+def error_from_status(status: status_pb2.Status, *, request_id: str = "", partial: Partial | None = None) -> errors.WeirError:
+    """The typed error for a status, with its details decoded. An unknown code gives a plain `WeirError`."""
+    code = _code_name(status.code)
+    details = _decode_details(status)
+    kind = _CLASSES.get(code, errors.WeirError)
+    if code == "RESOURCE_EXHAUSTED" and (details.quota is not None or details.quota_violations):
+        kind = errors.QuotaExceeded
+    return kind(
+        status.message or code.lower().replace("_", " "),
+        code=code,
+        request_id=request_id or (details.metadata or {}).get("request_id", ""),
+        details=details,
+        partial=partial,
+    )
+
+
+def error_from_rpc(error: grpc.aio.AioRpcError, *, request_id: str = "", partial: Partial | None = None) -> errors.WeirError:
+    """The typed error for an RPC that failed, from its status details where the server sent them."""
+    status = _status_of(error)
+    return error_from_status(status, request_id=request_id, partial=partial)
+
+
+def _status_of(error: grpc.aio.AioRpcError) -> status_pb2.Status:
+    for key, value in error.trailing_metadata() or ():
+        if key == STATUS_DETAILS_KEY and isinstance(value, bytes):
+            try:
+                status = status_pb2.Status.FromString(value)
+            except DecodeError:
+                break  # a proxy mangled it: the plain status below still tells what is known
+            if status.code:
+                return status
+    number, _ = error.code().value
+    return status_pb2.Status(code=number, message=error.details() or "")
+
+
+def _code_name(number: int) -> str:
+    return code_pb2.Code.Name(number) if number in code_pb2.Code.values() else "UNKNOWN"
+
+
+def _decode_details(status: status_pb2.Status) -> errors.ErrorDetails:
+    reason = ""
+    metadata: Mapping[str, str] | None = None
+    fields: tuple[errors.FieldViolation, ...] = ()
+    quotas: tuple[errors.QuotaViolation, ...] = ()
+    retry_after_s: float | None = None
+    for detail in status.details:
+        info = error_details_pb2.ErrorInfo()
+        bad = error_details_pb2.BadRequest()
+        failure = error_details_pb2.QuotaFailure()
+        retry = error_details_pb2.RetryInfo()
+        if detail.Unpack(info):
+            reason, metadata = info.reason, dict(info.metadata)
+        elif detail.Unpack(bad):
+            fields = tuple(errors.FieldViolation(each.field, each.description) for each in bad.field_violations)
+        elif detail.Unpack(failure):
+            quotas = tuple(errors.QuotaViolation(each.subject, each.description) for each in failure.violations)
+        elif detail.Unpack(retry):
+            retry_after_s = retry.retry_delay.seconds + retry.retry_delay.nanos / 1e9
+    return errors.ErrorDetails(
+        reason=reason,
+        metadata=metadata,
+        field_violations=fields,
+        quota_violations=quotas,
+        retry_after_s=retry_after_s,
+        quota=_exceeded_quota(metadata or {}, retry_after_s) if reason == "QUOTA_EXCEEDED" else None,
+    )
+
+
+def _exceeded_quota(metadata: Mapping[str, str], retry_after_s: float | None) -> errors.ExceededQuota:
+    return errors.ExceededQuota(
+        quota_id=metadata.get("quota_id", ""),
+        subject=metadata.get("subject", ""),
+        subject_id=metadata.get("subject_id", ""),
+        model=metadata.get("model", ""),
+        dimension=metadata.get("dimension", ""),
+        limit=_whole(metadata.get("limit")),
+        used=_whole(metadata.get("used")),
+        held=_whole(metadata.get("held")),
+        remaining=_whole(metadata.get("remaining")),
+        requested=_whole(metadata.get("requested")),
+        reset_time=_time(metadata.get("reset_time")),
+        retry_helps=metadata.get("retry_helps", "true" if retry_after_s is not None else "false").lower() == "true",
+    )
+
+
+def _whole(text: str | None) -> int | None:
+    try:
+        return int(text) if text else None
+    except ValueError:
+        return None
+
+
+def _time(text: str | None) -> datetime | None:
+    try:
+        return datetime.fromisoformat(text) if text else None
+    except ValueError:
+        return None

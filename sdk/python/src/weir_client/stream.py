@@ -1,0 +1,180 @@
+"""The one bidi stream that all requests of a client share.
+
+Reuse is what makes it worth having: a request on an open stream costs about a fifth of a new RPC. Frames that are written at
+the same moment leave in one message. When the stream breaks, its requests end with an error and the next request opens a new one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+
+import grpc
+import grpc.aio
+from weir.v1 import inference_service_pb2 as pb
+
+from weir_client import errors
+from weir_client.exchange import Exchange
+from weir_client.status import error_from_rpc
+
+BATCH_BYTES = 1024 * 1024  # frames are put into one message up to this; a larger frame travels alone
+IN_FLIGHT_MAX = 4096  # requests at once per client: a bound for mistakes, above what one server runs
+CLOSE_TIMEOUT_S = 1.0  # after the last request has ended, the server only has to answer a half-close
+
+Call = grpc.aio.StreamStreamCall[pb.GenerateRequest, pb.GenerateResponse]
+
+
+class StreamConnection:
+    """One open `Generate` call and the requests on it. `run` is its whole life."""
+
+    def __init__(self, call: Call) -> None:
+        self.open = True
+        self._call = call
+        self._exchanges: dict[str, Exchange] = {}
+        self._outgoing: deque[pb.ClientFrame] = deque()
+        self._wake = asyncio.Event()
+        self._closing = False
+
+    @property
+    def exchanges(self) -> tuple[Exchange, ...]:
+        """The requests that have not ended."""
+        return tuple(self._exchanges.values())
+
+    def start(self, exchange: Exchange, frame: pb.ClientFrame) -> None:
+        """Begins a request.
+
+        Raises: Aborted if one of that id runs on this client, ResourceExhausted beyond `IN_FLIGHT_MAX`.
+        """
+        request_id = exchange.request_id
+        if request_id in self._exchanges:
+            raise errors.Aborted(
+                "a request with this id is running on this client", reason="REQUEST_IN_FLIGHT", request_id=request_id
+            )
+        if len(self._exchanges) >= IN_FLIGHT_MAX:
+            raise errors.ResourceExhausted(f"{IN_FLIGHT_MAX} requests are running on this client", request_id=request_id)
+        self._exchanges[request_id] = exchange
+        self._send(frame)
+
+    def send_cancel(self, exchange: Exchange) -> None:
+        """Writes a cancel frame, soon; never blocks."""
+        if self.open and exchange.request_id in self._exchanges:
+            self._send(pb.ClientFrame(request_id=exchange.request_id, cancel=pb.CancelFrame()))
+
+    def release(self, exchange: Exchange) -> None:
+        """Forgets an exchange that has ended; its later frames are strays."""
+        if self._exchanges.get(exchange.request_id) is exchange:
+            del self._exchanges[exchange.request_id]
+
+    def half_close(self) -> None:
+        """Tells the server that nothing more comes; it ends the stream when its requests have ended."""
+        self._closing = True
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Reads and writes until the stream ends, then ends every request that is left. Never raises but for cancellation."""
+        cause: errors.WeirError = errors.Unavailable("the client was closed")
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                writer = tasks.create_task(self._write())
+                cause = await self._read()
+                writer.cancel()
+        finally:
+            self.open = False
+            self._call.cancel()
+            for exchange in self.exchanges:
+                exchange.break_off(_copy(cause, exchange.request_id))
+
+    def _send(self, frame: pb.ClientFrame) -> None:
+        self._outgoing.append(frame)
+        self._wake.set()
+
+    async def _read(self) -> errors.WeirError:
+        """Hands frames to their requests until the stream ends; returns why it ended."""
+        try:
+            while True:
+                message = await self._call.read()
+                if not isinstance(message, pb.GenerateResponse):
+                    return errors.Unavailable("the server ended the stream")
+                for frame in message.frames:
+                    exchange = self._exchanges.get(frame.request_id)
+                    if exchange is not None:  # a stray frame is late news of a request that was given up here
+                        exchange.receive(frame)
+        except grpc.aio.AioRpcError as error:
+            return error_from_rpc(error)
+        except Exception as error:  # a message that this client cannot read: its requests end, the client lives on
+            return errors.Internal(f"the server's answer could not be read: {error!r}")
+        finally:
+            self.open = False  # before any waiting task runs, so that a retry opens a new stream
+
+    async def _write(self) -> None:
+        """Writes what is waiting, in as few messages as the size allows. A broken stream is the reader's to report."""
+        try:
+            while True:
+                await self._wake.wait()
+                self._wake.clear()
+                while self._outgoing:
+                    await self._call.write(pb.GenerateRequest(frames=self._next_batch()))
+                if self._closing:
+                    await self._call.done_writing()
+                    return
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            return
+
+    def _next_batch(self) -> list[pb.ClientFrame]:
+        batch = [self._outgoing.popleft()]
+        size = batch[0].ByteSize()
+        while self._outgoing:
+            size += self._outgoing[0].ByteSize()
+            if size > BATCH_BYTES:
+                break
+            batch.append(self._outgoing.popleft())
+        return batch
+
+
+class SharedStream:
+    """Opens the stream when it is first needed, and again after it ended."""
+
+    def __init__(self, open_call: Callable[[], Call], tasks: asyncio.TaskGroup) -> None:
+        self._open_call = open_call
+        self._tasks = tasks
+        self._connection: StreamConnection | None = None
+        self._running: set[asyncio.Task[None]] = set()
+        self._closed = False
+
+    def start(self, exchange: Exchange, frame: pb.ClientFrame, deadline: float | None) -> None:
+        """Begins a request on the open stream, or on a new one. `deadline` is in the loop's time.
+
+        Raises: WeirError if the client is closed or will not take this request (see `StreamConnection.start`).
+        """
+        if self._closed:
+            raise errors.Cancelled("the client is closed", request_id=exchange.request_id)
+        connection = self._connection
+        if connection is None or not connection.open:
+            connection = self._connection = StreamConnection(self._open_call())
+            task = self._tasks.create_task(connection.run())
+            self._running.add(task)
+            task.add_done_callback(self._running.discard)
+        connection.start(exchange, frame)
+        exchange.attach(connection, deadline)
+
+    async def close(self) -> None:
+        """Cancels what runs, waits a bounded time for the final frames, and ends the stream."""
+        self._closed = True
+        connection = self._connection
+        if connection is not None and connection.open:
+            exchanges = connection.exchanges
+            for exchange in exchanges:
+                exchange.cancel()
+            for exchange in exchanges:
+                await exchange.wait_ended()  # bounded: each gives up by itself
+            connection.half_close()
+        if self._running:
+            await asyncio.wait(self._running, timeout=CLOSE_TIMEOUT_S)
+        for task in self._running:
+            task.cancel()
+
+
+def _copy(error: errors.WeirError, request_id: str) -> errors.WeirError:
+    """An exception of its own for each request: one object raised in many tasks would mix their tracebacks."""
+    return type(error)(error.message, code=error.code, reason=error.reason, request_id=request_id, details=error.details)

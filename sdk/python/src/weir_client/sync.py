@@ -1,0 +1,189 @@
+"""The blocking twin of the asyncio client: the same calls, usable from any number of threads at once."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Self, Unpack
+
+from weir_client.aio import AsyncClient
+from weir_client.connection import KEEPALIVE_S, MESSAGE_BYTES_MAX, RETRY_WAIT_MAX_S
+from weir_client.generation import AsyncGeneration
+from weir_client.loop_thread import LoopThread
+from weir_client.prompt import GenerateOptions, Prompt
+from weir_client.values import Admitted, Delta, Event, Generation, Model, Partial, QuotaStatus, Result, TokenCount
+
+
+class GenerationStream:
+    """A streamed answer. Made by `Client.generate`; nothing is sent before it is entered, iterated or waited for.
+
+    Leaving the `with` block cancels what still runs and waits (at most 2 s) until the server has settled it, so that `result`
+    tells usage and cost. Breaking out of `for`, and an interrupt (Ctrl-C), cancel it as well. `next(stream)` takes single deltas
+    without that. One thread reads; `cancel` may be called from any.
+    """
+
+    def __init__(self, thread: LoopThread[AsyncClient], generation: AsyncGeneration) -> None:
+        self._thread = thread
+        self._generation = generation
+        self._unread: deque[Event] = deque()
+
+    @property
+    def request_id(self) -> str:
+        """The id that names this request for good."""
+        return self._generation.request_id
+
+    @property
+    def model(self) -> str:
+        """The model that was asked for."""
+        return self._generation.model
+
+    @property
+    def admitted(self) -> Admitted | None:
+        """What admission told: input tokens, and every quota with what is left of it. None until it comes."""
+        return self._generation.admitted
+
+    @property
+    def partial(self) -> Partial:
+        """What has arrived so far, whether or not the request has ended."""
+        return self._generation.partial
+
+    @property
+    def done(self) -> bool:
+        """Whether the request has ended, one way or another."""
+        return self._generation.done
+
+    @property
+    def result(self) -> Result:
+        """The whole answer with finish reason, usage and cost; after a cancel, what was delivered until then.
+
+        Raises: the WeirError that the request ended with; RuntimeError while it still runs.
+        """
+        return self._generation.result
+
+    def cancel(self) -> None:
+        """Asks the server to stop, without waiting. Iteration then ends after what was delivered meanwhile."""
+        self._thread.run_soon(self._generation.cancel)
+
+    def close(self) -> None:
+        """Cancels the request if it runs, and waits until its end is known (at most 2 s). Never raises a WeirError."""
+        self._thread.run(self._generation.aclose)
+
+    def wait(self) -> Result:
+        """Waits for the end and returns the result. Raises: WeirError."""
+        return self._thread.run(self._generation.wait)
+
+    def events(self) -> Iterator[Event]:
+        """Everything as it comes: `Admitted`, `Progress`, `Delta`, `UsageUpdate`."""
+        while (event := self._next_event()) is not None:
+            yield event
+
+    def __iter__(self) -> Iterator[Delta]:
+        """The deltas. Dropping this iterator before its end (`break`, an exception in the loop's body) cancels the request."""
+        return _Deltas(self)
+
+    def __next__(self) -> Delta:
+        while (event := self._next_event()) is not None:
+            if isinstance(event, Delta):
+                return event
+        raise StopIteration
+
+    def __enter__(self) -> Self:
+        self._thread.run(self._begin)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def _next_event(self) -> Event | None:
+        if not self._unread:
+            self._unread.extend(self._thread.run(self._generation.take))
+        return self._unread.popleft() if self._unread else None
+
+    async def _begin(self) -> None:
+        self._generation.start()
+
+
+class _Deltas:
+    """The deltas of one generation, cancelling it when dropped before the end."""
+
+    def __init__(self, stream: GenerationStream) -> None:
+        self._stream = stream
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Delta:
+        return next(self._stream)
+
+    def __del__(self) -> None:
+        if not self._stream.done:
+            self._stream.cancel()
+
+
+class Client:
+    """A connection to the inference API, to be used as `with Client() as client`. See `AsyncClient` for every argument."""
+
+    def __init__(
+        self,
+        address: str | None = None,
+        api_key: str | None = None,
+        *,
+        tls: bool | None = None,
+        root_certificates: bytes | str | Path | None = None,
+        max_retries: int = 2,
+        retry_wait_max_s: float = RETRY_WAIT_MAX_S,
+        max_message_bytes: int = MESSAGE_BYTES_MAX,
+        keepalive_s: float = KEEPALIVE_S,
+    ) -> None:
+        """Settles where to connect. Raises: Unauthenticated if there is no key."""
+        self._client = AsyncClient(
+            address,
+            api_key,
+            tls=tls,
+            root_certificates=root_certificates,
+            max_retries=max_retries,
+            retry_wait_max_s=retry_wait_max_s,
+            max_message_bytes=max_message_bytes,
+            keepalive_s=keepalive_s,
+        )
+        self._thread = LoopThread(self._client)
+
+    @property
+    def address(self) -> str:
+        """Where this client connects to."""
+        return self._client.address
+
+    def generate(self, model: str, prompt: Prompt | None = None, **options: Unpack[GenerateOptions]) -> GenerationStream:
+        """A streamed answer; see `AsyncClient.generate`. Raises: InvalidRequest for what cannot be written down."""
+        return GenerationStream(self._thread, self._client.generate(model, prompt, **options))
+
+    def complete(self, model: str, prompt: Prompt | None = None, **options: Unpack[GenerateOptions]) -> Result:
+        """The whole answer at once. An interrupt cancels the request. Raises: WeirError."""
+        return self._thread.run(lambda: self._client.complete(model, prompt, **options))
+
+    def count_tokens(
+        self, model: str, prompt: Prompt | None = None, *, text: str | None = None, timeout: float | None = None
+    ) -> TokenCount:
+        """The size of a prompt as admission counts it, without running or billing anything. Raises: WeirError."""
+        return self._thread.run(lambda: self._client.count_tokens(model, prompt, text=text, timeout=timeout))
+
+    def list_models(self, *, timeout: float | None = None) -> list[Model]:
+        """The models that the key may use, by name. Raises: WeirError."""
+        return self._thread.run(lambda: self._client.list_models(timeout=timeout))
+
+    def get_quota(self, model: str = "", *, timeout: float | None = None) -> list[QuotaStatus]:
+        """Every limit that applies to the key, or to the key and one model. Empty: unlimited. Raises: WeirError."""
+        return self._thread.run(lambda: self._client.get_quota(model, timeout=timeout))
+
+    def get_generation(self, request_id: str, *, timeout: float | None = None) -> Generation:
+        """What is recorded of one request of the key's project. Raises: NotFound; any WeirError."""
+        return self._thread.run(lambda: self._client.get_generation(request_id, timeout=timeout))
+
+    def __enter__(self) -> Self:
+        self._thread.open()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._thread.close()

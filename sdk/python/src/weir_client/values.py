@@ -1,0 +1,251 @@
+"""The values that a client hands out: what was generated, what it used, what it costs, what is left.
+
+Plain immutable data without any gRPC in it. Names follow the published proto; counts are in tokens or requests, `_ms` is
+milliseconds, `_s` seconds, money is exact. Times are aware datetimes in UTC.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from decimal import Decimal
+from enum import StrEnum
+
+PICOS_PER_UNIT = 10**12  # one unit of a currency, the scale that all prices and costs are kept at
+
+
+class FinishReason(StrEnum):
+    """Why a request that ran came to its end."""
+
+    UNSPECIFIED = "UNSPECIFIED"  # a reason that this version of the client does not know
+    STOP = "STOP"
+    STOP_SEQUENCE = "STOP_SEQUENCE"
+    LENGTH = "LENGTH"
+    CANCELLED = "CANCELLED"
+    DEADLINE = "DEADLINE"
+    QUOTA_EXHAUSTED = "QUOTA_EXHAUSTED"
+    COST_LIMIT = "COST_LIMIT"
+    SLOW_CONSUMER = "SLOW_CONSUMER"
+    FILTERED = "FILTERED"
+
+
+class Stage(StrEnum):
+    """What a request waits for before its first token."""
+
+    UNSPECIFIED = "UNSPECIFIED"
+    QUEUED = "QUEUED"
+    ENGINE_LOADING = "ENGINE_LOADING"
+
+
+class GenerationState(StrEnum):
+    """Where a recorded request stands."""
+
+    UNSPECIFIED = "UNSPECIFIED"
+    RUNNING = "RUNNING"
+    SETTLED = "SETTLED"
+    VOIDED = "VOIDED"
+    EXPIRED = "EXPIRED"
+
+
+class QuotaSubject(StrEnum):
+    """What a quota hangs on."""
+
+    UNSPECIFIED = "unspecified"
+    ORGANIZATION = "organization"
+    PROJECT = "project"
+    API_KEY = "api-key"
+
+
+class QuotaDimension(StrEnum):
+    """What a quota counts, and over which time. The values are the names that the command line uses."""
+
+    UNSPECIFIED = "unspecified"
+    CONCURRENT_REQUESTS = "concurrent-requests"
+    REQUESTS_PER_MINUTE = "requests-per-minute"
+    TOKENS_PER_MINUTE = "tokens-per-minute"
+    TOKENS_PER_DAY = "tokens-per-day"
+    TOKENS_PER_MONTH = "tokens-per-month"
+    COST_PER_MONTH = "cost-per-month"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Money:
+    """An exact amount: whole picos (1e-12) of one unit of a currency."""
+
+    currency_code: str
+    picos: int
+
+    @property
+    def amount(self) -> Decimal:
+        """The amount in units of the currency, exact to the pico."""
+        digits = tuple(int(digit) for digit in str(abs(self.picos)))
+        return Decimal((int(self.picos < 0), digits, -12))
+
+    def __str__(self) -> str:
+        """The exact amount without needless zeros, at least two decimals: `0.00184 USD`."""
+        whole, _, fraction = f"{self.amount:f}".partition(".")
+        return f"{whole}.{fraction.rstrip('0').ljust(2, '0')} {self.currency_code}"
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens of one request, counted where it matters for the bill."""
+
+    input_token_count: int = 0
+    cached_input_token_count: int = 0  # part of `input_token_count`, served from the prefix cache
+    generated_token_count: int = 0  # produced by the engine
+    delivered_token_count: int = 0  # handed to the transport
+    billed_token_count: int = 0  # output tokens on the bill: the delivered ones
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Where the time of one request went, in milliseconds. The stages follow each other and sum up to `total_ms`."""
+
+    auth_ms: float = 0.0
+    tokenize_ms: float = 0.0
+    admission_ms: float = 0.0
+    queue_ms: float = 0.0
+    cold_start_ms: float = 0.0
+    prefill_ms: float = 0.0
+    decode_ms: float = 0.0
+    client_stall_ms: float = 0.0
+    settle_ms: float = 0.0
+    ttft_ms: float = 0.0  # from the start frame's arrival at the server to the first token
+    total_ms: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class QuotaStatus:
+    """One limit and how much of it is left. Values are requests, tokens or picos of the currency, by dimension."""
+
+    quota_id: str
+    subject: QuotaSubject
+    subject_id: str
+    model: str  # empty: all models together
+    dimension: QuotaDimension
+    limit_value: int
+    used_value: int
+    held_value: int  # held by requests that run now
+    remaining_value: int
+    reset_time: datetime | None  # None for concurrency
+    reset_delay_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """The request was let in and its tokens are held."""
+
+    input_token_count: int
+    predicted_cached_token_count: int
+    quotas: tuple[QuotaStatus, ...]
+    price_version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """The request waits."""
+
+    stage: Stage
+    queue_position: int  # requests ahead of it, only while QUEUED
+    estimated_wait_s: float | None  # None: unknown
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """New output of a request."""
+
+    seq: int  # grows by one, from 1
+    text: str  # empty while a character is incomplete or may belong to a stop sequence
+    token_ids: tuple[int, ...]
+    received_s: float  # `time.monotonic()` at which this client read it, for latency measurements
+
+
+@dataclass(frozen=True, slots=True)
+class UsageUpdate:
+    """Running counts, sent at the interval asked for with `usage_interval_tokens`."""
+
+    usage: Usage
+    cost: Money
+
+
+Event = Admitted | Progress | Delta | UsageUpdate
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """A request that ran to its end, with the numbers that will be on the bill."""
+
+    request_id: str
+    model: str
+    finish_reason: FinishReason
+    text: str
+    token_ids: tuple[int, ...]
+    usage: Usage
+    cost: Money  # before plan and tax
+    timings: Timings
+    admitted: Admitted | None
+    exhausted_quotas: tuple[QuotaStatus, ...] = ()  # which quota ran out, for QUOTA_EXHAUSTED
+
+
+@dataclass(frozen=True, slots=True)
+class Partial:
+    """What is known of a request that has no proper end. `usage` and `cost` are None where the server did not tell."""
+
+    request_id: str
+    model: str
+    text: str
+    token_ids: tuple[int, ...]
+    usage: Usage | None = None
+    cost: Money | None = None
+    timings: Timings | None = None
+    admitted: Admitted | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenCount:
+    """The size of a prompt."""
+
+    input_token_count: int
+    context_window_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Price:
+    """One version of a model's price, in picos of the currency per token."""
+
+    version: int
+    currency_code: str
+    input_picos_per_token: int
+    cached_input_picos_per_token: int
+    output_picos_per_token: int
+    effective_time: datetime | None
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """One model that can be asked for."""
+
+    name: str
+    architecture: str
+    context_window_tokens: int
+    vocabulary_size: int
+    engine: str
+    price: Price | None  # None: no price is set
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """What the server has recorded of one request."""
+
+    request_id: str
+    state: GenerationState
+    model: str
+    admit_time: datetime | None
+    settle_time: datetime | None  # None while it runs
+    usage: Usage
+    cost: Money | None  # None while it runs
+    timings: Timings | None  # None while it runs, and after a recovery
+    outcome: str  # a finish reason or the name of a status code; empty while it runs
+    labels: Mapping[str, str]

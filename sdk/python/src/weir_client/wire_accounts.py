@@ -1,0 +1,111 @@
+"""From the messages of the admin and billing services to the client's values, and the two enums back."""
+
+from __future__ import annotations
+
+from weir.v1 import admin_service_pb2 as admin_pb
+from weir.v1 import billing_service_pb2 as billing_pb
+from weir.v1 import types_pb2
+
+from weir_client import accounts
+from weir_client.values import QuotaDimension, QuotaSubject
+from weir_client.wire import DIMENSIONS, SUBJECTS, money, time_of
+
+_TOKEN_KINDS = {
+    billing_pb.TOKEN_KIND_INPUT: accounts.TokenKind.INPUT,
+    billing_pb.TOKEN_KIND_CACHED_INPUT: accounts.TokenKind.CACHED_INPUT,
+    billing_pb.TOKEN_KIND_OUTPUT: accounts.TokenKind.OUTPUT,
+}
+SUBJECT_NUMBERS = {QuotaSubject.UNSPECIFIED: types_pb2.QUOTA_SUBJECT_UNSPECIFIED} | {
+    subject: number for number, subject in SUBJECTS.items()
+}
+DIMENSION_NUMBERS = {QuotaDimension.UNSPECIFIED: types_pb2.QUOTA_DIMENSION_UNSPECIFIED} | {
+    dimension: number for number, dimension in DIMENSIONS.items()
+}
+
+
+def organization(message: admin_pb.Organization) -> accounts.Organization:
+    """A customer."""
+    return accounts.Organization(
+        organization_id=message.organization_id,
+        name=message.name,
+        currency_code=message.currency_code,
+        create_time=time_of(message.create_time) if message.HasField("create_time") else None,
+    )
+
+
+def project(message: admin_pb.Project) -> accounts.Project:
+    """A project."""
+    return accounts.Project(
+        project_id=message.project_id,
+        organization_id=message.organization_id,
+        name=message.name,
+        create_time=time_of(message.create_time) if message.HasField("create_time") else None,
+    )
+
+
+def api_key(message: admin_pb.ApiKey) -> accounts.ApiKey:
+    """A key without its secret."""
+    return accounts.ApiKey(
+        api_key_id=message.api_key_id,
+        organization_id=message.organization_id,
+        project_id=message.project_id,
+        name=message.name,
+        prefix=message.prefix,
+        scopes=tuple(message.scopes),
+        create_time=time_of(message.create_time) if message.HasField("create_time") else None,
+        expire_time=time_of(message.expire_time) if message.HasField("expire_time") else None,
+        revoke_time=time_of(message.revoke_time) if message.HasField("revoke_time") else None,
+    )
+
+
+def audit_entry(message: admin_pb.AuditEntry) -> accounts.AuditEntry:
+    """One change."""
+    return accounts.AuditEntry(
+        entry_id=message.entry_id,
+        create_time=time_of(message.create_time) if message.HasField("create_time") else None,
+        actor=message.actor,
+        action=message.action,
+        subject_id=message.subject_id,
+        before_json=message.before_json,
+        after_json=message.after_json,
+    )
+
+
+def month_report(message: billing_pb.GetMonthReportResponse) -> accounts.MonthReport:
+    """One month of one organization."""
+    counts, check = message.request_counts, message.reconciliation
+    return accounts.MonthReport(
+        organization_id=message.organization_id,
+        organization_name=message.organization_name,
+        month=message.month,
+        lines=tuple(_report_line(each) for each in message.lines),
+        request_counts=accounts.RequestCounts(
+            total_count=counts.total_count,
+            completed_count=counts.completed_count,
+            cancelled_count=counts.cancelled_count,
+            limited_count=counts.limited_count,
+            failed_count=counts.failed_count,
+        ),
+        total=money(message.total),
+        total_rounded=money(message.total_rounded),
+        unrated_event_count=message.unrated_event_count,
+        reconciliation=accounts.Reconciliation(
+            usage_token_count=check.usage_token_count,
+            ledger_token_count=check.ledger_token_count,
+            unrated_token_count=check.unrated_token_count,
+            balanced=check.balanced,
+        ),
+    )
+
+
+def _report_line(message: billing_pb.MonthReportLine) -> accounts.MonthReportLine:
+    return accounts.MonthReportLine(
+        model=message.model,
+        token_kind=_TOKEN_KINDS.get(message.token_kind, accounts.TokenKind.UNSPECIFIED),
+        price_version=message.price_version,
+        request_count=message.request_count,
+        token_count=message.token_count,
+        cancelled_token_count=message.cancelled_token_count,
+        unit_price_picos=message.unit_price_picos,
+        amount=money(message.amount),
+    )
