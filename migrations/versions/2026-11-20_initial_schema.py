@@ -137,7 +137,8 @@ def upgrade() -> None:
         sa.Column("created_at", sa.DateTime(timezone=True), server_default=sa.text("now()"), nullable=False),
         sa.Column("deleted_at", sa.DateTime(timezone=True), nullable=True),
         sa.CheckConstraint(
-            "dimension IN ('concurrent_requests', 'requests_per_minute', 'tokens_per_minute', 'tokens_per_day', 'tokens_per_month', 'cost_picos_per_month')",
+            "dimension IN ('concurrent_requests', 'requests_per_minute', 'tokens_per_minute', 'tokens_per_day', "
+            "'tokens_per_month', 'cost_picos_per_month')",
             name=op.f("ck_quotas_dimension_known"),
         ),
         sa.CheckConstraint("subject IN ('organization', 'project', 'api_key')", name=op.f("ck_quotas_subject_known")),

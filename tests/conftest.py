@@ -1,0 +1,112 @@
+"""What tests of all packages share: one PostgreSQL server per run, and a fresh migrated database for each test that asks for one.
+
+The server is the embedded one, in a temporary directory and without durability; `WEIR_TEST_DATABASE_URL` names another one, whose
+role must be allowed to create databases.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+import uuid
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import psycopg
+import pytest
+from psycopg import sql
+from sqlalchemy import make_url
+
+from metering import embedded_postgres
+from metering.db import Sessions, create_engine, create_sessions, psycopg_conninfo, sqlalchemy_url
+from metering.migrations_runner import migrate
+
+# A test's database need not survive a crash of the machine. Tests that kill the server start one of their own.
+WITHOUT_DURABILITY = {"fsync": "off", "full_page_writes": "off", "synchronous_commit": "off", "max_connections": "200"}
+SCRATCH_MIN_BYTES = 2 * 1024**3  # the server, WAL, and some databases of 8 MB each
+
+
+def scratch() -> Path | None:
+    """A roomy file system in memory, if there is one: copying a database takes 20 ms there and 300 ms on a disk."""
+    memory = Path("/dev/shm")
+    roomy = memory.is_dir() and os.access(memory, os.W_OK) and shutil.disk_usage(memory).free > SCRATCH_MIN_BYTES
+    return memory if roomy else None
+
+
+def new_home() -> Path:
+    """A directory for a server. Removes those that killed test runs have left behind, servers included."""
+    parent = scratch() or Path(tempfile.gettempdir())
+    for left in parent.glob("weir-test-*-*"):
+        try:
+            os.kill(int(left.name.split("-")[2]), 0)
+        except (ProcessLookupError, ValueError):
+            remove_home(left)
+        except PermissionError:
+            pass  # another user's run
+    return Path(tempfile.mkdtemp(prefix=f"weir-test-{os.getpid()}-", dir=parent))
+
+
+def remove_home(home: Path) -> None:
+    """Stop the server in a directory, then delete both."""
+    if (home / "postgres" / "postmaster.pid").exists():
+        embedded_postgres.start(home / "postgres").stop()
+    shutil.rmtree(home)
+
+
+@contextlib.contextmanager
+def new_database(server_url: str, template: str = "template0") -> Iterator[str]:
+    """URL of a database that exists inside the block, a copy of the template."""
+    name = f"test_{uuid.uuid4().hex}"
+    with psycopg.connect(psycopg_conninfo(server_url), autocommit=True) as connection:
+        connection.execute(sql.SQL("CREATE DATABASE {} TEMPLATE {}").format(sql.Identifier(name), sql.Identifier(template)))
+        try:
+            yield sqlalchemy_url(server_url).set(drivername="postgresql", database=name).render_as_string(hide_password=False)
+        finally:
+            connection.execute(sql.SQL("DROP DATABASE {} WITH (FORCE)").format(sql.Identifier(name)))
+
+
+@pytest.fixture(scope="session")
+def postgres_server() -> Iterator[str]:
+    """URL of a server's maintenance database."""
+    if url := os.environ.get("WEIR_TEST_DATABASE_URL"):
+        yield url
+        return
+    home = new_home()
+    yield embedded_postgres.start(home / "postgres", WITHOUT_DURABILITY).url
+    remove_home(home)
+
+
+@pytest.fixture
+def postgres_home() -> Iterator[Path]:
+    """An empty directory in which a test may start, kill and restart a server of its own, as `postgres`.
+
+    Not pytest's `tmp_path`: its parents are closed to the account that the server gets if we are root.
+    """
+    home = new_home()
+    yield home
+    remove_home(home)
+
+
+@pytest.fixture(scope="session")
+def template_database(postgres_server: str) -> Iterator[str]:
+    """Name of a migrated, empty database that others are copied from."""
+    with new_database(postgres_server) as url:
+        migrate(url)
+        yield str(make_url(url).database)
+
+
+@pytest.fixture
+def database_url(postgres_server: str, template_database: str) -> Iterator[str]:
+    """URL of a migrated, empty database of this test's own."""
+    with new_database(postgres_server, template=template_database) as url:
+        yield url
+
+
+@pytest.fixture
+async def sessions(database_url: str) -> AsyncIterator[Sessions]:
+    """Sessions on the test's database."""
+    engine = create_engine(database_url)
+    yield create_sessions(engine)
+    await engine.dispose()
