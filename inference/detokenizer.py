@@ -1,0 +1,200 @@
+"""Token ids to text while they come, and the search for stop sequences in it.
+
+Whatever is given out is final: the pieces put together equal the text of all ids decoded at once. So a piece of text is held
+back while a later token could still change it (half an emoji) or turn it into a stop sequence, and no longer.
+
+Two families of tokenizers exist among Llama-like models, and each needs its own rule for what is final:
+- byte-level BPE: every token is a run of bytes, so the text is final up to the last complete UTF-8 character;
+- sentencepiece-like: tokens are text, but bytes of unknown characters are tokens of their own, and a run of those is decoded as
+  a whole: one invalid byte turns the whole run into replacement characters. So a run is final when another token follows.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import tokenizers
+
+from inference.errors import CheckpointInvalid
+
+_BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+_TEXT_DECODERS = frozenset({"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"})
+
+
+class TextStream(Protocol):
+    """Turns one sequence's ids into final text."""
+
+    def push(self, token_id: int) -> str:
+        """Text that became final."""
+        ...
+
+    def flush(self) -> str:
+        """The rest, at the end; nothing may be pushed afterwards."""
+        ...
+
+
+class TextDecoder:
+    """What a tokenizer's ids mean as text, prepared once per model; opens a `TextStream` per sequence."""
+
+    def __init__(self, backend: tokenizers.Tokenizer, special_token_ids: frozenset[int], path: str) -> None:
+        """Raises `CheckpointInvalid` (for `path`) if the tokenizer's decoder follows rules that streaming would break."""
+        self._backend = backend
+        self._special_token_ids = special_token_ids
+        decoder_types = _decoder_types(backend)
+        self._bytes_by_id: list[bytes | None] | None = None
+        self._byte_token_ids: frozenset[int] = frozenset()
+        if decoder_types == ["ByteLevel"]:
+            self._bytes_by_id = _byte_level_table(backend)
+        elif decoder_types and set(decoder_types) <= _TEXT_DECODERS:
+            vocabulary = backend.get_vocab(with_added_tokens=True)
+            self._byte_token_ids = frozenset(id_ for token, id_ in vocabulary.items() if _BYTE_TOKEN.fullmatch(token))
+        else:
+            raise CheckpointInvalid(path, f"decoder {decoder_types or 'none'} is not supported for streaming")
+
+    def open(self) -> TextStream:
+        """A stream for a new sequence."""
+        if self._bytes_by_id is not None:
+            return _ByteLevelStream(self._bytes_by_id, self._special_token_ids)
+        return _TextTokenStream(self._backend, self._special_token_ids, self._byte_token_ids)
+
+
+class _ByteLevelStream:
+    def __init__(self, bytes_by_id: list[bytes | None], special_token_ids: frozenset[int]) -> None:
+        self._bytes_by_id = bytes_by_id
+        self._special_token_ids = special_token_ids
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def push(self, token_id: int) -> str:
+        if token_id in self._special_token_ids or token_id >= len(self._bytes_by_id):
+            return ""
+        return self._decoder.decode(self._bytes_by_id[token_id] or b"")
+
+    def flush(self) -> str:
+        return self._decoder.decode(b"", final=True)
+
+
+class _TextTokenStream:
+    """Decodes the pending tokens together with the last final one, since what precedes a token decides about its space."""
+
+    def __init__(self, backend: tokenizers.Tokenizer, special_token_ids: frozenset[int], byte_token_ids: frozenset[int]) -> None:
+        self._backend = backend
+        self._special_token_ids = special_token_ids
+        self._byte_token_ids = byte_token_ids
+        self._context: list[int] = []  # the last final token that has text, if any
+        self._pending: list[int] = []
+
+    def push(self, token_id: int) -> str:
+        if token_id in self._special_token_ids:
+            return ""
+        self._pending.append(token_id)
+        return "" if token_id in self._byte_token_ids else self._emit()
+
+    def flush(self) -> str:
+        return self._emit()
+
+    def _emit(self) -> str:
+        if not self._pending:
+            return ""
+        known = self._backend.decode(self._context) if self._context else ""
+        text = self._backend.decode(self._context + self._pending)
+        self._context, self._pending = self._pending[-1:], []
+        return text[len(known) :]
+
+
+@dataclass(frozen=True, slots=True)
+class TextPiece:
+    """Text that may be given out, and whether a stop sequence followed it."""
+
+    text: str
+    stopped: bool = False
+
+
+class Detokenizer:
+    """One sequence's output text: decoded, searched for stop sequences, held back where either needs it.
+
+    The stop sequence that is complete first in the text wins; of two complete at the same character, the longer one. That does
+    not depend on how the text is cut into tokens. After it, nothing more is given out.
+    """
+
+    def __init__(self, stream: TextStream, stop_sequences: Sequence[str]) -> None:
+        """stop_sequences: none of them empty."""
+        assert all(stop_sequences), "the caller has refused empty stop sequences"
+        self._stream = stream
+        self._stops = tuple(stop_sequences)
+        self._held = ""  # final text whose end could be the beginning of a stop sequence
+
+    def push(self, token_id: int) -> TextPiece:
+        """The text that `token_id` lets go."""
+        return self._search(self._stream.push(token_id))
+
+    def finish(self) -> TextPiece:
+        """What is still held back, once no token follows; it may hold a stop sequence too."""
+        piece = self._search(self._stream.flush())
+        rest, self._held = ("" if piece.stopped else self._held), ""
+        return TextPiece(piece.text + rest, piece.stopped)
+
+    def _search(self, new_text: str) -> TextPiece:
+        if not new_text:
+            return TextPiece("")
+        if not self._stops:
+            return TextPiece(new_text)
+        text = self._held + new_text
+        start = _first_completed(text, self._stops)
+        if start is not None:
+            self._held = ""
+            return TextPiece(text[:start], stopped=True)
+        kept = _held_length(text, self._stops)
+        self._held = text[len(text) - kept :]
+        return TextPiece(text[: len(text) - kept])
+
+
+def _first_completed(text: str, stops: Sequence[str]) -> int | None:
+    """Where the stop sequence that is complete first begins."""
+    found = [(start + len(stop), start) for stop in stops if (start := text.find(stop)) >= 0]
+    return min(found)[1] if found else None
+
+
+def _held_length(text: str, stops: Sequence[str]) -> int:
+    """Length of the longest end of `text` that begins some stop sequence."""
+    longest = min(len(text), max(map(len, stops)) - 1)
+    for length in range(longest, 0, -1):
+        end = text[-length:]
+        if any(stop.startswith(end) for stop in stops):
+            return length
+    return 0
+
+
+def _decoder_types(backend: tokenizers.Tokenizer) -> list[str]:
+    decoder = json.loads(backend.to_str()).get("decoder")
+    if decoder is None:
+        return []
+    parts = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
+    return [str(part["type"]) for part in parts]
+
+
+def _byte_level_table(backend: tokenizers.Tokenizer) -> list[bytes | None]:
+    """Bytes of each id. A token with a character outside the byte alphabet (an added one) stands for its own UTF-8."""
+    byte_by_character = {character: byte for byte, character in _byte_alphabet().items()}
+    vocabulary = backend.get_vocab(with_added_tokens=True)
+    table: list[bytes | None] = [None] * (max(vocabulary.values(), default=-1) + 1)
+    for token, token_id in vocabulary.items():
+        if all(character in byte_by_character for character in token):
+            table[token_id] = bytes(byte_by_character[character] for character in token)
+        else:
+            table[token_id] = token.encode()
+    return table
+
+
+def _byte_alphabet() -> dict[int, str]:
+    """The visible character that byte-level BPE writes for each byte: itself if printable in Latin-1, else one from U+0100 on."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    alphabet = {byte: chr(byte) for byte in printable}
+    for byte in range(256):
+        if byte not in alphabet:
+            alphabet[byte] = chr(256 + len(alphabet) - len(printable))
+    return alphabet

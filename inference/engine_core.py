@@ -1,0 +1,208 @@
+"""The engine itself, without any process around it: sequences in, events out, one step at a time.
+
+One step is `Scheduler.schedule`, `ModelRunner.run`, then `Scheduler.commit` and the new tokens' consequences. The host runs it in
+a child process; tests run it directly.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from inference.checkpoint import read_config
+from inference.detokenizer import Detokenizer, TextDecoder
+from inference.engine import (
+    EngineFinishReason,
+    EngineStatistics,
+    GenerationRequest,
+    Scheduled,
+    SequenceEvent,
+    SequenceFinished,
+    TokensGenerated,
+)
+from inference.kv_cache import BlockPool
+from inference.model_runner import ComputeDtype, ModelRunner, kv_block_bytes
+from inference.scheduler import Scheduler, SchedulerLimits
+from inference.sequence import Sequence, blocks_for
+from inference.tokenizer import Tokenizer
+
+NumberedEvent = tuple[int, SequenceEvent]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """How to run a checkpoint.
+
+    context_window_tokens: at most the model's own. kv_cache_bytes: the pool's size; raised if one full context needs more. The
+    other limits are explained at `SchedulerLimits`.
+    """
+
+    directory: Path
+    context_window_tokens: int
+    compute_dtype: ComputeDtype
+    kv_cache_bytes: int
+    step_token_count_max: int
+    running_sequence_count_max: int
+    waiting_sequence_count_max: int
+
+
+class EngineCore:
+    """Scheduler, runner and sequences of one model. Not thread-safe: one thread calls everything."""
+
+    def __init__(self, options: EngineOptions, on_progress: Callable[[float], None] = lambda fraction: None) -> None:
+        """Load the checkpoint. Raises `CheckpointInvalid`."""
+        config = read_config(options.directory)
+        tokenizer = Tokenizer(options.directory)
+        self._decoder = TextDecoder(tokenizer.backend, tokenizer.special_token_ids, str(options.directory / "tokenizer.json"))
+        self._model_end_token_ids = config.end_token_ids
+        self._vocabulary_size = config.vocabulary_size
+        block_count = max(
+            options.kv_cache_bytes // kv_block_bytes(config, options.compute_dtype), blocks_for(options.context_window_tokens)
+        )
+        self._pool = BlockPool(block_count)
+        self._scheduler = Scheduler(
+            self._pool,
+            SchedulerLimits(
+                context_window_tokens=options.context_window_tokens,
+                step_token_count_max=options.step_token_count_max,
+                running_sequence_count_max=options.running_sequence_count_max,
+                waiting_sequence_count_max=options.waiting_sequence_count_max,
+            ),
+        )
+        self._runner = ModelRunner(
+            options.directory,
+            config,
+            compute_dtype=options.compute_dtype,
+            context_window_tokens=options.context_window_tokens,
+            block_count=block_count,
+            on_progress=on_progress,
+        )
+        self._sequences: dict[int, Sequence] = {}
+        self._events: list[NumberedEvent] = []
+        self._step_count = 0
+        self._prompt_token_count = 0
+        self._cached_token_count = 0
+        self._output_token_count = 0
+
+    @property
+    def idle(self) -> bool:
+        """Whether a step would have nothing to compute."""
+        return not self._sequences
+
+    @property
+    def scheduler(self) -> Scheduler:
+        """For tests and checks; the core alone changes it."""
+        return self._scheduler
+
+    @property
+    def pool(self) -> BlockPool:
+        """For tests and checks; the scheduler alone changes it."""
+        return self._pool
+
+    def refuse_reason(self, request: GenerationRequest) -> str | None:
+        """Why a request could never run; None if it could. The caller asks before `add`."""
+        prompt = request.prompt_token_ids
+        if prompt and not 0 <= min(prompt) <= max(prompt) < self._vocabulary_size:
+            return f"token ids must be from 0 to {self._vocabulary_size - 1}"
+        if not all(request.stop.stop_sequences):
+            return "a stop sequence is empty"
+        return self._scheduler.refuse_reason(len(prompt), request.stop.max_output_tokens)
+
+    def add(self, number: int, request: GenerationRequest, arrived_at_s: float | None = None) -> bool:
+        """Queue a sequence; False if the queue is full. number: above all earlier ones."""
+        if self._scheduler.waiting_is_full:
+            return False
+        seed = secrets.randbits(63) if request.sampling.seed is None else request.sampling.seed
+        model_ends = frozenset() if request.stop.ignore_eos else self._model_end_token_ids
+        sequence = Sequence(
+            number=number,
+            request=request,
+            seed=seed,
+            end_token_ids=model_ends | request.stop.stop_token_ids,
+            detokenizer=Detokenizer(self._decoder.open(), request.stop.stop_sequences),
+            arrived_at_s=time.monotonic() if arrived_at_s is None else arrived_at_s,
+        )
+        self._sequences[number] = sequence
+        self._scheduler.add(sequence)
+        return True
+
+    def cancel(self, number: int) -> None:
+        """End a sequence and free its blocks now; its event comes with the next `step`. Unknown numbers have ended already."""
+        sequence = self._sequences.get(number)
+        if sequence is not None:
+            self._finish(sequence, EngineFinishReason.CANCELLED, "", time.monotonic())
+
+    def cancel_all(self) -> None:
+        """End every sequence."""
+        for number in list(self._sequences):
+            self.cancel(number)
+
+    def step(self) -> list[NumberedEvent]:
+        """Compute one step, if there is anything to compute. Returns all events since the last call, in order."""
+        if self._sequences:
+            plan = self._scheduler.schedule()
+            now_s = time.monotonic()
+            for sequence in plan.entered:
+                self._note_entered(sequence, now_s)
+            tokens = self._runner.run(plan)
+            self._scheduler.commit(plan)
+            now_s = time.monotonic()
+            for number, token_id in tokens.items():
+                self._append(self._sequences[number], token_id, now_s)
+            self._step_count += 1
+            self._scheduler.check_conservation()
+        events, self._events = self._events, []
+        return events
+
+    def statistics(self) -> EngineStatistics:
+        """As of the last step."""
+        return EngineStatistics(
+            waiting_sequence_count=len(self._scheduler.waiting),
+            running_sequence_count=len(self._scheduler.running),
+            kv_block_count_total=self._pool.block_count_total,
+            kv_block_count_free=self._pool.block_count_free,
+            kv_block_count_cached=self._pool.block_count_cached,
+            kv_block_count_held=self._pool.block_count_held,
+            step_count=self._step_count,
+            prompt_token_count=self._prompt_token_count,
+            cached_token_count=self._cached_token_count,
+            output_token_count=self._output_token_count,
+        )
+
+    def _note_entered(self, sequence: Sequence, now_s: float) -> None:
+        assert sequence.cached_token_count is not None, "the scheduler has counted"
+        sequence.scheduled_at_s = now_s
+        self._prompt_token_count += sequence.prompt_token_count
+        self._cached_token_count += sequence.cached_token_count
+        self._events.append((sequence.number, Scheduled(sequence.cached_token_count)))
+
+    def _append(self, sequence: Sequence, token_id: int, now_s: float) -> None:
+        appended = sequence.append(token_id, now_s)
+        self._output_token_count += 1
+        self._events.append((sequence.number, TokensGenerated((token_id,), appended.text)))
+        if appended.finish_reason is None:
+            return
+        reason, rest = appended.finish_reason, ""
+        if reason is not EngineFinishReason.STOP_SEQUENCE:
+            piece = sequence.detokenizer.finish()
+            # Bytes that only the end makes final may complete a stop sequence; it is cut off like any other.
+            reason, rest = (EngineFinishReason.STOP_SEQUENCE if piece.stopped else reason), piece.text
+        self._finish(sequence, reason, rest, now_s)
+
+    def _finish(self, sequence: Sequence, reason: EngineFinishReason, text: str, now_s: float) -> None:
+        if reason is EngineFinishReason.CANCELLED:
+            text = sequence.detokenizer.finish().text
+        self._scheduler.remove(sequence)
+        del self._sequences[sequence.number]
+        finished = SequenceFinished(
+            reason=reason,
+            text=text,
+            prompt_token_count=sequence.prompt_token_count,
+            cached_token_count=sequence.cached_token_count or 0,
+            generated_token_count=sequence.output_token_count,
+            timings=sequence.timings(now_s),
+        )
+        self._events.append((sequence.number, finished))

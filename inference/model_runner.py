@@ -1,0 +1,136 @@
+"""From a step's plan to its new tokens: builds the batch, runs the decoder, samples.
+
+Owns every tensor: the weights and the pools of keys and values. Knows nothing of queues or of who may run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from inference.attention import DecodeSpan, LayerPool, PrefillSpan, row_indices
+from inference.checkpoint import DecoderConfig
+from inference.errors import InvariantViolated
+from inference.kv_cache import KV_BLOCK_TOKENS
+from inference.model import Batch, Decoder
+from inference.sampler import sample
+from inference.scheduler import Chunk, StepPlan
+from inference.sequence import blocks_for
+from inference.weights import load_weights
+
+ComputeDtype = Literal["float32", "bfloat16"]
+
+_TORCH_DTYPES: dict[ComputeDtype, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class ModelRunner:
+    """One loaded model with its KV pools. Used by one thread."""
+
+    def __init__(
+        self,
+        directory: Path,
+        config: DecoderConfig,
+        *,
+        compute_dtype: ComputeDtype,
+        context_window_tokens: int,
+        block_count: int,
+        on_progress: Callable[[float], None] = lambda fraction: None,
+    ) -> None:
+        """Load. on_progress: called with 0 to 1 while reading weights. Raises `CheckpointInvalid`."""
+        dtype = _TORCH_DTYPES[compute_dtype]
+        self._config = config
+        self._decoder = Decoder(config, load_weights(directory, config, dtype, on_progress), context_window_tokens)
+        self._pools = _allocate_pools(config, dtype, block_count)
+
+    @torch.inference_mode()
+    def run(self, plan: StepPlan) -> dict[int, int]:
+        """Compute the plan's chunks. Returns the next token per sequence number, for the chunks that complete.
+
+        Writes the pools at the chunks' positions and nowhere else. Raises `InvariantViolated` if the model's output is not finite:
+        what follows from it would be noise, and is not to be billed.
+        """
+        # Rows of one token first: they are computed by one attention for all.
+        chunks = sorted(plan.chunks, key=lambda chunk: chunk.token_count > 1)
+        finishing = [chunk for chunk in chunks if chunk.completes]
+        logits = self._decoder.forward(self._batch(chunks), self._pools)
+        if not finishing:
+            return {}
+        if not bool(torch.isfinite(logits).all()):
+            raise InvariantViolated("the model's output is not finite; are the weights intact?")
+        tokens = sample(logits, [chunk.sequence.draw() for chunk in finishing])
+        return {chunk.sequence.number: token for chunk, token in zip(finishing, tokens, strict=True)}
+
+    def _batch(self, chunks: list[Chunk]) -> Batch:
+        token_ids: list[int] = []
+        positions = np.empty(sum(chunk.token_count for chunk in chunks), dtype=np.int64)
+        block_ids = np.empty_like(positions)
+        prefills: list[PrefillSpan] = []
+        logit_rows: list[int] = []
+        for chunk in chunks:
+            row, sequence = len(token_ids), chunk.sequence
+            start, end = sequence.computed_token_count, sequence.computed_token_count + chunk.token_count
+            token_ids += sequence.token_ids[start:end]
+            span = np.arange(start, end)
+            positions[row : row + chunk.token_count] = span
+            block_ids[row : row + chunk.token_count] = np.asarray(sequence.block_table)[span // KV_BLOCK_TOKENS]
+            if chunk.completes:
+                logit_rows.append(row + chunk.token_count - 1)
+            if chunk.token_count > 1:
+                prefills.append(_prefill_span(row, start, end, sequence.block_table))
+        position_rows = torch.from_numpy(positions)
+        return Batch(
+            token_ids=torch.tensor(token_ids),
+            positions=position_rows,
+            pool_rows=row_indices(torch.from_numpy(block_ids), position_rows % KV_BLOCK_TOKENS, self._config.kv_head_count),
+            decode=_decode_span([chunk for chunk in chunks if chunk.token_count == 1]),
+            prefills=tuple(prefills),
+            logit_rows=torch.tensor(logit_rows, dtype=torch.int64),
+        )
+
+
+def kv_block_bytes(config: DecoderConfig, compute_dtype: ComputeDtype) -> int:
+    """Bytes of one block over all layers, keys and values."""
+    floats = 2 * config.layer_count * config.kv_head_count * config.head_dim * KV_BLOCK_TOKENS
+    return floats * _TORCH_DTYPES[compute_dtype].itemsize
+
+
+def _allocate_pools(config: DecoderConfig, dtype: torch.dtype, block_count: int) -> list[LayerPool]:
+    """Zeroed pools that take memory only where they are written.
+
+    Positions behind a sequence's end are read and multiplied by a weight of 0, so they must be finite: zeroed, that is. numpy
+    gets its zeros from the operating system page by page on first use; torch would write them all at start-up.
+    """
+    shape = (config.layer_count, 2, block_count, config.kv_head_count, KV_BLOCK_TOKENS, config.head_dim)
+    integer = np.dtype(np.uint32 if dtype.itemsize == 4 else np.uint16)
+    pools = torch.from_numpy(np.zeros(shape, dtype=integer)).view(dtype)
+    return [LayerPool(pools[layer, 0], pools[layer, 1]) for layer in range(config.layer_count)]
+
+
+def _prefill_span(row: int, start: int, end: int, block_table: list[int]) -> PrefillSpan:
+    """Rows of one sequence for its positions start to end."""
+    table = torch.tensor(block_table[: blocks_for(end)])
+    mask: Tensor | None = None
+    if start > 0:
+        covered = torch.arange(len(table) * KV_BLOCK_TOKENS)
+        mask = covered[None, :] <= torch.arange(start, end)[:, None]
+    return PrefillSpan(row, row + end - start, start, table, mask)
+
+
+def _decode_span(chunks: list[Chunk]) -> DecodeSpan | None:
+    """Tables of all rows with one token, padded with block 0, which exists; the mask hides it."""
+    if not chunks:
+        return None
+    lengths = np.array([chunk.sequence.computed_token_count + 1 for chunk in chunks])
+    width = blocks_for(int(lengths.max()))
+    tables = np.zeros((len(chunks), width), dtype=np.int64)
+    for row, chunk in enumerate(chunks):
+        count = blocks_for(int(lengths[row]))
+        tables[row, :count] = chunk.sequence.block_table[:count]
+    hidden = np.arange(width * KV_BLOCK_TOKENS)[None, :] >= lengths[:, None]
+    mask = torch.zeros(hidden.shape).masked_fill_(torch.from_numpy(hidden), float("-inf"))
+    return DecodeSpan(len(chunks), torch.from_numpy(tables), mask)

@@ -1,0 +1,237 @@
+"""Decides what each step computes: in-flight batching, chunked prefill, admission, preemption.
+
+Owns the waiting queue, the running list and the sequences' use of the block pool. One step is `schedule`, then the model runner,
+then `commit`. Rules, in the order in which they are applied:
+
+1. Decoding sequences get their one token first, so a long prompt never stalls running streams; the rest of the step's token
+   budget goes to prompts in order of arrival, a long one in several chunks.
+2. A waiting sequence enters in order of arrival, when its tokens and a share of the output that it and all running ones still
+   owe fit the pool. Nobody overtakes one that does not fit, so nobody starves.
+3. One whose next prefix block is being computed by a running sequence is passed over until that block is there: a prefix that
+   fifty requests share is computed once. The wait is bounded, since the running one gets on with every step.
+4. If blocks run out all the same, the youngest running sequence gives its blocks back, waits at its old place, and is computed
+   again later. The oldest is never evicted for others, and `refuse_reason` has seen to it that it fits alone: no deadlock.
+"""
+
+from __future__ import annotations
+
+import bisect
+from dataclasses import dataclass, field
+
+from inference.errors import InvariantViolated
+from inference.kv_cache import KV_BLOCK_TOKENS, BlockKey, BlockPool, PrefixMatch, matchable_block_count
+from inference.sequence import Sequence, blocks_for
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerLimits:
+    """Bounds of one engine, each in the unit that its name says."""
+
+    context_window_tokens: int
+    step_token_count_max: int = 512  # tokens: bounds how long a prompt chunk delays the streams that share its step
+    running_sequence_count_max: int = 64  # sequences: the reference workload's 50 at once, and some
+    waiting_sequence_count_max: int = 256  # sequences: beyond that a caller is better told to go elsewhere
+    owed_output_token_count_max: int = 256  # tokens of still owed output reserved per sequence; more is left to preemption
+
+    def __post_init__(self) -> None:
+        if self.step_token_count_max < self.running_sequence_count_max:
+            raise ValueError("a step must have room for one token of every running sequence")
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """The next `token_count` uncomputed tokens of a sequence, to be computed in this step."""
+
+    sequence: Sequence
+    token_count: int
+
+    @property
+    def completes(self) -> bool:
+        """Whether nothing is uncomputed afterwards, so that the next token is wanted."""
+        return self.token_count == self.sequence.uncomputed_token_count
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """What a step computes. entered: sequences that left the queue for the first time."""
+
+    chunks: list[Chunk] = field(default_factory=list)
+    entered: list[Sequence] = field(default_factory=list)
+
+    @property
+    def token_count(self) -> int:
+        """Rows of the step's batch."""
+        return sum(chunk.token_count for chunk in self.chunks)
+
+
+class Scheduler:
+    """Queues and blocks of one engine. Not thread-safe: only the step loop uses it."""
+
+    def __init__(self, pool: BlockPool, limits: SchedulerLimits) -> None:
+        self._pool = pool
+        self._limits = limits
+        self._waiting: list[Sequence] = []  # in order of arrival, the preempted ones at their old places
+        self._running: list[Sequence] = []  # in order of arrival
+
+    @property
+    def waiting(self) -> tuple[Sequence, ...]:
+        """Sequences without a place, the first to enter first."""
+        return tuple(self._waiting)
+
+    @property
+    def running(self) -> tuple[Sequence, ...]:
+        """Sequences with a place, in order of arrival."""
+        return tuple(self._running)
+
+    @property
+    def waiting_is_full(self) -> bool:
+        """Whether the queue takes no more."""
+        return len(self._waiting) >= self._limits.waiting_sequence_count_max
+
+    def refuse_reason(self, prompt_token_count: int, max_output_tokens: int) -> str | None:
+        """Why such a sequence could never run here; None if it could."""
+        return refuse_reason(
+            prompt_token_count, max_output_tokens, self._limits.context_window_tokens, self._pool.block_count_total
+        )
+
+    def add(self, sequence: Sequence) -> None:
+        """Put a new sequence at the end of the queue. Its number must be the highest so far."""
+        sequence.prefix_keys = self._prefix_keys(sequence)
+        self._waiting.append(sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Forget a sequence wherever it is, and take its blocks back: it finished or was cancelled."""
+        queue = self._running if sequence in self._running else self._waiting
+        queue.remove(sequence)
+        self._release(sequence)
+
+    def schedule(self) -> StepPlan:
+        """Choose the next step's work and allocate its blocks. Empty only if there is no sequence at all."""
+        plan = StepPlan()
+        decoding = [sequence for sequence in self._running if sequence.uncomputed_token_count == 1]
+        filling = [sequence for sequence in self._running if sequence.uncomputed_token_count > 1]
+        for sequence in decoding + filling:
+            self._plan_chunk(plan, sequence)
+        if len(self._running) == len(decoding) + len(filling):  # who has just been preempted must not come back at once
+            self._admit(plan)
+        if not plan.chunks and (self._running or self._waiting):
+            raise InvariantViolated("the scheduler found no work although sequences wait")
+        return plan
+
+    def commit(self, plan: StepPlan) -> None:
+        """Note that the plan's chunks are computed: their full blocks become findable for others."""
+        for chunk in plan.chunks:
+            chunk.sequence.computed_token_count += chunk.token_count
+            self._register(chunk.sequence)
+
+    def check_conservation(self) -> None:
+        """Raise `InvariantViolated` unless every block is free, cached or held, and held by a running sequence."""
+        self._pool.check_conservation(sum(len(sequence.block_table) for sequence in self._running))
+        if any(sequence.block_table for sequence in self._waiting):
+            raise InvariantViolated("a waiting sequence holds KV blocks")
+
+    def _plan_chunk(self, plan: StepPlan, sequence: Sequence) -> None:
+        """Add what the budget allows of a running sequence, preempting younger ones while blocks are short."""
+        budget = self._limits.step_token_count_max - plan.token_count
+        token_count = min(sequence.uncomputed_token_count, budget)
+        if token_count <= 0 or sequence not in self._running:
+            return
+        missing = sequence.missing_block_count(sequence.computed_token_count + token_count)
+        while missing > self._pool.block_count_available:
+            youngest = self._running[-1]
+            self._preempt(youngest)
+            plan.chunks = [chunk for chunk in plan.chunks if chunk.sequence is not youngest]
+            if youngest is sequence:
+                return
+        sequence.block_table += self._pool.allocate(missing)
+        plan.chunks.append(Chunk(sequence, token_count))
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self._running.remove(sequence)
+        self._release(sequence)
+        sequence.preemption_count += 1
+        sequence.prefix_keys = self._prefix_keys(sequence)  # its own output may be found again too
+        bisect.insort(self._waiting, sequence, key=lambda waiting: waiting.number)
+
+    def _admit(self, plan: StepPlan) -> None:
+        """Let waiting sequences enter while there are places, budget and blocks."""
+        if not self._waiting:
+            return
+        in_progress = {key for sequence in self._running for key in self._uncomputed_keys(sequence)}
+        owed = sum(self._owed_block_count(sequence, len(sequence.block_table)) for sequence in self._running)
+        for sequence in list(self._waiting):
+            if len(self._running) >= self._limits.running_sequence_count_max:
+                return
+            if plan.token_count >= self._limits.step_token_count_max:
+                return
+            match = self._pool.match(sequence.prefix_keys, sequence.request.cache_salt)
+            if self._next_block_is_in_progress(sequence, match, in_progress):
+                continue
+            wanted = self._owed_block_count(sequence, len(match.blocks)) + self._pool.evictable_count(match)
+            if self._running and owed + wanted > self._pool.block_count_available:
+                return
+            self._enter(sequence, match, plan)
+            in_progress |= self._uncomputed_keys(sequence)
+            owed += self._owed_block_count(sequence, len(sequence.block_table))
+
+    def _enter(self, sequence: Sequence, match: PrefixMatch, plan: StepPlan) -> None:
+        self._waiting.remove(sequence)
+        bisect.insort(self._running, sequence, key=lambda running: running.number)
+        sequence.block_table = self._pool.hold(match)
+        sequence.computed_token_count = match.token_count
+        sequence.registered_block_count = len(match.blocks)
+        sequence.registered_tip = match.blocks[-1] if match.blocks else None
+        if sequence.cached_token_count is None:
+            sequence.cached_token_count = match.token_count
+            plan.entered.append(sequence)
+        self._plan_chunk(plan, sequence)
+
+    def _next_block_is_in_progress(self, sequence: Sequence, match: PrefixMatch, in_progress: set[int]) -> bool:
+        matched = len(match.blocks)
+        return matched < len(sequence.prefix_keys) and sequence.prefix_keys[matched].key in in_progress
+
+    def _uncomputed_keys(self, sequence: Sequence) -> set[int]:
+        """Keys of the prefix blocks that a running sequence is still to compute."""
+        first = sequence.computed_token_count // KV_BLOCK_TOKENS
+        return {key.key for key in sequence.prefix_keys[first:]}
+
+    def _owed_block_count(self, sequence: Sequence, covered_block_count: int) -> int:
+        """Blocks that a sequence still needs for its tokens and the reserved share of its future output."""
+        owed_output = min(sequence.owed_output_token_count, self._limits.owed_output_token_count_max)
+        return max(blocks_for(len(sequence.token_ids) + owed_output) - covered_block_count, 0)
+
+    def _register(self, sequence: Sequence) -> None:
+        full_block_count = sequence.computed_token_count // KV_BLOCK_TOKENS
+        while sequence.registered_block_count < full_block_count:
+            index = sequence.registered_block_count
+            if index > 0 and sequence.registered_tip is None:
+                return  # an earlier block could not be made findable, so nothing after it can
+            tokens = tuple(sequence.token_ids[index * KV_BLOCK_TOKENS : (index + 1) * KV_BLOCK_TOKENS])
+            tip = self._pool.register(sequence.block_table[index], tokens, sequence.request.cache_salt, sequence.registered_tip)
+            sequence.registered_tip = tip
+            sequence.registered_block_count += 1
+
+    def _prefix_keys(self, sequence: Sequence) -> list[BlockKey]:
+        count = matchable_block_count(len(sequence.token_ids))
+        return self._pool.keys(sequence.token_ids, sequence.request.cache_salt, count)
+
+    def _release(self, sequence: Sequence) -> None:
+        self._pool.release(sequence.block_table)
+        sequence.block_table = []
+        sequence.computed_token_count = 0
+        sequence.registered_block_count = 0
+        sequence.registered_tip = None
+
+
+def refuse_reason(prompt_token_count: int, max_output_tokens: int, context_window_tokens: int, block_count: int) -> str | None:
+    """Why a sequence of this size could never run; None if it could."""
+    total = prompt_token_count + max_output_tokens
+    if prompt_token_count < 1:
+        return "the prompt has no tokens"
+    if max_output_tokens < 1:
+        return "max_output_tokens must be at least 1"
+    if total > context_window_tokens:
+        return f"{total} tokens (prompt {prompt_token_count}) exceed the context window of {context_window_tokens}"
+    if blocks_for(total) > block_count:
+        return f"{total} tokens need {blocks_for(total)} KV blocks, the engine has {block_count}"
+    return None

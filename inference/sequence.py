@@ -1,0 +1,113 @@
+"""One sequence inside the engine: its tokens, its blocks, and how far each has come.
+
+    token_ids      [ prompt .................... | output ......... ]
+    positions      [ computed: KV in the blocks of `block_table` | uncomputed ]
+                                                  ^ computed_token_count
+
+A step computes some uncomputed tokens. When none is left, the logits of the last give the next token, which is uncomputed
+again: a decoding sequence is one with a single uncomputed token, and prefill, decode and recomputing are the same thing.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from inference.detokenizer import Detokenizer
+from inference.engine import EngineFinishReason, EngineTimings, GenerationRequest
+from inference.kv_cache import KV_BLOCK_TOKENS, BlockKey, CachedBlock
+from inference.sampler import Draw
+
+
+@dataclass(frozen=True, slots=True)
+class AppendedToken:
+    """What one new token did: text let go, and why the sequence is over if it is."""
+
+    text: str
+    finish_reason: EngineFinishReason | None
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """State of one sequence; changed only by the step loop.
+
+    number: the order of arrival, and the handle that the host and its parent share. end_token_ids: ids that end it, the model's
+    and the request's. seed: the drawn one if the request had none. Times are `time.monotonic()` seconds.
+    """
+
+    number: int
+    request: GenerationRequest
+    seed: int
+    end_token_ids: frozenset[int]
+    detokenizer: Detokenizer
+    arrived_at_s: float = field(default_factory=time.monotonic)
+    token_ids: list[int] = field(default_factory=list)
+    computed_token_count: int = 0
+    block_table: list[int] = field(default_factory=list)
+    prefix_keys: list[BlockKey] = field(default_factory=list)
+    registered_block_count: int = 0
+    registered_tip: CachedBlock | None = None
+    cached_token_count: int | None = None
+    scheduled_at_s: float | None = None
+    first_token_at_s: float | None = None
+    preemption_count: int = 0
+
+    def __post_init__(self) -> None:
+        self.token_ids = list(self.request.prompt_token_ids)
+
+    @property
+    def prompt_token_count(self) -> int:
+        """Tokens of the request."""
+        return len(self.request.prompt_token_ids)
+
+    @property
+    def output_token_count(self) -> int:
+        """Tokens generated so far."""
+        return len(self.token_ids) - self.prompt_token_count
+
+    @property
+    def uncomputed_token_count(self) -> int:
+        """Tokens whose KV is not in the pool yet; at least 1 while the sequence lives."""
+        return len(self.token_ids) - self.computed_token_count
+
+    @property
+    def owed_output_token_count(self) -> int:
+        """Output tokens that may still come."""
+        return self.request.stop.max_output_tokens - self.output_token_count
+
+    def missing_block_count(self, token_count: int) -> int:
+        """Blocks to add so that the table covers `token_count` positions."""
+        return max(blocks_for(token_count) - len(self.block_table), 0)
+
+    def draw(self) -> Draw:
+        """How the next token is sampled."""
+        return Draw(self.request.sampling, self.seed, self.output_token_count)
+
+    def append(self, token_id: int, now_s: float) -> AppendedToken:
+        """Take the next output token and decide whether it is the last."""
+        self.token_ids.append(token_id)
+        if self.first_token_at_s is None:
+            self.first_token_at_s = now_s
+        if token_id in self.end_token_ids:
+            return AppendedToken("", EngineFinishReason.STOP)
+        piece = self.detokenizer.push(token_id)
+        if piece.stopped:
+            return AppendedToken(piece.text, EngineFinishReason.STOP_SEQUENCE)
+        if self.owed_output_token_count <= 0:
+            return AppendedToken(piece.text, EngineFinishReason.LENGTH)
+        return AppendedToken(piece.text, None)
+
+    def timings(self, now_s: float) -> EngineTimings:
+        """Durations up to now; a phase that was not reached takes no time."""
+        scheduled_s = now_s if self.scheduled_at_s is None else self.scheduled_at_s
+        first_token_s = now_s if self.first_token_at_s is None else self.first_token_at_s
+        return EngineTimings(
+            queue_ms=(scheduled_s - self.arrived_at_s) * 1e3,
+            prefill_ms=(first_token_s - scheduled_s) * 1e3,
+            decode_ms=(now_s - first_token_s) * 1e3,
+        )
+
+
+def blocks_for(token_count: int) -> int:
+    """KV blocks that cover so many positions."""
+    return -(-token_count // KV_BLOCK_TOKENS)
