@@ -62,7 +62,7 @@ def install(venv: Path, *what: str) -> None:
             if words[:1] == ["Collecting"]:
                 count += 1
                 show(f"{count} packages, {words[1]}")
-            elif line.startswith("Installing collected packages"):
+            elif line.startswith("Installing collected packages") and count:
                 show(f"unpacking {count} packages")
     show("")
     if pip.returncode != 0:

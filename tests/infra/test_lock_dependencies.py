@@ -10,7 +10,7 @@ from infra.lock_dependencies import LOCK, ROOT, pins
 
 
 def test_local_versions_and_editable_packages_are_left_out() -> None:
-    freeze = "# Editable install (weir==0.1.0)\n-e ./weir\ntorch==2.13.0+cpu\nAlembic==1.20.1\n"
+    freeze = "# Editable install (weir==0.1.0)\n-e ./weir\ntorch==2.13.0" + "+cpu\nAlembic==1.20.1\n"
 
     assert pins(freeze) == ["Alembic==1.20.1", "torch==2.13.0"]
 

@@ -1,0 +1,274 @@
+"""The rules of the code's structure that a machine can hold: who may import whom, who may start a task, what a file may say.
+
+Reads source, never runs it. `tests/test_architecture.py` applies every rule to the repository and shows each one a planted fault.
+A rule about the product leaves the tests alone: they stand outside the layers and may look into all of them.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PRODUCT = ("api/", "inference/", "metering/", "migrations/", "sdk/", "infra/", "bench/")
+GENERATED = re.compile(r"_pb2(_grpc)?\.pyi?$")
+
+
+@dataclass(frozen=True)
+class Source:
+    """One file of the repository: its path from the root, with `/`, and its text."""
+
+    path: str
+    text: str
+
+    @cached_property
+    def tree(self) -> ast.Module:
+        """The module, parsed. For Python files only."""
+        return ast.parse(self.text, self.path)
+
+    @property
+    def is_python(self) -> bool:
+        return self.path.endswith(".py") and not GENERATED.search(self.path)
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A broken rule and where."""
+
+    path: str
+    line: int
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.line}: {self.what}"
+
+
+Rule = Callable[[Source], Iterator[Finding]]
+
+
+@dataclass(frozen=True, slots=True)
+class Border:
+    """Names that files under `inside` must not import, but for the files under `save_for` and the names under `but`."""
+
+    imported: tuple[str, ...]
+    inside: tuple[str, ...]
+    why: str
+    save_for: tuple[str, ...] = ()
+    but: tuple[str, ...] = ()
+
+    def is_crossed_by(self, path: str, name: str) -> bool:
+        guarded = path.startswith(self.inside) and not path.startswith(self.save_for)
+        return guarded and within(name, self.imported) and not within(name, self.but)
+
+
+BORDERS = (
+    Border(
+        ("inference",),
+        inside=("api/",),
+        save_for=("api/__main__.py", "api/cli/"),
+        but=("inference.engine", "inference.router", "inference.errors", "inference.tokenizer"),
+        why="the API knows the engine protocol; only the composition roots build concrete engines",
+    ),
+    Border(("api", "metering", "migrations"), inside=("inference/",), why="engines know nothing of tenants, money or the wire"),
+    Border(("grpc",), inside=("inference/",), save_for=("inference/remote_engine.py",), why="engines know nothing of the wire"),
+    Border(("sqlalchemy", "psycopg", "alembic"), inside=("inference/",), why="engines keep nothing in the database"),
+    Border(("api", "inference", "migrations"), inside=("metering/",), why="metering counts what it is told"),
+    Border(("grpc",), inside=("metering/",), why="metering knows nothing of the wire"),
+    Border(
+        ("api", "inference", "metering", "weir", "weir_client"),
+        inside=("migrations/",),
+        save_for=("migrations/env.py",),
+        why="a revision must mean the same for ever, whatever becomes of today's code",
+    ),
+    Border(("api", "inference", "weir"), inside=("migrations/env.py",), why="env.py reads the models and nothing else of ours"),
+    Border(("api", "inference", "metering", "migrations"), inside=("sdk/",), why="the SDK installs alone"),
+    Border(("weir",), inside=PRODUCT, save_for=("api/", "sdk/"), why="generated messages stay at the edge"),
+    Border(("torch",), inside=PRODUCT, save_for=("inference/",), why="tensors live in the engine"),
+    Border(("tensorrt_llm",), inside=PRODUCT, save_for=("inference/trtllm_engine.py",), why="one adapter wraps TensorRT-LLM"),
+    Border(
+        ("celery", "kombu"),
+        inside=PRODUCT,
+        save_for=("metering/celery_app.py", "metering/tasks.py"),
+        why="tasks are thin; what they do is callable without a broker",
+    ),
+    Border(("stripe",), inside=PRODUCT, save_for=("metering/stripe_gateway.py",), why="one gateway wraps Stripe"),
+)
+
+
+def within(name: str, prefixes: tuple[str, ...]) -> bool:
+    """Whether a dotted name is one of `prefixes` or lies inside one."""
+    return any(name == prefix or name.startswith(prefix + ".") for prefix in prefixes)
+
+
+def imports(source: Source, nodes: Iterable[ast.AST]) -> Iterator[tuple[int, str]]:
+    """Line and full dotted name of all that the nodes of a module import.
+
+    Relative imports are resolved, and `import_module("x")` and `__import__("x")` count like `import x`.
+    """
+    package = source.path.removesuffix(".py").split("/")[:-1]
+    for node in nodes:
+        match node:
+            case ast.Import(names=names):
+                yield from ((node.lineno, alias.name) for alias in names)
+            case ast.ImportFrom(module=module, names=names, level=level):
+                above = package[: len(package) - level + 1] if level else []
+                base = ".".join([*above, *([module] if module else [])])
+                yield from ((node.lineno, f"{base}.{alias.name}") for alias in names)
+            case ast.Call(func=function, args=[ast.Constant(value=str(name)), *_]):
+                if ast.unparse(function) in ("import_module", "importlib.import_module", "__import__"):
+                    yield node.lineno, name
+
+
+def borders_hold(source: Source) -> Iterator[Finding]:
+    """No module reaches across a border; each one that was crossed early had to be paid back with a rewrite."""
+    for line, name in imports(source, ast.walk(source.tree)):
+        for border in BORDERS:
+            if border.is_crossed_by(source.path, name):
+                yield Finding(source.path, line, f"imports {name}: {border.why}")
+
+
+def tensorrt_is_imported_late(source: Source) -> Iterator[Finding]:
+    """TensorRT-LLM is imported inside a function: importing it takes seconds and fails on every machine without a GPU."""
+    for line, name in imports(source, outside_functions(source.tree)):
+        if source.path.startswith(PRODUCT) and within(name, ("tensorrt_llm",)):
+            yield Finding(source.path, line, f"imports {name} at its own import: do it where the engine is built")
+
+
+def outside_functions(tree: ast.AST) -> Iterator[ast.AST]:
+    """The nodes that run when the module is imported: all but those inside functions."""
+    for node in ast.iter_child_nodes(tree):
+        if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            yield node
+            yield from outside_functions(node)
+
+
+# Files that may start a task without a TaskGroup, each with the reason why its tasks cannot be lost.
+DETACHED_TASKS: dict[str, str] = {}
+
+
+def tasks_have_parents(source: Source) -> Iterator[Finding]:
+    """A task is started on a TaskGroup and on nothing else.
+
+    The event loop keeps only a weak reference to a task: one without a parent can vanish half-way, its exception is seen by
+    nobody, and it outlives the request that it works for.
+    """
+    if source.path.startswith(PRODUCT) and source.path not in DETACHED_TASKS:
+        yield from detached_tasks(source)
+
+
+def detached_tasks(source: Source) -> Iterator[Finding]:
+    """Every call that starts a task on something else than a name that this module knows to be a TaskGroup."""
+    groups = task_groups(source.tree)
+    for node in ast.walk(source.tree):
+        match node:
+            case ast.Call(func=ast.Attribute(value=on, attr="create_task")):
+                if last_name(on) not in groups:
+                    yield Finding(source.path, node.lineno, f"{ast.unparse(node.func)} starts a task that has no parent")
+            case ast.Attribute(attr="ensure_future") | ast.Name(id="ensure_future" | "create_task"):
+                yield Finding(source.path, node.lineno, f"{ast.unparse(node)} starts a task that has no parent")
+
+
+def task_groups(tree: ast.Module) -> set[str]:
+    """Names of variables, attributes and parameters that hold a TaskGroup: by `async with`, by annotation or by assignment."""
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        match node:
+            case ast.withitem(context_expr=value, optional_vars=ast.expr() as target) if makes_group(value):
+                names.add(last_name(target))
+            case ast.arg(arg=name, annotation=ast.expr() as annotation) if "TaskGroup" in ast.unparse(annotation):
+                names.add(name)
+            case ast.AnnAssign(target=target, annotation=annotation) if "TaskGroup" in ast.unparse(annotation):
+                names.add(last_name(target))
+            case ast.Assign(targets=[target], value=value) if makes_group(value):
+                names.add(last_name(target))
+    for node in ast.walk(tree):
+        match node:
+            case ast.Assign(targets=[target], value=ast.Name(id=name)) if name in names:
+                names.add(last_name(target))
+    return names
+
+
+def makes_group(value: ast.expr) -> bool:
+    """Whether an expression is a new TaskGroup, or one entered on an exit stack."""
+    match value:
+        case ast.Await(value=inner):
+            return makes_group(inner)
+        case ast.Call(func=ast.Attribute(attr="enter_async_context"), args=[inner]):
+            return makes_group(inner)
+        case ast.Call(func=function):
+            return last_name(function) == "TaskGroup"
+    return False
+
+
+def last_name(expression: ast.expr) -> str:
+    """`c` of `a.b.c`; empty where an expression has no such name."""
+    match expression:
+        case ast.Name(id=name) | ast.Attribute(attr=name):
+            return name
+    return ""
+
+
+def modules_say_what_they_are(source: Source) -> Iterator[Finding]:
+    """Every module opens with what it is and what it owns."""
+    if source.is_python and not ast.get_docstring(source.tree):
+        yield Finding(source.path, 1, "has no module docstring")
+
+
+UNFINISHED = re.compile(r"\b(TO" + r"DO|FIX" + r"ME|XX" + r"X)\b")
+
+
+def nothing_is_left_undone(source: Source) -> Iterator[Finding]:
+    """What is to be done is an issue, where somebody will find it, and not a note in a file."""
+    yield from lines_with(UNFINISHED, source, "leaves {} behind: write an issue")
+
+
+MACHINE_PATH = re.compile(r"(?<![\w.~*-])/(?:work|opt|root|home|Users)/[\w.-]+|fi" + r"le://")
+PACKAGE_SOURCE = re.compile(
+    r"https?://[\w.-]*(?:pypi|pythonhosted|pytorch)[\w./-]*|--(?:extra-)?index-url|--find-[l]inks|==[\w.]+\+cpu"
+)
+
+
+def nothing_names_one_machine(source: Source) -> Iterator[Finding]:
+    """The repository works wherever it is cloned: no path of one machine, and no word on where packages come from."""
+    yield from lines_with(MACHINE_PATH, source, "names a place on one machine: {}")
+    yield from lines_with(PACKAGE_SOURCE, source, "says where packages come from: {}; that is the business of pip's own settings")
+
+
+def lines_with(pattern: re.Pattern[str], source: Source, what: str) -> Iterator[Finding]:
+    for number, line in enumerate(source.text.splitlines(), 1):
+        if found := pattern.search(line):
+            yield Finding(source.path, number, what.format(found[0]))
+
+
+PYTHON_RULES: tuple[Rule, ...] = (
+    borders_hold,
+    tensorrt_is_imported_late,
+    tasks_have_parents,
+    modules_say_what_they_are,
+)
+TEXT_RULES: tuple[Rule, ...] = (nothing_is_left_undone, nothing_names_one_machine)
+
+
+def repository() -> list[Source]:
+    """Every text file that is tracked or would be on `git add`; generated code and files that are not UTF-8 are left out."""
+    listing = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(listing, cwd=ROOT, check=True, capture_output=True, text=True).stdout.split("\0")
+    sources: list[Source] = []
+    for name in sorted(set(filter(None, names))):
+        path = ROOT / name
+        if path.is_file() and not path.is_symlink() and not GENERATED.search(name):
+            try:
+                sources.append(Source(name, path.read_text(encoding="utf-8")))
+            except UnicodeDecodeError:
+                continue
+    return sources
+
+
+def broken(rule: Rule, sources: list[Source]) -> list[Finding]:
+    """What a rule has against the files that it applies to."""
+    return [finding for source in sources if source.is_python or rule in TEXT_RULES for finding in rule(source)]

@@ -1,0 +1,208 @@
+"""The structure of the code is tested like its behaviour: every rule holds here, and every rule is shown to catch its fault."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib.util import find_spec
+
+import pytest
+
+from infra import architecture
+from infra.architecture import PYTHON_RULES, TEXT_RULES, Rule, Source
+
+
+@pytest.fixture(scope="module")
+def sources() -> list[Source]:
+    if not (architecture.ROOT / ".git").exists():
+        pytest.skip("no git checkout: which files belong to the repository is not known")
+    return architecture.repository()
+
+
+@pytest.mark.parametrize("rule", [*PYTHON_RULES, *TEXT_RULES], ids=lambda rule: rule.__name__)
+def test_the_rule_holds(rule: Rule, sources: list[Source]) -> None:
+    found = architecture.broken(rule, sources)
+
+    assert not found, f"{rule.__doc__}\n" + "\n".join(map(str, found))
+
+
+def test_the_walk_sees_the_repository(sources: list[Source]) -> None:
+    """A walk that found nothing would let every rule hold."""
+    paths = {source.path for source in sources}
+
+    assert {"inference/engine.py", "metering/models.py", "proto/weir/v1/types.proto", "Makefile", "pyproject.toml"} <= paths
+    assert not any(path.endswith("_pb2.py") for path in paths)
+
+
+IMPORT_FAULTS = [
+    ("api/generation.py", "from inference.torch_engine import TorchEngine", "inference.torch_engine"),
+    ("api/generation.py", "from inference import scheduler", "inference.scheduler"),
+    ("api/generation.py", "import inference.kv_cache", "inference.kv_cache"),
+    ("api/generation.py", "def late():\n    from inference.torch_engine import TorchEngine", "inference.torch_engine"),
+    ("api/generation.py", "import importlib\nimportlib.import_module('inference.torch_engine')", "inference.torch_engine"),
+    ("api/generation.py", "import torch", "torch"),
+    ("api/__main__.py", "import torch.nn", "torch.nn"),
+    ("inference/scheduler.py", "from api.wire import to_domain", "api.wire"),
+    ("inference/scheduler.py", "from metering import ledger", "metering.ledger"),
+    ("inference/scheduler.py", "import grpc", "grpc"),
+    ("inference/scheduler.py", "from grpc import aio", "grpc.aio"),
+    ("inference/scheduler.py", "from sqlalchemy.orm import Mapped", "sqlalchemy.orm"),
+    ("inference/scheduler.py", "from weir.v1 import types_pb2", "weir.v1"),
+    ("inference/scheduler.py", "def build():\n    import tensorrt_llm", "tensorrt_llm"),
+    ("metering/usage.py", "from inference.engine import Usage", "inference.engine"),
+    ("metering/usage.py", "from api import settings", "api.settings"),
+    ("metering/usage.py", "import grpc.aio", "grpc.aio"),
+    ("metering/usage.py", "import torch", "torch"),
+    ("metering/usage.py", "from weir.v1 import types_pb2", "weir.v1"),
+    ("metering/usage.py", "from celery import shared_task", "celery"),
+    ("metering/usage.py", "import kombu", "kombu"),
+    ("metering/invoices.py", "import stripe", "stripe"),
+    ("api/cli/up.py", "from celery import Celery", "celery"),
+    ("migrations/versions/2026-11-20_initial_schema.py", "from metering.models import Base", "metering.models"),
+    ("migrations/env.py", "from api.settings import Settings", "api.settings"),
+    ("sdk/python/src/weir_client/client.py", "from api.wire import to_domain", "api.wire"),
+    ("sdk/python/src/weir_client/client.py", "from metering.money import picos", "metering.money"),
+    ("sdk/python/src/weir_client/client.py", "from inference.engine import Usage", "inference.engine"),
+    ("infra/check_proto.py", "from weir.v1 import types_pb2", "weir.v1"),
+    ("bench/load.py", "import stripe", "stripe"),
+    ("inference/scheduler.py", "from ..metering import ledger", "metering.ledger"),
+]
+
+
+@pytest.mark.parametrize(("path", "text", "name"), IMPORT_FAULTS)
+def test_a_crossed_border_is_reported(path: str, text: str, name: str) -> None:
+    [found] = architecture.borders_hold(Source(path, text))
+
+    assert f"imports {name}" in found.what
+    assert found.line == text.count("\n") + 1
+
+
+@pytest.mark.parametrize(
+    ("path", "text"),
+    [
+        ("api/generation.py", "from inference.engine import Engine\nfrom inference import router\nimport metering.ledger"),
+        ("api/wire.py", "from weir.v1 import types_pb2"),
+        ("api/__main__.py", "from inference.torch_engine import TorchEngine"),
+        ("api/cli/up.py", "from inference.torch_engine import TorchEngine"),
+        ("inference/scheduler.py", "import torch\nfrom inference.kv_cache import BlockPool\nfrom . import kv_cache"),
+        ("inference/remote_engine.py", "import grpc"),
+        ("inference/trtllm_engine.py", "def build():\n    import tensorrt_llm"),
+        ("metering/tasks.py", "from celery import shared_task\nimport kombu"),
+        ("metering/stripe_gateway.py", "import stripe"),
+        ("migrations/env.py", "from metering.models import Base"),
+        ("sdk/python/src/weir_client/client.py", "from weir.v1 import types_pb2\nimport grpc"),
+        ("tests/api/test_wire.py", "import torch, stripe, celery\nfrom weir.v1 import types_pb2"),
+        ("api/torchlight.py", "import torchlight"),
+    ],
+)
+def test_what_the_layers_allow_is_not_reported(path: str, text: str) -> None:
+    assert list(architecture.borders_hold(Source(path, text))) == []
+
+
+def test_tensorrt_imported_with_its_module_is_reported() -> None:
+    early = Source("inference/trtllm_engine.py", "try:\n    from tensorrt_llm import LLM\nexcept ImportError:\n    pass")
+    late = Source("inference/trtllm_engine.py", "class Engine:\n    def __init__(self):\n        from tensorrt_llm import LLM")
+
+    assert [found.what for found in architecture.tensorrt_is_imported_late(early)]
+    assert list(architecture.tensorrt_is_imported_late(late)) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "asyncio.create_task(work())",
+        "asyncio.ensure_future(work())",
+        "asyncio.get_running_loop().create_task(work())",
+        "loop = asyncio.get_event_loop()\nloop.create_task(work())",
+        "self._loop.create_task(work())",
+        "from asyncio import create_task\ncreate_task(work())",
+        "from asyncio import ensure_future as later\nasyncio.ensure_future(work())",
+        "start = asyncio.ensure_future",
+        "async def f(group: Group):\n    group.create_task(work())",
+    ],
+)
+def test_a_task_without_a_parent_is_reported(text: str) -> None:
+    assert list(architecture.tasks_have_parents(Source("api/generation.py", text)))
+    assert list(architecture.tasks_have_parents(Source("tests/api/test_x.py", text))) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "async def f():\n    async with asyncio.TaskGroup() as group:\n        group.create_task(work())",
+        "async def f():\n    async with TaskGroup() as self._group:\n        self._group.create_task(work())",
+        "async def f(group: asyncio.TaskGroup):\n    group.create_task(work())",
+        "def __init__(self, group: asyncio.TaskGroup | None):\n    self._tasks = group\n    self._tasks.create_task(work())",
+        "class A:\n    group: asyncio.TaskGroup\n    def f(self):\n        self.group.create_task(work())",
+        "async def f():\n    group = await stack.enter_async_context(asyncio.TaskGroup())\n    group.create_task(work())",
+    ],
+)
+def test_a_task_on_a_group_is_not_reported(text: str) -> None:
+    assert list(architecture.tasks_have_parents(Source("api/generation.py", text))) == []
+
+
+def test_every_exception_for_detached_tasks_is_needed_and_has_a_reason(sources: list[Source]) -> None:
+    by_path = {source.path: source for source in sources}
+
+    for path, reason in architecture.DETACHED_TASKS.items():
+        assert len(reason.split()) > 4, f"{path}: say why its tasks cannot be lost"
+        assert list(architecture.detached_tasks(by_path[path])), f"{path} starts no such task any more: take it off the list"
+
+
+def test_a_module_without_a_docstring_is_reported() -> None:
+    assert list(architecture.modules_say_what_they_are(Source("api/x.py", "import os")))
+    assert list(architecture.modules_say_what_they_are(Source("api/__init__.py", "")))
+    assert list(architecture.modules_say_what_they_are(Source("api/x.py", '"""What it is."""'))) == []
+
+
+@pytest.mark.parametrize("mark", ["TO" + "DO", "FIX" + "ME", "XX" + "X"])
+def test_unfinished_business_is_reported(mark: str) -> None:
+    [found] = architecture.nothing_is_left_undone(Source("api/x.py", f"x = 1\ny = 2  # {mark}: later"))
+
+    assert found.line == 2
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "cd /" + "work/main",
+        "path = '/" + "opt/wheels'",
+        "ls /" + "home/me/weir",
+        "pip install --find" + "-links wheels",
+        "pip install --extra-index" + "-url somewhere",
+        "fi" + "le:///srv/wheels",
+        "https://download.py" + "torch.org/whl/cpu",
+        "https://files.python" + "hosted.org/packages",
+        "torch==2.13.0" + "+cpu",
+    ],
+)
+def test_what_holds_on_one_machine_only_is_reported(text: str) -> None:
+    [found] = architecture.nothing_names_one_machine(Source("CONTRIBUTING.md", f"first\n{text}\n"))
+
+    assert found.line == 2
+
+
+@pytest.mark.parametrize("text", ["rm -rf build/work/x", "see ~/work/x", "https://example.test/home/page", "a/opt/b"])
+def test_paths_that_any_machine_has_are_not_reported(text: str) -> None:
+    assert list(architecture.nothing_names_one_machine(Source("README.md", text))) == []
+
+
+# The engine host is a process of its own so that torch never runs beside the API's event loop; importing it there would cost
+# every API process seconds at start and hundreds of megabytes.
+@pytest.mark.parametrize(
+    "module", ["api.server", "inference.engine", "inference.errors", "inference.router", "inference.tokenizer"]
+)
+def test_the_api_process_never_imports_torch(module: str) -> None:
+    if find_spec(module) is None:
+        pytest.skip(f"{module} does not exist")
+
+    code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=architecture.ROOT, capture_output=True, text=True)
+
+    assert done.returncode == 0, done.stderr or f"importing {module} imports torch"
+
+
+def test_the_torch_check_sees_torch() -> None:
+    code = "import sys, inference.model; sys.exit('torch' in sys.modules)"
+
+    assert subprocess.run([sys.executable, "-c", code], cwd=architecture.ROOT).returncode == 1
