@@ -10,7 +10,7 @@ CHECKS := format-check lint types proto-check migrations-check architecture
 
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev demo test test-fast test-faults check checks $(CHECKS) fmt proto proto-baseline lock clean
+.PHONY: help setup setup-dev demo test test-fast test-faults check checks $(CHECKS) fmt proto proto-baseline migration lock clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -65,6 +65,9 @@ proto: setup-dev ## generate the Python code of the contract
 
 proto-baseline: setup-dev ## at a release: make today's contract the one that changes are compared with
 	@$(BIN)/python -m infra.check_proto --freeze
+
+migration: setup-dev ## draft a revision from what the models say and the migrations do not; NAME="what it does"
+	@$(BIN)/python -m infra.check_migrations --write "$(or $(NAME),$(error name it: make migration NAME="what it does"))"
 
 lock: ## pin all dependencies anew; KEEP=1 moves no pin that still fits
 	@$(PYTHON) infra/lock_dependencies.py --pip $(PIP_VERSION) $(if $(KEEP),--keep)

