@@ -23,10 +23,11 @@ from inference.engine import (
     SequenceFinished,
     TokensGenerated,
 )
-from inference.kv_cache import BlockPool
+from inference.kv_cache import BlockPool, blocks_for
+from inference.limits import EngineLimits, request_fault
 from inference.model_runner import ComputeDtype, ModelRunner, kv_block_bytes
-from inference.scheduler import Scheduler, SchedulerLimits
-from inference.sequence import Sequence, blocks_for
+from inference.scheduler import Scheduler
+from inference.sequence import Sequence
 from inference.tokenizer import Tokenizer
 
 NumberedEvent = tuple[int, SequenceEvent]
@@ -34,19 +35,12 @@ NumberedEvent = tuple[int, SequenceEvent]
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """How to run a checkpoint.
-
-    context_window_tokens: at most the model's own. kv_cache_bytes: the pool's size; raised if one full context needs more. The
-    other limits are explained at `SchedulerLimits`.
-    """
+    """How to run a checkpoint. kv_cache_bytes: the pool's size; raised if one full context needs more."""
 
     directory: Path
-    context_window_tokens: int
-    compute_dtype: ComputeDtype
-    kv_cache_bytes: int
-    step_token_count_max: int
-    running_sequence_count_max: int
-    waiting_sequence_count_max: int
+    limits: EngineLimits
+    compute_dtype: ComputeDtype = "float32"
+    kv_cache_bytes: int = 1 << 30
 
 
 class EngineCore:
@@ -59,25 +53,17 @@ class EngineCore:
         self._decoder = TextDecoder(tokenizer.backend, tokenizer.special_token_ids, str(options.directory / "tokenizer.json"))
         self._model_end_token_ids = config.end_token_ids
         self._vocabulary_size = config.vocabulary_size
-        block_count = max(
-            options.kv_cache_bytes // kv_block_bytes(config, options.compute_dtype), blocks_for(options.context_window_tokens)
-        )
-        self._pool = BlockPool(block_count)
-        self._scheduler = Scheduler(
-            self._pool,
-            SchedulerLimits(
-                context_window_tokens=options.context_window_tokens,
-                step_token_count_max=options.step_token_count_max,
-                running_sequence_count_max=options.running_sequence_count_max,
-                waiting_sequence_count_max=options.waiting_sequence_count_max,
-            ),
-        )
+        window = options.limits.context_window_tokens
+        block_bytes = kv_block_bytes(config, options.compute_dtype)
+        self._pool = BlockPool(max(options.kv_cache_bytes // block_bytes, blocks_for(window)))
+        self._limits = options.limits
+        self._scheduler = Scheduler(self._pool, options.limits)
         self._runner = ModelRunner(
             options.directory,
             config,
             compute_dtype=options.compute_dtype,
-            context_window_tokens=options.context_window_tokens,
-            block_count=block_count,
+            context_window_tokens=window,
+            block_count=self._pool.block_count_total,
             on_progress=on_progress,
         )
         self._sequences: dict[int, Sequence] = {}
@@ -102,14 +88,9 @@ class EngineCore:
         """For tests and checks; the scheduler alone changes it."""
         return self._pool
 
-    def refuse_reason(self, request: GenerationRequest) -> str | None:
+    def request_fault(self, request: GenerationRequest) -> str | None:
         """Why a request could never run; None if it could. The caller asks before `add`."""
-        prompt = request.prompt_token_ids
-        if prompt and not 0 <= min(prompt) <= max(prompt) < self._vocabulary_size:
-            return f"token ids must be from 0 to {self._vocabulary_size - 1}"
-        if not all(request.stop.stop_sequences):
-            return "a stop sequence is empty"
-        return self._scheduler.refuse_reason(len(prompt), request.stop.max_output_tokens)
+        return request_fault(request, self._limits, self._vocabulary_size, self._pool.block_count_total)
 
     def add(self, number: int, request: GenerationRequest, arrived_at_s: float | None = None) -> bool:
         """Queue a sequence; False if the queue is full. number: above all earlier ones."""

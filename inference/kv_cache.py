@@ -39,6 +39,11 @@ def salt_hash(cache_salt: str) -> int:
     return int.from_bytes(hashlib.blake2b(cache_salt.encode(), digest_size=7).digest(), "big")
 
 
+def blocks_for(token_count: int) -> int:
+    """KV blocks that cover so many positions."""
+    return -(-token_count // KV_BLOCK_TOKENS)
+
+
 def matchable_block_count(prompt_token_count: int) -> int:
     """How many leading blocks a prefix hit may cover: never the last token, since its logits must be computed."""
     return max(prompt_token_count - 1, 0) // KV_BLOCK_TOKENS

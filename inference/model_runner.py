@@ -16,11 +16,10 @@ from torch import Tensor
 from inference.attention import DecodeSpan, LayerPool, PrefillSpan, row_indices
 from inference.checkpoint import DecoderConfig
 from inference.errors import InvariantViolated
-from inference.kv_cache import KV_BLOCK_TOKENS
+from inference.kv_cache import KV_BLOCK_TOKENS, blocks_for
 from inference.model import Batch, Decoder
 from inference.sampler import sample
 from inference.scheduler import Chunk, StepPlan
-from inference.sequence import blocks_for
 from inference.weights import load_weights
 
 ComputeDtype = Literal["float32", "bfloat16"]

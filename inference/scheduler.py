@@ -10,7 +10,7 @@ then `commit`. Rules, in the order in which they are applied:
 3. One whose next prefix block is being computed by a running sequence is passed over until that block is there: a prefix that
    fifty requests share is computed once. The wait is bounded, since the running one gets on with every step.
 4. If blocks run out all the same, the youngest running sequence gives its blocks back, waits at its old place, and is computed
-   again later. The oldest is never evicted for others, and `refuse_reason` has seen to it that it fits alone: no deadlock.
+   again later. The oldest is never evicted for others, and `request_fault` has seen to it that it fits alone: no deadlock.
 """
 
 from __future__ import annotations
@@ -19,23 +19,9 @@ import bisect
 from dataclasses import dataclass, field
 
 from inference.errors import InvariantViolated
-from inference.kv_cache import KV_BLOCK_TOKENS, BlockKey, BlockPool, PrefixMatch, matchable_block_count
-from inference.sequence import Sequence, blocks_for
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerLimits:
-    """Bounds of one engine, each in the unit that its name says."""
-
-    context_window_tokens: int
-    step_token_count_max: int = 512  # tokens: bounds how long a prompt chunk delays the streams that share its step
-    running_sequence_count_max: int = 64  # sequences: the reference workload's 50 at once, and some
-    waiting_sequence_count_max: int = 256  # sequences: beyond that a caller is better told to go elsewhere
-    owed_output_token_count_max: int = 256  # tokens of still owed output reserved per sequence; more is left to preemption
-
-    def __post_init__(self) -> None:
-        if self.step_token_count_max < self.running_sequence_count_max:
-            raise ValueError("a step must have room for one token of every running sequence")
+from inference.kv_cache import KV_BLOCK_TOKENS, BlockKey, BlockPool, PrefixMatch, blocks_for, matchable_block_count
+from inference.limits import EngineLimits
+from inference.sequence import Sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +53,7 @@ class StepPlan:
 class Scheduler:
     """Queues and blocks of one engine. Not thread-safe: only the step loop uses it."""
 
-    def __init__(self, pool: BlockPool, limits: SchedulerLimits) -> None:
+    def __init__(self, pool: BlockPool, limits: EngineLimits) -> None:
         self._pool = pool
         self._limits = limits
         self._waiting: list[Sequence] = []  # in order of arrival, the preempted ones at their old places
@@ -85,14 +71,9 @@ class Scheduler:
 
     @property
     def waiting_is_full(self) -> bool:
-        """Whether the queue takes no more."""
-        return len(self._waiting) >= self._limits.waiting_sequence_count_max
-
-    def refuse_reason(self, prompt_token_count: int, max_output_tokens: int) -> str | None:
-        """Why such a sequence could never run here; None if it could."""
-        return refuse_reason(
-            prompt_token_count, max_output_tokens, self._limits.context_window_tokens, self._pool.block_count_total
-        )
+        """Whether the queue takes no more. Preempted sequences do not count: they were let in before."""
+        fresh = sum(sequence.cached_token_count is None for sequence in self._waiting)
+        return fresh >= self._limits.waiting_sequence_count_max
 
     def add(self, sequence: Sequence) -> None:
         """Put a new sequence at the end of the queue. Its number must be the highest so far."""
@@ -221,17 +202,3 @@ class Scheduler:
         sequence.computed_token_count = 0
         sequence.registered_block_count = 0
         sequence.registered_tip = None
-
-
-def refuse_reason(prompt_token_count: int, max_output_tokens: int, context_window_tokens: int, block_count: int) -> str | None:
-    """Why a sequence of this size could never run; None if it could."""
-    total = prompt_token_count + max_output_tokens
-    if prompt_token_count < 1:
-        return "the prompt has no tokens"
-    if max_output_tokens < 1:
-        return "max_output_tokens must be at least 1"
-    if total > context_window_tokens:
-        return f"{total} tokens (prompt {prompt_token_count}) exceed the context window of {context_window_tokens}"
-    if blocks_for(total) > block_count:
-        return f"{total} tokens need {blocks_for(total)} KV blocks, the engine has {block_count}"
-    return None

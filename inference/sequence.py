@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from inference.detokenizer import Detokenizer
 from inference.engine import EngineFinishReason, EngineTimings, GenerationRequest
-from inference.kv_cache import KV_BLOCK_TOKENS, BlockKey, CachedBlock
+from inference.kv_cache import BlockKey, CachedBlock, blocks_for
 from inference.sampler import Draw
 
 
@@ -106,8 +106,3 @@ class Sequence:
             prefill_ms=(first_token_s - scheduled_s) * 1e3,
             decode_ms=(now_s - first_token_s) * 1e3,
         )
-
-
-def blocks_for(token_count: int) -> int:
-    """KV blocks that cover so many positions."""
-    return -(-token_count // KV_BLOCK_TOKENS)

@@ -1,0 +1,273 @@
+"""What the API process and an engine host say to each other, and how it is framed.
+
+The transport is a socket pair that the child inherits. A message is 4 bytes of length, big-endian, then msgpack. From host to
+parent goes one `StepReport` per engine step with all its events; the other way go requests and cancellations. Either side takes
+the end of the stream as the other's death. No torch, no asyncio: both sides import this.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+from typing import Literal
+
+import msgspec
+
+from inference.engine import (
+    EngineFinishReason,
+    EngineStatistics,
+    EngineTimings,
+    GenerationRequest,
+    SamplingParams,
+    Scheduled,
+    SequenceEvent,
+    SequenceFinished,
+    SequenceId,
+    StopCriteria,
+    TokensGenerated,
+)
+from inference.limits import EngineLimits
+
+MESSAGE_BYTES_MAX = 64 << 20  # bytes: a prompt of 10 million tokens; more is a broken peer, not a request
+LENGTH_PREFIX = struct.Struct(">I")
+
+
+class LoadModel(msgspec.Struct, tag="load", array_like=True, frozen=True):
+    """The first message: what to load and how. See `EngineOptions`; limits cross as they are."""
+
+    directory: str
+    limits: EngineLimits
+    compute_dtype: Literal["float32", "bfloat16"]
+    kv_cache_bytes: int
+    torch_thread_count: int
+
+
+class StartSequence(msgspec.Struct, tag="start", array_like=True, frozen=True):
+    """Run a sequence. number: the parent's handle for it, above all earlier ones."""
+
+    number: int
+    prompt_token_ids: list[int]
+    temperature: float
+    top_p: float
+    top_k: int
+    seed: int | None
+    max_output_tokens: int
+    stop_sequences: list[str]
+    stop_token_ids: list[int]
+    ignore_eos: bool
+    cache_salt: str
+
+
+class CancelSequence(msgspec.Struct, tag="cancel", array_like=True, frozen=True):
+    """End a sequence. One that has ended already is no error: the two messages crossed."""
+
+    number: int
+
+
+class Shutdown(msgspec.Struct, tag="shutdown", array_like=True, frozen=True):
+    """Cancel everything, report it, and exit."""
+
+
+ToHost = LoadModel | StartSequence | CancelSequence | Shutdown
+
+
+class Loading(msgspec.Struct, tag="loading", array_like=True, frozen=True):
+    """Progress before `Ready`. fraction: 0 to 1 over all stages."""
+
+    stage: str
+    fraction: float
+
+
+class Ready(msgspec.Struct, tag="ready", array_like=True, frozen=True):
+    """The host takes sequences from now on."""
+
+    kv_block_count: int
+
+
+class LoadFailed(msgspec.Struct, tag="load_failed", array_like=True, frozen=True):
+    """The checkpoint is unusable; loading it again would fail again. The host exits after this."""
+
+    message: str
+
+
+class ScheduledEvent(msgspec.Struct, tag=0, array_like=True, frozen=True):
+    """Wire form of `Scheduled`."""
+
+    number: int
+    cached_token_count: int
+
+
+class TokensEvent(msgspec.Struct, tag=1, array_like=True, frozen=True):
+    """Wire form of `TokensGenerated`."""
+
+    number: int
+    token_ids: list[int]
+    text: str
+
+
+class FinishedEvent(msgspec.Struct, tag=2, array_like=True, frozen=True):
+    """Wire form of `SequenceFinished`."""
+
+    number: int
+    reason: str
+    text: str
+    prompt_token_count: int
+    cached_token_count: int
+    generated_token_count: int
+    queue_ms: float
+    prefill_ms: float
+    decode_ms: float
+
+
+class RefusedEvent(msgspec.Struct, tag=3, array_like=True, frozen=True):
+    """The sequence was not taken. overloaded: the queue is full; otherwise it could never run, and `message` says why."""
+
+    number: int
+    overloaded: bool
+    message: str
+
+
+Event = ScheduledEvent | TokensEvent | FinishedEvent | RefusedEvent
+
+
+class StepReport(msgspec.Struct, tag="step", array_like=True, frozen=True):
+    """All that happened since the last report, in order, and the engine's statistics after it."""
+
+    events: list[Event]
+    statistics: list[int]
+
+
+ToParent = Loading | Ready | LoadFailed | StepReport
+
+_encoder = msgspec.msgpack.Encoder()
+_to_host_decoder: msgspec.msgpack.Decoder[ToHost] = msgspec.msgpack.Decoder(ToHost)
+_to_parent_decoder: msgspec.msgpack.Decoder[ToParent] = msgspec.msgpack.Decoder(ToParent)
+
+
+class ProtocolBroken(Exception):
+    """The peer sent what is no message. The connection is of no use any more."""
+
+
+def encode(message: ToHost | ToParent) -> bytes:
+    """A framed message."""
+    body = _encoder.encode(message)
+    if len(body) > MESSAGE_BYTES_MAX:
+        raise ProtocolBroken(f"a message of {len(body)} bytes exceeds {MESSAGE_BYTES_MAX}")
+    return LENGTH_PREFIX.pack(len(body)) + body
+
+
+def body_length(prefix: bytes) -> int:
+    """Length of the body that follows a prefix. Raises `ProtocolBroken` if it is beyond the limit."""
+    (length,) = LENGTH_PREFIX.unpack(prefix)
+    if length > MESSAGE_BYTES_MAX:
+        raise ProtocolBroken(f"a message of {length} bytes exceeds {MESSAGE_BYTES_MAX}")
+    return int(length)
+
+
+def decode_to_host(body: bytes) -> ToHost:
+    """Raises `ProtocolBroken` for anything that is not a message to a host."""
+    try:
+        return _to_host_decoder.decode(body)
+    except msgspec.MsgspecError as error:
+        raise ProtocolBroken(str(error)) from error
+
+
+def decode_to_parent(body: bytes) -> ToParent:
+    """Raises `ProtocolBroken` for anything that is not a message to a parent."""
+    try:
+        return _to_parent_decoder.decode(body)
+    except msgspec.MsgspecError as error:
+        raise ProtocolBroken(str(error)) from error
+
+
+def receive(connection: socket.socket) -> bytes | None:
+    """The next body from a blocking socket; None at the end of the stream, even one inside a message."""
+    prefix = _receive_exactly(connection, LENGTH_PREFIX.size)
+    return None if prefix is None else _receive_exactly(connection, body_length(prefix))
+
+
+def start_message(number: int, request: GenerationRequest) -> StartSequence:
+    """Wire form of a request."""
+    return StartSequence(
+        number=number,
+        prompt_token_ids=list(request.prompt_token_ids),
+        temperature=request.sampling.temperature,
+        top_p=request.sampling.top_p,
+        top_k=request.sampling.top_k,
+        seed=request.sampling.seed,
+        max_output_tokens=request.stop.max_output_tokens,
+        stop_sequences=list(request.stop.stop_sequences),
+        stop_token_ids=sorted(request.stop.stop_token_ids),
+        ignore_eos=request.stop.ignore_eos,
+        cache_salt=request.cache_salt,
+    )
+
+
+def request_of(message: StartSequence) -> GenerationRequest:
+    """The request of a wire form; its sequence_id is the number, since ids need not cross."""
+    return GenerationRequest(
+        sequence_id=SequenceId(str(message.number)),
+        prompt_token_ids=tuple(message.prompt_token_ids),
+        sampling=SamplingParams(message.temperature, message.top_p, message.top_k, message.seed),
+        stop=StopCriteria(
+            max_output_tokens=message.max_output_tokens,
+            stop_sequences=tuple(message.stop_sequences),
+            stop_token_ids=frozenset(message.stop_token_ids),
+            ignore_eos=message.ignore_eos,
+        ),
+        cache_salt=message.cache_salt,
+    )
+
+
+def wire_event(number: int, event: SequenceEvent) -> Event:
+    """Wire form of a sequence's event."""
+    match event:
+        case TokensGenerated(token_ids=token_ids, text=text):
+            return TokensEvent(number, list(token_ids), text)
+        case Scheduled(cached_token_count=cached_token_count):
+            return ScheduledEvent(number, cached_token_count)
+        case SequenceFinished(timings=timings):
+            return FinishedEvent(
+                number=number,
+                reason=event.reason.value,
+                text=event.text,
+                prompt_token_count=event.prompt_token_count,
+                cached_token_count=event.cached_token_count,
+                generated_token_count=event.generated_token_count,
+                queue_ms=timings.queue_ms,
+                prefill_ms=timings.prefill_ms,
+                decode_ms=timings.decode_ms,
+            )
+
+
+def sequence_event(event: ScheduledEvent | TokensEvent | FinishedEvent) -> SequenceEvent:
+    """The sequence's event of a wire form."""
+    match event:
+        case TokensEvent():
+            return TokensGenerated(tuple(event.token_ids), event.text)
+        case ScheduledEvent():
+            return Scheduled(event.cached_token_count)
+        case FinishedEvent():
+            return SequenceFinished(
+                reason=EngineFinishReason(event.reason),
+                text=event.text,
+                prompt_token_count=event.prompt_token_count,
+                cached_token_count=event.cached_token_count,
+                generated_token_count=event.generated_token_count,
+                timings=EngineTimings(event.queue_ms, event.prefill_ms, event.decode_ms),
+            )
+
+
+def statistics_list(statistics: EngineStatistics) -> list[int]:
+    """Wire form: the values in the order of the fields."""
+    return [getattr(statistics, name) for name in EngineStatistics.__dataclass_fields__]
+
+
+def _receive_exactly(connection: socket.socket, length: int) -> bytes | None:
+    buffer = bytearray()
+    while len(buffer) < length:
+        part = connection.recv(length - len(buffer))
+        if not part:
+            return None
+        buffer += part
+    return bytes(buffer)

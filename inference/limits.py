@@ -1,0 +1,54 @@
+"""What one engine takes: its bounds, and the check of a request against them.
+
+Shared by the parent, which refuses on entering, and the host, which trusts nobody. No torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from inference.engine import GenerationRequest
+from inference.kv_cache import blocks_for
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLimits:
+    """Bounds of one engine, each in the unit that its name says."""
+
+    context_window_tokens: int
+    step_token_count_max: int = 512  # tokens: bounds how long a prompt chunk delays the streams that share its step
+    running_sequence_count_max: int = 64  # sequences: the reference workload's 50 at once, and some
+    waiting_sequence_count_max: int = 256  # sequences: beyond that a caller is better told to go elsewhere
+    owed_output_token_count_max: int = 256  # tokens of still owed output reserved per sequence; more is left to preemption
+
+    def __post_init__(self) -> None:
+        """Raises ValueError if a step could not serve every running sequence: some would then never get on."""
+        if min(self.context_window_tokens, self.running_sequence_count_max, self.waiting_sequence_count_max) < 1:
+            raise ValueError("the context window and both sequence counts must be at least 1")
+        if self.step_token_count_max < self.running_sequence_count_max:
+            raise ValueError("step_token_count_max must be at least running_sequence_count_max")
+
+
+def request_fault(request: GenerationRequest, limits: EngineLimits, vocabulary_size: int, block_count: int) -> str | None:
+    """Why a request could never run on such an engine; None if it could. block_count: KV blocks in all."""
+    prompt, output_token_count = request.prompt_token_ids, request.stop.max_output_tokens
+    sampling = request.sampling
+    if not prompt:
+        return "the prompt has no tokens"
+    if min(prompt) < 0 or max(prompt) >= vocabulary_size:
+        return f"token ids must be from 0 to {vocabulary_size - 1}"
+    if output_token_count < 1:
+        return "max_output_tokens must be at least 1"
+    if not all(request.stop.stop_sequences):
+        return "a stop sequence is empty"
+    # Written so that NaN fails too.
+    if not (sampling.temperature >= 0 and 0 < sampling.top_p <= 1 and sampling.top_k >= 0):
+        return "temperature must be at least 0, top_p above 0 and at most 1, top_k at least 0"
+    if sampling.seed is not None and not -(1 << 63) <= sampling.seed < 1 << 63:
+        return "seed must fit 64 bits"
+    total = len(prompt) + output_token_count
+    if total > limits.context_window_tokens:
+        return f"{total} tokens (prompt {len(prompt)}) exceed the context window of {limits.context_window_tokens}"
+    if blocks_for(total) > block_count:
+        return f"{total} tokens need {blocks_for(total)} KV blocks, the engine has {block_count}"
+    return None

@@ -1,0 +1,65 @@
+"""The caller's end of a running sequence: a buffer of events between the engine and one reader.
+
+The buffer needs no bound of its own: a sequence has at most max_output_tokens + 2 events, and a slow reader delays nobody else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+
+from inference.engine import GenerationRequest, Scheduled, SequenceEvent, SequenceFinished, TokensGenerated
+from inference.errors import EngineError
+
+
+class BufferedStream:
+    """Implements `SequenceStream`. One reader; the engine puts events from the same event loop."""
+
+    def __init__(self, number: int, request: GenerationRequest, cancel: Callable[[BufferedStream], None]) -> None:
+        self.number = number
+        self.request = request
+        self.scheduled = False
+        self.ended = False
+        self.output_token_ids: list[int] = []
+        self._cancel = cancel
+        self._events: deque[SequenceEvent] = deque()
+        self._failure: EngineError | None = None
+        self._wake = asyncio.Event()
+
+    def __aiter__(self) -> AsyncIterator[SequenceEvent]:
+        return self
+
+    async def __anext__(self) -> SequenceEvent:
+        while not self._events:
+            if self._failure is not None:
+                raise self._failure
+            if self.ended:
+                raise StopAsyncIteration
+            self._wake.clear()
+            await self._wake.wait()
+        return self._events.popleft()
+
+    def cancel(self) -> None:
+        """See `SequenceStream.cancel`."""
+        if not self.ended:
+            self._cancel(self)
+
+    def put(self, event: SequenceEvent) -> None:
+        """Called by the engine: the sequence's next event."""
+        match event:
+            case TokensGenerated():
+                self.output_token_ids += event.token_ids
+            case Scheduled():
+                self.scheduled = True
+            case SequenceFinished():
+                self.ended = True
+        self._events.append(event)
+        self._wake.set()
+
+    def fail(self, error: EngineError) -> None:
+        """Called by the engine: no more events will come. What came before is still read first."""
+        if not self.ended:
+            self.ended = True
+            self._failure = error
+            self._wake.set()
