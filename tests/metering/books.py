@@ -1,0 +1,114 @@
+"""Customers and usage events for tests, written straight into the tables as a settlement would."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from sqlalchemy import insert
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from metering.models import Hold, HoldState, UsageEvent
+from metering.prices import ModelPrice
+from metering.tenants import KeyRecord, create_api_key, create_organization, create_project
+
+NOVEMBER = datetime(2026, 11, 15, 12, tzinfo=UTC)
+
+
+@dataclass(frozen=True, slots=True)
+class Customer:
+    """An organization, its one project and key."""
+
+    organization_id: uuid.UUID
+    name: str
+    key: KeyRecord
+    secret: str
+
+
+@dataclass(frozen=True, slots=True)
+class Consumed:
+    """What one request used. cost_picos: None for the right one."""
+
+    input_token_count: int = 0
+    cached_input_token_count: int = 0
+    output_token_count: int = 0
+    outcome: str = "stop"
+    settled_at: datetime = NOVEMBER
+    cost_picos: int | None = None
+    hold_id: uuid.UUID | None = None
+    part: int = 0
+
+    @property
+    def token_count(self) -> int:
+        """Of all kinds."""
+        return self.input_token_count + self.output_token_count
+
+    def cost(self, price: ModelPrice) -> int:
+        """What the event says it costs."""
+        if self.cost_picos is not None:
+            return self.cost_picos
+        return price.prices.cost_picos(self.input_token_count, self.cached_input_token_count, self.output_token_count)
+
+
+async def new_customer(session: AsyncSession, name: str, currency_code: str = "USD") -> Customer:
+    """Organization `name` with the project `search` and a key with all scopes."""
+    organization = await create_organization(session, name=name, currency_code=currency_code, actor="test")
+    await create_project(session, organization=name, name="search", actor="test")
+    key, secret = await create_api_key(
+        session, organization=name, project="search", name="all", scopes=("inference", "admin", "billing"), actor="test"
+    )
+    return Customer(organization.id, name, key, secret)
+
+
+async def add_usage(session: AsyncSession, customer: Customer, price: ModelPrice, events: Iterable[Consumed]) -> list[int]:
+    """Insert usage events, each with its ended hold; their ids in the order given."""
+    holds: list[dict[str, Any]] = []
+    rows: list[dict[str, Any]] = []
+    for event in events:
+        hold_id = event.hold_id or uuid.uuid4()
+        common = {
+            "organization_id": customer.organization_id,
+            "project_id": customer.key.project_id,
+            "api_key_id": customer.key.id,
+            "request_id": uuid.uuid4(),
+            "model": price.model,
+            "price_version_id": price.prices.version,
+            "labels": {},
+            "input_token_count": event.input_token_count,
+            "cached_input_token_count": event.cached_input_token_count,
+            "admitted_at": event.settled_at,
+        }
+        if event.part == 0:
+            holds.append(
+                common
+                | {
+                    "id": hold_id,
+                    "payload_hash": bytes(32),
+                    "state": HoldState.SETTLED,
+                    "owner_id": uuid.uuid4(),
+                    "leased_token_count": event.output_token_count,
+                    "delivered_token_count": event.output_token_count,
+                    "quota_ids": [],
+                    "expires_at": event.settled_at,
+                    "ended_at": event.settled_at,
+                }
+            )
+        rows.append(
+            common
+            | {
+                "hold_id": hold_id,
+                "part": event.part,
+                "outcome": event.outcome,
+                "generated_token_count": event.output_token_count,
+                "delivered_token_count": event.output_token_count,
+                "billed_token_count": event.output_token_count,
+                "cost_picos": event.cost(price),
+                "settled_at": event.settled_at,
+            }
+        )
+    if holds:
+        await session.execute(insert(Hold), holds)
+    return list(await session.scalars(insert(UsageEvent).returning(UsageEvent.id, sort_by_parameter_order=True), rows))

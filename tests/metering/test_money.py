@@ -1,0 +1,91 @@
+"""Amounts: exact on the way in and out, rounded in one place and in one way."""
+
+from __future__ import annotations
+
+from decimal import Decimal
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from metering.errors import InvalidValue
+from metering.money import (
+    MINOR_DIGITS,
+    PICOS_PER_UNIT,
+    checked_currency,
+    exact_text,
+    from_decimal,
+    minor_digits,
+    round_to_minor_unit,
+    split_units,
+    to_decimal,
+)
+
+AMOUNTS = st.integers(min_value=-(10**30), max_value=10**30)
+CURRENCIES = st.sampled_from(["USD", "JPY", "KWD", "CLF"])
+
+
+@given(AMOUNTS, CURRENCIES)
+def test_every_way_of_writing_an_amount_leads_back_to_it(amount: int, currency_code: str) -> None:
+    units, picos = split_units(amount)
+
+    assert units * PICOS_PER_UNIT + picos == amount
+    assert units * picos >= 0
+    assert abs(picos) < PICOS_PER_UNIT
+    assert from_decimal(to_decimal(amount)) == amount
+    assert from_decimal(Decimal(exact_text(amount, currency_code))) == amount
+
+
+@given(AMOUNTS, CURRENCIES)
+def test_rounding_moves_by_at_most_half_a_minor_unit_and_only_once(amount: int, currency_code: str) -> None:
+    minor_unit = PICOS_PER_UNIT // 10 ** minor_digits(currency_code)
+
+    rounded = round_to_minor_unit(amount, currency_code)
+
+    assert rounded % minor_unit == 0
+    assert abs(rounded - amount) * 2 <= minor_unit
+    assert round_to_minor_unit(rounded, currency_code) == rounded
+    assert round_to_minor_unit(-amount, currency_code) == -rounded
+
+
+@pytest.mark.parametrize(
+    ("amount", "currency_code", "rounded"),
+    [
+        ("0.005", "USD", "0.01"),
+        ("0.004999999999", "USD", "0.00"),
+        ("-0.005", "USD", "-0.01"),
+        ("1.005", "USD", "1.01"),
+        ("2.5", "JPY", "3"),
+        ("0.0005", "KWD", "0.001"),
+        ("0", "USD", "0.00"),
+    ],
+)
+def test_half_a_minor_unit_is_rounded_up_in_magnitude(amount: str, currency_code: str, rounded: str) -> None:
+    picos = from_decimal(Decimal(amount))
+
+    assert exact_text(round_to_minor_unit(picos, currency_code), currency_code) == rounded
+
+
+@pytest.mark.parametrize(
+    ("picos", "text"), [(1, "0.000000000001"), (10**12, "1.00"), (-(10**11), "-0.10"), (123_450_000_000, "0.12345")]
+)
+def test_an_amount_is_written_with_all_its_digits_and_no_more_than_cents_need(picos: int, text: str) -> None:
+    assert exact_text(picos, "USD") == text
+
+
+@pytest.mark.parametrize("amount", ["0.0000000000001", "NaN", "Infinity"])
+def test_what_is_no_whole_number_of_picos_is_refused(amount: str) -> None:
+    with pytest.raises(InvalidValue, match="price"):
+        from_decimal(Decimal(amount), "price")
+
+
+def test_a_currency_that_does_not_exist_is_refused() -> None:
+    assert checked_currency("EUR") == "EUR"
+    for code in ("EURO", "eur", "UDS", ""):
+        with pytest.raises(InvalidValue, match="currency_code"):
+            checked_currency(code)
+
+
+def test_no_currency_is_listed_twice() -> None:
+    assert all(len(code) == 3 for code in MINOR_DIGITS)
+    assert [MINOR_DIGITS[code] for code in ("USD", "JPY", "KWD")] == [2, 0, 3]

@@ -1,0 +1,154 @@
+"""Quotas as an admin sets and reads them."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from datetime import UTC, datetime
+
+import pytest
+from sqlalchemy import insert
+
+from metering.audit import list_audit_entries
+from metering.db import Sessions
+from metering.errors import InvalidValue, NotFound
+from metering.models import QuotaCounter, QuotaDimension, QuotaSubject
+from metering.quota_admin import delete_quota, list_quotas, quotas_for, set_quota
+from metering.quotas import window_start
+from tests.metering.books import Customer, new_customer
+
+
+async def test_a_limit_set_again_keeps_what_was_used(sessions: Sessions, customer: Customer) -> None:
+    async def set_limit(limit_value: int) -> uuid.UUID:
+        async with sessions.begin() as session:
+            state = await set_quota(
+                session,
+                subject=QuotaSubject.ORGANIZATION,
+                subject_ref="acme",
+                dimension=QuotaDimension.TOKENS_PER_MONTH,
+                limit_value=limit_value,
+                actor="ann",
+            )
+        assert (state.limit_value, state.resets_in_s is None) == (limit_value, False)
+        return state.quota_id
+
+    quota_id = await set_limit(100)
+    async with sessions.begin() as session:
+        for start, used in (
+            (window_start(QuotaDimension.TOKENS_PER_MONTH, datetime.now(UTC)), 60),
+            (datetime(2020, 1, 1, tzinfo=UTC), 7),
+        ):
+            await session.execute(insert(QuotaCounter).values(quota_id=quota_id, window_start=start, used=used, held=5))
+
+    assert await set_limit(200) == quota_id
+    assert await set_limit(200) == quota_id
+    async with sessions() as session:
+        (state,) = await list_quotas(session)
+        changes = [entry for entry in await list_audit_entries(session) if entry.action == "quota.set"]
+    assert (state.used, state.held, state.remaining) == (60, 5, 135)
+    assert state.now < (state.resets_at or state.now)
+    assert [(entry.before and entry.before["limit_value"], entry.after and entry.after["limit_value"]) for entry in changes] == [
+        (100, 200),
+        (None, 100),
+    ]
+
+
+async def test_limits_of_a_request_are_those_of_its_subjects_and_model(sessions: Sessions, customer: Customer) -> None:
+    async with sessions.begin() as session:
+        await new_customer(session, "bolt")
+        for subject, ref, model, dimension in (
+            (QuotaSubject.API_KEY, customer.key.prefix, "", QuotaDimension.CONCURRENT_REQUESTS),
+            (QuotaSubject.PROJECT, "acme/search", "demo", QuotaDimension.TOKENS_PER_DAY),
+            (QuotaSubject.ORGANIZATION, "acme", "other", QuotaDimension.TOKENS_PER_DAY),
+            (QuotaSubject.ORGANIZATION, "acme", "", QuotaDimension.REQUESTS_PER_MINUTE),
+            (QuotaSubject.ORGANIZATION, "bolt", "", QuotaDimension.REQUESTS_PER_MINUTE),
+        ):
+            await set_quota(
+                session, subject=subject, subject_ref=ref, model=model, dimension=dimension, limit_value=9, actor="test"
+            )
+    ids = (customer.organization_id, customer.key.project_id, customer.key.id)
+    async with sessions() as session:
+        for_demo = await quotas_for(session, subject_ids=ids, model="demo")
+        for_any = await quotas_for(session, subject_ids=ids)
+        of_acme = await list_quotas(session, organization="acme")
+        of_all = await list_quotas(session)
+
+    assert [(state.subject, state.model, state.dimension) for state in for_demo] == [
+        ("organization", "", "requests_per_minute"),
+        ("project", "demo", "tokens_per_day"),
+        ("api_key", "", "concurrent_requests"),
+    ]
+    assert for_demo[-1].resets_at is None
+    assert [state.quota_id for state in of_acme] == [state.quota_id for state in for_any]
+    assert (len(of_acme), len(of_all)) == (4, 5)
+
+
+async def test_a_removed_limit_is_gone_and_setting_it_makes_a_new_one(sessions: Sessions, customer: Customer) -> None:
+    async def set_limit() -> uuid.UUID:
+        async with sessions.begin() as session:
+            state = await set_quota(
+                session,
+                subject=QuotaSubject.PROJECT,
+                subject_ref="acme/search",
+                dimension=QuotaDimension.TOKENS_PER_DAY,
+                limit_value=9,
+                actor="test",
+            )
+        return state.quota_id
+
+    first = await set_limit()
+    async with sessions.begin() as session:
+        await delete_quota(session, quota_id=str(first), actor="test")
+    async with sessions.begin() as session:
+        assert await list_quotas(session) == []
+        for ref in (str(first), str(uuid.uuid4()), "nothing"):
+            with pytest.raises(NotFound):
+                await delete_quota(session, quota_id=ref, actor="test")
+    assert await set_limit() != first
+
+
+async def test_two_admins_at_once_make_one_limit_and_an_ordered_log(sessions: Sessions, customer: Customer) -> None:
+    async def set_limit(limit_value: int) -> None:
+        async with sessions.begin() as session:
+            await set_quota(
+                session,
+                subject=QuotaSubject.ORGANIZATION,
+                subject_ref="acme",
+                dimension=QuotaDimension.TOKENS_PER_DAY,
+                limit_value=limit_value,
+                actor="test",
+            )
+
+    await asyncio.gather(*(set_limit(limit_value) for limit_value in range(1, 6)))
+
+    async with sessions() as session:
+        (state,) = await list_quotas(session)
+        changes = [entry for entry in await list_audit_entries(session) if entry.action == "quota.set"]
+    after = [entry.after["limit_value"] for entry in reversed(changes) if entry.after]
+    before = [entry.before and entry.before["limit_value"] for entry in reversed(changes)]
+    assert sorted(after) == [1, 2, 3, 4, 5]
+    assert before == [None, *after[:-1]]
+    assert state.limit_value == after[-1]
+
+
+async def test_bad_values_are_named(sessions: Sessions, customer: Customer) -> None:
+    async with sessions.begin() as session:
+        for limit_value in (-1, 2**63):
+            with pytest.raises(InvalidValue, match="limit_value"):
+                await set_quota(
+                    session,
+                    subject=QuotaSubject.ORGANIZATION,
+                    subject_ref="acme",
+                    dimension=QuotaDimension.TOKENS_PER_DAY,
+                    limit_value=limit_value,
+                    actor="test",
+                )
+        with pytest.raises(NotFound):
+            await set_quota(
+                session,
+                subject=QuotaSubject.API_KEY,
+                subject_ref="wk_nothing0",
+                dimension=QuotaDimension.TOKENS_PER_DAY,
+                limit_value=1,
+                actor="test",
+            )
