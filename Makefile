@@ -70,7 +70,7 @@ migration: setup-dev ## draft a revision from what the models say and the migrat
 	@$(BIN)/python -m infra.check_migrations --write "$(or $(NAME),$(error name it: make migration NAME="what it does"))"
 
 lock: ## pin all dependencies anew; KEEP=1 moves no pin that still fits
-	@$(PYTHON) infra/lock_dependencies.py --pip $(PIP_VERSION) $(if $(KEEP),--keep)
+	@$(PYTHON) -m infra.lock_dependencies --pip $(PIP_VERSION) $(if $(KEEP),--keep)
 
 clean: ## remove the virtual environment, the demo's data and all caches
 	rm -rf $(VENV) .weir build dist *.egg-info sdk/python/src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
@@ -78,9 +78,9 @@ clean: ## remove the virtual environment, the demo's data and all caches
 
 # A stamp is written after its install has succeeded, so an interrupted one is simply done again.
 $(VENV)/.installed: $(LOCK) pyproject.toml sdk/python/pyproject.toml
-	@$(PYTHON) infra/install.py $(VENV) --pip $(PIP_VERSION)
+	@$(PYTHON) -m infra.install $(VENV) --pip $(PIP_VERSION)
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed
-	@$(PYTHON) infra/install.py $(VENV) --pip $(PIP_VERSION) --dev
+	@$(PYTHON) -m infra.install $(VENV) --pip $(PIP_VERSION) --dev
 	@touch $@

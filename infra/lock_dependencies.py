@@ -13,11 +13,10 @@ import re
 import subprocess
 import sys
 import tempfile
-import venv
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-LOCK = ROOT / "requirements" / "constraints.txt"
+from infra.install import DEVELOPMENT, LOCK, ROOT, RUN_TIME, create, install
+
 HEADER = """\
 # Every dependency of Weir and of its tools, pinned. Written by `make lock`; do not edit by hand.
 # Made on CPython 3.11 for Linux. What another platform adds (the CUDA parts of torch, for one) is pinned by torch itself.
@@ -43,13 +42,11 @@ def pins(freeze: str) -> list[str]:
 def resolve(pip_version: str, keep: bool) -> str:
     """What `pip freeze` prints after a fresh install of the run-time and the development dependencies."""
     with tempfile.TemporaryDirectory(prefix="weir-lock-") as scratch:
-        venv.create(scratch, with_pip=True)
-        pip = [str(Path(scratch, "bin", "python")), "-m", "pip", "--disable-pip-version-check", "--no-input"]
-        subprocess.run([*pip, "install", "--quiet", f"pip=={pip_version}"], check=True)
-        held = ["-c", str(LOCK)] if keep else []
-        wanted = ["-e", "sdk/python", "-e", ".", "--group", "dev"]
-        subprocess.run([*pip, "install", "--quiet", *held, *wanted], cwd=ROOT, check=True)
-        return subprocess.run([*pip, "freeze", "--exclude-editable"], check=True, text=True, capture_output=True).stdout
+        create(Path(scratch))
+        install(Path(scratch), f"pip=={pip_version}")
+        install(Path(scratch), *(["-c", str(LOCK)] if keep else []), *RUN_TIME, *DEVELOPMENT)
+        freeze = [str(Path(scratch, "bin", "python")), "-m", "pip", "freeze", "--exclude-editable"]
+        return subprocess.run(freeze, check=True, text=True, capture_output=True).stdout
 
 
 def main() -> int:

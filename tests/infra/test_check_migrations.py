@@ -8,21 +8,17 @@ from infra import check_migrations
 from metering.db import sqlalchemy_url
 
 
-def test_migrations_go_up_down_and_up_and_equal_the_models() -> None:
-    with check_migrations.database() as url:
-        found = list(check_migrations.complaints(url))
-
-    assert found == []
+def test_migrations_go_up_down_and_up_and_equal_the_models(database_url: str) -> None:
+    assert list(check_migrations.complaints(database_url)) == []
 
 
-def test_what_no_migration_removes_and_no_model_declares_is_reported() -> None:
-    with check_migrations.database() as url:
-        engine = create_engine(sqlalchemy_url(url))
-        with engine.begin() as connection:
-            connection.execute(text("CREATE TABLE stray (id bigint); CREATE TYPE mood AS ENUM ('calm')"))
-        engine.dispose()
+def test_what_no_migration_removes_and_no_model_declares_is_reported(database_url: str) -> None:
+    engine = create_engine(sqlalchemy_url(database_url))
+    with engine.begin() as connection:
+        connection.execute(text("CREATE TABLE stray (id bigint); CREATE TYPE mood AS ENUM ('calm')"))
+    engine.dispose()
 
-        found = list(check_migrations.complaints(url))
+    found = list(check_migrations.complaints(database_url))
 
     assert "left over after the downgrade: table stray" in found
     assert "left over after the downgrade: type mood" in found

@@ -6,7 +6,8 @@ import tomllib
 
 import pytest
 
-from infra.lock_dependencies import LOCK, ROOT, pins
+from infra.install import LOCK, ROOT
+from infra.lock_dependencies import pins
 
 
 def test_local_versions_and_editable_packages_are_left_out() -> None:
@@ -21,8 +22,10 @@ def test_a_package_from_an_address_cannot_be_locked() -> None:
 
 
 def test_every_direct_dependency_is_in_the_lock() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    wanted = [*project["project"]["dependencies"], *project["dependency-groups"]["dev"]]
+    weir = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    client = tomllib.loads((ROOT / "sdk" / "python" / "pyproject.toml").read_text())
+    run_time = [*weir["project"]["dependencies"], *client["project"]["dependencies"]]
+    wanted = [*run_time, *weir["dependency-groups"]["dev"]]
     locked = {line.split("==")[0].lower().replace("_", "-") for line in LOCK.read_text().splitlines() if "==" in line}
 
     missing = [name for name in map(bare_name, wanted) if name not in locked and name != "weir-client"]
