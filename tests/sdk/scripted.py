@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any, TypeVar
 
 import grpc
@@ -14,6 +13,7 @@ from google.protobuf.message import Message
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import inference_service_pb2_grpc, types_pb2
+from weir_client.loop_thread import LoopThread
 
 _Reply = TypeVar("_Reply", bound=Message)
 
@@ -115,10 +115,14 @@ async def abort(context: Any, status: status_pb2.Status, with_details: bool = Tr
 
 @asynccontextmanager
 async def serve(
-    inference: ScriptedInference, *, address: str = "127.0.0.1:0", options: Sequence[tuple[str, Any]] = ()
+    inference: ScriptedInference,
+    *services: Callable[[grpc.aio.Server], None],
+    address: str = "127.0.0.1:0",
 ) -> AsyncIterator[str]:
-    """Serves on loopback; gives the address. Streams that are still open at the end are cut."""
-    server = grpc.aio.server(options=options)
+    """Serves on loopback, with what `services` add; gives the address. Streams that are still open at the end are cut."""
+    server = grpc.aio.server()
+    for add in services:
+        add(server)
     inference_service_pb2_grpc.add_InferenceServiceServicer_to_server(inference, server)
     port = server.add_insecure_port(address)
     await server.start()
@@ -126,6 +130,17 @@ async def serve(
         yield address if address.startswith("unix:") else f"127.0.0.1:{port}"
     finally:
         await server.stop(0)
+
+
+@contextmanager
+def serve_in_thread(inference: ScriptedInference, *services: Callable[[grpc.aio.Server], None]) -> Iterator[str]:
+    """Serves from a thread with its own event loop, for tests that block theirs."""
+    serving = LoopThread(serve(inference, *services))
+    address = serving.open()
+    try:
+        yield address
+    finally:
+        serving.close()
 
 
 def admitted(request_id: str, input_token_count: int = 5, cached: int = 0) -> pb.ServerFrame:
@@ -228,9 +243,3 @@ async def answer(stream: ServerStream, *texts: str) -> None:
             for seq, text in enumerate(texts, 1):
                 await stream.send(delta(request_id, seq, text))
             await stream.send(finished(request_id, len(texts)))
-
-
-async def settled_tasks(expected: int) -> None:
-    """Waits until no more than `expected` tasks live in this loop; a leak lets the test time out."""
-    while len(asyncio.all_tasks()) > expected:
-        await asyncio.sleep(0)

@@ -36,7 +36,7 @@ class AsyncGeneration:
         self._deadline: float | None = None
         self._exchange: Exchange | None = None
         self._attempt = 0
-        self._cancelled = False
+        self._cancel_asked = asyncio.Event()
         self._failure: errors.WeirError | None = None  # of the attempt before the running one
         self._error: errors.WeirError | None = None  # the final one
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -86,7 +86,7 @@ class AsyncGeneration:
 
     def cancel(self) -> None:
         """Asks the server to stop, without waiting. Iteration then ends after what was delivered meanwhile."""
-        self._cancelled = True
+        self._cancel_asked.set()
         if self._exchange is not None:
             self._exchange.cancel()
 
@@ -181,35 +181,43 @@ class AsyncGeneration:
         unseen is answered with ALREADY_EXISTS or ABORTED instead of being run and billed again. That answer to a retry is
         about our own first attempt, so the failure of that attempt is what is raised.
         """
-        exchange, loop = self._exchange, self._loop
-        assert exchange is not None
-        assert loop is not None
-        if self._failure is not None and isinstance(error, errors.AlreadyExists | errors.Aborted):
-            error = self._failure
-        wait_s = None
-        if not (self._cancelled or exchange.delivered or (error.partial and error.partial.usage)):
-            wait_s = self._retry.wait_s(error, self._attempt)
-        if wait_s is None or (self._deadline is not None and loop.time() + wait_s >= self._deadline):
+        wait_s = self._retry_wait_s(error)
+        if wait_s is None:
+            if self._failure is not None and isinstance(error, errors.AlreadyExists | errors.Aborted):
+                error = self._failure
             self._error = error
             raise error
         self._failure = error
         self._attempt += 1
         try:
-            await asyncio.sleep(wait_s)
+            async with asyncio.timeout(wait_s):
+                await self._cancel_asked.wait()
+        except TimeoutError:
+            self._begin_attempt()
         except asyncio.CancelledError:
             self._error = error
             raise
-        if self._cancelled:
+        else:
             self._error = errors.Cancelled("cancelled while waiting to try again", request_id=self.request_id)
             raise self._error
-        self._begin_attempt()
+
+    def _retry_wait_s(self, error: errors.WeirError) -> float | None:
+        exchange, loop = self._exchange, self._loop
+        assert exchange is not None
+        assert loop is not None
+        billed = error.partial is not None and error.partial.usage is not None
+        if self._cancel_asked.is_set() or exchange.delivered or billed:
+            return None
+        wait_s = self._retry.wait_s(error, self._attempt)
+        if wait_s is None or (self._deadline is not None and loop.time() + wait_s >= self._deadline):
+            return None
+        return wait_s
 
     def _abandon(self) -> None:
         """Cancels from wherever the garbage collector runs: any thread, perhaps after the loop has closed."""
         loop = self._loop
         if loop is None or loop.is_closed() or self._exchange is None or self._exchange.outcome is not None:
             return
-        self._cancelled = True
         loop.call_soon_threadsafe(self._exchange.cancel)
 
 

@@ -1,0 +1,204 @@
+"""Every way to stop caring about a request: each tells the server, and none waits for ever."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+import pytest
+from weir.v1 import types_pb2
+from weir_client import AsyncClient, DeadlineExceeded, FinishReason, IncompleteGeneration, exchange
+
+from tests.sdk import scripted
+from tests.sdk.scripted import ScriptedInference, ServerStream
+
+pytestmark = pytest.mark.usefixtures("no_tasks_left")
+
+
+async def until_cancelled(stream: ServerStream) -> None:
+    """Sends two tokens, then waits for the cancel and settles a third that was already under way."""
+    while (frame := await stream.read()) is not None:
+        request_id = frame.request_id
+        if frame.WhichOneof("kind") == "start":
+            await stream.send(scripted.admitted(request_id), scripted.delta(request_id, 1, "a"))
+            await stream.send(scripted.delta(request_id, 2, "b"))
+        else:
+            end = scripted.finished(request_id, 3, types_pb2.FINISH_REASON_CANCELLED)
+            await stream.send(scripted.delta(request_id, 3, "c"), end)
+
+
+async def deaf_to_cancels(stream: ServerStream) -> None:
+    """Sends one token and never another thing."""
+    while (frame := await stream.read()) is not None:
+        if frame.WhichOneof("kind") == "start":
+            await stream.send(scripted.admitted(frame.request_id), scripted.delta(frame.request_id, 1, "a"))
+
+
+async def test_leaving_the_block_cancels_and_tells_the_usage() -> None:
+    server = ScriptedInference(until_cancelled)
+    async with scripted.serve(server) as address, AsyncClient(address, "key") as client:
+        async with client.generate("demo", "Hi") as generation:
+            await anext(generation)
+
+        result = generation.result
+        assert result.finish_reason is FinishReason.CANCELLED
+        assert result.usage.billed_token_count == 3
+        assert result.text == "abc", "what is billed is also told, read or not"
+        kinds = [each.WhichOneof("kind") for message in server.streams[0].messages for each in message.frames]
+        assert kinds == ["start", "cancel"]
+
+
+async def test_an_error_in_the_block_cancels_and_comes_out_as_itself() -> None:
+    async with scripted.serve(ScriptedInference(until_cancelled)) as address, AsyncClient(address, "key") as client:
+        generation = client.generate("demo", "Hi")
+        with contextlib.suppress(KeyError):
+            async with generation:
+                async for _ in generation:
+                    raise KeyError("mine")
+
+        assert generation.result.finish_reason is FinishReason.CANCELLED
+
+
+async def test_an_error_in_the_block_of_the_client_comes_out_as_itself() -> None:
+    async with scripted.serve(ScriptedInference(until_cancelled)) as address:
+        with pytest.raises(KeyError):
+            async with AsyncClient(address, "key") as client, client.generate("demo", "Hi"):
+                raise KeyError("mine")
+
+
+async def test_breaking_out_of_the_iteration_cancels_without_any_block() -> None:
+    cancelled = asyncio.Event()
+
+    async def script(stream: ServerStream) -> None:
+        request_id = (await stream.read_start()).request_id
+        await stream.send(scripted.delta(request_id, 1, "a"))
+        await stream.read_cancel()
+        cancelled.set()
+        await stream.send(scripted.finished(request_id, 1, types_pb2.FINISH_REASON_CANCELLED))
+        await stream.read()
+
+    async with scripted.serve(ScriptedInference(script)) as address, AsyncClient(address, "key") as client:
+        generation = client.generate("demo", "Hi")
+        async for _ in generation:
+            break
+        await cancelled.wait()
+
+        assert (await generation.wait()).finish_reason is FinishReason.CANCELLED
+
+
+async def test_a_generation_that_is_dropped_is_cancelled() -> None:
+    cancelled = asyncio.Event()
+
+    async def script(stream: ServerStream) -> None:
+        request_id = (await stream.read_start()).request_id
+        await stream.send(scripted.delta(request_id, 1, "a"))
+        await stream.read_cancel()
+        cancelled.set()
+        await stream.send(scripted.finished(request_id, 1, types_pb2.FINISH_REASON_CANCELLED))
+        await stream.read()
+
+    async with scripted.serve(ScriptedInference(script)) as address, AsyncClient(address, "key") as client:
+        await anext(client.generate("demo", "Hi"))
+        await cancelled.wait()
+
+
+async def test_cancelling_the_task_cancels_the_request() -> None:
+    running = asyncio.Event()
+    ended: list[FinishReason] = []
+
+    async with scripted.serve(ScriptedInference(until_cancelled)) as address, AsyncClient(address, "key") as client:
+
+        async def read() -> None:
+            generation = client.generate("demo", "Hi")
+            try:
+                async with generation:
+                    async for _ in generation:
+                        running.set()
+            finally:
+                ended.append(generation.result.finish_reason)
+
+        async with asyncio.TaskGroup() as tasks:
+            reader = tasks.create_task(read())
+            await running.wait()
+            reader.cancel()
+
+    assert ended == [FinishReason.CANCELLED]
+
+
+async def test_an_explicit_cancel_ends_the_iteration_after_what_was_delivered() -> None:
+    async with scripted.serve(ScriptedInference(until_cancelled)) as address, AsyncClient(address, "key") as client:
+        async with client.generate("demo", "Hi") as generation:
+            texts = []
+            async for delta in generation:
+                texts.append(delta.text)
+                generation.cancel()
+
+        assert texts == ["a", "b", "c"]
+        assert generation.result.finish_reason is FinishReason.CANCELLED
+
+
+async def test_the_timeout_cancels_and_raises_with_what_was_delivered_and_its_usage() -> None:
+    async with scripted.serve(ScriptedInference(until_cancelled)) as address, AsyncClient(address, "key") as client:
+        with pytest.raises(DeadlineExceeded) as caught:
+            await client.complete("demo", "Hi", timeout=0.1)
+
+    partial = caught.value.partial
+    assert partial is not None
+    assert partial.text == "abc"
+    assert partial.usage is not None
+    assert partial.usage.billed_token_count == 3
+    assert str(partial.cost) == "0.00184 USD"
+
+
+async def test_the_timeout_passes_while_the_caller_is_busy() -> None:
+    """The deadline does not wait for the caller to ask for the next token."""
+    cancelled = asyncio.Event()
+
+    async def script(stream: ServerStream) -> None:
+        request_id = (await stream.read_start()).request_id
+        await stream.send(scripted.delta(request_id, 1, "a"))
+        await stream.read_cancel()
+        await stream.send(scripted.finished(request_id, 1, types_pb2.FINISH_REASON_CANCELLED))
+        cancelled.set()
+        await stream.read()
+
+    async with scripted.serve(ScriptedInference(script)) as address, AsyncClient(address, "key") as client:
+        generation = client.generate("demo", "Hi", timeout=0.05)
+        await anext(generation)
+        await cancelled.wait()
+        with pytest.raises(DeadlineExceeded):
+            await generation.wait()
+
+
+async def test_a_cancel_that_the_server_never_confirms_ends_in_bounded_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exchange, "CANCEL_GRACE_S", 0.05)
+    async with scripted.serve(ScriptedInference(deaf_to_cancels)) as address, AsyncClient(address, "key") as client:
+        async with client.generate("demo", "Hi") as generation:
+            await anext(generation)
+
+        with pytest.raises(IncompleteGeneration, match="did not confirm"):
+            _ = generation.result
+        with pytest.raises(DeadlineExceeded) as caught:
+            await client.complete("demo", "Hi", timeout=0.05)
+        assert caught.value.partial is not None
+        assert caught.value.partial.usage is None, "unknown is not zero"
+
+
+async def test_closing_the_client_settles_what_runs() -> None:
+    async with scripted.serve(ScriptedInference(until_cancelled)) as address:
+        async with AsyncClient(address, "key") as client:
+            generation = client.generate("demo", "Hi")
+            await anext(generation)
+
+        assert generation.result.finish_reason is FinishReason.CANCELLED
+
+
+async def test_a_closed_client_says_so() -> None:
+    client = AsyncClient("127.0.0.1:1", "key")
+    with pytest.raises(RuntimeError, match="not open"):
+        client.generate("demo", "Hi")
+    async with client:
+        with pytest.raises(RuntimeError, match="open already"):
+            await client.__aenter__()
+    with pytest.raises(RuntimeError, match="not open"):
+        await client.list_models()

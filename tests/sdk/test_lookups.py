@@ -1,0 +1,241 @@
+"""Unary calls of all three services, and what their answers become."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import grpc.aio
+import pytest
+from google.protobuf.message import Message
+from google.protobuf.timestamp_pb2 import Timestamp
+from weir.v1 import admin_service_pb2 as admin_pb
+from weir.v1 import admin_service_pb2_grpc, billing_service_pb2_grpc, types_pb2
+from weir.v1 import billing_service_pb2 as billing_pb
+from weir.v1 import inference_service_pb2 as pb
+from weir_client import (
+    AdminClient,
+    AsyncAdminClient,
+    AsyncBillingClient,
+    AsyncClient,
+    BillingClient,
+    GenerationState,
+    InvalidRequest,
+    Money,
+    NotFound,
+    QuotaDimension,
+    QuotaSubject,
+    TokenKind,
+    Unavailable,
+)
+
+from tests.sdk import scripted
+from tests.sdk.scripted import ScriptedInference
+
+NOON = Timestamp(seconds=1_795_176_000)  # 2026-11-20 12:00 UTC
+
+
+async def test_models_quotas_counts_and_generations() -> None:
+    server = ScriptedInference(scripted.answer)
+    price = pb.Price(version=3, currency_code="USD", input_picos_per_token=150_000, output_picos_per_token=600_000)
+    server.replies["ListModelsRequest"] = pb.ListModelsResponse(
+        models=[pb.Model(name="demo", context_window_tokens=2048, engine="torch", price=price), pb.Model(name="other")]
+    )
+    server.replies["CountTokensRequest"] = pb.CountTokensResponse(input_token_count=12, context_window_tokens=2048)
+    quota = types_pb2.QuotaStatus(
+        quota_id="q1",
+        subject=types_pb2.QUOTA_SUBJECT_API_KEY,
+        dimension=types_pb2.QUOTA_DIMENSION_CONCURRENT_REQUESTS,
+        limit_value=50,
+        remaining_value=50,
+    )
+    server.replies["GetQuotaRequest"] = pb.GetQuotaResponse(quotas=[quota])
+    generation = pb.Generation(request_id="r", state=pb.Generation.STATE_SETTLED, admit_time=NOON, outcome="STOP")
+    generation.cost.CopyFrom(scripted.COST)
+    server.replies["GetGenerationRequest"] = pb.GetGenerationResponse(generation=generation)
+
+    async with scripted.serve(server) as address, AsyncClient(address, "key") as client:
+        models = await client.list_models()
+        count = await client.count_tokens("demo", "How long is this?")
+        raw = await client.count_tokens("demo", text="")
+        quotas = await client.get_quota("demo")
+        settled = await client.get_generation("r")
+        with pytest.raises(InvalidRequest):
+            await client.count_tokens("demo")
+
+    assert models[0].price is not None
+    assert (models[0].name, models[0].price.output_picos_per_token, models[1].price) == ("demo", 600_000, None)
+    assert (count.input_token_count, raw.context_window_tokens) == (12, 2048)
+    assert quotas[0].subject is QuotaSubject.API_KEY
+    assert (quotas[0].dimension, quotas[0].reset_time, quotas[0].reset_delay_s) == ("concurrent-requests", None, None)
+    assert settled.state is GenerationState.SETTLED
+    assert settled.admit_time == datetime(2026, 11, 20, 12, tzinfo=UTC)
+    assert (settled.settle_time, settled.timings) == (None, None)
+    assert settled.cost == Money("USD", 1_840_000_000)
+    assert server.metadata["authorization"] == "Bearer key"
+
+
+async def test_a_look_up_is_tried_again_and_a_missing_thing_is_not() -> None:
+    server = ScriptedInference(scripted.answer)
+    busy = scripted.status("UNAVAILABLE", "busy", "STORE_AWAY", retry_after_s=0.01)
+    server.refusals += [(busy, True), (busy, True)]
+
+    async with scripted.serve(server) as address, AsyncClient(address, "key") as client:
+        assert await client.list_models() == []
+        assert len(server.requests) == 3
+
+        server.refusals += [(busy, True)] * 3
+        with pytest.raises(Unavailable):
+            await client.list_models()
+        server.refusals.append((scripted.status("NOT_FOUND", "no such request", "REQUEST_UNKNOWN"), True))
+        with pytest.raises(NotFound, match="no such request"):
+            await client.get_generation("r")
+
+
+class Recorder:
+    """Answers every method of a service with a prepared reply, and keeps what it was asked."""
+
+    def __init__(self, *replies: Message) -> None:
+        self.replies = {type(reply).__name__: reply for reply in replies}
+        self.requests: list[Message] = []
+        self.refusals: list[Any] = []
+
+    def __getattr__(self, method: str) -> Any:
+        async def answer(request: Message, context: Any) -> Message:
+            self.requests.append(request)
+            if self.refusals:
+                await scripted.abort(context, self.refusals.pop(0))
+            module = admin_pb if hasattr(admin_pb, f"{method}Response") else billing_pb
+            reply = self.replies.get(f"{method}Response", getattr(module, f"{method}Response")())
+            assert isinstance(reply, Message)
+            return reply
+
+        return answer
+
+    def add(self, server: grpc.aio.Server) -> None:
+        """Registers it for both services."""
+        admin_service_pb2_grpc.add_AdminServiceServicer_to_server(self, server)  # type: ignore[arg-type]
+        billing_service_pb2_grpc.add_BillingServiceServicer_to_server(self, server)  # type: ignore[arg-type]
+
+
+KEY = admin_pb.ApiKey(api_key_id="k1", name="laptop", prefix="weir_ab12", scopes=["inference"], create_time=NOON)
+
+
+async def test_admins_manage_organizations_keys_quotas_and_prices() -> None:
+    recorder = Recorder(
+        admin_pb.CreateOrganizationResponse(organization=admin_pb.Organization(name="acme", currency_code="EUR")),
+        admin_pb.ListOrganizationsResponse(organizations=[admin_pb.Organization(name="acme")]),
+        admin_pb.CreateProjectResponse(project=admin_pb.Project(name="web", create_time=NOON)),
+        admin_pb.ListProjectsResponse(projects=[admin_pb.Project(name="web")]),
+        admin_pb.CreateApiKeyResponse(api_key=KEY, secret="weir_ab12_secret"),
+        admin_pb.RevokeApiKeyResponse(api_key=admin_pb.ApiKey(api_key_id="k1", revoke_time=NOON)),
+        admin_pb.ListApiKeysResponse(api_keys=[KEY]),
+        admin_pb.SetQuotaResponse(quota=types_pb2.QuotaStatus(quota_id="q1", limit_value=5)),
+        admin_pb.ListQuotasResponse(quotas=[types_pb2.QuotaStatus(quota_id="q1")]),
+        admin_pb.SetPriceResponse(version=4),
+        admin_pb.ListAuditEntriesResponse(entries=[admin_pb.AuditEntry(entry_id=9, action="api_key.revoke")]),
+    )
+    inference = ScriptedInference(scripted.answer)
+    async with scripted.serve(inference, recorder.add) as address, AsyncAdminClient(address, "key") as admin:
+        assert (await admin.create_organization("acme", currency_code="EUR")).currency_code == "EUR"
+        assert [each.name for each in await admin.list_organizations()] == ["acme"]
+        assert (await admin.create_project("acme", "web")).create_time == datetime(2026, 11, 20, 12, tzinfo=UTC)
+        assert [each.name for each in await admin.list_projects("acme")] == ["web"]
+        created = await admin.create_api_key("acme", "web", "laptop", lifetime=timedelta(days=30))
+        assert (await admin.revoke_api_key("weir_ab12")).revoke_time is not None
+        assert (await admin.list_api_keys())[0].expire_time is None
+        quota = await admin.set_quota(QuotaSubject.PROJECT, "acme/web", QuotaDimension.COST_PER_MONTH, 5 * 10**12)
+        assert [each.quota_id for each in await admin.list_quotas("acme")] == ["q1"]
+        await admin.delete_quota("q1")
+        version = await admin.set_price(
+            "demo",
+            input_picos_per_token=3,
+            cached_input_picos_per_token=1,
+            output_picos_per_token=9,
+            effective_time=datetime(2026, 11, 20, 12, tzinfo=UTC),
+        )
+        assert (await admin.list_audit_entries(page_size=1))[0].action == "api_key.revoke"
+
+    sent = {type(request).__name__: request for request in recorder.requests}
+    assert created.secret == "weir_ab12_secret"
+    assert "secret" not in repr(created), "a key that is logged by accident is not given away"
+    assert created.api_key.scopes == ("inference",)
+    assert sent["CreateApiKeyRequest"].lifetime.seconds == 30 * 24 * 3600  # type: ignore[attr-defined]
+    assert (quota.quota_id, quota.subject, version) == ("q1", QuotaSubject.UNSPECIFIED, 4)
+    assert sent["SetQuotaRequest"] == admin_pb.SetQuotaRequest(
+        subject=types_pb2.QUOTA_SUBJECT_PROJECT,
+        subject_ref="acme/web",
+        dimension=types_pb2.QUOTA_DIMENSION_COST_PICOS_PER_MONTH,
+        limit_value=5 * 10**12,
+    )
+    assert sent["SetPriceRequest"].effective_time == NOON  # type: ignore[attr-defined]
+
+
+async def test_creating_is_never_tried_again() -> None:
+    """Whether the first attempt made a key is not known, and a second one would be a key that nobody asked for."""
+    recorder = Recorder()
+    recorder.refusals += [scripted.status("UNAVAILABLE", "busy", "STORE_AWAY", retry_after_s=0.01)] * 2
+    inference = ScriptedInference(scripted.answer)
+
+    async with scripted.serve(inference, recorder.add) as address, AsyncAdminClient(address, "key") as admin:
+        with pytest.raises(Unavailable):
+            await admin.create_api_key("acme", "web", "laptop")
+        assert len(recorder.requests) == 1
+        assert await admin.list_organizations() == []
+
+    assert len(recorder.requests) == 3
+
+
+async def test_the_month_of_a_customer() -> None:
+    line = billing_pb.MonthReportLine(
+        model="demo",
+        token_kind=billing_pb.TOKEN_KIND_CACHED_INPUT,
+        price_version=1,
+        request_count=50,
+        token_count=10_000,
+        unit_price_picos=50_000,
+        amount=types_pb2.Money(currency_code="USD", picos=500_000_000),
+    )
+    report = billing_pb.GetMonthReportResponse(
+        organization_name="acme",
+        month="2026-11",
+        lines=[line],
+        request_counts=billing_pb.RequestCounts(total_count=50, completed_count=46, cancelled_count=4),
+        total=types_pb2.Money(currency_code="USD", units=-1, picos=-500_000_000_000),
+        reconciliation=billing_pb.Reconciliation(usage_token_count=5, ledger_token_count=5, balanced=True),
+    )
+    recorder = Recorder(report)
+    inference = ScriptedInference(scripted.answer)
+
+    async with scripted.serve(inference, recorder.add) as address, AsyncBillingClient(address, "key") as billing:
+        month = await billing.get_month_report("acme", "2026-11")
+
+    assert month.lines[0].token_kind is TokenKind.CACHED_INPUT
+    assert str(month.lines[0].amount) == "0.0005 USD"
+    assert str(month.total) == "-1.50 USD"
+    assert month.reconciliation.balanced
+
+
+def test_the_blocking_twins_make_the_same_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = Recorder(admin_pb.CreateApiKeyResponse(api_key=KEY, secret="s"), admin_pb.SetPriceResponse(version=2))
+    with scripted.serve_in_thread(ScriptedInference(scripted.answer), recorder.add) as address:
+        monkeypatch.setenv("WEIR_ADDRESS", address)
+        monkeypatch.setenv("WEIR_ADMIN_KEY", "key")
+        with AdminClient() as admin:
+            admin.create_organization("acme")
+            admin.list_organizations()
+            admin.create_project("acme", "web")
+            admin.list_projects("acme")
+            assert admin.create_api_key("acme", "web", "laptop").secret == "s"
+            admin.revoke_api_key("k1")
+            admin.list_api_keys("acme")
+            admin.set_quota(QuotaSubject.API_KEY, "k1", QuotaDimension.TOKENS_PER_DAY, 5, model="demo")
+            admin.delete_quota("q1")
+            admin.list_quotas()
+            version = admin.set_price("demo", input_picos_per_token=1, cached_input_picos_per_token=1, output_picos_per_token=1)
+            assert version == 2
+            admin.list_audit_entries()
+        with BillingClient() as billing:
+            assert billing.get_month_report("acme", "2026-11").lines == ()
+
+    assert len(recorder.requests) == 13

@@ -1,0 +1,161 @@
+"""The blocking twin: the same behaviour from threads."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from weir.v1 import types_pb2
+from weir_client import Client, DeadlineExceeded, Delta, FinishReason, InvalidRequest, Unauthenticated
+
+from tests.sdk import scripted
+from tests.sdk.scripted import ScriptedInference, ServerStream
+
+
+async def echo(stream: ServerStream) -> None:
+    """Answers with the words of the question, and "slow" only until it is cancelled."""
+    while (frame := await stream.read()) is not None:
+        request_id = frame.request_id
+        if frame.WhichOneof("kind") == "cancel":
+            await stream.send(scripted.finished(request_id, 1, types_pb2.FINISH_REASON_CANCELLED))
+            continue
+        words = frame.start.conversation.messages[-1].content.split()
+        await stream.send(scripted.admitted(request_id))
+        for seq, word in enumerate(words, 1):
+            await stream.send(scripted.delta(request_id, seq, word + " "))
+        if words[0] != "slow":
+            await stream.send(scripted.finished(request_id, len(words)))
+
+
+@pytest.fixture
+def server() -> ScriptedInference:
+    return ScriptedInference(echo)
+
+
+@pytest.fixture
+def address(server: ScriptedInference) -> Iterator[str]:
+    """A server in a thread of its own, since these tests block theirs."""
+    with scripted.serve_in_thread(server) as address:
+        yield address
+
+
+def test_the_first_token_takes_ten_lines(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WEIR_ADDRESS", address)
+    monkeypatch.setenv("WEIR_API_KEY", "key")
+
+    with Client() as client, client.generate("demo", "Which hotel has a pool?", max_output_tokens=100) as stream:
+        text = "".join(delta.text for delta in stream)
+
+    assert text == "Which hotel has a pool? "
+    assert stream.result.text == text
+    assert stream.result.usage.input_token_count == 5
+    assert str(stream.result.cost) == "0.00184 USD"
+
+
+def test_many_threads_share_one_client_and_one_stream(address: str, server: ScriptedInference) -> None:
+    with Client(address, "key") as client, ThreadPoolExecutor(16) as threads:
+        questions = [f"question {index} of many" for index in range(64)]
+        results = list(threads.map(lambda question: client.complete("demo", question), questions))
+
+    assert [result.text.strip() for result in results] == questions
+    assert len(server.streams) == 1
+
+
+def test_breaking_out_and_leaving_the_block_cancel(address: str) -> None:
+    with Client(address, "key") as client:
+        with client.generate("demo", "slow answer") as stream:
+            for delta in stream:
+                assert delta.text == "slow "
+                break
+        assert stream.result.finish_reason is FinishReason.CANCELLED
+        assert stream.done
+
+        with client.generate("demo", "slow answer") as stream:
+            assert next(stream).text == "slow "
+            assert next(stream).text == "answer "
+            assert stream.partial.text == "slow answer "
+        assert stream.result.finish_reason is FinishReason.CANCELLED
+
+
+def test_events_come_in_order(address: str) -> None:
+    with Client(address, "key") as client, client.generate("demo", "a b") as stream:
+        events = list(stream.events())
+
+    assert [event.text for event in events if isinstance(event, Delta)] == ["a ", "b "]
+    assert stream.admitted == events[0]
+    assert stream.model == "demo"
+
+
+def test_another_thread_can_cancel(address: str) -> None:
+    with Client(address, "key") as client, client.generate("demo", "slow answer") as stream:
+        first = next(stream)
+        threading.Thread(target=stream.cancel).start()
+        assert stream.wait().finish_reason is FinishReason.CANCELLED
+
+    assert first.text == "slow "
+
+
+def test_timeouts_and_errors_are_raised_as_they_are(address: str) -> None:
+    with Client(address, "key") as client:
+        with pytest.raises(DeadlineExceeded) as caught:
+            client.complete("demo", "slow answer", timeout=0.05)
+        with pytest.raises(InvalidRequest):
+            client.complete("demo")
+
+    assert caught.value.partial is not None
+    assert caught.value.partial.text == "slow answer "
+
+
+def test_an_interrupt_of_the_waiting_thread_cancels_the_request(address: str) -> None:
+    """Ctrl-C arrives while the main thread waits for a token that does not come."""
+    with Client(address, "key") as client:
+        stream = client.generate("demo", "slow")
+        assert next(stream).text == "slow "
+        interrupt = threading.Timer(0.05, os.kill, [os.getpid(), signal.SIGINT])
+        interrupt.start()
+        with pytest.raises(KeyboardInterrupt):
+            next(stream)
+        interrupt.join()
+
+        assert stream.wait().finish_reason is FinishReason.CANCELLED
+        assert stream.result.finish_reason is FinishReason.CANCELLED
+
+
+def test_a_client_without_a_key_says_where_to_put_one() -> None:
+    with pytest.raises(Unauthenticated, match="WEIR_API_KEY"):
+        Client("127.0.0.1:1")
+
+
+def test_a_client_that_is_not_open_says_so(address: str) -> None:
+    client = Client(address, "key")
+    with pytest.raises(RuntimeError, match="not open"):
+        client.list_models()
+    with client:
+        client.list_models()
+        with pytest.raises(RuntimeError, match="open already"):
+            client.__enter__()
+    with pytest.raises(RuntimeError, match="not open"):
+        client.complete("demo", "Hi")
+
+
+def test_closing_ends_the_thread(address: str) -> None:
+    before = threading.active_count()
+
+    with Client(address, "key") as client:
+        client.complete("demo", "Hi")
+        assert threading.active_count() > before
+
+    assert threading.active_count() == before
+
+
+async def test_it_works_inside_a_program_with_its_own_event_loop(address: str) -> None:
+    def ask() -> str:
+        with Client(address, "key") as client:
+            return client.complete("demo", "Hi there").text
+
+    assert await asyncio.to_thread(ask) == "Hi there "
