@@ -155,7 +155,7 @@ def test_a_module_without_a_docstring_is_reported() -> None:
     assert list(architecture.modules_say_what_they_are(Source("api/x.py", '"""What it is."""'))) == []
 
 
-@pytest.mark.parametrize("mark", ["TO" + "DO", "FIX" + "ME", "XX" + "X"])
+@pytest.mark.parametrize("mark", ["TO" + "DO", "FIX" + "ME"])
 def test_unfinished_business_is_reported(mark: str) -> None:
     [found] = architecture.nothing_is_left_undone(Source("api/x.py", f"x = 1\ny = 2  # {mark}: later"))
 
