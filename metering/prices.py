@@ -21,7 +21,7 @@ from metering.pricing import TokenPrices
 
 # As in "meta-llama/Llama-3.1-8B-Instruct" or "demo@2": nothing that a spreadsheet, a shell or a log would take for anything else.
 MODEL_FORM = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@/-]{0,199}", re.ASCII)
-PRICE_MAX_PICOS = 10**15  # 1,000 units per token; a context of 9,000 such tokens still fits a 64-bit cost
+PRICE_MAX_PICOS = 10**13  # 10 units per token; a request of 900,000 such tokens still fits a 64-bit cost
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,184 @@
+"""The month report: the ledger's numbers, of one moment, the same bytes each time."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import uuid
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+
+import pytest
+
+from metering.db import Sessions
+from metering.errors import InvalidValue, NotFound
+from metering.models import TokenKind
+from metering.operations import Outcome
+from metering.prices import ModelPrice, set_price
+from metering.rating import rate_all_pending
+from metering.reports import (
+    CANCELLED,
+    COMPLETED,
+    FAILED,
+    LIMITED,
+    MonthReport,
+    Reconciliation,
+    ReportLine,
+    RequestCounts,
+    month_bounds,
+    month_report,
+    to_csv,
+    to_json,
+)
+from tests.metering.books import Consumed, Customer, add_usage, new_customer
+
+BEGINS, ENDS = datetime(2026, 11, 1, tzinfo=UTC), datetime(2026, 12, 1, tzinfo=UTC)
+INSTANT = timedelta(microseconds=1)
+
+
+async def report_of(sessions: Sessions, organization: str = "acme", month: str = "2026-11") -> MonthReport:
+    async with sessions() as session:
+        return await month_report(session, organization=organization, month=month)
+
+
+async def test_a_month_is_told_by_model_price_and_kind_with_cancelled_apart(
+    sessions: Sessions, customer: Customer, price: ModelPrice
+) -> None:
+    async with sessions.begin() as session:
+        dearer = await set_price(
+            session,
+            model="demo",
+            input_picos_per_token=300_000,
+            cached_input_picos_per_token=30_000,
+            output_picos_per_token=900_000,
+            actor="test",
+        )
+    async with sessions.begin() as session:
+        other = await new_customer(session, "bolt")
+        hold = uuid.uuid4()
+        await add_usage(
+            session,
+            customer,
+            price,
+            [
+                Consumed(100, 40, 20, "stop", BEGINS),
+                Consumed(100, 0, 7, "cancelled", ENDS - INSTANT),
+                Consumed(50, 50, 0, "deadline"),
+                Consumed(10, 0, 1, "quota_exhausted"),
+                Consumed(10, 0, 1, "failed", hold_id=hold),
+                Consumed(0, 0, 2, "failed", hold_id=hold, part=1),
+                Consumed(1_000, 0, 1_000, "stop", BEGINS - INSTANT),
+                Consumed(1_000, 0, 1_000, "stop", ENDS),
+            ],
+        )
+        await add_usage(session, customer, dearer, [Consumed(8, 0, 0, "length")])
+        await add_usage(session, other, price, [Consumed(5_000, 0, 5_000)])
+    await rate_all_pending(sessions)
+
+    report = await report_of(sessions)
+
+    old, new = price.prices.version, dearer.prices.version
+    assert report.lines == (
+        ReportLine("demo", old, TokenKind.INPUT, 4, 180, 100, 150_000, 180 * 150_000),
+        ReportLine("demo", old, TokenKind.CACHED_INPUT, 2, 90, 50, 15_000, 90 * 15_000),
+        ReportLine("demo", old, TokenKind.OUTPUT, 4, 31, 7, 600_000, 31 * 600_000),
+        ReportLine("demo", new, TokenKind.INPUT, 1, 8, 0, 300_000, 8 * 300_000),
+    )
+    assert report.request_counts == RequestCounts(6, 2, 2, 1, 1)
+    assert report.reconciliation == Reconciliation(309, 309, 0)
+    assert report.reconciliation.balanced
+    assert report.unrated_event_count == 0
+    assert report == await report_of(sessions, str(customer.organization_id))
+
+
+async def test_what_is_not_rated_yet_is_told_apart(sessions: Sessions, customer: Customer, price: ModelPrice) -> None:
+    async with sessions.begin() as session:
+        await add_usage(session, customer, price, [Consumed(10, 0, 5), Consumed(1, 0, 1)])
+
+    before = await report_of(sessions)
+    await rate_all_pending(sessions)
+    after = await report_of(sessions)
+
+    assert (before.lines, before.unrated_event_count, before.request_counts.total_count) == ((), 2, 2)
+    assert before.reconciliation == Reconciliation(17, 0, 17)
+    assert after.reconciliation == Reconciliation(17, 17, 0)
+    assert before.reconciliation.balanced
+    assert after.reconciliation.balanced
+    assert not Reconciliation(17, 15, 1).balanced
+
+
+async def test_an_empty_month_is_a_report_too(sessions: Sessions, customer: Customer) -> None:
+    report = await report_of(sessions)
+
+    assert report.lines == ()
+    assert report.request_counts == RequestCounts(0, 0, 0, 0, 0)
+    assert json.loads(to_json(report))["total_rounded"] == "0.00"
+
+
+async def test_a_month_or_customer_that_does_not_exist_is_refused(sessions: Sessions, customer: Customer) -> None:
+    for month in ("", "2026-13", "2026-00", "2026-1", "26-11", "2026-11-01", "9999-12", "２026-11"):
+        with pytest.raises(InvalidValue, match="month"):
+            await report_of(sessions, month=month)
+    with pytest.raises(NotFound):
+        await report_of(sessions, organization="nobody")
+
+
+def test_a_month_ends_where_the_next_begins() -> None:
+    assert month_bounds("2026-11") == (BEGINS, ENDS)
+    assert month_bounds("2026-12")[1] == month_bounds("2027-01")[0]
+
+
+def test_every_outcome_is_counted_in_one_way() -> None:
+    assert sorted((*COMPLETED, *CANCELLED, *LIMITED, *FAILED)) == sorted(Outcome)
+
+
+REPORT = MonthReport(
+    organization_name="acme",
+    organization_id=uuid.UUID(int=7),
+    month="2026-11",
+    currency_code="USD",
+    lines=(
+        ReportLine("demo", 1, TokenKind.INPUT, 3, 30_000, 100, 150_000, 4_500_000_000),
+        ReportLine("demo", 1, TokenKind.OUTPUT, 2, 9_000, 0, 600_000, 5_400_000_001),
+    ),
+    request_counts=RequestCounts(3, 2, 1, 0, 0),
+    unrated_event_count=0,
+    reconciliation=Reconciliation(39_000, 39_000, 0),
+)
+
+
+def test_the_total_is_exact_and_rounded_once() -> None:
+    cents = replace(REPORT, lines=(replace(REPORT.lines[0], amount_picos=4_000_000_000),) * 3)
+
+    assert cents.total_picos == 12_000_000_000
+    assert cents.total_rounded_picos == 10_000_000_000  # each line alone would have been rounded to nothing
+
+
+def test_csv_is_rfc_4180_with_exact_amounts() -> None:
+    assert to_csv(REPORT).split("\r\n") == [
+        "record_type,organization_name,organization_id,month,time_zone,model,price_version,token_kind,request_count,token_count,"
+        "cancelled_token_count,unit_price,amount,currency_code",
+        "usage,acme,00000000-0000-0000-0000-000000000007,2026-11,UTC,demo,1,input,3,30000,100,0.00000015,0.0045,USD",
+        "usage,acme,00000000-0000-0000-0000-000000000007,2026-11,UTC,demo,1,output,2,9000,0,0.0000006,0.005400000001,USD",
+        "total,acme,00000000-0000-0000-0000-000000000007,2026-11,UTC,,,,3,,,,0.009900000001,USD",
+        "total_rounded,acme,00000000-0000-0000-0000-000000000007,2026-11,UTC,,,,,,,,0.01,USD",
+        "",
+    ]
+
+
+def test_a_model_name_with_a_comma_stays_one_cell() -> None:
+    odd = replace(REPORT, lines=(replace(REPORT.lines[0], model='a,"b"\r\nc'),))
+
+    rows = list(csv.DictReader(io.StringIO(to_csv(odd), newline="")))
+
+    assert rows[0]["model"] == 'a,"b"\r\nc'
+
+
+def test_json_tells_the_same_and_both_are_the_same_bytes_each_time() -> None:
+    document = json.loads(to_json(REPORT))
+
+    assert [line["amount"] for line in document["lines"]] == ["0.0045", "0.005400000001"]
+    assert (document["total"], document["total_rounded"]) == ("0.009900000001", "0.01")
+    assert document["reconciliation"]["balanced"] is True
+    assert (to_json(REPORT), to_csv(REPORT)) == (to_json(REPORT), to_csv(REPORT))
