@@ -6,8 +6,12 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from typing import TYPE_CHECKING
 
 from metering.models import QuotaDimension, QuotaSubject
+
+if TYPE_CHECKING:
+    from metering.operations import Settled
 
 
 class MeteringError(Exception):
@@ -142,13 +146,13 @@ class RequestInFlight(MeteringError):
 
 
 class RequestSettled(MeteringError):
-    """A request with this id and payload has ended; `hold_id` leads to its usage. It is never billed again."""
+    """A request with this id and payload has ended; `settled` is what stands. It is never billed again."""
 
     reason = "REQUEST_SETTLED"
 
-    def __init__(self, hold_id: uuid.UUID) -> None:
-        super().__init__("this request has already ended: its usage stands in the details; use a new request_id to run again")
-        self.hold_id = hold_id
+    def __init__(self, settled: Settled) -> None:
+        super().__init__("this request has already ended: its usage stands beside this; use a new request_id to run again")
+        self.settled = settled
 
 
 class HoldEnded(MeteringError):

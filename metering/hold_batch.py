@@ -154,7 +154,7 @@ class Decisions:
         claim = Claim(prices, op.input_token_count, 0, 0, 0, 0, admitted_at=self.reads.now, charged_at=self.reads.now)
         claim = quotas.admit(self.counters, rules, claim, op.first_slice_token_count, op.least_slice_token_count)
         self.writes.holds.append(NewHold(op, prices.version, claim.leased_token_count, tuple(rule.id for rule in rules)))
-        self.reads.same_requests[request_key] = SameRequest(op.hold_id, HoldState.HELD, op.payload_hash)
+        self.reads.same_requests[request_key] = SameRequest(HoldState.HELD, op.payload_hash, None)
         states = tuple(self.counters.state(rule) for rule in rules)
         return Admitted(op.hold_id, claim.leased_token_count, prices, states, self.reads.now)
 
@@ -196,7 +196,7 @@ class Decisions:
         )
         if hold.part_count < 2 and (rest.input_token_count or rest.delivered_token_count):
             late = priced_usage(hold.id, prices, rest)
-            self.writes.events.append(NewUsageEvent(late, max(hold.part_count, 1), op.timings, recovered=True))
+            self.writes.events.append(NewUsageEvent(late, hold.part_count, op.timings, recovered=True))
             hold = replace(
                 hold,
                 part_count=2,
@@ -289,9 +289,9 @@ def same_request_error(op: Admit, same: SameRequest) -> MeteringError:
     """Why a request id cannot be used a second time."""
     if same.payload_hash != op.payload_hash:
         return RequestIdReused("this request_id was used before with another payload: mint a new one for a new request")
-    if same.state == HoldState.HELD:
+    if same.settled is None:
         return RequestInFlight("a request with this request_id and payload is running")
-    return RequestSettled(same.hold_id)
+    return RequestSettled(same.settled)
 
 
 def priced_usage(hold_id: uuid.UUID, prices: TokenPrices, op: Settle) -> Settled:

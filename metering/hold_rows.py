@@ -22,24 +22,27 @@ from metering.quotas import Claim, Counter, CounterKey, Counters, QuotaRule
 
 Connection = AsyncConnection[tuple[Any, ...]]
 
-SELECT_HOLDS = """
-SELECT h.id, h.state, h.owner_id, h.price_version_id, h.input_token_count, h.cached_input_token_count, h.leased_token_count,
-       h.delivered_token_count, h.posted_token_count, h.posted_cost_picos, h.quota_ids, h.admitted_at, h.charged_at,
-       h.expires_at, coalesce(e.part_count, 0)::int AS part_count, coalesce(e.input, 0)::bigint AS event_input_token_count,
-       coalesce(e.cached, 0)::bigint AS event_cached_token_count, coalesce(e.generated, 0)::bigint AS event_generated_token_count,
-       coalesce(e.delivered, 0)::bigint AS event_delivered_token_count, coalesce(e.cost, 0)::bigint AS event_cost_picos,
-       coalesce(e.outcome, '') AS event_outcome
-FROM holds h LEFT JOIN LATERAL (
-    SELECT count(*) AS part_count, sum(input_token_count) AS input, sum(cached_input_token_count) AS cached,
-           sum(generated_token_count) AS generated, sum(delivered_token_count) AS delivered, sum(cost_picos) AS cost,
-           max(outcome) AS outcome
-    FROM usage_events WHERE hold_id = h.id) e ON h.state <> 'held'
-WHERE h.id = ANY(%s) ORDER BY h.id FOR UPDATE OF h
+# What the usage events of an ended hold add up to; not looked at for live ones, which have none.
+EVENT_SUMS = """
+LATERAL (
+    SELECT count(*)::int AS part_count, coalesce(sum(input_token_count), 0)::bigint AS event_input_token_count,
+           coalesce(sum(cached_input_token_count), 0)::bigint AS event_cached_token_count,
+           coalesce(sum(generated_token_count), 0)::bigint AS event_generated_token_count,
+           coalesce(sum(delivered_token_count), 0)::bigint AS event_delivered_token_count,
+           coalesce(sum(cost_picos), 0)::bigint AS event_cost_picos, coalesce(max(outcome), '') AS event_outcome
+    FROM usage_events WHERE h.state <> 'held' AND hold_id = h.id
+) e"""
+HOLD_COLUMNS = """
+h.id, h.state, h.owner_id, h.price_version_id, h.input_token_count, h.cached_input_token_count, h.leased_token_count,
+h.delivered_token_count, h.posted_token_count, h.posted_cost_picos, h.quota_ids, h.admitted_at, h.charged_at, h.expires_at, e.*
 """
+SELECT_HOLDS = f"SELECT {HOLD_COLUMNS} FROM holds h, {EVENT_SUMS} WHERE h.id = ANY(%s) ORDER BY h.id FOR UPDATE OF h"
 SELECT_ORPHANS = "SELECT id FROM holds WHERE owner_id = %s AND state = 'held' AND id <> ALL(%s)"
-SELECT_SAME_REQUEST = """
-SELECT h.project_id, h.request_id, h.id, h.state, h.payload_hash
+SELECT_SAME_REQUEST = f"""
+SELECT h.project_id, h.request_id, h.state, h.payload_hash, h.id, p.currency_code, e.event_input_token_count,
+       e.event_cached_token_count, e.event_generated_token_count, e.event_delivered_token_count, e.event_cost_picos, e.event_outcome
 FROM holds h JOIN unnest(%s::uuid[], %s::uuid[]) AS a(project_id, request_id) USING (project_id, request_id)
+JOIN price_versions p ON p.id = h.price_version_id, {EVENT_SUMS}
 WHERE h.state <> 'voided'
 """
 SELECT_LIVE_KEYS = """
@@ -154,11 +157,11 @@ class HoldRow:
 
 
 class SameRequest(NamedTuple):
-    """A hold that exists for a request id."""
+    """A hold that exists for a request id, and its usage if it has ended."""
 
-    hold_id: uuid.UUID
     state: str
     payload_hash: bytes
+    settled: Settled | None
 
 
 @dataclass(slots=True)
@@ -251,7 +254,7 @@ async def read_context(connection: Connection, reads: BatchReads, admits: Sequen
             in_force = await connection.execute(
                 SELECT_PRICES_IN_FORCE, ([model for model, _ in wanted], [currency for _, currency in wanted])
             )
-            reads.same_requests = {(row[0], row[1]): SameRequest(*row[2:]) for row in await same.fetchall()}
+            reads.same_requests = {(row[0], row[1]): same_request(row) for row in await same.fetchall()}
             reads.live_key_ids = {row[0] for row in await keys.fetchall()}
             reads.prices_in_force = {(row[0], row[2]): TokenPrices(*row[1:]) for row in await in_force.fetchall()}
         reads.rules = {
@@ -259,6 +262,13 @@ async def read_context(connection: Connection, reads: BatchReads, admits: Sequen
             for row in await rules.fetchall()
         }
         reads.prices = {row[1]: TokenPrices(*row[1:]) for row in await prices.fetchall()}
+
+
+def same_request(row: tuple[Any, ...]) -> SameRequest:
+    """One row of SELECT_SAME_REQUEST."""
+    _, _, state, payload_hash, hold_id, currency_code, sent, cached, generated, delivered, cost_picos, outcome = row
+    settled = Settled(hold_id, sent, cached, generated, delivered, delivered, cost_picos, currency_code, outcome)
+    return SameRequest(state, payload_hash, None if state == HoldState.HELD else settled)
 
 
 async def lock_counters(connection: Connection, now: datetime, keys: Iterable[CounterKey]) -> Counters:

@@ -136,6 +136,10 @@ class AbandonedJournal:
         """Everything in it stands in the database."""
         self.path.unlink(missing_ok=True)
 
+    def set_aside(self) -> None:
+        """Something in it was refused: keep it for a person, out of the way of further recoveries."""
+        self.path.rename(self.path.with_suffix(".refused"))
+
 
 def abandoned_journals(directory: Path) -> Iterator[AbandonedJournal]:
     """Journals in the directory whose owners are dead, each locked while it is looked at."""

@@ -37,8 +37,6 @@ async def recover_journals(directory: Path, database_url: str) -> Recovered:
     Raises: psycopg.OperationalError if the database is away; the journals are then still there.
     """
     done = Recovered()
-    if not directory.is_dir():
-        return done
     for journal in abandoned_journals(directory):
         async with await psycopg.AsyncConnection.connect(
             psycopg_conninfo(database_url),
@@ -72,7 +70,10 @@ async def recover(connection: Connection, journal: AbandonedJournal) -> Recovere
             else:
                 log.error("journal_entry_refused", operation=repr(operation), cause=str(answer))
     await execute_batch(connection, [leftovers], owner_id=journal.owner_id, expiry_s=EXPIRY_S)
-    journal.remove()
+    if settled_count == len(settlements):
+        journal.remove()
+    else:
+        journal.set_aside()
     return Recovered(1, settled_count, sum(entry.delivered_token_count for entry in entries))
 
 

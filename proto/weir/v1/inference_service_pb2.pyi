@@ -644,6 +644,9 @@ class FailedFrame(_message.Message):
     STATUS_FIELD_NUMBER: _builtins.int
     USAGE_FIELD_NUMBER: _builtins.int
     COST_FIELD_NUMBER: _builtins.int
+    DUPLICATE_START_FIELD_NUMBER: _builtins.int
+    duplicate_start: _builtins.bool
+    """True if this refuses a second `start` of an id that runs on this very stream: that request goes on, and its own end still comes."""
     @_builtins.property
     def status(self) -> _status_pb2.Status:
         """Canonical code, message, and details: ErrorInfo always; BadRequest, QuotaFailure, RetryInfo as they apply."""
@@ -662,10 +665,11 @@ class FailedFrame(_message.Message):
         status: _status_pb2.Status | None = ...,
         usage: _types_pb2.Usage | None = ...,
         cost: _types_pb2.Money | None = ...,
+        duplicate_start: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["cost", b"cost", "status", b"status", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cost", b"cost", "status", b"status", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cost", b"cost", "duplicate_start", b"duplicate_start", "status", b"status", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1045,7 +1049,7 @@ class Generation(_message.Message):
 
     @_builtins.property
     def timings(self) -> _types_pb2.Timings:
-        """Where the time went. Unset while it runs and for a request that was recovered after a crash."""
+        """Where the time went, without `settle_ms`. Unset while it runs and for a request that was recovered after a crash."""
 
     @_builtins.property
     def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:

@@ -1,0 +1,184 @@
+"""The composition root of one api process: settings, store, engines, server; drain on SIGTERM.
+
+Everything that runs in the background is a task of the one `TaskGroup` here, or of a stream's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import uuid
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import psycopg
+import structlog
+import uvloop
+
+from api.admin_service import AdminServicer
+from api.admission import Admission, Capacity
+from api.auth import Authenticator
+from api.billing_service import BillingServicer
+from api.errors import Draining
+from api.inference_service import InferenceServicer
+from api.live import Process
+from api.logs import configure_logs
+from api.server import Health, Servicers, build_server
+from api.settings import Settings
+from inference.engine import Engine
+from inference.errors import EngineError
+from inference.router import Router
+from inference.tokenizer import Tokenizer
+from inference.torch_engine import TorchEngine, TorchEngineSettings
+from metering.db import create_engine, create_sessions
+from metering.holds import HoldStore
+from metering.journal import UsageJournal
+from metering.recovery import recover_journals
+
+HEALTH_INTERVAL_S = 0.2
+SETTLE_GRACE_S = 10.0  # after the drain time, for the settlement of what was still running
+ENDPOINT_FILE = "serve.json"
+
+log = structlog.get_logger(__name__)
+
+
+def build_engines(settings: Settings) -> dict[str, Engine]:
+    """One torch engine per model. Raises: CheckpointInvalid naming the file."""
+    return {
+        name: TorchEngine(
+            TorchEngineSettings(
+                directory=directory,
+                name=name,
+                kv_cache_bytes=settings.kv_cache_bytes,
+                torch_thread_count=settings.engine_thread_count,
+            )
+        )
+        for name, directory in settings.models.items()
+    }
+
+
+async def start_engine(engine: Engine) -> None:
+    """Load a model ahead of its first request. A failure is the engine's to tell to whoever asks for it."""
+    try:
+        await engine.start()
+    except EngineError as error:
+        log.error("engine_start_failed", model=engine.model.name, cause=str(error))
+
+
+async def keep_health(health: Health, router: Router, stopping: asyncio.Event) -> None:
+    """Serving means that an engine takes requests and that this process does not drain."""
+    while not stopping.is_set():
+        await health.set_serving(any(engine.healthy() for engine in router.engines()))
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(stopping.wait(), HEALTH_INTERVAL_S)
+    await health.set_serving(False)
+
+
+async def recover_regularly(settings: Settings) -> None:
+    """Settle what dead processes of this machine left behind, now and from time to time."""
+    while True:
+        try:
+            await recover_journals(settings.journal_directory, settings.database_url)
+        except (psycopg.OperationalError, OSError) as away:
+            log.warning("recovery_delayed", cause=str(away).strip())
+        await asyncio.sleep(settings.recovery_interval_s)
+
+
+async def drain(settings: Settings, capacity: Capacity, process: Process) -> None:
+    """Let running requests finish within the drain time; the rest ends settled."""
+    capacity.drain()
+    try:
+        async with asyncio.timeout(settings.drain_s):
+            await capacity.idle()
+    except TimeoutError:
+        log.warning("drain_time_over", running_request_count=capacity.taken_count)
+        process.fail_all(Draining("this server has shut down before the request was done; what was delivered is settled"))
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(SETTLE_GRACE_S):
+                await capacity.idle()
+
+
+@contextlib.contextmanager
+def stop_signals(stopping: asyncio.Event) -> Iterator[None]:
+    """SIGTERM and SIGINT begin the drain."""
+    loop = asyncio.get_running_loop()
+    for signal_number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(signal_number, stopping.set)
+    yield
+    for signal_number in (signal.SIGTERM, signal.SIGINT):
+        loop.remove_signal_handler(signal_number)
+
+
+def write_endpoint(settings: Settings, port: int) -> None:
+    """Tell other processes of this machine where this one listens, whole or not at all."""
+    host = settings.listen_address.rpartition(":")[0]
+    path = settings.home / ENDPOINT_FILE
+    unfinished = path.with_suffix(f".{os.getpid()}")
+    unfinished.write_text(json.dumps({"address": f"{host}:{port}", "pid": os.getpid()}))
+    unfinished.replace(path)
+
+
+async def serve(settings: Settings) -> None:
+    """Run one api process until it is told to stop.
+
+    Raises: CheckpointInvalid, OSError (address taken), psycopg.OperationalError (no database).
+    """
+    owner_id = uuid.uuid4()
+    settings.home.mkdir(parents=True, exist_ok=True)
+    engines = build_engines(settings)
+    router = Router(engines)
+    tokenizers = {name: Tokenizer(Path(engine.model.directory)) for name, engine in engines.items()}
+    await recover_journals(settings.journal_directory, settings.database_url)
+    stopping = asyncio.Event()
+    store = create_engine(settings.database_url)
+    sessions = create_sessions(store)
+    journal = UsageJournal(settings.journal_directory, owner_id)
+    holds = HoldStore(settings.database_url, owner_id, expiry_s=settings.hold_expiry_s)
+    capacity, health, authenticator = Capacity(settings.requests_per_process_max), Health(), Authenticator(sessions)
+    async with asyncio.TaskGroup() as tasks:
+        process = Process(Admission(settings, capacity, holds, journal, tasks), router, tokenizers)
+        servicers = Servicers(
+            InferenceServicer(process, authenticator, sessions),
+            AdminServicer(router, authenticator, sessions),
+            BillingServicer(authenticator, sessions),
+        )
+        server, port = build_server(settings, servicers, health)
+        for engine in router.engines():
+            tasks.create_task(engine.serve(), name=f"engine {engine.model.name}")
+            tasks.create_task(start_engine(engine), name=f"engine start {engine.model.name}")
+        background = [
+            tasks.create_task(holds.run(), name="holds"),
+            tasks.create_task(recover_regularly(settings), name="recovery"),
+            tasks.create_task(process.tell_progress_regularly(), name="progress"),
+        ]
+        health_task = tasks.create_task(keep_health(health, router, stopping), name="health")
+        await server.start()
+        write_endpoint(settings, port)
+        log.info("listening", address=settings.listen_address, port=port, models=sorted(engines))
+        with stop_signals(stopping):
+            await stopping.wait()
+        log.info("draining", running_request_count=capacity.taken_count)
+        await health_task
+        await drain(settings, capacity, process)
+        await server.stop(grace=1.0)
+        for engine in router.engines():
+            await engine.close()
+        for task in background:
+            task.cancel()
+    journal.close()
+    await store.dispose()
+    log.info("stopped")
+
+
+def main(environment: Mapping[str, str] = os.environ) -> None:
+    """Entry point of an api process."""
+    configure_logs(environment.get("WEIR_LOG", "info"))
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(serve(Settings.from_environment(environment)))
+
+
+if __name__ == "__main__":
+    main()

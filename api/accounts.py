@@ -1,0 +1,72 @@
+"""What a key may ask about itself: its quotas, and single requests of its project."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+
+from google.protobuf.timestamp_pb2 import Timestamp
+from sqlalchemy import select
+from sqlalchemy.ext.asyncio import AsyncSession
+from weir.v1 import inference_service_pb2 as pb
+from weir.v1 import types_pb2
+
+from api import wire
+from metering.errors import NotFound
+from metering.models import Hold, HoldState, PriceVersion, UsageEvent
+
+STATES = {
+    HoldState.HELD: pb.Generation.STATE_RUNNING,
+    HoldState.SETTLED: pb.Generation.STATE_SETTLED,
+    HoldState.VOIDED: pb.Generation.STATE_VOIDED,
+    HoldState.EXPIRED: pb.Generation.STATE_EXPIRED,
+}
+
+
+async def find_generation(session: AsyncSession, project_id: uuid.UUID, request_id: uuid.UUID) -> pb.Generation:
+    """What is recorded of one request. Raises: NotFound if the project has no such request."""
+    of_request = (Hold.project_id == project_id, Hold.request_id == request_id)
+    # A voided attempt may have been followed by one that ran: the latest tells how the request stands.
+    hold = await session.scalar(select(Hold).where(*of_request).order_by(Hold.admitted_at.desc()).limit(1))
+    if hold is None:
+        raise NotFound("request", str(request_id))
+    price = await session.get_one(PriceVersion, hold.price_version_id)
+    events = (await session.scalars(select(UsageEvent).where(UsageEvent.hold_id == hold.id).order_by(UsageEvent.part))).all()
+    generation = pb.Generation(
+        request_id=str(request_id),
+        state=STATES[HoldState(hold.state)],
+        model=hold.model,
+        admit_time=wire.timestamp(hold.admitted_at),
+        usage=running_usage(hold) if hold.state == HoldState.HELD else total_usage(events),
+        labels={str(key): str(value) for key, value in hold.labels.items()},
+    )
+    if hold.ended_at is not None:
+        generation.settle_time.CopyFrom(wire.timestamp(hold.ended_at) or Timestamp())
+        generation.cost.CopyFrom(wire.money(price.currency_code, sum(event.cost_picos for event in events)))
+    if events:
+        generation.outcome = events[-1].outcome
+        if events[0].timings is not None:
+            generation.timings.CopyFrom(types_pb2.Timings(**events[0].timings))
+    return generation
+
+
+def running_usage(hold: Hold) -> types_pb2.Usage:
+    """What the database knows of a request that runs: the counts of its last extension."""
+    return types_pb2.Usage(
+        input_token_count=hold.input_token_count,
+        cached_input_token_count=hold.cached_input_token_count,
+        generated_token_count=hold.delivered_token_count,
+        delivered_token_count=hold.delivered_token_count,
+    )
+
+
+def total_usage(events: Sequence[UsageEvent]) -> types_pb2.Usage:
+    """The sum over the parts of one request."""
+    usage = types_pb2.Usage()
+    for event in events:
+        usage.input_token_count += event.input_token_count
+        usage.cached_input_token_count += event.cached_input_token_count
+        usage.generated_token_count += event.generated_token_count
+        usage.delivered_token_count += event.delivered_token_count
+        usage.billed_token_count += event.billed_token_count
+    return usage

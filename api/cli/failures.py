@@ -1,0 +1,91 @@
+"""One line for each way to fail: what is wrong, and what to do about it."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+
+from weir_client import (
+    AlreadyExists,
+    DeadlineExceeded,
+    ExceededQuota,
+    IncompleteGeneration,
+    InvalidRequest,
+    PermissionDenied,
+    QuotaDimension,
+    QuotaExceeded,
+    Unauthenticated,
+    Unavailable,
+    WeirError,
+)
+
+from api.cli.render import dimension_amount, duration_text
+
+# Fields of the API whose flag is not simply their own name with dashes.
+_FLAGS = {"stop_sequences": "--stop", "limit_value": "VALUE", "prompt": "PROMPT", "messages": "PROMPT", "conversation": "PROMPT"}
+_FIELDS_WITH_FLAGS = frozenset(
+    {"model", "temperature", "top_p", "top_k", "seed", "max_output_tokens", "currency_code", "lifetime", "organization", "project"}
+)
+
+
+def explain(error: WeirError, address: str) -> str:
+    """The line for an error of a call to `address`."""
+    match error:
+        case Unavailable() if not error.details.reason:
+            return f"no server at {address}: start one with `weir up` ({error.message})"
+        case QuotaExceeded():
+            return _quota(error)
+        case InvalidRequest() if error.field_violations:
+            return "; ".join(f"{flag_of(each.field)}: {each.description}" for each in error.field_violations)
+        case Unauthenticated():
+            return f"{error.message}: set WEIR_API_KEY or pass --api-key (server {address})"
+        case PermissionDenied():
+            return f"{error.message}: use a key that may do this"
+        case IncompleteGeneration() | AlreadyExists() if error.request_id:
+            return f"{error.message}; `weir trace {error.request_id}` tells what is recorded of it"
+        case DeadlineExceeded():
+            return f"{error.message}: give it more time with --timeout"
+    if error.retry_after_s is not None:
+        return f"{error}; try again in {duration_text(error.retry_after_s)}"
+    return str(error)
+
+
+def flag_of(field: str) -> str:
+    """The flag or argument that a field of the API was given by; the field itself where there is none."""
+    name = field.partition("[")[0].rpartition(".")[2]
+    if name in _FLAGS:
+        return _FLAGS[name]
+    return "--" + name.replace("_", "-") if name in _FIELDS_WITH_FLAGS else field
+
+
+def _quota(error: QuotaExceeded) -> str:
+    quota = error.quota
+    if quota is None:
+        return f"{error.message}{_when(error)}"
+    dimension = dimension_of(quota)
+    facts = []
+    for name, value in (("left", quota.remaining), ("needed", quota.requested)):
+        if value is not None:
+            facts.append(f"{dimension_amount(dimension, value)} {name}")
+    limit = f" of {dimension_amount(dimension, quota.limit)}" if quota.limit is not None else ""
+    subject = f" of the {quota.subject.replace('_', ' ').replace('-', ' ')}" if quota.subject else ""
+    model = f" for {quota.model}" if quota.model else ""
+    name = dimension.value if dimension else quota.dimension
+    return f"the {name} limit{limit}{subject}{model} is used up: {', '.join(facts) or error.message}{_when(error)}"
+
+
+def _when(error: QuotaExceeded) -> str:
+    if not error.retry_helps:
+        return "; waiting does not help: ask for less, or have the limit raised (`weir quota set`)"
+    if error.retry_after_s is not None:
+        reset = f" (resets at {error.reset_time.astimezone(UTC):%H:%M:%S} UTC)" if error.reset_time else ""
+        return f"; try again in {duration_text(error.retry_after_s)}{reset}"
+    if error.reset_time is not None:
+        wait_s = max(0.0, (error.reset_time - datetime.now(UTC)).total_seconds())
+        return f"; try again in {duration_text(wait_s)}"
+    return "; try again when running requests have ended"
+
+
+def dimension_of(quota: ExceededQuota) -> QuotaDimension | None:
+    """The dimension by any of the spellings that servers use; None for one that is not known here."""
+    word = quota.dimension.lower().removeprefix("quota_dimension_").replace("_", "-").replace("cost-picos-", "cost-")
+    return QuotaDimension(word) if word in set(QuotaDimension) else None

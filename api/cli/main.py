@@ -1,0 +1,108 @@
+"""The entry of `weir`: a table of commands, each loaded when it is used, so that help and completion are quick.
+
+To add a command, add a line to `COMMANDS`. Its target is a function with typer annotations, or a `typer.Typer` for a group.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One command: where its code is, and what help says before that is loaded."""
+
+    target: str
+    help: str
+    panel: str
+
+    @property
+    def module(self) -> str:
+        """The module of the target."""
+        return self.target.partition(":")[0]
+
+
+SERVE, ASK, MANAGE, PAY = "Run Weir", "Use models", "Manage access", "See usage and money"
+COMMANDS = {
+    "up": Entry("api.cli.up:up", "Start everything on this machine.", SERVE),
+    "serve": Entry("api.cli.serve:serve", "Start one API server.", SERVE),
+    "demo": Entry("api.cli.demo:demo", "Show the whole path of a request, live.", SERVE),
+    "migrate": Entry("api.cli.migrate:migrate", "Bring the database to the current schema.", SERVE),
+    "generate": Entry("api.cli.generate:generate", "Stream a model's answer to the terminal.", ASK),
+    "models": Entry("api.cli.models:models", "List the models and their prices.", ASK),
+    "count": Entry("api.cli.models:count", "Count the tokens of a prompt.", ASK),
+    "trace": Entry("api.cli.trace:trace", "Show where the time of one request went.", ASK),
+    "org": Entry("api.cli.tenants:org", "Create and list organizations.", MANAGE),
+    "project": Entry("api.cli.tenants:project", "Create and list projects.", MANAGE),
+    "key": Entry("api.cli.keys:key", "Create, revoke and list API keys.", MANAGE),
+    "quota": Entry("api.cli.quotas:quota", "Set, show and remove limits.", MANAGE),
+    "audit": Entry("api.cli.tenants:audit", "Read who changed what.", MANAGE),
+    "price": Entry("api.cli.prices:price", "Set and list prices.", PAY),
+    "report": Entry("api.cli.report:report", "Report usage and money by month.", PAY),
+}
+
+
+def load(name: str) -> Any:
+    """The real command of an entry."""
+    entry = COMMANDS[name]
+    module, _, attribute = entry.target.partition(":")
+    target = getattr(import_module(module), attribute)
+    if isinstance(target, typer.Typer):
+        command: Any = typer.main.get_group(target)
+    else:
+        single = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+        single.command()(target)
+        command = typer.main.get_command(single)
+    command.name = name
+    return command
+
+
+class LazyGroup(TyperGroup):
+    """A group that knows its commands' names and help by heart, and imports only the one that is run."""
+
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__(**attributes)
+        for name, entry in COMMANDS.items():
+            if find_spec(entry.module) is not None:
+                self.add_command(TyperCommand(name, help=entry.help, rich_help_panel=entry.panel))
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """In the order of the table."""
+        return list(self.commands)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Replaces the stand-in by the command itself."""
+        if args and args[0] in self.commands:
+            self.add_command(load(args[0]))
+        return super().resolve_command(ctx, args)
+
+
+app = typer.Typer(
+    cls=LazyGroup,
+    name="weir",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+@app.callback()
+def weir() -> None:
+    """Weir serves language models as a metered stream: a request is let in if its tenant may spend the tokens, streamed, and billed."""
+
+
+def main() -> None:
+    """Console script."""
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # gRPC's log lines would stand between the words of an answer
+    app()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,263 @@
+"""The one table from domain error to status, and what goes into the details.
+
+Domain errors know nothing of gRPC; this module knows nothing of how they come about. A test fails if a concrete error class of
+`inference`, `metering` or this package is missing from the table.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import structlog
+from google.protobuf.any_pb2 import Any as AnyMessage
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import Message
+from google.rpc import code_pb2, error_details_pb2, status_pb2
+
+from inference import errors as engine_errors
+from inference.router import ModelUnknown
+from metering import errors as metering_errors
+
+ERROR_DOMAIN = "weir.dev"
+STATUS_DETAILS_KEY = "grpc-status-details-bin"
+
+log = structlog.get_logger(__name__)
+
+
+class ApiError(Exception):
+    """Base of the errors that the wire itself raises."""
+
+    reason = "INTERNAL"
+
+
+class Unauthenticated(ApiError):
+    """No usable API key came with the call."""
+
+    reason = "UNAUTHENTICATED"
+
+
+class PermissionDenied(ApiError):
+    """The key is good, but not for this."""
+
+    reason = "PERMISSION_DENIED"
+
+
+@dataclass(frozen=True, slots=True)
+class FieldViolation:
+    """One field that is wrong, and what would be right."""
+
+    field: str
+    description: str
+
+
+class InvalidRequest(ApiError):
+    """Fields of the request are wrong."""
+
+    reason = "FIELD_INVALID"
+
+    def __init__(self, violations: Sequence[FieldViolation]) -> None:
+        super().__init__("; ".join(f"{v.field}: {v.description}" for v in violations))
+        self.violations = tuple(violations)
+
+
+class PromptTooLong(ApiError):
+    """Prompt and asked-for output do not fit the context window."""
+
+    reason = "CONTEXT_EXCEEDED"
+
+    def __init__(self, input_token_count: int, max_output_tokens: int | None, context_window_tokens: int) -> None:
+        wanted = 1 if max_output_tokens is None else max_output_tokens
+        self.excess_token_count = input_token_count + wanted - context_window_tokens
+        self.input_token_count = input_token_count
+        self.context_window_tokens = context_window_tokens
+        output = "at least 1 output token" if max_output_tokens is None else f"max_output_tokens of {max_output_tokens}"
+        super().__init__(
+            f"the prompt has {input_token_count} tokens; with {output} it exceeds the context window of "
+            f"{context_window_tokens} by {self.excess_token_count} tokens"
+        )
+
+
+class UnknownRequest(ApiError):
+    """A frame names a request that this stream has not started."""
+
+    reason = "REQUEST_UNKNOWN"
+
+
+class RequestUnderWay(ApiError):
+    """A frame starts a request that runs on this stream already, with another payload."""
+
+    reason = "REQUEST_ID_REUSED"
+
+
+class Draining(ApiError):
+    """This process takes no new requests; another one will."""
+
+    reason = "DRAINING"
+    retry_after_s = 1.0
+
+
+class Overloaded(ApiError):
+    """This process runs as many requests as it may."""
+
+    reason = "OVERLOADED"
+    retry_after_s = 1.0
+
+
+class CancelledEarly(ApiError):
+    """The client cancelled before the request was admitted."""
+
+    reason = "CANCELLED"
+
+
+class DeadlineBeforeStart(ApiError):
+    """The deadline passed before the request was admitted."""
+
+    reason = "DEADLINE_EXCEEDED"
+
+
+# The upper row wins. What is not in it is a bug of ours and goes out as INTERNAL without its text.
+CODES: tuple[tuple[type[Exception], int], ...] = (
+    (Unauthenticated, code_pb2.UNAUTHENTICATED),
+    (metering_errors.KeyInvalid, code_pb2.UNAUTHENTICATED),
+    (PermissionDenied, code_pb2.PERMISSION_DENIED),
+    (InvalidRequest, code_pb2.INVALID_ARGUMENT),
+    (PromptTooLong, code_pb2.INVALID_ARGUMENT),
+    (metering_errors.InvalidValue, code_pb2.INVALID_ARGUMENT),
+    (engine_errors.ChatTemplateFailed, code_pb2.INVALID_ARGUMENT),
+    (engine_errors.RequestImpossible, code_pb2.INVALID_ARGUMENT),
+    (ModelUnknown, code_pb2.NOT_FOUND),
+    (UnknownRequest, code_pb2.NOT_FOUND),
+    (metering_errors.NotFound, code_pb2.NOT_FOUND),
+    (Draining, code_pb2.UNAVAILABLE),
+    (Overloaded, code_pb2.UNAVAILABLE),
+    (metering_errors.StoreAway, code_pb2.UNAVAILABLE),
+    (engine_errors.EngineOverloaded, code_pb2.UNAVAILABLE),
+    (engine_errors.EngineUnavailable, code_pb2.UNAVAILABLE),
+    (engine_errors.EngineStartFailed, code_pb2.UNAVAILABLE),
+    (engine_errors.CheckpointInvalid, code_pb2.UNAVAILABLE),
+    (metering_errors.RequestInFlight, code_pb2.ABORTED),
+    (metering_errors.HoldEnded, code_pb2.ABORTED),
+    (RequestUnderWay, code_pb2.ALREADY_EXISTS),
+    (metering_errors.RequestIdReused, code_pb2.ALREADY_EXISTS),
+    (metering_errors.RequestSettled, code_pb2.ALREADY_EXISTS),
+    (metering_errors.AlreadyExists, code_pb2.ALREADY_EXISTS),
+    (metering_errors.PriceMissing, code_pb2.FAILED_PRECONDITION),
+    (metering_errors.QuotaExceeded, code_pb2.RESOURCE_EXHAUSTED),
+    (CancelledEarly, code_pb2.CANCELLED),
+    (DeadlineBeforeStart, code_pb2.DEADLINE_EXCEEDED),
+    (engine_errors.EngineFailed, code_pb2.INTERNAL),
+    (engine_errors.InvariantViolated, code_pb2.INTERNAL),
+    (metering_errors.InvariantViolated, code_pb2.INTERNAL),
+)
+
+
+def status_of(error: BaseException) -> status_pb2.Status:
+    """The status that a client sees for an error, details included. Internal errors carry an incident id and no text."""
+    code = next((code for kind, code in CODES if isinstance(error, kind)), code_pb2.INTERNAL)
+    if code == code_pb2.INTERNAL:
+        return internal_status(error)
+    reason = getattr(error, "reason", "INTERNAL")
+    info = error_details_pb2.ErrorInfo(reason=reason, domain=ERROR_DOMAIN, metadata=metadata_of(error))
+    details: list[Message] = [info, *details_of(error)]
+    return pack(code, str(error), details)
+
+
+def internal_status(error: BaseException) -> status_pb2.Status:
+    """INTERNAL with an incident id, under which the log has the rest."""
+    incident_id = uuid.uuid4().hex[:12]
+    log.error("incident", incident_id=incident_id, exc_info=error)
+    info = error_details_pb2.ErrorInfo(reason="INTERNAL", domain=ERROR_DOMAIN, metadata={"incident_id": incident_id})
+    return pack(code_pb2.INTERNAL, f"internal error, incident {incident_id}: quote it to support", [info])
+
+
+def pack(code: int, message: str, details: Sequence[Message]) -> status_pb2.Status:
+    """A google.rpc.Status."""
+    status = status_pb2.Status(code=code, message=message)
+    for detail in details:
+        packed = AnyMessage()
+        packed.Pack(detail)
+        status.details.append(packed)
+    return status
+
+
+def metadata_of(error: BaseException) -> dict[str, str]:
+    """Machine-readable facts of an error."""
+    match error:
+        case metering_errors.QuotaExceeded():
+            return quota_metadata(error)
+        case PromptTooLong():
+            return {
+                "input_token_count": str(error.input_token_count),
+                "context_window_tokens": str(error.context_window_tokens),
+                "excess_token_count": str(error.excess_token_count),
+            }
+        case ModelUnknown() | metering_errors.PriceMissing():
+            return {"model": error.model}
+        case metering_errors.NotFound() | metering_errors.AlreadyExists():
+            return {"kind": error.kind, "ref": error.ref}
+        case _:
+            return {}
+
+
+def quota_metadata(error: metering_errors.QuotaExceeded) -> dict[str, str]:
+    """Which limit, how much of it is left, when it resets, and whether waiting helps."""
+    first = error.failing[0]
+    facts = {
+        "quota_id": str(first.quota_id),
+        "subject": str(first.subject),
+        "subject_id": str(first.subject_id),
+        "model": first.model,
+        "dimension": str(first.dimension),
+        "limit": str(first.limit_value),
+        "used": str(first.used),
+        "held": str(first.held),
+        "remaining": str(max(first.remaining, 0)),
+        "requested": str(error.requested),
+        "retry_helps": "true" if error.retry_helps else "false",
+    }
+    if first.resets_at is not None:
+        facts["reset_time"] = first.resets_at.isoformat().replace("+00:00", "Z")
+    return facts
+
+
+def details_of(error: BaseException) -> list[Message]:
+    """Standard details beside ErrorInfo: BadRequest, QuotaFailure, RetryInfo."""
+    details: list[Message] = []
+    if violations := violations_of(error):
+        bad_request = error_details_pb2.BadRequest()
+        for violation in violations:
+            bad_request.field_violations.add(field=violation.field, description=violation.description)
+        details.append(bad_request)
+    if isinstance(error, metering_errors.QuotaExceeded):
+        failure = error_details_pb2.QuotaFailure()
+        for state in error.failing:
+            failure.violations.add(
+                subject=f"{state.subject}:{state.subject_id}",
+                description=f"{state.dimension}: {max(state.remaining, 0)} of {state.limit_value} left",
+            )
+        details.append(failure)
+        if not error.retry_helps:
+            return details
+    retry_after_s = getattr(error, "retry_after_s", None)
+    if retry_after_s is not None:
+        delay = Duration()
+        delay.FromNanoseconds(int(retry_after_s * 1e9))
+        details.append(error_details_pb2.RetryInfo(retry_delay=delay))
+    return details
+
+
+def violations_of(error: BaseException) -> Sequence[FieldViolation]:
+    """The fields to mend, where there are any."""
+    match error:
+        case InvalidRequest():
+            return error.violations
+        case metering_errors.InvalidValue():
+            return (FieldViolation(error.field, error.remedy),)
+        case PromptTooLong():
+            return (FieldViolation("prompt", str(error)),)
+        case engine_errors.ChatTemplateFailed():
+            return (FieldViolation("conversation.messages", str(error)),)
+        case _:
+            return ()

@@ -1,0 +1,90 @@
+"""The server frames of one request, built from what is known of it. The request id is set where they are pushed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from google.rpc import status_pb2
+from weir.v1 import inference_service_pb2 as pb
+from weir.v1 import types_pb2
+
+from api import wire
+from api.admission import Lease
+from api.outbox import Delivery
+from metering.errors import QuotaState
+from metering.operations import Admitted, Outcome, Settled
+from metering.pricing import TokenPrices
+
+
+def admitted(admission: Admitted, input_token_count: int, predicted_cached_token_count: int) -> pb.ServerFrame:
+    """The request was let in."""
+    return pb.ServerFrame(
+        admitted=pb.AdmittedFrame(
+            input_token_count=input_token_count,
+            predicted_cached_token_count=predicted_cached_token_count,
+            quotas=wire.quota_statuses(admission.quotas),
+            price_version=admission.prices.version,
+        )
+    )
+
+
+def queued(position: int) -> pb.ServerFrame:
+    """The request waits for a place in the batch."""
+    return pb.ServerFrame(progress=pb.ProgressFrame(stage=pb.ProgressFrame.STAGE_QUEUED, queue_position=position))
+
+
+def loading(estimated_wait_s: float) -> pb.ServerFrame:
+    """The request waits for an engine that is being started."""
+    wait = wire.duration(estimated_wait_s) if estimated_wait_s > 0 else None
+    return pb.ServerFrame(progress=pb.ProgressFrame(stage=pb.ProgressFrame.STAGE_ENGINE_LOADING, estimated_wait=wait))
+
+
+def usage(delivery: Delivery, prices: TokenPrices) -> pb.ServerFrame:
+    """Running counts, as the client has them when it reads this frame: what stands before it in the outbox is included."""
+    so_far = delivery.usage
+    delivered = delivery.queued_token_count
+    cost = prices.cost_picos(so_far.input_token_count, so_far.cached_input_token_count, delivered)
+    counts = types_pb2.Usage(
+        input_token_count=so_far.input_token_count,
+        cached_input_token_count=so_far.cached_input_token_count,
+        generated_token_count=so_far.generated_token_count,
+        delivered_token_count=delivered,
+        billed_token_count=delivered,
+    )
+    return pb.ServerFrame(usage=pb.UsageFrame(usage=counts, cost=wire.money(prices.currency_code, cost)))
+
+
+def settled_usage(settled: Settled) -> types_pb2.Usage:
+    """The counts that are billed."""
+    return types_pb2.Usage(
+        input_token_count=settled.input_token_count,
+        cached_input_token_count=settled.cached_input_token_count,
+        generated_token_count=settled.generated_token_count,
+        delivered_token_count=settled.delivered_token_count,
+        billed_token_count=settled.billed_token_count,
+    )
+
+
+def finished(lease: Lease, timings: Mapping[str, float], exhausted: Sequence[QuotaState]) -> pb.ServerFrame:
+    """The end of a request that ran, or was stopped after its admission."""
+    assert lease.outcome is not None, "a request without outcome has failed"
+    outcome = Outcome(lease.outcome)
+    currency_code = lease.admitted.prices.currency_code
+    return pb.ServerFrame(
+        finished=pb.FinishedFrame(
+            reason=wire.FINISH_REASONS[outcome],
+            usage=settled_usage(lease.settled) if lease.settled else types_pb2.Usage(),
+            cost=wire.money(currency_code, lease.settled.cost_picos if lease.settled else 0),
+            timings=types_pb2.Timings(**timings),
+            exhausted_quotas=wire.quota_statuses(exhausted),
+        )
+    )
+
+
+def failed(status: status_pb2.Status, settled: Settled | None, *, duplicate_start: bool = False) -> pb.ServerFrame:
+    """The end of a request that did not run, or broke."""
+    frame = pb.FailedFrame(status=status, duplicate_start=duplicate_start)
+    if settled is not None:
+        frame.usage.CopyFrom(settled_usage(settled))
+        frame.cost.CopyFrom(wire.money(settled.currency_code, settled.cost_picos))
+    return pb.ServerFrame(failed=frame)

@@ -1,0 +1,75 @@
+"""`InferenceService`: generate, count, list, look up."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+
+from weir.v1 import inference_service_pb2 as pb
+from weir.v1 import inference_service_pb2_grpc as pb_grpc
+
+from api import wire
+from api.accounts import find_generation
+from api.auth import Authenticator
+from api.generation import ClientStream
+from api.interceptor import Context
+from api.live import Process
+from api.tokenizing import tokenize
+from metering.db import Sessions
+from metering.prices import list_current_prices
+from metering.quota_admin import quotas_for
+
+SCOPE = "inference"
+
+
+class InferenceServicer(pb_grpc.InferenceServiceServicer):
+    """See `proto/weir/v1/inference_service.proto`."""
+
+    def __init__(self, process: Process, authenticator: Authenticator, sessions: Sessions) -> None:
+        self._process = process
+        self._authenticator = authenticator
+        self._sessions = sessions
+
+    async def Generate(  # type: ignore[override]  # the stubs know only generators, grpc.aio also takes writers
+        self, requests: AsyncIterator[pb.GenerateRequest], context: Context
+    ) -> None:
+        """Runs requests over one stream."""
+        opened_at = time.monotonic()
+        principal = await self._authenticator.principal(context, SCOPE)
+        auth_ms = (time.monotonic() - opened_at) * 1000
+        await ClientStream(self._process, principal, auth_ms).serve(requests, context)
+
+    async def CountTokens(self, request: pb.CountTokensRequest, context: Context) -> pb.CountTokensResponse:
+        """Counts a prompt's tokens."""
+        await self._authenticator.principal(context, SCOPE)
+        prompt = wire.parse_count_tokens(request)
+        engine = self._process.router.choose(request.model)
+        token_ids = await tokenize(self._process.tokenizers[request.model], prompt)
+        return pb.CountTokensResponse(input_token_count=len(token_ids), context_window_tokens=engine.model.context_window_tokens)
+
+    async def ListModels(self, request: pb.ListModelsRequest, context: Context) -> pb.ListModelsResponse:
+        """Lists models with their prices in the currency of the caller."""
+        principal = await self._authenticator.principal(context, SCOPE)
+        async with self._sessions() as session:
+            prices = await list_current_prices(session, currency_code=principal.currency_code)
+        by_model = {price.model: wire.price_message(price.prices, price.effective_at) for price in prices}
+        models = self._process.router.models()
+        return pb.ListModelsResponse(models=[wire.model_message(model, by_model.get(model.name)) for model in models])
+
+    async def GetQuota(self, request: pb.GetQuotaRequest, context: Context) -> pb.GetQuotaResponse:
+        """Tells the caller's quotas."""
+        principal = await self._authenticator.principal(context, SCOPE)
+        if request.model:
+            self._process.router.choose(request.model)
+        subject_ids = (principal.organization_id, principal.project_id, principal.api_key_id)
+        async with self._sessions() as session:
+            states = await quotas_for(session, subject_ids=subject_ids, model=request.model or None)
+        return pb.GetQuotaResponse(quotas=wire.quota_statuses(states))
+
+    async def GetGeneration(self, request: pb.GetGenerationRequest, context: Context) -> pb.GetGenerationResponse:
+        """Looks up one request."""
+        principal = await self._authenticator.principal(context, SCOPE)
+        request_id = wire.parse_request_id(request.request_id)
+        async with self._sessions() as session:
+            generation = await find_generation(session, principal.project_id, request_id)
+        return pb.GetGenerationResponse(generation=generation)

@@ -1,0 +1,66 @@
+"""Turns every error that leaves a handler into its status, so that none escapes as UNKNOWN with its class and text."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import grpc
+from google.rpc import status_pb2
+
+from api.errors import STATUS_DETAILS_KEY, status_of
+
+CODES = {code.value[0]: code for code in grpc.StatusCode}
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[Any]]
+
+
+async def abort(context: Context, status: status_pb2.Status) -> None:
+    """End the call with a status and its details."""
+    await context.abort(CODES[status.code], status.message, ((STATUS_DETAILS_KEY, status.SerializeToString()),))
+
+
+class ErrorInterceptor(grpc.aio.ServerInterceptor):
+    """Wraps unary calls and bidirectional streams; passes on the abort itself and cancellation."""
+
+    async def intercept_service(self, continuation: Continuation, details: grpc.HandlerCallDetails) -> Any:
+        """See `grpc.aio.ServerInterceptor`."""
+        handler = await continuation(details)
+        if handler is None:
+            return None
+        if handler.unary_unary is not None:
+            return grpc.unary_unary_rpc_method_handler(
+                guarded(handler.unary_unary), handler.request_deserializer, handler.response_serializer
+            )
+        if handler.stream_stream is not None:
+            return grpc.stream_stream_rpc_method_handler(
+                guarded(handler.stream_stream), handler.request_deserializer, handler.response_serializer
+            )
+        return handler
+
+
+def guarded(handle: Callable[..., Any]) -> Callable[[Any, Any], Awaitable[Any]]:
+    """A handler whose errors become statuses."""
+
+    async def guard(request: Any, context: Context) -> Any:
+        try:
+            return await handle(request, context)
+        except (grpc.aio.AbortError, asyncio.CancelledError):
+            raise
+        except BaseExceptionGroup as group:
+            await abort(context, status_of(first_error(group)))
+        except Exception as error:
+            await abort(context, status_of(error))
+
+    return guard
+
+
+def first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The first plain error inside nested groups: a task group wraps even a single one."""
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

@@ -1,0 +1,321 @@
+"""The life of one request, from its start frame to its settlement, as one task of the process.
+
+A request does not belong to the stream it came on: the stream going away stops it, and it then ends and is settled by itself, with
+nobody's cancellation able to cut that short.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import uuid
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum, auto
+
+import structlog
+from weir.v1 import inference_service_pb2 as pb
+
+from api import frames
+from api.admission import Admission, AdmissionRequest, Lease
+from api.errors import CancelledEarly, DeadlineBeforeStart, FieldViolation, InvalidRequest, PromptTooLong, status_of
+from api.outbox import Delivery, Outbox, UsageSoFar
+from api.stopwatch import Stopwatch
+from api.tokenizing import tokenize
+from api.wire import OUTCOMES, ValidStart
+from inference.engine import (
+    Engine,
+    EngineState,
+    GenerationRequest,
+    Scheduled,
+    SequenceFinished,
+    SequenceId,
+    SequenceStream,
+    StopCriteria,
+    TokensGenerated,
+)
+from inference.errors import EngineFailed, EngineStartFailed
+from inference.router import Router
+from inference.tokenizer import Tokenizer
+from metering.errors import QuotaExceeded, QuotaState, RequestSettled
+from metering.operations import Outcome, Payer
+
+log = structlog.get_logger(__name__)
+
+UNDELIVERED_OUTCOMES = frozenset({Outcome.CANCELLED, Outcome.DEADLINE, Outcome.SLOW_CONSUMER})
+
+
+class Phase(Enum):
+    """Where a request stands; only the first three can be interrupted, the rest ends by itself."""
+
+    PREPARING = auto()
+    LOADING = auto()
+    QUEUED = auto()
+    STREAMING = auto()
+    ENDING = auto()
+
+
+class Stopped(Exception):
+    """The request was stopped before it reached the engine."""
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who asks, over what, and since when. received_at on the monotonic clock."""
+
+    payer: Payer
+    outbox: Outbox
+    auth_ms: float
+    received_at: float
+
+
+class LiveRequest:
+    """One request."""
+
+    def __init__(self, caller: Caller, start: ValidStart, process: Process, on_end: Callable[[LiveRequest], None]) -> None:
+        self.caller = caller
+        self.start = start
+        self.phase = Phase.PREPARING
+        self.delivery = Delivery(str(start.request_id), UsageSoFar())
+        self._process = process
+        self._on_end = on_end
+        self._outbox = caller.outbox
+        self._watch = Stopwatch(caller.received_at, caller.auth_ms)
+        self._task: asyncio.Task[None] | None = None
+        self._sequence: SequenceStream | None = None
+        self._stop_outcome: Outcome | None = None
+        self._stop_error: Exception | None = None
+        self._exhausted: tuple[QuotaState, ...] = ()
+        self._seq = 0
+
+    def run_in(self, tasks: asyncio.TaskGroup) -> None:
+        """Begin."""
+        self._task = tasks.create_task(self._run(), name=f"request {self.start.request_id}")
+
+    def stop(self, outcome: Outcome, error: Exception | None = None) -> None:
+        """End the request as soon as possible, for this reason; the first reason given stands. Never blocks.
+
+        error: for `FAILED`, what to tell the client. What was delivered is settled all the same.
+        """
+        if self._stop_outcome is not None or self.phase is Phase.ENDING:
+            return
+        self._stop_outcome, self._stop_error = outcome, error
+        if outcome in UNDELIVERED_OUTCOMES:
+            self._outbox.discard(self.delivery)
+        if self._sequence is not None:
+            self._sequence.cancel()
+        elif self._task is not None and self.phase in (Phase.PREPARING, Phase.LOADING):
+            self._task.cancel()
+
+    async def _run(self) -> None:
+        lease: Lease | None = None
+        try:
+            with structlog.contextvars.bound_contextvars(request_id=str(self.start.request_id)):
+                async with contextlib.AsyncExitStack() as stack:
+                    with self._interruptible():
+                        engine, request = await self._prepare()
+                        admission = self._process.admission.admit(self._admission_request(request), self.delivery.usage)
+                        lease = await stack.enter_async_context(admission)
+                        self._watch.lap("admission")
+                    await self._generate(engine, request, lease)
+                self._watch.lap("settle")
+                self._push(frames.finished(lease, self._watch.timings(), self._exhausted))
+        except RequestSettled as error:
+            self._push(frames.failed(status_of(error), error.settled))
+        except Exception as error:
+            self._push(frames.failed(status_of(error), lease.settled if lease else None))
+        finally:
+            self._process.ended(self)
+            self._on_end(self)
+
+    async def _prepare(self) -> tuple[Engine, GenerationRequest]:
+        """Everything that can be known without holding anything: model, tokens, context window."""
+        engine = self._process.router.choose(self.start.model)
+        prompt_token_ids = await tokenize(self._process.tokenizers[self.start.model], self.start.prompt)
+        window = engine.model.context_window_tokens
+        wanted = self.start.max_output_tokens
+        if len(prompt_token_ids) + (wanted or 1) > window:
+            raise PromptTooLong(len(prompt_token_ids), wanted, window)
+        if (size := engine.model.vocabulary_size) <= max(prompt_token_ids, default=0) or min(prompt_token_ids, default=0) < 0:
+            raise InvalidRequest([FieldViolation("token_ids.ids", f"must each be from 0 to {size - 1}")])
+        self._watch.lap("tokenize")
+        return engine, GenerationRequest(
+            sequence_id=SequenceId(str(uuid.uuid4())),
+            prompt_token_ids=prompt_token_ids,
+            sampling=self.start.sampling.over(engine.model.default_sampling),
+            stop=StopCriteria(
+                max_output_tokens=wanted or window - len(prompt_token_ids),
+                stop_sequences=self.start.stop_sequences,
+                ignore_eos=self.start.ignore_eos,
+            ),
+            cache_salt=str(self.caller.payer.organization_id),
+        )
+
+    def _admission_request(self, request: GenerationRequest) -> AdmissionRequest:
+        return AdmissionRequest(
+            payer=self.caller.payer,
+            request_id=self.start.request_id,
+            payload_hash=self.start.payload_hash,
+            model=self.start.model,
+            input_token_count=len(request.prompt_token_ids),
+            max_output_token_count=request.stop.max_output_tokens,
+            labels=self.start.labels,
+        )
+
+    async def _generate(self, engine: Engine, request: GenerationRequest, lease: Lease) -> None:
+        """Run the request under its hold, and leave `lease` with how it ended. Raises what breaks it."""
+        self.delivery.hold_id = lease.admitted.hold_id
+        predicted = engine.predict_cached_token_count(request.prompt_token_ids, request.cache_salt)
+        self._push(frames.admitted(lease.admitted, len(request.prompt_token_ids), predicted))
+        try:
+            with self._interruptible():
+                await self._wait_until_ready(engine)
+            self.phase = Phase.QUEUED
+            self._watch.lap("cold_start")
+            async with engine.generate(request) as sequence:
+                self._sequence = sequence
+                outcome = await self._stream(sequence, request, lease)
+        except Stopped:
+            assert self._stop_outcome is not None
+            lease.outcome = self._stop_outcome
+            return
+        finally:
+            self._sequence = None
+        if self._stop_error is not None:
+            raise self._stop_error
+        await self._flush()
+        self.phase = Phase.ENDING
+        lease.outcome = self._stop_outcome or outcome
+        self._watch.lap("client_stall")
+        lease.timings = self._watch.timings()
+
+    async def _wait_until_ready(self, engine: Engine) -> None:
+        if engine.healthy():
+            return
+        self.phase = Phase.LOADING
+        try:
+            async with asyncio.timeout(self._process.admission.settings.cold_start_wait_s):
+                await engine.start()
+        except TimeoutError:
+            raise EngineStartFailed(f"the engine of model {self.start.model!r} is still not ready") from None
+
+    async def _stream(self, sequence: SequenceStream, request: GenerationRequest, lease: Lease) -> Outcome:
+        """Hand on what the engine generates; the outcome as the engine saw it."""
+        usage = self.delivery.usage
+        async for event in sequence:
+            match event:
+                case Scheduled():
+                    self.phase = Phase.STREAMING
+                    usage.input_token_count = len(request.prompt_token_ids)
+                    usage.cached_input_token_count = event.cached_token_count
+                case TokensGenerated():
+                    self._watch.first_token()
+                    usage.generated_token_count += len(event.token_ids)
+                    await self._hand_on(event, lease)
+                case SequenceFinished():
+                    self._watch.engine_finished(event.timings)
+                    usage.generated_token_count = event.generated_token_count
+                    if event.text and self._stop_outcome is None:
+                        self._push_delta(event.text, ())
+                    return OUTCOMES[event.reason]
+        raise EngineFailed("the engine's events ended without a last one")
+
+    async def _hand_on(self, event: TokensGenerated, lease: Lease) -> None:
+        """Give one step's tokens to the outbox, if the lease covers them and nobody has stopped the request."""
+        if self._stop_outcome is not None:
+            return
+        try:
+            await lease.cover(self.delivery.queued_token_count + len(event.token_ids))
+        except QuotaExceeded as refusal:
+            self._exhausted = refusal.failing
+            self.stop(Outcome.QUOTA_EXHAUSTED)
+        if self._stop_outcome is not None:
+            return
+        before = self.delivery.queued_token_count
+        self._push_delta(event.text, event.token_ids)
+        interval = self.start.usage_interval_tokens
+        if interval and before // interval != self.delivery.queued_token_count // interval:
+            self._push(frames.usage(self.delivery, lease.admitted.prices))
+        if self.delivery.unsent_token_count > self._process.admission.settings.outbox_tokens_per_request_max:
+            self.stop(Outcome.SLOW_CONSUMER)
+
+    async def _flush(self) -> None:
+        """Wait until the client has taken everything; one that reads nothing for too long is given up."""
+        try:
+            async with asyncio.timeout(self._process.admission.settings.client_stall_max_s):
+                await self._outbox.flushed(self.delivery)
+        except TimeoutError:
+            self.stop(Outcome.SLOW_CONSUMER)
+
+    @contextlib.contextmanager
+    def _interruptible(self) -> Iterator[None]:
+        """Turn the cancellation that `stop` caused into an error of the request; any other one is the process ending."""
+        try:
+            yield
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if self._stop_outcome is None or task is None:
+                raise
+            task.uncancel()
+            if self._stop_error is not None:
+                raise self._stop_error from None
+            if self.delivery.hold_id is not None:
+                raise Stopped from None
+            if self._stop_outcome is Outcome.DEADLINE:
+                raise DeadlineBeforeStart("the deadline passed before the request was admitted") from None
+            raise CancelledEarly("the request was cancelled before it was admitted") from None
+
+    def tell_progress(self, queue_position: int) -> None:
+        """Send a progress frame if the request waits for something that takes long."""
+        engine = self._process.router.choose(self.start.model)
+        if self.phase is Phase.LOADING:
+            condition = engine.condition()
+            if condition.state is not EngineState.READY:
+                self._push(frames.loading(condition.retry_after_s))
+        elif self.phase is Phase.QUEUED:
+            self._push(frames.queued(queue_position))
+
+    def _push_delta(self, text: str, token_ids: tuple[int, ...]) -> None:
+        self._seq += 1
+        self._push(pb.ServerFrame(delta=pb.DeltaFrame(seq=self._seq, text=text, token_ids=token_ids)), len(token_ids))
+
+    def _push(self, frame: pb.ServerFrame, token_count: int = 0) -> None:
+        frame.request_id = self.delivery.request_id
+        self._outbox.push(self.delivery, frame, token_count)
+
+
+class Process:
+    """What all requests of this process share, and the set of those that run."""
+
+    def __init__(self, admission: Admission, router: Router, tokenizers: Mapping[str, Tokenizer]) -> None:
+        self.admission = admission
+        self.router = router
+        self.tokenizers = tokenizers
+        self._live: dict[LiveRequest, None] = {}  # in order of arrival
+
+    def begin(self, caller: Caller, start: ValidStart, on_end: Callable[[LiveRequest], None]) -> LiveRequest:
+        """Run a request. Its end comes through the caller's outbox; `on_end` is called after that was pushed."""
+        request = LiveRequest(caller, start, self, on_end)
+        self._live[request] = None
+        request.run_in(self.admission.tasks)
+        return request
+
+    def ended(self, request: LiveRequest) -> None:
+        """Forget a request that has ended."""
+        self._live.pop(request, None)
+
+    def fail_all(self, error: Exception) -> None:
+        """Stop everything that runs; what was delivered is settled, and the clients are told why."""
+        for request in list(self._live):
+            request.stop(Outcome.FAILED, error)
+
+    async def tell_progress_regularly(self) -> None:
+        """Send progress frames to whoever waits, until cancelled."""
+        while True:
+            await asyncio.sleep(self.admission.settings.progress_interval_s)
+            position: Counter[str] = Counter()
+            for request in list(self._live):
+                request.tell_progress(position[request.start.model])
+                if request.phase in (Phase.LOADING, Phase.QUEUED):
+                    position[request.start.model] += 1

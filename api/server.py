@@ -1,0 +1,93 @@
+"""Builds the gRPC server: services, limits, health and reflection. Starts nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1._async import HealthServicer
+from grpc_reflection.v1alpha import reflection
+from weir.v1 import (
+    admin_service_pb2,
+    admin_service_pb2_grpc,
+    billing_service_pb2,
+    billing_service_pb2_grpc,
+    inference_service_pb2,
+    inference_service_pb2_grpc,
+)
+
+from api.admin_service import AdminServicer
+from api.billing_service import BillingServicer
+from api.inference_service import InferenceServicer
+from api.interceptor import ErrorInterceptor
+from api.settings import Settings
+
+SERVICES = tuple(
+    module.DESCRIPTOR.services_by_name[name].full_name
+    for module, name in (
+        (inference_service_pb2, "InferenceService"),
+        (admin_service_pb2, "AdminService"),
+        (billing_service_pb2, "BillingService"),
+    )
+)
+KEEPALIVE_MS = 30_000  # finds a client that vanished without a word; most load balancers close idle connections after a minute
+KEEPALIVE_TIMEOUT_MS = 10_000
+CLIENT_PING_INTERVAL_MS_MIN = 10_000  # clients may ping this often, also without a call: proxies between us want it
+
+
+@dataclass(frozen=True, slots=True)
+class Servicers:
+    """The three services."""
+
+    inference: InferenceServicer
+    admin: AdminServicer
+    billing: BillingServicer
+
+
+class Health:
+    """What health checks are told, for the whole server (the empty name) and each service."""
+
+    def __init__(self) -> None:
+        self.servicer = HealthServicer()
+        self._serving: bool | None = None
+
+    async def set_serving(self, serving: bool) -> None:
+        """Tell all watchers if it changed."""
+        if serving is self._serving:
+            return
+        self._serving = serving
+        status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
+        for name in ("", *SERVICES):
+            await self.servicer.set(name, status)
+
+
+def build_server(settings: Settings, servicers: Servicers, health: Health) -> tuple[grpc.aio.Server, int]:
+    """The server and the port that it is bound to, which is chosen if the setting says 0.
+
+    Raises: OSError if the address cannot be bound.
+    """
+    server = grpc.aio.server(
+        interceptors=(ErrorInterceptor(),),
+        options=(
+            ("grpc.max_receive_message_length", settings.message_bytes_max),
+            ("grpc.max_concurrent_streams", settings.streams_per_connection_max),
+            ("grpc.keepalive_time_ms", KEEPALIVE_MS),
+            ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
+            ("grpc.http2.min_recv_ping_interval_without_data_ms", CLIENT_PING_INTERVAL_MS_MIN),
+            ("grpc.keepalive_permit_without_calls", 1),
+            ("grpc.so_reuseport", 0),  # a second server on the same port is a mistake until it is asked for
+        ),
+    )
+    inference_service_pb2_grpc.add_InferenceServiceServicer_to_server(servicers.inference, server)
+    admin_service_pb2_grpc.add_AdminServiceServicer_to_server(servicers.admin, server)
+    billing_service_pb2_grpc.add_BillingServiceServicer_to_server(servicers.billing, server)
+    health_pb2_grpc.add_HealthServicer_to_server(health.servicer, server)
+    reflection.enable_server_reflection(
+        (*SERVICES, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME), server
+    )
+    try:
+        port = server.add_insecure_port(settings.listen_address)
+    except RuntimeError as error:
+        raise OSError(f"cannot listen on {settings.listen_address}: {error}") from error
+    return server, port

@@ -1,0 +1,124 @@
+"""Settings of one api process, read from the environment once.
+
+Every bound that protects the service stands here with its reason. Invalid values are refused at start, by name.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, TypeVar
+
+Value = TypeVar("Value")
+
+DEMO_MODEL_NAME = "demo"
+
+
+class SettingInvalid(ValueError):
+    """An environment variable holds something that cannot be used; the message names it and says what would do."""
+
+
+def setting(variable: str, default: Value, parse: Callable[[str], Value]) -> Any:
+    """A field that `from_environment` fills from the variable."""
+    return field(default=default, metadata={"variable": variable, "parse": parse})
+
+
+def whole(least: int, most: int) -> Callable[[str], int]:
+    """Parser of a whole number between two bounds."""
+
+    def parse(text: str) -> int:
+        value = int(text)
+        if not least <= value <= most:
+            raise ValueError(f"must be between {least} and {most}")
+        return value
+
+    return parse
+
+
+def seconds(most: float) -> Callable[[str], float]:
+    """Parser of a duration in seconds."""
+
+    def parse(text: str) -> float:
+        value = float(text)
+        if not 0 < value <= most:
+            raise ValueError(f"must be more than 0 and at most {most}")
+        return value
+
+    return parse
+
+
+def paths_by_name(text: str) -> dict[str, Path]:
+    """Parser of `name=directory` pairs, separated by commas."""
+    models = {}
+    for pair in filter(None, text.split(",")):
+        name, _, directory = pair.partition("=")
+        if not name or not directory:
+            raise ValueError("must be name=directory pairs separated by commas")
+        models[name] = Path(directory)
+    return models
+
+
+def bundled_models() -> dict[str, Path]:
+    """The demo model that comes with Weir."""
+    return {DEMO_MODEL_NAME: Path(str(files("inference") / "demo_model" / "weights"))}
+
+
+def default_home() -> Path:
+    """Where state of this machine lives unless said otherwise."""
+    return Path.home() / ".weir"
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Everything that an api process can be told. Durations in seconds, sizes in bytes."""
+
+    database_url: str = setting("WEIR_DATABASE_URL", "", str)
+    home: Path = field(default_factory=default_home, metadata={"variable": "WEIR_HOME", "parse": Path})
+    listen_address: str = setting("WEIR_LISTEN", "127.0.0.1:8443", str)
+    models: Mapping[str, Path] = field(default_factory=bundled_models, metadata={"variable": "WEIR_MODELS", "parse": paths_by_name})
+    engine_thread_count: int = setting("WEIR_ENGINE_THREADS", 0, whole(0, 1024))  # 0: as many as there are cores
+    kv_cache_bytes: int = setting("WEIR_KV_CACHE_BYTES", 2**30, whole(2**20, 2**44))  # reserved, used as far as needed
+
+    # The first slice covers most answers without a second write; extensions come in the same size.
+    lease_slice_tokens: int = setting("WEIR_LEASE_SLICE_TOKENS", 128, whole(1, 65_536))
+    # Below this an answer would end before it says anything: better refused than started.
+    lease_least_tokens: int = setting("WEIR_LEASE_LEAST_TOKENS", 16, whole(1, 65_536))
+    # Asked for when so few leased tokens are left: covers the commit at decode speeds up to thousands of tokens/s.
+    lease_margin_tokens: int = setting("WEIR_LEASE_MARGIN_TOKENS", 32, whole(0, 65_536))
+    hold_expiry_s: float = setting("WEIR_HOLD_EXPIRY_S", 60.0, seconds(3600))
+
+    # 4 MiB hold a prompt of some hundred thousand tokens in any encoding; beyond it parsing alone would stall the others.
+    message_bytes_max: int = setting("WEIR_MESSAGE_BYTES_MAX", 4 * 2**20, whole(1024, 2**30))
+    streams_per_connection_max: int = setting("WEIR_STREAMS_PER_CONNECTION_MAX", 100, whole(1, 100_000))
+    requests_per_stream_max: int = setting("WEIR_REQUESTS_PER_STREAM_MAX", 1000, whole(1, 1_000_000))
+    requests_per_process_max: int = setting("WEIR_REQUESTS_PER_PROCESS_MAX", 2000, whole(1, 1_000_000))
+    # What a client may leave unread per request before it is taken for stalled: far beyond what a network delays.
+    outbox_tokens_per_request_max: int = setting("WEIR_OUTBOX_TOKENS_PER_REQUEST_MAX", 4096, whole(1, 1_000_000))
+    # A client that reads nothing for so long has gone, whatever its connection says.
+    client_stall_max_s: float = setting("WEIR_CLIENT_STALL_MAX_S", 60.0, seconds(3600))
+    progress_interval_s: float = setting("WEIR_PROGRESS_INTERVAL_S", 0.5, seconds(60))
+    cold_start_wait_s: float = setting("WEIR_COLD_START_WAIT_S", 120.0, seconds(3600))
+    drain_s: float = setting("WEIR_DRAIN_S", 30.0, seconds(3600))
+    recovery_interval_s: float = setting("WEIR_RECOVERY_INTERVAL_S", 5.0, seconds(3600))
+
+    @property
+    def journal_directory(self) -> Path:
+        """Where usage journals of this machine's processes live."""
+        return self.home / "journal"
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Settings:
+        """Read and check. Raises: SettingInvalid naming the variable."""
+        values: dict[str, Any] = {}
+        for spec in fields(cls):
+            variable, parse = spec.metadata["variable"], spec.metadata["parse"]
+            text = environment.get(variable, "")
+            if text:
+                try:
+                    values[spec.name] = parse(text)
+                except ValueError as error:
+                    raise SettingInvalid(f"{variable}={text!r}: {error}") from error
+        return cls(**values)

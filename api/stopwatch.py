@@ -1,0 +1,53 @@
+"""Where the time of one request goes: consecutive stages on one monotonic clock, in ms."""
+
+from __future__ import annotations
+
+import time
+
+from inference.engine import EngineTimings
+
+STAGES = ("auth", "tokenize", "admission", "queue", "cold_start", "prefill", "decode", "client_stall", "settle")
+
+
+class Stopwatch:
+    """Laps of one request. The stages follow each other, so that together they are the total."""
+
+    def __init__(self, received_at: float, auth_ms: float) -> None:
+        self._received_at = received_at
+        self._last = received_at + auth_ms / 1000
+        self._first_token_at: float | None = None
+        self._stages_ms: dict[str, float] = {"auth": auth_ms}
+
+    def lap(self, stage: str) -> None:
+        """A stage ends now; it began when the one before it ended."""
+        now = time.monotonic()
+        self._stages_ms[stage] = (now - self._last) * 1000
+        self._last = now
+
+    def first_token(self) -> None:
+        """A token arrived from the engine; only the first one counts."""
+        if self._first_token_at is None:
+            self._first_token_at = time.monotonic()
+
+    def engine_finished(self, timings: EngineTimings) -> None:
+        """The engine is done: split the time since submission into queue, prefill and decode.
+
+        The engine knows how long the request waited for its place; the rest is measured here, so that the way to the engine and
+        back is counted too.
+        """
+        now = time.monotonic()
+        first_token_at = now if self._first_token_at is None else self._first_token_at
+        until_first_ms = (first_token_at - self._last) * 1000
+        queue_ms = min(timings.queue_ms, until_first_ms)
+        self._stages_ms["queue"] = queue_ms
+        self._stages_ms["prefill"] = until_first_ms - queue_ms
+        self._stages_ms["decode"] = (now - first_token_at) * 1000
+        self._last = now
+
+    def timings(self) -> dict[str, float]:
+        """All stages so far as `<stage>_ms`, with `ttft_ms` and `total_ms`; names as in `weir.v1.Timings`."""
+        result = {f"{stage}_ms": round(self._stages_ms.get(stage, 0.0), 3) for stage in STAGES}
+        if self._first_token_at is not None:
+            result["ttft_ms"] = round((self._first_token_at - self._received_at) * 1000, 3)
+        result["total_ms"] = round((time.monotonic() - self._received_at) * 1000, 3)
+        return result

@@ -1,0 +1,304 @@
+"""The only mapping between proto messages and domain values, both ways.
+
+Parsing happens once, at the door, into values that cannot be wrong; every violation of a message is reported at once, by field.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import uuid
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.timestamp_pb2 import Timestamp
+from weir.v1 import inference_service_pb2 as pb
+from weir.v1 import types_pb2
+
+from api.errors import FieldViolation, InvalidRequest
+from inference.engine import EngineFinishReason, ModelInfo, SamplingParams
+from inference.tokenizer import ChatMessage
+from metering.errors import QuotaState
+from metering.models import QuotaDimension, QuotaSubject
+from metering.operations import Outcome
+from metering.pricing import TokenPrices
+
+PICOS_PER_UNIT = 10**12
+TEMPERATURE_MAX = 2.0
+STOP_SEQUENCE_COUNT_MAX = 16  # each is matched against every token's text
+STOP_SEQUENCE_CHARS_MAX = 256
+LABEL_COUNT_MAX = 16
+LABEL_KEY_CHARS_MAX = 64
+LABEL_VALUE_CHARS_MAX = 256
+INT64_MAX = 2**63 - 1
+
+Prompt = tuple[ChatMessage, ...] | str | tuple[int, ...]
+
+ROLES: Mapping[int, str] = {pb.ROLE_SYSTEM: "system", pb.ROLE_USER: "user", pb.ROLE_ASSISTANT: "assistant"}
+SUBJECTS: Mapping[QuotaSubject, types_pb2.QuotaSubject.ValueType] = {
+    QuotaSubject.ORGANIZATION: types_pb2.QUOTA_SUBJECT_ORGANIZATION,
+    QuotaSubject.PROJECT: types_pb2.QUOTA_SUBJECT_PROJECT,
+    QuotaSubject.API_KEY: types_pb2.QUOTA_SUBJECT_API_KEY,
+}
+DIMENSIONS: Mapping[QuotaDimension, types_pb2.QuotaDimension.ValueType] = {
+    QuotaDimension.CONCURRENT_REQUESTS: types_pb2.QUOTA_DIMENSION_CONCURRENT_REQUESTS,
+    QuotaDimension.REQUESTS_PER_MINUTE: types_pb2.QUOTA_DIMENSION_REQUESTS_PER_MINUTE,
+    QuotaDimension.TOKENS_PER_MINUTE: types_pb2.QUOTA_DIMENSION_TOKENS_PER_MINUTE,
+    QuotaDimension.TOKENS_PER_DAY: types_pb2.QUOTA_DIMENSION_TOKENS_PER_DAY,
+    QuotaDimension.TOKENS_PER_MONTH: types_pb2.QUOTA_DIMENSION_TOKENS_PER_MONTH,
+    QuotaDimension.COST_PICOS_PER_MONTH: types_pb2.QUOTA_DIMENSION_COST_PICOS_PER_MONTH,
+}
+FINISH_REASONS: Mapping[Outcome, types_pb2.FinishReason.ValueType] = {
+    Outcome.STOP: types_pb2.FINISH_REASON_STOP,
+    Outcome.STOP_SEQUENCE: types_pb2.FINISH_REASON_STOP_SEQUENCE,
+    Outcome.LENGTH: types_pb2.FINISH_REASON_LENGTH,
+    Outcome.CANCELLED: types_pb2.FINISH_REASON_CANCELLED,
+    Outcome.DEADLINE: types_pb2.FINISH_REASON_DEADLINE,
+    Outcome.QUOTA_EXHAUSTED: types_pb2.FINISH_REASON_QUOTA_EXHAUSTED,
+    Outcome.COST_LIMIT: types_pb2.FINISH_REASON_COST_LIMIT,
+    Outcome.SLOW_CONSUMER: types_pb2.FINISH_REASON_SLOW_CONSUMER,
+    Outcome.FILTERED: types_pb2.FINISH_REASON_FILTERED,
+}
+OUTCOMES: Mapping[EngineFinishReason, Outcome] = {
+    EngineFinishReason.STOP: Outcome.STOP,
+    EngineFinishReason.STOP_SEQUENCE: Outcome.STOP_SEQUENCE,
+    EngineFinishReason.LENGTH: Outcome.LENGTH,
+    EngineFinishReason.CANCELLED: Outcome.CANCELLED,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingOverrides:
+    """What a request says of sampling; None leaves it to the model's defaults."""
+
+    temperature: float | None
+    top_p: float | None
+    top_k: int | None
+    seed: int | None
+
+    def over(self, defaults: SamplingParams) -> SamplingParams:
+        """The parameters to run with."""
+        return SamplingParams(
+            temperature=defaults.temperature if self.temperature is None else self.temperature,
+            top_p=defaults.top_p if self.top_p is None else self.top_p,
+            top_k=defaults.top_k if self.top_k is None else self.top_k,
+            seed=self.seed,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ValidStart:
+    """A start frame that is right in itself; whether model, context window and quotas allow it is decided later."""
+
+    request_id: uuid.UUID
+    payload_hash: bytes
+    model: str
+    prompt: Prompt
+    sampling: SamplingOverrides
+    stop_sequences: tuple[str, ...]
+    max_output_tokens: int | None
+    ignore_eos: bool
+    usage_interval_tokens: int | None
+    labels: dict[str, str]
+
+
+class Violations:
+    """Collects what is wrong with a message."""
+
+    def __init__(self) -> None:
+        self._found: list[FieldViolation] = []
+
+    def check(self, right: bool, field: str, description: str) -> None:
+        """Note a violation unless `right`."""
+        if not right:
+            self._found.append(FieldViolation(field, description))
+
+    def raise_if_any(self) -> None:
+        """Raises: InvalidRequest with all of them."""
+        if self._found:
+            raise InvalidRequest(self._found)
+
+
+def parse_request_id(text: str) -> uuid.UUID:
+    """Raises: InvalidRequest."""
+    try:
+        return uuid.UUID(text)
+    except ValueError:
+        raise InvalidRequest([FieldViolation("request_id", f"must be a UUID, not {text[:64]!r}")]) from None
+
+
+def parse_start(request_id: str, start: pb.StartFrame) -> ValidStart:
+    """Check everything that the frame alone can tell. Raises: InvalidRequest with every violation."""
+    parsed_id = parse_request_id(request_id)
+    wrong = Violations()
+    wrong.check(bool(start.model), "model", "must name a model; ListModels tells which there are")
+    check_prompt(start, wrong)
+    sampling = start.sampling
+    has = sampling.HasField
+    wrong.check(
+        not has("temperature") or 0 <= sampling.temperature <= TEMPERATURE_MAX,
+        "sampling.temperature",
+        f"must be between 0 and {TEMPERATURE_MAX:g}, not {sampling.temperature:g}",
+    )
+    wrong.check(
+        not has("top_p") or 0 < sampling.top_p <= 1, "sampling.top_p", f"must be more than 0 and at most 1, not {sampling.top_p:g}"
+    )
+    wrong.check(not has("top_k") or sampling.top_k >= 0, "sampling.top_k", f"must be 0 or more, not {sampling.top_k}")
+    check_limits(start, wrong)
+    wrong.raise_if_any()
+    return ValidStart(
+        request_id=parsed_id,
+        payload_hash=hashlib.sha256(start.SerializeToString(deterministic=True)).digest(),
+        model=start.model,
+        prompt=parse_prompt(start),
+        sampling=SamplingOverrides(
+            temperature=sampling.temperature if has("temperature") else None,
+            top_p=sampling.top_p if has("top_p") else None,
+            top_k=sampling.top_k if has("top_k") else None,
+            seed=sampling.seed if has("seed") else None,
+        ),
+        stop_sequences=tuple(start.stop_sequences),
+        max_output_tokens=start.max_output_tokens if start.HasField("max_output_tokens") else None,
+        ignore_eos=start.ignore_eos,
+        usage_interval_tokens=start.usage_interval_tokens if start.HasField("usage_interval_tokens") else None,
+        labels=dict(start.labels),
+    )
+
+
+def check_prompt(message: pb.StartFrame | pb.CountTokensRequest, wrong: Violations) -> None:
+    """A prompt must be there and not be empty."""
+    match message.WhichOneof("prompt"):
+        case None:
+            wrong.check(False, "prompt", "one of conversation, text and token_ids must be set")
+        case "conversation":
+            messages = message.conversation.messages
+            wrong.check(bool(messages), "conversation.messages", "must hold at least one message")
+            for index, turn in enumerate(messages):
+                field = f"conversation.messages[{index}].role"
+                wrong.check(turn.role in ROLES, field, "must be ROLE_SYSTEM, ROLE_USER or ROLE_ASSISTANT")
+        case "text":
+            wrong.check(bool(message.text), "text", "must not be empty")
+        case "token_ids" if isinstance(message, pb.StartFrame):
+            wrong.check(bool(message.token_ids.ids), "token_ids.ids", "must hold at least one token id")
+        case _:
+            pass
+
+
+def check_limits(start: pb.StartFrame, wrong: Violations) -> None:
+    """Everything of a start frame that is a number with bounds or a bounded list."""
+    if start.HasField("max_output_tokens"):
+        wrong.check(
+            start.max_output_tokens >= 1,
+            "max_output_tokens",
+            f"must be at least 1, not {start.max_output_tokens}; leave it unset for no limit of your own",
+        )
+    if start.HasField("usage_interval_tokens"):
+        interval = start.usage_interval_tokens
+        wrong.check(interval >= 1, "usage_interval_tokens", f"must be at least 1, not {interval}")
+    stops = start.stop_sequences
+    wrong.check(
+        len(stops) <= STOP_SEQUENCE_COUNT_MAX, "stop_sequences", f"at most {STOP_SEQUENCE_COUNT_MAX} are allowed, not {len(stops)}"
+    )
+    for index, stop in enumerate(stops):
+        right = 1 <= len(stop) <= STOP_SEQUENCE_CHARS_MAX
+        wrong.check(right, f"stop_sequences[{index}]", f"must have 1 to {STOP_SEQUENCE_CHARS_MAX} characters, not {len(stop)}")
+    wrong.check(len(start.labels) <= LABEL_COUNT_MAX, "labels", f"at most {LABEL_COUNT_MAX} are allowed, not {len(start.labels)}")
+    for key, value in start.labels.items():
+        right = 1 <= len(key) <= LABEL_KEY_CHARS_MAX and len(value) <= LABEL_VALUE_CHARS_MAX
+        limits = f"keys have 1 to {LABEL_KEY_CHARS_MAX} characters, values up to {LABEL_VALUE_CHARS_MAX}"
+        wrong.check(right and "\0" not in key + value, f"labels[{key[:LABEL_KEY_CHARS_MAX]!r}]", f"{limits}, none of them NUL")
+
+
+def parse_prompt(message: pb.StartFrame | pb.CountTokensRequest) -> Prompt:
+    """The prompt of a message that `check_prompt` found right."""
+    match message.WhichOneof("prompt"):
+        case "conversation":
+            return tuple(ChatMessage(ROLES[turn.role], turn.content) for turn in message.conversation.messages)
+        case "text":
+            return message.text
+        case _:
+            assert isinstance(message, pb.StartFrame)
+            return tuple(message.token_ids.ids)
+
+
+def parse_count_tokens(message: pb.CountTokensRequest) -> Prompt:
+    """Raises: InvalidRequest."""
+    wrong = Violations()
+    wrong.check(bool(message.model), "model", "must name a model; ListModels tells which there are")
+    check_prompt(message, wrong)
+    wrong.raise_if_any()
+    return parse_prompt(message)
+
+
+def money(currency_code: str, picos: int) -> types_pb2.Money:
+    """An exact amount."""
+    sign = -1 if picos < 0 else 1
+    units, rest = divmod(abs(picos), PICOS_PER_UNIT)
+    return types_pb2.Money(currency_code=currency_code, units=sign * units, picos=sign * rest)
+
+
+def timestamp(at: datetime | None) -> Timestamp | None:
+    """A point in time; None stays unset."""
+    if at is None:
+        return None
+    message = Timestamp()
+    message.FromDatetime(at)
+    return message
+
+
+def duration(seconds: float | None) -> Duration | None:
+    """A length of time in seconds; None stays unset."""
+    if seconds is None:
+        return None
+    message = Duration()
+    message.FromTimedelta(timedelta(seconds=seconds))
+    return message
+
+
+def quota_status(state: QuotaState) -> types_pb2.QuotaStatus:
+    """One limit and what is left of it."""
+    return types_pb2.QuotaStatus(
+        quota_id=str(state.quota_id),
+        subject=SUBJECTS[state.subject],
+        subject_id=str(state.subject_id),
+        model=state.model,
+        dimension=DIMENSIONS[state.dimension],
+        limit_value=state.limit_value,
+        used_value=state.used,
+        held_value=state.held,
+        remaining_value=state.remaining,
+        reset_time=timestamp(state.resets_at),
+        reset_delay=duration(state.resets_in_s),
+    )
+
+
+def quota_statuses(states: Iterable[QuotaState]) -> list[types_pb2.QuotaStatus]:
+    """Limits in a fixed order: organization, project, key, then dimension."""
+    subjects, dimensions = list(QuotaSubject), list(QuotaDimension)
+    ordered = sorted(states, key=lambda s: (subjects.index(s.subject), dimensions.index(s.dimension), s.model))
+    return [quota_status(state) for state in ordered]
+
+
+def model_message(model: ModelInfo, price: pb.Price | None) -> pb.Model:
+    """One model that can be asked for."""
+    return pb.Model(
+        name=model.name,
+        architecture=model.architecture,
+        context_window_tokens=model.context_window_tokens,
+        vocabulary_size=model.vocabulary_size,
+        engine=model.engine,
+        price=price,
+    )
+
+
+def price_message(prices: TokenPrices, effective_at: datetime) -> pb.Price:
+    """What a model costs."""
+    return pb.Price(
+        version=prices.version,
+        currency_code=prices.currency_code,
+        input_picos_per_token=prices.input_picos_per_token,
+        cached_input_picos_per_token=prices.cached_input_picos_per_token,
+        output_picos_per_token=prices.output_picos_per_token,
+        effective_time=timestamp(effective_at),
+    )
