@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import signal
 import uuid
@@ -22,6 +21,7 @@ from api.admin_service import AdminServicer
 from api.admission import Admission, Capacity
 from api.auth import Authenticator
 from api.billing_service import BillingServicer
+from api.endpoint import write_endpoint
 from api.errors import Draining
 from api.inference_service import InferenceServicer
 from api.live import Process
@@ -40,7 +40,6 @@ from metering.recovery import recover_journals
 
 HEALTH_INTERVAL_S = 0.2
 SETTLE_GRACE_S = 10.0  # after the drain time, for the settlement of what was still running
-ENDPOINT_FILE = "serve.json"
 
 log = structlog.get_logger(__name__)
 
@@ -112,15 +111,6 @@ def stop_signals(stopping: asyncio.Event) -> Iterator[None]:
         loop.remove_signal_handler(signal_number)
 
 
-def write_endpoint(settings: Settings, port: int) -> None:
-    """Tell other processes of this machine where this one listens, whole or not at all."""
-    host = settings.listen_address.rpartition(":")[0]
-    path = settings.home / ENDPOINT_FILE
-    unfinished = path.with_suffix(f".{os.getpid()}")
-    unfinished.write_text(json.dumps({"address": f"{host}:{port}", "pid": os.getpid()}))
-    unfinished.replace(path)
-
-
 async def serve(settings: Settings) -> None:
     """Run one api process until it is told to stop.
 
@@ -156,7 +146,7 @@ async def serve(settings: Settings) -> None:
         ]
         health_task = tasks.create_task(keep_health(health, router, stopping), name="health")
         await server.start()
-        write_endpoint(settings, port)
+        write_endpoint(settings.home, f"{settings.listen_address.rpartition(':')[0]}:{port}")
         log.info("listening", address=settings.listen_address, port=port, models=sorted(engines))
         with stop_signals(stopping):
             await stopping.wait()

@@ -122,3 +122,13 @@ class Settings:
                 except ValueError as error:
                     raise SettingInvalid(f"{variable}={text!r}: {error}") from error
         return cls(**values)
+
+    def to_environment(self) -> dict[str, str]:
+        """The environment from which `from_environment` makes these settings."""
+        environment = {}
+        for spec in fields(self):
+            value = getattr(self, spec.name)
+            if isinstance(value, Mapping):
+                value = ",".join(f"{name}={directory}" for name, directory in value.items())
+            environment[spec.metadata["variable"]] = str(value)
+        return environment

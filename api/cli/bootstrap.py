@@ -1,0 +1,109 @@
+"""What a new installation needs before its first request: a customer, a project, keys, prices. Idempotent."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Collection
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from metering.db import Sessions, create_engine, create_sessions
+from metering.errors import AlreadyExists, KeyInvalid
+from metering.prices import list_current_prices, set_price
+from metering.tenants import authenticate, create_api_key, create_organization, create_project
+
+CONNECTION_FILE = "connection.json"
+ACTOR = "system"
+ORGANIZATION = "demo"
+PROJECT = "default"
+ADMIN_SCOPES = ("admin", "billing", "inference")
+# USD per million tokens: 0.15 input, half of it cached, 0.60 output; usual for a small hosted model.
+INPUT_PICOS_PER_TOKEN = 150_000
+CACHED_INPUT_PICOS_PER_TOKEN = 75_000
+OUTPUT_PICOS_PER_TOKEN = 600_000
+
+
+@dataclass(frozen=True, slots=True)
+class Connection:
+    """How to reach a local server: what `connection.json` holds."""
+
+    address: str
+    api_key: str
+    admin_key: str
+    organization: str
+    project: str
+
+    def write(self, home: Path) -> None:
+        """Store it for the commands of this user, readable by nobody else."""
+        path = home / CONNECTION_FILE
+        unfinished = path.with_suffix(".new")
+        unfinished.unlink(missing_ok=True)
+        fd = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(fd, "w") as file:
+            json.dump(asdict(self), file, indent=2)
+        unfinished.replace(path)
+
+    @classmethod
+    def read(cls, home: Path) -> Connection | None:
+        """What an earlier run stored; None if there is nothing usable."""
+        try:
+            return cls(**json.loads((home / CONNECTION_FILE).read_text()))
+        except (OSError, ValueError, TypeError):
+            return None
+
+
+async def bootstrap(database_url: str, home: Path, models: Collection[str]) -> Connection:
+    """Make sure that the local customer, its keys and a price for each model exist. The address is not known yet."""
+    engine = create_engine(database_url)
+    try:
+        sessions = create_sessions(engine)
+        await ensure_tenant(sessions)
+        await ensure_prices(sessions, models)
+        standing = Connection.read(home)
+        if standing is not None and await keys_work(sessions, standing):
+            return standing
+        async with sessions.begin() as session:
+            keys = [
+                await create_api_key(session, organization=ORGANIZATION, project=PROJECT, name=name, scopes=scopes, actor=ACTOR)
+                for name, scopes in (("local", ("inference",)), ("local-admin", ADMIN_SCOPES))
+            ]
+        return Connection("", keys[0][1], keys[1][1], ORGANIZATION, PROJECT)
+    finally:
+        await engine.dispose()
+
+
+async def ensure_tenant(sessions: Sessions) -> None:
+    """The local customer and project."""
+    try:
+        async with sessions.begin() as session:
+            await create_organization(session, name=ORGANIZATION, actor=ACTOR)
+            await create_project(session, organization=ORGANIZATION, name=PROJECT, actor=ACTOR)
+    except AlreadyExists:
+        pass
+
+
+async def ensure_prices(sessions: Sessions, models: Collection[str]) -> None:
+    """A price for each model that has none: without one it cannot be sold."""
+    async with sessions.begin() as session:
+        priced = {price.model for price in await list_current_prices(session, currency_code="USD")}
+        for model in sorted(set(models) - priced):
+            await set_price(
+                session,
+                model=model,
+                input_picos_per_token=INPUT_PICOS_PER_TOKEN,
+                cached_input_picos_per_token=CACHED_INPUT_PICOS_PER_TOKEN,
+                output_picos_per_token=OUTPUT_PICOS_PER_TOKEN,
+                actor=ACTOR,
+            )
+
+
+async def keys_work(sessions: Sessions, connection: Connection) -> bool:
+    """Whether the stored keys belong to this database and are good."""
+    try:
+        async with sessions() as session:
+            for secret in (connection.api_key, connection.admin_key):
+                await authenticate(session, secret)
+    except KeyInvalid:
+        return False
+    return True

@@ -1,0 +1,168 @@
+"""All of Weir on one machine: PostgreSQL, api server with its engines, Celery worker and beat.
+
+Only the settings differ from a deployment on many machines, never the code path. A server process that dies is started again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import grpc
+from grpc_health.v1 import health_pb2
+
+from api.cli.bootstrap import Connection, bootstrap
+from api.endpoint import forget_endpoint, read_endpoint
+from api.settings import Settings
+from metering import embedded_postgres
+from metering.migrations_runner import migrate
+
+READY_TIMEOUT_S = 300.0  # a large checkpoint from a cold disk
+STOP_TIMEOUT_S = 60.0  # the drain time of the api server and a task of the worker
+RESTART_DELAY_S_MIN = 0.5
+RESTART_DELAY_S_MAX = 30.0
+STABLE_AFTER_S = 60.0  # of life, after which the restart delay begins anew
+LOG_TAIL_LINES = 20
+
+Report = Callable[[str], None]
+
+
+class StackFailed(Exception):
+    """A part of the stack did not come up; the message says which, and ends with what it logged."""
+
+
+@dataclass(slots=True)
+class Child:
+    """One process of ours: its command, and where its output goes."""
+
+    name: str
+    command: Sequence[str]
+    log_path: Path
+    process: asyncio.subprocess.Process | None = None
+
+    async def start(self, environment: Mapping[str, str]) -> None:
+        """Start it in a session of its own, so that Ctrl-C at the terminal reaches us first."""
+        with self.log_path.open("ab") as log:
+            self.process = await asyncio.create_subprocess_exec(
+                *self.command, stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True
+            )
+
+    async def stop(self) -> None:
+        """Ask it to end, then make it."""
+        if self.process is None or self.process.returncode is not None:
+            return
+        self.process.terminate()
+        try:
+            await asyncio.wait_for(self.process.wait(), STOP_TIMEOUT_S)
+        except TimeoutError:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            await self.process.wait()
+
+    def log_tail(self) -> str:
+        """The last lines of its output."""
+        return "\n".join(self.log_path.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:])
+
+
+class Stack:
+    """A running stack. `connection` tells how to reach it."""
+
+    def __init__(self, connection: Connection, children: Sequence[Child], environment: Mapping[str, str]) -> None:
+        self.connection = connection
+        self.children = children
+        self._environment = environment
+
+    async def supervise(self, report: Report) -> None:
+        """Start children again when they die, until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            for child in self.children:
+                tasks.create_task(self._keep_alive(child, report), name=f"keep {child.name} alive")
+
+    async def _keep_alive(self, child: Child, report: Report) -> None:
+        delay_s = RESTART_DELAY_S_MIN
+        while True:
+            assert child.process is not None
+            started_at = time.monotonic()
+            status = await child.process.wait()
+            if time.monotonic() - started_at > STABLE_AFTER_S:
+                delay_s = RESTART_DELAY_S_MIN
+            report(f"{child.name} ended with status {status}; starting it again in {delay_s:g} s (log: {child.log_path})")
+            await asyncio.sleep(delay_s)
+            delay_s = min(delay_s * 2, RESTART_DELAY_S_MAX)
+            await child.start(self._environment)
+
+
+def worker_command() -> list[str]:
+    """The Celery worker with beat inside."""
+    return [sys.executable, "-m", "celery", "--app", "metering.celery_app", "worker", "--beat", "--pool", "solo"]
+
+
+@contextlib.asynccontextmanager
+async def run_stack(settings: Settings, report: Report) -> AsyncIterator[Stack]:
+    """Start everything, hand it to the block when it takes requests, and stop it afterwards.
+
+    settings: with an empty `database_url` PostgreSQL is started from the wheel, under `home`. Raises: StackFailed,
+    PostgresNotStarted.
+    """
+    home = settings.home
+    (home / "logs").mkdir(parents=True, exist_ok=True)
+    async with contextlib.AsyncExitStack() as cleanup:
+        if not settings.database_url:
+            report("Starting PostgreSQL")
+            server = await asyncio.to_thread(embedded_postgres.start, home / "postgres")
+            cleanup.push_async_callback(asyncio.to_thread, server.stop)
+            settings = replace(settings, database_url=server.url)
+        report("Preparing the database")
+        await asyncio.to_thread(migrate, settings.database_url)
+        connection = await bootstrap(settings.database_url, home, settings.models.keys())
+        environment = child_environment(settings)
+        api = Child("api server", [sys.executable, "-m", "api"], home / "logs" / "api.log")
+        worker = Child("billing worker", worker_command(), home / "logs" / "worker.log")
+        forget_endpoint(home)
+        for child in (api, worker):
+            report(f"Starting the {child.name}")
+            await child.start(environment)
+            cleanup.push_async_callback(child.stop)
+        report("Loading the model")
+        connection = replace(connection, address=await wait_until_serving(home, api))
+        connection.write(home)
+        yield Stack(connection, (api, worker), environment)
+
+
+def child_environment(settings: Settings) -> dict[str, str]:
+    """The environment that makes a child process read these settings."""
+    return {**os.environ, **settings.to_environment()}
+
+
+async def wait_until_serving(home: Path, api: Child) -> str:
+    """Wait for the server's own word that it takes requests; its address. Raises: StackFailed."""
+    deadline = time.monotonic() + READY_TIMEOUT_S
+    while time.monotonic() < deadline:
+        if api.process is None or api.process.returncode is not None:
+            raise StackFailed(f"the api server did not start:\n{api.log_tail()}")
+        address = read_endpoint(home)
+        if address is not None and await is_serving(address):
+            return address
+        await asyncio.sleep(0.05)
+    raise StackFailed(f"the api server is not ready after {READY_TIMEOUT_S:.0f} s:\n{api.log_tail()}")
+
+
+async def is_serving(address: str) -> bool:
+    """What the health service says now."""
+    async with grpc.aio.insecure_channel(address) as channel:
+        check = channel.unary_unary(
+            "/grpc.health.v1.Health/Check",
+            request_serializer=health_pb2.HealthCheckRequest.SerializeToString,
+            response_deserializer=health_pb2.HealthCheckResponse.FromString,
+        )
+        try:
+            answer = await check(health_pb2.HealthCheckRequest(), timeout=2)
+        except grpc.aio.AioRpcError:
+            return False
+    return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)

@@ -1,0 +1,52 @@
+"""`weir up`: a whole installation on one machine, in the foreground."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+
+from rich.panel import Panel
+
+from api.cli.local import HomeOption, ListenOption, clear_failures, read_settings, stderr
+
+
+def up(listen: ListenOption = "", home: HomeOption = None) -> None:
+    """Start everything on this machine: PostgreSQL, API server, engine, Celery worker and beat. Ctrl-C stops it all.
+
+    Everything is kept in the home directory. With WEIR_DATABASE_URL or WEIR_BROKER_URL set, those servers are used instead of
+    embedded ones.
+    """
+    with clear_failures():
+        asyncio.run(run_until_stopped(listen, home))
+
+
+async def run_until_stopped(listen: str, home: HomeOption) -> None:
+    """Run the stack until SIGINT or SIGTERM."""
+    from api.cli.stack import run_stack
+
+    settings = read_settings(home, listen)
+    stopping = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for signal_number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(signal_number, stopping.set)
+    with stderr.status("Starting") as status:
+        async with asyncio.TaskGroup() as tasks, run_stack(settings, status.update) as stack:
+            status.stop()
+            stderr.print(welcome(stack.connection.address, str(settings.home)))
+            supervisor = tasks.create_task(stack.supervise(lambda message: stderr.print(f"[yellow]{message}[/yellow]")))
+            await stopping.wait()
+            supervisor.cancel()
+            stderr.print("Stopping: running requests finish first")
+
+
+def welcome(address: str, home: str) -> Panel:
+    """What to do next."""
+    return Panel(
+        f"Weir listens on [bold]{address}[/bold]. In another terminal:\n\n"
+        '  weir generate "Hello"\n'
+        "  weir quota set tokens-per-month 1000000 --org demo\n"
+        "  weir report month --help\n\n"
+        f"Keys are in {home}/connection.json, logs in {home}/logs. Ctrl-C stops everything.",
+        title="weir up",
+        expand=False,
+    )
