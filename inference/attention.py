@@ -76,16 +76,14 @@ def attend_decode(queries: Tensor, pool: LayerPool, span: DecodeSpan) -> Tensor:
     """Attention of one new token per sequence over all its positions, this one included.
 
     Shapes: queries (B, H, D); returns (B, H, D). Reads the pool, which must hold the new token's key and value already.
-    The heads that share keys stand as rows of one multiplication, so grouped queries cost no repeated keys.
+    The heads that share keys stand as query rows of one head, so grouped queries cost no repeated keys.
     """
     batch, head_count, head_dim = queries.shape
     kv_head_count = pool.keys.shape[1]
-    group = head_count // kv_head_count
+    grouped = queries.view(batch, kv_head_count, head_count // kv_head_count, head_dim)
     keys, values = gather(pool.keys, span.tables), gather(pool.values, span.tables)  # (B, H_kv, S, D)
-    grouped = queries.view(batch * kv_head_count, group, head_dim) * head_dim**-0.5
-    scores = torch.bmm(grouped, keys.flatten(0, 1).transpose(1, 2)).view(batch, kv_head_count, group, -1)
-    weights = (scores + span.mask[:, None, None, :]).softmax(dim=-1, dtype=torch.float32).to(queries.dtype)
-    return torch.bmm(weights.flatten(0, 1), values.flatten(0, 1)).view(batch, head_count, head_dim)
+    out = scaled_dot_product_attention(grouped, keys, values, attn_mask=span.mask[:, None, None, :])
+    return out.view(batch, head_count, head_dim)
 
 
 def attend_prefill(queries: Tensor, pool: LayerPool, span: PrefillSpan) -> Tensor:

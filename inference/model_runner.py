@@ -41,7 +41,7 @@ class ModelRunner:
         on_progress: Callable[[float], None] = lambda fraction: None,
     ) -> None:
         """Load. on_progress: called with 0 to 1 while reading weights. Raises `CheckpointInvalid`."""
-        dtype = _TORCH_DTYPES[compute_dtype]
+        dtype = self._dtype = _TORCH_DTYPES[compute_dtype]
         self._config = config
         self._decoder = Decoder(config, load_weights(directory, config, dtype, on_progress), context_window_tokens)
         self._pools = _allocate_pools(config, dtype, block_count)
@@ -86,7 +86,7 @@ class ModelRunner:
             token_ids=torch.tensor(token_ids),
             positions=position_rows,
             pool_rows=row_indices(torch.from_numpy(block_ids), position_rows % KV_BLOCK_TOKENS, self._config.kv_head_count),
-            decode=_decode_span([chunk for chunk in chunks if chunk.token_count == 1]),
+            decode=_decode_span([chunk for chunk in chunks if chunk.token_count == 1], self._dtype),
             prefills=tuple(prefills),
             logit_rows=torch.tensor(logit_rows, dtype=torch.int64),
         )
@@ -120,7 +120,7 @@ def _prefill_span(row: int, start: int, end: int, block_table: list[int]) -> Pre
     return PrefillSpan(row, row + end - start, start, table, mask)
 
 
-def _decode_span(chunks: list[Chunk]) -> DecodeSpan | None:
+def _decode_span(chunks: list[Chunk], dtype: torch.dtype) -> DecodeSpan | None:
     """Tables of all rows with one token, padded with block 0, which exists; the mask hides it."""
     if not chunks:
         return None
@@ -131,5 +131,5 @@ def _decode_span(chunks: list[Chunk]) -> DecodeSpan | None:
         count = blocks_for(int(lengths[row]))
         tables[row, :count] = chunk.sequence.block_table[:count]
     hidden = np.arange(width * KV_BLOCK_TOKENS)[None, :] >= lengths[:, None]
-    mask = torch.zeros(hidden.shape).masked_fill_(torch.from_numpy(hidden), float("-inf"))
+    mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(torch.from_numpy(hidden), float("-inf"))
     return DecodeSpan(len(chunks), torch.from_numpy(tables), mask)
