@@ -29,10 +29,13 @@ RETRY_WAIT_MAX_S = 1.0  # a person at a terminal is told to wait rather than lef
 
 AddressOption = Annotated[
     str | None,
-    typer.Option("--address", help="Server to connect to: host:port or unix:/path. Else $WEIR_ADDRESS, else what `weir up` started."),
+    typer.Option(
+        "--address", help="Server to connect to: host:port or unix:/path. Else $WEIR_ADDRESS, else what `weir up` started."
+    ),
 ]
 KeyOption = Annotated[
-    str | None, typer.Option("--api-key", help="API key. Else $WEIR_API_KEY (admin commands: $WEIR_ADMIN_KEY first).", show_default=False)
+    str | None,
+    typer.Option("--api-key", help="API key. Else $WEIR_API_KEY (admin commands: $WEIR_ADMIN_KEY first).", show_default=False),
 ]
 
 
@@ -95,6 +98,24 @@ def resolve(role: Role, address: str | None, api_key: str | None) -> Target:
         variable = KEY_VARIABLES[role][0]
         raise ConnectionProblem(f"no API key for {chosen}: pass --api-key, set {variable}, or start a server with `weir up`")
     return Target(chosen, api_key)
+
+
+def organization_or_default(organization: str | None, address: str) -> str:
+    """The organization asked for, or the one that `weir up` made on that server. Raises: typer.BadParameter if there is neither."""
+    return _or_default(organization, "organization", "--org", address)
+
+
+def project_or_default(project: str | None, address: str) -> str:
+    """The project asked for, or the one that `weir up` made on that server. Raises: typer.BadParameter if there is neither."""
+    return _or_default(project, "project", "--project", address)
+
+
+def _or_default(given: str | None, field: Literal["organization", "project"], flag: str, address: str) -> str:
+    file = read_connection_file()
+    chosen = given or (getattr(file, field) if file.address == address else "")
+    if not chosen:
+        raise typer.BadParameter(f"say which {field}", param_hint=flag)
+    return str(chosen)
 
 
 @contextmanager

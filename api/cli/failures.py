@@ -18,7 +18,7 @@ from weir_client import (
     WeirError,
 )
 
-from api.cli.render import dimension_amount, duration_text
+from api.cli.amounts import dimension_amount, duration_text
 
 # Fields of the API whose flag is not simply their own name with dashes.
 _FLAGS = {"stop_sequences": "--stop", "limit_value": "VALUE", "prompt": "PROMPT", "messages": "PROMPT", "conversation": "PROMPT"}
@@ -31,7 +31,7 @@ def explain(error: WeirError, address: str) -> str:
     """The line for an error of a call to `address`."""
     match error:
         case Unavailable() if not error.details.reason:
-            return f"no server at {address}: start one with `weir up` ({error.message})"
+            return f"no server at {address}: start one with `weir up` ({error.message.rpartition(': ')[2]})"
         case QuotaExceeded():
             return _quota(error)
         case InvalidRequest() if error.field_violations:

@@ -95,7 +95,7 @@ app = typer.Typer(
 
 @app.callback()
 def weir() -> None:
-    """Weir serves language models as a metered stream: a request is let in if its tenant may spend the tokens, streamed, and billed."""
+    """Weir: language models as a metered stream, from a key to an invoice."""
 
 
 def main() -> None:

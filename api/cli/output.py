@@ -52,7 +52,7 @@ def show(*parts: RenderableType) -> None:
     """Tables and text on stdout."""
     console = make_console()
     for part in parts:
-        console.print(part)
+        console.print(part, crop=False)  # a line too long for the terminal is wrapped by it, never cut
 
 
 def note(text: str) -> None:
@@ -67,8 +67,3 @@ def make_console(*, stderr: bool = False) -> Console:
     stream = sys.stderr if stderr else sys.stdout
     width = None if stream.isatty() or os.environ.get("COLUMNS") else PIPE_WIDTH
     return Console(stderr=stderr, width=width, highlight=False, soft_wrap=False)
-
-
-def printable(text: str) -> str:
-    """Text without control characters but line breaks and tabs: a model's output must not steer the terminal."""
-    return "".join(each for each in text if each in "\n\t" or (each >= " " and not "\x7f" <= each <= "\x9f"))

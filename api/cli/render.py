@@ -4,38 +4,31 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 from collections.abc import Iterable, Sequence
 from decimal import Decimal
+from typing import Any
 
 from rich import box
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
-from weir_client import (
-    PICOS_PER_UNIT,
-    Money,
-    MonthReport,
-    MonthReportLine,
-    Price,
-    QuotaDimension,
-    Result,
-    Timings,
-    Usage,
-)
+from weir_client import Money, MonthReport, MonthReportLine, Result, Timings, Usage
 
-TOKENS_PER_PRICE = 1_000_000  # prices are shown per million tokens, as customers compare them
-BAR_CELLS = 48  # width of the waterfall's time axis
+from api.cli.amounts import decimal_text, per_million
+
+FOLDED = ("id", "subject", "organization id", "change")  # columns that may take several lines on a narrow terminal
+ID_WIDTH_MIN = 18  # half a UUID: two lines at most
+BAR_CELLS = 34  # width of the waterfall's time axis: the whole fits 80 columns
 STAGES = (
-    ("auth", "auth_ms", "resolve the API key"),
-    ("tokenize", "tokenize_ms", "render and tokenize the prompt"),
-    ("admission", "admission_ms", "hold the tokens in the database"),
-    ("queue", "queue_ms", "wait for a place in the batch"),
-    ("cold start", "cold_start_ms", "wait for an engine to start"),
+    ("auth", "auth_ms", "resolve the key"),
+    ("tokenize", "tokenize_ms", "tokenize the prompt"),
+    ("admission", "admission_ms", "hold the tokens"),
+    ("queue", "queue_ms", "wait for the batch"),
+    ("cold start", "cold_start_ms", "start the engine"),
     ("prefill", "prefill_ms", "compute the prompt"),
     ("decode", "decode_ms", "compute the answer"),
-    ("client stall", "client_stall_ms", "wait for the client to read"),
-    ("settle", "settle_ms", "write usage and settlement"),
+    ("client stall", "client_stall_ms", "wait for the client"),
+    ("settle", "settle_ms", "write the usage"),
 )
 REPORT_CSV_COLUMNS = (
     "organization",
@@ -56,56 +49,52 @@ REPORT_CSV_COLUMNS = (
 def to_text(renderable: RenderableType, width: int = 100) -> str:
     """What a renderable looks like without colours, each line without trailing blanks."""
     console = Console(file=io.StringIO(), width=width, color_system=None, highlight=False, legacy_windows=False)
-    console.print(renderable)
+    console.print(renderable, crop=False)
     stream = console.file
     assert isinstance(stream, io.StringIO)
     return "\n".join(line.rstrip() for line in stream.getvalue().splitlines()) + "\n"
 
 
-def table(*columns: str, right: Iterable[str] = (), title: str | None = None) -> Table:
+class Sheet(Table):
+    """A table that takes text as it is, and never cuts a name or a number: only ids and changes are folded where it is too wide."""
+
+    def add_row(self, *cells: RenderableType | None, **look: Any) -> None:
+        """Adds a row; text is neither read as markup nor able to steer the terminal."""
+        texts = [Text(printable(cell)) if isinstance(cell, str) else cell for cell in cells]
+        super().add_row(*texts, **look)
+        for column, cell in zip(self.columns, texts, strict=False):
+            if column.no_wrap and isinstance(cell, Text):
+                column.min_width = max(column.min_width or 0, cell.cell_len)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Draws at the width that nothing needs cutting at, even where the terminal has less."""
+        gap = 2 if self.box else 1  # a blank of padding, and the blank that the look draws between columns
+        least = sum((column.min_width or 0) + gap for column in self.columns) + gap
+        yield from super().__rich_console__(console, options.update(max_width=max(options.max_width, least)))
+
+
+def table(*columns: str, right: Iterable[str] = (), title: str | None = None) -> Sheet:
     """A table in the house look; the columns named in `right` hold numbers."""
     numbers = set(right)
-    made = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", title_style="bold", pad_edge=False)
+    made = Sheet(box=box.SIMPLE_HEAD, title=title, title_justify="left", title_style="bold", pad_edge=False, padding=(0, 1, 0, 0))
     for column in columns:
-        made.add_column(column, justify="right" if column in numbers else "left", overflow="fold")
+        folds = column in FOLDED
+        made.add_column(
+            column,
+            justify="right" if column in numbers else "left",
+            overflow="fold",
+            no_wrap=not folds,
+            min_width=ID_WIDTH_MIN if folds else len(column),
+        )
     return made
 
 
-def duration_text(seconds: float) -> str:
-    """A wait for people: `0.3 s`, `12 s`, `4 min`, `3 h`, `9 d`, rounded up so that waiting so long is enough."""
-    if seconds < 1:
-        return f"{seconds:.1f} s"
-    for limit, unit_s, unit in ((120, 1, "s"), (7200, 60, "min"), (172_800, 3600, "h")):
-        if seconds < limit:
-            return f"{-int(-seconds // unit_s)} {unit}"
-    return f"{-int(-seconds // 86_400)} d"
+def printable(text: str) -> str:
+    """Text without control characters but line breaks and tabs: what a model or a name says must not steer the terminal."""
+    return "".join(each for each in text if each in "\n\t" or (each >= " " and not "\x7f" <= each <= "\x9f"))
 
 
-def decimal_text(value: Decimal, places: int = 2) -> str:
-    """An exact number with thousands separators, at least so many decimals, and no needless zeros beyond them."""
-    whole, _, fraction = f"{value:,f}".partition(".")
-    fraction = fraction.rstrip("0").ljust(places, "0")
-    return f"{whole}.{fraction}" if fraction else whole
-
-
-def per_million(picos_per_token: int) -> Decimal:
-    """A price per million tokens in units of the currency, exact."""
-    return Money("", picos_per_token * TOKENS_PER_PRICE).amount
-
-
-def price_text(price: Price | None, picos_per_token: int) -> str:
-    """A price per million tokens with its currency; a dash where there is none."""
-    return f"{decimal_text(per_million(picos_per_token))} {price.currency_code}" if price else "—"
-
-
-def dimension_amount(dimension: QuotaDimension | None, value: int) -> str:
-    """A limit or what is left of it, in the unit of its dimension; money in units of the currency."""
-    if dimension is QuotaDimension.COST_PER_MONTH:
-        return decimal_text(Money("", value).amount)
-    return f"{value:,}"
-
-
-def usage_line(usage: Usage, cost: Money | None, timings: Timings | None, request_id: str) -> str:
+def usage_line(usage: Usage, cost: Money | None, timings: Timings | None, request_id: str = "") -> str:
     """What one request used, in one line."""
     cached = f" ({usage.cached_input_token_count:,} cached)" if usage.cached_input_token_count else ""
     parts = [f"{usage.input_token_count:,} in{cached}", f"{usage.billed_token_count:,} out"]
@@ -116,7 +105,7 @@ def usage_line(usage: Usage, cost: Money | None, timings: Timings | None, reques
     rate = tokens_per_second(usage, timings)
     if rate is not None:
         parts.append(f"{rate:,.1f} tokens/s")
-    return " · ".join([*parts, request_id])
+    return " · ".join([*parts, request_id] if request_id else parts)
 
 
 def tokens_per_second(usage: Usage, timings: Timings | None) -> float | None:
@@ -133,11 +122,11 @@ def result_line(result: Result) -> str:
 
 def waterfall(timings: Timings, *, cells: int = BAR_CELLS) -> RenderableType:
     """The stages of one request as bars on one time axis: each begins where the one before it ended."""
-    rows = Table(box=None, pad_edge=False, show_header=False, padding=(0, 1))
+    rows = Sheet(box=None, pad_edge=False, show_header=False, padding=(0, 1, 0, 0))
     rows.add_column(no_wrap=True)
     rows.add_column(justify="right", no_wrap=True)
-    rows.add_column(no_wrap=True, width=cells)
-    rows.add_column(style="dim", overflow="ellipsis", no_wrap=True)
+    rows.add_column(no_wrap=True, min_width=cells)
+    rows.add_column(style="dim", no_wrap=True)
     lengths = [float(getattr(timings, field)) for _, field, _ in STAGES]
     scale_ms = max(timings.total_ms, sum(lengths)) or 1.0
     start_ms = 0.0
@@ -168,8 +157,8 @@ def month_report(report: MonthReport) -> RenderableType:
     """The month of one organization: a line per model, price version and kind of token, the total, and what backs it."""
     currency = report.total.currency_code
     title = f"{report.organization_name} · {report.month} (UTC) · amounts in {currency}, before tax"
-    numbers = ("requests", "tokens", "of these cancelled", "per million", "amount")
-    lines = table("model", "price", "tokens billed as", *numbers, right=numbers, title=title)
+    numbers = ("requests", "tokens", "cancelled", "per million", "amount")
+    lines = table("model", "price", "kind", *numbers, right=numbers, title=title)
     places = max([2, *(_places(line.amount.amount) for line in report.lines), _places(report.total.amount)])
     for line in report.lines:
         lines.add_row(
@@ -236,24 +225,3 @@ def month_report_csv(report: MonthReport) -> str:
             )
         )
     return text.getvalue()
-
-
-def pretty_json(text: str) -> str:
-    """JSON text on one line with sorted names; other text as it is."""
-    try:
-        return json.dumps(json.loads(text), sort_keys=True, ensure_ascii=False)
-    except ValueError:
-        return text
-
-
-def units_to_picos(amount: Decimal) -> int:
-    """An amount in units of a currency as whole picos. Raises: ValueError if it is finer than a pico or no number."""
-    if not amount.is_finite():
-        raise ValueError(f"{amount} is not an amount")
-    scaled = amount.scaleb(12)
-    if scaled != scaled.to_integral_value():
-        raise ValueError(f"{amount} is finer than a pico (twelve decimals)")
-    return int(scaled)
-
-
-__all__ = ["PICOS_PER_UNIT"]

@@ -136,6 +136,11 @@ class BillingClient:
         self._client = AsyncBillingClient(address, api_key, tls=tls, root_certificates=root_certificates, timeout=timeout)
         self._thread = LoopThread(self._client)
 
+    @property
+    def address(self) -> str:
+        """Where this client connects to."""
+        return self._client.address
+
     def get_month_report(self, organization: str, month: str) -> MonthReport:
         """One calendar month (UTC, `YYYY-MM`) of an organization."""
         return self._thread.run(lambda: self._client.get_month_report(organization, month))

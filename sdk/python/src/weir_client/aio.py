@@ -85,12 +85,11 @@ class AsyncClient:
         if stream is None:
             raise RuntimeError("the client is not open: use it inside `async with`")
         frame = build_start(model, prompt, options)
-        if frame.ByteSize() > self._settings.max_message_bytes:
-            # Sent all the same, it would end the shared stream, and every other request with it.
-            limit = self._settings.max_message_bytes
-            field = errors.FieldViolation("prompt", f"{frame.ByteSize()} bytes, and the limit is {limit}")
+        size, limit = pb.GenerateRequest(frames=[frame]).ByteSize(), self._settings.max_message_bytes
+        if size > limit:  # sent all the same, it would end the shared stream, and every other request with it
+            field = errors.FieldViolation("prompt", f"the request has {size} bytes, and the limit is {limit}")
             raise errors.InvalidRequest(
-                f"the request is too large: {field.description}",
+                f"the request is too large: {size} bytes, and the limit is {limit}",
                 reason="MESSAGE_TOO_LARGE",
                 request_id=frame.request_id,
                 details=errors.ErrorDetails(field_violations=(field,)),

@@ -21,7 +21,7 @@ import grpc.aio
 from weir_client import errors
 from weir_client.status import error_from_rpc
 
-DEFAULT_ADDRESS = "127.0.0.1:50051"
+DEFAULT_ADDRESS = "127.0.0.1:8443"  # where a server listens unless told otherwise
 UNARY_TIMEOUT_S = 30.0  # look-ups answer in milliseconds; a report over a large month may take seconds
 MESSAGE_BYTES_MAX = 4 * 1024 * 1024  # gRPC's own default for what a server accepts
 RECEIVE_BYTES_MAX = 32 * 1024 * 1024  # lists and batched deltas of many requests; far above what a server sends at once

@@ -19,7 +19,7 @@ from weir_client.exchange import Exchange
 from weir_client.status import error_from_rpc
 
 BATCH_BYTES = 1024 * 1024  # frames are put into one message up to this; a larger frame travels alone
-IN_FLIGHT_MAX = 4096  # requests at once per client: a bound for mistakes, above what one server runs
+IN_FLIGHT_MAX = 1000  # requests at once per client: what a server lets run on one stream
 CLOSE_TIMEOUT_S = 1.0  # after the last request has ended, the server only has to answer a half-close
 
 Call = grpc.aio.StreamStreamCall[pb.GenerateRequest, pb.GenerateResponse]

@@ -1,0 +1,167 @@
+"""`weir generate`: one answer, streamed to the terminal as its tokens arrive."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated
+
+import typer
+from weir_client import (
+    Admitted,
+    Delta,
+    FinishReason,
+    GenerateOptions,
+    GenerationStream,
+    Progress,
+    Result,
+    Stage,
+    UsageUpdate,
+    WeirError,
+)
+
+from api.cli.amounts import dimension_amount, duration_text
+from api.cli.connection import AddressOption, KeyOption, fail, inference_client
+from api.cli.output import JsonOption, make_console, note, print_json
+from api.cli.prompting import ContextOption, FileOption, ModelOption, PromptArgument, SystemOption, messages
+from api.cli.render import printable, result_line
+
+INTERRUPTED = 130  # exit code of a program that Ctrl-C ended, as shells report it
+CUT_OFF = (FinishReason.QUOTA_EXHAUSTED, FinishReason.COST_LIMIT, FinishReason.SLOW_CONSUMER, FinishReason.FILTERED)
+
+
+def generate(
+    prompt: PromptArgument = None,
+    model: ModelOption = "demo",
+    system: SystemOption = None,
+    context: ContextOption = None,
+    file: FileOption = None,
+    max_output_tokens: Annotated[
+        int | None, typer.Option(help="Most tokens of the answer. Else the model stops by itself.")
+    ] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 always takes the likeliest token; up to 2.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Keep the likeliest tokens up to this probability, at most 1.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="Keep so many of the likeliest tokens; 0 keeps all.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Makes the answer repeatable.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="Text that ends the answer; may be given several times.")] = None,
+    timeout: Annotated[float | None, typer.Option(help="Seconds after which the request is cancelled.")] = None,
+    as_json: JsonOption = False,
+    address: AddressOption = None,
+    api_key: KeyOption = None,
+) -> None:
+    """Stream a model's answer to the terminal.
+
+    The answer goes to stdout, one line about tokens, cost and speed to stderr.
+
+    Ctrl-C cancels the request: what was delivered until then is billed and shown.
+    """
+    options = GenerateOptions(
+        max_output_tokens=max_output_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        seed=seed,
+        stop=stop or [],
+        timeout=timeout,
+    )
+    conversation = messages(prompt, system, context, file)
+    with inference_client(address, api_key) as client:
+        result, interrupted = run(client.generate(model, conversation, **options), quiet=as_json)
+    if as_json:
+        print_json(result)
+    else:
+        note(result_line(result))
+    if interrupted:
+        raise typer.Exit(INTERRUPTED)
+    if result.finish_reason in CUT_OFF:
+        fail(why_cut_off(result))
+
+
+def run(stream: GenerationStream, *, quiet: bool) -> tuple[Result, bool]:
+    """Streams to stdout unless `quiet`; the result, and whether Ctrl-C cut it short. Raises: WeirError."""
+    interrupted = False
+    try:
+        with stream, waiting_line() as waiting:
+            for event in stream.events():
+                match event:
+                    case Progress():
+                        waiting.update(progress_text(event))
+                    case Delta():
+                        waiting.clear()
+                        if not quiet:
+                            write(event.text)
+                    case Admitted() | UsageUpdate():
+                        pass
+    except KeyboardInterrupt:
+        interrupted = True
+    except WeirError:
+        if not quiet and stream.partial.text:
+            typer.echo()  # the error begins on its own line
+        raise
+    if not quiet and stream.partial.text and not stream.partial.text.endswith("\n"):
+        typer.echo()
+    if interrupted:
+        note("interrupted: the request is cancelled, and this much is billed:")
+    return stream.result, interrupted
+
+
+def write(text: str) -> None:
+    """A piece of the answer, at once; without control characters where stdout is a terminal."""
+    sys.stdout.write(printable(text) if sys.stdout.isatty() else text)
+    sys.stdout.flush()
+
+
+class WaitingLine:
+    """One transient line on stderr while the first token is awaited; silent where stderr is no terminal."""
+
+    def __init__(self) -> None:
+        self._status = make_console(stderr=True).status("waiting for the first token", spinner="dots")
+        self._running = False
+
+    def update(self, text: str) -> None:
+        """Shows what is waited for."""
+        self._status.update(text)
+        if not self._running and sys.stderr.isatty():
+            self._running = True
+            self._status.start()
+
+    def clear(self) -> None:
+        """Removes the line."""
+        if self._running:
+            self._running = False
+            self._status.stop()
+
+
+@contextmanager
+def waiting_line() -> Iterator[WaitingLine]:
+    """A waiting line that is gone at the end, however it ends."""
+    line = WaitingLine()
+    try:
+        yield line
+    finally:
+        line.clear()
+
+
+def progress_text(progress: Progress) -> str:
+    """What is waited for, and how long that may take."""
+    wait = f", about {duration_text(progress.estimated_wait_s)}" if progress.estimated_wait_s is not None else ""
+    match progress.stage:
+        case Stage.ENGINE_LOADING:
+            return f"the model is being loaded{wait}"
+        case Stage.QUEUED:
+            return f"in the queue, {progress.queue_position} ahead{wait}"
+        case _:
+            return f"waiting{wait}"
+
+
+def why_cut_off(result: Result) -> str:
+    """What ended an answer before its time."""
+    if result.finish_reason is not FinishReason.QUOTA_EXHAUSTED:
+        return f"the answer is cut off: {result.finish_reason.value}"
+    quotas = ", ".join(
+        f"{each.dimension.value} of the {each.subject.value} (limit {dimension_amount(each.dimension, each.limit_value)}"
+        + (f", resets in {duration_text(each.reset_delay_s)})" if each.reset_delay_s is not None else ")")
+        for each in result.exhausted_quotas
+    )
+    return f"the answer is cut off: a quota ran out: {quotas or 'see `weir quota show`'}"

@@ -1,0 +1,114 @@
+"""`weir key`: API keys. A secret is shown once, alone on stdout, and never again."""
+
+from __future__ import annotations
+
+import re
+from datetime import UTC, datetime, timedelta
+from typing import Annotated
+
+import typer
+from rich.console import RenderableType
+from weir_client import ApiKey
+
+from api.cli.amounts import time_text
+from api.cli.connection import AddressOption, KeyOption, admin_client, organization_or_default, project_or_default
+from api.cli.output import JsonOption, note, print_json, show
+from api.cli.render import table
+from api.cli.tenants import OrganizationOption
+
+key = typer.Typer(help="Create, revoke and list API keys.", no_args_is_help=True)
+
+UNITS = {"m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
+
+
+@key.command("create")
+def create_key(
+    name: Annotated[str, typer.Argument(help="Name for people, for example the program that uses it.")],
+    organization: OrganizationOption = None,
+    project: Annotated[str | None, typer.Option("--project", help="Project, by name or id. Else that of `weir up`.")] = None,
+    scope: Annotated[
+        list[str] | None, typer.Option(help="inference, admin or billing; may be given several times. Default: inference.")
+    ] = None,
+    expires_in: Annotated[str | None, typer.Option(help="How long it works, as 90m, 12h, 30d or 4w. Default: for ever.")] = None,
+    as_json: JsonOption = False,
+    address: AddressOption = None,
+    api_key: KeyOption = None,
+) -> None:
+    """Create an API key. Its secret goes to stdout, once."""
+    lifetime = parse_lifetime(expires_in) if expires_in is not None else None
+    with admin_client(address, api_key) as client:
+        created = client.create_api_key(
+            organization_or_default(organization, client.address),
+            project_or_default(project, client.address),
+            name,
+            scopes=scope or ("inference",),
+            lifetime=lifetime,
+        )
+    if as_json:
+        print_json(created)
+        return
+    made = created.api_key
+    until = f" until {time_text(made.expire_time)}" if made.expire_time else ""
+    note(f"key {made.name} ({made.prefix}) for {', '.join(made.scopes)}{until}, id {made.api_key_id}")
+    typer.secho("This is the only time that the secret is shown. Store it now:", fg="yellow", err=True)
+    typer.echo(created.secret)
+
+
+@key.command("revoke")
+def revoke_key(
+    api_key_ref: Annotated[str, typer.Argument(metavar="KEY", help="Id of the key, or its prefix as shown.")],
+    as_json: JsonOption = False,
+    address: AddressOption = None,
+    api_key: KeyOption = None,
+) -> None:
+    """Revoke an API key for good. Doing it twice changes nothing."""
+    with admin_client(address, api_key) as client:
+        revoked = client.revoke_api_key(api_key_ref)
+    if as_json:
+        print_json(revoked)
+    else:
+        note(f"key {revoked.name} ({revoked.prefix}) is revoked since {time_text(revoked.revoke_time)}")
+
+
+@key.command("list")
+def list_keys(
+    organization: Annotated[str, typer.Option("--org", help="Only keys of this organization, by name or id.")] = "",
+    as_json: JsonOption = False,
+    address: AddressOption = None,
+    api_key: KeyOption = None,
+) -> None:
+    """List API keys, newest first, without their secrets."""
+    with admin_client(address, api_key) as client:
+        found = client.list_api_keys(organization)
+    if as_json:
+        print_json(found)
+    elif found:
+        show(keys_table(found, datetime.now(UTC)))
+    else:
+        note("there is no key")
+
+
+def parse_lifetime(text: str) -> timedelta:
+    """`30d` and the like. Raises: typer.BadParameter."""
+    match = re.fullmatch(r"(\d{1,6})([mhdw])", text.strip())
+    if match is None or int(match[1]) == 0:
+        raise typer.BadParameter("write it as 90m, 12h, 30d or 4w", param_hint="--expires-in")
+    return timedelta(**{UNITS[match[2]]: int(match[1])})
+
+
+def key_state(key: ApiKey, now: datetime) -> str:
+    """Whether a key works."""
+    if key.revoke_time is not None:
+        return f"revoked {time_text(key.revoke_time)}"
+    if key.expire_time is not None and key.expire_time <= now:
+        return f"expired {time_text(key.expire_time)}"
+    return f"until {time_text(key.expire_time)}" if key.expire_time else "active"
+
+
+def keys_table(keys: list[ApiKey], now: datetime) -> RenderableType:
+    """Keys with their scopes and state at `now`."""
+    made = table("key", "prefix", "scopes", "state", "created", "id")
+    for each in keys:
+        scopes = " ".join(each.scopes)
+        made.add_row(each.name, each.prefix, scopes, key_state(each, now), time_text(each.create_time), each.api_key_id)
+    return made

@@ -1,0 +1,65 @@
+"""`weir models` and `weir count`: what can be asked, and how large a prompt is."""
+
+from __future__ import annotations
+
+import typer
+from rich.console import RenderableType
+from weir_client import Model
+
+from api.cli.amounts import price_text
+from api.cli.connection import AddressOption, KeyOption, inference_client
+from api.cli.output import JsonOption, note, print_json, show
+from api.cli.prompting import ContextOption, FileOption, ModelOption, PromptArgument, SystemOption, messages
+from api.cli.render import table
+
+
+def models(as_json: JsonOption = False, address: AddressOption = None, api_key: KeyOption = None) -> None:
+    """List the models and their prices."""
+    with inference_client(address, api_key) as client:
+        found = client.list_models()
+    if as_json:
+        print_json(found)
+    elif found:
+        show(models_table(found))
+    else:
+        note("no model is served")
+
+
+def count(
+    prompt: PromptArgument = None,
+    model: ModelOption = "demo",
+    system: SystemOption = None,
+    context: ContextOption = None,
+    file: FileOption = None,
+    as_json: JsonOption = False,
+    address: AddressOption = None,
+    api_key: KeyOption = None,
+) -> None:
+    """Count the tokens of a prompt as admission would, without running or billing anything."""
+    conversation = messages(prompt, system, context, file)
+    with inference_client(address, api_key) as client:
+        counted = client.count_tokens(model, conversation)
+    if as_json:
+        print_json(counted)
+    else:
+        typer.echo(f"{counted.input_token_count:,} tokens of a context window of {counted.context_window_tokens:,}")
+
+
+def models_table(models: list[Model]) -> RenderableType:
+    """Models with prices per million tokens."""
+    prices = ("input", "cached input", "output")
+    made = table(
+        "model", "architecture", "context", "engine", *prices, right=("context", *prices), title="prices per million tokens"
+    )
+    for each in models:
+        price = each.price
+        made.add_row(
+            each.name,
+            each.architecture,
+            f"{each.context_window_tokens:,}",
+            each.engine,
+            price_text(price, price.input_picos_per_token if price else 0),
+            price_text(price, price.cached_input_picos_per_token if price else 0),
+            price_text(price, price.output_picos_per_token if price else 0),
+        )
+    return made

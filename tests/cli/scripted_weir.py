@@ -1,0 +1,257 @@
+"""A whole scripted Weir on loopback: all three services with fixed answers, for tests of the commands.
+
+`python -m tests.cli.scripted_weir PORT` serves it, to look at the commands by hand.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import uuid
+from typing import Any
+
+import grpc.aio
+from google.protobuf.message import Message
+from google.protobuf.timestamp_pb2 import Timestamp
+from google.rpc import error_details_pb2, status_pb2
+from weir.v1 import admin_service_pb2 as admin_pb
+from weir.v1 import admin_service_pb2_grpc, billing_service_pb2_grpc, types_pb2
+from weir.v1 import billing_service_pb2 as billing_pb
+from weir.v1 import inference_service_pb2 as pb
+
+from tests.sdk import scripted
+from tests.sdk.scripted import ScriptedInference, ServerStream
+
+NOON = Timestamp(seconds=1_795_176_000)  # 2026-11-20 12:00 UTC
+ANSWER = ("Two hotels ", "have a pool: ", "the Grand Pier ", "and the Old Mill.")
+TIMINGS = types_pb2.Timings(
+    auth_ms=0.4,
+    tokenize_ms=2.1,
+    admission_ms=3.5,
+    queue_ms=24,
+    prefill_ms=182,
+    decode_ms=1450,
+    client_stall_ms=0,
+    settle_ms=4,
+    ttft_ms=212,
+    total_ms=1666,
+)
+USAGE = types_pb2.Usage(
+    input_token_count=1025,
+    cached_input_token_count=200,
+    generated_token_count=150,
+    delivered_token_count=150,
+    billed_token_count=150,
+)
+COST = types_pb2.Money(currency_code="USD", picos=223_750_000)
+BAD_TEMPERATURE = error_details_pb2.BadRequest(
+    field_violations=[error_details_pb2.BadRequest.FieldViolation(field="start.sampling.temperature", description="must be 0 to 2")]
+)
+QUOTA = types_pb2.QuotaStatus(
+    quota_id="5b1f4c1e-0000-4000-8000-000000000001",
+    subject=types_pb2.QUOTA_SUBJECT_PROJECT,
+    subject_id="5b1f4c1e-0000-4000-8000-000000000002",
+    dimension=types_pb2.QUOTA_DIMENSION_TOKENS_PER_MINUTE,
+    limit_value=100_000,
+    used_value=58_750,
+    held_value=1_175,
+    remaining_value=40_075,
+    reset_time=NOON,
+)
+QUOTA.reset_delay.FromMilliseconds(41_500)
+BUDGET = types_pb2.QuotaStatus(
+    quota_id="5b1f4c1e-0000-4000-8000-000000000003",
+    subject=types_pb2.QUOTA_SUBJECT_ORGANIZATION,
+    model="demo",
+    dimension=types_pb2.QUOTA_DIMENSION_COST_PICOS_PER_MONTH,
+    limit_value=250 * 10**12,
+    used_value=12_345_678_900_000,
+    remaining_value=237_654_321_100_000,
+)
+KEY = admin_pb.ApiKey(
+    api_key_id="5b1f4c1e-0000-4000-8000-00000000000a",
+    name="laptop",
+    prefix="weir_ab12cd",
+    scopes=["inference"],
+    create_time=NOON,
+)
+MODEL = pb.Model(
+    name="demo",
+    architecture="LlamaForCausalLM",
+    context_window_tokens=2048,
+    vocabulary_size=4096,
+    engine="torch",
+    price=pb.Price(
+        version=1,
+        currency_code="USD",
+        input_picos_per_token=150_000,
+        cached_input_picos_per_token=50_000,
+        output_picos_per_token=600_000,
+        effective_time=NOON,
+    ),
+)
+
+
+def report_line(kind: billing_pb.TokenKind.ValueType, tokens: int, cancelled: int, unit: int) -> billing_pb.MonthReportLine:
+    """One line with the amount that its numbers give."""
+    return billing_pb.MonthReportLine(
+        model="demo",
+        token_kind=kind,
+        price_version=1,
+        request_count=50,
+        token_count=tokens,
+        cancelled_token_count=cancelled,
+        unit_price_picos=unit,
+        amount=types_pb2.Money(currency_code="USD", picos=tokens * unit),
+    )
+
+
+REPORT_LINES = [
+    report_line(billing_pb.TOKEN_KIND_INPUT, 41_450, 2_475, 150_000),
+    report_line(billing_pb.TOKEN_KIND_CACHED_INPUT, 9_800, 600, 50_000),
+    report_line(billing_pb.TOKEN_KIND_OUTPUT, 7_121, 71, 600_000),
+]
+REPORT = billing_pb.GetMonthReportResponse(
+    organization_name="acme",
+    organization_id="5b1f4c1e-0000-4000-8000-000000000009",
+    month="2026-11",
+    lines=REPORT_LINES,
+    request_counts=billing_pb.RequestCounts(total_count=50, completed_count=47, cancelled_count=3),
+    total=types_pb2.Money(currency_code="USD", picos=sum(line.amount.picos for line in REPORT_LINES)),
+    total_rounded=types_pb2.Money(currency_code="USD", picos=10_000_000_000),
+    reconciliation=billing_pb.Reconciliation(usage_token_count=58_371, ledger_token_count=58_371, balanced=True),
+)
+
+
+class ScriptedAccounts:
+    """Answers every admin and billing call with a prepared reply; keeps what it was asked and by which key."""
+
+    def __init__(self) -> None:
+        organization = admin_pb.Organization(
+            organization_id=str(uuid.UUID(int=9)), name="acme", currency_code="USD", create_time=NOON
+        )
+        project = admin_pb.Project(
+            project_id=str(uuid.UUID(int=2)), organization_id=str(uuid.UUID(int=9)), name="web", create_time=NOON
+        )
+        replies: list[Message] = [
+            admin_pb.CreateOrganizationResponse(organization=organization),
+            admin_pb.ListOrganizationsResponse(organizations=[organization]),
+            admin_pb.CreateProjectResponse(project=project),
+            admin_pb.ListProjectsResponse(projects=[project]),
+            admin_pb.CreateApiKeyResponse(api_key=KEY, secret="weir_ab12cd_topsecret"),
+            admin_pb.RevokeApiKeyResponse(api_key=admin_pb.ApiKey(name="laptop", prefix="weir_ab12cd", revoke_time=NOON)),
+            admin_pb.ListApiKeysResponse(api_keys=[KEY]),
+            admin_pb.SetQuotaResponse(quota=QUOTA),
+            admin_pb.DeleteQuotaResponse(),
+            admin_pb.ListQuotasResponse(quotas=[BUDGET, QUOTA]),
+            admin_pb.SetPriceResponse(version=2),
+            admin_pb.ListAuditEntriesResponse(
+                entries=[
+                    admin_pb.AuditEntry(
+                        entry_id=17,
+                        create_time=NOON,
+                        actor="weir_ab12cd",
+                        action="quota.set",
+                        subject_id=QUOTA.quota_id,
+                        before_json='{"limit_value": 10, "model": ""}',
+                        after_json='{"limit_value": 20, "model": ""}',
+                    )
+                ]
+            ),
+            REPORT,
+        ]
+        self.replies = {type(reply).DESCRIPTOR.name.removesuffix("Response"): reply for reply in replies}
+        self.requests: list[Any] = []
+        self.refusals: list[status_pb2.Status] = []
+        self.keys: list[str] = []
+
+    def __getattr__(self, method: str) -> Any:
+        async def answer(request: Message, context: Any) -> Message:
+            self.requests.append(request)
+            self.keys.append(str(dict(context.invocation_metadata()).get("authorization", "")))
+            if self.refusals:
+                await scripted.abort(context, self.refusals.pop(0))
+            return self.replies[method]
+
+        return answer
+
+    def add(self, server: grpc.aio.Server) -> None:
+        """Registers it for both services."""
+        admin_service_pb2_grpc.add_AdminServiceServicer_to_server(self, server)  # type: ignore[arg-type]
+        billing_service_pb2_grpc.add_BillingServiceServicer_to_server(self, server)  # type: ignore[arg-type]
+
+
+async def behave(stream: ServerStream, pace_s: float = 0.0) -> None:
+    """Answers by the first word of the question: a refusal, a stall until cancelled, or the answer."""
+    while (frame := await stream.read()) is not None:
+        request_id = frame.request_id
+        if frame.WhichOneof("kind") == "cancel":
+            end = scripted.finished(request_id, 1, types_pb2.FINISH_REASON_CANCELLED)
+            end.finished.cost.CopyFrom(COST)
+            await stream.send(end)
+            continue
+        question = frame.start.conversation.messages[-1].content
+        word = question.split()[0]
+        refusals = {
+            "hot": scripted.status("INVALID_ARGUMENT", "temperature must be 0 to 2", "FIELD_INVALID", BAD_TEMPERATURE),
+            "poor": scripted.quota_status(retry_after_s=31.2),
+            "huge": scripted.quota_status(retry_helps=False),
+            "busy": scripted.status("UNAVAILABLE", "no engine is free", "ENGINE_OVERLOADED", retry_after_s=5),
+            "unknown": scripted.status("NOT_FOUND", "there is no model named x: see ListModels", "MODEL_UNKNOWN"),
+        }
+        if word in refusals:
+            await stream.send(scripted.failed(request_id, refusals[word]))
+            continue
+        await stream.send(scripted.admitted(request_id, 1025, cached=200))
+        if word == "loading":
+            progress = pb.ProgressFrame(stage=pb.ProgressFrame.STAGE_ENGINE_LOADING)
+            progress.estimated_wait.FromMilliseconds(1500)
+            await stream.send(pb.ServerFrame(request_id=request_id, progress=progress))
+        for seq, text in enumerate(ANSWER, 1):
+            await asyncio.sleep(pace_s)
+            await stream.send(scripted.delta(request_id, seq, text if word != "escape" else f"\x1b[31m{text}"))
+            if word == "slow":
+                break
+        if word != "slow":
+            finished = pb.FinishedFrame(reason=types_pb2.FINISH_REASON_STOP, usage=USAGE, cost=COST, timings=TIMINGS)
+            if word == "spent":
+                finished.reason = types_pb2.FINISH_REASON_QUOTA_EXHAUSTED
+                finished.exhausted_quotas.append(QUOTA)
+            await stream.send(pb.ServerFrame(request_id=request_id, finished=finished))
+
+
+def scripted_inference(pace_s: float = 0.0) -> ScriptedInference:
+    """The inference service with its prepared look-ups."""
+
+    async def script(stream: ServerStream) -> None:
+        await behave(stream, pace_s)
+
+    server = ScriptedInference(script)
+    generation = pb.Generation(
+        request_id="7f3c1d52-6f0e-4b1a-9a53-0d8c6f2b1e77",
+        state=pb.Generation.STATE_SETTLED,
+        model="demo",
+        admit_time=NOON,
+        settle_time=NOON,
+        usage=USAGE,
+        cost=COST,
+        timings=TIMINGS,
+        outcome="STOP",
+        labels={"agent": "1"},
+    )
+    server.replies["ListModelsRequest"] = pb.ListModelsResponse(models=[MODEL])
+    server.replies["CountTokensRequest"] = pb.CountTokensResponse(input_token_count=1025, context_window_tokens=2048)
+    server.replies["GetQuotaRequest"] = pb.GetQuotaResponse(quotas=[BUDGET, QUOTA])
+    server.replies["GetGenerationRequest"] = pb.GetGenerationResponse(generation=generation)
+    return server
+
+
+async def serve_for_ever(port: int) -> None:
+    """Serves for a person."""
+    async with scripted.serve(scripted_inference(pace_s=0.3), ScriptedAccounts().add, address=f"127.0.0.1:{port}") as address:
+        print(f"serving on {address}")
+        await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    asyncio.run(serve_for_ever(int(sys.argv[1])))
