@@ -12,7 +12,7 @@ from sqlalchemy import insert
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from metering.models import Hold, HoldState, UsageEvent
-from metering.prices import ModelPrice
+from metering.prices import ModelPrice, set_price
 from metering.tenants import KeyRecord, create_api_key, create_organization, create_project
 
 NOVEMBER = datetime(2026, 11, 15, 12, tzinfo=UTC)
@@ -61,6 +61,18 @@ async def new_customer(session: AsyncSession, name: str, currency_code: str = "U
         session, organization=name, project="search", name="all", scopes=("inference", "admin", "billing"), actor="test"
     )
     return Customer(organization.id, name, key, secret)
+
+
+async def new_price(session: AsyncSession, model: str = "demo") -> ModelPrice:
+    """In USD: 150,000 picos per input token, 15,000 cached, 600,000 output."""
+    return await set_price(
+        session,
+        model=model,
+        input_picos_per_token=150_000,
+        cached_input_picos_per_token=15_000,
+        output_picos_per_token=600_000,
+        actor="test",
+    )
 
 
 async def add_usage(session: AsyncSession, customer: Customer, price: ModelPrice, events: Iterable[Consumed]) -> list[int]:

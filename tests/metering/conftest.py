@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from metering.db import Sessions
-from metering.prices import ModelPrice, set_price
-from tests.metering.books import Customer, new_customer
+from metering.prices import ModelPrice
+from tests.metering.books import Customer, new_customer, new_price
 
 
 @pytest.fixture
@@ -20,11 +20,4 @@ async def customer(sessions: Sessions) -> Customer:
 async def price(sessions: Sessions) -> ModelPrice:
     """Of the model `demo`, in USD: 150,000 picos per input token, 15,000 cached, 600,000 output."""
     async with sessions.begin() as session:
-        return await set_price(
-            session,
-            model="demo",
-            input_picos_per_token=150_000,
-            cached_input_picos_per_token=15_000,
-            output_picos_per_token=600_000,
-            actor="test",
-        )
+        return await new_price(session)

@@ -1,0 +1,212 @@
+"""The pipeline as it runs: real worker processes, real brokers, real kills. After each, every event is in the ledger once."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psycopg
+import pytest
+
+from metering import embedded_postgres
+from metering.celery_app import VISIBILITY_TIMEOUT_S, configuration
+from metering.db import Sessions, create_engine, create_sessions
+from metering.migrations_runner import migrate
+from metering.prices import ModelPrice
+from tests.metering.books import Consumed, Customer, add_usage, new_customer, new_price
+from tests.metering.workers import redis_server, wait_until, worker
+
+Broker = dict[str, str]
+
+
+@pytest.fixture
+def redis_home() -> Iterator[Path]:
+    """A directory with a short path, for Redis; skips where there is no Redis, unless WEIR_REQUIRE_REDIS=1."""
+    if shutil.which("redis-server") is None:
+        if os.environ.get("WEIR_REQUIRE_REDIS") == "1":
+            pytest.fail("redis-server is not installed, and WEIR_REQUIRE_REDIS=1 asks for it")
+        pytest.skip("redis-server is not installed")
+    with tempfile.TemporaryDirectory(prefix="weir-redis-") as home:
+        yield Path(home)
+
+
+@pytest.fixture(params=["directory", "redis"])
+def broker(request: pytest.FixtureRequest) -> Iterator[Broker]:
+    """Environment of a worker for each broker that is supported."""
+    if request.param == "directory":
+        yield {}
+        return
+    with redis_server(request.getfixturevalue("redis_home")) as environment:
+        yield environment
+
+
+async def use(sessions: Sessions, customer: Customer, price: ModelPrice, event_count: int) -> None:
+    """Write usage events as settlements would."""
+    async with sessions.begin() as session:
+        await add_usage(session, customer, price, [Consumed(1025, 200, 150)] * event_count)
+
+
+class Books:
+    """What usage and ledger say at the moment, over a connection of its own."""
+
+    def __init__(self, database_url: str) -> None:
+        self._url = database_url
+
+    def ask(self, query: str) -> tuple[object, ...]:
+        """The one row of a query."""
+        with psycopg.connect(self._url) as connection:
+            row = connection.execute(query.encode()).fetchone()
+        assert row is not None
+        return row
+
+    def drained(self) -> bool:
+        """Whether no event waits for rating."""
+        return self.ask("SELECT count(*) FROM usage_events WHERE rated_at IS NULL") == (0,)
+
+    def assert_posted_once(self, event_count: int) -> None:
+        """As many transactions as events, and the same tokens and money in both."""
+        events = self.ask(
+            "SELECT count(*), sum(input_token_count + billed_token_count)::bigint, sum(cost_picos)::bigint FROM usage_events"
+        )
+        ledger = self.ask(
+            """SELECT count(DISTINCT usage_event_id), sum(token_count)::bigint,
+                      -sum(amount_picos) FILTER (WHERE token_kind IS NOT NULL)
+               FROM ledger_transactions t JOIN ledger_entries e ON e.transaction_id = t.id"""
+        )
+        assert events == ledger
+        assert events[0] == event_count
+
+
+async def test_a_worker_drains_what_it_finds_and_ends_when_asked(
+    tmp_path: Path, broker: Broker, database_url: str, sessions: Sessions, customer: Customer, price: ModelPrice
+) -> None:
+    await use(sessions, customer, price, 1_000)
+    books = Books(database_url)
+
+    with worker(tmp_path, database_url, broker) as running:
+        wait_until(books.drained, "the worker to rate everything")
+        await use(sessions, customer, price, 10)
+        wait_until(books.drained, "the worker to come round again")
+        began = time.monotonic()
+        assert running.stop() == 0
+        stopped_after_s = time.monotonic() - began
+
+    books.assert_posted_once(1_010)
+    assert stopped_after_s < 10
+
+
+@pytest.mark.faults
+async def test_a_worker_killed_in_mid_batch_loses_and_doubles_nothing(
+    tmp_path: Path, broker: Broker, database_url: str, sessions: Sessions, customer: Customer, price: ModelPrice
+) -> None:
+    await use(sessions, customer, price, 300)
+    books = Books(database_url)
+    waiting = "SELECT count(*) FROM pg_locks WHERE NOT granted AND relation = 'ledger_entries'::regclass"
+
+    with psycopg.connect(database_url) as blocking, worker(tmp_path, database_url, broker, "killed") as running:
+        blocking.execute("LOCK TABLE ledger_entries IN SHARE MODE")
+        wait_until(lambda: books.ask(waiting) != (0,), "the worker to be in the middle of a batch")
+        running.kill()
+    posted = books.ask("SELECT count(*) FROM ledger_transactions")
+    with worker(tmp_path, database_url, broker, "next"):
+        wait_until(books.drained, "the next worker to rate everything")
+
+    assert posted == (0,)
+    books.assert_posted_once(300)
+
+
+async def test_two_workers_at_once_post_each_event_once(
+    tmp_path: Path, broker: Broker, database_url: str, sessions: Sessions, customer: Customer, price: ModelPrice
+) -> None:
+    books = Books(database_url)
+
+    with worker(tmp_path, database_url, broker, "one"), worker(tmp_path, database_url, broker, "two"):
+        for _ in range(3):
+            await use(sessions, customer, price, 500)
+            wait_until(books.drained, "the workers to rate everything")
+
+    books.assert_posted_once(1_500)
+
+
+@pytest.mark.faults
+async def test_a_broker_that_forgets_everything_holds_up_nothing(
+    tmp_path: Path, database_url: str, sessions: Sessions, customer: Customer, price: ModelPrice
+) -> None:
+    books = Books(database_url)
+
+    with worker(tmp_path, database_url, {}):
+        for _ in range(3):
+            await use(sessions, customer, price, 100)
+            shutil.rmtree(tmp_path / "broker", ignore_errors=True)
+            wait_until(books.drained, "the worker to find its work without the lost messages")
+
+    books.assert_posted_once(300)
+
+
+@pytest.mark.faults
+async def test_a_broken_message_kills_no_worker(
+    tmp_path: Path, database_url: str, sessions: Sessions, customer: Customer, price: ModelPrice
+) -> None:
+    books = Books(database_url)
+    (tmp_path / "broker").mkdir()
+    for name in (".1-unfinished.weir", "2-torn.weir"):
+        (tmp_path / "broker" / name).write_text('{"body": "W1')
+
+    with worker(tmp_path, database_url, {}) as running:
+        await use(sessions, customer, price, 10)
+        wait_until(books.drained, "the worker to rate everything")
+        assert running.stop() == 0
+
+    assert "2-torn.weir, which is no message" in running.log.read_text()
+    books.assert_posted_once(10)
+
+
+@pytest.mark.faults
+async def test_a_redis_that_dies_and_comes_back_empty_holds_up_nothing(
+    tmp_path: Path, redis_home: Path, database_url: str, sessions: Sessions, customer: Customer, price: ModelPrice
+) -> None:
+    books = Books(database_url)
+
+    with contextlib.ExitStack() as first_life:
+        environment = first_life.enter_context(redis_server(redis_home))
+        with worker(tmp_path, database_url, environment) as running:
+            await use(sessions, customer, price, 10)
+            wait_until(books.drained, "the worker to rate everything")
+            first_life.close()
+            with redis_server(redis_home):
+                await use(sessions, customer, price, 10)
+                wait_until(books.drained, "the worker to find Redis and its work again")
+                assert running.stop() == 0
+
+    books.assert_posted_once(20)
+
+
+@pytest.mark.faults
+async def test_a_database_that_goes_away_is_waited_for(tmp_path: Path, postgres_home: Path) -> None:
+    server = embedded_postgres.start(postgres_home / "postgres")
+    migrate(server.url)
+    engine = create_engine(server.url)
+    books = Books(server.url)
+
+    with worker(tmp_path, server.url, {}) as running:
+        wait_until((tmp_path / "broker").exists, "the worker's first message")
+        server.stop()
+        wait_until(lambda: "the database is away" in running.log.read_text(), "the worker to notice")
+        embedded_postgres.start(postgres_home / "postgres")
+        async with create_sessions(engine).begin() as session:
+            await add_usage(session, await new_customer(session, "acme"), await new_price(session), [Consumed(1, 0, 1)] * 7)
+        wait_until(books.drained, "the worker to go on")
+        assert running.stop() == 0
+
+    await engine.dispose()
+    assert "Traceback" not in running.log.read_text()
+    books.assert_posted_once(7)
+
+
+def test_no_message_is_given_to_another_worker_while_its_task_can_still_run() -> None:
+    assert configuration({"WEIR_BROKER_URL": "redis://"})["task_time_limit"] < VISIBILITY_TIMEOUT_S

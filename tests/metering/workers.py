@@ -1,0 +1,87 @@
+"""Real worker processes and brokers for tests."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from metering.worker_command import worker_command
+
+PATIENCE_S = 60.0  # far above what anything here takes on a busy machine
+POLL_S = 0.02
+
+# What a worker may say and be well: it goes, and gives a message back that it had already taken.
+WELL = ("worker: Warm shutdown", "Requeuing undeliverable message")
+
+
+@dataclass(slots=True)
+class Worker:
+    """A worker process and what it has said."""
+
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    def kill(self) -> None:
+        """As `kill -9` does."""
+        self.process.kill()
+        self.process.wait()
+
+    def stop(self) -> int:
+        """Ask it to end; its exit status."""
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(PATIENCE_S)
+
+
+@contextmanager
+def worker(home: Path, database_url: str, broker: Mapping[str, str], name: str = "worker") -> Iterator[Worker]:
+    """A worker for the block. Its log must hold no complaint at the end, if it was not killed."""
+    log = home / f"{name}.log"
+    environment = {**os.environ, "WEIR_HOME": str(home), "WEIR_DATABASE_URL": database_url, **broker}
+    with log.open("wb") as file:
+        process = subprocess.Popen(worker_command(), env=environment, cwd=Path.cwd(), stdout=file, stderr=subprocess.STDOUT)
+    running = Worker(process, log)
+    try:
+        yield running
+        if process.poll() is None:
+            status = running.stop()
+            complaints = [line for line in log.read_text().splitlines() if line and not any(well in line for well in WELL)]
+            assert (status, complaints) == (0, [])
+    finally:
+        if process.poll() is None:
+            running.kill()
+        sys.stdout.write(log.read_text())
+
+
+def wait_until(condition: Callable[[], bool], what: str) -> None:
+    """Wait for a condition that another process brings about."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline, f"waited in vain for {what}"
+        time.sleep(POLL_S)
+
+
+@contextmanager
+def redis_server(home: Path) -> Iterator[dict[str, str]]:
+    """A Redis of our own on a Unix socket in a directory; the environment that points a worker to it.
+
+    The directory's path has to be short, like that of every socket.
+    """
+    binary = shutil.which("redis-server")
+    assert binary is not None
+    socket = home / "redis.sock"
+    arguments = ("--port", "0", "--unixsocket", str(socket), "--save", "", "--dir", str(home))
+    process = subprocess.Popen([binary, *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        wait_until(socket.exists, "Redis")
+        yield {"WEIR_BROKER_URL": f"redis+socket://{socket}"}
+    finally:
+        process.terminate()
+        process.wait()
