@@ -1,0 +1,229 @@
+"""`weir demo`: the whole path of a request on this machine, for real, in a minute or two. Keeps nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.rule import Rule
+from rich.table import Table
+from weir_client import (
+    AsyncAdminClient,
+    AsyncBillingClient,
+    AsyncClient,
+    MonthReport,
+    QuotaDimension,
+    QuotaStatus,
+    QuotaSubject,
+    Result,
+    WeirError,
+)
+
+from api.cli.local import clear_failures, fail, read_settings
+from api.cli.render import month_report, result_line, table, waterfall
+from api.cli.stack import Stack, run_stack
+from api.cli.workload import OUTPUT_TOKENS, Conversation, WorkloadRun, percentile, reference_prompts, run_agents
+from api.settings import DEMO_MODEL_NAME, Settings
+
+ORGANIZATION = "hotel-search"
+PROJECT = "copilot"
+TOKENS_PER_MONTH = 250_000
+CONCURRENT_REQUESTS = 64
+CANCEL_EVERY = 12  # every so many agents lose patience in the middle
+LEDGER_TIMEOUT_S = 30.0
+ANSWER_SEED = 7  # which of the reference queries is shown live
+
+AgentsOption = Annotated[int, typer.Option("--agents", min=1, max=CONCURRENT_REQUESTS, help="Agents that ask at once.")]
+
+console = Console(highlight=False)
+
+
+def demo(agents: AgentsOption = 50) -> None:
+    """Start everything, stream an answer, run the reference workload, and print the month's bill.
+
+    Uses a temporary directory, a free port, and embedded servers only; removes everything at the end.
+    """
+    home = Path(tempfile.mkdtemp(prefix="weir-demo-"))
+    settings = replace(read_settings(home, "127.0.0.1:0"), database_url="")
+    try:
+        with clear_failures():
+            balanced = asyncio.run(run_demo(settings, agents))
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+    finally:
+        shutil.rmtree(home, ignore_errors=True)
+    if not balanced:
+        fail("tokens delivered, usage events and ledger differ: please report this")
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """The customer that the demo plays, and the key of its application."""
+
+    api_key: str
+    month: str
+
+
+async def run_demo(settings: Settings, agent_count: int) -> bool:
+    """The demo; whether tokens delivered = usage events = ledger."""
+    began_at = time.monotonic()
+    with console.status("Starting") as status:
+        async with run_stack(settings, status.update) as stack:
+            status.stop()
+            console.print(
+                f"Everything runs, {time.monotonic() - began_at:.1f} s after the start: PostgreSQL, API server, engine, worker."
+            )
+            try:
+                balanced = await tell_story(stack, settings.models[DEMO_MODEL_NAME], agent_count)
+            except* WeirError as errors:
+                fail(f"the demo broke off: {errors.exceptions[0]}")
+            status.update("Stopping")
+            status.start()
+    console.print(f"Stopped and cleaned up after {time.monotonic() - began_at:.0f} s.")
+    return balanced
+
+
+async def tell_story(stack: Stack, model_directory: Path, agent_count: int) -> bool:
+    """One chapter after the other, on a running stack."""
+    address, admin_key = stack.connection.address, stack.connection.admin_key
+    async with AsyncAdminClient(address=address, api_key=admin_key) as admin:
+        tenant = await create_tenant(admin)
+    prompts = await asyncio.to_thread(reference_prompts, model_directory, agent_count + 1, ANSWER_SEED)
+    async with AsyncClient(address=address, api_key=tenant.api_key) as client:
+        before = await client.get_quota()
+        shown = await show_answer(client, prompts[0])
+        run = await show_workload(client, prompts[1:])
+        after = await client.get_quota()
+    console.print(Rule("Where the time of the first request went", align="left"))
+    console.print(waterfall(shown.timings))
+    console.print(Rule("What the agents saw", align="left"))
+    console.print(measurements(run))
+    console.print(Rule("Quotas, before and after", align="left"))
+    console.print(quota_table(before, after))
+    async with AsyncBillingClient(address=address, api_key=admin_key) as billing:
+        with console.status("Waiting for the billing worker"):
+            report = await rated_report(billing, tenant.month, len(run.results) + 1)
+    console.print(Rule("The month's bill", align="left"))
+    console.print(month_report(report))
+    return check(shown, run, report)
+
+
+async def create_tenant(admin: AsyncAdminClient) -> Tenant:
+    """A customer with a key and two quotas."""
+    await admin.create_organization(ORGANIZATION)
+    await admin.create_project(ORGANIZATION, PROJECT)
+    created = await admin.create_api_key(ORGANIZATION, PROJECT, name="demo")
+    for dimension, limit in (
+        (QuotaDimension.CONCURRENT_REQUESTS, CONCURRENT_REQUESTS),
+        (QuotaDimension.TOKENS_PER_MONTH, TOKENS_PER_MONTH),
+    ):
+        await admin.set_quota(QuotaSubject.ORGANIZATION, ORGANIZATION, dimension, limit)
+    console.print(
+        f"Created organization [bold]{ORGANIZATION}[/bold] with key {created.api_key.prefix}… and quotas: "
+        f"{TOKENS_PER_MONTH:,} tokens a month, {CONCURRENT_REQUESTS} requests at once."
+    )
+    return Tenant(created.secret, f"{datetime.now(UTC):%Y-%m}")
+
+
+async def show_answer(client: AsyncClient, prompt: Conversation) -> Result:
+    """Stream one answer to the terminal as its tokens arrive."""
+    console.print(Rule("A question, answered live", align="left"))
+    listings, _, question = prompt[-1]["content"].rpartition("\n")
+    console.print(f"[dim]{listings.count(chr(10)) + 1} lines of hotel listings, then:[/dim]")
+    console.print(f"[bold]{question}[/bold]\n")
+    async with client.generate(DEMO_MODEL_NAME, prompt, max_output_tokens=OUTPUT_TOKENS, temperature=0.0) as stream:
+        async for delta in stream:
+            console.print(delta.text, end="", markup=False, soft_wrap=True)
+    console.print("\n")
+    console.print(f"[dim]{result_line(stream.result)}[/dim]")
+    return stream.result
+
+
+async def show_workload(client: AsyncClient, prompts: Sequence[Conversation]) -> WorkloadRun:
+    """The reference workload with a progress bar; some agents cancel in the middle."""
+    console.print(Rule(f"{len(prompts)} agents at once", align="left"))
+    cancel_after = {index: 20 + 10 * (index % 9) for index in range(CANCEL_EVERY // 2, len(prompts), CANCEL_EVERY)}
+    total = sum(cancel_after.get(index, OUTPUT_TOKENS) for index in range(len(prompts)))
+    console.print(
+        f"1,025 tokens in, {OUTPUT_TOKENS} out each, the first 200 the same for all; {len(cancel_after)} cancel in mid-stream."
+    )
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console) as progress:
+        bar = progress.add_task("tokens", total=total)
+        run = await run_agents(client, DEMO_MODEL_NAME, prompts, cancel_after, lambda count: progress.advance(bar, count))
+        progress.update(bar, total=run.received_token_count, completed=run.received_token_count)
+    return run
+
+
+def measurements(run: WorkloadRun) -> Table:
+    """Latency percentiles, throughput and cache hits of a run."""
+    figures = table("", "p50", "p90", "p99", right=("p50", "p90", "p99"))
+    for name, values in (("time to first token, ms", run.ttfts_ms), ("time between tokens, ms", run.gaps_ms)):
+        figures.add_row(name, *(f"{percentile(values, percent):,.1f}" for percent in (50, 90, 99)))
+    sent = sum(result.usage.input_token_count for result in run.results)
+    cached = sum(result.usage.cached_input_token_count for result in run.results)
+    received, rate = run.received_token_count, run.received_token_count / run.duration_s
+    figures.caption = (
+        f"{received:,} tokens in {run.duration_s:.1f} s: {rate:,.0f} tokens/s. "
+        f"Prefix cache: {cached:,} of {sent:,} input tokens ({cached / max(sent, 1):.0%}). Cancelled: {run.cancelled_count}."
+    )
+    figures.caption_justify = "left"
+    return figures
+
+
+def quota_table(before: Sequence[QuotaStatus], after: Sequence[QuotaStatus]) -> Table:
+    """What is used and held of each limit, before and after."""
+    numbers = ("limit", "used before", "used after", "held now", "remaining")
+    rows = table("quota", *numbers, right=numbers)
+    used_before = {quota.quota_id: quota.used_value for quota in before}
+    for quota in after:
+        rows.add_row(
+            f"{quota.dimension} of {quota.subject}",
+            f"{quota.limit_value:,}",
+            f"{used_before.get(quota.quota_id, 0):,}",
+            f"{quota.used_value:,}",
+            f"{quota.held_value:,}",
+            f"{quota.remaining_value:,}",
+        )
+    return rows
+
+
+async def rated_report(billing: AsyncBillingClient, month: str, request_count: int) -> MonthReport:
+    """The report, once every request is in the ledger; as it stands if that takes too long."""
+    deadline = time.monotonic() + LEDGER_TIMEOUT_S
+    while True:
+        report = await billing.get_month_report(ORGANIZATION, month)
+        complete = report.unrated_event_count == 0 and report.request_counts.total_count == request_count
+        if complete or time.monotonic() > deadline:
+            return report
+        await asyncio.sleep(0.2)
+
+
+def check(shown: Result, run: WorkloadRun, report: MonthReport) -> bool:
+    """Tokens that the clients had = tokens in usage events = tokens in the ledger."""
+    results = [shown, *run.results]
+    sent = sum(result.usage.input_token_count for result in results)
+    received = run.received_token_count + len(shown.token_ids)
+    usage, ledger = report.reconciliation.usage_token_count, report.reconciliation.ledger_token_count
+    balanced = sent + received == usage == ledger
+    sign, style = ("=", "bold green") if balanced else ("≠", "bold red")
+    console.print(
+        f"[{style}]{sent:,} in + {received:,} received by clients {sign} {usage:,} in usage events {sign} {ledger:,} in the ledger"
+        f"[/{style}]"
+    )
+    cost = sum(result.cost.picos for result in results)
+    agreed = cost == report.total.picos
+    console.print(
+        f"[{'bold green' if agreed else 'bold red'}]cost told to clients {'=' if agreed else '≠'} the month's bill: {report.total}"
+    )
+    return balanced and agreed
