@@ -19,7 +19,7 @@ from queue import Empty
 from typing import Any
 
 from celery import Celery, bootsteps  # type: ignore[import-untyped]
-from celery.beat import Service  # type: ignore[import-untyped]
+from celery.beat import Scheduler, Service  # type: ignore[import-untyped]
 from celery.exceptions import SecurityWarning  # type: ignore[import-untyped]
 from celery.signals import worker_init  # type: ignore[import-untyped]
 from click import Option
@@ -154,7 +154,8 @@ class ClockThread(threading.Thread):
         """Keep the service going until `stop`."""
         self._app.set_current()
         while not self._stopping.is_set():
-            self._service = Service(self._app, max_interval=CLOCK_TICK_MAX_S, remote_control=False)
+            # The plain scheduler: the default one keeps a file in the working directory.
+            self._service = Service(self._app, max_interval=CLOCK_TICK_MAX_S, scheduler_cls=Scheduler, remote_control=False)
             try:
                 self._service.start()
             except Exception:  # whatever stopped the clock must not stop it for good

@@ -142,7 +142,8 @@ class HoldStore:
         for op, answer in zip(batch, answers, strict=True):
             if isinstance(answer, Admitted):
                 self._live.add(answer.hold_id)
-            elif isinstance(op, Settle | Void | Expire) and not isinstance(answer, StoreAway):
+            elif isinstance(op, Settle | Void | Expire) and not isinstance(answer, StoreAway | InvariantViolated):
+                # A settlement that failed stays ours: a renewal would void its hold, and with it what was delivered.
                 self._live.discard(op.hold_id)
         return answers
 
