@@ -157,6 +157,7 @@ class EngineStatistics:
     prompt_token_count: int = 0
     cached_token_count: int = 0
     output_token_count: int = 0
+    preemption_count: int = 0
 
 
 @dataclass(frozen=True, slots=True)

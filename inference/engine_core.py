@@ -151,6 +151,7 @@ class EngineCore:
             prompt_token_count=self._prompt_token_count,
             cached_token_count=self._cached_token_count,
             output_token_count=self._output_token_count,
+            preemption_count=self._scheduler.preemption_count,
         )
 
     def _note_entered(self, sequence: Sequence, now_s: float) -> None:

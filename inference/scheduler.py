@@ -58,6 +58,7 @@ class Scheduler:
         self._limits = limits
         self._waiting: list[Sequence] = []  # in order of arrival, the preempted ones at their old places
         self._running: list[Sequence] = []  # in order of arrival
+        self._preemption_count = 0
 
     @property
     def waiting(self) -> tuple[Sequence, ...]:
@@ -68,6 +69,11 @@ class Scheduler:
     def running(self) -> tuple[Sequence, ...]:
         """Sequences with a place, in order of arrival."""
         return tuple(self._running)
+
+    @property
+    def preemption_count(self) -> int:
+        """How often a running sequence had to give its blocks back."""
+        return self._preemption_count
 
     @property
     def waiting_is_full(self) -> bool:
@@ -130,7 +136,7 @@ class Scheduler:
     def _preempt(self, sequence: Sequence) -> None:
         self._running.remove(sequence)
         self._release(sequence)
-        sequence.preemption_count += 1
+        self._preemption_count += 1
         sequence.prefix_keys = self._prefix_keys(sequence)  # its own output may be found again too
         bisect.insort(self._waiting, sequence, key=lambda waiting: waiting.number)
 

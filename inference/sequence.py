@@ -50,7 +50,6 @@ class Sequence:
     cached_token_count: int | None = None
     scheduled_at_s: float | None = None
     first_token_at_s: float | None = None
-    preemption_count: int = 0
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.request.prompt_token_ids)

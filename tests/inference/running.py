@@ -1,0 +1,95 @@
+"""Runs sequences on an engine core without any process around it, and collects what came out."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from inference.engine import (
+    GenerationRequest,
+    SamplingParams,
+    Scheduled,
+    SequenceFinished,
+    SequenceId,
+    StopCriteria,
+    TokensGenerated,
+)
+from inference.engine_core import EngineCore, EngineOptions, NumberedEvent
+from inference.limits import EngineLimits
+
+SMALL_KV_BYTES = 8 << 20  # bytes: 1,024 blocks of the default tiny shape
+FIRST_PLAIN_TOKEN = 7  # ids below are special tokens
+
+
+@dataclass(slots=True)
+class Outcome:
+    """Everything that one sequence reported."""
+
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    cached_token_count: int | None = None
+    finished: SequenceFinished | None = None
+
+
+def make_core(
+    directory: Path, *, kv_cache_bytes: int = SMALL_KV_BYTES, step_token_count_max: int = 256, **limits: int
+) -> EngineCore:
+    """A core with small pools. limits: other fields of `EngineLimits`."""
+    bounds = {"context_window_tokens": 2048, "step_token_count_max": step_token_count_max} | limits
+    return EngineCore(EngineOptions(directory, EngineLimits(**bounds), kv_cache_bytes=kv_cache_bytes))
+
+
+def make_request(
+    prompt: Sequence[int],
+    max_output_tokens: int = 24,
+    *,
+    sampling: SamplingParams | None = None,
+    stop_sequences: tuple[str, ...] = (),
+    stop_token_ids: frozenset[int] = frozenset(),
+    ignore_eos: bool = True,
+    cache_salt: str = "",
+) -> GenerationRequest:
+    """A greedy request unless told otherwise."""
+    return GenerationRequest(
+        sequence_id=SequenceId("test"),
+        prompt_token_ids=tuple(prompt),
+        sampling=sampling or SamplingParams(),
+        stop=StopCriteria(max_output_tokens, stop_sequences, stop_token_ids, ignore_eos),
+        cache_salt=cache_salt,
+    )
+
+
+def random_prompt(rng: random.Random, token_count: int, vocabulary_size: int = 400) -> list[int]:
+    """Plain tokens without special ones."""
+    return [rng.randrange(FIRST_PLAIN_TOKEN, vocabulary_size) for _ in range(token_count)]
+
+
+def run_all(core: EngineCore, requests: Iterable[GenerationRequest], first_number: int = 0) -> list[Outcome]:
+    """Start all at once and step until nothing runs. first_number: above all numbers that the core has seen."""
+    outcomes = {}
+    for number, request in enumerate(requests, first_number):
+        assert core.add(number, request)
+        outcomes[number] = Outcome()
+    while not core.idle:
+        collect(core.step(), outcomes)
+        core.pool.check_deeply(sequence.block_table for sequence in core.scheduler.running)
+    return list(outcomes.values())
+
+
+def collect(events: Iterable[NumberedEvent], outcomes: dict[int, Outcome]) -> None:
+    """Add events to the outcomes of their sequences."""
+    for number, event in events:
+        outcome = outcomes[number]
+        assert outcome.finished is None, "nothing follows the last event"
+        match event:
+            case Scheduled():
+                assert outcome.cached_token_count is None, "scheduled is reported once"
+                outcome.cached_token_count = event.cached_token_count
+            case TokensGenerated():
+                outcome.token_ids += event.token_ids
+                outcome.text += event.text
+            case SequenceFinished():
+                outcome.text += event.text
+                outcome.finished = event

@@ -1,0 +1,213 @@
+"""The demo model's corpus, its tokenizer files and the reference workload; nothing here runs the model."""
+
+import json
+import re
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+from jinja2.exceptions import TemplateError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import Tokenizer
+
+import inference.demo_model
+from inference.demo_model import scoring
+from inference.demo_model.corpus import (
+    REFERENCE_PROMPT_TOKENS,
+    SYSTEM_PROMPT,
+    SYSTEM_PROMPT_TOKENS,
+    Case,
+    Message,
+    draw_case,
+    evaluation_case,
+    evaluation_small_talk,
+    reference_messages,
+    sized_reference_case,
+)
+from inference.demo_model.hotels import Split, draw_hotels, split_of
+from inference.demo_model.tokenization import token_ids_of
+
+WEIGHTS = Path(inference.demo_model.__file__).parent / "weights"
+
+
+def raise_template_error(message: str) -> None:
+    raise TemplateError(message)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.from_file(str(WEIGHTS / "tokenizer.json"))
+
+
+class ChatTemplate:
+    """The shipped chat template, rendered as engines render it."""
+
+    def __init__(self) -> None:
+        config: dict[str, Any] = json.loads((WEIGHTS / "tokenizer_config.json").read_text())
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+        environment.globals["raise_exception"] = raise_template_error
+        self._template = environment.from_string(config["chat_template"])
+        self._tokens = {name: config[name] for name in ("bos_token", "eos_token")}
+
+    def render(self, messages: list[Message], add_generation_prompt: bool = True) -> str:
+        return self._template.render(messages=messages, add_generation_prompt=add_generation_prompt, **self._tokens)
+
+
+@pytest.fixture(scope="module")
+def template() -> ChatTemplate:
+    return ChatTemplate()
+
+
+def test_the_same_seed_draws_the_same_case() -> None:
+    one = [draw_case(Random(seed), Split.TRAIN) for seed in range(30)]
+    two = [draw_case(Random(seed), Split.TRAIN) for seed in range(30)]
+
+    assert one == two
+    assert len({case.messages()[-1]["content"] for case in one}) > 20
+
+
+def test_training_and_evaluation_share_no_hotel_name() -> None:
+    rng = Random(3)
+
+    train = {hotel.name for _ in range(100) for hotel in draw_hotels(rng, 12, Split.TRAIN)}
+    unseen = {hotel.name for seed in range(100) for hotel in evaluation_case(seed).hotels}
+
+    assert train.isdisjoint(unseen)
+    assert {split_of(name) for name in unseen} == {Split.EVAL}
+
+
+def test_within_a_case_no_two_hotels_tie() -> None:
+    for seed in range(50):
+        hotels = evaluation_case(seed).hotels
+
+        for values in (
+            [hotel.name for hotel in hotels],
+            [hotel.price for hotel in hotels],
+            [hotel.rating_tenths for hotel in hotels],
+            [hotel.distance_tenths for hotel in hotels],
+        ):
+            assert len(set(values)) == len(hotels)
+
+
+def test_every_reference_answer_scores_full_marks() -> None:
+    """The generator and the scorer are written apart; an answer that breaks a fact would lose a mark here."""
+    cases = [evaluation_case(seed) for seed in range(400)] + [evaluation_small_talk(seed) for seed in range(100)]
+
+    wrong = [case.turns[0] for case in cases if not scoring.score(case, case.turns[0].answer, ended=True).right]
+
+    assert wrong == []
+
+
+def _first_case_with_a_walk() -> Case:
+    return next(case for case in map(evaluation_case, range(100)) if len(case.turns[0].listed) >= 2)
+
+
+def test_the_scorer_sees_a_wrong_price() -> None:
+    case = _first_case_with_a_walk()
+    answer = re.sub(r"\$\d+", "$1", case.turns[0].answer)
+
+    assert not scoring.score(case, answer, ended=True).faithful
+
+
+def test_the_scorer_sees_an_invented_name() -> None:
+    case = _first_case_with_a_walk()
+    answer = case.turns[0].answer.replace(case.hotels[case.turns[0].listed[0] - 1].name, "Hotel Nowhere")
+
+    assert not scoring.score(case, answer, ended=True).faithful
+
+
+def test_the_scorer_sees_a_missing_candidate() -> None:
+    case = _first_case_with_a_walk()
+    lines = case.turns[0].answer.split("\n")
+
+    assert not scoring.score(case, "\n".join([lines[0], *lines[2:]]), ended=True).candidates
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_reference_prompt_has_exactly_its_size(seed: int, tokenizer: Tokenizer, template: ChatTemplate) -> None:
+    def count(messages: list[Message]) -> int:
+        return len(tokenizer.encode(template.render(messages), add_special_tokens=False).ids)
+
+    messages = reference_messages(seed, count)
+
+    assert count(messages) == REFERENCE_PROMPT_TOKENS == 1025
+    assert messages[0] == {"role": "system", "content": SYSTEM_PROMPT}
+    assert [message["role"] for message in messages] == ["system", "user"]
+
+
+def test_reference_prompts_differ_after_the_shared_system_prompt(tokenizer: Tokenizer, template: ChatTemplate) -> None:
+    def encode(messages: list[Message]) -> list[int]:
+        ids: list[int] = tokenizer.encode(template.render(messages), add_special_tokens=False).ids
+        return ids
+
+    prompts = [encode(reference_messages(seed, lambda messages: len(encode(messages)))) for seed in range(20)]
+
+    assert len({tuple(prompt) for prompt in prompts}) == 20
+    assert len({tuple(prompt[:SYSTEM_PROMPT_TOKENS]) for prompt in prompts}) == 1
+    system = encode([{"role": "system", "content": SYSTEM_PROMPT}])  # ends with the generation prompt, one token
+    assert len(system) - 1 == SYSTEM_PROMPT_TOKENS == 200
+
+
+def test_reference_answers_walk_through_at_least_three_hotels(tokenizer: Tokenizer) -> None:
+    case = sized_reference_case(5, lambda messages: len(token_ids_of(tokenizer, messages, generation_prompt=True)))
+
+    assert len(case.turns[0].listed) >= 3
+
+
+def test_an_impossible_size_is_refused() -> None:
+    with pytest.raises(ValueError, match="no reference case of 50 tokens"):
+        reference_messages(1, lambda messages: 1000, prompt_token_count=50)
+
+
+def test_training_encodes_conversations_as_the_chat_template_does(tokenizer: Tokenizer, template: ChatTemplate) -> None:
+    rng = Random(8)
+    for _ in range(20):
+        messages = draw_case(rng, Split.TRAIN).messages()
+
+        rendered = tokenizer.encode(template.render(messages, add_generation_prompt=False), add_special_tokens=False).ids
+
+        assert token_ids_of(tokenizer, messages, generation_prompt=False) == rendered
+
+
+def test_the_chat_template_marks_each_turn(template: ChatTemplate) -> None:
+    messages: list[Message] = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": " Hello "},
+        {"role": "assistant", "content": "Hi!"},
+        {"role": "user", "content": "Bye"},
+    ]
+
+    assert template.render(messages) == (
+        "<|begin|><|system|>Be brief.<|end|><|user|>Hello<|end|><|assistant|>Hi!<|end|><|user|>Bye<|end|><|assistant|>"
+    )
+    assert not template.render(messages, add_generation_prompt=False).endswith("<|assistant|>")
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [{"role": "tool", "content": "x"}],
+        [{"role": "user", "content": "x"}, {"role": "system", "content": "y"}],
+    ],
+    ids=["unknown role", "late system message"],
+)
+def test_the_chat_template_refuses_what_it_cannot_render(messages: list[Message], template: ChatTemplate) -> None:
+    with pytest.raises(TemplateError):
+        template.render(messages)
+
+
+@pytest.mark.parametrize("text", ["Zürich, 東京 and 🏨!", "  two  spaces\n\n\ttab", "1,234.567 [99] #@"])
+def test_any_text_survives_the_tokenizer(text: str, tokenizer: Tokenizer) -> None:
+    assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False).ids) == text
+
+
+def test_the_shipped_files_agree_with_each_other(tokenizer: Tokenizer) -> None:
+    config: dict[str, Any] = json.loads((WEIGHTS / "config.json").read_text())
+    generation: dict[str, Any] = json.loads((WEIGHTS / "generation_config.json").read_text())
+
+    assert config["architectures"] == ["LlamaForCausalLM"]
+    assert config["vocab_size"] == tokenizer.get_vocab_size()
+    assert config["eos_token_id"] == generation["eos_token_id"] == tokenizer.token_to_id("<|end|>")
+    assert config["bos_token_id"] == tokenizer.token_to_id("<|begin|>")
+    assert sum(path.stat().st_size for path in WEIGHTS.iterdir()) < 13_000_000
