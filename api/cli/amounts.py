@@ -51,9 +51,7 @@ def dimension_amount(dimension: QuotaDimension | None, value: int) -> str:
 
 
 def units_to_picos(amount: Decimal) -> int:
-    """An amount in units of a currency as whole picos. Raises: ValueError if it is finer than a pico or no number."""
-    if not amount.is_finite():
-        raise ValueError(f"{amount} is not an amount")
+    """An amount in units of a currency as whole picos. Raises: ValueError if it is finer than a pico."""
     scaled = amount.scaleb(12, Context(prec=len(amount.as_tuple().digits) + 20))  # the default precision would round silently
     if scaled != scaled.to_integral_value():
         raise ValueError(f"{amount} is finer than a pico (twelve decimals)")
@@ -63,9 +61,12 @@ def units_to_picos(amount: Decimal) -> int:
 def parse_amount(text: str) -> Decimal:
     """A decimal number as people write it, `1,000.50` included. Raises: ValueError."""
     try:
-        return Decimal(text.replace(",", "").replace("_", ""))
+        amount = Decimal(text.replace(",", "").replace("_", ""))
     except InvalidOperation:
         raise ValueError(f"{text!r} is not a number") from None
+    if not amount.is_finite():
+        raise ValueError(f"{text!r} is not a number")
+    return amount
 
 
 def parse_limit(dimension: QuotaDimension, text: str) -> int:

@@ -1,0 +1,63 @@
+"""A scripted Weir and a way to run commands against it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from api.cli.main import app
+from tests.cli.scripted_weir import ScriptedAccounts, scripted_inference
+from tests.sdk import scripted
+from tests.sdk.scripted import ScriptedInference
+
+
+@dataclass(frozen=True)
+class ScriptedWeir:
+    """The scripted server: its address, and what its services were asked."""
+
+    address: str
+    inference: ScriptedInference
+    accounts: ScriptedAccounts
+
+
+Run = Callable[..., Result]
+
+
+@pytest.fixture(autouse=True)
+def terminal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A plain terminal of 100 columns, with no setting from outside."""
+    for name in ("WEIR_ADDRESS", "WEIR_API_KEY", "WEIR_ADMIN_KEY", "WEIR_ROOT_CERTIFICATES", "FORCE_COLOR", "GITHUB_ACTIONS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("WEIR_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setenv("NO_COLOR", "1")
+
+
+@pytest.fixture
+def server() -> Iterator[ScriptedWeir]:
+    inference, accounts = scripted_inference(), ScriptedAccounts()
+    with scripted.serve_in_thread(inference, accounts.add) as address:
+        yield ScriptedWeir(address, inference, accounts)
+
+
+@pytest.fixture
+def bare_weir() -> Run:
+    """Runs `weir` with exactly these arguments."""
+
+    def run(*arguments: str, stdin: str | None = None) -> Result:
+        return CliRunner().invoke(app, list(arguments), input=stdin, catch_exceptions=False)
+
+    return run
+
+
+@pytest.fixture
+def weir(bare_weir: Run, server: ScriptedWeir, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Runs `weir` against the scripted server."""
+    monkeypatch.setenv("WEIR_ADDRESS", server.address)
+    monkeypatch.setenv("WEIR_API_KEY", "weir_user")
+    monkeypatch.setenv("WEIR_ADMIN_KEY", "weir_admin")
+    return bare_weir

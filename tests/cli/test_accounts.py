@@ -1,0 +1,250 @@
+"""Commands of admins and finance: what they ask for, what they show, and their JSON."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from decimal import Decimal
+from pathlib import Path
+
+import pytest
+from weir.v1 import admin_service_pb2 as admin_pb
+from weir.v1 import billing_service_pb2 as billing_pb
+from weir.v1 import types_pb2
+
+from tests.cli.conftest import Run, ScriptedWeir
+from tests.cli.scripted_weir import QUOTA, REPORT
+
+
+def test_the_secret_of_a_key_is_alone_on_stdout_and_warned_about(weir: Run, server: ScriptedWeir) -> None:
+    result = weir("key", "create", "laptop", "--org", "acme", "--project", "web", "--scope", "admin", "--expires-in", "30d")
+
+    assert result.stdout == "weir_ab12cd_topsecret\n"
+    assert "This is the only time that the secret is shown" in result.stderr
+    request = server.accounts.requests[0]
+    assert (request.organization, request.project, list(request.scopes)) == ("acme", "web", ["admin"])
+    assert request.lifetime.seconds == 30 * 86_400
+    assert server.accounts.keys == ["Bearer weir_admin"]
+
+
+def test_keys_are_listed_without_secrets_and_revoked(weir: Run) -> None:
+    listed = weir("key", "list")
+    revoked = weir("key", "revoke", "weir_ab12cd")
+
+    assert "laptop  weir_ab12cd  inference  active  2026-11-20 12:00:00Z" in listed.stdout
+    assert "secret" not in listed.output
+    assert revoked.stderr == "key laptop (weir_ab12cd) is revoked since 2026-11-20 12:00:00Z\n"
+    assert json.loads(weir("key", "create", "k", "--org", "a", "--project", "b", "--json").stdout)["secret"]
+
+
+def test_a_lifetime_must_be_readable(weir: Run) -> None:
+    result = weir("key", "create", "laptop", "--org", "a", "--project", "b", "--expires-in", "soon")
+
+    assert result.exit_code == 2
+    assert "30d" in result.stderr
+
+
+def test_organizations_and_projects(weir: Run, server: ScriptedWeir) -> None:
+    assert "acme" in weir("org", "create", "acme", "--currency", "EUR").stdout
+    assert "acme" in weir("org", "list").stdout
+    assert "web" in weir("project", "create", "web", "--org", "acme").stdout
+    assert json.loads(weir("project", "list", "--org", "acme", "--json").stdout)[0]["name"] == "web"
+
+    assert server.accounts.requests[0] == admin_pb.CreateOrganizationRequest(name="acme", currency_code="EUR")
+    assert weir("project", "list").exit_code == 2, "which organization is not known"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (
+            ["cost-per-month", "1,250.50", "--org", "acme"],
+            admin_pb.SetQuotaRequest(
+                subject=types_pb2.QUOTA_SUBJECT_ORGANIZATION,
+                subject_ref="acme",
+                dimension=types_pb2.QUOTA_DIMENSION_COST_PICOS_PER_MONTH,
+                limit_value=1_250_500_000_000_000,
+            ),
+        ),
+        (
+            ["tokens-per-minute", "100000", "--project", "acme/web", "--model", "demo"],
+            admin_pb.SetQuotaRequest(
+                subject=types_pb2.QUOTA_SUBJECT_PROJECT,
+                subject_ref="acme/web",
+                model="demo",
+                dimension=types_pb2.QUOTA_DIMENSION_TOKENS_PER_MINUTE,
+                limit_value=100_000,
+            ),
+        ),
+        (
+            ["concurrent-requests", "0", "--org", "acme", "--project", "web"],
+            admin_pb.SetQuotaRequest(
+                subject=types_pb2.QUOTA_SUBJECT_PROJECT,
+                subject_ref="acme/web",
+                dimension=types_pb2.QUOTA_DIMENSION_CONCURRENT_REQUESTS,
+            ),
+        ),
+        (
+            ["requests-per-minute", "60", "--key", "weir_ab12cd"],
+            admin_pb.SetQuotaRequest(
+                subject=types_pb2.QUOTA_SUBJECT_API_KEY,
+                subject_ref="weir_ab12cd",
+                dimension=types_pb2.QUOTA_DIMENSION_REQUESTS_PER_MINUTE,
+                limit_value=60,
+            ),
+        ),
+    ],
+)
+def test_a_limit_is_sent_exactly(weir: Run, server: ScriptedWeir, arguments: list[str], expected: object) -> None:
+    assert weir("quota", "set", *arguments).exit_code == 0
+
+    assert server.accounts.requests == [expected]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["bananas", "1", "--org", "a"], "'bananas' is not one of"),
+        (["tokens-per-day", "1.5", "--org", "a"], "whole numbers"),
+        (["tokens-per-day", "--org", "a", "--", "-1"], "0 or more"),
+        (["tokens-per-day", "many", "--org", "a"], "not a number"),
+        (["cost-per-month", "0.0000000000001", "--org", "a"], "finer than a pico"),
+        (["cost-per-month", "9223373", "--org", "a"], "the largest limit is"),
+        (["tokens-per-day", "1"], "one of --org, --project, --key"),
+        (["tokens-per-day", "1", "--org", "a", "--key", "k"], "one of --org, --project, --key"),
+    ],
+)
+def test_a_limit_that_makes_no_sense_is_refused_before_it_is_sent(
+    weir: Run, server: ScriptedWeir, arguments: list[str], message: str
+) -> None:
+    result = weir("quota", "set", *arguments)
+
+    assert result.exit_code == 2
+    assert message in " ".join(result.stderr.replace("│", " ").split())
+    assert server.accounts.requests == []
+
+
+def test_limits_are_shown_with_what_is_left(weir: Run, server: ScriptedWeir) -> None:
+    own = weir("quota", "show", "--model", "demo")
+    listed = json.loads(weir("quota", "list", "--org", "acme", "--json").stdout)
+
+    assert [line.rstrip() for line in own.stdout.splitlines()][1:-1] == [
+        " of            limit on           model    limit        used   held         left  resets in",
+        " ──────────────────────────────────────────────────────────────────────────────────────────",
+        " organization  cost-per-month     demo    250.00  12.3456789   0.00  237.6543211  —",
+        " project       tokens-per-minute  all    100,000      58,750  1,175       40,075  42 s",
+    ]
+    assert listed[1]["dimension"] == "tokens-per-minute"
+    assert listed[1]["reset_time"] == "2026-11-20T12:00:00Z"
+    assert server.inference.metadata["authorization"] == "Bearer weir_user"
+    assert weir("quota", "delete", QUOTA.quota_id).exit_code == 0
+    assert server.accounts.requests[-1].quota_id == QUOTA.quota_id
+
+
+def test_a_price_per_million_becomes_whole_picos(weir: Run, server: ScriptedWeir) -> None:
+    result = weir("price", "set", "demo", "--input", "0.15", "--output", "0.6", "--effective-time", "2026-12-01")
+
+    assert "price version 2 of demo from 2026-12-01 00:00:00Z on" in result.stderr
+    request = server.accounts.requests[0]
+    assert (request.input_picos_per_token, request.cached_input_picos_per_token, request.output_picos_per_token) == (
+        150_000,
+        150_000,
+        600_000,
+    )
+    assert request.effective_time.seconds == 1_796_083_200
+    assert weir("price", "set", "demo", "--input", "0.0000001", "--output", "1").exit_code == 2
+    assert json.loads(weir("price", "set", "demo", "--input", "1", "--output", "1", "--json").stdout)["version"] == 2
+
+
+def test_models_count_and_prices_are_listed(weir: Run) -> None:
+    assert "demo   LlamaForCausalLM    2,048  torch   0.15 USD      0.05 USD  0.60 USD" in weir("models").stdout
+    assert weir("price", "list").stdout == weir("models").stdout
+    assert json.loads(weir("models", "--json").stdout)[0]["price"]["output_picos_per_token"] == 600_000
+    assert weir("count", "Hi").stdout == "1,025 tokens of a context window of 2,048\n"
+    assert json.loads(weir("count", "Hi", "--json").stdout) == {"input_token_count": 1025, "context_window_tokens": 2048}
+
+
+def test_the_audit_log_says_what_changed(weir: Run) -> None:
+    result = weir("audit", "--limit", "1")
+
+    assert "quota.set" in result.stdout
+    assert "limit_value: 10 → 20" in result.stdout
+    assert result.stderr == "older entries: weir audit --before 17\n"
+    assert json.loads(weir("audit", "--json").stdout)[0]["actor"] == "weir_ab12cd"
+
+
+def test_the_month_is_a_table_with_totals_counts_and_check(weir: Run) -> None:
+    result = weir("report", "month", "2026-11", "--org", "acme")
+
+    assert [line.rstrip() for line in result.stdout.splitlines()] == [
+        "acme · 2026-11 (UTC) · amounts in USD, before tax",
+        "",
+        " model    price  kind          requests  tokens  cancelled  per million     amount",
+        " ─────────────────────────────────────────────────────────────────────────────────",
+        " demo     v1     input               50  41,450      2,475         0.15  0.0062175",
+        " demo     v1     cached input        50   9,800        600         0.05  0.0004900",
+        " demo     v1     output              50   7,121         71         0.60  0.0042726",
+        "",
+        " total                                   58,371      3,146               0.0109801",
+        " rounded                                                                      0.01",
+        "",
+        "requests  50: 47 completed, 3 cancelled, 0 limited, 0 failed",
+        "unrated   0 usage events are recorded but not yet in the lines above",
+        "check     usage 58,371 = ledger 58,371 + unrated 0 tokens: balanced",
+    ]
+
+
+def test_the_month_as_csv_and_json_reads_back_exactly(weir: Run, tmp_path: Path) -> None:
+    rows = list(csv.DictReader(io.StringIO(weir("report", "month", "2026-11", "--org", "acme", "--format", "csv").stdout)))
+    document = json.loads(weir("report", "month", "2026-11", "--org", "acme", "--json").stdout)
+    weir("report", "month", "2026-11", "--org", "acme", "--format", "json", "--output", str(tmp_path / "month.json"))
+
+    assert [row["token_kind"] for row in rows] == ["input", "cached-input", "output"]
+    assert sum(Decimal(row["amount"]) for row in rows) == Decimal(document["total"]["amount"]) == Decimal("0.0109801")
+    for row in rows:
+        assert int(row["token_count"]) * Decimal(row["unit_price_per_million"]) / 1_000_000 == Decimal(row["amount"])
+    assert document["reconciliation"]["balanced"] is True
+    assert json.loads((tmp_path / "month.json").read_text()) == document
+
+
+def test_a_ledger_that_does_not_agree_is_no_success(weir: Run, server: ScriptedWeir) -> None:
+    report = billing_pb.GetMonthReportResponse()
+    report.CopyFrom(REPORT)
+    report.unrated_event_count = 3
+    report.reconciliation.ledger_token_count = 58_370
+    report.reconciliation.balanced = False
+    server.accounts.replies["GetMonthReport"] = report
+
+    table = weir("report", "month", "2026-11", "--org", "acme")
+    sheet = weir("report", "month", "2026-11", "--org", "acme", "--format", "csv")
+
+    assert table.exit_code == sheet.exit_code == 1
+    assert "usage 58,371 ≠ ledger 58,370 + unrated 0 tokens: OFF BY 1 TOKENS" in table.stdout
+    assert "unrated   3 usage events" in table.stdout
+    assert "3 usage events are not in the lines yet" in sheet.stderr
+    assert weir("report", "month", "2026-13", "--org", "acme").exit_code == 2
+
+
+def test_the_trace_of_a_request(weir: Run) -> None:
+    result = weir("trace", "7f3c1d52-6f0e-4b1a-9a53-0d8c6f2b1e77")
+
+    assert [line.rstrip() for line in result.stdout.splitlines()] == [
+        "7f3c1d52-6f0e-4b1a-9a53-0d8c6f2b1e77 · demo · settled, STOP · admitted 2026-11-20 12:00:00Z",
+        "agent=1",
+        "",
+        "auth             0.4 ms ▏                                  resolve the key",
+        "tokenize         2.1 ms ▏                                  tokenize the prompt",
+        "admission        3.5 ms ▏                                  hold the tokens",
+        "queue           24.0 ms ▋                                  wait for the batch",
+        "cold start       0.0 ms                                    start the engine",
+        "prefill        182.0 ms ████▍                              compute the prompt",
+        "decode       1,450.0 ms     █████████████████████████████▉ compute the answer",
+        "client stall     0.0 ms                                    wait for the client",
+        "settle           4.0 ms                                  █ write the usage",
+        "first token    212.0 ms     ▲",
+        "total        1,666.0 ms ──────────────────────────────────",
+        "",
+        "1,025 in (200 cached) · 150 out · 0.00022375 USD · TTFT 212 ms · 102.8 tokens/s",
+    ]
+    assert json.loads(weir("trace", "x", "--json").stdout)["timings"]["decode_ms"] == 1450

@@ -1,0 +1,145 @@
+"""Where commands connect and with which key; how a missing server is told; how the command table loads."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from api.cli.connection import ConnectionProblem, Role, connection_path, read_connection_file, resolve
+from api.cli.main import COMMANDS, load
+from tests.cli.conftest import Run, ScriptedWeir
+
+FILE = {
+    "address": "127.0.0.1:7001",
+    "api_key": "file_user",
+    "admin_key": "file_admin",
+    "organization": "acme",
+    "project": "web",
+    "written_by": "a newer weir",
+}
+
+
+@pytest.fixture
+def connection_file() -> Path:
+    path = connection_path()
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps(FILE))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("flags", "environment", "role", "expected"),
+    [
+        ((None, None), {}, "inference", ("127.0.0.1:7001", "file_user")),
+        ((None, None), {}, "admin", ("127.0.0.1:7001", "file_admin")),
+        ((None, None), {"WEIR_API_KEY": "env_user"}, "inference", ("127.0.0.1:7001", "env_user")),
+        ((None, None), {"WEIR_API_KEY": "env_user"}, "admin", ("127.0.0.1:7001", "env_user")),
+        ((None, None), {"WEIR_API_KEY": "env_user", "WEIR_ADMIN_KEY": "env_admin"}, "admin", ("127.0.0.1:7001", "env_admin")),
+        ((None, None), {"WEIR_ADDRESS": "h:1", "WEIR_API_KEY": "env_user"}, "inference", ("h:1", "env_user")),
+        (("g:2", "flag"), {"WEIR_ADDRESS": "h:1", "WEIR_API_KEY": "env_user"}, "admin", ("g:2", "flag")),
+        ((None, ""), {}, "inference", ("127.0.0.1:7001", "")),
+    ],
+)
+def test_flags_win_over_the_environment_and_that_over_the_file(
+    connection_file: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    flags: tuple[str | None, str | None],
+    environment: dict[str, str],
+    role: Role,
+    expected: tuple[str, str],
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+
+    target = resolve(role, *flags)
+
+    assert (target.address, target.api_key) == expected
+
+
+def test_the_key_of_the_file_is_never_sent_to_another_server(connection_file: Path) -> None:
+    with pytest.raises(ConnectionProblem, match="no API key for elsewhere:443"):
+        resolve("inference", "elsewhere:443", None)
+
+
+def test_without_a_file_the_default_address_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WEIR_API_KEY", "key")
+
+    assert read_connection_file().address == ""
+    assert resolve("inference", None, None).address == "127.0.0.1:8443"
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '"x"'])
+def test_a_broken_file_is_told_with_its_path(connection_file: Path, bare_weir: Run, text: str) -> None:
+    connection_file.write_text(text)
+
+    result = bare_weir("models")
+
+    assert result.exit_code == 1
+    assert str(connection_file) in result.stderr
+
+
+def test_the_organization_of_the_file_is_the_default(server: ScriptedWeir, bare_weir: Run) -> None:
+    connection_path().parent.mkdir(parents=True)
+    connection_path().write_text(json.dumps(FILE | {"address": server.address}))
+
+    assert bare_weir("project", "list").exit_code == 0
+    assert bare_weir("key", "create", "laptop").exit_code == 0
+
+    assert server.accounts.requests[0].organization == "acme"
+    assert (server.accounts.requests[1].organization, server.accounts.requests[1].project) == ("acme", "web")
+    assert server.accounts.keys == ["Bearer file_admin"] * 2
+
+
+def test_no_server_is_told_with_the_remedy(bare_weir: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WEIR_API_KEY", "key")
+
+    for command in (["models"], ["generate", "Hi"], ["org", "list"], ["report", "month", "2026-11", "--org", "acme"]):
+        result = bare_weir(*command, "--address", "127.0.0.1:1")
+
+        assert result.exit_code == 1
+        assert result.stderr.startswith("error: no server at 127.0.0.1:1: start one with `weir up`")
+        assert result.stdout == ""
+
+
+def test_no_key_is_told_with_the_remedy(bare_weir: Run) -> None:
+    result = bare_weir("org", "list", "--address", "127.0.0.1:1")
+
+    assert result.exit_code == 1
+    assert "pass --api-key, set WEIR_ADMIN_KEY, or start a server with `weir up`" in result.stderr
+
+
+def test_every_command_of_the_table_that_has_code_loads() -> None:
+    for name, entry in COMMANDS.items():
+        if find_spec(entry.module) is not None:
+            assert load(name).name == name
+
+
+def test_help_lists_only_commands_that_have_code_and_unknown_ones_are_refused(bare_weir: Run) -> None:
+    listed = bare_weir("--help").stdout
+
+    for name, entry in COMMANDS.items():
+        assert (entry.help in listed) == (find_spec(entry.module) is not None), name
+    assert bare_weir("nonsense").exit_code == 2
+    assert "set" in bare_weir("quota", "--help").stdout
+
+
+def test_the_entry_imports_nothing_heavy() -> None:
+    """Help and completion must be quick: grpc, rich and the rest come with the command that is run."""
+    heavy = "('grpc', 'rich', 'weir_client', 'torch', 'sqlalchemy', 'inference', 'metering')"
+    code = f"import sys, api.cli.main; print([name for name in {heavy} if name in sys.modules])"
+
+    assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.strip() == "[]"
+
+
+def test_client_commands_never_load_the_server() -> None:
+    heavy = "('torch', 'sqlalchemy', 'inference', 'metering', 'celery', 'stripe')"
+    names = ["generate", "models", "trace", "tenants", "keys", "quotas", "prices", "report"]
+    imports = "; ".join(f"import api.cli.{name}" for name in names)
+    code = f"import sys; {imports}; print([name for name in {heavy} if name in sys.modules])"
+
+    assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.strip() == "[]"

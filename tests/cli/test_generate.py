@@ -1,0 +1,155 @@
+"""`weir generate`: what goes where, how it ends, and how it fails."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from weir.v1 import inference_service_pb2 as pb
+
+from api.cli import generate as command
+from tests.cli.conftest import Run, ScriptedWeir
+
+ANSWER = "Two hotels have a pool: the Grand Pier and the Old Mill."
+
+
+def start_of(server: ScriptedWeir) -> pb.StartFrame:
+    return server.inference.streams[0].messages[0].frames[0].start
+
+
+def test_the_answer_goes_to_stdout_and_its_numbers_to_stderr(weir: Run, server: ScriptedWeir) -> None:
+    result = weir("generate", "Which hotel has a pool?")
+
+    assert result.exit_code == 0
+    assert result.stdout == ANSWER + "\n"
+    request_id = server.inference.streams[0].messages[0].frames[0].request_id
+    assert result.stderr == (f"1,025 in (200 cached) · 150 out · 0.00022375 USD · TTFT 212 ms · 102.8 tokens/s · {request_id}\n")
+
+
+def test_json_is_one_document_on_stdout(weir: Run) -> None:
+    result = weir("generate", "Which hotel has a pool?", "--json")
+
+    document = json.loads(result.stdout)
+    assert result.stderr == ""
+    assert document["text"] == ANSWER
+    assert document["finish_reason"] == "STOP"
+    assert document["usage"]["cached_input_token_count"] == 200
+    assert document["cost"] == {"currency_code": "USD", "amount": "0.000223750000", "picos": 223_750_000}
+    assert document["timings"]["ttft_ms"] == 212
+
+
+def test_flags_become_the_request(weir: Run, server: ScriptedWeir, tmp_path: Path) -> None:
+    context = tmp_path / "hotels.txt"
+    context.write_text("Listings:\n1. Grand Pier\n\n")
+    flags = ["--model", "demo", "--system", "Be brief.", "--context", str(context), "--max-output-tokens", "100"]
+    sampling = ["--temperature", "0", "--top-p", "0.9", "--top-k", "5", "--seed", "7", "--stop", "END", "--stop", "\n\n"]
+
+    assert weir("generate", "Which has a pool?", *flags, *sampling).exit_code == 0
+
+    start = start_of(server)
+    assert [(each.role, each.content) for each in start.conversation.messages] == [
+        (pb.ROLE_SYSTEM, "Be brief."),
+        (pb.ROLE_USER, "Listings:\n1. Grand Pier\n\nQuestion: Which has a pool?"),
+    ]
+    assert start.sampling == pb.Sampling(temperature=0, top_p=0.9, top_k=5, seed=7)
+    assert (start.max_output_tokens, list(start.stop_sequences)) == (100, ["END", "\n\n"])
+
+
+@pytest.mark.parametrize("arguments", [["-"], ["--file", "-"]])
+def test_a_dash_reads_standard_input(weir: Run, server: ScriptedWeir, arguments: list[str]) -> None:
+    assert weir("generate", *arguments, stdin="from a pipe\n").exit_code == 0
+
+    assert start_of(server).conversation.messages[0].content == "from a pipe"
+
+
+def test_a_prompt_can_come_from_a_file(weir: Run, server: ScriptedWeir, tmp_path: Path) -> None:
+    (tmp_path / "question.txt").write_text("from a file\n")
+
+    assert weir("generate", "--file", str(tmp_path / "question.txt")).exit_code == 0
+
+    assert start_of(server).conversation.messages[0].content == "from a file"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "give either a PROMPT or --file"),
+        (["Hi", "--file", "-"], "give either a PROMPT or --file"),
+        (["  "], "the question is empty"),
+        (["--file", "does-not-exist"], "cannot be read"),
+        (["Hi", "--temperature", "hot"], "--temperature"),
+    ],
+)
+def test_wrong_usage_is_told_with_exit_code_2(weir: Run, arguments: list[str], message: str) -> None:
+    result = weir("generate", *arguments)
+
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert result.stdout == ""
+
+
+def test_ctrl_c_cancels_shows_the_partial_usage_and_exits_130(weir: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[str] = []
+
+    def write_then_interrupt(text: str) -> None:
+        written.append(text)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "write", write_then_interrupt)
+    result = weir("generate", "slow answer")
+
+    assert result.exit_code == 130
+    assert written == ["Two hotels "]
+    assert "interrupted: the request is cancelled, and this much is billed:" in result.stderr
+    assert "5 in · 1 out · 0.00022375 USD" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("question", "line"),
+    [
+        ("hot", "error: --temperature: must be 0 to 2"),
+        (
+            "poor",
+            "error: the tokens-per-minute limit of 1,000 of the project is used up: 40 left, 125 needed; "
+            "try again in 32 s (resets at 10:31:00 UTC)",
+        ),
+        (
+            "huge",
+            "error: the tokens-per-minute limit of 1,000 of the project is used up: 40 left, 125 needed; "
+            "waiting does not help: ask for less, or have the limit raised (`weir quota set`)",
+        ),
+        ("busy", "; try again in 5 s"),
+        ("unknown", "error: there is no model named x"),
+    ],
+)
+def test_a_refusal_is_one_line_with_its_remedy(weir: Run, question: str, line: str) -> None:
+    result = weir("generate", question)
+
+    assert result.exit_code == 1
+    assert line in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert result.stdout == ""
+
+
+def test_an_answer_cut_off_by_a_quota_is_shown_and_is_no_success(weir: Run) -> None:
+    result = weir("generate", "spent")
+
+    assert result.exit_code == 1
+    assert result.stdout == ANSWER + "\n"
+    assert "cut off: a quota ran out: tokens-per-minute of the project (limit 100,000, resets in 42 s)" in result.stderr
+
+
+def test_a_timeout_is_told_with_its_flag(weir: Run) -> None:
+    result = weir("generate", "slow answer", "--timeout", "0.2")
+
+    assert result.exit_code == 1
+    assert result.stdout == "Two hotels \n"
+    assert "give it more time with --timeout" in result.stderr
+
+
+def test_waiting_for_an_engine_does_not_disturb_the_output_of_a_pipe(weir: Run) -> None:
+    result = weir("generate", "loading")
+
+    assert result.stdout == ANSWER + "\n"
+    assert result.stderr.count("\n") == 1

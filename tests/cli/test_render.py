@@ -1,0 +1,127 @@
+"""Pure drawing and counting: what a reader sees for odd values."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from decimal import Decimal
+
+import pytest
+from weir_client import ApiKey, Generation, GenerationState, Money, QuotaDimension, Timings, Usage
+
+from api.cli.amounts import decimal_text, duration_text, parse_limit, parse_price, units_to_picos
+from api.cli.failures import flag_of
+from api.cli.keys import key_state, parse_lifetime
+from api.cli.render import printable, table, to_text, tokens_per_second, usage_line, waterfall
+from api.cli.tenants import changed
+from api.cli.trace import traced
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.25, "0.2 s"), (1.01, "2 s"), (119, "119 s"), (121, "3 min"), (7200, "2 h"), (86_401, "25 h"), (200_000, "3 d")],
+)
+def test_waits_are_rounded_up_so_that_waiting_so_long_is_enough(seconds: float, text: str) -> None:
+    assert duration_text(seconds) == text
+
+
+def test_numbers_keep_every_digit() -> None:
+    assert decimal_text(Decimal("1234567.100000000001")) == "1,234,567.100000000001"
+    assert decimal_text(Decimal("0.500")) == "0.50"
+    assert decimal_text(Decimal(5), 0) == "5"
+
+
+def test_money_and_prices_are_read_exactly() -> None:
+    assert units_to_picos(Decimal("12345678901234567.123456789012")) == 12345678901234567123456789012
+    assert parse_limit(QuotaDimension.COST_PER_MONTH, "0.000000000001") == 1
+    assert parse_limit(QuotaDimension.TOKENS_PER_DAY, "1_000_000") == 1_000_000
+    assert parse_price("0.15") == 150_000
+    assert parse_price("0.000001") == 1
+    for text in ("0.0000001", "-1", "NaN", "Infinity", "free", ""):
+        with pytest.raises(ValueError, match=r".+"):
+            parse_price(text)
+    with pytest.raises(ValueError, match="not a number"):
+        parse_limit(QuotaDimension.TOKENS_PER_DAY, "NaN")
+
+
+def test_a_waterfall_without_any_time_draws_no_bar() -> None:
+    text = to_text(waterfall(Timings()))
+
+    assert "█" not in text
+    assert "▏" not in text
+
+
+def test_bars_follow_each_other_and_fill_the_axis() -> None:
+    lines = to_text(waterfall(Timings(queue_ms=25, prefill_ms=25, decode_ms=50, ttft_ms=50, total_ms=100), cells=8)).splitlines()
+
+    bars = {line.split()[0]: line.partition(" ms ")[2][:8] for line in lines}
+    assert bars["queue"].rstrip() == "██"
+    assert bars["prefill"].rstrip() == "  ██"
+    assert bars["decode"] == "    ████"
+    assert bars["first"].rstrip() == "    ▲"
+
+
+def test_tables_never_cut_a_number_and_take_text_as_it_is() -> None:
+    made = table("model", "amount", "id", right=("amount",))
+    made.add_row("[bold]demo\x1b[31m", "123,456,789.123456789012", "5b1f4c1e-0000-4000-8000-000000000001")
+
+    text = to_text(made, width=30)
+
+    assert "[bold]demo[31m" in text
+    assert "\x1b" not in text
+    assert "123,456,789.123456789012" in text
+    assert "5b1f4c1e-0000-4000" in text
+
+
+def test_control_characters_do_not_reach_the_terminal() -> None:
+    assert printable("a\x1b[2Jb\x07\x9b\tc\nü✓") == "a[2Jb\tc\nü✓"
+
+
+def test_speed_is_told_only_where_it_is_known() -> None:
+    assert tokens_per_second(Usage(generated_token_count=11), Timings(decode_ms=1000)) == 10
+    assert tokens_per_second(Usage(generated_token_count=1), Timings(decode_ms=1000)) is None
+    assert tokens_per_second(Usage(generated_token_count=11), None) is None
+    assert usage_line(Usage(input_token_count=3), None, None) == "3 in · 0 out"
+
+
+@pytest.mark.parametrize(
+    ("state", "line"),
+    [(GenerationState.RUNNING, "It still runs"), (GenerationState.EXPIRED, "No timings: it was recovered")],
+)
+def test_a_trace_without_timings_says_why(state: GenerationState, line: str) -> None:
+    generation = Generation("r", state, "demo", None, None, Usage(input_token_count=5), Money("USD", 1), None, "", {})
+
+    text = to_text(traced(generation))
+
+    assert line in text
+    assert "5 in · 0 out · 0.000000000001 USD" in text
+
+
+def test_changes_name_what_differs() -> None:
+    assert changed('{"a": 1, "b": "x"}', '{"a": 2, "b": "x"}') == "a: 1 → 2"
+    assert changed("", '{"name": "acme"}') == "name: acme"
+    assert changed('{"a": 1}', "") == "removed"
+    assert changed("", "") == ""
+    assert changed("odd", "odder") == "value: odd → odder"
+
+
+def test_the_state_of_a_key_at_a_moment() -> None:
+    now = datetime(2026, 11, 20, tzinfo=UTC)
+    key = ApiKey("k", "o", "p", "laptop", "weir_", ("inference",), now, now + timedelta(days=1), None)
+
+    assert key_state(key, now) == "until 2026-11-21 00:00:00Z"
+    assert key_state(key, now + timedelta(days=2)) == "expired 2026-11-21 00:00:00Z"
+    assert parse_lifetime("4w") == timedelta(weeks=4)
+
+
+@pytest.mark.parametrize(
+    ("field", "flag"),
+    [
+        ("start.sampling.temperature", "--temperature"),
+        ("max_output_tokens", "--max-output-tokens"),
+        ("stop_sequences[3]", "--stop"),
+        ("conversation.messages", "PROMPT"),
+        ("something.new", "something.new"),
+    ],
+)
+def test_fields_are_named_by_the_flag_they_came_from(field: str, flag: str) -> None:
+    assert flag_of(field) == flag
