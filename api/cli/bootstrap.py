@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-from collections.abc import Collection
+from collections.abc import AsyncIterator, Collection
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -55,32 +56,50 @@ class Connection:
 
 async def bootstrap(database_url: str, home: Path, models: Collection[str]) -> Connection:
     """Make sure that the local customer, its keys and a price for each model exist. The address is not known yet."""
-    engine = create_engine(database_url)
-    try:
-        sessions = create_sessions(engine)
-        await ensure_tenant(sessions)
+    async with open_sessions(database_url) as sessions:
+        await ensure_tenant(sessions, ORGANIZATION, PROJECT)
         await ensure_prices(sessions, models)
         standing = Connection.read(home)
         if standing is not None and await keys_work(sessions, standing):
             return standing
-        async with sessions.begin() as session:
-            keys = [
-                await create_api_key(session, organization=ORGANIZATION, project=PROJECT, name=name, scopes=scopes, actor=ACTOR)
-                for name, scopes in (("local", ("inference",)), ("local-admin", ADMIN_SCOPES))
-            ]
-        return Connection("", keys[0][1], keys[1][1], ORGANIZATION, PROJECT)
+        api_key = await create_key(sessions, ORGANIZATION, PROJECT, "local", ("inference",))
+        admin_key = await create_key(sessions, ORGANIZATION, PROJECT, "local-admin", ADMIN_SCOPES)
+        return Connection("", api_key, admin_key, ORGANIZATION, PROJECT)
+
+
+async def create_admin(database_url: str, organization: str, project: str, models: Collection[str]) -> str:
+    """Make sure that customer, project and prices exist, and create one more admin key; its secret."""
+    async with open_sessions(database_url) as sessions:
+        await ensure_tenant(sessions, organization, project)
+        await ensure_prices(sessions, models)
+        return await create_key(sessions, organization, project, "admin", ADMIN_SCOPES)
+
+
+@contextlib.asynccontextmanager
+async def open_sessions(database_url: str) -> AsyncIterator[Sessions]:
+    """Sessions for the time of the block."""
+    engine = create_engine(database_url)
+    try:
+        yield create_sessions(engine)
     finally:
         await engine.dispose()
 
 
-async def ensure_tenant(sessions: Sessions) -> None:
-    """The local customer and project."""
-    try:
+async def create_key(sessions: Sessions, organization: str, project: str, name: str, scopes: Collection[str]) -> str:
+    """A new key; its secret."""
+    async with sessions.begin() as session:
+        _, secret = await create_api_key(session, organization=organization, project=project, name=name, scopes=scopes, actor=ACTOR)
+    return secret
+
+
+async def ensure_tenant(sessions: Sessions, organization: str, project: str) -> None:
+    """The customer and its project, each created where it is missing."""
+    with contextlib.suppress(AlreadyExists):
         async with sessions.begin() as session:
-            await create_organization(session, name=ORGANIZATION, actor=ACTOR)
-            await create_project(session, organization=ORGANIZATION, name=PROJECT, actor=ACTOR)
-    except AlreadyExists:
-        pass
+            await create_organization(session, name=organization, actor=ACTOR)
+    with contextlib.suppress(AlreadyExists):
+        async with sessions.begin() as session:
+            await create_project(session, organization=organization, name=project, actor=ACTOR)
 
 
 async def ensure_prices(sessions: Sessions, models: Collection[str]) -> None:
