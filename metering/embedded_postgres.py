@@ -188,17 +188,17 @@ def _socket_dir(data_dir: Path) -> Path:
     if len(os.fsencode(short / SOCKET_NAME)) > SOCKET_PATH_MAX_BYTES:
         raise PostgresNotStarted(f"no path for a Unix socket: both {data_dir} and {short} are too long; set TMPDIR to a short one")
     short.mkdir(mode=0o700, exist_ok=True)
-    owner = short.lstat().st_uid
-    if short.is_symlink() or owner not in (os.geteuid(), _server_account().pw_uid):
+    account = _server_account()
+    if short.is_symlink() or short.lstat().st_uid not in (os.geteuid(), account and account.pw_uid):
         raise PostgresNotStarted(f"{short} belongs to another user: remove it, or set TMPDIR")
     _give_to_server(short)
     return short
 
 
-def _server_account() -> pwd.struct_passwd:
-    """Who the server runs as: we, or if we are root an account without privileges, created where it is missing."""
+def _server_account() -> pwd.struct_passwd | None:
+    """Who the server runs as: None for ourselves; if we are root, an account without privileges, created where it is missing."""
     if os.geteuid() != 0:
-        return pwd.getpwuid(os.geteuid())
+        return None
     with contextlib.suppress(KeyError):
         return pwd.getpwnam(ROOT_RUNS_AS)
     subprocess.run(["useradd", "--system", "--no-create-home", "--shell", "/usr/sbin/nologin", ROOT_RUNS_AS], check=True)
@@ -206,11 +206,11 @@ def _server_account() -> pwd.struct_passwd:
 
 
 def _give_to_server(directory: Path) -> None:
-    """Close a directory to all but the server's account. A root that runs it under another one must let that one pass to it."""
+    """Close a directory to all but the server's account, which must be able to reach it and the binaries if we are root."""
     directory.chmod(0o700)
-    if os.geteuid() != 0:
-        return
     account = _server_account()
+    if account is None:
+        return
     os.chown(directory, account.pw_uid, account.pw_gid)
     for target in (directory, _binaries()):
         for parent in target.resolve().parents:
@@ -230,7 +230,7 @@ def _run(command: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run one of PostgreSQL's programs under the server's account."""
     account = _server_account()
     as_account: dict[str, object] = {}
-    if os.geteuid() == 0:
+    if account is not None:
         as_account = {"user": account.pw_uid, "group": account.pw_gid, "extra_groups": []}
     return _run_as([str(_binaries() / command), *arguments], as_account)
 

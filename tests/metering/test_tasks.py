@@ -1,0 +1,72 @@
+"""What the schedule names exists, and does its work when called."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from datetime import UTC, datetime
+
+import pytest
+from sqlalchemy import insert, text
+
+from metering import tasks
+from metering.celery_app import app
+from metering.db import Sessions
+from metering.models import Hold
+from metering.prices import ModelPrice
+from tests.metering.books import Consumed, Customer, add_usage
+
+
+def test_everything_scheduled_is_a_task_and_expires() -> None:
+    app.loader.import_default_modules()
+
+    for entry in app.conf.beat_schedule.values():
+        assert entry["task"] in app.tasks
+        assert entry["options"]["expires"] > entry["schedule"]
+
+
+async def test_the_sweep_ends_overdue_holds_and_rating_posts_what_they_cost(
+    sessions: Sessions, customer: Customer, price: ModelPrice, database_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WEIR_DATABASE_URL", database_url)
+    async with sessions.begin() as session:
+        await add_usage(session, customer, price, [Consumed(5, 0, 5)])
+        await session.execute(
+            insert(Hold).values(
+                id=uuid.uuid4(),
+                organization_id=customer.organization_id,
+                project_id=customer.key.project_id,
+                api_key_id=customer.key.id,
+                request_id=uuid.uuid4(),
+                payload_hash=bytes(32),
+                model="demo",
+                price_version_id=price.prices.version,
+                labels={},
+                owner_id=uuid.uuid4(),
+                input_token_count=10,
+                leased_token_count=50,
+                delivered_token_count=7,
+                quota_ids=[],
+                expires_at=datetime(2020, 1, 1, tzinfo=UTC),
+            )
+        )
+
+    for task in (tasks.sweep, tasks.rate_pending, tasks.sweep, tasks.rate_pending):
+        await asyncio.to_thread(task)
+
+    async with sessions() as session:
+        held = (await session.execute(text("SELECT count(*) FROM holds WHERE state = 'held'"))).scalar_one()
+        tokens = (await session.execute(text("SELECT sum(token_count) FROM ledger_entries"))).scalar_one()
+    assert held == 0
+    assert tokens == 10 + 17
+
+
+def test_a_task_does_not_fail_for_a_database_that_is_away(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("WEIR_DATABASE_URL", "postgresql://nobody@127.0.0.1:1/weir")
+
+    for task in (tasks.sweep, tasks.rate_pending):
+        task()
+
+    assert caplog.text.count("the database is away") == 2
