@@ -21,11 +21,14 @@ def init(
     What exists stays as it is; each run makes one more admin key. Its secret is printed once and can never be shown again.
     """
     from api.cli.bootstrap import create_admin
+    from metering.migrations_runner import is_current
 
     settings = read_settings()
     if not settings.database_url:
         fail("WEIR_DATABASE_URL is not set: name the database of the installation", 2)
     with clear_failures():
+        if not is_current(settings.database_url):
+            fail("the database has not the schema of this version: run `weir migrate` first")
         secret = asyncio.run(create_admin(settings.database_url, organization, project, settings.models.keys()))
     if json_output:
         print_json({"organization": organization, "project": project, "admin_key": secret})
