@@ -61,7 +61,6 @@ def configuration(environment: Mapping[str, str]) -> dict[str, Any]:
         "worker_enable_remote_control": False,
         "worker_send_task_events": False,
         "worker_hijack_root_logger": False,
-        "beat_scheduler": "celery.beat:Scheduler",  # keeps nothing: after a restart everything is due, which is right
         # A message that no worker has taken when the next ones are out has nothing to say any more.
         "beat_schedule": {
             "rate_pending": {"task": "weir.rate_pending", "schedule": RATE_EVERY_S, "options": {"expires": 10 * RATE_EVERY_S}},
@@ -154,7 +153,7 @@ class ClockThread(threading.Thread):
         """Keep the service going until `stop`."""
         self._app.set_current()
         while not self._stopping.is_set():
-            # The plain scheduler: the default one keeps a file in the working directory.
+            # The plain scheduler: the default one keeps a file, to know after a restart what is due. Here everything soon is.
             self._service = Service(self._app, max_interval=CLOCK_TICK_MAX_S, scheduler_cls=Scheduler, remote_control=False)
             try:
                 self._service.start()

@@ -7,8 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sqlalchemy import URL, make_url
+import psycopg
+from sqlalchemy import URL, event, make_url
+from sqlalchemy.engine import ExceptionContext
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker, create_async_engine
+
+from metering.errors import StoreAway
 
 STATEMENT_TIMEOUT_MS = 10_000  # far above the slowest report measured; a runaway statement must not hold rows for ever
 
@@ -26,14 +30,25 @@ def psycopg_conninfo(database_url: str) -> str:
 
 
 def create_engine(database_url: str, *, pool_size: int = 5) -> AsyncEngine:
-    """An asyncio engine with bounded pool and statement timeout. The caller disposes of it."""
-    return create_async_engine(
+    """An asyncio engine with bounded pool and statement timeout. The caller disposes of it.
+
+    Its sessions raise StoreAway for a database that is away or does not answer in time.
+    """
+    engine = create_async_engine(
         sqlalchemy_url(database_url),
         pool_size=pool_size,
         max_overflow=0,
         pool_pre_ping=True,
         connect_args={"options": connection_options()},
     )
+    event.listen(engine.sync_engine, "handle_error", raise_store_away)
+    return engine
+
+
+def raise_store_away(context: ExceptionContext) -> None:
+    """Tell an outage in the domain's words, without the statement and its values."""
+    if isinstance(context.original_exception, psycopg.OperationalError | psycopg.InterfaceError):
+        raise StoreAway("the database does not answer") from context.original_exception
 
 
 def connection_options(extra: Sequence[str] = ()) -> str:

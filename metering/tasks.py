@@ -8,10 +8,10 @@ import os
 from collections.abc import Coroutine
 
 import psycopg
-import sqlalchemy.exc
 
 from metering.celery_app import TIME_LIMIT_S, task
 from metering.db import create_engine, create_sessions
+from metering.errors import StoreAway
 from metering.holds import sweep_expired_holds
 from metering.rating import rate_all_pending
 
@@ -47,9 +47,9 @@ def run(work: Coroutine[object, object, object]) -> None:
 
     try:
         asyncio.run(bounded())
-    except (psycopg.OperationalError, sqlalchemy.exc.OperationalError) as error:
+    except (psycopg.OperationalError, StoreAway) as error:
         # The work is still there, and the clock comes round again.
-        log.warning("the database is away: %s", str(error).partition("\n")[0])
+        log.warning("the database is away: %s", str(error.__cause__ or error).partition("\n")[0])
 
 
 def database_url() -> str:

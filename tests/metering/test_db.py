@@ -1,0 +1,39 @@
+"""Outages, as callers of sessions meet them."""
+
+from __future__ import annotations
+
+import pytest
+from sqlalchemy import text
+from sqlalchemy.exc import IntegrityError
+
+from metering.db import Sessions, create_engine, create_sessions
+from metering.errors import StoreAway
+
+
+async def test_a_database_that_cannot_be_reached_is_away() -> None:
+    engine = create_engine("postgresql://somebody:secret@127.0.0.1:1/weir")
+
+    with pytest.raises(StoreAway) as outage:
+        async with create_sessions(engine)() as session:
+            await session.execute(text("SELECT 'private'"))
+
+    await engine.dispose()
+    assert str(outage.value) == "the database does not answer"
+
+
+async def test_a_cut_connection_is_an_outage_and_the_next_transaction_gets_another(sessions: Sessions) -> None:
+    with pytest.raises(StoreAway):
+        async with sessions.begin() as session:
+            await session.execute(text("SELECT pg_terminate_backend(pg_backend_pid())"))
+    async with sessions.begin() as session:
+        assert (await session.execute(text("SELECT 1"))).scalar_one() == 1
+
+
+async def test_a_statement_that_takes_too_long_is_an_outage_and_a_broken_rule_is_not(sessions: Sessions) -> None:
+    async with sessions() as session:
+        await session.execute(text("SET LOCAL statement_timeout = 1"))
+        with pytest.raises(StoreAway):
+            await session.execute(text("SELECT pg_sleep(5)"))
+    async with sessions() as session:
+        with pytest.raises(IntegrityError):
+            await session.execute(text("INSERT INTO organizations (name, currency_code) VALUES ('UPPER', 'USD')"))
