@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.rule import Rule
 from rich.table import Table
@@ -30,6 +29,7 @@ from weir_client import (
 )
 
 from api.cli.local import clear_failures, fail, read_settings
+from api.cli.output import make_console
 from api.cli.render import month_report, result_line, table, waterfall
 from api.cli.stack import Stack, run_stack
 from api.cli.workload import OUTPUT_TOKENS, Conversation, WorkloadRun, percentile, reference_prompts, run_agents
@@ -45,7 +45,7 @@ ANSWER_SEED = 7  # which of the reference queries is shown live
 
 AgentsOption = Annotated[int, typer.Option("--agents", min=1, max=CONCURRENT_REQUESTS, help="Agents that ask at once.")]
 
-console = Console(highlight=False)
+console = make_console()
 
 
 def demo(agents: AgentsOption = 50) -> None:
@@ -105,16 +105,16 @@ async def tell_story(stack: Stack, model_directory: Path, agent_count: int) -> b
         run = await show_workload(client, prompts[1:])
         after = await client.get_quota()
     console.print(Rule("Where the time of the first request went", align="left"))
-    console.print(waterfall(shown.timings))
+    console.print(waterfall(shown.timings), crop=False)
     console.print(Rule("What the agents saw", align="left"))
-    console.print(measurements(run))
+    console.print(measurements(run), crop=False)
     console.print(Rule("Quotas, before and after", align="left"))
-    console.print(quota_table(before, after))
+    console.print(quota_table(before, after), crop=False)
     async with AsyncBillingClient(address=address, api_key=admin_key) as billing:
         with console.status("Waiting for the billing worker"):
             report = await rated_report(billing, tenant.month, len(run.results) + 1)
     console.print(Rule("The month's bill", align="left"))
-    console.print(month_report(report))
+    console.print(month_report(report), crop=False)
     return check(shown, run, report)
 
 
@@ -182,8 +182,8 @@ def measurements(run: WorkloadRun) -> Table:
 
 
 def quota_table(before: Sequence[QuotaStatus], after: Sequence[QuotaStatus]) -> Table:
-    """What is used and held of each limit, before and after."""
-    numbers = ("limit", "used before", "used after", "held now", "remaining")
+    """What is used of each limit, before and after, and held and left now."""
+    numbers = ("limit", "before", "after", "held", "left")
     rows = table("quota", *numbers, right=numbers)
     used_before = {quota.quota_id: quota.used_value for quota in before}
     for quota in after:
