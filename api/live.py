@@ -175,6 +175,8 @@ class LiveRequest:
             self._watch.lap("cold_start")
             async with engine.generate(request) as sequence:
                 self._sequence = sequence
+                if self._stop_outcome is not None:  # while the engine was taking it
+                    sequence.cancel()
                 outcome = await self._stream(sequence, request, lease)
         except Stopped:
             assert self._stop_outcome is not None
@@ -182,9 +184,10 @@ class LiveRequest:
             return
         finally:
             self._sequence = None
+            # On every way out: what still waits here would be delivered after it had been settled without.
+            await self._flush()
         if self._stop_error is not None:
             raise self._stop_error
-        await self._flush()
         self.phase = Phase.ENDING
         lease.outcome = self._stop_outcome or outcome
         self._watch.lap("client_stall")
@@ -247,6 +250,7 @@ class LiveRequest:
                 await self._outbox.flushed(self.delivery)
         except TimeoutError:
             self.stop(Outcome.SLOW_CONSUMER)
+            self._outbox.discard(self.delivery)
 
     @contextlib.contextmanager
     def _interruptible(self) -> Iterator[None]:
