@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import psycopg
@@ -42,6 +44,22 @@ def test_data_survives_a_killed_server_and_a_pid_file_that_names_a_stranger(post
     restarted.stop()
     restarted.stop()
     assert restarted.pid is None
+
+
+@pytest.mark.faults
+def test_processes_that_start_and_migrate_at_once_take_turns(postgres_home: Path) -> None:
+    start_and_migrate = (
+        "import sys; from pathlib import Path; from metering.embedded_postgres import start; "
+        "from metering.migrations_runner import migrate; url = start(Path(sys.argv[1])).url; migrate(url); print(url)"
+    )
+    command = [sys.executable, "-W", "error", "-c", start_and_migrate, str(postgres_home / "postgres")]
+    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(3)]
+
+    ended = [process.communicate(timeout=100) for process in processes]
+
+    assert [process.returncode for process in processes] == [0, 0, 0], ended
+    assert len({url for url, _ in ended}) == 1
+    assert ask(ended[0][0].strip(), "SELECT count(*) FROM organizations") == 0
 
 
 def test_a_path_too_long_for_a_socket_gets_a_short_one(postgres_home: Path) -> None:
