@@ -76,9 +76,11 @@ class EmbeddedPostgres:
         """Stop the server, cutting off who is connected. Does nothing if it does not run."""
         with _lock(self.data_dir):
             for mode in ("fast", "immediate"):
-                if self.pid is None:
-                    return
-                _run("pg_ctl", "stop", f"--pgdata={self.data_dir}", f"--mode={mode}", f"--timeout={STOP_TIMEOUT_S:.0f}")
+                if self.pid is not None:
+                    _run("pg_ctl", "stop", f"--pgdata={self.data_dir}", f"--mode={mode}", f"--timeout={STOP_TIMEOUT_S:.0f}")
+            if self.socket_dir != self.data_dir and self.pid is None:
+                with contextlib.suppress(OSError):
+                    self.socket_dir.rmdir()
 
 
 def start(data_dir: Path, settings: Mapping[str, str] | None = None) -> EmbeddedPostgres:

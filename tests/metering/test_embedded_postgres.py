@@ -72,6 +72,7 @@ def test_a_path_too_long_for_a_socket_gets_a_short_one(postgres_home: Path) -> N
     server.stop()
 
     assert answer == "weir"
+    assert not server.socket_dir.exists()
     assert server.socket_dir != server.data_dir
     assert mode == 0o700
 
