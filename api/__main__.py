@@ -13,7 +13,6 @@ import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-import psycopg
 import structlog
 import uvloop
 
@@ -34,6 +33,7 @@ from inference.router import Router
 from inference.tokenizer import Tokenizer
 from inference.torch_engine import TorchEngine, TorchEngineSettings
 from metering.db import create_engine, create_sessions
+from metering.errors import StoreAway
 from metering.holds import HoldStore
 from metering.journal import UsageJournal
 from metering.recovery import recover_journals
@@ -81,7 +81,7 @@ async def recover_regularly(settings: Settings) -> None:
     while True:
         try:
             await recover_journals(settings.journal_directory, settings.database_url)
-        except (psycopg.OperationalError, OSError) as away:
+        except (StoreAway, OSError) as away:
             log.warning("recovery_delayed", cause=str(away).strip())
         await asyncio.sleep(settings.recovery_interval_s)
 
@@ -114,7 +114,7 @@ def stop_signals(stopping: asyncio.Event) -> Iterator[None]:
 async def serve(settings: Settings) -> None:
     """Run one api process until it is told to stop.
 
-    Raises: CheckpointInvalid, OSError (address taken), psycopg.OperationalError (no database).
+    Raises: CheckpointInvalid, OSError (address taken), StoreAway (no database).
     """
     owner_id = uuid.uuid4()
     settings.home.mkdir(parents=True, exist_ok=True)

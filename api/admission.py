@@ -118,8 +118,6 @@ class Lease:
         except MeteringError as refusal:
             # `cover` asks again when the tokens are needed, and then it matters.
             log.debug("lease_extension_refused", hold_id=str(self.admitted.hold_id), cause=str(refusal))
-            return
-        self._anticipating = False
 
     async def _extend_beyond(self, leased_token_count: int) -> None:
         async with self._lock:
@@ -131,6 +129,7 @@ class Lease:
                 Extend(self.admitted.hold_id, self.usage.delivered_token_count, self.usage.cached_input_token_count, wanted)
             )
             self._leased_token_count = extended.leased_token_count
+            self._anticipating = False
 
     async def end(self) -> None:
         """Settle what was delivered, or void if nothing is to be billed."""

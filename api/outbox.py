@@ -125,8 +125,8 @@ class Outbox:
                     return
                 self._arrived.clear()
                 continue
+            self._in_flight = batch  # before anything can fail, so that `abandon` reaches these too
             self._count_as_delivered(batch)
-            self._in_flight = batch
             await write(pb.GenerateResponse(frames=[pending.frame for pending in batch]))
             self._in_flight = []
             for pending in batch:

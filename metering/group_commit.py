@@ -29,17 +29,23 @@ class GroupCommitStatistics:
 
 @dataclass(slots=True)
 class Waiting(Generic[Op, Result]):
-    """One operation and the future of whoever waits for it."""
+    """One operation and the future of whoever waits for it; None if nobody ever did."""
 
     op: Op
-    future: asyncio.Future[Result]
+    future: asyncio.Future[Result] | None
+
+    @property
+    def deserted(self) -> bool:
+        """Whether nobody waits any more."""
+        return self.future is None or self.future.cancelled()
 
 
 class GroupCommit(Generic[Op, Result]):
     """Collects operations and hands them to `execute` in batches, in order of arrival.
 
     execute: answers each operation of a batch with a result or an exception, in order; raising fails the whole batch.
-    orphaned: told of each result whose caller was cancelled while the batch was under way, so that nothing it obtained is lost.
+    orphaned: told of each answer, result or error, that nobody takes: of a posted operation, or of one whose caller was cancelled
+    after its batch began. So nothing that it obtained is lost, and nothing that it had to do.
     droppable: whether an operation may be left out when its caller was cancelled before its batch began.
     """
 
@@ -47,7 +53,7 @@ class GroupCommit(Generic[Op, Result]):
         self,
         execute: Callable[[Sequence[Op]], Awaitable[Sequence[Result | Exception]]],
         *,
-        orphaned: Callable[[Op, Result], None],
+        orphaned: Callable[[Op, Result | Exception], None],
         droppable: Callable[[Op], bool],
         batch_size_max: int,
         waiting_count_max: int,
@@ -61,6 +67,7 @@ class GroupCommit(Generic[Op, Result]):
         self._overflow = overflow
         self._queue: deque[Waiting[Op, Result]] = deque()
         self._arrived = asyncio.Event()
+        self._closed: Exception | None = None
         self._operation_count = 0
         self._batch_count = 0
         self._waiting_count_peak = 0
@@ -70,21 +77,39 @@ class GroupCommit(Generic[Op, Result]):
         """Run one operation in the next batch.
 
         Raises: what `execute` answered; `overflow()` if too many wait and the operation is droppable (others are always taken,
-        since their number is bounded by what was admitted before).
+        since their number is bounded by what was admitted before); what `close` was given, from then on.
         """
+        if self._closed is not None:
+            raise self._closed
         if len(self._queue) >= self._waiting_count_max and self._droppable(op):
             raise self._overflow()
-        waiting: Waiting[Op, Result] = Waiting(op, asyncio.get_running_loop().create_future())
-        self._queue.append(waiting)
-        self._waiting_count_peak = max(self._waiting_count_peak, len(self._queue))
-        self._arrived.set()
-        return await waiting.future
+        future: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
+        self._append(Waiting(op, future))
+        try:
+            return await future
+        except asyncio.CancelledError:
+            # Cancelled between the answer and the wake-up: the answer was given, and nobody has taken it.
+            if future.done() and not future.cancelled():
+                error = future.exception()
+                if error is None:
+                    self._orphaned(op, future.result())
+                elif isinstance(error, Exception):
+                    self._orphaned(op, error)
+            raise
 
     def post(self, op: Op) -> None:
-        """Run one operation without waiting for its answer."""
-        future: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
-        future.add_done_callback(lambda done: done.cancelled() or done.exception())
-        self._queue.append(Waiting(op, future))
+        """Run one operation without waiting for its answer, which goes to `orphaned`."""
+        self._append(Waiting(op, None))
+
+    def close(self, error: Exception) -> None:
+        """Answer everything that waits, and all that is submitted later, with the error: no batch will run any more."""
+        self._closed = error
+        while self._queue:
+            self._answer(self._queue.popleft(), error)
+
+    def _append(self, waiting: Waiting[Op, Result]) -> None:
+        self._queue.append(waiting)
+        self._waiting_count_peak = max(self._waiting_count_peak, len(self._queue))
         self._arrived.set()
 
     async def run_batch(self) -> None:
@@ -101,8 +126,7 @@ class GroupCommit(Generic[Op, Result]):
         except Exception as error:
             results = [error] * len(batch)
         except BaseException:
-            for waiting in batch:
-                waiting.future.cancel()
+            self._queue.extendleft(reversed(batch))  # for `close` to answer
             raise
         for waiting, result in zip(batch, results, strict=True):
             self._answer(waiting, result)
@@ -126,17 +150,16 @@ class GroupCommit(Generic[Op, Result]):
         batch: list[Waiting[Op, Result]] = []
         while self._queue and len(batch) < self._batch_size_max:
             waiting = self._queue.popleft()
-            if not (waiting.future.cancelled() and self._droppable(waiting.op)):
+            if not (waiting.deserted and self._droppable(waiting.op)):
                 batch.append(waiting)
         if not self._queue:
             self._arrived.clear()
         return batch
 
-    def _answer(self, waiting: Waiting[Op, Result], result: Result | Exception) -> None:
-        if isinstance(result, Exception):
-            if not waiting.future.done():
-                waiting.future.set_exception(result)
-        elif waiting.future.cancelled():
-            self._orphaned(waiting.op, result)
+    def _answer(self, waiting: Waiting[Op, Result], answer: Result | Exception) -> None:
+        if waiting.future is None or waiting.future.cancelled():
+            self._orphaned(waiting.op, answer)
+        elif isinstance(answer, Exception):
+            waiting.future.set_exception(answer)
         else:
-            waiting.future.set_result(result)
+            waiting.future.set_result(answer)

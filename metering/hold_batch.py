@@ -27,6 +27,7 @@ from metering.hold_rows import (
     BatchReads,
     BatchWrites,
     Connection,
+    EventSums,
     HoldChange,
     HoldRow,
     NewHold,
@@ -74,8 +75,7 @@ async def execute_batch(
     reads = await read_time_and_holds(connection, {op.hold_id for op in batch if not isinstance(op, Admit | Renew)})
     if admits or reads.holds:
         await read_context(connection, reads, admits)
-    keys = counter_keys(reads, admits)
-    decisions = Decisions(reads, await lock_counters(connection, reads.now, keys))
+    decisions = Decisions(reads, await lock_counters(connection, reads.now, counter_keys(reads, batch)))
     answers: dict[int, HoldAnswer | Exception] = {}
     for index in sorted(range(len(batch)), key=lambda i: ORDER[type(batch[i])]):
         try:
@@ -92,27 +92,29 @@ async def find_orphans(connection: Connection, operations: Sequence[HoldOperatio
     for op in operations:
         if isinstance(op, Renew):
             ended = {o.hold_id for o in operations if not isinstance(o, Renew)}
-            cursor = await connection.execute(SELECT_ORPHANS, (op.owner_id, list(op.hold_ids | ended)))
+            cursor = await connection.execute(SELECT_ORPHANS, (op.owner_id, list(op.hold_ids | op.spared_ids | ended)))
             found += [row[0] for row in await cursor.fetchall()]
     return found
 
 
-def counter_keys(reads: BatchReads, admits: Sequence[Admit]) -> set[CounterKey]:
+def counter_keys(reads: BatchReads, batch: Sequence[HoldOperation]) -> set[CounterKey]:
     """Every counter that the batch may touch."""
     keys: set[CounterKey] = set()
+    admits = [op for op in batch if isinstance(op, Admit)]
+    extended = {op.hold_id for op in batch if isinstance(op, Extend)}
     for hold in reads.holds.values():
         if hold.state == HoldState.HELD:
             rules = (reads.rules[quota_id] for quota_id in hold.quota_ids)
-            keys |= quotas.touched_keys(rules, hold.claim(reads.prices[hold.price_version_id]), reads.now)
-    for op in admits:
-        keys |= {rule.key(reads.now) for rule in rules_for(reads, op)}
+            claim = hold.claim(reads.prices[hold.price_version_id])
+            keys |= quotas.touched_keys(rules, claim, reads.now, extends=hold.id in extended)
+    charged = {(subject, op.model) for op in admits for subject in op.payer.subject_ids}
+    keys |= {rule.key(reads.now) for subject, model in charged for rule in reads.rules_of(subject, model)}
     return keys
 
 
 def rules_for(reads: BatchReads, op: Admit) -> list[QuotaRule]:
     """The rules that a new request is charged to."""
-    subjects = op.payer.subject_ids
-    return [rule for rule in reads.rules.values() if rule.limit_value is not None and rule.applies_to(subjects, op.model)]
+    return [rule for subject in op.payer.subject_ids for rule in reads.rules_of(subject, op.model)]
 
 
 @dataclass(slots=True)
@@ -161,6 +163,11 @@ class Decisions:
     def extend(self, op: Extend) -> Extended:
         """Lease more, or refuse and leave the lease as it is."""
         hold = self.live(op.hold_id)
+        if not hold.delivered_token_count <= op.delivered_token_count <= hold.leased_token_count:
+            raise InvariantViolated(
+                f"hold {hold.id}: {op.delivered_token_count} delivered, which was {hold.delivered_token_count} before, "
+                f"of {hold.leased_token_count} leased"
+            )
         claim = hold.claim(self.reads.prices[hold.price_version_id], op.cached_input_token_count)
         claim = quotas.extend(self.counters, self.rules(hold), claim, op.delivered_token_count, op.wanted_token_count)
         self.change(hold, claim, HoldState.HELD, op.delivered_token_count)
@@ -177,38 +184,30 @@ class Decisions:
         if hold.state == HoldState.EXPIRED:
             return self.settle_late(hold, prices, op)
         if hold.state == HoldState.SETTLED:
-            return standing_usage(hold, prices)
+            return self.standing(hold.id).settled(hold.id, prices.currency_code)
+        if op.delivered_token_count < hold.delivered_token_count:
+            if not op.recovered:
+                raise InvariantViolated(f"hold {hold.id}: {op.delivered_token_count} delivered after {hold.delivered_token_count}")
+            # A machine that went down may have lost the end of a journal; the last extension still knows.
+            op = replace(op, delivered_token_count=hold.delivered_token_count)
         claim = hold.claim(prices, op.cached_input_token_count)
         quotas.end(self.counters, self.rules(hold), claim, op.input_token_count, op.delivered_token_count)
         self.change(hold, claim, HoldState.SETTLED, op.delivered_token_count)
-        settled = priced_usage(hold.id, prices, op)
-        self.writes.events.append(NewUsageEvent(settled, 0, op.timings, op.recovered))
-        return settled
+        return self.record(priced_usage(hold.id, prices, op), op.timings, recovered=op.recovered)
 
     def settle_late(self, hold: HoldRow, prices: TokenPrices, op: Settle) -> Settled:
         """Record what an expired hold delivered beyond what its expiry billed. Quotas were charged the whole lease already."""
+        known = self.standing(hold.id)
         rest = replace(
             op,
-            input_token_count=max(op.input_token_count - hold.event_input_token_count, 0),
-            cached_input_token_count=max(op.cached_input_token_count - hold.event_cached_token_count, 0),
-            generated_token_count=max(op.generated_token_count - hold.event_generated_token_count, 0),
-            delivered_token_count=max(op.delivered_token_count - hold.event_delivered_token_count, 0),
+            input_token_count=max(op.input_token_count - known.input_token_count, 0),
+            cached_input_token_count=max(op.cached_input_token_count - known.cached_input_token_count, 0),
+            generated_token_count=max(op.generated_token_count - known.generated_token_count, 0),
+            delivered_token_count=max(op.delivered_token_count - known.delivered_token_count, 0),
         )
-        if hold.part_count < 2 and (rest.input_token_count or rest.delivered_token_count):
-            late = priced_usage(hold.id, prices, rest)
-            self.writes.events.append(NewUsageEvent(late, hold.part_count, op.timings, recovered=True))
-            hold = replace(
-                hold,
-                part_count=2,
-                event_input_token_count=hold.event_input_token_count + late.input_token_count,
-                event_cached_token_count=hold.event_cached_token_count + late.cached_input_token_count,
-                event_generated_token_count=hold.event_generated_token_count + late.generated_token_count,
-                event_delivered_token_count=hold.event_delivered_token_count + late.delivered_token_count,
-                event_cost_picos=hold.event_cost_picos + late.cost_picos,
-                event_outcome=op.outcome,
-            )
-            self.reads.holds[hold.id] = hold
-        return standing_usage(hold, prices)
+        if known.part_count < 2 and (rest.input_token_count or rest.delivered_token_count):
+            self.record(priced_usage(hold.id, prices, rest), op.timings, recovered=True)
+        return self.standing(hold.id).settled(hold.id, prices.currency_code)
 
     def void(self, hold_id: uuid.UUID) -> Ended:
         """Undo a hold of which nothing is billed."""
@@ -216,8 +215,8 @@ class Decisions:
         if hold is None or hold.state != HoldState.HELD:
             return Ended(done=False)
         claim = hold.claim(self.reads.prices[hold.price_version_id])
-        if claim.posted_token_count:
-            raise InvariantViolated(f"hold {hold_id} has posted tokens and must be settled, not voided")
+        if hold.delivered_token_count:
+            raise InvariantViolated(f"hold {hold_id} has delivered tokens and must be settled, not voided")
         quotas.void(self.counters, self.rules(hold), claim)
         self.change(hold, claim, HoldState.VOIDED, 0)
         return Ended(done=True)
@@ -240,8 +239,19 @@ class Decisions:
                 delivered_token_count=hold.delivered_token_count,
                 outcome=Outcome.FAILED,
             )
-            self.writes.events.append(NewUsageEvent(priced_usage(hold.id, prices, known), 0, None, recovered=True))
+            self.record(priced_usage(hold.id, prices, known), None, recovered=True)
         return Ended(done=True)
+
+    def standing(self, hold_id: uuid.UUID) -> EventSums:
+        """What the hold's usage events add up to, those of this batch among them."""
+        return self.reads.events.get(hold_id, EventSums())
+
+    def record(self, part: Settled, timings: dict[str, float] | None, *, recovered: bool) -> Settled:
+        """Write the next usage event of a hold."""
+        known = self.standing(part.hold_id)
+        self.writes.events.append(NewUsageEvent(part, known.part_count, timings, recovered))
+        self.reads.events[part.hold_id] = known.plus(part)
+        return part
 
     def known(self, hold_id: uuid.UUID) -> HoldRow:
         """The hold, in whatever state."""
@@ -307,19 +317,4 @@ def priced_usage(hold_id: uuid.UUID, prices: TokenPrices, op: Settle) -> Settled
         cost_picos=prices.cost_picos(op.input_token_count, cached, op.delivered_token_count),
         currency_code=prices.currency_code,
         outcome=op.outcome,
-    )
-
-
-def standing_usage(hold: HoldRow, prices: TokenPrices) -> Settled:
-    """What an ended hold's usage events add up to."""
-    return Settled(
-        hold_id=hold.id,
-        input_token_count=hold.event_input_token_count,
-        cached_input_token_count=hold.event_cached_token_count,
-        generated_token_count=hold.event_generated_token_count,
-        delivered_token_count=hold.event_delivered_token_count,
-        billed_token_count=hold.event_delivered_token_count,
-        cost_picos=hold.event_cost_picos,
-        currency_code=prices.currency_code,
-        outcome=hold.event_outcome,
     )

@@ -13,7 +13,6 @@ from datetime import datetime
 from typing import Any, NamedTuple
 
 from psycopg import AsyncConnection
-from psycopg.rows import class_row
 
 from metering.models import HoldState, QuotaDimension, QuotaSubject
 from metering.operations import Admit, Settled
@@ -22,27 +21,29 @@ from metering.quotas import Claim, Counter, CounterKey, Counters, QuotaRule
 
 Connection = AsyncConnection[tuple[Any, ...]]
 
-# What the usage events of an ended hold add up to; not looked at for live ones, which have none.
+# What the usage events of a hold add up to; the last part tells how it ended.
 EVENT_SUMS = """
-LATERAL (
-    SELECT count(*)::int AS part_count, coalesce(sum(input_token_count), 0)::bigint AS event_input_token_count,
-           coalesce(sum(cached_input_token_count), 0)::bigint AS event_cached_token_count,
-           coalesce(sum(generated_token_count), 0)::bigint AS event_generated_token_count,
-           coalesce(sum(delivered_token_count), 0)::bigint AS event_delivered_token_count,
-           coalesce(sum(cost_picos), 0)::bigint AS event_cost_picos, coalesce(max(outcome), '') AS event_outcome
-    FROM usage_events WHERE h.state <> 'held' AND hold_id = h.id
-) e"""
-HOLD_COLUMNS = """
-h.id, h.state, h.owner_id, h.price_version_id, h.input_token_count, h.cached_input_token_count, h.leased_token_count,
-h.delivered_token_count, h.posted_token_count, h.posted_cost_picos, h.quota_ids, h.admitted_at, h.charged_at, h.expires_at, e.*
+count(*)::int AS part_count, coalesce(sum(input_token_count), 0)::bigint AS input_token_count,
+coalesce(sum(cached_input_token_count), 0)::bigint AS cached_input_token_count,
+coalesce(sum(generated_token_count), 0)::bigint AS generated_token_count,
+coalesce(sum(delivered_token_count), 0)::bigint AS delivered_token_count,
+coalesce(sum(billed_token_count), 0)::bigint AS billed_token_count, coalesce(sum(cost_picos), 0)::bigint AS cost_picos,
+coalesce((array_agg(outcome ORDER BY part DESC))[1], '') AS outcome
 """
-SELECT_HOLDS = f"SELECT {HOLD_COLUMNS} FROM holds h, {EVENT_SUMS} WHERE h.id = ANY(%s) ORDER BY h.id FOR UPDATE OF h"
+SELECT_HOLDS = """
+SELECT id, state, owner_id, price_version_id, input_token_count, cached_input_token_count, leased_token_count,
+       delivered_token_count, posted_token_count, posted_cost_picos, quota_ids, admitted_at, charged_at, expires_at
+FROM holds WHERE id = ANY(%s) ORDER BY id FOR UPDATE
+"""
+# A statement of its own, after the holds are locked: joined to the locking one it would see the events as they were before the
+# lock was waited for, and a hold that another process has just ended would look as if nothing had been used.
+SELECT_EVENT_SUMS = f"SELECT hold_id, {EVENT_SUMS} FROM usage_events WHERE hold_id = ANY(%s) GROUP BY hold_id"
 SELECT_ORPHANS = "SELECT id FROM holds WHERE owner_id = %s AND state = 'held' AND id <> ALL(%s)"
 SELECT_SAME_REQUEST = f"""
-SELECT h.project_id, h.request_id, h.state, h.payload_hash, h.id, p.currency_code, e.event_input_token_count,
-       e.event_cached_token_count, e.event_generated_token_count, e.event_delivered_token_count, e.event_cost_picos, e.event_outcome
+SELECT h.project_id, h.request_id, h.state, h.payload_hash, h.id, p.currency_code, e.*
 FROM holds h JOIN unnest(%s::uuid[], %s::uuid[]) AS a(project_id, request_id) USING (project_id, request_id)
-JOIN price_versions p ON p.id = h.price_version_id, {EVENT_SUMS}
+JOIN price_versions p ON p.id = h.price_version_id,
+LATERAL (SELECT {EVENT_SUMS} FROM usage_events WHERE h.state <> 'held' AND hold_id = h.id) e
 WHERE h.state <> 'voided'
 """
 SELECT_LIVE_KEYS = """
@@ -74,7 +75,7 @@ INSERT_COUNTERS = """
 INSERT INTO quota_counters (quota_id, window_start)
 SELECT quota_id, window_start FROM unnest(%s::uuid[], %s::timestamptz[]) AS k(quota_id, window_start)
 ORDER BY quota_id, window_start
-ON CONFLICT DO NOTHING
+ON CONFLICT DO NOTHING RETURNING quota_id, window_start
 """
 UPDATE_COUNTERS = """
 UPDATE quota_counters c SET used = v.used, held = v.held
@@ -83,9 +84,10 @@ WHERE c.quota_id = v.quota_id AND c.window_start = v.window_start
 """
 INSERT_HOLDS = """
 INSERT INTO holds (id, organization_id, project_id, api_key_id, request_id, payload_hash, model, price_version_id, labels,
-                   owner_id, input_token_count, leased_token_count, quota_ids, expires_at)
+                   owner_id, input_token_count, leased_token_count, quota_ids, admitted_at, charged_at, expires_at)
 SELECT id, organization_id, project_id, api_key_id, request_id, payload_hash, model, price_version_id, labels::jsonb,
-       owner_id, input_token_count, leased_token_count, quota_ids::uuid[], now() + make_interval(secs => %s)
+       owner_id, input_token_count, leased_token_count, quota_ids::uuid[], now(), now(),
+       now() + make_interval(secs => %s)
 FROM unnest(%s::uuid[], %s::uuid[], %s::uuid[], %s::uuid[], %s::uuid[], %s::bytea[], %s::text[], %s::bigint[], %s::text[],
             %s::uuid[], %s::bigint[], %s::bigint[], %s::text[])
     AS v(id, organization_id, project_id, api_key_id, request_id, payload_hash, model, price_version_id, labels, owner_id,
@@ -100,8 +102,14 @@ FROM unnest(%s::uuid[], %s::text[], %s::bigint[], %s::bigint[], %s::bigint[], %s
     AS v(id, state, cached, leased, delivered, posted, posted_cost, charged_at)
 WHERE h.id = v.id
 """
+# Whoever else has a hold under lock is ending it: renewing it would be in vain, and waiting could deadlock.
 RENEW_HOLDS = """
-UPDATE holds SET expires_at = now() + make_interval(secs => %s) WHERE owner_id = %s AND state = 'held' AND id = ANY(%s)
+UPDATE holds SET expires_at = now() + make_interval(secs => %s)
+WHERE id IN (SELECT id FROM holds WHERE owner_id = %s AND state = 'held' AND id = ANY(%s) FOR NO KEY UPDATE SKIP LOCKED)
+"""
+DELETE_COUNTERS = """
+DELETE FROM quota_counters c USING unnest(%s::uuid[], %s::timestamptz[]) AS v(quota_id, window_start)
+WHERE c.quota_id = v.quota_id AND c.window_start = v.window_start
 """
 INSERT_USAGE_EVENTS = """
 INSERT INTO usage_events (hold_id, part, organization_id, project_id, api_key_id, request_id, model, outcome, input_token_count,
@@ -118,7 +126,7 @@ JOIN holds h ON h.id = v.hold_id
 
 @dataclass(frozen=True, slots=True)
 class HoldRow:
-    """A locked hold, and what its usage events add up to if it has ended."""
+    """A locked hold."""
 
     id: uuid.UUID
     state: str
@@ -134,13 +142,6 @@ class HoldRow:
     admitted_at: datetime
     charged_at: datetime
     expires_at: datetime
-    part_count: int
-    event_input_token_count: int
-    event_cached_token_count: int
-    event_generated_token_count: int
-    event_delivered_token_count: int
-    event_cost_picos: int
-    event_outcome: str
 
     def claim(self, prices: TokenPrices, cached_input_token_count: int | None = None) -> Claim:
         """What the hold claims of its quotas; `cached_input_token_count` where more is known than the row has."""
@@ -153,6 +154,36 @@ class HoldRow:
             posted_cost_picos=self.posted_cost_picos,
             admitted_at=self.admitted_at,
             charged_at=self.charged_at,
+        )
+
+
+class EventSums(NamedTuple):
+    """What the usage events of one hold add up to; nothing for a hold that has none."""
+
+    part_count: int = 0
+    input_token_count: int = 0
+    cached_input_token_count: int = 0
+    generated_token_count: int = 0
+    delivered_token_count: int = 0
+    billed_token_count: int = 0
+    cost_picos: int = 0
+    outcome: str = ""
+
+    def settled(self, hold_id: uuid.UUID, currency_code: str) -> Settled:
+        """The usage that stands."""
+        return Settled(hold_id, *self[1:7], currency_code=currency_code, outcome=self.outcome)
+
+    def plus(self, part: Settled) -> EventSums:
+        """With one more part."""
+        return EventSums(
+            self.part_count + 1,
+            self.input_token_count + part.input_token_count,
+            self.cached_input_token_count + part.cached_input_token_count,
+            self.generated_token_count + part.generated_token_count,
+            self.delivered_token_count + part.delivered_token_count,
+            self.billed_token_count + part.billed_token_count,
+            self.cost_picos + part.cost_picos,
+            part.outcome,
         )
 
 
@@ -170,11 +201,21 @@ class BatchReads:
 
     now: datetime
     holds: dict[uuid.UUID, HoldRow] = field(default_factory=dict)
+    events: dict[uuid.UUID, EventSums] = field(default_factory=dict)
     same_requests: dict[tuple[uuid.UUID, uuid.UUID], SameRequest] = field(default_factory=dict)
     live_key_ids: set[uuid.UUID] = field(default_factory=set)
     rules: dict[uuid.UUID, QuotaRule] = field(default_factory=dict)
     prices_in_force: dict[tuple[str, str], TokenPrices] = field(default_factory=dict)
     prices: dict[int, TokenPrices] = field(default_factory=dict)
+    _rules_of: dict[tuple[uuid.UUID, str], list[QuotaRule]] = field(default_factory=dict)
+
+    def rules_of(self, subject_id: uuid.UUID, model: str) -> list[QuotaRule]:
+        """Rules in force of one subject that a request for the model is charged to; found once per batch, not once per request."""
+        if not self._rules_of:
+            for rule in self.rules.values():
+                if rule.limit_value is not None:
+                    self._rules_of.setdefault((rule.subject_id, rule.model), []).append(rule)
+        return self._rules_of.get((subject_id, ""), []) + self._rules_of.get((subject_id, model), [])
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,14 +267,17 @@ async def read_time_and_holds(connection: Connection, hold_ids: Collection[uuid.
     async with connection.pipeline():
         await connection.execute("BEGIN")
         time = await connection.execute("SELECT now()")
-        holds = connection.cursor(row_factory=class_row(HoldRow))
         if hold_ids:
-            await holds.execute(SELECT_HOLDS, (sorted(hold_ids),))
-        row = await time.fetchone()
-        assert row is not None
-        reads = BatchReads(now=row[0])
-        if hold_ids:
-            reads.holds = {hold.id: hold for hold in await holds.fetchall()}
+            holds = await connection.execute(SELECT_HOLDS, (sorted(hold_ids),))
+    row = await time.fetchone()
+    assert row is not None
+    reads = BatchReads(now=row[0])
+    if hold_ids:
+        reads.holds = {row[0]: HoldRow(*row) for row in await holds.fetchall()}
+        ended = [hold.id for hold in reads.holds.values() if hold.state != HoldState.HELD]
+        if ended:
+            sums = await connection.execute(SELECT_EVENT_SUMS, (ended,))
+            reads.events = {row[0]: EventSums(*row[1:]) for row in await sums.fetchall()}
     return reads
 
 
@@ -254,21 +298,22 @@ async def read_context(connection: Connection, reads: BatchReads, admits: Sequen
             in_force = await connection.execute(
                 SELECT_PRICES_IN_FORCE, ([model for model, _ in wanted], [currency for _, currency in wanted])
             )
-            reads.same_requests = {(row[0], row[1]): same_request(row) for row in await same.fetchall()}
-            reads.live_key_ids = {row[0] for row in await keys.fetchall()}
-            reads.prices_in_force = {(row[0], row[2]): TokenPrices(*row[1:]) for row in await in_force.fetchall()}
-        reads.rules = {
-            row[0]: QuotaRule(row[0], QuotaSubject(row[1]), row[2], row[3], QuotaDimension(row[4]), row[5])
-            for row in await rules.fetchall()
-        }
-        reads.prices = {row[1]: TokenPrices(*row[1:]) for row in await prices.fetchall()}
+    if admits:
+        reads.same_requests = {(row[0], row[1]): same_request(row) for row in await same.fetchall()}
+        reads.live_key_ids = {row[0] for row in await keys.fetchall()}
+        reads.prices_in_force = {(row[0], row[2]): TokenPrices(*row[1:]) for row in await in_force.fetchall()}
+    reads.rules = {
+        row[0]: QuotaRule(row[0], QuotaSubject(row[1]), row[2], row[3], QuotaDimension(row[4]), row[5])
+        for row in await rules.fetchall()
+    }
+    reads.prices = {row[1]: TokenPrices(*row[1:]) for row in await prices.fetchall()}
 
 
 def same_request(row: tuple[Any, ...]) -> SameRequest:
     """One row of SELECT_SAME_REQUEST."""
-    _, _, state, payload_hash, hold_id, currency_code, sent, cached, generated, delivered, cost_picos, outcome = row
-    settled = Settled(hold_id, sent, cached, generated, delivered, delivered, cost_picos, currency_code, outcome)
-    return SameRequest(state, payload_hash, None if state == HoldState.HELD else settled)
+    _, _, state, payload_hash, hold_id, currency_code, *sums = row
+    settled = None if state == HoldState.HELD else EventSums(*sums).settled(hold_id, currency_code)
+    return SameRequest(state, payload_hash, settled)
 
 
 async def lock_counters(connection: Connection, now: datetime, keys: Iterable[CounterKey]) -> Counters:
@@ -281,9 +326,10 @@ async def lock_counters(connection: Connection, now: datetime, keys: Iterable[Co
     rows = await (await connection.execute(LOCK_COUNTERS, parameters)).fetchall()
     if len(rows) < len(ordered):
         async with connection.pipeline():
-            await connection.execute(INSERT_COUNTERS, parameters)
+            inserted = await connection.execute(INSERT_COUNTERS, parameters)
             cursor = await connection.execute(LOCK_COUNTERS, parameters)
-            rows = await cursor.fetchall()
+        counters.created = frozenset((row[0], row[1]) for row in await inserted.fetchall())
+        rows = await cursor.fetchall()
     counters.rows = {(row[0], row[1]): Counter(row[2], row[3]) for row in rows}
     return counters
 
@@ -300,6 +346,8 @@ async def write_and_commit(
                 UPDATE_COUNTERS,
                 ([k[0] for k in changed], [k[1] for k in changed], [r.used for r in rows], [r.held for r in rows]),
             )
+        if untouched := sorted(counters.created - counters.changed):  # a refused request leaves no trace
+            await connection.execute(DELETE_COUNTERS, ([key[0] for key in untouched], [key[1] for key in untouched]))
         if writes.holds:
             await connection.execute(INSERT_HOLDS, (expiry_s, *new_hold_columns(owner_id, writes.holds)))
         if writes.changes:

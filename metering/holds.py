@@ -1,7 +1,7 @@
 """Holds of one process: taken, extended and ended through group commit on a connection of its own.
 
-Owns the connection, its reconnection, and the list of holds that this process answers for. A hold that this process forgets (a
-crash, an answer lost with its connection) ends all the same: by the journal's recovery, by `Renew`, or by expiry.
+Owns the list of holds that this process answers for, and the ends that it owes them. A hold that this process forgets (a crash, an
+answer lost with its connection) ends all the same: by the journal's recovery, by `Renew`, or by expiry.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ import structlog
 from metering.db import connection_options, psycopg_conninfo
 from metering.errors import InvariantViolated, StoreAway
 from metering.group_commit import GroupCommit, GroupCommitStatistics
-from metering.hold_batch import execute_batch
-from metering.hold_rows import Connection
+from metering.hold_connection import BATCH_SIZE_MAX, CONNECT_TIMEOUT_S, EXPIRY_S, HoldConnection
 from metering.operations import (
     Admit,
     Admitted,
@@ -35,17 +34,11 @@ from metering.operations import (
     Void,
 )
 
-EXPIRY_S = 60.0  # a process may be silent so long (a pause, a slow database) before its holds are taken from it
 RENEW_INTERVAL_S = 15.0  # a quarter of the expiry: three renewals may fail before anything is lost
-BATCH_SIZE_MAX = 500  # beyond this a batch costs more in memory than it saves in round trips (bench/admission.py)
 WAITING_COUNT_MAX = 10_000  # admissions beyond this wait longer than a client would
-CONFLICT_ATTEMPTS_MAX = 5  # two processes racing for the same new request id need one repetition
-CONNECT_TIMEOUT_S = 5
 SETTLE_RETRY_MAX_S = 5.0
 
 log = structlog.get_logger(__name__)
-
-RETRYABLE = (psycopg.errors.DeadlockDetected, psycopg.errors.SerializationFailure, psycopg.errors.UniqueViolation)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +54,12 @@ class HoldStore:
 
     def __init__(self, database_url: str, owner_id: uuid.UUID, *, expiry_s: float = EXPIRY_S) -> None:
         self.owner_id = owner_id
-        self._conninfo = psycopg_conninfo(database_url)
         self._expiry_s = expiry_s
-        self._connection: Connection | None = None
+        self._connection = HoldConnection(database_url, owner_id, expiry_s=expiry_s)
         self._live: set[uuid.UUID] = set()
+        self._spared: set[uuid.UUID] = set()
+        self._owed: dict[uuid.UUID, Settle | Void] = {}
+        self._closed = False
         self._commits: GroupCommit[HoldOperation, HoldAnswer] = GroupCommit(
             self._execute,
             orphaned=self._orphaned,
@@ -75,13 +70,15 @@ class HoldStore:
         )
 
     async def run(self) -> None:
-        """Run batches and renew expiries until cancelled."""
+        """Run batches and renew expiries until cancelled; whoever still waits then is told `StoreAway`."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._run_batches(), name="hold batches")
                 tasks.create_task(self._renew_regularly(), name="hold renewal")
         finally:
-            await self._disconnect()
+            self._closed = True
+            self._commits.close(StoreAway("this process is shutting down"))
+            await self._connection.close()
 
     async def admit(self, op: Admit) -> Admitted:
         """Take a hold.
@@ -99,9 +96,9 @@ class HoldStore:
         return answer
 
     async def settle(self, op: Settle) -> Settled:
-        """End a hold with its usage. Tries until the database has answered, since the usage must not be lost.
+        """End a hold with its usage. Tries until the database has answered, even after the caller was cancelled.
 
-        Raises: InvariantViolated, HoldEnded.
+        Raises: InvariantViolated, HoldEnded; StoreAway only if `run` has ended: the journal's recovery settles it then.
         """
         answer = await self._until_answered(op)
         assert isinstance(answer, Settled)
@@ -121,9 +118,15 @@ class HoldStore:
             try:
                 return await self._commits.submit(op)
             except StoreAway as away:
+                if self._closed:
+                    raise
                 log.warning("hold_end_delayed", hold_id=str(op.hold_id), cause=str(away))
+            try:
                 await asyncio.sleep(delay_s * random.uniform(0.5, 1.5))
-                delay_s = min(delay_s * 2, SETTLE_RETRY_MAX_S)
+            except asyncio.CancelledError:
+                self._owed[op.hold_id] = op
+                raise
+            delay_s = min(delay_s * 2, SETTLE_RETRY_MAX_S)
 
     async def _run_batches(self) -> None:
         while True:
@@ -132,65 +135,42 @@ class HoldStore:
     async def _renew_regularly(self) -> None:
         while True:
             await asyncio.sleep(self._expiry_s * RENEW_INTERVAL_S / EXPIRY_S)
+            owed, self._owed = self._owed, {}
+            for op in owed.values():
+                self._commits.post(op)
             self._commits.post(Renew(self.owner_id, frozenset()))
 
     async def _execute(self, operations: Sequence[HoldOperation]) -> Sequence[HoldAnswer | Exception]:
         # The set of live holds is taken here, between batches, when no admission can be half known.
         current = frozenset(self._live)
-        batch = [replace(op, hold_ids=current) if isinstance(op, Renew) else op for op in operations]
-        answers = await self._execute_repeatedly(batch)
+        spared = frozenset(self._spared)
+        batch = [replace(op, hold_ids=current, spared_ids=spared) if isinstance(op, Renew) else op for op in operations]
+        answers = await self._connection.execute(batch)
         for op, answer in zip(batch, answers, strict=True):
             if isinstance(answer, Admitted):
                 self._live.add(answer.hold_id)
-            elif isinstance(op, Settle | Void | Expire) and not isinstance(answer, StoreAway | InvariantViolated):
-                # A settlement that failed stays ours: a renewal would void its hold, and with it what was delivered.
+            elif isinstance(op, Settle | Void) and not isinstance(answer, StoreAway):
                 self._live.discard(op.hold_id)
+                if isinstance(answer, InvariantViolated):
+                    # Voiding it would lose what was delivered, renewing it would hold its quotas for ever.
+                    self._spared.add(op.hold_id)
         return answers
 
-    async def _execute_repeatedly(self, batch: Sequence[HoldOperation]) -> Sequence[HoldAnswer | Exception]:
-        """Run a batch; repeat it after a conflict, split it after a failure that one operation brought into it."""
-        for _ in range(CONFLICT_ATTEMPTS_MAX):
-            try:
-                connection = await self._connected()
-                return await execute_batch(connection, batch, owner_id=self.owner_id, expiry_s=self._expiry_s)
-            except RETRYABLE as conflict:
-                log.info("hold_batch_repeated", cause=type(conflict).__name__, operation_count=len(batch))
-                await self._disconnect()
-            except (psycopg.OperationalError, psycopg.InterfaceError, OSError) as away:
-                log.warning("database_away", cause=str(away).strip())
-                await self._disconnect()
-                return [StoreAway("the database does not answer")] * len(batch)
-            except Exception as broken:
-                await self._disconnect()
-                if len(batch) > 1:
-                    return [answer for op in batch for answer in await self._execute_repeatedly([op])]
-                log.exception("hold_operation_failed", operation=type(batch[0]).__name__)
-                return [InvariantViolated(f"{type(batch[0]).__name__} failed: {broken!r}")]
-            except BaseException:
-                await self._disconnect()
-                raise
-        return [StoreAway("the database reports one conflict after another")] * len(batch)
-
-    async def _connected(self) -> Connection:
-        if self._connection is None:
-            self._connection = await psycopg.AsyncConnection.connect(
-                self._conninfo, autocommit=True, connect_timeout=CONNECT_TIMEOUT_S, options=connection_options()
-            )
-        return self._connection
-
-    async def _disconnect(self) -> None:
-        connection, self._connection = self._connection, None
-        if connection is not None:
-            await connection.close()
-
-    def _orphaned(self, op: HoldOperation, answer: HoldAnswer) -> None:
-        """The caller of an admission is gone: nobody would ever end the hold it was given."""
-        if isinstance(op, Admit) and isinstance(answer, Admitted):
+    def _orphaned(self, op: HoldOperation, answer: HoldAnswer | Exception) -> None:
+        """Nobody takes the answer: end what an admission obtained, and do later what could not be done now."""
+        if isinstance(answer, Admitted):
             self._commits.post(Void(answer.hold_id))
+        elif isinstance(op, Settle | Void) and isinstance(answer, StoreAway):
+            self._owed[op.hold_id] = op
+        elif isinstance(op, Settle) and isinstance(answer, Exception):
+            log.error("hold_end_refused", hold_id=str(op.hold_id), cause=str(answer))
 
 
 async def sweep_expired_holds(database_url: str, *, limit: int = 1000) -> int:
-    """Expire holds whose owners have been silent too long, by the database's clock; tells how many. Safe anywhere, anytime."""
+    """Expire holds whose owners have been silent too long, by the database's clock; tells how many. Safe anywhere, anytime.
+
+    Raises: psycopg.OperationalError or StoreAway if the database is away.
+    """
     async with await psycopg.AsyncConnection.connect(
         psycopg_conninfo(database_url), autocommit=True, connect_timeout=CONNECT_TIMEOUT_S, options=connection_options()
     ) as connection:
@@ -198,7 +178,11 @@ async def sweep_expired_holds(database_url: str, *, limit: int = 1000) -> int:
             "SELECT id FROM holds WHERE state = 'held' AND expires_at <= now() ORDER BY expires_at LIMIT %s", (limit,)
         )
         overdue = [Expire(row[0]) for row in await cursor.fetchall()]
-        if not overdue:
-            return 0
-        answers = await execute_batch(connection, overdue, owner_id=uuid.uuid4(), expiry_s=EXPIRY_S)
+    answers: list[HoldAnswer | Exception] = []
+    async with HoldConnection(database_url, uuid.uuid4()) as holds:
+        for start in range(0, len(overdue), BATCH_SIZE_MAX):
+            answers += await holds.execute(overdue[start : start + BATCH_SIZE_MAX])
+    for answer in answers:
+        if isinstance(answer, StoreAway):
+            raise answer
     return sum(1 for answer in answers if isinstance(answer, Ended) and answer.done)

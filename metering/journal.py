@@ -8,6 +8,7 @@ knows that the owner is dead and may settle in its name (`recovery.py`).
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import struct
@@ -17,9 +18,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import structlog
+
 SUFFIX = ".journal"
+UNFINISHED_SUFFIX = ".new"
 RECORD = struct.Struct("<16sIIIII")  # hold id; input, cached, generated, delivered token counts; crc32 of what stands before
 ROTATE_BYTES = 16 * 2**20  # half a million records: minutes of a busy process, milliseconds of recovery
+
+log = structlog.get_logger(__name__)
 
 
 class Delivered(NamedTuple):
@@ -38,7 +44,7 @@ class UsageJournal:
     def __init__(self, directory: Path, owner_id: uuid.UUID, *, rotate_bytes: int = ROTATE_BYTES) -> None:
         self.directory = directory
         self.owner_id = owner_id
-        self._rotate_bytes = rotate_bytes
+        self._rotate_bytes = self._rotate_at_bytes = rotate_bytes
         self._live: dict[uuid.UUID, Delivered] = {}
         self._segment = 0
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -48,12 +54,17 @@ class UsageJournal:
     def record(self, entries: Sequence[Delivered]) -> None:
         """Write the new totals of these holds; what stands here may then be sent.
 
-        Raises: OSError if the disk refuses; nothing of it may be sent then.
+        Raises: OSError if the disk refuses; nothing of it may be sent then, and nothing of it stands here.
         """
-        write_all(self._fd, b"".join(map(encode, entries)))
+        try:
+            write_all(self._fd, b"".join(map(encode, entries)))
+        except OSError:
+            # Half a record would hide all that are written after it. Cutting a file short needs no space.
+            os.ftruncate(self._fd, self._size_bytes)
+            raise
         self._size_bytes += RECORD.size * len(entries)
         self._live.update((entry.hold_id, entry) for entry in entries)
-        if self._size_bytes >= self._rotate_bytes:
+        if self._size_bytes >= self._rotate_at_bytes:
             self._rotate()
 
     def forget(self, hold_id: uuid.UUID) -> None:
@@ -69,23 +80,34 @@ class UsageJournal:
             self._fd = -1
 
     def _rotate(self) -> None:
-        """Begin a new file with what is not settled yet, then remove the old one: at each moment one of them tells everything."""
+        """Begin a new file with what is not settled yet, then remove the old one: at each moment one of them tells everything.
+
+        Where that fails the old file goes on: what was to be recorded stands in it, and may be sent.
+        """
         old_fd, old_path = self._fd, self._path
-        self._fd, self._path = self._create_segment(self._live.values())
+        try:
+            self._fd, self._path = self._create_segment(self._live.values())
+        except OSError as error:
+            log.warning("journal_rotation_delayed", cause=str(error), size_bytes=self._size_bytes)
+            self._rotate_at_bytes = self._size_bytes + self._rotate_bytes
+            return
         self._size_bytes = RECORD.size * len(self._live)
-        old_path.unlink()
+        self._rotate_at_bytes = self._size_bytes + self._rotate_bytes
+        with contextlib.suppress(OSError):  # one that stays tells the same once more
+            old_path.unlink()
         os.close(old_fd)
 
     def _create_segment(self, entries: Iterable[Delivered]) -> tuple[int, Path]:
         self._segment += 1
         path = self.directory / f"{self.owner_id}.{self._segment}{SUFFIX}"
-        unfinished = path.with_suffix(".new")
+        unfinished = path.with_suffix(UNFINISHED_SUFFIX)
         fd = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             write_all(fd, b"".join(map(encode, entries)))
             unfinished.rename(path)
         except BaseException:
+            unfinished.unlink(missing_ok=True)
             os.close(fd)
             raise
         return fd, path
@@ -133,7 +155,9 @@ class AbandonedJournal:
         return list(last.values())
 
     def remove(self) -> None:
-        """Everything in it stands in the database."""
+        """Everything in it stands in the database. What its owner had begun to rotate to goes too."""
+        for unfinished in self.path.parent.glob(f"{self.owner_id}.*{UNFINISHED_SUFFIX}"):
+            unfinished.unlink(missing_ok=True)
         self.path.unlink(missing_ok=True)
 
     def set_aside(self) -> None:

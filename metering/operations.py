@@ -109,11 +109,13 @@ class Expire:
 class Renew:
     """Prove that the owner of these holds lives: moves their expiry. Answers `Ended`.
 
-    Holds of the same owner that are neither among them nor expected are voided: their admission was committed but its answer lost.
+    Holds of the same owner that are neither among them nor spared are voided: their admission was committed but its answer lost.
+    spared_ids: holds that delivered something and whose end was refused; expiry takes them.
     """
 
     owner_id: uuid.UUID
     hold_ids: frozenset[uuid.UUID]
+    spared_ids: frozenset[uuid.UUID] = frozenset()
 
 
 HoldOperation = Admit | Extend | Settle | Void | Expire | Renew

@@ -61,10 +61,6 @@ class QuotaRule:
     dimension: QuotaDimension
     limit_value: int | None
 
-    def applies_to(self, subject_ids: frozenset[uuid.UUID], model: str) -> bool:
-        """Whether a request of these subjects for this model is charged to it."""
-        return self.subject_id in subject_ids and self.model in ("", model)
-
     def key(self, at: datetime) -> CounterKey:
         """The counter that a charge at this time goes to."""
         return self.id, window_start(self.dimension, at)
@@ -80,14 +76,17 @@ class Counter:
 
 @dataclass(slots=True)
 class Counters:
-    """The locked counter rows of one batch, at one database time."""
+    """The locked counter rows of one batch, at one database time. created: those that the batch itself has inserted, empty."""
 
     now: datetime
     rows: dict[CounterKey, Counter] = field(default_factory=dict)
     changed: set[CounterKey] = field(default_factory=set)
+    created: frozenset[CounterKey] = frozenset()
 
     def add(self, key: CounterKey, *, used: int = 0, held: int = 0) -> None:
         """Move a counter. Going below zero is a bug of the caller and would break conservation."""
+        if not used and not held:
+            return
         row = self.rows[key]
         row.used += used
         row.held += held
@@ -141,21 +140,37 @@ class Claim:
             case QuotaDimension.CONCURRENT_REQUESTS:
                 return 1
             case QuotaDimension.COST_PICOS_PER_MONTH:
-                # Uncached prices until the end: the cache can only make it cheaper.
-                full = self.prices.cost_picos(self.input_token_count, 0, self.leased_token_count)
-                return full - self.posted_cost_picos
+                # The dearer of all or nothing cached until the end: whatever the cache does can only make it cheaper.
+                dearest = max(
+                    self.prices.cost_picos(self.input_token_count, cached, self.leased_token_count)
+                    for cached in (0, self.input_token_count)
+                )
+                return dearest - self.posted_cost_picos
             case _:
                 return 0  # a request counts as used from its admission on
 
     def consumed(self, dimension: QuotaDimension, input_token_count: int, delivered_token_count: int) -> int:
-        """What has to be added to `used` when the claim ends, or is posted, with these tokens."""
+        """What has to be added to `used` when the claim ends, or is posted, with these tokens.
+
+        Never less than nothing: what was posted stays in its window, even if it turns out later that more of the input was cached.
+        """
         if dimension in TOKEN_DIMENSIONS:
-            return input_token_count + delivered_token_count - self.posted_token_count
+            return max(input_token_count + delivered_token_count - self.posted_token_count, 0)
         if dimension is QuotaDimension.COST_PICOS_PER_MONTH:
             cached = min(self.cached_input_token_count, input_token_count)
             cost = self.prices.cost_picos(input_token_count, cached, delivered_token_count)
-            return cost - self.posted_cost_picos
+            return max(cost - self.posted_cost_picos, 0)
         return 0
+
+    def posted(self, delivered_token_count: int, now: datetime) -> Claim:
+        """The claim once everything delivered so far is posted to the windows it was charged to; the rest is charged now."""
+        cost = self.consumed(QuotaDimension.COST_PICOS_PER_MONTH, self.input_token_count, delivered_token_count)
+        return replace(
+            self,
+            posted_token_count=self.input_token_count + delivered_token_count,
+            posted_cost_picos=self.posted_cost_picos + cost,
+            charged_at=now,
+        )
 
 
 def admit(counters: Counters, rules: Sequence[QuotaRule], claim: Claim, wanted_token_count: int, least_token_count: int) -> Claim:
@@ -185,12 +200,7 @@ def extend(
 
     Grants what fits of `wanted_token_count`, at least one token. Raises: QuotaExceeded if not even that; nothing has changed then.
     """
-    posted = replace(
-        claim,
-        posted_token_count=claim.input_token_count + delivered_token_count,
-        posted_cost_picos=claim.prices.cost_picos(claim.input_token_count, claim.cached_input_token_count, delivered_token_count),
-        charged_at=counters.now,
-    )
+    posted = claim.posted(delivered_token_count, counters.now)
     windowed = [rule for rule in rules if rule.dimension in TOKEN_DIMENSIONS or is_cost(rule)]
     for rule in windowed:
         old = rule.key(claim.charged_at)
@@ -221,8 +231,7 @@ def end(counters: Counters, rules: Iterable[QuotaRule], claim: Claim, input_toke
 
 
 def void(counters: Counters, rules: Iterable[QuotaRule], claim: Claim) -> None:
-    """Undo the claim as if it had never been admitted. Only for one of which nothing was posted."""
-    assert claim.posted_token_count == 0, "a claim with posted tokens must be ended, not voided"
+    """Undo the claim as if it had never been admitted, but for what an extension has posted: its windows may be over."""
     for rule in rules:
         if rule.dimension is QuotaDimension.REQUESTS_PER_MINUTE:
             counters.add(rule.key(claim.admitted_at), used=-1)
@@ -230,10 +239,17 @@ def void(counters: Counters, rules: Iterable[QuotaRule], claim: Claim) -> None:
             counters.add(rule.key(claim.charged_at), held=-claim.held(rule.dimension))
 
 
-def touched_keys(rules: Iterable[QuotaRule], claim: Claim, now: datetime) -> set[CounterKey]:
-    """Every counter that any act on this claim at `now` can touch."""
-    moments = (claim.admitted_at, claim.charged_at, now)
-    return {rule.key(at) for rule in rules for at in moments}
+def touched_keys(rules: Iterable[QuotaRule], claim: Claim, now: datetime, *, extends: bool) -> set[CounterKey]:
+    """Every counter that an end of this claim can touch at `now`, or also an extension."""
+    keys: set[CounterKey] = set()
+    for rule in rules:
+        if rule.dimension is QuotaDimension.REQUESTS_PER_MINUTE:
+            keys.add(rule.key(claim.admitted_at))
+        else:
+            keys.add(rule.key(claim.charged_at))
+            if extends:
+                keys.add(rule.key(now))
+    return keys
 
 
 def is_cost(rule: QuotaRule) -> bool:

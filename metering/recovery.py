@@ -9,13 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-import psycopg
 import structlog
 
-from metering.db import connection_options, psycopg_conninfo
-from metering.hold_batch import execute_batch
-from metering.hold_rows import Connection
-from metering.holds import BATCH_SIZE_MAX, CONNECT_TIMEOUT_S, EXPIRY_S
+from metering.errors import StoreAway
+from metering.hold_connection import BATCH_SIZE_MAX, HoldConnection
 from metering.journal import AbandonedJournal, Delivered, abandoned_journals
 from metering.operations import HoldOperation, Outcome, Renew, Settle, Settled
 
@@ -34,17 +31,12 @@ class Recovered:
 async def recover_journals(directory: Path, database_url: str) -> Recovered:
     """Settle every hold of every dead process of this machine; void those that had delivered nothing.
 
-    Raises: psycopg.OperationalError if the database is away; the journals are then still there.
+    Raises: StoreAway if the database is away; the journals are then still there.
     """
     done = Recovered()
     for journal in abandoned_journals(directory):
-        async with await psycopg.AsyncConnection.connect(
-            psycopg_conninfo(database_url),
-            autocommit=True,
-            connect_timeout=CONNECT_TIMEOUT_S,
-            options=connection_options(),
-        ) as connection:
-            one = await recover(connection, journal)
+        async with HoldConnection(database_url, journal.owner_id) as holds:
+            one = await recover(holds, journal)
         log.info("journal_recovered", owner_id=str(journal.owner_id), settled_hold_count=one.settled_hold_count)
         done = Recovered(
             done.journal_count + 1,
@@ -54,22 +46,25 @@ async def recover_journals(directory: Path, database_url: str) -> Recovered:
     return done
 
 
-async def recover(connection: Connection, journal: AbandonedJournal) -> Recovered:
+async def recover(holds: HoldConnection, journal: AbandonedJournal) -> Recovered:
     """Settle the holds of one journal and void its owner's other ones, then remove it."""
     entries = journal.delivered()
     settlements = [settlement(entry) for entry in entries]
     # A renewal that knows no hold voids all that its owner still has: those of which nothing was delivered.
-    leftovers = Renew(journal.owner_id, frozenset(entry.hold_id for entry in entries))
+    leftovers = Renew(journal.owner_id, frozenset(), spared_ids=frozenset(entry.hold_id for entry in entries))
     settled_count = 0
     for start in range(0, len(settlements), BATCH_SIZE_MAX):
         batch: list[HoldOperation] = list(settlements[start : start + BATCH_SIZE_MAX])
-        answers = await execute_batch(connection, batch, owner_id=journal.owner_id, expiry_s=EXPIRY_S)
-        for operation, answer in zip(batch, answers, strict=True):
+        for operation, answer in zip(batch, await holds.execute(batch), strict=True):
             if isinstance(answer, Settled):
                 settled_count += 1
+            elif isinstance(answer, StoreAway):
+                raise answer
             else:
                 log.error("journal_entry_refused", operation=repr(operation), cause=str(answer))
-    await execute_batch(connection, [leftovers], owner_id=journal.owner_id, expiry_s=EXPIRY_S)
+    (voided,) = await holds.execute([leftovers])
+    if isinstance(voided, StoreAway):
+        raise voided
     if settled_count == len(settlements):
         journal.remove()
     else:

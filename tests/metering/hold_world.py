@@ -1,0 +1,246 @@
+"""A database with tenants, prices and quotas, and a clock that the test owns, for tests of holds.
+
+The clock: a function `now()` in a schema that stands before `pg_catalog` in the search path of the test's database. So every
+connection to it, from whatever process, lives at the time that the test has set, and time moves only when the test says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import uuid
+from collections.abc import Iterable, Iterator
+from datetime import UTC, datetime, timedelta
+from types import TracebackType
+from typing import Any
+
+import psycopg
+from psycopg import sql
+
+from metering.db import psycopg_conninfo
+from metering.hold_connection import HoldConnection
+from metering.models import QuotaDimension, QuotaSubject
+from metering.operations import Admit, HoldAnswer, HoldOperation, Outcome, Payer, Settle
+from metering.pricing import TokenPrices
+
+MODEL = "demo"
+NOON = datetime(2026, 11, 20, 12, tzinfo=UTC)
+INPUT_PICOS, CACHED_PICOS, OUTPUT_PICOS = 3, 1, 7
+TABLES = (
+    "organizations",
+    "projects",
+    "api_keys",
+    "quotas",
+    "quota_counters",
+    "price_versions",
+    "holds",
+    "usage_events",
+    "ledger_accounts",
+    "ledger_transactions",
+    "ledger_entries",
+    "audit_log",
+)
+
+CLOCK = """
+CREATE SCHEMA clock;
+CREATE TABLE clock.time (now timestamptz NOT NULL);
+INSERT INTO clock.time VALUES ({});
+CREATE FUNCTION clock.now() RETURNS timestamptz LANGUAGE sql STABLE AS 'SELECT now FROM clock.time';
+ALTER DATABASE {} SET search_path = clock, public, pg_catalog;
+"""
+
+
+class HoldWorld:
+    """Builds and looks into one test's database. Use as context manager."""
+
+    def __init__(self, database_url: str, *, now: datetime | None = NOON) -> None:
+        """now: None to leave the database its own clock."""
+        self.url = database_url
+        self._connection = psycopg.connect(psycopg_conninfo(database_url), autocommit=True)
+        self._now = now or datetime.now(UTC)
+        if now is not None:
+            name = sql.Identifier(str(self.one("SELECT current_database()")))
+            self._connection.execute(sql.SQL(CLOCK).format(sql.Literal(now), name))
+        self.price_version = self.set_price()
+
+    def __enter__(self) -> HoldWorld:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._connection.close()
+
+    @property
+    def now(self) -> datetime:
+        """What the test's clock shows."""
+        return self._now
+
+    def set_time(self, now: datetime) -> None:
+        """Move the clock."""
+        self._now = now
+        self.execute("UPDATE clock.time SET now = %s", now)
+
+    def advance(self, seconds: float) -> None:
+        """Move the clock on."""
+        self.set_time(self._now + timedelta(seconds=seconds))
+
+    def execute(self, statement: str, *parameters: Any) -> None:
+        """Run one statement."""
+        self._connection.execute(statement.encode(), parameters or None)
+
+    def rows(self, query: str, *parameters: Any) -> list[tuple[Any, ...]]:
+        """All rows of a query."""
+        return self._connection.execute(query.encode(), parameters or None).fetchall()
+
+    def one(self, query: str, *parameters: Any) -> Any:
+        """The one value of a query."""
+        ((value,),) = self.rows(query, *parameters)
+        return value
+
+    def set_price(self, input_picos: int = INPUT_PICOS, cached_picos: int = CACHED_PICOS, output_picos: int = OUTPUT_PICOS) -> int:
+        """A price of the model from now on; its version."""
+        return int(
+            self.one(
+                """
+                INSERT INTO price_versions (model, currency_code, input_picos_per_token, cached_input_picos_per_token,
+                                            output_picos_per_token, effective_at)
+                VALUES (%s, 'USD', %s, %s, %s, %s) RETURNING id
+                """,
+                MODEL,
+                input_picos,
+                cached_picos,
+                output_picos,
+                self._now - timedelta(days=1000) + timedelta(microseconds=int(self.one("SELECT count(*) FROM price_versions"))),
+            )
+        )
+
+    @property
+    def prices(self) -> TokenPrices:
+        """The first price version."""
+        return TokenPrices(self.price_version, "USD", INPUT_PICOS, CACHED_PICOS, OUTPUT_PICOS)
+
+    def tenant(self, name: str = "acme") -> Payer:
+        """An organization with one project and one key."""
+        organization = self.one("INSERT INTO organizations (name, currency_code) VALUES (%s, 'USD') RETURNING id", name)
+        project = self.one("INSERT INTO projects (organization_id, name) VALUES (%s, 'search') RETURNING id", organization)
+        return Payer(organization, project, self.key(project), "USD")
+
+    def key(self, project_id: uuid.UUID) -> uuid.UUID:
+        """One more key of a project."""
+        key = uuid.uuid4()
+        self.execute(
+            "INSERT INTO api_keys (id, project_id, name, prefix, secret_hash, scopes) VALUES (%s, %s, 'k', %s, %s, '{inference}')",
+            key,
+            project_id,
+            key.hex,
+            key.bytes * 2,
+        )
+        return key
+
+    def quota(
+        self,
+        payer: Payer,
+        dimension: QuotaDimension,
+        limit_value: int,
+        *,
+        subject: QuotaSubject = QuotaSubject.ORGANIZATION,
+        model: str = "",
+    ) -> uuid.UUID:
+        """A limit on the payer's organization, project or key."""
+        subject_id = {
+            QuotaSubject.ORGANIZATION: payer.organization_id,
+            QuotaSubject.PROJECT: payer.project_id,
+            QuotaSubject.API_KEY: payer.api_key_id,
+        }[subject]
+        quota_id = self.one(
+            "INSERT INTO quotas (subject, subject_id, model, dimension, limit_value) VALUES (%s, %s, %s, %s, %s) RETURNING id",
+            str(subject),
+            subject_id,
+            model,
+            str(dimension),
+            limit_value,
+        )
+        assert isinstance(quota_id, uuid.UUID)
+        return quota_id
+
+    def counters(self, quota_id: uuid.UUID) -> list[tuple[int, int]]:
+        """`used` and `held` of each window of a quota, the oldest first."""
+        return [
+            (row[0], row[1])
+            for row in self.rows("SELECT used, held FROM quota_counters WHERE quota_id = %s ORDER BY window_start", quota_id)
+        ]
+
+    def holds(self) -> list[tuple[str, int, int]]:
+        """State, leased and delivered tokens of each hold, the oldest first."""
+        return [
+            (row[0], row[1], row[2])
+            for row in self.rows("SELECT state, leased_token_count, delivered_token_count FROM holds ORDER BY admitted_at, id")
+        ]
+
+    def hold_count(self, state: str = "held") -> int:
+        """Holds in a state."""
+        return int(self.one("SELECT count(*) FROM holds WHERE state = %s", state))
+
+    def events(self) -> list[tuple[int, int, int, str]]:
+        """Part, input, delivered tokens and outcome of each usage event, in order."""
+        return [
+            (row[0], row[1], row[2], row[3])
+            for row in self.rows("SELECT part, input_token_count, delivered_token_count, outcome FROM usage_events ORDER BY id")
+        ]
+
+    def contents(self) -> dict[str, list[tuple[Any, ...]]]:
+        """Everything that stands in the database."""
+        return {table: sorted(self.rows(f"SELECT t::text FROM {table} t")) for table in TABLES}
+
+    async def run(
+        self, *operations: HoldOperation, owner_id: uuid.UUID | None = None, expiry_s: float = 60.0
+    ) -> list[HoldAnswer | Exception]:
+        """One batch on a connection of its own."""
+        async with HoldConnection(self.url, owner_id or uuid.uuid4(), expiry_s=expiry_s) as holds:
+            return await holds.execute(operations)
+
+
+def admit(
+    payer: Payer,
+    *,
+    input_tokens: int = 10,
+    slice_tokens: int = 20,
+    least_tokens: int = 1,
+    request_id: uuid.UUID | None = None,
+    payload: bytes = b"p",
+    hold_id: uuid.UUID | None = None,
+) -> Admit:
+    """A request for the model."""
+    return Admit(
+        hold_id=hold_id or uuid.uuid4(),
+        payer=payer,
+        request_id=request_id or uuid.uuid4(),
+        payload_hash=payload.ljust(32, b"."),
+        model=MODEL,
+        input_token_count=input_tokens,
+        first_slice_token_count=slice_tokens,
+        least_slice_token_count=least_tokens,
+    )
+
+
+def settle(
+    hold_id: uuid.UUID,
+    delivered_tokens: int,
+    *,
+    input_tokens: int = 10,
+    cached_tokens: int = 0,
+    outcome: Outcome = Outcome.STOP,
+    recovered: bool = False,
+) -> Settle:
+    """The end of a hold that `admit` began."""
+    return Settle(hold_id, input_tokens, cached_tokens, delivered_tokens, delivered_tokens, outcome, recovered=recovered)
+
+
+def of_type(kind: type[Any], answers: Iterable[object]) -> list[Any]:
+    """The answers of one type."""
+    return [answer for answer in answers if isinstance(answer, kind)]
+
+
+@contextlib.contextmanager
+def hold_world(database_url: str) -> Iterator[HoldWorld]:
+    """A world whose clock stands at `NOON`."""
+    with HoldWorld(database_url) as world:
+        yield world
