@@ -342,7 +342,7 @@ class TorchEngine:
             self._hint.note(computed, stream.request.cache_salt)
 
     def _fail_streams(self, reason: str) -> None:
-        closed = self._close_requested.is_set()
+        closed = self._condition.state is EngineState.CLOSED
         for stream in self._streams.values():
             stream.fail(EngineUnavailable(reason, retry_after_s=0.0) if closed else EngineFailed(reason))
 

@@ -1,0 +1,164 @@
+"""Text in pieces equals text at once, for every order of tokens, and stop sequences are found across all borders."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, decoders, models
+
+from inference.detokenizer import Detokenizer, TextDecoder
+from inference.errors import CheckpointInvalid
+from tests.inference import checkpoints
+
+SPECIAL_IDS = frozenset({1, 2})
+PIECES = ("▁", "▁▁", "▁a", "a", "b", "▁the", "é", "x▁y", "\N{REPLACEMENT CHARACTER}", "e", "\N{COMBINING ACUTE ACCENT}")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A tokenizer of one family; `ids` are those worth drawing."""
+
+    name: str
+    backend: Tokenizer
+    special_ids: frozenset[int]
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+def byte_level() -> Case:
+    backend = Tokenizer.from_str(checkpoints._tokenizer_json())
+    backend.add_tokens([AddedToken("plain added é", normalized=False), AddedToken("日本", normalized=False)])
+    return Case("byte-level", backend, frozenset(range(len(checkpoints.SPECIAL_TOKENS))))
+
+
+def sentencepiece_like(name: str, decoder: decoders.Decoder) -> Case:
+    vocabulary = {"<unk>": 0, "<s>": 1, "</s>": 2} | {f"<0x{byte:02X}>": 3 + byte for byte in range(256)}
+    vocabulary |= {piece: len(vocabulary) + index for index, piece in enumerate(PIECES)}
+    backend = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    backend.decoder = decoder
+    backend.add_special_tokens([AddedToken("<s>", special=True), AddedToken("</s>", special=True)])
+    return Case(name, backend, SPECIAL_IDS)
+
+
+CASES = [
+    byte_level(),
+    sentencepiece_like(
+        "llama 2",
+        decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]),
+    ),
+    sentencepiece_like(
+        "no leading strip", decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    ),
+    sentencepiece_like("metaspace", decoders.Metaspace()),
+]
+
+
+def ids_of(case: Case) -> st.SearchStrategy[list[int]]:
+    """Random ids mixed with the ids of valid characters of several bytes, whole and torn."""
+    size = case.backend.get_vocab_size()
+    emoji = [case.backend.encode(text, add_special_tokens=False).ids for text in ("🙂", "北京", "Zoë", " a", "👩‍👩‍👧")]
+    pieces = st.one_of(
+        st.integers(0, size - 1).map(lambda token_id: [token_id]),
+        st.integers(max(size - len(PIECES), 0), size - 1).map(lambda token_id: [token_id]),
+        st.sampled_from(emoji),
+        st.sampled_from(emoji).map(lambda ids: ids[:1]),
+    )
+    return st.lists(pieces, max_size=12).map(lambda lists: [token_id for ids in lists for token_id in ids])
+
+
+def stream_text(case: Case, ids: list[int], stops: tuple[str, ...] = ()) -> tuple[str, bool, list[str]]:
+    """All text, whether it was stopped, and the pieces."""
+    detokenizer = Detokenizer(TextDecoder(case.backend, case.special_ids, "tokenizer.json").open(), stops)
+    pieces = []
+    for token_id in ids:
+        piece = detokenizer.push(token_id)
+        pieces.append(piece.text)
+        if piece.stopped:
+            return "".join(pieces), True, pieces
+    piece = detokenizer.finish()
+    pieces.append(piece.text)
+    return "".join(pieces), piece.stopped, pieces
+
+
+def first_completed_stop(text: str, stops: tuple[str, ...]) -> int | None:
+    """By brute force: where the stop begins that is complete first, the longest of those."""
+    for end in range(1, len(text) + 1):
+        starts = [end - len(stop) for stop in stops if text[:end].endswith(stop)]
+        if starts:
+            return min(starts)
+    return None
+
+
+@pytest.mark.parametrize("case", CASES, ids=repr)
+@given(data=st.data())
+def test_pieces_put_together_equal_the_text_decoded_at_once(case: Case, data: st.DataObject) -> None:
+    ids = data.draw(ids_of(case))
+
+    text, stopped, _ = stream_text(case, ids)
+
+    assert text == case.backend.decode(ids, skip_special_tokens=True)
+    assert not stopped
+
+
+@pytest.mark.parametrize("case", CASES[:2], ids=repr)
+@given(data=st.data())
+def test_a_stop_sequence_cuts_where_brute_force_says(case: Case, data: st.DataObject) -> None:
+    ids = data.draw(ids_of(case))
+    whole = case.backend.decode(ids, skip_special_tokens=True)
+    parts = [whole[start : start + length] for start in range(len(whole)) for length in (1, 2, 3, 5)]
+    candidates = st.sampled_from([part for part in parts if part] or ["x"]) | st.text("a b🙂", min_size=1, max_size=3)
+    stops = tuple(data.draw(st.lists(candidates, min_size=1, max_size=3)))
+
+    text, stopped, _ = stream_text(case, ids, stops)
+
+    cut = first_completed_stop(whole, stops)
+    assert (text, stopped) == (whole if cut is None else whole[:cut], cut is not None)
+
+
+def test_half_an_emoji_is_held_back_until_it_is_whole() -> None:
+    case = CASES[0]
+    ids = case.backend.encode("ok 🙂!", add_special_tokens=False).ids
+
+    _, _, pieces = stream_text(case, ids)
+
+    assert "".join(pieces) == "ok 🙂!"
+    assert all("\N{REPLACEMENT CHARACTER}" not in piece for piece in pieces)
+    assert len([piece for piece in pieces if not piece]) >= 2, "the emoji is several tokens here"
+
+
+def test_half_an_emoji_at_the_end_is_flushed_as_the_whole_decode_would() -> None:
+    case = CASES[0]
+    ids = case.backend.encode("ok 🙂", add_special_tokens=False).ids[:-1]
+
+    text, _, pieces = stream_text(case, ids)
+
+    assert pieces[-1] == "\N{REPLACEMENT CHARACTER}"
+    assert text == case.backend.decode(ids)
+
+
+def test_a_possible_stop_is_held_back_no_longer_than_it_is_possible() -> None:
+    case = CASES[0]
+    ids = [case.backend.encode(character, add_special_tokens=False).ids[0] for character in "abXabcd"]
+
+    text, stopped, pieces = stream_text(case, ids, ("abcd",))
+
+    assert (text, stopped) == ("abX", True)
+    assert pieces == ["", "", "abX", "", "", "", ""]
+
+
+def test_special_tokens_add_no_text() -> None:
+    text, _, _ = stream_text(CASES[0], [1, 4, *CASES[0].backend.encode("hi", add_special_tokens=False).ids, 2])
+
+    assert text == "hi"
+
+
+def test_a_decoder_that_cannot_be_streamed_is_refused_by_name() -> None:
+    backend = Tokenizer(models.BPE({"a": 0}, []))
+    backend.decoder = decoders.WordPiece()
+
+    with pytest.raises(CheckpointInvalid, match="WordPiece"):
+        TextDecoder(backend, frozenset(), "tokenizer.json")

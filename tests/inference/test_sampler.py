@@ -1,0 +1,117 @@
+"""Sampling follows the distribution that it is told to, and a seed means the same whoever else is in the batch."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from inference.engine import SamplingParams
+from inference.sampler import Draw, sample, uniform
+from tests.inference.checkpoints import TinyCheckpoint
+from tests.inference.running import make_core, make_request, random_prompt, run_all
+
+DRAW_COUNT = 20_000
+
+
+def frequencies(logits: torch.Tensor, params: SamplingParams, seed: int = 5) -> torch.Tensor:
+    """How often each token is drawn, over the output positions of one sequence."""
+    rows = logits.expand(DRAW_COUNT, -1)
+    tokens = sample(rows, [Draw(params, seed, index) for index in range(DRAW_COUNT)])
+    return torch.bincount(torch.tensor(tokens), minlength=logits.shape[-1])
+
+
+def chi_square(counts: torch.Tensor, probabilities: torch.Tensor) -> float:
+    """Sum of (observed - expected)^2 / expected over the tokens that are possible."""
+    possible = probabilities > 0
+    assert int(counts[~possible].sum()) == 0, "an impossible token was drawn"
+    expected = probabilities[possible] * counts.sum()
+    return float(((counts[possible] - expected) ** 2 / expected).sum())
+
+
+@pytest.mark.parametrize(
+    ("params", "keep"),
+    [
+        (SamplingParams(temperature=1.0), 12),
+        (SamplingParams(temperature=0.6), 12),
+        (SamplingParams(temperature=1.3, top_k=5), 5),
+        (SamplingParams(temperature=1.0, top_k=1), 1),
+    ],
+)
+def test_frequencies_follow_the_softmax(params: SamplingParams, keep: int) -> None:
+    """Chi-square with 11 degrees of freedom exceeds 31.3 once in a thousand; the seed is fixed, so this never flickers."""
+    logits = torch.randn(12, generator=torch.Generator().manual_seed(1))
+    exact = (logits.double() / params.temperature).softmax(-1)
+    threshold = exact.sort(descending=True).values[keep - 1]
+    exact = exact.where(exact >= threshold, torch.zeros_like(exact))
+
+    assert chi_square(frequencies(logits, params), exact / exact.sum()) < 31.3
+
+
+def test_top_p_keeps_the_fewest_tokens_that_reach_p() -> None:
+    logits = torch.tensor([0.4, 0.3, 0.2, 0.1]).log()
+
+    kept = {
+        p: set(frequencies(logits, SamplingParams(temperature=1.0, top_p=p)).nonzero().flatten().tolist()) for p in (0.3, 0.6, 0.75)
+    }
+
+    assert kept == {0.3: {0}, 0.6: {0, 1}, 0.75: {0, 1, 2}}
+
+
+def test_top_p_counts_within_what_top_k_left() -> None:
+    """Of 0.4 and 0.3 the first alone is 57 %, so p = 0.5 keeps it alone; of all four it would be 40 %, and two be kept."""
+    logits = torch.tensor([0.4, 0.3, 0.2, 0.1]).log()
+
+    counts = frequencies(logits, SamplingParams(temperature=1.0, top_k=2, top_p=0.5))
+
+    assert counts.nonzero().flatten().tolist() == [0]
+
+
+def test_temperature_zero_is_greedy_in_a_mixed_batch() -> None:
+    logits = torch.randn(6, 50, generator=torch.Generator().manual_seed(2))
+    mixed = [SamplingParams(), SamplingParams(temperature=2.0), SamplingParams(temperature=2.0, top_k=3)] * 2
+
+    tokens = sample(logits, [Draw(params, 1, 0) for params in mixed])
+
+    assert tokens[0] == int(logits[0].argmax())
+    assert tokens[3] == int(logits[3].argmax())
+
+
+def test_a_row_draws_the_same_alone_and_in_company() -> None:
+    logits = torch.randn(8, 300, generator=torch.Generator().manual_seed(3))
+    kinds = [SamplingParams(temperature=1.0), SamplingParams(temperature=0.7, top_p=0.9), SamplingParams(temperature=1.5, top_k=20)]
+    draws = [Draw(kinds[row % 3], seed=row, index=row * 7) for row in range(8)]
+
+    together = sample(logits, draws)
+    alone = [sample(logits[row : row + 1], [draws[row]])[0] for row in range(8)]
+
+    assert together == alone
+
+
+def test_uniform_numbers_are_in_range_spread_and_repeatable() -> None:
+    numbers = [uniform(seed, index) for seed in (0, -1, 1 << 62) for index in range(2000)]
+
+    assert all(0 <= number < 1 for number in numbers)
+    assert len(set(numbers)) == len(numbers)
+    assert abs(sum(numbers) / len(numbers) - 0.5) < 0.02
+    assert uniform(12, 34) == uniform(12, 34)
+
+
+def test_a_seeded_sequence_is_the_same_whatever_runs_beside_it(tiny: TinyCheckpoint) -> None:
+    rng = random.Random(8)
+    seeded = make_request(random_prompt(rng, 40), sampling=SamplingParams(temperature=1.0, top_p=0.95, seed=1234))
+    others = [make_request(random_prompt(rng, rng.randrange(1, 90)), sampling=SamplingParams(temperature=1.0)) for _ in range(9)]
+
+    alone = run_all(make_core(tiny.directory), [seeded])[0]
+    crowded = run_all(make_core(tiny.directory), [*others, seeded])[-1]
+
+    assert crowded.token_ids == alone.token_ids
+
+
+def test_sequences_without_a_seed_differ(tiny: TinyCheckpoint) -> None:
+    request = make_request(random_prompt(random.Random(9), 20), sampling=SamplingParams(temperature=1.5))
+
+    outcomes = run_all(make_core(tiny.directory), [request] * 4)
+
+    assert len({tuple(outcome.token_ids) for outcome in outcomes}) == 4

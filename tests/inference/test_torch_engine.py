@@ -1,0 +1,423 @@
+"""The engine as its callers see it: a child process that answers, is cancelled, crashes, hangs, is closed and comes back."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import random
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from inference.engine import (
+    EngineFinishReason,
+    EngineState,
+    GenerationRequest,
+    SamplingParams,
+    Scheduled,
+    SequenceFinished,
+    SequenceStream,
+    TokensGenerated,
+)
+from inference.errors import EngineFailed, EngineOverloaded, EngineStartFailed, EngineUnavailable, RequestImpossible
+from inference.host import EXIT_PROTOCOL_BROKEN
+from inference.host_process import open_host
+from inference.host_protocol import LoadModel, Ready, StepReport, start_message
+from inference.limits import EngineLimits
+from inference.torch_engine import TorchEngine, TorchEngineSettings
+from tests.inference.checkpoints import TinyCheckpoint, make_checkpoint
+from tests.inference.running import Outcome, make_core, make_request, random_prompt, run_all
+
+WAIT_S = 30.0  # seconds: far above what anything here takes, so that a busy machine fails no test
+LONG = 1500  # output tokens: a sequence that does not end by itself during a test
+
+
+def settings_for(checkpoint: TinyCheckpoint, **changes: Any) -> TorchEngineSettings:
+    options: dict[str, Any] = {"kv_cache_bytes": 8 << 20, "torch_thread_count": 1, "restart_delay_s_min": 0.05}
+    return TorchEngineSettings(directory=checkpoint.directory, name="tiny", **(options | changes))
+
+
+@contextlib.asynccontextmanager
+async def serving(settings: TorchEngineSettings, *, started: bool = True) -> AsyncIterator[TorchEngine]:
+    """An engine with its task, closed at the end."""
+    engine = TorchEngine(settings)
+    async with asyncio.timeout(4 * WAIT_S), asyncio.TaskGroup() as tasks:
+        tasks.create_task(engine.serve())
+        try:
+            if started:
+                await engine.start()
+            yield engine
+        finally:
+            await engine.close()
+
+
+async def read_all(stream: SequenceStream) -> Outcome:
+    outcome = Outcome()
+    async for event in stream:
+        assert outcome.finished is None
+        match event:
+            case Scheduled():
+                assert outcome.token_ids == []
+                outcome.cached_token_count = event.cached_token_count
+            case TokensGenerated():
+                outcome.token_ids += event.token_ids
+                outcome.text += event.text
+            case SequenceFinished():
+                outcome.finished = event
+                outcome.text += event.text
+    return outcome
+
+
+async def run(engine: TorchEngine, request: GenerationRequest) -> Outcome:
+    async with engine.generate(request) as stream:
+        return await read_all(stream)
+
+
+async def first_tokens(stream: SequenceStream, count: int) -> None:
+    """Read until `count` tokens have come."""
+    seen = 0
+    async for event in stream:
+        seen += len(event.token_ids) if isinstance(event, TokensGenerated) else 0
+        if seen >= count:
+            return
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait for what the engine does by itself; it offers nothing to wait on, since its callers only ever ask."""
+    while not condition():  # noqa: ASYNC110 - see above
+        await asyncio.sleep(0.001)
+
+
+def prompt(seed: int, token_count: int = 40) -> list[int]:
+    return random_prompt(random.Random(seed), token_count)
+
+
+def kill_host(engine: TorchEngine) -> None:
+    assert engine.host_pid is not None
+    os.kill(engine.host_pid, signal.SIGKILL)
+
+
+async def test_streams_equal_what_the_core_generates(tiny: TinyCheckpoint) -> None:
+    requests = [make_request(prompt(seed, 20 + 30 * seed), 20) for seed in range(6)]
+    requests.append(make_request(prompt(9), 30, sampling=SamplingParams(temperature=1.0, seed=3), stop_sequences=("e",)))
+    expected = run_all(make_core(tiny.directory), requests)
+
+    async with serving(settings_for(tiny)) as engine:
+        outcomes = await asyncio.gather(*(run(engine, request) for request in requests))
+        predicted = engine.predict_cached_token_count(requests[0].prompt_token_ids, "")
+        again = await run(engine, requests[0])
+        statistics = engine.statistics()
+
+    assert [(outcome.token_ids, outcome.text) for outcome in outcomes] == [(o.token_ids, o.text) for o in expected]
+    assert predicted == again.cached_token_count == 16
+    assert engine.predict_cached_token_count(requests[0].prompt_token_ids, "other") == 0
+    assert statistics.kv_block_count_held == 0
+    assert statistics.output_token_count == sum(len(outcome.token_ids) for outcome in [*outcomes, again])
+
+
+async def test_a_cancel_is_answered_in_every_phase_and_frees_the_blocks(tiny: TinyCheckpoint) -> None:
+    settings = settings_for(tiny, running_sequence_count_max=1, step_token_count_max=16)
+    async with serving(settings) as engine:
+        async with engine.generate(make_request(prompt(1), LONG)) as decoding:
+            await first_tokens(decoding, 3)
+            async with engine.generate(make_request(prompt(2), LONG)) as waiting:
+                waiting.cancel()
+                waited = await read_all(waiting)
+            decoding.cancel()
+            decoding.cancel()
+            decoded = await read_all(decoding)
+        async with engine.generate(make_request(prompt(3, 1900), 100)) as filling:
+            async for _ in filling:  # scheduled: its prompt needs over a hundred steps
+                break
+            filling.cancel()
+            filled = await read_all(filling)
+        statistics = engine.statistics()
+
+    for outcome in (waited, decoded, filled):
+        assert outcome.finished is not None
+        assert outcome.finished.reason is EngineFinishReason.CANCELLED
+    assert (waited.token_ids, filled.token_ids) == ([], [])
+    assert decoded.finished is not None
+    assert decoded.finished.generated_token_count == 3 + len(decoded.token_ids)
+    assert statistics.kv_block_count_held == 0
+    assert statistics.running_sequence_count == statistics.waiting_sequence_count == 0
+
+
+async def test_leaving_early_forgets_the_sequence_and_frees_its_blocks(tiny: TinyCheckpoint) -> None:
+    async with serving(settings_for(tiny)) as engine:
+        with contextlib.suppress(ZeroDivisionError):
+            async with engine.generate(make_request(prompt(1), LONG)) as stream:
+                await first_tokens(stream, 2)
+                raise ZeroDivisionError
+        await run(engine, make_request(prompt(2), 3))  # the cancel was sent before it
+
+        assert engine.statistics().kv_block_count_held == 0
+        assert engine.statistics().output_token_count < LONG
+
+
+async def test_a_full_queue_and_an_impossible_request_are_refused_on_entering(tiny: TinyCheckpoint) -> None:
+    settings = settings_for(tiny, running_sequence_count_max=1, waiting_sequence_count_max=1)
+    async with serving(settings) as engine, contextlib.AsyncExitStack() as stack:
+        running = await stack.enter_async_context(engine.generate(make_request(prompt(1), LONG)))
+        await first_tokens(running, 1)
+        await stack.enter_async_context(engine.generate(make_request(prompt(2), LONG)))
+
+        with pytest.raises(EngineOverloaded) as overloaded:
+            await stack.enter_async_context(engine.generate(make_request(prompt(3), 5)))
+        with pytest.raises(RequestImpossible, match="context window"):
+            await stack.enter_async_context(engine.generate(make_request(prompt(4), 5000)))
+
+    assert overloaded.value.retry_after_s > 0
+
+
+async def test_a_killed_host_fails_its_streams_and_comes_back(tiny: TinyCheckpoint) -> None:
+    async with serving(settings_for(tiny)) as engine:
+        first_pid = engine.host_pid
+        async with engine.generate(make_request(prompt(1), LONG)) as stream:
+            await first_tokens(stream, 5)
+            kill_host(engine)
+            with pytest.raises(EngineFailed, match="status -9"):
+                await read_all(stream)
+            assert not engine.healthy()
+            with pytest.raises(EngineUnavailable) as unavailable:
+                await run(engine, make_request(prompt(1), 5))
+
+        await engine.start()
+        outcome = await run(engine, make_request(prompt(1), 5))
+
+        assert unavailable.value.retry_after_s > 0
+        assert engine.host_pid != first_pid
+        assert len(outcome.token_ids) == 5
+        assert outcome.cached_token_count == 0, "the cache died with the process"
+
+
+async def test_a_hanging_host_is_killed_and_replaced(tiny: TinyCheckpoint) -> None:
+    async with serving(settings_for(tiny, step_timeout_s=0.5)) as engine:
+        async with engine.generate(make_request(prompt(1), LONG)) as stream:
+            await first_tokens(stream, 1)
+            assert engine.host_pid is not None
+            os.kill(engine.host_pid, signal.SIGSTOP)
+            with pytest.raises(EngineFailed):
+                await read_all(stream)
+
+        await engine.start()
+        assert len((await run(engine, make_request(prompt(1), 5))).token_ids) == 5
+
+
+async def test_restarts_are_spaced_further_and_further(tiny: TinyCheckpoint) -> None:
+    """A host that dies in every load: each pause is announced, and twice the one before."""
+    loading_guess_s = 2.0  # of an engine that has never loaded; announced on top of the pause
+    waits_s: list[float] = []
+    async with serving(settings_for(tiny, restart_delay_s_min=0.1), started=False) as engine:
+        for _ in range(3):
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(expect_start_to_fail(engine))
+                await until(lambda: engine.host_pid is not None)
+                kill_host(engine)
+            await until(lambda: engine.condition().retry_after_s > loading_guess_s or engine.host_pid is not None)
+            waits_s.append(engine.condition().retry_after_s - loading_guess_s)
+
+    assert waits_s == pytest.approx([0.1, 0.2, 0.4])
+
+
+async def test_closing_ends_streams_with_their_counts_and_the_child_with_them(tiny: TinyCheckpoint) -> None:
+    async with serving(settings_for(tiny)) as engine:
+        pidfd = os.pidfd_open(engine.host_pid or 0)
+        async with engine.generate(make_request(prompt(1), LONG)) as stream:
+            await first_tokens(stream, 2)
+            await engine.close()
+            outcome = await read_all(stream)
+        with pytest.raises(EngineUnavailable):
+            await run(engine, make_request(prompt(1), 5))
+        with pytest.raises(EngineUnavailable):
+            await engine.start()
+        await engine.close()
+
+    assert outcome.finished is not None
+    assert outcome.finished.reason is EngineFinishReason.CANCELLED
+    assert engine.condition().state is EngineState.CLOSED
+    assert has_exited(pidfd, timeout_s=0)
+
+
+async def test_closing_does_not_wait_for_loading_nor_need_a_start(tiny: TinyCheckpoint) -> None:
+    never_served = TorchEngine(settings_for(tiny))
+    await never_served.close()
+    await never_served.serve()
+    async with serving(settings_for(tiny), started=False) as unstarted:
+        assert unstarted.condition().state is EngineState.COLD
+        with pytest.raises(EngineUnavailable, match="cold"):
+            await run(unstarted, make_request(prompt(1), 5))
+    async with serving(settings_for(tiny), started=False) as engine, asyncio.TaskGroup() as tasks:
+        starting = tasks.create_task(expect_unavailable(engine))
+        await until(lambda: engine.host_pid is not None)
+        await engine.close()
+        await starting
+
+
+async def expect_start_to_fail(engine: TorchEngine) -> None:
+    with pytest.raises(EngineStartFailed, match="status -9"):
+        await engine.start()
+
+
+async def expect_unavailable(engine: TorchEngine) -> None:
+    with pytest.raises(EngineUnavailable):
+        await engine.start()
+
+
+async def test_cancelling_serve_takes_the_child_along(tiny: TinyCheckpoint) -> None:
+    engine = TorchEngine(settings_for(tiny))
+    async with asyncio.timeout(WAIT_S), asyncio.TaskGroup() as tasks:
+        serve = tasks.create_task(engine.serve())
+        await engine.start()
+        pidfd = os.pidfd_open(engine.host_pid or 0)
+        async with engine.generate(make_request(prompt(1), LONG)) as stream:
+            await first_tokens(stream, 1)
+            serve.cancel()
+            with pytest.raises(EngineUnavailable):
+                await read_all(stream)
+
+    assert has_exited(pidfd, timeout_s=WAIT_S)
+
+
+async def test_loading_tells_its_progress_and_many_may_wait_for_it(tiny: TinyCheckpoint) -> None:
+    async with serving(settings_for(tiny), started=False) as engine, asyncio.TaskGroup() as tasks:
+        starts = [tasks.create_task(engine.start()) for _ in range(5)]
+        fractions, stages = [], []
+        while not engine.healthy():
+            condition = engine.condition()
+            if condition.state is EngineState.LOADING:
+                fractions.append(condition.loading_fraction)
+                stages.append(condition.loading_stage)
+            await asyncio.sleep(0.001)
+        await asyncio.gather(*starts)
+
+    assert fractions == sorted(fractions)
+    assert {"process", "import"} <= set(stages)
+
+
+async def test_an_unusable_checkpoint_is_told_and_not_retried(tmp_path: Path) -> None:
+    checkpoint = make_checkpoint(tmp_path)
+    async with serving(settings_for(checkpoint), started=False) as engine:
+        (tmp_path / "model.safetensors").unlink()
+
+        with pytest.raises(EngineStartFailed, match=r"neither model\.safetensors nor"):
+            await engine.start()
+        with pytest.raises(EngineStartFailed):
+            await run(engine, make_request(prompt(1), 5))
+
+        assert engine.condition().state is EngineState.FAILED
+        assert not engine.healthy()
+
+
+async def test_one_report_per_step_carries_all_sequences(tiny: TinyCheckpoint) -> None:
+    """Ten sequences of eight tokens: as many reports as steps, not as tokens."""
+    async with asyncio.timeout(WAIT_S), open_host() as host:
+        host.send(load_message(tiny))
+        while not isinstance(await host.receive(), Ready):
+            pass
+        for number in range(10):
+            host.send(start_message(number, make_request(prompt(number), 8)))
+        reports: list[StepReport] = []
+        while not reports or reports[-1].statistics[0] + reports[-1].statistics[1] > 0 or len(reports) < 8:
+            message = await host.receive()
+            assert isinstance(message, StepReport)
+            reports.append(message)
+
+    assert sum(len(report.events) for report in reports) == 10 * (1 + 8 + 1)
+    assert len(reports) < 20
+
+
+async def test_a_broken_message_ends_the_host_with_a_status_of_its_own(
+    tiny: TinyCheckpoint, capfd: pytest.CaptureFixture[str]
+) -> None:
+    async with asyncio.timeout(WAIT_S), open_host() as host:
+        host.send(load_message(tiny))
+        host._writer.write(b"\x00\x00\x00\x03abc")
+        while await host.receive() is not None:
+            pass
+        await host.wait_gone(WAIT_S)
+
+        assert host.exit_status == EXIT_PROTOCOL_BROKEN
+    assert "broke the protocol" in capfd.readouterr().err
+
+
+async def test_the_host_checks_requests_itself(tiny: TinyCheckpoint) -> None:
+    async with asyncio.timeout(WAIT_S), open_host() as host:
+        host.send(load_message(tiny))
+        while not isinstance(await host.receive(), Ready):
+            pass
+        host.send(start_message(0, make_request([99999], 8)))
+        report = await host.receive()
+
+    assert isinstance(report, StepReport)
+    assert [(event.number, event.overloaded) for event in report.events if hasattr(event, "overloaded")] == [(0, False)]
+
+
+def load_message(checkpoint: TinyCheckpoint) -> LoadModel:
+    return LoadModel(str(checkpoint.directory), EngineLimits(2048), "float32", 8 << 20, 1)
+
+
+PARENT = """
+import asyncio, json, sys
+from pathlib import Path
+from inference.torch_engine import TorchEngine, TorchEngineSettings
+from inference.engine import GenerationRequest, SamplingParams, SequenceId, StopCriteria, TokensGenerated
+
+async def main(directory, phase):
+    engine = TorchEngine(TorchEngineSettings(Path(directory), "tiny", kv_cache_bytes=8 << 20, torch_thread_count=1))
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(engine.serve())
+        start = tasks.create_task(engine.start())
+        while engine.host_pid is None:
+            await asyncio.sleep(0)
+        if phase == "loading":
+            print(json.dumps(engine.host_pid), flush=True)
+        await start
+        if phase == "idle":
+            print(json.dumps(engine.host_pid), flush=True)
+        request = GenerationRequest(SequenceId("a"), tuple(range(9, 99)), SamplingParams(), StopCriteria(1900, ignore_eos=True))
+        while phase == "stepping":
+            async with engine.generate(request) as stream:
+                async for event in stream:
+                    if isinstance(event, TokensGenerated):
+                        print(json.dumps(engine.host_pid), flush=True)
+        await asyncio.sleep(60)
+
+assert "torch" not in sys.modules
+asyncio.run(main(*sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("phase", ["loading", "idle", "stepping"])
+def test_a_killed_parent_takes_its_child_along(tiny: TinyCheckpoint, phase: str) -> None:
+    """`kill -9` runs no clean-up in the parent; the child must see the end of the socket by itself."""
+    command = [sys.executable, "-c", PARENT, str(tiny.directory), phase]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as parent:
+        try:
+            assert parent.stdout is not None
+            child = os.pidfd_open(json.loads(parent.stdout.readline()))
+        finally:
+            parent.kill()
+
+        assert has_exited(child, timeout_s=WAIT_S)
+
+
+def has_exited(pidfd: int, timeout_s: float) -> bool:
+    """Whether a process ends within the time; closes its descriptor."""
+    with open(pidfd, "rb", buffering=0, closefd=True) as handle:
+        readable, _, _ = select.select([handle], [], [], timeout_s)
+        return bool(readable)
+
+
+def test_the_api_process_never_imports_torch() -> None:
+    code = "import sys, inference.torch_engine, inference.tokenizer, inference.checkpoint; assert 'torch' not in sys.modules"
+
+    subprocess.run([sys.executable, "-c", code], check=True)
