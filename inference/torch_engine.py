@@ -11,9 +11,7 @@ import contextlib
 import logging
 import os
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Literal, assert_never
+from typing import assert_never
 
 from inference.checkpoint import read_model_info
 from inference.engine import (
@@ -46,35 +44,14 @@ from inference.host_protocol import (
 from inference.limits import EngineLimits, request_fault
 from inference.prefix_hint import PrefixHint
 from inference.sequence_stream import BufferedStream
+from inference.torch_settings import TorchEngineSettings
+from inference.watchdog import Watchdog
+
+__all__ = ["TorchEngine", "TorchEngineSettings"]
 
 _log = logging.getLogger("weir.inference.engine")
 
 _CLOSED = EngineCondition(EngineState.CLOSED, reason="closed")
-
-
-@dataclass(frozen=True, slots=True)
-class TorchEngineSettings:
-    """How to run a checkpoint. Every bound has a default that suits a small model on a laptop.
-
-    name: what clients call the model. context_window_tokens_max: below the model's own to save memory; None keeps it.
-    torch_thread_count: 0 takes one per core.
-    """
-
-    directory: Path
-    name: str
-    context_window_tokens_max: int | None = None
-    compute_dtype: Literal["float32", "bfloat16"] = "float32"
-    kv_cache_bytes: int = 1 << 30  # bytes: taken from the system only as far as it is used
-    step_token_count_max: int = 512
-    running_sequence_count_max: int = 64
-    waiting_sequence_count_max: int = 256
-    torch_thread_count: int = 0
-    load_timeout_s: float = 600.0  # seconds: a large checkpoint from a cold disk
-    step_timeout_s: float = 120.0  # seconds without a report while sequences run: the host hangs, and is killed
-    close_timeout_s: float = 5.0  # seconds for the last step to end
-    restart_delay_s_min: float = 0.2
-    restart_delay_s_max: float = 30.0
-    stable_after_s: float = 60.0  # seconds of service after which the restart delay begins anew
 
 
 class TorchEngine:
@@ -110,8 +87,7 @@ class TorchEngine:
         self._statistics = EngineStatistics()
         self._hint = PrefixHint(0)
         self._last_queue_ms = 0.0
-        self._heard_at_s = 0.0
-        self._watchdog: asyncio.TimerHandle | None = None
+        self._watchdog = Watchdog(settings.step_timeout_s, self._kill_hanging_host)
 
     @property
     def model(self) -> ModelInfo:
@@ -216,7 +192,7 @@ class TorchEngine:
         stream = BufferedStream(self._next_number, request, self._send_cancel)
         self._next_number += 1
         if not self._streams:
-            self._heard_at_s = asyncio.get_running_loop().time()  # an idle host has no reason to report
+            self._watchdog.heard()  # an idle host had no reason to report
         self._streams[stream.number] = stream
         host.send(start_message(stream.number, request))
         return stream
@@ -247,7 +223,7 @@ class TorchEngine:
                     reason = f"the engine process broke the protocol: {error}"
                 finally:
                     self._host = None
-                    self._disarm_watchdog()
+                    self._watchdog.disarm()
         except OSError as error:
             reason = f"the engine process could not be started: {error}"
         if self._condition.state is EngineState.LOADING:
@@ -300,7 +276,7 @@ class TorchEngine:
     def _handle(self, message: ToParent) -> None:
         match message:
             case StepReport():
-                self._heard_at_s = asyncio.get_running_loop().time()
+                self._watchdog.heard()
                 self._statistics = EngineStatistics(*message.statistics)
                 for event in message.events:
                     self._dispatch(event)
@@ -314,7 +290,7 @@ class TorchEngine:
                 self._block_count = message.kv_block_count
                 self._hint = PrefixHint(message.kv_block_count)
                 self._set_condition(EngineCondition(EngineState.READY, loading_fraction=1.0))
-                self._arm_watchdog()
+                self._watchdog.arm()
             case LoadFailed():
                 self._load_failure_count += 1
                 self._set_condition(EngineCondition(EngineState.FAILED, reason=message.message))
@@ -353,19 +329,8 @@ class TorchEngine:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    def _arm_watchdog(self) -> None:
-        self._watchdog = asyncio.get_running_loop().call_later(self._settings.step_timeout_s / 4, self._watch)
-
-    def _disarm_watchdog(self) -> None:
-        if self._watchdog is not None:
-            self._watchdog.cancel()
-            self._watchdog = None
-
-    def _watch(self) -> None:
-        """Kill a host that owes reports and sends none; its end is then handled like any other crash."""
-        silence_s = asyncio.get_running_loop().time() - self._heard_at_s
-        owed = any(not stream.ended for stream in self._streams.values())
-        if owed and silence_s > self._settings.step_timeout_s and self._host is not None:
+    def _kill_hanging_host(self, silence_s: float) -> None:
+        """A host that owes events and sends none is killed; its end is then handled like any other crash."""
+        if self._host is not None and any(not stream.ended for stream in self._streams.values()):
             _log.error("engine %s: no report for %.0f s, killing the process", self._model.name, silence_s)
             self._host.kill()
-        self._arm_watchdog()

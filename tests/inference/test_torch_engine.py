@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import uvloop
 
 from inference.engine import (
     EngineFinishReason,
@@ -121,6 +122,20 @@ async def test_streams_equal_what_the_core_generates(tiny: TinyCheckpoint) -> No
     assert engine.predict_cached_token_count(requests[0].prompt_token_ids, "other") == 0
     assert statistics.kv_block_count_held == 0
     assert statistics.output_token_count == sum(len(outcome.token_ids) for outcome in [*outcomes, again])
+
+
+def test_it_runs_on_uvloop_as_in_the_api_process(tiny: TinyCheckpoint) -> None:
+    async def crash_and_recover() -> list[int]:
+        async with serving(settings_for(tiny)) as engine:
+            async with engine.generate(make_request(prompt(1), LONG)) as stream:
+                await first_tokens(stream, 2)
+                kill_host(engine)
+                with pytest.raises(EngineFailed):
+                    await read_all(stream)
+            await engine.start()
+            return (await run(engine, make_request(prompt(1), 8))).token_ids
+
+    assert uvloop.run(crash_and_recover()) == run_all(make_core(tiny.directory), [make_request(prompt(1), 8)])[0].token_ids
 
 
 async def test_a_cancel_is_answered_in_every_phase_and_frees_the_blocks(tiny: TinyCheckpoint) -> None:
