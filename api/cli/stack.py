@@ -23,6 +23,7 @@ from api.endpoint import forget_endpoint, read_endpoint
 from api.settings import Settings
 from metering import embedded_postgres
 from metering.migrations_runner import migrate
+from metering.worker_command import worker_command
 
 READY_TIMEOUT_S = 300.0  # a large checkpoint from a cold disk
 STOP_TIMEOUT_S = 60.0  # the drain time of the api server and a task of the worker
@@ -96,12 +97,6 @@ class Stack:
             await asyncio.sleep(delay_s)
             delay_s = min(delay_s * 2, RESTART_DELAY_S_MAX)
             await child.start(self._environment)
-
-
-def worker_command() -> list[str]:
-    """The Celery worker, with beat's clock inside. One process does: the work is set-based and mostly PostgreSQL's."""
-    quiet = ("--loglevel", "warning", "--without-gossip", "--without-mingle", "--without-heartbeat")
-    return [sys.executable, "-m", "celery", "--app", "metering.celery_app", "worker", "--clock", "--pool", "solo", *quiet]
 
 
 @contextlib.asynccontextmanager
