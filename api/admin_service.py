@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import AsyncIterator
-from datetime import UTC
 from typing import Any
 
 from sqlalchemy.ext.asyncio import AsyncSession
@@ -74,7 +73,7 @@ class AdminServicer(pb_grpc.AdminServiceServicer):
                 project=request.project,
                 name=request.name,
                 scopes=tuple(request.scopes) or ("inference",),
-                lifetime=request.lifetime.ToTimedelta() if request.HasField("lifetime") else None,
+                lifetime=wire.parse_duration(request.lifetime, "lifetime") if request.HasField("lifetime") else None,
                 actor=actor,
             )
             return pb.CreateApiKeyResponse(api_key=key_message(key), secret=secret)
@@ -136,7 +135,7 @@ class AdminServicer(pb_grpc.AdminServiceServicer):
                 input_picos_per_token=request.input_picos_per_token,
                 cached_input_picos_per_token=request.cached_input_picos_per_token,
                 output_picos_per_token=request.output_picos_per_token,
-                effective_at=request.effective_time.ToDatetime(tzinfo=UTC) if has_time else None,
+                effective_at=wire.parse_timestamp(request.effective_time, "effective_time") if has_time else None,
                 actor=actor,
             )
             return pb.SetPriceResponse(version=price.prices.version)

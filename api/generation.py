@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+import uuid
 from collections import OrderedDict
 from collections.abc import AsyncIterator
 
@@ -18,10 +19,12 @@ from api.auth import payer
 from api.errors import FieldViolation, InvalidRequest, Overloaded, RequestUnderWay, UnknownRequest, status_of
 from api.live import Caller, LiveRequest, Process
 from api.outbox import Delivery, Outbox, UsageSoFar
-from api.wire import ValidStart, parse_start
+from api.wire import ValidStart, parse_request_id, parse_start
 from metering.operations import Outcome
-from metering.tenants import Principal
+from metering.tenants import Principal, as_uuid
 
+DEADLINE_SLACK_S = 0.1  # by so much the ways of the start and of the hang-up may differ
+DEADLINE_ROUNDING = 0.01  # gRPC sends a timeout rounded up by at most this share
 ENDED_IDS_REMEMBERED = 10_000  # so that a late cancel of a request that has just ended is no error
 
 Context = grpc.aio.ServicerContext[pb.GenerateRequest, pb.GenerateResponse]
@@ -35,8 +38,8 @@ class ClientStream:
         self._principal = principal
         self._auth_ms = auth_ms
         self._outbox = Outbox(process.admission.journal)
-        self._running: dict[str, LiveRequest] = {}
-        self._ended: OrderedDict[str, None] = OrderedDict()
+        self._running: dict[uuid.UUID, LiveRequest] = {}
+        self._ended: OrderedDict[uuid.UUID, None] = OrderedDict()
         self._all_ended = asyncio.Event()
         self._all_ended.set()
 
@@ -45,13 +48,14 @@ class ClientStream:
 
         Raises: InvalidRequest for a message that is no batch of frames; on any exit running requests are stopped.
         """
+        granted_s = remaining_s(context)
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._read(requests), name="stream reader")
                 tasks.create_task(self._outbox.write_all(context.write), name="stream writer")
         except asyncio.CancelledError:
             # gRPC cancels the handler both when the client goes away and when its deadline passes.
-            self._stop_all(Outcome.DEADLINE if deadline_passed(context) else Outcome.CANCELLED)
+            self._stop_all(Outcome.DEADLINE if deadline_passed(granted_s, remaining_s(context)) else Outcome.CANCELLED)
             raise
         finally:
             self._stop_all(Outcome.CANCELLED)
@@ -76,9 +80,9 @@ class ClientStream:
         self._outbox.close()
 
     def _start(self, frame: pb.ClientFrame, caller: Caller) -> None:
-        request_id = frame.request_id
         try:
-            start = parse_start(request_id, frame.start)
+            request_id = parse_request_id(frame.request_id)
+            start = parse_start(frame.request_id, frame.start)
             if (running := self._running.get(request_id)) is not None:
                 self._start_again(running, start)
                 return
@@ -86,7 +90,8 @@ class ClientStream:
             if len(self._running) >= limit:
                 raise Overloaded(f"this stream runs {limit} requests, as many as it may: wait for one to end")
         except Exception as error:
-            self._answer(request_id, frames.failed(status_of(error), None, duplicate_start=request_id in self._running))
+            duplicate_start = self._find(frame.request_id) is not None
+            self._answer(frame.request_id, frames.failed(status_of(error), None, duplicate_start=duplicate_start))
             return
         self._all_ended.clear()
         self._running[request_id] = self._process.begin(caller, start, lambda _: self._on_end(request_id))
@@ -96,14 +101,19 @@ class ClientStream:
         if running.start.payload_hash != start.payload_hash:
             raise RequestUnderWay("a request with this request_id and another payload runs on this stream")
 
-    def _cancel(self, request_id: str) -> None:
-        if (request := self._running.get(request_id)) is not None:
+    def _cancel(self, given_id: str) -> None:
+        if (request := self._find(given_id)) is not None:
             request.stop(Outcome.CANCELLED)
-        elif request_id not in self._ended:
-            error = UnknownRequest(f"this stream has not started a request {request_id[:64]!r}")
-            self._answer(request_id, frames.failed(status_of(error), None))
+        elif as_uuid(given_id) not in self._ended:
+            error = UnknownRequest(f"this stream has not started a request {given_id[:64]!r}")
+            self._answer(given_id, frames.failed(status_of(error), None))
 
-    def _on_end(self, request_id: str) -> None:
+    def _find(self, given_id: str) -> LiveRequest | None:
+        """The request of an id that runs on this stream, however the client spells it."""
+        request_id = as_uuid(given_id)
+        return None if request_id is None else self._running.get(request_id)
+
+    def _on_end(self, request_id: uuid.UUID) -> None:
         self._running.pop(request_id, None)
         self._ended[request_id] = None
         if len(self._ended) > ENDED_IDS_REMEMBERED:
@@ -120,7 +130,15 @@ class ClientStream:
         self._outbox.push(Delivery(request_id, UsageSoFar()), frame)
 
 
-def deadline_passed(context: Context) -> bool:
-    """Whether the deadline of the call, if it has one, is over."""
-    remaining_s: object = context.time_remaining()  # None without a deadline, whatever the stubs say
-    return isinstance(remaining_s, float) and remaining_s <= 0
+def remaining_s(context: Context) -> float | None:
+    """Time until the deadline of the call; None if it has none, whatever the stubs say."""
+    remaining: object = context.time_remaining()
+    return float(remaining) if isinstance(remaining, int | float) else None
+
+
+def deadline_passed(granted_s: float | None, left_s: float | None) -> bool:
+    """Whether a call that was granted so much time and is gone with so much of it left has met its deadline.
+
+    Mostly it is the client that looks at the clock, and its hanging up arrives a little before our own deadline.
+    """
+    return granted_s is not None and left_s is not None and left_s <= DEADLINE_SLACK_S + DEADLINE_ROUNDING * granted_s

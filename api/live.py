@@ -47,7 +47,7 @@ UNDELIVERED_OUTCOMES = frozenset({Outcome.CANCELLED, Outcome.DEADLINE, Outcome.S
 
 
 class Phase(Enum):
-    """Where a request stands; only the first three can be interrupted, the rest ends by itself."""
+    """Where a request stands."""
 
     PREPARING = auto()
     LOADING = auto()
@@ -77,12 +77,13 @@ class LiveRequest:
         self.caller = caller
         self.start = start
         self.phase = Phase.PREPARING
-        self.delivery = Delivery(str(start.request_id), UsageSoFar())
+        self.delivery = Delivery(start.given_id, UsageSoFar())
         self._process = process
         self._on_end = on_end
         self._outbox = caller.outbox
         self._watch = Stopwatch(caller.received_at, caller.auth_ms)
         self._task: asyncio.Task[None] | None = None
+        self._can_be_interrupted = False
         self._sequence: SequenceStream | None = None
         self._stop_outcome: Outcome | None = None
         self._stop_error: Exception | None = None
@@ -105,7 +106,7 @@ class LiveRequest:
             self._outbox.discard(self.delivery)
         if self._sequence is not None:
             self._sequence.cancel()
-        elif self._task is not None and self.phase in (Phase.PREPARING, Phase.LOADING):
+        elif self._task is not None and self._can_be_interrupted:
             self._task.cancel()
 
     async def _run(self) -> None:
@@ -245,16 +246,26 @@ class LiveRequest:
 
     async def _flush(self) -> None:
         """Wait until the client has taken everything; one that reads nothing for too long is given up."""
-        try:
-            async with asyncio.timeout(self._process.admission.settings.client_stall_max_s):
-                await self._outbox.flushed(self.delivery)
-        except TimeoutError:
-            self.stop(Outcome.SLOW_CONSUMER)
-            self._outbox.discard(self.delivery)
+        before = None
+        while before != (unsent := self.delivery.unsent_frame_count):
+            before = unsent
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._process.admission.settings.client_stall_max_s):
+                    await self._outbox.flushed(self.delivery)
+                    return
+        self.stop(Outcome.SLOW_CONSUMER)
+        self._outbox.discard(self.delivery)
 
     @contextlib.contextmanager
     def _interruptible(self) -> Iterator[None]:
-        """Turn the cancellation that `stop` caused into an error of the request; any other one is the process ending."""
+        """Let `stop` cancel the task inside this block, and turn that into an error of the request.
+
+        Only here: a task that is cancelled before its first step never runs at all, and so would never end its request. Any other
+        cancellation is the process ending.
+        """
+        if self._stop_outcome is not None:
+            raise self._interruption()
+        self._can_be_interrupted = True
         try:
             yield
         except asyncio.CancelledError:
@@ -262,19 +273,24 @@ class LiveRequest:
             if self._stop_outcome is None or task is None:
                 raise
             task.uncancel()
-            if self._stop_error is not None:
-                raise self._stop_error from None
-            if self.delivery.hold_id is not None:
-                raise Stopped from None
-            if self._stop_outcome is Outcome.DEADLINE:
-                raise DeadlineBeforeStart("the deadline passed before the request was admitted") from None
-            raise CancelledEarly("the request was cancelled before it was admitted") from None
+            raise self._interruption() from None
+        finally:
+            self._can_be_interrupted = False
+
+    def _interruption(self) -> Exception:
+        """What a request that was stopped before it streamed ends with."""
+        if self._stop_error is not None:
+            return self._stop_error
+        if self.delivery.hold_id is not None:
+            return Stopped()
+        if self._stop_outcome is Outcome.DEADLINE:
+            return DeadlineBeforeStart("the deadline passed before the request was admitted")
+        return CancelledEarly("the request was cancelled before it was admitted")
 
     def tell_progress(self, queue_position: int) -> None:
         """Send a progress frame if the request waits for something that takes long."""
-        engine = self._process.router.choose(self.start.model)
-        if self.phase is Phase.LOADING:
-            condition = engine.condition()
+        if self.phase is Phase.LOADING:  # so the model exists
+            condition = self._process.router.choose(self.start.model).condition()
             if condition.state is not EngineState.READY:
                 self._push(frames.loading(condition.retry_after_s))
         elif self.phase is Phase.QUEUED:

@@ -9,7 +9,7 @@ import hashlib
 import uuid
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
@@ -89,9 +89,13 @@ class SamplingOverrides:
 
 @dataclass(frozen=True, slots=True)
 class ValidStart:
-    """A start frame that is right in itself; whether model, context window and quotas allow it is decided later."""
+    """A start frame that is right in itself; whether model, context window and quotas allow it is decided later.
+
+    given_id: the request id as the client spelt it, for the frames of its answer.
+    """
 
     request_id: uuid.UUID
+    given_id: str
     payload_hash: bytes
     model: str
     prompt: Prompt
@@ -149,6 +153,7 @@ def parse_start(request_id: str, start: pb.StartFrame) -> ValidStart:
     wrong.raise_if_any()
     return ValidStart(
         request_id=parsed_id,
+        given_id=request_id,
         payload_hash=hashlib.sha256(start.SerializeToString(deterministic=True)).digest(),
         model=start.model,
         prompt=parse_prompt(start),
@@ -245,6 +250,22 @@ def timestamp(at: datetime | None) -> Timestamp | None:
     message = Timestamp()
     message.FromDatetime(at)
     return message
+
+
+def parse_timestamp(message: Timestamp, field: str) -> datetime:
+    """A point in time. Raises: InvalidRequest for one that no calendar has."""
+    try:
+        return message.ToDatetime(tzinfo=UTC)
+    except (ValueError, OverflowError):
+        raise InvalidRequest([FieldViolation(field, "must be a time between the years 1 and 9999")]) from None
+
+
+def parse_duration(message: Duration, field: str) -> timedelta:
+    """A length of time. Raises: InvalidRequest for one beyond what a duration may hold."""
+    try:
+        return message.ToTimedelta()
+    except (ValueError, OverflowError):
+        raise InvalidRequest([FieldViolation(field, "must be a duration of less than 10,000 years")]) from None
 
 
 def duration(seconds: float | None) -> Duration | None:
