@@ -19,6 +19,7 @@ from google.rpc import code_pb2, error_details_pb2, status_pb2
 from inference import errors as engine_errors
 from inference.router import ModelUnknown
 from metering import errors as metering_errors
+from metering.operations import Settled
 
 ERROR_DOMAIN = "weir.dev"
 STATUS_DETAILS_KEY = "grpc-status-details-bin"
@@ -79,6 +80,12 @@ class PromptTooLong(ApiError):
         )
 
 
+class MessageUnreadable(ApiError):
+    """The bytes of a message are not what the contract says."""
+
+    reason = "MESSAGE_UNREADABLE"
+
+
 class UnknownRequest(ApiError):
     """A frame names a request that this stream has not started."""
 
@@ -124,6 +131,7 @@ CODES: tuple[tuple[type[Exception], int], ...] = (
     (PermissionDenied, code_pb2.PERMISSION_DENIED),
     (InvalidRequest, code_pb2.INVALID_ARGUMENT),
     (PromptTooLong, code_pb2.INVALID_ARGUMENT),
+    (MessageUnreadable, code_pb2.INVALID_ARGUMENT),
     (metering_errors.InvalidValue, code_pb2.INVALID_ARGUMENT),
     (engine_errors.ChatTemplateFailed, code_pb2.INVALID_ARGUMENT),
     (engine_errors.RequestImpossible, code_pb2.INVALID_ARGUMENT),
@@ -197,8 +205,24 @@ def metadata_of(error: BaseException) -> dict[str, str]:
             return {"model": error.model}
         case metering_errors.NotFound() | metering_errors.AlreadyExists():
             return {"kind": error.kind, "ref": error.ref}
+        case metering_errors.RequestSettled():
+            return settled_metadata(error.settled)
         case _:
             return {}
+
+
+def settled_metadata(settled: Settled) -> dict[str, str]:
+    """What stands for a request that has ended before."""
+    return {
+        "outcome": settled.outcome,
+        "input_token_count": str(settled.input_token_count),
+        "cached_input_token_count": str(settled.cached_input_token_count),
+        "generated_token_count": str(settled.generated_token_count),
+        "delivered_token_count": str(settled.delivered_token_count),
+        "billed_token_count": str(settled.billed_token_count),
+        "cost_picos": str(settled.cost_picos),
+        "currency_code": settled.currency_code,
+    }
 
 
 def quota_metadata(error: metering_errors.QuotaExceeded) -> dict[str, str]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import grpc
 from google.rpc import status_pb2
 
-from api.errors import STATUS_DETAILS_KEY, status_of
+from api.errors import STATUS_DETAILS_KEY, MessageUnreadable, status_of
 
 CODES = {code.value[0]: code for code in grpc.StatusCode}
 
@@ -33,11 +33,11 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
             return None
         if handler.unary_unary is not None:
             return grpc.unary_unary_rpc_method_handler(
-                guarded(handler.unary_unary), handler.request_deserializer, handler.response_serializer
+                guarded(handler.unary_unary), tolerant(handler.request_deserializer), handler.response_serializer
             )
         if handler.stream_stream is not None:
             return grpc.stream_stream_rpc_method_handler(
-                guarded(handler.stream_stream), handler.request_deserializer, handler.response_serializer
+                guarded(handler.stream_stream), tolerant(handler.request_deserializer), handler.response_serializer
             )
         return handler
 
@@ -47,7 +47,7 @@ def guarded(handle: Callable[..., Any]) -> Callable[[Any, Any], Awaitable[Any]]:
 
     async def guard(request: Any, context: Context) -> Any:
         try:
-            return await handle(request, context)
+            return await handle(readable(request), context)
         except (grpc.aio.AbortError, asyncio.CancelledError):
             raise
         except BaseExceptionGroup as group:
@@ -56,6 +56,33 @@ def guarded(handle: Callable[..., Any]) -> Callable[[Any, Any], Awaitable[Any]]:
             await abort(context, status_of(error))
 
     return guard
+
+
+def tolerant(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | None:
+    """A deserializer that hands its error on as the message: raised where gRPC calls it, it would go out as UNKNOWN."""
+    if deserialize is None:
+        return None
+
+    def attempt(data: bytes) -> Any:
+        try:
+            return deserialize(data)
+        except Exception:
+            return MessageUnreadable("the message cannot be read: it is no message of this call's request type")
+
+    return attempt
+
+
+def readable(request: Any) -> Any:
+    """One message, or a stream of them. Raises: MessageUnreadable, for a stream when it comes to that message."""
+    if isinstance(request, MessageUnreadable):
+        raise request
+    return readable_stream(request) if isinstance(request, AsyncIterable) else request
+
+
+async def readable_stream(requests: AsyncIterable[Any]) -> AsyncIterator[Any]:
+    """The messages up to the first one that cannot be read."""
+    async for message in requests:
+        yield readable(message)
 
 
 def first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
