@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
 
 import typer
 
@@ -174,7 +174,7 @@ def reported(address: str | None) -> Iterator[None]:
         raise typer.Exit(1) from None
 
 
-def fail(message: str) -> None:
+def fail(message: str) -> NoReturn:
     """One line on stderr, then exit code 1."""
     typer.secho(f"error: {message}", fg="red", err=True)
     raise typer.Exit(1) from None

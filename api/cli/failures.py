@@ -37,13 +37,13 @@ def explain(error: WeirError, address: str) -> str:
         case InvalidRequest() if error.field_violations:
             return "; ".join(f"{flag_of(each.field)}: {each.description}" for each in error.field_violations)
         case Unauthenticated():
-            return f"{error.message}: set WEIR_API_KEY or pass --api-key (server {address})"
+            return f"{error.message}; set WEIR_API_KEY or pass --api-key (server {address})"
         case PermissionDenied():
-            return f"{error.message}: use a key that may do this"
+            return f"{error.message}; use a key that may do this"
         case IncompleteGeneration() | AlreadyExists() if error.request_id:
             return f"{error.message}; `weir trace {error.request_id}` tells what is recorded of it"
         case DeadlineExceeded():
-            return f"{error.message}: give it more time with --timeout"
+            return f"{error.message}; give it more time with --timeout"
     if error.retry_after_s is not None:
         return f"{error}; try again in {duration_text(error.retry_after_s)}"
     return str(error)
@@ -62,15 +62,12 @@ def _quota(error: QuotaExceeded) -> str:
     if quota is None:
         return f"{error.message}{_when(error)}"
     dimension = dimension_of(quota)
-    facts = []
-    for name, value in (("left", quota.remaining), ("needed", quota.requested)):
-        if value is not None:
-            facts.append(f"{dimension_amount(dimension, value)} {name}")
-    limit = f" of {dimension_amount(dimension, quota.limit)}" if quota.limit is not None else ""
     subject = f" of the {quota.subject.replace('_', ' ').replace('-', ' ')}" if quota.subject else ""
     model = f" for {quota.model}" if quota.model else ""
-    name = dimension.value if dimension else quota.dimension
-    return f"the {name} limit{limit}{subject}{model} is used up: {', '.join(facts) or error.message}{_when(error)}"
+    numbers = (("limit", quota.limit), ("left", quota.remaining), ("needed", quota.requested))
+    facts = [f"{name} {dimension_amount(dimension, value)}" for name, value in numbers if value is not None]
+    told = ", ".join(facts) or error.message
+    return f"quota exceeded: {dimension.value if dimension else quota.dimension}{subject}{model}: {told}{_when(error)}"
 
 
 def _when(error: QuotaExceeded) -> str:

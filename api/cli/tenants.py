@@ -129,13 +129,14 @@ def audit_table(entries: list[AuditEntry]) -> RenderableType:
 
 
 def changed(before_json: str, after_json: str) -> str:
-    """What a change made of an object: `limit_value: 10 → 20`; all values of a new one; `removed`."""
+    """What a change made of an object: `limit_value: 10 → 20`; what a new one says; `removed`. Ids and times are in `--json`."""
     before, after = _object(before_json), _object(after_json)
     if not after:
         return "removed" if before else ""
-    differing = [name for name in after if before.get(name) != after[name]]
+    told = [name for name in after if name != "id" and not name.endswith(("_id", "_at", "_time")) and after[name] not in ("", None)]
     if not before:
-        return ", ".join(f"{name}: {_word(after[name])}" for name in differing)
+        return ", ".join(f"{name}: {_word(after[name])}" for name in told)
+    differing = [name for name in after if before.get(name) != after[name]]
     return ", ".join(f"{name}: {_word(before.get(name))} → {_word(after[name])}" for name in differing)
 
 

@@ -111,12 +111,12 @@ def test_ctrl_c_cancels_shows_the_partial_usage_and_exits_130(weir: Run, monkeyp
         ("hot", "error: --temperature: must be 0 to 2"),
         (
             "poor",
-            "error: the tokens-per-minute limit of 1,000 of the project is used up: 40 left, 125 needed; "
+            "error: quota exceeded: tokens-per-minute of the project: limit 1,000, left 40, needed 125; "
             "try again in 32 s (resets at 10:31:00 UTC)",
         ),
         (
             "huge",
-            "error: the tokens-per-minute limit of 1,000 of the project is used up: 40 left, 125 needed; "
+            "error: quota exceeded: tokens-per-minute of the project: limit 1,000, left 40, needed 125; "
             "waiting does not help: ask for less, or have the limit raised (`weir quota set`)",
         ),
         ("busy", "; try again in 5 s"),

@@ -98,7 +98,7 @@ def test_a_trace_without_timings_says_why(state: GenerationState, line: str) -> 
 
 def test_changes_name_what_differs() -> None:
     assert changed('{"a": 1, "b": "x"}', '{"a": 2, "b": "x"}') == "a: 1 → 2"
-    assert changed("", '{"name": "acme"}') == "name: acme"
+    assert changed("", '{"name": "acme", "id": "1", "org_id": "2", "created_at": "x", "model": ""}') == "name: acme"
     assert changed('{"a": 1}', "") == "removed"
     assert changed("", "") == ""
     assert changed("odd", "odder") == "value: odd → odder"

@@ -128,7 +128,7 @@ class NotFound(WeirError):
 
 
 class AlreadyExists(WeirError):
-    """The name is taken; or the request id was used before (the settled usage is then in `metadata`)."""
+    """The name is taken; or the request id was used before. `REQUEST_SETTLED`: it ran already, and `partial` has its usage."""
 
     default_code = "ALREADY_EXISTS"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from types import TracebackType
@@ -218,7 +219,8 @@ class AsyncGeneration:
         loop = self._loop
         if loop is None or loop.is_closed() or self._exchange is None or self._exchange.outcome is not None:
             return
-        loop.call_soon_threadsafe(self._exchange.cancel)
+        with contextlib.suppress(RuntimeError):  # the loop was closed just now, and with it the request
+            loop.call_soon_threadsafe(self._exchange.cancel)
 
 
 class _Deltas:

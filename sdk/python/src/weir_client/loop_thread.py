@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
@@ -36,16 +37,17 @@ class LoopThread(Generic[_Client]):
         try:
             return entered.result()
         except BaseException:
-            self._thread = None
+            self.close()
             raise
 
     def close(self) -> None:
         """Leaves the client and ends the thread. Closing twice changes nothing."""
         thread, loop, stop = self._thread, self._loop, self._stop
+        self._thread = None
         if thread is None or loop is None or stop is None:
             return
-        self._thread = None
-        loop.call_soon_threadsafe(stop.set)
+        with contextlib.suppress(RuntimeError):  # entering failed, and the loop is closed already
+            loop.call_soon_threadsafe(stop.set)
         thread.join()
 
     def run(self, call: Callable[[], Coroutine[Any, Any, _Result]]) -> _Result:
@@ -68,8 +70,9 @@ class LoopThread(Generic[_Client]):
     def run_soon(self, call: Callable[[], object]) -> None:
         """Runs `call()` in the loop, soon, without waiting. Nothing happens once the client is closed."""
         loop = self._loop
-        if self._thread is not None and loop is not None and not loop.is_closed():
-            loop.call_soon_threadsafe(call)
+        if self._thread is not None and loop is not None:
+            with contextlib.suppress(RuntimeError):  # it is closed just now
+                loop.call_soon_threadsafe(call)
 
     async def _live(self, entered: Future[_Client]) -> None:
         self._loop = asyncio.get_running_loop()
