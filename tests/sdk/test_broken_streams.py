@@ -111,6 +111,29 @@ async def test_a_server_that_ends_the_stream_politely_is_no_reason_to_lose_a_req
     assert len(server.streams) == 2
 
 
+async def test_a_draining_server_finishes_what_runs_and_gets_nothing_new() -> None:
+    """The stream leads to a server that is going away: a retry on it would be refused again, and again."""
+    second_answered = asyncio.Event()
+
+    async def drain(stream: ServerStream) -> None:
+        running = (await stream.read_start()).request_id
+        await stream.send(scripted.delta(running, 1, "a"))
+        await stream.send(scripted.failed((await stream.read_start()).request_id, DRAINING))
+        await second_answered.wait()
+        await stream.send(scripted.delta(running, 2, "b"), scripted.finished(running, 2))
+        assert await stream.read() is None, "the client half-closes when its last request has ended"
+
+    server = ScriptedInference(drain, hello)
+    async with scripted.serve(server) as address, AsyncClient(address, "key") as client:
+        running = client.generate("demo", "Hi")
+        await anext(running)
+        assert (await client.complete("demo", "Hi")).text == "Hello"
+        second_answered.set()
+        assert (await running.wait()).text == "ab"
+
+    assert len(server.streams) == 2
+
+
 async def test_a_request_that_never_began_is_sent_again_with_the_same_id() -> None:
     server = ScriptedInference(break_before_anything, hello)
     async with scripted.serve(server) as address, AsyncClient(address, "key") as client:

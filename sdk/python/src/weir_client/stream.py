@@ -20,16 +20,22 @@ from weir_client.status import error_from_rpc
 
 BATCH_BYTES = 1024 * 1024  # frames are put into one message up to this; a larger frame travels alone
 IN_FLIGHT_MAX = 1000  # requests at once per client: what a server lets run on one stream
+DRAINING = "DRAINING"  # the server's reason for taking no new requests
 CLOSE_TIMEOUT_S = 1.0  # after the last request has ended, the server only has to answer a half-close
 
 Call = grpc.aio.StreamStreamCall[pb.GenerateRequest, pb.GenerateResponse]
 
 
 class StreamConnection:
-    """One open `Generate` call and the requests on it. `run` is its whole life."""
+    """One open `Generate` call and the requests on it. `run` is its whole life.
+
+    `open` until the stream ends; `accepting` until then or until the server says that it drains: its requests finish, and the
+    next ones belong on another stream, which a load balancer leads to another server.
+    """
 
     def __init__(self, call: Call) -> None:
         self.open = True
+        self.accepting = True
         self._call = call
         self._exchanges: dict[str, Exchange] = {}
         self._outgoing: deque[pb.ClientFrame] = deque()
@@ -65,9 +71,10 @@ class StreamConnection:
         """Forgets an exchange that has ended; its later frames are strays."""
         if self._exchanges.get(exchange.request_id) is exchange:
             del self._exchanges[exchange.request_id]
+            self._wake.set()
 
     def half_close(self) -> None:
-        """Tells the server that nothing more comes; it ends the stream when its requests have ended."""
+        """Tells the server that nothing more comes, as soon as the requests on this stream have ended."""
         self._closing = True
         self._wake.set()
 
@@ -80,7 +87,7 @@ class StreamConnection:
                 cause = await self._read()
                 writer.cancel()
         finally:
-            self.open = False
+            self.open = self.accepting = False
             self._call.cancel()
             for exchange in self.exchanges:
                 exchange.break_off(_copy(cause, exchange.request_id))
@@ -100,12 +107,15 @@ class StreamConnection:
                     exchange = self._exchanges.get(frame.request_id)
                     if exchange is not None:  # a stray frame is late news of a request that was given up here
                         exchange.receive(frame)
+                        if isinstance(exchange.outcome, errors.Unavailable) and exchange.outcome.reason == DRAINING:
+                            self.accepting = False
+                            self.half_close()
         except grpc.aio.AioRpcError as error:
             return error_from_rpc(error)
         except Exception as error:  # a message that this client cannot read: its requests end, the client lives on
             return errors.Internal(f"the server's answer could not be read: {error!r}")
         finally:
-            self.open = False  # before any waiting task runs, so that a retry opens a new stream
+            self.open = self.accepting = False  # before any waiting task runs, so that a retry opens a new stream
 
     async def _write(self) -> None:
         """Writes what is waiting, in as few messages as the size allows. A broken stream is the reader's to report."""
@@ -115,7 +125,7 @@ class StreamConnection:
                 self._wake.clear()
                 while self._outgoing:
                     await self._call.write(pb.GenerateRequest(frames=self._next_batch()))
-                if self._closing:
+                if self._closing and not self._exchanges:  # while requests run, a cancel may have to follow
                     await self._call.done_writing()
                     return
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
@@ -133,13 +143,13 @@ class StreamConnection:
 
 
 class SharedStream:
-    """Opens the stream when it is first needed, and again after it ended."""
+    """Opens the stream when it is first needed, and again after it ended or its server began to drain."""
 
     def __init__(self, open_call: Callable[[], Call], tasks: asyncio.TaskGroup) -> None:
         self._open_call = open_call
         self._tasks = tasks
         self._connection: StreamConnection | None = None
-        self._running: set[asyncio.Task[None]] = set()
+        self._running: dict[asyncio.Task[None], StreamConnection] = {}
         self._closed = False
 
     def start(self, exchange: Exchange, frame: pb.ClientFrame, deadline: float | None) -> None:
@@ -150,24 +160,24 @@ class SharedStream:
         if self._closed:
             raise errors.Cancelled("the client is closed", request_id=exchange.request_id)
         connection = self._connection
-        if connection is None or not connection.open:
+        if connection is None or not connection.accepting:
             connection = self._connection = StreamConnection(self._open_call())
             task = self._tasks.create_task(connection.run())
-            self._running.add(task)
-            task.add_done_callback(self._running.discard)
+            self._running[task] = connection
+            task.add_done_callback(self._running.pop)
         connection.start(exchange, frame)
         exchange.attach(connection, deadline)
 
     async def close(self) -> None:
-        """Cancels what runs, waits a bounded time for the final frames, and ends the stream."""
+        """Cancels what runs, waits a bounded time for the final frames, and ends the streams."""
         self._closed = True
-        connection = self._connection
-        if connection is not None and connection.open:
-            exchanges = connection.exchanges
-            for exchange in exchanges:
-                exchange.cancel()
-            for exchange in exchanges:
-                await exchange.wait_ended()  # bounded: each gives up by itself
+        connections = list(self._running.values())
+        exchanges = [exchange for connection in connections for exchange in connection.exchanges]
+        for exchange in exchanges:
+            exchange.cancel()
+        for exchange in exchanges:
+            await exchange.wait_ended()  # bounded: each gives up by itself
+        for connection in connections:
             connection.half_close()
         if self._running:
             await asyncio.wait(self._running, timeout=CLOSE_TIMEOUT_S)
