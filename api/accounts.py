@@ -44,7 +44,7 @@ async def find_generation(session: AsyncSession, project_id: uuid.UUID, request_
         generation.settle_time.CopyFrom(wire.timestamp(hold.ended_at) or Timestamp())
         generation.cost.CopyFrom(wire.money(price.currency_code, sum(event.cost_picos for event in events)))
     if events:
-        generation.outcome = events[-1].outcome
+        generation.outcome = events[-1].outcome.upper()
         if events[0].timings is not None:
             generation.timings.CopyFrom(types_pb2.Timings(**events[0].timings))
     return generation

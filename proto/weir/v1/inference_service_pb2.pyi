@@ -1030,7 +1030,7 @@ class Generation(_message.Message):
     model: _builtins.str
     """The model it ran on."""
     outcome: _builtins.str
-    """Why it ended: a FinishReason name, or a status code's name. Empty while it runs."""
+    """Why it ended: the name of a FinishReason without its prefix, or FAILED. Empty while it runs and if nothing was billed."""
     @_builtins.property
     def admit_time(self) -> _timestamp_pb2.Timestamp:
         """When it was admitted."""
