@@ -1,0 +1,29 @@
+"""One running service for all end-to-end tests; each test has tenants of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import new_database
+from tests.service import Service, make_model, running
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny checkpoint."""
+    return make_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="session")
+def service(
+    tmp_path_factory: pytest.TempPathFactory, model: Path, postgres_server: str, template_database: str
+) -> Iterator[Service]:
+    """A service with a database of its own. It must still run at the end, and have reported no incident."""
+    with new_database(postgres_server, template=template_database) as url:
+        with running(Service(tmp_path_factory.mktemp("home"), url, model)) as service:
+            yield service
+            assert service.stop() == 0, service.log[-4000:]
+        assert service.books.held_hold_count() == 0

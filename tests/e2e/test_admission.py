@@ -1,0 +1,250 @@
+"""Limits are exact, whatever arrives at once: who fits is admitted, who does not is told why, and leaves no trace."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from datetime import UTC, datetime, timedelta
+
+import grpc
+import pytest
+from google.rpc import error_details_pb2
+from weir.v1 import inference_service_pb2 as pb
+from weir.v1 import types_pb2
+
+from metering.models import QuotaDimension
+from tests.service import INPUT_PICOS, OUTPUT_PICOS, Refusal, Service, Stream, Tenant, start, until
+
+ARRIVING, FITTING = 200, 50
+OUTPUT_TOKENS = 60
+TOKENS = 10 + OUTPUT_TOKENS  # of one request
+PICOS = 10 * INPUT_PICOS + OUTPUT_TOKENS * OUTPUT_PICOS
+
+EXACT = [
+    (QuotaDimension.CONCURRENT_REQUESTS, 1),
+    (QuotaDimension.TOKENS_PER_MONTH, TOKENS),
+    (QuotaDimension.TOKENS_PER_DAY, TOKENS),
+    (QuotaDimension.COST_PICOS_PER_MONTH, PICOS),
+]
+
+
+@pytest.mark.parametrize(("dimension", "each"), EXACT, ids=lambda value: str(value))
+async def test_of_two_hundred_at_once_fifty_fit(service: Service, dimension: QuotaDimension, each: int) -> None:
+    """None of the admitted ends before all are decided: each is 60 tokens long and they run 50 at a time."""
+    tenant = await service.tenant({dimension: FITTING * each})
+    connections = 4
+
+    async with asyncio.TaskGroup() as tasks:
+        runs = [tasks.create_task(arrive(service, tenant, ARRIVING // connections)) for _ in range(connections)]
+
+    admitted = [frame for run in runs for frame in run.result()[0]]
+    refusals = [refusal for run in runs for refusal in run.result()[1]]
+    if dimension is QuotaDimension.CONCURRENT_REQUESTS:
+        assert len(admitted) >= FITTING  # room that frees up while others arrive may be used
+        assert peak(admitted) <= FITTING
+    else:
+        assert (len(admitted), len(refusals)) == (FITTING, ARRIVING - FITTING)
+        assert service.books.counters(tenant) == {str(dimension): (FITTING * each, 0)}
+    for refusal in refusals:
+        check_refusal(refusal, tenant, dimension, FITTING * each)
+    assert service.books.holds(tenant) == {"settled": len(admitted)}, "a refused request leaves no trace"
+    assert len(service.books.events(tenant)) == len(admitted)
+
+
+async def arrive(service: Service, tenant: Tenant, count: int) -> tuple[list[pb.AdmittedFrame], list[Refusal]]:
+    """Requests in one message, on a connection of their own, to their ends."""
+    async with service.stream(tenant.secret) as stream:
+        starts = [start(max_output_tokens=OUTPUT_TOKENS) for _ in range(count)]
+        await stream.send(*starts)
+        ends = [await stream.end(frame.request_id) for frame in starts]
+    admitted = [frame.admitted for frames in stream.frames.values() for frame in frames if frame.HasField("admitted")]
+    refusals = [Refusal(end.failed.status) for end in ends if end.HasField("failed")]
+    return admitted, refusals
+
+
+def peak(admitted: Sequence[pb.AdmittedFrame]) -> int:
+    """Most requests that any admission saw, itself included."""
+    return max(quota.held_value for frame in admitted for quota in frame.quotas)
+
+
+def check_refusal(refusal: Refusal, tenant: Tenant, dimension: QuotaDimension, limit: int) -> None:
+    """It tells which limit, how it stands, and what to do."""
+    facts = refusal.info.metadata
+    assert refusal.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert refusal.reason == "QUOTA_EXCEEDED"
+    assert (facts["dimension"], facts["subject"], facts["limit"]) == (str(dimension), "organization", str(limit))
+    assert facts["subject_id"] == str(tenant.organization_id)
+    assert int(facts["used"]) + int(facts["held"]) + int(facts["remaining"]) == limit
+    assert int(facts["remaining"]) < int(facts["requested"])
+    assert facts["retry_helps"] == "true"
+    failure = refusal.detail(error_details_pb2.QuotaFailure)
+    assert failure is not None
+    assert failure.violations[0].subject == f"organization:{tenant.organization_id}"
+    assert refusal.retry_after_s is not None
+    if dimension is QuotaDimension.CONCURRENT_REQUESTS:
+        assert "reset_time" not in facts
+        assert refusal.retry_after_s <= 5
+    else:
+        resets_at = datetime.fromisoformat(facts["reset_time"])
+        assert timedelta(0) < resets_at - datetime.now(UTC) < timedelta(days=32)
+        assert abs((resets_at - datetime.now(UTC)).total_seconds() - refusal.retry_after_s) < 60
+
+
+async def test_a_request_larger_than_the_limit_is_told_that_waiting_does_not_help(service: Service) -> None:
+    tenant = await service.tenant({QuotaDimension.TOKENS_PER_MONTH: 12})
+
+    async with service.stream(tenant.secret) as stream:
+        refusal = await stream.failed(await stream.begin())
+
+    assert refusal.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert refusal.info.metadata["retry_helps"] == "false"
+    assert refusal.retry_after_s is None
+
+
+async def test_a_refused_request_uses_nothing_of_its_other_limits(service: Service) -> None:
+    """A request that one limit refuses must not count against another (LiteLLM does that to its users)."""
+    limits = {QuotaDimension.CONCURRENT_REQUESTS: 0, QuotaDimension.TOKENS_PER_MONTH: 1000, QuotaDimension.TOKENS_PER_DAY: 1000}
+    tenant = await service.tenant(limits)
+
+    async with service.stream(tenant.secret) as stream:
+        refusal = await stream.failed(await stream.begin())
+
+    assert refusal.info.metadata["dimension"] == "concurrent_requests"
+    assert all(counts == (0, 0) for counts in service.books.counters(tenant).values())
+    assert service.books.holds(tenant) == {}
+
+
+async def test_a_refused_request_may_come_again_under_its_id(service: Service) -> None:
+    tenant = await service.tenant({QuotaDimension.TOKENS_PER_MONTH: 5})
+    frame = start()
+
+    async with service.stream(tenant.secret) as stream:
+        await stream.send(frame)
+        await stream.failed(frame.request_id)
+        await service.set_limit(tenant, QuotaDimension.TOKENS_PER_MONTH, 100)
+        stream.frames.clear()
+        await stream.send(frame)
+
+        assert (await stream.finished(frame.request_id)).usage.delivered_token_count == 20
+
+
+async def test_a_stream_ends_exactly_at_its_limit(service: Service) -> None:
+    """Everything up to the limit is delivered, told and settled; nothing is beyond it."""
+    tenant = await service.tenant({QuotaDimension.TOKENS_PER_MONTH: 10 + 333})
+
+    async with service.stream(tenant.secret) as stream:
+        request_id = await stream.begin(max_output_tokens=2000)
+        finished = await stream.finished(request_id)
+
+    assert finished.reason == types_pb2.FINISH_REASON_QUOTA_EXHAUSTED
+    assert len(stream.token_ids(request_id)) == finished.usage.delivered_token_count == 333
+    [quota] = finished.exhausted_quotas
+    assert quota.dimension == types_pb2.QUOTA_DIMENSION_TOKENS_PER_MONTH
+    assert quota.limit_value == 343
+    assert quota.HasField("reset_time")
+    assert service.books.counters(tenant) == {"tokens_per_month": (343, 0)}
+    event = service.books.event(tenant, request_id)
+    assert (event["outcome"], event["delivered_token_count"]) == ("quota_exhausted", 333)
+
+
+async def test_money_ends_a_stream_before_the_first_token_beyond_it(service: Service) -> None:
+    budget = 10 * INPUT_PICOS + 200 * OUTPUT_PICOS + OUTPUT_PICOS - 1
+    tenant = await service.tenant({QuotaDimension.COST_PICOS_PER_MONTH: budget})
+
+    async with service.stream(tenant.secret) as stream:
+        request_id = await stream.begin(max_output_tokens=2000)
+        finished = await stream.finished(request_id)
+
+    assert finished.reason == types_pb2.FINISH_REASON_QUOTA_EXHAUSTED
+    assert finished.usage.delivered_token_count == 200
+    assert service.books.counters(tenant) == {"cost_picos_per_month": (budget - OUTPUT_PICOS + 1, 0)}
+
+
+async def test_streams_that_share_a_limit_use_it_up_together(service: Service) -> None:
+    limit = 4000
+    tenant = await service.tenant({QuotaDimension.TOKENS_PER_MONTH: limit})
+
+    async with service.stream(tenant.secret) as stream:
+        starts = [start(max_output_tokens=2000) for _ in range(6)]
+        await stream.send(*starts)
+        ends = [await stream.end(frame.request_id) for frame in starts]
+
+    received = sum(len(stream.token_ids(frame.request_id)) for frame in starts)
+    used, held = service.books.counters(tenant)["tokens_per_month"]
+    assert held == 0
+    assert used == received + 10 * sum(end.HasField("finished") for end in ends) <= limit
+    assert limit - used < 6 * 16, "what nobody could lease any more is less than the least slice of each"
+
+
+async def test_a_raised_limit_counts_at_once(service: Service) -> None:
+    tenant = await service.tenant({QuotaDimension.CONCURRENT_REQUESTS: 0})
+
+    async with service.stream(tenant.secret) as stream:
+        refusal = await stream.failed(await stream.begin())
+        await service.set_limit(tenant, QuotaDimension.CONCURRENT_REQUESTS, 1)
+        finished = await stream.finished(await stream.begin())
+
+    assert refusal.info.metadata["limit"] == "0"
+    assert finished.reason == types_pb2.FINISH_REASON_LENGTH
+
+
+async def test_a_limit_raised_in_mid_stream_lets_it_go_on(service: Service) -> None:
+    tenant = await service.tenant({QuotaDimension.TOKENS_PER_MONTH: 10 + 400})
+
+    async with service.stream(tenant.secret) as stream:
+        request_id = await stream.begin(max_output_tokens=900)
+        await stream.received(request_id, 1)
+        await service.set_limit(tenant, QuotaDimension.TOKENS_PER_MONTH, 100_000)
+        finished = await stream.finished(request_id)
+
+    assert finished.reason == types_pb2.FINISH_REASON_LENGTH
+    assert finished.usage.delivered_token_count == 900
+
+
+async def test_the_place_of_an_ended_request_is_free(service: Service) -> None:
+    """One at a time, a hundred times over: a place that leaks is missed at the second."""
+    tenant = await service.tenant({QuotaDimension.CONCURRENT_REQUESTS: 1})
+
+    async with service.stream(tenant.secret) as stream:
+        for index in range(30):
+            request_id = await stream.begin(max_output_tokens=3 if index % 3 else 1000)
+            if index % 3 == 0:
+                await stream.received(request_id, 1)
+                await stream.cancel(request_id)
+            await stream.finished(request_id)
+
+    assert service.books.counters(tenant) == {"concurrent_requests": (0, 0)}
+
+
+async def test_two_keys_draw_on_the_limit_of_their_organization(service: Service) -> None:
+    tenant = await service.tenant({QuotaDimension.TOKENS_PER_MONTH: 1000})
+    _, second = await service.new_key(tenant)
+
+    async with service.stream(tenant.secret) as one, service.stream(second) as other:
+        ends = []
+        for stream in (one, other, one, other):
+            ends.append(await spend(stream, 240))
+
+    assert ends == ["finished"] * 4
+    assert service.books.counters(tenant) == {"tokens_per_month": (1000, 0)}
+    async with service.stream(second) as other:
+        assert await spend(other, 240) == "failed", "both keys draw on the organization"
+
+
+async def spend(stream: Stream, output_tokens: int) -> str | None:
+    """How a request of so many tokens ends."""
+    return (await stream.end(await stream.begin(max_output_tokens=output_tokens))).WhichOneof("kind")
+
+
+async def test_too_many_on_one_stream_are_refused_one_by_one(service: Service) -> None:
+    tenant = await service.tenant()
+
+    async with service.stream(tenant.secret) as stream:
+        starts = [start(max_output_tokens=1) for _ in range(1001)]
+        await stream.send(*starts)
+        refusal = await stream.failed(starts[-1].request_id)
+        await until(lambda: len([f for f in starts if stream.ends(f.request_id)]) == 1001, "all to end")
+
+    assert (refusal.code, refusal.reason) == (grpc.StatusCode.UNAVAILABLE, "OVERLOADED")
+    assert refusal.retry_after_s is not None
+    await service.no_hold_left(tenant)

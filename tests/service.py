@@ -1,0 +1,601 @@
+"""The whole service for tests: a real api process on a tiny model, tenants in its database, and a plain gRPC client of it.
+
+The client is the generated stub and nothing of the SDK, so that what is tested is the wire.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections import defaultdict
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+import grpc
+import psycopg
+from google.protobuf.message import Message
+from google.rpc import error_details_pb2, status_pb2
+from grpc_health.v1 import health_pb2
+from psycopg.rows import dict_row
+from sqlalchemy.ext.asyncio import AsyncSession
+from weir.v1 import inference_service_pb2 as pb
+from weir.v1 import inference_service_pb2_grpc as pb_grpc
+from weir.v1 import types_pb2
+from weir_client import AsyncClient
+
+from api.endpoint import forget_endpoint, read_endpoint
+from api.settings import Settings
+from inference.tokenizer import Tokenizer
+from metering.db import create_engine, create_sessions, psycopg_conninfo
+from metering.models import QuotaDimension, QuotaSubject
+from metering.prices import set_price
+from metering.quota_admin import set_quota
+from metering.tenants import KeyRecord, create_api_key, create_organization, create_project, revoke_api_key
+from tests.inference.checkpoints import LlamaShape, make_checkpoint
+
+MODEL = "tiny"
+CONTEXT_WINDOW_TOKENS = 4096
+PATIENCE_S = 60.0  # far above what anything here takes on a busy machine
+POLL_S = 0.01
+INPUT_PICOS, CACHED_PICOS, OUTPUT_PICOS = 150_000, 15_000, 600_000
+PLAIN_IDS = range(7, 400)  # of the tiny tokenizer; those below are special tokens
+SMALL_WINDOWS = (("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0), ("grpc.http2.write_buffer_size", 0))
+
+Value = TypeVar("Value")
+Detail = TypeVar("Detail", bound=Message)
+Kind = str
+
+
+def make_model(directory: Path) -> Path:
+    """A random checkpoint of many thin layers: some 3 ms a token, so that a long answer can be met in the middle."""
+    make_checkpoint(directory, shape=LlamaShape(layer_count=12, context_window_tokens=CONTEXT_WINDOW_TOKENS))
+    return directory
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """One organization with one project and one key."""
+
+    name: str
+    organization_id: uuid.UUID
+    project_id: uuid.UUID
+    key: KeyRecord
+    secret: str
+
+
+class Books:
+    """What the database says."""
+
+    def __init__(self, database_url: str) -> None:
+        self.database_url = database_url
+
+    def rows(self, query: str, *values: object) -> list[dict[str, Any]]:
+        """Rows by column name."""
+        with psycopg.connect(psycopg_conninfo(self.database_url), autocommit=True, row_factory=dict_row) as connection:
+            return connection.execute(query.encode(), values).fetchall()
+
+    def events(self, tenant: Tenant) -> list[dict[str, Any]]:
+        """Usage events of a tenant, in order."""
+        return self.rows("SELECT * FROM usage_events WHERE organization_id = %s ORDER BY id", tenant.organization_id)
+
+    def event(self, tenant: Tenant, request_id: str) -> dict[str, Any]:
+        """The one usage event of a request."""
+        [event] = [event for event in self.events(tenant) if str(event["request_id"]) == request_id]
+        return event
+
+    def holds(self, tenant: Tenant) -> dict[str, int]:
+        """Holds of a tenant by state."""
+        query = "SELECT state, count(*) AS n FROM holds WHERE organization_id = %s GROUP BY state"
+        return {row["state"]: row["n"] for row in self.rows(query, tenant.organization_id)}
+
+    def counters(self, tenant: Tenant) -> dict[str, tuple[int, int]]:
+        """Used and held by dimension, over all windows."""
+        query = """SELECT dimension, sum(used)::bigint AS used, sum(held)::bigint AS held
+                   FROM quota_counters JOIN quotas ON quotas.id = quota_id WHERE subject_id = ANY(%s) GROUP BY dimension"""
+        subjects = [tenant.organization_id, tenant.project_id, tenant.key.id]
+        return {row["dimension"]: (row["used"], row["held"]) for row in self.rows(query, subjects)}
+
+    def held_hold_count(self) -> int:
+        """Holds of everybody that have not ended."""
+        [row] = self.rows("SELECT count(*) AS n FROM holds WHERE state = 'held'")
+        return int(row["n"])
+
+    def delivered(self, tenant: Tenant) -> dict[str, int]:
+        """Delivered tokens by request, over all parts."""
+        totals: dict[str, int] = defaultdict(int)
+        for event in self.events(tenant):
+            totals[str(event["request_id"])] += event["delivered_token_count"]
+        return totals
+
+
+class Service:
+    """One api process and its database."""
+
+    def __init__(self, home: Path, database_url: str, model: Path, **settings: Any) -> None:
+        bounds: dict[str, Any] = {"engine_thread_count": 1, "kv_cache_bytes": 64 << 20, "recovery_interval_s": 0.5}
+        self.settings = Settings(
+            database_url=database_url,
+            home=home,
+            listen_address="127.0.0.1:0",
+            models={MODEL: model},
+            **(bounds | settings),
+        )
+        self.home = home
+        self.database_url = database_url
+        self.books = Books(database_url)
+        self.tokenizer = Tokenizer(model)
+        self.process: subprocess.Popen[bytes] | None = None
+        self.address = ""
+        self._priced = False
+
+    @property
+    def log(self) -> str:
+        """What the process has logged."""
+        path = self.home / "api.log"
+        return path.read_text(errors="replace") if path.exists() else ""
+
+    @property
+    def pid(self) -> int:
+        """Of the api process."""
+        assert self.process is not None
+        return self.process.pid
+
+    @property
+    def host_pid(self) -> int | None:
+        """Of the engine host, the api process's only child."""
+        children = children_of(self.pid)
+        return children[0] if children else None
+
+    def spawn(self) -> None:
+        """Start the process and do not wait for it."""
+        assert self.process is None or self.process.poll() is not None
+        forget_endpoint(self.home)
+        environment = {**os.environ, **self.settings.to_environment(), "WEIR_LOG": "info"}
+        self.home.mkdir(parents=True, exist_ok=True)
+        with (self.home / "api.log").open("ab") as log:
+            command = [sys.executable, "-m", "api"]
+            self.process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+
+    def start(self) -> None:
+        """Start the process, and wait until it takes requests."""
+        self.spawn()
+        self.address = wait_for(self._endpoint, "the api process to listen")
+        self.wait_serving()
+
+    def wait_serving(self) -> None:
+        """Wait until health checks say so."""
+        wait_for(self.serving, "the api process to serve")
+
+    def serving(self) -> bool:
+        """What the health service says."""
+        with grpc.insecure_channel(self.address) as channel:
+            try:
+                answer = health_check(channel)(health_pb2.HealthCheckRequest(), timeout=5)
+            except grpc.RpcError:
+                return False
+            return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+    def _endpoint(self) -> str | None:
+        assert self.process is not None
+        assert self.process.poll() is None, f"the api process ended:\n{self.log[-4000:]}"
+        return read_endpoint(self.home)
+
+    def terminate(self) -> None:
+        """Ask it to drain."""
+        os.kill(self.pid, signal.SIGTERM)
+
+    def wait_ended(self) -> int:
+        """Wait until it has ended; its exit status."""
+        assert self.process is not None
+        return self.process.wait(PATIENCE_S)
+
+    def stop(self) -> int:
+        """Drain and end it."""
+        self.terminate()
+        return self.wait_ended()
+
+    def kill(self) -> None:
+        """As `kill -9` does."""
+        assert self.process is not None
+        self.process.kill()
+        self.process.wait()
+
+    async def tenant(
+        self,
+        quotas: Mapping[QuotaDimension, int] | None = None,
+        *,
+        scopes: Sequence[str] = ("inference",),
+        currency_code: str = "USD",
+        lifetime: timedelta | None = None,
+    ) -> Tenant:
+        """A new organization, with limits on the organization."""
+        name = f"t{uuid.uuid4().hex[:20]}"
+        async with self.session() as session:
+            if not self._priced:
+                await price_model(session)
+                self._priced = True
+            organization = await create_organization(session, name=name, currency_code=currency_code, actor="test")
+            project = await create_project(session, organization=name, name="main", actor="test")
+            key, secret = await create_api_key(
+                session, organization=name, project="main", name="key", scopes=scopes, lifetime=lifetime, actor="test"
+            )
+            for dimension, limit in (quotas or {}).items():
+                await set_quota(
+                    session,
+                    subject=QuotaSubject.ORGANIZATION,
+                    subject_ref=name,
+                    dimension=dimension,
+                    limit_value=limit,
+                    actor="test",
+                )
+        return Tenant(name, organization.id, project.id, key, secret)
+
+    async def new_key(self, tenant: Tenant, *scopes: str, lifetime: timedelta | None = None) -> tuple[KeyRecord, str]:
+        """Another key of the tenant's project."""
+        async with self.session() as session:
+            return await create_api_key(
+                session,
+                organization=tenant.name,
+                project="main",
+                name="more",
+                scopes=scopes or ("inference",),
+                lifetime=lifetime,
+                actor="test",
+            )
+
+    async def set_limit(self, tenant: Tenant, dimension: QuotaDimension, limit: int) -> None:
+        """Set a limit on the tenant's organization."""
+        async with self.session() as session:
+            await set_quota(
+                session,
+                subject=QuotaSubject.ORGANIZATION,
+                subject_ref=tenant.name,
+                dimension=dimension,
+                limit_value=limit,
+                actor="test",
+            )
+
+    async def revoke(self, key: KeyRecord) -> None:
+        """Revoke a key."""
+        async with self.session() as session:
+            await revoke_api_key(session, api_key=str(key.id), actor="test")
+
+    @contextlib.asynccontextmanager
+    async def session(self) -> AsyncIterator[AsyncSession]:
+        """A transaction in the service's database."""
+        engine = create_engine(self.database_url, pool_size=1)
+        try:
+            async with create_sessions(engine).begin() as session:
+                yield session
+        finally:
+            await engine.dispose()
+
+    @contextlib.asynccontextmanager
+    async def channel(self, *options: tuple[str, Any]) -> AsyncIterator[grpc.aio.Channel]:
+        """A connection of its own."""
+        alone = ("grpc.use_local_subchannel_pool", 1)
+        async with grpc.aio.insecure_channel(self.address, options=[alone, *options]) as channel:
+            yield channel
+
+    @contextlib.asynccontextmanager
+    async def stream(
+        self, secret: str | None, *, reading: bool = True, timeout: float | None = None, options: Sequence[tuple[str, Any]] = ()
+    ) -> AsyncIterator[Stream]:
+        """A `Generate` call on a connection of its own, cancelled at the end of the block if it still runs."""
+        async with self.channel(*options) as channel, asyncio.TaskGroup() as tasks:
+            call = pb_grpc.InferenceServiceStub(channel).Generate(metadata=bearer(secret), timeout=timeout)
+            stream = Stream(call)
+            reader = tasks.create_task(stream.read_all()) if reading else None
+            try:
+                yield stream
+            finally:
+                call.cancel()
+                if reader is not None:
+                    await reader
+
+    def client(self, secret: str) -> AsyncClient:
+        """The SDK."""
+        return AsyncClient(self.address, secret, max_retries=0)
+
+    async def no_hold_left(self, tenant: Tenant) -> None:
+        """Wait until everything of the tenant has ended, and check that nothing is held."""
+        await until(lambda: "held" not in self.books.holds(tenant), "all holds to end")
+        assert all(held == 0 for _, held in self.books.counters(tenant).values())
+
+
+class Stream:
+    """One `Generate` call: what came of it, by request and in order."""
+
+    def __init__(self, call: Any) -> None:
+        self.call = call
+        self.frames: dict[str, list[pb.ServerFrame]] = defaultdict(list)
+        self.messages: list[pb.GenerateResponse] = []
+        self.error: grpc.aio.AioRpcError | None = None
+        self.over = False
+        self._changed = asyncio.Event()
+
+    async def read_all(self) -> None:
+        """Take frames until the stream ends."""
+        try:
+            async for message in self.call:
+                self.messages.append(message)
+                for frame in message.frames:
+                    self.frames[frame.request_id].append(frame)
+                self._wake()
+        except grpc.aio.AioRpcError as error:
+            self.error = error
+        except asyncio.CancelledError:
+            if not self.call.cancelled():
+                raise
+        finally:
+            self.over = True
+            self._wake()
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def send(self, *frames: pb.ClientFrame) -> None:
+        """Frames in one message."""
+        await self.call.write(pb.GenerateRequest(frames=frames))
+
+    async def begin(self, **fields: Any) -> str:
+        """Send a start frame; its request id."""
+        frame = start(**fields)
+        await self.send(frame)
+        return frame.request_id
+
+    async def cancel(self, *request_ids: str) -> None:
+        """Send cancel frames."""
+        await self.send(*map(cancel, request_ids))
+
+    async def half_close(self) -> None:
+        """Nothing more will be sent."""
+        await self.call.done_writing()
+
+    async def wait(self, condition: Callable[[], Value | None], what: str = "frames") -> Value:
+        """Wait until the condition holds of what has arrived; its value."""
+        async with asyncio.timeout(PATIENCE_S):
+            while True:
+                changed = self._changed
+                if (value := condition()) is not None and value is not False:
+                    return value
+                assert not self.over, f"the stream ended while waiting for {what}: {self.error!r}"
+                await changed.wait()
+
+    async def first(self, request_id: str, kind: Kind) -> Any:
+        """The request's first frame of a kind."""
+        return await self.wait(lambda: next(iter(self.of(request_id, kind)), None), f"{kind} of {request_id}")
+
+    async def received(self, request_id: str, token_count: int) -> None:
+        """Wait for this many tokens."""
+        await self.wait(lambda: len(self.token_ids(request_id)) >= token_count, f"{token_count} tokens")
+
+    async def end(self, request_id: str) -> pb.ServerFrame:
+        """The request's last frame."""
+        return await self.wait(lambda: next(iter(self.ends(request_id)), None), f"the end of {request_id}")
+
+    async def finished(self, request_id: str) -> pb.FinishedFrame:
+        """The end of a request that ran."""
+        frame = await self.end(request_id)
+        assert frame.WhichOneof("kind") == "finished", frame
+        return frame.finished
+
+    async def failed(self, request_id: str) -> Refusal:
+        """The end of a request that did not run, or broke."""
+        frame = await self.end(request_id)
+        assert frame.WhichOneof("kind") == "failed", frame
+        return Refusal(frame.failed.status, frame.failed)
+
+    async def closed(self) -> grpc.StatusCode:
+        """Wait for the end of the stream; its status."""
+        await until(lambda: self.over, "the stream to end")
+        code: grpc.StatusCode = await self.call.code()
+        return code
+
+    def of(self, request_id: str, kind: Kind) -> list[Any]:
+        """The request's frames of a kind."""
+        return [getattr(frame, kind) for frame in self.frames[request_id] if frame.WhichOneof("kind") == kind]
+
+    def ends(self, request_id: str) -> list[pb.ServerFrame]:
+        """Last frames of a request: there must never be more than one."""
+        return [
+            frame
+            for frame in self.frames[request_id]
+            if frame.WhichOneof("kind") in ("finished", "failed") and not frame.failed.duplicate_start
+        ]
+
+    def token_ids(self, request_id: str) -> list[int]:
+        """All output tokens that arrived."""
+        return [token_id for delta in self.of(request_id, "delta") for token_id in delta.token_ids]
+
+    def text(self, request_id: str) -> str:
+        """All text that arrived."""
+        return "".join(delta.text for delta in self.of(request_id, "delta"))
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A status with its details."""
+
+    status: status_pb2.Status
+    frame: pb.FailedFrame | None = None
+    code: grpc.StatusCode = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "code", {code.value[0]: code for code in grpc.StatusCode}[self.status.code])
+
+    @classmethod
+    def of(cls, error: grpc.aio.AioRpcError) -> Refusal:
+        """From the error of a call."""
+        for key, value in error.trailing_metadata() or ():
+            if key == "grpc-status-details-bin":
+                assert isinstance(value, bytes)
+                return cls(status_pb2.Status.FromString(value))
+        return cls(status_pb2.Status(code=error.code().value[0], message=error.details() or ""))
+
+    def detail(self, kind: type[Detail]) -> Detail | None:
+        """The detail of a type."""
+        for packed in self.status.details:
+            message = kind()
+            if packed.Unpack(message):
+                return message
+        return None
+
+    @property
+    def info(self) -> error_details_pb2.ErrorInfo:
+        """Every error has one."""
+        info = self.detail(error_details_pb2.ErrorInfo)
+        assert info is not None, self.status
+        assert info.domain == "weir.dev"
+        return info
+
+    @property
+    def reason(self) -> str:
+        """Machine-readable."""
+        return self.info.reason
+
+    @property
+    def fields(self) -> list[str]:
+        """The fields to mend."""
+        bad_request = self.detail(error_details_pb2.BadRequest)
+        return [] if bad_request is None else [violation.field for violation in bad_request.field_violations]
+
+    @property
+    def retry_after_s(self) -> float | None:
+        """How long to wait."""
+        retry = self.detail(error_details_pb2.RetryInfo)
+        return None if retry is None else retry.retry_delay.ToTimedelta().total_seconds()
+
+
+def start(request_id: str | None = None, **fields: Any) -> pb.ClientFrame:
+    """A start frame: ten plain tokens in, twenty out, greedy, unless told otherwise. prompt: token ids."""
+    values: dict[str, Any] = {"model": MODEL, "max_output_tokens": 20, "ignore_eos": True} | fields
+    prompt = values.pop("prompt", None)
+    if prompt is not None or not {"text", "conversation", "token_ids"} & values.keys():
+        values["token_ids"] = pb.TokenIds(ids=list(prompt or PLAIN_IDS[:10]))
+    values = {name: value for name, value in values.items() if value is not None}
+    return pb.ClientFrame(request_id=request_id or str(uuid.uuid4()), start=pb.StartFrame(**values))
+
+
+def cancel(request_id: str) -> pb.ClientFrame:
+    """A cancel frame."""
+    return pb.ClientFrame(request_id=request_id, cancel=pb.CancelFrame())
+
+
+def conversation(*turns: str) -> pb.Conversation:
+    """Turns of user and assistant, the user first."""
+    roles = (pb.ROLE_USER, pb.ROLE_ASSISTANT)
+    return pb.Conversation(messages=[pb.Message(role=roles[i % 2], content=text) for i, text in enumerate(turns)])
+
+
+def cost_picos(usage: types_pb2.Usage) -> int:
+    """What the usage costs at the tests' prices."""
+    uncached = usage.input_token_count - usage.cached_input_token_count
+    return uncached * INPUT_PICOS + usage.cached_input_token_count * CACHED_PICOS + usage.billed_token_count * OUTPUT_PICOS
+
+
+def picos(money: types_pb2.Money) -> int:
+    """An amount as one number."""
+    return money.units * 10**12 + money.picos
+
+
+def health_check(channel: Any) -> Any:
+    """The health service's `Check`, on either kind of channel."""
+    return channel.unary_unary(
+        "/grpc.health.v1.Health/Check",
+        request_serializer=health_pb2.HealthCheckRequest.SerializeToString,
+        response_deserializer=health_pb2.HealthCheckResponse.FromString,
+    )
+
+
+def bearer(secret: str | None) -> tuple[tuple[str, str], ...]:
+    """Call metadata."""
+    return () if secret is None else (("authorization", f"Bearer {secret}"),)
+
+
+async def price_model(session: AsyncSession, model: str = MODEL) -> None:
+    """Set the tests' prices in USD."""
+    await set_price(
+        session,
+        model=model,
+        input_picos_per_token=INPUT_PICOS,
+        cached_input_picos_per_token=CACHED_PICOS,
+        output_picos_per_token=OUTPUT_PICOS,
+        actor="test",
+    )
+
+
+def wait_for(condition: Callable[[], Value | None], what: str) -> Value:
+    """Wait for something that another process brings about; its value."""
+    deadline = time.monotonic() + PATIENCE_S
+    while (value := condition()) is None or value is False:
+        assert time.monotonic() < deadline, f"waited in vain for {what}"
+        time.sleep(POLL_S)
+    return value
+
+
+async def until(condition: Callable[[], object], what: str) -> None:
+    """The same without holding up the event loop."""
+    async with asyncio.timeout(PATIENCE_S):
+        while not condition():  # noqa: ASYNC110  # what it looks at is in another process
+            await asyncio.sleep(POLL_S)
+
+
+async def refused(call: Awaitable[object]) -> Refusal:
+    """The error that a call must end with."""
+    try:
+        answer = await call
+    except grpc.aio.AioRpcError as error:
+        return Refusal.of(error)
+    raise AssertionError(f"the call was not refused: {answer!r}")
+
+
+def children_of(pid: int) -> list[int]:
+    """Processes whose parent it is."""
+    return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit() and parent_of(entry) == pid]
+
+
+def parent_of(entry: Path) -> int | None:
+    """The parent that a directory of /proc tells; None for a process that is gone or dead."""
+    try:
+        state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
+    except (OSError, ValueError):
+        return None
+    return None if state in "ZX" else int(parent)
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs."""
+    return parent_of(Path("/proc") / str(pid)) is not None
+
+
+def log_events(log: str, name: str) -> list[dict[str, Any]]:
+    """Events of a name in a log of JSON lines."""
+    lines = (json.loads(line) for line in log.splitlines() if line.startswith("{"))
+    return [line for line in lines if line.get("event") == name]
+
+
+@contextlib.contextmanager
+def running(service: Service) -> Iterator[Service]:
+    """A service for the block. What it logged is shown if the block fails."""
+    try:
+        service.start()
+        yield service
+    except BaseException:
+        sys.stdout.write(service.log[-6000:])
+        raise
+    finally:
+        if service.process is not None and service.process.poll() is None:
+            os.kill(service.pid, signal.SIGCONT)
+            service.kill()
