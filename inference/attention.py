@@ -40,12 +40,14 @@ class PrefillSpan:
 
 @dataclass(frozen=True, slots=True)
 class DecodeSpan:
-    """The leading rows of a batch that have one new token each.
+    """Rows of a batch that have one new token each and contexts of similar length, to be computed at once.
 
-    tables: (B, M) block ids, padded with any valid id. mask: (B, M * T), 0 where the row may look, -inf elsewhere.
+    rows: start and end in the batch, B of them. tables: (B, M) block ids, padded with any valid id. mask: (B, M * T), 0 where the
+    row may look, -inf elsewhere.
     """
 
-    row_count: int
+    row_start: int
+    row_end: int
     tables: Tensor
     mask: Tensor
 
@@ -80,7 +82,7 @@ def attend_decode(queries: Tensor, pool: LayerPool, span: DecodeSpan) -> Tensor:
     """
     batch, head_count, head_dim = queries.shape
     kv_head_count = pool.keys.shape[1]
-    grouped = queries.view(batch, kv_head_count, head_count // kv_head_count, head_dim)
+    grouped = queries.reshape(batch, kv_head_count, head_count // kv_head_count, head_dim)
     keys, values = gather(pool.keys, span.tables), gather(pool.values, span.tables)  # (B, H_kv, S, D)
     out = scaled_dot_product_attention(grouped, keys, values, attn_mask=span.mask[:, None, None, :])
     return out.view(batch, head_count, head_dim)

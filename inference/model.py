@@ -29,7 +29,7 @@ class Batch:
     token_ids: Tensor
     positions: Tensor
     pool_rows: Tensor
-    decode: DecodeSpan | None
+    decodes: tuple[DecodeSpan, ...]
     prefills: tuple[PrefillSpan, ...]
     logit_rows: Tensor
 
@@ -66,11 +66,12 @@ class Decoder:
         queries, keys = rotated[:, :head_count], rotated[:, head_count:]
         write(pool, batch.pool_rows, keys, mixed[:, head_count + kv_head_count :])
         attended = torch.empty_like(queries)  # (N, H, D)
-        if batch.decode is not None:
-            rows = batch.decode.row_count
-            attended[:rows] = attend_decode(queries[:rows].contiguous(), pool, batch.decode)
-        for span in batch.prefills:
-            attended[span.row_start : span.row_end] = attend_prefill(queries[span.row_start : span.row_end], pool, span)
+        for decode in batch.decodes:
+            rows = slice(decode.row_start, decode.row_end)
+            attended[rows] = attend_decode(queries[rows], pool, decode)
+        for prefill in batch.prefills:
+            rows = slice(prefill.row_start, prefill.row_end)
+            attended[rows] = attend_prefill(queries[rows], pool, prefill)
         return linear(attended.flatten(1), layer.attention_out.weight, layer.attention_out.bias)
 
     def _mlp(self, hidden: Tensor, layer: LayerWeights) -> Tensor:

@@ -5,6 +5,8 @@ Owns every tensor: the weights and the pools of keys and values. Knows nothing o
 
 from __future__ import annotations
 
+import itertools
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
@@ -53,8 +55,8 @@ class ModelRunner:
         Writes the pools at the chunks' positions and nowhere else. Raises `InvariantViolated` if the model's output is not finite:
         what follows from it would be noise, and is not to be billed.
         """
-        # Rows of one token first: they are computed by one attention for all.
-        chunks = sorted(plan.chunks, key=lambda chunk: chunk.token_count > 1)
+        # Rows of one token first, in order of length: neighbours are computed by one attention.
+        chunks = sorted(plan.chunks, key=_length_class)
         finishing = [chunk for chunk in chunks if chunk.completes]
         logits = self._decoder.forward(self._batch(chunks), self._pools)
         if not finishing:
@@ -86,7 +88,7 @@ class ModelRunner:
             token_ids=torch.tensor(token_ids),
             positions=position_rows,
             pool_rows=row_indices(torch.from_numpy(block_ids), position_rows % KV_BLOCK_TOKENS, self._config.kv_head_count),
-            decode=_decode_span([chunk for chunk in chunks if chunk.token_count == 1], self._dtype),
+            decodes=_decode_spans([chunk for chunk in chunks if chunk.token_count == 1], self._dtype),
             prefills=tuple(prefills),
             logit_rows=torch.tensor(logit_rows, dtype=torch.int64),
         )
@@ -120,10 +122,24 @@ def _prefill_span(row: int, start: int, end: int, block_table: list[int]) -> Pre
     return PrefillSpan(row, row + end - start, start, table, mask)
 
 
-def _decode_span(chunks: list[Chunk], dtype: torch.dtype) -> DecodeSpan | None:
-    """Tables of all rows with one token, padded with block 0, which exists; the mask hides it."""
-    if not chunks:
-        return None
+def _length_class(chunk: Chunk) -> int:
+    """Rows of one class are padded to the longest among them: at most to twice their length. Prefill comes last."""
+    if chunk.token_count > 1:
+        return sys.maxsize
+    return (blocks_for(chunk.sequence.computed_token_count + 1) - 1).bit_length()
+
+
+def _decode_spans(chunks: list[Chunk], dtype: torch.dtype) -> tuple[DecodeSpan, ...]:
+    """One span per class, so that one long context does not make every short one read as much."""
+    spans: list[DecodeSpan] = []
+    for _, group in itertools.groupby(chunks, key=_length_class):
+        row_start = spans[-1].row_end if spans else 0
+        spans.append(_decode_span(row_start, list(group), dtype))
+    return tuple(spans)
+
+
+def _decode_span(row_start: int, chunks: list[Chunk], dtype: torch.dtype) -> DecodeSpan:
+    """Tables of rows with one token, padded with block 0, which exists; the mask hides it."""
     lengths = np.array([chunk.sequence.computed_token_count + 1 for chunk in chunks])
     width = blocks_for(int(lengths.max()))
     tables = np.zeros((len(chunks), width), dtype=np.int64)
@@ -132,4 +148,4 @@ def _decode_span(chunks: list[Chunk], dtype: torch.dtype) -> DecodeSpan | None:
         tables[row, :count] = chunk.sequence.block_table[:count]
     hidden = np.arange(width * KV_BLOCK_TOKENS)[None, :] >= lengths[:, None]
     mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(torch.from_numpy(hidden), float("-inf"))
-    return DecodeSpan(len(chunks), torch.from_numpy(tables), mask)
+    return DecodeSpan(row_start, row_start + len(chunks), torch.from_numpy(tables), mask)

@@ -128,14 +128,15 @@ class TorchEngine:
 
     async def close(self) -> None:
         """See `Engine.close`."""
-        was_healthy = self.healthy()
+        healthy, closing = self.healthy(), self._close_requested.is_set()
         self._set_condition(_CLOSED)  # before the first wait, so that nobody enters any more
         self._close_requested.set()
         self._start_requested.set()
         if not self._serving:
             return
-        if self._host is not None and was_healthy:
+        if self._host is not None and healthy:
             self._host.send(Shutdown())
+        if healthy or closing:  # a second close gives the first one's farewell its time
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._settings.close_timeout_s):
                     await self._served.wait()
@@ -211,6 +212,8 @@ class TorchEngine:
         reason = "the engine process ended"
         try:
             async with open_host() as host:
+                if self._close_requested.is_set():
+                    return  # closed while the process started; nobody would kill it later
                 self._host = host
                 try:
                     await self._load(host)

@@ -248,7 +248,7 @@ async def test_closing_ends_streams_with_their_counts_and_the_child_with_them(ti
         pidfd = os.pidfd_open(engine.host_pid or 0)
         async with engine.generate(make_request(prompt(1), LONG)) as stream:
             await first_tokens(stream, 2)
-            await engine.close()
+            await asyncio.gather(engine.close(), engine.close())
             outcome = await read_all(stream)
         with pytest.raises(EngineUnavailable):
             await run(engine, make_request(prompt(1), 5))
@@ -273,6 +273,12 @@ async def test_closing_does_not_wait_for_loading_nor_need_a_start(tiny: TinyChec
     async with serving(settings_for(tiny), started=False) as engine, asyncio.TaskGroup() as tasks:
         starting = tasks.create_task(expect_unavailable(engine))
         await until(lambda: engine.host_pid is not None)
+        await engine.close()
+        await starting
+    async with serving(settings_for(tiny), started=False) as engine, asyncio.TaskGroup() as tasks:
+        starting = tasks.create_task(expect_unavailable(engine))
+        await until(lambda: engine.condition().state is EngineState.LOADING)
+        assert engine.host_pid is None, "the process is only being started"
         await engine.close()
         await starting
 

@@ -1,0 +1,120 @@
+"""Messages survive the wire unchanged, and anything else is refused."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from inference.engine import (
+    EngineFinishReason,
+    EngineStatistics,
+    EngineTimings,
+    SamplingParams,
+    Scheduled,
+    SequenceEvent,
+    SequenceFinished,
+    TokensGenerated,
+)
+from inference.host_protocol import (
+    LENGTH_PREFIX,
+    MESSAGE_BYTES_MAX,
+    FinishedEvent,
+    ProtocolBroken,
+    RefusedEvent,
+    ScheduledEvent,
+    StartSequence,
+    StepReport,
+    TokensEvent,
+    body_length,
+    decode_to_host,
+    decode_to_parent,
+    encode,
+    receive,
+    request_of,
+    sequence_event,
+    start_message,
+    statistics_list,
+    wire_event,
+)
+from inference.prefix_hint import PrefixHint
+from tests.inference.running import make_request
+
+TIMINGS = EngineTimings(1.5, 2.5, 3.5)
+
+
+def test_a_request_crosses_unchanged_but_for_its_id() -> None:
+    request = make_request(
+        [1, 2, 3],
+        7,
+        sampling=SamplingParams(0.5, 0.9, 40, -(1 << 63)),
+        stop_sequences=("a", "🙂"),
+        stop_token_ids=frozenset({5, 6}),
+        cache_salt="tenant",
+    )
+
+    message = decode_to_host(encode(start_message(9, request))[LENGTH_PREFIX.size :])
+
+    assert isinstance(message, StartSequence)
+    crossed = request_of(message)
+    assert crossed.sequence_id == "9"
+    assert (crossed.prompt_token_ids, crossed.sampling, crossed.stop) == (request.prompt_token_ids, request.sampling, request.stop)
+    assert crossed.cache_salt == "tenant"
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        Scheduled(32),
+        TokensGenerated((1, 2), "ab🙂"),
+        *(SequenceFinished(reason, "rest", 10, 0, 3, TIMINGS) for reason in EngineFinishReason),
+    ],
+)
+def test_an_event_crosses_unchanged(event: SequenceEvent) -> None:
+    statistics = EngineStatistics(*range(1, 12))
+    report = StepReport([wire_event(4, event), RefusedEvent(5, overloaded=True, message="full")], statistics_list(statistics))
+
+    crossed = decode_to_parent(encode(report)[LENGTH_PREFIX.size :])
+
+    assert isinstance(crossed, StepReport)
+    first, second = crossed.events
+    assert isinstance(first, ScheduledEvent | TokensEvent | FinishedEvent)
+    assert (first.number, sequence_event(first)) == (4, event)
+    assert second == RefusedEvent(5, overloaded=True, message="full")
+    assert EngineStatistics(*crossed.statistics) == statistics
+
+
+@pytest.mark.parametrize("body", [b"", b"\xc1", b"\x93\xa5start\x01", b"\x91\xa7unknown"])
+def test_what_is_no_message_is_refused(body: bytes) -> None:
+    with pytest.raises(ProtocolBroken):
+        decode_to_host(body)
+    with pytest.raises(ProtocolBroken):
+        decode_to_parent(body)
+
+
+def test_a_length_beyond_the_limit_is_refused_before_anything_is_read() -> None:
+    with pytest.raises(ProtocolBroken, match="exceeds"):
+        body_length(LENGTH_PREFIX.pack(MESSAGE_BYTES_MAX + 1))
+
+
+def test_the_end_of_the_stream_inside_a_message_is_the_end() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.sendall(LENGTH_PREFIX.pack(3) + b"abc" + LENGTH_PREFIX.pack(10) + b"abc")
+        theirs.close()
+
+        assert receive(ours) == b"abc"
+        assert receive(ours) is None
+
+
+def test_the_hint_knows_what_was_noted_and_forgets_the_oldest() -> None:
+    hint = PrefixHint(block_count_max=4)
+    hint.note(range(64), "a")
+
+    assert hint.predict(range(64), "a") == 48, "the last token is always computed"
+    assert hint.predict([*range(40), 99, *range(50)], "a") == 32
+    assert hint.predict(range(64), "b") == 0
+    hint.note(range(100, 132), "a")
+    assert hint.predict(range(64), "a") == 32, "the tail is forgotten before the head"
+    hint.clear()
+    assert hint.predict(range(64), "a") == 0
