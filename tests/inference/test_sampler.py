@@ -49,6 +49,15 @@ def test_frequencies_follow_the_softmax(params: SamplingParams, keep: int) -> No
     assert chi_square(frequencies(logits, params), exact / exact.sum()) < 31.3
 
 
+def test_the_chi_square_sees_a_wrong_temperature() -> None:
+    """A planted fault: one part in ten is enough."""
+    logits = torch.randn(12, generator=torch.Generator().manual_seed(1))
+
+    drawn = frequencies(logits, SamplingParams(temperature=0.9))
+
+    assert chi_square(drawn, logits.double().softmax(-1)) > 31.3
+
+
 def test_top_p_keeps_the_fewest_tokens_that_reach_p() -> None:
     logits = torch.tensor([0.4, 0.3, 0.2, 0.1]).log()
 

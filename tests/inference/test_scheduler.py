@@ -10,7 +10,7 @@ import pytest
 from inference.detokenizer import Detokenizer
 from inference.engine import EngineFinishReason, GenerationRequest
 from inference.errors import InvariantViolated
-from inference.kv_cache import KV_BLOCK_TOKENS, BlockPool
+from inference.kv_cache import KV_BLOCK_TOKENS, BlockKey, BlockPool, CachedBlock
 from inference.limits import EngineLimits, request_fault
 from inference.scheduler import Scheduler, StepPlan
 from inference.sequence import Sequence
@@ -254,6 +254,27 @@ def test_the_step_check_sees_a_table_that_lost_a_block() -> None:
 
     with pytest.raises(InvariantViolated, match="3 readers, but tables have 2"):
         engine.scheduler.check_conservation()
+
+
+@pytest.mark.parametrize("trusted", ["tokens and predecessor", "salt"])
+def test_the_model_sees_a_cache_that_trusts_its_hash(monkeypatch: pytest.MonkeyPatch, trusted: str) -> None:
+    """A planted fault: `match` believes the hash, or tokens without their salt, where prompts of two tenants collide."""
+
+    def careless_find(pool: BlockPool, key: BlockKey, parent: CachedBlock | None, cache_salt: str) -> CachedBlock | None:
+        content = pool._index.get(key.key)
+        if content is None or (trusted == "salt" and content.token_ids != key.token_ids):
+            return None
+        return content
+
+    monkeypatch.setattr(BlockPool, "_find", careless_find)
+    engine = ModelledEngine(64, EngineLimits(256), hash_block=lambda parent, tokens: 1)
+    engine.add(0, make_request([1] * 40, 5, cache_salt="tenant a"))
+    while engine.sequences:
+        engine.step()
+    engine.add(1, make_request([1] * 40 if trusted == "salt" else [2] * 40, 5, cache_salt="tenant b"))
+
+    with pytest.raises(AssertionError, match="another tenant"):
+        engine.step()
 
 
 def test_the_model_sees_foreign_kv() -> None:
