@@ -52,13 +52,21 @@ class ClientStream:
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._read(requests), name="stream reader")
-                tasks.create_task(self._outbox.write_all(context.write), name="stream writer")
+                tasks.create_task(self._write(context, granted_s), name="stream writer")
         except asyncio.CancelledError:
             # gRPC cancels the handler both when the client goes away and when its deadline passes.
-            self._stop_all(Outcome.DEADLINE if deadline_passed(granted_s, remaining_s(context)) else Outcome.CANCELLED)
+            self._stop_all(outcome_of_leaving(granted_s, remaining_s(context)))
             raise
         finally:
             self._stop_all(Outcome.CANCELLED)
+            self._outbox.abandon()
+
+    async def _write(self, context: Context, granted_s: float | None) -> None:
+        try:
+            await self._outbox.write_all(context.write)
+        except grpc.aio.InternalError:
+            # The client went away in the middle of a write; that the call is cancelled will be the next thing we hear.
+            self._stop_all(outcome_of_leaving(granted_s, remaining_s(context)))
             self._outbox.abandon()
 
     async def _read(self, requests: AsyncIterator[pb.GenerateRequest]) -> None:
@@ -136,9 +144,11 @@ def remaining_s(context: Context) -> float | None:
     return float(remaining) if isinstance(remaining, int | float) else None
 
 
-def deadline_passed(granted_s: float | None, left_s: float | None) -> bool:
-    """Whether a call that was granted so much time and is gone with so much of it left has met its deadline.
+def outcome_of_leaving(granted_s: float | None, left_s: float | None) -> Outcome:
+    """How a call ended that was granted so much time and is gone with so much of it left.
 
     Mostly it is the client that looks at the clock, and its hanging up arrives a little before our own deadline.
     """
-    return granted_s is not None and left_s is not None and left_s <= DEADLINE_SLACK_S + DEADLINE_ROUNDING * granted_s
+    if granted_s is None or left_s is None or left_s > DEADLINE_SLACK_S + DEADLINE_ROUNDING * granted_s:
+        return Outcome.CANCELLED
+    return Outcome.DEADLINE
