@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 
 import grpc
 import psycopg
+import pytest
 from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health_pb2
@@ -33,7 +34,10 @@ from weir.v1 import inference_service_pb2_grpc as pb_grpc
 from weir.v1 import types_pb2
 from weir_client import AsyncClient
 
+import api.__main__ as api_main
+from api.admission import Capacity
 from api.endpoint import forget_endpoint, read_endpoint
+from api.live import Process
 from api.settings import Settings
 from inference.tokenizer import Tokenizer
 from metering.db import create_engine, create_sessions, psycopg_conninfo
@@ -328,10 +332,7 @@ class Stream:
         """Take frames until the stream ends."""
         try:
             async for message in self.call:
-                self.messages.append(message)
-                for frame in message.frames:
-                    self.frames[frame.request_id].append(frame)
-                self._wake()
+                self.take(message)
         except grpc.aio.AioRpcError as error:
             self.error = error
         except asyncio.CancelledError:
@@ -340,6 +341,13 @@ class Stream:
         finally:
             self.over = True
             self._wake()
+
+    def take(self, message: pb.GenerateResponse) -> None:
+        """One message that has arrived."""
+        self.messages.append(message)
+        for frame in message.frames:
+            self.frames[frame.request_id].append(frame)
+        self._wake()
 
     def _wake(self) -> None:
         self._changed.set()
@@ -599,3 +607,67 @@ def running(service: Service) -> Iterator[Service]:
         if service.process is not None and service.process.poll() is None:
             os.kill(service.pid, signal.SIGCONT)
             service.kill()
+
+
+class Inside:
+    """A service that runs in this process, and what is in it."""
+
+    def __init__(self, service: Service, process: Process) -> None:
+        self.service = service
+        self.process = process
+        [self.engine] = process.router.engines()
+
+    @property
+    def capacity(self) -> Capacity:
+        """Permits."""
+        return self.process.admission.capacity
+
+    def left_over(self) -> dict[str, int]:
+        """What requests that have ended must have given back, by name; empty when nothing is left."""
+        statistics = self.engine.statistics()
+        counts = {
+            "permits": self.capacity.taken_count,
+            "live holds": self.process.admission.holds.statistics().live_hold_count,
+            "sequences": statistics.running_sequence_count + statistics.waiting_sequence_count,
+            "KV blocks": statistics.kv_block_count_held,
+            "request tasks": sum(task.get_name().startswith("request ") for task in asyncio.all_tasks()),
+            "held holds": self.service.books.held_hold_count(),
+        }
+        return {name: count for name, count in counts.items() if count}
+
+    async def check_empty(self) -> None:
+        """Wait until nothing runs, and check that nothing is left of it."""
+        async with asyncio.timeout(PATIENCE_S):
+            await self.capacity.idle()
+        await until(lambda: not self.left_over(), "what is left to go")
+
+
+@contextlib.asynccontextmanager
+async def run_inside(service: Service, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Inside]:
+    """The service's own `serve` as a task of this event loop, drained at the end of the block."""
+    found: list[Process] = []
+    stops: list[asyncio.Event] = []
+
+    class Seen(Process):
+        def __init__(self, *parts: Any) -> None:
+            super().__init__(*parts)
+            found.append(self)
+
+    @contextlib.contextmanager
+    def stop_signals(stopping: asyncio.Event) -> Iterator[None]:
+        stops.append(stopping)
+        yield
+
+    monkeypatch.setattr(api_main, "Process", Seen)
+    monkeypatch.setattr(api_main, "stop_signals", stop_signals)
+    async with asyncio.TaskGroup() as tasks:
+        serving = tasks.create_task(api_main.serve(service.settings))
+        await until(lambda: found and stops and read_endpoint(service.home), "the server to listen")
+        service.address = str(read_endpoint(service.home))
+        inside = Inside(service, found[0])
+        await inside.engine.start()
+        try:
+            yield inside
+        finally:
+            stops[0].set()
+            await serving

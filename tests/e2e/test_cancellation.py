@@ -1,0 +1,384 @@
+"""Requests that do not run to their end: whoever ends them, and at whatever moment, what was delivered is what is billed, and
+everything that the request held is given back. Here the server runs in this process, so that a test can look inside.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import grpc
+import pytest
+import pytest_asyncio
+from weir.v1 import inference_service_pb2 as pb
+from weir.v1 import inference_service_pb2_grpc as pb_grpc
+from weir.v1 import types_pb2
+
+from metering.models import QuotaDimension
+from tests.conftest import new_database
+from tests.service import (
+    PLAIN_IDS,
+    SMALL_WINDOWS,
+    Inside,
+    Service,
+    Stream,
+    Tenant,
+    bearer,
+    cancel,
+    run_inside,
+    start,
+    until,
+)
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+STALL_MAX_S = 1.0
+OUTBOX_TOKENS = 400
+PERMITS = 220
+SLICE_TOKENS = 24
+RUNNING_MAX = 64  # sequences that the engine runs at once; the rest waits
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def inside(
+    tmp_path_factory: pytest.TempPathFactory, model: Path, postgres_server: str, template_database: str
+) -> AsyncIterator[Inside]:
+    """A server with small slices, outboxes and patience."""
+    with new_database(postgres_server, template=template_database) as url, pytest.MonkeyPatch.context() as monkeypatch:
+        service = Service(
+            tmp_path_factory.mktemp("inside"),
+            url,
+            model,
+            client_stall_max_s=STALL_MAX_S,
+            outbox_tokens_per_request_max=OUTBOX_TOKENS,
+            requests_per_process_max=PERMITS,
+            lease_slice_tokens=SLICE_TOKENS,
+            lease_margin_tokens=8,
+            progress_interval_s=0.05,
+        )
+        async with run_inside(service, monkeypatch) as inside:
+            yield inside
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def service(inside: Inside) -> AsyncIterator[Service]:
+    """The service; each test leaves it empty."""
+    yield inside.service
+    await inside.check_empty()
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def tenant(service: Service) -> Tenant:
+    """With a limit that counts tokens and one that counts requests, so that a leak shows."""
+    return await service.tenant({QuotaDimension.TOKENS_PER_MONTH: 10**9, QuotaDimension.CONCURRENT_REQUESTS: 10_000})
+
+
+async def check_settled(service: Service, tenant: Tenant, stream: Stream, request_id: str, outcome: str) -> None:
+    """The event, the client and the last frame agree to the token."""
+    finished = await stream.finished(request_id)
+    event = service.books.event(tenant, request_id)
+    assert event["outcome"] == outcome
+    assert event["delivered_token_count"] == finished.usage.delivered_token_count == len(stream.token_ids(request_id))
+    assert event["generated_token_count"] >= event["delivered_token_count"]
+    assert event["billed_token_count"] == event["delivered_token_count"]
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 5, 8, 15, 16, 17, 23, 24, 25, 47, 48, 49, 96, 200])
+async def test_a_cancel_at_token_k_settles_what_was_delivered(inside: Inside, service: Service, tenant: Tenant, k: int) -> None:
+    """Around the ends of leased slices too; and when the client is told, the KV blocks are free."""
+    async with service.stream(tenant.secret) as stream:
+        request_id = await stream.begin(max_output_tokens=3000)
+        await stream.received(request_id, k)
+        await stream.cancel(request_id)
+        finished = await stream.finished(request_id)
+
+        assert finished.reason == types_pb2.FINISH_REASON_CANCELLED
+        assert inside.engine.statistics().kv_block_count_held == 0
+        assert inside.engine.statistics().running_sequence_count == 0
+    assert len(stream.token_ids(request_id)) >= k
+    await check_settled(service, tenant, stream, request_id, "cancelled")
+
+
+async def test_nothing_follows_the_last_frame_of_a_cancelled_request(service: Service, tenant: Tenant) -> None:
+    async with service.stream(tenant.secret) as stream:
+        request_id = await stream.begin(max_output_tokens=3000)
+        await stream.received(request_id, 1)
+        await stream.cancel(request_id, request_id, request_id)
+        await stream.finished(request_id)
+        other = await stream.begin()
+        await stream.finished(other)
+
+    assert stream.frames[request_id][-1].WhichOneof("kind") == "finished"
+    assert len(stream.ends(request_id)) == 1
+
+
+async def test_a_cancel_in_the_message_of_the_start_ends_the_request(service: Service, tenant: Tenant) -> None:
+    """Nothing has begun yet, and still exactly one end comes, and the stream can be closed."""
+    frame = start()
+    async with service.stream(tenant.secret) as stream:
+        await stream.send(frame, cancel(frame.request_id))
+        refusal = await stream.failed(frame.request_id)
+        await stream.half_close()
+        assert await stream.closed() is grpc.StatusCode.OK
+
+    assert (refusal.code, refusal.reason) == (grpc.StatusCode.CANCELLED, "CANCELLED")
+    assert service.books.events(tenant) == []
+    assert service.books.counters(tenant) == {}
+
+
+async def test_a_cancel_at_any_moment_before_the_first_token_bills_no_output(service: Service, tenant: Tenant) -> None:
+    """The moments between arrival, tokenizing, admission and the engine are swept by how long the client waits to cancel."""
+    async with service.stream(tenant.secret) as stream:
+        for wait_ms in (0, 0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 15, 20, 30):
+            prompt = random.Random(wait_ms).choices(PLAIN_IDS, k=3000)
+            request_id = await stream.begin(prompt=prompt, max_output_tokens=500)
+            await asyncio.sleep(wait_ms / 1000)
+            await stream.cancel(request_id)
+            end = await stream.end(request_id)
+
+            received = len(stream.token_ids(request_id))
+            events = [event for event in service.books.events(tenant) if str(event["request_id"]) == request_id]
+            assert sum(event["delivered_token_count"] for event in events) == received
+            if end.WhichOneof("kind") == "failed":
+                assert events == []
+                assert end.failed.status.code == grpc.StatusCode.CANCELLED.value[0]
+            elif not end.finished.usage.input_token_count:
+                assert events == [], "the engine had not begun"
+    await service.no_hold_left(tenant)
+
+
+async def test_a_cancel_in_the_queue_of_the_engine_bills_nothing(inside: Inside, service: Service, tenant: Tenant) -> None:
+    async with service.stream(tenant.secret) as stream:
+        crowd = [start(max_output_tokens=1500) for _ in range(RUNNING_MAX)]
+        await stream.send(*crowd)
+        for frame in crowd:
+            await stream.received(frame.request_id, 1)
+        waiting = [start(max_output_tokens=50) for _ in range(5)]
+        await stream.send(*waiting)
+        for frame in waiting:
+            progress = await stream.first(frame.request_id, "progress")
+            assert progress.stage == pb.ProgressFrame.STAGE_QUEUED
+
+        await stream.cancel(*(frame.request_id for frame in waiting))
+        for frame in waiting:
+            finished = await stream.finished(frame.request_id)
+            assert finished.reason == types_pb2.FINISH_REASON_CANCELLED
+            assert finished.usage == types_pb2.Usage()
+            assert finished.cost.picos == finished.cost.units == 0
+        await stream.cancel(*(frame.request_id for frame in crowd))
+        for frame in crowd:
+            await stream.finished(frame.request_id)
+
+    billed = {str(event["request_id"]) for event in service.books.events(tenant)}
+    assert billed == {frame.request_id for frame in crowd}
+    assert service.books.holds(tenant) == {"settled": RUNNING_MAX, "voided": 5}
+
+
+async def test_a_voided_request_may_come_again(service: Service, tenant: Tenant) -> None:
+    frame = start()
+    async with service.stream(tenant.secret) as stream:
+        await stream.send(frame, cancel(frame.request_id))
+        await stream.end(frame.request_id)
+        stream.frames.clear()
+        await stream.send(frame)
+
+        assert (await stream.finished(frame.request_id)).usage.delivered_token_count == 20
+
+
+@pytest.mark.parametrize("token_count", [0, 1, 40])
+async def test_a_client_that_hangs_up_is_settled_with_what_it_got(
+    inside: Inside, service: Service, tenant: Tenant, token_count: int
+) -> None:
+    async with service.stream(tenant.secret) as stream:
+        starts = [start(max_output_tokens=3000) for _ in range(5)]
+        await stream.send(*starts)
+        for frame in starts:
+            await stream.received(frame.request_id, token_count)
+        stream.call.cancel()
+        await stream.closed()
+    await inside.check_empty()
+
+    delivered = service.books.delivered(tenant)
+    for frame in starts:
+        assert delivered.get(frame.request_id, 0) >= len(stream.token_ids(frame.request_id))
+    assert {event["outcome"] for event in service.books.events(tenant)} <= {"cancelled"}
+    assert service.books.counters(tenant).get("concurrent_requests", (0, 0)) == (0, 0)
+
+
+async def test_a_connection_that_is_closed_ends_its_streams(inside: Inside, service: Service, tenant: Tenant) -> None:
+    async with asyncio.TaskGroup() as tasks, service.channel() as channel:
+        stub = pb_grpc.InferenceServiceStub(channel)
+        streams = [Stream(stub.Generate(metadata=bearer(tenant.secret))) for _ in range(3)]
+        for stream in streams:
+            tasks.create_task(stream.read_all())
+        ids = [await stream.begin(max_output_tokens=3000) for stream in streams]
+        for stream, request_id in zip(streams, ids, strict=True):
+            await stream.received(request_id, 2)
+    await inside.check_empty()
+
+    delivered = service.books.delivered(tenant)
+    for stream, request_id in zip(streams, ids, strict=True):
+        assert delivered[request_id] >= len(stream.token_ids(request_id))
+
+
+CLIENT = """
+import sys, grpc
+from weir.v1 import inference_service_pb2 as pb, inference_service_pb2_grpc as stubs
+start = pb.ClientFrame.FromString(bytes.fromhex(sys.argv[3]))
+with grpc.insecure_channel(sys.argv[1]) as channel:
+    def requests():
+        yield pb.GenerateRequest(frames=[start])
+        import threading; threading.Event().wait()
+    for message in stubs.InferenceServiceStub(channel).Generate(requests(), metadata=[("authorization", "Bearer " + sys.argv[2])]):
+        for frame in message.frames:
+            for token_id in frame.delta.token_ids:
+                print(token_id, flush=True)
+"""
+
+
+async def test_a_client_process_that_is_killed_ends_its_request(inside: Inside, service: Service, tenant: Tenant) -> None:
+    frame = start(max_output_tokens=3900)
+    arguments = (service.address, tenant.secret, frame.SerializeToString().hex())
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", CLIENT, *arguments, stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    received = 0
+    while received < 20 and await process.stdout.readline():
+        received += 1
+    process.send_signal(signal.SIGKILL)
+    received += len((await process.stdout.read()).split())
+    await process.wait()
+    await inside.check_empty()
+
+    event = service.books.event(tenant, frame.request_id)
+    assert event["outcome"] == "cancelled"
+    assert 3900 > event["delivered_token_count"] >= received >= 20
+
+
+async def test_a_half_closed_stream_lets_its_requests_finish(service: Service, tenant: Tenant) -> None:
+    async with service.stream(tenant.secret) as stream:
+        starts = [start(max_output_tokens=30 + n) for n in range(5)]
+        await stream.send(*starts)
+        await stream.half_close()
+        assert await stream.closed() is grpc.StatusCode.OK
+
+    for frame in starts:
+        assert len(stream.token_ids(frame.request_id)) == frame.start.max_output_tokens
+        assert len(stream.ends(frame.request_id)) == 1
+
+
+async def test_a_stream_without_requests_ends_with_its_half_close(service: Service, tenant: Tenant) -> None:
+    async with service.stream(tenant.secret) as stream:
+        await stream.half_close()
+        assert await stream.closed() is grpc.StatusCode.OK
+
+
+async def test_a_deadline_ends_its_requests_as_such(inside: Inside, service: Service, tenant: Tenant) -> None:
+    async with service.stream(tenant.secret, timeout=1.0) as stream:
+        starts = [start(max_output_tokens=3900) for _ in range(8)]
+        await stream.send(*starts)
+        assert await stream.closed() is grpc.StatusCode.DEADLINE_EXCEEDED
+    await inside.check_empty()
+
+    events = {str(event["request_id"]): event for event in service.books.events(tenant)}
+    for frame in starts:
+        assert events[frame.request_id]["outcome"] == "deadline"
+        assert events[frame.request_id]["delivered_token_count"] >= len(stream.token_ids(frame.request_id)) > 0
+
+
+async def test_a_storm_of_cancels_leaves_nothing(inside: Inside, service: Service, tenant: Tenant) -> None:
+    """Two hundred requests, cancelled in another order while more come (Triton segfaulted, TensorRT-LLM stopped answering)."""
+    rng = random.Random(11)
+    async with service.stream(tenant.secret) as stream:
+        starts = [start(prompt=rng.choices(PLAIN_IDS, k=rng.randrange(5, 60)), max_output_tokens=2000) for _ in range(200)]
+        order = [frame.request_id for frame in rng.sample(starts, len(starts))]
+        for index in range(0, 200, 20):
+            await stream.send(*starts[index : index + 20])
+            await stream.cancel(*rng.sample(order, 30))
+        await stream.cancel(*order)
+        for frame in starts:
+            await stream.end(frame.request_id)
+        assert (await stream.finished(await stream.begin())).usage.delivered_token_count == 20
+    await inside.check_empty()
+
+    delivered = service.books.delivered(tenant)
+    for frame in starts:
+        ends = [end for end in stream.ends(frame.request_id) if end.failed.status.code != grpc.StatusCode.NOT_FOUND.value[0]]
+        assert len(ends) == 1
+        assert delivered.get(frame.request_id, 0) == len(stream.token_ids(frame.request_id))
+    assert service.books.counters(tenant)["concurrent_requests"] == (0, 0)
+    used, held = service.books.counters(tenant)["tokens_per_month"]
+    events = service.books.events(tenant)
+    assert (used, held) == (sum(e["input_token_count"] + e["delivered_token_count"] for e in events), 0)
+
+
+async def test_a_client_that_does_not_read_is_given_up_and_delays_nobody(inside: Inside, service: Service, tenant: Tenant) -> None:
+    async with (
+        service.stream(tenant.secret, reading=False, options=SMALL_WINDOWS) as deaf,
+        service.stream(tenant.secret) as other,
+    ):
+        starts = [start(max_output_tokens=1500) for _ in range(6)]
+        await deaf.send(*starts)
+        beside = await other.begin(max_output_tokens=300)
+        assert len(other.token_ids(beside)) < 300
+        finished = await other.finished(beside)
+        assert finished.reason == types_pb2.FINISH_REASON_LENGTH
+        await until(lambda: len(service.books.events(tenant)) == 7, "the deaf client's requests to be settled")
+        assert inside.engine.statistics().kv_block_count_held == 0
+
+        async with asyncio.TaskGroup() as tasks:  # at last it reads
+            tasks.create_task(deaf.read_all())
+            for frame in starts:
+                assert (await deaf.finished(frame.request_id)).reason == types_pb2.FINISH_REASON_SLOW_CONSUMER
+                await check_settled(service, tenant, deaf, frame.request_id, "slow_consumer")
+            again = await deaf.begin()
+            await deaf.finished(again)
+            await deaf.half_close()
+
+
+async def test_a_client_that_reads_slowly_gets_everything(service: Service, tenant: Tenant) -> None:
+    """Slower than the engine and longer than the patience with one that does not read at all."""
+    async with service.stream(tenant.secret, reading=False, options=SMALL_WINDOWS) as slow:
+        frames = [start(max_output_tokens=OUTBOX_TOKENS - 50) for _ in range(12)]
+        await slow.send(*frames)
+        await slow.half_close()
+        for _ in range(8):
+            slow.take(await slow.call.read())
+            await asyncio.sleep(STALL_MAX_S / 3)
+        while message := await slow.call.read():
+            slow.take(message)
+
+    ends = [await slow.finished(frame.request_id) for frame in frames]
+    assert {end.reason for end in ends} == {types_pb2.FINISH_REASON_LENGTH}
+    assert all(len(slow.token_ids(frame.request_id)) == OUTBOX_TOKENS - 50 for frame in frames)
+
+
+async def test_a_full_server_refuses_with_a_hint_and_serves_again(inside: Inside, service: Service, tenant: Tenant) -> None:
+    async with service.stream(tenant.secret) as stream:
+        crowd = [start(max_output_tokens=3000) for _ in range(PERMITS)]
+        await stream.send(*crowd)
+        await until(lambda: inside.capacity.taken_count == PERMITS, "all permits to be taken")
+
+        refusal = await stream.failed(await stream.begin())
+
+        assert (refusal.code, refusal.reason) == (grpc.StatusCode.UNAVAILABLE, "OVERLOADED")
+        assert refusal.retry_after_s is not None
+        await stream.cancel(*(frame.request_id for frame in crowd))
+        for frame in crowd:
+            await stream.end(frame.request_id)
+        assert (await stream.finished(await stream.begin())).usage.delivered_token_count == 20
+
+
+async def test_a_long_answer_is_leased_slice_by_slice(inside: Inside, service: Service, tenant: Tenant) -> None:
+    async with service.stream(tenant.secret) as stream:
+        request_id = await stream.begin(max_output_tokens=1000)
+        await stream.received(request_id, 500)
+        _, held = service.books.counters(tenant)["tokens_per_month"]
+        assert held < 10 + 3 * SLICE_TOKENS, "never far more than the slice that is being used"
+        await stream.finished(request_id)
+
+    assert service.books.counters(tenant) == {"tokens_per_month": (1010, 0), "concurrent_requests": (0, 0)}
