@@ -35,9 +35,9 @@ class Waiting(Generic[Op, Result]):
     future: asyncio.Future[Result] | None
 
     @property
-    def deserted(self) -> bool:
-        """Whether nobody waits any more."""
-        return self.future is None or self.future.cancelled()
+    def cancelled(self) -> bool:
+        """Whether somebody waited and does not any more."""
+        return self.future is not None and self.future.cancelled()
 
 
 class GroupCommit(Generic[Op, Result]):
@@ -150,7 +150,7 @@ class GroupCommit(Generic[Op, Result]):
         batch: list[Waiting[Op, Result]] = []
         while self._queue and len(batch) < self._batch_size_max:
             waiting = self._queue.popleft()
-            if not (waiting.deserted and self._droppable(waiting.op)):
+            if not (waiting.cancelled and self._droppable(waiting.op)):
                 batch.append(waiting)
         if not self._queue:
             self._arrived.clear()

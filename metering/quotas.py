@@ -140,12 +140,13 @@ class Claim:
             case QuotaDimension.CONCURRENT_REQUESTS:
                 return 1
             case QuotaDimension.COST_PICOS_PER_MONTH:
-                # The dearer of all or nothing cached until the end: whatever the cache does can only make it cheaper.
-                dearest = max(
+                if self.posted_token_count:  # the input among it; only output is still to come
+                    return self.held(QuotaDimension.TOKENS_PER_MONTH) * self.prices.output_picos_per_token
+                # The dearer of all or nothing cached: whatever the cache does can only make it cheaper.
+                return max(
                     self.prices.cost_picos(self.input_token_count, cached, self.leased_token_count)
                     for cached in (0, self.input_token_count)
                 )
-                return dearest - self.posted_cost_picos
             case _:
                 return 0  # a request counts as used from its admission on
 

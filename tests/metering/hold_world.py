@@ -60,6 +60,7 @@ class HoldWorld:
         if now is not None:
             name = sql.Identifier(str(self.one("SELECT current_database()")))
             self._connection.execute(sql.SQL(CLOCK).format(sql.Literal(now), name))
+            self._connection.execute("SET search_path = clock, public, pg_catalog")
         self.price_version = self.set_price()
 
     def __enter__(self) -> HoldWorld:

@@ -114,7 +114,9 @@ def held_by(row: Row) -> int:
     if dimension in TOKENS:
         return int(row["input_token_count"] + row["leased_token_count"] - row["posted_token_count"])
     sent, leased = row["input_token_count"], row["leased_token_count"]
-    return max(cost(row, sent, 0, leased), cost(row, sent, sent, leased)) - int(row["posted_cost_picos"])
+    if row["posted_token_count"]:
+        return int((sent + leased - row["posted_token_count"]) * row["output_price"])
+    return max(cost(row, sent, 0, leased), cost(row, sent, sent, leased))
 
 
 def used_by(row: Row) -> tuple[int, int]:
@@ -192,7 +194,7 @@ def wrong_holds(holds: list[Row]) -> Iterator[str]:
         if state in ("held", "voided") and parts:
             yield f"{name} has a usage event"
         if state == "settled" and (len(parts) != 1 or row["event_delivered"] != row["delivered_token_count"]):
-            yield f"{name}: {len(parts)} usage events with {row['event_delivered']} tokens, delivered {row['delivered_token_count']}"
+            yield f"{name}: {len(parts)} usage events with {row['event_delivered']} tokens of {row['delivered_token_count']}"
         if state == "expired" and not row["delivered_token_count"] <= row["event_delivered"] <= row["leased_token_count"]:
             yield f"{name}: usage events with {row['event_delivered']} tokens, known to be delivered {row['delivered_token_count']}"
         if state == "expired" and len(parts) > 1 and not row["delivered_token_count"]:

@@ -1,0 +1,190 @@
+"""Scenarios of holds as text tables: one row per act, the expected answer in the last column.
+
+    clock 2026-11-20 12:00:30              ok
+    quota alice tokens_per_minute 100      ok
+    admit alice r1 10+20                   leased 20
+    extend r1 15 20                        leased 40
+    settle r1 25                           used 10+25 cost 205
+    counter alice tokens_per_minute        35/0
+
+`admit` takes input + first slice and, if it is given, the least slice (`10+20>5`); `extend` takes what is delivered and what is
+wanted, `settle` what is delivered, each with `~n` cached input tokens if some were. `counter` tells used/held of each window, the
+oldest first. Every act is a batch of its own, acts joined by `&` are one. After each row all invariants are checked.
+"""
+
+from __future__ import annotations
+
+import re
+import uuid
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import assert_never
+
+from metering.errors import MeteringError, QuotaExceeded, RequestSettled
+from metering.models import QuotaDimension
+from metering.operations import (
+    Admit,
+    Admitted,
+    Ended,
+    Expire,
+    Extend,
+    Extended,
+    HoldAnswer,
+    HoldOperation,
+    Outcome,
+    Payer,
+    Renew,
+    Settle,
+    Settled,
+    Void,
+)
+from tests.metering.hold_world import MODEL, HoldWorld
+from tests.metering.invariants import check_invariants
+
+
+@dataclass(slots=True)
+class Request:
+    """A request of the scenario: its latest hold."""
+
+    op: Admit
+    owner_id: uuid.UUID
+
+
+@dataclass(slots=True)
+class Scenario:
+    """What the names of a table stand for."""
+
+    world: HoldWorld
+    payers: dict[str, Payer] = field(default_factory=dict)
+    requests: dict[str, Request] = field(default_factory=dict)
+    owners: dict[str, uuid.UUID] = field(default_factory=dict)
+    quotas: dict[tuple[str, str], uuid.UUID] = field(default_factory=dict)
+    owner: str = "server"
+
+    def payer(self, name: str) -> Payer:
+        """A tenant, made when it is first named."""
+        if name not in self.payers:
+            self.payers[name] = self.world.tenant(name)
+        return self.payers[name]
+
+    @property
+    def owner_id(self) -> uuid.UUID:
+        """The process that acts now."""
+        return self.owners.setdefault(self.owner, uuid.uuid4())
+
+    async def act(self, words: list[str]) -> str:
+        """Do one row; its answer."""
+        match words:
+            case ["clock", day, time]:
+                self.world.set_time(datetime.fromisoformat(f"{day}T{time}").replace(tzinfo=UTC))
+                return "ok"
+            case ["owner", name]:
+                self.owner = name
+                return "ok"
+            case ["quota", name, dimension, limit]:
+                quota_id = self.world.quota(self.payer(name), QuotaDimension(dimension), int(limit))
+                self.quotas[name, dimension] = quota_id
+                return "ok"
+            case ["limit", name, dimension, limit]:
+                self.world.execute("UPDATE quotas SET limit_value = %s WHERE id = %s", int(limit), self.quotas[name, dimension])
+                return "ok"
+            case ["drop", name, dimension]:
+                self.world.execute("UPDATE quotas SET deleted_at = now() WHERE id = %s", self.quotas[name, dimension])
+                return "ok"
+            case ["counter", name, dimension]:
+                return " ".join(f"{used}/{held}" for used, held in self.world.counters(self.quotas[name, dimension])) or "none"
+            case ["state", request]:
+                hold_id = self.requests[request].op.hold_id
+                return str(self.world.one("SELECT state FROM holds WHERE id = %s", hold_id))
+            case ["events", request]:
+                hold_id = self.requests[request].op.hold_id
+                query = "SELECT input_token_count, delivered_token_count FROM usage_events WHERE hold_id = %s ORDER BY part"
+                return " ".join(f"{sent}+{delivered}" for sent, delivered in self.world.rows(query, hold_id)) or "none"
+            case _:
+                operations = [self.operation(part.split()) for part in " ".join(words).split(" & ")]
+                answers = await self.world.run(*operations, owner_id=self.owner_id)
+                return " & ".join(map(told, answers))
+
+    def operation(self, words: list[str]) -> HoldOperation:
+        """The operation of one act."""
+        match words:
+            case ["admit", name, request, amount, *payload]:
+                sent, wanted, least = numbers(r"(\d+)\+(\d+)(?:>(\d+))?", amount)
+                known = self.requests.get(request)
+                op = Admit(
+                    hold_id=uuid.uuid4(),
+                    payer=self.payer(name),
+                    request_id=known.op.request_id if known else uuid.uuid4(),
+                    payload_hash=" ".join(payload).encode().ljust(32, b"."),
+                    model=MODEL,
+                    input_token_count=sent,
+                    first_slice_token_count=wanted,
+                    least_slice_token_count=least or 1,
+                )
+                if known is None or self.world.one(
+                    "SELECT count(*) FROM holds WHERE id = %s AND state = 'voided'", known.op.hold_id
+                ):
+                    self.requests[request] = Request(op, self.owner_id)
+                return op
+            case ["extend", request, amount, wanted]:
+                delivered, cached = numbers(r"(\d+)(?:~(\d+))?", amount)
+                return Extend(self.requests[request].op.hold_id, delivered, cached, int(wanted))
+            case ["settle", request, amount, *recovered]:
+                delivered, cached = numbers(r"(\d+)(?:~(\d+))?", amount)
+                op = self.requests[request].op
+                return Settle(
+                    op.hold_id, op.input_token_count, cached, delivered, delivered, Outcome.STOP, recovered=bool(recovered)
+                )
+            case ["void", request]:
+                return Void(self.requests[request].op.hold_id)
+            case ["expire", request]:
+                return Expire(self.requests[request].op.hold_id)
+            case ["renew", owner, *requests]:
+                return Renew(self.owners[owner], frozenset(self.requests[request].op.hold_id for request in requests))
+            case _:
+                raise AssertionError(f"no such act: {words}")
+
+
+def numbers(form: str, text: str) -> tuple[int, ...]:
+    """The groups of a form; 0 for those that are not there."""
+    match = re.fullmatch(form, text)
+    assert match is not None, text
+    return tuple(int(group or 0) for group in match.groups())
+
+
+def told(answer: HoldAnswer | Exception) -> str:
+    """An answer as a table says it."""
+    match answer:
+        case Admitted() | Extended():
+            return f"leased {answer.leased_token_count}"
+        case Settled():
+            return used(answer)
+        case Ended():
+            return "done" if answer.done else "nothing"
+        case QuotaExceeded():
+            return f"refused {' '.join(state.dimension for state in answer.failing)}"
+        case RequestSettled():
+            return f"request_settled {used(answer.settled)}"
+        case MeteringError():
+            return answer.reason.lower()
+        case Exception():
+            raise answer
+        case _:
+            assert_never(answer)
+
+
+def used(settled: Settled) -> str:
+    """Usage in short."""
+    cached = f"~{settled.cached_input_token_count}" if settled.cached_input_token_count else ""
+    return f"used {settled.input_token_count}{cached}+{settled.delivered_token_count} cost {settled.cost_picos}"
+
+
+async def run(world: HoldWorld, table: str) -> Scenario:
+    """Play a table, row by row."""
+    scenario = Scenario(world)
+    for line in filter(None, map(str.strip, table.splitlines())):
+        act, expected = re.split(r"\s{2,}", line, maxsplit=1)
+        answer = await scenario.act(act.split())
+        assert answer == expected, f"{line}\n    answered: {answer}"
+        check_invariants(world.url)
+    return scenario

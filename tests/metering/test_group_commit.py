@@ -1,0 +1,251 @@
+"""Group commit: who waits goes out together, and no answer is lost whenever its caller leaves."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from metering.group_commit import GroupCommit
+
+
+class Overflow(Exception):
+    """Too many wait."""
+
+
+class Closing(Exception):
+    """No batch runs any more."""
+
+
+@dataclass(slots=True)
+class Store:
+    """Executes batches of numbers when told to: an even one is answered with itself, an odd one with an error."""
+
+    batches: list[list[int]] = field(default_factory=list)
+    begun: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(0))
+    may_answer: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(0))
+    breaks: Exception | None = None
+
+    async def execute(self, batch: Sequence[int]) -> Sequence[int | Exception]:
+        self.batches.append(list(batch))
+        self.begun.release()
+        await self.may_answer.acquire()
+        if self.breaks is not None:
+            raise self.breaks
+        return [ValueError(op) if op % 2 else op for op in batch]
+
+
+@dataclass(slots=True)
+class Rig:
+    store: Store
+    commits: GroupCommit[int, int]
+    orphans: list[tuple[int, int | Exception]]
+    tasks: asyncio.TaskGroup
+
+    def submit(self, op: int) -> asyncio.Task[int]:
+        return self.tasks.create_task(collect(self.commits, op))
+
+
+async def collect(commits: GroupCommit[int, int], op: int) -> int:
+    """The answer; -1 for an error, so that a task group lives on."""
+    try:
+        return await commits.submit(op)
+    except (ValueError, Overflow, Closing, RuntimeError):
+        return -1
+
+
+@asynccontextmanager
+async def running(
+    *, batch_size_max: int = 100, waiting_count_max: int = 100, droppable: Callable[[int], bool] = lambda op: True
+) -> AsyncIterator[Rig]:
+    store = Store()
+    orphans: list[tuple[int, int | Exception]] = []
+    commits: GroupCommit[int, int] = GroupCommit(
+        store.execute,
+        orphaned=lambda op, answer: orphans.append((op, answer)),
+        droppable=droppable,
+        batch_size_max=batch_size_max,
+        waiting_count_max=waiting_count_max,
+        overflow=Overflow,
+    )
+
+    async def run() -> None:
+        while True:
+            await commits.run_batch()
+
+    async with asyncio.TaskGroup() as tasks:
+        runner = tasks.create_task(run())
+        yield Rig(store, commits, orphans, tasks)
+        runner.cancel()
+        await asyncio.wait([runner])
+        commits.close(Closing())
+
+
+async def settled_down() -> None:
+    """Let every task run until it waits for something."""
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+async def test_what_waits_while_a_batch_is_under_way_goes_out_together() -> None:
+    async with running() as rig:
+        first = rig.submit(0)
+        await rig.store.begun.acquire()
+        later = [rig.submit(op) for op in (2, 4, 6)]
+        await settled_down()
+        rig.store.may_answer.release()
+        rig.store.may_answer.release()
+        answers = await asyncio.gather(first, *later)
+
+    assert rig.store.batches == [[0], [2, 4, 6]]
+    assert answers == [0, 2, 4, 6]
+    assert rig.commits.statistics().batch_size_peak == 3
+    assert rig.commits.statistics().operation_count == 4
+
+
+async def test_a_batch_is_bounded_and_the_rest_follows_in_order() -> None:
+    async with running(batch_size_max=2) as rig:
+        tasks = [rig.submit(op) for op in (0, 2, 4, 6, 8)]
+        for _ in range(3):
+            rig.store.may_answer.release()
+        await asyncio.gather(*tasks)
+
+    assert rig.store.batches == [[0, 2], [4, 6], [8]]
+
+
+async def test_each_caller_gets_its_own_answer_or_error() -> None:
+    async with running() as rig:
+        tasks = [rig.submit(op) for op in (0, 1, 2)]
+        rig.store.may_answer.release()
+
+        assert await asyncio.gather(*tasks) == [0, -1, 2]
+
+
+async def test_a_batch_that_raises_fails_all_of_it_and_the_next_one_runs() -> None:
+    async with running() as rig:
+        rig.store.breaks = RuntimeError("broken")
+        tasks = [rig.submit(op) for op in (0, 2)]
+        rig.store.may_answer.release()
+        assert await asyncio.gather(*tasks) == [-1, -1]
+        rig.store.breaks = None
+        rig.store.may_answer.release()
+
+        assert await rig.submit(4) == 4
+
+
+async def test_too_many_waiting_are_refused_at_the_door_unless_they_must_be_taken() -> None:
+    async with running(waiting_count_max=2, droppable=lambda op: op < 10) as rig:
+        first = rig.submit(0)
+        await rig.store.begun.acquire()
+        waiting = [rig.submit(2), rig.submit(4)]
+        await settled_down()
+
+        with pytest.raises(Overflow):
+            await rig.commits.submit(6)
+        must = rig.submit(12)
+        await settled_down()
+        assert rig.commits.statistics().waiting_count == 3
+
+        rig.store.may_answer.release()
+        rig.store.may_answer.release()
+        assert await asyncio.gather(first, *waiting, must) == [0, 2, 4, 12]
+
+
+async def test_one_cancelled_before_its_batch_is_left_out_only_if_it_may_be() -> None:
+    async with running(droppable=lambda op: op < 10) as rig:
+        first = rig.submit(0)
+        await rig.store.begun.acquire()
+        dropped, kept = rig.submit(2), rig.submit(12)
+        await settled_down()
+        dropped.cancel()
+        kept.cancel()
+        rig.store.may_answer.release()
+        rig.store.may_answer.release()
+        await first
+        await rig.store.begun.acquire()
+        await settled_down()
+
+    assert rig.store.batches == [[0], [12]]
+    assert rig.orphans == [(12, 12)]
+
+
+async def test_an_answer_is_not_lost_between_its_arrival_and_the_wake_up_of_its_caller() -> None:
+    """A task cancelled after its future was answered, but before it ran again, never sees it (psycopg's `WaitingClient`)."""
+    async with running() as rig:
+        task = rig.submit(2)
+        await rig.store.begun.acquire()
+        rig.store.may_answer.release()
+        for _ in range(100):
+            if answered(task):
+                break
+            await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait([task])
+
+    assert task.cancelled()
+    assert rig.orphans == [(2, 2)]
+
+
+def answered(task: asyncio.Task[int]) -> bool:
+    """Whether the future that the task waits for is done, though the task has not run yet."""
+    waiter: asyncio.Future[int] | None = getattr(task, "_fut_waiter", None)
+    return waiter is not None and waiter.done()
+
+
+@settings(max_examples=150, deadline=None, print_blob=True)
+@given(
+    ops=st.lists(st.integers(0, 9), min_size=1, max_size=6, unique=True),
+    cancel_after=st.dictionaries(st.integers(0, 5), st.integers(0, 12), max_size=4),
+    batch_size_max=st.integers(1, 3),
+)
+def test_every_answer_goes_to_its_caller_or_to_the_orphans_and_never_to_both(
+    ops: list[int], cancel_after: dict[int, int], batch_size_max: int
+) -> None:
+    """Callers cancelled after any number of turns of the loop."""
+
+    async def scenario() -> None:
+        async with running(batch_size_max=batch_size_max, droppable=lambda op: op < 5) as rig:
+            tasks = [rig.submit(op) for op in ops]
+            for turn in range(40):
+                for index, when in cancel_after.items():
+                    if when == turn and index < len(tasks):
+                        tasks[index].cancel()
+                rig.store.may_answer.release()
+                await asyncio.sleep(0)
+            executed = [op for batch in rig.store.batches for op in batch]
+            taken = [op for op, task in zip(ops, tasks, strict=True) if task.done() and not task.cancelled()]
+            assert sorted(taken + [op for op, _ in rig.orphans]) == sorted(executed)
+            assert len(set(executed)) == len(executed)
+            started = {op for op in ops if cancel_after.get(ops.index(op)) != 0}
+            assert {op for op in started if op >= 5} <= set(executed), "what must be done is done"
+
+    asyncio.run(scenario())
+
+
+async def test_what_is_posted_is_done_and_its_answer_is_told() -> None:
+    async with running() as rig:
+        rig.commits.post(2)
+        rig.commits.post(3)
+        rig.store.may_answer.release()
+        await rig.store.begun.acquire()
+        await settled_down()
+
+    assert [op for op, _ in rig.orphans] == [2, 3]
+    assert isinstance(rig.orphans[1][1], ValueError)
+
+
+async def test_closing_answers_whoever_waits_or_comes_later() -> None:
+    async with running() as rig:
+        under_way = rig.submit(0)
+        await rig.store.begun.acquire()
+        waiting = rig.submit(2)
+        await settled_down()
+
+    with pytest.raises(Closing):
+        await rig.commits.submit(4)
+    assert (await under_way, await waiting) == (-1, -1)

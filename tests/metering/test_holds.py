@@ -1,0 +1,555 @@
+"""What one batch after the other answers and leaves behind, by scenarios on a real database whose clock the test moves.
+
+Prices are 3 picos per input token, 1 cached, 7 output.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from metering.errors import InvariantViolated, KeyInvalid, PriceMissing, QuotaExceeded, RequestSettled
+from metering.holds import sweep_expired_holds
+from metering.models import QuotaDimension, QuotaSubject
+from metering.operations import Ended, Extend, Outcome, Renew, Settled, Void
+from tests.metering.hold_scenarios import run
+from tests.metering.hold_world import HoldWorld, admit, hold_world, settle
+from tests.metering.invariants import check_invariants
+
+
+@pytest.fixture
+def world(database_url: str) -> Iterator[HoldWorld]:
+    with hold_world(database_url) as world:
+        yield world
+
+
+async def test_a_hold_leases_a_slice_and_gives_back_the_rest(world: HoldWorld) -> None:
+    await run(
+        world,
+        """
+        quota alice tokens_per_month 100        ok
+        admit alice r1 10+20                    leased 20
+        counter alice tokens_per_month          0/30
+        extend r1 15~4 20                       leased 40
+        counter alice tokens_per_month          25/25
+        settle r1 30~4                          used 10~4+30 cost 232
+        counter alice tokens_per_month          40/0
+        settle r1 30~4                          used 10~4+30 cost 232
+        counter alice tokens_per_month          40/0
+        """,
+    )
+
+
+async def test_a_request_without_max_tokens_takes_what_is_left_and_no_more(world: HoldWorld) -> None:
+    """Not the whole remaining budget for one request (LiteLLM #27539), and not a token beyond it."""
+    await run(
+        world,
+        """
+        quota alice tokens_per_month 100        ok
+        admit alice r1 10+20                    leased 20
+        admit alice r2 10+128                   leased 60
+        admit alice r3 10+20                    refused tokens_per_month
+        extend r2 60 128                        refused tokens_per_month
+        settle r1 5                             used 10+5 cost 65
+        extend r2 60 128                        leased 75
+        extend r2 75 1                          refused tokens_per_month
+        settle r2 75                            used 10+75 cost 555
+        counter alice tokens_per_month          100/0
+        """,
+    )
+
+
+async def test_a_slice_smaller_than_the_least_is_refused(world: HoldWorld) -> None:
+    await run(
+        world,
+        """
+        quota alice tokens_per_month 100        ok
+        admit alice r1 10+200>91                refused tokens_per_month
+        counter alice tokens_per_month          none
+        admit alice r1 10+200>90                leased 90
+        """,
+    )
+
+
+async def test_a_request_refused_by_the_concurrency_cap_does_not_consume_requests_per_minute(world: HoldWorld) -> None:
+    """LiteLLM #39309."""
+    await run(
+        world,
+        """
+        quota alice concurrent_requests 1       ok
+        quota alice requests_per_minute 3       ok
+        admit alice r1 1+1                      leased 1
+        admit alice r2 1+1                      refused concurrent_requests
+        counter alice requests_per_minute       1/0
+        counter alice concurrent_requests       0/1
+        settle r1 1                             used 1+1 cost 10
+        admit alice r2 1+1                      leased 1
+        counter alice requests_per_minute       2/0
+        """,
+    )
+
+
+async def test_concurrency_is_given_back_by_every_end(world: HoldWorld) -> None:
+    """LiteLLM #20256: the key stayed locked after provider time-outs."""
+    await run(
+        world,
+        """
+        quota alice concurrent_requests 1       ok
+        admit alice r1 1+1                      leased 1
+        settle r1 0                             used 1+0 cost 3
+        admit alice r2 1+1                      leased 1
+        void r2                                 done
+        admit alice r3 1+1                      leased 1
+        clock 2026-11-20 12:01:00               ok
+        expire r3                               done
+        admit alice r4 1+1                      leased 1
+        renew server                            done
+        state r4                                voided
+        admit alice r5 1+1                      leased 1
+        """,
+    )
+
+
+async def test_what_ends_in_a_batch_makes_room_for_what_is_admitted_in_it(world: HoldWorld) -> None:
+    await run(
+        world,
+        """
+        quota alice concurrent_requests 1       ok
+        admit alice r1 1+1                      leased 1
+        admit alice r2 1+1 & settle r1 1        leased 1 & used 1+1 cost 10
+        """,
+    )
+
+
+async def test_an_extension_posts_to_the_old_window_and_carries_the_rest_into_the_new_one(world: HoldWorld) -> None:
+    await run(
+        world,
+        """
+        clock 2026-10-31 23:59:30               ok
+        quota alice tokens_per_minute 100       ok
+        quota alice tokens_per_day 100          ok
+        quota alice tokens_per_month 100        ok
+        quota alice cost_picos_per_month 1000   ok
+        admit alice r1 10+40                    leased 40
+        counter alice tokens_per_minute         0/50
+        counter alice cost_picos_per_month      0/310
+        clock 2026-11-01 00:00:10               ok
+        extend r1 30 20                         leased 60
+        counter alice tokens_per_minute         40/0 0/30
+        counter alice tokens_per_day            40/0 0/30
+        counter alice tokens_per_month          40/0 0/30
+        counter alice cost_picos_per_month      240/0 0/210
+        settle r1 50                            used 10+50 cost 380
+        counter alice tokens_per_minute         40/0 20/0
+        counter alice tokens_per_month          40/0 20/0
+        counter alice cost_picos_per_month      240/0 140/0
+        """,
+    )
+
+
+async def test_a_refused_extension_leaves_everything_as_it_was_even_over_a_border(world: HoldWorld) -> None:
+    await run(
+        world,
+        """
+        clock 2026-11-20 12:00:30               ok
+        quota alice tokens_per_minute 50        ok
+        quota alice tokens_per_month 1000       ok
+        admit alice r1 10+40                    leased 40
+        clock 2026-11-20 12:01:00               ok
+        admit alice r2 10+40                    leased 40
+        extend r1 30 20                         refused tokens_per_minute
+        counter alice tokens_per_minute         0/50 0/50
+        counter alice tokens_per_month          0/100
+        settle r1 40                            used 10+40 cost 310
+        counter alice tokens_per_minute         50/0 0/50
+        """,
+    )
+
+
+async def test_a_window_that_has_passed_limits_nothing_any_more(world: HoldWorld) -> None:
+    await run(
+        world,
+        """
+        clock 2026-11-20 12:00:59.999999        ok
+        quota alice requests_per_minute 1       ok
+        quota alice tokens_per_minute 20        ok
+        admit alice r1 10+10                    leased 10
+        admit alice r2 10+10                    refused requests_per_minute tokens_per_minute
+        clock 2026-11-20 12:01:00               ok
+        admit alice r2 10+10                    leased 10
+        """,
+    )
+
+
+async def test_money_runs_out_to_the_last_token_that_it_pays(world: HoldWorld) -> None:
+    await run(
+        world,
+        """
+        quota alice cost_picos_per_month 100    ok
+        admit alice r1 10+128                   leased 10
+        extend r1 10~10 128                     leased 12
+        extend r1 12~10 128                     refused cost_picos_per_month
+        settle r1 12~10                         used 10~10+12 cost 94
+        counter alice cost_picos_per_month      94/0
+        """,
+    )
+
+
+async def test_money_is_held_at_the_dearer_input_price_even_if_that_is_the_cached_one(world: HoldWorld) -> None:
+    world.set_price(input_picos=1, cached_picos=5)
+    payer = world.tenant()
+    quota = world.quota(payer, QuotaDimension.COST_PICOS_PER_MONTH, 50 + 7 * 20)
+    op = admit(payer)
+    await world.run(op)
+
+    await world.run(settle(op.hold_id, 20, cached_tokens=10))
+
+    assert world.counters(quota) == [(50 + 7 * 20, 0)]
+    check_invariants(world.url)
+
+
+async def test_cached_tokens_that_become_known_late_cannot_take_a_new_window_below_zero(world: HoldWorld) -> None:
+    await run(
+        world,
+        """
+        clock 2026-10-31 23:59:30               ok
+        quota alice cost_picos_per_month 1000   ok
+        admit alice r1 100+10                   leased 10
+        extend r1 1 5                           leased 15
+        clock 2026-11-01 00:00:00               ok
+        extend r1 2 5                           leased 20
+        counter alice cost_picos_per_month      314/0 0/126
+        settle r1 3~100                         used 100~100+3 cost 121
+        counter alice cost_picos_per_month      314/0 0/0
+        """,
+    )
+
+
+async def test_an_expired_hold_bills_what_was_known_and_keeps_its_whole_lease(world: HoldWorld) -> None:
+    await run(
+        world,
+        """
+        quota alice tokens_per_month 100        ok
+        admit alice r1 10+20                    leased 20
+        extend r1 15 20                         leased 40
+        clock 2026-11-20 12:00:59               ok
+        expire r1                               nothing
+        clock 2026-11-20 12:01:00               ok
+        expire r1                               done
+        expire r1                               nothing
+        events r1                               10+15
+        counter alice tokens_per_month          50/0
+        """,
+    )
+
+
+async def test_a_paused_owner_finds_its_hold_ended_and_its_late_tokens_are_recorded_once(world: HoldWorld) -> None:
+    await run(
+        world,
+        """
+        quota alice tokens_per_month 100        ok
+        admit alice r1 10+20                    leased 20
+        extend r1 15 20                         leased 40
+        clock 2026-11-20 13:00:00               ok
+        expire r1                               done
+        renew server r1                         done
+        extend r1 20 20                         hold_ended
+        settle r1 33                            used 10+33 cost 261
+        settle r1 33                            used 10+33 cost 261
+        events r1                               10+15 0+18
+        void r1                                 nothing
+        counter alice tokens_per_month          50/0
+        """,
+    )
+
+
+@pytest.mark.parametrize(
+    "order",
+    [
+        ("expire r1", "settle r1 9 recovered", "settle r1 9"),
+        ("settle r1 9 recovered", "expire r1", "settle r1 9"),
+        ("settle r1 9", "settle r1 9 recovered", "expire r1"),
+        ("expire r1", "settle r1 9", "settle r1 9 recovered"),
+        ("expire r1 & settle r1 9", "settle r1 9 recovered", "expire r1"),
+        ("settle r1 9 & expire r1 & settle r1 9 recovered", "expire r1", "settle r1 9"),
+    ],
+    ids=lambda order: ", ".join(order),
+)
+async def test_expiry_recovery_and_a_late_settlement_in_any_order_record_the_same(world: HoldWorld, order: tuple[str, ...]) -> None:
+    scenario = await run(
+        world,
+        """
+        admit alice r1 10+20                    leased 20
+        clock 2026-11-20 13:00:00               ok
+        """,
+    )
+
+    for act in order:
+        await scenario.act(act.split())
+
+    assert [event[1:3] for event in world.events()] == [(10, 9)]
+    check_invariants(world.url, all_ended=True)
+
+
+async def test_an_answer_repeated_tells_the_same_outcome(world: HoldWorld) -> None:
+    """The last part tells how a request ended, not the first in the alphabet."""
+    payer = world.tenant()
+    op = admit(payer)
+    await world.run(op)
+    await world.run(Extend(op.hold_id, 3, 0, 5))
+    world.advance(60)
+    await run_expiry(world, op.hold_id)
+    late = settle(op.hold_id, 9, outcome=Outcome.CANCELLED)
+
+    answers = [*await world.run(late), *await world.run(late), *await world.run(admit(payer, request_id=op.request_id))]
+
+    settled = [answer.settled if isinstance(answer, RequestSettled) else answer for answer in answers]
+    assert settled == [replace(late_usage(op.hold_id), outcome="cancelled")] * 3
+
+
+async def run_expiry(world: HoldWorld, hold_id: uuid.UUID) -> None:
+    assert await sweep_expired_holds(world.url) == 1
+    assert world.one("SELECT state FROM holds WHERE id = %s", hold_id) == "expired"
+
+
+def late_usage(hold_id: uuid.UUID) -> Settled:
+    return Settled(hold_id, 10, 0, 9, 9, 9, 10 * 3 + 9 * 7, "USD", "cancelled")
+
+
+async def test_the_same_request_runs_once(world: HoldWorld) -> None:
+    await run(
+        world,
+        """
+        quota alice requests_per_minute 9                        ok
+        admit alice r1 10+20 x                                   leased 20
+        admit alice r1 10+20 x                                   request_in_flight
+        admit alice r1 10+20 y                                   request_id_reused
+        settle r1 5                                              used 10+5 cost 65
+        admit alice r1 10+20 x                                   request_settled used 10+5 cost 65
+        admit alice r1 10+20 y                                   request_id_reused
+        admit alice r2 10+20 x & admit alice r2 10+20 x          leased 20 & request_in_flight
+        admit bob r1 10+20 x                                     leased 20
+        counter alice requests_per_minute                        2/0
+        """,
+    )
+
+
+async def test_a_voided_request_may_run_again_with_any_payload(world: HoldWorld) -> None:
+    await run(
+        world,
+        """
+        quota alice requests_per_minute 1       ok
+        admit alice r1 10+20 x                  leased 20
+        void r1                                 done
+        counter alice requests_per_minute       0/0
+        admit alice r1 10+20 y                  leased 20
+        void r1                                 done
+        void r1                                 nothing
+        """,
+    )
+
+
+async def test_a_refused_request_leaves_no_trace_in_any_table(world: HoldWorld) -> None:
+    payer = world.tenant()
+    world.quota(payer, QuotaDimension.REQUESTS_PER_MINUTE, 100)
+    world.quota(payer, QuotaDimension.COST_PICOS_PER_MONTH, 100, subject=QuotaSubject.PROJECT)
+    world.quota(payer, QuotaDimension.CONCURRENT_REQUESTS, 0, subject=QuotaSubject.API_KEY)
+    other = world.tenant("other")
+    running = admit(other)
+    await world.run(running)
+    before = world.contents()
+
+    answers = await world.run(
+        admit(payer),
+        admit(payer, input_tokens=1000),
+        admit(other, request_id=running.request_id),
+        admit(replace(other, api_key_id=uuid.uuid4())),
+        admit(replace(other, currency_code="EUR")),
+        settle(running.hold_id, 21),
+        Extend(running.hold_id, 21, 0, 5),
+        Void(uuid.uuid4()),
+    )
+
+    assert [type(answer) for answer in answers[3:5]] == [KeyInvalid, PriceMissing]
+    assert [type(answer) for answer in answers[:2]] == [QuotaExceeded] * 2
+    assert not any(isinstance(answer, Settled) for answer in answers)
+    assert world.contents() == before
+
+
+async def test_a_refusal_does_not_leave_empty_counters_beside_an_admission(world: HoldWorld) -> None:
+    payer, other = world.tenant(), world.tenant("other")
+    refusing = world.quota(payer, QuotaDimension.REQUESTS_PER_MINUTE, 0)
+    granting = world.quota(other, QuotaDimension.REQUESTS_PER_MINUTE, 1)
+
+    await world.run(admit(payer), admit(other))
+
+    assert (world.counters(refusing), world.counters(granting)) == ([], [(1, 0)])
+
+
+async def test_a_refusal_names_every_failing_limit_the_first_to_reset_in_front(world: HoldWorld) -> None:
+    payer = world.tenant()
+    for dimension in reversed(QuotaDimension):
+        world.quota(payer, dimension, 0)
+
+    (refusal,) = await world.run(admit(payer))
+
+    assert isinstance(refusal, QuotaExceeded)
+    names = [state.dimension for state in refusal.failing]
+    assert names[0] == QuotaDimension.CONCURRENT_REQUESTS
+    assert {*names[1:3]} == {QuotaDimension.REQUESTS_PER_MINUTE, QuotaDimension.TOKENS_PER_MINUTE}
+    assert names[3] == QuotaDimension.TOKENS_PER_DAY
+    assert len(names) == len(QuotaDimension)
+
+
+async def test_a_request_passes_the_quotas_of_its_own_subjects_and_model_only(world: HoldWorld) -> None:
+    payer, other = world.tenant(), world.tenant("other")
+    sibling = replace(payer, api_key_id=world.key(payer.project_id))
+    world.quota(other, QuotaDimension.CONCURRENT_REQUESTS, 0)
+    world.quota(payer, QuotaDimension.CONCURRENT_REQUESTS, 0, model="another-model")
+    world.quota(payer, QuotaDimension.CONCURRENT_REQUESTS, 0, subject=QuotaSubject.API_KEY)
+
+    answers = await world.run(admit(payer), admit(other), admit(sibling))
+
+    assert [isinstance(answer, QuotaExceeded) for answer in answers] == [True, True, False]
+
+
+async def test_a_removed_limit_binds_nobody_and_stays_exact_for_the_holds_charged_to_it(world: HoldWorld) -> None:
+    await run(
+        world,
+        """
+        quota alice tokens_per_month 40         ok
+        admit alice r1 10+20                    leased 20
+        drop alice tokens_per_month             ok
+        admit alice r2 10+100                   leased 100
+        extend r1 20 500                        leased 520
+        settle r1 510                           used 10+510 cost 3600
+        counter alice tokens_per_month          520/0
+        settle r2 100                           used 10+100 cost 730
+        counter alice tokens_per_month          520/0
+        """,
+    )
+
+
+async def test_a_limit_lowered_below_what_is_used_refuses_and_lets_what_runs_end(world: HoldWorld) -> None:
+    scenario = await run(
+        world,
+        """
+        quota alice tokens_per_month 100        ok
+        admit alice r1 10+50                    leased 50
+        """,
+    )
+    world.execute("UPDATE quotas SET limit_value = 5")
+
+    assert await scenario.act(["extend", "r1", "50", "10"]) == "refused tokens_per_month"
+    assert await scenario.act(["admit", "alice", "r2", "1+1"]) == "refused tokens_per_month"
+    assert await scenario.act(["settle", "r1", "50"]) == "used 10+50 cost 380"
+    assert await scenario.act(["counter", "alice", "tokens_per_month"]) == "60/0"
+
+
+async def test_a_renewal_keeps_what_is_named_or_spared_and_voids_the_rest_of_that_owner(world: HoldWorld) -> None:
+    payer, owner, other = world.tenant(), uuid.uuid4(), uuid.uuid4()
+    known, spared, lost, foreign = (admit(payer) for _ in range(4))
+    await world.run(known, spared, lost, owner_id=owner)
+    await world.run(foreign, owner_id=other)
+    world.advance(30)
+
+    await world.run(Renew(owner, frozenset({known.hold_id}), frozenset({spared.hold_id})), owner_id=owner)
+
+    states = dict(world.rows("SELECT id, state || ' ' || extract(epoch FROM expires_at - now())::int FROM holds"))
+    assert states[known.hold_id] == "held 60"
+    assert states[spared.hold_id] == "held 30"
+    assert states[lost.hold_id].startswith("voided")
+    assert states[foreign.hold_id] == "held 30"
+    check_invariants(world.url)
+
+
+async def test_a_hold_with_delivered_tokens_is_never_voided(world: HoldWorld) -> None:
+    op = admit(world.tenant())
+    await world.run(op)
+    await world.run(Extend(op.hold_id, 3, 0, 5))
+
+    (answer,) = await world.run(Void(op.hold_id))
+
+    assert isinstance(answer, InvariantViolated)
+    assert world.hold_count() == 1
+
+
+async def test_a_request_that_fails_after_an_extension_but_before_delivery_is_voided(world: HoldWorld) -> None:
+    """What the extension posted of the input stays used; nothing is billed and nothing stays held."""
+    await run(
+        world,
+        """
+        quota alice concurrent_requests 1       ok
+        quota alice tokens_per_month 100        ok
+        quota alice requests_per_minute 5       ok
+        admit alice r1 10+20                    leased 20
+        extend r1 0 20                          leased 40
+        void r1                                 done
+        counter alice concurrent_requests       0/0
+        counter alice tokens_per_month          10/0
+        counter alice requests_per_minute       0/0
+        events r1                               none
+        """,
+    )
+
+
+@pytest.mark.parametrize("act", ["extend r1 21 5", "extend r1 4 5", "settle r1 41", "settle r1 4"])
+async def test_counts_that_cannot_be_are_refused_without_a_trace(world: HoldWorld, act: str) -> None:
+    scenario = await run(
+        world,
+        """
+        admit alice r1 10+20                    leased 20
+        extend r1 5 0                           leased 20
+        """,
+    )
+    before = world.contents()
+
+    assert await scenario.act(act.split()) == "invariant_violated"
+    assert world.contents() == before
+
+
+async def test_recovery_from_a_journal_that_lost_its_end_bills_what_the_last_extension_knew(world: HoldWorld) -> None:
+    """A machine that goes down may lose what was not yet on disk."""
+    await run(
+        world,
+        """
+        quota alice tokens_per_month 100        ok
+        admit alice r1 10+20                    leased 20
+        extend r1 15 20                         leased 40
+        settle r1 4 recovered                   used 10+15 cost 135
+        counter alice tokens_per_month          25/0
+        """,
+    )
+
+
+async def test_a_voided_hold_cannot_be_settled(world: HoldWorld) -> None:
+    await run(
+        world,
+        """
+        admit alice r1 10+20                    leased 20
+        void r1                                 done
+        settle r1 5                             hold_ended
+        extend r1 5 5                           hold_ended
+        events r1                               none
+        """,
+    )
+
+
+async def test_a_hold_that_nobody_knows_is_told_apart(world: HoldWorld) -> None:
+    answers = await world.run(settle(uuid.uuid4(), 1), Extend(uuid.uuid4(), 0, 0, 1), Void(uuid.uuid4()))
+
+    assert [getattr(answer, "reason", answer) for answer in answers] == ["NOT_FOUND", "NOT_FOUND", Ended(done=False)]
+
+
+async def test_one_operation_that_breaks_its_batch_does_not_harm_the_others(world: HoldWorld) -> None:
+    payer = world.tenant()
+    poisoned = replace(admit(payer), labels={"a": "\0"})
+    fine = [admit(payer), admit(payer)]
+
+    answers = await world.run(fine[0], poisoned, fine[1])
+
+    assert [type(answer).__name__ for answer in answers] == ["Admitted", "InvariantViolated", "Admitted"]
+    check_invariants(world.url)

@@ -1,0 +1,332 @@
+"""Quota decisions against an independent model that predicts every reply and every counter, at any time, over any border."""
+
+from __future__ import annotations
+
+import random
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime, timedelta, timezone
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition
+from hypothesis.stateful import rule as act
+
+from metering import quotas
+from metering.errors import QuotaExceeded
+from metering.models import QuotaDimension, QuotaSubject
+from metering.pricing import TokenPrices
+from metering.quotas import Claim, Counter, CounterKey, Counters, QuotaRule, window_end, window_start
+
+PRICES = TokenPrices(1, "USD", input_picos_per_token=3, cached_input_picos_per_token=1, output_picos_per_token=7)
+DEARER_CACHED = TokenPrices(2, "USD", input_picos_per_token=1, cached_input_picos_per_token=2, output_picos_per_token=1)
+FREE_OUTPUT = TokenPrices(3, "USD", input_picos_per_token=1, cached_input_picos_per_token=0, output_picos_per_token=0)
+START = datetime(2027, 2, 28, 23, 58, 30, tzinfo=UTC)
+SUBJECT_COUNT = 3
+LABELS = {
+    QuotaDimension.REQUESTS_PER_MINUTE: "%Y-%m-%d %H:%M",
+    QuotaDimension.TOKENS_PER_MINUTE: "%Y-%m-%d %H:%M",
+    QuotaDimension.TOKENS_PER_DAY: "%Y-%m-%d",
+    QuotaDimension.TOKENS_PER_MONTH: "%Y-%m",
+    QuotaDimension.COST_PICOS_PER_MONTH: "%Y-%m",
+    QuotaDimension.CONCURRENT_REQUESTS: "always",
+}
+
+Box = tuple[uuid.UUID, str]  # a quota and the name of a window
+
+
+def box(rule: QuotaRule, at: datetime) -> Box:
+    """The window of a moment, named by the calendar and not by `window_start`."""
+    return rule.id, at.strftime(LABELS[rule.dimension])
+
+
+@dataclass(slots=True, eq=False)
+class ModelClaim:
+    """One request as the model knows it."""
+
+    rules: list[QuotaRule]
+    prices: TokenPrices
+    sent: int
+    admitted_at: datetime
+    charged_at: datetime
+    leased: int
+    cached: int = 0
+    posted: int = 0
+    posted_cost: int = 0
+    live: bool = True
+    claim: Claim | None = None
+
+    def money(self, sent: int, output: int) -> int:
+        cached = min(self.cached, sent)
+        return (
+            (sent - cached) * self.prices.input_picos_per_token
+            + cached * self.prices.cached_input_picos_per_token
+            + output * self.prices.output_picos_per_token
+        )
+
+    def holds(self, dimension: QuotaDimension, leased: int) -> int:
+        """What it claims of a quota while it lives with so large a lease."""
+        to_come = self.sent + leased - self.posted
+        match dimension:
+            case QuotaDimension.CONCURRENT_REQUESTS:
+                return 1
+            case QuotaDimension.REQUESTS_PER_MINUTE:
+                return 0
+            case QuotaDimension.COST_PICOS_PER_MONTH:
+                output = self.prices.output_picos_per_token
+                dearest_input = max(self.prices.input_picos_per_token, self.prices.cached_input_picos_per_token)
+                return to_come * output if self.posted else self.sent * dearest_input + leased * output
+            case _:
+                return to_come
+
+
+@dataclass(slots=True)
+class Model:
+    """Sums over lists; nothing is kept that could drift."""
+
+    claims: list[ModelClaim] = field(default_factory=list)
+    postings: list[tuple[Box, int]] = field(default_factory=list)
+
+    def used(self, at: Box) -> int:
+        return sum(amount for place, amount in self.postings if place == at)
+
+    def held(self, at: Box) -> int:
+        return sum(
+            claim.holds(rule.dimension, claim.leased)
+            for claim in self.claims
+            if claim.live
+            for rule in claim.rules
+            if box(rule, claim.charged_at) == at
+        )
+
+    def failing(self, claim: ModelClaim, leased: int, now: datetime, *, extending: bool) -> list[QuotaRule]:
+        """Rules that refuse the claim with such a lease, charged now. The claim's own present charge is not counted."""
+        found = []
+        for rule in claim.rules:
+            if rule.limit_value is None:
+                continue
+            asked = claim.holds(rule.dimension, leased)
+            if rule.dimension is QuotaDimension.REQUESTS_PER_MINUTE:
+                asked = 1
+            if extending and rule.dimension in (QuotaDimension.REQUESTS_PER_MINUTE, QuotaDimension.CONCURRENT_REQUESTS):
+                continue
+            if self.used(box(rule, now)) + self.held(box(rule, now)) + asked > rule.limit_value:
+                found.append(rule)
+        return found
+
+    def post(self, claim: ModelClaim, sent: int, delivered: int) -> tuple[int, int]:
+        """Leave what was consumed in the window the claim is charged to."""
+        tokens = max(sent + delivered - claim.posted, 0)
+        money = max(claim.money(sent, delivered) - claim.posted_cost, 0)
+        for rule in claim.rules:
+            if rule.dimension in quotas.TOKEN_DIMENSIONS:
+                self.postings.append((box(rule, claim.charged_at), tokens))
+            elif rule.dimension is QuotaDimension.COST_PICOS_PER_MONTH:
+                self.postings.append((box(rule, claim.charged_at), money))
+        return tokens, money
+
+
+class QuotaMachine(RuleBasedStateMachine):
+    """Every act is done by the code on counter rows, as a batch would do it, and predicted by the model."""
+
+    @initialize(data=st.data())
+    def set_up(self, data: st.DataObject) -> None:
+        self.now = START
+        self.rows: dict[CounterKey, Counter] = {}
+        self.model = Model()
+        ids = random.Random(data.draw(st.integers(0, 2**32), label="ids"))
+        self.subjects = [uuid.UUID(int=ids.getrandbits(128)) for _ in range(SUBJECT_COUNT)]
+        limits = {dimension: st.integers(0, 120) for dimension in QuotaDimension}
+        limits[QuotaDimension.CONCURRENT_REQUESTS] = limits[QuotaDimension.REQUESTS_PER_MINUTE] = st.integers(0, 4)
+        limits[QuotaDimension.COST_PICOS_PER_MONTH] = st.integers(0, 800)
+        chosen = data.draw(st.lists(st.tuples(st.sampled_from(self.subjects), st.sampled_from(QuotaDimension)), max_size=8))
+        self.limits = [
+            QuotaRule(
+                uuid.UUID(int=ids.getrandbits(128)), QuotaSubject.PROJECT, subject, "", dimension, data.draw(limits[dimension])
+            )
+            for subject, dimension in chosen
+        ]
+
+    def decide(self, keys: set[CounterKey], do: Callable[[Counters], Claim | None]) -> Claim | QuotaExceeded | None:
+        """As a batch does: lock these rows and no others, decide, write the changed ones back."""
+        rows = {key: replace(self.rows.get(key, Counter(0, 0))) for key in keys}
+        before = {key: replace(row) for key, row in rows.items()}
+        counters = Counters(self.now, rows)
+        try:
+            return do(counters)
+        except QuotaExceeded as refusal:
+            assert counters.rows == before, "a refusal must change nothing"
+            return refusal
+        finally:
+            self.rows.update((key, rows[key]) for key in counters.changed)
+
+    @act(
+        subjects=st.sets(st.integers(0, SUBJECT_COUNT - 1), min_size=1),
+        sent=st.integers(0, 20),
+        least=st.integers(1, 8),
+        more=st.integers(0, 60),
+        prices=st.sampled_from([PRICES, DEARER_CACHED, FREE_OUTPUT]),
+    )
+    def admit(self, subjects: set[int], sent: int, least: int, more: int, prices: TokenPrices) -> None:
+        rules = [
+            rule for rule in self.limits if rule.limit_value is not None and rule.subject_id in {self.subjects[i] for i in subjects}
+        ]
+        expected = ModelClaim(rules, prices, sent, self.now, self.now, leased=least)
+        failing = self.model.failing(expected, least, self.now, extending=False)
+        fresh = Claim(prices, sent, 0, 0, 0, 0, self.now, self.now)
+
+        answer = self.decide(
+            {rule.key(self.now) for rule in rules}, lambda counters: quotas.admit(counters, rules, fresh, least + more, least)
+        )
+
+        if failing:
+            self.check_refusal(answer, failing, expected, least)
+            return
+        expected.leased = max(
+            leased
+            for leased in range(least, least + more + 1)
+            if not self.model.failing(expected, leased, self.now, extending=False)
+        )
+        assert isinstance(answer, Claim)
+        assert answer.leased_token_count == expected.leased
+        expected.claim = answer
+        self.model.claims.append(expected)
+        for rule in rules:
+            if rule.dimension is QuotaDimension.REQUESTS_PER_MINUTE:
+                self.model.postings.append((box(rule, self.now), 1))
+
+    def check_refusal(
+        self, answer: Claim | QuotaExceeded | None, failing: list[QuotaRule], expected: ModelClaim, leased: int
+    ) -> None:
+        assert isinstance(answer, QuotaExceeded)
+        assert {state.quota_id for state in answer.failing} == {rule.id for rule in failing}
+        ends = [state.resets_at or datetime.min.replace(tzinfo=UTC) for state in answer.failing]
+        assert ends == sorted(ends), "the first to reset stands in front"
+        first = next(rule for rule in failing if rule.id == answer.failing[0].quota_id)
+        is_rate = first.dimension is QuotaDimension.REQUESTS_PER_MINUTE
+        assert answer.requested == (1 if is_rate else expected.holds(first.dimension, leased))
+
+    @precondition(lambda self: any(claim.live for claim in self.model.claims))
+    @act(data=st.data(), cached=st.integers(0, 20), wanted=st.integers(1, 40))
+    def extend(self, data: st.DataObject, cached: int, wanted: int) -> None:
+        model = data.draw(st.sampled_from([claim for claim in self.model.claims if claim.live]))
+        assert model.claim is not None
+        delivered = data.draw(st.integers(max(model.posted - model.sent, 0), model.leased), label="delivered")
+        cached_before, model.cached = model.cached, max(model.cached, min(cached, model.sent))
+        claim = replace(model.claim, cached_input_token_count=model.cached)
+        before = (model.posted, model.posted_cost, model.charged_at, list(self.model.postings))
+        tokens, money = self.model.post(model, model.sent, delivered)
+        model.posted, model.posted_cost, model.charged_at = model.posted + tokens, model.posted_cost + money, self.now
+        model.live = False  # its own claim must not be in its way
+        failing = self.model.failing(model, model.leased + 1, self.now, extending=True)
+        granted = 0
+        if not failing:
+            granted = max(
+                more
+                for more in range(1, wanted + 1)
+                if not self.model.failing(model, model.leased + more, self.now, extending=True)
+            )
+        model.live = True
+
+        answer = self.decide(
+            quotas.touched_keys(model.rules, claim, self.now, extends=True),
+            lambda counters: quotas.extend(counters, model.rules, claim, delivered, wanted),
+        )
+
+        if failing:
+            self.check_refusal(answer, failing, model, model.leased + 1)
+            model.posted, model.posted_cost, model.charged_at, self.model.postings = before
+            model.cached = cached_before
+            return
+        assert isinstance(answer, Claim)
+        model.leased += granted
+        assert answer.leased_token_count == model.leased
+        assert (answer.posted_token_count, answer.posted_cost_picos) == (model.posted, model.posted_cost)
+        model.claim = answer
+
+    @precondition(lambda self: any(claim.live for claim in self.model.claims))
+    @act(data=st.data(), cached=st.integers(0, 20), how=st.sampled_from(["settle", "expire", "void"]))
+    def end(self, data: st.DataObject, cached: int, how: str) -> None:
+        model = data.draw(st.sampled_from([claim for claim in self.model.claims if claim.live]))
+        assert model.claim is not None
+        keys = quotas.touched_keys(model.rules, model.claim, self.now, extends=False)
+        model.live = False
+        if how == "void":
+            self.decide(keys, lambda counters: quotas.void(counters, model.rules, model.claim or fail()))
+            for rule in model.rules:
+                if rule.dimension is QuotaDimension.REQUESTS_PER_MINUTE:
+                    self.model.postings.append((box(rule, model.admitted_at), -1))
+            return
+        delivered = model.leased
+        if how == "settle":
+            delivered = data.draw(st.integers(max(model.posted - model.sent, 0), model.leased), label="delivered")
+            model.cached = max(model.cached, min(cached, model.sent))
+        claim = replace(model.claim, cached_input_token_count=model.cached)
+        self.model.post(model, model.sent, delivered)
+
+        self.decide(keys, lambda counters: quotas.end(counters, model.rules, claim, model.sent, delivered))
+
+    @act(by=st.sampled_from([0.001, 1, 29, 30, 59.999, 60, 3600, 86_400, 31 * 86_400]))
+    def time_passes(self, by: float) -> None:
+        self.now += timedelta(seconds=by)
+
+    @invariant()
+    def every_counter_is_what_the_model_says(self) -> None:
+        """Conservation: held is the sum over live claims, used over what was posted; neither exceeds the limit."""
+        if not hasattr(self, "model"):
+            return
+        seen = set()
+        for (quota_id, start), row in self.rows.items():
+            [rule] = [rule for rule in self.limits if rule.id == quota_id]
+            place = box(rule, start)
+            seen.add(place)
+            assert (row.used, row.held) == (self.model.used(place), self.model.held(place)), rule
+            assert rule.limit_value is not None
+            assert row.used + row.held <= rule.limit_value, rule
+        assert sum(amount for place, amount in self.model.postings if place not in seen) == 0
+
+
+def fail() -> Claim:
+    raise AssertionError("a live claim was admitted")
+
+
+QuotaMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None, print_blob=True)
+TestQuotasFollowTheModel = QuotaMachine.TestCase
+
+
+@given(
+    st.datetimes(datetime(2000, 1, 1), datetime(2100, 1, 1)),
+    st.sampled_from([None, *(timezone(timedelta(hours=h, minutes=30)) for h in (-12, -4, 5, 13))]),
+    st.sampled_from(QuotaDimension),
+)
+def test_a_window_contains_its_moment_and_the_next_one_begins_where_it_ends(
+    at: datetime, zone: timezone | None, dimension: QuotaDimension
+) -> None:
+    moment = at.replace(tzinfo=zone or UTC)
+
+    start, end = window_start(dimension, moment), window_end(dimension, moment)
+
+    assert start == window_start(dimension, start)
+    if end is None:
+        assert dimension is QuotaDimension.CONCURRENT_REQUESTS
+        return
+    assert start <= moment < end
+    assert window_start(dimension, end) == end
+    assert window_start(dimension, end - timedelta(microseconds=1)) == start
+
+
+@pytest.mark.parametrize(
+    ("dimension", "start", "end"),
+    [
+        (QuotaDimension.TOKENS_PER_MINUTE, "2028-02-29 22:58+00:00", "2028-02-29 22:59+00:00"),
+        (QuotaDimension.TOKENS_PER_DAY, "2028-02-29 00:00+00:00", "2028-03-01 00:00+00:00"),
+        (QuotaDimension.TOKENS_PER_MONTH, "2028-02-01 00:00+00:00", "2028-03-01 00:00+00:00"),
+    ],
+)
+def test_windows_are_those_of_the_utc_calendar_whatever_the_zone(dimension: QuotaDimension, start: str, end: str) -> None:
+    in_india = datetime.fromisoformat("2028-03-01T04:28:00.5+05:30")
+
+    assert window_start(dimension, in_india) == datetime.fromisoformat(start)
+    assert window_end(dimension, in_india) == datetime.fromisoformat(end)
