@@ -39,15 +39,24 @@ class Chunk:
 
 @dataclass(slots=True)
 class StepPlan:
-    """What a step computes. entered: sequences that left the queue for the first time."""
+    """What a step computes.
+
+    token_count: rows of the step's batch. entered: sequences that left the queue for the first time.
+    """
 
     chunks: list[Chunk] = field(default_factory=list)
     entered: list[Sequence] = field(default_factory=list)
+    token_count: int = 0
 
-    @property
-    def token_count(self) -> int:
-        """Rows of the step's batch."""
-        return sum(chunk.token_count for chunk in self.chunks)
+    def add(self, sequence: Sequence, token_count: int) -> None:
+        """Compute so many more tokens of a sequence."""
+        self.chunks.append(Chunk(sequence, token_count))
+        self.token_count += token_count
+
+    def drop(self, sequence: Sequence) -> None:
+        """Compute nothing of a sequence after all."""
+        self.chunks = [chunk for chunk in self.chunks if chunk.sequence is not sequence]
+        self.token_count = sum(chunk.token_count for chunk in self.chunks)
 
 
 class Scheduler:
@@ -127,11 +136,11 @@ class Scheduler:
         while missing > self._pool.block_count_available:
             youngest = self._running[-1]
             self._preempt(youngest)
-            plan.chunks = [chunk for chunk in plan.chunks if chunk.sequence is not youngest]
+            plan.drop(youngest)
             if youngest is sequence:
                 return
         sequence.block_table += self._pool.allocate(missing)
-        plan.chunks.append(Chunk(sequence, token_count))
+        plan.add(sequence, token_count)
 
     def _preempt(self, sequence: Sequence) -> None:
         self._running.remove(sequence)
