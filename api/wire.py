@@ -291,6 +291,7 @@ def quota_status(state: QuotaState) -> types_pb2.QuotaStatus:
         remaining_value=state.remaining,
         reset_time=timestamp(state.resets_at),
         reset_delay=duration(state.resets_in_s),
+        subject_name=state.subject_name,
     )
 
 

@@ -81,7 +81,10 @@ class PriceMissing(MeteringError):
 
 @dataclass(frozen=True, slots=True)
 class QuotaState:
-    """One limit at a moment. Values in requests, tokens or picos by dimension; `resets_at` is None for concurrency."""
+    """One limit at a moment. Values in requests, tokens or picos by dimension; `resets_at` is None for concurrency.
+
+    subject_name: the subject for people; empty where nobody looked it up.
+    """
 
     quota_id: uuid.UUID
     subject: QuotaSubject
@@ -93,6 +96,7 @@ class QuotaState:
     held: int
     now: datetime
     resets_at: datetime | None
+    subject_name: str = ""
 
     @property
     def remaining(self) -> int:

@@ -7,10 +7,10 @@ subject take turns, so the log tells them in the order in which they happened.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from datetime import datetime
 
-from sqlalchemy import Select, and_, case, func, literal, or_, select, update
+from sqlalchemy import Select, and_, case, func, literal, or_, select, union_all, update
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.ext.asyncio import AsyncSession
 
@@ -131,11 +131,27 @@ async def _states(session: AsyncSession, query: Select[Quota]) -> list[QuotaStat
         .outerjoin(QuotaCounter, and_(QuotaCounter.quota_id == Quota.id, QuotaCounter.window_start == starts))
         .add_columns(func.coalesce(QuotaCounter.used, 0), func.coalesce(QuotaCounter.held, 0))
     )
-    states = [_state(quota, used, held, now) for quota, used, held in await session.execute(counted)]
-    return sorted(states, key=_sort_key)
+    rows = (await session.execute(counted)).all()
+    names = await _subject_names(session, {quota.subject_id for quota, _, _ in rows})
+    return sorted((_state(quota, used, held, now, names) for quota, used, held in rows), key=_sort_key)
 
 
-def _state(quota: Quota, used: int, held: int, now: datetime) -> QuotaState:
+async def _subject_names(session: AsyncSession, subject_ids: Collection[uuid.UUID]) -> dict[uuid.UUID, str]:
+    """What people call these organizations, projects ("organization/project") and keys (their prefix)."""
+    organizations = select(Organization.id, Organization.name)
+    projects = select(Project.id, Organization.name + "/" + Project.name).join(
+        Organization, Organization.id == Project.organization_id
+    )
+    keys = select(ApiKey.id, ApiKey.prefix)
+    wanted = (
+        organizations.where(Organization.id.in_(subject_ids)),
+        projects.where(Project.id.in_(subject_ids)),
+        keys.where(ApiKey.id.in_(subject_ids)),
+    )
+    return {row[0]: row[1] for row in await session.execute(union_all(*wanted))}
+
+
+def _state(quota: Quota, used: int, held: int, now: datetime, names: Mapping[uuid.UUID, str]) -> QuotaState:
     dimension = QuotaDimension(quota.dimension)
     return QuotaState(
         quota_id=quota.id,
@@ -148,6 +164,7 @@ def _state(quota: Quota, used: int, held: int, now: datetime) -> QuotaState:
         held=held,
         now=now,
         resets_at=window_end(dimension, now),
+        subject_name=names.get(quota.subject_id, ""),
     )
 
 

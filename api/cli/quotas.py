@@ -126,7 +126,7 @@ def quotas_table(quotas: list[QuotaStatus], *, ids: bool = True) -> RenderableTy
     for each in quotas:
         values = (each.limit_value, each.used_value, each.held_value, each.remaining_value)
         made.add_row(
-            each.subject.value.replace("-", " "),
+            f"{each.subject.value.replace('-', ' ')} {each.subject_name}".rstrip(),
             each.dimension.value,
             each.model or "all",
             *(dimension_amount(each.dimension, value) for value in values),

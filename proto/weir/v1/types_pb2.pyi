@@ -286,6 +286,7 @@ class QuotaStatus(_message.Message):
     REMAINING_VALUE_FIELD_NUMBER: _builtins.int
     RESET_TIME_FIELD_NUMBER: _builtins.int
     RESET_DELAY_FIELD_NUMBER: _builtins.int
+    SUBJECT_NAME_FIELD_NUMBER: _builtins.int
     quota_id: _builtins.str
     """Server-minted UUID of the quota."""
     subject: Global___QuotaSubject.ValueType
@@ -304,6 +305,8 @@ class QuotaStatus(_message.Message):
     """Held by requests that run now."""
     remaining_value: _builtins.int
     """`limit_value` - `used_value` - `held_value`."""
+    subject_name: _builtins.str
+    """The subject for people: "organization", "organization/project" or a key's prefix. Empty in `admitted` and `finished` frames."""
     @_builtins.property
     def reset_time(self) -> _timestamp_pb2.Timestamp:
         """When the window ends and `used_value` starts again at zero. Unset for concurrency."""
@@ -326,10 +329,11 @@ class QuotaStatus(_message.Message):
         remaining_value: _builtins.int = ...,
         reset_time: _timestamp_pb2.Timestamp | None = ...,
         reset_delay: _duration_pb2.Duration | None = ...,
+        subject_name: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["reset_delay", b"reset_delay", "reset_time", b"reset_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dimension", b"dimension", "held_value", b"held_value", "limit_value", b"limit_value", "model", b"model", "quota_id", b"quota_id", "remaining_value", b"remaining_value", "reset_delay", b"reset_delay", "reset_time", b"reset_time", "subject", b"subject", "subject_id", b"subject_id", "used_value", b"used_value"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dimension", b"dimension", "held_value", b"held_value", "limit_value", b"limit_value", "model", b"model", "quota_id", b"quota_id", "remaining_value", b"remaining_value", "reset_delay", b"reset_delay", "reset_time", b"reset_time", "subject", b"subject", "subject_id", b"subject_id", "subject_name", b"subject_name", "used_value", b"used_value"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -131,6 +131,7 @@ class QuotaStatus:
     remaining_value: int
     reset_time: datetime | None  # None for concurrency
     reset_delay_s: float | None
+    subject_name: str = ""  # for people; empty in answers to a generation
 
 
 @dataclass(frozen=True, slots=True)

@@ -88,6 +88,7 @@ def quota(message: types_pb2.QuotaStatus) -> values.QuotaStatus:
         remaining_value=message.remaining_value,
         reset_time=time_of(message.reset_time) if message.HasField("reset_time") else None,
         reset_delay_s=seconds_of(message.reset_delay) if message.HasField("reset_delay") else None,
+        subject_name=message.subject_name,
     )
 
 
