@@ -177,7 +177,7 @@ def main() -> int:
     connection.setblocking(True)
     try:
         return Host(connection).run()
-    except BrokenPipeError:
+    except ConnectionError:
         return EXIT_PARENT_GONE
 
 

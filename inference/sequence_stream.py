@@ -23,6 +23,7 @@ class BufferedStream:
         self.ended = False
         self.output_token_ids: list[int] = []
         self._cancel = cancel
+        self._cancel_sent = False
         self._events: deque[SequenceEvent] = deque()
         self._failure: EngineError | None = None
         self._wake = asyncio.Event()
@@ -42,7 +43,8 @@ class BufferedStream:
 
     def cancel(self) -> None:
         """See `SequenceStream.cancel`."""
-        if not self.ended:
+        if not self.ended and not self._cancel_sent:
+            self._cancel_sent = True
             self._cancel(self)
 
     def put(self, event: SequenceEvent) -> None:

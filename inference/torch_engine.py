@@ -58,7 +58,10 @@ class TorchEngine:
     """One model in one child process. See `Engine` for the contract."""
 
     def __init__(self, settings: TorchEngineSettings) -> None:
-        """Reads the checkpoint's configuration. Raises `CheckpointInvalid`; starts nothing."""
+        """Reads the checkpoint's configuration and starts nothing.
+
+        Raises `CheckpointInvalid`, or ValueError for bounds that contradict each other.
+        """
         self._settings = settings
         self._model = read_model_info(
             settings.directory,
@@ -175,8 +178,7 @@ class TorchEngine:
         try:
             yield stream
         finally:
-            if not stream.ended:
-                self._send_cancel(stream)
+            stream.cancel()
             self._streams.pop(stream.number, None)
 
     def _open_stream(self, request: GenerationRequest) -> BufferedStream:
