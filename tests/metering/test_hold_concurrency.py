@@ -1,0 +1,312 @@
+"""Several processes' stores on one database: never above a limit, up to it while demand remains, and each request once."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import uuid
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+import psycopg
+import pytest
+
+from metering.db import psycopg_conninfo
+from metering.errors import HoldEnded, MeteringError, QuotaExceeded, RequestIdReused, RequestInFlight, RequestSettled
+from metering.holds import HoldStore
+from metering.models import QuotaDimension, QuotaSubject
+from metering.operations import Admit, Admitted, Expire, Extend, Outcome, Renew, Settle, Settled
+from tests.metering.hold_world import INPUT_PICOS, OUTPUT_PICOS, HoldWorld, admit, hold_world, of_type, settle
+from tests.metering.invariants import check_invariants
+
+
+@pytest.fixture
+def world(database_url: str) -> Iterator[HoldWorld]:
+    with hold_world(database_url) as world:
+        yield world
+
+
+@asynccontextmanager
+async def running_stores(database_url: str, count: int = 1, *, expiry_s: float = 60.0) -> AsyncIterator[list[HoldStore]]:
+    """Stores as so many processes would have them."""
+    stores = [HoldStore(database_url, uuid.uuid4(), expiry_s=expiry_s) for _ in range(count)]
+    async with asyncio.TaskGroup() as tasks:
+        running = [tasks.create_task(store.run()) for store in stores]
+        yield stores
+        for task in running:
+            task.cancel()
+
+
+async def admit_all(stores: Sequence[HoldStore], requests: Sequence[Admit]) -> list[Admitted | BaseException]:
+    """All at once, dealt out to the stores."""
+    return await asyncio.gather(
+        *(stores[index % len(stores)].admit(op) for index, op in enumerate(requests)), return_exceptions=True
+    )
+
+
+ROOM_FOR_50 = {
+    QuotaDimension.CONCURRENT_REQUESTS: 50,
+    QuotaDimension.REQUESTS_PER_MINUTE: 50,
+    QuotaDimension.TOKENS_PER_MINUTE: 50 * 30,
+    QuotaDimension.TOKENS_PER_DAY: 50 * 30,
+    QuotaDimension.TOKENS_PER_MONTH: 50 * 30,
+    QuotaDimension.COST_PICOS_PER_MONTH: 50 * (10 * INPUT_PICOS + 20 * OUTPUT_PICOS),
+}
+
+
+@pytest.mark.parametrize("dimension", QuotaDimension)
+async def test_of_200_requests_against_a_quota_for_50_exactly_50_are_admitted(world: HoldWorld, dimension: QuotaDimension) -> None:
+    """From four processes at once; with a fixed output length (the slice must fit whole) and without one (any slice will do).
+
+    LiteLLM #18730, #34732, envoyproxy/ai-gateway#680: concurrent requests passed a limit together; bifrost #3547: one per replica.
+    """
+    fixed, open_ended = world.tenant("fixed"), world.tenant("open-ended")
+    quotas = [
+        world.quota(payer, dimension, ROOM_FOR_50[dimension], subject=subject)
+        for payer, subject in ((fixed, QuotaSubject.API_KEY), (open_ended, QuotaSubject.ORGANIZATION))
+    ]
+
+    async with running_stores(world.url, 4) as stores:
+        answers = await admit_all(
+            stores,
+            [admit(payer, least_tokens=least) for _ in range(200) for payer, least in ((fixed, 20), (open_ended, 1))],
+        )
+
+    for payer, quota in zip((0, 1), quotas, strict=True):
+        mine = answers[payer::2]
+        assert len(of_type(Admitted, mine)) == 50
+        assert len(of_type(QuotaExceeded, mine)) == 150
+        [(used, held)] = world.counters(quota)
+        assert used + held == ROOM_FOR_50[dimension]
+    assert world.hold_count() == 100
+    check_invariants(world.url)
+
+
+async def test_many_tenants_at_once_each_get_exactly_their_own_quota(world: HoldWorld) -> None:
+    tenants = [world.tenant(f"t{number}") for number in range(20)]
+    for payer in tenants:
+        world.quota(payer, QuotaDimension.CONCURRENT_REQUESTS, 5)
+        world.quota(payer, QuotaDimension.TOKENS_PER_MINUTE, 10_000, subject=QuotaSubject.PROJECT)
+    requests = [admit(payer) for _ in range(10) for payer in tenants]
+    random.Random(1).shuffle(requests)
+
+    async with running_stores(world.url, 4) as stores:
+        answers = await admit_all(stores, requests)
+
+    admitted = Counter(op.payer for op, answer in zip(requests, answers, strict=True) if isinstance(answer, Admitted))
+    assert admitted == dict.fromkeys(tenants, 5)
+    check_invariants(world.url)
+
+
+async def test_demand_that_remains_fills_what_others_give_back(world: HoldWorld) -> None:
+    payer = world.tenant()
+    quota = world.quota(payer, QuotaDimension.TOKENS_PER_MONTH, 1_000)
+
+    async def client(store: HoldStore) -> int:
+        """Ask until there is really no room; every request uses 10 + 5 tokens of the 10 + 20 it holds."""
+        done = 0
+        while True:
+            op = admit(payer, least_tokens=5)
+            try:
+                await store.admit(op)
+            except QuotaExceeded as refusal:
+                if refusal.failing[0].held == 0:
+                    return done
+                await asyncio.sleep(0)
+                continue
+            await store.settle(settle(op.hold_id, 5))
+            done += 1
+
+    async with running_stores(world.url, 3) as stores:
+        done = await asyncio.gather(*(client(stores[index % 3]) for index in range(12)))
+
+    assert sum(done) == 1_000 // 15
+    assert world.counters(quota) == [(1_000 // 15 * 15, 0)]
+    check_invariants(world.url, all_ended=True)
+
+
+SEEDS = [int(seed) for seed in os.environ.get("WEIR_TEST_SEEDS", "1,2,3").split(",")]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+async def test_invariants_hold_under_any_mix_of_operations_from_several_processes(world: HoldWorld, seed: int) -> None:
+    """Rounds of mixed batches, repeated and contradicting operations, cancelled callers, clock jumps over every border."""
+    chance = random.Random(seed)
+    payers = [world.tenant(f"t{number}") for number in range(3)]
+    payers.append(replace(payers[0], api_key_id=world.key(payers[0].project_id)))
+    limits = dict.fromkeys(QuotaDimension, 900) | {
+        QuotaDimension.CONCURRENT_REQUESTS: 12,
+        QuotaDimension.REQUESTS_PER_MINUTE: 25,
+        QuotaDimension.COST_PICOS_PER_MONTH: 6_000,
+    }
+    for payer in payers[:3]:
+        for dimension in QuotaDimension:
+            if chance.random() < 0.7:
+                world.quota(payer, dimension, limits[dimension] // chance.choice([1, 2]), subject=chance.choice(list(QuotaSubject)))
+    open_holds: list[tuple[Admit, int]] = []
+
+    async with running_stores(world.url, 3) as stores:
+
+        async def request(store: HoldStore) -> None:
+            op = admit(chance.choice(payers), input_tokens=chance.randint(0, 30), slice_tokens=chance.randint(1, 40))
+            leased = (await store.admit(op)).leased_token_count
+            delivered = 0
+            for _ in range(chance.randint(0, 3)):
+                delivered = chance.randint(delivered, leased)
+                leased = (await store.extend(Extend(op.hold_id, delivered, 0, chance.randint(1, 30)))).leased_token_count
+            match chance.choice(["settle", "settle", "settle", "twice", "void", "forget"]):
+                case "settle":
+                    await store.settle(settle(op.hold_id, chance.randint(delivered, leased), input_tokens=op.input_token_count))
+                case "twice":
+                    end = settle(op.hold_id, chance.randint(delivered, leased), input_tokens=op.input_token_count)
+                    answers = await asyncio.gather(store.settle(end), chance.choice(stores).settle(end))
+                    assert answers[0] == answers[1]
+                case "void" if not delivered:
+                    await store.void(op.hold_id)
+                case _:
+                    open_holds.append((op, delivered))
+
+        for _ in range(6):
+            tasks = [asyncio.ensure_future(request(chance.choice(stores))) for _ in range(chance.randint(5, 60))]
+            for task in chance.sample(tasks, len(tasks) // 6):
+                await asyncio.sleep(0)
+                task.cancel()
+            for error in await asyncio.gather(*tasks, return_exceptions=True):
+                assert error is None or isinstance(error, QuotaExceeded | asyncio.CancelledError), repr(error)
+            check_invariants(world.url)
+            world.advance(chance.choice([1, 20, 61, 3_600, 86_400, 20 * 86_400]))
+
+    overdue = world.rows("SELECT id FROM holds WHERE state = 'held' AND expires_at <= now()")
+    await world.run(*(Expire(row[0]) for row in overdue))
+    for op, delivered in open_holds:  # their owners wake up and settle what they delivered
+        (answer,) = await world.run(settle(op.hold_id, delivered, input_tokens=op.input_token_count))
+        assert isinstance(answer, Settled | HoldEnded), answer
+    for store in stores:
+        await world.run(Renew(store.owner_id, frozenset()))
+    check_invariants(world.url)
+    assert not world.rows("SELECT 1 FROM quota_counters WHERE used < 0 OR held < 0")
+
+
+async def test_one_request_sent_to_four_processes_at_once_is_admitted_once(world: HoldWorld) -> None:
+    payer = world.tenant()
+    quota = world.quota(payer, QuotaDimension.REQUESTS_PER_MINUTE, 100)
+    request_id = uuid.uuid4()
+
+    async with running_stores(world.url, 4) as stores:
+        same = await admit_all(stores, [admit(payer, request_id=request_id) for _ in range(12)])
+        other = await admit_all(stores, [admit(payer, request_id=request_id, payload=b"other") for _ in range(4)])
+        [admitted] = of_type(Admitted, same)
+        await stores[3].settle(settle(admitted.hold_id, 7))
+        again = await admit_all(stores, [admit(payer, request_id=request_id) for _ in range(4)])
+
+    assert len(of_type(RequestInFlight, same)) == 11
+    assert len(of_type(RequestIdReused, other)) == 4
+    assert [answer.settled.delivered_token_count for answer in of_type(RequestSettled, again)] == [7] * 4
+    assert world.counters(quota) == [(1, 0)]
+
+
+@pytest.mark.parametrize("first", ["settle", "expire"])
+async def test_whoever_waits_for_a_hold_that_another_ends_sees_the_usage_that_stands(world: HoldWorld, first: str) -> None:
+    """The second of two ends waits for the row; it must see the usage event of the first, younger than its own snapshot."""
+    op = admit(world.tenant())
+    await world.run(op)
+    await world.run(Extend(op.hold_id, 3, 0, 5))
+    world.advance(60)
+    async with await psycopg.AsyncConnection.connect(psycopg_conninfo(world.url)) as blocker:
+        await blocker.execute("SELECT 1 FROM holds FOR UPDATE")
+        one = asyncio.ensure_future(world.run(settle(op.hold_id, 9) if first == "settle" else Expire(op.hold_id)))
+        await waiting_for_locks(world, 1)
+        two = asyncio.ensure_future(world.run(settle(op.hold_id, 9)))
+        await waiting_for_locks(world, 2)
+        await blocker.rollback()
+    answers = [(await one)[0], (await two)[0]]
+
+    assert not of_type(MeteringError, answers)
+    assert answers[1] == Settled(op.hold_id, 10, 0, 9, 9, 9, 10 * INPUT_PICOS + 9 * OUTPUT_PICOS, "USD", "stop")
+    assert sum(delivered for _, _, delivered, _ in world.events()) == 9
+    check_invariants(world.url, all_ended=True)
+
+
+async def waiting_for_locks(world: HoldWorld, count: int) -> None:
+    """Until so many connections of this database wait for a row."""
+    query = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"
+    async with asyncio.timeout(10):
+        while world.one(query) != count:  # noqa: ASYNC110 another process's doing: nothing here could set an event
+            await asyncio.sleep(0.001)
+
+
+@pytest.mark.parametrize("act", ["admit", "extend", "settle", "void"])
+async def test_a_caller_cancelled_at_any_await_leaves_no_hold_that_nobody_owns(world: HoldWorld, act: str) -> None:
+    """LiteLLM #30522, otari #128: holds leaked when the stream was cancelled. What ends a hold is done in any case."""
+    payer = world.tenant()
+    quota = world.quota(payer, QuotaDimension.CONCURRENT_REQUESTS, 1000)
+    async with running_stores(world.url) as [store]:
+        for turns in range(40):
+            op = admit(payer)
+            if act != "admit":
+                await store.admit(op)
+            task = asyncio.ensure_future(call(store, act, op))
+            for _ in range(turns + 1):
+                await asyncio.sleep(0)
+            task.cancel()
+            await asyncio.wait([task])
+            if act == "admit" and not task.cancelled():
+                await store.void(op.hold_id)
+            if act == "extend":
+                await store.settle(settle(op.hold_id, 3))
+        await store.void(uuid.uuid4())  # whatever was posted before has run when this has
+        await store.void(uuid.uuid4())
+
+        assert store.statistics().live_hold_count == 0
+    assert world.counters(quota) == [(0, 0)]
+    if act in ("extend", "settle"):
+        assert world.events() == [(0, 10, 3, "stop")] * 40
+    check_invariants(world.url, all_ended=True)
+
+
+async def test_an_end_that_the_database_refuses_leaves_its_hold_to_expiry(world: HoldWorld) -> None:
+    """Neither voided by the next renewal, which would lose what was delivered, nor renewed for ever."""
+    op = admit(world.tenant())
+    async with running_stores(world.url, expiry_s=0.2) as [store]:  # renews every 50 ms
+        await store.admit(op)
+        await store.extend(Extend(op.hold_id, 4, 0, 10))
+        impossible = Settle(op.hold_id, 10, 0, 4, 4, Outcome.STOP, timings={"total_ms": float("nan")})
+        with pytest.raises(MeteringError, match="Settle failed"):
+            await store.settle(impossible)
+        batches = store.statistics().group_commit.batch_count
+        async with asyncio.timeout(10):
+            while store.statistics().group_commit.batch_count < batches + 3:  # noqa: ASYNC110 the store's own timer
+                await asyncio.sleep(0.01)
+    world.advance(60)
+
+    (expired,) = await world.run(Expire(op.hold_id))
+
+    assert expired.done  # type: ignore[union-attr]
+    assert world.events() == [(0, 10, 4, "failed")]
+
+
+async def test_after_run_has_ended_nobody_waits_for_ever(world: HoldWorld) -> None:
+    async with running_stores(world.url) as [store]:
+        op = admit(world.tenant())
+        await store.admit(op)
+
+    with pytest.raises(MeteringError, match="shutting down"):
+        await store.settle(settle(op.hold_id, 1))
+    with pytest.raises(MeteringError, match="shutting down"):
+        await store.void(op.hold_id)
+
+
+async def call(store: HoldStore, act: str, op: Admit) -> None:
+    """One call of a store by its name."""
+    match act:
+        case "admit":
+            await store.admit(op)
+        case "extend":
+            await store.extend(Extend(op.hold_id, 2, 0, 10))
+        case "settle":
+            await store.settle(settle(op.hold_id, 3))
+        case _:
+            await store.void(op.hold_id)
