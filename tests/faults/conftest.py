@@ -1,0 +1,32 @@
+"""Services that a test may break: each has a database, a home and a process of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.service import Service, make_model, running
+
+Start = Callable[..., Service]
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny checkpoint."""
+    return make_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def launch(tmp_path: Path, database_url: str, model: Path) -> Iterator[Start]:
+    """Starts a service with these settings, on the test's database unless another is named."""
+    with ExitStack() as stack:
+
+        def start(**settings: Any) -> Service:
+            home = settings.pop("home", tmp_path / "home")
+            return stack.enter_context(running(Service(home, settings.pop("database_url", database_url), model, **settings)))
+
+        yield start

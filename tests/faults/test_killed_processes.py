@@ -1,0 +1,237 @@
+"""Processes that die in the middle of their work: no hold stays, and every token that a client has received is billed once."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+
+import grpc
+import pytest
+from weir.v1 import inference_service_pb2 as pb
+from weir.v1 import types_pb2
+
+from metering.db import create_engine, create_sessions
+from metering.models import QuotaDimension
+from metering.rating import rate_all_pending
+from tests.faults.conftest import Start
+from tests.metering.invariants import check_invariants
+from tests.service import PATIENCE_S, Service, Stream, Tenant, alive, start, until
+
+pytestmark = pytest.mark.faults
+
+LIMITS = {QuotaDimension.TOKENS_PER_MONTH: 10**9, QuotaDimension.CONCURRENT_REQUESTS: 10_000}
+ROUNDS, LANES = 10, 2  # of kills; two processes at a time, each with a life of a second or two
+EXPIRY_S = 5.0  # holds whose first token was still on its way are ended by their expiry at the latest
+
+
+async def under_load(stream: Stream, count: int, token_count: int) -> list[str]:
+    """Long requests that have each delivered so many tokens."""
+    starts = [start(max_output_tokens=3500) for _ in range(count)]
+    await stream.send(*starts)
+    for frame in starts:
+        await stream.received(frame.request_id, token_count)
+    return [frame.request_id for frame in starts]
+
+
+def check_billed(service: Service, tenant: Tenant, stream: Stream, request_ids: Sequence[str]) -> None:
+    """What the client has is on the bill, and not much more: one message may have been on its way."""
+    delivered = service.books.delivered(tenant)
+    for request_id in request_ids:
+        received = len(stream.token_ids(request_id))
+        assert received <= delivered.get(request_id, 0), "a delivered token is missing"
+    events = service.books.events(tenant)
+    assert len({(event["hold_id"], event["part"]) for event in events}) == len(events)
+
+
+async def rate(service: Service) -> None:
+    """Post everything to the ledger, as the worker would."""
+    engine = create_engine(service.database_url, pool_size=1)
+    try:
+        await rate_all_pending(create_sessions(engine))
+    finally:
+        await engine.dispose()
+
+
+def check_ledger(service: Service) -> None:
+    """Tokens and money of the ledger are those of the usage events."""
+    [usage] = service.books.rows(
+        """SELECT coalesce(sum(input_token_count + billed_token_count), 0)::bigint AS tokens,
+                  coalesce(sum(cost_picos), 0)::bigint AS picos, count(*) FILTER (WHERE rated_at IS NULL) AS unrated
+           FROM usage_events"""
+    )
+    [ledger] = service.books.rows(
+        """SELECT coalesce(sum(token_count), 0)::bigint AS tokens, coalesce(-sum(amount_picos), 0)::bigint AS picos
+           FROM ledger_entries WHERE token_kind IS NOT NULL"""
+    )
+    assert usage["unrated"] == 0
+    assert (usage["tokens"], usage["picos"]) == (ledger["tokens"], ledger["picos"])
+
+
+@pytest.mark.parametrize("with_engine", [False, True], ids=["api", "api and engine"])
+async def test_a_killed_server_loses_no_token_and_keeps_no_hold(launch: Start, with_engine: bool) -> None:
+    service = launch()
+    tenant = await service.tenant(LIMITS)
+    host_pid = service.host_pid
+    assert host_pid is not None
+    async with service.stream(tenant.secret) as stream:
+        request_ids = await under_load(stream, 12, 40)
+
+        if with_engine:
+            os.kill(host_pid, signal.SIGKILL)
+        service.kill()
+
+        assert await stream.closed() is grpc.StatusCode.UNAVAILABLE
+    await until(lambda: not alive(host_pid), "the engine host to follow its parent")
+    assert service.books.holds(tenant) == {"held": 12}, "nobody is there to end them yet"
+
+    service.start()
+
+    assert service.books.holds(tenant) == {"settled": 12}, "all are ended before the server takes requests"
+    assert all(held == 0 for _, held in service.books.counters(tenant).values())
+    check_billed(service, tenant, stream, request_ids)
+    assert {(event["outcome"], event["recovered"]) for event in service.books.events(tenant)} == {("failed", True)}
+    check_invariants(service.database_url, all_ended=True)
+    assert list(service.settings.journal_directory.glob("*.refused")) == []
+    async with service.stream(tenant.secret) as again:
+        assert (await again.finished(await again.begin())).usage.delivered_token_count == 20
+
+
+async def test_a_request_that_died_with_its_server_is_not_run_again_under_its_id(launch: Start) -> None:
+    service = launch()
+    tenant = await service.tenant(LIMITS)
+    frame = start(max_output_tokens=3500)
+    async with service.stream(tenant.secret) as stream:
+        await stream.send(frame)
+        await stream.received(frame.request_id, 30)
+        service.kill()
+        await stream.closed()
+    service.start()
+
+    async with service.stream(tenant.secret) as again:
+        await again.send(frame)
+        refusal = await again.failed(frame.request_id)
+
+    assert (refusal.code, refusal.reason) == (grpc.StatusCode.ALREADY_EXISTS, "REQUEST_SETTLED")
+    assert refusal.frame is not None
+    assert refusal.frame.usage.delivered_token_count >= len(stream.token_ids(frame.request_id))
+    assert len(service.books.events(tenant)) == 1
+
+
+async def test_a_killed_engine_ends_its_requests_settled_and_comes_back(launch: Start) -> None:
+    service = launch()
+    tenant = await service.tenant(LIMITS)
+    host_pid = service.host_pid
+    assert host_pid is not None
+    async with service.stream(tenant.secret) as stream:
+        request_ids = await under_load(stream, 12, 20)
+
+        os.kill(host_pid, signal.SIGKILL)
+
+        for request_id in request_ids:
+            refusal = await stream.failed(request_id)
+            assert refusal.code in (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNAVAILABLE)
+            assert refusal.frame is not None
+            assert refusal.frame.usage.delivered_token_count == len(stream.token_ids(request_id))
+            event = service.books.event(tenant, request_id)
+            assert (event["outcome"], event["delivered_token_count"]) == ("failed", len(stream.token_ids(request_id)))
+        assert service.books.holds(tenant) == {"settled": 12}
+
+        # The next one waits for the engine, and is told so.
+        waiting = await stream.begin()
+        assert (await stream.finished(waiting)).reason == types_pb2.FINISH_REASON_LENGTH
+        assert pb.ProgressFrame.STAGE_ENGINE_LOADING in {progress.stage for progress in stream.of(waiting, "progress")}
+    assert service.host_pid not in (None, host_pid)
+    check_invariants(service.database_url, all_ended=True)
+
+
+async def test_an_engine_that_dies_before_the_first_token_bills_nothing(launch: Start) -> None:
+    service = launch()
+    tenant = await service.tenant(LIMITS)
+    async with service.stream(tenant.secret) as stream:
+        host_pid = service.host_pid
+        assert host_pid is not None
+        os.kill(host_pid, signal.SIGSTOP)
+        request_ids = [await stream.begin() for _ in range(5)]
+        for request_id in request_ids:
+            await stream.first(request_id, "admitted")
+
+        os.kill(host_pid, signal.SIGKILL)
+
+        for request_id in request_ids:
+            refusal = await stream.failed(request_id)
+            assert refusal.code in (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNAVAILABLE)
+    assert service.books.holds(tenant) == {"voided": 5}
+    assert service.books.events(tenant) == []
+    check_invariants(service.database_url, all_ended=True)
+
+
+async def test_a_server_that_starts_settles_for_one_that_died_elsewhere_on_the_machine(launch: Start) -> None:
+    """Recovery is not the dead server's own business: whoever shares its home does it, also while running."""
+    first = launch()
+    second = launch()
+    tenant = await first.tenant(LIMITS)
+    async with first.stream(tenant.secret) as stream:
+        request_ids = await under_load(stream, 3, 10)
+        first.kill()
+        await stream.closed()
+
+    await until(lambda: first.books.holds(tenant) == {"settled": 3}, "the other server to settle")
+
+    check_billed(second, tenant, stream, request_ids)
+
+
+async def test_random_kills_under_load_lose_nothing_and_double_nothing(launch: Start, tmp_path: Path) -> None:
+    """Servers and engines die at random moments, also while they start or recover."""
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    homes = [tmp_path / f"home{lane}" for lane in range(LANES)]
+    services = [launch(home=home, lease_slice_tokens=16, hold_expiry_s=EXPIRY_S) for home in homes]
+    tenant = await services[0].tenant(LIMITS)
+    received: dict[str, int] = {}
+
+    async with asyncio.TaskGroup() as tasks:
+        for index, service in enumerate(services):
+            tasks.create_task(kill_again_and_again(service, tenant, received, random.Random(seed + index)))
+
+    service = services[0]
+    await until(lambda: "held" not in service.books.holds(tenant), "every hold to end")
+    delivered = service.books.delivered(tenant)
+    print(f"{sum(received.values())} tokens received, {sum(delivered.values())} billed, in {len(received)} requests")
+    assert sum(received.values()) > 0
+    assert all(count <= delivered.get(request_id, 0) for request_id, count in received.items())
+    check_invariants(service.database_url, all_ended=True)
+    await rate(service)
+    check_ledger(service)
+
+
+async def kill_again_and_again(service: Service, tenant: Tenant, received: dict[str, int], rng: random.Random) -> None:
+    """Rounds of load that each end with a death; notes what the client got."""
+    for _ in range(ROUNDS):
+        async with service.stream(tenant.secret) as stream:
+            starts = [start(max_output_tokens=rng.choice((5, 50, 500))) for _ in range(rng.randrange(1, 12))]
+            await stream.send(*starts)
+            wanted = rng.choice((0, 1, 5, 20, 100))
+            await enough(stream, starts, wanted)
+            if rng.random() < 0.4 and service.host_pid is not None:
+                os.kill(service.host_pid, signal.SIGKILL)
+                await enough(stream, starts, wanted + rng.randrange(3))
+            service.kill()
+            await stream.closed()
+        for frame in starts:
+            received[frame.request_id] = len(stream.token_ids(frame.request_id))
+        await asyncio.to_thread(service.start)
+
+
+async def enough(stream: Stream, starts: Sequence[pb.ClientFrame], token_count: int) -> None:
+    """Wait for so many tokens in all, or for the end of everything."""
+
+    def arrived() -> bool:
+        got = sum(len(stream.token_ids(frame.request_id)) for frame in starts)
+        return got >= token_count or all(stream.ends(frame.request_id) for frame in starts)
+
+    async with asyncio.timeout(PATIENCE_S):
+        await stream.wait(arrived)
