@@ -137,7 +137,7 @@ async def test_what_is_looked_up_later_equals_the_last_frame(service: Service) -
     assert (found.request_id, found.model, dict(found.labels)) == (request_id, MODEL, {"a": "b"})
     assert found.usage == finished.usage
     assert found.cost == finished.cost
-    assert found.outcome == "length"
+    assert found.outcome == "LENGTH"
     assert found.timings.decode_ms == finished.timings.decode_ms
     assert found.admit_time.ToDatetime() < found.settle_time.ToDatetime()
 
