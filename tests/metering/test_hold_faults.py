@@ -1,0 +1,226 @@
+"""The database is cut off, swallows everything or is killed in mid-batch: nothing is lost, nothing is counted twice."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psycopg
+import pytest
+
+from metering import embedded_postgres, hold_connection
+from metering.errors import MeteringError, QuotaExceeded, StoreAway
+from metering.holds import HoldStore
+from metering.migrations_runner import migrate
+from metering.models import QuotaDimension
+from metering.operations import Extend, Settled
+from tests.metering.cutting_proxy import CuttingProxy, Side
+from tests.metering.hold_world import HoldWorld, admit, hold_world, settle
+from tests.metering.invariants import check_invariants
+from tests.metering.test_hold_concurrency import running_stores
+
+pytestmark = pytest.mark.faults
+
+
+@pytest.fixture
+def world(database_url: str) -> Iterator[HoldWorld]:
+    with hold_world(database_url) as world:
+        yield world
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait for what another process or the store's own timer brings about."""
+    async with asyncio.timeout(20):
+        while not condition():  # noqa: ASYNC110 nothing here could set an event
+            await asyncio.sleep(0.005)
+
+
+SIDES: list[Side] = ["client", "server"]
+
+
+@pytest.mark.parametrize("side", SIDES)
+async def test_an_admission_cut_at_any_message_is_refused_and_leaves_no_hold(world: HoldWorld, side: Side) -> None:
+    payer = world.tenant()
+    quotas = [world.quota(payer, dimension, 10**6) for dimension in QuotaDimension]
+    async with CuttingProxy(world.url).listening() as proxy, running_stores(proxy.url, expiry_s=0.8) as [store]:
+        held = admit(payer)
+        await store.admit(held)
+        number, whole = 1, False
+        while not whole:
+            proxy.cut_before(side, number)
+            op = admit(payer)
+            try:
+                await store.admit(op)
+            except StoreAway:
+                number += 1
+                continue
+            whole = proxy.armed()  # otherwise the cut has hit a renewal: once more
+            proxy.disarm()
+            await store.void(op.hold_id)
+        # Those of which only the answer was lost are voided by the next renewal, every 0.2 s.
+        await until(lambda: world.hold_count() == 1)
+
+        assert proxy.cut_count > 15
+        assert store.statistics().live_hold_count == 1
+        await store.settle(settle(held.hold_id, 4))
+    assert {tuple(world.counters(quota)) for quota in quotas} == {((0, 0),), ((1, 0),), ((14, 0),), ((58, 0),)}
+    check_invariants(world.url, all_ended=True)
+
+
+@pytest.mark.parametrize("side", SIDES)
+async def test_a_settlement_cut_at_any_message_is_written_exactly_once(world: HoldWorld, side: Side) -> None:
+    payer = world.tenant()
+    quota = world.quota(payer, QuotaDimension.TOKENS_PER_MONTH, 10**6)
+    async with CuttingProxy(world.url).listening() as proxy, running_stores(proxy.url) as [store]:
+        count = 0
+        while not proxy.armed():
+            count += 1
+            op = admit(payer)
+            await store.admit(op)
+            proxy.cut_before(side, count)
+
+            settled = await store.settle(settle(op.hold_id, 5))
+
+            assert settled == Settled(op.hold_id, 10, 0, 5, 5, 5, 10 * 3 + 5 * 7, "USD", "stop")
+        proxy.disarm()
+
+        assert proxy.cut_count == count - 1 > 10
+        assert store.statistics().live_hold_count == 0
+    assert world.events() == [(0, 10, 5, "stop")] * count
+    assert world.counters(quota) == [(count * 15, 0)]
+    check_invariants(world.url, all_ended=True)
+
+
+@pytest.mark.parametrize("side", SIDES)
+async def test_an_extension_cut_at_any_message_leaves_a_lease_that_settles(world: HoldWorld, side: Side) -> None:
+    payer = world.tenant()
+    async with CuttingProxy(world.url).listening() as proxy, running_stores(proxy.url) as [store]:
+        number, cut = 0, True
+        while cut:
+            number += 1
+            op = admit(payer)
+            leased = (await store.admit(op)).leased_token_count
+            proxy.cut_before(side, number)
+            with contextlib.suppress(StoreAway):
+                leased = (await store.extend(Extend(op.hold_id, 2, 0, 10))).leased_token_count
+            cut = not proxy.armed()
+            proxy.disarm()
+
+            settled = await store.settle(settle(op.hold_id, leased))
+
+            assert settled.delivered_token_count == leased == (20 if cut else 30)
+        assert number > 10
+    check_invariants(world.url, all_ended=True)
+
+
+async def test_a_settlement_whose_caller_leaves_while_the_database_is_away_is_written_later(world: HoldWorld) -> None:
+    """BerriAI/litellm #34820: what was taken from the queue was lost when its flush was cancelled."""
+    op, abandoned = (admit(world.tenant(name)) for name in ("a", "b"))
+    async with CuttingProxy(world.url).listening() as proxy, running_stores(proxy.url, expiry_s=0.4) as [store]:
+        await store.admit(op)
+        await store.admit(abandoned)
+        proxy.refusing = True
+        proxy.cut_now()
+        tasks = [asyncio.ensure_future(store.settle(settle(op.hold_id, 5))), asyncio.ensure_future(store.void(abandoned.hold_id))]
+        batches = store.statistics().group_commit.batch_count
+        await until(lambda: store.statistics().group_commit.batch_count > batches + 3)
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+        proxy.refusing = False
+
+        await until(lambda: world.hold_count() == 0)
+        await until(lambda: store.statistics().live_hold_count == 0)
+    assert world.events() == [(0, 10, 5, "stop")]
+    check_invariants(world.url, all_ended=True)
+
+
+async def test_a_network_that_swallows_everything_is_told_from_a_slow_database(
+    world: HoldWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hold_connection, "BATCH_TIMEOUT_S", 0.2)
+    op = admit(world.tenant())
+    async with CuttingProxy(world.url).listening() as proxy, running_stores(proxy.url) as [store]:
+        await store.admit(op)
+        proxy.deaf = proxy.refusing = True
+
+        with pytest.raises(StoreAway):
+            await store.admit(admit(op.payer))
+
+        proxy.deaf = proxy.refusing = False
+        assert (await store.settle(settle(op.hold_id, 5))).delivered_token_count == 5
+
+
+async def test_killing_postgresql_under_load_loses_and_doubles_nothing(postgres_home: Path) -> None:
+    """kill -9 of every server process, three times, with requests under way; the server recovers from its log."""
+    directory = postgres_home / "postgres"
+    server = embedded_postgres.start(directory)
+    migrate(server.url)
+    answered: list[Settled] = []
+    with HoldWorld(server.url, now=None) as world:
+        payers = [world.tenant(f"t{number}") for number in range(4)]
+        for payer in payers:
+            world.quota(payer, QuotaDimension.TOKENS_PER_MONTH, 3_000)
+            world.quota(payer, QuotaDimension.CONCURRENT_REQUESTS, 6)
+
+    async def client(store: HoldStore, number: int, stopping: asyncio.Event) -> None:
+        while not stopping.is_set():
+            op = admit(payers[number % 4])
+            try:
+                await store.admit(op)
+            except (QuotaExceeded, StoreAway):
+                await asyncio.sleep(0.002)
+                continue
+            delivered = 3 + number % 9
+            with contextlib.suppress(QuotaExceeded, StoreAway):
+                await store.extend(Extend(op.hold_id, 2, 0, 5))
+            answered.append(await store.settle(settle(op.hold_id, delivered)))
+
+    stopping = asyncio.Event()
+    async with running_stores(server.url, 2, expiry_s=4.0) as stores:
+        clients = [asyncio.ensure_future(client(stores[number % 2], number, stopping)) for number in range(24)]
+        for _ in range(3):
+            seen = len(answered)
+            await until(lambda seen=seen: len(answered) > seen + 20)  # type: ignore[misc]
+            kill_server(directory)
+            await asyncio.to_thread(embedded_postgres.start, directory)
+        seen = len(answered)
+        await until(lambda: len(answered) > seen + 20)
+        stopping.set()
+        await asyncio.gather(*clients)
+        with HoldWorld(server.url, now=None, priced=False) as world:
+            await until(lambda: world.hold_count() == 0)
+            assert sorted(row[0] for row in world.rows("SELECT hold_id FROM usage_events")) == sorted(
+                settled.hold_id for settled in answered
+            )
+            total = world.one("SELECT sum(delivered_token_count) FROM usage_events")
+    assert total == sum(settled.delivered_token_count for settled in answered)
+    check_invariants(server.url, all_ended=True)
+
+
+def kill_server(directory: Path) -> None:
+    """SIGKILL to the postmaster and all its children."""
+    postmaster = int((directory / "postmaster.pid").read_text().splitlines()[0])
+    children = Path(f"/proc/{postmaster}/task/{postmaster}/children").read_text().split()
+    for pid in (postmaster, *map(int, children)):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+async def test_a_batch_that_conflicts_again_and_again_is_refused_not_repeated_for_ever(
+    world: HoldWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def conflicting(*_: object, **__: object) -> list[object]:
+        raise psycopg.errors.DeadlockDetected("again")
+
+    monkeypatch.setattr(hold_connection, "execute_batch", conflicting)
+
+    (answer,) = await world.run(admit(world.tenant(), hold_id=uuid.uuid4()))
+
+    assert isinstance(answer, MeteringError)
+    assert answer.reason == "STORE_AWAY"

@@ -1,0 +1,292 @@
+"""The usage journal at every point at which its process, its disk or its reader can break off."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import resource
+import shutil
+import signal
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from metering import journal as journal_module
+from metering.journal import RECORD, Delivered, UsageJournal, abandoned_journals, decode, encode
+
+HOLDS = [uuid.UUID(int=number + 1) for number in range(8)]
+COUNT = st.integers(0, 2**32 - 1)
+ENTRY = st.builds(Delivered, st.uuids(), COUNT, COUNT, COUNT, COUNT)
+
+
+def entry(hold: int, delivered: int) -> Delivered:
+    return Delivered(HOLDS[hold], 10, 2, delivered, delivered)
+
+
+def recoverable(directory: Path) -> dict[uuid.UUID, int]:
+    """What a recovery of the directory would settle: the highest total of each hold."""
+    found: dict[uuid.UUID, int] = {}
+    for journal in abandoned_journals(directory):
+        for one in journal.delivered():
+            found[one.hold_id] = max(found.get(one.hold_id, 0), one.delivered_token_count)
+    return found
+
+
+@given(st.lists(ENTRY, max_size=5))
+def test_records_come_back_as_they_were_written(entries: list[Delivered]) -> None:
+    assert list(decode(b"".join(map(encode, entries)))) == entries
+
+
+@given(st.lists(ENTRY, min_size=1, max_size=4), st.data())
+def test_a_tail_torn_at_any_byte_costs_the_torn_record_alone(entries: list[Delivered], data: st.DataObject) -> None:
+    whole = b"".join(map(encode, entries))
+    length = data.draw(st.integers(0, len(whole)))
+
+    assert list(decode(whole[:length])) == entries[: length // RECORD.size]
+
+
+@given(st.lists(ENTRY, min_size=1, max_size=4), st.data())
+def test_any_flipped_bit_is_seen_and_nothing_after_it_is_believed(entries: list[Delivered], data: st.DataObject) -> None:
+    whole = bytearray(b"".join(map(encode, entries)))
+    bit = data.draw(st.integers(0, len(whole) * 8 - 1))
+    whole[bit // 8] ^= 1 << bit % 8
+
+    assert list(decode(bytes(whole))) == entries[: bit // 8 // RECORD.size]
+
+
+def test_the_last_total_of_each_hold_counts_and_settled_ones_are_forgotten_at_rotation(tmp_path: Path) -> None:
+    journal = UsageJournal(tmp_path, uuid.uuid4(), rotate_bytes=RECORD.size * 5)
+    journal.record([entry(0, 1), entry(1, 1)])
+    journal.record([entry(0, 2)])
+    journal.forget(HOLDS[1])
+    journal.record([entry(2, 7), entry(0, 3)])
+    journal.record([entry(2, 8)])
+
+    journal.close()
+
+    assert [path.name for path in tmp_path.iterdir()] == [f"{journal.owner_id}.2.journal"]
+    assert recoverable(tmp_path) == {HOLDS[0]: 3, HOLDS[2]: 8}
+
+
+def test_a_journal_in_which_everything_is_settled_goes_with_its_process(tmp_path: Path) -> None:
+    journal = UsageJournal(tmp_path, uuid.uuid4())
+    journal.record([entry(0, 1)])
+    journal.forget(HOLDS[0])
+
+    journal.close()
+    journal.close()
+
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_journal_of_a_living_process_is_left_alone(tmp_path: Path) -> None:
+    journal = UsageJournal(tmp_path, uuid.uuid4())
+    journal.record([entry(0, 1)])
+
+    assert not list(abandoned_journals(tmp_path))
+
+    journal.close()
+    assert recoverable(tmp_path) == {HOLDS[0]: 1}
+
+
+def test_one_recovery_at_a_time_looks_at_a_journal(tmp_path: Path) -> None:
+    journal = UsageJournal(tmp_path, uuid.uuid4())
+    journal.record([entry(0, 1)])
+    journal.close()
+
+    for mine in abandoned_journals(tmp_path):
+        assert not list(abandoned_journals(tmp_path))
+        mine.remove()
+
+    assert not list(abandoned_journals(tmp_path))
+
+
+def test_a_journal_removed_while_it_was_waited_for_is_not_recovered_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal = UsageJournal(tmp_path, uuid.uuid4())
+    journal.record([entry(0, 1)])
+    journal.close()
+    [path] = tmp_path.iterdir()
+    real_flock = fcntl.flock
+
+    def another_is_faster(fd: int, operation: int) -> None:
+        path.unlink()
+        real_flock(fd, operation)
+
+    monkeypatch.setattr(fcntl, "flock", another_is_faster)
+
+    assert not list(abandoned_journals(tmp_path))
+
+
+def test_what_is_set_aside_is_kept_and_not_recovered_again(tmp_path: Path) -> None:
+    journal = UsageJournal(tmp_path, uuid.uuid4())
+    journal.record([entry(0, 1)])
+    journal.close()
+    for abandoned in abandoned_journals(tmp_path):
+        abandoned.set_aside()
+
+    assert not list(abandoned_journals(tmp_path))
+    assert [path.suffix for path in tmp_path.iterdir()] == [".refused"]
+
+
+@contextmanager
+def disk_with(size_bytes: int) -> Iterator[None]:
+    """No file can grow beyond this: writes are cut short there, and refused after."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, before)
+
+
+@pytest.mark.parametrize("room_bytes", range(RECORD.size, 2 * RECORD.size + 1, 5))
+def test_a_full_disk_raises_and_hides_nothing_that_is_written_when_there_is_room_again(tmp_path: Path, room_bytes: int) -> None:
+    """Half a record in the middle would end every later recovery there."""
+    journal = UsageJournal(tmp_path, uuid.uuid4())
+    journal.record([entry(0, 1)])
+    with disk_with(room_bytes), pytest.raises(OSError, match=r"large|space"):
+        journal.record([entry(0, 2), entry(1, 5)])
+
+    journal.record([entry(2, 9)])
+    journal.close()
+
+    assert recoverable(tmp_path) == {HOLDS[0]: 1, HOLDS[2]: 9}
+
+
+def test_a_rotation_that_fails_stops_nothing_and_is_tried_again_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal = UsageJournal(tmp_path, uuid.uuid4(), rotate_bytes=RECORD.size * 2)
+    real_open, attempts = os.open, 0
+
+    def refusing(*arguments: object, **named: object) -> int:
+        nonlocal attempts
+        attempts += 1
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "open", refusing)
+    for delivered in range(1, 8):
+        journal.record([entry(0, delivered)])
+    monkeypatch.setattr(os, "open", real_open)
+    assert attempts == 3
+    for delivered in range(8, 10):
+        journal.record([entry(0, delivered)])
+    assert [path.stat().st_size for path in tmp_path.iterdir()] == [RECORD.size * 2]
+    journal.close()
+
+    assert recoverable(tmp_path) == {HOLDS[0]: 9}
+
+
+def test_what_an_unfinished_rotation_left_goes_with_the_journal(tmp_path: Path) -> None:
+    journal = UsageJournal(tmp_path, uuid.uuid4())
+    journal.record([entry(0, 1)])
+    (tmp_path / f"{journal.owner_id}.2.new").write_bytes(b"half")
+    journal.close()
+    for abandoned in abandoned_journals(tmp_path):
+        abandoned.remove()
+
+    assert not list(tmp_path.iterdir())
+
+
+class CopyingOs:
+    """`os` as the journal sees it, but before each call that changes files the directory is copied: what a kill there leaves."""
+
+    def __init__(self, directory: Path, snapshots: list[Path]) -> None:
+        self._directory = directory
+        self._snapshots = snapshots
+
+    def __getattr__(self, name: str) -> object:
+        real = getattr(os, name)
+        return self.noting(real) if name in ("open", "write", "close", "ftruncate") else real
+
+    def noting(self, real: Callable[..., object]) -> Callable[..., object]:
+        def call(*arguments: object, **named: object) -> object:
+            self.copy()
+            return real(*arguments, **named)
+
+        return call
+
+    def copy(self) -> None:
+        copied = self._directory.with_name(f"snapshot-{len(self._snapshots)}")
+        shutil.copytree(self._directory, copied)
+        self._snapshots.append(copied)
+
+
+def test_a_kill_before_any_system_call_of_a_rotation_loses_no_token_that_was_sent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At each point some file has what was recorded before, and none tells more than was handed over to be recorded."""
+    directory = tmp_path / "journal"
+    journal = UsageJournal(directory, uuid.uuid4(), rotate_bytes=RECORD.size * 4)
+    snapshots: list[Path] = []
+    copying = CopyingOs(directory, snapshots)
+    monkeypatch.setattr(journal_module, "os", copying)
+    real_rename, real_unlink = Path.rename, Path.unlink
+
+    def rename(path: Path, target: Path) -> Path:
+        copying.copy()
+        return real_rename(path, target)
+
+    def unlink(path: Path, missing_ok: bool = False) -> None:
+        copying.copy()
+        real_unlink(path, missing_ok)
+
+    monkeypatch.setattr(Path, "rename", rename)
+    monkeypatch.setattr(Path, "unlink", unlink)
+    sent: dict[uuid.UUID, int] = {}
+    forgotten: set[uuid.UUID] = set()
+    for step in range(1, 24):
+        hold = step % 3 if step < 12 else 3 + step % 3
+        if step == 12:
+            for settled in (0, 1, 2):
+                journal.forget(HOLDS[settled])
+                forgotten.add(HOLDS[settled])
+        first = len(snapshots)
+        journal.record([entry(hold, step)])
+        copying.copy()
+
+        for snapshot in snapshots[first:]:
+            found = recoverable(snapshot)
+            for hold_id, total in sent.items():
+                if hold_id not in forgotten:
+                    assert found[hold_id] in (total, step)
+            assert all(total <= step for total in found.values())
+        assert recoverable(snapshots[-1])[HOLDS[hold]] == step, "what may be sent stands there"
+        sent[HOLDS[hold]] = step
+
+    assert len(snapshots) > 23 + 5 * 4
+    journal.close()
+
+
+@pytest.mark.faults
+def test_a_process_killed_while_it_writes_and_rotates_lost_nothing_that_it_told(tmp_path: Path) -> None:
+    """The child tells each total over a pipe after it is recorded, as a server sends it to its client; then it is killed."""
+    reader, writer = os.pipe()
+    directory = tmp_path / "journal"
+    child = os.fork()
+    if child == 0:  # pragma: no cover
+        journal = UsageJournal(directory, uuid.uuid4(), rotate_bytes=RECORD.size * 7)
+        for step in range(1, 10**9):
+            journal.record([entry(step % 3, step)])
+            os.write(writer, step.to_bytes(4))
+    os.close(writer)
+    told = b""
+    while len(told) < 4 * 2_000:
+        told += os.read(reader, 4096)
+    assert not list(abandoned_journals(directory)), "its owner lives"
+
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    while rest := os.read(reader, 65536):
+        told += rest
+    os.close(reader)
+
+    last = int.from_bytes(told[len(told) // 4 * 4 - 4 : len(told) // 4 * 4])
+    found = recoverable(directory)
+    for step in range(last - 2, last + 1):
+        assert found[HOLDS[step % 3]] in (step, step + 3)

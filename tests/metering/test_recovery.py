@@ -1,0 +1,202 @@
+"""What dead processes left behind is settled from their journals: once, completely, by whoever comes first."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from metering import recovery
+from metering.errors import StoreAway
+from metering.holds import sweep_expired_holds
+from metering.journal import Delivered, UsageJournal
+from metering.models import QuotaDimension
+from metering.operations import Admit, Expire, Extend
+from metering.recovery import Recovered, recover_journals
+from tests.metering.cutting_proxy import CuttingProxy
+from tests.metering.hold_world import HoldWorld, admit, hold_world, settle
+from tests.metering.invariants import check_invariants
+
+
+@pytest.fixture
+def world(database_url: str) -> Iterator[HoldWorld]:
+    with hold_world(database_url) as world:
+        yield world
+
+
+def files(directory: Path) -> list[Path]:
+    """What stands in it."""
+    return list(directory.iterdir())
+
+
+async def dead_process(world: HoldWorld, directory: Path, *, delivered: tuple[int, ...]) -> list[Admit]:
+    """A process that died with these numbers of tokens delivered of its requests: 0 for none, so that its journal knows nothing."""
+    journal = UsageJournal(directory, uuid.uuid4())
+    payer = world.tenant(f"t{uuid.uuid4().hex[:8]}")
+    for dimension in QuotaDimension:
+        world.quota(payer, dimension, 10_000)
+    requests = [admit(payer) for _ in delivered]
+    await world.run(*requests, owner_id=journal.owner_id)
+    for op, tokens in zip(requests, delivered, strict=True):
+        for total in range(1, tokens + 1):
+            journal.record([Delivered(op.hold_id, 10, 4, total, total)])
+    journal.close()
+    if not any(delivered):  # only a process that ends in order removes its journal
+        directory.joinpath(f"{journal.owner_id}.1.journal").touch()
+    return requests
+
+
+async def test_what_was_delivered_is_settled_and_the_rest_voided(world: HoldWorld, tmp_path: Path) -> None:
+    await dead_process(world, tmp_path, delivered=(3, 0, 7))
+
+    done = await recover_journals(tmp_path, world.url)
+
+    assert done == Recovered(1, 2, 10)
+    assert sorted(world.events()) == [(0, 10, 3, "failed"), (0, 10, 7, "failed")]
+    assert world.hold_count("voided") == 1
+    assert not files(tmp_path)
+    check_invariants(world.url, all_ended=True)
+
+
+async def test_a_process_that_delivered_nothing_leaves_nothing(world: HoldWorld, tmp_path: Path) -> None:
+    await dead_process(world, tmp_path, delivered=(0, 0))
+
+    assert await recover_journals(tmp_path, world.url) == Recovered(1, 0, 0)
+
+    assert world.hold_count("voided") == 2
+    check_invariants(world.url, all_ended=True)
+
+
+async def test_recovery_after_recovery_changes_nothing(world: HoldWorld, tmp_path: Path) -> None:
+    await dead_process(world, tmp_path, delivered=(3, 0))
+    kept = {path: path.read_bytes() for path in files(tmp_path)}
+    await recover_journals(tmp_path, world.url)
+    before = world.contents()
+    for path, data in kept.items():
+        path.write_bytes(data)
+
+    assert await recover_journals(tmp_path, world.url) == Recovered(1, 1, 3)
+
+    assert world.contents() == before
+
+
+async def test_two_recoveries_and_a_sweeper_at_once_settle_each_hold_once(world: HoldWorld, tmp_path: Path) -> None:
+    for _ in range(4):
+        await dead_process(world, tmp_path, delivered=(3, 0, 5))
+    world.advance(61)
+
+    done = await asyncio.gather(
+        recover_journals(tmp_path, world.url), sweep_expired_holds(world.url), recover_journals(tmp_path, world.url)
+    )
+
+    assert sum(one.journal_count for one in done if isinstance(one, Recovered)) == 4
+    assert sorted(delivered for _, _, delivered, _ in world.events()) == [3] * 4 + [5] * 4
+    check_invariants(world.url, all_ended=True)
+
+
+async def test_expiry_before_recovery_bills_the_same_tokens_in_two_parts(world: HoldWorld, tmp_path: Path) -> None:
+    [op] = await dead_process(world, tmp_path, delivered=(9,))
+    await world.run(Extend(op.hold_id, 6, 4, 10))
+    world.advance(61)
+    await world.run(Expire(op.hold_id))
+
+    await recover_journals(tmp_path, world.url)
+
+    assert world.events() == [(0, 10, 6, "failed"), (1, 0, 3, "failed")]
+    check_invariants(world.url, all_ended=True)
+
+
+async def test_a_hold_that_its_owner_settled_before_it_died_stays_as_it_was(world: HoldWorld, tmp_path: Path) -> None:
+    [op] = await dead_process(world, tmp_path, delivered=(9,))
+    await world.run(settle(op.hold_id, 9, cached_tokens=4))
+
+    assert await recover_journals(tmp_path, world.url) == Recovered(1, 1, 9)
+
+    assert world.events() == [(0, 10, 9, "stop")]
+
+
+async def test_an_entry_that_is_refused_is_kept_for_a_person_and_stops_nothing_else(world: HoldWorld, tmp_path: Path) -> None:
+    """One entry that the database cannot take must not keep every process of the machine from starting."""
+    await dead_process(world, tmp_path, delivered=(3,))
+    broken = UsageJournal(tmp_path, uuid.uuid4())
+    broken.record([Delivered(uuid.uuid4(), 1, 1, 1, 1)])
+    broken.close()
+    [beyond] = await dead_process(world, tmp_path, delivered=(20,))
+    world.execute("UPDATE holds SET leased_token_count = 4 WHERE id = %s", beyond.hold_id)
+
+    done = await recover_journals(tmp_path, world.url)
+
+    assert (done.journal_count, done.settled_hold_count) == (3, 1)
+    assert [path.suffix for path in files(tmp_path)] == [".refused"] * 2
+    assert world.events() == [(0, 10, 3, "failed")]
+
+
+async def test_a_journal_stays_until_the_database_has_answered(world: HoldWorld, tmp_path: Path) -> None:
+    await dead_process(world, tmp_path, delivered=(3,))
+    async with CuttingProxy(world.url).listening() as proxy:
+        proxy.refusing = True
+        with pytest.raises(StoreAway):
+            await recover_journals(tmp_path, proxy.url)
+        proxy.refusing = False
+        for number in range(1, 100):
+            proxy.cut_before("server", number)
+            try:
+                await recover_journals(tmp_path, proxy.url)
+            except StoreAway:
+                continue
+            break
+        assert proxy.cut_count > 10
+
+    assert not files(tmp_path)
+    assert world.events() == [(0, 10, 3, "failed")]
+    check_invariants(world.url, all_ended=True)
+
+
+async def test_journals_larger_than_one_batch_are_recovered_whole(
+    world: HoldWorld, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recovery, "BATCH_SIZE_MAX", 2)
+    await dead_process(world, tmp_path, delivered=(1, 2, 3, 4, 5))
+
+    assert await recover_journals(tmp_path, world.url) == Recovered(1, 5, 15)
+
+    check_invariants(world.url, all_ended=True)
+
+
+@pytest.mark.faults
+async def test_a_recovery_killed_anywhere_is_finished_by_the_next(world: HoldWorld, tmp_path: Path) -> None:
+    await dead_process(world, tmp_path, delivered=(3, 5, 0, 7))
+    program = (
+        "import asyncio, os, sys, pathlib\n"
+        "from metering import hold_connection\n"
+        "from metering.recovery import recover_journals\n"
+        "real, left = hold_connection.execute_batch, int(sys.argv[3])\n"
+        "async def killed(*a, **n):\n"
+        "    global left\n"
+        "    answer = await real(*a, **n)\n"
+        "    left -= 1\n"
+        "    if left == 0: os.kill(os.getpid(), 9)\n"
+        "    return answer\n"
+        "hold_connection.execute_batch = killed\n"
+        "asyncio.run(recover_journals(pathlib.Path(sys.argv[1]), sys.argv[2]))\n"
+    )
+    for batches in ("1", "2"):
+        child = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-c",
+            program,
+            str(tmp_path),
+            world.url,
+            batches,
+        )
+        assert await child.wait() == -signal.SIGKILL
+
+    assert await recover_journals(tmp_path, world.url) == Recovered(1, 3, 15)
+
+    assert sorted(delivered for _, _, delivered, _ in world.events()) == [3, 5, 7]
+    check_invariants(world.url, all_ended=True)
