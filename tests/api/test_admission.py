@@ -1,0 +1,259 @@
+"""Admission with real holds: a permit and a hold or neither, a lease that follows the tokens, one end on every exit."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import uuid
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+from api.admission import Admission, AdmissionRequest, Capacity, Lease
+from api.errors import Draining, Overloaded
+from api.outbox import UsageSoFar
+from api.settings import Settings
+from metering.errors import HoldEnded, QuotaExceeded, RequestInFlight
+from metering.holds import HoldStore, sweep_expired_holds
+from metering.journal import Delivered, UsageJournal
+from metering.models import QuotaDimension
+from metering.operations import Outcome, Payer
+from tests.metering.hold_world import HoldWorld, hold_world
+from tests.metering.invariants import check_invariants
+
+SETTINGS = Settings(lease_slice_tokens=20, lease_least_tokens=5, lease_margin_tokens=4)
+
+
+@pytest.fixture
+def world(database_url: str) -> Iterator[HoldWorld]:
+    with hold_world(database_url) as world:
+        yield world
+
+
+@dataclass(slots=True)
+class Rig:
+    admission: Admission
+    capacity: Capacity
+    holds: HoldStore
+    journal: UsageJournal
+
+    async def generate(self, lease: Lease, token_count: int, *, per_step: int = 1) -> None:
+        """Deliver tokens as a stream does: cover, journal, count."""
+        usage = lease.usage
+        usage.input_token_count, usage.cached_input_token_count = 10, 4
+        for _ in range(token_count // per_step):
+            await lease.cover(usage.delivered_token_count + per_step)
+            usage.generated_token_count += per_step
+            delivered = usage.delivered_token_count + per_step
+            self.journal.record([Delivered(lease.admitted.hold_id, 10, 4, usage.generated_token_count, delivered)])
+            usage.delivered_token_count = delivered
+
+
+@asynccontextmanager
+async def running(world: HoldWorld, directory: Path, *, settings: Settings = SETTINGS, permits: int = 10) -> AsyncIterator[Rig]:
+    journal = UsageJournal(directory, uuid.uuid4())
+    holds = HoldStore(world.url, journal.owner_id)
+    capacity = Capacity(permits)
+    async with asyncio.TaskGroup() as tasks:
+        running = tasks.create_task(holds.run())
+        yield Rig(Admission(settings, capacity, holds, journal, tasks), capacity, holds, journal)
+        running.cancel()
+    journal.close()
+
+
+def request(payer: Payer, *, max_output_tokens: int = 1000) -> AdmissionRequest:
+    return AdmissionRequest(payer, uuid.uuid4(), bytes(32), "demo", 10, max_output_tokens, {})
+
+
+async def test_tokens_flow_under_a_lease_that_grows_with_them(world: HoldWorld, tmp_path: Path) -> None:
+    payer = world.tenant()
+    quota = world.quota(payer, QuotaDimension.TOKENS_PER_MONTH, 1_000)
+    async with running(world, tmp_path) as rig:
+        async with rig.admission.admit(request(payer), UsageSoFar()) as lease:
+            await rig.generate(lease, 90)
+            lease.outcome = Outcome.STOP
+
+        assert lease.settled is not None
+        assert lease.settled.cost_picos == 6 * 3 + 4 * 1 + 90 * 7
+        assert rig.holds.statistics().group_commit.operation_count <= 2 + 90 // 20 + 1, "one extension per slice, not per token"
+        assert rig.capacity.taken_count == 0
+    assert world.counters(quota) == [(100, 0)]
+    assert world.events() == [(0, 10, 90, "stop")]
+    assert await asyncio.to_thread(os.listdir, tmp_path) == []
+    check_invariants(world.url, all_ended=True)
+
+
+async def test_the_lease_is_extended_before_it_is_needed(world: HoldWorld, tmp_path: Path) -> None:
+    async with (
+        running(world, tmp_path) as rig,
+        rig.admission.admit(request(world.tenant()), UsageSoFar()) as lease,
+    ):
+        await rig.generate(lease, 16)
+        while world.holds()[0][1] == 20:  # noqa: ASYNC110 what the background task wrote
+            await asyncio.sleep(0)
+        lease.outcome = Outcome.STOP
+    assert world.events() == [(0, 10, 16, "stop")]
+
+
+async def test_no_more_is_leased_than_the_request_allows(world: HoldWorld, tmp_path: Path) -> None:
+    async with running(world, tmp_path) as rig:
+        async with rig.admission.admit(request(world.tenant(), max_output_tokens=33), UsageSoFar()) as lease:
+            await rig.generate(lease, 33)
+            lease.outcome = Outcome.LENGTH
+
+        assert world.holds() == [("settled", 33, 33)]
+
+
+async def test_a_quota_that_runs_out_in_mid_stream_stops_at_its_last_token(world: HoldWorld, tmp_path: Path) -> None:
+    payer = world.tenant()
+    quota = world.quota(payer, QuotaDimension.TOKENS_PER_MONTH, 57)
+    async with running(world, tmp_path) as rig:
+        async with rig.admission.admit(request(payer), UsageSoFar()) as lease:
+            with pytest.raises(QuotaExceeded):
+                await rig.generate(lease, 100)
+            lease.outcome = Outcome.QUOTA_EXHAUSTED
+
+        assert lease.settled is not None
+        assert lease.settled.delivered_token_count == 47
+    assert world.counters(quota) == [(57, 0)]
+    check_invariants(world.url, all_ended=True)
+
+
+async def test_a_step_of_many_tokens_is_covered_whole_or_refused(world: HoldWorld, tmp_path: Path) -> None:
+    payer = world.tenant()
+    world.quota(payer, QuotaDimension.TOKENS_PER_MONTH, 60)
+    async with running(world, tmp_path) as rig, rig.admission.admit(request(payer), UsageSoFar()) as lease:
+        await lease.cover(45)
+        with pytest.raises(QuotaExceeded):
+            await lease.cover(51)
+        await lease.cover(50)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("the engine broke"), asyncio.CancelledError()], ids=["error", "cancellation"])
+@pytest.mark.parametrize("delivered", [0, 1, 19, 25])
+async def test_every_exit_ends_the_hold_with_exactly_what_was_delivered(
+    world: HoldWorld, tmp_path: Path, error: BaseException, delivered: int
+) -> None:
+    """LiteLLM #14457, #33736: usage was lost when the client left; otari#128: a hold leaked on failure before the first chunk."""
+    payer = world.tenant()
+    quotas = [world.quota(payer, dimension, 10_000) for dimension in QuotaDimension]
+    async with running(world, tmp_path) as rig:
+
+        async def broken() -> None:
+            async with rig.admission.admit(request(payer), UsageSoFar()) as lease:
+                await rig.generate(lease, delivered)
+                raise error
+
+        with pytest.raises(type(error)):
+            await broken()
+
+        assert rig.capacity.taken_count == 0
+        assert rig.holds.statistics().live_hold_count == 0
+    assert world.events() == ([(0, 10, delivered, "failed")] if delivered else [])
+    assert all(held == 0 for quota in quotas for _, held in world.counters(quota))
+    check_invariants(world.url, all_ended=True)
+
+
+async def test_a_cancelled_request_that_the_engine_had_begun_pays_its_input(world: HoldWorld, tmp_path: Path) -> None:
+    async with running(world, tmp_path) as rig:
+        for input_tokens in (10, 0):
+            async with rig.admission.admit(request(world.tenant(f"t{input_tokens}")), UsageSoFar()) as lease:
+                lease.usage.input_token_count = input_tokens
+                lease.outcome = Outcome.CANCELLED
+
+    assert world.events() == [(0, 10, 0, "cancelled")]
+    assert world.hold_count("voided") == 1
+
+
+async def test_a_failure_after_an_extension_but_before_delivery_bills_nothing(world: HoldWorld, tmp_path: Path) -> None:
+    """A client that reads slowly has many tokens waiting and none delivered when the engine breaks."""
+    async with running(world, tmp_path) as rig:
+        async with rig.admission.admit(request(world.tenant()), UsageSoFar()) as lease:
+            lease.usage.input_token_count = 10
+            await lease.cover(35)
+
+        assert lease.settled is None
+        assert rig.holds.statistics().live_hold_count == 0
+    assert world.events() == []
+    check_invariants(world.url, all_ended=True)
+
+
+async def test_overload_is_shed_before_the_database_is_touched(world: HoldWorld, tmp_path: Path) -> None:
+    payer = world.tenant()
+    async with running(world, tmp_path, permits=1) as rig:
+        async with rig.admission.admit(request(payer), UsageSoFar()):
+            before = rig.holds.statistics().group_commit.operation_count
+            with pytest.raises(Overloaded):
+                async with rig.admission.admit(request(payer), UsageSoFar()):
+                    pytest.fail("two permits of one")
+            assert rig.holds.statistics().group_commit.operation_count == before
+            rig.capacity.drain()
+        await rig.capacity.idle()
+
+        with pytest.raises(Draining):
+            async with rig.admission.admit(request(payer), UsageSoFar()):
+                pytest.fail("admitted while draining")
+        assert rig.capacity.taken_count == 0
+
+
+async def test_a_refused_request_gives_its_permit_back_and_leaves_no_trace(world: HoldWorld, tmp_path: Path) -> None:
+    payer = world.tenant()
+    world.quota(payer, QuotaDimension.CONCURRENT_REQUESTS, 1)
+    asked = request(payer)
+    async with running(world, tmp_path) as rig, rig.admission.admit(asked, UsageSoFar()):
+        before = world.contents()
+        for again, error in ((request(payer), QuotaExceeded), (asked, RequestInFlight)):
+            with pytest.raises(error):
+                async with rig.admission.admit(again, UsageSoFar()):
+                    pytest.fail("admitted")
+
+        assert world.contents() == before
+        assert rig.capacity.taken_count == 1
+
+
+@pytest.mark.parametrize("turns", range(0, 24, 2))
+async def test_a_caller_cancelled_while_it_enters_leaves_neither_permit_nor_hold(
+    world: HoldWorld, tmp_path: Path, turns: int
+) -> None:
+    payer = world.tenant()
+    quota = world.quota(payer, QuotaDimension.CONCURRENT_REQUESTS, 10)
+
+    async def caller(rig: Rig) -> None:
+        async with rig.admission.admit(request(payer), UsageSoFar()):
+            await asyncio.Event().wait()
+
+    async with running(world, tmp_path) as rig:
+        task = asyncio.ensure_future(caller(rig))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait([task])
+        assert rig.capacity.taken_count == 0
+        for _ in range(2):
+            await rig.holds.void(uuid.uuid4())  # what was posted before has run when this has
+
+    assert all(counter == (0, 0) for counter in world.counters(quota))
+    check_invariants(world.url, all_ended=True)
+
+
+async def test_a_process_that_wakes_up_after_its_holds_expired_stops_and_records_the_rest(world: HoldWorld, tmp_path: Path) -> None:
+    payer = world.tenant()
+    quota = world.quota(payer, QuotaDimension.TOKENS_PER_MONTH, 1_000)
+    settings = replace(SETTINGS, lease_margin_tokens=0)
+    async with running(world, tmp_path, settings=settings) as rig:
+        async with rig.admission.admit(request(payer), UsageSoFar()) as lease:
+            await rig.generate(lease, 18)
+            world.advance(61)
+            await sweep_expired_holds(world.url)
+            with pytest.raises(HoldEnded):
+                await rig.generate(lease, 10)
+            lease.outcome = Outcome.FAILED
+
+        assert lease.settled is not None
+        assert lease.settled.delivered_token_count == 20
+    assert world.events() == [(0, 10, 20, "failed")]
+    assert world.counters(quota) == [(30, 0)]
+    check_invariants(world.url, all_ended=True)
