@@ -2,12 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import logging
 import sys
+from typing import TextIO, cast
 
 import structlog
 
 LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
+
+
+class Unfailing(io.TextIOBase):
+    """A text stream that drops what cannot be written: a full disk must not break the work that is being logged."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        """As much as goes."""
+        with contextlib.suppress(OSError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        """As far as it goes."""
+        with contextlib.suppress(OSError):
+            self._stream.flush()
 
 
 def configure_logs(level: str) -> None:
@@ -26,6 +47,6 @@ def configure_logs(level: str) -> None:
             renderer,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(minimum),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        logger_factory=structlog.PrintLoggerFactory(cast(TextIO, Unfailing(sys.stderr))),
     )
     logging.basicConfig(level=max(minimum, logging.WARNING), format="%(levelname)s %(name)s %(message)s", stream=sys.stderr)
