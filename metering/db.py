@@ -47,6 +47,8 @@ def create_engine(database_url: str, *, pool_size: int = 5) -> AsyncEngine:
 
 def raise_store_away(context: ExceptionContext) -> None:
     """Tell an outage in the domain's words, without the statement and its values."""
+    if context.is_pre_ping:
+        return  # the pool's own test of a connection: a dead one is replaced, which nobody needs to hear of
     if isinstance(context.original_exception, psycopg.OperationalError | psycopg.InterfaceError):
         raise StoreAway("the database does not answer") from context.original_exception
 

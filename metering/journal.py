@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import re
 import struct
 import uuid
 import zlib
@@ -21,6 +22,7 @@ from typing import NamedTuple
 import structlog
 
 SUFFIX = ".journal"
+NAME_FORM = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}\.[0-9]+\.journal", re.ASCII)  # owner and segment
 UNFINISHED_SUFFIX = ".new"
 RECORD = struct.Struct("<16sIIIII")  # hold id; input, cached, generated, delivered token counts; crc32 of what stands before
 ROTATE_BYTES = 16 * 2**20  # half a million records: minutes of a busy process, milliseconds of recovery
@@ -168,6 +170,8 @@ class AbandonedJournal:
 def abandoned_journals(directory: Path) -> Iterator[AbandonedJournal]:
     """Journals in the directory whose owners are dead, each locked while it is looked at."""
     for path in sorted(directory.glob(f"*{SUFFIX}")):
+        if NAME_FORM.fullmatch(path.name) is None:
+            continue  # whatever it is, it is not ours
         try:
             fd = os.open(path, os.O_RDONLY)
         except FileNotFoundError:
