@@ -24,7 +24,7 @@ from tests.service import PATIENCE_S, Service, Stream, Tenant, alive, start, unt
 pytestmark = pytest.mark.faults
 
 LIMITS = {QuotaDimension.TOKENS_PER_MONTH: 10**9, QuotaDimension.CONCURRENT_REQUESTS: 10_000}
-ROUNDS, LANES = 10, 2  # of kills; two processes at a time, each with a life of a second or two
+ROUNDS, LANES = 8, 2  # of kills; two processes at a time, each with a life of a second or two
 EXPIRY_S = 5.0  # holds whose first token was still on its way are ended by their expiry at the latest
 
 

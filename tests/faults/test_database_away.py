@@ -1,0 +1,262 @@
+"""PostgreSQL stops, dies and comes back: streams go on as far as their lease reaches, and settle once it is there again."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import resource
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+from weir.v1 import inference_service_pb2 as pb
+from weir.v1 import inference_service_pb2_grpc as pb_grpc
+from weir.v1 import types_pb2
+from weir_client import Unavailable
+
+from metering import embedded_postgres
+from metering.embedded_postgres import EmbeddedPostgres
+from metering.errors import StoreAway
+from metering.holds import sweep_expired_holds
+from metering.migrations_runner import migrate
+from metering.models import QuotaDimension
+from tests.conftest import WITHOUT_DURABILITY
+from tests.faults.conftest import Start
+from tests.metering.invariants import check_invariants
+from tests.service import PATIENCE_S, alive, bearer, children_of, refused, start, wait_for
+
+pytestmark = pytest.mark.faults
+
+LIMITS = {QuotaDimension.TOKENS_PER_MONTH: 10**9, QuotaDimension.CONCURRENT_REQUESTS: 10_000}
+# What has been committed must still be there after a crash of the server's processes, which fsync does not decide.
+SETTINGS = WITHOUT_DURABILITY | {"synchronous_commit": "on"}
+
+
+@pytest.fixture
+def postgres(postgres_home: Path) -> Iterator[EmbeddedPostgres]:
+    """A migrated server of this test's own."""
+    server = embedded_postgres.start(postgres_home / "postgres", SETTINGS)
+    migrate(server.url)
+    yield server
+    server.stop()
+
+
+def crash(server: EmbeddedPostgres) -> None:
+    """As `kill -9` does to the postmaster."""
+    pid = server.pid
+    assert pid is not None
+    children = children_of(pid)
+    os.kill(pid, signal.SIGKILL)
+    wait_for(lambda: not any(map(alive, children)), "the server's children to follow it")
+
+
+def restart(server: EmbeddedPostgres) -> None:
+    """Start it again on the same data."""
+    embedded_postgres.start(server.data_dir, SETTINGS)
+
+
+async def test_a_crash_of_the_database_loses_and_doubles_nothing(launch: Start, postgres: EmbeddedPostgres) -> None:
+    service = launch(database_url=postgres.url)
+    tenant = await service.tenant(LIMITS)
+    async with service.stream(tenant.secret) as stream:
+        short = [start(max_output_tokens=120) for _ in range(6)]  # fits the first slice
+        long = [start(max_output_tokens=3000) for _ in range(6)]
+        await stream.send(*short, *long)
+        for frame in (*short, *long):
+            await stream.received(frame.request_id, 5)
+
+        crash(postgres)
+
+        for frame in short:
+            await stream.received(frame.request_id, 120)  # without a database
+        refusal = await stream.failed(await stream.begin())
+        assert (refusal.code, refusal.reason) == (grpc.StatusCode.UNAVAILABLE, "STORE_AWAY")
+        assert refusal.retry_after_s is not None
+        async with service.channel() as channel:
+            stub = pb_grpc.InferenceServiceStub(channel)
+            listing = await refused(stub.ListModels(pb.ListModelsRequest(), metadata=bearer(tenant.secret)))
+            assert (listing.code, listing.reason) == (grpc.StatusCode.UNAVAILABLE, "STORE_AWAY")
+        await asyncio.to_thread(restart, postgres)
+
+        for frame in short:
+            finished = await stream.finished(frame.request_id)
+            assert finished.reason == types_pb2.FINISH_REASON_LENGTH
+            assert finished.usage.delivered_token_count == 120
+        for frame in long:
+            refusal = await stream.failed(frame.request_id)
+            assert (refusal.code, refusal.reason) == (grpc.StatusCode.UNAVAILABLE, "STORE_AWAY")
+            assert refusal.frame is not None
+            received = len(stream.token_ids(frame.request_id))
+            assert refusal.frame.usage.delivered_token_count == received <= 3 * 128
+            assert service.books.event(tenant, frame.request_id)["delivered_token_count"] == received
+        assert (await stream.finished(await stream.begin())).usage.delivered_token_count == 20
+    assert "held" not in service.books.holds(tenant)
+    check_invariants(postgres.url, all_ended=True)
+
+
+async def test_a_server_that_is_stopped_without_a_database_ends_and_is_recovered(launch: Start, postgres: EmbeddedPostgres) -> None:
+    """It cannot settle, so it must leave that to whoever starts next, and not wait for ever."""
+    service = launch(database_url=postgres.url, drain_s=0.5)
+    tenant = await service.tenant(LIMITS)
+    async with service.stream(tenant.secret) as stream:
+        request_ids = [await stream.begin(max_output_tokens=3000) for _ in range(3)]
+        for request_id in request_ids:
+            await stream.received(request_id, 5)
+        crash(postgres)
+        service.terminate()
+        assert await asyncio.to_thread(service.wait_ended) == 0, service.log[-5000:]
+        await stream.closed()
+
+    await asyncio.to_thread(restart, postgres)
+    service.start()
+
+    assert service.books.holds(tenant) == {"settled": 3}
+    delivered = service.books.delivered(tenant)
+    for request_id in request_ids:
+        assert delivered[request_id] >= len(stream.token_ids(request_id)) > 0
+    check_invariants(postgres.url, all_ended=True)
+
+
+async def test_server_and_database_that_die_together_are_recovered(launch: Start, postgres: EmbeddedPostgres) -> None:
+    service = launch(database_url=postgres.url, lease_slice_tokens=16)
+    tenant = await service.tenant(LIMITS)
+    async with service.stream(tenant.secret) as stream:
+        request_ids = [await stream.begin(max_output_tokens=3000) for _ in range(4)]
+        for request_id in request_ids:
+            await stream.received(request_id, 40)
+        crash(postgres)
+        service.kill()
+        await stream.closed()
+
+    await asyncio.to_thread(restart, postgres)
+    service.start()
+
+    assert service.books.holds(tenant) == {"settled": 4}
+    delivered = service.books.delivered(tenant)
+    assert all(delivered[request_id] >= len(stream.token_ids(request_id)) for request_id in request_ids)
+    check_invariants(postgres.url, all_ended=True)
+
+
+async def test_a_short_outage_between_two_requests_is_not_noticed_by_the_second(launch: Start, postgres: EmbeddedPostgres) -> None:
+    """Connections of before the outage are dead; whoever draws one of them must get another."""
+    service = launch(database_url=postgres.url)
+    tenant = await service.tenant(LIMITS)
+    async with service.stream(tenant.secret) as stream:
+        await stream.finished(await stream.begin())
+        await asyncio.to_thread(postgres.stop)
+        await asyncio.to_thread(restart, postgres)
+
+        assert (await stream.end(await stream.begin())).WhichOneof("kind") in ("finished", "failed")
+        assert (await stream.finished(await stream.begin())).usage.delivered_token_count == 20
+    async with service.client(tenant.secret) as client:
+        assert [model.name for model in await client.list_models()] == ["tiny"]
+
+
+async def test_a_server_that_starts_before_its_database_serves_once_it_is_there(launch: Start, postgres: EmbeddedPostgres) -> None:
+    postgres.stop()
+    service = launch(database_url=postgres.url)
+    async with service.client("wk_abcdefgh_" + "x" * 43) as client:
+        with pytest.raises(Unavailable, match="the database does not answer"):
+            await client.list_models()
+    await asyncio.to_thread(restart, postgres)
+    tenant = await service.tenant(LIMITS)
+
+    async with service.stream(tenant.secret) as stream:
+        assert (await stream.finished(await stream.begin())).usage.delivered_token_count == 20
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+async def test_a_frozen_server_past_its_expiry_neither_streams_on_nor_doubles(launch: Start, moment: str) -> None:
+    """Stopped in mid-stream, its holds expire; awake again, it may finish what it had leased, and no more."""
+    service = launch(hold_expiry_s=1.0, lease_slice_tokens=400)
+    tenant = await service.tenant(LIMITS)
+    async with service.stream(tenant.secret) as stream:
+        request_ids = [await stream.begin(max_output_tokens=3000) for _ in range(4)]
+        for request_id in request_ids:
+            await stream.received(request_id, 420 if moment == "after" else 1)
+        os.kill(service.pid, signal.SIGSTOP)
+        await until_swept(service.database_url, 4)
+        assert service.books.holds(tenant) == {"expired": 4}
+
+        os.kill(service.pid, signal.SIGCONT)
+
+        for request_id in request_ids:
+            refusal = await stream.failed(request_id)
+            assert (refusal.code, refusal.reason) == (grpc.StatusCode.ABORTED, "HOLD_ENDED")
+            received = len(stream.token_ids(request_id))
+            assert service.books.delivered(tenant)[request_id] == received
+            assert refusal.frame is not None
+            assert refusal.frame.usage.delivered_token_count == received
+        assert (await stream.finished(await stream.begin())).usage.delivered_token_count == 20
+    assert service.books.holds(tenant) == {"expired": 4, "settled": 1}
+    check_invariants(service.database_url, all_ended=True)
+
+
+async def until_swept(database_url: str, count: int) -> None:
+    """Run the sweeper until it has expired so many. It waits for rows that the frozen server has locked, half a minute at most."""
+    swept = 0
+    async with asyncio.timeout(PATIENCE_S):
+        while swept < count:
+            with contextlib.suppress(StoreAway):
+                swept += await sweep_expired_holds(database_url)
+
+
+async def test_a_disk_that_is_full_stops_streams_before_their_tokens_leave(launch: Start) -> None:
+    """What cannot be written to the journal is not sent. With room again, the same server serves on, and recovery finds all."""
+    service = launch()
+    tenant = await service.tenant(LIMITS)
+    async with service.stream(tenant.secret) as stream:
+        running = await stream.begin(max_output_tokens=3900)
+        await stream.received(running, 30)
+        limit_file_size(service.pid, journal_size(service.settings.journal_directory) + 100)
+
+        assert await stream.closed() is grpc.StatusCode.INTERNAL
+    await service.no_hold_left(tenant)
+    assert service.books.event(tenant, running)["delivered_token_count"] == len(stream.token_ids(running))
+
+    limit_file_size(service.pid, -1)
+    async with service.stream(tenant.secret) as stream:
+        await stream.finished(await stream.begin())
+        running = await stream.begin(max_output_tokens=3900)
+        await stream.received(running, 30)
+        service.kill()
+        await stream.closed()
+    service.start()
+    assert service.books.delivered(tenant)[running] >= len(stream.token_ids(running)) >= 30
+    check_invariants(service.database_url, all_ended=True)
+
+
+def journal_size(directory: Path) -> int:
+    """Bytes that the running server has written."""
+    return wait_for(lambda: max((path.stat().st_size for path in directory.glob("*.journal")), default=None), "a journal")
+
+
+def limit_file_size(pid: int, size: int) -> None:
+    """What a full disk is to one process; -1 for no limit."""
+    resource.prlimit(pid, resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+
+
+async def test_a_home_that_cannot_be_written_is_told_at_the_start(launch: Start, tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    home.mkdir()
+    (home / "journal").write_text("in the way")
+
+    with pytest.raises(AssertionError, match=r"(?s)the api process ended.*journal"):
+        launch(home=home)
+
+
+async def test_a_stray_file_in_the_journal_directory_disturbs_nobody(launch: Start, tmp_path: Path) -> None:
+    directory = tmp_path / "home" / "journal"
+    directory.mkdir(parents=True)
+    (directory / "notes.journal").write_text("not ours")
+    (directory / "11111111-1111-4111-8111-111111111111.1.journal").write_bytes(b"torn")
+
+    service = launch()
+
+    tenant = await service.tenant(LIMITS)
+    async with service.stream(tenant.secret) as stream:
+        assert (await stream.finished(await stream.begin())).usage.delivered_token_count == 20
+    assert (directory / "notes.journal").read_text() == "not ours"

@@ -1,0 +1,94 @@
+"""A server that is told to stop: what runs finishes, nothing new begins, and whatever does not finish in time ends settled."""
+
+from __future__ import annotations
+
+import asyncio
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2
+from weir.v1 import types_pb2
+
+from metering.models import QuotaDimension
+from tests.faults.conftest import Start
+from tests.metering.invariants import check_invariants
+from tests.service import Refusal, Stream, alive, health_check, log_events, start, until
+
+pytestmark = pytest.mark.faults
+
+LIMITS = {QuotaDimension.TOKENS_PER_MONTH: 10**9, QuotaDimension.CONCURRENT_REQUESTS: 10_000}
+
+
+async def test_running_requests_finish_and_new_ones_are_sent_away(launch: Start) -> None:
+    service = launch()
+    tenant = await service.tenant(LIMITS)
+    host_pid = service.host_pid
+    assert host_pid is not None
+    async with service.channel() as channel, service.stream(tenant.secret) as stream:
+        starts = [start(max_output_tokens=500) for _ in range(6)]
+        await stream.send(*starts)
+        for frame in starts:
+            await stream.received(frame.request_id, 1)
+
+        service.terminate()
+
+        await until(lambda: log_events(service.log, "draining"), "the drain to begin")
+        refusal = await draining_refusal(stream)
+        assert (refusal.code, refusal.reason) == (grpc.StatusCode.UNAVAILABLE, "DRAINING")
+        assert refusal.retry_after_s is not None
+        health = await health_check(channel)(health_pb2.HealthCheckRequest())
+        assert health.status == health_pb2.HealthCheckResponse.NOT_SERVING
+        for frame in starts:
+            assert (await stream.finished(frame.request_id)).reason == types_pb2.FINISH_REASON_LENGTH
+            assert len(stream.token_ids(frame.request_id)) == 500
+        assert await asyncio.to_thread(service.wait_ended) == 0
+    assert not alive(host_pid)
+    assert service.books.holds(tenant) == {"settled": 6}
+    assert {event["outcome"] for event in service.books.events(tenant)} == {"length"}
+    assert list(service.settings.journal_directory.iterdir()) == [], "nothing is left to recover"
+    check_invariants(service.database_url, all_ended=True)
+
+
+async def draining_refusal(stream: Stream) -> Refusal:
+    """What a start is answered with, once the drain has closed the door."""
+    while True:
+        end = await stream.end(await stream.begin(max_output_tokens=1))
+        if end.WhichOneof("kind") == "failed":
+            return Refusal(end.failed.status)
+
+
+async def test_what_does_not_finish_in_time_ends_settled_and_is_told_why(launch: Start) -> None:
+    service = launch(drain_s=0.5)
+    tenant = await service.tenant(LIMITS)
+    async with service.stream(tenant.secret) as stream:
+        starts = [start(max_output_tokens=3900) for _ in range(40)]
+        await stream.send(*starts)
+        for frame in starts:
+            await stream.received(frame.request_id, 1)
+
+        service.terminate()
+
+        for frame in starts:
+            refusal = await stream.failed(frame.request_id)
+            assert (refusal.code, refusal.reason) == (grpc.StatusCode.UNAVAILABLE, "DRAINING")
+            assert refusal.frame is not None
+            received = len(stream.token_ids(frame.request_id))
+            assert refusal.frame.usage.delivered_token_count == received
+            assert service.books.event(tenant, frame.request_id)["delivered_token_count"] == received
+        assert await asyncio.to_thread(service.wait_ended) == 0
+    assert service.books.holds(tenant) == {"settled": 40}
+    check_invariants(service.database_url, all_ended=True)
+
+
+async def test_a_client_that_does_not_read_does_not_hold_up_the_drain(launch: Start) -> None:
+    service = launch(drain_s=0.5)
+    tenant = await service.tenant(LIMITS)
+    async with service.stream(tenant.secret, reading=False) as deaf:
+        await deaf.send(*(start(max_output_tokens=3000) for _ in range(20)))
+        await until(lambda: service.books.holds(tenant) == {"held": 20}, "all to be admitted")
+
+        service.terminate()
+
+        assert await asyncio.to_thread(service.wait_ended) == 0
+    assert "held" not in service.books.holds(tenant)
+    check_invariants(service.database_url, all_ended=True)
