@@ -1,0 +1,149 @@
+"""A key of one organization never reads or spends anything of another's, whatever it asks for."""
+
+from __future__ import annotations
+
+import random
+
+from grpc import StatusCode
+from weir.v1 import (
+    admin_service_pb2,
+    admin_service_pb2_grpc,
+    billing_service_pb2,
+    billing_service_pb2_grpc,
+    inference_service_pb2_grpc,
+)
+from weir.v1 import inference_service_pb2 as pb
+
+from metering.models import QuotaDimension
+from tests.service import PLAIN_IDS, Service, bearer, refused, start
+
+
+async def test_requests_of_others_do_not_exist(service: Service) -> None:
+    one, other = await service.tenant(), await service.tenant()
+    async with service.stream(one.secret) as stream:
+        request_id = await stream.begin()
+        await stream.finished(request_id)
+
+    async with service.channel() as channel:
+        stub = inference_service_pb2_grpc.InferenceServiceStub(channel)
+        request = pb.GetGenerationRequest(request_id=request_id)
+        refusal = await refused(stub.GetGeneration(request, metadata=bearer(other.secret)))
+        unknown = await refused(stub.GetGeneration(pb.GetGenerationRequest(request_id="0" * 32), metadata=bearer(other.secret)))
+
+    assert refusal.code is unknown.code is StatusCode.NOT_FOUND
+    assert refusal.reason == unknown.reason
+
+
+async def test_a_request_of_others_cannot_be_cancelled(service: Service) -> None:
+    one, other = await service.tenant(), await service.tenant()
+    async with service.stream(one.secret) as stream, service.stream(other.secret) as theirs:
+        request_id = await stream.begin(max_output_tokens=200)
+        await stream.received(request_id, 1)
+
+        await theirs.cancel(request_id)
+
+        assert (await theirs.failed(request_id)).code is StatusCode.NOT_FOUND
+        assert (await stream.finished(request_id)).usage.delivered_token_count == 200
+
+
+async def test_each_key_sees_its_own_limits_only(service: Service) -> None:
+    one = await service.tenant({QuotaDimension.TOKENS_PER_MONTH: 1111})
+    other = await service.tenant({QuotaDimension.TOKENS_PER_DAY: 2222})
+
+    async with service.client(one.secret) as client, service.client(other.secret) as theirs:
+        assert [quota.limit_value for quota in await client.get_quota()] == [1111]
+        assert [quota.limit_value for quota in await theirs.get_quota()] == [2222]
+        async with service.stream(one.secret) as stream:
+            await stream.finished(await stream.begin())
+        assert [quota.used_value for quota in await theirs.get_quota()] == [0]
+
+
+async def test_a_used_up_tenant_takes_nothing_from_another(service: Service) -> None:
+    empty = await service.tenant({QuotaDimension.CONCURRENT_REQUESTS: 0})
+    other = await service.tenant({QuotaDimension.CONCURRENT_REQUESTS: 1})
+
+    async with service.stream(empty.secret) as stream, service.stream(other.secret) as theirs:
+        refusal = await stream.failed(await stream.begin())
+        assert (await theirs.finished(await theirs.begin())).usage.delivered_token_count == 20
+
+    assert refusal.info.metadata["subject_id"] == str(empty.organization_id)
+
+
+async def test_a_prompt_is_cached_for_its_organization_alone(service: Service) -> None:
+    """Not even a prediction may tell another tenant that somebody has sent the same prompt."""
+    one, other = await service.tenant(), await service.tenant()
+    _, colleague = await service.new_key(one)
+    prompt = random.Random(77).sample(PLAIN_IDS, 300)
+    cached = {}
+    predicted = {}
+    for name, secret in (("first", one.secret), ("other", other.secret), ("colleague", colleague), ("other again", other.secret)):
+        async with service.stream(secret) as stream:
+            request_id = await stream.begin(prompt=prompt)
+            cached[name] = (await stream.finished(request_id)).usage.cached_input_token_count
+            predicted[name] = stream.of(request_id, "admitted")[0].predicted_cached_token_count
+
+    assert cached["first"] == cached["other"] == predicted["first"] == predicted["other"] == 0
+    assert cached["colleague"] == predicted["colleague"] == cached["other again"] > 200
+
+
+async def test_the_same_answer_comes_to_both_and_is_billed_to_each(service: Service) -> None:
+    one, other = await service.tenant(), await service.tenant()
+    frame = start(max_output_tokens=50)
+    answers = []
+    for secret in (one.secret, other.secret):
+        async with service.stream(secret) as stream:
+            await stream.send(frame)
+            await stream.finished(frame.request_id)
+            answers.append(stream.token_ids(frame.request_id))
+
+    assert answers[0] == answers[1]
+    for tenant in (one, other):
+        event = service.books.event(tenant, frame.request_id)
+        assert (event["project_id"], event["api_key_id"]) == (tenant.project_id, tenant.key.id)
+
+
+async def test_finance_of_one_customer_sees_no_other_customer(service: Service) -> None:
+    one, other = await service.tenant(), await service.tenant()
+    _, secret = await service.new_key(one, "billing")
+    async with service.channel() as channel:
+        stub = billing_service_pb2_grpc.BillingServiceStub(channel)
+
+        def report(organization: str) -> object:
+            request = billing_service_pb2.GetMonthReportRequest(organization=organization, month="2026-11")
+            return stub.GetMonthReport(request, metadata=bearer(secret))
+
+        refusals = [await refused(report(ref)) for ref in (other.name, str(other.organization_id), "nobody")]  # type: ignore[arg-type]
+        own = await report(one.name)  # type: ignore[misc]
+
+    assert own.organization_name == one.name
+    assert [refusal.code for refusal in refusals] == [StatusCode.NOT_FOUND] * 3
+    assert {refusal.reason for refusal in refusals} == {"NOT_FOUND"}, "an unknown one and another's look alike"
+
+
+async def test_only_an_admin_key_may_administer(service: Service) -> None:
+    """Every call of the admin and billing services, with keys that lack the scope, and without any."""
+    tenant = await service.tenant()
+    _, billing = await service.new_key(tenant, "billing")
+    _, both = await service.new_key(tenant, "inference", "billing")
+    admin_calls = admin_service_pb2.DESCRIPTOR.services_by_name["AdminService"].methods
+    report_call = billing_service_pb2.DESCRIPTOR.services_by_name["BillingService"].methods_by_name["GetMonthReport"]
+    before = service.books.rows("SELECT count(*) AS n FROM audit_log")
+
+    async with service.channel() as channel:
+        admin = admin_service_pb2_grpc.AdminServiceStub(channel)
+        for method in admin_calls:
+            call, request = getattr(admin, method.name), getattr(admin_service_pb2, method.input_type.name)()
+            for secret in (tenant.secret, billing, both):
+                refusal = await refused(call(request, metadata=bearer(secret)))
+                assert (method.name, refusal.code, refusal.reason) == (
+                    method.name,
+                    StatusCode.PERMISSION_DENIED,
+                    "PERMISSION_DENIED",
+                )
+            assert (await refused(call(request))).code is StatusCode.UNAUTHENTICATED
+        reports = billing_service_pb2_grpc.BillingServiceStub(channel)
+        request = getattr(billing_service_pb2, report_call.input_type.name)()
+        assert (await refused(reports.GetMonthReport(request, metadata=bearer(tenant.secret)))).code is StatusCode.PERMISSION_DENIED
+
+    assert len(admin_calls) == 12
+    assert service.books.rows("SELECT count(*) AS n FROM audit_log") == before
