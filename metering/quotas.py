@@ -7,6 +7,7 @@ ended or posted holds left there; a claim lives in exactly one window at a time,
 
 from __future__ import annotations
 
+import functools
 import uuid
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,6 +23,7 @@ TOKEN_DIMENSIONS = frozenset({QuotaDimension.TOKENS_PER_MINUTE, QuotaDimension.T
 CounterKey = tuple[uuid.UUID, datetime]
 
 
+@functools.lru_cache(maxsize=4096)  # a batch asks for the same few moments again and again
 def window_start(dimension: QuotaDimension, at: datetime) -> datetime:
     """Start of the calendar window (UTC) that contains `at`."""
     at = at.astimezone(UTC)

@@ -162,7 +162,7 @@ def told(answer: HoldAnswer | Exception) -> str:
         case Ended():
             return "done" if answer.done else "nothing"
         case QuotaExceeded():
-            return f"refused {' '.join(state.dimension for state in answer.failing)}"
+            return f"refused {' '.join(sorted(state.dimension for state in answer.failing))}"
         case RequestSettled():
             return f"request_settled {used(answer.settled)}"
         case MeteringError():

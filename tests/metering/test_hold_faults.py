@@ -187,7 +187,7 @@ async def test_killing_postgresql_under_load_loses_and_doubles_nothing(postgres_
         for _ in range(3):
             seen = len(answered)
             await until(lambda seen=seen: len(answered) > seen + 20)  # type: ignore[misc]
-            kill_server(directory)
+            await kill_server(directory)
             await asyncio.to_thread(embedded_postgres.start, directory)
         seen = len(answered)
         await until(lambda: len(answered) > seen + 20)
@@ -203,13 +203,23 @@ async def test_killing_postgresql_under_load_loses_and_doubles_nothing(postgres_
     check_invariants(server.url, all_ended=True)
 
 
-def kill_server(directory: Path) -> None:
-    """SIGKILL to the postmaster and all its children."""
+async def kill_server(directory: Path) -> None:
+    """SIGKILL to the postmaster and all its children; returns when none runs any more."""
     postmaster = int((directory / "postmaster.pid").read_text().splitlines()[0])
     children = Path(f"/proc/{postmaster}/task/{postmaster}/children").read_text().split()
-    for pid in (postmaster, *map(int, children)):
+    pids = [postmaster, *map(int, children)]
+    for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
+    await until(lambda: not any(map(runs, pids)))
+
+
+def runs(pid: int) -> bool:
+    """Whether a process is there and not dead already."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
 
 
 async def test_a_batch_that_conflicts_again_and_again_is_refused_not_repeated_for_ever(
