@@ -145,6 +145,7 @@ async def serve(settings: Settings) -> None:
             tasks.create_task(process.tell_progress_regularly(), name="progress"),
         ]
         health_task = tasks.create_task(keep_health(health, router, stopping), name="health")
+        gc.freeze()  # what stands now stands to the end: a full collection that looked at it again would stop all streams for 5 ms
         await server.start()
         write_endpoint(settings.home, f"{settings.listen_address.rpartition(':')[0]}:{port}")
         log.info("listening", address=settings.listen_address, port=port, models=sorted(engines))

@@ -18,6 +18,7 @@ import argparse
 import asyncio
 import contextlib
 import cProfile
+import gc
 import itertools
 import pstats
 import shutil
@@ -280,6 +281,7 @@ def main() -> None:
     with server(options.database_url, options.directory) as url, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         migrate(url)
         many = create_tenants(url, options.tenants)
+        gc.freeze()  # as an api process does
         if options.profile:
             with cProfile.Profile() as profile:
                 runner.run(measure_group_commit(url, many, 64, options.seconds))

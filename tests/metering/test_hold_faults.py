@@ -203,11 +203,16 @@ async def test_killing_postgresql_under_load_loses_and_doubles_nothing(postgres_
     check_invariants(server.url, all_ended=True)
 
 
-async def kill_server(directory: Path) -> None:
-    """SIGKILL to the postmaster and all its children; returns when none runs any more."""
+def server_processes(directory: Path) -> list[int]:
+    """The postmaster and all its children."""
     postmaster = int((directory / "postmaster.pid").read_text().splitlines()[0])
     children = Path(f"/proc/{postmaster}/task/{postmaster}/children").read_text().split()
-    pids = [postmaster, *map(int, children)]
+    return [postmaster, *map(int, children)]
+
+
+async def kill_server(directory: Path) -> None:
+    """SIGKILL to every process of the server; returns when none runs any more."""
+    pids = server_processes(directory)
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
