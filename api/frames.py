@@ -11,6 +11,7 @@ from weir.v1 import types_pb2
 from api import wire
 from api.admission import Lease
 from api.outbox import Delivery
+from inference.engine import TokenLogprobs
 from metering.errors import QuotaState
 from metering.operations import Admitted, Outcome, Settled
 from metering.pricing import TokenPrices
@@ -37,6 +38,16 @@ def loading(estimated_wait_s: float) -> pb.ServerFrame:
     """The request waits for an engine that is being started."""
     wait = wire.duration(estimated_wait_s) if estimated_wait_s > 0 else None
     return pb.ServerFrame(progress=pb.ProgressFrame(stage=pb.ProgressFrame.STAGE_ENGINE_LOADING, estimated_wait=wait))
+
+
+def delta(seq: int, text: str, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> pb.ServerFrame:
+    """New output."""
+    frame = pb.DeltaFrame(seq=seq, text=text, token_ids=token_ids)
+    for each in logprobs:
+        top = [pb.TokenLogprob(token_id=token.token_id, logprob=token.logprob) for token in each.top]
+        chosen = pb.TokenLogprob(token_id=each.chosen.token_id, logprob=each.chosen.logprob)
+        frame.logprobs.append(pb.TokenLogprobs(chosen=chosen, top=top))
+    return pb.ServerFrame(delta=frame)
 
 
 def usage(delivery: Delivery, prices: TokenPrices) -> pb.ServerFrame:

@@ -19,6 +19,7 @@ from weir.v1 import inference_service_pb2 as pb
 
 from api import frames
 from api.admission import Admission, AdmissionRequest, Lease
+from api.decoding import check_against_model
 from api.errors import CancelledEarly, DeadlineBeforeStart, FieldViolation, InvalidRequest, PromptTooLong, status_of
 from api.outbox import Delivery, Outbox, UsageSoFar
 from api.stopwatch import Stopwatch
@@ -32,7 +33,7 @@ from inference.engine import (
     SequenceFinished,
     SequenceId,
     SequenceStream,
-    StopCriteria,
+    TokenLogprobs,
     TokensGenerated,
 )
 from inference.errors import EngineFailed, EngineStartFailed
@@ -135,21 +136,18 @@ class LiveRequest:
         engine = self._process.router.choose(self.start.model)
         prompt_token_ids = await tokenize(self._process.tokenizers[self.start.model], self.start.prompt)
         window = engine.model.context_window_tokens
-        wanted = self.start.max_output_tokens
-        if len(prompt_token_ids) + (wanted or 1) > window:
+        wanted, room = self.start.stop.max_output_tokens, window - len(prompt_token_ids)
+        if (wanted or 1) > room:
             raise PromptTooLong(len(prompt_token_ids), wanted, window)
         if (size := engine.model.vocabulary_size) <= max(prompt_token_ids, default=0) or min(prompt_token_ids, default=0) < 0:
             raise InvalidRequest([FieldViolation("token_ids.ids", f"must each be from 0 to {size - 1}")])
+        check_against_model(self.start.sampling, self.start.stop, size, room)
         self._watch.lap("tokenize")
         return engine, GenerationRequest(
             sequence_id=SequenceId(str(uuid.uuid4())),
             prompt_token_ids=prompt_token_ids,
             sampling=self.start.sampling.over(engine.model.default_sampling),
-            stop=StopCriteria(
-                max_output_tokens=wanted or window - len(prompt_token_ids),
-                stop_sequences=self.start.stop_sequences,
-                ignore_eos=self.start.ignore_eos,
-            ),
+            stop=self.start.stop.within(room),
             cache_salt=str(self.caller.payer.organization_id),
         )
 
@@ -221,7 +219,7 @@ class LiveRequest:
                     self._watch.engine_finished(event.timings)
                     usage.generated_token_count = event.generated_token_count
                     if event.text and self._stop_outcome is None:
-                        self._push_delta(event.text, ())
+                        self._push_delta(event.text)
                     return OUTCOMES[event.reason]
         raise EngineFailed("the engine's events ended without a last one")
 
@@ -237,7 +235,7 @@ class LiveRequest:
         if self._stop_outcome is not None:
             return
         before = self.delivery.queued_token_count
-        self._push_delta(event.text, event.token_ids)
+        self._push_delta(event.text, event.token_ids, event.logprobs)
         interval = self.start.usage_interval_tokens
         if interval and before // interval != self.delivery.queued_token_count // interval:
             self._push(frames.usage(self.delivery, lease.admitted.prices))
@@ -296,9 +294,9 @@ class LiveRequest:
         elif self.phase is Phase.QUEUED:
             self._push(frames.queued(queue_position))
 
-    def _push_delta(self, text: str, token_ids: tuple[int, ...]) -> None:
+    def _push_delta(self, text: str, token_ids: tuple[int, ...] = (), logprobs: tuple[TokenLogprobs, ...] = ()) -> None:
         self._seq += 1
-        self._push(pb.ServerFrame(delta=pb.DeltaFrame(seq=self._seq, text=text, token_ids=token_ids)), len(token_ids))
+        self._push(frames.delta(self._seq, text, token_ids, logprobs), len(token_ids))
 
     def _push(self, frame: pb.ServerFrame, token_count: int = 0) -> None:
         frame.request_id = self.delivery.request_id

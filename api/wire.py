@@ -16,8 +16,10 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import types_pb2
 
+from api.decoding import SamplingOverrides, StopRules, check_decoding, parse_sampling, parse_stop
 from api.errors import FieldViolation, InvalidRequest
-from inference.engine import EngineFinishReason, ModelInfo, SamplingParams
+from api.violations import Violations
+from inference.engine import EngineFinishReason, ModelInfo
 from inference.tokenizer import ChatMessage
 from metering.errors import QuotaState
 from metering.models import QuotaDimension, QuotaSubject
@@ -25,9 +27,6 @@ from metering.operations import Outcome
 from metering.pricing import TokenPrices
 
 PICOS_PER_UNIT = 10**12
-TEMPERATURE_MAX = 2.0
-STOP_SEQUENCE_COUNT_MAX = 16  # each is matched against every token's text
-STOP_SEQUENCE_CHARS_MAX = 256
 LABEL_COUNT_MAX = 16
 LABEL_KEY_CHARS_MAX = 64
 LABEL_VALUE_CHARS_MAX = 256
@@ -69,25 +68,6 @@ OUTCOMES: Mapping[EngineFinishReason, Outcome] = {
 
 
 @dataclass(frozen=True, slots=True)
-class SamplingOverrides:
-    """What a request says of sampling; None leaves it to the model's defaults."""
-
-    temperature: float | None
-    top_p: float | None
-    top_k: int | None
-    seed: int | None
-
-    def over(self, defaults: SamplingParams) -> SamplingParams:
-        """The parameters to run with."""
-        return SamplingParams(
-            temperature=defaults.temperature if self.temperature is None else self.temperature,
-            top_p=defaults.top_p if self.top_p is None else self.top_p,
-            top_k=defaults.top_k if self.top_k is None else self.top_k,
-            seed=self.seed,
-        )
-
-
-@dataclass(frozen=True, slots=True)
 class ValidStart:
     """A start frame that is right in itself; whether model, context window and quotas allow it is decided later.
 
@@ -100,28 +80,9 @@ class ValidStart:
     model: str
     prompt: Prompt
     sampling: SamplingOverrides
-    stop_sequences: tuple[str, ...]
-    max_output_tokens: int | None
-    ignore_eos: bool
+    stop: StopRules
     usage_interval_tokens: int | None
     labels: dict[str, str]
-
-
-class Violations:
-    """Collects what is wrong with a message."""
-
-    def __init__(self) -> None:
-        self._found: list[FieldViolation] = []
-
-    def check(self, right: bool, field: str, description: str) -> None:
-        """Note a violation unless `right`."""
-        if not right:
-            self._found.append(FieldViolation(field, description))
-
-    def raise_if_any(self) -> None:
-        """Raises: InvalidRequest with all of them."""
-        if self._found:
-            raise InvalidRequest(self._found)
 
 
 def parse_request_id(text: str) -> uuid.UUID:
@@ -138,17 +99,7 @@ def parse_start(request_id: str, start: pb.StartFrame) -> ValidStart:
     wrong = Violations()
     wrong.check(bool(start.model), "model", "must name a model; ListModels tells which there are")
     check_prompt(start, wrong)
-    sampling = start.sampling
-    has = sampling.HasField
-    wrong.check(
-        not has("temperature") or 0 <= sampling.temperature <= TEMPERATURE_MAX,
-        "sampling.temperature",
-        f"must be between 0 and {TEMPERATURE_MAX:g}, not {sampling.temperature:g}",
-    )
-    wrong.check(
-        not has("top_p") or 0 < sampling.top_p <= 1, "sampling.top_p", f"must be more than 0 and at most 1, not {sampling.top_p:g}"
-    )
-    wrong.check(not has("top_k") or sampling.top_k >= 0, "sampling.top_k", f"must be 0 or more, not {sampling.top_k}")
+    check_decoding(start, wrong)
     check_limits(start, wrong)
     wrong.raise_if_any()
     return ValidStart(
@@ -157,15 +108,8 @@ def parse_start(request_id: str, start: pb.StartFrame) -> ValidStart:
         payload_hash=hashlib.sha256(start.SerializeToString(deterministic=True)).digest(),
         model=start.model,
         prompt=parse_prompt(start),
-        sampling=SamplingOverrides(
-            temperature=sampling.temperature if has("temperature") else None,
-            top_p=sampling.top_p if has("top_p") else None,
-            top_k=sampling.top_k if has("top_k") else None,
-            seed=sampling.seed if has("seed") else None,
-        ),
-        stop_sequences=tuple(start.stop_sequences),
-        max_output_tokens=start.max_output_tokens if start.HasField("max_output_tokens") else None,
-        ignore_eos=start.ignore_eos,
+        sampling=parse_sampling(start),
+        stop=parse_stop(start),
         usage_interval_tokens=start.usage_interval_tokens if start.HasField("usage_interval_tokens") else None,
         labels=dict(start.labels),
     )
@@ -191,23 +135,10 @@ def check_prompt(message: pb.StartFrame | pb.CountTokensRequest, wrong: Violatio
 
 
 def check_limits(start: pb.StartFrame, wrong: Violations) -> None:
-    """Everything of a start frame that is a number with bounds or a bounded list."""
-    if start.HasField("max_output_tokens"):
-        wrong.check(
-            start.max_output_tokens >= 1,
-            "max_output_tokens",
-            f"must be at least 1, not {start.max_output_tokens}; leave it unset for no limit of your own",
-        )
+    """What a start frame says beside prompt and decoding."""
     if start.HasField("usage_interval_tokens"):
         interval = start.usage_interval_tokens
         wrong.check(interval >= 1, "usage_interval_tokens", f"must be at least 1, not {interval}")
-    stops = start.stop_sequences
-    wrong.check(
-        len(stops) <= STOP_SEQUENCE_COUNT_MAX, "stop_sequences", f"at most {STOP_SEQUENCE_COUNT_MAX} are allowed, not {len(stops)}"
-    )
-    for index, stop in enumerate(stops):
-        right = 1 <= len(stop) <= STOP_SEQUENCE_CHARS_MAX
-        wrong.check(right, f"stop_sequences[{index}]", f"must have 1 to {STOP_SEQUENCE_CHARS_MAX} characters, not {len(stop)}")
     wrong.check(len(start.labels) <= LABEL_COUNT_MAX, "labels", f"at most {LABEL_COUNT_MAX} are allowed, not {len(start.labels)}")
     for key, value in start.labels.items():
         right = 1 <= len(key) <= LABEL_KEY_CHARS_MAX and len(value) <= LABEL_VALUE_CHARS_MAX

@@ -161,14 +161,17 @@ def _end_token_ids(directory: Path, raw: Mapping[str, Any]) -> frozenset[int]:
 
 def _default_sampling(directory: Path) -> SamplingParams:
     raw = _read_generation_config(directory)
+    repetition_penalty = float(raw.get("repetition_penalty") or 1.0)  # acts on greedy search too
     if not raw.get("do_sample", False):
-        return SamplingParams()
+        return SamplingParams(repetition_penalty=repetition_penalty)
     # `or` would turn an explicit temperature of 0 into 1; only an absent or null entry means the default.
     temperature = raw.get("temperature")
     return SamplingParams(
         temperature=1.0 if temperature is None else float(temperature),
         top_p=float(raw.get("top_p") or 1.0),
         top_k=int(raw.get("top_k") or 0),
+        min_p=float(raw.get("min_p") or 0.0),
+        repetition_penalty=repetition_penalty,
     )
 
 

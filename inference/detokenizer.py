@@ -128,9 +128,10 @@ class Detokenizer:
         self._stops = tuple(stop_sequences)
         self._held = ""  # final text whose end could be the beginning of a stop sequence
 
-    def push(self, token_id: int) -> TextPiece:
-        """The text that `token_id` lets go."""
-        return self._search(self._stream.push(token_id))
+    def push(self, token_id: int, *, may_stop: bool = True) -> TextPiece:
+        """The text that `token_id` lets go. may_stop: look for stop sequences in it; once True, always."""
+        text = self._stream.push(token_id)
+        return self._search(text) if may_stop else TextPiece(text)
 
     def finish(self) -> TextPiece:
         """What is still held back, once no token follows; it may hold a stop sequence too."""

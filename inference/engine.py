@@ -29,15 +29,29 @@ SequenceId = NewType("SequenceId", str)
 class SamplingParams:
     """How the next token is chosen.
 
-    temperature: 0 is greedy, else logits are divided by it. top_p: in (0, 1]. top_k: 0 keeps all. They act in the order
-    temperature, top_k, top_p. seed: the output depends on it and the prompt alone, never on what else is in the batch;
-    None draws one.
+    They act in this order, on the model's logits: logit_bias is added for its token ids; repetition_penalty divides positive
+    and multiplies negative logits of tokens in prompt or output; frequency_penalty is subtracted once per occurrence in the
+    output, presence_penalty once if there is any; temperature divides, 0 is greedy; top_k keeps the k largest, 0 keeps all; top_p
+    in (0, 1] keeps the fewest that reach it; min_p in [0, 1] keeps those at least so many times as likely as the likeliest.
+    seed: the output depends on it and the prompt alone, never on what else is in the batch; None draws one.
+    top_logprobs: reports each token's log-probability and those of so many likeliest ones; None reports nothing.
     """
 
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
     seed: int | None = None
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    top_logprobs: int | None = None
+
+    @property
+    def penalises(self) -> bool:
+        """Whether it matters which tokens there were."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +61,15 @@ class StopCriteria:
     max_output_tokens: at least 1; the caller has made sure that prompt and output fit the context window.
     stop_sequences: texts that end the output and are cut off, matched across token borders.
     stop_token_ids: in addition to the model's own end-of-sequence ids; the id that ends a sequence is counted and is in
-    `token_ids`, but adds no text. ignore_eos: the model's own ids do not end it.
+    `token_ids`, but adds no text. ignore_eos: the model's own ids do not end it. min_output_tokens: no id that would end the
+    sequence is chosen before there are so many tokens, and no stop sequence is looked for in the text of those.
     """
 
     max_output_tokens: int
     stop_sequences: tuple[str, ...] = ()
     stop_token_ids: frozenset[int] = frozenset()
     ignore_eos: bool = False
+    min_output_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,11 +104,34 @@ class Scheduled:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """The natural logarithm of a token's probability."""
+
+    token_id: int
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """How likely one output token was, and which ones were likeliest, the likeliest first.
+
+    Of the model's own distribution: before bias, penalties, constraint and temperature.
+    """
+
+    chosen: TokenLogprob
+    top: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class TokensGenerated:
-    """New output of one step. `text` may lag behind `token_ids`: characters and possible stops are held back."""
+    """New output of one step. `text` may lag behind `token_ids`: characters and possible stops are held back.
+
+    logprobs: one per token if the request asked for them, else none.
+    """
 
     token_ids: tuple[int, ...]
     text: str
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

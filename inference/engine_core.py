@@ -26,6 +26,7 @@ from inference.engine import (
 from inference.kv_cache import BlockPool, blocks_for
 from inference.limits import EngineLimits, request_fault
 from inference.model_runner import ComputeDtype, ModelRunner, kv_block_bytes
+from inference.sampler import Chosen
 from inference.scheduler import Scheduler
 from inference.sequence import Sequence
 from inference.tokenizer import Tokenizer
@@ -128,11 +129,11 @@ class EngineCore:
             now_s = time.monotonic()
             for sequence in plan.entered:
                 self._note_entered(sequence, now_s)
-            tokens = self._runner.run(plan)
+            chosen = self._runner.run(plan)
             self._scheduler.commit(plan)
             now_s = time.monotonic()
-            for number, token_id in tokens.items():
-                self._append(self._sequences[number], token_id, now_s)
+            for number, token in chosen.items():
+                self._append(self._sequences[number], token, now_s)
             self._step_count += 1
             self._scheduler.check_conservation()
         events, self._events = self._events, []
@@ -161,10 +162,11 @@ class EngineCore:
         self._cached_token_count += sequence.cached_token_count
         self._events.append((sequence.number, Scheduled(sequence.cached_token_count)))
 
-    def _append(self, sequence: Sequence, token_id: int, now_s: float) -> None:
-        appended = sequence.append(token_id, now_s)
+    def _append(self, sequence: Sequence, token: Chosen, now_s: float) -> None:
+        appended = sequence.append(token.token_id, now_s)
         self._output_token_count += 1
-        self._events.append((sequence.number, TokensGenerated((token_id,), appended.text)))
+        logprobs = () if token.logprobs is None else (token.logprobs,)
+        self._events.append((sequence.number, TokensGenerated((token.token_id,), appended.text, logprobs)))
         if appended.finish_reason is None:
             return
         reason, rest = appended.finish_reason, ""

@@ -24,6 +24,7 @@ from inference.engine import (
     SequenceFinished,
     SequenceId,
     StopCriteria,
+    TokenLogprobs,
     TokensGenerated,
 )
 from inference.limits import EngineLimits
@@ -43,18 +44,12 @@ class LoadModel(msgspec.Struct, tag="load", array_like=True, frozen=True):
 
 
 class StartSequence(msgspec.Struct, tag="start", array_like=True, frozen=True):
-    """Run a sequence. number: the parent's handle for it, above all earlier ones."""
+    """Run a sequence. number: the parent's handle for it, above all earlier ones. sampling and stop cross as they are."""
 
     number: int
     prompt_token_ids: list[int]
-    temperature: float
-    top_p: float
-    top_k: int
-    seed: int | None
-    max_output_tokens: int
-    stop_sequences: list[str]
-    stop_token_ids: list[int]
-    ignore_eos: bool
+    sampling: SamplingParams
+    stop: StopCriteria
     cache_salt: str
 
 
@@ -103,6 +98,7 @@ class TokensEvent(msgspec.Struct, tag=1, array_like=True, frozen=True):
     number: int
     token_ids: list[int]
     text: str
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 class FinishedEvent(msgspec.Struct, tag=2, array_like=True, frozen=True):
@@ -191,14 +187,8 @@ def start_message(number: int, request: GenerationRequest) -> StartSequence:
     return StartSequence(
         number=number,
         prompt_token_ids=list(request.prompt_token_ids),
-        temperature=request.sampling.temperature,
-        top_p=request.sampling.top_p,
-        top_k=request.sampling.top_k,
-        seed=request.sampling.seed,
-        max_output_tokens=request.stop.max_output_tokens,
-        stop_sequences=list(request.stop.stop_sequences),
-        stop_token_ids=sorted(request.stop.stop_token_ids),
-        ignore_eos=request.stop.ignore_eos,
+        sampling=request.sampling,
+        stop=request.stop,
         cache_salt=request.cache_salt,
     )
 
@@ -208,13 +198,8 @@ def request_of(message: StartSequence) -> GenerationRequest:
     return GenerationRequest(
         sequence_id=SequenceId(str(message.number)),
         prompt_token_ids=tuple(message.prompt_token_ids),
-        sampling=SamplingParams(message.temperature, message.top_p, message.top_k, message.seed),
-        stop=StopCriteria(
-            max_output_tokens=message.max_output_tokens,
-            stop_sequences=tuple(message.stop_sequences),
-            stop_token_ids=frozenset(message.stop_token_ids),
-            ignore_eos=message.ignore_eos,
-        ),
+        sampling=message.sampling,
+        stop=message.stop,
         cache_salt=message.cache_salt,
     )
 
@@ -222,8 +207,8 @@ def request_of(message: StartSequence) -> GenerationRequest:
 def wire_event(number: int, event: SequenceEvent) -> Event:
     """Wire form of a sequence's event."""
     match event:
-        case TokensGenerated(token_ids=token_ids, text=text):
-            return TokensEvent(number, list(token_ids), text)
+        case TokensGenerated(token_ids=token_ids, text=text, logprobs=logprobs):
+            return TokensEvent(number, list(token_ids), text, logprobs)
         case Scheduled(cached_token_count=cached_token_count):
             return ScheduledEvent(number, cached_token_count)
         case SequenceFinished(timings=timings):
@@ -244,7 +229,7 @@ def sequence_event(event: ScheduledEvent | TokensEvent | FinishedEvent) -> Seque
     """The sequence's event of a wire form."""
     match event:
         case TokensEvent():
-            return TokensGenerated(tuple(event.token_ids), event.text)
+            return TokensGenerated(tuple(event.token_ids), event.text, event.logprobs)
         case ScheduledEvent():
             return Scheduled(event.cached_token_count)
         case FinishedEvent():

@@ -5,10 +5,13 @@ Shared by the parent, which refuses on entering, and the host, which trusts nobo
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
-from inference.engine import GenerationRequest
+from inference.engine import GenerationRequest, SamplingParams, StopCriteria
 from inference.kv_cache import blocks_for
+
+TOP_LOGPROBS_MAX = 20  # per token: what others offer; each costs some 20 bytes of every frame
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,23 +35,45 @@ class EngineLimits:
 def request_fault(request: GenerationRequest, limits: EngineLimits, vocabulary_size: int, block_count: int) -> str | None:
     """Why a request could never run on such an engine; None if it could. block_count: KV blocks in all."""
     prompt, output_token_count = request.prompt_token_ids, request.stop.max_output_tokens
-    sampling = request.sampling
     if not prompt:
         return "the prompt has no tokens"
     if min(prompt) < 0 or max(prompt) >= vocabulary_size:
         return f"token ids must be from 0 to {vocabulary_size - 1}"
     if output_token_count < 1:
         return "max_output_tokens must be at least 1"
-    if not all(request.stop.stop_sequences):
-        return "a stop sequence is empty"
-    # Written so that NaN fails too.
-    if not (sampling.temperature >= 0 and 0 < sampling.top_p <= 1 and sampling.top_k >= 0):
-        return "temperature must be at least 0, top_p above 0 and at most 1, top_k at least 0"
-    if sampling.seed is not None and not -(1 << 63) <= sampling.seed < 1 << 63:
-        return "seed must fit 64 bits"
+    fault = _stop_fault(request.stop, vocabulary_size) or _sampling_fault(request.sampling, vocabulary_size)
+    if fault is not None:
+        return fault
     total = len(prompt) + output_token_count
     if total > limits.context_window_tokens:
         return f"{total} tokens (prompt {len(prompt)}) exceed the context window of {limits.context_window_tokens}"
     if blocks_for(total) > block_count:
         return f"{total} tokens need {blocks_for(total)} KV blocks, the engine has {block_count}"
+    return None
+
+
+def _stop_fault(stop: StopCriteria, vocabulary_size: int) -> str | None:
+    if not all(stop.stop_sequences):
+        return "a stop sequence is empty"
+    if any(not 0 <= token_id < vocabulary_size for token_id in stop.stop_token_ids):
+        return f"stop_token_ids must be from 0 to {vocabulary_size - 1}"
+    if not 0 <= stop.min_output_tokens <= stop.max_output_tokens:
+        return "min_output_tokens must be from 0 to max_output_tokens"
+    return None
+
+
+def _sampling_fault(sampling: SamplingParams, vocabulary_size: int) -> str | None:
+    """Comparisons are written so that NaN fails too."""
+    if not (sampling.temperature >= 0 and 0 < sampling.top_p <= 1 and sampling.top_k >= 0 and 0 <= sampling.min_p <= 1):
+        return "temperature must be at least 0, top_p above 0 and at most 1, top_k at least 0, min_p from 0 to 1"
+    if sampling.seed is not None and not -(1 << 63) <= sampling.seed < 1 << 63:
+        return "seed must fit 64 bits"
+    if not (sampling.repetition_penalty > 0 and math.isfinite(sampling.repetition_penalty)):
+        return "repetition_penalty must be above 0"
+    if not (math.isfinite(sampling.presence_penalty) and math.isfinite(sampling.frequency_penalty)):
+        return "presence_penalty and frequency_penalty must be numbers"
+    if any(not (0 <= token_id < vocabulary_size and math.isfinite(bias)) for token_id, bias in sampling.logit_bias):
+        return f"logit_bias must be a number for each of its token ids, and those from 0 to {vocabulary_size - 1}"
+    if sampling.top_logprobs is not None and not 0 <= sampling.top_logprobs <= TOP_LOGPROBS_MAX:
+        return f"top_logprobs must be from 0 to {TOP_LOGPROBS_MAX}"
     return None

@@ -20,7 +20,7 @@ from inference.checkpoint import DecoderConfig
 from inference.errors import InvariantViolated
 from inference.kv_cache import KV_BLOCK_TOKENS, blocks_for
 from inference.model import Batch, Decoder
-from inference.sampler import sample
+from inference.sampler import Chosen, choose
 from inference.scheduler import Chunk, StepPlan
 from inference.weights import load_weights
 
@@ -49,7 +49,7 @@ class ModelRunner:
         self._pools = _allocate_pools(config, dtype, block_count)
 
     @torch.inference_mode()
-    def run(self, plan: StepPlan) -> dict[int, int]:
+    def run(self, plan: StepPlan) -> dict[int, Chosen]:
         """Compute the plan's chunks. Returns the next token per sequence number, for the chunks that complete.
 
         Writes the pools at the chunks' positions and nowhere else. Raises `InvariantViolated` if the model's output is not finite:
@@ -63,8 +63,8 @@ class ModelRunner:
             return {}
         if not bool(torch.isfinite(logits.sum())):  # one pass; what is not finite stays so in the sum
             raise InvariantViolated("the model's output is not finite; are the weights intact?")
-        tokens = sample(logits, [chunk.sequence.draw() for chunk in finishing])
-        return {chunk.sequence.number: token for chunk, token in zip(finishing, tokens, strict=True)}
+        chosen = choose(logits, [chunk.sequence.draw() for chunk in finishing])
+        return {chunk.sequence.number: token for chunk, token in zip(finishing, chosen, strict=True)}
 
     def _batch(self, chunks: list[Chunk]) -> Batch:
         token_ids: list[int] = []

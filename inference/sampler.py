@@ -12,32 +12,54 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from inference.engine import SamplingParams
+from inference.engine import SamplingParams, TokenLogprobs
+from inference.logit_rules import SeenTokens, apply_rules
+from inference.logprobs import LogprobReport
 
 _MASK = (1 << 64) - 1
 
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """How one row is sampled. seed: any integer; index: of the output token, from 0."""
+    """How one row is sampled. seed: any integer; index: of the output token, from 0. seen, held_off_ids: see `Ruled`."""
 
     params: SamplingParams
     seed: int
     index: int
+    seen: SeenTokens | None = None
+    held_off_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """A row's next token. logprobs: if its parameters ask for them."""
+
+    token_id: int
+    logprobs: TokenLogprobs | None = None
+
+
+def choose(logits: Tensor, draws: Sequence[Draw]) -> list[Chosen]:
+    """One token per row of logits (R, V) fp32, which are changed: rules first, then `sample`. Log-probabilities are of before."""
+    report = LogprobReport(logits, [draw.params for draw in draws])
+    apply_rules(logits, draws)
+    token_ids = sample(logits, draws)
+    logprobs = report.of(token_ids)
+    return [Chosen(token_id, logprobs.get(row)) for row, token_id in enumerate(token_ids)]
 
 
 def sample(logits: Tensor, draws: Sequence[Draw]) -> list[int]:
     """One token id per row of logits (R, V) fp32.
 
-    Temperature divides, then `top_k` keeps the k largest, then `top_p` the fewest of those whose probability reaches p. Ties at
-    the border of top_k fall to whichever the sort puts first.
+    Temperature divides, then `top_k` keeps the k largest, then `top_p` the fewest of those whose probability reaches p, then
+    `min_p` those at least so many times as likely as the likeliest. Ties at the border of top_k fall to whichever comes first.
     """
     chosen = logits.argmax(dim=-1)
     warm = [row for row, draw in enumerate(draws) if draw.params.temperature > 0]
-    plain = [row for row in warm if draws[row].params.top_k == 0 and draws[row].params.top_p >= 1.0]
     cut = [row for row in warm if draws[row].params.top_k > 0 or draws[row].params.top_p < 1.0]
+    plain = sorted(set(warm).difference(cut))
     if plain:
-        chosen[plain] = _pick(_probabilities(logits, draws, plain), _uniforms(draws, plain))
+        weights = _probabilities(logits, draws, plain)
+        chosen[plain] = _pick(_above_min_p(weights, [draws[row] for row in plain]), _uniforms(draws, plain))
     if cut:
         chosen[cut] = _sample_cut(_probabilities(logits, draws, cut), [draws[row] for row in cut], _uniforms(draws, cut))
     return [int(token) for token in chosen.tolist()]
@@ -74,7 +96,16 @@ def _sample_cut(probabilities: Tensor, draws: Sequence[Draw], uniforms: Tensor) 
     ranked = ranked.masked_fill(torch.arange(vocabulary_size) >= top_k, 0.0)
     before = ranked.cumsum(dim=-1) - ranked  # probability of all better tokens; the best one is always kept
     ranked = ranked.masked_fill(before >= top_p * ranked.sum(dim=-1, keepdim=True), 0.0)
+    ranked = _above_min_p(ranked, draws)
     return token_ids.gather(-1, _pick(ranked, uniforms)[:, None]).squeeze(-1)
+
+
+def _above_min_p(weights: Tensor, draws: Sequence[Draw]) -> Tensor:
+    """0 for what is less likely than `min_p` times the likeliest: Nguyen et al. 2024. The sum need not be 1."""
+    if all(draw.params.min_p == 0 for draw in draws):
+        return weights
+    least = torch.tensor([[draw.params.min_p] for draw in draws], dtype=torch.float64) * weights.amax(dim=-1, keepdim=True)
+    return weights.masked_fill(weights < least, 0.0)
 
 
 def _pick(weights: Tensor, uniforms: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from inference.detokenizer import Detokenizer
 from inference.engine import EngineFinishReason, EngineTimings, GenerationRequest
 from inference.kv_cache import BlockKey, CachedBlock, blocks_for
+from inference.logit_rules import SeenTokens
 from inference.sampler import Draw
 
 
@@ -50,9 +51,12 @@ class Sequence:
     cached_token_count: int | None = None
     scheduled_at_s: float | None = None
     first_token_at_s: float | None = None
+    seen: SeenTokens | None = None
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.request.prompt_token_ids)
+        if self.request.sampling.penalises:
+            self.seen = SeenTokens(self.token_ids)
 
     @property
     def prompt_token_count(self) -> int:
@@ -80,16 +84,20 @@ class Sequence:
 
     def draw(self) -> Draw:
         """How the next token is sampled."""
-        return Draw(self.request.sampling, self.seed, self.output_token_count)
+        index = self.output_token_count
+        held_off = tuple(self.end_token_ids) if index < self.request.stop.min_output_tokens else ()
+        return Draw(self.request.sampling, self.seed, index, self.seen, held_off)
 
     def append(self, token_id: int, now_s: float) -> AppendedToken:
         """Take the next output token and decide whether it is the last."""
         self.token_ids.append(token_id)
+        if self.seen is not None:
+            self.seen.add(token_id)
         if self.first_token_at_s is None:
             self.first_token_at_s = now_s
         if token_id in self.end_token_ids:
             return AppendedToken("", EngineFinishReason.STOP)
-        piece = self.detokenizer.push(token_id)
+        piece = self.detokenizer.push(token_id, may_stop=self.output_token_count > self.request.stop.min_output_tokens)
         if piece.stopped:
             return AppendedToken(piece.text, EngineFinishReason.STOP_SEQUENCE)
         if self.owed_output_token_count <= 0:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Annotated
 
@@ -44,7 +44,19 @@ def generate(
     top_p: Annotated[float | None, typer.Option(help="Keep the likeliest tokens up to this probability, at most 1.")] = None,
     top_k: Annotated[int | None, typer.Option(help="Keep so many of the likeliest tokens; 0 keeps all.")] = None,
     seed: Annotated[int | None, typer.Option(help="Makes the answer repeatable.")] = None,
+    min_p: Annotated[float | None, typer.Option(help="Keep tokens so many times as likely as the likeliest, 0 to 1.")] = None,
+    repetition_penalty: Annotated[float | None, typer.Option(help="Above 1: avoid tokens of prompt and answer; at most 2.")] = None,
+    presence_penalty: Annotated[float | None, typer.Option(help="Avoid tokens that the answer has already; -2 to 2.")] = None,
+    frequency_penalty: Annotated[float | None, typer.Option(help="The same once per occurrence; -2 to 2.")] = None,
+    logit_bias: Annotated[
+        list[str] | None, typer.Option(metavar="ID=BIAS", help="Make a token more or less likely, -100 to 100; several times.")
+    ] = None,
     stop: Annotated[list[str] | None, typer.Option(help="Text that ends the answer; may be given several times.")] = None,
+    stop_token_id: Annotated[list[int] | None, typer.Option(help="Token id that ends the answer; several times.")] = None,
+    min_output_tokens: Annotated[int, typer.Option(help="So many tokens come before the answer may end by itself.")] = 0,
+    top_logprobs: Annotated[
+        int | None, typer.Option(help="Log-probabilities of each token and so many likeliest ones, 0 to 20; shown with --json.")
+    ] = None,
     timeout: Annotated[float | None, typer.Option(help="Seconds after which the request is cancelled.")] = None,
     as_json: JsonOption = False,
     address: AddressOption = None,
@@ -62,7 +74,15 @@ def generate(
         top_p=top_p,
         top_k=top_k,
         seed=seed,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        logit_bias=biases(logit_bias or []),
         stop=stop or [],
+        stop_token_ids=stop_token_id or [],
+        min_output_tokens=min_output_tokens,
+        top_logprobs=top_logprobs,
         timeout=timeout,
     )
     conversation = messages(prompt, system, context, file)
@@ -76,6 +96,20 @@ def generate(
         raise typer.Exit(INTERRUPTED)
     if result.finish_reason in CUT_OFF:
         fail(why_cut_off(result))
+
+
+def biases(texts: Sequence[str]) -> dict[int, float]:
+    """`ID=BIAS` pairs as numbers. Exits with what is wrong with one that is none."""
+    pairs = {}
+    for text in texts:
+        token_id, _, bias = text.partition("=")
+        try:
+            pairs[int(token_id)] = float(bias)
+        except ValueError:
+            raise typer.BadParameter(
+                f"{text!r} is not a token id, an equals sign and a number", param_hint="--logit-bias"
+            ) from None
+    return pairs
 
 
 def run(stream: GenerationStream, *, quiet: bool) -> tuple[Result, bool]:

@@ -45,15 +45,37 @@ def test_flags_become_the_request(weir: Run, server: ScriptedWeir, tmp_path: Pat
     flags = ["--model", "demo", "--system", "Be brief.", "--context", str(context), "--max-output-tokens", "100"]
     sampling = ["--temperature", "0", "--top-p", "0.9", "--top-k", "5", "--seed", "7", "--stop", "END", "--stop", "\n\n"]
 
-    assert weir("generate", "Which has a pool?", *flags, *sampling).exit_code == 0
+    sampling += ["--min-p", "0.1", "--repetition-penalty", "1.1", "--presence-penalty", "0.5", "--frequency-penalty", "-0.5"]
+    sampling += ["--logit-bias", "12=-100", "--logit-bias", "7=1.5", "--stop-token-id", "9", "--min-output-tokens", "3"]
+
+    assert weir("generate", "Which has a pool?", *flags, *sampling, "--top-logprobs", "2").exit_code == 0
 
     start = start_of(server)
     assert [(each.role, each.content) for each in start.conversation.messages] == [
         (pb.ROLE_SYSTEM, "Be brief."),
         (pb.ROLE_USER, "Listings:\n1. Grand Pier\n\nQuestion: Which has a pool?"),
     ]
-    assert start.sampling == pb.Sampling(temperature=0, top_p=0.9, top_k=5, seed=7)
+    assert start.sampling == pb.Sampling(
+        temperature=0,
+        top_p=0.9,
+        top_k=5,
+        seed=7,
+        min_p=0.1,
+        repetition_penalty=1.1,
+        presence_penalty=0.5,
+        frequency_penalty=-0.5,
+        logit_bias={12: -100.0, 7: 1.5},
+    )
+    assert (list(start.stop_token_ids), start.min_output_tokens, start.top_logprobs) == ([9], 3, 2)
     assert (start.max_output_tokens, list(start.stop_sequences)) == (100, ["END", "\n\n"])
+
+
+@pytest.mark.parametrize("bias", ["12", "x=1", "12=much"])
+def test_a_bias_that_is_none_is_refused_by_name(weir: Run, bias: str) -> None:
+    result = weir("generate", "Hi", "--logit-bias", bias)
+
+    assert result.exit_code == 2
+    assert bias in result.stderr
 
 
 @pytest.mark.parametrize("arguments", [["-"], ["--file", "-"]])

@@ -14,6 +14,7 @@ from inference.engine import (
     SequenceFinished,
     SequenceId,
     StopCriteria,
+    TokenLogprobs,
     TokensGenerated,
 )
 from inference.engine_core import EngineCore, EngineOptions, NumberedEvent
@@ -29,6 +30,7 @@ class Outcome:
 
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
     cached_token_count: int | None = None
     finished: SequenceFinished | None = None
 
@@ -49,6 +51,7 @@ def make_request(
     stop_sequences: tuple[str, ...] = (),
     stop_token_ids: frozenset[int] = frozenset(),
     ignore_eos: bool = True,
+    min_output_tokens: int = 0,
     cache_salt: str = "",
 ) -> GenerationRequest:
     """A greedy request unless told otherwise."""
@@ -56,7 +59,7 @@ def make_request(
         sequence_id=SequenceId("test"),
         prompt_token_ids=tuple(prompt),
         sampling=sampling or SamplingParams(),
-        stop=StopCriteria(max_output_tokens, stop_sequences, stop_token_ids, ignore_eos),
+        stop=StopCriteria(max_output_tokens, stop_sequences, stop_token_ids, ignore_eos, min_output_tokens),
         cache_salt=cache_salt,
     )
 
@@ -90,6 +93,7 @@ def collect(events: Iterable[NumberedEvent], outcomes: dict[int, Outcome]) -> No
             case TokensGenerated():
                 outcome.token_ids += event.token_ids
                 outcome.text += event.text
+                outcome.logprobs += event.logprobs
             case SequenceFinished():
                 outcome.text += event.text
                 outcome.finished = event

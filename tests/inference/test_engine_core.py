@@ -188,6 +188,13 @@ def test_the_queue_is_bounded(tiny: TinyCheckpoint) -> None:
         (make_request([9], 5, sampling=SamplingParams(temperature=float("nan"))), "temperature"),
         (make_request([9], 5, sampling=SamplingParams(top_p=0.0)), "top_p"),
         (make_request([9], 5, sampling=SamplingParams(seed=1 << 63)), "seed"),
+        (make_request([9], 5, sampling=SamplingParams(min_p=1.5)), "min_p"),
+        (make_request([9], 5, sampling=SamplingParams(repetition_penalty=0.0)), "repetition_penalty"),
+        (make_request([9], 5, sampling=SamplingParams(presence_penalty=float("nan"))), "presence_penalty"),
+        (make_request([9], 5, sampling=SamplingParams(logit_bias=((400, 1.0),))), "logit_bias"),
+        (make_request([9], 5, sampling=SamplingParams(top_logprobs=21)), "top_logprobs"),
+        (make_request([9], 5, stop_token_ids=frozenset({400})), "stop_token_ids"),
+        (make_request([9], 5, min_output_tokens=6), "min_output_tokens"),
     ],
 )
 def test_a_request_that_can_never_run_has_a_fault(tiny: TinyCheckpoint, request_: GenerationRequest, words: str) -> None:

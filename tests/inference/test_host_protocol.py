@@ -14,6 +14,8 @@ from inference.engine import (
     Scheduled,
     SequenceEvent,
     SequenceFinished,
+    TokenLogprob,
+    TokenLogprobs,
     TokensGenerated,
 )
 from inference.host_protocol import (
@@ -47,9 +49,10 @@ def test_a_request_crosses_unchanged_but_for_its_id() -> None:
     request = make_request(
         [1, 2, 3],
         7,
-        sampling=SamplingParams(0.5, 0.9, 40, -(1 << 63)),
+        sampling=SamplingParams(0.5, 0.9, 40, -(1 << 63), 0.1, 1.2, 0.3, -0.4, ((3, 1.5), (9, -100.0)), 20),
         stop_sequences=("a", "🙂"),
         stop_token_ids=frozenset({5, 6}),
+        min_output_tokens=4,
         cache_salt="tenant",
     )
 
@@ -67,6 +70,7 @@ def test_a_request_crosses_unchanged_but_for_its_id() -> None:
     [
         Scheduled(32),
         TokensGenerated((1, 2), "ab🙂"),
+        TokensGenerated((7,), "x", (TokenLogprobs(TokenLogprob(7, -0.5), (TokenLogprob(3, -0.25), TokenLogprob(7, -0.5))),)),
         *(SequenceFinished(reason, "rest", 10, 0, 3, TIMINGS) for reason in EngineFinishReason),
     ],
 )

@@ -37,6 +37,9 @@ def chi_square(counts: torch.Tensor, probabilities: torch.Tensor) -> float:
         (SamplingParams(temperature=0.6), 12),
         (SamplingParams(temperature=1.3, top_k=5), 5),
         (SamplingParams(temperature=1.0, top_k=1), 1),
+        (SamplingParams(temperature=1.0, min_p=0.25), 9),
+        (SamplingParams(temperature=1.0, min_p=0.25, top_k=3), 3),
+        (SamplingParams(temperature=0.7, min_p=0.25), 7),
     ],
 )
 def test_frequencies_follow_the_softmax(params: SamplingParams, keep: int) -> None:

@@ -171,6 +171,9 @@ class StartFrame(_message.Message):
     IGNORE_EOS_FIELD_NUMBER: _builtins.int
     USAGE_INTERVAL_TOKENS_FIELD_NUMBER: _builtins.int
     LABELS_FIELD_NUMBER: _builtins.int
+    STOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    MIN_OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
+    TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Name of a model, as `ListModels` gives it. Unknown: NOT_FOUND."""
     text: _builtins.str
@@ -181,6 +184,14 @@ class StartFrame(_message.Message):
     """Goes on when the model would stop by itself. For benchmarks. Default false."""
     usage_interval_tokens: _builtins.int
     """Sends a `usage` frame each time so many output tokens were delivered, at least 1. Unset: none."""
+    min_output_tokens: _builtins.int
+    """So many output tokens come before anything may end the output by itself: until then no id that ends it is chosen, and
+    stop sequences are not looked for. 0 to `max_output_tokens`, default 0. INVALID_ARGUMENT if it is more.
+    """
+    top_logprobs: _builtins.int
+    """Sends the log-probability of each output token and of so many likeliest ones, 0 to 20. Unset: none.
+    INVALID_ARGUMENT for more.
+    """
     @_builtins.property
     def conversation(self) -> Global___Conversation:
         """A conversation, rendered with the model's own chat template."""
@@ -201,6 +212,12 @@ class StartFrame(_message.Message):
     def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """Own labels, stored with the usage event: up to 16, keys up to 64 and values up to 256 characters."""
 
+    @_builtins.property
+    def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Up to 64 token ids that end the output, beside the model's own, each inside the vocabulary: INVALID_ARGUMENT otherwise. The id
+        that ended it is in `token_ids`, counts as output and adds no text; the reason is STOP.
+        """
+
     def __init__(
         self,
         *,
@@ -214,19 +231,26 @@ class StartFrame(_message.Message):
         ignore_eos: _builtins.bool = ...,
         usage_interval_tokens: _builtins.int | None = ...,
         labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        stop_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        min_output_tokens: _builtins.int = ...,
+        top_logprobs: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_output_tokens", b"_max_output_tokens", "_usage_interval_tokens", b"_usage_interval_tokens", "conversation", b"conversation", "max_output_tokens", b"max_output_tokens", "prompt", b"prompt", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids", "usage_interval_tokens", b"usage_interval_tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_output_tokens", b"_max_output_tokens", "_top_logprobs", b"_top_logprobs", "_usage_interval_tokens", b"_usage_interval_tokens", "conversation", b"conversation", "max_output_tokens", b"max_output_tokens", "prompt", b"prompt", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs", "usage_interval_tokens", b"usage_interval_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_output_tokens", b"_max_output_tokens", "_usage_interval_tokens", b"_usage_interval_tokens", "conversation", b"conversation", "ignore_eos", b"ignore_eos", "labels", b"labels", "max_output_tokens", b"max_output_tokens", "model", b"model", "prompt", b"prompt", "sampling", b"sampling", "stop_sequences", b"stop_sequences", "text", b"text", "token_ids", b"token_ids", "usage_interval_tokens", b"usage_interval_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_output_tokens", b"_max_output_tokens", "_top_logprobs", b"_top_logprobs", "_usage_interval_tokens", b"_usage_interval_tokens", "conversation", b"conversation", "ignore_eos", b"ignore_eos", "labels", b"labels", "max_output_tokens", b"max_output_tokens", "min_output_tokens", b"min_output_tokens", "model", b"model", "prompt", b"prompt", "sampling", b"sampling", "stop_sequences", b"stop_sequences", "stop_token_ids", b"stop_token_ids", "text", b"text", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs", "usage_interval_tokens", b"usage_interval_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_output_tokens: _TypeAlias = _typing.Literal["max_output_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_output_tokens: _TypeAlias = _typing.Literal["_max_output_tokens", b"_max_output_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__top_logprobs: _TypeAlias = _typing.Literal["top_logprobs"]  # noqa: Y015
+    _WhichOneofArgType__top_logprobs: _TypeAlias = _typing.Literal["_top_logprobs", b"_top_logprobs"]  # noqa: Y015
     _WhichOneofReturnType__usage_interval_tokens: _TypeAlias = _typing.Literal["usage_interval_tokens"]  # noqa: Y015
     _WhichOneofArgType__usage_interval_tokens: _TypeAlias = _typing.Literal["_usage_interval_tokens", b"_usage_interval_tokens"]  # noqa: Y015
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["conversation", "text", "token_ids"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_output_tokens) -> _WhichOneofReturnType__max_output_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__top_logprobs) -> _WhichOneofReturnType__top_logprobs | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__usage_interval_tokens) -> _WhichOneofReturnType__usage_interval_tokens | None: ...
     @_typing.overload
@@ -310,14 +334,41 @@ Global___TokenIds: _TypeAlias = TokenIds  # noqa: Y015
 
 @_typing.final
 class Sampling(_message.Message):
-    """How tokens are chosen."""
+    """How tokens are chosen. What changes the logits acts in the order logit_bias, repetition_penalty, frequency_penalty and
+    presence_penalty, temperature, top_k, top_p, min_p. Every value out of its range is INVALID_ARGUMENT.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class LogitBiasEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.int
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.int = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
 
     TEMPERATURE_FIELD_NUMBER: _builtins.int
     TOP_P_FIELD_NUMBER: _builtins.int
     TOP_K_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
+    MIN_P_FIELD_NUMBER: _builtins.int
+    REPETITION_PENALTY_FIELD_NUMBER: _builtins.int
+    PRESENCE_PENALTY_FIELD_NUMBER: _builtins.int
+    FREQUENCY_PENALTY_FIELD_NUMBER: _builtins.int
+    LOGIT_BIAS_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
     """0 is greedy; up to 2. Negative or more: INVALID_ARGUMENT. Unset: the model's default."""
     top_p: _builtins.float
@@ -326,6 +377,22 @@ class Sampling(_message.Message):
     """Keeps so many of the most likely tokens; 0 keeps all. Unset: the model's default."""
     seed: _builtins.int
     """Makes sampling repeatable: the same seed gives the same output whatever else runs. Unset: random."""
+    min_p: _builtins.float
+    """Keeps the tokens that are at least so many times as likely as the likeliest one, 0 to 1; 0 keeps all. Unset: the model's
+    default.
+    """
+    repetition_penalty: _builtins.float
+    """Makes tokens of prompt and output less likely: divides their logits where positive and multiplies them where negative. More than
+    0 and at most 2; 1 changes nothing. Unset: the model's default.
+    """
+    presence_penalty: _builtins.float
+    """Subtracted from the logits of tokens that the output has already, -2 to 2. Default 0."""
+    frequency_penalty: _builtins.float
+    """Subtracted from the logits of tokens once per occurrence in the output, -2 to 2. Default 0."""
+    @_builtins.property
+    def logit_bias(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]:
+        """Added to the logits of these token ids, -100 to 100 each, up to 1024 of them; an id outside the vocabulary is INVALID_ARGUMENT."""
+
     def __init__(
         self,
         *,
@@ -333,11 +400,24 @@ class Sampling(_message.Message):
         top_p: _builtins.float | None = ...,
         top_k: _builtins.int | None = ...,
         seed: _builtins.int | None = ...,
+        min_p: _builtins.float | None = ...,
+        repetition_penalty: _builtins.float | None = ...,
+        presence_penalty: _builtins.float | None = ...,
+        frequency_penalty: _builtins.float | None = ...,
+        logit_bias: _abc.Mapping[_builtins.int, _builtins.float] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty", "_min_p", b"_min_p", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "frequency_penalty", b"frequency_penalty", "min_p", b"min_p", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty", "_min_p", b"_min_p", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "frequency_penalty", b"frequency_penalty", "logit_bias", b"logit_bias", "min_p", b"min_p", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__frequency_penalty: _TypeAlias = _typing.Literal["frequency_penalty"]  # noqa: Y015
+    _WhichOneofArgType__frequency_penalty: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty"]  # noqa: Y015
+    _WhichOneofReturnType__min_p: _TypeAlias = _typing.Literal["min_p"]  # noqa: Y015
+    _WhichOneofArgType__min_p: _TypeAlias = _typing.Literal["_min_p", b"_min_p"]  # noqa: Y015
+    _WhichOneofReturnType__presence_penalty: _TypeAlias = _typing.Literal["presence_penalty"]  # noqa: Y015
+    _WhichOneofArgType__presence_penalty: _TypeAlias = _typing.Literal["_presence_penalty", b"_presence_penalty"]  # noqa: Y015
+    _WhichOneofReturnType__repetition_penalty: _TypeAlias = _typing.Literal["repetition_penalty"]  # noqa: Y015
+    _WhichOneofArgType__repetition_penalty: _TypeAlias = _typing.Literal["_repetition_penalty", b"_repetition_penalty"]  # noqa: Y015
     _WhichOneofReturnType__seed: _TypeAlias = _typing.Literal["seed"]  # noqa: Y015
     _WhichOneofArgType__seed: _TypeAlias = _typing.Literal["_seed", b"_seed"]  # noqa: Y015
     _WhichOneofReturnType__temperature: _TypeAlias = _typing.Literal["temperature"]  # noqa: Y015
@@ -346,6 +426,14 @@ class Sampling(_message.Message):
     _WhichOneofArgType__top_k: _TypeAlias = _typing.Literal["_top_k", b"_top_k"]  # noqa: Y015
     _WhichOneofReturnType__top_p: _TypeAlias = _typing.Literal["top_p"]  # noqa: Y015
     _WhichOneofArgType__top_p: _TypeAlias = _typing.Literal["_top_p", b"_top_p"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__frequency_penalty) -> _WhichOneofReturnType__frequency_penalty | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__min_p) -> _WhichOneofReturnType__min_p | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__presence_penalty) -> _WhichOneofReturnType__presence_penalty | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__repetition_penalty) -> _WhichOneofReturnType__repetition_penalty | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__seed) -> _WhichOneofReturnType__seed | None: ...
     @_typing.overload
@@ -536,6 +624,7 @@ class DeltaFrame(_message.Message):
     SEQ_FIELD_NUMBER: _builtins.int
     TEXT_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
     seq: _builtins.int
     """Grows by one with each `delta` of the request, from 1."""
     text: _builtins.str
@@ -544,20 +633,81 @@ class DeltaFrame(_message.Message):
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """New tokens. All of them together are exactly the delivered tokens."""
 
+    @_builtins.property
+    def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprobs]:
+        """One for each of `token_ids`, in order, if the request set `top_logprobs`; else none."""
+
     def __init__(
         self,
         *,
         seq: _builtins.int = ...,
         text: _builtins.str = ...,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        logprobs: _abc.Iterable[Global___TokenLogprobs] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["seq", b"seq", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "seq", b"seq", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DeltaFrame: _TypeAlias = DeltaFrame  # noqa: Y015
+
+@_typing.final
+class TokenLogprobs(_message.Message):
+    """How likely an output token was in the model's own distribution: before logit_bias, penalties, response format and temperature."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHOSEN_FIELD_NUMBER: _builtins.int
+    TOP_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def chosen(self) -> Global___TokenLogprob:
+        """The token itself."""
+
+    @_builtins.property
+    def top(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprob]:
+        """The likeliest tokens at its place, the likeliest first, as many as `top_logprobs` says."""
+
+    def __init__(
+        self,
+        *,
+        chosen: Global___TokenLogprob | None = ...,
+        top: _abc.Iterable[Global___TokenLogprob] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["chosen", b"chosen"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chosen", b"chosen", "top", b"top"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TokenLogprobs: _TypeAlias = TokenLogprobs  # noqa: Y015
+
+@_typing.final
+class TokenLogprob(_message.Message):
+    """A token and how likely it is."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_ID_FIELD_NUMBER: _builtins.int
+    LOGPROB_FIELD_NUMBER: _builtins.int
+    token_id: _builtins.int
+    """Id in the model's vocabulary."""
+    logprob: _builtins.float
+    """Natural logarithm of its probability; 0 is certain."""
+    def __init__(
+        self,
+        *,
+        token_id: _builtins.int = ...,
+        logprob: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprob", b"logprob", "token_id", b"token_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TokenLogprob: _TypeAlias = TokenLogprob  # noqa: Y015
 
 @_typing.final
 class UsageFrame(_message.Message):

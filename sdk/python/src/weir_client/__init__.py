@@ -64,6 +64,8 @@ from weir_client.values import (
     Stage,
     Timings,
     TokenCount,
+    TokenLogprob,
+    TokenLogprobs,
     Usage,
     UsageUpdate,
 )
@@ -126,6 +128,8 @@ __all__ = [
     "Timings",
     "TokenCount",
     "TokenKind",
+    "TokenLogprob",
+    "TokenLogprobs",
     "Unauthenticated",
     "Unavailable",
     "Usage",

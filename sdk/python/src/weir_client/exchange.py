@@ -15,7 +15,19 @@ from weir.v1 import inference_service_pb2 as pb
 
 from weir_client import errors, wire
 from weir_client.status import error_from_status
-from weir_client.values import Admitted, Delta, Event, FinishReason, Money, Partial, Result, Timings, Usage, UsageUpdate
+from weir_client.values import (
+    Admitted,
+    Delta,
+    Event,
+    FinishReason,
+    Money,
+    Partial,
+    Result,
+    Timings,
+    TokenLogprobs,
+    Usage,
+    UsageUpdate,
+)
 
 EVENTS_MAX = 65_536  # one delta per token: more than any context window in use; a reader that far behind is gone
 CANCEL_GRACE_S = 2.0  # how long the final frame may take after a cancel: one engine step and one settlement, with room
@@ -52,6 +64,7 @@ class Exchange:
         self._seq = 0
         self._texts: list[str] = []
         self._token_ids: list[int] = []
+        self._logprobs: list[TokenLogprobs] = []
         self._usage: Usage | None = None
         self._cost: Money | None = None
         self._timings: Timings | None = None
@@ -149,7 +162,9 @@ class Exchange:
         self._seq = frame.seq
         self._texts.append(frame.text)
         self._token_ids.extend(frame.token_ids)
-        self._push(Delta(frame.seq, frame.text, tuple(frame.token_ids), time.monotonic()))
+        logprobs = wire.logprobs(frame)
+        self._logprobs.extend(logprobs)
+        self._push(Delta(frame.seq, frame.text, tuple(frame.token_ids), time.monotonic(), logprobs))
 
     def _receive_finished(self, frame: pb.FinishedFrame) -> None:
         self._usage, self._cost = wire.usage(frame.usage), wire.money(frame.cost)
@@ -161,7 +176,19 @@ class Exchange:
         text, token_ids = "".join(self._texts), tuple(self._token_ids)
         exhausted = tuple(wire.quota(each) for each in frame.exhausted_quotas)
         self._end(
-            Result(self.request_id, self.model, reason, text, token_ids, self._usage, self._cost, timings, self.admitted, exhausted)
+            Result(
+                request_id=self.request_id,
+                model=self.model,
+                finish_reason=reason,
+                text=text,
+                token_ids=token_ids,
+                usage=self._usage,
+                cost=self._cost,
+                timings=timings,
+                admitted=self.admitted,
+                exhausted_quotas=exhausted,
+                logprobs=tuple(self._logprobs),
+            )
         )
 
     def _receive_failed(self, frame: pb.FailedFrame) -> None:

@@ -41,8 +41,14 @@ class GenerateOptions(TypedDict, total=False):
     max_output_tokens: at least 1; without it, until the model stops or its context window ends.
     temperature: 0 (greedy) to 2. top_p: above 0, at most 1. top_k: 0 keeps all. seed: makes sampling repeatable.
         Each unset one is the model's own default.
-    stop: a text, or up to 16, that ends the output and is cut off.
+    min_p: keeps tokens at least so many times as likely as the likeliest, 0 to 1.
+    repetition_penalty: above 0, at most 2; above 1 makes tokens of prompt and output less likely.
+    presence_penalty, frequency_penalty: -2 to 2, subtracted for tokens of the output, once or per occurrence.
+    logit_bias: added to the logits of these token ids, -100 to 100 each.
+    stop: a text, or up to 16, that ends the output and is cut off. stop_token_ids: ids that end it.
+    min_output_tokens: so many come before the output may end by itself.
     ignore_eos: goes on where the model would stop by itself; for benchmarks.
+    top_logprobs: 0 to 20; each token's log-probability and those of so many likeliest ones.
     usage_interval_tokens: asks for a running `UsageUpdate` each so many output tokens.
     labels: own labels, stored with the usage event.
     request_id: a UUID that names this request for good (idempotency key); minted if absent.
@@ -57,8 +63,16 @@ class GenerateOptions(TypedDict, total=False):
     top_p: float | None
     top_k: int | None
     seed: int | None
+    min_p: float | None
+    repetition_penalty: float | None
+    presence_penalty: float | None
+    frequency_penalty: float | None
+    logit_bias: Mapping[int, float]
     stop: str | Sequence[str]
+    stop_token_ids: Sequence[int]
+    min_output_tokens: int
     ignore_eos: bool
+    top_logprobs: int | None
     usage_interval_tokens: int | None
     labels: Mapping[str, str]
     request_id: str | None
@@ -79,13 +93,11 @@ def build_start(model: str, prompt: Prompt | None, options: GenerateOptions) -> 
     try:
         start = pb.StartFrame(
             model=model,
-            sampling=pb.Sampling(
-                temperature=options.get("temperature"),
-                top_p=options.get("top_p"),
-                top_k=options.get("top_k"),
-                seed=options.get("seed"),
-            ),
+            sampling=_sampling(options),
             stop_sequences=[stop] if isinstance(stop, str) else stop,
+            stop_token_ids=options.get("stop_token_ids", ()),
+            min_output_tokens=options.get("min_output_tokens", 0),
+            top_logprobs=options.get("top_logprobs"),
             max_output_tokens=options.get("max_output_tokens"),
             ignore_eos=options.get("ignore_eos", False),
             usage_interval_tokens=options.get("usage_interval_tokens"),
@@ -110,6 +122,20 @@ def conversation(prompt: Prompt) -> pb.Conversation:
     if isinstance(prompt, str):
         return pb.Conversation(messages=[pb.Message(role=pb.ROLE_USER, content=prompt)])
     return pb.Conversation(messages=[_message(index, each) for index, each in enumerate(prompt)])
+
+
+def _sampling(options: GenerateOptions) -> pb.Sampling:
+    return pb.Sampling(
+        temperature=options.get("temperature"),
+        top_p=options.get("top_p"),
+        top_k=options.get("top_k"),
+        seed=options.get("seed"),
+        min_p=options.get("min_p"),
+        repetition_penalty=options.get("repetition_penalty"),
+        presence_penalty=options.get("presence_penalty"),
+        frequency_penalty=options.get("frequency_penalty"),
+        logit_bias=options.get("logit_bias", {}),
+    )
 
 
 def _message(index: int, message: Message | Mapping[str, str]) -> pb.Message:

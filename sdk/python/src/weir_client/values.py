@@ -154,6 +154,22 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """A token and the natural logarithm of its probability."""
+
+    token_id: int
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """How likely an output token was in the model's own distribution, and the likeliest ones at its place."""
+
+    chosen: TokenLogprob
+    top: tuple[TokenLogprob, ...]  # the likeliest first
+
+
+@dataclass(frozen=True, slots=True)
 class Delta:
     """New output of a request."""
 
@@ -161,6 +177,7 @@ class Delta:
     text: str  # empty while a character is incomplete or may belong to a stop sequence
     token_ids: tuple[int, ...]
     received_s: float  # `time.monotonic()` at which this client read it, for latency measurements
+    logprobs: tuple[TokenLogprobs, ...] = ()  # one per token, if `top_logprobs` was given
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +205,7 @@ class Result:
     timings: Timings
     admitted: Admitted | None
     exhausted_quotas: tuple[QuotaStatus, ...] = ()  # which quota ran out, for QUOTA_EXHAUSTED
+    logprobs: tuple[TokenLogprobs, ...] = ()  # one per token, if `top_logprobs` was given
 
 
 @dataclass(frozen=True, slots=True)

@@ -102,6 +102,18 @@ def admitted(frame: pb.AdmittedFrame) -> values.Admitted:
     )
 
 
+def logprobs(frame: pb.DeltaFrame) -> tuple[values.TokenLogprobs, ...]:
+    """One per token of the frame, or none."""
+    return tuple(
+        values.TokenLogprobs(_token_logprob(each.chosen), tuple(_token_logprob(token) for token in each.top))
+        for each in frame.logprobs
+    )
+
+
+def _token_logprob(message: pb.TokenLogprob) -> values.TokenLogprob:
+    return values.TokenLogprob(message.token_id, message.logprob)
+
+
 def progress(frame: pb.ProgressFrame) -> values.Progress:
     """What a request waits for."""
     return values.Progress(

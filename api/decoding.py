@@ -1,0 +1,176 @@
+"""What a start frame says of how tokens are chosen and when the output ends: its checks, and the values that the engine gets.
+
+A client's number is refused where it is out of range, never moved into it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from weir.v1 import inference_service_pb2 as pb
+
+from api.violations import Violations
+from inference.engine import SamplingParams, StopCriteria
+
+TEMPERATURE_MAX = 2.0
+PENALTY_MAX = 2.0  # OpenAI's range, both ways
+REPETITION_PENALTY_MAX = 2.0  # beyond it nothing but the penalty is left in the output
+LOGIT_BIAS_MAX = 100.0  # OpenAI's range, both ways: at its ends a token is certain or banned
+LOGIT_BIAS_COUNT_MAX = 1024  # each is written into the logits at every step
+STOP_SEQUENCE_COUNT_MAX = 16  # each is matched against every token's text
+STOP_SEQUENCE_CHARS_MAX = 256
+STOP_TOKEN_ID_COUNT_MAX = 64
+TOP_LOGPROBS_MAX = 20
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingOverrides:
+    """What a request says of sampling; None leaves it to the model's defaults."""
+
+    temperature: float | None
+    top_p: float | None
+    top_k: int | None
+    seed: int | None
+    min_p: float | None
+    repetition_penalty: float | None
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: tuple[tuple[int, float], ...]
+    top_logprobs: int | None
+
+    def over(self, defaults: SamplingParams) -> SamplingParams:
+        """The parameters to run with."""
+        return replace(
+            defaults,
+            temperature=defaults.temperature if self.temperature is None else self.temperature,
+            top_p=defaults.top_p if self.top_p is None else self.top_p,
+            top_k=defaults.top_k if self.top_k is None else self.top_k,
+            seed=self.seed,
+            min_p=defaults.min_p if self.min_p is None else self.min_p,
+            repetition_penalty=defaults.repetition_penalty if self.repetition_penalty is None else self.repetition_penalty,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            logit_bias=self.logit_bias,
+            top_logprobs=self.top_logprobs,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class StopRules:
+    """What a request says of its end."""
+
+    max_output_tokens: int | None
+    stop_sequences: tuple[str, ...]
+    stop_token_ids: frozenset[int]
+    ignore_eos: bool
+    min_output_tokens: int
+
+    def within(self, room_tokens: int) -> StopCriteria:
+        """The criteria to run with. room_tokens: what the context window leaves beside the prompt."""
+        return StopCriteria(
+            max_output_tokens=self.max_output_tokens or room_tokens,
+            stop_sequences=self.stop_sequences,
+            stop_token_ids=self.stop_token_ids,
+            ignore_eos=self.ignore_eos,
+            min_output_tokens=self.min_output_tokens,
+        )
+
+
+def check_decoding(start: pb.StartFrame, wrong: Violations) -> None:
+    """Everything about sampling and stopping that the frame alone can tell."""
+    _check_sampling(start.sampling, wrong)
+    _check_biases(start.sampling, wrong)
+    _check_stop(start, wrong)
+    if start.HasField("top_logprobs"):
+        right = 0 <= start.top_logprobs <= TOP_LOGPROBS_MAX
+        wrong.check(right, "top_logprobs", f"must be from 0 to {TOP_LOGPROBS_MAX}, not {start.top_logprobs}")
+
+
+def parse_sampling(start: pb.StartFrame) -> SamplingOverrides:
+    """The sampling of a frame that `check_decoding` found right."""
+    sampling = start.sampling
+    has = sampling.HasField
+    return SamplingOverrides(
+        temperature=sampling.temperature if has("temperature") else None,
+        top_p=sampling.top_p if has("top_p") else None,
+        top_k=sampling.top_k if has("top_k") else None,
+        seed=sampling.seed if has("seed") else None,
+        min_p=sampling.min_p if has("min_p") else None,
+        repetition_penalty=sampling.repetition_penalty if has("repetition_penalty") else None,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        logit_bias=tuple(sorted(sampling.logit_bias.items())),
+        top_logprobs=start.top_logprobs if start.HasField("top_logprobs") else None,
+    )
+
+
+def parse_stop(start: pb.StartFrame) -> StopRules:
+    """The end of a frame that `check_decoding` found right."""
+    return StopRules(
+        max_output_tokens=start.max_output_tokens if start.HasField("max_output_tokens") else None,
+        stop_sequences=tuple(start.stop_sequences),
+        stop_token_ids=frozenset(start.stop_token_ids),
+        ignore_eos=start.ignore_eos,
+        min_output_tokens=start.min_output_tokens,
+    )
+
+
+def check_against_model(sampling: SamplingOverrides, stop: StopRules, vocabulary_size: int, room_tokens: int) -> None:
+    """What only model and prompt can tell. Raises: InvalidRequest."""
+    wrong = Violations()
+    for token_id, _ in sampling.logit_bias:
+        wrong.check(token_id < vocabulary_size, f"sampling.logit_bias[{token_id}]", f"token ids go from 0 to {vocabulary_size - 1}")
+    for token_id in sorted(stop.stop_token_ids):
+        wrong.check(token_id < vocabulary_size, "stop_token_ids", f"must be from 0 to {vocabulary_size - 1}, not {token_id}")
+    most = stop.max_output_tokens or room_tokens
+    wrong.check(
+        stop.min_output_tokens <= most, "min_output_tokens", f"must be at most {most} for this prompt, not {stop.min_output_tokens}"
+    )
+    wrong.raise_if_any()
+
+
+def _check_sampling(sampling: pb.Sampling, wrong: Violations) -> None:
+    """Comparisons are written so that NaN fails too."""
+
+    def check(name: str, right: bool, range_: str) -> None:
+        wrong.check(right, f"sampling.{name}", f"must be {range_}, not {getattr(sampling, name):g}")
+
+    most = PENALTY_MAX
+    check("temperature", 0 <= sampling.temperature <= TEMPERATURE_MAX, f"between 0 and {TEMPERATURE_MAX:g}")
+    check("top_p", not sampling.HasField("top_p") or 0 < sampling.top_p <= 1, "more than 0 and at most 1")
+    check("top_k", sampling.top_k >= 0, "0 or more")
+    check("min_p", 0 <= sampling.min_p <= 1, "between 0 and 1")
+    right = not sampling.HasField("repetition_penalty") or 0 < sampling.repetition_penalty <= REPETITION_PENALTY_MAX
+    check("repetition_penalty", right, f"more than 0 and at most {REPETITION_PENALTY_MAX:g}")
+    check("presence_penalty", -most <= sampling.presence_penalty <= most, f"between {-most:g} and {most:g}")
+    check("frequency_penalty", -most <= sampling.frequency_penalty <= most, f"between {-most:g} and {most:g}")
+
+
+def _check_biases(sampling: pb.Sampling, wrong: Violations) -> None:
+    biases = sampling.logit_bias
+    most = LOGIT_BIAS_COUNT_MAX
+    wrong.check(len(biases) <= most, "sampling.logit_bias", f"at most {most} are allowed, not {len(biases)}")
+    for token_id, bias in biases.items():
+        field = f"sampling.logit_bias[{token_id}]"
+        wrong.check(token_id >= 0, field, "token ids are 0 or more")
+        right = -LOGIT_BIAS_MAX <= bias <= LOGIT_BIAS_MAX
+        wrong.check(right, field, f"must be between {-LOGIT_BIAS_MAX:g} and {LOGIT_BIAS_MAX:g}, not {bias:g}")
+
+
+def _check_stop(start: pb.StartFrame, wrong: Violations) -> None:
+    most, least = start.max_output_tokens, start.min_output_tokens
+    limited = start.HasField("max_output_tokens")
+    wrong.check(
+        not limited or most >= 1, "max_output_tokens", f"must be at least 1, not {most}; leave it unset for no limit of your own"
+    )
+    right = least >= 0 and (not limited or least <= most)
+    wrong.check(right, "min_output_tokens", f"must be from 0 to max_output_tokens, not {least}")
+    stops, count_max = start.stop_sequences, STOP_SEQUENCE_COUNT_MAX
+    wrong.check(len(stops) <= count_max, "stop_sequences", f"at most {count_max} are allowed, not {len(stops)}")
+    for index, stop in enumerate(stops):
+        right = 1 <= len(stop) <= STOP_SEQUENCE_CHARS_MAX
+        wrong.check(right, f"stop_sequences[{index}]", f"must have 1 to {STOP_SEQUENCE_CHARS_MAX} characters, not {len(stop)}")
+    ids, count_max = start.stop_token_ids, STOP_TOKEN_ID_COUNT_MAX
+    wrong.check(len(ids) <= count_max, "stop_token_ids", f"at most {count_max} are allowed, not {len(ids)}")
+    for index, token_id in enumerate(ids):
+        wrong.check(token_id >= 0, f"stop_token_ids[{index}]", f"token ids are 0 or more, not {token_id}")

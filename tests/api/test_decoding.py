@@ -1,0 +1,116 @@
+"""What a start frame says of decoding: every value out of range is named, and what is right reaches the engine as it is."""
+
+from __future__ import annotations
+
+import uuid
+from typing import Any
+
+import pytest
+from weir.v1 import inference_service_pb2 as pb
+
+from api.decoding import check_against_model
+from api.errors import InvalidRequest
+from api.wire import ValidStart, parse_start
+from inference.engine import SamplingParams, StopCriteria
+
+NAN = float("nan")
+
+
+def parse(sampling: dict[str, Any] | None = None, **fields: Any) -> ValidStart:
+    start = pb.StartFrame(model="tiny", text="Hi", sampling=pb.Sampling(**(sampling or {})), **fields)
+    return parse_start(str(uuid.uuid4()), start)
+
+
+def violations(error: pytest.ExceptionInfo[InvalidRequest]) -> list[str]:
+    return [violation.field for violation in error.value.violations]
+
+
+@pytest.mark.parametrize(
+    ("sampling", "fields", "field"),
+    [
+        ({"temperature": 2.1}, {}, "sampling.temperature"),
+        ({"temperature": NAN}, {}, "sampling.temperature"),
+        ({"top_p": 0.0}, {}, "sampling.top_p"),
+        ({"top_k": -1}, {}, "sampling.top_k"),
+        ({"min_p": -0.1}, {}, "sampling.min_p"),
+        ({"min_p": 1.1}, {}, "sampling.min_p"),
+        ({"repetition_penalty": 0.0}, {}, "sampling.repetition_penalty"),
+        ({"repetition_penalty": 2.5}, {}, "sampling.repetition_penalty"),
+        ({"presence_penalty": -2.1}, {}, "sampling.presence_penalty"),
+        ({"frequency_penalty": NAN}, {}, "sampling.frequency_penalty"),
+        ({"logit_bias": {5: 101.0}}, {}, "sampling.logit_bias[5]"),
+        ({"logit_bias": {5: NAN}}, {}, "sampling.logit_bias[5]"),
+        ({"logit_bias": {-1: 1.0}}, {}, "sampling.logit_bias[-1]"),
+        ({"logit_bias": dict.fromkeys(range(1025), 1.0)}, {}, "sampling.logit_bias"),
+        ({}, {"stop_token_ids": [3, -1]}, "stop_token_ids[1]"),
+        ({}, {"stop_token_ids": range(65)}, "stop_token_ids"),
+        ({}, {"min_output_tokens": -1}, "min_output_tokens"),
+        ({}, {"min_output_tokens": 6, "max_output_tokens": 5}, "min_output_tokens"),
+        ({}, {"max_output_tokens": 0}, "max_output_tokens"),
+        ({}, {"top_logprobs": 21}, "top_logprobs"),
+        ({}, {"top_logprobs": -1}, "top_logprobs"),
+    ],
+)
+def test_a_value_out_of_range_is_refused_by_its_field(sampling: dict[str, Any], fields: dict[str, Any], field: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        parse(sampling, **fields)
+
+    assert violations(caught) == [field]
+
+
+def test_every_violation_is_told_at_once() -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        parse({"min_p": 2.0, "presence_penalty": 3.0}, top_logprobs=99)
+
+    assert violations(caught) == ["sampling.min_p", "sampling.presence_penalty", "top_logprobs"]
+
+
+def test_what_is_unset_is_the_models_default_and_what_is_set_wins() -> None:
+    defaults = SamplingParams(temperature=0.7, top_p=0.8, top_k=20, min_p=0.05, repetition_penalty=1.05)
+
+    assert parse().sampling.over(defaults) == defaults
+    given = {"temperature": 0.0, "top_k": 0, "seed": 4, "min_p": 0.0, "repetition_penalty": 1.0, "logit_bias": {9: 1.5, 3: -100.0}}
+    assert parse(given, top_logprobs=0).sampling.over(defaults) == SamplingParams(
+        temperature=0.0, top_p=0.8, seed=4, logit_bias=((3, -100.0), (9, 1.5)), top_logprobs=0
+    )
+
+
+def test_the_end_reaches_the_engine_as_it_is() -> None:
+    stop = parse(stop_token_ids=[5, 5, 6], min_output_tokens=2, stop_sequences=["x"]).stop
+
+    assert stop.within(90) == StopCriteria(90, ("x",), frozenset({5, 6}), False, 2)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "fields", "field"),
+    [
+        ({"logit_bias": {400: 1.0}}, {}, "sampling.logit_bias[400]"),
+        ({}, {"stop_token_ids": [400]}, "stop_token_ids"),
+        ({}, {"min_output_tokens": 51}, "min_output_tokens"),
+    ],
+)
+def test_what_does_not_fit_the_model_is_refused_by_its_field(sampling: dict[str, Any], fields: dict[str, Any], field: str) -> None:
+    start = parse(sampling, **fields)
+
+    with pytest.raises(InvalidRequest) as caught:
+        check_against_model(start.sampling, start.stop, vocabulary_size=400, room_tokens=50)
+
+    assert violations(caught) == [field]
+    check_against_model(start.sampling, start.stop, vocabulary_size=401, room_tokens=51)
+
+
+def test_decoding_is_part_of_what_makes_a_request_the_same() -> None:
+    request_id = str(uuid.uuid4())
+    hashes = {
+        parse_start(request_id, pb.StartFrame(model="tiny", text="Hi", **fields)).payload_hash
+        for fields in (
+            {},
+            {"sampling": pb.Sampling(min_p=0.0)},
+            {"sampling": pb.Sampling(logit_bias={3: 1.0})},
+            {"top_logprobs": 0},
+            {"min_output_tokens": 1},
+            {"stop_token_ids": [0]},
+        )
+    }
+
+    assert len(hashes) == 6

@@ -1,0 +1,85 @@
+"""Log-probabilities are the model's own: the log-softmax of its raw logits, whatever sampling does to them."""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import Any
+
+import torch
+
+from inference.engine import SamplingParams, TokenLogprobs
+from inference.sampler import Draw, choose
+from tests.inference.checkpoints import TinyCheckpoint
+from tests.inference.running import Outcome, make_core, make_request, random_prompt, run_all
+
+HARD = SamplingParams(
+    temperature=1.7, seed=3, top_k=4, min_p=0.1, repetition_penalty=1.5, logit_bias=((30, -50.0),), top_logprobs=20
+)
+
+
+def reports(outcome: Outcome) -> list[TokenLogprobs]:
+    assert len(outcome.logprobs) == len(outcome.token_ids)
+    return outcome.logprobs
+
+
+def reference(tiny: TinyCheckpoint, prompt: list[int], output: list[int]) -> torch.Tensor:
+    """Log-softmax of what `transformers` computes at each output token's place."""
+    from transformers import AutoModelForCausalLM
+
+    model: Any = AutoModelForCausalLM.from_pretrained(str(tiny.directory), dtype=torch.float32)
+    with torch.inference_mode():
+        logits = model(torch.tensor([prompt + output])).logits[0, len(prompt) - 1 : -1]
+    return torch.as_tensor(logits).log_softmax(-1)
+
+
+def test_they_equal_the_reference_whatever_sampling_does(tiny: TinyCheckpoint) -> None:
+    prompt = random_prompt(random.Random(1), 40)
+
+    outcome = run_all(make_core(tiny.directory), [make_request(prompt, 20, sampling=HARD)])[0]
+
+    for exact, report in zip(reference(tiny, prompt, outcome.token_ids), reports(outcome), strict=True):
+        assert math.isclose(report.chosen.logprob, float(exact[report.chosen.token_id]), abs_tol=1e-4)
+        assert [token.token_id for token in report.top] == exact.topk(20).indices.tolist()
+        for token in report.top:
+            assert math.isclose(token.logprob, float(exact[token.token_id]), abs_tol=1e-4)
+    assert [report.chosen.token_id for report in reports(outcome)] == outcome.token_ids
+
+
+def test_the_likeliest_come_first_and_their_probabilities_sum_to_at_most_one(tiny: TinyCheckpoint) -> None:
+    request = make_request(
+        random_prompt(random.Random(2), 40), 30, sampling=SamplingParams(temperature=1.0, seed=1, top_logprobs=20)
+    )
+
+    outcome = run_all(make_core(tiny.directory), [request])[0]
+
+    for report in reports(outcome):
+        values = [token.logprob for token in report.top]
+        assert values == sorted(values, reverse=True)
+        assert len({token.token_id for token in report.top}) == 20
+        assert 0 < sum(map(math.exp, values)) <= 1 + 1e-6
+        assert report.chosen.logprob <= values[0]
+
+
+def test_all_of_a_small_vocabulary_sum_to_one() -> None:
+    logits = torch.randn(3, 20, generator=torch.Generator().manual_seed(4))
+
+    chosen = choose(logits, [Draw(SamplingParams(temperature=1.0, top_logprobs=20), 1, 0)] * 3)
+
+    for each in chosen:
+        assert each.logprobs is not None
+        assert math.isclose(sum(math.exp(token.logprob) for token in each.logprobs.top), 1.0, abs_tol=1e-6)
+
+
+def test_rows_get_what_they_asked_for(tiny: TinyCheckpoint) -> None:
+    """None, only the chosen one, and a few, in one batch; and asking changes no token."""
+    prompt = random_prompt(random.Random(3), 30)
+    sampling = [SamplingParams(temperature=1.0, seed=9, top_logprobs=count) for count in (None, 0, 3)]
+
+    silent, alone, three = run_all(make_core(tiny.directory), [make_request(prompt, 12, sampling=each) for each in sampling])
+
+    assert silent.logprobs == []
+    assert {len(report.top) for report in reports(alone)} == {0}
+    assert {len(report.top) for report in reports(three)} == {3}
+    assert silent.token_ids == alone.token_ids == three.token_ids
+    assert [report.chosen for report in reports(alone)] == [report.chosen for report in reports(three)]
