@@ -89,7 +89,10 @@ class Settle:
 
 @dataclass(frozen=True, slots=True)
 class Void:
-    """End a hold of which nothing is to be billed, as if it had never been. Answers `Ended`."""
+    """End a hold of which nothing is to be billed, as if it had never been. Answers `Ended`.
+
+    What an extension has posted of its input stays used. Refused if tokens are known to be delivered: those must be settled.
+    """
 
     hold_id: uuid.UUID
 
