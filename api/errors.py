@@ -238,7 +238,7 @@ def quota_metadata(error: metering_errors.QuotaExceeded) -> dict[str, str]:
         "used": str(first.used),
         "held": str(first.held),
         "remaining": str(max(first.remaining, 0)),
-        "requested": str(error.requested),
+        "requested": str(error.requested[0]),
         "retry_helps": "true" if error.retry_helps else "false",
     }
     if first.resets_at is not None:
@@ -281,6 +281,8 @@ def violations_of(error: BaseException) -> Sequence[FieldViolation]:
             return (FieldViolation(error.field, error.remedy),)
         case PromptTooLong():
             return (FieldViolation("prompt", str(error)),)
+        case engine_errors.RequestImpossible(field=str(field)):
+            return (FieldViolation(field, str(error)),)
         case engine_errors.ChatTemplateFailed():
             return (FieldViolation("conversation.messages", str(error)),)
         case _:

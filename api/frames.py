@@ -12,8 +12,7 @@ from api import wire
 from api.admission import Lease
 from api.outbox import Delivery
 from inference.engine import TokenLogprobs
-from metering.errors import QuotaState
-from metering.operations import Admitted, Outcome, Settled
+from metering.operations import Admitted, Outcome, QuotaState, Settled
 from metering.pricing import TokenPrices
 
 

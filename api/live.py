@@ -39,8 +39,8 @@ from inference.engine import (
 from inference.errors import EngineFailed, EngineStartFailed
 from inference.router import Router
 from inference.tokenizer import Tokenizer
-from metering.errors import QuotaExceeded, QuotaState, RequestSettled
-from metering.operations import Outcome, Payer
+from metering.errors import QuotaExceeded, RequestSettled
+from metering.operations import Outcome, Payer, QuotaState
 
 log = structlog.get_logger(__name__)
 

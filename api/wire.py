@@ -21,9 +21,8 @@ from api.errors import FieldViolation, InvalidRequest
 from api.violations import Violations
 from inference.engine import EngineFinishReason, ModelInfo
 from inference.tokenizer import ChatMessage
-from metering.errors import QuotaState
 from metering.models import QuotaDimension, QuotaSubject
-from metering.operations import Outcome
+from metering.operations import Outcome, QuotaState
 from metering.pricing import TokenPrices
 
 PICOS_PER_UNIT = 10**12

@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
-from datetime import datetime
-from typing import TYPE_CHECKING
 
-from metering.models import QuotaDimension, QuotaSubject
-
-if TYPE_CHECKING:
-    from metering.operations import Settled
+from metering.operations import QuotaState, Settled
 
 
 class MeteringError(Exception):
@@ -79,62 +72,32 @@ class PriceMissing(MeteringError):
         self.model = model
 
 
-@dataclass(frozen=True, slots=True)
-class QuotaState:
-    """One limit at a moment. Values in requests, tokens or picos by dimension; `resets_at` is None for concurrency.
-
-    subject_name: the subject for people; empty where nobody looked it up.
-    """
-
-    quota_id: uuid.UUID
-    subject: QuotaSubject
-    subject_id: uuid.UUID
-    model: str
-    dimension: QuotaDimension
-    limit_value: int
-    used: int
-    held: int
-    now: datetime
-    resets_at: datetime | None
-    subject_name: str = ""
-
-    @property
-    def remaining(self) -> int:
-        """What may still be held; negative only after an admin lowered the limit below what was used."""
-        return self.limit_value - self.used - self.held
-
-    @property
-    def resets_in_s(self) -> float | None:
-        """Seconds from `now` to `resets_at`."""
-        return None if self.resets_at is None else (self.resets_at - self.now).total_seconds()
-
-
 class QuotaExceeded(MeteringError):
     """The request does not fit. `failing` are the limits it does not fit, the one that resets first in front.
 
-    requested: what it asked of `failing[0]`. retry_helps: False if it is more than a limit allows even when empty.
+    requested: what it asked of each of them.
     """
 
     reason = "QUOTA_EXCEEDED"
 
-    def __init__(self, failing: Sequence[QuotaState], requested: int) -> None:
+    def __init__(self, failing: Sequence[QuotaState], requested: Sequence[int]) -> None:
         first = failing[0]
         super().__init__(
-            f"quota {first.dimension} of {first.subject} is used up: requested {requested}, remaining {max(first.remaining, 0)} "
-            f"of {first.limit_value} ({first.used} used, {first.held} held)"
+            f"quota {first.dimension} of {first.subject} is used up: requested {requested[0]}, remaining "
+            f"{max(first.remaining, 0)} of {first.limit_value} ({first.used} used, {first.held} held)"
         )
         self.failing = tuple(failing)
-        self.requested = requested
+        self.requested = tuple(requested)
 
     @property
     def retry_helps(self) -> bool:
-        """Whether waiting alone can make the request fit."""
-        return self.requested <= self.failing[0].limit_value
+        """Whether waiting alone can make the request fit: not if it is more than a limit allows even when nothing is used of it."""
+        return all(amount <= state.limit_value for amount, state in zip(self.requested, self.failing, strict=True))
 
     @property
     def retry_after_s(self) -> float:
-        """Seconds until the first failing limit resets; concurrency frees up at any time, so a short pause."""
-        return self.failing[0].resets_in_s or 1.0
+        """Seconds until the last failing limit has reset; concurrency frees up at any time, so a short pause is enough for it."""
+        return max(state.resets_in_s or 1.0 for state in self.failing)
 
 
 class RequestIdReused(MeteringError):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from enum import StrEnum
 
-from metering.errors import QuotaState
+from metering.models import QuotaDimension, QuotaSubject
 from metering.pricing import TokenPrices
 
 
@@ -24,6 +24,36 @@ class Outcome(StrEnum):
     SLOW_CONSUMER = "slow_consumer"
     FILTERED = "filtered"
     FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class QuotaState:
+    """One limit at a moment. Values in requests, tokens or picos by dimension; `resets_at` is None for concurrency.
+
+    subject_name: the subject for people; empty where nobody looked it up.
+    """
+
+    quota_id: uuid.UUID
+    subject: QuotaSubject
+    subject_id: uuid.UUID
+    model: str
+    dimension: QuotaDimension
+    limit_value: int
+    used: int
+    held: int
+    now: datetime
+    resets_at: datetime | None
+    subject_name: str = ""
+
+    @property
+    def remaining(self) -> int:
+        """What may still be held; negative only after an admin lowered the limit below what was used."""
+        return self.limit_value - self.used - self.held
+
+    @property
+    def resets_in_s(self) -> float | None:
+        """Seconds from `now` to `resets_at`."""
+        return None if self.resets_at is None else (self.resets_at - self.now).total_seconds()
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,9 @@ from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from metering.audit import record_change, snapshot
-from metering.errors import InvalidValue, NotFound, QuotaState
+from metering.errors import InvalidValue, NotFound
 from metering.models import ApiKey, Organization, Project, Quota, QuotaCounter, QuotaDimension, QuotaSubject
+from metering.operations import QuotaState
 from metering.prices import checked_model
 from metering.quotas import window_end, window_start
 from metering.tenants import as_uuid, find_api_key, find_organization, find_project

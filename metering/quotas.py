@@ -13,8 +13,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 
-from metering.errors import QuotaExceeded, QuotaState
+from metering.errors import QuotaExceeded
 from metering.models import QuotaDimension, QuotaSubject
+from metering.operations import QuotaState
 from metering.pricing import TokenPrices
 
 NO_WINDOW = datetime(1970, 1, 1, tzinfo=UTC)  # the one "window" of a dimension that never resets
@@ -287,4 +288,4 @@ def token_room(counters: Counters, rules: Iterable[QuotaRule], claim: Claim) -> 
 def refusal(counters: Counters, failing: Sequence[QuotaRule], claim: Claim) -> QuotaExceeded:
     """The error for rules that do not fit: first the one that resets first, concurrency before all."""
     ordered = sorted(failing, key=lambda rule: (window_end(rule.dimension, counters.now) or NO_WINDOW, str(rule.id)))
-    return QuotaExceeded([counters.state(rule) for rule in ordered], demand(ordered[0], claim))
+    return QuotaExceeded([counters.state(rule) for rule in ordered], [demand(rule, claim) for rule in ordered])

@@ -17,6 +17,7 @@ from hypothesis.stateful import rule as act
 from metering import quotas
 from metering.errors import QuotaExceeded
 from metering.models import QuotaDimension, QuotaSubject
+from metering.operations import QuotaState
 from metering.pricing import TokenPrices
 from metering.quotas import Claim, Counter, CounterKey, Counters, QuotaRule, window_end, window_start
 
@@ -206,7 +207,7 @@ class QuotaMachine(RuleBasedStateMachine):
         assert ends == sorted(ends), "the first to reset stands in front"
         first = next(rule for rule in failing if rule.id == answer.failing[0].quota_id)
         is_rate = first.dimension is QuotaDimension.REQUESTS_PER_MINUTE
-        assert answer.requested == (1 if is_rate else expected.holds(first.dimension, leased))
+        assert answer.requested[0] == (1 if is_rate else expected.holds(first.dimension, leased))
 
     @precondition(lambda self: any(claim.live for claim in self.model.claims))
     @act(data=st.data(), cached=st.integers(0, 20), wanted=st.integers(1, 40))
@@ -330,3 +331,19 @@ def test_windows_are_those_of_the_utc_calendar_whatever_the_zone(dimension: Quot
 
     assert window_start(dimension, in_india) == datetime.fromisoformat(start)
     assert window_end(dimension, in_india) == datetime.fromisoformat(end)
+
+
+def test_the_hint_waits_for_every_limit_that_is_used_up() -> None:
+    """Who waits only for the first of two full limits is refused again."""
+    now = datetime(2026, 11, 20, 12, 0, 30, tzinfo=UTC)
+    minute, day = (
+        QuotaState(uuid.UUID(int=n), QuotaSubject.PROJECT, uuid.UUID(int=9), "", dimension, 10, 10, 0, now, window_end(dimension, now))
+        for n, dimension in enumerate((QuotaDimension.TOKENS_PER_MINUTE, QuotaDimension.TOKENS_PER_DAY))
+    )
+
+    both = QuotaExceeded([minute, day], [1, 1])
+    too_much = QuotaExceeded([minute, day], [1, 11])
+
+    assert both.retry_after_s == day.resets_in_s == 11.5 * 3600 + 1770
+    assert both.retry_helps
+    assert not too_much.retry_helps
