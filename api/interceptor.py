@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -35,7 +36,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
             return grpc.unary_unary_rpc_method_handler(
                 guarded(handler.unary_unary), tolerant(handler.request_deserializer), handler.response_serializer
             )
-        if handler.stream_stream is not None:
+        if handler.stream_stream is not None and not inspect.isasyncgenfunction(handler.stream_stream):  # reflection is one
             return grpc.stream_stream_rpc_method_handler(
                 guarded(handler.stream_stream), tolerant(handler.request_deserializer), handler.response_serializer
             )
