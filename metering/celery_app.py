@@ -31,6 +31,7 @@ log = logging.getLogger(__name__)
 warnings.filterwarnings("ignore", category=SecurityWarning, message="You're running the worker with superuser privileges")
 
 RATE_EVERY_S = 1.0  # how old usage gets before it is in the ledger
+DELETE_COUNTERS_EVERY_S = 3600.0  # a quota per minute leaves 1,440 rows a day
 SWEEP_EVERY_S = 10.0  # a small part of a hold's life of a minute
 TIME_LIMIT_S = 60.0  # of one task: it stops by itself far earlier, so reaching this means that something hangs
 POLLING_INTERVAL_S = 0.2  # of the embedded broker; looking into an empty directory costs some 20 us
@@ -64,6 +65,11 @@ def configuration(environment: Mapping[str, str]) -> dict[str, Any]:
         # A message that no worker has taken when the next ones are out has nothing to say any more.
         "beat_schedule": {
             "rate_pending": {"task": "weir.rate_pending", "schedule": RATE_EVERY_S, "options": {"expires": 10 * RATE_EVERY_S}},
+            "delete_past_counters": {
+                "task": "weir.delete_past_counters",
+                "schedule": DELETE_COUNTERS_EVERY_S,
+                "options": {"expires": DELETE_COUNTERS_EVERY_S},
+            },
             "sweep_expired_holds": {
                 "task": "weir.sweep_expired_holds",
                 "schedule": SWEEP_EVERY_S,

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Collection, Mapping
-from datetime import datetime
+from datetime import datetime, timedelta
 
-from sqlalchemy import Select, and_, case, func, literal, or_, select, union_all, update
+from sqlalchemy import Select, and_, case, delete, func, literal, or_, select, tuple_, union_all, update
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.ext.asyncio import AsyncSession
 
@@ -31,6 +31,9 @@ SUBJECT_TABLES: dict[QuotaSubject, type[Organization | Project | ApiKey]] = {
 }
 SUBJECT_ORDER = list(QuotaSubject)
 DIMENSION_ORDER = list(QuotaDimension)
+WINDOWED = [dimension for dimension in QuotaDimension if dimension is not QuotaDimension.CONCURRENT_REQUESTS]
+PAST_DAYS_KEPT = timedelta(days=2)
+PAST_MONTHS_KEPT = timedelta(days=93)
 
 
 async def set_quota(
@@ -101,6 +104,19 @@ async def quotas_for(session: AsyncSession, *, subject_ids: Collection[uuid.UUID
     if model is not None:
         query = query.where(Quota.model.in_(("", model)))
     return await _states(session, query)
+
+
+async def delete_past_counters(session: AsyncSession) -> int:
+    """Delete the counters of windows that ended long ago, of which nothing is held any more; tells how many.
+
+    Long ago is a day after the end of a minute or a day, two months after that of a month: no request runs for so long.
+    """
+    ages = {dimension: PAST_MONTHS_KEPT if "month" in dimension else PAST_DAYS_KEPT for dimension in WINDOWED}
+    ended = or_(*(and_(Quota.dimension == d, QuotaCounter.window_start < func.now() - age) for d, age in ages.items()))
+    past = select(QuotaCounter.quota_id, QuotaCounter.window_start).join(Quota).where(ended, QuotaCounter.held == 0)
+    key = tuple_(QuotaCounter.quota_id, QuotaCounter.window_start)
+    deleted = await session.scalars(delete(QuotaCounter).where(key.in_(past)).returning(QuotaCounter.quota_id))
+    return len(deleted.all())
 
 
 async def find_subject(session: AsyncSession, subject: QuotaSubject, ref: str) -> uuid.UUID:

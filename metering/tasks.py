@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
-from collections.abc import Coroutine
+from collections.abc import AsyncIterator, Coroutine
 
 import psycopg
 
+from metering import quota_admin
 from metering.celery_app import TIME_LIMIT_S, task
-from metering.db import create_engine, create_sessions
+from metering.db import Sessions, create_engine, create_sessions
 from metering.errors import StoreAway
 from metering.holds import sweep_expired_holds
 from metering.rating import rate_all_pending
@@ -30,10 +32,28 @@ def sweep() -> None:
     run(sweep_expired_holds(database_url()))
 
 
+@task("weir.delete_past_counters")
+def delete_past_counters() -> None:
+    """Keep the counters of quotas from growing for ever."""
+    run(_delete_past_counters())
+
+
+async def _delete_past_counters() -> None:
+    async with open_sessions() as sessions, sessions.begin() as session:
+        await quota_admin.delete_past_counters(session)
+
+
 async def _rate_pending() -> None:
+    async with open_sessions() as sessions:
+        await rate_all_pending(sessions)
+
+
+@contextlib.asynccontextmanager
+async def open_sessions() -> AsyncIterator[Sessions]:
+    """Sessions on connections that end with the block."""
     engine = create_engine(database_url(), pool_size=1)
     try:
-        await rate_all_pending(create_sessions(engine))
+        yield create_sessions(engine)
     finally:
         await engine.dispose()
 

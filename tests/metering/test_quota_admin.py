@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 
 import pytest
-from sqlalchemy import insert
+from sqlalchemy import insert, select
 
 from metering.audit import list_audit_entries
 from metering.db import Sessions
 from metering.errors import InvalidValue, NotFound
 from metering.models import QuotaCounter, QuotaDimension, QuotaSubject
-from metering.quota_admin import delete_quota, list_quotas, quotas_for, set_quota
+from metering.quota_admin import delete_past_counters, delete_quota, list_quotas, quotas_for, set_quota
 from metering.quotas import window_start
 from tests.metering.books import Customer, new_customer
 
@@ -152,3 +152,37 @@ async def test_bad_values_are_named(sessions: Sessions, customer: Customer) -> N
                 limit_value=1,
                 actor="test",
             )
+
+
+async def test_only_counters_that_nothing_can_touch_any_more_are_deleted(sessions: Sessions, customer: Customer) -> None:
+    now = datetime.now(UTC)
+    async with sessions.begin() as session:
+        quotas = {
+            dimension: await set_quota(
+                session, subject=QuotaSubject.ORGANIZATION, subject_ref="acme", dimension=dimension, limit_value=9, actor="ann"
+            )
+            for dimension in QuotaDimension
+        }
+        for dimension, age, held in (
+            (QuotaDimension.TOKENS_PER_MINUTE, timedelta(days=3), 0),
+            (QuotaDimension.TOKENS_PER_MINUTE, timedelta(days=4), 1),
+            (QuotaDimension.TOKENS_PER_MINUTE, timedelta(hours=1), 0),
+            (QuotaDimension.TOKENS_PER_MONTH, timedelta(days=40), 0),
+            (QuotaDimension.TOKENS_PER_MONTH, timedelta(days=140), 0),
+            (QuotaDimension.CONCURRENT_REQUESTS, timedelta(days=20_000), 0),
+        ):
+            counter = {"quota_id": quotas[dimension].quota_id, "window_start": window_start(dimension, now - age)}
+            await session.execute(insert(QuotaCounter).values(**counter, used=1, held=held))
+
+    async with sessions.begin() as session:
+        deleted_count = await delete_past_counters(session)
+
+    async with sessions() as session:
+        left = {(row.quota_id, row.held) for row in await session.scalars(select(QuotaCounter))}
+    assert deleted_count == 2
+    assert left == {
+        (quotas[QuotaDimension.TOKENS_PER_MINUTE].quota_id, 1),
+        (quotas[QuotaDimension.TOKENS_PER_MINUTE].quota_id, 0),
+        (quotas[QuotaDimension.TOKENS_PER_MONTH].quota_id, 0),
+        (quotas[QuotaDimension.CONCURRENT_REQUESTS].quota_id, 0),
+    }
