@@ -336,9 +336,10 @@ def test_windows_are_those_of_the_utc_calendar_whatever_the_zone(dimension: Quot
 def test_the_hint_waits_for_every_limit_that_is_used_up() -> None:
     """Who waits only for the first of two full limits is refused again."""
     now = datetime(2026, 11, 20, 12, 0, 30, tzinfo=UTC)
+    project_id = uuid.UUID(int=9)
     minute, day = (
-        QuotaState(uuid.UUID(int=n), QuotaSubject.PROJECT, uuid.UUID(int=9), "", dimension, 10, 10, 0, now, window_end(dimension, now))
-        for n, dimension in enumerate((QuotaDimension.TOKENS_PER_MINUTE, QuotaDimension.TOKENS_PER_DAY))
+        QuotaState(uuid.uuid4(), QuotaSubject.PROJECT, project_id, "", dimension, 10, 10, 0, now, window_end(dimension, now))
+        for dimension in (QuotaDimension.TOKENS_PER_MINUTE, QuotaDimension.TOKENS_PER_DAY)
     )
 
     both = QuotaExceeded([minute, day], [1, 1])
