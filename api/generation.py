@@ -42,6 +42,7 @@ class ClientStream:
         self._ended: OrderedDict[uuid.UUID, None] = OrderedDict()
         self._all_ended = asyncio.Event()
         self._all_ended.set()
+        self._violation: Exception | None = None
 
     async def serve(self, requests: AsyncIterator[pb.GenerateRequest], context: Context) -> None:
         """Serve until the client has half-closed and every request has ended.
@@ -51,13 +52,27 @@ class ClientStream:
         granted_s = remaining_s(context)
         try:
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._read(requests), name="stream reader")
+                tasks.create_task(self._read_on(requests), name="stream reader")
                 tasks.create_task(self._write(context, granted_s), name="stream writer")
         except asyncio.CancelledError:
             # gRPC cancels the handler both when the client goes away and when its deadline passes.
             self._stop_all(outcome_of_leaving(granted_s, remaining_s(context)))
             raise
         finally:
+            self._stop_all(Outcome.CANCELLED)
+            self._outbox.abandon()
+        if self._violation is not None:
+            raise self._violation
+
+    async def _read_on(self, requests: AsyncIterator[pb.GenerateRequest]) -> None:
+        """Read until the end, or until a message that ends the stream; the message that is being written is let go first.
+
+        Cancelling a write leaves the call with an operation under way, behind which gRPC never sends the status.
+        """
+        try:
+            await self._read(requests)
+        except Exception as violation:
+            self._violation = violation
             self._stop_all(Outcome.CANCELLED)
             self._outbox.abandon()
 
