@@ -425,6 +425,16 @@ async def test_what_is_no_batch_of_frames_ends_the_stream(
     assert event["delivered_token_count"] >= len(stream.token_ids(running))
 
 
+async def test_a_stream_that_is_ended_in_the_middle_of_an_answer_is_told_why(service: Service, tenant: Tenant) -> None:
+    """The violation is read while the answer to the message before it is being written."""
+    for _ in range(10):
+        async with service.stream(tenant.secret) as stream:
+            await stream.cancel(*(str(uuid.uuid4()) for _ in range(50)))
+            await stream.call.write(pb.GenerateRequest())
+
+            assert await stream.closed() is StatusCode.INVALID_ARGUMENT
+
+
 async def test_a_message_of_100_mb_ends_its_stream_and_no_other(service: Service, tenant: Tenant) -> None:
     """And not the server: what is too large is refused by its length, before it is read."""
     async with service.stream(tenant.secret) as other, service.channel(("grpc.max_send_message_length", -1)) as channel:

@@ -1,0 +1,94 @@
+"""Clients that know nothing of Weir but its address: they learn the contract by reflection, and health by the standard service."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from typing import Any
+
+import grpc
+from google.protobuf.descriptor_pool import DescriptorPool
+from grpc_health.v1 import health_pb2
+from grpc_requests.aio import AsyncClient  # type: ignore[import-untyped]
+
+from tests.service import MODEL, Service, bearer, health_check
+
+SERVICES = ("weir.v1.InferenceService", "weir.v1.AdminService", "weir.v1.BillingService")
+
+
+async def test_a_client_from_a_registry_learns_the_contract_and_generates(service: Service) -> None:
+    """`grpc-requests` speaks in dictionaries and builds every message from what the server tells of itself."""
+    tenant = await service.tenant()
+    metadata = bearer(tenant.secret)
+    client = AsyncClient(service.address, descriptor_pool=DescriptorPool())
+    try:
+        names = set(await client.service_names())
+        counted = await client.request(
+            SERVICES[0],
+            "CountTokens",
+            {"model": MODEL, "conversation": {"messages": [{"role": "ROLE_USER", "content": "Is breakfast included?"}]}},
+            metadata=metadata,
+        )
+        request_id = str(uuid.uuid4())
+        start = {"model": MODEL, "text": "Which hotel", "max_output_tokens": 12, "ignore_eos": True}
+        frames = await generate(client, {"frames": [{"request_id": request_id, "start": start}]}, metadata)
+    finally:
+        await client.channel.close()
+
+    assert {*SERVICES, "grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"} <= names
+    assert int(counted["input_token_count"]) > 5
+    token_ids = [token_id for frame in frames for token_id in frame.get("delta", {}).get("token_ids", [])]
+    usage = frames[-1]["finished"]["usage"]
+    assert (frames[-1]["finished"]["reason"], int(usage["delivered_token_count"])) == ("FINISH_REASON_LENGTH", 12)
+    assert len(token_ids) == 12
+    assert service.books.event(tenant, request_id)["delivered_token_count"] == 12
+
+
+async def generate(client: Any, message: dict[str, Any], metadata: object) -> list[dict[str, Any]]:
+    """All frames of one stream that sends one message."""
+
+    async def messages() -> Any:
+        yield message
+
+    answers = await client.request(SERVICES[0], "Generate", messages(), metadata=metadata)
+    return [frame async for answer in answers for frame in answer["frames"]]
+
+
+async def test_it_is_refused_like_any_other(service: Service) -> None:
+    client = AsyncClient(service.address, descriptor_pool=DescriptorPool())
+    try:
+        await client.request(SERVICES[0], "ListModels", {})
+    except grpc.aio.AioRpcError as error:
+        code = error.code()
+    finally:
+        await client.channel.close()
+
+    assert code is grpc.StatusCode.UNAUTHENTICATED
+
+
+async def test_health_tells_each_service_to_whoever_watches(service: Service) -> None:
+    """No key is needed: what asks is a load balancer."""
+    async with service.channel() as channel:
+        for name in ("", *SERVICES):
+            answer = await health_check(channel)(health_pb2.HealthCheckRequest(service=name))
+            assert answer.status == health_pb2.HealthCheckResponse.SERVING
+        watch: Any = channel.unary_stream(
+            "/grpc.health.v1.Health/Watch",
+            request_serializer=health_pb2.HealthCheckRequest.SerializeToString,
+            response_deserializer=health_pb2.HealthCheckResponse.FromString,
+        )
+        call = watch(health_pb2.HealthCheckRequest())
+        assert (await call.read()).status == health_pb2.HealthCheckResponse.SERVING
+        call.cancel()
+
+
+async def test_health_stays_good_under_load(service: Service) -> None:
+    tenant = await service.tenant()
+    async with service.stream(tenant.secret) as stream, service.channel() as channel:
+        ids = [await stream.begin(max_output_tokens=300) for _ in range(30)]
+        answers = [await health_check(channel)(health_pb2.HealthCheckRequest(), timeout=5) for _ in range(20)]
+        async with asyncio.TaskGroup() as tasks:
+            for request_id in ids:
+                tasks.create_task(stream.finished(request_id))
+
+    assert {answer.status for answer in answers} == {health_pb2.HealthCheckResponse.SERVING}
