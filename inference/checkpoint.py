@@ -12,35 +12,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from inference.architectures import ARCHITECTURES, read_layer_windows, refuse_unknown_entries
 from inference.engine import ModelInfo, SamplingParams
 from inference.errors import CheckpointInvalid
-
-SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM",)
-DEFAULT_ROPE_THETA = 10_000.0  # radians per position, the base of Su et al. 2021; configurations without it mean this
-
-
-@dataclass(frozen=True, slots=True)
-class Llama3Scaling:
-    """Rotary frequencies stretched for long contexts, as Llama 3.1 does. Lengths in tokens."""
-
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_context_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class RopeConfig:
-    """Rotary position embedding: the base, and at most one scaling."""
-
-    theta: float = DEFAULT_ROPE_THETA
-    linear_factor: float = 1.0
-    llama3: Llama3Scaling | None = None
+from inference.rope_config import RopeConfig, read_rope, stretched_context_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderConfig:
-    """Sizes of a Llama-family decoder. All counts are of heads, layers or floats."""
+    """Sizes of a Llama-family decoder. All counts are of heads, layers or floats.
+
+    layer_windows: positions that each layer looks back on, the row's own included; None where it sees all.
+    qk_norm: each head's queries and keys are normalized before they are rotated.
+    """
 
     architecture: str
     vocabulary_size: int
@@ -53,8 +37,11 @@ class DecoderConfig:
     rms_norm_eps: float
     rope: RopeConfig
     tied_embeddings: bool
-    attention_bias: bool
+    qkv_bias: bool
+    attention_out_bias: bool
     mlp_bias: bool
+    qk_norm: bool
+    layer_windows: tuple[int | None, ...]
     context_window_tokens: int
     end_token_ids: frozenset[int]
 
@@ -63,32 +50,17 @@ def read_config(directory: Path) -> DecoderConfig:
     """Read config.json and generation_config.json. Raises `CheckpointInvalid` naming the file and what to mend."""
     path = directory / "config.json"
     raw = read_json(path)
-    architectures = raw.get("architectures") or ["(none)"]
-    if architectures[0] not in SUPPORTED_ARCHITECTURES:
-        supported = ", ".join(SUPPORTED_ARCHITECTURES)
-        raise CheckpointInvalid(str(path), f"architecture {architectures[0]} is not supported; supported: {supported}")
+    architecture = (raw.get("architectures") or ["(none)"])[0]
+    if architecture not in ARCHITECTURES:
+        supported = ", ".join(ARCHITECTURES)
+        raise CheckpointInvalid(str(path), f"architecture {architecture} is not supported; supported: {supported}")
     if raw.get("quantization_config"):
         raise CheckpointInvalid(str(path), "quantized checkpoints are not supported; use the unquantized one")
     if raw.get("hidden_act", "silu") != "silu":
         raise CheckpointInvalid(str(path), f"activation {raw['hidden_act']} is not supported; supported: silu")
+    refuse_unknown_entries(raw, architecture, path)
     try:
-        config = DecoderConfig(
-            architecture=architectures[0],
-            vocabulary_size=int(raw["vocab_size"]),
-            hidden_size=int(raw["hidden_size"]),
-            intermediate_size=int(raw["intermediate_size"]),
-            layer_count=int(raw["num_hidden_layers"]),
-            head_count=int(raw["num_attention_heads"]),
-            kv_head_count=int(raw.get("num_key_value_heads") or raw["num_attention_heads"]),
-            head_dim=int(raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"]),
-            rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
-            rope=_read_rope(raw, path),
-            tied_embeddings=bool(raw.get("tie_word_embeddings", False)),
-            attention_bias=bool(raw.get("attention_bias", False)),
-            mlp_bias=bool(raw.get("mlp_bias", False)),
-            context_window_tokens=int(raw.get("max_position_embeddings", 2048)),
-            end_token_ids=_end_token_ids(directory, raw),
-        )
+        config = _read_sizes(raw, architecture, _end_token_ids(directory, raw), path)
     except KeyError as error:
         raise CheckpointInvalid(str(path), f"entry {error.args[0]} is missing") from error
     except (TypeError, ValueError) as error:
@@ -97,7 +69,40 @@ def read_config(directory: Path) -> DecoderConfig:
         raise CheckpointInvalid(
             str(path), f"{config.head_count} attention heads cannot share {config.kv_head_count} key-value heads evenly"
         )
+    if config.head_dim < 2 or config.head_dim % 2:
+        raise CheckpointInvalid(str(path), f"head_dim = {config.head_dim} is not even, and rotations turn pairs")
     return config
+
+
+def _read_sizes(raw: Mapping[str, Any], architecture: str, end_token_ids: frozenset[int], path: Path) -> DecoderConfig:
+    family = ARCHITECTURES[architecture]
+    head_count, layer_count = int(raw["num_attention_heads"]), int(raw["num_hidden_layers"])
+    # An explicit null means the plain value in all families; an absent entry means the family's own.
+    kv_head_count = raw.get("num_key_value_heads", family.kv_head_count) or head_count
+    head_dim = raw.get("head_dim", family.head_dim) or int(raw["hidden_size"]) // head_count
+    positions = int(raw.get("max_position_embeddings", family.context_window_tokens))
+    rope = read_rope(raw, positions, path)
+    attention_bias = bool(raw.get("attention_bias", False))
+    return DecoderConfig(
+        architecture=architecture,
+        vocabulary_size=int(raw["vocab_size"]),
+        hidden_size=int(raw["hidden_size"]),
+        intermediate_size=int(raw["intermediate_size"]),
+        layer_count=layer_count,
+        head_count=head_count,
+        kv_head_count=int(kv_head_count),
+        head_dim=int(head_dim),
+        rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
+        rope=rope,
+        tied_embeddings=bool(raw.get("tie_word_embeddings", False)),
+        qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
+        attention_out_bias=attention_bias if family.attention_out_bias is None else family.attention_out_bias,
+        mlp_bias=bool(raw.get("mlp_bias", False)) if family.mlp_bias is None else family.mlp_bias,
+        qk_norm=family.qk_norm,
+        layer_windows=read_layer_windows(raw, family, layer_count, path),
+        context_window_tokens=stretched_context_tokens(rope, positions),
+        end_token_ids=end_token_ids,
+    )
 
 
 def read_model_info(directory: Path, *, name: str, engine: str, context_window_tokens_max: int | None = None) -> ModelInfo:
@@ -126,28 +131,6 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise CheckpointInvalid(str(path), "the file does not hold a JSON object")
     return value
-
-
-def _read_rope(raw: Mapping[str, Any], path: Path) -> RopeConfig:
-    """Both spellings: `rope_theta` + `rope_scaling` (transformers 4) and `rope_parameters` (transformers 5)."""
-    parameters: dict[str, Any] = dict(raw.get("rope_scaling") or {}) | dict(raw.get("rope_parameters") or {})
-    theta = float(parameters.get("rope_theta") or raw.get("rope_theta") or DEFAULT_ROPE_THETA)
-    kind = parameters.get("rope_type") or parameters.get("type") or "default"
-    match kind:
-        case "default":
-            return RopeConfig(theta)
-        case "linear":
-            return RopeConfig(theta, linear_factor=float(parameters["factor"]))
-        case "llama3":
-            scaling = Llama3Scaling(
-                factor=float(parameters["factor"]),
-                low_freq_factor=float(parameters["low_freq_factor"]),
-                high_freq_factor=float(parameters["high_freq_factor"]),
-                original_context_tokens=int(parameters["original_max_position_embeddings"]),
-            )
-            return RopeConfig(theta, llama3=scaling)
-        case _:
-            raise CheckpointInvalid(str(path), f"RoPE scaling {kind} is not supported; supported: default, linear, llama3")
 
 
 def _end_token_ids(directory: Path, raw: Mapping[str, Any]) -> frozenset[int]:

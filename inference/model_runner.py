@@ -19,14 +19,15 @@ from inference.attention import DecodeSpan, LayerPool, PrefillSpan, row_indices
 from inference.checkpoint import DecoderConfig
 from inference.errors import InvariantViolated
 from inference.kv_cache import KV_BLOCK_TOKENS, blocks_for
-from inference.model import Batch, Decoder
+from inference.model import Batch, Decoder, Spans
 from inference.sampler import Chosen, choose
 from inference.scheduler import Chunk, StepPlan
 from inference.weights import load_weights
 
-ComputeDtype = Literal["float32", "bfloat16"]
+ComputeDtype = Literal["float32", "bfloat16", "int8"]
 
-_TORCH_DTYPES: dict[ComputeDtype, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+# Of hidden states, keys and values. "int8" is that of the weights alone; they multiply bfloat16.
+_TORCH_DTYPES: dict[ComputeDtype, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.bfloat16}
 
 
 class ModelRunner:
@@ -45,7 +46,9 @@ class ModelRunner:
         """Load. on_progress: called with 0 to 1 while reading weights. Raises `CheckpointInvalid`."""
         dtype = self._dtype = _TORCH_DTYPES[compute_dtype]
         self._config = config
-        self._decoder = Decoder(config, load_weights(directory, config, dtype, on_progress), context_window_tokens)
+        self._decoder = Decoder(
+            config, load_weights(directory, config, dtype, on_progress, quantize=compute_dtype == "int8"), context_window_tokens
+        )
         self._pools = _allocate_pools(config, dtype, block_count)
 
     @torch.inference_mode()
@@ -70,7 +73,6 @@ class ModelRunner:
         token_ids: list[int] = []
         positions = np.empty(sum(chunk.token_count for chunk in chunks), dtype=np.int64)
         block_ids = np.empty_like(positions)
-        prefills: list[PrefillSpan] = []
         logit_rows: list[int] = []
         for chunk in chunks:
             row, sequence = len(token_ids), chunk.sequence
@@ -81,15 +83,12 @@ class ModelRunner:
             block_ids[row : row + chunk.token_count] = np.asarray(sequence.block_table)[span // KV_BLOCK_TOKENS]
             if chunk.completes:
                 logit_rows.append(row + chunk.token_count - 1)
-            if chunk.token_count > 1:
-                prefills.append(_prefill_span(row, start, end, sequence.block_table))
         position_rows = torch.from_numpy(positions)
         return Batch(
             token_ids=torch.tensor(token_ids),
             positions=position_rows,
             pool_rows=row_indices(torch.from_numpy(block_ids), position_rows % KV_BLOCK_TOKENS, self._config.kv_head_count),
-            decodes=_decode_spans([chunk for chunk in chunks if chunk.token_count == 1], self._dtype),
-            prefills=tuple(prefills),
+            spans={window: _spans(chunks, self._dtype, window) for window in set(self._config.layer_windows)},
             logit_rows=torch.tensor(logit_rows, dtype=torch.int64),
         )
 
@@ -112,13 +111,29 @@ def _allocate_pools(config: DecoderConfig, dtype: torch.dtype, block_count: int)
     return [LayerPool(pools[layer, 0], pools[layer, 1]) for layer in range(config.layer_count)]
 
 
-def _prefill_span(row: int, start: int, end: int, block_table: list[int]) -> PrefillSpan:
-    """Rows of one sequence for its positions start to end."""
-    table = torch.tensor(block_table[: blocks_for(end)])
+def _spans(chunks: list[Chunk], dtype: torch.dtype, window: int | None) -> Spans:
+    """A step's rows as layers with this window see them: chunks of one token first, in classes of their length."""
+    decodes = _decode_spans([chunk for chunk in chunks if chunk.token_count == 1], dtype, window)
+    prefills, row = [], 0
+    for chunk in chunks:
+        if chunk.token_count > 1:
+            prefills.append(_prefill_span(row, chunk, window))
+        row += chunk.token_count
+    return Spans(decodes, tuple(prefills))
+
+
+def _prefill_span(row: int, chunk: Chunk, window: int | None) -> PrefillSpan:
+    """Rows of one sequence. Its table begins with the block that the first row's window reaches back to."""
+    start, end = chunk.sequence.computed_token_count, chunk.sequence.computed_token_count + chunk.token_count
+    first_block = 0 if window is None else max(0, start + 1 - window) // KV_BLOCK_TOKENS
+    table = torch.tensor(chunk.sequence.block_table[first_block : blocks_for(end)])
     mask: Tensor | None = None
-    if start > 0:
-        covered = torch.arange(len(table) * KV_BLOCK_TOKENS)
-        mask = covered[None, :] <= torch.arange(start, end)[:, None]
+    if start > 0 or (window is not None and window < end):
+        covered = first_block * KV_BLOCK_TOKENS + torch.arange(len(table) * KV_BLOCK_TOKENS)
+        rows = torch.arange(start, end)[:, None]
+        mask = covered[None, :] <= rows
+        if window is not None:
+            mask &= covered[None, :] > rows - window
     return PrefillSpan(row, row + end - start, start, table, mask)
 
 
@@ -129,23 +144,29 @@ def _length_class(chunk: Chunk) -> int:
     return (blocks_for(chunk.sequence.computed_token_count + 1) - 1).bit_length()
 
 
-def _decode_spans(chunks: list[Chunk], dtype: torch.dtype) -> tuple[DecodeSpan, ...]:
+def _decode_spans(chunks: list[Chunk], dtype: torch.dtype, window: int | None) -> tuple[DecodeSpan, ...]:
     """One span per class, so that one long context does not make every short one read as much."""
     spans: list[DecodeSpan] = []
     for _, group in itertools.groupby(chunks, key=_length_class):
         row_start = spans[-1].row_end if spans else 0
-        spans.append(_decode_span(row_start, list(group), dtype))
+        spans.append(_decode_span(row_start, list(group), dtype, window))
     return tuple(spans)
 
 
-def _decode_span(row_start: int, chunks: list[Chunk], dtype: torch.dtype) -> DecodeSpan:
-    """Tables of rows with one token, padded with block 0, which exists; the mask hides it."""
+def _decode_span(row_start: int, chunks: list[Chunk], dtype: torch.dtype, window: int | None) -> DecodeSpan:
+    """Tables of rows with one token, from the block where each one's window begins.
+
+    Padded with block 0, which exists; the mask hides it, and what lies before the window.
+    """
     lengths = np.array([chunk.sequence.computed_token_count + 1 for chunk in chunks])
-    width = blocks_for(int(lengths.max()))
-    tables = np.zeros((len(chunks), width), dtype=np.int64)
+    begins = np.zeros_like(lengths) if window is None else np.maximum(lengths - window, 0)
+    first_blocks = begins // KV_BLOCK_TOKENS
+    counts = -(-lengths // KV_BLOCK_TOKENS) - first_blocks
+    tables = np.zeros((len(chunks), int(counts.max())), dtype=np.int64)
     for row, chunk in enumerate(chunks):
-        count = blocks_for(int(lengths[row]))
-        tables[row, :count] = chunk.sequence.block_table[:count]
-    hidden = np.arange(width * KV_BLOCK_TOKENS)[None, :] >= lengths[:, None]
+        first = int(first_blocks[row])
+        tables[row, : counts[row]] = chunk.sequence.block_table[first : first + int(counts[row])]
+    positions = first_blocks[:, None] * KV_BLOCK_TOKENS + np.arange(tables.shape[1] * KV_BLOCK_TOKENS)[None, :]
+    hidden = (positions >= lengths[:, None]) | (positions < begins[:, None])
     mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(torch.from_numpy(hidden), float("-inf"))
     return DecodeSpan(row_start, row_start + len(chunks), torch.from_numpy(tables), mask)
