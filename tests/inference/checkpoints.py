@@ -1,6 +1,6 @@
 """Tiny random checkpoints in Hugging Face layout, for tests: weights, byte-level BPE tokenizer, chat template.
 
-They have the real shape of a Llama checkpoint and none of its size, so a test loads one in milliseconds. The text that
+They have the real shape of a published checkpoint and none of its size, so a test loads one in milliseconds. The text that
 they generate is noise; the numbers that they generate are exact. Nothing here imports torch or transformers.
 """
 
@@ -19,6 +19,13 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 SPECIAL_TOKENS = ("<|pad|>", "<|bos|>", "<|eos|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
 TOKENIZER_VOCABULARY_SIZE = 400  # tokens: 256 bytes, 7 special ones, and merges enough that words split unevenly
+
+MODEL_TYPES = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+}
 
 CHAT_TEMPLATE = (
     "{%- for message in messages -%}"
@@ -41,8 +48,12 @@ _TRAINING_TEXT = (
 
 @dataclass(frozen=True, slots=True)
 class LlamaShape:
-    """What a test may vary about the decoder. Sizes are counts of floats; the defaults give some 0.1 M parameters."""
+    """What a test may vary about the decoder. Sizes are counts of floats; the defaults give some 0.1 M parameters.
 
+    architecture: one of `MODEL_TYPES`. max_window_layers: Qwen's number of first layers that see everything.
+    """
+
+    architecture: str = "LlamaForCausalLM"
     hidden_size: int = 64
     intermediate_size: int = 160
     layer_count: int = 2
@@ -56,6 +67,18 @@ class LlamaShape:
     rope_theta: float = 10_000.0
     rope_scaling: Mapping[str, float | int | str] | None = None
     rms_norm_eps: float = 1e-5
+    sliding_window: int | None = None
+    max_window_layers: int = 0
+
+    @property
+    def qk_norm(self) -> bool:
+        """Whether heads are normalized."""
+        return self.architecture == "Qwen3ForCausalLM"
+
+    @property
+    def qkv_bias(self) -> bool:
+        """Qwen2 has these biases and no others, whatever its configuration says."""
+        return self.attention_bias or self.architecture == "Qwen2ForCausalLM"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +99,7 @@ def make_checkpoint(
     dtype: str = "float32",
     generation_config: Mapping[str, object] | None = None,
 ) -> TinyCheckpoint:
-    """Write a random Llama checkpoint that `inference` and `transformers` both load.
+    """Write a random checkpoint that `inference` and `transformers` both load.
 
     seed: equal seeds and shapes give equal files. shard_count: above 1 writes a sharded index. dtype: "float32" or
     "float16". generation_config: entries added to generation_config.json, for example a default temperature.
@@ -131,8 +154,8 @@ def _tokenizer_json() -> str:
 
 def _config(shape: LlamaShape, dtype: str) -> dict[str, object]:
     config: dict[str, object] = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+        "architectures": [shape.architecture],
+        "model_type": MODEL_TYPES[shape.architecture],
         "hidden_act": "silu",
         "vocab_size": TOKENIZER_VOCABULARY_SIZE,
         "hidden_size": shape.hidden_size,
@@ -144,13 +167,20 @@ def _config(shape: LlamaShape, dtype: str) -> dict[str, object]:
         "rms_norm_eps": shape.rms_norm_eps,
         "rope_theta": shape.rope_theta,
         "tie_word_embeddings": shape.tied_embeddings,
-        "attention_bias": shape.attention_bias,
-        "mlp_bias": shape.mlp_bias,
         "bos_token_id": 1,
         "eos_token_id": [2, 6],
         "pad_token_id": 0,
         "torch_dtype": dtype,
     }
+    if shape.architecture == "LlamaForCausalLM":
+        config |= {"attention_bias": shape.attention_bias, "mlp_bias": shape.mlp_bias}
+    elif shape.architecture == "MistralForCausalLM":
+        config["sliding_window"] = shape.sliding_window
+    else:
+        config |= {"use_sliding_window": shape.sliding_window is not None, "sliding_window": shape.sliding_window or 4096}
+        config["max_window_layers"] = shape.max_window_layers
+    if shape.qk_norm:
+        config |= {"attention_bias": shape.attention_bias, "head_dim": shape.hidden_size // shape.head_count}
     if shape.head_dim is not None:
         config["head_dim"] = shape.head_dim
     if shape.rope_scaling is not None:
@@ -175,9 +205,9 @@ def _random_tensors(shape: LlamaShape, seed: int, dtype: np.dtype[Any]) -> dict[
     if not shape.tied_embeddings:
         tensors["lm_head.weight"] = matrix(TOKENIZER_VOCABULARY_SIZE, hidden)
     linear_shapes = {
-        "self_attn.q_proj": (q_size, hidden, shape.attention_bias),
-        "self_attn.k_proj": (kv_size, hidden, shape.attention_bias),
-        "self_attn.v_proj": (kv_size, hidden, shape.attention_bias),
+        "self_attn.q_proj": (q_size, hidden, shape.qkv_bias),
+        "self_attn.k_proj": (kv_size, hidden, shape.qkv_bias),
+        "self_attn.v_proj": (kv_size, hidden, shape.qkv_bias),
         "self_attn.o_proj": (hidden, q_size, shape.attention_bias),
         "mlp.gate_proj": (shape.intermediate_size, hidden, shape.mlp_bias),
         "mlp.up_proj": (shape.intermediate_size, hidden, shape.mlp_bias),
@@ -189,6 +219,9 @@ def _random_tensors(shape: LlamaShape, seed: int, dtype: np.dtype[Any]) -> dict[
             tensors[f"{prefix}.{name}.weight"] = matrix(rows, columns)
             if biased:
                 tensors[f"{prefix}.{name}.bias"] = vector(rows, 0.0)
+        if shape.qk_norm:
+            tensors[f"{prefix}.self_attn.q_norm.weight"] = vector(head_dim, 1.0)
+            tensors[f"{prefix}.self_attn.k_norm.weight"] = vector(head_dim, 1.0)
         tensors[f"{prefix}.input_layernorm.weight"] = vector(hidden, 1.0)
         tensors[f"{prefix}.post_attention_layernorm.weight"] = vector(hidden, 1.0)
     return tensors
