@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import math
 
+import pytest
 from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import types_pb2
+from weir_client import FinishReason, InvalidRequest
 
 from tests.service import MODEL, Service
 
@@ -68,3 +71,54 @@ async def test_what_the_model_cannot_do_is_refused_by_field_and_holds_nothing(se
     assert refusal.status.code == 3
     assert "stop_token_ids" in refusal.status.message
     assert service.books.holds(tenant) == {}
+
+
+async def test_an_answer_is_in_the_format_that_was_asked_for(service: Service) -> None:
+    tenant = await service.tenant()
+    schema = {"type": "object", "properties": {"stars": {"enum": [1, 2, 3]}}, "required": ["stars"], "additionalProperties": False}
+
+    async with service.client(tenant.secret) as client:
+        answer = await client.complete(MODEL, "Hello", json_schema=schema, temperature=1.0, seed=1, max_output_tokens=300)
+        match = await client.complete(MODEL, "Hello", regex="(yes|no){2}")
+        bracketed = await client.complete(MODEL, "Hello", lark='start: "<" /[ab]{2}/ ">"')
+
+    assert json.loads(answer.text)["stars"] in (1, 2, 3)
+    assert answer.finish_reason is FinishReason.STOP
+    assert match.text in ("yesyes", "yesno", "noyes", "nono")
+    assert bracketed.text[1:-1] in ("aa", "ab", "ba", "bb")
+    assert answer.usage.billed_token_count == len(answer.token_ids)
+
+
+async def test_a_format_that_cannot_be_kept_is_refused_by_field_and_costs_nothing(service: Service) -> None:
+    tenant = await service.tenant()
+
+    async with service.client(tenant.secret) as client:
+        with pytest.raises(InvalidRequest, match="uniqueItems") as caught:
+            await client.complete(MODEL, "Hello", json_schema={"type": "array", "uniqueItems": True})
+
+    assert [violation.field for violation in caught.value.details.field_violations] == ["response_format.json_schema"]
+    await service.no_hold_left(tenant)
+    assert service.books.events(tenant) == []
+
+
+async def test_a_large_schema_delays_nobody_elses_tokens(service: Service) -> None:
+    """While the grammar is compiled, the other request streams on; and a cancel meanwhile is answered."""
+    tenant = await service.tenant()
+    branch = {"type": "object", "properties": {f"field_{index}": {"type": "string"} for index in range(30)}}
+    schema = json.dumps({"type": "object", "properties": {f"part_{index}": branch for index in range(40)}})
+
+    async with service.stream(tenant.secret) as stream:
+        other = await stream.begin(max_output_tokens=300)
+        await stream.first(other, "delta")
+        large = await stream.begin(response_format=pb.ResponseFormat(json_schema=schema), ignore_eos=None, max_output_tokens=20)
+        dropped = await stream.begin(response_format=pb.ResponseFormat(json_schema=schema + " "), ignore_eos=None)
+        await stream.cancel(dropped)
+        ends = [await stream.finished(request_id) for request_id in (dropped, large, other)]
+
+    assert [end.reason for end in ends] == [
+        types_pb2.FINISH_REASON_CANCELLED,
+        types_pb2.FINISH_REASON_LENGTH,
+        types_pb2.FINISH_REASON_LENGTH,
+    ]
+    assert ends[0].usage.billed_token_count == 0
+    assert stream.text(large).lstrip(" \n").startswith("{")

@@ -1,0 +1,91 @@
+"""`weir up` and the commands beside it, as a newcomer types them; afterwards nothing of it runs any more."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.service import MODEL, PATIENCE_S, alive, children_of, wait_for
+
+
+def command(*arguments: str) -> list[str]:
+    """The command line of `weir`, by this interpreter."""
+    return [sys.executable, "-m", "api.cli.main", *arguments]
+
+
+@pytest.fixture
+def environment(postgres_home: Path, model: Path) -> dict[str, str]:
+    """A home of its own, the tiny model, and nothing from outside."""
+    outer = {name: value for name, value in os.environ.items() if not name.startswith("WEIR_")}
+    own = {"WEIR_HOME": str(postgres_home), "WEIR_MODELS": f"{MODEL}={model}", "WEIR_ENGINE_THREADS": "1"}
+    return {**outer, **own, "WEIR_LISTEN": "127.0.0.1:0", "NO_COLOR": "1", "COLUMNS": "120"}
+
+
+def descendants(pid: int) -> set[int]:
+    """All processes below one."""
+    found = set(children_of(pid))
+    return found.union(*map(descendants, found))
+
+
+def test_everything_on_one_machine(environment: dict[str, str], postgres_home: Path) -> None:
+    home = postgres_home
+    log = postgres_home / "up.log"
+
+    def weir(*arguments: str) -> subprocess.CompletedProcess[str]:
+        done = subprocess.run(command(*arguments), env=environment, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+        assert done.returncode == 0, f"weir {' '.join(arguments)}: {done.stderr}\n{log.read_text()}"
+        return done
+
+    with log.open("wb") as file:
+        up = subprocess.Popen(command("up"), env=environment, stdin=subprocess.DEVNULL, stdout=file, stderr=file)
+    processes: set[int] = set()
+    try:
+
+        def ready() -> bool:
+            assert up.poll() is None, log.read_text()
+            return (home / "connection.json").exists()
+
+        wait_for(ready, "weir up")
+        assert (home / "connection.json").stat().st_mode & 0o077 == 0, "keys are for their owner alone"
+
+        streamed = weir("generate", "Which hotel has a garden?", "--model", MODEL, "--max-output-tokens", "12", "--json")
+        answer = json.loads(streamed.stdout)
+        traced = weir("trace", answer["request_id"]).stdout
+        report = report_of(weir, expected_requests=1)
+        postmaster = int((home / "postgres" / "postmaster.pid").read_text().split()[0])
+        processes = {postmaster, *descendants(postmaster), *descendants(up.pid)}
+        assert len(processes) >= 4, "PostgreSQL, api server, engine host, worker"
+
+        up.send_signal(signal.SIGINT)
+        assert up.wait(PATIENCE_S) == 0, log.read_text()
+    finally:
+        if up.poll() is None:
+            up.kill()
+            for pid in descendants(up.pid):
+                os.kill(pid, signal.SIGKILL)
+
+    wait_for(lambda: not any(map(alive, processes)), "every process to end")
+    assert "prefill" in traced
+    assert answer["usage"]["delivered_token_count"] <= 12
+    assert report["reconciliation"]["balanced"] is True
+
+
+def report_of(weir: Any, expected_requests: int) -> dict[str, Any]:
+    """The month's report, once the worker has rated everything."""
+    month = f"{datetime.now(UTC):%Y-%m}"
+
+    def rated() -> dict[str, Any] | None:
+        document: dict[str, Any] = json.loads(weir("report", "month", month, "--json").stdout)
+        return document if document["lines"] and not document["unrated_event_count"] else None
+
+    report = wait_for(rated, "the worker to rate the request")
+    assert report["request_counts"]["total_count"] == expected_requests
+    return report
