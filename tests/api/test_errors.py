@@ -1,0 +1,199 @@
+"""The table from domain error to status: complete, in the right order, and with details that say what to do."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+import uuid
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+
+import pytest
+from google.rpc import code_pb2, error_details_pb2, status_pb2
+
+import api
+import inference
+import metering
+from api import errors
+from api.errors import CODES, ApiError, FieldViolation, status_of
+from inference.errors import EngineError, EngineFailed, EngineOverloaded, EngineUnavailable
+from metering.errors import InvalidValue, MeteringError, NotFound, QuotaExceeded, RequestSettled, StoreAway
+from metering.models import QuotaDimension, QuotaSubject
+from metering.operations import QuotaState, Settled
+from tests.service import Refusal
+
+BASES = (ApiError, EngineError, MeteringError)
+LOADED_ELSEWHERE = ("api.cli", "api.__main__", "inference.host", "inference.demo_model")
+NOW = datetime(2026, 11, 20, 12, tzinfo=UTC)
+
+
+def concrete_errors() -> Iterator[type[Exception]]:
+    """Every error class that our packages define, however deep it is derived."""
+    for package in (api, inference, metering):
+        for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+            if not module.name.startswith(LOADED_ELSEWHERE):
+                importlib.import_module(module.name)
+    waiting = list(BASES)
+    while waiting:
+        for derived in waiting.pop().__subclasses__():
+            if derived.__module__.split(".")[0] in ("api", "inference", "metering"):
+                waiting.append(derived)
+                yield derived
+
+
+@pytest.fixture(scope="module")
+def classes() -> list[type[Exception]]:
+    return list(concrete_errors())
+
+
+def test_every_error_class_has_its_row(classes: list[type[Exception]]) -> None:
+    """A class without a row would go out as INTERNAL, and nobody would notice."""
+    rows = [kind for kind, _ in CODES]
+    missing = [kind.__qualname__ for kind in classes if kind not in rows]
+
+    assert missing == []
+    assert len(classes) > 25
+
+
+def test_no_row_hides_one_below_it() -> None:
+    rows = [kind for kind, _ in CODES]
+
+    for index, kind in enumerate(rows):
+        hidden = [below.__qualname__ for below in rows[index + 1 :] if issubclass(below, kind)]
+        assert hidden == [], f"behind {kind.__qualname__}"
+
+
+def test_every_class_says_why_in_a_word_of_its_own_form(classes: list[type[Exception]]) -> None:
+    for kind in classes:
+        reason = getattr(kind, "reason", "")
+        assert reason == reason.upper() != "", kind
+        assert reason.replace("_", "").isalpha(), kind
+
+
+def test_every_class_says_what_it_is(classes: list[type[Exception]]) -> None:
+    for kind in classes:
+        assert inspect.getdoc(kind), kind
+
+
+class Unforeseen(Exception):
+    """Not in the table."""
+
+
+@pytest.mark.parametrize(
+    "error", [Unforeseen("SELECT secret"), EngineFailed("SIGSEGV at 0x7f"), AssertionError("x"), KeyError("y")]
+)
+def test_what_is_ours_alone_goes_out_without_its_text(error: Exception) -> None:
+    refusal = Refusal(status_of(error))
+
+    assert refusal.status.code == code_pb2.INTERNAL
+    assert refusal.reason == "INTERNAL"
+    assert str(error) not in refusal.status.message
+    assert refusal.info.metadata["incident_id"] in refusal.status.message
+
+
+def test_two_incidents_have_two_ids() -> None:
+    ids = {Refusal(status_of(Unforeseen())).info.metadata["incident_id"] for _ in range(50)}
+
+    assert len(ids) == 50
+
+
+def test_a_violation_names_its_field() -> None:
+    invalid = errors.InvalidRequest([FieldViolation("a", "must be b"), FieldViolation("c[0]", "must be d")])
+
+    assert Refusal(status_of(invalid)).fields == ["a", "c[0]"]
+    assert Refusal(status_of(InvalidValue("name", "give one"))).fields == ["name"]
+
+
+@pytest.mark.parametrize(
+    ("error", "seconds"),
+    [
+        (StoreAway("x", retry_after_s=2.5), 2.5),
+        (EngineUnavailable("x", retry_after_s=7.25), 7.25),
+        (EngineOverloaded("x", retry_after_s=0.5), 0.5),
+        (errors.Draining("x"), 1.0),
+        (errors.Overloaded("x"), 1.0),
+    ],
+)
+def test_what_passes_by_itself_says_when(error: Exception, seconds: float) -> None:
+    refusal = Refusal(status_of(error))
+
+    assert refusal.status.code == code_pb2.UNAVAILABLE
+    assert refusal.retry_after_s == seconds
+
+
+def test_what_does_not_pass_gives_no_hope() -> None:
+    for error in (NotFound("organization", "x"), InvalidValue("a", "b"), errors.Unauthenticated("x")):
+        assert Refusal(status_of(error)).retry_after_s is None
+
+
+def quota(dimension: QuotaDimension, *, limit: int, used: int = 0, held: int = 0, resets_in_s: float | None = 60) -> QuotaState:
+    """A limit at noon."""
+    resets_at = None if resets_in_s is None else NOW + timedelta(seconds=resets_in_s)
+    return QuotaState(uuid.uuid4(), QuotaSubject.PROJECT, uuid.uuid4(), "m", dimension, limit, used, held, NOW, resets_at)
+
+
+def test_a_quota_is_told_with_all_its_numbers() -> None:
+    state = quota(QuotaDimension.TOKENS_PER_MINUTE, limit=100, used=60, held=35)
+
+    refusal = Refusal(status_of(QuotaExceeded([state], [20])))
+
+    assert dict(refusal.info.metadata) == {
+        "quota_id": str(state.quota_id),
+        "subject": "project",
+        "subject_id": str(state.subject_id),
+        "model": "m",
+        "dimension": "tokens_per_minute",
+        "limit": "100",
+        "used": "60",
+        "held": "35",
+        "remaining": "5",
+        "requested": "20",
+        "retry_helps": "true",
+        "reset_time": "2026-11-20T12:01:00Z",
+    }
+    assert refusal.retry_after_s == 60
+    failure = refusal.detail(error_details_pb2.QuotaFailure)
+    assert failure is not None
+    assert failure.violations[0].description == "tokens_per_minute: 5 of 100 left"
+
+
+def test_every_limit_that_is_in_the_way_is_told() -> None:
+    states = [quota(QuotaDimension.TOKENS_PER_MINUTE, limit=10), quota(QuotaDimension.TOKENS_PER_MONTH, limit=10)]
+
+    failure = Refusal(status_of(QuotaExceeded(states, [5, 5]))).detail(error_details_pb2.QuotaFailure)
+
+    assert failure is not None
+    assert len(failure.violations) == 2
+
+
+def test_the_wait_is_that_for_the_last_limit_in_the_way() -> None:
+    """Whoever waits for the first one only is refused again by the second."""
+    minute = quota(QuotaDimension.TOKENS_PER_MINUTE, limit=10, used=9, resets_in_s=30)
+    month = quota(QuotaDimension.TOKENS_PER_MONTH, limit=10, used=9, resets_in_s=900_000)
+
+    assert Refusal(status_of(QuotaExceeded([minute, month], [5, 5]))).retry_after_s == 900_000
+    never = Refusal(status_of(QuotaExceeded([minute, month], [5, 50])))
+    assert (never.retry_after_s, never.info.metadata["retry_helps"]) == (None, "false")
+
+
+def test_a_lowered_limit_has_nothing_left_rather_than_less() -> None:
+    refusal = Refusal(status_of(QuotaExceeded([quota(QuotaDimension.TOKENS_PER_DAY, limit=10, used=50)], [5])))
+
+    assert refusal.info.metadata["remaining"] == "0"
+
+
+def test_a_settled_request_is_told_with_its_usage() -> None:
+    settled = Settled(uuid.uuid4(), 10, 4, 33, 32, 32, 12_345, "USD", "length")
+
+    refusal = Refusal(status_of(RequestSettled(settled)))
+
+    assert refusal.status.code == code_pb2.ALREADY_EXISTS
+    assert refusal.info.metadata["delivered_token_count"] == "32"
+    assert refusal.info.metadata["cost_picos"] == "12345"
+
+
+def test_a_status_survives_the_wire() -> None:
+    status = status_of(errors.InvalidRequest([FieldViolation("ünï", "✓" * 50)]))
+
+    assert status_pb2.Status.FromString(status.SerializeToString()) == status

@@ -1,0 +1,81 @@
+"""Small decisions of the stream that are hard to time from outside."""
+
+from __future__ import annotations
+
+import uuid
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from weir.v1 import inference_service_pb2 as pb
+
+from api.errors import MessageUnreadable
+from api.generation import outcome_of_leaving
+from api.interceptor import first_error, readable, readable_stream, tolerant
+from api.live import Caller, LiveRequest, Phase
+from api.outbox import Outbox
+from api.wire import parse_start
+from inference.router import ModelUnknown, Router
+from metering.operations import Outcome, Payer
+
+
+@pytest.mark.parametrize(
+    ("granted_s", "left_s", "outcome"),
+    [
+        (None, None, Outcome.CANCELLED),
+        (10.0, 0.0, Outcome.DEADLINE),
+        (10.0, 0.15, Outcome.DEADLINE),  # the client's clock was first
+        (10.0, 3.0, Outcome.CANCELLED),
+        (1.0, 0.5, Outcome.CANCELLED),
+        (100.0, 1.0, Outcome.DEADLINE),  # sent rounded up
+    ],
+)
+def test_a_deadline_is_told_from_a_cancel(granted_s: float | None, left_s: float | None, outcome: Outcome) -> None:
+    assert outcome_of_leaving(granted_s, left_s) is outcome
+
+
+@pytest.mark.parametrize("phase", [Phase.PREPARING, Phase.QUEUED, Phase.STREAMING, Phase.ENDING])
+def test_a_tick_of_progress_survives_a_request_for_an_unknown_model(phase: Phase) -> None:
+    """It may come before the request has found out; and it runs in the one task group that holds the server together."""
+    router = Router({})
+    with pytest.raises(ModelUnknown):
+        router.choose("gpt")
+    process = cast(Any, SimpleNamespace(router=router))
+    payer = Payer(uuid.uuid4(), uuid.uuid4(), uuid.uuid4(), "USD")
+    caller = Caller(payer, Outbox(cast(Any, None)), 0.0, 0.0)
+    start = parse_start(str(uuid.uuid4()), pb.StartFrame(model="gpt", text="x"))
+    request = LiveRequest(caller, start, process, lambda _: None)
+    request.phase = phase
+
+    request.tell_progress(3)
+
+
+def test_bytes_that_are_no_message_are_handed_on_as_their_error() -> None:
+    attempt = tolerant(pb.GenerateRequest.FromString)
+    assert attempt is not None
+
+    assert attempt(b"") == pb.GenerateRequest()
+    broken = attempt(b"\xff\xff")
+    assert isinstance(broken, MessageUnreadable)
+    with pytest.raises(MessageUnreadable):
+        readable(broken)
+
+
+async def test_a_stream_is_read_up_to_the_broken_message() -> None:
+    async def messages() -> Any:
+        yield 1
+        yield 2
+        yield MessageUnreadable("x")
+        yield 3
+
+    stream = readable_stream(messages())
+
+    assert [await anext(stream), await anext(stream)] == [1, 2]
+    with pytest.raises(MessageUnreadable):
+        await anext(stream)
+
+
+def test_the_first_plain_error_of_nested_groups_is_found() -> None:
+    inner = ValueError("x")
+
+    assert first_error(ExceptionGroup("a", [ExceptionGroup("b", [inner]), TypeError()])) is inner

@@ -1,0 +1,83 @@
+"""Settings come from the environment, each under its name, and a bad one is refused by name."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from api.settings import SettingInvalid, Settings
+
+SPECS = {spec.metadata["variable"]: spec for spec in fields(Settings)}
+NUMBERS = [name for name, spec in SPECS.items() if isinstance(spec.default, int | float)]
+
+
+def test_an_empty_environment_gives_the_defaults() -> None:
+    assert Settings.from_environment({}) == Settings()
+    assert Settings.from_environment(dict.fromkeys(SPECS, "")) == Settings()
+
+
+def test_every_variable_has_its_own_name() -> None:
+    assert len(SPECS) == len(fields(Settings))
+    assert all(name.startswith("WEIR_") for name in SPECS)
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_every_number_is_read_from_its_variable(name: str) -> None:
+    default: Any = SPECS[name].default
+    value = default + 1 if isinstance(default, int) else default / 2
+
+    settings = Settings.from_environment({name: str(value)})
+
+    assert getattr(settings, SPECS[name].name) == value
+    changed: dict[str, Any] = {SPECS[name].name: default}
+    assert replace(settings, **changed) == Settings(), "and nothing else"
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+@pytest.mark.parametrize("text", ["x", "1e", "nan", "inf", "-1", "1" * 30, "１x"])
+def test_a_bad_number_is_refused_by_name(name: str, text: str) -> None:
+    with pytest.raises(SettingInvalid, match=name):
+        Settings.from_environment({name: text})
+
+
+@pytest.mark.parametrize("name", [name for name in NUMBERS if name.endswith("_S")])
+def test_no_time_is_zero(name: str) -> None:
+    with pytest.raises(SettingInvalid, match=name):
+        Settings.from_environment({name: "0"})
+
+
+@pytest.mark.parametrize("text", ["demo", "=dir", "name=", "a=b,c", ",=", "a=b,=d"])
+def test_models_are_pairs(text: str) -> None:
+    with pytest.raises(SettingInvalid, match="WEIR_MODELS"):
+        Settings.from_environment({"WEIR_MODELS": text})
+
+
+def test_models_may_have_equals_signs_in_their_path() -> None:
+    settings = Settings.from_environment({"WEIR_MODELS": "a=/x/y=z,b=rel"})
+
+    assert settings.models == {"a": Path("/x/y=z"), "b": Path("rel")}
+
+
+CASES: list[dict[str, Any]] = [
+    {},
+    {"database_url": "postgresql://u:p@h/d?a=b", "listen_address": "[::]:1", "models": {"a": Path("/b"), "c": Path("/d e")}},
+    {"home": Path("/tmp/x"), "drain_s": 0.25, "lease_slice_tokens": 1},
+]
+
+
+@pytest.mark.parametrize("values", CASES)
+def test_a_child_process_reads_the_same_settings(values: dict[str, Any]) -> None:
+    settings = Settings(**values)
+
+    assert Settings.from_environment(settings.to_environment()) == settings
+
+
+def test_other_variables_are_nobodys_business() -> None:
+    assert Settings.from_environment({"WEIR_NONSENSE": "x", "PATH": "/bin"}) == Settings()
+
+
+def test_the_journal_is_in_the_home() -> None:
+    assert Settings(home=Path("/h")).journal_directory == Path("/h/journal")

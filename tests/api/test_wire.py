@@ -1,0 +1,179 @@
+"""The border between messages and domain values: what is parsed cannot be wrong, and what is written loses nothing."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from typing import Any, TypeVar
+
+import pytest
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.timestamp_pb2 import Timestamp
+from hypothesis import given
+from hypothesis import strategies as st
+from weir.v1 import inference_service_pb2 as pb
+from weir.v1 import types_pb2
+
+from api import wire
+from api.errors import InvalidRequest
+from inference.engine import EngineFinishReason
+from inference.tokenizer import ChatMessage
+from metering.models import QuotaDimension, QuotaSubject
+from metering.money import split_units
+from metering.operations import Outcome, QuotaState
+
+Parsed = TypeVar("Parsed")
+
+ID = "0b5e5ad6-4f0e-4f3e-9d4c-1f6f7b3a2c11"
+
+floats = st.floats(allow_nan=True, allow_infinity=True)
+int64s = st.integers(-(2**63), 2**63 - 1)
+int32s = st.integers(-(2**31), 2**31 - 1)
+starts = st.builds(
+    pb.StartFrame,
+    model=st.text(max_size=5),
+    text=st.text(max_size=5),
+    sampling=st.builds(
+        pb.Sampling, temperature=st.none() | floats, top_p=st.none() | floats, top_k=st.none() | int32s, seed=st.none() | int64s
+    ),
+    stop_sequences=st.lists(st.text(max_size=300), max_size=20),
+    max_output_tokens=st.none() | int64s,
+    usage_interval_tokens=st.none() | int64s,
+    labels=st.dictionaries(st.text(max_size=70), st.text(max_size=300), max_size=20),
+)
+
+
+def refused(parse: Callable[[], Parsed]) -> Parsed | InvalidRequest:
+    """What was parsed, or why it was not; anything else that is raised is a fault."""
+    try:
+        return parse()
+    except InvalidRequest as refusal:
+        return refusal
+
+
+@given(starts)
+def test_a_start_is_refused_with_reasons_or_right_in_everything(start: pb.StartFrame) -> None:
+    parsed = refused(lambda: wire.parse_start(ID, start))
+    if isinstance(parsed, InvalidRequest):
+        assert parsed.violations
+        assert all(violation.field and violation.description for violation in parsed.violations)
+        return
+
+    sampling = start.sampling
+    assert start.model
+    assert start.text
+    assert not sampling.HasField("temperature") or 0 <= sampling.temperature <= 2
+    assert not sampling.HasField("top_p") or 0 < sampling.top_p <= 1
+    assert not sampling.HasField("top_k") or sampling.top_k >= 0
+    assert not start.HasField("max_output_tokens") or start.max_output_tokens >= 1
+    assert len(start.stop_sequences) <= 16
+    assert all(1 <= len(stop) <= 256 for stop in start.stop_sequences)
+    assert parsed.labels == dict(start.labels)
+    assert parsed.request_id == uuid.UUID(ID)
+
+
+@given(starts, starts)
+def test_two_payloads_are_the_same_if_and_only_if_their_frames_are(one: pb.StartFrame, other: pb.StartFrame) -> None:
+    hashes = []
+    for frame in (one, other):
+        frame.model, frame.text = frame.model or "m", frame.text or "t"
+        del frame.stop_sequences[:]
+        for field in ("max_output_tokens", "usage_interval_tokens", "sampling", "labels"):
+            frame.ClearField(field)
+        hashes.append(wire.parse_start(ID, frame).payload_hash)
+
+    assert (hashes[0] == hashes[1]) == (one == other)
+    assert all(len(each) == 32 for each in hashes)
+
+
+def test_the_order_of_labels_does_not_make_another_payload() -> None:
+    one = pb.StartFrame(model="m", text="t", labels={"a": "1", "b": "2", "c": "3"})
+    other = pb.StartFrame(model="m", text="t", labels={"c": "3", "b": "2", "a": "1"})
+
+    assert wire.parse_start(ID, one).payload_hash == wire.parse_start(ID, other).payload_hash
+
+
+@pytest.mark.parametrize(
+    ("field", "prompt"),
+    [
+        ({"text": "hello"}, "hello"),
+        ({"token_ids": pb.TokenIds(ids=[1, 2])}, (1, 2)),
+        (
+            {"conversation": pb.Conversation(messages=[pb.Message(role=pb.ROLE_SYSTEM, content="s")])},
+            (ChatMessage("system", "s"),),
+        ),
+    ],
+)
+def test_a_prompt_comes_in_three_forms(field: dict[str, Any], prompt: object) -> None:
+    assert wire.parse_start(ID, pb.StartFrame(model="m", **field)).prompt == prompt
+
+
+@pytest.mark.parametrize("spelling", [ID, ID.upper(), ID.replace("-", ""), "{" + ID + "}", f"urn:uuid:{ID}"])
+def test_an_id_is_known_in_every_spelling_and_answered_in_its_own(spelling: str) -> None:
+    parsed = wire.parse_start(spelling, pb.StartFrame(model="m", text="t"))
+
+    assert parsed.request_id == uuid.UUID(ID)
+    assert parsed.given_id == spelling
+
+
+@given(st.integers(-(10**24), 10**24), st.sampled_from(["USD", "JPY"]))
+def test_money_loses_no_pico(picos: int, currency_code: str) -> None:
+    message = wire.money(currency_code, picos)
+
+    assert message.units * 10**12 + message.picos == picos
+    assert (message.units, message.picos) == split_units(picos)
+    assert abs(message.picos) < 10**12
+    assert message.units == 0 or message.picos == 0 or (message.units < 0) == (message.picos < 0)
+    assert message.currency_code == currency_code
+
+
+@given(st.datetimes(datetime(1, 1, 2), datetime(9999, 12, 30), timezones=st.just(UTC)))
+def test_a_time_comes_back_to_the_microsecond(at: datetime) -> None:
+    message = wire.timestamp(at)
+
+    assert message is not None
+    assert wire.parse_timestamp(message, "f") == at
+
+
+@given(int64s, int32s)
+def test_any_time_and_duration_is_read_or_refused(seconds: int, nanos: int) -> None:
+    at = refused(lambda: wire.parse_timestamp(Timestamp(seconds=seconds, nanos=nanos), "f"))
+    length = refused(lambda: wire.parse_duration(Duration(seconds=seconds, nanos=nanos), "f"))
+
+    assert isinstance(at, datetime) or at.violations[0].field == "f"
+    assert isinstance(length, timedelta) or length.violations[0].field == "f"
+
+
+def test_what_is_unset_stays_unset() -> None:
+    assert wire.timestamp(None) is None
+    assert wire.duration(None) is None
+    assert wire.duration(1.5) == Duration(seconds=1, nanos=500_000_000)
+
+
+def test_every_domain_value_has_its_word_on_the_wire() -> None:
+    """A value that is added to the domain and not here would break an answer in production."""
+    assert set(wire.SUBJECTS) == set(QuotaSubject)
+    assert set(wire.DIMENSIONS) == set(QuotaDimension)
+    assert set(wire.FINISH_REASONS) == set(Outcome) - {Outcome.FAILED}
+    assert set(wire.OUTCOMES) == set(EngineFinishReason)
+    for table, enum in (
+        (wire.SUBJECTS, types_pb2.QuotaSubject),
+        (wire.DIMENSIONS, types_pb2.QuotaDimension),
+        (wire.FINISH_REASONS, types_pb2.FinishReason),
+    ):
+        assert sorted(table.values()) == sorted(set(enum.values()) - {0}), enum.DESCRIPTOR.name
+
+
+def test_quotas_are_told_in_the_order_of_the_contract() -> None:
+    now = datetime(2026, 11, 20, tzinfo=UTC)
+    states = [
+        QuotaState(uuid.uuid4(), subject, uuid.uuid4(), "", dimension, 1, 0, 0, now, now + timedelta(seconds=5))
+        for dimension in reversed(QuotaDimension)
+        for subject in reversed(QuotaSubject)
+    ]
+
+    told = wire.quota_statuses(states)
+
+    assert [(each.subject, each.dimension) for each in told] == sorted((each.subject, each.dimension) for each in told)
+    assert all(each.reset_delay.seconds == 5 for each in told)
