@@ -5,12 +5,13 @@ A client's number is refused where it is out of range, never moved into it.
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, replace
 
 from weir.v1 import inference_service_pb2 as pb
 
 from api.violations import Violations
-from inference.engine import SamplingParams, StopCriteria
+from inference.engine import GrammarKind, ResponseFormat, SamplingParams, StopCriteria
 
 TEMPERATURE_MAX = 2.0
 PENALTY_MAX = 2.0  # OpenAI's range, both ways
@@ -21,6 +22,7 @@ STOP_SEQUENCE_COUNT_MAX = 16  # each is matched against every token's text
 STOP_SEQUENCE_CHARS_MAX = 256
 STOP_TOKEN_ID_COUNT_MAX = 64
 TOP_LOGPROBS_MAX = 20
+RESPONSE_FORMAT_BYTES_MAX = 65_536  # compiles in some 200 ms at worst, measured on schemas of only objects
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +83,7 @@ def check_decoding(start: pb.StartFrame, wrong: Violations) -> None:
     _check_sampling(start.sampling, wrong)
     _check_biases(start.sampling, wrong)
     _check_stop(start, wrong)
+    _check_response_format(start, wrong)
     if start.HasField("top_logprobs"):
         right = 0 <= start.top_logprobs <= TOP_LOGPROBS_MAX
         wrong.check(right, "top_logprobs", f"must be from 0 to {TOP_LOGPROBS_MAX}, not {start.top_logprobs}")
@@ -102,6 +105,12 @@ def parse_sampling(start: pb.StartFrame) -> SamplingOverrides:
         logit_bias=tuple(sorted(sampling.logit_bias.items())),
         top_logprobs=start.top_logprobs if start.HasField("top_logprobs") else None,
     )
+
+
+def parse_response_format(start: pb.StartFrame) -> ResponseFormat | None:
+    """The response format of a frame that `check_decoding` found right."""
+    kind = start.response_format.WhichOneof("kind")
+    return None if kind is None else ResponseFormat(GrammarKind(kind), getattr(start.response_format, kind))
 
 
 def parse_stop(start: pb.StartFrame) -> StopRules:
@@ -163,7 +172,7 @@ def _check_stop(start: pb.StartFrame, wrong: Violations) -> None:
     wrong.check(
         not limited or most >= 1, "max_output_tokens", f"must be at least 1, not {most}; leave it unset for no limit of your own"
     )
-    right = least >= 0 and (not limited or least <= most)
+    right = least >= 0 and (not limited or least <= max(most, 1))
     wrong.check(right, "min_output_tokens", f"must be from 0 to max_output_tokens, not {least}")
     stops, count_max = start.stop_sequences, STOP_SEQUENCE_COUNT_MAX
     wrong.check(len(stops) <= count_max, "stop_sequences", f"at most {count_max} are allowed, not {len(stops)}")
@@ -174,3 +183,28 @@ def _check_stop(start: pb.StartFrame, wrong: Violations) -> None:
     wrong.check(len(ids) <= count_max, "stop_token_ids", f"at most {count_max} are allowed, not {len(ids)}")
     for index, token_id in enumerate(ids):
         wrong.check(token_id >= 0, f"stop_token_ids[{index}]", f"token ids are 0 or more, not {token_id}")
+
+
+def _check_response_format(start: pb.StartFrame, wrong: Violations) -> None:
+    """What can be known without compiling; the rest is the engine's to refuse, by the same field."""
+    if not start.HasField("response_format"):
+        return
+    kind = start.response_format.WhichOneof("kind")
+    if kind is None:
+        wrong.check(False, "response_format", "one of json_schema, regex and lark must be set")
+        return
+    source: str = getattr(start.response_format, kind)
+    size = len(source.encode())
+    right = 0 < size <= RESPONSE_FORMAT_BYTES_MAX
+    wrong.check(right, f"response_format.{kind}", f"must have 1 to {RESPONSE_FORMAT_BYTES_MAX} bytes, not {size}")
+    if kind == "json_schema" and right:
+        wrong.check(_is_schema(source), "response_format.json_schema", "must be a JSON object or boolean")
+    for name in ("ignore_eos", "min_output_tokens", "stop_token_ids"):
+        wrong.check(not getattr(start, name), name, "cannot be combined with response_format, which decides where the output ends")
+
+
+def _is_schema(source: str) -> bool:
+    try:
+        return isinstance(json.loads(source), dict | bool)
+    except (ValueError, RecursionError):
+        return False

@@ -149,6 +149,7 @@ class LiveRequest:
             sampling=self.start.sampling.over(engine.model.default_sampling),
             stop=self.start.stop.within(room),
             cache_salt=str(self.caller.payer.organization_id),
+            response_format=self.start.response_format,
         )
 
     def _admission_request(self, request: GenerationRequest) -> AdmissionRequest:

@@ -16,10 +16,10 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import types_pb2
 
-from api.decoding import SamplingOverrides, StopRules, check_decoding, parse_sampling, parse_stop
+from api.decoding import SamplingOverrides, StopRules, check_decoding, parse_response_format, parse_sampling, parse_stop
 from api.errors import FieldViolation, InvalidRequest
 from api.violations import Violations
-from inference.engine import EngineFinishReason, ModelInfo
+from inference.engine import EngineFinishReason, ModelInfo, ResponseFormat
 from inference.tokenizer import ChatMessage
 from metering.models import QuotaDimension, QuotaSubject
 from metering.operations import Outcome, QuotaState
@@ -80,6 +80,7 @@ class ValidStart:
     prompt: Prompt
     sampling: SamplingOverrides
     stop: StopRules
+    response_format: ResponseFormat | None
     usage_interval_tokens: int | None
     labels: dict[str, str]
 
@@ -109,6 +110,7 @@ def parse_start(request_id: str, start: pb.StartFrame) -> ValidStart:
         prompt=parse_prompt(start),
         sampling=parse_sampling(start),
         stop=parse_stop(start),
+        response_format=parse_response_format(start),
         usage_interval_tokens=start.usage_interval_tokens if start.HasField("usage_interval_tokens") else None,
         labels=dict(start.labels),
     )

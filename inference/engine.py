@@ -71,13 +71,39 @@ class StopCriteria:
     ignore_eos: bool = False
     min_output_tokens: int = 0
 
+    @property
+    def leaves_end_open(self) -> bool:
+        """Whether the model's own end tokens, and no other ids, end the sequence: what a response format needs to be kept."""
+        return not (self.ignore_eos or self.min_output_tokens or self.stop_token_ids)
+
+
+class GrammarKind(StrEnum):
+    """In which language a response format is written."""
+
+    JSON_SCHEMA = "json_schema"
+    REGEX = "regex"
+    LARK = "lark"
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseFormat:
+    """What the output must look like. A sequence ends by itself only where its text is an answer in this format."""
+
+    kind: GrammarKind
+    source: str
+
+    @property
+    def field(self) -> str:
+        """The name of the start frame's field, for errors."""
+        return f"response_format.{self.kind.value}"
+
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
     """One sequence to run.
 
     sequence_id is unique among running sequences. cache_salt separates prefix caches: blocks are shared between equal
-    salts only.
+    salts only. response_format needs `StopCriteria.leaves_end_open`.
     """
 
     sequence_id: SequenceId
@@ -85,6 +111,7 @@ class GenerationRequest:
     sampling: SamplingParams
     stop: StopCriteria
     cache_salt: str = ""
+    response_format: ResponseFormat | None = None
 
 
 class EngineFinishReason(StrEnum):

@@ -23,6 +23,7 @@ from inference.engine import (
     SequenceFinished,
     TokensGenerated,
 )
+from inference.grammar import Grammar, GrammarCompiler
 from inference.kv_cache import BlockPool, blocks_for
 from inference.limits import EngineLimits, request_fault
 from inference.model_runner import ComputeDtype, ModelRunner, kv_block_bytes
@@ -31,7 +32,16 @@ from inference.scheduler import Scheduler
 from inference.sequence import Sequence
 from inference.tokenizer import Tokenizer
 
-NumberedEvent = tuple[int, SequenceEvent]
+
+@dataclass(frozen=True, slots=True)
+class SequenceBroken:
+    """The last event of a sequence that cannot go on, and the engine is not to blame. field: what to mend."""
+
+    message: str
+    field: str
+
+
+NumberedEvent = tuple[int, SequenceEvent | SequenceBroken]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +64,7 @@ class EngineCore:
         self._decoder = TextDecoder(tokenizer.backend, tokenizer.special_token_ids, str(options.directory / "tokenizer.json"))
         self._model_end_token_ids = config.end_token_ids
         self._vocabulary_size = config.vocabulary_size
+        self._grammars = GrammarCompiler(options.directory / "tokenizer.json", config.vocabulary_size, config.end_token_ids)
         window = options.limits.context_window_tokens
         block_bytes = kv_block_bytes(config, options.compute_dtype)
         self._pool = BlockPool(max(options.kv_cache_bytes // block_bytes, blocks_for(window)))
@@ -93,8 +104,18 @@ class EngineCore:
         """Why a request could never run; None if it could. The caller asks before `add`."""
         return request_fault(request, self._limits, self._vocabulary_size, self._pool.block_count_total)
 
-    def add(self, number: int, request: GenerationRequest, arrived_at_s: float | None = None) -> bool:
-        """Queue a sequence; False if the queue is full. number: above all earlier ones."""
+    @property
+    def grammars(self) -> GrammarCompiler:
+        """For whoever compiles outside the step loop; `add` does it itself if nobody has."""
+        return self._grammars
+
+    def add(
+        self, number: int, request: GenerationRequest, arrived_at_s: float | None = None, grammar: Grammar | None = None
+    ) -> bool:
+        """Queue a sequence; False if the queue is full. number: not used before. grammar: the request's, compiled.
+
+        Raises `RequestImpossible` if its response format cannot be compiled.
+        """
         if self._scheduler.waiting_is_full:
             return False
         seed = secrets.randbits(63) if request.sampling.seed is None else request.sampling.seed
@@ -106,6 +127,7 @@ class EngineCore:
             end_token_ids=model_ends | request.stop.stop_token_ids,
             detokenizer=Detokenizer(self._decoder.open(), request.stop.stop_sequences),
             arrived_at_s=time.monotonic() if arrived_at_s is None else arrived_at_s,
+            grammar=grammar or (self._grammars.compile(request.response_format) if request.response_format else None),
         )
         self._sequences[number] = sequence
         self._scheduler.add(sequence)
@@ -163,6 +185,10 @@ class EngineCore:
         self._events.append((sequence.number, Scheduled(sequence.cached_token_count)))
 
     def _append(self, sequence: Sequence, token: Chosen, now_s: float) -> None:
+        fault = sequence.grammar.fault if sequence.grammar is not None else None
+        if fault is not None:
+            self._break(sequence, fault)
+            return
         appended = sequence.append(token.token_id, now_s)
         self._output_token_count += 1
         logprobs = () if token.logprobs is None else (token.logprobs,)
@@ -175,6 +201,14 @@ class EngineCore:
             # Bytes that only the end makes final may complete a stop sequence; it is cut off like any other.
             reason, rest = (EngineFinishReason.STOP_SEQUENCE if piece.stopped else reason), piece.text
         self._finish(sequence, reason, rest, now_s)
+
+    def _break(self, sequence: Sequence, fault: str) -> None:
+        """The chosen token means nothing: the grammar could not say what may follow, because that is too much to compute."""
+        assert sequence.request.response_format is not None
+        self._scheduler.remove(sequence)
+        del self._sequences[sequence.number]
+        broken = SequenceBroken(f"cannot be followed any further: {fault}", sequence.request.response_format.field)
+        self._events.append((sequence.number, broken))
 
     def _finish(self, sequence: Sequence, reason: EngineFinishReason, text: str, now_s: float) -> None:
         if reason is EngineFinishReason.CANCELLED:

@@ -42,9 +42,13 @@ class EngineOverloaded(EngineError):
 
 
 class RequestImpossible(EngineError):
-    """The sequence could never run on this engine, for example because it is longer than the context window."""
+    """The sequence can not run on this engine, for example because it is longer than the context window. field: what to mend."""
 
     reason = "REQUEST_IMPOSSIBLE"
+
+    def __init__(self, message: str, field: str | None = None) -> None:
+        super().__init__(message)
+        self.field = field
 
 
 class InvariantViolated(EngineError):

@@ -17,9 +17,18 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, assert_never
+from typing import TYPE_CHECKING, TypeAlias
 
-from inference.errors import CheckpointInvalid
+from inference.engine import (
+    EngineFinishReason,
+    EngineTimings,
+    GenerationRequest,
+    Scheduled,
+    SequenceEvent,
+    SequenceFinished,
+    TokensGenerated,
+)
+from inference.errors import CheckpointInvalid, RequestImpossible
 from inference.host_protocol import (
     CancelSequence,
     Event,
@@ -43,7 +52,9 @@ from inference.host_protocol import (
 )
 
 if TYPE_CHECKING:
-    from inference.engine_core import EngineCore
+    from inference.engine_core import EngineCore, SequenceBroken
+    from inference.grammar import Grammar
+    from inference.grammar_thread import Compiled, GrammarThread
 
 IMPORT_FRACTION = 0.4  # share of loading that importing torch takes, measured on a 5M-parameter model; larger ones read longer
 EXIT_PARENT_GONE = 0
@@ -52,28 +63,34 @@ EXIT_LOAD_FAILED = 4
 
 _log = logging.getLogger("weir.inference.host")
 
+Message: TypeAlias = "ToHost | Compiled"
+
 
 class Inbox:
-    """Messages from the parent with the time of their arrival. The reader thread puts, the main thread takes.
+    """Messages from the parent with the time of their arrival, and compiled grammars. Other threads put, the main thread takes.
 
     Bounded by the parent: it sends no more sequences than the waiting queue takes.
     """
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
-        self._messages: queue.SimpleQueue[tuple[float, ToHost]] = queue.SimpleQueue()
+        self._messages: queue.SimpleQueue[tuple[float, Message]] = queue.SimpleQueue()
         threading.Thread(target=self._read, name="weir-host-reader", daemon=True).start()
 
-    def wait(self) -> tuple[float, ToHost]:
+    def wait(self) -> tuple[float, Message]:
         """The next message, when it comes, and its arrival in `time.monotonic()` seconds."""
         return self._messages.get()
 
-    def take_all(self) -> list[tuple[float, ToHost]]:
+    def take_all(self) -> list[tuple[float, Message]]:
         """What has come so far."""
         taken = []
         while not self._messages.empty():
             taken.append(self._messages.get())
         return taken
+
+    def put(self, compiled: Compiled) -> None:
+        """A grammar is there, or the reason why not. Called by the thread that compiles."""
+        self._messages.put((time.monotonic(), compiled))
 
     def _read(self) -> None:
         code = EXIT_PARENT_GONE
@@ -95,7 +112,9 @@ class Host:
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self._inbox = Inbox(connection)
-        self._refusals: list[Event] = []
+        self._unsent: list[Event] = []  # of sequences that the core does not have
+        self._compiling: dict[int, tuple[GenerationRequest, float]] = {}  # with the time of arrival
+        self._grammar_thread: GrammarThread | None = None
         self._shutting_down = False
 
     def run(self) -> int:
@@ -134,33 +153,81 @@ class Host:
         messages = [self._inbox.wait()] if core.idle else []
         for arrived_at_s, message in messages + self._inbox.take_all():
             self._handle(core, message, arrived_at_s)
-        events = [wire_event(number, event) for number, event in core.step()]
-        report = StepReport(self._refusals + events, statistics_list(core.statistics()))
-        self._refusals = []
+        events = [event_message(number, event) for number, event in core.step()]
+        report = StepReport(self._unsent + events, statistics_list(core.statistics()))
+        self._unsent = []
         self._send(report)
 
-    def _handle(self, core: EngineCore, message: ToHost, arrived_at_s: float) -> None:
+    def _handle(self, core: EngineCore, message: Message, arrived_at_s: float) -> None:
         match message:
             case StartSequence():
                 request = request_of(message)
                 reason = core.request_fault(request)
                 if reason is not None:
-                    self._refusals.append(RefusedEvent(message.number, overloaded=False, message=reason))
-                elif not core.add(message.number, request, arrived_at_s):
-                    self._refusals.append(RefusedEvent(message.number, overloaded=True, message="the engine's queue is full"))
+                    self._refuse(message.number, reason)
+                elif request.response_format is not None:
+                    self._compile(core, message.number, request, arrived_at_s)
+                else:
+                    self._add(core, message.number, request, arrived_at_s)
             case CancelSequence():
+                self._cancel_compiling(message.number)
                 core.cancel(message.number)
             case Shutdown():
+                for number in list(self._compiling):
+                    self._cancel_compiling(number)
                 core.cancel_all()
                 self._shutting_down = True
             case LoadModel():
                 raise ProtocolBroken("a host loads one model in its life")
             case _:
-                assert_never(message)
+                self._take_compiled(core, message)
+
+    def _compile(self, core: EngineCore, number: int, request: GenerationRequest, arrived_at_s: float) -> None:
+        from inference.grammar_thread import GrammarThread
+
+        if self._grammar_thread is None:
+            self._grammar_thread = GrammarThread(core.grammars, self._inbox.put)
+        self._compiling[number] = (request, arrived_at_s)
+        self._grammar_thread.begin(number, request, arrived_at_s)
+
+    def _take_compiled(self, core: EngineCore, compiled: Compiled) -> None:
+        if self._compiling.pop(compiled.number, None) is None:
+            return  # cancelled meanwhile
+        if isinstance(compiled.result, RequestImpossible):
+            self._refuse(compiled.number, str(compiled.result), compiled.result.field)
+        else:
+            self._add(core, compiled.number, compiled.request, compiled.arrived_at_s, compiled.result)
+
+    def _cancel_compiling(self, number: int) -> None:
+        """End a sequence that waits for its grammar, as if it had waited in the queue."""
+        waiting = self._compiling.pop(number, None)
+        if waiting is not None:
+            request, arrived_at_s = waiting
+            timings = EngineTimings((time.monotonic() - arrived_at_s) * 1e3, 0.0, 0.0)
+            cancelled = SequenceFinished(EngineFinishReason.CANCELLED, "", len(request.prompt_token_ids), 0, 0, timings)
+            self._unsent.append(wire_event(number, cancelled))
+
+    def _add(
+        self, core: EngineCore, number: int, request: GenerationRequest, arrived_at_s: float, grammar: Grammar | None = None
+    ) -> None:
+        if not core.add(number, request, arrived_at_s, grammar):
+            self._unsent.append(RefusedEvent(number, overloaded=True, message="the engine's queue is full"))
+
+    def _refuse(self, number: int, reason: str, field: str | None = None) -> None:
+        self._unsent.append(RefusedEvent(number, overloaded=False, message=reason, field=field))
 
     def _send(self, message: ToParent) -> None:
         # Blocks while the parent does not read: its buffers then bound what is in flight.
         self._connection.sendall(encode(message))
+
+
+def event_message(number: int, event: SequenceEvent | SequenceBroken) -> Event:
+    """Wire form of what the core reports."""
+    match event:
+        case Scheduled() | TokensGenerated() | SequenceFinished():
+            return wire_event(number, event)
+        case _:
+            return RefusedEvent(number, overloaded=False, message=event.message, field=event.field)
 
 
 def main() -> int:

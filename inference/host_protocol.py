@@ -18,6 +18,7 @@ from inference.engine import (
     EngineStatistics,
     EngineTimings,
     GenerationRequest,
+    ResponseFormat,
     SamplingParams,
     Scheduled,
     SequenceEvent,
@@ -51,6 +52,7 @@ class StartSequence(msgspec.Struct, tag="start", array_like=True, frozen=True):
     sampling: SamplingParams
     stop: StopCriteria
     cache_salt: str
+    response_format: ResponseFormat | None = None
 
 
 class CancelSequence(msgspec.Struct, tag="cancel", array_like=True, frozen=True):
@@ -116,11 +118,14 @@ class FinishedEvent(msgspec.Struct, tag=2, array_like=True, frozen=True):
 
 
 class RefusedEvent(msgspec.Struct, tag=3, array_like=True, frozen=True):
-    """The sequence was not taken. overloaded: the queue is full; otherwise it could never run, and `message` says why."""
+    """The sequence was not taken, or cannot go on. overloaded: the queue is full; else `message` says why it cannot run, and
+    `field` what to mend, if it is one field.
+    """
 
     number: int
     overloaded: bool
     message: str
+    field: str | None = None
 
 
 Event = ScheduledEvent | TokensEvent | FinishedEvent | RefusedEvent
@@ -190,6 +195,7 @@ def start_message(number: int, request: GenerationRequest) -> StartSequence:
         sampling=request.sampling,
         stop=request.stop,
         cache_salt=request.cache_salt,
+        response_format=request.response_format,
     )
 
 
@@ -201,6 +207,7 @@ def request_of(message: StartSequence) -> GenerationRequest:
         sampling=message.sampling,
         stop=message.stop,
         cache_salt=message.cache_salt,
+        response_format=message.response_format,
     )
 
 

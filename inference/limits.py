@@ -44,6 +44,8 @@ def request_fault(request: GenerationRequest, limits: EngineLimits, vocabulary_s
     fault = _stop_fault(request.stop, vocabulary_size) or _sampling_fault(request.sampling, vocabulary_size)
     if fault is not None:
         return fault
+    if request.response_format is not None and not request.stop.leaves_end_open:
+        return "a response format excludes ignore_eos, min_output_tokens and stop_token_ids"
     total = len(prompt) + output_token_count
     if total > limits.context_window_tokens:
         return f"{total} tokens (prompt {len(prompt)}) exceed the context window of {limits.context_window_tokens}"

@@ -18,6 +18,7 @@ from torch import Tensor
 from inference.attention import DecodeSpan, LayerPool, PrefillSpan, row_indices
 from inference.checkpoint import DecoderConfig
 from inference.errors import InvariantViolated
+from inference.grammar import MaskWorker
 from inference.kv_cache import KV_BLOCK_TOKENS, blocks_for
 from inference.model import Batch, Decoder, Spans
 from inference.sampler import Chosen, choose
@@ -46,6 +47,7 @@ class ModelRunner:
         """Load. on_progress: called with 0 to 1 while reading weights. Raises `CheckpointInvalid`."""
         dtype = self._dtype = _TORCH_DTYPES[compute_dtype]
         self._config = config
+        self._mask_worker = MaskWorker(config.vocabulary_size)
         self._decoder = Decoder(
             config, load_weights(directory, config, dtype, on_progress, quantize=compute_dtype == "int8"), context_window_tokens
         )
@@ -61,12 +63,14 @@ class ModelRunner:
         # Rows of one token first, in order of length: neighbours are computed by one attention.
         chunks = sorted(plan.chunks, key=_length_class)
         finishing = [chunk for chunk in chunks if chunk.completes]
+        draws = [chunk.sequence.draw() for chunk in finishing]
+        masks = self._mask_worker.begin([draw.grammar for draw in draws])
         logits = self._decoder.forward(self._batch(chunks), self._pools)
         if not finishing:
             return {}
         if not bool(torch.isfinite(logits.sum())):  # one pass; what is not finite stays so in the sum
             raise InvariantViolated("the model's output is not finite; are the weights intact?")
-        chosen = choose(logits, [chunk.sequence.draw() for chunk in finishing])
+        chosen = choose(logits, draws, masks)
         return {chunk.sequence.number: token for chunk, token in zip(finishing, chosen, strict=True)}
 
     def _batch(self, chunks: list[Chunk]) -> Batch:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from inference.engine import SamplingParams, TokenLogprobs
+from inference.grammar import Grammar, PendingMasks
 from inference.logit_rules import SeenTokens, apply_rules
 from inference.logprobs import LogprobReport
 
@@ -21,13 +22,16 @@ _MASK = (1 << 64) - 1
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """How one row is sampled. seed: any integer; index: of the output token, from 0. seen, held_off_ids: see `Ruled`."""
+    """How one row is sampled. seed: any integer; index: of the output token, from 0. seen, held_off_ids: see `Ruled`. grammar: what
+    the output has to follow, where it stands now.
+    """
 
     params: SamplingParams
     seed: int
     index: int
     seen: SeenTokens | None = None
     held_off_ids: tuple[int, ...] = ()
+    grammar: Grammar | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +42,15 @@ class Chosen:
     logprobs: TokenLogprobs | None = None
 
 
-def choose(logits: Tensor, draws: Sequence[Draw]) -> list[Chosen]:
-    """One token per row of logits (R, V) fp32, which are changed: rules first, then `sample`. Log-probabilities are of before."""
+def choose(logits: Tensor, draws: Sequence[Draw], masks: PendingMasks | None = None) -> list[Chosen]:
+    """One token per row of logits (R, V) fp32, which are changed: rules, then masks, then `sample`.
+
+    Log-probabilities are of before. masks: of the draws' grammars, if there are any.
+    """
     report = LogprobReport(logits, [draw.params for draw in draws])
     apply_rules(logits, draws)
+    if masks is not None:
+        masks.apply(logits)
     token_ids = sample(logits, draws)
     logprobs = report.of(token_ids)
     return [Chosen(token_id, logprobs.get(row)) for row, token_id in enumerate(token_ids)]

@@ -91,9 +91,9 @@ class Scheduler:
         return fresh >= self._limits.waiting_sequence_count_max
 
     def add(self, sequence: Sequence) -> None:
-        """Put a new sequence at the end of the queue. Its number must be the highest so far."""
+        """Put a new sequence into the queue at the place that its number gives it: at the end, unless it was long in coming."""
         sequence.prefix_keys = self._prefix_keys(sequence)
-        self._waiting.append(sequence)
+        bisect.insort(self._waiting, sequence, key=lambda waiting: waiting.number)
 
     def remove(self, sequence: Sequence) -> None:
         """Forget a sequence wherever it is, and take its blocks back: it finished or was cancelled."""

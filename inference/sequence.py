@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 from inference.detokenizer import Detokenizer
 from inference.engine import EngineFinishReason, EngineTimings, GenerationRequest
+from inference.grammar import Grammar
 from inference.kv_cache import BlockKey, CachedBlock, blocks_for
 from inference.logit_rules import SeenTokens
 from inference.sampler import Draw
@@ -33,7 +34,8 @@ class Sequence:
     """State of one sequence; changed only by the step loop.
 
     number: the order of arrival, and the handle that the host and its parent share. end_token_ids: ids that end it, the model's
-    and the request's. seed: the drawn one if the request had none. Times are `time.monotonic()` seconds.
+    and the request's. seed: the drawn one if the request had none. grammar: its response format's. Times are `time.monotonic()`
+    seconds.
     """
 
     number: int
@@ -52,6 +54,7 @@ class Sequence:
     scheduled_at_s: float | None = None
     first_token_at_s: float | None = None
     seen: SeenTokens | None = None
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.request.prompt_token_ids)
@@ -86,13 +89,15 @@ class Sequence:
         """How the next token is sampled."""
         index = self.output_token_count
         held_off = tuple(self.end_token_ids) if index < self.request.stop.min_output_tokens else ()
-        return Draw(self.request.sampling, self.seed, index, self.seen, held_off)
+        return Draw(self.request.sampling, self.seed, index, self.seen, held_off, self.grammar)
 
     def append(self, token_id: int, now_s: float) -> AppendedToken:
         """Take the next output token and decide whether it is the last."""
         self.token_ids.append(token_id)
         if self.seen is not None:
             self.seen.add(token_id)
+        if self.grammar is not None:
+            self.grammar.advance(token_id)
         if self.first_token_at_s is None:
             self.first_token_at_s = now_s
         if token_id in self.end_token_ids:

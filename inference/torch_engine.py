@@ -307,7 +307,7 @@ class TorchEngine:
         if stream is None:
             return  # its caller has left
         if isinstance(event, RefusedEvent):
-            refused: EngineError = RequestImpossible(event.message)
+            refused: EngineError = RequestImpossible(event.message, event.field)
             if event.overloaded:
                 refused = EngineOverloaded(event.message, self._overload_wait_s())
             stream.fail(refused)

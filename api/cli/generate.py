@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -24,7 +25,7 @@ from weir_client import (
 from api.cli.amounts import dimension_amount, duration_text
 from api.cli.connection import AddressOption, KeyOption, fail, inference_client
 from api.cli.output import JsonOption, make_console, note, print_json
-from api.cli.prompting import ContextOption, FileOption, ModelOption, PromptArgument, SystemOption, messages
+from api.cli.prompting import ContextOption, FileOption, ModelOption, PromptArgument, SystemOption, messages, read_file
 from api.cli.render import printable, result_line
 
 INTERRUPTED = 130  # exit code of a program that Ctrl-C ended, as shells report it
@@ -54,6 +55,9 @@ def generate(
     stop: Annotated[list[str] | None, typer.Option(help="Text that ends the answer; may be given several times.")] = None,
     stop_token_id: Annotated[list[int] | None, typer.Option(help="Token id that ends the answer; several times.")] = None,
     min_output_tokens: Annotated[int, typer.Option(help="So many tokens come before the answer may end by itself.")] = 0,
+    json_schema: Annotated[Path | None, typer.Option(help="File with a JSON schema that the answer follows.")] = None,
+    regex: Annotated[str | None, typer.Option(help="Regular expression that the whole answer matches.")] = None,
+    lark: Annotated[Path | None, typer.Option(help="File with an EBNF grammar in Lark's syntax that the answer follows.")] = None,
     top_logprobs: Annotated[
         int | None, typer.Option(help="Log-probabilities of each token and so many likeliest ones, 0 to 20; shown with --json.")
     ] = None,
@@ -82,6 +86,9 @@ def generate(
         stop=stop or [],
         stop_token_ids=stop_token_id or [],
         min_output_tokens=min_output_tokens,
+        json_schema=None if json_schema is None else read_file(str(json_schema)),
+        regex=regex,
+        lark=None if lark is None else read_file(str(lark)),
         top_logprobs=top_logprobs,
         timeout=timeout,
     )

@@ -27,19 +27,20 @@ def messages(prompt: str | None, system: str | None, context: Path | None, file:
     """
     if (prompt is None) == (file is None):
         raise typer.BadParameter("give either a PROMPT or --file; - reads standard input")
-    question = _read(file) if file is not None else prompt
+    question = read_file(file) if file is not None else prompt
     if question == "-":
         question = sys.stdin.read()
     if not question or not question.strip():
         raise typer.BadParameter("the question is empty")
     content = question.rstrip("\n")
     if context is not None:
-        content = f"{_read(str(context)).rstrip()}\n\nQuestion: {content}"
+        content = f"{read_file(str(context)).rstrip()}\n\nQuestion: {content}"
     said = [Message("user", content)]
     return [Message("system", system), *said] if system else said
 
 
-def _read(path: str) -> str:
+def read_file(path: str) -> str:
+    """A file's text, or standard input's for -. Raises: typer.BadParameter if it cannot be read."""
     if path == "-":
         return sys.stdin.read()
     try:

@@ -11,7 +11,7 @@ from weir.v1 import inference_service_pb2 as pb
 from api.decoding import check_against_model
 from api.errors import InvalidRequest
 from api.wire import ValidStart, parse_start
-from inference.engine import SamplingParams, StopCriteria
+from inference.engine import GrammarKind, ResponseFormat, SamplingParams, StopCriteria
 
 NAN = float("nan")
 
@@ -49,6 +49,20 @@ def violations(error: pytest.ExceptionInfo[InvalidRequest]) -> list[str]:
         ({}, {"max_output_tokens": 0}, "max_output_tokens"),
         ({}, {"top_logprobs": 21}, "top_logprobs"),
         ({}, {"top_logprobs": -1}, "top_logprobs"),
+        ({}, {"response_format": pb.ResponseFormat()}, "response_format"),
+        ({}, {"response_format": pb.ResponseFormat(json_schema="{")}, "response_format.json_schema"),
+        ({}, {"response_format": pb.ResponseFormat(json_schema="[]")}, "response_format.json_schema"),
+        ({}, {"response_format": pb.ResponseFormat(json_schema="[" * 60_000)}, "response_format.json_schema"),
+        (
+            {},
+            {"response_format": pb.ResponseFormat(json_schema='{"const": "' + "x" * 65_536 + '"}')},
+            "response_format.json_schema",
+        ),
+        ({}, {"response_format": pb.ResponseFormat(regex="")}, "response_format.regex"),
+        ({}, {"response_format": pb.ResponseFormat(lark="ü" * 32_769)}, "response_format.lark"),
+        ({}, {"response_format": pb.ResponseFormat(regex="a"), "ignore_eos": True}, "ignore_eos"),
+        ({}, {"response_format": pb.ResponseFormat(regex="a"), "min_output_tokens": 1}, "min_output_tokens"),
+        ({}, {"response_format": pb.ResponseFormat(regex="a"), "stop_token_ids": [5]}, "stop_token_ids"),
     ],
 )
 def test_a_value_out_of_range_is_refused_by_its_field(sampling: dict[str, Any], fields: dict[str, Any], field: str) -> None:
@@ -79,6 +93,22 @@ def test_the_end_reaches_the_engine_as_it_is() -> None:
     stop = parse(stop_token_ids=[5, 5, 6], min_output_tokens=2, stop_sequences=["x"]).stop
 
     assert stop.within(90) == StopCriteria(90, ("x",), frozenset({5, 6}), False, 2)
+
+
+@pytest.mark.parametrize(
+    ("given", "kind"),
+    [
+        (pb.ResponseFormat(json_schema='{"type": "null"}'), GrammarKind.JSON_SCHEMA),
+        (pb.ResponseFormat(json_schema="true"), GrammarKind.JSON_SCHEMA),
+        (pb.ResponseFormat(regex="a+"), GrammarKind.REGEX),
+        (pb.ResponseFormat(lark='start: "a"'), GrammarKind.LARK),
+    ],
+)
+def test_a_response_format_reaches_the_engine_as_it_is(given: pb.ResponseFormat, kind: GrammarKind) -> None:
+    parsed = parse(response_format=given).response_format
+
+    assert parsed == ResponseFormat(kind, getattr(given, kind.value))
+    assert parse().response_format is None
 
 
 @pytest.mark.parametrize(

@@ -70,6 +70,22 @@ def test_flags_become_the_request(weir: Run, server: ScriptedWeir, tmp_path: Pat
     assert (start.max_output_tokens, list(start.stop_sequences)) == (100, ["END", "\n\n"])
 
 
+def test_a_response_format_comes_from_a_file_or_the_command_line(weir: Run, server: ScriptedWeir, tmp_path: Path) -> None:
+    schema, grammar = tmp_path / "schema.json", tmp_path / "grammar.lark"
+    schema.write_text('{"type": "null"}')
+    grammar.write_text('start: "a"')
+    for flags in (["--json-schema", str(schema)], ["--regex", "a+"], ["--lark", str(grammar)]):
+        assert weir("generate", "Hi", *flags).exit_code == 0
+
+    starts = [stream.messages[0].frames[0].start for stream in server.inference.streams]
+    assert [start.response_format for start in starts] == [
+        pb.ResponseFormat(json_schema='{"type": "null"}'),
+        pb.ResponseFormat(regex="a+"),
+        pb.ResponseFormat(lark='start: "a"'),
+    ]
+    assert weir("generate", "Hi", "--json-schema", str(tmp_path / "absent")).exit_code == 2
+
+
 @pytest.mark.parametrize("bias", ["12", "x=1", "12=much"])
 def test_a_bias_that_is_none_is_refused_by_name(weir: Run, bias: str) -> None:
     result = weir("generate", "Hi", "--logit-bias", bias)

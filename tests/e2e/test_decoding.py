@@ -112,6 +112,7 @@ async def test_a_large_schema_delays_nobody_elses_tokens(service: Service) -> No
         await stream.first(other, "delta")
         large = await stream.begin(response_format=pb.ResponseFormat(json_schema=schema), ignore_eos=None, max_output_tokens=20)
         dropped = await stream.begin(response_format=pb.ResponseFormat(json_schema=schema + " "), ignore_eos=None)
+        await stream.first(dropped, "admitted")
         await stream.cancel(dropped)
         ends = [await stream.finished(request_id) for request_id in (dropped, large, other)]
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from inference.engine import (
     GenerationRequest,
+    ResponseFormat,
     SamplingParams,
     Scheduled,
     SequenceFinished,
@@ -17,7 +18,7 @@ from inference.engine import (
     TokenLogprobs,
     TokensGenerated,
 )
-from inference.engine_core import EngineCore, EngineOptions, NumberedEvent
+from inference.engine_core import EngineCore, EngineOptions, NumberedEvent, SequenceBroken
 from inference.limits import EngineLimits
 
 SMALL_KV_BYTES = 8 << 20  # bytes: 1,024 blocks of the default tiny shape
@@ -53,6 +54,7 @@ def make_request(
     ignore_eos: bool = True,
     min_output_tokens: int = 0,
     cache_salt: str = "",
+    response_format: ResponseFormat | None = None,
 ) -> GenerationRequest:
     """A greedy request unless told otherwise."""
     return GenerationRequest(
@@ -61,6 +63,7 @@ def make_request(
         sampling=sampling or SamplingParams(),
         stop=StopCriteria(max_output_tokens, stop_sequences, stop_token_ids, ignore_eos, min_output_tokens),
         cache_salt=cache_salt,
+        response_format=response_format,
     )
 
 
@@ -86,6 +89,7 @@ def collect(events: Iterable[NumberedEvent], outcomes: dict[int, Outcome]) -> No
     for number, event in events:
         outcome = outcomes[number]
         assert outcome.finished is None, "nothing follows the last event"
+        assert not isinstance(event, SequenceBroken), event.message
         match event:
             case Scheduled():
                 assert outcome.cached_token_count is None, "scheduled is reported once"

@@ -10,6 +10,8 @@ from inference.engine import (
     EngineFinishReason,
     EngineStatistics,
     EngineTimings,
+    GrammarKind,
+    ResponseFormat,
     SamplingParams,
     Scheduled,
     SequenceEvent,
@@ -54,6 +56,7 @@ def test_a_request_crosses_unchanged_but_for_its_id() -> None:
         stop_token_ids=frozenset({5, 6}),
         min_output_tokens=4,
         cache_salt="tenant",
+        response_format=ResponseFormat(GrammarKind.REGEX, "a+"),
     )
 
     message = decode_to_host(encode(start_message(9, request))[LENGTH_PREFIX.size :])
@@ -63,6 +66,7 @@ def test_a_request_crosses_unchanged_but_for_its_id() -> None:
     assert crossed.sequence_id == "9"
     assert (crossed.prompt_token_ids, crossed.sampling, crossed.stop) == (request.prompt_token_ids, request.sampling, request.stop)
     assert crossed.cache_salt == "tenant"
+    assert crossed.response_format == request.response_format
 
 
 @pytest.mark.parametrize(

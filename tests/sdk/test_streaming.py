@@ -221,3 +221,57 @@ async def test_the_result_of_a_running_request_cannot_be_read() -> None:
                 _ = generation.result
 
         assert generation.result.finish_reason is FinishReason.CANCELLED
+
+
+async def test_decoding_options_become_the_start_frame() -> None:
+    server = ScriptedInference(hello)
+    async with scripted.serve(server) as address, AsyncClient(address, "key") as client:
+        await client.complete(
+            "demo",
+            "Hi",
+            min_p=0.1,
+            repetition_penalty=1.2,
+            presence_penalty=0.3,
+            frequency_penalty=-0.4,
+            logit_bias={7: -100, 3: 2.5},
+            stop_token_ids=[5],
+            min_output_tokens=2,
+            top_logprobs=4,
+        )
+        await client.complete("demo", "Hi", json_schema={"type": "null"})
+        await client.complete("demo", "Hi", json_schema="true")
+        await client.complete("demo", "Hi", regex="a+")
+        await client.complete("demo", "Hi", lark='start: "a"')
+        with pytest.raises(InvalidRequest, match="at most one"):
+            await client.complete("demo", "Hi", regex="a", lark="b")
+
+    starts = [frame.start for message in server.streams[0].messages for frame in message.frames]
+    assert starts[0].sampling == pb.Sampling(
+        min_p=0.1, repetition_penalty=1.2, presence_penalty=0.3, frequency_penalty=-0.4, logit_bias={7: -100.0, 3: 2.5}
+    )
+    assert (list(starts[0].stop_token_ids), starts[0].min_output_tokens, starts[0].top_logprobs) == ([5], 2, 4)
+    assert not starts[0].HasField("response_format")
+    assert [start.response_format for start in starts[1:]] == [
+        pb.ResponseFormat(json_schema='{"type": "null"}'),
+        pb.ResponseFormat(json_schema="true"),
+        pb.ResponseFormat(regex="a+"),
+        pb.ResponseFormat(lark='start: "a"'),
+    ]
+
+
+async def test_logprobs_reach_deltas_and_the_result() -> None:
+    chosen, other = pb.TokenLogprob(token_id=1, logprob=-0.5), pb.TokenLogprob(token_id=9, logprob=-0.25)
+
+    async def script(stream: ServerStream) -> None:
+        request_id = (await stream.read_start()).request_id
+        frame = scripted.delta(request_id, 1, "a")
+        frame.delta.logprobs.append(pb.TokenLogprobs(chosen=chosen, top=[other, chosen]))
+        await stream.send(frame, scripted.finished(request_id, 1))
+        await stream.read()
+
+    async with scripted.serve(ScriptedInference(script)) as address, AsyncClient(address, "key") as client:
+        result = await client.complete("demo", "Hi", top_logprobs=2)
+
+    [report] = result.logprobs
+    assert (report.chosen.token_id, report.chosen.logprob) == (1, -0.5)
+    assert [(each.token_id, each.logprob) for each in report.top] == [(9, -0.25), (1, -0.5)]

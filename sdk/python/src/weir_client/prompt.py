@@ -4,6 +4,7 @@ whether the values are allowed is the server's to say, so that there is one rule
 
 from __future__ import annotations
 
+import json
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -48,6 +49,8 @@ class GenerateOptions(TypedDict, total=False):
     stop: a text, or up to 16, that ends the output and is cut off. stop_token_ids: ids that end it.
     min_output_tokens: so many come before the output may end by itself.
     ignore_eos: goes on where the model would stop by itself; for benchmarks.
+    json_schema: the answer is a JSON document valid under it (a mapping, or its text); regex: the answer matches it; lark: it
+        follows this EBNF grammar in Lark's syntax. At most one of the three.
     top_logprobs: 0 to 20; each token's log-probability and those of so many likeliest ones.
     usage_interval_tokens: asks for a running `UsageUpdate` each so many output tokens.
     labels: own labels, stored with the usage event.
@@ -72,6 +75,9 @@ class GenerateOptions(TypedDict, total=False):
     stop_token_ids: Sequence[int]
     min_output_tokens: int
     ignore_eos: bool
+    json_schema: Mapping[str, object] | str | None
+    regex: str | None
+    lark: str | None
     top_logprobs: int | None
     usage_interval_tokens: int | None
     labels: Mapping[str, str]
@@ -98,6 +104,7 @@ def build_start(model: str, prompt: Prompt | None, options: GenerateOptions) -> 
             stop_token_ids=options.get("stop_token_ids", ()),
             min_output_tokens=options.get("min_output_tokens", 0),
             top_logprobs=options.get("top_logprobs"),
+            response_format=_response_format(options),
             max_output_tokens=options.get("max_output_tokens"),
             ignore_eos=options.get("ignore_eos", False),
             usage_interval_tokens=options.get("usage_interval_tokens"),
@@ -136,6 +143,18 @@ def _sampling(options: GenerateOptions) -> pb.Sampling:
         frequency_penalty=options.get("frequency_penalty"),
         logit_bias=options.get("logit_bias", {}),
     )
+
+
+def _response_format(options: GenerateOptions) -> pb.ResponseFormat | None:
+    schema, regex, lark = options.get("json_schema"), options.get("regex"), options.get("lark")
+    given = sum(each is not None for each in (schema, regex, lark))
+    if given > 1:
+        raise _invalid("response_format", "give at most one of: json_schema=, regex=, lark=")
+    if given == 0:
+        return None
+    if schema is not None:
+        return pb.ResponseFormat(json_schema=schema if isinstance(schema, str) else json.dumps(schema))
+    return pb.ResponseFormat(regex=regex) if regex is not None else pb.ResponseFormat(lark=lark or "")
 
 
 def _message(index: int, message: Message | Mapping[str, str]) -> pb.Message:

@@ -1,0 +1,272 @@
+"""Structured output: whatever the model would rather say, a finished answer is in the format, and nobody else is concerned."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterable
+
+import jsonschema
+import pytest
+import regex
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from inference.engine import EngineFinishReason, GenerationRequest, GrammarKind, ResponseFormat, SamplingParams
+from inference.engine_core import EngineCore, SequenceBroken
+from inference.errors import RequestImpossible
+from inference.tokenizer import Tokenizer
+from tests.inference import json_schemas
+from tests.inference.checkpoints import TinyCheckpoint
+from tests.inference.running import Outcome, make_core, make_request, random_prompt, run_all
+
+OUTPUT_TOKENS = 160
+PROMPT = (30, 31, 32)
+
+
+def json_format(schema: object) -> ResponseFormat:
+    return ResponseFormat(GrammarKind.JSON_SCHEMA, json.dumps(schema))
+
+
+def regex_format(pattern: str) -> ResponseFormat:
+    return ResponseFormat(GrammarKind.REGEX, pattern)
+
+
+def closing_bias(tiny: TinyCheckpoint) -> tuple[tuple[int, float], ...]:
+    """Makes noise come to an end: without it a random model would write one string for ever."""
+    tokenizer = Tokenizer(tiny.directory)
+    ids = {2, 6} | {token_id for text in ('"', "}", "]", ",") for token_id in tokenizer.encode(text, add_special_tokens=False)}
+    return tuple((token_id, 4.0) for token_id in sorted(ids))
+
+
+def constrained(
+    tiny: TinyCheckpoint,
+    response_format: ResponseFormat | None,
+    seed: int = 1,
+    max_output_tokens: int = OUTPUT_TOKENS,
+    **options: object,
+) -> GenerationRequest:
+    sampling = SamplingParams(temperature=1.0, seed=seed, logit_bias=closing_bias(tiny), top_logprobs=0)
+    return make_request(
+        PROMPT,
+        max_output_tokens,
+        sampling=sampling,
+        ignore_eos=False,
+        response_format=response_format,
+        **options,  # type: ignore[arg-type]
+    )
+
+
+def reason(outcome: Outcome) -> EngineFinishReason:
+    assert outcome.finished is not None
+    return outcome.finished.reason
+
+
+def check_json(outcomes: Iterable[Outcome], schemas: Iterable[object]) -> int:
+    """Check every finished answer against its schema; how many there were."""
+    finished = 0
+    for outcome, schema in zip(outcomes, schemas, strict=True):
+        if reason(outcome) is EngineFinishReason.STOP:
+            finished += 1
+            jsonschema.Draft202012Validator(schema).validate(json.loads(outcome.text, strict=True))  # type: ignore[arg-type]
+        else:
+            assert reason(outcome) is EngineFinishReason.LENGTH
+            assert len(outcome.token_ids) == OUTPUT_TOKENS
+    return finished
+
+
+def test_finished_answers_validate_under_own_schemas(tiny: TinyCheckpoint) -> None:
+    schemas = [schema for schema in json_schemas.OWN for _ in range(3)]
+    core = make_core(tiny.directory, kv_cache_bytes=32 << 20)
+
+    outcomes = run_all(core, [constrained(tiny, json_format(schema), seed) for seed, schema in enumerate(schemas)])
+
+    assert check_json(outcomes, schemas) > 0.8 * len(schemas)
+
+
+@settings(max_examples=25, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+@given(schemas=st.lists(json_schemas.random_schemas(), min_size=4, max_size=8))
+def test_finished_answers_validate_under_random_schemas(tiny: TinyCheckpoint, schemas: list[json_schemas.Schema]) -> None:
+    core = make_core(tiny.directory)
+
+    outcomes = run_all(core, [constrained(tiny, json_format(schema), seed) for seed, schema in enumerate(schemas)])
+
+    check_json(outcomes, schemas)
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    ["[a-z]{3,9}", "(yes|no|maybe)", r"\d{4}-\d{2}-\d{2}", "[🙂北京é]{4,9}", "(ab)*c", "x?", "The hotel (is|was) (near|far)[.!]"],
+)
+def test_answers_match_a_regular_expression_and_cut_ones_begin_a_match(tiny: TinyCheckpoint, pattern: str) -> None:
+    requests = [constrained(tiny, regex_format(pattern), seed) for seed in range(6)]
+    cut_requests = [constrained(tiny, regex_format(pattern), seed, max_output_tokens=3) for seed in range(6)]
+
+    outcomes = run_all(make_core(tiny.directory), requests)
+    cut = run_all(make_core(tiny.directory), cut_requests)
+
+    for outcome in outcomes:
+        assert reason(outcome) is EngineFinishReason.STOP
+        assert regex.fullmatch(pattern, outcome.text)
+    for outcome in cut:
+        text = outcome.text.removesuffix("\N{REPLACEMENT CHARACTER}")  # a character whose bytes the limit has cut in two
+        assert regex.fullmatch(pattern, text, partial=True)
+
+
+def test_answers_follow_a_grammar(tiny: TinyCheckpoint) -> None:
+    """Balanced brackets around a letter: what no regular expression can say."""
+    source = 'start: "(" start ")" | LETTER\nLETTER: /[a-e]/'
+
+    outcomes = run_all(
+        make_core(tiny.directory), [constrained(tiny, ResponseFormat(GrammarKind.LARK, source), s) for s in range(5)]
+    )
+
+    for outcome in outcomes:
+        if reason(outcome) is EngineFinishReason.STOP:
+            depth = outcome.text.count("(")
+            assert regex.fullmatch(rf"\({{{depth}}}[a-e]\){{{depth}}}", outcome.text)
+    assert any(reason(outcome) is EngineFinishReason.STOP for outcome in outcomes)
+
+
+def test_the_end_is_forced_where_nothing_can_follow(tiny: TinyCheckpoint) -> None:
+    """Even with the end banned by a bias: of a format that is complete nothing else is left."""
+    sampling = SamplingParams(temperature=1.0, seed=5, logit_bias=((2, -100.0), (6, -100.0)))
+    request = make_request(PROMPT, 50, sampling=sampling, ignore_eos=False, response_format=regex_format("abc"))
+
+    outcome = run_all(make_core(tiny.directory), [request])[0]
+
+    assert (outcome.text, reason(outcome)) == ("abc", EngineFinishReason.STOP)
+    assert outcome.token_ids[-1] in (2, 6)
+
+
+@pytest.mark.parametrize(("schema", "words"), json_schemas.UNSUPPORTED, ids=lambda value: value if isinstance(value, str) else "")
+def test_a_schema_that_cannot_be_kept_is_refused_by_its_field(
+    tiny: TinyCheckpoint, schema: json_schemas.Schema, words: str
+) -> None:
+    core = make_core(tiny.directory)
+
+    with pytest.raises(RequestImpossible, match=words) as caught:
+        core.add(0, constrained(tiny, json_format(schema)))
+
+    assert caught.value.field == "response_format.json_schema"
+    assert core.idle, "a refused request leaves no trace"
+
+
+@pytest.mark.parametrize(
+    ("response_format", "field"),
+    [
+        (regex_format("(a"), "response_format.regex"),
+        (regex_format("(?=a)b"), "response_format.regex"),
+        (ResponseFormat(GrammarKind.LARK, "start: nowhere"), "response_format.lark"),
+        (ResponseFormat(GrammarKind.LARK, "start"), "response_format.lark"),
+        (ResponseFormat(GrammarKind.JSON_SCHEMA, "{"), "response_format.json_schema"),
+        (ResponseFormat(GrammarKind.JSON_SCHEMA, "[" * 20_000), "response_format.json_schema"),
+        (ResponseFormat(GrammarKind.JSON_SCHEMA, '"text"'), "response_format.json_schema"),
+    ],
+)
+def test_what_is_no_grammar_is_refused_by_its_field(tiny: TinyCheckpoint, response_format: ResponseFormat, field: str) -> None:
+    with pytest.raises(RequestImpossible) as caught:
+        make_core(tiny.directory).grammars.compile(response_format)
+
+    assert caught.value.field == field
+    assert 0 < len(str(caught.value)) < 600
+
+
+def test_a_format_excludes_what_would_break_it(tiny: TinyCheckpoint) -> None:
+    core = make_core(tiny.directory)
+    own_format = regex_format("a+")
+
+    requests = [
+        make_request(PROMPT, 9, ignore_eos=True, response_format=own_format),
+        make_request(PROMPT, 9, ignore_eos=False, response_format=own_format, min_output_tokens=1),
+        make_request(PROMPT, 9, ignore_eos=False, response_format=own_format, stop_token_ids=frozenset({40})),
+    ]
+
+    for request in requests:
+        assert "response format excludes" in str(core.request_fault(request))
+
+
+def mixed_requests(tiny: TinyCheckpoint) -> list[GenerationRequest]:
+    """Half of them constrained, in four kinds; half free and sampled or greedy."""
+    rng = random.Random(12)
+    formats = [json_format({}), regex_format("[a-z ]{50,90}"), json_format({"type": "array", "items": {"type": "integer"}})]
+    requests = []
+    for row in range(10):
+        sampling = SamplingParams(temperature=1.0 if row % 4 else 0.0, seed=row, top_logprobs=2)
+        chosen = formats[row % 3] if row % 2 else None
+        prompt = random_prompt(rng, 60)
+        requests.append(make_request(prompt, 120, sampling=sampling, ignore_eos=False, response_format=chosen))
+    return requests
+
+
+def test_constrained_and_free_sequences_do_not_change_each_other(tiny: TinyCheckpoint) -> None:
+    requests = mixed_requests(tiny)
+
+    alone = [run_all(make_core(tiny.directory), [request])[0] for request in requests]
+    together = run_all(make_core(tiny.directory), requests)
+
+    assert [(outcome.token_ids, outcome.text) for outcome in together] == [(outcome.token_ids, outcome.text) for outcome in alone]
+
+
+def test_preemption_does_not_lose_the_place_in_the_grammar(tiny: TinyCheckpoint) -> None:
+    crowded = make_core(tiny.directory, kv_cache_bytes=1, context_window_tokens=512, owed_output_token_count_max=1)
+
+    undisturbed = run_all(make_core(tiny.directory), mixed_requests(tiny))
+    preempted = run_all(crowded, mixed_requests(tiny))
+
+    assert crowded.statistics().preemption_count > 0
+    assert [outcome.token_ids for outcome in preempted] == [outcome.token_ids for outcome in undisturbed]
+
+
+def test_a_stop_sequence_cuts_an_answer_and_says_so(tiny: TinyCheckpoint) -> None:
+    free, stopped = run_all(
+        make_core(tiny.directory),
+        [
+            make_request(PROMPT, 80, ignore_eos=False, response_format=regex_format("(abcd){9}"), stop_sequences=stops)
+            for stops in ((), ("dab",))
+        ],
+    )
+
+    assert free.text == "abcd" * 9
+    assert (stopped.text, reason(stopped)) == ("abc", EngineFinishReason.STOP_SEQUENCE)
+
+
+def test_logprobs_stay_the_models_own_under_a_format(tiny: TinyCheckpoint) -> None:
+    """The forced token may be one that the model would hardly have chosen, and its log-probability says so."""
+    sampling = SamplingParams(top_logprobs=5)
+    free = run_all(make_core(tiny.directory), [make_request(PROMPT, 1, sampling=sampling)])[0]
+    forced = run_all(
+        make_core(tiny.directory),
+        [make_request(PROMPT, 1, sampling=sampling, ignore_eos=False, response_format=regex_format("Q+"))],
+    )[0]
+
+    assert forced.logprobs[0].top == free.logprobs[0].top
+    assert forced.logprobs[0].chosen.logprob < free.logprobs[0].chosen.logprob
+
+
+def test_a_format_that_becomes_too_much_to_compute_ends_its_own_sequence(
+    tiny: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core = make_core(tiny.directory)
+    other = make_request([50], 10)
+    grammar = core.grammars.compile(json_format({}))
+    core.add(0, constrained(tiny, json_format({})), grammar=grammar)
+    core.add(1, other)
+    events = core.step()
+    monkeypatch.setattr(type(grammar), "fault", property(lambda self: "too many items" if self is grammar else None))
+
+    events = [event for _ in range(12) for event in core.step()]
+
+    assert (0, SequenceBroken("cannot be followed any further: too many items", "response_format.json_schema")) in events
+    assert [number for number, _ in events].count(0) == 1
+    assert [number for number, _ in events].count(1) >= 9
+    assert core.pool.block_count_held == 0
+
+
+def test_compiled_grammars_are_kept_and_not_shared(tiny: TinyCheckpoint) -> None:
+    core: EngineCore = make_core(tiny.directory)
+
+    outcomes = run_all(core, [constrained(tiny, regex_format("[a-z]{8}"), seed) for seed in range(4)])
+
+    assert len(core.grammars._compiled) == 1
+    assert len({outcome.text for outcome in outcomes}) == 4
