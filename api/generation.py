@@ -56,11 +56,10 @@ class ClientStream:
                 tasks.create_task(self._write(context, granted_s), name="stream writer")
         except asyncio.CancelledError:
             # gRPC cancels the handler both when the client goes away and when its deadline passes.
-            self._stop_all(outcome_of_leaving(granted_s, remaining_s(context)))
+            self._leave(outcome_of_leaving(granted_s, remaining_s(context)))
             raise
         finally:
-            self._stop_all(Outcome.CANCELLED)
-            self._outbox.abandon()
+            self._leave(Outcome.CANCELLED)
         if self._violation is not None:
             raise self._violation
 
@@ -73,16 +72,14 @@ class ClientStream:
             await self._read(requests)
         except Exception as violation:
             self._violation = violation
-            self._stop_all(Outcome.CANCELLED)
-            self._outbox.abandon()
+            self._leave(Outcome.CANCELLED)
 
     async def _write(self, context: Context, granted_s: float | None) -> None:
         try:
             await self._outbox.write_all(context.write)
         except grpc.aio.InternalError:
             # The client went away in the middle of a write; that the call is cancelled will be the next thing we hear.
-            self._stop_all(outcome_of_leaving(granted_s, remaining_s(context)))
-            self._outbox.abandon()
+            self._leave(outcome_of_leaving(granted_s, remaining_s(context)))
 
     async def _read(self, requests: AsyncIterator[pb.GenerateRequest]) -> None:
         auth_ms = self._auth_ms
@@ -98,6 +95,7 @@ class ClientStream:
                         self._cancel(frame.request_id)
                     case _:
                         raise InvalidRequest([FieldViolation(f"frames[{index}].kind", "must be start or cancel")])
+            await self._outbox.room()
             auth_ms = 0.0  # only the requests of the first message waited for it
         await self._all_ended.wait()
         self._outbox.close()
@@ -144,7 +142,9 @@ class ClientStream:
         if not self._running:
             self._all_ended.set()
 
-    def _stop_all(self, outcome: Outcome) -> None:
+    def _leave(self, outcome: Outcome) -> None:
+        """Deliver nothing more, and stop all requests."""
+        self._outbox.abandon()  # first: then no request has to look for its own frames among those of all
         for request in list(self._running.values()):
             request.stop(outcome)
 

@@ -19,6 +19,7 @@ from weir.v1 import inference_service_pb2 as pb
 
 from metering.journal import Delivered, UsageJournal
 
+FRAMES_WAITING_MAX = 50_000  # some 10 MB: beyond it nothing more is read from a client that does not read itself
 FRAMES_PER_MESSAGE_MAX = 1000  # some 60 kB of deltas: below any receive limit a client may have
 
 
@@ -66,6 +67,7 @@ class Outbox:
         self._pending: deque[Pending] = deque()
         self._in_flight: list[Pending] = []
         self._arrived = asyncio.Event()
+        self._taken = asyncio.Event()
         self._closing = False
         self._abandoned = False
 
@@ -81,6 +83,12 @@ class Outbox:
         self._pending.append(Pending(delivery, frame, token_count))
         self._arrived.set()
 
+    async def room(self) -> None:
+        """Wait while so many frames wait that to read more from the client would only add to them."""
+        while len(self._pending) > FRAMES_WAITING_MAX:
+            self._taken.clear()
+            await self._taken.wait()
+
     async def flushed(self, delivery: Delivery) -> None:
         """Wait until nothing of the request waits any more: sent, discarded or abandoned."""
         if delivery.unsent_frame_count:
@@ -93,6 +101,7 @@ class Outbox:
             if pending.delivery is delivery:
                 delivery.unsent_frame_count -= 1
         self._pending = kept
+        self._taken.set()
         delivery.queued_token_count = delivery.usage.delivered_token_count
         if not delivery.unsent_frame_count:
             delivery.sent.set()
@@ -105,6 +114,7 @@ class Outbox:
             pending.delivery.queued_token_count = pending.delivery.usage.delivered_token_count
             pending.delivery.sent.set()
         self._pending.clear()
+        self._taken.set()
         self.close()
 
     def close(self) -> None:
@@ -120,6 +130,7 @@ class Outbox:
         while True:
             await self._arrived.wait()
             batch = [self._pending.popleft() for _ in range(min(len(self._pending), FRAMES_PER_MESSAGE_MAX))]
+            self._taken.set()
             if not batch:
                 if self._closing:
                     return
