@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 from types import SimpleNamespace
 from typing import Any, cast
@@ -10,7 +11,7 @@ import pytest
 from weir.v1 import inference_service_pb2 as pb
 
 from api.errors import MessageUnreadable
-from api.generation import outcome_of_leaving
+from api.generation import ClientStream, outcome_of_leaving
 from api.interceptor import first_error, readable, readable_stream, tolerant
 from api.live import Caller, LiveRequest, Phase
 from api.outbox import Outbox
@@ -79,3 +80,44 @@ def test_the_first_plain_error_of_nested_groups_is_found() -> None:
     inner = ValueError("x")
 
     assert first_error(ExceptionGroup("a", [ExceptionGroup("b", [inner]), TypeError()])) is inner
+
+
+class DeafContext:
+    """A call whose client takes nothing until it is told to."""
+
+    def __init__(self) -> None:
+        self.reads = asyncio.Event()
+        self.frame_count = 0
+
+    async def write(self, message: pb.GenerateResponse) -> None:
+        await self.reads.wait()
+        self.frame_count += len(message.frames)
+
+    def time_remaining(self) -> None:
+        return None
+
+
+async def test_a_client_that_sends_and_never_reads_is_not_read_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the answers that it does not take would fill the memory of the server."""
+    monkeypatch.setattr("api.outbox.FRAMES_WAITING_MAX", 50)
+    process = cast(Any, SimpleNamespace(admission=SimpleNamespace(journal=None)))
+    context = DeafContext()
+    taken = 0
+
+    async def messages() -> Any:
+        nonlocal taken
+        for _ in range(100):
+            taken += 1
+            unknown = [pb.ClientFrame(request_id=str(uuid.uuid4()), cancel=pb.CancelFrame()) for _ in range(10)]
+            yield pb.GenerateRequest(frames=unknown)
+            await asyncio.sleep(0)  # as a message from a socket would
+
+    async with asyncio.TaskGroup() as tasks:
+        serving = tasks.create_task(ClientStream(process, cast(Any, None), 0.0).serve(messages(), cast(Any, context)))
+        for _ in range(1000):
+            await asyncio.sleep(0)
+        assert 5 <= taken <= 8, "what waits, and what is being written"
+        assert not serving.done()
+        context.reads.set()
+
+    assert (taken, context.frame_count) == (100, 1000), "and once it reads, it is read"
