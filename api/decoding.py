@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from weir.v1 import inference_service_pb2 as pb
 
 from api.violations import Violations
-from inference.engine import GrammarKind, ResponseFormat, SamplingParams, StopCriteria
+from inference.engine import GenerationRequest, GrammarKind, ResponseFormat, SamplingParams, StopCriteria
 
 TEMPERATURE_MAX = 2.0
 PENALTY_MAX = 2.0  # OpenAI's range, both ways
@@ -22,6 +22,7 @@ STOP_SEQUENCE_COUNT_MAX = 16  # each is matched against every token's text
 STOP_SEQUENCE_CHARS_MAX = 256
 STOP_TOKEN_ID_COUNT_MAX = 64
 TOP_LOGPROBS_MAX = 20
+CHOICE_COUNT_MAX = 16  # each takes a place in the engine's batch
 RESPONSE_FORMAT_BYTES_MAX = 65_536  # compiles in some 200 ms at worst, measured on schemas of only objects
 
 
@@ -84,6 +85,9 @@ def check_decoding(start: pb.StartFrame, wrong: Violations) -> None:
     _check_biases(start.sampling, wrong)
     _check_stop(start, wrong)
     _check_response_format(start, wrong)
+    if start.HasField("choice_count"):
+        right = 1 <= start.choice_count <= CHOICE_COUNT_MAX
+        wrong.check(right, "choice_count", f"must be from 1 to {CHOICE_COUNT_MAX}, not {start.choice_count}")
     if start.HasField("top_logprobs"):
         right = 0 <= start.top_logprobs <= TOP_LOGPROBS_MAX
         wrong.check(right, "top_logprobs", f"must be from 0 to {TOP_LOGPROBS_MAX}, not {start.top_logprobs}")
@@ -124,17 +128,18 @@ def parse_stop(start: pb.StartFrame) -> StopRules:
     )
 
 
-def check_against_model(sampling: SamplingOverrides, stop: StopRules, vocabulary_size: int, room_tokens: int) -> None:
+def check_against_model(request: GenerationRequest, vocabulary_size: int) -> None:
     """What only model and prompt can tell. Raises: InvalidRequest."""
     wrong = Violations()
+    sampling, stop = request.sampling, request.stop
     for token_id, _ in sampling.logit_bias:
         wrong.check(token_id < vocabulary_size, f"sampling.logit_bias[{token_id}]", f"token ids go from 0 to {vocabulary_size - 1}")
     for token_id in sorted(stop.stop_token_ids):
         wrong.check(token_id < vocabulary_size, "stop_token_ids", f"must be from 0 to {vocabulary_size - 1}, not {token_id}")
-    most = stop.max_output_tokens or room_tokens
-    wrong.check(
-        stop.min_output_tokens <= most, "min_output_tokens", f"must be at most {most} for this prompt, not {stop.min_output_tokens}"
-    )
+    least, most = stop.min_output_tokens, stop.max_output_tokens
+    wrong.check(least <= most, "min_output_tokens", f"must be at most {most} for this prompt, not {least}")
+    right = request.choice_count == 1 or sampling.temperature > 0
+    wrong.check(right, "choice_count", "must be 1 with a temperature of 0: the choices would all be equal")
     wrong.raise_if_any()
 
 

@@ -39,9 +39,9 @@ def loading(estimated_wait_s: float) -> pb.ServerFrame:
     return pb.ServerFrame(progress=pb.ProgressFrame(stage=pb.ProgressFrame.STAGE_ENGINE_LOADING, estimated_wait=wait))
 
 
-def delta(seq: int, text: str, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> pb.ServerFrame:
+def delta(seq: int, choice_index: int, text: str, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> pb.ServerFrame:
     """New output."""
-    frame = pb.DeltaFrame(seq=seq, text=text, token_ids=token_ids)
+    frame = pb.DeltaFrame(seq=seq, text=text, token_ids=token_ids, choice_index=choice_index)
     for each in logprobs:
         top = [pb.TokenLogprob(token_id=token.token_id, logprob=token.logprob) for token in each.top]
         chosen = pb.TokenLogprob(token_id=each.chosen.token_id, logprob=each.chosen.logprob)
@@ -75,8 +75,10 @@ def settled_usage(settled: Settled) -> types_pb2.Usage:
     )
 
 
-def finished(lease: Lease, timings: Mapping[str, float], exhausted: Sequence[QuotaState]) -> pb.ServerFrame:
-    """The end of a request that ran, or was stopped after its admission."""
+def finished(
+    lease: Lease, timings: Mapping[str, float], exhausted: Sequence[QuotaState], choice_ends: Mapping[int, Outcome]
+) -> pb.ServerFrame:
+    """The end of a request that ran, or was stopped after its admission. choice_ends: of several choices, by index."""
     assert lease.outcome is not None, "a request without outcome has failed"
     outcome = Outcome(lease.outcome)
     currency_code = lease.admitted.prices.currency_code
@@ -87,6 +89,9 @@ def finished(lease: Lease, timings: Mapping[str, float], exhausted: Sequence[Quo
             cost=wire.money(currency_code, lease.settled.cost_picos if lease.settled else 0),
             timings=types_pb2.Timings(**timings),
             exhausted_quotas=wire.quota_statuses(exhausted),
+            choices=[
+                pb.ChoiceEnd(choice_index=index, reason=wire.FINISH_REASONS[end]) for index, end in sorted(choice_ends.items())
+            ],
         )
     )
 

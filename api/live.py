@@ -26,6 +26,7 @@ from api.stopwatch import Stopwatch
 from api.tokenizing import tokenize
 from api.wire import OUTCOMES, ValidStart
 from inference.engine import (
+    ChoiceFinished,
     Engine,
     EngineState,
     GenerationRequest,
@@ -90,6 +91,7 @@ class LiveRequest:
         self._stop_error: Exception | None = None
         self._exhausted: tuple[QuotaState, ...] = ()
         self._seq = 0
+        self._choice_ends: dict[int, Outcome] = {}  # of several choices, those that have ended
 
     def run_in(self, tasks: asyncio.TaskGroup) -> None:
         """Begin."""
@@ -122,7 +124,7 @@ class LiveRequest:
                         self._watch.lap("admission")
                     await self._generate(engine, request, lease)
                 self._watch.lap("settle")
-                self._push(frames.finished(lease, self._watch.timings(), self._exhausted))
+                self._push(frames.finished(lease, self._watch.timings(), self._exhausted, self._ends_of_choices()))
         except RequestSettled as error:
             self._push(frames.failed(status_of(error), error.settled))
         except Exception as error:
@@ -141,16 +143,26 @@ class LiveRequest:
             raise PromptTooLong(len(prompt_token_ids), wanted, window)
         if (size := engine.model.vocabulary_size) <= max(prompt_token_ids, default=0) or min(prompt_token_ids, default=0) < 0:
             raise InvalidRequest([FieldViolation("token_ids.ids", f"must each be from 0 to {size - 1}")])
-        check_against_model(self.start.sampling, self.start.stop, size, room)
-        self._watch.lap("tokenize")
-        return engine, GenerationRequest(
+        request = GenerationRequest(
             sequence_id=SequenceId(str(uuid.uuid4())),
             prompt_token_ids=prompt_token_ids,
             sampling=self.start.sampling.over(engine.model.default_sampling),
             stop=self.start.stop.within(room),
             cache_salt=str(self.caller.payer.organization_id),
             response_format=self.start.response_format,
+            choice_count=self.start.choice_count,
         )
+        check_against_model(request, size)
+        self._watch.lap("tokenize")
+        return engine, request
+
+    def _ends_of_choices(self) -> dict[int, Outcome]:
+        """How each of several choices ended; what the end of the whole request cut off ended as that did."""
+        if self.start.choice_count == 1:
+            return {}
+        cut = self._stop_outcome or Outcome.CANCELLED
+        ends = {index: self._choice_ends.get(index, cut) for index in range(self.start.choice_count)}
+        return {index: cut if end is Outcome.CANCELLED else end for index, end in ends.items()}
 
     def _admission_request(self, request: GenerationRequest) -> AdmissionRequest:
         return AdmissionRequest(
@@ -159,7 +171,7 @@ class LiveRequest:
             payload_hash=self.start.payload_hash,
             model=self.start.model,
             input_token_count=len(request.prompt_token_ids),
-            max_output_token_count=request.stop.max_output_tokens,
+            max_output_token_count=request.stop.max_output_tokens * request.choice_count,
             labels=self.start.labels,
         )
 
@@ -216,6 +228,10 @@ class LiveRequest:
                     self._watch.first_token()
                     usage.generated_token_count += len(event.token_ids)
                     await self._hand_on(event, lease)
+                case ChoiceFinished():
+                    self._choice_ends[event.choice_index] = OUTCOMES[event.reason]
+                    if event.text and self._stop_outcome is None:
+                        self._push_delta(event.text, choice_index=event.choice_index)
                 case SequenceFinished():
                     self._watch.engine_finished(event.timings)
                     usage.generated_token_count = event.generated_token_count
@@ -236,7 +252,7 @@ class LiveRequest:
         if self._stop_outcome is not None:
             return
         before = self.delivery.queued_token_count
-        self._push_delta(event.text, event.token_ids, event.logprobs)
+        self._push_delta(event.text, event.token_ids, event.logprobs, event.choice_index)
         interval = self.start.usage_interval_tokens
         if interval and before // interval != self.delivery.queued_token_count // interval:
             self._push(frames.usage(self.delivery, lease.admitted.prices))
@@ -295,9 +311,11 @@ class LiveRequest:
         elif self.phase is Phase.QUEUED:
             self._push(frames.queued(queue_position))
 
-    def _push_delta(self, text: str, token_ids: tuple[int, ...] = (), logprobs: tuple[TokenLogprobs, ...] = ()) -> None:
+    def _push_delta(
+        self, text: str, token_ids: tuple[int, ...] = (), logprobs: tuple[TokenLogprobs, ...] = (), choice_index: int = 0
+    ) -> None:
         self._seq += 1
-        self._push(frames.delta(self._seq, text, token_ids, logprobs), len(token_ids))
+        self._push(frames.delta(self._seq, choice_index, text, token_ids, logprobs), len(token_ids))
 
     def _push(self, frame: pb.ServerFrame, token_count: int = 0) -> None:
         frame.request_id = self.delivery.request_id

@@ -81,6 +81,7 @@ class ValidStart:
     sampling: SamplingOverrides
     stop: StopRules
     response_format: ResponseFormat | None
+    choice_count: int
     usage_interval_tokens: int | None
     labels: dict[str, str]
 
@@ -111,6 +112,7 @@ def parse_start(request_id: str, start: pb.StartFrame) -> ValidStart:
         sampling=parse_sampling(start),
         stop=parse_stop(start),
         response_format=parse_response_format(start),
+        choice_count=start.choice_count if start.HasField("choice_count") else 1,
         usage_interval_tokens=start.usage_interval_tokens if start.HasField("usage_interval_tokens") else None,
         labels=dict(start.labels),
     )

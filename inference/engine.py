@@ -103,7 +103,8 @@ class GenerationRequest:
     """One sequence to run.
 
     sequence_id is unique among running sequences. cache_salt separates prefix caches: blocks are shared between equal
-    salts only. response_format needs `StopCriteria.leaves_end_open`.
+    salts only. response_format needs `StopCriteria.leaves_end_open`. choice_count: so many outputs of the one prompt, each with
+    all of `stop` for itself; the first is what a single one would be, the others draw from seeds that follow from the request's.
     """
 
     sequence_id: SequenceId
@@ -112,6 +113,7 @@ class GenerationRequest:
     stop: StopCriteria
     cache_salt: str = ""
     response_format: ResponseFormat | None = None
+    choice_count: int = 1
 
 
 class EngineFinishReason(StrEnum):
@@ -153,12 +155,22 @@ class TokenLogprobs:
 class TokensGenerated:
     """New output of one step. `text` may lag behind `token_ids`: characters and possible stops are held back.
 
-    logprobs: one per token if the request asked for them, else none.
+    logprobs: one per token if the request asked for them, else none. choice_index: whose output, from 0.
     """
 
     token_ids: tuple[int, ...]
     text: str
     logprobs: tuple[TokenLogprobs, ...] = ()
+    choice_index: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceFinished:
+    """One of several choices has ended; comes for each of them if there are more than one. text: as in `SequenceFinished`."""
+
+    choice_index: int
+    reason: EngineFinishReason
+    text: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +188,7 @@ class SequenceFinished:
 
     text: what was still held back and turned out to be output; a matched stop sequence is never in it.
     generated_token_count: all tokens of the sequence's `TokensGenerated`, for a cancelled one those too that nobody has
-    read.
+    read. Of several choices it is the sum, comes after the last of them, reason and timings are the first one's, and text is empty.
     """
 
     reason: EngineFinishReason
@@ -187,14 +199,14 @@ class SequenceFinished:
     timings: EngineTimings
 
 
-SequenceEvent = Scheduled | TokensGenerated | SequenceFinished
+SequenceEvent = Scheduled | TokensGenerated | ChoiceFinished | SequenceFinished
 
 
 class SequenceStream(Protocol):
     """A running sequence as its caller sees it."""
 
     def __aiter__(self) -> AsyncIterator[SequenceEvent]:
-        """Events in order: `Scheduled`, any number of `TokensGenerated`, then `SequenceFinished`.
+        """Events in order: `Scheduled`, any number of `TokensGenerated` and `ChoiceFinished`, then `SequenceFinished`.
 
         Ends after `SequenceFinished`. Raises an `EngineError` instead if the engine failed or went away.
         """

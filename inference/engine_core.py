@@ -9,12 +9,13 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from inference.checkpoint import read_config
 from inference.detokenizer import Detokenizer, TextDecoder
 from inference.engine import (
+    ChoiceFinished,
     EngineFinishReason,
     EngineStatistics,
     GenerationRequest,
@@ -27,10 +28,20 @@ from inference.grammar import Grammar, GrammarCompiler
 from inference.kv_cache import BlockPool, blocks_for
 from inference.limits import EngineLimits, request_fault
 from inference.model_runner import ComputeDtype, ModelRunner, kv_block_bytes
-from inference.sampler import Chosen
+from inference.sampler import Chosen, choice_seed
 from inference.scheduler import Scheduler
 from inference.sequence import Sequence
 from inference.tokenizer import Tokenizer
+
+
+@dataclass(slots=True)
+class Choices:
+    """The sequences of one request. running: those that have not ended; ends: why the others did, by index."""
+
+    first: Sequence
+    running: list[Sequence]
+    ends: dict[int, EngineFinishReason] = field(default_factory=dict)
+    generated_token_count: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +89,7 @@ class EngineCore:
             block_count=self._pool.block_count_total,
             on_progress=on_progress,
         )
-        self._sequences: dict[int, Sequence] = {}
+        self._requests: dict[int, Choices] = {}
         self._events: list[NumberedEvent] = []
         self._step_count = 0
         self._prompt_token_count = 0
@@ -88,7 +99,7 @@ class EngineCore:
     @property
     def idle(self) -> bool:
         """Whether a step would have nothing to compute."""
-        return not self._sequences
+        return not self._requests
 
     @property
     def scheduler(self) -> Scheduler:
@@ -112,41 +123,51 @@ class EngineCore:
     def add(
         self, number: int, request: GenerationRequest, arrived_at_s: float | None = None, grammar: Grammar | None = None
     ) -> bool:
-        """Queue a sequence; False if the queue is full. number: not used before. grammar: the request's, compiled.
+        """Queue a request's sequences; False if the queue is full. number: not used before. grammar: the request's, compiled.
 
         Raises `RequestImpossible` if its response format cannot be compiled.
         """
         if self._scheduler.waiting_is_full:
             return False
+        if grammar is None and request.response_format is not None:
+            grammar = self._grammars.compile(request.response_format)
         seed = secrets.randbits(63) if request.sampling.seed is None else request.sampling.seed
         model_ends = frozenset() if request.stop.ignore_eos else self._model_end_token_ids
-        sequence = Sequence(
-            number=number,
-            request=request,
-            seed=seed,
-            end_token_ids=model_ends | request.stop.stop_token_ids,
-            detokenizer=Detokenizer(self._decoder.open(), request.stop.stop_sequences),
-            arrived_at_s=time.monotonic() if arrived_at_s is None else arrived_at_s,
-            grammar=grammar or (self._grammars.compile(request.response_format) if request.response_format else None),
-        )
-        self._sequences[number] = sequence
-        self._scheduler.add(sequence)
+        arrived_at_s = time.monotonic() if arrived_at_s is None else arrived_at_s
+        sequences = [
+            Sequence(
+                number=number,
+                choice_index=index,
+                request=request,
+                seed=choice_seed(seed, index),
+                end_token_ids=model_ends | request.stop.stop_token_ids,
+                detokenizer=Detokenizer(self._decoder.open(), request.stop.stop_sequences),
+                arrived_at_s=arrived_at_s,
+                grammar=grammar and grammar.copy(),
+            )
+            for index in range(request.choice_count)
+        ]
+        self._requests[number] = Choices(sequences[0], sequences)
+        for sequence in sequences:
+            self._scheduler.add(sequence)
         return True
 
     def cancel(self, number: int) -> None:
-        """End a sequence and free its blocks now; its event comes with the next `step`. Unknown numbers have ended already."""
-        sequence = self._sequences.get(number)
-        if sequence is not None:
-            self._finish(sequence, EngineFinishReason.CANCELLED, "", time.monotonic())
+        """End a request and free its blocks now; its events come with the next `step`. Unknown numbers have ended already."""
+        choices = self._requests.get(number)
+        if choices is not None:
+            now_s = time.monotonic()
+            for sequence in list(choices.running):
+                self._finish(sequence, EngineFinishReason.CANCELLED, "", now_s)
 
     def cancel_all(self) -> None:
-        """End every sequence."""
-        for number in list(self._sequences):
+        """End every request."""
+        for number in list(self._requests):
             self.cancel(number)
 
     def step(self) -> list[NumberedEvent]:
         """Compute one step, if there is anything to compute. Returns all events since the last call, in order."""
-        if self._sequences:
+        if self._requests:
             plan = self._scheduler.schedule()
             now_s = time.monotonic()
             for sequence in plan.entered:
@@ -154,8 +175,8 @@ class EngineCore:
             chosen = self._runner.run(plan)
             self._scheduler.commit(plan)
             now_s = time.monotonic()
-            for number, token in chosen.items():
-                self._append(self._sequences[number], token, now_s)
+            for sequence, token in chosen.items():
+                self._append(sequence, token, now_s)
             self._step_count += 1
             self._scheduler.check_conservation()
         events, self._events = self._events, []
@@ -180,11 +201,15 @@ class EngineCore:
     def _note_entered(self, sequence: Sequence, now_s: float) -> None:
         assert sequence.cached_token_count is not None, "the scheduler has counted"
         sequence.scheduled_at_s = now_s
+        if sequence.choice_index > 0:
+            return  # the prompt is the first one's; what the others find of it in the cache is no saving of the caller's
         self._prompt_token_count += sequence.prompt_token_count
         self._cached_token_count += sequence.cached_token_count
         self._events.append((sequence.number, Scheduled(sequence.cached_token_count)))
 
     def _append(self, sequence: Sequence, token: Chosen, now_s: float) -> None:
+        if sequence.number not in self._requests:
+            return  # another choice has just broken the request
         fault = sequence.grammar.fault if sequence.grammar is not None else None
         if fault is not None:
             self._break(sequence, fault)
@@ -192,7 +217,8 @@ class EngineCore:
         appended = sequence.append(token.token_id, now_s)
         self._output_token_count += 1
         logprobs = () if token.logprobs is None else (token.logprobs,)
-        self._events.append((sequence.number, TokensGenerated((token.token_id,), appended.text, logprobs)))
+        generated = TokensGenerated((token.token_id,), appended.text, logprobs, sequence.choice_index)
+        self._events.append((sequence.number, generated))
         if appended.finish_reason is None:
             return
         reason, rest = appended.finish_reason, ""
@@ -205,22 +231,33 @@ class EngineCore:
     def _break(self, sequence: Sequence, fault: str) -> None:
         """The chosen token means nothing: the grammar could not say what may follow, because that is too much to compute."""
         assert sequence.request.response_format is not None
-        self._scheduler.remove(sequence)
-        del self._sequences[sequence.number]
+        for choice in self._requests.pop(sequence.number).running:
+            self._scheduler.remove(choice)
         broken = SequenceBroken(f"cannot be followed any further: {fault}", sequence.request.response_format.field)
         self._events.append((sequence.number, broken))
 
     def _finish(self, sequence: Sequence, reason: EngineFinishReason, text: str, now_s: float) -> None:
+        """End a choice, and with the last one its request."""
         if reason is EngineFinishReason.CANCELLED:
             text = sequence.detokenizer.finish().text
         self._scheduler.remove(sequence)
-        del self._sequences[sequence.number]
+        choices = self._requests[sequence.number]
+        choices.running.remove(sequence)
+        choices.ends[sequence.choice_index] = reason
+        choices.generated_token_count += sequence.output_token_count
+        if sequence.request.choice_count > 1:
+            self._events.append((sequence.number, ChoiceFinished(sequence.choice_index, reason, text)))
+            text = ""
+        if choices.running:
+            return
+        del self._requests[sequence.number]
+        first = choices.first
         finished = SequenceFinished(
-            reason=reason,
+            reason=choices.ends[first.choice_index],
             text=text,
-            prompt_token_count=sequence.prompt_token_count,
-            cached_token_count=sequence.cached_token_count or 0,
-            generated_token_count=sequence.output_token_count,
-            timings=sequence.timings(now_s),
+            prompt_token_count=first.prompt_token_count,
+            cached_token_count=first.cached_token_count or 0,
+            generated_token_count=choices.generated_token_count,
+            timings=first.timings(now_s),
         )
         self._events.append((sequence.number, finished))

@@ -51,6 +51,10 @@ class Grammar:
         """Whether the output so far is an answer in the format."""
         return self._matcher.is_accepting()
 
+    def copy(self) -> Grammar:
+        """Another one that stands at the same place, for another sequence."""
+        return Grammar(self._matcher.deep_copy())
+
     def fill(self, mask: Mask, row: int) -> None:
         """Write which tokens may come next into a row of bits, 32 to a word."""
         words = mask[row]

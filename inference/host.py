@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from inference.engine import (
+    ChoiceFinished,
     EngineFinishReason,
     EngineTimings,
     GenerationRequest,
@@ -224,7 +225,7 @@ class Host:
 def event_message(number: int, event: SequenceEvent | SequenceBroken) -> Event:
     """Wire form of what the core reports."""
     match event:
-        case Scheduled() | TokensGenerated() | SequenceFinished():
+        case Scheduled() | TokensGenerated() | ChoiceFinished() | SequenceFinished():
             return wire_event(number, event)
         case _:
             return RefusedEvent(number, overloaded=False, message=event.message, field=event.field)

@@ -14,6 +14,7 @@ from typing import Literal
 import msgspec
 
 from inference.engine import (
+    ChoiceFinished,
     EngineFinishReason,
     EngineStatistics,
     EngineTimings,
@@ -53,6 +54,7 @@ class StartSequence(msgspec.Struct, tag="start", array_like=True, frozen=True):
     stop: StopCriteria
     cache_salt: str
     response_format: ResponseFormat | None = None
+    choice_count: int = 1
 
 
 class CancelSequence(msgspec.Struct, tag="cancel", array_like=True, frozen=True):
@@ -101,6 +103,7 @@ class TokensEvent(msgspec.Struct, tag=1, array_like=True, frozen=True):
     token_ids: list[int]
     text: str
     logprobs: tuple[TokenLogprobs, ...] = ()
+    choice_index: int = 0
 
 
 class FinishedEvent(msgspec.Struct, tag=2, array_like=True, frozen=True):
@@ -128,7 +131,16 @@ class RefusedEvent(msgspec.Struct, tag=3, array_like=True, frozen=True):
     field: str | None = None
 
 
-Event = ScheduledEvent | TokensEvent | FinishedEvent | RefusedEvent
+class ChoiceFinishedEvent(msgspec.Struct, tag=4, array_like=True, frozen=True):
+    """Wire form of `ChoiceFinished`."""
+
+    number: int
+    choice_index: int
+    reason: str
+    text: str
+
+
+Event = ScheduledEvent | TokensEvent | FinishedEvent | RefusedEvent | ChoiceFinishedEvent
 
 
 class StepReport(msgspec.Struct, tag="step", array_like=True, frozen=True):
@@ -196,6 +208,7 @@ def start_message(number: int, request: GenerationRequest) -> StartSequence:
         stop=request.stop,
         cache_salt=request.cache_salt,
         response_format=request.response_format,
+        choice_count=request.choice_count,
     )
 
 
@@ -208,16 +221,19 @@ def request_of(message: StartSequence) -> GenerationRequest:
         stop=message.stop,
         cache_salt=message.cache_salt,
         response_format=message.response_format,
+        choice_count=message.choice_count,
     )
 
 
 def wire_event(number: int, event: SequenceEvent) -> Event:
     """Wire form of a sequence's event."""
     match event:
-        case TokensGenerated(token_ids=token_ids, text=text, logprobs=logprobs):
-            return TokensEvent(number, list(token_ids), text, logprobs)
+        case TokensGenerated(token_ids=token_ids, text=text, logprobs=logprobs, choice_index=choice_index):
+            return TokensEvent(number, list(token_ids), text, logprobs, choice_index)
         case Scheduled(cached_token_count=cached_token_count):
             return ScheduledEvent(number, cached_token_count)
+        case ChoiceFinished(choice_index=choice_index, reason=reason, text=text):
+            return ChoiceFinishedEvent(number, choice_index, reason.value, text)
         case SequenceFinished(timings=timings):
             return FinishedEvent(
                 number=number,
@@ -232,13 +248,15 @@ def wire_event(number: int, event: SequenceEvent) -> Event:
             )
 
 
-def sequence_event(event: ScheduledEvent | TokensEvent | FinishedEvent) -> SequenceEvent:
+def sequence_event(event: ScheduledEvent | TokensEvent | ChoiceFinishedEvent | FinishedEvent) -> SequenceEvent:
     """The sequence's event of a wire form."""
     match event:
         case TokensEvent():
-            return TokensGenerated(tuple(event.token_ids), event.text, event.logprobs)
+            return TokensGenerated(tuple(event.token_ids), event.text, event.logprobs, event.choice_index)
         case ScheduledEvent():
             return Scheduled(event.cached_token_count)
+        case ChoiceFinishedEvent():
+            return ChoiceFinished(event.choice_index, EngineFinishReason(event.reason), event.text)
         case FinishedEvent():
             return SequenceFinished(
                 reason=EngineFinishReason(event.reason),

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from inference.engine import GenerationRequest, SamplingParams, StopCriteria
 from inference.kv_cache import blocks_for
 
+CHOICE_COUNT_MAX = 16  # per request: each takes a place in the batch
 TOP_LOGPROBS_MAX = 20  # per token: what others offer; each costs some 20 bytes of every frame
 
 
@@ -39,6 +40,8 @@ def request_fault(request: GenerationRequest, limits: EngineLimits, vocabulary_s
         return "the prompt has no tokens"
     if min(prompt) < 0 or max(prompt) >= vocabulary_size:
         return f"token ids must be from 0 to {vocabulary_size - 1}"
+    if not 1 <= request.choice_count <= CHOICE_COUNT_MAX:
+        return f"choice_count must be from 1 to {CHOICE_COUNT_MAX}"
     if output_token_count < 1:
         return "max_output_tokens must be at least 1"
     fault = _stop_fault(request.stop, vocabulary_size) or _sampling_fault(request.sampling, vocabulary_size)

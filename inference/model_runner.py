@@ -23,6 +23,7 @@ from inference.kv_cache import KV_BLOCK_TOKENS, blocks_for
 from inference.model import Batch, Decoder, Spans
 from inference.sampler import Chosen, choose
 from inference.scheduler import Chunk, StepPlan
+from inference.sequence import Sequence
 from inference.weights import load_weights
 
 ComputeDtype = Literal["float32", "bfloat16", "int8"]
@@ -54,8 +55,8 @@ class ModelRunner:
         self._pools = _allocate_pools(config, dtype, block_count)
 
     @torch.inference_mode()
-    def run(self, plan: StepPlan) -> dict[int, Chosen]:
-        """Compute the plan's chunks. Returns the next token per sequence number, for the chunks that complete.
+    def run(self, plan: StepPlan) -> dict[Sequence, Chosen]:
+        """Compute the plan's chunks. Returns the next token per sequence, for the chunks that complete.
 
         Writes the pools at the chunks' positions and nowhere else. Raises `InvariantViolated` if the model's output is not finite:
         what follows from it would be noise, and is not to be billed.
@@ -71,7 +72,7 @@ class ModelRunner:
         if not bool(torch.isfinite(logits.sum())):  # one pass; what is not finite stays so in the sum
             raise InvariantViolated("the model's output is not finite; are the weights intact?")
         chosen = choose(logits, draws, masks)
-        return {chunk.sequence.number: token for chunk, token in zip(finishing, chosen, strict=True)}
+        return {chunk.sequence: token for chunk, token in zip(finishing, chosen, strict=True)}
 
     def _batch(self, chunks: list[Chunk]) -> Batch:
         token_ids: list[int] = []

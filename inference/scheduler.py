@@ -93,7 +93,7 @@ class Scheduler:
     def add(self, sequence: Sequence) -> None:
         """Put a new sequence into the queue at the place that its number gives it: at the end, unless it was long in coming."""
         sequence.prefix_keys = self._prefix_keys(sequence)
-        bisect.insort(self._waiting, sequence, key=lambda waiting: waiting.number)
+        bisect.insort(self._waiting, sequence, key=lambda waiting: waiting.place)
 
     def remove(self, sequence: Sequence) -> None:
         """Forget a sequence wherever it is, and take its blocks back: it finished or was cancelled."""
@@ -147,7 +147,7 @@ class Scheduler:
         self._release(sequence)
         self._preemption_count += 1
         sequence.prefix_keys = self._prefix_keys(sequence)  # its own output may be found again too
-        bisect.insort(self._waiting, sequence, key=lambda waiting: waiting.number)
+        bisect.insort(self._waiting, sequence, key=lambda waiting: waiting.place)
 
     def _admit(self, plan: StepPlan) -> None:
         """Let waiting sequences enter while there are places, budget and blocks."""
@@ -172,7 +172,7 @@ class Scheduler:
 
     def _enter(self, sequence: Sequence, match: PrefixMatch, plan: StepPlan) -> None:
         self._waiting.remove(sequence)
-        bisect.insort(self._running, sequence, key=lambda running: running.number)
+        bisect.insort(self._running, sequence, key=lambda running: running.place)
         sequence.block_table = self._pool.hold(match)
         sequence.computed_token_count = match.token_count
         sequence.registered_block_count = len(match.blocks)

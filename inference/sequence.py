@@ -33,9 +33,9 @@ class AppendedToken:
 class Sequence:
     """State of one sequence; changed only by the step loop.
 
-    number: the order of arrival, and the handle that the host and its parent share. end_token_ids: ids that end it, the model's
-    and the request's. seed: the drawn one if the request had none. grammar: its response format's. Times are `time.monotonic()`
-    seconds.
+    number: the order of arrival, and the handle that the host and its parent share; choices of one request share it too.
+    end_token_ids: ids that end it, the model's and the request's. seed: the drawn one if the request had none. grammar: its
+    response format's. Times are `time.monotonic()` seconds.
     """
 
     number: int
@@ -55,11 +55,17 @@ class Sequence:
     first_token_at_s: float | None = None
     seen: SeenTokens | None = None
     grammar: Grammar | None = None
+    choice_index: int = 0
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.request.prompt_token_ids)
         if self.request.sampling.penalises:
             self.seen = SeenTokens(self.token_ids)
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Orders sequences by arrival, and choices among themselves."""
+        return self.number, self.choice_index
 
     @property
     def prompt_token_count(self) -> int:

@@ -1,6 +1,6 @@
 """The caller's end of a running sequence: a buffer of events between the engine and one reader.
 
-The buffer needs no bound of its own: a sequence has at most max_output_tokens + 2 events, and a slow reader delays nobody else.
+The buffer needs no bound of its own: a choice has at most max_output_tokens + 2 events, and a slow reader delays nobody else.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 
-from inference.engine import GenerationRequest, Scheduled, SequenceEvent, SequenceFinished, TokensGenerated
+from inference.engine import ChoiceFinished, GenerationRequest, Scheduled, SequenceEvent, SequenceFinished, TokensGenerated
 from inference.errors import EngineError
 
 
@@ -21,7 +21,7 @@ class BufferedStream:
         self.request = request
         self.scheduled = False
         self.ended = False
-        self.output_token_ids: list[int] = []
+        self.outputs: list[list[int]] = [[] for _ in range(request.choice_count)]  # token ids by choice
         self._cancel = cancel
         self._cancel_sent = False
         self._events: deque[SequenceEvent] = deque()
@@ -51,9 +51,11 @@ class BufferedStream:
         """Called by the engine: the sequence's next event."""
         match event:
             case TokensGenerated():
-                self.output_token_ids += event.token_ids
+                self.outputs[event.choice_index] += event.token_ids
             case Scheduled():
                 self.scheduled = True
+            case ChoiceFinished():
+                pass
             case SequenceFinished():
                 self.ended = True
         self._events.append(event)

@@ -190,7 +190,10 @@ class TorchEngine:
         fault = request_fault(request, self._limits, self._model.vocabulary_size, self._block_count)
         if fault is not None:
             raise RequestImpossible(fault)
-        if sum(not stream.scheduled for stream in self._streams.values()) >= self._limits.waiting_sequence_count_max:
+        if (
+            sum(stream.request.choice_count for stream in self._streams.values() if not stream.scheduled)
+            >= self._limits.waiting_sequence_count_max
+        ):
             raise EngineOverloaded("the engine's queue is full", self._overload_wait_s())
         stream = BufferedStream(self._next_number, request, self._send_cancel)
         self._next_number += 1
@@ -313,14 +316,14 @@ class TorchEngine:
             stream.fail(refused)
             return
         received = sequence_event(event)
-        if isinstance(received, TokensGenerated) and not stream.output_token_ids:
+        if isinstance(received, TokensGenerated) and not any(stream.outputs):
             self._hint.note(stream.request.prompt_token_ids, stream.request.cache_salt)
         stream.put(received)
         if isinstance(received, SequenceFinished):
             self._last_queue_ms = received.timings.queue_ms
             # The last token's KV is never computed, since nothing followed it.
-            computed = (*stream.request.prompt_token_ids, *stream.output_token_ids[:-1])
-            self._hint.note(computed, stream.request.cache_salt)
+            for output in stream.outputs:
+                self._hint.note((*stream.request.prompt_token_ids, *output[:-1]), stream.request.cache_salt)
 
     def _fail_streams(self, reason: str) -> None:
         closed = self._condition.state is EngineState.CLOSED

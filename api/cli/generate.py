@@ -58,6 +58,7 @@ def generate(
     json_schema: Annotated[Path | None, typer.Option(help="File with a JSON schema that the answer follows.")] = None,
     regex: Annotated[str | None, typer.Option(help="Regular expression that the whole answer matches.")] = None,
     lark: Annotated[Path | None, typer.Option(help="File with an EBNF grammar in Lark's syntax that the answer follows.")] = None,
+    choices: Annotated[int | None, typer.Option(help="So many answers, up to 16; needs a temperature above 0.")] = None,
     top_logprobs: Annotated[
         int | None, typer.Option(help="Log-probabilities of each token and so many likeliest ones, 0 to 20; shown with --json.")
     ] = None,
@@ -89,20 +90,29 @@ def generate(
         json_schema=None if json_schema is None else read_file(str(json_schema)),
         regex=regex,
         lark=None if lark is None else read_file(str(lark)),
+        choice_count=choices,
         top_logprobs=top_logprobs,
         timeout=timeout,
     )
     conversation = messages(prompt, system, context, file)
     with inference_client(address, api_key) as client:
-        result, interrupted = run(client.generate(model, conversation, **options), quiet=as_json)
+        several = (choices or 1) > 1  # streamed, they would run into each other
+        result, interrupted = run(client.generate(model, conversation, **options), quiet=as_json or several)
     if as_json:
         print_json(result)
     else:
+        if several:
+            write(choices_text(result))
         note(result_line(result))
     if interrupted:
         raise typer.Exit(INTERRUPTED)
     if result.finish_reason in CUT_OFF:
         fail(why_cut_off(result))
+
+
+def choices_text(result: Result) -> str:
+    """Several answers, each under its number."""
+    return "".join(f"[{choice.index + 1}] {choice.text.rstrip()}\n" for choice in result.choices)
 
 
 def biases(texts: Sequence[str]) -> dict[int, float]:

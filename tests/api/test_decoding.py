@@ -11,7 +11,7 @@ from weir.v1 import inference_service_pb2 as pb
 from api.decoding import check_against_model
 from api.errors import InvalidRequest
 from api.wire import ValidStart, parse_start
-from inference.engine import GrammarKind, ResponseFormat, SamplingParams, StopCriteria
+from inference.engine import GenerationRequest, GrammarKind, ResponseFormat, SamplingParams, SequenceId, StopCriteria
 
 NAN = float("nan")
 
@@ -49,6 +49,8 @@ def violations(error: pytest.ExceptionInfo[InvalidRequest]) -> list[str]:
         ({}, {"max_output_tokens": 0}, "max_output_tokens"),
         ({}, {"top_logprobs": 21}, "top_logprobs"),
         ({}, {"top_logprobs": -1}, "top_logprobs"),
+        ({}, {"choice_count": 0}, "choice_count"),
+        ({}, {"choice_count": 17}, "choice_count"),
         ({}, {"response_format": pb.ResponseFormat()}, "response_format"),
         ({}, {"response_format": pb.ResponseFormat(json_schema="{")}, "response_format.json_schema"),
         ({}, {"response_format": pb.ResponseFormat(json_schema="[]")}, "response_format.json_schema"),
@@ -117,16 +119,21 @@ def test_a_response_format_reaches_the_engine_as_it_is(given: pb.ResponseFormat,
         ({"logit_bias": {400: 1.0}}, {}, "sampling.logit_bias[400]"),
         ({}, {"stop_token_ids": [400]}, "stop_token_ids"),
         ({}, {"min_output_tokens": 51}, "min_output_tokens"),
+        ({"temperature": 0.0}, {"choice_count": 2}, "choice_count"),
     ],
 )
 def test_what_does_not_fit_the_model_is_refused_by_its_field(sampling: dict[str, Any], fields: dict[str, Any], field: str) -> None:
     start = parse(sampling, **fields)
 
+    def request(room_tokens: int, choice_count: int = 1) -> GenerationRequest:
+        sampling = start.sampling.over(SamplingParams(temperature=1.0))
+        return GenerationRequest(SequenceId("x"), (1,), sampling, start.stop.within(room_tokens), choice_count=choice_count)
+
     with pytest.raises(InvalidRequest) as caught:
-        check_against_model(start.sampling, start.stop, vocabulary_size=400, room_tokens=50)
+        check_against_model(request(50, start.choice_count), vocabulary_size=400)
 
     assert violations(caught) == [field]
-    check_against_model(start.sampling, start.stop, vocabulary_size=401, room_tokens=51)
+    check_against_model(request(51), vocabulary_size=401)
 
 
 def test_decoding_is_part_of_what_makes_a_request_the_same() -> None:

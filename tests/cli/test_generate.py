@@ -86,6 +86,13 @@ def test_a_response_format_comes_from_a_file_or_the_command_line(weir: Run, serv
     assert weir("generate", "Hi", "--json-schema", str(tmp_path / "absent")).exit_code == 2
 
 
+def test_several_answers_are_shown_under_their_numbers(weir: Run, server: ScriptedWeir) -> None:
+    result = weir("generate", "Hi", "--choices", "2", "--temperature", "1")
+
+    assert start_of(server).choice_count == 2
+    assert result.stdout == f"[1] {ANSWER}\n", "the scripted server gives one"
+
+
 @pytest.mark.parametrize("bias", ["12", "x=1", "12=much"])
 def test_a_bias_that_is_none_is_refused_by_name(weir: Run, bias: str) -> None:
     result = weir("generate", "Hi", "--logit-bias", bias)

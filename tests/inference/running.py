@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from inference.engine import (
+    ChoiceFinished,
     GenerationRequest,
     ResponseFormat,
     SamplingParams,
@@ -55,6 +56,7 @@ def make_request(
     min_output_tokens: int = 0,
     cache_salt: str = "",
     response_format: ResponseFormat | None = None,
+    choice_count: int = 1,
 ) -> GenerationRequest:
     """A greedy request unless told otherwise."""
     return GenerationRequest(
@@ -64,6 +66,7 @@ def make_request(
         stop=StopCriteria(max_output_tokens, stop_sequences, stop_token_ids, ignore_eos, min_output_tokens),
         cache_salt=cache_salt,
         response_format=response_format,
+        choice_count=choice_count,
     )
 
 
@@ -98,6 +101,8 @@ def collect(events: Iterable[NumberedEvent], outcomes: dict[int, Outcome]) -> No
                 outcome.token_ids += event.token_ids
                 outcome.text += event.text
                 outcome.logprobs += event.logprobs
+            case ChoiceFinished():
+                raise AssertionError("these requests have one choice")
             case SequenceFinished():
                 outcome.text += event.text
                 outcome.finished = event

@@ -195,6 +195,7 @@ def test_the_queue_is_bounded(tiny: TinyCheckpoint) -> None:
         (make_request([9], 5, sampling=SamplingParams(top_logprobs=21)), "top_logprobs"),
         (make_request([9], 5, stop_token_ids=frozenset({400})), "stop_token_ids"),
         (make_request([9], 5, min_output_tokens=6), "min_output_tokens"),
+        (make_request([9], 5, choice_count=17), "choice_count"),
     ],
 )
 def test_a_request_that_can_never_run_has_a_fault(tiny: TinyCheckpoint, request_: GenerationRequest, words: str) -> None:

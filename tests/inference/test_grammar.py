@@ -249,11 +249,11 @@ def test_a_format_that_becomes_too_much_to_compute_ends_its_own_sequence(
 ) -> None:
     core = make_core(tiny.directory)
     other = make_request([50], 10)
-    grammar = core.grammars.compile(json_format({}))
-    core.add(0, constrained(tiny, json_format({})), grammar=grammar)
+    core.add(0, constrained(tiny, json_format({})))
     core.add(1, other)
     events = core.step()
-    monkeypatch.setattr(type(grammar), "fault", property(lambda self: "too many items" if self is grammar else None))
+    broken = core.scheduler.running[0].grammar
+    monkeypatch.setattr("inference.grammar.Grammar.fault", property(lambda self: "too many items" if self is broken else None))
 
     events = [event for _ in range(12) for event in core.step()]
 

@@ -7,6 +7,7 @@ import socket
 import pytest
 
 from inference.engine import (
+    ChoiceFinished,
     EngineFinishReason,
     EngineStatistics,
     EngineTimings,
@@ -23,6 +24,7 @@ from inference.engine import (
 from inference.host_protocol import (
     LENGTH_PREFIX,
     MESSAGE_BYTES_MAX,
+    ChoiceFinishedEvent,
     FinishedEvent,
     ProtocolBroken,
     RefusedEvent,
@@ -57,6 +59,7 @@ def test_a_request_crosses_unchanged_but_for_its_id() -> None:
         min_output_tokens=4,
         cache_salt="tenant",
         response_format=ResponseFormat(GrammarKind.REGEX, "a+"),
+        choice_count=3,
     )
 
     message = decode_to_host(encode(start_message(9, request))[LENGTH_PREFIX.size :])
@@ -66,7 +69,7 @@ def test_a_request_crosses_unchanged_but_for_its_id() -> None:
     assert crossed.sequence_id == "9"
     assert (crossed.prompt_token_ids, crossed.sampling, crossed.stop) == (request.prompt_token_ids, request.sampling, request.stop)
     assert crossed.cache_salt == "tenant"
-    assert crossed.response_format == request.response_format
+    assert (crossed.response_format, crossed.choice_count) == (request.response_format, 3)
 
 
 @pytest.mark.parametrize(
@@ -75,6 +78,8 @@ def test_a_request_crosses_unchanged_but_for_its_id() -> None:
         Scheduled(32),
         TokensGenerated((1, 2), "ab🙂"),
         TokensGenerated((7,), "x", (TokenLogprobs(TokenLogprob(7, -0.5), (TokenLogprob(3, -0.25), TokenLogprob(7, -0.5))),)),
+        TokensGenerated((1,), "b", (), 3),
+        ChoiceFinished(2, EngineFinishReason.STOP_SEQUENCE, "rest"),
         *(SequenceFinished(reason, "rest", 10, 0, 3, TIMINGS) for reason in EngineFinishReason),
     ],
 )
@@ -86,7 +91,7 @@ def test_an_event_crosses_unchanged(event: SequenceEvent) -> None:
 
     assert isinstance(crossed, StepReport)
     first, second = crossed.events
-    assert isinstance(first, ScheduledEvent | TokensEvent | FinishedEvent)
+    assert isinstance(first, ScheduledEvent | TokensEvent | ChoiceFinishedEvent | FinishedEvent)
     assert (first.number, sequence_event(first)) == (4, event)
     assert second == RefusedEvent(5, overloaded=True, message="full")
     assert EngineStatistics(*crossed.statistics) == statistics

@@ -175,6 +175,7 @@ class StartFrame(_message.Message):
     MIN_OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
     TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
     RESPONSE_FORMAT_FIELD_NUMBER: _builtins.int
+    CHOICE_COUNT_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Name of a model, as `ListModels` gives it. Unknown: NOT_FOUND."""
     text: _builtins.str
@@ -192,6 +193,10 @@ class StartFrame(_message.Message):
     top_logprobs: _builtins.int
     """Sends the log-probability of each output token and of so many likeliest ones, 0 to 20. Unset: none.
     INVALID_ARGUMENT for more.
+    """
+    choice_count: _builtins.int
+    """So many outputs of the one prompt, 1 to 16; unset: 1. The input is billed once, the output of all. `max_output_tokens` holds for
+    each; the quotas hold the sum. INVALID_ARGUMENT for more, and for more than one with a temperature of 0: all would be equal.
     """
     @_builtins.property
     def conversation(self) -> Global___Conversation:
@@ -240,11 +245,14 @@ class StartFrame(_message.Message):
         min_output_tokens: _builtins.int = ...,
         top_logprobs: _builtins.int | None = ...,
         response_format: Global___ResponseFormat | None = ...,
+        choice_count: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_output_tokens", b"_max_output_tokens", "_top_logprobs", b"_top_logprobs", "_usage_interval_tokens", b"_usage_interval_tokens", "conversation", b"conversation", "max_output_tokens", b"max_output_tokens", "prompt", b"prompt", "response_format", b"response_format", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs", "usage_interval_tokens", b"usage_interval_tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_choice_count", b"_choice_count", "_max_output_tokens", b"_max_output_tokens", "_top_logprobs", b"_top_logprobs", "_usage_interval_tokens", b"_usage_interval_tokens", "choice_count", b"choice_count", "conversation", b"conversation", "max_output_tokens", b"max_output_tokens", "prompt", b"prompt", "response_format", b"response_format", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs", "usage_interval_tokens", b"usage_interval_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_output_tokens", b"_max_output_tokens", "_top_logprobs", b"_top_logprobs", "_usage_interval_tokens", b"_usage_interval_tokens", "conversation", b"conversation", "ignore_eos", b"ignore_eos", "labels", b"labels", "max_output_tokens", b"max_output_tokens", "min_output_tokens", b"min_output_tokens", "model", b"model", "prompt", b"prompt", "response_format", b"response_format", "sampling", b"sampling", "stop_sequences", b"stop_sequences", "stop_token_ids", b"stop_token_ids", "text", b"text", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs", "usage_interval_tokens", b"usage_interval_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_choice_count", b"_choice_count", "_max_output_tokens", b"_max_output_tokens", "_top_logprobs", b"_top_logprobs", "_usage_interval_tokens", b"_usage_interval_tokens", "choice_count", b"choice_count", "conversation", b"conversation", "ignore_eos", b"ignore_eos", "labels", b"labels", "max_output_tokens", b"max_output_tokens", "min_output_tokens", b"min_output_tokens", "model", b"model", "prompt", b"prompt", "response_format", b"response_format", "sampling", b"sampling", "stop_sequences", b"stop_sequences", "stop_token_ids", b"stop_token_ids", "text", b"text", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs", "usage_interval_tokens", b"usage_interval_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__choice_count: _TypeAlias = _typing.Literal["choice_count"]  # noqa: Y015
+    _WhichOneofArgType__choice_count: _TypeAlias = _typing.Literal["_choice_count", b"_choice_count"]  # noqa: Y015
     _WhichOneofReturnType__max_output_tokens: _TypeAlias = _typing.Literal["max_output_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_output_tokens: _TypeAlias = _typing.Literal["_max_output_tokens", b"_max_output_tokens"]  # noqa: Y015
     _WhichOneofReturnType__top_logprobs: _TypeAlias = _typing.Literal["top_logprobs"]  # noqa: Y015
@@ -253,6 +261,8 @@ class StartFrame(_message.Message):
     _WhichOneofArgType__usage_interval_tokens: _TypeAlias = _typing.Literal["_usage_interval_tokens", b"_usage_interval_tokens"]  # noqa: Y015
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["conversation", "text", "token_ids"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__choice_count) -> _WhichOneofReturnType__choice_count | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_output_tokens) -> _WhichOneofReturnType__max_output_tokens | None: ...
     @_typing.overload
@@ -669,10 +679,13 @@ class DeltaFrame(_message.Message):
     TEXT_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
+    CHOICE_INDEX_FIELD_NUMBER: _builtins.int
     seq: _builtins.int
     """Grows by one with each `delta` of the request, from 1."""
     text: _builtins.str
     """New text. Empty while a character is still incomplete or may belong to a stop sequence."""
+    choice_index: _builtins.int
+    """Whose output it is, from 0 to `choice_count` - 1. All tokens of a frame are of one choice; `seq` counts the frames of all."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """New tokens. All of them together are exactly the delivered tokens."""
@@ -688,10 +701,11 @@ class DeltaFrame(_message.Message):
         text: _builtins.str = ...,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         logprobs: _abc.Iterable[Global___TokenLogprobs] | None = ...,
+        choice_index: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "seq", b"seq", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice_index", b"choice_index", "logprobs", b"logprobs", "seq", b"seq", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -794,6 +808,7 @@ class FinishedFrame(_message.Message):
     COST_FIELD_NUMBER: _builtins.int
     TIMINGS_FIELD_NUMBER: _builtins.int
     EXHAUSTED_QUOTAS_FIELD_NUMBER: _builtins.int
+    CHOICES_FIELD_NUMBER: _builtins.int
     reason: _types_pb2.FinishReason.ValueType
     """Why it ended."""
     @_builtins.property
@@ -812,6 +827,10 @@ class FinishedFrame(_message.Message):
     def exhausted_quotas(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.QuotaStatus]:
         """For QUOTA_EXHAUSTED the quota that ran out; empty otherwise."""
 
+    @_builtins.property
+    def choices(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChoiceEnd]:
+        """How each choice ended, in the order of their indices, if there is more than one; else empty. `reason` is then the first one's."""
+
     def __init__(
         self,
         *,
@@ -820,14 +839,41 @@ class FinishedFrame(_message.Message):
         cost: _types_pb2.Money | None = ...,
         timings: _types_pb2.Timings | None = ...,
         exhausted_quotas: _abc.Iterable[_types_pb2.QuotaStatus] | None = ...,
+        choices: _abc.Iterable[Global___ChoiceEnd] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["cost", b"cost", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cost", b"cost", "exhausted_quotas", b"exhausted_quotas", "reason", b"reason", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choices", b"choices", "cost", b"cost", "exhausted_quotas", b"exhausted_quotas", "reason", b"reason", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___FinishedFrame: _TypeAlias = FinishedFrame  # noqa: Y015
+
+@_typing.final
+class ChoiceEnd(_message.Message):
+    """How one of several choices ended."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHOICE_INDEX_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    choice_index: _builtins.int
+    """From 0."""
+    reason: _types_pb2.FinishReason.ValueType
+    """Why it ended: by itself, or as the whole request was ended."""
+    def __init__(
+        self,
+        *,
+        choice_index: _builtins.int = ...,
+        reason: _types_pb2.FinishReason.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice_index", b"choice_index", "reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ChoiceEnd: _TypeAlias = ChoiceEnd  # noqa: Y015
 
 @_typing.final
 class FailedFrame(_message.Message):

@@ -47,6 +47,7 @@ from weir_client.sync import Client, GenerationStream
 from weir_client.values import (
     PICOS_PER_UNIT,
     Admitted,
+    Choice,
     Delta,
     Event,
     FinishReason,
@@ -85,6 +86,7 @@ __all__ = [
     "AuditEntry",
     "BillingClient",
     "Cancelled",
+    "Choice",
     "Client",
     "CreatedApiKey",
     "DeadlineExceeded",

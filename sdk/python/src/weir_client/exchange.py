@@ -17,6 +17,7 @@ from weir_client import errors, wire
 from weir_client.status import error_from_status
 from weir_client.values import (
     Admitted,
+    Choice,
     Delta,
     Event,
     FinishReason,
@@ -30,7 +31,27 @@ from weir_client.values import (
 )
 
 EVENTS_MAX = 65_536  # one delta per token: more than any context window in use; a reader that far behind is gone
+CHOICES_MAX = 1024  # far above what a server allows: a wrong index must not take all memory
 CANCEL_GRACE_S = 2.0  # how long the final frame may take after a cancel: one engine step and one settlement, with room
+
+
+class Output:
+    """What has arrived of one choice."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+        self.token_ids: list[int] = []
+        self.logprobs: list[TokenLogprobs] = []
+
+    def add(self, frame: pb.DeltaFrame, logprobs: tuple[TokenLogprobs, ...]) -> None:
+        """One more frame of it."""
+        self.texts.append(frame.text)
+        self.token_ids.extend(frame.token_ids)
+        self.logprobs.extend(logprobs)
+
+    def choice(self, index: int, reason: FinishReason) -> Choice:
+        """All of it."""
+        return Choice(index, reason, "".join(self.texts), tuple(self.token_ids), tuple(self.logprobs))
 
 
 class Carrier(Protocol):
@@ -62,9 +83,7 @@ class Exchange:
         self._changed = asyncio.Event()
         self._ended = asyncio.Event()
         self._seq = 0
-        self._texts: list[str] = []
-        self._token_ids: list[int] = []
-        self._logprobs: list[TokenLogprobs] = []
+        self._outputs = [Output()]  # by choice; the server says by its frames how many there are
         self._usage: Usage | None = None
         self._cost: Money | None = None
         self._timings: Timings | None = None
@@ -144,8 +163,8 @@ class Exchange:
         return Partial(
             request_id=self.request_id,
             model=self.model,
-            text="".join(self._texts),
-            token_ids=tuple(self._token_ids),
+            text="".join(self._outputs[0].texts),
+            token_ids=tuple(self._outputs[0].token_ids),
             usage=self._usage,
             cost=self._cost,
             timings=self._timings,
@@ -160,11 +179,14 @@ class Exchange:
             self._end(self._incomplete(f"output is missing between frame {self._seq} and frame {frame.seq}"))
             return
         self._seq = frame.seq
-        self._texts.append(frame.text)
-        self._token_ids.extend(frame.token_ids)
         logprobs = wire.logprobs(frame)
-        self._logprobs.extend(logprobs)
-        self._push(Delta(frame.seq, frame.text, tuple(frame.token_ids), time.monotonic(), logprobs))
+        self._output(frame.choice_index).add(frame, logprobs)
+        self._push(Delta(frame.seq, frame.text, tuple(frame.token_ids), time.monotonic(), logprobs, frame.choice_index))
+
+    def _output(self, choice_index: int) -> Output:
+        while len(self._outputs) <= min(choice_index, CHOICES_MAX):
+            self._outputs.append(Output())
+        return self._outputs[choice_index]
 
     def _receive_finished(self, frame: pb.FinishedFrame) -> None:
         self._usage, self._cost = wire.usage(frame.usage), wire.money(frame.cost)
@@ -173,21 +195,23 @@ class Exchange:
         if reason is FinishReason.DEADLINE or (self.expired and reason is FinishReason.CANCELLED):
             self._end(self._deadline_error())
             return
-        text, token_ids = "".join(self._texts), tuple(self._token_ids)
+        reasons = {each.choice_index: wire.finish_reason(each.reason) for each in frame.choices} or {0: reason}
+        choices = tuple(self._output(index).choice(index, reasons[index]) for index in sorted(reasons))
         exhausted = tuple(wire.quota(each) for each in frame.exhausted_quotas)
         self._end(
             Result(
                 request_id=self.request_id,
                 model=self.model,
                 finish_reason=reason,
-                text=text,
-                token_ids=token_ids,
+                text=choices[0].text,
+                token_ids=choices[0].token_ids,
                 usage=self._usage,
                 cost=self._cost,
                 timings=timings,
                 admitted=self.admitted,
                 exhausted_quotas=exhausted,
-                logprobs=tuple(self._logprobs),
+                logprobs=choices[0].logprobs,
+                choices=choices,
             )
         )
 

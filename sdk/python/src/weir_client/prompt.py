@@ -51,6 +51,7 @@ class GenerateOptions(TypedDict, total=False):
     ignore_eos: goes on where the model would stop by itself; for benchmarks.
     json_schema: the answer is a JSON document valid under it (a mapping, or its text); regex: the answer matches it; lark: it
         follows this EBNF grammar in Lark's syntax. At most one of the three.
+    choice_count: 1 to 16 answers to the one prompt, in `Result.choices`; needs a temperature above 0.
     top_logprobs: 0 to 20; each token's log-probability and those of so many likeliest ones.
     usage_interval_tokens: asks for a running `UsageUpdate` each so many output tokens.
     labels: own labels, stored with the usage event.
@@ -78,6 +79,7 @@ class GenerateOptions(TypedDict, total=False):
     json_schema: Mapping[str, object] | str | None
     regex: str | None
     lark: str | None
+    choice_count: int | None
     top_logprobs: int | None
     usage_interval_tokens: int | None
     labels: Mapping[str, str]
@@ -105,6 +107,7 @@ def build_start(model: str, prompt: Prompt | None, options: GenerateOptions) -> 
             min_output_tokens=options.get("min_output_tokens", 0),
             top_logprobs=options.get("top_logprobs"),
             response_format=_response_format(options),
+            choice_count=options.get("choice_count"),
             max_output_tokens=options.get("max_output_tokens"),
             ignore_eos=options.get("ignore_eos", False),
             usage_interval_tokens=options.get("usage_interval_tokens"),

@@ -178,6 +178,7 @@ class Delta:
     token_ids: tuple[int, ...]
     received_s: float  # `time.monotonic()` at which this client read it, for latency measurements
     logprobs: tuple[TokenLogprobs, ...] = ()  # one per token, if `top_logprobs` was given
+    choice_index: int = 0  # whose output, if `choice_count` is more than 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,8 +193,23 @@ Event = Admitted | Progress | Delta | UsageUpdate
 
 
 @dataclass(frozen=True, slots=True)
+class Choice:
+    """One of several outputs of a prompt."""
+
+    index: int
+    finish_reason: FinishReason
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Result:
-    """A request that ran to its end, with the numbers that will be on the bill."""
+    """A request that ran to its end, with the numbers that will be on the bill.
+
+    `choices` has every output in order, one unless `choice_count` was given; text, tokens and reason beside it are the first one's.
+    `usage` and `cost` are of all.
+    """
 
     request_id: str
     model: str
@@ -206,11 +222,15 @@ class Result:
     admitted: Admitted | None
     exhausted_quotas: tuple[QuotaStatus, ...] = ()  # which quota ran out, for QUOTA_EXHAUSTED
     logprobs: tuple[TokenLogprobs, ...] = ()  # one per token, if `top_logprobs` was given
+    choices: tuple[Choice, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Partial:
-    """What is known of a request that has no proper end. `usage` and `cost` are None where the server did not tell."""
+    """What is known of a request that has no proper end. `usage` and `cost` are None where the server did not tell.
+
+    Text and tokens are the first choice's.
+    """
 
     request_id: str
     model: str
