@@ -1,0 +1,177 @@
+"""Chat templates with the constructs of published ones render as the reference renders them, or refuse in their own words."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from inference.errors import ChatTemplateFailed, CheckpointInvalid
+from inference.tokenizer import ChatMessage, Tokenizer
+from tests.inference.checkpoints import CHAT_TEMPLATE, write_tokenizer
+
+# As Llama 3: the first message may be a system's, a date, a header per turn, trimmed content, definedness of optional variables.
+HEADERS = """{{- bos_token }}
+{%- if not date_string is defined %}
+    {%- set date_string = strftime_now("%Y") %}
+{%- endif %}
+{%- if messages[0]['role'] == 'system' %}
+    {%- set system_message = messages[0]['content'] | trim %}
+    {%- set messages = messages[1:] %}
+{%- else %}
+    {%- set system_message = "" %}
+{%- endif %}
+{{- "<|system|>\\n\\nToday: " + date_string + "\\n\\n" }}
+{%- if tools is not none %}
+    {{- "Tools: " }}{%- for t in tools %}{{- t | tojson(indent=4) }}{%- endfor %}
+{%- endif %}
+{{- system_message + "<|end|>" }}
+{%- for message in messages %}
+    {%- if not (message.role == 'ipython' or 'tool_calls' in message) %}
+        {{- '<|' + message['role'] + '|>\\n\\n' + message['content'] | trim + '<|end|>' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|assistant|>\\n\\n' }}
+{%- endif %}
+"""
+# As Qwen 3: a namespace that finds the last question, thoughts taken out of earlier answers, string methods, a reversed loop.
+THOUGHTS = """{%- set ns = namespace(last=messages|length - 1, searching=true) %}
+{%- for message in messages[::-1] %}
+    {%- set index = (messages|length - 1) - loop.index0 %}
+    {%- if ns.searching and message.role == "user" and not message.content.startswith('<tool_response>') %}
+        {%- set ns.searching = false %}
+        {%- set ns.last = index %}
+    {%- endif %}
+{%- endfor %}
+{%- for message in messages %}
+    {%- set content = message.content if message.content is string else '' %}
+    {%- if message.role == "assistant" and '</think>' in content and loop.index0 < ns.last %}
+        {%- set content = content.split('</think>')[-1].lstrip('\\n') %}
+    {%- endif %}
+    {{- '<|' + message.role + '|>' + '\\n' + content + '<|end|>' + '\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|assistant|>\\n' }}
+    {%- if enable_thinking is defined and enable_thinking is false %}{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}
+{%- endif %}
+"""
+# As Mistral: turns must alternate, the system's words go into the first question, loops that go on and break off, an end token.
+INSTRUCTIONS = """{%- if messages[0]["role"] == "system" %}
+    {%- set system_message = messages[0]["content"] %}
+    {%- set loop_messages = messages[1:] %}
+{%- else %}
+    {%- set loop_messages = messages %}
+{%- endif %}
+{%- for message in loop_messages %}
+    {%- if (message["role"] == "user") != (loop.index0 % 2 == 0) %}
+        {{- raise_exception("After the optional system message, roles must alternate user/assistant") }}
+    {%- endif %}
+{%- endfor %}
+{{- bos_token }}
+{%- for message in loop_messages %}
+    {%- if message["content"] == "" %}{%- continue %}{%- endif %}
+    {%- if message["role"] == "user" %}
+        {%- set start = system_message + "\\n\\n" if loop.first and system_message is defined else "" %}
+        {{- "[INST] " + start + message["content"] + "[/INST]" }}
+    {%- else %}
+        {% generation %}{{- " " + message["content"] | trim + eos_token }}{% endgeneration %}
+    {%- endif %}
+{%- endfor %}
+"""
+# As Gemma: a model that was trained without a system's turn says so.
+WITHOUT_SYSTEM = """{{ bos_token }}
+{%- if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}
+{%- for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}{% endfor %}"""
+
+TEMPLATES = {"headers": HEADERS, "thoughts": THOUGHTS, "instructions": INSTRUCTIONS, "plain": CHAT_TEMPLATE}
+CONVERSATIONS = [
+    [("user", "  Hi, 北京 & <b>Zoë</b>!\n")],
+    [("system", "Be brief. "), ("user", "Which hotel?")],
+    [("system", "S"), ("user", "Q1"), ("assistant", "<think>\nhm\n</think>\n\nA1 "), ("user", "Q2 {{ messages }}")],
+    [("user", "Q1"), ("assistant", "<think>hm</think>A1")],
+]
+
+
+def write_template(directory: Path, template: Any) -> None:
+    """A tokenizer whose configuration holds this template, or several."""
+    write_tokenizer(directory)
+    path = directory / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": template}))
+
+
+def chat(*turns: tuple[str, str]) -> list[ChatMessage]:
+    """A conversation."""
+    return [ChatMessage(role, content) for role, content in turns]
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_rendering_equals_transformers(name: str, tmp_path: Path) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    write_template(tmp_path, TEMPLATES[name])
+    reference: Any = PreTrainedTokenizerFast.from_pretrained(str(tmp_path))
+    tokenizer = Tokenizer(tmp_path)
+
+    for turns in CONVERSATIONS:
+        for prompting in (True, False):
+            plain = [{"role": role, "content": content} for role, content in turns]
+            expected = reference.apply_chat_template(plain, tokenize=False, add_generation_prompt=prompting)
+            ids = reference.apply_chat_template(plain, tokenize=True, add_generation_prompt=prompting, return_dict=False)
+
+            assert tokenizer.render_chat(chat(*turns), add_generation_prompt=prompting) == expected
+            assert list(tokenizer.encode_chat(chat(*turns), add_generation_prompt=prompting)) == ids
+
+
+@pytest.mark.parametrize(
+    ("template", "turns", "words"),
+    [
+        (WITHOUT_SYSTEM, [("system", "Be brief."), ("user", "Hi")], "System role not supported"),
+        (INSTRUCTIONS, [("user", "Hi"), ("user", "Hi?")], "roles must alternate"),
+        ("{{ messages[7]['content'] + 'x' }}", [("user", "Hi")], "no element 7"),
+        ("{{ 1 // (messages | length - 1) }}", [("user", "Hi")], "by zero"),
+        ("{{ range(10**9) | length }}", [("user", "Hi")], "Range too big"),
+    ],
+)
+def test_a_refusal_is_told_in_the_templates_words(template: str, turns: list[tuple[str, str]], words: str, tmp_path: Path) -> None:
+    write_template(tmp_path, template)
+
+    with pytest.raises(ChatTemplateFailed, match=words):
+        Tokenizer(tmp_path).render_chat(chat(*turns))
+
+
+def test_named_templates_are_found_by_name(tmp_path: Path) -> None:
+    write_template(tmp_path, [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "tools"}])
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "rag.jinja").write_text("documents")
+    tokenizer = Tokenizer(tmp_path)
+
+    assert tokenizer.render_chat(chat(("user", "?"))) == "plain"
+    assert tokenizer.render_chat(chat(("user", "?")), template_name="tool_use") == "tools"
+    assert tokenizer.render_chat(chat(("user", "?")), template_name="rag") == "documents"
+    with pytest.raises(ChatTemplateFailed, match="no chat template named vision; it has: default, tool_use, rag"):
+        tokenizer.render_chat(chat(("user", "?")), template_name="vision")
+
+
+def test_the_template_file_wins_over_the_configuration(tmp_path: Path) -> None:
+    write_template(tmp_path, "from the configuration")
+    (tmp_path / "chat_template.jinja").write_text("from the file, {{ bos_token }}")
+
+    assert Tokenizer(tmp_path).render_chat(chat(("user", "?"))) == "from the file, <|bos|>"
+
+
+def test_special_tokens_come_from_the_older_file_too(tmp_path: Path) -> None:
+    write_template(tmp_path, "{{ unk_token }}{{ bos_token }}{{ add_bos_token is defined }}")
+    tokens = {"unk_token": {"content": "<|pad|>", "lstrip": False}, "bos_token": "<|user|>", "add_bos_token": True}
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps(tokens))
+
+    assert Tokenizer(tmp_path).render_chat(chat(("user", "?"))) == "<|pad|><|bos|>False", "the configuration wins"
+
+
+def test_a_template_among_several_that_does_not_parse_is_refused(tmp_path: Path) -> None:
+    write_template(tmp_path, {"default": "fine", "tool_use": "{% for %}"})
+
+    with pytest.raises(CheckpointInvalid, match="does not parse"):
+        Tokenizer(tmp_path)
