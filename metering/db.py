@@ -58,7 +58,7 @@ def connection_options(extra: Sequence[str] = ()) -> str:
     settings = (
         f"statement_timeout={STATEMENT_TIMEOUT_MS}",
         "timezone=UTC",
-        "idle_in_transaction_session_timeout=30000",
+        "idle_in_transaction_session_timeout=10000",
     )
     return " ".join(f"-c {setting}" for setting in (*settings, *extra))
 
