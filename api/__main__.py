@@ -27,10 +27,11 @@ from api.inference_service import InferenceServicer
 from api.live import Process
 from api.logs import configure_logs
 from api.server import Health, Servicers, build_server
-from api.settings import Settings
+from api.settings import SettingInvalid, Settings
 from inference.engine import Engine
 from inference.errors import EngineError
 from inference.router import Router
+from inference.safety import SafetyChecker, SafetyRulesInvalid, read_rules
 from inference.tokenizer import Tokenizer
 from inference.torch_engine import TorchEngine, TorchEngineSettings
 from metering.db import create_engine, create_sessions
@@ -58,6 +59,16 @@ def build_engines(settings: Settings) -> dict[str, Engine]:
         )
         for name, directory in settings.models.items()
     }
+
+
+def build_safety(settings: Settings) -> SafetyChecker | None:
+    """What prompts and outputs are checked by, if anything. Raises: SettingInvalid naming the file and the rule."""
+    if not settings.safety_rules:
+        return None
+    try:
+        return read_rules(Path(settings.safety_rules))
+    except SafetyRulesInvalid as error:
+        raise SettingInvalid(f"WEIR_SAFETY_RULES: {error}") from error
 
 
 async def start_engine(engine: Engine) -> None:
@@ -115,9 +126,10 @@ def stop_signals(stopping: asyncio.Event) -> Iterator[None]:
 async def serve(settings: Settings) -> None:
     """Run one api process until it is told to stop.
 
-    Raises: CheckpointInvalid, OSError (address taken), StoreAway (no database).
+    Raises: SettingInvalid, CheckpointInvalid, OSError (address taken), StoreAway (no database).
     """
     owner_id = uuid.uuid4()
+    safety = build_safety(settings)
     settings.home.mkdir(parents=True, exist_ok=True)
     engines = build_engines(settings)
     router = Router(engines)
@@ -130,7 +142,7 @@ async def serve(settings: Settings) -> None:
     holds = HoldStore(settings.database_url, owner_id, expiry_s=settings.hold_expiry_s)
     capacity, health, authenticator = Capacity(settings.requests_per_process_max), Health(), Authenticator(sessions)
     async with asyncio.TaskGroup() as tasks:
-        process = Process(Admission(settings, capacity, holds, journal, tasks), router, tokenizers)
+        process = Process(Admission(settings, capacity, holds, journal, tasks), router, tokenizers, safety)
         servicers = Servicers(
             InferenceServicer(process, authenticator, sessions),
             AdminServicer(router, authenticator, sessions),

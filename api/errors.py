@@ -80,6 +80,17 @@ class PromptTooLong(ApiError):
         )
 
 
+class PromptFiltered(ApiError):
+    """The safety stage refuses the prompt. rule: which of the operator's rules matched; field: where the prompt stands."""
+
+    reason = "PROMPT_FILTERED"
+
+    def __init__(self, rule: str, field: str) -> None:
+        super().__init__(f"the prompt is not allowed here: it matches the rule {rule!r}")
+        self.rule = rule
+        self.field = field
+
+
 class MessageUnreadable(ApiError):
     """The bytes of a message are not what the contract says."""
 
@@ -131,6 +142,7 @@ CODES: tuple[tuple[type[Exception], int], ...] = (
     (PermissionDenied, code_pb2.PERMISSION_DENIED),
     (InvalidRequest, code_pb2.INVALID_ARGUMENT),
     (PromptTooLong, code_pb2.INVALID_ARGUMENT),
+    (PromptFiltered, code_pb2.INVALID_ARGUMENT),
     (MessageUnreadable, code_pb2.INVALID_ARGUMENT),
     (metering_errors.InvalidValue, code_pb2.INVALID_ARGUMENT),
     (engine_errors.ChatTemplateFailed, code_pb2.INVALID_ARGUMENT),
@@ -201,6 +213,8 @@ def metadata_of(error: BaseException) -> dict[str, str]:
                 "context_window_tokens": str(error.context_window_tokens),
                 "excess_token_count": str(error.excess_token_count),
             }
+        case PromptFiltered():
+            return {"rule": error.rule}
         case ModelUnknown() | metering_errors.PriceMissing():
             return {"model": error.model}
         case metering_errors.NotFound() | metering_errors.AlreadyExists():
@@ -281,6 +295,8 @@ def violations_of(error: BaseException) -> Sequence[FieldViolation]:
             return (FieldViolation(error.field, error.remedy),)
         case PromptTooLong():
             return (FieldViolation("prompt", str(error)),)
+        case PromptFiltered():
+            return (FieldViolation(error.field, str(error)),)
         case engine_errors.RequestImpossible(field=str(field)):
             return (FieldViolation(field, str(error)),)
         case engine_errors.ChatTemplateFailed():

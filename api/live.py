@@ -22,8 +22,9 @@ from api.admission import Admission, AdmissionRequest, Lease
 from api.decoding import check_against_model
 from api.errors import CancelledEarly, DeadlineBeforeStart, FieldViolation, InvalidRequest, PromptTooLong, status_of
 from api.outbox import Delivery, Outbox, UsageSoFar
+from api.output_filter import OutputFilter, open_filters
 from api.stopwatch import Stopwatch
-from api.tokenizing import tokenize
+from api.tokenizing import check_prompt, tokenize
 from api.wire import OUTCOMES, ValidStart
 from inference.engine import (
     ChoiceFinished,
@@ -39,6 +40,7 @@ from inference.engine import (
 )
 from inference.errors import EngineFailed, EngineStartFailed
 from inference.router import Router
+from inference.safety import SafetyChecker
 from inference.tokenizer import Tokenizer
 from metering.errors import QuotaExceeded, RequestSettled
 from metering.operations import Outcome, Payer, QuotaState
@@ -91,6 +93,7 @@ class LiveRequest:
         self._stop_error: Exception | None = None
         self._exhausted: tuple[QuotaState, ...] = ()
         self._seq = 0
+        self._filters: tuple[OutputFilter, ...] = ()  # by choice; empty: outputs are not checked
         self._choice_ends: dict[int, Outcome] = {}  # of several choices, those that have ended
 
     def run_in(self, tasks: asyncio.TaskGroup) -> None:
@@ -153,6 +156,8 @@ class LiveRequest:
             choice_count=self.start.choice_count,
         )
         check_against_model(request, size)
+        if self._process.safety is not None:
+            await check_prompt(self._process.safety, self._process.tokenizers[self.start.model], self.start.prompt)
         self._watch.lap("tokenize")
         return engine, request
 
@@ -178,6 +183,7 @@ class LiveRequest:
     async def _generate(self, engine: Engine, request: GenerationRequest, lease: Lease) -> None:
         """Run the request under its hold, and leave `lease` with how it ended. Raises what breaks it."""
         self.delivery.hold_id = lease.admitted.hold_id
+        self._filters = open_filters(self._process.safety, request.choice_count)
         predicted = engine.predict_cached_token_count(request.prompt_token_ids, request.cache_salt)
         self._push(frames.admitted(lease.admitted, len(request.prompt_token_ids), predicted))
         try:
@@ -227,18 +233,44 @@ class LiveRequest:
                 case TokensGenerated():
                     self._watch.first_token()
                     usage.generated_token_count += len(event.token_ids)
-                    await self._hand_on(event, lease)
+                    await self._hand_on_checked(event, lease)
                 case ChoiceFinished():
                     self._choice_ends[event.choice_index] = OUTCOMES[event.reason]
-                    if event.text and self._stop_outcome is None:
-                        self._push_delta(event.text, choice_index=event.choice_index)
+                    await self._hand_on_rest(event.choice_index, event.text, lease)
                 case SequenceFinished():
                     self._watch.engine_finished(event.timings)
                     usage.generated_token_count = event.generated_token_count
-                    if event.text and self._stop_outcome is None:
-                        self._push_delta(event.text)
+                    if request.choice_count == 1:
+                        await self._hand_on_rest(0, event.text, lease)
                     return OUTCOMES[event.reason]
         raise EngineFailed("the engine's events ended without a last one")
+
+    async def _hand_on_checked(self, event: TokensGenerated, lease: Lease) -> None:
+        """Give on what of the new output, and of what was held back before, the safety stage lets go."""
+        if not self._filters:
+            await self._hand_on(event, lease)
+        elif self._stop_outcome is None:
+            output = self._filters[event.choice_index]
+            for part in await output.push(event):
+                await self._hand_on(part, lease)
+            self._note_filtered(output, event.choice_index)
+
+    async def _hand_on_rest(self, choice_index: int, text: str, lease: Lease) -> None:
+        """A choice has ended: what was held back of it goes out, unless the request was stopped."""
+        if self._stop_outcome is not None:
+            return
+        if self._filters:
+            output = self._filters[choice_index]
+            for part in await output.finish(text):
+                await self._hand_on(part, lease)
+            self._note_filtered(output, choice_index)
+        elif text:
+            self._push_delta(text, choice_index=choice_index)
+
+    def _note_filtered(self, output: OutputFilter, choice_index: int) -> None:
+        if output.hit is not None:
+            log.info("output_filtered", rule=output.hit, choice_index=choice_index)
+            self.stop(Outcome.FILTERED)
 
     async def _hand_on(self, event: TokensGenerated, lease: Lease) -> None:
         """Give one step's tokens to the outbox, if the lease covers them and nobody has stopped the request."""
@@ -325,7 +357,11 @@ class LiveRequest:
 class Process:
     """What all requests of this process share, and the set of those that run."""
 
-    def __init__(self, admission: Admission, router: Router, tokenizers: Mapping[str, Tokenizer]) -> None:
+    def __init__(
+        self, admission: Admission, router: Router, tokenizers: Mapping[str, Tokenizer], safety: SafetyChecker | None = None
+    ) -> None:
+        """safety: what prompts and outputs are checked by; None if they are not."""
+        self.safety = safety
         self.admission = admission
         self.router = router
         self.tokenizers = tokenizers

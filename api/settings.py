@@ -79,6 +79,7 @@ class Settings:
     home: Path = field(default_factory=default_home, metadata={"variable": "WEIR_HOME", "parse": Path})
     listen_address: str = setting("WEIR_LISTEN", "127.0.0.1:8443", str)
     models: Mapping[str, Path] = field(default_factory=bundled_models, metadata={"variable": "WEIR_MODELS", "parse": paths_by_name})
+    safety_rules: str = setting("WEIR_SAFETY_RULES", "", str)  # a file for `inference.safety.read_rules`; empty: nothing is checked
     engine_thread_count: int = setting("WEIR_ENGINE_THREADS", 0, whole(0, 1024))  # 0: as many as there are cores
     kv_cache_bytes: int = setting("WEIR_KV_CACHE_BYTES", 2**30, whole(2**20, 2**44))  # reserved, used as far as needed
 

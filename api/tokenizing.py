@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
+from api.errors import PromptFiltered
 from api.wire import Prompt
+from inference.safety import QUICK_CHARS_MAX, SafetyChecker
 from inference.tokenizer import ChatMessage, Tokenizer
 
 LONG_PROMPT_CHARS = 16_384  # beyond it tokenizing takes milliseconds, which belong into a thread
@@ -22,3 +24,27 @@ async def tokenize(tokenizer: Tokenizer, prompt: Prompt) -> tuple[int, ...]:
     if sum(len(message.content) for message in messages) > LONG_PROMPT_CHARS:
         return await asyncio.to_thread(tokenizer.encode_chat, messages)
     return tokenizer.encode_chat(messages)
+
+
+async def check_prompt(checker: SafetyChecker, tokenizer: Tokenizer, prompt: Prompt) -> None:
+    """Let the safety stage look at a prompt: every message of a conversation, ids as the text they stand for.
+
+    Raises: PromptFiltered.
+    """
+    field, text = _text_of(tokenizer, prompt)
+    if checker.quick and len(text) <= QUICK_CHARS_MAX:
+        rule = checker.check_prompt(text)
+    else:
+        rule = await asyncio.to_thread(checker.check_prompt, text)
+    if rule is not None:
+        raise PromptFiltered(rule, field)
+
+
+def _text_of(tokenizer: Tokenizer, prompt: Prompt) -> tuple[str, str]:
+    """The field that a prompt came in, and its text."""
+    if isinstance(prompt, str):
+        return "text", prompt
+    token_ids = [part for part in prompt if isinstance(part, int)]
+    if token_ids:
+        return "token_ids.ids", tokenizer.decode(token_ids)
+    return "conversation.messages", "\n".join(part.content for part in prompt if isinstance(part, ChatMessage))

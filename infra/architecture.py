@@ -71,7 +71,7 @@ BORDERS = (
         ("inference",),
         inside=("api/",),
         save_for=("api/__main__.py", "api/cli/"),
-        but=("inference.engine", "inference.router", "inference.errors", "inference.tokenizer"),
+        but=("inference.engine", "inference.router", "inference.errors", "inference.tokenizer", "inference.safety"),
         why="the API knows the engine protocol; only the composition roots build concrete engines",
     ),
     Border(("api", "metering", "migrations"), inside=("inference/",), why="engines know nothing of tenants, money or the wire"),

@@ -1,0 +1,139 @@
+"""A span that a rule matches never leaves, whatever the pieces it comes in; and what no rule matches leaves as it came."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import regex
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from inference.safety import HELD_CHARS_MAX, RuleChecker, SafetyRulesInvalid, read_rules
+
+PATTERNS = (r"\bsecret\b", r"\d{3}-\d{4}", "abab+c", r"(?<=key: )\w+!", "x{2,5}y?z", "é🙂")
+ALPHABET = "abcxyz secret key: 0123-!é🙂"
+
+
+def write(path: Path, text: str) -> Path:
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def checker(tmp_path: Path, *patterns: str, applies_to: str = "both") -> RuleChecker:
+    tables = [f"[[rule]]\nname = 'rule {i}'\npattern = '''{p}'''\napplies_to = '{applies_to}'\n" for i, p in enumerate(patterns)]
+    return read_rules(write(tmp_path / "rules.toml", "\n".join(tables)))
+
+
+def stream(rules: RuleChecker, pieces: list[str]) -> tuple[str, str | None]:
+    """What is given out of a text that comes in pieces, and the rule that ended it."""
+    check = rules.open_output()
+    assert check is not None
+    text, safe = "", 0
+    for piece in pieces:
+        text += piece
+        verdict = check.push(piece)
+        assert safe <= verdict.safe_char_count <= len(text), "what was safe stays safe"
+        safe = verdict.safe_char_count
+        if verdict.hit is not None:
+            return text[:safe], verdict.hit
+    verdict = check.finish()
+    return text[: verdict.safe_char_count], verdict.hit
+
+
+@pytest.fixture(scope="module")
+def rules(tmp_path_factory: pytest.TempPathFactory) -> RuleChecker:
+    return checker(tmp_path_factory.mktemp("rules"), *PATTERNS)
+
+
+_pieces = st.one_of(
+    st.lists(st.text(ALPHABET, max_size=4), max_size=30),
+    st.lists(
+        st.sampled_from(["sec", "ret", " ", "s", "555", "-", "0123", "abab", "b", "c", "key: ", "w!", "xx", "y", "z"]), max_size=20
+    ),
+)
+
+
+@settings(max_examples=400, derandomize=True, deadline=None, database=None)
+@given(pieces=_pieces)
+def test_what_is_given_out_ends_before_the_first_match(rules: RuleChecker, pieces: list[str]) -> None:
+    """The independent answer looks at the whole text at once."""
+    text = "".join(pieces)
+    found = [match for pattern in PATTERNS for match in [regex.search(pattern, text, regex.IGNORECASE)] if match]
+
+    given_out, hit = stream(rules, pieces)
+
+    if not found:
+        assert (given_out, hit) == (text, None)
+    else:
+        assert hit is not None
+        assert text.startswith(given_out)
+        assert not any(regex.search(pattern, given_out, regex.IGNORECASE) for pattern in PATTERNS)
+        assert len(given_out) <= max(match.start() for match in found)
+
+
+def test_text_is_held_only_while_a_match_may_follow(rules: RuleChecker) -> None:
+    check = rules.open_output()
+    assert check is not None
+
+    safe = [check.push(piece).safe_char_count for piece in ("Hello wor", "ld, a se", "cr", "etary", " knows")]
+
+    assert safe == [9, 15, 15, 24, 30], "'se' and 'secr' may become the word; 'secretary' is none"
+
+
+def test_a_word_at_the_very_end_counts(rules: RuleChecker) -> None:
+    assert stream(rules, ["my ", "sec", "ret"]) == ("my ", "rule 0")
+    assert stream(rules, ["my ", "sec", "ret", "s"]) == ("my secrets", None)
+
+
+def test_a_rule_that_waits_for_ever_does_not_hold_the_output_for_ever(tmp_path: Path) -> None:
+    endless = checker(tmp_path, r"\(.*\)")
+
+    check = endless.open_output()
+    assert check is not None
+    safe = 0
+    for _ in range(3 * HELD_CHARS_MAX // 4):
+        safe = check.push("(abc").safe_char_count
+
+    assert safe == 3 * HELD_CHARS_MAX - HELD_CHARS_MAX
+
+
+def test_a_rule_that_takes_too_long_counts_as_matched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refused unread: whoever makes a rule explode must not get past it that way."""
+    monkeypatch.setattr("inference.safety.SEARCH_TIMEOUT_S", 0.01)
+    explosive = checker(tmp_path, "(?:a|b|ab)*!c")
+
+    assert explosive.check_prompt("ab" * 2000 + "?!c") == "rule 0"
+    assert stream(explosive, ["ab" * 2000, "?!c"])[1] == "rule 0"
+
+
+def test_rules_apply_where_they_say(tmp_path: Path) -> None:
+    prompt_only, output_only = (checker(tmp_path, "bad", applies_to=where) for where in ("prompt", "output"))
+
+    assert prompt_only.check_prompt("BAD things") == "rule 0"
+    assert prompt_only.open_output() is None
+    assert output_only.check_prompt("bad things") is None
+    assert stream(output_only, ["too ", "ba", "d"]) == ("too ", "rule 0")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", r"\[\[rule\]\]"),
+        ("rule = 3", r"\[\[rule\]\]"),
+        ("[[rule]", "rules.toml"),
+        ("[[rule]]\npattern = 'a'", "rule 1: needs a name"),
+        ("[[rule]]\nname = 'x'", r"rule 1 \(x\): needs a pattern"),
+        ("[[rule]]\nname = 'x'\npattern = '('", r"rule 1 \(x\)"),
+        ("[[rule]]\nname = 'x'\npattern = 'a*'", "matches nothing at all"),
+        ("[[rule]]\nname = 'x'\npattern = 'a'\napplies_to = 'all'", "applies_to"),
+        ("[[rule]]\nname = 'x'\npattern = 'a'\nignore_case = 1", "ignore_case"),
+        ("[[rule]]\nname = 'x'\npattern = 'a'\nseverity = 1", "severity"),
+        ("[[rule]]\nname = 'x'\npattern = 'a'\n[[rule]]\nname = 'x'\npattern = 'b'", "same name"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_refused_with_the_reason(tmp_path: Path, text: str, words: str) -> None:
+    with pytest.raises(SafetyRulesInvalid, match=words):
+        read_rules(write(tmp_path / "rules.toml", text))
+    with pytest.raises(SafetyRulesInvalid, match="absent"):
+        read_rules(tmp_path / "absent.toml")
