@@ -21,6 +21,7 @@ from inference.errors import InvariantViolated
 from inference.grammar import MaskWorker
 from inference.kv_cache import KV_BLOCK_TOKENS, blocks_for
 from inference.model import Batch, Decoder, Spans
+from inference.native.decoder import NativeDecoder, supports
 from inference.sampler import Chosen, choose
 from inference.scheduler import Chunk, StepPlan
 from inference.sequence import Sequence
@@ -49,10 +50,13 @@ class ModelRunner:
         dtype = self._dtype = _TORCH_DTYPES[compute_dtype]
         self._config = config
         self._mask_worker = MaskWorker(config.vocabulary_size)
-        self._decoder = Decoder(
-            config, load_weights(directory, config, dtype, on_progress, quantize=compute_dtype == "int8"), context_window_tokens
-        )
-        self._pools = _allocate_pools(config, dtype, block_count)
+        weights = load_weights(directory, config, dtype, on_progress, quantize=compute_dtype == "int8")
+        self._native: NativeDecoder | None = None
+        if supports(config, dtype):
+            self._native = NativeDecoder(config, weights, dtype, context_window_tokens, block_count)
+        else:
+            self._decoder = Decoder(config, weights, context_window_tokens)
+            self._pools = _allocate_pools(config, dtype, block_count)
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> dict[Sequence, Chosen]:
@@ -66,7 +70,7 @@ class ModelRunner:
         finishing = [chunk for chunk in chunks if chunk.completes]
         draws = [chunk.sequence.draw() for chunk in finishing]
         masks = self._mask_worker.begin([draw.grammar for draw in draws])
-        logits = self._decoder.forward(self._batch(chunks), self._pools)
+        logits = self._native.forward(chunks) if self._native else self._decoder.forward(self._batch(chunks), self._pools)
         if not finishing:
             return {}
         if not bool(torch.isfinite(logits.sum())):  # one pass; what is not finite stays so in the sum

@@ -1,0 +1,225 @@
+"""The native decoder: owns its packed weights and its KV pool, computes a step in one call.
+
+The same contract as the torch decoder, from chunks to logits, and the same results: equal tokens in fp32; in bfloat16 the residual
+stream and all sums stay in fp32, so it is nearer to exact than torch, which rounds after every operator.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from inference.checkpoint import DecoderConfig
+from inference.errors import InvariantViolated
+from inference.kv_cache import blocks_for
+from inference.linear import LinearWeights
+from inference.model import rotary_tables
+from inference.native import loader
+from inference.weights import DecoderWeights
+
+if TYPE_CHECKING:
+    from inference.scheduler import Chunk
+
+PANEL_COLUMNS = 64  # as in decoder.cpp: rows of logits are padded to whole panels
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+class _Linear(IntEnum):
+    QKV = 0
+    ATTENTION_OUT = 1
+    GATE_UP = 2
+    DOWN = 3
+    LM_HEAD = 4
+
+
+class _Norm(IntEnum):
+    ATTENTION = 0
+    MLP = 1
+    QUERY = 2
+    KEY = 3
+    FINAL = 4
+
+
+class _Shape(ctypes.Structure):
+    _fields_ = [
+        *(
+            (name, ctypes.c_int64)
+            for name in (
+                "hidden_size",
+                "intermediate_size",
+                "layer_count",
+                "head_count",
+                "kv_head_count",
+                "head_dim",
+                "vocabulary_size",
+                "block_count",
+            )
+        ),
+        ("rms_norm_eps", ctypes.c_float),
+        ("thread_count", ctypes.c_int32),
+    ]
+
+
+class _Step(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in ("row_count", "span_count", "wanted_count")),
+        *((name, ctypes.c_void_p) for name in ("token_ids", "spans", "tables", "wanted_rows")),
+        ("logits", ctypes.c_void_p),
+        ("logits_stride", ctypes.c_int64),
+    ]
+
+
+def supports(config: DecoderConfig, dtype: torch.dtype) -> bool:
+    """Whether the native code computes this shape; it leaves odd ones to torch. Loads the library."""
+    even = config.hidden_size % 2 == 0 and config.intermediate_size % 2 == 0
+    return dtype in DTYPES and config.head_dim % 16 == 0 and even and loader.load() is not None
+
+
+class NativeDecoder:
+    """Used by one thread; the code inside spreads a step over as many as torch is set to."""
+
+    def __init__(
+        self, config: DecoderConfig, weights: DecoderWeights, dtype: torch.dtype, context_window_tokens: int, block_count: int
+    ) -> None:
+        """Pack the weights, which may be forgotten afterwards, and lay out a pool of so many blocks. `supports` must be true."""
+        library = loader.load()
+        assert library is not None, "supports() was asked"
+        self._library = library
+        self._config = config
+        self._thread_count = torch.get_num_threads()
+        shape = _Shape(
+            config.hidden_size,
+            config.intermediate_size,
+            config.layer_count,
+            config.head_count,
+            config.kv_head_count,
+            config.head_dim,
+            config.vocabulary_size,
+            block_count,
+            config.rms_norm_eps,
+            self._thread_count,
+        )
+        self._handle = library.weir_decoder_open(ctypes.byref(shape), int(dtype == torch.bfloat16))
+        if not self._handle:
+            raise MemoryError("no memory for the native decoder")
+        weakref.finalize(self, library.weir_decoder_close, self._handle)
+        tables = rotary_tables(config.rope, config.head_dim, context_window_tokens, torch.float32)
+        self._rotation = tuple(table.contiguous() for table in tables)
+        library.weir_decoder_set_embedding(self._handle, weights.embedding.contiguous().data_ptr())
+        library.weir_decoder_set_rotation(self._handle, self._rotation[0].data_ptr(), self._rotation[1].data_ptr())
+        self._pack(weights)
+        self._tables = TableRows(blocks_for(context_window_tokens))
+        self._logits_stride = -(-config.vocabulary_size // PANEL_COLUMNS) * PANEL_COLUMNS
+        self._logits = torch.empty(0, self._logits_stride)
+        self._step = _Step(logits_stride=self._logits_stride)
+
+    def forward(self, chunks: Sequence[Chunk]) -> Tensor:
+        """Logits (R, V) in fp32 of the chunks that complete, in their order; valid until the next call.
+
+        Writes the pool at the chunks' positions and nowhere else.
+        """
+        token_ids: list[int] = []
+        spans: list[tuple[int, int, int, int]] = []  # first row, rows, position, place in the tables
+        wanted: list[int] = []
+        starts = self._tables.starts(chunks)
+        for chunk, start in zip(chunks, starts, strict=True):
+            sequence, count = chunk.sequence, chunk.token_count
+            position = sequence.computed_token_count
+            spans.append((len(token_ids), count, position, start))
+            token_ids += sequence.token_ids[position : position + count]
+            if position + count == len(sequence.token_ids):
+                wanted.append(len(token_ids) - 1)
+        if len(wanted) > len(self._logits):
+            self._logits = torch.empty(len(wanted), self._logits_stride)
+        arrays = [np.array(values, dtype=np.int32) for values in (token_ids, spans, wanted)]
+        step = self._step
+        step.row_count, step.span_count, step.wanted_count = len(token_ids), len(spans), len(wanted)
+        step.token_ids, step.spans, step.wanted_rows = (array.ctypes.data for array in arrays)
+        step.tables = self._tables.address
+        step.logits = self._logits.data_ptr()
+        if self._library.weir_decoder_forward(self._handle, ctypes.byref(step)):
+            raise MemoryError("no memory for a step")
+        return self._logits[: len(wanted), : self._config.vocabulary_size]
+
+    def _pack(self, weights: DecoderWeights) -> None:
+        for index, (layer, window) in enumerate(zip(weights.layers, self._config.layer_windows, strict=True)):
+            self._set_linear(index, _Linear.QKV, layer.qkv)
+            self._set_linear(index, _Linear.ATTENTION_OUT, layer.attention_out)
+            self._set_linear(index, _Linear.GATE_UP, layer.gate_up)
+            self._set_linear(index, _Linear.DOWN, layer.down)
+            self._set_norm(index, _Norm.ATTENTION, layer.attention_norm)
+            self._set_norm(index, _Norm.MLP, layer.mlp_norm)
+            self._set_norm(index, _Norm.QUERY, layer.query_norm)
+            self._set_norm(index, _Norm.KEY, layer.key_norm)
+            self._library.weir_decoder_set_window(self._handle, index, window or 0)
+        above = len(weights.layers)
+        self._set_linear(above, _Linear.LM_HEAD, weights.lm_head)
+        self._set_norm(above, _Norm.FINAL, weights.final_norm)
+
+    def _set_linear(self, layer: int, kind: _Linear, linear: LinearWeights) -> None:
+        weight, scales, bias = linear.weight.contiguous(), _in_fp32(linear.scales), _in_fp32(linear.bias)
+        addresses = [None if tensor is None else tensor.data_ptr() for tensor in (weight, scales, bias)]
+        if self._library.weir_decoder_set_linear(self._handle, layer, kind, *addresses):
+            raise MemoryError("no memory for the native decoder's weights")
+
+    def _set_norm(self, layer: int, kind: _Norm, weight: Tensor | None) -> None:
+        values = _in_fp32(weight)
+        if values is not None and self._library.weir_decoder_set_norm(self._handle, layer, kind, values.data_ptr()):
+            raise MemoryError("no memory for the native decoder's weights")
+
+
+def _in_fp32(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.float().contiguous()
+
+
+class TableRows:
+    """Block tables as one array (rows, M), kept from step to step, since a decoding sequence adds a block in 16 steps at most.
+
+    A row belongs to one list: a table only grows, and a sequence that is preempted gets a new one.
+    """
+
+    def __init__(self, width: int) -> None:
+        """width: blocks of the longest table."""
+        self._width = width
+        self._rows = np.zeros((0, width), dtype=np.int32)
+        self._kept: dict[int, tuple[int, int, list[int]]] = {}  # id of a table -> row, blocks written, the table itself
+        self._free: list[int] = []
+
+    @property
+    def address(self) -> int:
+        """Of the first row; valid until `starts` is called again."""
+        return self._rows.ctypes.data
+
+    def starts(self, chunks: Sequence[Chunk]) -> list[int]:
+        """For each chunk, where its sequence's table begins, in entries from `address`; the rows hold all its blocks."""
+        tables = [chunk.sequence.block_table for chunk in chunks]
+        if sum(id(table) not in self._kept for table in tables) > len(self._free):
+            self._make_room(tables)
+        starts = []
+        for table in tables:
+            row, count, _ = self._kept.get(id(table)) or (self._free.pop(), 0, table)
+            if count != len(table):
+                if len(table) > self._width:
+                    raise InvariantViolated(f"a sequence holds {len(table)} KV blocks, its context has {self._width}")
+                first = min(count, len(table))
+                self._rows[row, first : len(table)] = table[first:]
+                self._kept[id(table)] = (row, len(table), table)  # kept alive, so that its id stays its own
+            starts.append(row * self._width)
+        return starts
+
+    def _make_room(self, wanted: Sequence[list[int]]) -> None:
+        """Forget the tables that this step does not read, and grow if that is not enough for those that it does."""
+        ids = set(map(id, wanted))
+        self._kept = {key: kept for key, kept in self._kept.items() if key in ids}
+        row_count = max(len(self._rows), 2 * len(ids))
+        if row_count > len(self._rows):
+            self._rows = np.concatenate([self._rows, np.zeros((row_count - len(self._rows), self._width), dtype=np.int32)])
+        used = {row for row, _, _ in self._kept.values()}
+        self._free = [row for row in range(row_count) if row not in used]

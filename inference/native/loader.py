@@ -1,0 +1,141 @@
+"""Compiles `decoder.cpp` for this very machine, once, and loads it.
+
+The library is kept in a cache directory under a name that says what it was made of: source, flags, compiler, processor. So a new
+version, another compiler or another machine on the same home directory compile anew, and nothing is ever stale. Without a
+compiler, without a writable cache, or with `WEIR_NATIVE=0`, `load` returns None after saying why, and torch computes instead.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+import time
+from functools import lru_cache
+from pathlib import Path
+
+from inference.kv_cache import KV_BLOCK_TOKENS
+
+SWITCH = "WEIR_NATIVE"  # environment: 0 computes with torch alone
+CACHE_DIRECTORY = "WEIR_NATIVE_CACHE"  # environment: where libraries are kept, instead of the user's cache directory
+COMPILERS = ("c++", "g++", "clang++")
+COMPILE_TIMEOUT_S = 180.0  # seconds: 20 times what it takes on an idle core
+SOURCE = Path(__file__).with_name("decoder.cpp")
+FLAGS = (
+    "-std=c++20",
+    "-O3",
+    "-march=native",
+    "-shared",
+    "-fPIC",
+    "-pthread",
+    # No caller looks at errno or at floating-point traps; what is not finite stays so, and is looked for in the logits.
+    "-fno-math-errno",
+    "-fno-trapping-math",
+)
+
+_log = logging.getLogger("weir.inference.native")
+
+
+@lru_cache(maxsize=1)
+def load() -> ctypes.CDLL | None:
+    """The library with its argument types declared; None if this process does without. Says which in the log, once."""
+    if os.environ.get(SWITCH, "1") == "0":
+        _log.info("native kernels are switched off by %s=0; computing with torch", SWITCH)
+        return None
+    try:
+        library = _declare(ctypes.CDLL(str(compiled(cache_directory()))))
+    except NativeUnavailable as error:
+        _log.warning("native kernels are not available, computing with torch, several times slower: %s", error)
+        return None
+    except OSError as error:
+        _log.warning("native kernels cannot be loaded, computing with torch, several times slower: %s", error)
+        return None
+    _log.info("native kernels are in use")
+    return library
+
+
+class NativeUnavailable(Exception):
+    """Why there is no library. Never leaves this package."""
+
+
+def cache_directory() -> Path:
+    """Where compiled libraries are kept."""
+    named = os.environ.get(CACHE_DIRECTORY)
+    if named:
+        return Path(named)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "weir" / "native"
+
+
+def compiled(directory: Path) -> Path:
+    """The library for this machine, compiled if it is not there. Raises `NativeUnavailable`.
+
+    Processes that find it missing at the same time all compile it, and the last one's file, which is as good, stays: each writes
+    under a name of its own and renames, so nobody loads half a file.
+    """
+    compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
+    if compiler is None:
+        raise NativeUnavailable(f"none of {', '.join(COMPILERS)} is installed")
+    library = directory / f"decoder-{_fingerprint(compiler)}.so"
+    if library.exists():
+        return library
+    started_s = time.monotonic()
+    try:
+        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with tempfile.TemporaryDirectory(dir=directory) as own:
+            made = Path(own) / library.name
+            command = [compiler, *FLAGS, "-o", str(made), str(SOURCE)]
+            subprocess.run(command, check=True, capture_output=True, timeout=COMPILE_TIMEOUT_S)
+            made.replace(library)
+    except subprocess.CalledProcessError as error:
+        raise NativeUnavailable(f"{compiler} refuses {SOURCE.name}: {error.stderr.decode(errors='replace')[:500]}") from error
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise NativeUnavailable(f"compiling into {directory} failed: {error}") from error
+    _log.info("compiled native kernels in %.1f s", time.monotonic() - started_s)
+    return library
+
+
+def _fingerprint(compiler: str) -> str:
+    """Everything that the library depends on, as 20 hexadecimal digits."""
+    try:
+        version = subprocess.run([compiler, "--version"], check=True, capture_output=True, timeout=COMPILE_TIMEOUT_S).stdout
+    except (OSError, subprocess.SubprocessError) as error:
+        raise NativeUnavailable(f"{compiler} does not tell its version: {error}") from error
+    parts = (SOURCE.read_bytes(), " ".join(FLAGS).encode(), version, platform.machine().encode(), _processor())
+    return hashlib.blake2b(b"\0".join(parts), digest_size=10).hexdigest()
+
+
+def _processor() -> bytes:
+    """Model and instruction sets, as Linux lists them for the first core; empty elsewhere."""
+    try:
+        lines = Path("/proc/cpuinfo").read_bytes().split(b"\n\n", 1)[0].splitlines()
+    except OSError:
+        return b""
+    told = (b"vendor_id", b"cpu family", b"model", b"flags", b"CPU implementer", b"CPU part", b"Features")
+    return b"\n".join(line for line in lines if line.startswith(told))
+
+
+def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
+    """Argument types of every function: a wrong call fails in Python, not in memory."""
+    pointer, index, kind = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
+    signatures: dict[str, tuple[object, list[object]]] = {
+        "weir_kv_block_tokens": (kind, []),
+        "weir_decoder_open": (pointer, [pointer, kind]),
+        "weir_decoder_close": (None, [pointer]),
+        "weir_decoder_set_linear": (kind, [pointer, index, kind, pointer, pointer, pointer]),
+        "weir_decoder_set_norm": (kind, [pointer, index, kind, pointer]),
+        "weir_decoder_set_window": (None, [pointer, index, index]),
+        "weir_decoder_set_embedding": (None, [pointer, pointer]),
+        "weir_decoder_set_rotation": (None, [pointer, pointer, pointer]),
+        "weir_decoder_forward": (kind, [pointer, pointer]),
+    }
+    for name, (result, arguments) in signatures.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
+    if library.weir_kv_block_tokens() != KV_BLOCK_TOKENS:
+        raise NativeUnavailable("decoder.cpp and kv_cache.py disagree on the size of a KV block")
+    return library
