@@ -53,6 +53,8 @@ def build_engines(settings: Settings) -> dict[str, Engine]:
             TorchEngineSettings(
                 directory=directory,
                 name=name,
+                compute_dtype=settings.engine_dtype,
+                device=settings.engine_device,
                 kv_cache_bytes=settings.kv_cache_bytes,
                 torch_thread_count=settings.engine_thread_count,
             )

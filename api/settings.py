@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 Value = TypeVar("Value")
 
@@ -50,6 +50,17 @@ def seconds(most: float) -> Callable[[str], float]:
     return parse
 
 
+def one_of(*choices: str) -> Callable[[str], str]:
+    """Parser of one word among several."""
+
+    def parse(text: str) -> str:
+        if text not in choices:
+            raise ValueError(f"must be one of {', '.join(choices)}")
+        return text
+
+    return parse
+
+
 def paths_by_name(text: str) -> dict[str, Path]:
     """Parser of `name=directory` pairs, separated by commas."""
     models = {}
@@ -80,6 +91,11 @@ class Settings:
     listen_address: str = setting("WEIR_LISTEN", "127.0.0.1:8443", str)
     models: Mapping[str, Path] = field(default_factory=bundled_models, metadata={"variable": "WEIR_MODELS", "parse": paths_by_name})
     safety_rules: str = setting("WEIR_SAFETY_RULES", "", str)  # a file for `inference.safety.read_rules`; empty: nothing is checked
+    # "int8" stores matrices in 8 bits: a quarter of the memory of float32, and answers that differ a little.
+    engine_dtype: Literal["float32", "bfloat16", "int8"] = setting(
+        "WEIR_ENGINE_DTYPE", "float32", one_of("float32", "bfloat16", "int8")
+    )
+    engine_device: Literal["cpu", "cuda"] = setting("WEIR_ENGINE_DEVICE", "cpu", one_of("cpu", "cuda"))
     engine_thread_count: int = setting("WEIR_ENGINE_THREADS", 0, whole(0, 1024))  # 0: as many as there are cores
     kv_cache_bytes: int = setting("WEIR_KV_CACHE_BYTES", 2**30, whole(2**20, 2**44))  # reserved, used as far as needed
 

@@ -69,7 +69,7 @@ def gather(pool: Tensor, tables: Tensor) -> Tensor:
     """Blocks of each table, head by head: (blocks, H_kv, T, D), (B, M) -> (B, H_kv, M * T, D). One copy."""
     block_count, kv_head_count, block_tokens, head_dim = pool.shape
     batch, width = tables.shape
-    indices = tables[:, None, :] * kv_head_count + torch.arange(kv_head_count)[:, None]  # (B, H_kv, M)
+    indices = tables[:, None, :] * kv_head_count + torch.arange(kv_head_count, device=tables.device)[:, None]  # (B, H_kv, M)
     flat = pool.view(block_count * kv_head_count, block_tokens * head_dim).index_select(0, indices.flatten())
     return flat.view(batch, kv_head_count, width * block_tokens, head_dim)
 

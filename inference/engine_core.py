@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from inference.checkpoint import read_config
 from inference.detokenizer import Detokenizer, TextDecoder
@@ -63,13 +64,14 @@ class EngineOptions:
     limits: EngineLimits
     compute_dtype: ComputeDtype = "float32"
     kv_cache_bytes: int = 1 << 30
+    device: Literal["cpu", "cuda"] = "cpu"
 
 
 class EngineCore:
     """Scheduler, runner and sequences of one model. Not thread-safe: one thread calls everything."""
 
     def __init__(self, options: EngineOptions, on_progress: Callable[[float], None] = lambda fraction: None) -> None:
-        """Load the checkpoint. Raises `CheckpointInvalid`."""
+        """Load the checkpoint. Raises `CheckpointInvalid`, or `EngineStartFailed` if the device is not there."""
         config = read_config(options.directory)
         tokenizer = Tokenizer(options.directory)
         self._decoder = TextDecoder(tokenizer.backend, tokenizer.special_token_ids, str(options.directory / "tokenizer.json"))
@@ -87,6 +89,7 @@ class EngineCore:
             compute_dtype=options.compute_dtype,
             context_window_tokens=window,
             block_count=self._pool.block_count_total,
+            device=options.device,
             on_progress=on_progress,
         )
         self._requests: dict[int, Choices] = {}

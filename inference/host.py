@@ -29,7 +29,7 @@ from inference.engine import (
     SequenceFinished,
     TokensGenerated,
 )
-from inference.errors import CheckpointInvalid, RequestImpossible
+from inference.errors import CheckpointInvalid, EngineStartFailed, RequestImpossible
 from inference.host_protocol import (
     CancelSequence,
     Event,
@@ -126,7 +126,7 @@ class Host:
             return EXIT_PROTOCOL_BROKEN
         try:
             core = self._load(message)
-        except CheckpointInvalid as error:
+        except (CheckpointInvalid, EngineStartFailed) as error:
             _log.error("loading failed: %s", error)
             self._send(LoadFailed(str(error)))
             return EXIT_LOAD_FAILED
@@ -144,7 +144,9 @@ class Host:
 
         torch.set_num_threads(message.torch_thread_count)
         self._send(Loading("weights", IMPORT_FRACTION))
-        options = EngineOptions(Path(message.directory), message.limits, message.compute_dtype, message.kv_cache_bytes)
+        options = EngineOptions(
+            Path(message.directory), message.limits, message.compute_dtype, message.kv_cache_bytes, message.device
+        )
         core = EngineCore(options, lambda part: self._send(Loading("weights", IMPORT_FRACTION + (1 - IMPORT_FRACTION) * part)))
         _log.info("loaded %s in %.2f s", message.directory, time.monotonic() - started_s)
         return core

@@ -40,9 +40,10 @@ class LoadModel(msgspec.Struct, tag="load", array_like=True, frozen=True):
 
     directory: str
     limits: EngineLimits
-    compute_dtype: Literal["float32", "bfloat16"]
+    compute_dtype: Literal["float32", "bfloat16", "int8"]
     kv_cache_bytes: int
     torch_thread_count: int
+    device: Literal["cpu", "cuda"] = "cpu"
 
 
 class StartSequence(msgspec.Struct, tag="start", array_like=True, frozen=True):

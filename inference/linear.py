@@ -12,9 +12,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 INT8_MAX = 127  # symmetric: -128 stays unused, so that negating a row is exact
-PACKED_ROWS_MAX = (
-    128  # rows of input: up to here torch's int8 kernel costs less than widening weights (measured, 2048 x 4096)
-)
+PACKED_ROWS_MAX = 128  # rows of input: up to here torch's int8 kernel costs less than widening weights (measured, 2048 x 4096)
 WIDEN_COUNT = 1 << 20  # weights widened at once: bounds the extra memory, and keeps it within the caches of a server
 
 

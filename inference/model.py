@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -44,13 +44,35 @@ class Batch:
     logit_rows: Tensor
 
 
+def move_batch(batch: Batch, device: torch.device) -> Batch:
+    """The same on another device."""
+
+    def moved(spans: Spans) -> Spans:
+        return Spans(
+            tuple(replace(span, tables=span.tables.to(device), mask=span.mask.to(device)) for span in spans.decodes),
+            tuple(
+                replace(span, table=span.table.to(device), mask=None if span.mask is None else span.mask.to(device))
+                for span in spans.prefills
+            ),
+        )
+
+    return Batch(
+        token_ids=batch.token_ids.to(device),
+        positions=batch.positions.to(device),
+        pool_rows=batch.pool_rows.to(device),
+        spans={window: moved(spans) for window, spans in batch.spans.items()},
+        logit_rows=batch.logit_rows.to(device),
+    )
+
+
 class Decoder:
     """Weights with their configuration. Holds no state between calls; the pool belongs to the runner."""
 
     def __init__(self, config: DecoderConfig, weights: DecoderWeights, context_window_tokens: int) -> None:
         self._config = config
         self._weights = weights
-        self._cosines, self._sines = rotary_tables(config.rope, config.head_dim, context_window_tokens, weights.embedding.dtype)
+        tables = rotary_tables(config.rope, config.head_dim, context_window_tokens, weights.embedding.dtype)
+        self._cosines, self._sines = (table.to(weights.embedding.device) for table in tables)
 
     def forward(self, batch: Batch, pools: list[LayerPool]) -> Tensor:
         """Logits (R, V) in fp32 for `batch.logit_rows`. Writes the keys and values of all rows into the pools."""

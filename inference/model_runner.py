@@ -17,15 +17,15 @@ from torch import Tensor
 
 from inference.attention import DecodeSpan, LayerPool, PrefillSpan, row_indices
 from inference.checkpoint import DecoderConfig
-from inference.errors import InvariantViolated
+from inference.errors import EngineStartFailed, InvariantViolated
 from inference.grammar import MaskWorker
 from inference.kv_cache import KV_BLOCK_TOKENS, blocks_for
-from inference.model import Batch, Decoder, Spans
+from inference.model import Batch, Decoder, Spans, move_batch
 from inference.native.decoder import NativeDecoder, supports
 from inference.sampler import Chosen, choose
 from inference.scheduler import Chunk, StepPlan
 from inference.sequence import Sequence
-from inference.weights import load_weights
+from inference.weights import load_weights, move_weights
 
 ComputeDtype = Literal["float32", "bfloat16", "int8"]
 
@@ -44,19 +44,28 @@ class ModelRunner:
         compute_dtype: ComputeDtype,
         context_window_tokens: int,
         block_count: int,
+        device: Literal["cpu", "cuda"] = "cpu",
         on_progress: Callable[[float], None] = lambda fraction: None,
     ) -> None:
-        """Load. on_progress: called with 0 to 1 while reading weights. Raises `CheckpointInvalid`."""
+        """Load. on_progress: called with 0 to 1 while reading weights.
+
+        Raises `CheckpointInvalid`, or `EngineStartFailed` if there is no such device.
+        """
+        if device == "cuda" and not torch.cuda.is_available():
+            raise EngineStartFailed("the device is to be cuda, and torch finds none here")
+        self._device = torch.device(device)
         dtype = self._dtype = _TORCH_DTYPES[compute_dtype]
         self._config = config
         self._mask_worker = MaskWorker(config.vocabulary_size)
         weights = load_weights(directory, config, dtype, on_progress, quantize=compute_dtype == "int8")
+        if self._device.type != "cpu":
+            weights = move_weights(weights, self._device)
         self._native: NativeDecoder | None = None
-        if supports(config, dtype):
+        if self._device.type == "cpu" and supports(config, dtype):
             self._native = NativeDecoder(config, weights, dtype, context_window_tokens, block_count)
         else:
             self._decoder = Decoder(config, weights, context_window_tokens)
-            self._pools = _allocate_pools(config, dtype, block_count)
+            self._pools = _allocate_pools(config, dtype, block_count, self._device)
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> dict[Sequence, Chosen]:
@@ -70,13 +79,20 @@ class ModelRunner:
         finishing = [chunk for chunk in chunks if chunk.completes]
         draws = [chunk.sequence.draw() for chunk in finishing]
         masks = self._mask_worker.begin([draw.grammar for draw in draws])
-        logits = self._native.forward(chunks) if self._native else self._decoder.forward(self._batch(chunks), self._pools)
+        logits = self._native.forward(chunks) if self._native else self._forward(chunks)
         if not finishing:
             return {}
         if not bool(torch.isfinite(logits.sum())):  # one pass; what is not finite stays so in the sum
             raise InvariantViolated("the model's output is not finite; are the weights intact?")
         chosen = choose(logits, draws, masks)
         return {chunk.sequence: token for chunk, token in zip(finishing, chosen, strict=True)}
+
+    def _forward(self, chunks: list[Chunk]) -> Tensor:
+        """Logits of the chunks that complete, where sampling wants them: on the CPU."""
+        batch = self._batch(chunks)
+        if self._device.type != "cpu":
+            batch = move_batch(batch, self._device)
+        return self._decoder.forward(batch, self._pools).cpu()
 
     def _batch(self, chunks: list[Chunk]) -> Batch:
         token_ids: list[int] = []
@@ -108,15 +124,18 @@ def kv_block_bytes(config: DecoderConfig, compute_dtype: ComputeDtype) -> int:
     return floats * _TORCH_DTYPES[compute_dtype].itemsize
 
 
-def _allocate_pools(config: DecoderConfig, dtype: torch.dtype, block_count: int) -> list[LayerPool]:
+def _allocate_pools(config: DecoderConfig, dtype: torch.dtype, block_count: int, device: torch.device) -> list[LayerPool]:
     """Zeroed pools that take memory only where they are written.
 
     Positions behind a sequence's end are read and multiplied by a weight of 0, so they must be finite: zeroed, that is. numpy
     gets its zeros from the operating system page by page on first use; torch would write them all at start-up.
     """
     shape = (config.layer_count, 2, block_count, config.kv_head_count, KV_BLOCK_TOKENS, config.head_dim)
-    integer = np.dtype(np.uint32 if dtype.itemsize == 4 else np.uint16)
-    pools = torch.from_numpy(np.zeros(shape, dtype=integer)).view(dtype)
+    if device.type == "cpu":
+        integer = np.dtype(np.uint32 if dtype.itemsize == 4 else np.uint16)
+        pools = torch.from_numpy(np.zeros(shape, dtype=integer)).view(dtype)
+    else:
+        pools = torch.zeros(shape, dtype=dtype, device=device)
     return [LayerPool(pools[layer, 0], pools[layer, 1]) for layer in range(config.layer_count)]
 
 

@@ -254,6 +254,7 @@ class TorchEngine:
                 compute_dtype=self._settings.compute_dtype,
                 kv_cache_bytes=self._settings.kv_cache_bytes,
                 torch_thread_count=self._settings.torch_thread_count or os.cpu_count() or 1,
+                device=self._settings.device,
             )
         )
         async with asyncio.timeout(self._settings.load_timeout_s):

@@ -12,13 +12,15 @@ class TorchEngineSettings:
     """How to run a checkpoint. Every bound has a default that suits a small model on a laptop.
 
     name: what clients call the model. context_window_tokens_max: below the model's own to save memory; None keeps it.
-    torch_thread_count: 0 takes one per core.
+    compute_dtype: "int8" stores matrices in 8 bits and computes in bfloat16. device: "cuda" needs a GPU and a torch built for
+    it. torch_thread_count: 0 takes one per core.
     """
 
     directory: Path
     name: str
     context_window_tokens_max: int | None = None
-    compute_dtype: Literal["float32", "bfloat16"] = "float32"
+    compute_dtype: Literal["float32", "bfloat16", "int8"] = "float32"
+    device: Literal["cpu", "cuda"] = "cpu"
     kv_cache_bytes: int = 1 << 30  # bytes: taken from the system only as far as it is used
     step_token_count_max: int = 512
     running_sequence_count_max: int = 64

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from api.__main__ import build_engines
 from api.settings import SettingInvalid, Settings
 
 SPECS = {spec.metadata["variable"]: spec for spec in fields(Settings)}
@@ -61,10 +62,25 @@ def test_models_may_have_equals_signs_in_their_path() -> None:
     assert settings.models == {"a": Path("/x/y=z"), "b": Path("rel")}
 
 
+@pytest.mark.parametrize("name", ["WEIR_ENGINE_DTYPE", "WEIR_ENGINE_DEVICE"])
+def test_a_word_that_is_no_choice_is_refused_with_those_that_are(name: str) -> None:
+    with pytest.raises(SettingInvalid, match=f"{name}='int4': must be one of .*{SPECS[name].default}"):
+        Settings.from_environment({name: "int4"})
+
+
+def test_type_and_device_reach_the_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("api.__main__.TorchEngine", lambda settings: settings)
+    settings = Settings.from_environment({"WEIR_ENGINE_DTYPE": "int8", "WEIR_ENGINE_DEVICE": "cuda", "WEIR_MODELS": "a=/x"})
+
+    engine: Any = build_engines(settings)["a"]
+
+    assert (engine.compute_dtype, engine.device) == ("int8", "cuda")
+
+
 CASES: list[dict[str, Any]] = [
     {},
     {"database_url": "postgresql://u:p@h/d?a=b", "listen_address": "[::]:1", "models": {"a": Path("/b"), "c": Path("/d e")}},
-    {"home": Path("/tmp/x"), "drain_s": 0.25, "lease_slice_tokens": 1},
+    {"home": Path("/tmp/x"), "drain_s": 0.25, "lease_slice_tokens": 1, "engine_dtype": "int8"},
 ]
 
 

@@ -14,7 +14,7 @@ from inference.engine import SamplingParams
 from inference.errors import ChatTemplateFailed, CheckpointInvalid
 from inference.tokenizer import ChatMessage, Tokenizer
 from inference.weights import load_weights
-from tests.inference.checkpoints import LlamaShape, TinyCheckpoint, make_checkpoint
+from tests.inference.checkpoints import MODEL_TYPES, LlamaShape, TinyCheckpoint, make_checkpoint
 
 
 def change(path: Path, **entries: Any) -> None:
@@ -28,6 +28,13 @@ def change(path: Path, **entries: Any) -> None:
     [
         ({"architectures": ["FalconForCausalLM"]}, "FalconForCausalLM is not supported"),
         ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "longrope is not supported"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0, "beta": 1}}, "linear has an unsupported entry: beta = 1"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "unsupported entry: full_attention = "),
+        ({"rope_scaling": {"rope_type": "linear"}}, "factor is missing"),
+        ({"sliding_window": 512}, "sliding_window = 512 is not supported for LlamaForCausalLM"),
+        ({"attn_logit_softcapping": 50.0}, r"attn_logit_softcapping = 50\.0 is not supported"),
+        ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor = 0\.5 is not supported"),
+        ({"head_dim": 15}, "head_dim = 15 is not even"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "low_freq_factor is missing"),
         ({"hidden_act": "gelu"}, "gelu is not supported"),
         ({"quantization_config": {"bits": 4}}, "quantized"),
@@ -42,6 +49,76 @@ def test_what_would_be_computed_wrongly_is_refused_by_name(tmp_path: Path, entri
 
     with pytest.raises(CheckpointInvalid, match=words):
         read_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "entries", "words"),
+    [
+        ("MistralForCausalLM", {"sliding_window": 0}, "sliding_window = 0 is not a count"),
+        ("MistralForCausalLM", {"layer_types": ["full_attention"]}, "layer_types = .* is not supported for MistralForCausalLM"),
+        ("Qwen2ForCausalLM", {"attention_bias": True}, "attention_bias = True is not supported"),
+        ("Qwen3ForCausalLM", {"layer_types": ["sliding_attention", "full_attention"]}, "layer_types = .* a window of None tokens"),
+        ("Qwen2ForCausalLM", {"use_sliding_window": True, "layer_types": ["full_attention"]}, "layer_types = .* for 2 layers"),
+        ("Qwen2ForCausalLM", {"use_mrope": True}, "use_mrope = True is not supported"),
+    ],
+)
+def test_each_architecture_knows_its_own_entries(tmp_path: Path, architecture: str, entries: dict[str, Any], words: str) -> None:
+    make_checkpoint(tmp_path, shape=LlamaShape(architecture=architecture))
+    change(tmp_path / "config.json", **entries)
+
+    with pytest.raises(CheckpointInvalid, match=words):
+        read_config(tmp_path)
+
+
+def test_entries_that_turn_nothing_on_are_passed_over(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, shape=LlamaShape(architecture="Qwen2ForCausalLM"))
+    before = read_config(tmp_path)
+    change(tmp_path / "config.json", use_mrope=False, partial_rotary_factor=1.0, _name_or_path="x", initializer_range=0.02, new={})
+
+    assert read_config(tmp_path) == before
+
+
+def test_windows_are_told_by_layer(tmp_path: Path) -> None:
+    """Qwen's first layers see everything, unless the list of layers says otherwise; without the switch all do."""
+    make_checkpoint(
+        tmp_path, shape=LlamaShape(architecture="Qwen2ForCausalLM", layer_count=3, sliding_window=64, max_window_layers=2)
+    )
+    by_number = read_config(tmp_path).layer_windows
+    change(tmp_path / "config.json", layer_types=["sliding_attention", "full_attention", "sliding_attention"])
+    by_list = read_config(tmp_path).layer_windows
+    change(tmp_path / "config.json", layer_types=None, use_sliding_window=False)
+
+    assert (by_number, by_list) == ((None, None, 64), (64, None, 64))
+    assert read_config(tmp_path).layer_windows == (None, None, None)
+
+
+def test_an_absent_entry_means_what_transformers_takes_it_for(tmp_path: Path) -> None:
+    from transformers import AutoConfig
+
+    for architecture in MODEL_TYPES:
+        make_checkpoint(tmp_path, shape=LlamaShape(architecture=architecture))
+        change(tmp_path / "config.json", num_attention_heads=32, hidden_size=4096)
+        absent = dict.fromkeys(("num_key_value_heads", "head_dim", "max_position_embeddings", "sliding_window", "rms_norm_eps"))
+        change(tmp_path / "config.json", **absent, rope_theta=None, tie_word_embeddings=None)
+        ours, theirs = read_config(tmp_path), AutoConfig.from_pretrained(str(tmp_path))
+
+        head_dim = getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads
+        assert (ours.kv_head_count, ours.head_dim) == (theirs.num_key_value_heads, head_dim)
+        assert (ours.context_window_tokens, ours.rms_norm_eps) == (theirs.max_position_embeddings, theirs.rms_norm_eps)
+        assert ours.rope.theta == theirs.rope_parameters["rope_theta"]
+        assert set(ours.layer_windows) == {getattr(theirs, "sliding_window", None)}
+        assert ours.tied_embeddings == theirs.tie_word_embeddings
+
+
+def test_scalings_that_extend_positions_extend_the_context(tmp_path: Path) -> None:
+    yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+    make_checkpoint(tmp_path, shape=LlamaShape(context_window_tokens=512))
+    windows = []
+    for scaling in ({"type": "linear", "factor": 4.0}, {"type": "dynamic", "factor": 3.0}, yarn):
+        change(tmp_path / "config.json", rope_scaling=scaling)
+        windows.append(read_config(tmp_path).context_window_tokens)
+
+    assert windows == [512, 1536, 2048]
 
 
 def test_a_directory_without_a_configuration_is_refused(tmp_path: Path) -> None:
