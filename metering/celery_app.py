@@ -68,7 +68,7 @@ def configuration(environment: Mapping[str, str]) -> dict[str, Any]:
             "delete_past_counters": {
                 "task": "weir.delete_past_counters",
                 "schedule": DELETE_COUNTERS_EVERY_S,
-                "options": {"expires": DELETE_COUNTERS_EVERY_S},
+                "options": {"expires": 2 * DELETE_COUNTERS_EVERY_S},
             },
             "sweep_expired_holds": {
                 "task": "weir.sweep_expired_holds",
