@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from inference.model import rotary_tables
+from inference.native.decoder import supports
 from inference.rope_config import DynamicScaling, RopeConfig
 from tests.inference.checkpoints import LlamaShape, make_checkpoint
 from tests.inference.running import make_core, make_request, random_prompt, run_all
@@ -45,8 +46,14 @@ SHAPES = {
     ),
     "mistral, linear": LlamaShape(architecture="MistralForCausalLM", rope_scaling={"rope_type": "linear", "factor": 4.0}),
 }
+WAYS = ("native", "torch")  # without a compiler both are torch
 PROMPT_LENGTHS = (1, 17, WINDOW, 90, 130, 333)
 OUTPUT_TOKENS = 24
+
+
+def choose_way(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which code computes the decoder."""
+    monkeypatch.setattr("inference.model_runner.supports", supports if way == "native" else lambda config, dtype: False)
 
 
 def reference_stepwise(directory: Path, prompts: Sequence[Sequence[int]], token_count: int) -> list[list[int]]:
@@ -68,16 +75,20 @@ def reference_stepwise(directory: Path, prompts: Sequence[Sequence[int]], token_
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_greedy_tokens_equal_transformers(name: str, tmp_path: Path) -> None:
+def test_greedy_tokens_equal_transformers(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts on both sides of the original context and the window, batched; the longest in chunks."""
     seed = list(SHAPES).index(name)
     checkpoint = make_checkpoint(tmp_path, seed=seed, shape=SHAPES[name])
     rng = random.Random(seed)
     prompts = [random_prompt(rng, length) for length in PROMPT_LENGTHS]
 
-    outcomes = run_all(make_core(checkpoint.directory), [make_request(prompt, OUTPUT_TOKENS) for prompt in prompts])
+    expected = reference_greedy(tmp_path, prompts, OUTPUT_TOKENS)
 
-    assert [outcome.token_ids for outcome in outcomes] == reference_greedy(tmp_path, prompts, OUTPUT_TOKENS)
+    for way in WAYS:
+        choose_way(way, monkeypatch)
+        outcomes = run_all(make_core(checkpoint.directory), [make_request(prompt, OUTPUT_TOKENS) for prompt in prompts])
+
+        assert [outcome.token_ids for outcome in outcomes] == expected, way
 
 
 def test_dynamic_scaling_equals_transformers_fed_token_by_token(tmp_path: Path) -> None:
@@ -110,11 +121,15 @@ CUT_SHAPES = {
 }
 
 
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", CUT_SHAPES)
-def test_batched_chunked_cached_and_preempted_equal_alone(name: str, tmp_path: Path) -> None:
+def test_batched_chunked_cached_and_preempted_equal_alone(
+    name: str, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    choose_way(way, monkeypatch)
     directory = make_checkpoint(tmp_path, seed=7, shape=CUT_SHAPES[name]).directory
     rng = random.Random(7)
-    requests = [make_request(random_prompt(rng, length), 150) for length in (60, 250, 61, 100, 62, 63, 64, 65)]
+    requests = [make_request(random_prompt(rng, length), 100) for length in (60, 250, 61, 100, 62, 63, 64, 65)]
     alone = [run_all(make_core(directory, step_token_count_max=1024), [request])[0].token_ids for request in requests]
     chunked_core = make_core(directory, step_token_count_max=67)
     crowded = make_core(directory, kv_cache_bytes=1, context_window_tokens=512, owed_output_token_count_max=1)

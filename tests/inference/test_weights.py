@@ -179,9 +179,14 @@ def test_int8_predicts_nearly_as_well_as_the_checkpoint(trained: Path) -> None:
     assert (int8 - exact).square().mean().sqrt() < 0.05 * exact.std()
 
 
+@pytest.mark.parametrize("way", ["native", "torch"])
 @pytest.mark.parametrize("compute_dtype", ["bfloat16", "int8"])
-def test_the_engine_continues_what_the_model_has_learned(trained: Path, compute_dtype: Literal["bfloat16", "int8"]) -> None:
-    """Through the whole engine: what is rounded does not change clear choices."""
+def test_the_engine_continues_what_the_model_has_learned(
+    trained: Path, compute_dtype: Literal["bfloat16", "int8"], way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Through the whole engine, by either code: what is rounded does not change clear choices."""
+    if way == "torch":
+        monkeypatch.setattr("inference.model_runner.supports", lambda config, dtype: False)
     tokenizer = Tokenizer(trained)
     request = make_request(tokenizer.encode("Which hotel has a garden? The", add_special_tokens=False), 12)
     exact = EngineCore(EngineOptions(trained, EngineLimits(512), "float32", 1 << 20))
