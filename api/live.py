@@ -235,8 +235,9 @@ class LiveRequest:
                     usage.generated_token_count += len(event.token_ids)
                     await self._hand_on_checked(event, lease)
                 case ChoiceFinished():
-                    self._choice_ends[event.choice_index] = OUTCOMES[event.reason]
                     await self._hand_on_rest(event.choice_index, event.text, lease)
+                    if self._stop_outcome is None:  # else its last tokens were not handed on, and it ended as the request does
+                        self._choice_ends[event.choice_index] = OUTCOMES[event.reason]
                 case SequenceFinished():
                     self._watch.engine_finished(event.timings)
                     usage.generated_token_count = event.generated_token_count
