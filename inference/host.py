@@ -51,6 +51,7 @@ from inference.host_protocol import (
     statistics_list,
     wire_event,
 )
+from inference.native.loader import load as load_native
 
 if TYPE_CHECKING:
     from inference.engine_core import EngineCore, SequenceBroken
@@ -138,6 +139,10 @@ class Host:
     def _load(self, message: LoadModel) -> EngineCore:
         started_s = time.monotonic()
         self._send(Loading("import", 0.0))
+        if message.device == "cpu" and load_native() is not None:
+            # Torch is left with sampling. Read when torch is loaded: its threads would spin after each operator, on the cores that
+            # the native ones want next.
+            os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         import torch
 
         from inference.engine_core import EngineCore, EngineOptions
