@@ -1,6 +1,6 @@
 """The text that the demo model learns from, and the workload that Weir is measured by.
 
-A case is one conversation of a hotel-search copilot: a system prompt, retrieved listings, questions and reference answers.
+A case is one conversation of a hotel-search copilot: a system prompt, what the search step found, questions and reference answers.
 Everything is drawn from a seed; the same seed gives the same case on every machine. Pure Python: no torch, no tokenizer.
 """
 
@@ -13,7 +13,7 @@ from typing import TypedDict
 from inference.demo_model import phrases, small_talk
 from inference.demo_model import vocabulary as words
 from inference.demo_model.hotels import LISTING_COUNT_MAX, Hotel, Split, draw_hotels
-from inference.demo_model.turns import Turn, draw_turn, look_up_again, recommend, recommend_in_budget
+from inference.demo_model.turns import Found, Turn, draw_turn, look_up_again, recommend, recommend_in_budget
 
 REFERENCE_PROMPT_TOKENS = 1025  # 200 system prompt, 800 listings, 25 question: the workload in `bench`
 SYSTEM_PROMPT_TOKENS = 200  # what the chat template makes of SYSTEM_PROMPT, the leading special tokens included
@@ -21,15 +21,15 @@ SYSTEM_PROMPT_TOKENS = 200  # what the chat template makes of SYSTEM_PROMPT, the
 SYSTEM_PROMPT = (
     "You are the hotel search assistant of a travel site. You get hotel listings and a question of a guest. "
     "Answer the question in clear and polite English, and use only what the listings say. "
-    "Refer to a hotel by its number and its name, as in the listings. "
-    "When a guest asks for a recommendation, first show the hotels that fit, each with its price, its rating and its "
-    "distance to the centre. Then choose one of them and say why. "
-    "The best rated hotel is the best choice, unless the guest prefers a low price or a short way to the centre. "
+    "The listings come in order, the best first, and the search line says how many fit. "
+    "Refer to a hotel by its number and its name. "
+    "When a guest asks for a recommendation, recommend the first hotel, with its price, its rating, its distance to the "
+    "centre and what it offers. Then name the next one or two, if they fit too. "
     "Always tell the guest when a booking cannot be cancelled. "
-    "When none of the hotels fits, say so, and never invent a hotel, a price or an amenity. "
+    "When none of the hotels fits, say so, and tell what the closest one offers. Never invent a hotel, a price or an amenity. "
     "When there are no listings, ask the guest for them. "
     "When the question is about something else, say that you can only help with hotels. "
-    "Be brief: a few short lines are enough, because most guests read on small screens."
+    "Be brief: a few short lines are enough."
 )
 _REFERENCE_HOTEL_COUNT = 12  # twelve listings are about 800 tokens
 _REFERENCE_DRAW_COUNT_MAX = 500  # about one draw in three is short of the target by less than the notes can fill
@@ -53,18 +53,22 @@ class Message(TypedDict):
 class Case:
     """One conversation: what the model sees, and what it should answer."""
 
-    hotels: tuple[Hotel, ...]
+    found: Found
     system: str | None
     note: str
     turns: tuple[Turn, ...]
 
+    @property
+    def hotels(self) -> tuple[Hotel, ...]:
+        """The listings, in the order of the search step."""
+        return self.found.hotels
+
     def context(self) -> str:
-        """The listings as they stand in front of the first question; empty when there are none."""
+        """What the search step found, as it stands in front of the first question; empty when there is nothing."""
         if not self.hotels:
             return ""
-        listings = "\n".join(hotel.listing() for hotel in self.hotels)
         note = f"\n{self.note}" if self.note else ""
-        return f"Listings:\n{listings}{note}\n\n"
+        return f"{self.found.block()}{note}\n{self.found.line()}\n\n"
 
     def messages(self, turn_count: int | None = None) -> list[Message]:
         """The whole conversation, or what stands before the answer to turn `turn_count` (counted from 1)."""
@@ -79,39 +83,35 @@ class Case:
         return messages
 
 
-def draw_case(rng: Random, split: Split, hotel_count_max: int = LISTING_COUNT_MAX, turn_count_max: int = 9) -> Case:
-    """Draw a conversation; one in eight comes without listings."""
-    if rng.random() < 0.12:
+def draw_case(rng: Random, split: Split, hotel_count_max: int = LISTING_COUNT_MAX, again_count_max: int = 4) -> Case:
+    """Draw a conversation of one question and up to `again_count_max` more on its answer; one in ten has no listings."""
+    if rng.random() < 0.1:
         return _draw_case_without_listings(rng)
     hotels = draw_hotels(rng, _draw_hotel_count(rng, hotel_count_max), split)
     note = rng.choice(words.NOTES) if rng.random() < 0.35 else ""
-    turns: list[Turn] = []
-    for _ in range(rng.randint(3, turn_count_max)):
-        turns.append(_draw_next_turn(rng, hotels, split, turns))
-    return Case(hotels, _draw_system(rng), note, tuple(turns))
+    found, turn = draw_turn(rng, hotels, split)
+    if rng.random() < 0.3:
+        turn = replace(turn, question=f"{phrases.preamble(rng)} {turn.question}")
+    turns = [turn]
+    for _ in range(rng.randint(0, again_count_max)):
+        if not turn.listed or rng.random() < 0.1:
+            turns.append(small_talk.draw_small_talk(rng, listings=True))
+        else:
+            turns.append(look_up_again(rng, found.hotels[rng.choice(turn.listed) - 1]))
+    return Case(found, _draw_system(rng, len(hotels)), note, tuple(turns))
 
 
 def _draw_hotel_count(rng: Random, hotel_count_max: int) -> int:
-    """Mostly near the maximum, where the choice is hardest, but every smaller number too."""
-    return hotel_count_max - min(rng.randrange(hotel_count_max), rng.randrange(hotel_count_max))
+    """Mostly near the maximum, where finding a fact is hardest, but every smaller number from two up too."""
+    span = hotel_count_max - 1
+    return hotel_count_max - min(rng.randrange(span), rng.randrange(span))
 
 
-def _draw_next_turn(rng: Random, hotels: tuple[Hotel, ...], split: Split, before: list[Turn]) -> Turn:
-    pick = before[-1].pick if before and before[-1].kind != "compare two" else None
-    draw = rng.random()
-    if pick is not None and draw < 0.2:
-        return look_up_again(rng, hotels[pick - 1])
-    if draw > 0.94:
-        return small_talk.draw_small_talk(rng, listings=True)
-    turn = draw_turn(rng, hotels, split)
-    return replace(turn, question=f"{phrases.preamble(rng)} {turn.question}") if rng.random() < 0.15 else turn
-
-
-def _draw_system(rng: Random) -> str | None:
-    draw = rng.random()
-    if draw < 0.35:
+def _draw_system(rng: Random, hotel_count: int) -> str | None:
+    """The long prompt mostly where the listings are many: elsewhere it would be most of the text."""
+    if rng.random() < (0.7 if hotel_count > 5 else 0.2):
         return SYSTEM_PROMPT
-    return rng.choice(_OTHER_SYSTEM_PROMPTS) if draw < 0.65 else None
+    return rng.choice((*_OTHER_SYSTEM_PROMPTS, None, None))
 
 
 def _draw_case_without_listings(rng: Random) -> Case:
@@ -121,25 +121,32 @@ def _draw_case_without_listings(rng: Random) -> Case:
         else small_talk.draw_small_talk(rng, listings=False)
         for _ in range(rng.randint(2, 5))
     )
-    return Case((), _draw_system(rng), "", turns)
+    return Case(Found(), _draw_system(rng, 0), "", turns)
 
 
 def evaluation_case(seed: int) -> Case:
     """A full-length case of names that training never saw, with one question."""
     rng = Random(f"evaluation {seed}")
-    hotels = draw_hotels(rng, rng.randint(6, LISTING_COUNT_MAX), Split.EVAL)
-    return Case(hotels, SYSTEM_PROMPT, "", (draw_turn(rng, hotels, Split.EVAL),))
+    found, turn = draw_turn(rng, draw_hotels(rng, rng.randint(6, LISTING_COUNT_MAX), Split.EVAL), Split.EVAL)
+    return Case(found, SYSTEM_PROMPT, "", (turn,))
+
+
+def evaluation_follow_up(seed: int) -> Case:
+    """A full-length case whose second question is about a hotel of the first answer."""
+    rng = Random(f"evaluation again {seed}")
+    while True:
+        found, turn = draw_turn(rng, draw_hotels(rng, rng.randint(6, LISTING_COUNT_MAX), Split.EVAL), Split.EVAL)
+        if turn.listed:
+            again = look_up_again(rng, found.hotels[rng.choice(turn.listed) - 1])
+            return Case(found, SYSTEM_PROMPT, "", (turn, again))
 
 
 def evaluation_small_talk(seed: int) -> Case:
-    """A message that is no question about a listing, with listings or without."""
+    """A message that is no question about a listing."""
     rng = Random(f"evaluation talk {seed}")
-    if rng.random() < 0.5:
-        hotels = draw_hotels(rng, rng.randint(3, 8), Split.EVAL)
-        return Case(hotels, SYSTEM_PROMPT, "", (small_talk.draw_small_talk(rng, listings=True),))
     if rng.random() < 0.3:
-        return Case((), SYSTEM_PROMPT, "", (small_talk.no_listings(rng, rng.choice(words.CITIES)),))
-    return Case((), SYSTEM_PROMPT, "", (small_talk.draw_small_talk(rng, listings=False),))
+        return Case(Found(), SYSTEM_PROMPT, "", (small_talk.no_listings(rng, rng.choice(words.CITIES)),))
+    return Case(Found(), SYSTEM_PROMPT, "", (small_talk.draw_small_talk(rng, listings=False),))
 
 
 def reference_case(seed: int) -> Case:
@@ -150,10 +157,10 @@ def reference_case(seed: int) -> Case:
 def _draw_reference(rng: Random) -> Case:
     while True:
         hotels = draw_hotels(rng, _REFERENCE_HOTEL_COUNT, Split.EVAL)
-        turn = rng.choice((recommend, recommend_in_budget))(rng, hotels, Split.EVAL)
-        if turn is not None and len(turn.listed) >= 3:
+        found, turn = rng.choice((recommend, recommend_in_budget))(rng, hotels, Split.EVAL)
+        if found.fit_count >= 3:
             question = f"{phrases.preamble(rng)} {turn.question}"
-            return Case(hotels, SYSTEM_PROMPT, "", (replace(turn, question=question),))
+            return Case(found, SYSTEM_PROMPT, "", (replace(turn, question=question),))
 
 
 def reference_messages(

@@ -1,11 +1,6 @@
-"""How questions are asked and answers are worded.
-
-Only wording lives here: which hotel is right is decided in `turns`. Every function draws one of several phrasings.
-"""
+"""How questions are asked; every function draws one of several phrasings."""
 
 from random import Random
-
-from inference.demo_model.hotels import Hotel
 
 ATTRIBUTES = ("price", "rating", "distance", "district", "amenities", "breakfast", "pets", "cancellation", "guests")
 
@@ -188,38 +183,6 @@ def ask_attribute(rng: Random, subject: str, attribute: str) -> str:
     return rng.choice(choices)
 
 
-def attribute_sentence(rng: Random, hotel: Hotel, label: str, attribute: str) -> tuple[str, str]:
-    """The answer and the fact in it; `label` is how the hotel is referred to."""
-    amenities = ", ".join(hotel.amenities)
-    answers = {
-        "price": ((f"{label} costs {hotel.cost}.", f"{label} costs ${hotel.price} per night."), f"${hotel.price}"),
-        "rating": ((f"{label} is rated {hotel.rating}.", f"{label} has a rating of {hotel.rating}."), hotel.rating),
-        "distance": ((f"{label} is {hotel.distance} from the centre.",) * 2, hotel.distance),
-        "district": ((f"{label} is in {hotel.district} of {hotel.city}.",) * 2, hotel.district),
-        "amenities": (
-            (f"{label} offers the following: {amenities}.", f"{label} has these amenities: {amenities}."),
-            amenities,
-        ),
-        "breakfast": ((f"{label}: {hotel.breakfast_sentence()}",) * 2, hotel.breakfast),
-        "pets": ((f"{label}: pets are {hotel.pets}.",) * 2, hotel.pets),
-        "cancellation": ((f"{label}: cancellation is {hotel.cancellation}.",) * 2, hotel.cancellation),
-        "guests": (
-            (f"{label}: guests mention {hotel.praise}.", f"{label} is known for {hotel.praise}."),
-            hotel.praise,
-        ),
-    }
-    sentences, fact = answers[attribute]
-    sentence = rng.choice(sentences)
-    if attribute in ("price", "rating", "distance") and rng.random() < 0.4:
-        other = {
-            "price": f"It is rated {hotel.rating}.",
-            "rating": f"It costs {hotel.cost}.",
-            "distance": f"It is in {hotel.district}.",
-        }[attribute]
-        sentence = f"{sentence} {other}"
-    return sentence, fact
-
-
 def ask_has(rng: Random, subject: str, noun: str) -> str:
     return rng.choice(
         (
@@ -229,18 +192,6 @@ def ask_has(rng: Random, subject: str, noun: str) -> str:
             f"I would like {noun}. Does {subject} have that?",
         )
     )
-
-
-def has(hotel: Hotel, subject: str, noun: str) -> str:
-    return f"{subject} does have {noun}. A night costs ${hotel.price}."
-
-
-def has_not(hotel: Hotel, subject: str, noun: str) -> str:
-    return f"{subject} does not list {noun}. It offers: {', '.join(hotel.amenities)}."
-
-
-def compared(hotel: Hotel) -> str:
-    return f"- {hotel.citation}: {hotel.cost}, rated {hotel.rating}, {hotel.distance} from the centre"
 
 
 def ask_describe(rng: Random, subject: str) -> str:
@@ -256,17 +207,6 @@ def ask_describe(rng: Random, subject: str) -> str:
     )
 
 
-def description(rng: Random, hotel: Hotel) -> str:
-    article = "an" if hotel.kind[0] in "aeiou" else "a"
-    opening = f"{hotel.citation} is {article} {hotel.kind} in {hotel.district} of {hotel.city}, {hotel.distance} from the centre."
-    cost = rng.choice(
-        (f"It costs {hotel.cost} and is rated {hotel.rating}.", f"A night costs ${hotel.price}, and the rating is {hotel.rating}.")
-    )
-    offers = f"It offers: {', '.join(hotel.amenities)}."
-    extras = [hotel.breakfast_sentence(), hotel.pets_sentence(), hotel.cancellation_sentence()]
-    return " ".join([opening, cost, offers, *extras, hotel.praise_sentence()])
-
-
 def ask_compare(rng: Random, one: str, two: str) -> str:
     return rng.choice(
         (
@@ -275,135 +215,5 @@ def ask_compare(rng: Random, one: str, two: str) -> str:
             f"Should I book {one} or {two}?",
             f"What is the difference between {one} and {two}?",
             f"{one} or {two}: which one would you choose?",
-        )
-    )
-
-
-def side_by_side(rng: Random) -> str:
-    return rng.choice(("Here are the two side by side:", "This is how the two compare:"))
-
-
-def comparison(rng: Random, cheaper: Hotel, better: Hotel, nearer: Hotel) -> str:
-    return " ".join(
-        (
-            rng.choice((f"The cheaper one is {cheaper.label}.", f"You pay less at {cheaper.label}.")),
-            rng.choice((f"The better rated one is {better.label}.", f"Guests prefer {better.label}.")),
-            rng.choice((f"The closer one to the centre is {nearer.label}.", f"More central is {nearer.label}.")),
-        )
-    )
-
-
-def found(rng: Random, wish: str) -> str:
-    return rng.choice(
-        (
-            f"Here is what I found {wish}:",
-            f"Among the hotels {wish}, I found:",
-            f"These are the options {wish}:",
-        )
-    )
-
-
-def none_has(rng: Random, noun: str) -> str:
-    return rng.choice(
-        (
-            f"I am sorry, but none of the hotels in the listings offers {noun}.",
-            f"Unfortunately, none of the listings mentions {noun}. Would another hotel suit you?",
-            f"I am sorry, none of the hotels has {noun}. Is there anything else that matters to you?",
-        )
-    )
-
-
-def none_has_both(rng: Random, first: str, second: str) -> str:
-    return rng.choice(
-        (
-            f"So none of the hotels offers both {first} and {second}.",
-            f"Unfortunately, none of the hotels has {first} as well as {second}.",
-        )
-    )
-
-
-def none_in_budget(rng: Random, wish: str, budget: int, cheapest: Hotel) -> str:
-    return rng.choice(
-        (
-            f"None of them is below ${budget}. The cheapest one is {cheapest.label} at {cheapest.cost}.",
-            f"So nothing {wish} costs less than ${budget}. The closest is {cheapest.label} at {cheapest.cost}.",
-        )
-    )
-
-
-def none_below(rng: Random, budget: int, cheapest: Hotel) -> str:
-    label, cost = cheapest.label, cheapest.cost
-    return rng.choice(
-        (
-            f"I am sorry, but none of the hotels costs less than ${budget}. The cheapest one is {label} at {cost}.",
-            f"Nothing in the listings is below ${budget}. The lowest price is {cost} at {label}.",
-        )
-    )
-
-
-def verdict(rng: Random, pick: Hotel, reason: str) -> str:
-    """The choice and its reason; `only` is the reason when there was nothing to choose from."""
-    opening = rng.choice((f"My pick is {pick.label}", f"I recommend {pick.label}", f"I would choose {pick.label}"))
-    because = {
-        "rating": (
-            f"it is the best rated of them at {pick.rating} and costs {pick.cost}",
-            f"with {pick.rating} it has the best rating, and a night costs ${pick.price}",
-        ),
-        "price": (
-            f"it is the cheapest of them at {pick.cost} and is rated {pick.rating}",
-            f"at {pick.cost} it has the lowest price, and it is rated {pick.rating}",
-        ),
-        "distance": (
-            f"it is the closest to the centre at {pick.distance} and costs {pick.cost}",
-            f"it is only {pick.distance} from the centre, and a night costs ${pick.price}",
-        ),
-        "only": (
-            f"it is the only one that fits, costs {pick.cost} and is rated {pick.rating}",
-            f"it is the one that fits, at {pick.cost} and rated {pick.rating}",
-        ),
-    }[reason]
-    return f"{opening} in {pick.district}: {rng.choice(because)}."
-
-
-def superlative(rng: Random, pick: Hotel, criterion: str) -> str:
-    return rng.choice(
-        {
-            "rating": (
-                f"The best rated hotel is {pick.label} in {pick.district}, rated {pick.rating}. It costs {pick.cost}.",
-                f"Guests like {pick.label} most: it is rated {pick.rating} and costs {pick.cost}.",
-            ),
-            "price": (
-                f"The cheapest hotel is {pick.label} in {pick.district} at {pick.cost}. It is rated {pick.rating}.",
-                f"The lowest price is at {pick.label}: it costs {pick.cost} and is rated {pick.rating}.",
-            ),
-            "distance": (
-                f"The most central hotel is {pick.label} in {pick.district}, {pick.distance} from the centre.",
-                f"The closest to the centre is {pick.label}: it is {pick.distance} away and costs {pick.cost}.",
-            ),
-        }[criterion]
-    )
-
-
-def details(rng: Random, pick: Hotel) -> list[str]:
-    """Two sentences about the choice; a booking that cannot be cancelled is always mentioned."""
-    amenities = f"It offers: {', '.join(pick.amenities)}."
-    first = rng.choice((amenities, pick.praise_sentence(), pick.breakfast_sentence()))
-    if pick.cancellation == "not possible":
-        return [first, pick.cancellation_sentence()]
-    return [first, rng.choice((pick.cancellation_sentence(), pick.pets_sentence()))]
-
-
-def runner_up(rng: Random, second: Hotel, criterion: str) -> str:
-    value = {"rating": f"rated {second.rating}", "price": f"at {second.cost}", "distance": f"{second.distance} away"}
-    opening = rng.choice(("The runner-up is", "Second comes"))
-    return f"{opening} {second.label}, {value[criterion]}."
-
-
-def not_listed(rng: Random, name: str) -> str:
-    return rng.choice(
-        (
-            f"I am sorry, but {name} is not in the listings.",
-            f"I cannot find {name} in the listings. Would you like to know about another hotel?",
-            f"There is no {name} in the listings, so I cannot say anything about it.",
         )
     )

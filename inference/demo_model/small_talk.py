@@ -145,8 +145,6 @@ def thanks(rng: Random, listings: bool) -> Turn:
     answers = (
         "You are welcome! Enjoy your stay.",
         "You are welcome. Let me know if you have another question about a hotel.",
-        "Gladly! I wish you a pleasant trip.",
-        "My pleasure. Have a good trip!",
     )
     return Turn("thanks", rng.choice(_THANKS), rng.choice(answers))
 
@@ -209,4 +207,4 @@ def no_listings(rng: Random, city: str) -> Turn:
 def draw_small_talk(rng: Random, listings: bool) -> Turn:
     """Draw anything but a question about hotels."""
     makers = (greeting, thanks, ability, other_subject, noise)
-    return rng.choices(makers, (20, 10, 12, 45, 13))[0](rng, listings)
+    return rng.choices(makers, (20, 24, 12, 40, 10))[0](rng, listings)

@@ -414,9 +414,9 @@ NOTES = (
     "The listings were updated this morning.",
     "All of the hotels have rooms left for the dates of the search.",
     "Prices may change until the booking is confirmed by the hotel.",
-    "The order of the listings says nothing about how well they fit.",
+    "Breakfast is served from seven to ten unless the hotel says otherwise.",
     "Ratings go up to ten.",
     "City tax is paid at the hotel.",
-    "The hotels are shown in no special order, and every one of them can be booked online for the dates of the search.",
+    "The hotels have confirmed their prices this week, and every one of them can be booked online for the dates of the search.",
     "Rooms have a private bathroom unless the listing says otherwise, and towels are part of the price.",
 )

@@ -21,12 +21,14 @@ from inference.demo_model.corpus import (
     Message,
     draw_case,
     evaluation_case,
+    evaluation_follow_up,
     evaluation_small_talk,
     reference_messages,
     sized_reference_case,
 )
 from inference.demo_model.hotels import Split, draw_hotels, split_of
 from inference.demo_model.tokenization import token_ids_of
+from inference.demo_model.turns import Criterion, draw_turn, search
 
 WEIGHTS = Path(inference.demo_model.__file__).parent / "weights"
 
@@ -92,36 +94,73 @@ def test_within_a_case_no_two_hotels_tie() -> None:
 
 def test_every_reference_answer_scores_full_marks() -> None:
     """The generator and the scorer are written apart; an answer that breaks a fact would lose a mark here."""
-    cases = [evaluation_case(seed) for seed in range(400)] + [evaluation_small_talk(seed) for seed in range(100)]
+    cases = [evaluation_case(seed) for seed in range(400)]
+    cases += [evaluation_follow_up(seed) for seed in range(100)] + [evaluation_small_talk(seed) for seed in range(100)]
 
-    wrong = [case.turns[0] for case in cases if not scoring.score(case, case.turns[0].answer, ended=True).right]
+    wrong = [case.turns[-1] for case in cases if not scoring.score(case, case.turns[-1].answer, ended=True).right]
 
     assert wrong == []
 
 
-def _first_case_with_a_walk() -> Case:
-    return next(case for case in map(evaluation_case, range(100)) if len(case.turns[0].listed) >= 2)
+@pytest.mark.parametrize("split", list(Split))
+def test_the_listings_that_fit_come_first_and_the_answer_begins_with_the_first(split: Split) -> None:
+    rng = Random(4)
+    for _ in range(300):
+        found, turn = draw_turn(rng, draw_hotels(rng, 9, split), split)
+
+        assert [hotel.index for hotel in found.hotels] == list(range(1, 10))
+        assert turn.listed == tuple(range(1, len(turn.listed) + 1))
+        if turn.kind not in ("nothing fits", "has an amenity"):
+            assert len(turn.listed) == min(3, found.fit_count)
+        assert found.line().startswith(f"Search: {found.fit_count or 'none'} of 9 fit")
+
+
+def test_a_search_ranks_what_fits_then_what_nearly_fits() -> None:
+    hotels = draw_hotels(Random(5), 12, Split.TRAIN)
+
+    found = search(hotels, Criterion.PRICE, lambda hotel: hotel.pets == "welcome", lambda hotel: "pool" in hotel.amenities)
+
+    classes = [0 if hotel.pets == "welcome" else 1 if "pool" in hotel.amenities else 2 for hotel in found.hotels]
+    assert classes == sorted(classes)
+    assert found.fit_count == classes.count(0) > 1
+    for same in range(3):
+        prices = [hotel.price for hotel, one in zip(found.hotels, classes, strict=True) if one == same]
+        assert prices == sorted(prices)
+
+
+def _first_case_with_others() -> Case:
+    return next(case for case in map(evaluation_case, range(100)) if len(case.turns[0].listed) == 3)
 
 
 def test_the_scorer_sees_a_wrong_price() -> None:
-    case = _first_case_with_a_walk()
+    case = _first_case_with_others()
     answer = re.sub(r"\$\d+", "$1", case.turns[0].answer)
 
     assert not scoring.score(case, answer, ended=True).faithful
 
 
+def test_the_scorer_sees_the_price_of_another_hotel() -> None:
+    case = _first_case_with_others()
+    answer = case.turns[0].answer.replace(f"${case.hotels[0].price}", f"${case.hotels[1].price}")
+
+    mark = scoring.score(case, answer, ended=True)
+
+    assert not mark.faithful
+    assert not mark.facts
+
+
 def test_the_scorer_sees_an_invented_name() -> None:
-    case = _first_case_with_a_walk()
-    answer = case.turns[0].answer.replace(case.hotels[case.turns[0].listed[0] - 1].name, "Hotel Nowhere")
+    case = _first_case_with_others()
+    answer = case.turns[0].answer.replace(case.hotels[0].name, "Hotel Nowhere")
 
     assert not scoring.score(case, answer, ended=True).faithful
 
 
-def test_the_scorer_sees_a_missing_candidate() -> None:
-    case = _first_case_with_a_walk()
-    lines = case.turns[0].answer.split("\n")
+def test_the_scorer_sees_a_missing_hotel() -> None:
+    case = _first_case_with_others()
+    answer = case.turns[0].answer.rpartition("\n")[0]
 
-    assert not scoring.score(case, "\n".join([lines[0], *lines[2:]]), ended=True).candidates
+    assert not scoring.score(case, answer, ended=True).hotels
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -149,10 +188,10 @@ def test_reference_prompts_differ_after_the_shared_system_prompt(tokenizer: Toke
     assert len(system) - 1 == SYSTEM_PROMPT_TOKENS == 200
 
 
-def test_reference_answers_walk_through_at_least_three_hotels(tokenizer: Tokenizer) -> None:
+def test_reference_answers_speak_of_three_hotels(tokenizer: Tokenizer) -> None:
     case = sized_reference_case(5, lambda messages: len(token_ids_of(tokenizer, messages, generation_prompt=True)))
 
-    assert len(case.turns[0].listed) >= 3
+    assert case.turns[0].listed == (1, 2, 3)
 
 
 def test_an_impossible_size_is_refused() -> None:
