@@ -38,16 +38,17 @@ CASES_AT_ONCE = 128  # the engine refuses what its queue cannot hold
 COLUMNS = ("hotels", "facts", "faithful", "ended", "right")
 
 
-def build_cases(tokenizer: Tokenizer, case_count: int) -> list[tuple[str, Case]]:
+def build_cases(tokenizer: Tokenizer, case_count: int, first_seed: int) -> list[tuple[str, Case]]:
     """Questions of all kinds, a quarter as many each of follow-ups, messages of small talk and reference prompts."""
 
     def count_tokens(messages: list[Message]) -> int:
         return len(token_ids_of(tokenizer, messages, generation_prompt=True))
 
-    cases = [(case.turns[0].kind, case) for case in map(evaluation_case, range(case_count))]
-    cases += [("follow-up", case) for case in map(evaluation_follow_up, range(case_count // 4))]
-    cases += [("small talk", case) for case in map(evaluation_small_talk, range(case_count // 4))]
-    cases += [("reference workload", sized_reference_case(seed, count_tokens)) for seed in range(case_count // 4)]
+    seeds, fewer = (range(first_seed, first_seed + count) for count in (case_count, case_count // 4))
+    cases = [(case.turns[0].kind, case) for case in map(evaluation_case, seeds)]
+    cases += [("follow-up", case) for case in map(evaluation_follow_up, fewer)]
+    cases += [("small talk", case) for case in map(evaluation_small_talk, fewer)]
+    cases += [("reference workload", sized_reference_case(seed, count_tokens)) for seed in fewer]
     return cases
 
 
@@ -95,11 +96,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--cases", type=int, default=200)
+    parser.add_argument("--first-seed", type=int, default=0, help="of the cases; those from 0 on steered the training")
     parser.add_argument("--show", type=int, default=0, help="how many answers of each kind to print")
     parser.add_argument("--threads", type=int, default=1)
     arguments = parser.parse_args()
     tokenizer = Tokenizer.from_file(str(arguments.model / "tokenizer.json"))
-    cases = build_cases(tokenizer, arguments.cases)
+    cases = build_cases(tokenizer, arguments.cases, arguments.first_seed)
     answers = asyncio.run(answer_all(arguments.model, tokenizer, [case for _, case in cases], arguments.threads))
     scores: dict[str, list[Score]] = defaultdict(list)
     shown: Counter[str] = Counter()
