@@ -24,8 +24,8 @@ from api.billing_service import BillingServicer
 from api.endpoint import write_endpoint
 from api.errors import Draining
 from api.inference_service import InferenceServicer
-from api.live import Process
 from api.logs import configure_logs
+from api.process import Process
 from api.server import Health, Servicers, build_server
 from api.settings import SettingInvalid, Settings
 from inference.engine import Engine

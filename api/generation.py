@@ -17,8 +17,9 @@ from weir.v1 import inference_service_pb2 as pb
 from api import frames
 from api.auth import payer
 from api.errors import FieldViolation, InvalidRequest, Overloaded, RequestUnderWay, UnknownRequest, status_of
-from api.live import Caller, LiveRequest, Process
+from api.live import Caller, LiveRequest
 from api.outbox import Delivery, Outbox, UsageSoFar
+from api.process import Process
 from api.wire import ValidStart, parse_request_id, parse_start
 from metering.operations import Outcome
 from metering.tenants import Principal, as_uuid

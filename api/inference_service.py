@@ -13,7 +13,7 @@ from api.accounts import find_generation
 from api.auth import Authenticator
 from api.generation import ClientStream
 from api.interceptor import Context
-from api.live import Process
+from api.process import Process
 from api.tokenizing import tokenize
 from metering.db import Sessions
 from metering.prices import list_current_prices

@@ -37,7 +37,7 @@ from weir_client import AsyncClient
 import api.__main__ as api_main
 from api.admission import Capacity
 from api.endpoint import forget_endpoint, read_endpoint
-from api.live import Process
+from api.process import Process
 from api.settings import Settings
 from inference.tokenizer import Tokenizer
 from metering.db import create_engine, create_sessions, psycopg_conninfo

@@ -1,0 +1,134 @@
+"""What one request says to its client: engine events become frames, checked, covered by the lease, and put into the outbox."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+
+import structlog
+from weir.v1 import inference_service_pb2 as pb
+
+from api import frames
+from api.admission import Lease
+from api.outbox import Delivery, Outbox, UsageSoFar
+from api.output_filter import OutputFilter, open_filters
+from api.settings import Settings
+from api.wire import ValidStart
+from inference.engine import TokenLogprobs, TokensGenerated
+from inference.safety import SafetyChecker
+from metering.errors import QuotaExceeded
+from metering.operations import Outcome, QuotaState
+
+log = structlog.get_logger(__name__)
+
+
+class Reply:
+    """The frames of one request. No output is handed on before `open` nor after `cut_off`."""
+
+    def __init__(self, outbox: Outbox, start: ValidStart, stop: Callable[[Outcome], None]) -> None:
+        """stop: ends the request for this reason."""
+        self.delivery = Delivery(start.given_id, UsageSoFar())
+        self.exhausted: tuple[QuotaState, ...] = ()  # the quotas that ended the request, if any did
+        self._outbox = outbox
+        self._start = start
+        self._stop = stop
+        self._seq = 0
+        self._is_cut_off = False
+        self._filters: tuple[OutputFilter, ...] = ()  # by choice; empty: outputs are not checked
+        self._choice_ends: dict[int, Outcome] = {}  # of several choices, those that have ended
+        self._lease: Lease
+        self._settings: Settings
+
+    def open(self, lease: Lease, settings: Settings, safety: SafetyChecker | None) -> None:
+        """From now on output may come, under this lease. safety: what outputs are checked by; None if they are not."""
+        self._lease, self._settings = lease, settings
+        self.delivery.hold_id = lease.admitted.hold_id
+        self._filters = open_filters(safety, self._start.choice_count)
+
+    def cut_off(self, *, discard: bool) -> None:
+        """Hand on no more output. discard: nor what still waits for the transport."""
+        self._is_cut_off = True
+        if discard:
+            self._outbox.discard(self.delivery)
+
+    def push(self, frame: pb.ServerFrame, token_count: int = 0) -> None:
+        """Put a frame of this request into the outbox. token_count: output tokens that it carries."""
+        frame.request_id = self.delivery.request_id
+        self._outbox.push(self.delivery, frame, token_count)
+
+    async def hand_on(self, event: TokensGenerated) -> None:
+        """Give on what of the new output, and of what was held back before, the safety stage lets go."""
+        if not self._filters:
+            await self._hand_on_checked(event)
+        elif not self._is_cut_off:
+            output = self._filters[event.choice_index]
+            for part in await output.push(event):
+                await self._hand_on_checked(part)
+            self._note_filtered(output, event.choice_index)
+
+    async def hand_on_rest(self, choice_index: int, text: str) -> None:
+        """A choice has ended: what was held back of it goes out, unless the request was stopped."""
+        if self._is_cut_off:
+            return
+        if self._filters:
+            output = self._filters[choice_index]
+            for part in await output.finish(text):
+                await self._hand_on_checked(part)
+            self._note_filtered(output, choice_index)
+        elif text:
+            self._push_delta(text, choice_index=choice_index)
+
+    def end_choice(self, choice_index: int, outcome: Outcome) -> None:
+        """One of several choices ended by itself. One whose last tokens were not handed on ended as the request does."""
+        if not self._is_cut_off:
+            self._choice_ends[choice_index] = outcome
+
+    def ends_of_choices(self, cut: Outcome) -> dict[int, Outcome]:
+        """How each of several choices ended; what the end of the whole request cut off ended as that did."""
+        if self._start.choice_count == 1:
+            return {}
+        ends = {index: self._choice_ends.get(index, cut) for index in range(self._start.choice_count)}
+        return {index: cut if end is Outcome.CANCELLED else end for index, end in ends.items()}
+
+    async def flush(self) -> None:
+        """Wait until the client has taken everything; one that reads nothing for too long is given up."""
+        before = None
+        while before != (unsent := self.delivery.unsent_frame_count):
+            before = unsent
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._settings.client_stall_max_s):
+                    await self._outbox.flushed(self.delivery)
+                    return
+        self._stop(Outcome.SLOW_CONSUMER)
+        self._outbox.discard(self.delivery)
+
+    async def _hand_on_checked(self, event: TokensGenerated) -> None:
+        """Give one step's tokens to the outbox, if the lease covers them and nobody has stopped the request."""
+        if self._is_cut_off:
+            return
+        try:
+            await self._lease.cover(self.delivery.queued_token_count + len(event.token_ids))
+        except QuotaExceeded as refusal:
+            self.exhausted = refusal.failing
+            self._stop(Outcome.QUOTA_EXHAUSTED)
+        if self._is_cut_off:
+            return
+        before = self.delivery.queued_token_count
+        self._push_delta(event.text, event.token_ids, event.logprobs, event.choice_index)
+        interval = self._start.usage_interval_tokens
+        if interval and before // interval != self.delivery.queued_token_count // interval:
+            self.push(frames.usage(self.delivery, self._lease.admitted.prices))
+        if self.delivery.unsent_token_count > self._settings.outbox_tokens_per_request_max:
+            self._stop(Outcome.SLOW_CONSUMER)
+
+    def _note_filtered(self, output: OutputFilter, choice_index: int) -> None:
+        if output.hit is not None:
+            log.info("output_filtered", rule=output.hit, choice_index=choice_index)
+            self._stop(Outcome.FILTERED)
+
+    def _push_delta(
+        self, text: str, token_ids: tuple[int, ...] = (), logprobs: tuple[TokenLogprobs, ...] = (), choice_index: int = 0
+    ) -> None:
+        self._seq += 1
+        self.push(frames.delta(self._seq, choice_index, text, token_ids, logprobs), len(token_ids))
