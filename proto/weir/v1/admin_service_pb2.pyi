@@ -108,6 +108,7 @@ class ApiKey(_message.Message):
     EXPIRE_TIME_FIELD_NUMBER: _builtins.int
     REVOKE_TIME_FIELD_NUMBER: _builtins.int
     ORGANIZATION_ID_FIELD_NUMBER: _builtins.int
+    OVERLAP_END_TIME_FIELD_NUMBER: _builtins.int
     api_key_id: _builtins.str
     """Server-minted UUID."""
     project_id: _builtins.str
@@ -134,6 +135,10 @@ class ApiKey(_message.Message):
     def revoke_time(self) -> _timestamp_pb2.Timestamp:
         """When it was revoked. Unset: it was not."""
 
+    @_builtins.property
+    def overlap_end_time(self) -> _timestamp_pb2.Timestamp:
+        """Until when the secret that the last rotation replaced works. Unset: only one secret works."""
+
     def __init__(
         self,
         *,
@@ -146,10 +151,11 @@ class ApiKey(_message.Message):
         expire_time: _timestamp_pb2.Timestamp | None = ...,
         revoke_time: _timestamp_pb2.Timestamp | None = ...,
         organization_id: _builtins.str = ...,
+        overlap_end_time: _timestamp_pb2.Timestamp | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "expire_time", b"expire_time", "revoke_time", b"revoke_time"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "expire_time", b"expire_time", "overlap_end_time", b"overlap_end_time", "revoke_time", b"revoke_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["api_key_id", b"api_key_id", "create_time", b"create_time", "expire_time", b"expire_time", "name", b"name", "organization_id", b"organization_id", "prefix", b"prefix", "project_id", b"project_id", "revoke_time", b"revoke_time", "scopes", b"scopes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["api_key_id", b"api_key_id", "create_time", b"create_time", "expire_time", b"expire_time", "name", b"name", "organization_id", b"organization_id", "overlap_end_time", b"overlap_end_time", "prefix", b"prefix", "project_id", b"project_id", "revoke_time", b"revoke_time", "scopes", b"scopes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -163,19 +169,27 @@ class CreateOrganizationRequest(_message.Message):
 
     NAME_FIELD_NUMBER: _builtins.int
     CURRENCY_CODE_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    ALLOW_EXISTING_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """See `Organization.name`."""
     currency_code: _builtins.str
     """ISO 4217 code. Default "USD"."""
+    request_id: _builtins.str
+    """Makes a repetition safe: see the service. Not a UUID: INVALID_ARGUMENT."""
+    allow_existing: _builtins.bool
+    """Answer an organization of this name and currency that exists, instead of ALREADY_EXISTS."""
     def __init__(
         self,
         *,
         name: _builtins.str = ...,
         currency_code: _builtins.str = ...,
+        request_id: _builtins.str = ...,
+        allow_existing: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["currency_code", b"currency_code", "name", b"name"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["allow_existing", b"allow_existing", "currency_code", b"currency_code", "name", b"name", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -183,23 +197,27 @@ Global___CreateOrganizationRequest: _TypeAlias = CreateOrganizationRequest  # no
 
 @_typing.final
 class CreateOrganizationResponse(_message.Message):
-    """The new organization."""
+    """The organization."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     ORGANIZATION_FIELD_NUMBER: _builtins.int
+    EXISTED_FIELD_NUMBER: _builtins.int
+    existed: _builtins.bool
+    """True if it was there before."""
     @_builtins.property
     def organization(self) -> Global___Organization:
-        """The new organization."""
+        """The organization."""
 
     def __init__(
         self,
         *,
         organization: Global___Organization | None = ...,
+        existed: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["organization", b"organization"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["organization", b"organization"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["existed", b"existed", "organization", b"organization"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -254,19 +272,27 @@ class CreateProjectRequest(_message.Message):
 
     ORGANIZATION_FIELD_NUMBER: _builtins.int
     NAME_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    ALLOW_EXISTING_FIELD_NUMBER: _builtins.int
     organization: _builtins.str
     """Name or id of the organization. Unknown: NOT_FOUND."""
     name: _builtins.str
     """See `Project.name`."""
+    request_id: _builtins.str
+    """Makes a repetition safe: see the service. Not a UUID: INVALID_ARGUMENT."""
+    allow_existing: _builtins.bool
+    """Answer a project of this name that exists, instead of ALREADY_EXISTS."""
     def __init__(
         self,
         *,
         organization: _builtins.str = ...,
         name: _builtins.str = ...,
+        request_id: _builtins.str = ...,
+        allow_existing: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "organization", b"organization"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["allow_existing", b"allow_existing", "name", b"name", "organization", b"organization", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -274,23 +300,27 @@ Global___CreateProjectRequest: _TypeAlias = CreateProjectRequest  # noqa: Y015
 
 @_typing.final
 class CreateProjectResponse(_message.Message):
-    """The new project."""
+    """The project."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     PROJECT_FIELD_NUMBER: _builtins.int
+    EXISTED_FIELD_NUMBER: _builtins.int
+    existed: _builtins.bool
+    """True if it was there before."""
     @_builtins.property
     def project(self) -> Global___Project:
-        """The new project."""
+        """The project."""
 
     def __init__(
         self,
         *,
         project: Global___Project | None = ...,
+        existed: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["project", b"project"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["project", b"project"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["existed", b"existed", "project", b"project"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -353,12 +383,18 @@ class CreateApiKeyRequest(_message.Message):
     NAME_FIELD_NUMBER: _builtins.int
     SCOPES_FIELD_NUMBER: _builtins.int
     LIFETIME_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    ALLOW_EXISTING_FIELD_NUMBER: _builtins.int
     organization: _builtins.str
     """Name or id of the organization. Unknown: NOT_FOUND."""
     project: _builtins.str
     """Name or id of the project in it. Unknown: NOT_FOUND."""
     name: _builtins.str
     """Name for people, 1 to 100 characters."""
+    request_id: _builtins.str
+    """Makes a repetition safe: see the service. Not a UUID: INVALID_ARGUMENT."""
+    allow_existing: _builtins.bool
+    """Answer the project's working key of this name and these scopes if there is one; names need not be unique otherwise."""
     @_builtins.property
     def scopes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """At least one of "inference", "admin", "billing". Empty: "inference"."""
@@ -375,10 +411,12 @@ class CreateApiKeyRequest(_message.Message):
         name: _builtins.str = ...,
         scopes: _abc.Iterable[_builtins.str] | None = ...,
         lifetime: _duration_pb2.Duration | None = ...,
+        request_id: _builtins.str = ...,
+        allow_existing: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["lifetime", b"lifetime"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lifetime", b"lifetime", "name", b"name", "organization", b"organization", "project", b"project", "scopes", b"scopes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["allow_existing", b"allow_existing", "lifetime", b"lifetime", "name", b"name", "organization", b"organization", "project", b"project", "request_id", b"request_id", "scopes", b"scopes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -386,31 +424,169 @@ Global___CreateApiKeyRequest: _TypeAlias = CreateApiKeyRequest  # noqa: Y015
 
 @_typing.final
 class CreateApiKeyResponse(_message.Message):
-    """The new key."""
+    """The key."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     API_KEY_FIELD_NUMBER: _builtins.int
     SECRET_FIELD_NUMBER: _builtins.int
+    EXISTED_FIELD_NUMBER: _builtins.int
     secret: _builtins.str
-    """The secret to send as bearer token. It cannot be shown again."""
+    """The secret to send as bearer token. It cannot be shown again: empty if the key was there before. RotateApiKey makes a new one."""
+    existed: _builtins.bool
+    """True if it was there before."""
     @_builtins.property
     def api_key(self) -> Global___ApiKey:
-        """The new key."""
+        """The key."""
 
     def __init__(
         self,
         *,
         api_key: Global___ApiKey | None = ...,
         secret: _builtins.str = ...,
+        existed: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["api_key", b"api_key"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["api_key", b"api_key", "secret", b"secret"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["api_key", b"api_key", "existed", b"existed", "secret", b"secret"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CreateApiKeyResponse: _TypeAlias = CreateApiKeyResponse  # noqa: Y015
+
+@_typing.final
+class RotateApiKeyRequest(_message.Message):
+    """Gives a key a new secret."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    API_KEY_FIELD_NUMBER: _builtins.int
+    OVERLAP_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    api_key: _builtins.str
+    """Its id, or its prefix as shown. Unknown: NOT_FOUND."""
+    request_id: _builtins.str
+    """Makes a repetition safe: see the service. Not a UUID: INVALID_ARGUMENT."""
+    @_builtins.property
+    def overlap(self) -> _duration_pb2.Duration:
+        """For how long the present secret goes on working, 0 to 30 days. Unset: 24 hours."""
+
+    def __init__(
+        self,
+        *,
+        api_key: _builtins.str = ...,
+        overlap: _duration_pb2.Duration | None = ...,
+        request_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["overlap", b"overlap"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["api_key", b"api_key", "overlap", b"overlap", "request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RotateApiKeyRequest: _TypeAlias = RotateApiKeyRequest  # noqa: Y015
+
+@_typing.final
+class RotateApiKeyResponse(_message.Message):
+    """The rotated key."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    API_KEY_FIELD_NUMBER: _builtins.int
+    SECRET_FIELD_NUMBER: _builtins.int
+    OVERLAP_END_TIME_FIELD_NUMBER: _builtins.int
+    secret: _builtins.str
+    """The new secret. It cannot be shown again: empty if this repeats a call."""
+    @_builtins.property
+    def api_key(self) -> Global___ApiKey:
+        """The key: the same id, prefix, limits."""
+
+    @_builtins.property
+    def overlap_end_time(self) -> _timestamp_pb2.Timestamp:
+        """Until when the replaced secret works."""
+
+    def __init__(
+        self,
+        *,
+        api_key: Global___ApiKey | None = ...,
+        secret: _builtins.str = ...,
+        overlap_end_time: _timestamp_pb2.Timestamp | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["api_key", b"api_key", "overlap_end_time", b"overlap_end_time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["api_key", b"api_key", "overlap_end_time", b"overlap_end_time", "secret", b"secret"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RotateApiKeyResponse: _TypeAlias = RotateApiKeyResponse  # noqa: Y015
+
+@_typing.final
+class UpdateApiKeyRequest(_message.Message):
+    """Changes a key. What is unset stays."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    API_KEY_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    SCOPES_FIELD_NUMBER: _builtins.int
+    EXPIRE_TIME_FIELD_NUMBER: _builtins.int
+    NEVER_EXPIRES_FIELD_NUMBER: _builtins.int
+    api_key: _builtins.str
+    """Its id, or its prefix as shown. Unknown: NOT_FOUND."""
+    name: _builtins.str
+    """New name, 1 to 100 characters."""
+    never_expires: _builtins.bool
+    """Let it work for ever. With `expire_time`: INVALID_ARGUMENT."""
+    @_builtins.property
+    def scopes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """New scopes. Empty: they stay."""
+
+    @_builtins.property
+    def expire_time(self) -> _timestamp_pb2.Timestamp:
+        """When it shall stop working; a time that has passed ends it now."""
+
+    def __init__(
+        self,
+        *,
+        api_key: _builtins.str = ...,
+        name: _builtins.str | None = ...,
+        scopes: _abc.Iterable[_builtins.str] | None = ...,
+        expire_time: _timestamp_pb2.Timestamp | None = ...,
+        never_expires: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_name", b"_name", "expire_time", b"expire_time", "name", b"name"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_name", b"_name", "api_key", b"api_key", "expire_time", b"expire_time", "name", b"name", "never_expires", b"never_expires", "scopes", b"scopes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__name: _TypeAlias = _typing.Literal["name"]  # noqa: Y015
+    _WhichOneofArgType__name: _TypeAlias = _typing.Literal["_name", b"_name"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__name) -> _WhichOneofReturnType__name | None: ...
+
+Global___UpdateApiKeyRequest: _TypeAlias = UpdateApiKeyRequest  # noqa: Y015
+
+@_typing.final
+class UpdateApiKeyResponse(_message.Message):
+    """The changed key."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    API_KEY_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def api_key(self) -> Global___ApiKey:
+        """The key as it stands."""
+
+    def __init__(
+        self,
+        *,
+        api_key: Global___ApiKey | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["api_key", b"api_key"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["api_key", b"api_key"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UpdateApiKeyResponse: _TypeAlias = UpdateApiKeyResponse  # noqa: Y015
 
 @_typing.final
 class RevokeApiKeyRequest(_message.Message):
@@ -663,6 +839,7 @@ class SetPriceRequest(_message.Message):
     CACHED_INPUT_PICOS_PER_TOKEN_FIELD_NUMBER: _builtins.int
     OUTPUT_PICOS_PER_TOKEN_FIELD_NUMBER: _builtins.int
     EFFECTIVE_TIME_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """The model. Unknown models are allowed, so that a price can be set before a model appears."""
     currency_code: _builtins.str
@@ -673,6 +850,8 @@ class SetPriceRequest(_message.Message):
     """Picos per cached input token, 0 or more."""
     output_picos_per_token: _builtins.int
     """Picos per output token, 0 or more."""
+    request_id: _builtins.str
+    """Makes a repetition safe: see the service. Not a UUID: INVALID_ARGUMENT."""
     @_builtins.property
     def effective_time(self) -> _timestamp_pb2.Timestamp:
         """Since when it holds. Unset: now."""
@@ -686,10 +865,11 @@ class SetPriceRequest(_message.Message):
         cached_input_picos_per_token: _builtins.int = ...,
         output_picos_per_token: _builtins.int = ...,
         effective_time: _timestamp_pb2.Timestamp | None = ...,
+        request_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["effective_time", b"effective_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_input_picos_per_token", b"cached_input_picos_per_token", "currency_code", b"currency_code", "effective_time", b"effective_time", "input_picos_per_token", b"input_picos_per_token", "model", b"model", "output_picos_per_token", b"output_picos_per_token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_input_picos_per_token", b"cached_input_picos_per_token", "currency_code", b"currency_code", "effective_time", b"effective_time", "input_picos_per_token", b"input_picos_per_token", "model", b"model", "output_picos_per_token", b"output_picos_per_token", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -725,19 +905,43 @@ class ListAuditEntriesRequest(_message.Message):
 
     PAGE_SIZE_FIELD_NUMBER: _builtins.int
     BEFORE_ENTRY_ID_FIELD_NUMBER: _builtins.int
+    SUBJECT_FIELD_NUMBER: _builtins.int
+    ACTOR_FIELD_NUMBER: _builtins.int
+    ACTION_PREFIX_FIELD_NUMBER: _builtins.int
+    START_TIME_FIELD_NUMBER: _builtins.int
+    END_TIME_FIELD_NUMBER: _builtins.int
     page_size: _builtins.int
     """At most so many, 1 to 1000. Default 100."""
     before_entry_id: _builtins.int
     """Only entries with a smaller `entry_id`; 0: from the newest."""
+    subject: _builtins.str
+    """Only what concerns this: an organization by name, "organization/project", a key by prefix, each with the limits on it; or any id."""
+    actor: _builtins.str
+    """Only what this key did, by prefix; or "system"."""
+    action_prefix: _builtins.str
+    """Only actions that begin so, for example "api_key."."""
+    @_builtins.property
+    def start_time(self) -> _timestamp_pb2.Timestamp:
+        """Only entries of this time and later."""
+
+    @_builtins.property
+    def end_time(self) -> _timestamp_pb2.Timestamp:
+        """Only entries before this time."""
+
     def __init__(
         self,
         *,
         page_size: _builtins.int = ...,
         before_entry_id: _builtins.int = ...,
+        subject: _builtins.str = ...,
+        actor: _builtins.str = ...,
+        action_prefix: _builtins.str = ...,
+        start_time: _timestamp_pb2.Timestamp | None = ...,
+        end_time: _timestamp_pb2.Timestamp | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["end_time", b"end_time", "start_time", b"start_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["before_entry_id", b"before_entry_id", "page_size", b"page_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["action_prefix", b"action_prefix", "actor", b"actor", "before_entry_id", b"before_entry_id", "end_time", b"end_time", "page_size", b"page_size", "start_time", b"start_time", "subject", b"subject"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

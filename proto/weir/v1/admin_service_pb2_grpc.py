@@ -4,6 +4,8 @@ import grpc
 import warnings
 
 from weir.v1 import admin_service_pb2 as weir_dot_v1_dot_admin__service__pb2
+from weir.v1 import configuration_pb2 as weir_dot_v1_dot_configuration__pb2
+from weir.v1 import live_requests_pb2 as weir_dot_v1_dot_live__requests__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
 GRPC_VERSION = grpc.__version__
@@ -28,6 +30,9 @@ if _version_not_supported:
 class AdminServiceStub:
     """Manages organizations, projects, API keys, quotas and prices. Calls need a key with the scope `admin`; PERMISSION_DENIED otherwise.
     Every change is written to the audit log in the same transaction.
+
+    Every call may be repeated. One that creates takes a `request_id`, a UUID that the client mints: the same call again with it is answered
+    with what it made and makes nothing; another call with it is ALREADY_EXISTS. An id is known for seven days.
     """
 
     def __init__(self, channel):
@@ -60,6 +65,16 @@ class AdminServiceStub:
                 '/weir.v1.AdminService/CreateApiKey',
                 request_serializer=weir_dot_v1_dot_admin__service__pb2.CreateApiKeyRequest.SerializeToString,
                 response_deserializer=weir_dot_v1_dot_admin__service__pb2.CreateApiKeyResponse.FromString,
+                _registered_method=True)
+        self.RotateApiKey = channel.unary_unary(
+                '/weir.v1.AdminService/RotateApiKey',
+                request_serializer=weir_dot_v1_dot_admin__service__pb2.RotateApiKeyRequest.SerializeToString,
+                response_deserializer=weir_dot_v1_dot_admin__service__pb2.RotateApiKeyResponse.FromString,
+                _registered_method=True)
+        self.UpdateApiKey = channel.unary_unary(
+                '/weir.v1.AdminService/UpdateApiKey',
+                request_serializer=weir_dot_v1_dot_admin__service__pb2.UpdateApiKeyRequest.SerializeToString,
+                response_deserializer=weir_dot_v1_dot_admin__service__pb2.UpdateApiKeyResponse.FromString,
                 _registered_method=True)
         self.RevokeApiKey = channel.unary_unary(
                 '/weir.v1.AdminService/RevokeApiKey',
@@ -96,11 +111,39 @@ class AdminServiceStub:
                 request_serializer=weir_dot_v1_dot_admin__service__pb2.ListAuditEntriesRequest.SerializeToString,
                 response_deserializer=weir_dot_v1_dot_admin__service__pb2.ListAuditEntriesResponse.FromString,
                 _registered_method=True)
+        self.ListLiveRequests = channel.unary_unary(
+                '/weir.v1.AdminService/ListLiveRequests',
+                request_serializer=weir_dot_v1_dot_live__requests__pb2.ListLiveRequestsRequest.SerializeToString,
+                response_deserializer=weir_dot_v1_dot_live__requests__pb2.ListLiveRequestsResponse.FromString,
+                _registered_method=True)
+        self.KillRequest = channel.unary_unary(
+                '/weir.v1.AdminService/KillRequest',
+                request_serializer=weir_dot_v1_dot_live__requests__pb2.KillRequestRequest.SerializeToString,
+                response_deserializer=weir_dot_v1_dot_live__requests__pb2.KillRequestResponse.FromString,
+                _registered_method=True)
+        self.EndOverdueHolds = channel.unary_unary(
+                '/weir.v1.AdminService/EndOverdueHolds',
+                request_serializer=weir_dot_v1_dot_live__requests__pb2.EndOverdueHoldsRequest.SerializeToString,
+                response_deserializer=weir_dot_v1_dot_live__requests__pb2.EndOverdueHoldsResponse.FromString,
+                _registered_method=True)
+        self.ApplyConfiguration = channel.unary_unary(
+                '/weir.v1.AdminService/ApplyConfiguration',
+                request_serializer=weir_dot_v1_dot_configuration__pb2.ApplyConfigurationRequest.SerializeToString,
+                response_deserializer=weir_dot_v1_dot_configuration__pb2.ApplyConfigurationResponse.FromString,
+                _registered_method=True)
+        self.ExportConfiguration = channel.unary_unary(
+                '/weir.v1.AdminService/ExportConfiguration',
+                request_serializer=weir_dot_v1_dot_configuration__pb2.ExportConfigurationRequest.SerializeToString,
+                response_deserializer=weir_dot_v1_dot_configuration__pb2.ExportConfigurationResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServiceServicer:
     """Manages organizations, projects, API keys, quotas and prices. Calls need a key with the scope `admin`; PERMISSION_DENIED otherwise.
     Every change is written to the audit log in the same transaction.
+
+    Every call may be repeated. One that creates takes a `request_id`, a UUID that the client mints: the same call again with it is answered
+    with what it made and makes nothing; another call with it is ALREADY_EXISTS. An id is known for seven days.
     """
 
     def CreateOrganization(self, request, context):
@@ -138,8 +181,24 @@ class AdminServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def RotateApiKey(self, request, context):
+        """Gives an API key a new secret, shown in the response and nowhere else. The old one works for an overlap; then it is refused. Id,
+        prefix, limits and counters stay. FAILED_PRECONDITION for a revoked key.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UpdateApiKey(self, request, context):
+        """Changes name, scopes or expiry of an API key. FAILED_PRECONDITION for a revoked key.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def RevokeApiKey(self, request, context):
-        """Revokes an API key for good: new calls with it are refused at once. Revoking twice changes nothing.
+        """Revokes an API key for good: new calls with it are refused at once, and what runs with it is ended as `failed` with the reason
+        KEY_REVOKED and its final usage, in every process. Revoking twice changes nothing.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -187,6 +246,41 @@ class AdminServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListLiveRequests(self, request, context):
+        """Lists what runs in all processes: whose it is, where it stands, what it has used. Never what it says.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def KillRequest(self, request, context):
+        """Ends a running request in whichever process it runs. Its client gets `failed` with the reason CANCELLED_BY_ADMIN and its final usage.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def EndOverdueHolds(self, request, context):
+        """Ends the holds whose time is over, as the worker does every ten seconds.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ApplyConfiguration(self, request, context):
+        """Makes organizations, projects, keys, limits and prices what a document says, all or nothing. Doing it twice changes nothing.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ExportConfiguration(self, request, context):
+        """Writes the present state as such a document.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -214,6 +308,16 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.CreateApiKey,
                     request_deserializer=weir_dot_v1_dot_admin__service__pb2.CreateApiKeyRequest.FromString,
                     response_serializer=weir_dot_v1_dot_admin__service__pb2.CreateApiKeyResponse.SerializeToString,
+            ),
+            'RotateApiKey': grpc.unary_unary_rpc_method_handler(
+                    servicer.RotateApiKey,
+                    request_deserializer=weir_dot_v1_dot_admin__service__pb2.RotateApiKeyRequest.FromString,
+                    response_serializer=weir_dot_v1_dot_admin__service__pb2.RotateApiKeyResponse.SerializeToString,
+            ),
+            'UpdateApiKey': grpc.unary_unary_rpc_method_handler(
+                    servicer.UpdateApiKey,
+                    request_deserializer=weir_dot_v1_dot_admin__service__pb2.UpdateApiKeyRequest.FromString,
+                    response_serializer=weir_dot_v1_dot_admin__service__pb2.UpdateApiKeyResponse.SerializeToString,
             ),
             'RevokeApiKey': grpc.unary_unary_rpc_method_handler(
                     servicer.RevokeApiKey,
@@ -250,6 +354,31 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     request_deserializer=weir_dot_v1_dot_admin__service__pb2.ListAuditEntriesRequest.FromString,
                     response_serializer=weir_dot_v1_dot_admin__service__pb2.ListAuditEntriesResponse.SerializeToString,
             ),
+            'ListLiveRequests': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListLiveRequests,
+                    request_deserializer=weir_dot_v1_dot_live__requests__pb2.ListLiveRequestsRequest.FromString,
+                    response_serializer=weir_dot_v1_dot_live__requests__pb2.ListLiveRequestsResponse.SerializeToString,
+            ),
+            'KillRequest': grpc.unary_unary_rpc_method_handler(
+                    servicer.KillRequest,
+                    request_deserializer=weir_dot_v1_dot_live__requests__pb2.KillRequestRequest.FromString,
+                    response_serializer=weir_dot_v1_dot_live__requests__pb2.KillRequestResponse.SerializeToString,
+            ),
+            'EndOverdueHolds': grpc.unary_unary_rpc_method_handler(
+                    servicer.EndOverdueHolds,
+                    request_deserializer=weir_dot_v1_dot_live__requests__pb2.EndOverdueHoldsRequest.FromString,
+                    response_serializer=weir_dot_v1_dot_live__requests__pb2.EndOverdueHoldsResponse.SerializeToString,
+            ),
+            'ApplyConfiguration': grpc.unary_unary_rpc_method_handler(
+                    servicer.ApplyConfiguration,
+                    request_deserializer=weir_dot_v1_dot_configuration__pb2.ApplyConfigurationRequest.FromString,
+                    response_serializer=weir_dot_v1_dot_configuration__pb2.ApplyConfigurationResponse.SerializeToString,
+            ),
+            'ExportConfiguration': grpc.unary_unary_rpc_method_handler(
+                    servicer.ExportConfiguration,
+                    request_deserializer=weir_dot_v1_dot_configuration__pb2.ExportConfigurationRequest.FromString,
+                    response_serializer=weir_dot_v1_dot_configuration__pb2.ExportConfigurationResponse.SerializeToString,
+            ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
             'weir.v1.AdminService', rpc_method_handlers)
@@ -261,6 +390,9 @@ def add_AdminServiceServicer_to_server(servicer, server):
 class AdminService:
     """Manages organizations, projects, API keys, quotas and prices. Calls need a key with the scope `admin`; PERMISSION_DENIED otherwise.
     Every change is written to the audit log in the same transaction.
+
+    Every call may be repeated. One that creates takes a `request_id`, a UUID that the client mints: the same call again with it is answered
+    with what it made and makes nothing; another call with it is ALREADY_EXISTS. An id is known for seven days.
     """
 
     @staticmethod
@@ -388,6 +520,60 @@ class AdminService:
             '/weir.v1.AdminService/CreateApiKey',
             weir_dot_v1_dot_admin__service__pb2.CreateApiKeyRequest.SerializeToString,
             weir_dot_v1_dot_admin__service__pb2.CreateApiKeyResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RotateApiKey(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weir.v1.AdminService/RotateApiKey',
+            weir_dot_v1_dot_admin__service__pb2.RotateApiKeyRequest.SerializeToString,
+            weir_dot_v1_dot_admin__service__pb2.RotateApiKeyResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UpdateApiKey(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weir.v1.AdminService/UpdateApiKey',
+            weir_dot_v1_dot_admin__service__pb2.UpdateApiKeyRequest.SerializeToString,
+            weir_dot_v1_dot_admin__service__pb2.UpdateApiKeyResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -577,6 +763,141 @@ class AdminService:
             '/weir.v1.AdminService/ListAuditEntries',
             weir_dot_v1_dot_admin__service__pb2.ListAuditEntriesRequest.SerializeToString,
             weir_dot_v1_dot_admin__service__pb2.ListAuditEntriesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListLiveRequests(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weir.v1.AdminService/ListLiveRequests',
+            weir_dot_v1_dot_live__requests__pb2.ListLiveRequestsRequest.SerializeToString,
+            weir_dot_v1_dot_live__requests__pb2.ListLiveRequestsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def KillRequest(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weir.v1.AdminService/KillRequest',
+            weir_dot_v1_dot_live__requests__pb2.KillRequestRequest.SerializeToString,
+            weir_dot_v1_dot_live__requests__pb2.KillRequestResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def EndOverdueHolds(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weir.v1.AdminService/EndOverdueHolds',
+            weir_dot_v1_dot_live__requests__pb2.EndOverdueHoldsRequest.SerializeToString,
+            weir_dot_v1_dot_live__requests__pb2.EndOverdueHoldsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ApplyConfiguration(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weir.v1.AdminService/ApplyConfiguration',
+            weir_dot_v1_dot_configuration__pb2.ApplyConfigurationRequest.SerializeToString,
+            weir_dot_v1_dot_configuration__pb2.ApplyConfigurationResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ExportConfiguration(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weir.v1.AdminService/ExportConfiguration',
+            weir_dot_v1_dot_configuration__pb2.ExportConfigurationRequest.SerializeToString,
+            weir_dot_v1_dot_configuration__pb2.ExportConfigurationResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -6,6 +6,8 @@ The API of platform admins: who may use the service, and how much."""
 from collections import abc as _abc
 from grpc import aio as _aio
 from weir.v1 import admin_service_pb2 as _admin_service_pb2
+from weir.v1 import configuration_pb2 as _configuration_pb2
+from weir.v1 import live_requests_pb2 as _live_requests_pb2
 import abc as _abc_1
 import grpc as _grpc
 import sys
@@ -29,6 +31,9 @@ GRPC_VERSION: str
 class AdminServiceStub:
     """Manages organizations, projects, API keys, quotas and prices. Calls need a key with the scope `admin`; PERMISSION_DENIED otherwise.
     Every change is written to the audit log in the same transaction.
+
+    Every call may be repeated. One that creates takes a `request_id`, a UUID that the client mints: the same call again with it is answered
+    with what it made and makes nothing; another call with it is ALREADY_EXISTS. An id is known for seven days.
     """
 
     @_typing.overload
@@ -45,8 +50,16 @@ class AdminServiceStub:
     """Lists the projects of an organization by name."""
     CreateApiKey: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.CreateApiKeyRequest, _admin_service_pb2.CreateApiKeyResponse]
     """Creates an API key. Its secret is in the response and nowhere else, ever."""
+    RotateApiKey: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.RotateApiKeyRequest, _admin_service_pb2.RotateApiKeyResponse]
+    """Gives an API key a new secret, shown in the response and nowhere else. The old one works for an overlap; then it is refused. Id,
+    prefix, limits and counters stay. FAILED_PRECONDITION for a revoked key.
+    """
+    UpdateApiKey: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.UpdateApiKeyRequest, _admin_service_pb2.UpdateApiKeyResponse]
+    """Changes name, scopes or expiry of an API key. FAILED_PRECONDITION for a revoked key."""
     RevokeApiKey: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.RevokeApiKeyRequest, _admin_service_pb2.RevokeApiKeyResponse]
-    """Revokes an API key for good: new calls with it are refused at once. Revoking twice changes nothing."""
+    """Revokes an API key for good: new calls with it are refused at once, and what runs with it is ended as `failed` with the reason
+    KEY_REVOKED and its final usage, in every process. Revoking twice changes nothing.
+    """
     ListApiKeys: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.ListApiKeysRequest, _admin_service_pb2.ListApiKeysResponse]
     """Lists API keys, newest first, without their secrets."""
     SetQuota: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.SetQuotaRequest, _admin_service_pb2.SetQuotaResponse]
@@ -59,11 +72,24 @@ class AdminServiceStub:
     """Adds a price version. Past prices are never changed: INVALID_ARGUMENT for an effective time that has passed."""
     ListAuditEntries: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.ListAuditEntriesRequest, _admin_service_pb2.ListAuditEntriesResponse]
     """Reads the audit log, newest first."""
+    ListLiveRequests: _grpc.UnaryUnaryMultiCallable[_live_requests_pb2.ListLiveRequestsRequest, _live_requests_pb2.ListLiveRequestsResponse]
+    """Lists what runs in all processes: whose it is, where it stands, what it has used. Never what it says."""
+    KillRequest: _grpc.UnaryUnaryMultiCallable[_live_requests_pb2.KillRequestRequest, _live_requests_pb2.KillRequestResponse]
+    """Ends a running request in whichever process it runs. Its client gets `failed` with the reason CANCELLED_BY_ADMIN and its final usage."""
+    EndOverdueHolds: _grpc.UnaryUnaryMultiCallable[_live_requests_pb2.EndOverdueHoldsRequest, _live_requests_pb2.EndOverdueHoldsResponse]
+    """Ends the holds whose time is over, as the worker does every ten seconds."""
+    ApplyConfiguration: _grpc.UnaryUnaryMultiCallable[_configuration_pb2.ApplyConfigurationRequest, _configuration_pb2.ApplyConfigurationResponse]
+    """Makes organizations, projects, keys, limits and prices what a document says, all or nothing. Doing it twice changes nothing."""
+    ExportConfiguration: _grpc.UnaryUnaryMultiCallable[_configuration_pb2.ExportConfigurationRequest, _configuration_pb2.ExportConfigurationResponse]
+    """Writes the present state as such a document."""
 
 @_typing.type_check_only
 class AdminServiceAsyncStub(AdminServiceStub):
     """Manages organizations, projects, API keys, quotas and prices. Calls need a key with the scope `admin`; PERMISSION_DENIED otherwise.
     Every change is written to the audit log in the same transaction.
+
+    Every call may be repeated. One that creates takes a `request_id`, a UUID that the client mints: the same call again with it is answered
+    with what it made and makes nothing; another call with it is ALREADY_EXISTS. An id is known for seven days.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -77,8 +103,16 @@ class AdminServiceAsyncStub(AdminServiceStub):
     """Lists the projects of an organization by name."""
     CreateApiKey: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.CreateApiKeyRequest, _admin_service_pb2.CreateApiKeyResponse]  # type: ignore[assignment]
     """Creates an API key. Its secret is in the response and nowhere else, ever."""
+    RotateApiKey: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.RotateApiKeyRequest, _admin_service_pb2.RotateApiKeyResponse]  # type: ignore[assignment]
+    """Gives an API key a new secret, shown in the response and nowhere else. The old one works for an overlap; then it is refused. Id,
+    prefix, limits and counters stay. FAILED_PRECONDITION for a revoked key.
+    """
+    UpdateApiKey: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.UpdateApiKeyRequest, _admin_service_pb2.UpdateApiKeyResponse]  # type: ignore[assignment]
+    """Changes name, scopes or expiry of an API key. FAILED_PRECONDITION for a revoked key."""
     RevokeApiKey: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.RevokeApiKeyRequest, _admin_service_pb2.RevokeApiKeyResponse]  # type: ignore[assignment]
-    """Revokes an API key for good: new calls with it are refused at once. Revoking twice changes nothing."""
+    """Revokes an API key for good: new calls with it are refused at once, and what runs with it is ended as `failed` with the reason
+    KEY_REVOKED and its final usage, in every process. Revoking twice changes nothing.
+    """
     ListApiKeys: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.ListApiKeysRequest, _admin_service_pb2.ListApiKeysResponse]  # type: ignore[assignment]
     """Lists API keys, newest first, without their secrets."""
     SetQuota: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.SetQuotaRequest, _admin_service_pb2.SetQuotaResponse]  # type: ignore[assignment]
@@ -91,10 +125,23 @@ class AdminServiceAsyncStub(AdminServiceStub):
     """Adds a price version. Past prices are never changed: INVALID_ARGUMENT for an effective time that has passed."""
     ListAuditEntries: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.ListAuditEntriesRequest, _admin_service_pb2.ListAuditEntriesResponse]  # type: ignore[assignment]
     """Reads the audit log, newest first."""
+    ListLiveRequests: _aio.UnaryUnaryMultiCallable[_live_requests_pb2.ListLiveRequestsRequest, _live_requests_pb2.ListLiveRequestsResponse]  # type: ignore[assignment]
+    """Lists what runs in all processes: whose it is, where it stands, what it has used. Never what it says."""
+    KillRequest: _aio.UnaryUnaryMultiCallable[_live_requests_pb2.KillRequestRequest, _live_requests_pb2.KillRequestResponse]  # type: ignore[assignment]
+    """Ends a running request in whichever process it runs. Its client gets `failed` with the reason CANCELLED_BY_ADMIN and its final usage."""
+    EndOverdueHolds: _aio.UnaryUnaryMultiCallable[_live_requests_pb2.EndOverdueHoldsRequest, _live_requests_pb2.EndOverdueHoldsResponse]  # type: ignore[assignment]
+    """Ends the holds whose time is over, as the worker does every ten seconds."""
+    ApplyConfiguration: _aio.UnaryUnaryMultiCallable[_configuration_pb2.ApplyConfigurationRequest, _configuration_pb2.ApplyConfigurationResponse]  # type: ignore[assignment]
+    """Makes organizations, projects, keys, limits and prices what a document says, all or nothing. Doing it twice changes nothing."""
+    ExportConfiguration: _aio.UnaryUnaryMultiCallable[_configuration_pb2.ExportConfigurationRequest, _configuration_pb2.ExportConfigurationResponse]  # type: ignore[assignment]
+    """Writes the present state as such a document."""
 
 class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
     """Manages organizations, projects, API keys, quotas and prices. Calls need a key with the scope `admin`; PERMISSION_DENIED otherwise.
     Every change is written to the audit log in the same transaction.
+
+    Every call may be repeated. One that creates takes a `request_id`, a UUID that the client mints: the same call again with it is answered
+    with what it made and makes nothing; another call with it is ALREADY_EXISTS. An id is known for seven days.
     """
 
     @_abc_1.abstractmethod
@@ -138,12 +185,32 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         """Creates an API key. Its secret is in the response and nowhere else, ever."""
 
     @_abc_1.abstractmethod
+    def RotateApiKey(
+        self,
+        request: _admin_service_pb2.RotateApiKeyRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_service_pb2.RotateApiKeyResponse, _abc.Awaitable[_admin_service_pb2.RotateApiKeyResponse]]:
+        """Gives an API key a new secret, shown in the response and nowhere else. The old one works for an overlap; then it is refused. Id,
+        prefix, limits and counters stay. FAILED_PRECONDITION for a revoked key.
+        """
+
+    @_abc_1.abstractmethod
+    def UpdateApiKey(
+        self,
+        request: _admin_service_pb2.UpdateApiKeyRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_service_pb2.UpdateApiKeyResponse, _abc.Awaitable[_admin_service_pb2.UpdateApiKeyResponse]]:
+        """Changes name, scopes or expiry of an API key. FAILED_PRECONDITION for a revoked key."""
+
+    @_abc_1.abstractmethod
     def RevokeApiKey(
         self,
         request: _admin_service_pb2.RevokeApiKeyRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_service_pb2.RevokeApiKeyResponse, _abc.Awaitable[_admin_service_pb2.RevokeApiKeyResponse]]:
-        """Revokes an API key for good: new calls with it are refused at once. Revoking twice changes nothing."""
+        """Revokes an API key for good: new calls with it are refused at once, and what runs with it is ended as `failed` with the reason
+        KEY_REVOKED and its final usage, in every process. Revoking twice changes nothing.
+        """
 
     @_abc_1.abstractmethod
     def ListApiKeys(
@@ -192,5 +259,45 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_admin_service_pb2.ListAuditEntriesResponse, _abc.Awaitable[_admin_service_pb2.ListAuditEntriesResponse]]:
         """Reads the audit log, newest first."""
+
+    @_abc_1.abstractmethod
+    def ListLiveRequests(
+        self,
+        request: _live_requests_pb2.ListLiveRequestsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_live_requests_pb2.ListLiveRequestsResponse, _abc.Awaitable[_live_requests_pb2.ListLiveRequestsResponse]]:
+        """Lists what runs in all processes: whose it is, where it stands, what it has used. Never what it says."""
+
+    @_abc_1.abstractmethod
+    def KillRequest(
+        self,
+        request: _live_requests_pb2.KillRequestRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_live_requests_pb2.KillRequestResponse, _abc.Awaitable[_live_requests_pb2.KillRequestResponse]]:
+        """Ends a running request in whichever process it runs. Its client gets `failed` with the reason CANCELLED_BY_ADMIN and its final usage."""
+
+    @_abc_1.abstractmethod
+    def EndOverdueHolds(
+        self,
+        request: _live_requests_pb2.EndOverdueHoldsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_live_requests_pb2.EndOverdueHoldsResponse, _abc.Awaitable[_live_requests_pb2.EndOverdueHoldsResponse]]:
+        """Ends the holds whose time is over, as the worker does every ten seconds."""
+
+    @_abc_1.abstractmethod
+    def ApplyConfiguration(
+        self,
+        request: _configuration_pb2.ApplyConfigurationRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_configuration_pb2.ApplyConfigurationResponse, _abc.Awaitable[_configuration_pb2.ApplyConfigurationResponse]]:
+        """Makes organizations, projects, keys, limits and prices what a document says, all or nothing. Doing it twice changes nothing."""
+
+    @_abc_1.abstractmethod
+    def ExportConfiguration(
+        self,
+        request: _configuration_pb2.ExportConfigurationRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_configuration_pb2.ExportConfigurationResponse, _abc.Awaitable[_configuration_pb2.ExportConfigurationResponse]]:
+        """Writes the present state as such a document."""
 
 def add_AdminServiceServicer_to_server(servicer: AdminServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

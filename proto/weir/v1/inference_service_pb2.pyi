@@ -889,7 +889,9 @@ class FailedFrame(_message.Message):
     """True if this refuses a second `start` of an id that runs on this very stream: that request goes on, and its own end still comes."""
     @_builtins.property
     def status(self) -> _status_pb2.Status:
-        """Canonical code, message, and details: ErrorInfo always; BadRequest, QuotaFailure, RetryInfo as they apply."""
+        """Canonical code, message, and details: ErrorInfo always; BadRequest, QuotaFailure, RetryInfo as they apply. A request that others
+        ended: CANCELLED with the reason CANCELLED_BY_ADMIN, UNAUTHENTICATED with the reason KEY_REVOKED.
+        """
 
     @_builtins.property
     def usage(self) -> _types_pb2.Usage:
