@@ -103,7 +103,7 @@ def counter_keys(reads: BatchReads, batch: Sequence[HoldOperation]) -> set[Count
     admits = [op for op in batch if isinstance(op, Admit)]
     extended = {op.hold_id for op in batch if isinstance(op, Extend)}
     for hold in reads.holds.values():
-        if hold.state == HoldState.HELD:
+        if hold.state in (HoldState.HELD, HoldState.EXPIRED):
             rules = (reads.rules[quota_id] for quota_id in hold.quota_ids)
             claim = hold.claim(reads.prices[hold.price_version_id])
             keys |= quotas.touched_keys(rules, claim, reads.now, extends=hold.id in extended)
@@ -177,6 +177,8 @@ class Decisions:
         """End the hold with its usage event; an ended one answers what stands, or takes what its expiry did not know of."""
         hold = self.known(op.hold_id)
         prices = self.reads.prices[hold.price_version_id]
+        if hold.unbound:
+            op = replace(op, input_token_count=0, cached_input_token_count=0)
         if op.delivered_token_count > hold.leased_token_count:
             raise InvariantViolated(f"hold {hold.id}: {op.delivered_token_count} delivered of {hold.leased_token_count} leased")
         if hold.state == HoldState.VOIDED:
@@ -193,11 +195,16 @@ class Decisions:
         claim = hold.claim(prices, op.cached_input_token_count)
         quotas.end(self.counters, self.rules(hold), claim, op.input_token_count, op.delivered_token_count)
         self.change(hold, claim, HoldState.SETTLED, op.delivered_token_count)
-        return self.record(priced_usage(hold.id, prices, op), op.timings, recovered=op.recovered)
+        return self.record(priced_usage(hold, prices, op), op.timings, recovered=op.recovered)
 
     def settle_late(self, hold: HoldRow, prices: TokenPrices, op: Settle) -> Settled:
-        """Record what an expired hold delivered beyond what its expiry billed. Quotas were charged the whole lease already."""
+        """Record what an expired hold delivered beyond what its expiry billed, and give back what it did not use of its lease.
+
+        Once: the event that is written, even one without tokens, tells the next attempt that it has been done.
+        """
         known = self.standing(hold.id)
+        if known.part_count > (1 if hold.delivered_token_count else 0):
+            return known.settled(hold.id, prices.currency_code)
         rest = replace(
             op,
             input_token_count=max(op.input_token_count - known.input_token_count, 0),
@@ -205,8 +212,10 @@ class Decisions:
             generated_token_count=max(op.generated_token_count - known.generated_token_count, 0),
             delivered_token_count=max(op.delivered_token_count - known.delivered_token_count, 0),
         )
-        if known.part_count < 2 and (rest.input_token_count or rest.delivered_token_count):
-            self.record(priced_usage(hold.id, prices, rest), op.timings, recovered=True)
+        consumed = known.input_token_count + rest.input_token_count, known.delivered_token_count + rest.delivered_token_count
+        charged = hold.input_token_count, hold.leased_token_count
+        quotas.give_back(self.counters, self.rules(hold), hold.claim(prices), charged, consumed)
+        self.record(priced_usage(hold, prices, rest), op.timings, recovered=True)
         return self.standing(hold.id).settled(hold.id, prices.currency_code)
 
     def void(self, hold_id: uuid.UUID) -> Ended:
@@ -239,7 +248,7 @@ class Decisions:
                 delivered_token_count=hold.delivered_token_count,
                 outcome=Outcome.FAILED,
             )
-            self.record(priced_usage(hold.id, prices, known), None, recovered=True)
+            self.record(priced_usage(hold, prices, known), None, recovered=True)
         return Ended(done=True)
 
     def standing(self, hold_id: uuid.UUID) -> EventSums:
@@ -304,17 +313,18 @@ def same_request_error(op: Admit, same: SameRequest) -> MeteringError:
     return RequestSettled(same.settled)
 
 
-def priced_usage(hold_id: uuid.UUID, prices: TokenPrices, op: Settle) -> Settled:
-    """The usage event of a settlement. Billed is what was delivered."""
+def priced_usage(hold: HoldRow, prices: TokenPrices, op: Settle) -> Settled:
+    """The usage event of a settlement. Billed is what was delivered; nothing if the request is billed under another hold."""
+    billed_token_count = 0 if hold.unbound else op.delivered_token_count
     cached = min(op.cached_input_token_count, op.input_token_count)
     return Settled(
-        hold_id=hold_id,
+        hold_id=hold.id,
         input_token_count=op.input_token_count,
         cached_input_token_count=cached,
         generated_token_count=max(op.generated_token_count, op.delivered_token_count),
         delivered_token_count=op.delivered_token_count,
-        billed_token_count=op.delivered_token_count,
-        cost_picos=prices.cost_picos(op.input_token_count, cached, op.delivered_token_count),
+        billed_token_count=billed_token_count,
+        cost_picos=prices.cost_picos(op.input_token_count, cached, billed_token_count),
         currency_code=prices.currency_code,
         outcome=op.outcome,
     )

@@ -33,7 +33,7 @@ coalesce((array_agg(outcome ORDER BY part DESC))[1], '') AS outcome
 """
 SELECT_HOLDS = """
 SELECT id, state, owner_id, price_version_id, input_token_count, cached_input_token_count, leased_token_count,
-       delivered_token_count, posted_token_count, posted_cost_picos, quota_ids, admitted_at, charged_at, expires_at
+       delivered_token_count, posted_token_count, posted_cost_picos, quota_ids, admitted_at, charged_at, expires_at, request_id
 FROM holds WHERE id = ANY(%s::uuid[]) ORDER BY id FOR UPDATE
 """
 # A statement of its own, after the holds are locked: joined to the locking one it would see the events as they were before the
@@ -143,6 +143,12 @@ class HoldRow:
     admitted_at: datetime
     charged_at: datetime
     expires_at: datetime
+    request_id: uuid.UUID
+
+    @property
+    def unbound(self) -> bool:
+        """Whether it was taken in advance and no request has been given to it (`bind_batch.py`)."""
+        return self.request_id == self.id
 
     def claim(self, prices: TokenPrices, cached_input_token_count: int | None = None) -> Claim:
         """What the hold claims of its quotas; `cached_input_token_count` where more is known than the row has."""

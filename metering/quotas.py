@@ -22,6 +22,7 @@ NO_WINDOW = datetime(1970, 1, 1, tzinfo=UTC)  # the one "window" of a dimension 
 TOKEN_DIMENSIONS = frozenset({QuotaDimension.TOKENS_PER_MINUTE, QuotaDimension.TOKENS_PER_DAY, QuotaDimension.TOKENS_PER_MONTH})
 
 CounterKey = tuple[uuid.UUID, datetime]
+Tokens = tuple[int, int]  # input and output
 
 
 @functools.lru_cache(maxsize=4096)  # a batch asks for the same few moments again and again
@@ -232,6 +233,18 @@ def end(counters: Counters, rules: Iterable[QuotaRule], claim: Claim, input_toke
         key = rule.key(claim.charged_at)
         counters.add(key, held=-claim.held(rule.dimension))
         counters.add(key, used=claim.consumed(rule.dimension, input_token_count, delivered_token_count))
+
+
+def give_back(counters: Counters, rules: Iterable[QuotaRule], claim: Claim, charged: Tokens, consumed: Tokens) -> None:
+    """Take from `used` what a claim that has ended was charged beyond what it turned out to have consumed.
+
+    charged, consumed: input and output tokens. A window whose counter is gone is long over: nothing is left there to give back to.
+    """
+    for rule in rules:
+        key = rule.key(claim.charged_at)
+        excess = claim.consumed(rule.dimension, *charged) - claim.consumed(rule.dimension, *consumed)
+        if key not in counters.created:
+            counters.add(key, used=-excess)
 
 
 def void(counters: Counters, rules: Iterable[QuotaRule], claim: Claim) -> None:

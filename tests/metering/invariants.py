@@ -29,14 +29,15 @@ SELECT h.*, q.id AS quota_id, q.dimension, p.input_picos_per_token AS input_pric
        p.cached_input_picos_per_token AS cached_price, p.output_picos_per_token AS output_price,
        CASE WHEN w.unit IS NULL THEN 'epoch' ELSE date_trunc(w.unit, h.admitted_at, 'UTC') END AS first_window,
        CASE WHEN w.unit IS NULL THEN 'epoch' ELSE date_trunc(w.unit, h.charged_at, 'UTC') END AS last_window,
-       e.input_token_count AS event_input
+       e.parts, e.input AS event_input, e.delivered AS event_delivered
 FROM holds h
 JOIN quotas q ON q.id = ANY(h.quota_ids)
 JOIN (VALUES ('concurrent_requests', NULL), ('requests_per_minute', 'minute'), ('tokens_per_minute', 'minute'),
              ('tokens_per_day', 'day'), ('tokens_per_month', 'month'), ('cost_picos_per_month', 'month')
      ) AS w(dimension, unit) USING (dimension)
 JOIN price_versions p ON p.id = h.price_version_id
-LEFT JOIN usage_events e ON e.hold_id = h.id AND e.part = 0
+LEFT JOIN (SELECT hold_id, count(*) AS parts, sum(input_token_count) AS input, sum(delivered_token_count) AS delivered
+           FROM usage_events GROUP BY hold_id) e ON e.hold_id = h.id
 """
 LOWERED = """
 SELECT DISTINCT subject_id FROM audit_log
@@ -131,8 +132,9 @@ def used_by(row: Row) -> tuple[int, int]:
     if state in ("held", "voided"):
         return posted, 0
     sent, output = row["input_token_count"], row["leased_token_count"]
-    if state == "settled":
-        sent, output = row["event_input"] or 0, row["delivered_token_count"]
+    # An expired hold that was settled late has an event beyond the one of its expiry, and has given back the rest of its lease.
+    if state == "settled" or (row["parts"] or 0) > (1 if row["delivered_token_count"] else 0):
+        sent, output = int(row["event_input"] or 0), int(row["event_delivered"] or 0)
     total = cost(row, sent, min(row["cached_input_token_count"], sent), output) if is_cost else sent + output
     return posted, max(total - posted, 0)
 

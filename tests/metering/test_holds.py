@@ -246,7 +246,7 @@ async def test_an_expired_hold_bills_what_was_known_and_keeps_its_whole_lease(wo
     )
 
 
-async def test_a_paused_owner_finds_its_hold_ended_and_its_late_tokens_are_recorded_once(world: HoldWorld) -> None:
+async def test_a_paused_owner_finds_its_hold_ended_and_its_late_tokens_are_recorded_and_the_rest_given_back_once(world: HoldWorld) -> None:
     await run(
         world,
         """
@@ -261,7 +261,7 @@ async def test_a_paused_owner_finds_its_hold_ended_and_its_late_tokens_are_recor
         settle r1 33                            used 10+33 cost 261
         events r1                               10+15 0+18
         void r1                                 nothing
-        counter alice tokens_per_month          50/0
+        counter alice tokens_per_month          43/0
         """,
     )
 
