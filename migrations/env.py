@@ -11,6 +11,7 @@ from alembic import context
 from sqlalchemy import create_engine, text
 from sqlalchemy.pool import NullPool
 
+import metering.control_models  # noqa: F401  # declares its tables on the base
 from metering.db import sqlalchemy_url
 from metering.models import Base
 

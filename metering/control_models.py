@@ -1,0 +1,77 @@
+"""The tables of live control and key rotation: small, short-lived rows beside those of `models.py`, which owns the base."""
+
+from __future__ import annotations
+
+import uuid
+from datetime import datetime
+from typing import Any
+
+from sqlalchemy import CheckConstraint, ForeignKey, Identity, Index, func
+from sqlalchemy.dialects.postgresql import JSONB
+from sqlalchemy.orm import Mapped, mapped_column
+
+from metering.models import Base
+
+
+class SupersededSecret(Base):
+    """A secret of a key that a rotation has replaced. It leads to the same key, and so to the same counters, until `expires_at`."""
+
+    __tablename__ = "superseded_secrets"
+    __table_args__ = (
+        CheckConstraint("octet_length(secret_hash) = 32", name="secret_hash_size"),
+        Index("ix_superseded_secrets_api_key_id", "api_key_id"),
+    )
+
+    secret_hash: Mapped[bytes] = mapped_column(primary_key=True)
+    api_key_id: Mapped[uuid.UUID] = mapped_column(ForeignKey("api_keys.id"))
+    superseded_at: Mapped[datetime] = mapped_column(server_default=func.now())
+    expires_at: Mapped[datetime]
+
+
+class AdminRequest(Base):
+    """An administrative call that created something, under the id that its client minted for it. Kept for some days."""
+
+    __tablename__ = "admin_requests"
+    __table_args__ = (
+        CheckConstraint("octet_length(payload_hash) = 32", name="payload_hash_size"),
+        Index("ix_admin_requests_created_at", "created_at"),
+    )
+
+    request_id: Mapped[uuid.UUID] = mapped_column(primary_key=True)
+    method: Mapped[str]
+    payload_hash: Mapped[bytes]
+    subject_id: Mapped[str]
+    created_at: Mapped[datetime] = mapped_column(server_default=func.now())
+
+
+class StopOrder(Base):
+    """An order to every api process: end this request, or all requests of this key. Kept for a day.
+
+    `ordered_at` is the time of the statement, not of its transaction: see `control_channel.py`.
+    """
+
+    __tablename__ = "stop_orders"
+    __table_args__ = (
+        CheckConstraint("(request_id IS NULL) <> (api_key_id IS NULL)", name="one_target"),
+        CheckConstraint("(request_id IS NULL) = (project_id IS NULL)", name="request_of_project"),
+        Index("ix_stop_orders_ordered_at", "ordered_at"),
+    )
+
+    id: Mapped[int] = mapped_column(Identity(always=True), primary_key=True)
+    request_id: Mapped[uuid.UUID | None]
+    project_id: Mapped[uuid.UUID | None] = mapped_column(ForeignKey("projects.id"))
+    api_key_id: Mapped[uuid.UUID | None] = mapped_column(ForeignKey("api_keys.id"))
+    reason: Mapped[str]
+    ordered_at: Mapped[datetime] = mapped_column(server_default=func.clock_timestamp())
+
+
+class LiveReport(Base):
+    """What one api process runs, written when somebody asks. Unlogged: it describes a moment, and costs no WAL."""
+
+    __tablename__ = "live_reports"
+    __table_args__ = ({"prefixes": ["UNLOGGED"]},)
+
+    owner_id: Mapped[uuid.UUID] = mapped_column(primary_key=True)
+    owner_name: Mapped[str]
+    reported_at: Mapped[datetime]
+    requests: Mapped[list[dict[str, Any]]] = mapped_column(JSONB())
