@@ -1,0 +1,262 @@
+"""Scheduler and KV cache through 100,000 random acts beside a naive model of both, and faults that the model must see.
+
+`WEIR_TEST_OPERATIONS=2000000 WEIR_TEST_SEEDS=41,42,43 pytest tests/inference/test_scheduler_model.py` runs longer.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import pytest
+
+from inference.engine import GenerationRequest
+from inference.errors import InvariantViolated
+from inference.kv_cache import BlockKey, BlockPool, CachedBlock, PrefixMatch
+from inference.limits import EngineLimits
+from inference.scheduler import Scheduler, StepPlan
+from tests.inference.running import make_request
+from tests.inference.scheduler_model import VOCABULARY_SIZE, ModelledEngine
+
+OPERATIONS = int(os.environ.get("WEIR_TEST_OPERATIONS", "100000"))  # over all seeds
+SEEDS = [int(seed) for seed in os.environ.get("WEIR_TEST_SEEDS", "1,2,3,4,5,6,7,8").split(",")]
+CONTEXT_TOKENS = 112  # 7 blocks: long enough for chains, short enough that thousands of sequences come and go
+SALTS = ("", "group of two tenants", "tenant alone")
+LIVE_MAX = 24  # sequences, several times as many as may run
+
+
+@dataclass(frozen=True, slots=True)
+class Circumstances:
+    """What a run is like. Pools of one context are exhausted all the time, those of many seldom."""
+
+    block_count: int
+    step_token_count_max: int
+    running_sequence_count_max: int
+    owed_output_token_count_max: int
+    collisions: bool
+
+
+def circumstances(seed: int) -> Circumstances:
+    """Every second pool is scarce, every fourth hash collides."""
+    rng = random.Random(seed)
+    return Circumstances(
+        block_count=rng.choice([7, 8, 12]) if seed % 2 else rng.choice([24, 60]),
+        step_token_count_max=rng.choice([8, 20, 64]),
+        running_sequence_count_max=rng.choice([3, 8]),
+        owed_output_token_count_max=rng.choice([1, 16]),
+        collisions=seed % 4 == 3,
+    )
+
+
+def random_request(rng: random.Random) -> GenerationRequest:
+    """Short and long, mostly with a beginning that others have too; some prompts end on the border of a block."""
+    shared = [rng.randrange(2)] * rng.choice([0, 16, 32, 48])
+    own = [rng.randrange(VOCABULARY_SIZE) for _ in range(rng.choice([1, 3, 15, 16, 17, 32]))]
+    prompt = shared + own
+    room = CONTEXT_TOKENS - len(prompt)
+    output = min(rng.choice([1, 16, rng.randrange(1, room + 1), room]), room)
+    return make_request(prompt, output, cache_salt=rng.choice(SALTS), choice_count=rng.choice([1, 1, 1, 1, 2, 3]))
+
+
+def new_engine(seed: int) -> ModelledEngine:
+    """An engine in the circumstances of the seed."""
+    given = circumstances(seed)
+    limits = EngineLimits(
+        CONTEXT_TOKENS,
+        step_token_count_max=given.step_token_count_max,
+        running_sequence_count_max=given.running_sequence_count_max,
+        waiting_sequence_count_max=LIVE_MAX,
+        owed_output_token_count_max=given.owed_output_token_count_max,
+    )
+    hash_block = (lambda parent, tokens: hash((parent, tokens)) % 13) if given.collisions else None
+    return ModelledEngine(given.block_count, limits, hash_block)
+
+
+def drive(engine: ModelledEngine, seed: int, operation_count: int) -> int:
+    """So many acts, then steps until nothing lives; how many requests arrived."""
+    rng = engine.rng = random.Random(seed)
+    number = 0
+    for _ in range(operation_count):
+        act = rng.random()
+        if act < 0.15 and len(engine.live) < LIVE_MAX and not engine.scheduler.waiting_is_full:
+            engine.add(number, random_request(rng))
+            number += 1
+        elif act < 0.18 and engine.live:
+            engine.remove(rng.choice(list(engine.live))[0])
+        elif engine.live:
+            engine.step()
+    while engine.live:  # that this ends is what the deadlines promise
+        engine.step()
+    return number
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_random_acts_are_as_the_model_says(seed: int) -> None:
+    """No leak, no foreign KV, exact counts, no stall, no starvation, order kept."""
+    engine = new_engine(seed)
+
+    arrivals = drive(engine, seed, OPERATIONS // len(SEEDS))
+
+    assert engine.pool.block_count_held == 0
+    assert engine.pool.block_count_available == engine.pool.block_count_total
+    # The run was one of the kind that it is meant to be.
+    assert arrivals > OPERATIONS // len(SEEDS) // 50
+    assert engine.cached_token_count > 0
+    assert engine.scheduler.preemption_count > 0 or circumstances(seed).block_count > 12
+    assert engine.closest_deadline >= 0
+
+
+def careless_release(pool: BlockPool, block_ids: Sequence[int]) -> None:
+    """Every tenth block stays behind."""
+    original_release(pool, [block_id for block_id in block_ids if block_id % 10 != 3])
+
+
+def find_by(*, tokens: bool, salt: bool, parent: bool) -> Callable[..., CachedBlock | None]:
+    """A look-up that believes the hash for what it does not compare."""
+
+    def find(pool: BlockPool, key: BlockKey, before: CachedBlock | None, cache_salt: str) -> CachedBlock | None:
+        content = pool._index.get(key.key)
+        if content is None or (parent and content.parent is not before):
+            return None
+        if (tokens and content.token_ids != key.token_ids) or (salt and content.cache_salt != cache_salt):
+            return None
+        return content
+
+    return find
+
+
+def short_match(pool: BlockPool, keys: Sequence[BlockKey], cache_salt: str) -> PrefixMatch:
+    """One block less than there is."""
+    return PrefixMatch(original_match(pool, keys, cache_salt).blocks[:-1])
+
+
+def miscounting_schedule(scheduler: Scheduler) -> StepPlan:
+    """The reported count is off by one."""
+    plan = original_schedule(scheduler)
+    for sequence in plan.entered:
+        if sequence.cached_token_count:
+            sequence.cached_token_count -= 1
+    return plan
+
+
+def forgetful_schedule(scheduler: Scheduler) -> StepPlan:
+    """Who gives way goes to the end of the queue."""
+    plan = original_schedule(scheduler)
+    scheduler._waiting.sort(key=lambda waiting: waiting.cached_token_count is not None)
+    return plan
+
+
+def unjust_schedule(scheduler: Scheduler) -> StepPlan:
+    """The oldest gives way to all others."""
+    if len(scheduler._running) > 1 and not scheduler._pool.block_count_free:
+        scheduler._running.append(scheduler._running.pop(0))
+    return original_schedule(scheduler)
+
+
+def stalling_schedule(scheduler: Scheduler) -> StepPlan:
+    """While a prompt is computed, the youngest decode waits."""
+    plan = original_schedule(scheduler)
+    if len(plan.chunks) > 2 and plan.chunks[-1].token_count > 1 and plan.chunks[-1].completes:
+        plan.drop(plan.chunks[1].sequence)
+    return plan
+
+
+def greedy_schedule(scheduler: Scheduler) -> StepPlan:
+    """The budget is forgotten."""
+    limits, scheduler._limits = scheduler._limits, replace(scheduler._limits, step_token_count_max=10**6)
+    plan = original_schedule(scheduler)
+    scheduler._limits = limits
+    return plan
+
+
+def shunning_schedule(scheduler: Scheduler) -> StepPlan:
+    """Some never enter as long as there are others."""
+    shunned = [sequence for sequence in scheduler._waiting if sequence.number % 10 == 7]
+    others = [sequence for sequence in scheduler._waiting if sequence not in shunned]
+    if shunned and (others or scheduler._running):
+        scheduler._waiting[:] = others
+        plan = original_schedule(scheduler)
+        scheduler._waiting[:] = sorted(scheduler._waiting + shunned, key=lambda waiting: waiting.place)
+        return plan
+    return original_schedule(scheduler)
+
+
+def late_forget(pool: BlockPool, block_id: int) -> None:
+    """An evicted block can still be found."""
+    pool._contents[block_id] = None
+
+
+original_release, original_match, original_schedule = BlockPool.release, BlockPool.match, Scheduler.schedule
+SCARCE, AMPLE, COLLIDING = 1, 2, 3  # seeds
+FAULTS: dict[str, tuple[int, str, object, str]] = {
+    "a block leaks": (SCARCE, "inference.kv_cache.BlockPool.release", careless_release, "leak"),
+    "a hash is believed without its tokens": (
+        COLLIDING,
+        "inference.kv_cache.BlockPool._find",
+        find_by(tokens=False, salt=True, parent=True),
+        "of another tenant|was made findable",
+    ),
+    "a hash is believed without its predecessor": (
+        COLLIDING,
+        "inference.kv_cache.BlockPool._find",
+        find_by(tokens=True, salt=True, parent=False),
+        "of another tenant|was made findable",
+    ),
+    "a count of blocks is off by one": (AMPLE, "inference.kv_cache.BlockPool.match", short_match, "longest registered prefix"),
+    "a count of tokens is off by one": (AMPLE, "inference.scheduler.Scheduler.schedule", miscounting_schedule, "cached count"),
+    "the last token is served too": (
+        AMPLE,
+        "inference.scheduler.matchable_block_count",
+        lambda count: count // 16,
+        "other blocks than|leak|chunk is empty",
+    ),
+    "a preempted one loses its place": (SCARCE, "inference.scheduler.Scheduler.schedule", forgetful_schedule, "out of order"),
+    "the oldest gives way": (SCARCE, "inference.scheduler.Scheduler.schedule", unjust_schedule, "older one|everybody|oldest"),
+    "a decode stalls": (AMPLE, "inference.scheduler.Scheduler.schedule", stalling_schedule, "decode stalls"),
+    "the budget is forgotten": (AMPLE, "inference.scheduler.Scheduler.schedule", greedy_schedule, "budget is exceeded"),
+    "a sequence starves": (AMPLE, "inference.scheduler.Scheduler.schedule", shunning_schedule, "starves"),
+    "an evicted block is found": (SCARCE, "inference.kv_cache.BlockPool._forget", late_forget, "of another tenant|findable|prefix"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_the_model_sees(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A planted fault each; the model itself must see it, not only the product's own check."""
+    seed, target, fault, words = FAULTS[name]
+    monkeypatch.setattr(target, fault)
+    monkeypatch.setattr(Scheduler, "check_conservation", lambda scheduler: None)
+
+    with pytest.raises(AssertionError, match=words):
+        drive(new_engine(seed), seed, 20_000)
+
+
+def test_the_model_sees_a_salt_that_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A planted fault at both places that keep tenants apart: the first hash, and the comparison."""
+    monkeypatch.setattr("inference.kv_cache.salt_hash", lambda cache_salt: 0)
+    monkeypatch.setattr(BlockPool, "_find", find_by(tokens=True, salt=False, parent=True))
+
+    with pytest.raises(AssertionError, match="another tenant"):
+        drive(new_engine(AMPLE), AMPLE, 20_000)
+
+
+@pytest.mark.parametrize("lost", ["the first hash", "the comparison"])
+def test_either_of_both_keeps_tenants_apart(lost: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing crosses from one tenant to another while one of the two still stands."""
+    if lost == "the first hash":
+        monkeypatch.setattr("inference.kv_cache.salt_hash", lambda cache_salt: 0)
+    else:
+        monkeypatch.setattr(BlockPool, "_find", find_by(tokens=True, salt=False, parent=True))
+    engine = new_engine(AMPLE)
+    engine.pool.model.exact = False  # a collision between tenants is a miss, which is allowed
+
+    drive(engine, AMPLE, 3_000)
+
+
+def test_the_products_own_check_sees_a_leak_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is what runs in production after every step."""
+    monkeypatch.setattr(BlockPool, "release", careless_release)
+
+    with pytest.raises(InvariantViolated, match="readers"):
+        drive(new_engine(SCARCE), SCARCE, 20_000)
