@@ -28,6 +28,7 @@ from api.logs import configure_logs
 from api.process import Process
 from api.server import Health, Servicers, build_server
 from api.settings import SettingInvalid, Settings
+from inference.cost_model import CostModel
 from inference.engine import Engine
 from inference.errors import EngineError
 from inference.router import Router
@@ -47,20 +48,31 @@ log = structlog.get_logger(__name__)
 
 
 def build_engines(settings: Settings) -> dict[str, Engine]:
-    """One torch engine per model. Raises: CheckpointInvalid naming the file."""
-    return {
-        name: TorchEngine(
-            TorchEngineSettings(
-                directory=directory,
-                name=name,
-                compute_dtype=settings.engine_dtype,
-                device=settings.engine_device,
-                kv_cache_bytes=settings.kv_cache_bytes,
-                torch_thread_count=settings.engine_thread_count,
-            )
+    """One engine per model. Raises: CheckpointInvalid naming the file."""
+    return {name: TorchEngine(engine_settings(settings, name, directory)) for name, directory in settings.models.items()}
+
+
+def engine_settings(settings: Settings, name: str, directory: Path) -> TorchEngineSettings:
+    """How to run a model, or, for load tests, how to act as if it ran."""
+    if settings.engine_device == "simulated":
+        log.warning("engine_simulated", model=name, time_scale=settings.simulated_time_scale)
+        return TorchEngineSettings(
+            directory=directory,
+            name=name,
+            step_token_count_max=8192,  # TensorRT-LLM's default
+            running_sequence_count_max=512,
+            waiting_sequence_count_max=settings.requests_per_process_max,  # what is to be tested stands before the engine
+            torch_thread_count=1,
+            simulation=CostModel(time_scale=settings.simulated_time_scale),
         )
-        for name, directory in settings.models.items()
-    }
+    return TorchEngineSettings(
+        directory=directory,
+        name=name,
+        compute_dtype=settings.engine_dtype,
+        device=settings.engine_device,
+        kv_cache_bytes=settings.kv_cache_bytes,
+        torch_thread_count=settings.engine_thread_count,
+    )
 
 
 def build_safety(settings: Settings) -> SafetyChecker | None:

@@ -50,6 +50,18 @@ def seconds(most: float) -> Callable[[str], float]:
     return parse
 
 
+def scale(most: float) -> Callable[[str], float]:
+    """Parser of a factor, which may be 0."""
+
+    def parse(text: str) -> float:
+        value = float(text)
+        if not 0 <= value <= most:
+            raise ValueError(f"must be between 0 and {most}")
+        return value
+
+    return parse
+
+
 def one_of(*choices: str) -> Callable[[str], str]:
     """Parser of one word among several."""
 
@@ -95,7 +107,9 @@ class Settings:
     engine_dtype: Literal["float32", "bfloat16", "int8"] = setting(
         "WEIR_ENGINE_DTYPE", "float32", one_of("float32", "bfloat16", "int8")
     )
-    engine_device: Literal["cpu", "cuda"] = setting("WEIR_ENGINE_DEVICE", "cpu", one_of("cpu", "cuda"))
+    # "simulated" computes nothing and takes the time of `inference.cost_model`: for load tests, every answer says so.
+    engine_device: Literal["cpu", "cuda", "simulated"] = setting("WEIR_ENGINE_DEVICE", "cpu", one_of("cpu", "cuda", "simulated"))
+    simulated_time_scale: float = setting("WEIR_SIMULATED_TIME_SCALE", 1.0, scale(1000))  # 0: no time passes
     engine_thread_count: int = setting("WEIR_ENGINE_THREADS", 0, whole(0, 1024))  # 0: as many as there are cores
     kv_cache_bytes: int = setting("WEIR_KV_CACHE_BYTES", 2**30, whole(2**20, 2**44))  # reserved, used as far as needed
 

@@ -11,10 +11,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Protocol
 
 from inference.checkpoint import read_config
 from inference.detokenizer import Detokenizer, TextDecoder
+from inference.cost_model import CostModel
 from inference.engine import (
     ChoiceFinished,
     EngineFinishReason,
@@ -30,9 +31,10 @@ from inference.kv_cache import BlockPool, blocks_for
 from inference.limits import EngineLimits, request_fault
 from inference.model_runner import ComputeDtype, ModelRunner, kv_block_bytes
 from inference.sampler import Chosen, choice_seed
-from inference.scheduler import Scheduler
+from inference.scheduler import Scheduler, StepPlan
 from inference.sequence import Sequence
 from inference.tokenizer import Tokenizer
+from inference.simulated_runner import SimulatedRunner
 
 
 @dataclass(slots=True)
@@ -58,7 +60,10 @@ NumberedEvent = tuple[int, SequenceEvent | SequenceBroken]
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """How to run a checkpoint. kv_cache_bytes: the pool's size; raised if one full context needs more."""
+    """How to run a checkpoint, or, with a simulation, how long to pretend to.
+
+    kv_cache_bytes: the pool's size; raised if one full context needs more.
+    """
 
     directory: Path
     limits: EngineLimits
@@ -67,6 +72,15 @@ class EngineOptions:
     device: Literal["cpu", "cuda"] = "cpu"
 
 
+    simulation: CostModel | None = None
+
+
+class Runner(Protocol):
+    """What computes a step: the model, or what stands in for it under load tests."""
+
+    def run(self, plan: StepPlan) -> dict[Sequence, Chosen]:
+        """See `ModelRunner.run`."""
+        ...
 class EngineCore:
     """Scheduler, runner and sequences of one model. Not thread-safe: one thread calls everything."""
 
@@ -79,19 +93,26 @@ class EngineCore:
         self._vocabulary_size = config.vocabulary_size
         self._grammars = GrammarCompiler(options.directory / "tokenizer.json", config.vocabulary_size, config.end_token_ids)
         window = options.limits.context_window_tokens
-        block_bytes = kv_block_bytes(config, options.compute_dtype)
-        self._pool = BlockPool(max(options.kv_cache_bytes // block_bytes, blocks_for(window)))
+        if options.simulation is None:
+            block_count = options.kv_cache_bytes // kv_block_bytes(config, options.compute_dtype)
+        else:
+            block_count = options.simulation.kv_block_count
+        self._pool = BlockPool(max(block_count, blocks_for(window)))
         self._limits = options.limits
         self._scheduler = Scheduler(self._pool, options.limits)
-        self._runner = ModelRunner(
-            options.directory,
-            config,
-            compute_dtype=options.compute_dtype,
-            context_window_tokens=window,
-            block_count=self._pool.block_count_total,
-            device=options.device,
-            on_progress=on_progress,
-        )
+        self._runner: Runner
+        if options.simulation is None:
+            self._runner = ModelRunner(
+                options.directory,
+                config,
+                compute_dtype=options.compute_dtype,
+                context_window_tokens=window,
+                block_count=self._pool.block_count_total,
+                device=options.device,
+                on_progress=on_progress,
+            )
+        else:
+            self._runner = SimulatedRunner(options.simulation, tokenizer)
         self._requests: dict[int, Choices] = {}
         self._events: list[NumberedEvent] = []
         self._step_count = 0

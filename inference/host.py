@@ -150,7 +150,12 @@ class Host:
         torch.set_num_threads(message.torch_thread_count)
         self._send(Loading("weights", IMPORT_FRACTION))
         options = EngineOptions(
-            Path(message.directory), message.limits, message.compute_dtype, message.kv_cache_bytes, message.device
+            Path(message.directory),
+            message.limits,
+            message.compute_dtype,
+            message.kv_cache_bytes,
+            message.device,
+            message.simulation,
         )
         core = EngineCore(options, lambda part: self._send(Loading("weights", IMPORT_FRACTION + (1 - IMPORT_FRACTION) * part)))
         _log.info("loaded %s in %.2f s", message.directory, time.monotonic() - started_s)

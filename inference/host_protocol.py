@@ -13,6 +13,7 @@ from typing import Literal
 
 import msgspec
 
+from inference.cost_model import CostModel
 from inference.engine import (
     ChoiceFinished,
     EngineFinishReason,
@@ -45,6 +46,7 @@ class LoadModel(msgspec.Struct, tag="load", array_like=True, frozen=True):
     torch_thread_count: int
     device: Literal["cpu", "cuda"] = "cpu"
 
+    simulation: CostModel | None = None
 
 class StartSequence(msgspec.Struct, tag="start", array_like=True, frozen=True):
     """Run a sequence. number: the parent's handle for it, above all earlier ones. sampling and stop cross as they are."""

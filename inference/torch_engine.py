@@ -66,7 +66,7 @@ class TorchEngine:
         self._model = read_model_info(
             settings.directory,
             name=settings.name,
-            engine="torch",
+            engine="torch" if settings.simulation is None else "simulated",
             context_window_tokens_max=settings.context_window_tokens_max,
         )
         self._limits = EngineLimits(
@@ -190,6 +190,8 @@ class TorchEngine:
         fault = request_fault(request, self._limits, self._model.vocabulary_size, self._block_count)
         if fault is not None:
             raise RequestImpossible(fault)
+        if self._settings.simulation is not None and request.response_format is not None:
+            raise RequestImpossible("the simulated engine keeps no response format", request.response_format.field)
         if (
             sum(stream.request.choice_count for stream in self._streams.values() if not stream.scheduled)
             >= self._limits.waiting_sequence_count_max
@@ -255,6 +257,7 @@ class TorchEngine:
                 kv_cache_bytes=self._settings.kv_cache_bytes,
                 torch_thread_count=self._settings.torch_thread_count or os.cpu_count() or 1,
                 device=self._settings.device,
+                simulation=self._settings.simulation,
             )
         )
         async with asyncio.timeout(self._settings.load_timeout_s):

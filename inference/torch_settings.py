@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from inference.cost_model import CostModel
+
 
 @dataclass(frozen=True, slots=True)
 class TorchEngineSettings:
@@ -13,7 +15,7 @@ class TorchEngineSettings:
 
     name: what clients call the model. context_window_tokens_max: below the model's own to save memory; None keeps it.
     compute_dtype: "int8" stores matrices in 8 bits and computes in bfloat16. device: "cuda" needs a GPU and a torch built for
-    it. torch_thread_count: 0 takes one per core.
+    it. torch_thread_count: 0 takes one per core. simulation: compute nothing and only take this much time; for load tests.
     """
 
     directory: Path
@@ -32,3 +34,4 @@ class TorchEngineSettings:
     restart_delay_s_min: float = 0.2
     restart_delay_s_max: float = 30.0
     stable_after_s: float = 60.0  # seconds of service after which the restart delay begins anew
+    simulation: CostModel | None = None

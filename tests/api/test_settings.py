@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from api.__main__ import build_engines
 from api.settings import SettingInvalid, Settings
@@ -75,6 +76,19 @@ def test_type_and_device_reach_the_engines(monkeypatch: pytest.MonkeyPatch) -> N
     engine: Any = build_engines(settings)["a"]
 
     assert (engine.compute_dtype, engine.device) == ("int8", "cuda")
+
+
+def test_a_simulated_engine_is_asked_for_by_name_and_announced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("api.__main__.TorchEngine", lambda settings: settings)
+    settings = {"WEIR_MODELS": "a=/x", "WEIR_SIMULATED_TIME_SCALE": "0"}
+
+    plain: Any = build_engines(Settings.from_environment(settings))["a"]
+    with capture_logs() as logs:
+        simulated: Any = build_engines(Settings.from_environment(settings | {"WEIR_ENGINE_DEVICE": "simulated"}))["a"]
+
+    assert plain.simulation is None
+    assert simulated.simulation.time_scale == 0
+    assert [(line["event"], line["log_level"]) for line in logs] == [("engine_simulated", "warning")]
 
 
 CASES: list[dict[str, Any]] = [

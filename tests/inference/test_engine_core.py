@@ -9,6 +9,7 @@ import torch
 
 from inference.engine import EngineFinishReason, GenerationRequest, SamplingParams
 from inference.errors import InvariantViolated
+from inference.model_runner import ModelRunner
 from inference.tokenizer import Tokenizer
 from tests.inference.checkpoints import TinyCheckpoint
 from tests.inference.running import Outcome, collect, make_core, make_request, random_prompt, run_all
@@ -209,6 +210,7 @@ def test_output_that_is_not_finite_is_an_error_and_not_a_token(tiny: TinyCheckpo
     """A planted fault in the weights, where they can be reached: in torch."""
     monkeypatch.setattr("inference.model_runner.supports", lambda config, dtype: False)
     core = make_core(tiny.directory)
+    assert isinstance(core._runner, ModelRunner)
     core._runner._decoder._weights.final_norm[0] = torch.nan
     core.add(0, make_request([9], 5))
 

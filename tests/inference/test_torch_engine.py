@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
-import random
 import select
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import uvloop
@@ -21,84 +17,17 @@ import uvloop
 from inference.engine import (
     EngineFinishReason,
     EngineState,
-    GenerationRequest,
     SamplingParams,
-    Scheduled,
-    SequenceFinished,
-    SequenceStream,
-    TokensGenerated,
 )
-from inference.errors import EngineFailed, EngineOverloaded, EngineStartFailed, EngineUnavailable, RequestImpossible
+from inference.errors import EngineFailed, EngineStartFailed, EngineUnavailable
 from inference.host import EXIT_PROTOCOL_BROKEN
 from inference.host_process import open_host
 from inference.host_protocol import LoadModel, Ready, StepReport, start_message
 from inference.limits import EngineLimits
-from inference.torch_engine import TorchEngine, TorchEngineSettings
+from inference.torch_engine import TorchEngine
 from tests.inference.checkpoints import TinyCheckpoint, make_checkpoint
-from tests.inference.running import Outcome, make_core, make_request, random_prompt, run_all
-
-WAIT_S = 30.0  # seconds: far above what anything here takes, so that a busy machine fails no test
-LONG = 1500  # output tokens: a sequence that does not end by itself during a test
-
-
-def settings_for(checkpoint: TinyCheckpoint, **changes: Any) -> TorchEngineSettings:
-    options: dict[str, Any] = {"kv_cache_bytes": 8 << 20, "torch_thread_count": 1, "restart_delay_s_min": 0.05}
-    return TorchEngineSettings(directory=checkpoint.directory, name="tiny", **(options | changes))
-
-
-@contextlib.asynccontextmanager
-async def serving(settings: TorchEngineSettings, *, started: bool = True) -> AsyncIterator[TorchEngine]:
-    """An engine with its task, closed at the end."""
-    engine = TorchEngine(settings)
-    async with asyncio.timeout(4 * WAIT_S), asyncio.TaskGroup() as tasks:
-        tasks.create_task(engine.serve())
-        try:
-            if started:
-                await engine.start()
-            yield engine
-        finally:
-            await engine.close()
-
-
-async def read_all(stream: SequenceStream) -> Outcome:
-    outcome = Outcome()
-    async for event in stream:
-        assert outcome.finished is None
-        match event:
-            case Scheduled():
-                assert outcome.token_ids == []
-                outcome.cached_token_count = event.cached_token_count
-            case TokensGenerated():
-                outcome.token_ids += event.token_ids
-                outcome.text += event.text
-            case SequenceFinished():
-                outcome.finished = event
-                outcome.text += event.text
-    return outcome
-
-
-async def run(engine: TorchEngine, request: GenerationRequest) -> Outcome:
-    async with engine.generate(request) as stream:
-        return await read_all(stream)
-
-
-async def first_tokens(stream: SequenceStream, count: int) -> None:
-    """Read until `count` tokens have come."""
-    seen = 0
-    async for event in stream:
-        seen += len(event.token_ids) if isinstance(event, TokensGenerated) else 0
-        if seen >= count:
-            return
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Wait for what the engine does by itself; it offers nothing to wait on, since its callers only ever ask."""
-    while not condition():  # noqa: ASYNC110 - see above
-        await asyncio.sleep(0.001)
-
-
-def prompt(seed: int, token_count: int = 40) -> list[int]:
-    return random_prompt(random.Random(seed), token_count)
+from tests.inference.hosted import LONG, WAIT_S, first_tokens, prompt, read_all, run, serving, settings_for, until
+from tests.inference.running import make_core, make_request, run_all
 
 
 def kill_host(engine: TorchEngine) -> None:
@@ -136,61 +65,6 @@ def test_it_runs_on_uvloop_as_in_the_api_process(tiny: TinyCheckpoint) -> None:
             return (await run(engine, make_request(prompt(1), 8))).token_ids
 
     assert uvloop.run(crash_and_recover()) == run_all(make_core(tiny.directory), [make_request(prompt(1), 8)])[0].token_ids
-
-
-async def test_a_cancel_is_answered_in_every_phase_and_frees_the_blocks(tiny: TinyCheckpoint) -> None:
-    settings = settings_for(tiny, running_sequence_count_max=1, step_token_count_max=16)
-    async with serving(settings) as engine:
-        async with engine.generate(make_request(prompt(1), LONG)) as decoding:
-            await first_tokens(decoding, 3)
-            async with engine.generate(make_request(prompt(2), LONG)) as waiting:
-                waiting.cancel()
-                waited = await read_all(waiting)
-            decoding.cancel()
-            decoding.cancel()
-            decoded = await read_all(decoding)
-        async with engine.generate(make_request(prompt(3, 1900), 100)) as filling:
-            async for _ in filling:  # scheduled: its prompt needs over a hundred steps
-                break
-            filling.cancel()
-            filled = await read_all(filling)
-        statistics = engine.statistics()
-
-    for outcome in (waited, decoded, filled):
-        assert outcome.finished is not None
-        assert outcome.finished.reason is EngineFinishReason.CANCELLED
-    assert (waited.token_ids, filled.token_ids) == ([], [])
-    assert decoded.finished is not None
-    assert decoded.finished.generated_token_count == 3 + len(decoded.token_ids)
-    assert statistics.kv_block_count_held == 0
-    assert statistics.running_sequence_count == statistics.waiting_sequence_count == 0
-
-
-async def test_leaving_early_forgets_the_sequence_and_frees_its_blocks(tiny: TinyCheckpoint) -> None:
-    async with serving(settings_for(tiny)) as engine:
-        with contextlib.suppress(ZeroDivisionError):
-            async with engine.generate(make_request(prompt(1), LONG)) as stream:
-                await first_tokens(stream, 2)
-                raise ZeroDivisionError
-        await run(engine, make_request(prompt(2), 3))  # the cancel was sent before it
-
-        assert engine.statistics().kv_block_count_held == 0
-        assert engine.statistics().output_token_count < LONG
-
-
-async def test_a_full_queue_and_an_impossible_request_are_refused_on_entering(tiny: TinyCheckpoint) -> None:
-    settings = settings_for(tiny, running_sequence_count_max=1, waiting_sequence_count_max=1)
-    async with serving(settings) as engine, contextlib.AsyncExitStack() as stack:
-        running = await stack.enter_async_context(engine.generate(make_request(prompt(1), LONG)))
-        await first_tokens(running, 1)
-        await stack.enter_async_context(engine.generate(make_request(prompt(2), LONG)))
-
-        with pytest.raises(EngineOverloaded) as overloaded:
-            await stack.enter_async_context(engine.generate(make_request(prompt(3), 5)))
-        with pytest.raises(RequestImpossible, match="context window"):
-            await stack.enter_async_context(engine.generate(make_request(prompt(4), 5000)))
-
-    assert overloaded.value.retry_after_s > 0
 
 
 async def test_a_killed_host_fails_its_streams_and_comes_back(tiny: TinyCheckpoint) -> None:

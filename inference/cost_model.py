@@ -1,0 +1,44 @@
+"""What a step costs on hardware that is not there: the clock of the simulated engine, for load tests. No torch.
+
+The defaults are Llama 3.3 70B in FP8 on two H200, fitted to what NVIDIA publishes of TensorRT-LLM (`docs/source/developer-guide/
+perf-overview.md` of its repository, "LLaMA v3.3 70B", column H200 TP2, per GPU and so doubled here), in output tokens per second:
+
+    tokens in/out    1000/1000    1024/8192    8192/1024    32768/1024
+    published            5,174        4,018        1,074           240
+    this model           5,197        4,032        1,076           289
+
+The last is too high because attention within a prompt, which grows with its square, is left out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class CostModel:
+    """Costs of one replica. A step takes what reading the weights or computing its tokens takes, whichever is more, and
+    reading the KV that it attends to.
+
+    token_us: to compute one token of a prompt or of the output. weights_ms: to read all weights once. context_token_us: to read one
+    position's keys and values. output_token_count_mean: of answers that end by themselves. time_scale: 1 is the hardware's own
+    speed, 0 lets no time pass.
+    """
+
+    token_us: float = 71.7  # fitted; 140 GFLOP each, so half of what the two GPUs could do in FP8
+    weights_ms: float = 7.3  # 70 GB at 2 x 4.8 TB/s
+    context_token_us: float = 0.0327  # fitted; 328 kB at that bandwidth would be 0.034
+    kv_block_count: int = 35_000  # of 16 tokens of 328 kB: what 90 % of 2 x 141 GB hold beside the weights
+    output_token_count_mean: float = 150.0  # the reference workload's
+    time_scale: float = 1.0
+
+    def step_s(self, token_count: int, context_token_count: int) -> float:
+        """Duration of a step. token_count: rows of its batch; context_token_count: positions that they attend to, in the pool."""
+        compute_s = max(self.weights_ms * 1e-3, token_count * self.token_us * 1e-6)
+        return (compute_s + context_token_count * self.context_token_us * 1e-6) * self.time_scale
+
+    def saturated_output_tokens_per_s(self, input_token_count: int, output_token_count: int) -> float:
+        """Output rate at full batches of requests of this shape: reading the weights is then hidden behind computing."""
+        computed_us = (input_token_count + output_token_count) * self.token_us
+        attended_us = output_token_count * (input_token_count + output_token_count / 2) * self.context_token_us
+        return output_token_count * 1e6 / (computed_us + attended_us)

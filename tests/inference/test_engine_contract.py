@@ -1,0 +1,129 @@
+"""What every engine does, whatever computes its steps: how sequences are refused, cancelled, left and ended.
+
+The same tests for the torch engine and for the simulated one, each in its child process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from inference.cost_model import CostModel
+from inference.engine import ChoiceFinished, EngineFinishReason, SamplingParams, SequenceFinished, TokensGenerated
+from inference.errors import EngineOverloaded, RequestImpossible
+from inference.torch_engine import TorchEngineSettings
+from tests.inference.checkpoints import TinyCheckpoint
+from tests.inference.hosted import LONG, first_tokens, prompt, read_all, run, serving, settings_for
+from tests.inference.running import make_request
+
+SLOW_ENOUGH = CostModel(time_scale=0.2)  # some 1.5 ms a step: a long answer can be met in the middle
+
+Backend = Callable[..., TorchEngineSettings]
+
+
+@pytest.fixture(params=["torch", "simulated"])
+def backend(request: pytest.FixtureRequest, tiny: TinyCheckpoint) -> Backend:
+    """Settings of an engine, with changes."""
+    chosen: dict[str, Any] = {"simulation": SLOW_ENOUGH} if request.param == "simulated" else {}
+    return lambda **changes: settings_for(tiny, **(chosen | changes))
+
+
+async def test_a_cancel_is_answered_in_every_phase_and_frees_the_blocks(backend: Backend) -> None:
+    settings = backend(running_sequence_count_max=1, step_token_count_max=16)
+    async with serving(settings) as engine:
+        async with engine.generate(make_request(prompt(1), LONG)) as decoding:
+            await first_tokens(decoding, 3)
+            async with engine.generate(make_request(prompt(2), LONG)) as waiting:
+                waiting.cancel()
+                waited = await read_all(waiting)
+            decoding.cancel()
+            decoding.cancel()
+            decoded = await read_all(decoding)
+        async with engine.generate(make_request(prompt(3, 1900), 100)) as filling:
+            async for _ in filling:  # scheduled: its prompt needs over a hundred steps
+                break
+            filling.cancel()
+            filled = await read_all(filling)
+        statistics = engine.statistics()
+
+    for outcome in (waited, decoded, filled):
+        assert outcome.finished is not None
+        assert outcome.finished.reason is EngineFinishReason.CANCELLED
+    assert (waited.token_ids, filled.token_ids) == ([], [])
+    assert decoded.finished is not None
+    assert decoded.finished.generated_token_count == 3 + len(decoded.token_ids)
+    assert statistics.kv_block_count_held == 0
+    assert statistics.running_sequence_count == statistics.waiting_sequence_count == 0
+
+
+async def test_leaving_early_forgets_the_sequence_and_frees_its_blocks(backend: Backend) -> None:
+    async with serving(backend()) as engine:
+        with contextlib.suppress(ZeroDivisionError):
+            async with engine.generate(make_request(prompt(1), LONG)) as stream:
+                await first_tokens(stream, 2)
+                raise ZeroDivisionError
+        await run(engine, make_request(prompt(2), 3))  # the cancel was sent before it
+
+        assert engine.statistics().kv_block_count_held == 0
+        assert engine.statistics().output_token_count < LONG
+
+
+async def test_a_full_queue_and_an_impossible_request_are_refused_on_entering(backend: Backend) -> None:
+    settings = backend(running_sequence_count_max=1, waiting_sequence_count_max=1)
+    async with serving(settings) as engine, contextlib.AsyncExitStack() as stack:
+        running = await stack.enter_async_context(engine.generate(make_request(prompt(1), LONG)))
+        await first_tokens(running, 1)
+        await stack.enter_async_context(engine.generate(make_request(prompt(2), LONG)))
+
+        with pytest.raises(EngineOverloaded) as overloaded:
+            await stack.enter_async_context(engine.generate(make_request(prompt(3), 5)))
+        with pytest.raises(RequestImpossible, match="context window"):
+            await stack.enter_async_context(engine.generate(make_request(prompt(4), 5000)))
+
+    assert overloaded.value.retry_after_s > 0
+
+
+async def test_counts_limits_and_stops_are_exact(backend: Backend) -> None:
+    """Tokens counted, handed out and billed are the same; a stop string is cut off wherever tokens meet in it."""
+    async with serving(backend()) as engine:
+        limited = await run(engine, make_request(prompt(1, 40), 17))
+        again = await run(engine, make_request(prompt(1, 40), 17))
+        other_salt = await run(engine, make_request(prompt(1, 40), 17, cache_salt="other"))
+        stop = limited.text[5:9]
+        stopped = await run(engine, make_request(prompt(1, 40), 17, stop_sequences=(stop,)))
+        ended = await run(engine, make_request(prompt(1, 40), 17, stop_token_ids=frozenset(limited.token_ids[3:4])))
+
+    for outcome in (limited, again, other_salt, stopped, ended):
+        assert outcome.finished is not None
+        assert outcome.finished.generated_token_count == len(outcome.token_ids)
+        assert outcome.finished.prompt_token_count == 40
+        assert outcome.finished.cached_token_count == outcome.cached_token_count
+    reasons = [outcome.finished.reason for outcome in (limited, stopped, ended) if outcome.finished is not None]
+    assert reasons == [EngineFinishReason.LENGTH, EngineFinishReason.STOP_SEQUENCE, EngineFinishReason.STOP]
+    assert len(limited.token_ids) == 17
+    assert [limited.cached_token_count, again.cached_token_count, other_salt.cached_token_count] == [0, 32, 0]
+    assert again.token_ids == limited.token_ids == other_salt.token_ids
+    assert stopped.text == limited.text[: limited.text.index(stop)]
+    assert ended.token_ids == limited.token_ids[: limited.token_ids.index(limited.token_ids[3]) + 1]
+
+
+async def test_several_choices_end_one_by_one_and_are_counted_together(backend: Backend) -> None:
+    request = make_request(prompt(1), 10, choice_count=3, sampling=SamplingParams(temperature=1.0, seed=5))
+    ends: list[int] = []
+    tokens = {0: 0, 1: 0, 2: 0}
+    async with serving(backend()) as engine, engine.generate(request) as stream:
+        async for event in stream:
+            match event:
+                case TokensGenerated():
+                    tokens[event.choice_index] += len(event.token_ids)
+                case ChoiceFinished():
+                    ends.append(event.choice_index)
+                case SequenceFinished():
+                    finished = event
+
+    assert tokens == {0: 10, 1: 10, 2: 10}
+    assert sorted(ends) == [0, 1, 2]
+    assert finished.generated_token_count == 30
