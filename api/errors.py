@@ -129,6 +129,18 @@ class CancelledEarly(ApiError):
     reason = "CANCELLED"
 
 
+class CancelledByAdmin(ApiError):
+    """An admin has ended the request while it waited or ran. What was delivered is settled."""
+
+    reason = "CANCELLED_BY_ADMIN"
+
+
+class KeyRevokedMidway(ApiError):
+    """The key was revoked while the request waited or ran. What was delivered is settled."""
+
+    reason = "KEY_REVOKED"
+
+
 class DeadlineBeforeStart(ApiError):
     """The deadline passed before the request was admitted."""
 
@@ -139,6 +151,7 @@ class DeadlineBeforeStart(ApiError):
 CODES: tuple[tuple[type[Exception], int], ...] = (
     (Unauthenticated, code_pb2.UNAUTHENTICATED),
     (metering_errors.KeyInvalid, code_pb2.UNAUTHENTICATED),
+    (KeyRevokedMidway, code_pb2.UNAUTHENTICATED),
     (PermissionDenied, code_pb2.PERMISSION_DENIED),
     (InvalidRequest, code_pb2.INVALID_ARGUMENT),
     (PromptTooLong, code_pb2.INVALID_ARGUMENT),
@@ -164,8 +177,10 @@ CODES: tuple[tuple[type[Exception], int], ...] = (
     (metering_errors.RequestSettled, code_pb2.ALREADY_EXISTS),
     (metering_errors.AlreadyExists, code_pb2.ALREADY_EXISTS),
     (metering_errors.PriceMissing, code_pb2.FAILED_PRECONDITION),
+    (metering_errors.KeyRevoked, code_pb2.FAILED_PRECONDITION),
     (metering_errors.QuotaExceeded, code_pb2.RESOURCE_EXHAUSTED),
     (CancelledEarly, code_pb2.CANCELLED),
+    (CancelledByAdmin, code_pb2.CANCELLED),
     (DeadlineBeforeStart, code_pb2.DEADLINE_EXCEEDED),
     (engine_errors.EngineFailed, code_pb2.INTERNAL),
     (engine_errors.InvariantViolated, code_pb2.INTERNAL),

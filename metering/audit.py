@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import insert, select
+from sqlalchemy import insert, or_, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from metering.errors import InvalidValue
 from metering.models import AuditEntry, Base
 
 PAGE_SIZE_MAX = 1000  # entries; one page is one answer, and an answer must fit a message
+OWNER_COLUMNS = ("subject_id", "organization_id", "project_id", "api_key_id")  # by which a row says what it hangs on
 UNLOGGED = frozenset({"secret_hash"})  # columns that no log may show
 
 Snapshot = dict[str, Any]
@@ -32,13 +33,38 @@ async def record_change(
     await session.execute(insert(AuditEntry).values(actor=actor, action=action, subject_id=subject_id, before=before, after=after))
 
 
-async def list_audit_entries(session: AsyncSession, *, page_size: int = 100, before_entry_id: int = 0) -> Sequence[AuditEntry]:
-    """Entries, newest first; only those with a smaller id than `before_entry_id` where that is not 0."""
+async def list_audit_entries(
+    session: AsyncSession,
+    *,
+    page_size: int = 100,
+    before_entry_id: int = 0,
+    subject_ids: Collection[str] | None = None,
+    actor: str = "",
+    action_prefix: str = "",
+    start_at: datetime | None = None,
+    end_at: datetime | None = None,
+) -> Sequence[AuditEntry]:
+    """Entries, newest first; only those with a smaller id than `before_entry_id` where that is not 0.
+
+    subject_ids: only changes of one of these objects, or of what hangs on it (`OWNER_COLUMNS`). action_prefix: as in "api_key.".
+    start_at, end_at: from the one on, before the other. Raises: InvalidValue.
+    """
     if not 1 <= page_size <= PAGE_SIZE_MAX:
         raise InvalidValue("page_size", f"give 1 to {PAGE_SIZE_MAX}")
     query = select(AuditEntry).order_by(AuditEntry.id.desc()).limit(page_size)
     if before_entry_id:
         query = query.where(AuditEntry.id < before_entry_id)
+    if subject_ids is not None:
+        named = (document[column].astext for document in (AuditEntry.before, AuditEntry.after) for column in OWNER_COLUMNS)
+        query = query.where(or_(AuditEntry.subject_id.in_(subject_ids), *(column.in_(subject_ids) for column in named)))
+    if actor:
+        query = query.where(AuditEntry.actor == actor)
+    if action_prefix:
+        query = query.where(AuditEntry.action.startswith(action_prefix, autoescape=True))
+    if start_at is not None:
+        query = query.where(AuditEntry.created_at >= start_at)
+    if end_at is not None:
+        query = query.where(AuditEntry.created_at < end_at)
     return (await session.scalars(query)).all()
 
 

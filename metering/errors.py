@@ -35,12 +35,12 @@ class NotFound(MeteringError):
 
 
 class AlreadyExists(MeteringError):
-    """`kind` `ref` exists already."""
+    """`kind` `ref` exists already. how: in which way that is not the one asked for."""
 
     reason = "ALREADY_EXISTS"
 
-    def __init__(self, kind: str, ref: str) -> None:
-        super().__init__(f"{kind} {ref!r} already exists")
+    def __init__(self, kind: str, ref: str, how: str = "") -> None:
+        super().__init__(f"{kind} {ref!r} already exists{how and ' '}{how}")
         self.kind = kind
         self.ref = ref
 
@@ -60,6 +60,12 @@ class KeyInvalid(MeteringError):
     """The API key is unknown, revoked or expired. One class for all, so that an answer tells a guesser nothing."""
 
     reason = "UNAUTHENTICATED"
+
+
+class KeyRevoked(MeteringError):
+    """The key is revoked, which nothing can undo."""
+
+    reason = "KEY_REVOKED"
 
 
 class PriceMissing(MeteringError):

@@ -1,46 +1,39 @@
 """Organizations, projects and API keys: who may use the service, and how a key leads to them.
 
 Functions take a session and never commit. Every change writes the audit log in the same transaction. A secret leaves this module
-once, at its creation; what is stored is its SHA-256.
+once, at its creation; what is stored is its SHA-256. What changes a key later is in `key_changes.py`.
 """
 
 from __future__ import annotations
 
-import hashlib
 import re
-import secrets
-import string
 import uuid
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
+from typing import Any
 
-from sqlalchemy import Select, and_, func, or_, select, update
+from sqlalchemy import Double, Select, and_, cast, func, or_, select, update
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from metering.audit import record_change, snapshot
+from metering.control_models import SupersededSecret
 from metering.errors import AlreadyExists, InvalidValue, KeyInvalid, NotFound
+from metering.key_secrets import PREFIX_FORM, PREFIX_LENGTH, SECRET_FORM, hash_of, new_secret, prefix_of
 from metering.models import ApiKey, Organization, Project
 from metering.money import checked_currency
+from metering.stop_orders import order_end_of_key
 
 NAME_FORM = re.compile(r"[a-z][a-z0-9-]{0,62}", re.ASCII)
 KEY_NAME_MAX_CHARS = 100
 SCOPES = frozenset({"inference", "admin", "billing"})
 LIFETIME_MAX = timedelta(days=36_500)  # a century; keeps the sum inside what a timestamp can hold
 
-PREFIX_CHARS = string.ascii_lowercase + string.digits
-PREFIX_LENGTH = 8  # 36^8 prefixes: enough to tell keys apart; it is no part of the key's strength
-BASE62 = string.digits + string.ascii_uppercase + string.ascii_lowercase
-SECRET_BYTES = 32
-SECRET_LENGTH = 43  # 62^43 > 256^32
-SECRET_FORM = re.compile(rf"wk_[a-z0-9]{{{PREFIX_LENGTH}}}_[0-9A-Za-z]{{{SECRET_LENGTH}}}", re.ASCII)
-PREFIX_FORM = re.compile(rf"wk_[a-z0-9]{{{PREFIX_LENGTH}}}", re.ASCII)
-
 
 @dataclass(frozen=True, slots=True)
 class Principal:
-    """Who calls, as its key says."""
+    """Who calls, as its key says. secret_lifetime_s: how long this secret of the key works from now on; None: for ever."""
 
     api_key_id: uuid.UUID
     key_prefix: str
@@ -48,11 +41,12 @@ class Principal:
     organization_id: uuid.UUID
     currency_code: str
     scopes: frozenset[str]
+    secret_lifetime_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class KeyRecord:
-    """An API key as it may be shown: all but its secret."""
+    """An API key as it may be shown: all but its secret. overlap_ends_at: until when a replaced secret works too."""
 
     id: uuid.UUID
     organization_id: uuid.UUID
@@ -63,6 +57,7 @@ class KeyRecord:
     created_at: datetime
     expires_at: datetime | None
     revoked_at: datetime | None
+    overlap_ends_at: datetime | None = None
 
 
 async def create_organization(session: AsyncSession, *, name: str, currency_code: str = "USD", actor: str) -> Organization:
@@ -117,8 +112,8 @@ async def create_api_key(
     owner = await find_project(session, project, organization=organization)
     values = {
         "project_id": owner.id,
-        "name": _checked_key_name(name),
-        "scopes": _checked_scopes(scopes),
+        "name": checked_key_name(name),
+        "scopes": checked_scopes(scopes),
         "expires_at": None if lifetime is None else func.now() + _checked_lifetime(lifetime),
     }
     while True:  # until a prefix is free, which the first one is but for one time in millions
@@ -132,17 +127,34 @@ async def create_api_key(
 
 
 async def revoke_api_key(session: AsyncSession, *, api_key: str, actor: str) -> KeyRecord:
-    """End a key, given by id or prefix, for good. Revoking twice changes nothing. Raises: NotFound."""
+    """End a key, given by id or prefix, for good, and order the end of what runs with it. Revoking twice changes nothing.
+
+    Raises: NotFound.
+    """
     found = await find_api_key(session, api_key)
-    locking = select(ApiKey).where(ApiKey.id == found.id).with_for_update(key_share=True)
-    key = (await session.scalars(locking.execution_options(populate_existing=True))).one()
+    key = await locked_key(session, found.id)
     if key.revoked_at is not None:
         return replace(found, revoked_at=key.revoked_at)
+    changed = await change_key(session, key, actor, "api_key.revoke", revoked_at=func.now())
+    await order_end_of_key(session, key.id)
+    return replace(found, revoked_at=changed.revoked_at)
+
+
+async def locked_key(session: AsyncSession, key_id: uuid.UUID) -> ApiKey:
+    """The row as it is now, which nobody else changes before the end of the transaction."""
+    # Not FOR UPDATE: requests that are admitted at the same time refer to the row and must not wait.
+    locking = select(ApiKey).where(ApiKey.id == key_id).with_for_update(key_share=True)
+    return (await session.scalars(locking.execution_options(populate_existing=True))).one()
+
+
+async def change_key(session: AsyncSession, key: ApiKey, actor: str, action: str, **values: Any) -> ApiKey:
+    """Set columns of a locked key, and write the log."""
     before = snapshot(key)
-    statement = update(ApiKey).where(ApiKey.id == key.id).values(revoked_at=func.now()).returning(ApiKey)
-    key = (await session.scalars(statement.execution_options(populate_existing=True))).one()
-    await record_change(session, actor=actor, action="api_key.revoke", subject_id=str(key.id), before=before, after=snapshot(key))
-    return _key_record(key, found.organization_id)
+    statement = update(ApiKey).where(ApiKey.id == key.id).values(**values).returning(ApiKey)
+    changed = (await session.scalars(statement.execution_options(populate_existing=True))).one()
+    after = snapshot(changed)
+    await record_change(session, actor=actor, action=action, subject_id=str(key.id), before=before, after=after)
+    return changed
 
 
 async def list_api_keys(session: AsyncSession, *, organization: str | None = None) -> list[KeyRecord]:
@@ -150,7 +162,7 @@ async def list_api_keys(session: AsyncSession, *, organization: str | None = Non
     query = _select_keys().order_by(ApiKey.created_at.desc(), ApiKey.id)
     if organization:
         query = query.where(Project.organization_id == (await find_organization(session, organization)).id)
-    return [_key_record(key, owner_id) for key, owner_id in await session.execute(query)]
+    return [_key_record(*row) for row in await session.execute(query)]
 
 
 async def authenticate(session: AsyncSession, secret: str) -> Principal:
@@ -158,20 +170,30 @@ async def authenticate(session: AsyncSession, secret: str) -> Principal:
     refusal = KeyInvalid("the API key is not valid: it is unknown, revoked or expired")
     if SECRET_FORM.fullmatch(secret) is None:
         raise refusal
+    replaced = select(SupersededSecret).where(SupersededSecret.secret_hash == hash_of(secret)).subquery()
+    ends_at = func.least(ApiKey.expires_at, replaced.c.expires_at)  # of those that are known
     query = (
-        select(ApiKey.id, ApiKey.prefix, ApiKey.project_id, Project.organization_id, Organization.currency_code, ApiKey.scopes)
+        select(
+            ApiKey.id,
+            ApiKey.prefix,
+            ApiKey.project_id,
+            Project.organization_id,
+            Organization.currency_code,
+            ApiKey.scopes,
+            cast(func.extract("epoch", ends_at - func.now()), Double),
+        )
         .join(Project, Project.id == ApiKey.project_id)
         .join(Organization, Organization.id == Project.organization_id)
+        .outerjoin(replaced, replaced.c.api_key_id == ApiKey.id)
         .where(
-            ApiKey.secret_hash == hash_of(secret),
+            or_(ApiKey.secret_hash == hash_of(secret), ApiKey.id == select(replaced.c.api_key_id).scalar_subquery()),
             ApiKey.revoked_at.is_(None),
-            or_(ApiKey.expires_at.is_(None), ApiKey.expires_at > func.now()),
+            or_(ends_at.is_(None), ends_at > func.now()),
         )
     )
-    row = (await session.execute(query)).one_or_none()
-    if row is None:
+    if (row := (await session.execute(query)).one_or_none()) is None:
         raise refusal
-    return Principal(*row[:-1], scopes=frozenset(row[-1]))
+    return Principal(row[0], row[1], row[2], row[3], row[4], frozenset(row[5]), row[6])
 
 
 async def find_organization(session: AsyncSession, ref: str) -> Organization:
@@ -207,8 +229,7 @@ async def find_api_key(session: AsyncSession, ref: str) -> KeyRecord:
     if key_id is None and PREFIX_FORM.fullmatch(ref) is None:
         raise NotFound("API key", ref[: PREFIX_LENGTH + 3])  # no more of it: it might be a secret
     condition = ApiKey.prefix == ref if key_id is None else ApiKey.id == key_id
-    row = (await session.execute(_select_keys().where(condition))).one_or_none()
-    if row is None:
+    if (row := (await session.execute(_select_keys().where(condition))).one_or_none()) is None:
         raise NotFound("API key", ref)
     return _key_record(*row)
 
@@ -228,34 +249,15 @@ def checked_name(name: str) -> str:
     return name
 
 
-def new_secret() -> str:
-    """A secret that nobody has had: `wk_`, a prefix to show, `_`, and 256 random bits in base 62."""
-    prefix = "".join(secrets.choice(PREFIX_CHARS) for _ in range(PREFIX_LENGTH))
-    number = int.from_bytes(secrets.token_bytes(SECRET_BYTES))
-    digits = []
-    for _ in range(SECRET_LENGTH):
-        number, digit = divmod(number, len(BASE62))
-        digits.append(BASE62[digit])
-    return f"wk_{prefix}_{''.join(digits)}"
-
-
-def prefix_of(secret: str) -> str:
-    """The part of a secret that is stored and shown."""
-    return secret[: len("wk_") + PREFIX_LENGTH]
-
-
-def hash_of(secret: str) -> bytes:
-    """What is stored of a secret."""
-    return hashlib.sha256(secret.encode()).digest()
-
-
-def _checked_key_name(name: str) -> str:
+def checked_key_name(name: str) -> str:
+    """A name that a key may have. Raises: InvalidValue."""
     if not 1 <= len(name) <= KEY_NAME_MAX_CHARS or not name.isprintable():
         raise InvalidValue("name", f"give 1 to {KEY_NAME_MAX_CHARS} printable characters")
     return name
 
 
-def _checked_scopes(scopes: Collection[str]) -> list[str]:
+def checked_scopes(scopes: Collection[str]) -> list[str]:
+    """Scopes in order, each once; none means "inference". Raises: InvalidValue."""
     if unknown := set(scopes) - SCOPES:
         raise InvalidValue("scopes", f"{sorted(unknown)} unknown: choose from {sorted(SCOPES)}")
     return sorted(set(scopes)) or ["inference"]
@@ -269,11 +271,16 @@ def _checked_lifetime(lifetime: timedelta) -> timedelta:
     return lifetime
 
 
-def _select_keys() -> Select[ApiKey, uuid.UUID]:
-    return select(ApiKey, Project.organization_id).join(Project, Project.id == ApiKey.project_id)
+def _select_keys() -> Select[ApiKey, uuid.UUID, datetime]:
+    overlap = (
+        select(func.max(SupersededSecret.expires_at))
+        .where(SupersededSecret.api_key_id == ApiKey.id, SupersededSecret.expires_at > func.now())
+        .scalar_subquery()
+    )
+    return select(ApiKey, Project.organization_id, overlap).join(Project, Project.id == ApiKey.project_id)
 
 
-def _key_record(key: ApiKey, organization_id: uuid.UUID) -> KeyRecord:
+def _key_record(key: ApiKey, organization_id: uuid.UUID, overlap_ends_at: datetime | None = None) -> KeyRecord:
     return KeyRecord(
         id=key.id,
         organization_id=organization_id,
@@ -284,6 +291,7 @@ def _key_record(key: ApiKey, organization_id: uuid.UUID) -> KeyRecord:
         created_at=key.created_at,
         expires_at=key.expires_at,
         revoked_at=key.revoked_at,
+        overlap_ends_at=overlap_ends_at,
     )
 
 

@@ -12,9 +12,8 @@ from sqlalchemy import text
 from metering.audit import list_audit_entries
 from metering.db import Sessions
 from metering.errors import AlreadyExists, InvalidValue, KeyInvalid, NotFound
+from metering.key_secrets import PREFIX_FORM, SECRET_FORM
 from metering.tenants import (
-    PREFIX_FORM,
-    SECRET_FORM,
     authenticate,
     create_api_key,
     create_organization,
