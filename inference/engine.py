@@ -98,6 +98,31 @@ class ResponseFormat:
         return f"response_format.{self.kind.value}"
 
 
+class EarlyStopping(StrEnum):
+    """When a beam search is over, once it has `width` finished outputs: the values False, True and "never" of transformers.
+
+    HEURISTIC: when the best beam, ended now, would not be among them. WHEN_FULL: at once. NEVER: when no beam can be among them,
+    were it to go on to the longest output without losing any more.
+    """
+
+    HEURISTIC = "heuristic"
+    WHEN_FULL = "when_full"
+    NEVER = "never"
+
+
+@dataclass(frozen=True, slots=True)
+class BeamSearchParams:
+    """Search for the likeliest outputs instead of choosing token by token; `beam_search.py` says how.
+
+    width: beams, at least 2. length_penalty: outputs compete by log-probability / tokens ** length_penalty; above 0 favours long
+    ones. Bias and penalties act on log-probabilities here.
+    """
+
+    width: int
+    length_penalty: float = 1.0
+    early_stopping: EarlyStopping = EarlyStopping.HEURISTIC
+
+
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
     """One sequence to run.
@@ -105,6 +130,8 @@ class GenerationRequest:
     sequence_id is unique among running sequences. cache_salt separates prefix caches: blocks are shared between equal
     salts only. response_format needs `StopCriteria.leaves_end_open`. choice_count: so many outputs of the one prompt, each with
     all of `stop` for itself; the first is what a single one would be, the others draw from seeds that follow from the request's.
+    beam_search: the choices are the best that it finds, the best first. Needs a temperature of 0; excludes stop sequences and a
+    response format. Tokens come when all outputs share them that can still be the best, the others with the end.
     """
 
     sequence_id: SequenceId
@@ -114,6 +141,7 @@ class GenerationRequest:
     cache_salt: str = ""
     response_format: ResponseFormat | None = None
     choice_count: int = 1
+    beam_search: BeamSearchParams | None = None
 
 
 class EngineFinishReason(StrEnum):
@@ -188,7 +216,8 @@ class SequenceFinished:
 
     text: what was still held back and turned out to be output; a matched stop sequence is never in it.
     generated_token_count: all tokens of the sequence's `TokensGenerated`, for a cancelled one those too that nobody has
-    read. Of several choices it is the sum, comes after the last of them, reason and timings are the first one's, and text is empty.
+    read; of a beam search those of all beams. Of several choices it is the sum, comes after the last of them, reason and timings
+    are the first one's, and text is empty.
     """
 
     reason: EngineFinishReason

@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol
 
+from inference.beam_group import BeamGroup
 from inference.checkpoint import read_config
-from inference.detokenizer import Detokenizer, TextDecoder
 from inference.cost_model import CostModel
+from inference.detokenizer import Detokenizer, TextDecoder
 from inference.engine import (
     ChoiceFinished,
     EngineFinishReason,
@@ -33,18 +34,19 @@ from inference.model_runner import ComputeDtype, ModelRunner, kv_block_bytes
 from inference.sampler import Chosen, choice_seed
 from inference.scheduler import Scheduler, StepPlan
 from inference.sequence import Sequence
-from inference.tokenizer import Tokenizer
 from inference.simulated_runner import SimulatedRunner
+from inference.tokenizer import Tokenizer
 
 
 @dataclass(slots=True)
 class Choices:
-    """The sequences of one request. running: those that have not ended; ends: why the others did, by index."""
+    """The sequences of one request. running: those that have not ended; ends: why the others did, by index. beams: of a search."""
 
     first: Sequence
     running: list[Sequence]
     ends: dict[int, EngineFinishReason] = field(default_factory=dict)
     generated_token_count: int = 0
+    beams: BeamGroup | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +72,6 @@ class EngineOptions:
     compute_dtype: ComputeDtype = "float32"
     kv_cache_bytes: int = 1 << 30
     device: Literal["cpu", "cuda"] = "cpu"
-
-
     simulation: CostModel | None = None
 
 
@@ -81,6 +81,8 @@ class Runner(Protocol):
     def run(self, plan: StepPlan) -> dict[Sequence, Chosen]:
         """See `ModelRunner.run`."""
         ...
+
+
 class EngineCore:
     """Scheduler, runner and sequences of one model. Not thread-safe: one thread calls everything."""
 
@@ -156,6 +158,7 @@ class EngineCore:
         if grammar is None and request.response_format is not None:
             grammar = self._grammars.compile(request.response_format)
         seed = secrets.randbits(63) if request.sampling.seed is None else request.sampling.seed
+        sequence_count = request.choice_count if request.beam_search is None else 1  # beams follow when there is a prompt to share
         model_ends = frozenset() if request.stop.ignore_eos else self._model_end_token_ids
         arrived_at_s = time.monotonic() if arrived_at_s is None else arrived_at_s
         sequences = [
@@ -169,9 +172,11 @@ class EngineCore:
                 arrived_at_s=arrived_at_s,
                 grammar=grammar and grammar.copy(),
             )
-            for index in range(request.choice_count)
+            for index in range(sequence_count)
         ]
-        self._requests[number] = Choices(sequences[0], sequences)
+        choices = self._requests[number] = Choices(sequences[0], sequences)
+        if request.beam_search is not None:
+            choices.beams = BeamGroup(sequences[0], lambda: Detokenizer(self._decoder.open(), ()))
         for sequence in sequences:
             self._scheduler.add(sequence)
         return True
@@ -179,7 +184,10 @@ class EngineCore:
     def cancel(self, number: int) -> None:
         """End a request and free its blocks now; its events come with the next `step`. Unknown numbers have ended already."""
         choices = self._requests.get(number)
-        if choices is not None:
+        if choices is not None and choices.beams is not None:
+            del self._requests[number]
+            self._events += [(number, event) for event in choices.beams.cancel(self._scheduler, time.monotonic())]
+        elif choices is not None:
             now_s = time.monotonic()
             for sequence in list(choices.running):
                 self._finish(sequence, EngineFinishReason.CANCELLED, "", now_s)
@@ -200,7 +208,11 @@ class EngineCore:
             self._scheduler.commit(plan)
             now_s = time.monotonic()
             for sequence, token in chosen.items():
-                self._append(sequence, token, now_s)
+                if sequence.group is None:
+                    self._append(sequence, token, now_s)
+            for group in {sequence.group: None for sequence in chosen}:
+                if group is not None:
+                    self._advance(group, chosen, now_s)
             self._step_count += 1
             self._scheduler.check_conservation()
         events, self._events = self._events, []
@@ -251,6 +263,14 @@ class EngineCore:
             # Bytes that only the end makes final may complete a stop sequence; it is cut off like any other.
             reason, rest = (EngineFinishReason.STOP_SEQUENCE if piece.stopped else reason), piece.text
         self._finish(sequence, reason, rest, now_s)
+
+    def _advance(self, group: BeamGroup, chosen: dict[Sequence, Chosen], now_s: float) -> None:
+        """All beams of a search have been computed."""
+        number, before = group.beams[0].number, group.token_count
+        self._events += [(number, event) for event in group.advance(self._scheduler, chosen, now_s)]
+        self._output_token_count += group.token_count - before
+        if group.ended:
+            del self._requests[number]
 
     def _break(self, sequence: Sequence, fault: str) -> None:
         """The chosen token means nothing: the grammar could not say what may follow, because that is too much to compute."""

@@ -15,6 +15,7 @@ import msgspec
 
 from inference.cost_model import CostModel
 from inference.engine import (
+    BeamSearchParams,
     ChoiceFinished,
     EngineFinishReason,
     EngineStatistics,
@@ -45,8 +46,8 @@ class LoadModel(msgspec.Struct, tag="load", array_like=True, frozen=True):
     kv_cache_bytes: int
     torch_thread_count: int
     device: Literal["cpu", "cuda"] = "cpu"
-
     simulation: CostModel | None = None
+
 
 class StartSequence(msgspec.Struct, tag="start", array_like=True, frozen=True):
     """Run a sequence. number: the parent's handle for it, above all earlier ones. sampling and stop cross as they are."""
@@ -58,6 +59,7 @@ class StartSequence(msgspec.Struct, tag="start", array_like=True, frozen=True):
     cache_salt: str
     response_format: ResponseFormat | None = None
     choice_count: int = 1
+    beam_search: BeamSearchParams | None = None
 
 
 class CancelSequence(msgspec.Struct, tag="cancel", array_like=True, frozen=True):
@@ -212,6 +214,7 @@ def start_message(number: int, request: GenerationRequest) -> StartSequence:
         cache_salt=request.cache_salt,
         response_format=request.response_format,
         choice_count=request.choice_count,
+        beam_search=request.beam_search,
     )
 
 
@@ -225,6 +228,7 @@ def request_of(message: StartSequence) -> GenerationRequest:
         cache_salt=message.cache_salt,
         response_format=message.response_format,
         choice_count=message.choice_count,
+        beam_search=message.beam_search,
     )
 
 

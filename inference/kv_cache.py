@@ -155,6 +155,18 @@ class BlockPool:
             self._reference_counts[block.block_id] += 1
         return [block.block_id for block in match.blocks]
 
+    def share(self, block_ids: Sequence[int]) -> list[int]:
+        """Add a reader to each block of a running sequence's table; returns the new reader's table."""
+        for block_id in block_ids:
+            if self._reference_counts[block_id] == 0:
+                raise InvariantViolated(f"KV block {block_id} is shared, but nobody holds it")
+            self._reference_counts[block_id] += 1
+        return list(block_ids)
+
+    def is_shared(self, block_id: int) -> bool:
+        """Whether more than one sequence reads a block, so that none of them may write it."""
+        return bool(self._reference_counts[block_id] > 1)
+
     def allocate(self, block_count: int) -> list[int]:
         """Blocks for new positions, each with one reader. Evicts cached ones if it must.
 

@@ -9,9 +9,11 @@ import math
 from dataclasses import dataclass
 
 from inference.engine import GenerationRequest, SamplingParams, StopCriteria
-from inference.kv_cache import blocks_for
+from inference.kv_cache import KV_BLOCK_TOKENS, blocks_for
 
 CHOICE_COUNT_MAX = 16  # per request: each takes a place in the batch
+BEAM_WIDTH_MAX = 16  # each takes a place in the batch
+LENGTH_PENALTY_MAX = 10.0  # both ways: beyond it the length alone would decide
 TOP_LOGPROBS_MAX = 20  # per token: what others offer; each costs some 20 bytes of every frame
 
 
@@ -54,6 +56,26 @@ def request_fault(request: GenerationRequest, limits: EngineLimits, vocabulary_s
         return f"{total} tokens (prompt {len(prompt)}) exceed the context window of {limits.context_window_tokens}"
     if blocks_for(total) > block_count:
         return f"{total} tokens need {blocks_for(total)} KV blocks, the engine has {block_count}"
+    return None if request.beam_search is None else _beam_fault(request, limits, block_count)
+
+
+def _beam_fault(request: GenerationRequest, limits: EngineLimits, block_count: int) -> str | None:
+    """Comparisons are written so that NaN fails too."""
+    params, sampling, stop = request.beam_search, request.sampling, request.stop
+    assert params is not None
+    width, prompt_token_count = params.width, len(request.prompt_token_ids)
+    if not 2 <= width <= min(BEAM_WIDTH_MAX, limits.running_sequence_count_max):
+        return f"beam_search.width must be from 2 to {min(BEAM_WIDTH_MAX, limits.running_sequence_count_max)}"
+    if not -LENGTH_PENALTY_MAX <= params.length_penalty <= LENGTH_PENALTY_MAX:
+        return f"beam_search.length_penalty must be between {-LENGTH_PENALTY_MAX:g} and {LENGTH_PENALTY_MAX:g}"
+    if request.choice_count > width:
+        return "choice_count must be at most beam_search.width"
+    if sampling.temperature > 0 or stop.stop_sequences or request.response_format is not None:
+        return "beam_search excludes a temperature above 0, stop_sequences and response_format"
+    shared = prompt_token_count // KV_BLOCK_TOKENS
+    needed = shared + width * (blocks_for(prompt_token_count + stop.max_output_tokens) - shared)
+    if needed > block_count:
+        return f"beam_search.width = {width} with {stop.max_output_tokens} output tokens needs {needed} KV blocks of {block_count}"
     return None
 
 

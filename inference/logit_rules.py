@@ -43,6 +43,12 @@ class SeenTokens:
         """Occurrences in the output of each of `token_ids`; 0 for one that is in the prompt only."""
         return self._counts[: len(self._slots)]
 
+    def copy(self) -> SeenTokens:
+        """Another one with the same tokens, for a sequence that goes on from here."""
+        other = SeenTokens(())
+        other._slots, other._ids, other._counts = dict(self._slots), self._ids.copy(), self._counts.copy()
+        return other
+
     def add(self, token_id: int) -> None:
         """One more token of the output."""
         slot = self._slots.setdefault(token_id, len(self._slots))

@@ -79,6 +79,9 @@ class ModelRunner:
         finishing = [chunk for chunk in chunks if chunk.completes]
         draws = [chunk.sequence.draw() for chunk in finishing]
         masks = self._mask_worker.begin([draw.grammar for draw in draws])
+        copied = [chunk.copied for chunk in chunks if chunk.copied is not None]
+        if copied:
+            self._copy_blocks(copied)
         logits = self._native.forward(chunks) if self._native else self._forward(chunks)
         if not finishing:
             return {}
@@ -86,6 +89,16 @@ class ModelRunner:
             raise InvariantViolated("the model's output is not finite; are the weights intact?")
         chosen = choose(logits, draws, masks)
         return {chunk.sequence: token for chunk, token in zip(finishing, chosen, strict=True)}
+
+    def _copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
+        """Give each second block the keys and values of the first, in all layers, one pair after the other."""
+        if self._native:
+            self._native.copy_blocks(pairs)
+            return
+        for pool in self._pools:
+            for source, target in pairs:
+                pool.keys[target].copy_(pool.keys[source])
+                pool.values[target].copy_(pool.values[source])
 
     def _forward(self, chunks: list[Chunk]) -> Tensor:
         """Logits of the chunks that complete, where sampling wants them: on the CPU."""

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from inference.beam_rows import BeamRows
+from inference.beam_search import Candidates
 from inference.engine import SamplingParams, TokenLogprobs
 from inference.grammar import Grammar, PendingMasks
 from inference.logit_rules import SeenTokens, apply_rules
@@ -23,7 +25,7 @@ _MASK = (1 << 64) - 1
 @dataclass(frozen=True, slots=True)
 class Draw:
     """How one row is sampled. seed: any integer; index: of the output token, from 0. seen, held_off_ids: see `Ruled`. grammar: what
-    the output has to follow, where it stands now.
+    the output has to follow, where it stands now. candidate_count: of a beam, how many continuations are wanted; 0 for all others.
     """
 
     params: SamplingParams
@@ -32,14 +34,16 @@ class Draw:
     seen: SeenTokens | None = None
     held_off_ids: tuple[int, ...] = ()
     grammar: Grammar | None = None
+    candidate_count: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """A row's next token. logprobs: if its parameters ask for them."""
+    """A row's next token. logprobs: if its parameters ask for them. candidates: of a beam, whose search decides instead."""
 
     token_id: int
     logprobs: TokenLogprobs | None = None
+    candidates: Candidates | None = None
 
 
 def choose(logits: Tensor, draws: Sequence[Draw], masks: PendingMasks | None = None) -> list[Chosen]:
@@ -48,12 +52,14 @@ def choose(logits: Tensor, draws: Sequence[Draw], masks: PendingMasks | None = N
     Log-probabilities are of before. masks: of the draws' grammars, if there are any.
     """
     report = LogprobReport(logits, [draw.params for draw in draws])
+    beams = BeamRows(logits, draws)
     apply_rules(logits, draws)
     if masks is not None:
         masks.apply(logits)
     token_ids = sample(logits, draws)
     logprobs = report.of(token_ids)
-    return [Chosen(token_id, logprobs.get(row)) for row, token_id in enumerate(token_ids)]
+    candidates = beams.candidates(logits, logprobs)
+    return [Chosen(token_id, logprobs.get(row), candidates.get(row)) for row, token_id in enumerate(token_ids)]
 
 
 def sample(logits: Tensor, draws: Sequence[Draw]) -> list[int]:

@@ -26,10 +26,14 @@ from inference.sequence import Sequence
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """The next `token_count` uncomputed tokens of a sequence, to be computed in this step."""
+    """The next `token_count` uncomputed tokens of a sequence, to be computed in this step.
+
+    copied: a KV block and the one that its content goes to before anything is computed: beams share the first and write their own.
+    """
 
     sequence: Sequence
     token_count: int
+    copied: tuple[int, int] | None = None
 
     @property
     def completes(self) -> bool:
@@ -48,9 +52,9 @@ class StepPlan:
     entered: list[Sequence] = field(default_factory=list)
     token_count: int = 0
 
-    def add(self, sequence: Sequence, token_count: int) -> None:
-        """Compute so many more tokens of a sequence."""
-        self.chunks.append(Chunk(sequence, token_count))
+    def add(self, sequence: Sequence, token_count: int, copied: tuple[int, int] | None = None) -> None:
+        """Compute so many more tokens of a sequence. copied: see `Chunk`."""
+        self.chunks.append(Chunk(sequence, token_count, copied))
         self.token_count += token_count
 
     def drop(self, sequence: Sequence) -> None:
@@ -101,14 +105,22 @@ class Scheduler:
         queue.remove(sequence)
         self._release(sequence)
 
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """Let a child of a running parent run too. It shares all blocks; who writes into one that is shared gets a copy first."""
+        child.block_table = self._pool.share(parent.block_table)
+        child.computed_token_count = parent.computed_token_count
+        child.registered_block_count, child.registered_tip = parent.registered_block_count, parent.registered_tip
+        bisect.insort(self._running, child, key=lambda running: running.place)
+
     def schedule(self) -> StepPlan:
         """Choose the next step's work and allocate its blocks. Empty only if there is no sequence at all."""
         plan = StepPlan()
-        decoding = [sequence for sequence in self._running if sequence.uncomputed_token_count == 1]
+        decoding = [sequence for sequence in self._running if sequence.may_decode]
         filling = [sequence for sequence in self._running if sequence.uncomputed_token_count > 1]
+        preemption_count = self._preemption_count
         for sequence in decoding + filling:
             self._plan_chunk(plan, sequence)
-        if len(self._running) == len(decoding) + len(filling):  # who has just been preempted must not come back at once
+        if self._preemption_count == preemption_count:  # who has just been preempted must not come back at once
             self._admit(plan)
         if not plan.chunks and (self._running or self._waiting):
             raise InvariantViolated("the scheduler found no work although sequences wait")
@@ -129,25 +141,44 @@ class Scheduler:
     def _plan_chunk(self, plan: StepPlan, sequence: Sequence) -> None:
         """Add what the budget allows of a running sequence, preempting younger ones while blocks are short."""
         budget = self._limits.step_token_count_max - plan.token_count
-        token_count = min(sequence.uncomputed_token_count, budget)
+        token_count = min(sequence.uncomputed_token_count if sequence.may_decode else sequence.fillable_token_count, budget)
         if token_count <= 0 or sequence not in self._running:
             return
         missing = sequence.missing_block_count(sequence.computed_token_count + token_count)
-        while missing > self._pool.block_count_available:
-            youngest = self._running[-1]
-            self._preempt(youngest)
-            plan.drop(youngest)
-            if youngest is sequence:
+        while missing + self._writes_shared_block(sequence) > self._pool.block_count_available:
+            preempted = self._preempt(self._running[-1])
+            for each in preempted:
+                plan.drop(each)
+            if sequence in preempted:
                 return
+        copied = self._own_last_block(sequence) if self._writes_shared_block(sequence) else None
         sequence.block_table += self._pool.allocate(missing)
-        plan.add(sequence, token_count)
+        plan.add(sequence, token_count, copied)
 
-    def _preempt(self, sequence: Sequence) -> None:
-        self._running.remove(sequence)
-        self._release(sequence)
+    def _writes_shared_block(self, sequence: Sequence) -> bool:
+        """Whether its next token goes into a block that another beam reads as well."""
+        index, slot = divmod(sequence.computed_token_count, KV_BLOCK_TOKENS)
+        return slot > 0 and self._pool.is_shared(sequence.block_table[index])
+
+    def _own_last_block(self, sequence: Sequence) -> tuple[int, int]:
+        """Give it a block in place of the shared one that it is to write; which one, and by which."""
+        *others, shared = sequence.block_table
+        [own] = self._pool.allocate(1)
+        self._pool.release([shared])
+        sequence.block_table = [*others, own]  # a new list: a table that others have seen only grows
+        return shared, own
+
+    def _preempt(self, sequence: Sequence) -> list[Sequence]:
+        """Take all blocks back, of beams together with those of all others. Returns who has lost theirs."""
+        preempted = [sequence] if sequence.group is None else list(sequence.group.beams)
+        for each in preempted:
+            self._running.remove(each)
+            self._release(each)
         self._preemption_count += 1
-        sequence.prefix_keys = self._prefix_keys(sequence)  # its own output may be found again too
-        bisect.insort(self._waiting, sequence, key=lambda waiting: waiting.place)
+        waiting = sequence if sequence.group is None else sequence.group.collapse()
+        waiting.prefix_keys = self._prefix_keys(waiting)  # its own output may be found again too
+        bisect.insort(self._waiting, waiting, key=lambda waiting: waiting.place)
+        return preempted
 
     def _admit(self, plan: StepPlan) -> None:
         """Let waiting sequences enter while there are places, budget and blocks."""
@@ -156,7 +187,7 @@ class Scheduler:
         in_progress = {key for sequence in self._running for key in self._uncomputed_keys(sequence)}
         owed = sum(self._owed_block_count(sequence, len(sequence.block_table)) for sequence in self._running)
         for sequence in list(self._waiting):
-            if len(self._running) >= self._limits.running_sequence_count_max:
+            if self._place_count() + sequence.place_count > self._limits.running_sequence_count_max:
                 return
             if plan.token_count >= self._limits.step_token_count_max:
                 return
@@ -169,6 +200,10 @@ class Scheduler:
             self._enter(sequence, match, plan)
             in_progress |= self._uncomputed_keys(sequence)
             owed += self._owed_block_count(sequence, len(sequence.block_table))
+
+    def _place_count(self) -> int:
+        """Places that the running sequences take; beams that are to come have theirs already."""
+        return sum(sequence.place_count for sequence in self._running)
 
     def _enter(self, sequence: Sequence, match: PrefixMatch, plan: StepPlan) -> None:
         self._waiting.remove(sequence)
@@ -192,9 +227,11 @@ class Scheduler:
         return {key.key for key in sequence.prefix_keys[first:]}
 
     def _owed_block_count(self, sequence: Sequence, covered_block_count: int) -> int:
-        """Blocks that a sequence still needs for its tokens and the reserved share of its future output."""
+        """Blocks that a sequence, and beams that it is to have, still need for tokens and the reserved share of future output."""
         owed_output = min(sequence.owed_output_token_count, self._limits.owed_output_token_count_max)
-        return max(blocks_for(len(sequence.token_ids) + owed_output) - covered_block_count, 0)
+        needed = blocks_for(len(sequence.token_ids) + owed_output)
+        of_beams = (sequence.place_count - 1) * (needed - len(sequence.token_ids) // KV_BLOCK_TOKENS)
+        return max(needed - covered_block_count, 0) + of_beams
 
     def _register(self, sequence: Sequence) -> None:
         full_block_count = sequence.computed_token_count // KV_BLOCK_TOKENS

@@ -10,8 +10,10 @@ again: a decoding sequence is one with a single uncomputed token, and prefill, d
 
 from __future__ import annotations
 
+import copy
 import time
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from inference.detokenizer import Detokenizer
 from inference.engine import EngineFinishReason, EngineTimings, GenerationRequest
@@ -19,6 +21,9 @@ from inference.grammar import Grammar
 from inference.kv_cache import BlockKey, CachedBlock, blocks_for
 from inference.logit_rules import SeenTokens
 from inference.sampler import Draw
+
+if TYPE_CHECKING:
+    from inference.beam_group import BeamGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +40,7 @@ class Sequence:
 
     number: the order of arrival, and the handle that the host and its parent share; choices of one request share it too.
     end_token_ids: ids that end it, the model's and the request's. seed: the drawn one if the request had none. grammar: its
-    response format's. Times are `time.monotonic()` seconds.
+    response format's. group: those of the beam search that it is one of. Times are `time.monotonic()` seconds.
     """
 
     number: int
@@ -56,6 +61,7 @@ class Sequence:
     seen: SeenTokens | None = None
     grammar: Grammar | None = None
     choice_index: int = 0
+    group: BeamGroup | None = None
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.request.prompt_token_ids)
@@ -87,6 +93,22 @@ class Sequence:
         """Output tokens that may still come."""
         return self.request.stop.max_output_tokens - self.output_token_count
 
+    @property
+    def place_count(self) -> int:
+        """Places in the batch that it takes, those of beams to come included."""
+        return 1 if self.group is None else self.group.place_count(self)
+
+    @property
+    def may_decode(self) -> bool:
+        """Whether its last token may be computed now: that of a beam together with those of all others."""
+        return self.uncomputed_token_count == 1 and (self.group is None or self.group.ready)
+
+    @property
+    def fillable_token_count(self) -> int:
+        """Tokens that may be computed before it decodes: of one of several beams all but the last."""
+        several = self.group is not None and len(self.group.beams) > 1
+        return self.uncomputed_token_count - several
+
     def missing_block_count(self, token_count: int) -> int:
         """Blocks to add so that the table covers `token_count` positions."""
         return max(blocks_for(token_count) - len(self.block_table), 0)
@@ -95,13 +117,28 @@ class Sequence:
         """How the next token is sampled."""
         index = self.output_token_count
         held_off = tuple(self.end_token_ids) if index < self.request.stop.min_output_tokens else ()
-        return Draw(self.request.sampling, self.seed, index, self.seen, held_off, self.grammar)
+        candidate_count = 0 if self.group is None else self.group.candidate_count
+        return Draw(self.request.sampling, self.seed, index, self.seen, held_off, self.grammar, candidate_count)
 
-    def append(self, token_id: int, now_s: float) -> AppendedToken:
-        """Take the next output token and decide whether it is the last."""
+    def twin(self) -> Sequence:
+        """Another sequence with the same tokens, which grows by itself; without blocks, and nothing of it computed."""
+        twin = copy.copy(self)
+        twin.token_ids = list(self.token_ids)
+        twin.seen = None if self.seen is None else self.seen.copy()
+        twin.block_table, twin.prefix_keys = [], []
+        twin.computed_token_count = twin.registered_block_count = 0
+        twin.registered_tip = None
+        return twin
+
+    def take(self, token_id: int) -> None:
+        """One more output token, and nothing but that."""
         self.token_ids.append(token_id)
         if self.seen is not None:
             self.seen.add(token_id)
+
+    def append(self, token_id: int, now_s: float) -> AppendedToken:
+        """Take the next output token and decide whether it is the last."""
+        self.take(token_id)
         if self.grammar is not None:
             self.grammar.advance(token_id)
         if self.first_token_at_s is None:

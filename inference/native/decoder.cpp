@@ -583,6 +583,7 @@ class AnyDecoder {
     virtual void set_embedding(const void *weight) = 0;
     virtual void set_rotation(const float *cosines, const float *sines) = 0;
     virtual void forward(const Step &step) = 0;
+    virtual void copy_blocks(const int64_t *pairs, int64_t count) = 0;
 };
 
 enum LinearKind { QKV, ATTENTION_OUT, GATE_UP, DOWN, LM_HEAD, LINEAR_KIND_COUNT };
@@ -699,6 +700,17 @@ template <class T> class Decoder final : public AnyDecoder {
         plan_attention(all_tasks_, step.spans, step.span_count);
         plan_attention(wanted_tasks_, wanted_spans_.data(), int64_t(wanted_spans_.size()));
         team_.run([&](int index) { run(step, index); });
+    }
+
+    // pairs: (count, 2) KV blocks, from and to, copied one after the other in all layers.
+    void copy_blocks(const int64_t *pairs, int64_t count) override {
+        const int64_t block_size = shape_.kv_head_count * BLOCK_TOKENS * shape_.head_dim;
+        for (int64_t layer = 0; layer < shape_.layer_count; ++layer)
+            for (int64_t pair = 0; pair < count; ++pair)
+                for (T *pool : {keys_.data() + layer * layer_stride_, values_.data() + layer * layer_stride_})
+                    std::memcpy(
+                        pool + pairs[2 * pair + 1] * block_size, pool + pairs[2 * pair] * block_size, block_size * sizeof(T)
+                    );
     }
 
   private:
@@ -1020,6 +1032,10 @@ void weir_decoder_set_embedding(void *decoder, const void *weight) { static_cast
 
 void weir_decoder_set_rotation(void *decoder, const float *cosines, const float *sines) {
     static_cast<AnyDecoder *>(decoder)->set_rotation(cosines, sines);
+}
+
+void weir_decoder_copy_blocks(void *decoder, const int64_t *pairs, int64_t count) {
+    static_cast<AnyDecoder *>(decoder)->copy_blocks(pairs, count);
 }
 
 int32_t weir_decoder_forward(void *decoder, const Step *step) try {

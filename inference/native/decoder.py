@@ -148,6 +148,11 @@ class NativeDecoder:
             raise MemoryError("no memory for a step")
         return self._logits[: len(wanted), : self._config.vocabulary_size]
 
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Give each second KV block the content of the first, in all layers, one pair after the other."""
+        blocks = np.array(pairs, dtype=np.int64)
+        self._library.weir_decoder_copy_blocks(self._handle, blocks.ctypes.data, len(pairs))
+
     def _pack(self, weights: DecoderWeights) -> None:
         for index, (layer, window) in enumerate(zip(weights.layers, self._config.layer_windows, strict=True)):
             self._set_linear(index, _Linear.QKV, layer.qkv)

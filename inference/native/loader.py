@@ -132,6 +132,7 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
         "weir_decoder_set_embedding": (None, [pointer, pointer]),
         "weir_decoder_set_rotation": (None, [pointer, pointer, pointer]),
         "weir_decoder_forward": (kind, [pointer, pointer]),
+        "weir_decoder_copy_blocks": (None, [pointer, pointer, index]),
     }
     for name, (result, arguments) in signatures.items():
         function = getattr(library, name)
