@@ -8,25 +8,39 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from types import TracebackType
+from typing import Any, TypeVar
 
 import psycopg
 import structlog
 
+from metering.bind_batch import execute_binds
+from metering.bindings import Bind
+from metering.bounded_connection import KEEPALIVES, BoundedConnection
 from metering.db import connection_options, psycopg_conninfo
 from metering.errors import InvariantViolated, StoreAway
 from metering.hold_batch import execute_batch
 from metering.hold_rows import Connection
 from metering.operations import HoldAnswer, HoldOperation
+from metering.store_gate import CONNECT_TIMEOUT_S, StoreGate
 
 EXPIRY_S = 60.0  # a process may be silent so long (a pause, a slow database) before its holds are taken from it
 BATCH_SIZE_MAX = 500  # beyond this a batch costs more in memory than it saves in round trips (bench/admission.py)
 CONFLICT_ATTEMPTS_MAX = 5  # two processes racing for the same new request id need one repetition
-CONNECT_TIMEOUT_S = 5
-BATCH_TIMEOUT_S = 15.0  # above the server's own statement timeout: only a network that swallows everything takes longer
+BATCH_TIMEOUT_S = 8.0  # above the server's own time limits: only a frozen server or a network that swallows all takes longer
+SERVER_LIMITS = (
+    # Batches take milliseconds. A process that sleeps so long between two statements of one is frozen, and has counters locked that
+    # every other process waits for.
+    "idle_in_transaction_session_timeout=2000",
+    "lock_timeout=4000",  # above it, so that a batch outwaits a frozen one
+    "statement_timeout=6000",
+)
 
 log = structlog.get_logger(__name__)
+
+Op = TypeVar("Op")
+Answers = Coroutine[Any, Any, list[HoldAnswer | Exception]]
 
 CONFLICTS = (psycopg.errors.DeadlockDetected, psycopg.errors.SerializationFailure, psycopg.errors.UniqueViolation)
 # OSError includes the time-out; a server that is read-only has just lost its place to another one.
@@ -36,11 +50,15 @@ AWAY = (psycopg.OperationalError, psycopg.InterfaceError, psycopg.errors.ReadOnl
 class HoldConnection:
     """Runs one batch at a time. Use as context manager, or `close` it."""
 
-    def __init__(self, database_url: str, owner_id: uuid.UUID, *, expiry_s: float = EXPIRY_S) -> None:
+    def __init__(
+        self, database_url: str, owner_id: uuid.UUID, *, expiry_s: float = EXPIRY_S, gate: StoreGate | None = None
+    ) -> None:
+        """gate: shared with all others of this process that connect to the same database."""
         self._conninfo = psycopg_conninfo(database_url)
         self._owner_id = owner_id
         self._expiry_s = expiry_s
-        self._connection: Connection | None = None
+        self._gate = gate or StoreGate()
+        self._connection: BoundedConnection | None = None
 
     async def __aenter__(self) -> HoldConnection:
         return self
@@ -49,25 +67,41 @@ class HoldConnection:
         await self.close()
 
     async def execute(self, batch: Sequence[HoldOperation]) -> list[HoldAnswer | Exception]:
-        """Answer each operation in order. After `StoreAway` it is unknown whether the operation was done."""
+        """Answer each operation in order. After `StoreAway` it is unknown whether the operation was done.
+
+        An empty batch asks whether the database is there, which the gate knows then.
+        """
+
+        def run(connection: Connection, operations: Sequence[HoldOperation]) -> Answers:
+            return execute_batch(connection, operations, owner_id=self._owner_id, expiry_s=self._expiry_s)
+
+        return await self._execute(run, batch)
+
+    async def bind(self, binds: Sequence[Bind]) -> list[HoldAnswer | Exception]:
+        """The same for requests that were let in without the database."""
+        return await self._execute(execute_binds, binds)
+
+    async def _execute(
+        self, run: Callable[[Connection, Sequence[Op]], Answers], batch: Sequence[Op]
+    ) -> list[HoldAnswer | Exception]:
         for _ in range(CONFLICT_ATTEMPTS_MAX):
             try:
-                async with asyncio.timeout(BATCH_TIMEOUT_S):
-                    connection = await self._connected()
-                    return await execute_batch(connection, batch, owner_id=self._owner_id, expiry_s=self._expiry_s)
+                return await self._execute_in_time(run, batch)
+            except StoreAway as away:
+                return [away] * len(batch)
             except CONFLICTS as conflict:
                 log.info("hold_batch_repeated", cause=type(conflict).__name__, operation_count=len(batch))
                 await self.close()
             except AWAY as away:
                 log.warning("database_away", cause=str(away).strip() or type(away).__name__)
                 await self.close()
-                return [StoreAway("the database does not answer")] * len(batch)
+                return [StoreAway("the database does not answer", retry_after_s=max(self._gate.pause_s, 1.0))] * len(batch)
             except Exception as broken:
                 await self.close()
                 if len(batch) > 1:
-                    return [answer for op in batch for answer in await self.execute([op])]
-                log.exception("hold_operation_failed", operation=type(batch[0]).__name__)
-                return [InvariantViolated(f"{type(batch[0]).__name__} failed: {broken!r}")]
+                    return [answer for op in batch for answer in await self._execute(run, [op])]
+                log.exception("hold_operation_failed", operation=[type(op).__name__ for op in batch])
+                return [InvariantViolated(f"{type(op).__name__} failed: {broken!r}") for op in batch]
             except BaseException:
                 await self.close()
                 raise
@@ -79,9 +113,38 @@ class HoldConnection:
         if connection is not None:
             await connection.close()
 
-    async def _connected(self) -> Connection:
+    async def _execute_in_time(
+        self, run: Callable[[Connection, Sequence[Op]], Answers], batch: Sequence[Op]
+    ) -> list[HoldAnswer | Exception]:
+        """One attempt. A connection that breaks is no outage: the database may have been restarted. One that says nothing is."""
+        connection = await self._connected()
+        silent = False
+
+        def give_up() -> None:
+            nonlocal silent
+            silent = True
+            connection.abort()
+
+        timer = asyncio.get_running_loop().call_later(BATCH_TIMEOUT_S, give_up)
+        try:
+            answers = await run(connection, batch)
+        except AWAY:
+            if silent:
+                self._gate.failed()
+            raise
+        finally:
+            timer.cancel()
+        self._gate.answered()
+        return answers
+
+    async def _connected(self) -> BoundedConnection:
         if self._connection is None:
-            self._connection = await psycopg.AsyncConnection.connect(
-                self._conninfo, autocommit=True, connect_timeout=CONNECT_TIMEOUT_S, options=connection_options()
-            )
+            with self._gate.attempt():
+                self._connection = await BoundedConnection.connect(
+                    self._conninfo,
+                    autocommit=True,
+                    connect_timeout=CONNECT_TIMEOUT_S,
+                    options=connection_options(SERVER_LIMITS),
+                    **KEEPALIVES,
+                )
         return self._connection

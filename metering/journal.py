@@ -21,6 +21,9 @@ from typing import NamedTuple
 
 import structlog
 
+from metering.bindings import SUFFIX as BINDINGS_SUFFIX
+from metering.bindings import Bind, BindingLog, read_bindings
+
 SUFFIX = ".journal"
 NAME_FORM = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}\.[0-9]+\.journal", re.ASCII)  # owner and segment
 UNFINISHED_SUFFIX = ".new"
@@ -50,6 +53,7 @@ class UsageJournal:
         self._live: dict[uuid.UUID, Delivered] = {}
         self._segment = 0
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self.bindings = BindingLog(directory, owner_id)
         self._fd, self._path = self._create_segment(())
         self._size_bytes = 0
 
@@ -75,6 +79,7 @@ class UsageJournal:
 
     def close(self) -> None:
         """Give the file up; it stays for recovery if something in it was never settled. Idempotent."""
+        self.bindings.close(keep=bool(self._live))
         if self._fd >= 0:
             if not self._live:
                 self._path.unlink(missing_ok=True)
@@ -156,8 +161,13 @@ class AbandonedJournal:
         last = {entry.hold_id: entry for entry in decode(self.path.read_bytes())}
         return list(last.values())
 
+    def bindings(self) -> list[Bind]:
+        """The requests that its owner let in while the database was away, in order."""
+        return read_bindings(self.path.parent, self.owner_id)
+
     def remove(self) -> None:
-        """Everything in it stands in the database. What its owner had begun to rotate to goes too."""
+        """Everything in it stands in the database. What its owner had begun to rotate to goes too, and its bindings."""
+        self.path.with_name(f"{self.owner_id}{BINDINGS_SUFFIX}").unlink(missing_ok=True)
         for unfinished in self.path.parent.glob(f"{self.owner_id}.*{UNFINISHED_SUFFIX}"):
             unfinished.unlink(missing_ok=True)
         self.path.unlink(missing_ok=True)

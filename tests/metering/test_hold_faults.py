@@ -57,7 +57,8 @@ async def test_an_admission_cut_at_any_message_is_refused_and_leaves_no_hold(wor
             try:
                 await store.admit(op)
             except StoreAway:
-                number += 1
+                number += not proxy.armed()  # refused without being tried, right after the cut before
+                await until(lambda: store.gate.away_s is None)
                 continue
             whole = proxy.armed()  # otherwise the cut has hit a renewal: once more
             proxy.disarm()
@@ -97,7 +98,8 @@ async def test_a_settlement_cut_at_any_message_is_written_exactly_once(world: Ho
 
 
 @pytest.mark.parametrize("side", SIDES)
-async def test_an_extension_cut_at_any_message_leaves_a_lease_that_settles(world: HoldWorld, side: Side) -> None:
+async def test_an_extension_cut_at_any_message_is_granted_all_the_same(world: HoldWorld, side: Side) -> None:
+    """Twice, if only its answer was lost: the lease is what the database says, and what is not used of it is given back."""
     payer = world.tenant()
     async with CuttingProxy(world.url).listening() as proxy, running_stores(proxy.url) as [store]:
         number, cut = 0, True
@@ -106,14 +108,14 @@ async def test_an_extension_cut_at_any_message_leaves_a_lease_that_settles(world
             op = admit(payer)
             leased = (await store.admit(op)).leased_token_count
             proxy.cut_before(side, number)
-            with contextlib.suppress(StoreAway):
-                leased = (await store.extend(Extend(op.hold_id, 2, 0, 10))).leased_token_count
+            leased = (await store.extend(Extend(op.hold_id, 2, 0, 10))).leased_token_count
             cut = not proxy.armed()
             proxy.disarm()
 
             settled = await store.settle(settle(op.hold_id, leased))
 
-            assert settled.delivered_token_count == leased == (20 if cut else 30)
+            assert settled.delivered_token_count == leased
+            assert leased in ((30, 40) if cut else (30,))
         assert number > 10
     check_invariants(world.url, all_ended=True)
 

@@ -246,7 +246,7 @@ async def test_an_expired_hold_bills_what_was_known_and_keeps_its_whole_lease(wo
     )
 
 
-async def test_a_paused_owner_finds_its_hold_ended_and_its_late_tokens_are_recorded_and_the_rest_given_back_once(world: HoldWorld) -> None:
+async def test_a_paused_owner_finds_its_hold_ended_and_its_late_settlement_gives_back_the_rest_once(world: HoldWorld) -> None:
     await run(
         world,
         """

@@ -1,0 +1,57 @@
+"""Until when this process may act under its holds, by a clock of its own.
+
+PostgreSQL expires holds by PostgreSQL's clock. A process that was stopped, or cut off from the database, cannot ask it in time, so
+each hold has a deadline here too, counted from before the statement that set its expiry was sent: it always passes first. Once
+passed it stays passed, whatever a later renewal says: who has slept that long does not know what has been given to others.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable, Iterable
+
+DRIFT = 0.01  # of the expiry: far more than two clocks can come apart by themselves in so short a time
+
+# It goes on while the machine sleeps, and nobody can set it. macOS's monotonic clock does so by itself.
+BOOT_CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
+
+
+def boot_time_s() -> float:
+    """Seconds on that clock."""
+    return time.clock_gettime(BOOT_CLOCK)
+
+
+class LeaseClock:
+    """Deadlines of the holds of one process."""
+
+    def __init__(self, expiry_s: float, clock: Callable[[], float] = boot_time_s) -> None:
+        self.now = clock
+        self._span_s = expiry_s * (1 - DRIFT)
+        self._deadlines: dict[uuid.UUID, float] = {}
+
+    @property
+    def hold_ids(self) -> Iterable[uuid.UUID]:
+        """Holds that have begun and have not ended, lapsed ones among them."""
+        return self._deadlines.keys()
+
+    def __len__(self) -> int:
+        return len(self._deadlines)
+
+    def begin(self, hold_id: uuid.UUID, sent_at: float) -> None:
+        """The hold was taken, or extended, by a statement sent at that time: it is ours now, whatever was before."""
+        self._deadlines[hold_id] = sent_at + self._span_s
+
+    def renew(self, hold_ids: Iterable[uuid.UUID], sent_at: float) -> None:
+        """The expiry of these holds was moved, by a statement sent at that time."""
+        for hold_id in hold_ids:
+            if self._deadlines.get(hold_id, 0.0) > sent_at:
+                self._deadlines[hold_id] = sent_at + self._span_s
+
+    def end(self, hold_id: uuid.UUID) -> None:
+        """The hold has ended."""
+        self._deadlines.pop(hold_id, None)
+
+    def left_s(self, hold_id: uuid.UUID) -> float:
+        """For how long this process may still act under the hold; 0 for one that has lapsed or ended."""
+        return max(self._deadlines.get(hold_id, 0.0) - self.now(), 0.0)

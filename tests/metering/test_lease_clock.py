@@ -1,0 +1,65 @@
+"""Until when a process may act under its holds: never longer than the database thinks, and not again once it has slept too long."""
+
+from __future__ import annotations
+
+import time
+import uuid
+
+import pytest
+
+from metering.lease_clock import BOOT_CLOCK, LeaseClock
+
+ID, OTHER = uuid.uuid4(), uuid.uuid4()
+
+
+class Clock:
+    """Stands still."""
+
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_deadline_counts_from_when_the_statement_was_sent_and_ends_before_the_expiry() -> None:
+    clock = Clock()
+    leases = LeaseClock(60.0, clock)
+
+    leases.begin(ID, sent_at=995.0)
+
+    assert 54.0 <= leases.left_s(ID) < 55.0
+    assert leases.left_s(OTHER) == 0.0
+
+
+def test_a_renewal_moves_what_has_not_lapsed_and_nothing_else() -> None:
+    clock = Clock()
+    leases = LeaseClock(60.0, clock)
+    leases.begin(ID, sent_at=1000.0)
+    leases.begin(OTHER, sent_at=1030.0)
+
+    clock.now = 1061.0  # asleep: one of them has lapsed
+    leases.renew([ID, OTHER], sent_at=1061.0)
+
+    assert leases.left_s(ID) == 0.0
+    assert leases.left_s(OTHER) == pytest.approx(60.0 * 0.99)
+    assert set(leases.hold_ids) == {ID, OTHER}, "a lapsed hold is still ours to end"
+
+
+def test_an_extension_proves_that_the_hold_is_still_ours() -> None:
+    clock = Clock()
+    leases = LeaseClock(60.0, clock)
+    leases.begin(ID, sent_at=1000.0)
+    clock.now = 1100.0
+
+    leases.begin(ID, sent_at=1100.0)
+
+    assert leases.left_s(ID) > 0.0
+    leases.end(ID)
+    assert leases.left_s(ID) == 0.0
+    assert len(leases) == 0
+
+
+def test_the_clock_goes_on_in_sleep_and_nobody_can_set_it() -> None:
+    assert getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC) == BOOT_CLOCK
+    with pytest.raises(OSError, match=r"."):
+        time.clock_settime(BOOT_CLOCK, 0.0)
