@@ -1,4 +1,4 @@
-"""Admissions and settlements per second, exact against every quota, beside a plain transaction per request on the same server.
+"""Admissions and settlements per second, exact against every quota, beside a transaction per request on the same server.
 
     .venv/bin/python -m bench.admission [--seconds 1.2] [--directory /dev/shm | --database-url URL] [--profile]
 
@@ -6,10 +6,12 @@ One process drives one `HoldStore`, as an api process does. A pair is one admiss
 concurrent requests, requests and tokens per minute, tokens and money per month, on its key, its project and itself.
 
 "Plain" locks the same counters, checks them and writes the same rows in a transaction of its own for each admission and each
-settlement, on as many connections as there are requests at once, at most 64: more at once only wait for one of these.
+settlement; "pgbench" is PostgreSQL's own load generator doing the same, and tells the time of both together. Either has as many
+connections as there are requests at once, at most 64: more at once only wait for one of these.
 
-Both commit durably, so what the disk takes for a flush counts: `--directory` names another disk for the server, one in memory to
-see what remains without it. `CPU` is this process's time by the pairs, the load generator's share in it.
+All commit durably, so what the disk takes for a flush counts: `--directory` names another disk for the server, one in memory to
+see what remains without it. CPU is by the pair: of this process without what the load generator itself takes (measured first,
+on a store that answers at once), and of the server.
 """
 
 from __future__ import annotations
@@ -25,22 +27,25 @@ import shutil
 import tempfile
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
+from typing import Protocol
 
 import psycopg
 import uvloop
 
+from bench.admission_peers import INPUT_TOKENS, MODEL, OUTPUT_TOKENS, Pair, pgbench_binary, plain_pair, run_pgbench
+from bench.processes import children_of, cpu_s, postgres_pid
 from metering import embedded_postgres
 from metering.db import psycopg_conninfo
 from metering.hold_rows import Connection
 from metering.holds import HoldStore
 from metering.migrations_runner import migrate
-from metering.operations import Admit, Outcome, Payer, Settle
+from metering.operations import Admit, Admitted, Outcome, Payer, Settle, Settled
+from metering.pricing import TokenPrices
 
-MODEL = "bench"
-INPUT_TOKENS, OUTPUT_TOKENS = 100, 20
 CONNECTION_COUNT_MAX = 64
 QUOTAS = """
 INSERT INTO quotas (subject, subject_id, dimension, limit_value)
@@ -49,30 +54,59 @@ FROM (VALUES ('organization', %(organization)s::uuid, 'cost_picos_per_month'),
              ('organization', %(organization)s, 'tokens_per_month'), ('project', %(project)s, 'requests_per_minute'),
              ('api_key', %(key)s, 'tokens_per_minute'), ('api_key', %(key)s, 'concurrent_requests')) AS v(subject, id, dimension)
 """
-Pair = Callable[[Payer], Awaitable[tuple[float, float]]]
+
+
+class Store(Protocol):
+    """What a pair is done with."""
+
+    async def admit(self, op: Admit) -> Admitted:
+        """Take a hold."""
+        ...
+
+    async def settle(self, op: Settle) -> Settled:
+        """End it."""
+        ...
+
+
+class AnsweringStore:
+    """Answers at once: what a pair takes with it is the load generator's own."""
+
+    async def admit(self, op: Admit) -> Admitted:
+        """See `Store.admit`."""
+        await asyncio.sleep(0)
+        return Admitted(op.hold_id, OUTPUT_TOKENS, TokenPrices(1, "USD", 3, 1, 7), (), datetime.min)
+
+    async def settle(self, op: Settle) -> Settled:
+        """See `Store.settle`."""
+        await asyncio.sleep(0)
+        return Settled(op.hold_id, INPUT_TOKENS, 0, OUTPUT_TOKENS, OUTPUT_TOKENS, OUTPUT_TOKENS, 0, "USD", Outcome.STOP)
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One case. Times in seconds."""
+    """One case. Times in seconds. cpu_s: this process's; database_cpu_s: the server's, in steps of a clock tick.
+
+    admit_s: of whole pairs where settle_s is empty.
+    """
 
     pair_count: int
     wall_s: float
     cpu_s: float
+    database_cpu_s: float
     admit_s: list[float]
-    settle_s: list[float]
+    settle_s: list[float] = field(default_factory=list)
 
     @property
     def pairs_per_s(self) -> float:
+        """Admissions that were also settled."""
         return self.pair_count / self.wall_s
 
-    def row(self) -> str:
-        """The numbers of one line of the table."""
-        return (
-            f"{self.pairs_per_s:>9,.0f} {quantile_ms(self.admit_s, 0.5):>9.2f} {quantile_ms(self.admit_s, 0.99):>9.2f} "
-            f"{quantile_ms(self.settle_s, 0.5):>9.2f} {quantile_ms(self.settle_s, 0.99):>9.2f} "
-            f"{self.cpu_s / max(self.pair_count, 1) * 1e6:>9.0f}"
-        )
+    def row(self, generator_us: float) -> str:
+        """The numbers of one line of the table. generator_us: what of the CPU time of a pair is not the store's."""
+        times = (f"{quantile_ms(values, share):>9.2f}" for values in (self.admit_s, self.settle_s) for share in (0.5, 0.99))
+        cpu_us = self.cpu_s / max(self.pair_count, 1) * 1e6
+        own = f"{max(cpu_us - generator_us, 0):>9.0f}" if self.cpu_s else f"{'':>9}"
+        return f"{self.pairs_per_s:>9,.0f} {' '.join(times)} {own} {self.database_cpu_s / max(self.pair_count, 1) * 1e6:>9.0f}"
 
 
 def quantile_ms(values_s: list[float], share: float) -> float:
@@ -115,8 +149,8 @@ def new_admit(payer: Payer) -> Admit:
     return Admit(uuid.uuid4(), payer, uuid.uuid4(), bytes(32), MODEL, INPUT_TOKENS, OUTPUT_TOKENS, 1)
 
 
-def group_commit_pair(store: HoldStore) -> Pair:
-    """Through the store."""
+def store_pair(store: Store) -> Pair:
+    """Through a store."""
 
     async def pair(payer: Payer) -> tuple[float, float]:
         op = new_admit(payer)
@@ -129,96 +163,12 @@ def group_commit_pair(store: HoldStore) -> Pair:
     return pair
 
 
-LOCK = """
-SELECT c.quota_id, c.window_start, q.dimension, q.limit_value - c.used - c.held
-FROM quota_counters c JOIN quotas q ON q.id = c.quota_id
-WHERE q.subject_id = ANY(%s) AND c.window_start = CASE
-    WHEN dimension = 'concurrent_requests' THEN 'epoch'
-    ELSE date_trunc(CASE WHEN dimension LIKE '%%minute' THEN 'minute' ELSE 'month' END, %s::timestamptz, 'UTC') END
-ORDER BY c.quota_id, c.window_start FOR UPDATE OF c
-"""
-OPEN_WINDOWS = """
-INSERT INTO quota_counters (quota_id, window_start)
-SELECT id, CASE WHEN dimension = 'concurrent_requests' THEN 'epoch'
-           ELSE date_trunc(CASE WHEN dimension LIKE '%%minute' THEN 'minute' ELSE 'month' END, %s::timestamptz, 'UTC') END
-FROM quotas WHERE subject_id = ANY(%s) ORDER BY id ON CONFLICT DO NOTHING
-"""
-CHARGE = """
-UPDATE quota_counters c SET used = c.used + v.used, held = c.held + v.held
-FROM unnest(%s::uuid[], %s::timestamptz[], %s::bigint[], %s::bigint[]) AS v(quota_id, window_start, used, held)
-WHERE c.quota_id = v.quota_id AND c.window_start = v.window_start
-"""
-PLAIN_HOLD = """
-INSERT INTO holds (id, organization_id, project_id, api_key_id, request_id, payload_hash, model, price_version_id, labels, owner_id,
-                   input_token_count, leased_token_count, quota_ids, expires_at)
-SELECT %s, %s, %s, %s, %s, %s, model, id, '{}', %s, %s, %s, %s, now() + interval '1 minute' FROM price_versions WHERE model = %s
-"""
-PLAIN_END = "UPDATE holds SET state = 'settled', delivered_token_count = %s, ended_at = now() WHERE id = %s AND state = 'held'"
-PLAIN_EVENT = """
-INSERT INTO usage_events (hold_id, organization_id, project_id, api_key_id, request_id, model, outcome, input_token_count,
-    cached_input_token_count, generated_token_count, delivered_token_count, billed_token_count, price_version_id, cost_picos,
-    labels, admitted_at)
-SELECT id, organization_id, project_id, api_key_id, request_id, model, 'stop', input_token_count, 0, %s, %s, %s, price_version_id,
-       %s, labels, admitted_at FROM holds WHERE id = %s
-"""
-AMOUNTS = {  # per dimension: held by a request, and used by it once it has ended
-    "concurrent_requests": (1, 0),
-    "requests_per_minute": (0, 0),
-    "tokens_per_minute": (INPUT_TOKENS + OUTPUT_TOKENS,) * 2,
-    "tokens_per_month": (INPUT_TOKENS + OUTPUT_TOKENS,) * 2,
-    "cost_picos_per_month": (INPUT_TOKENS * 3 + OUTPUT_TOKENS * 7,) * 2,
-}
-
-
-def plain_pair(idle: asyncio.Queue[Connection]) -> Pair:
-    """A transaction for the admission and one for the settlement, each on a connection of its own."""
-    owner_id = uuid.uuid4()
-
-    async def charge(connection: Connection, payer: Payer, now: object, *, ends: bool) -> list[uuid.UUID]:
-        subjects = list(payer.subject_ids)
-        async with connection.pipeline():
-            await connection.execute("BEGIN")
-            locked = await connection.execute(LOCK, (subjects, now))
-        rows = await locked.fetchall()
-        if not rows:
-            await connection.execute(OPEN_WINDOWS, (now, subjects))
-            rows = await (await connection.execute(LOCK, (subjects, now))).fetchall()
-        assert all(room >= AMOUNTS[dimension][0] for _, _, dimension, room in rows)
-        held = [-AMOUNTS[row[2]][0] if ends else AMOUNTS[row[2]][0] for row in rows]
-        used = [AMOUNTS[row[2]][1] if ends else int(row[2] == "requests_per_minute") for row in rows]
-        await connection.execute(CHARGE, ([row[0] for row in rows], [row[1] for row in rows], used, held))
-        return [row[0] for row in rows]
-
-    async def pair(payer: Payer) -> tuple[float, float]:
-        op, now = new_admit(payer), time.strftime("%Y-%m-%d %H:%M:%S+00", time.gmtime())
-        ids = (op.hold_id, payer.organization_id, payer.project_id, payer.api_key_id, op.request_id, op.payload_hash, owner_id)
-        begin = time.perf_counter()
-        connection = await idle.get()
-        quota_ids = await charge(connection, payer, now, ends=False)
-        async with connection.pipeline():
-            await connection.execute(PLAIN_HOLD, (*ids, INPUT_TOKENS, OUTPUT_TOKENS, quota_ids, MODEL))
-            await connection.execute("COMMIT")
-        idle.put_nowait(connection)
-        admitted = time.perf_counter()
-        connection = await idle.get()
-        await charge(connection, payer, now, ends=True)
-        async with connection.pipeline():
-            await connection.execute(PLAIN_END, (OUTPUT_TOKENS, op.hold_id))
-            cost = AMOUNTS["cost_picos_per_month"][1]
-            await connection.execute(PLAIN_EVENT, (OUTPUT_TOKENS, OUTPUT_TOKENS, OUTPUT_TOKENS, cost, op.hold_id))
-            await connection.execute("COMMIT")
-        idle.put_nowait(connection)
-        return admitted - begin, time.perf_counter() - admitted
-
-    return pair
-
-
-async def measure(pair: Pair, tenants: list[Payer], concurrency: int, seconds: float) -> Result:
-    """So many clients at once, each doing pairs for tenants in turn until the time is over."""
+async def measure(pair: Pair, tenants: list[Payer], concurrency: int, seconds: float, database: list[int]) -> Result:
+    """So many clients at once, each doing pairs for tenants in turn until the time is over. database: its processes."""
     payers = itertools.cycle(tenants)
     admit_s: list[float] = []
     settle_s: list[float] = []
-    begin, cpu = time.perf_counter(), time.process_time()
+    database_cpu, begin, cpu = cpu_s(database), time.perf_counter(), time.process_time()
 
     async def client() -> None:
         while time.perf_counter() - begin < seconds:
@@ -229,29 +179,72 @@ async def measure(pair: Pair, tenants: list[Payer], concurrency: int, seconds: f
     async with asyncio.TaskGroup() as tasks:
         for _ in range(concurrency):
             tasks.create_task(client())
-    return Result(len(admit_s), time.perf_counter() - begin, time.process_time() - cpu, admit_s, settle_s)
+    wall_s, own_s = time.perf_counter() - begin, time.process_time() - cpu
+    return Result(len(admit_s), wall_s, own_s, cpu_s(database) - database_cpu, admit_s, settle_s)
 
 
-async def measure_group_commit(database_url: str, tenants: list[Payer], concurrency: int, seconds: float) -> Result:
-    """With a store of this process."""
-    store = HoldStore(database_url, uuid.uuid4())
-    async with asyncio.TaskGroup() as tasks:
-        running = tasks.create_task(store.run())
-        await measure(group_commit_pair(store), tenants, concurrency, seconds / 5)  # plans and pages are warm then
-        result = await measure(group_commit_pair(store), tenants, concurrency, seconds)
-        running.cancel()
-    return result
+class Cases:
+    """The ways to do a pair, on one server."""
+
+    def __init__(self, database_url: str, seconds: float) -> None:
+        self._url = database_url
+        self._seconds = seconds
+        self._postgres = postgres_pid(database_url)
+
+    def _database(self) -> list[int]:
+        return [self._postgres, *children_of(self._postgres)]
+
+    async def generator(self, tenants: list[Payer]) -> Result:
+        """With a store that answers at once."""
+        return await measure(store_pair(AnsweringStore()), tenants, CONNECTION_COUNT_MAX, self._seconds / 3, [])
+
+    async def group_commit(self, tenants: list[Payer], concurrency: int) -> Result:
+        """With a store of this process."""
+        store = HoldStore(self._url, uuid.uuid4())
+        async with asyncio.TaskGroup() as tasks:
+            running = tasks.create_task(store.run())
+            await measure(store_pair(store), tenants, concurrency, self._seconds / 5, [])  # plans and pages are warm then
+            result = await measure(store_pair(store), tenants, concurrency, self._seconds, self._database())
+            running.cancel()
+        return result
+
+    async def plain(self, tenants: list[Payer], concurrency: int) -> Result:
+        """With a transaction for each request."""
+        idle: asyncio.Queue[Connection] = asyncio.Queue()
+        async with contextlib.AsyncExitStack() as stack:
+            for _ in range(concurrency):
+                connection = await psycopg.AsyncConnection.connect(psycopg_conninfo(self._url), autocommit=True)
+                idle.put_nowait(await stack.enter_async_context(connection))
+            await measure(plain_pair(idle), tenants, concurrency, self._seconds / 5, [])
+            return await measure(plain_pair(idle), tenants, concurrency, self._seconds, self._database())
+
+    def pgbench(self, binary: Path, tenants: list[Payer], concurrency: int) -> Result:
+        """With PostgreSQL's own load generator."""
+        before = cpu_s([self._postgres])
+        ran = run_pgbench(binary, self._url, tenants, concurrency, self._seconds)
+        # Its connections are gone, and the server has taken over their time.
+        return Result(ran.pair_count, ran.wall_s, 0.0, cpu_s([self._postgres]) - before, ran.pair_s)
 
 
-async def measure_plain(database_url: str, tenants: list[Payer], concurrency: int, seconds: float) -> Result:
-    """With a transaction for each request."""
-    idle: asyncio.Queue[Connection] = asyncio.Queue()
-    async with contextlib.AsyncExitStack() as stack:
-        for _ in range(min(concurrency, CONNECTION_COUNT_MAX)):
-            connection = await psycopg.AsyncConnection.connect(psycopg_conninfo(database_url), autocommit=True)
-            idle.put_nowait(await stack.enter_async_context(connection))
-        await measure(plain_pair(idle), tenants, concurrency, seconds / 5)
-        return await measure(plain_pair(idle), tenants, concurrency, seconds)
+def print_table(runner: asyncio.Runner, cases: Cases, many: list[Payer]) -> None:
+    """Every case with one hot tenant and with many."""
+    generator = runner.run(cases.generator(many))
+    generator_us = generator.cpu_s / generator.pair_count * 1e6
+    binary = pgbench_binary()
+    print("no pgbench: neither the embedded server nor this system brings one" if binary is None else f"pgbench: {binary.parent}")
+    print(f"the load generator takes {generator_us:.0f} µs of CPU per pair, left out below")
+    print(f"{'':35}{'pairs/s':>9} {'admit p50':>9} {'p99 ms':>9} {'end p50':>9} {'p99 ms':>9} {'CPU µs':>9} {'server µs':>9}")
+    for tenants, title in ((many[:1], "hot tenant"), (many, f"{len(many)} tenants")):
+        for concurrency in (1, 64, 1000):
+            case = f"{concurrency:>4} at once, {title:<14}"
+            if concurrency <= CONNECTION_COUNT_MAX:
+                plain = runner.run(cases.plain(tenants, concurrency))
+                print(f"{case}{'plain':<8}{plain.row(generator_us)}", flush=True)
+                if binary is not None:
+                    print(f"{case}{'pgbench':<8}{cases.pgbench(binary, tenants, concurrency).row(0.0)}", flush=True)
+            grouped = runner.run(cases.group_commit(tenants, concurrency))
+            ratio = grouped.pairs_per_s / plain.pairs_per_s
+            print(f"{case}{'store':<8}{grouped.row(generator_us)}   {ratio:.1f}x plain", flush=True)
 
 
 @contextlib.contextmanager
@@ -272,7 +265,7 @@ def server(database_url: str | None, directory: str | None) -> Iterator[str]:
 def main() -> None:
     """Measure every case and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=1.2, help="per case; there are ten (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=1.2, help="per case; there are fourteen (default: %(default)s)")
     parser.add_argument("--database-url", help="a migrated database may be named; it is filled with tenants")
     parser.add_argument("--directory", help="where a server of our own keeps its data (default: that of temporary files)")
     parser.add_argument("--tenants", type=int, default=1000, help="of the cases with many (default: %(default)s)")
@@ -281,21 +274,14 @@ def main() -> None:
     with server(options.database_url, options.directory) as url, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         migrate(url)
         many = create_tenants(url, options.tenants)
+        cases = Cases(url, options.seconds)
         gc.freeze()  # as an api process does
         if options.profile:
             with cProfile.Profile() as profile:
-                runner.run(measure_group_commit(url, many, 64, options.seconds))
+                runner.run(cases.group_commit(many, 64))
             pstats.Stats(profile).sort_stats("tottime").print_stats(25)
-            return
-        print(f"{'':33}{'pairs/s':>9} {'admit p50':>9} {'p99 ms':>9} {'end p50':>9} {'p99 ms':>9} {'CPU µs':>9}")
-        for tenants, title in ((many[:1], "hot tenant"), (many, f"{len(many)} tenants")):
-            for concurrency in (1, 64, 1000):
-                grouped = runner.run(measure_group_commit(url, tenants, concurrency, options.seconds))
-                if concurrency <= CONNECTION_COUNT_MAX:
-                    plain = runner.run(measure_plain(url, tenants, concurrency, options.seconds))
-                    print(f"{concurrency:>4} at once, {title:<14}{'plain':<6}{plain.row()}", flush=True)
-                ratio = grouped.pairs_per_s / plain.pairs_per_s
-                print(f"{concurrency:>4} at once, {title:<14}{'store':<6}{grouped.row()}   {ratio:.1f}x plain", flush=True)
+        else:
+            print_table(runner, cases, many)
 
 
 if __name__ == "__main__":

@@ -87,8 +87,14 @@ BORDERS = (
     ),
     Border(("api", "inference", "weir"), inside=("migrations/env.py",), why="env.py reads the models and nothing else of ours"),
     Border(("api", "inference", "metering", "migrations"), inside=("sdk/",), why="the SDK installs alone"),
-    Border(("weir",), inside=PRODUCT, save_for=("api/", "sdk/"), why="generated messages stay at the edge"),
+    Border(("weir",), inside=PRODUCT, save_for=("api/", "sdk/", "bench/front_load.py"), why="generated messages stay at the edge"),
     Border(("torch",), inside=PRODUCT, save_for=("inference/", "bench/engine.py"), why="tensors live in the engine"),
+    Border(
+        ("transformers",),
+        inside=PRODUCT,
+        save_for=("inference/classifier_host.py", "bench/engine.py"),
+        why="an optional package: the classifiers' own process alone needs it",
+    ),
     Border(("tensorrt_llm",), inside=PRODUCT, save_for=("inference/trtllm_engine.py",), why="one adapter wraps TensorRT-LLM"),
     Border(
         ("celery", "kombu"),

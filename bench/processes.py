@@ -1,0 +1,45 @@
+"""What other processes are and what they took: for benchmarks that tell the cost of each part apart."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import psycopg
+
+from metering.db import psycopg_conninfo
+
+TICK_S = 1 / os.sysconf("SC_CLK_TCK")
+
+
+def children_of(pid: int) -> list[int]:
+    """Processes that this one has started and that run."""
+    found: list[int] = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(OSError):
+            found += map(int, (task / "children").read_text().split())
+    return found
+
+
+def cpu_s(pids: Sequence[int]) -> float:
+    """User and system time of processes so far, theirs and that of their children that have ended. In steps of `TICK_S`."""
+    total = 0
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            total += sum(map(int, status_fields(pid)[11:15]))
+    return total * TICK_S
+
+
+def postgres_pid(database_url: str) -> int:
+    """The first process of a PostgreSQL server on this machine; its children are connections and workers."""
+    with psycopg.connect(psycopg_conninfo(database_url)) as connection:
+        row = connection.execute("SELECT pg_backend_pid()").fetchone()
+        assert row is not None
+        return int(status_fields(row[0])[1])
+
+
+def status_fields(pid: int) -> list[str]:
+    """`/proc/<pid>/stat` from the state on, which is field 3 of proc(5)."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
