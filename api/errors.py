@@ -123,6 +123,30 @@ class Overloaded(ApiError):
     retry_after_s = 1.0
 
 
+class QueueFull(ApiError):
+    """There is no place in the queue before the model's engine. retry_after_s: when there will be one for this request."""
+
+    reason = "QUEUE_FULL"
+
+    def __init__(self, own_count: int, waiting_count: int, retry_after_s: float) -> None:
+        whose = f"{own_count} of yours wait" if own_count else f"{waiting_count} wait"
+        super().__init__(
+            f"the queue before this model is full, {whose}: a place is kept for the same request in {retry_after_s:.2f} s"
+        )
+        self.retry_after_s = retry_after_s
+
+
+class StartsTooLate(ApiError):
+    """The request would still wait for its turn at its deadline. Times in s; retry_after_s: when the wait will be short enough."""
+
+    reason = "STARTS_TOO_LATE"
+
+    def __init__(self, wait_s: float, left_s: float, retry_after_s: float) -> None:
+        super().__init__(f"the wait is about {wait_s:.2f} s, and the deadline is in {max(left_s, 0.0):.2f} s")
+        self.wait_s = wait_s
+        self.retry_after_s = retry_after_s
+
+
 class CancelledEarly(ApiError):
     """The client cancelled before the request was admitted."""
 
@@ -165,6 +189,8 @@ CODES: tuple[tuple[type[Exception], int], ...] = (
     (metering_errors.NotFound, code_pb2.NOT_FOUND),
     (Draining, code_pb2.UNAVAILABLE),
     (Overloaded, code_pb2.UNAVAILABLE),
+    (QueueFull, code_pb2.UNAVAILABLE),
+    (StartsTooLate, code_pb2.UNAVAILABLE),
     (metering_errors.StoreAway, code_pb2.UNAVAILABLE),
     (engine_errors.EngineOverloaded, code_pb2.UNAVAILABLE),
     (engine_errors.EngineUnavailable, code_pb2.UNAVAILABLE),
@@ -231,6 +257,8 @@ def metadata_of(error: BaseException) -> dict[str, str]:
         case PromptFiltered():
             return {"rule": error.rule}
         case ModelUnknown() | metering_errors.PriceMissing():
+        case StartsTooLate():
+            return {"estimated_wait_s": f"{error.wait_s:.3f}"}
             return {"model": error.model}
         case metering_errors.NotFound() | metering_errors.AlreadyExists():
             return {"kind": error.kind, "ref": error.ref}

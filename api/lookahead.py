@@ -1,0 +1,58 @@
+"""How many sequences wait inside an engine: few enough that the order is decided here, enough that its next batch is never short.
+
+An engine decides by itself what it can run: places in the batch, KV blocks, tokens per step. What it cannot take yet waits in its
+own queue, in order of arrival, beyond the reach of fairness. So the number that waits there is steered by what the engine shows: a
+sequence that enters at the first step which could see it means that the engine might have taken more; one that has to wait several
+steps means that fewer would have done.
+"""
+
+from __future__ import annotations
+
+WINDOW_FIRST = 8.0  # sequences: a burst that meets an idle engine fills its first batch within a few steps
+WINDOW_MIN = 1.0
+WINDOW_MAX = 160.0  # sequences: with those below it stays under what engines queue (256)
+COMPILING_MAX = 32  # sequences with a response format that do not count, since it is their grammar that they wait for
+# Steps: the one under way when a sequence is handed over cannot see it, the one after it is the first that does.
+STEPS_AT_ONCE = 2
+STEPS_LONG = 3  # one step of waiting is the aim
+SHRINK = 0.5  # sequences per late one: slower than it grows, since an empty batch costs more than a less fair order
+
+
+class Lookahead:
+    """The window of one engine. Counts are in sequences; a request with several choices is several."""
+
+    def __init__(self) -> None:
+        self.window = WINDOW_FIRST
+        self._plain_count = 0
+        self._compiling_count = 0
+
+    @property
+    def pending_count(self) -> int:
+        """Sequences that the engine was given and has not let enter yet."""
+        return self._plain_count + self._compiling_count
+
+    @property
+    def has_room(self) -> bool:
+        """Whether the engine may be given one more request."""
+        return self._plain_count + max(0, self._compiling_count - COMPILING_MAX) < int(self.window)
+
+    def given(self, sequence_count: int, *, compiles: bool) -> None:
+        """The engine has a request more. compiles: it has a response format."""
+        if compiles:
+            self._compiling_count += sequence_count
+        else:
+            self._plain_count += sequence_count
+
+    def gone(self, sequence_count: int, *, compiles: bool) -> None:
+        """A request that was given has entered or ended."""
+        self.given(-sequence_count, compiles=compiles)
+
+    def entered(self, step_count: int, *, behind: bool) -> None:
+        """A request has entered so many steps after it was given. behind: others wait that would have followed it."""
+        if step_count < 0:
+            return  # the engine was started anew in between
+        if step_count <= STEPS_AT_ONCE:
+            if behind:
+                self.window = min(self.window + 1, WINDOW_MAX)
+        elif step_count > STEPS_LONG:
+            self.window = max(self.window - SHRINK, WINDOW_MIN)

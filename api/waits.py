@@ -1,0 +1,59 @@
+"""How long a request will wait, from what one service tier of a queue has been observed to do. Estimates, never assumptions.
+
+The estimate is a fluid one: what will be served before a request, over the rate at which its tier is served. Before it come its
+own tenant's earlier requests, and of each other tenant what fits between that tenant's counter and the level of its own by then.
+"""
+
+from __future__ import annotations
+
+import uuid
+
+from api.service_rate import ServiceRate
+from api.virtual_tokens import INPUT_TOKEN_COST, OUTPUT_TOKEN_COST, Item, Line, Tenant
+
+OUTPUT_MEMORY = 16  # requests: the mean output follows a change of what is asked within some dozens
+
+
+class Waits:
+    """One tier's rate and mean output, and what follows from them."""
+
+    def __init__(self) -> None:
+        self.rate = ServiceRate()
+        self._output_tokens_mean: float | None = None
+
+    def ended(self, generated_token_count: int) -> None:
+        """A request that had been served has ended with so many output tokens."""
+        if self._output_tokens_mean is None:
+            self._output_tokens_mean = float(generated_token_count)
+        else:
+            self._output_tokens_mean += (generated_token_count - self._output_tokens_mean) / OUTPUT_MEMORY
+
+    def cost(self, input_token_count: int, output_token_count_max: int, request_count: int = 1) -> float:
+        """What requests will probably cost, in units of service: as much output as usual, unless they allow less."""
+        output = float(output_token_count_max)
+        if self._output_tokens_mean is not None:
+            output = min(output, self._output_tokens_mean * request_count)
+        return INPUT_TOKEN_COST * input_token_count + OUTPUT_TOKEN_COST * output
+
+    def backlog(self, tenant: Tenant[Item]) -> float:
+        """What everything of a tenant that waits will cost."""
+        return self.cost(tenant.waiting_input_tokens, tenant.waiting_output_tokens_max, len(tenant.waiting))
+
+    def seconds(self, units: float) -> float | None:
+        """How long so much service takes; None before anything was observed."""
+        per_s = self.rate.per_s
+        return units / per_s if per_s else None
+
+    def units_before(self, line: Line[Item], tenant_id: uuid.UUID, weight: float, own_units: float) -> float:
+        """What is served before the tenant has been served `own_units` more, those included."""
+        own = line.find(tenant_id)
+        level = own.counter if own is not None else 0.0
+        if own is None or not own.waiting:
+            level = max(level, line.level())
+        level += own_units / weight
+        others = (
+            min(self.backlog(tenant), (level - tenant.counter) * tenant.weight)
+            for tenant in line.waiting_tenants()
+            if tenant.id != tenant_id and tenant.counter < level
+        )
+        return own_units + sum(others)
