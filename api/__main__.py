@@ -24,6 +24,7 @@ from api.billing_service import BillingServicer
 from api.endpoint import write_endpoint
 from api.errors import Draining
 from api.inference_service import InferenceServicer
+from api.live_control import obey, process_name, report
 from api.logs import configure_logs
 from api.process import Process
 from api.server import Health, Servicers, build_server
@@ -35,6 +36,7 @@ from inference.router import Router
 from inference.safety import SafetyChecker, SafetyRulesInvalid, read_rules
 from inference.tokenizer import Tokenizer
 from inference.torch_engine import TorchEngine, TorchEngineSettings
+from metering.control_channel import ControlChannel
 from metering.db import create_engine, create_sessions
 from metering.errors import StoreAway
 from metering.holds import HoldStore
@@ -159,14 +161,22 @@ async def serve(settings: Settings) -> None:
         process = Process(Admission(settings, capacity, holds, journal, tasks), router, tokenizers, safety)
         servicers = Servicers(
             InferenceServicer(process, authenticator, sessions),
-            AdminServicer(router, authenticator, sessions),
+            AdminServicer(router, authenticator, sessions, settings.database_url),
             BillingServicer(authenticator, sessions),
         )
         server, port = build_server(settings, servicers, health)
         for engine in router.engines():
             tasks.create_task(engine.serve(), name=f"engine {engine.model.name}")
             tasks.create_task(start_engine(engine), name=f"engine start {engine.model.name}")
+        control = ControlChannel(
+            settings.database_url,
+            owner_id,
+            process_name(),
+            stop=lambda order: obey(process, order),
+            report=lambda: report(process),
+        )
         background = [
+            tasks.create_task(control.run(), name="control channel"),
             tasks.create_task(holds.run(), name="holds"),
             tasks.create_task(recover_regularly(settings), name="recovery"),
             tasks.create_task(process.tell_progress_regularly(), name="progress"),

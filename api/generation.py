@@ -16,7 +16,7 @@ from weir.v1 import inference_service_pb2 as pb
 
 from api import frames
 from api.auth import payer
-from api.errors import FieldViolation, InvalidRequest, Overloaded, RequestUnderWay, UnknownRequest, status_of
+from api.errors import FieldViolation, InvalidRequest, Overloaded, RequestUnderWay, Unauthenticated, UnknownRequest, status_of
 from api.live import Caller, LiveRequest
 from api.outbox import Delivery, Outbox, UsageSoFar
 from api.process import Process
@@ -38,6 +38,8 @@ class ClientStream:
         self._process = process
         self._principal = principal
         self._auth_ms = auth_ms
+        lifetime_s = principal.secret_lifetime_s
+        self._secret_ends_at = None if lifetime_s is None else time.monotonic() + lifetime_s
         self._outbox = Outbox(process.admission.journal)
         self._running: dict[uuid.UUID, LiveRequest] = {}
         self._ended: OrderedDict[uuid.UUID, None] = OrderedDict()
@@ -103,6 +105,8 @@ class ClientStream:
 
     def _start(self, frame: pb.ClientFrame, caller: Caller) -> None:
         try:
+            if self._secret_ends_at is not None and time.monotonic() >= self._secret_ends_at:
+                raise Unauthenticated("the API key of this stream has expired or was rotated: open a stream with the new secret")
             request_id = parse_request_id(frame.request_id)
             start = parse_start(frame.request_id, frame.start)
             if (running := self._running.get(request_id)) is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -18,7 +19,7 @@ import structlog
 from api import frames
 from api.admission import AdmissionRequest, Lease
 from api.errors import CancelledEarly, DeadlineBeforeStart, status_of
-from api.outbox import Outbox
+from api.outbox import Outbox, UsageSoFar
 from api.preparation import prepare
 from api.reply import Reply
 from api.stopwatch import Stopwatch
@@ -84,6 +85,22 @@ class LiveRequest:
         self._stop_outcome: Outcome | None = None
         self._stop_error: Exception | None = None
 
+    @property
+    def hold_id(self) -> uuid.UUID | None:
+        """Its hold, once it has one."""
+        return self._reply.delivery.hold_id
+
+    @property
+    def usage(self) -> UsageSoFar:
+        """Its tokens so far."""
+        return self._reply.delivery.usage
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Delivered tokens per second since the first one; 0 before the second."""
+        later_token_count, elapsed_s = self.usage.delivered_token_count - 1, self._watch.since_first_token_s
+        return later_token_count / elapsed_s if later_token_count > 0 and elapsed_s > 0 else 0.0
+
     def run_in(self, tasks: asyncio.TaskGroup) -> None:
         """Begin."""
         self._task = tasks.create_task(self._run(), name=f"request {self.start.request_id}")
@@ -91,7 +108,7 @@ class LiveRequest:
     def stop(self, outcome: Outcome, error: Exception | None = None) -> None:
         """End the request as soon as possible, for this reason; the first reason given stands. Never blocks.
 
-        error: for `FAILED`, what to tell the client. What was delivered is settled all the same.
+        error: what to tell the client instead of a finish reason. What was delivered is settled all the same.
         """
         if self._stop_outcome is not None or self.phase is Phase.ENDING:
             return
@@ -167,6 +184,8 @@ class LiveRequest:
             # On every way out: what still waits here would be delivered after it had been settled without.
             await self._reply.flush()
         if self._stop_error is not None:
+            if self._stop_outcome is not Outcome.FAILED:  # ended by others, not broken: it counts as what it was ended as
+                lease.outcome = self._stop_outcome
             raise self._stop_error
         self.phase = Phase.ENDING
         lease.outcome = self._stop_outcome or outcome

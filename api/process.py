@@ -35,6 +35,10 @@ class Process:
         request.run_in(self.admission.tasks)
         return request
 
+    def running(self) -> tuple[LiveRequest, ...]:
+        """What runs or waits, in order of arrival."""
+        return tuple(self._live)
+
     def ended(self, request: LiveRequest) -> None:
         """Forget a request that has ended."""
         self._live.pop(request, None)

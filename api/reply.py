@@ -35,6 +35,7 @@ class Reply:
         self._stop = stop
         self._seq = 0
         self._is_cut_off = False
+        self._is_discarded = False
         self._filters: tuple[OutputFilter, ...] = ()  # by choice; empty: outputs are not checked
         self._choice_ends: dict[int, Outcome] = {}  # of several choices, those that have ended
         self._lease: Lease
@@ -49,6 +50,7 @@ class Reply:
     def cut_off(self, *, discard: bool) -> None:
         """Hand on no more output. discard: nor what still waits for the transport."""
         self._is_cut_off = True
+        self._is_discarded = self._is_discarded or discard
         if discard:
             self._outbox.discard(self.delivery)
 
@@ -92,7 +94,12 @@ class Reply:
         return {index: cut if end is Outcome.CANCELLED else end for index, end in ends.items()}
 
     async def flush(self) -> None:
-        """Wait until the client has taken everything; one that reads nothing for too long is given up."""
+        """Wait until the client has taken everything; one that reads nothing for too long is given up.
+
+        Nothing is waited for once what waits was discarded: what the transport has already was counted when it was handed over.
+        """
+        if self._is_discarded:
+            return
         before = None
         while before != (unsent := self.delivery.unsent_frame_count):
             before = unsent

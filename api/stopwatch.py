@@ -29,6 +29,11 @@ class Stopwatch:
         if self._first_token_at is None:
             self._first_token_at = time.monotonic()
 
+    @property
+    def since_first_token_s(self) -> float:
+        """Time since the first token; 0 before it."""
+        return 0.0 if self._first_token_at is None else time.monotonic() - self._first_token_at
+
     def engine_finished(self, timings: EngineTimings) -> None:
         """The engine is done: split the time since submission into queue, prefill and decode.
 

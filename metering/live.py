@@ -11,7 +11,7 @@ import uuid
 from dataclasses import dataclass
 from datetime import datetime
 
-from sqlalchemy import bindparam, func, select, text
+from sqlalchemy import func, select, text
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from metering.db import Sessions
@@ -82,7 +82,14 @@ LEFT JOIN LATERAL (
 ) h ON true
 WHERE (CAST(:project_id AS uuid) IS NULL OR p.id = :project_id)
     AND (h.state IS NOT NULL OR EXISTS (SELECT FROM stop_orders WHERE project_id = p.id AND request_id = :request_id))
-""").bindparams(bindparam("project_id"))
+""")
+
+SELECT_WAITING = text("""
+SELECT DISTINCT q.project_id
+FROM live_reports r, LATERAL jsonb_to_recordset(r.requests) AS q(hold_id uuid, request_id uuid, project_id uuid)
+WHERE r.reported_at >= :asked_at AND q.hold_id IS NULL AND q.request_id = :request_id
+    AND (CAST(:project_id AS uuid) IS NULL OR q.project_id = :project_id)
+""")
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +178,14 @@ async def find_places(session: AsyncSession, request_id: uuid.UUID, project_id: 
     """The projects whose books know a request of this id, or only this one. What waits without a hold is in none."""
     rows = await session.execute(SELECT_PLACES, {"request_id": request_id, "project_id": project_id})
     return [Place(found_id, state == HoldState.HELD) for found_id, state in rows]
+
+
+async def find_waiting(sessions: Sessions, request_id: uuid.UUID, project_id: uuid.UUID | None = None) -> list[Place]:
+    """The projects for which a request of this id waits without a hold, as all processes tell; of one project if it is given."""
+    asked_at, _ = await _ask_all(sessions)
+    async with sessions() as session:
+        values = {"asked_at": asked_at, "request_id": request_id, "project_id": project_id}
+        return [Place(found_id, False) for found_id in await session.scalars(SELECT_WAITING, values)]
 
 
 async def _ask_all(sessions: Sessions) -> tuple[datetime, set[uuid.UUID]]:

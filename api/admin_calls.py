@@ -1,0 +1,83 @@
+"""What all calls of `AdminService` share: one transaction each, an admin's key, and ids that make a repetition safe."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from sqlalchemy import func, select
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from api import wire
+from api.auth import Authenticator
+from api.interceptor import Context
+from metering import admin_requests
+from metering.db import Sessions
+from metering.tenants import Principal
+
+SCOPE = "admin"
+# Any fixed number that is ours. Changes share it, a whole configuration takes it alone: so its plan is exact at its commit.
+CHANGES_LOCK_ID = 7_355_609
+
+
+class Repeatable(Protocol):
+    """A request with an id that its client minted."""
+
+    request_id: str
+
+    def SerializeToString(self, *, deterministic: bool = ...) -> bytes:
+        """Its bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Acting:
+    """One transaction of an admin. actor: as the audit log names them."""
+
+    session: AsyncSession
+    principal: Principal
+
+    @property
+    def actor(self) -> str:
+        """Who acts."""
+        return self.principal.key_prefix
+
+    async def earlier(self, request: Repeatable) -> str | None:
+        """The id of what the same call made before; None for the first, which then must call `made`. Raises: InvalidRequest."""
+        if not request.request_id:
+            return None
+        request_id, payload = wire.parse_request_id(request.request_id), request.SerializeToString(deterministic=True)
+        return await admin_requests.earlier_subject(self.session, request_id, type(request).__name__, payload)
+
+    async def made(self, request: Repeatable, subject_id: object) -> None:
+        """Remember what the first call made."""
+        if request.request_id:
+            await admin_requests.made(self.session, wire.parse_request_id(request.request_id), str(subject_id))
+
+
+class AdminCalls:
+    """The base of the classes that each answer some of the calls."""
+
+    def __init__(self, authenticator: Authenticator, sessions: Sessions) -> None:
+        self._authenticator = authenticator
+        self._sessions = sessions
+
+    async def _admin(self, context: Context) -> Principal:
+        """Who calls. Raises: Unauthenticated, KeyInvalid, PermissionDenied."""
+        return await self._authenticator.principal(context, SCOPE)
+
+    @contextlib.asynccontextmanager
+    async def _acting(self, context: Context, *, alone: bool = False) -> AsyncIterator[Acting]:
+        """A transaction that commits at the end of the block. alone: no other change is made meanwhile."""
+        principal = await self._admin(context)
+        lock = func.pg_advisory_xact_lock if alone else func.pg_advisory_xact_lock_shared
+        async with self._sessions.begin() as session:
+            await session.execute(select(lock(CHANGES_LOCK_ID)))
+            yield Acting(session, principal)
+
+    @contextlib.asynccontextmanager
+    async def _transaction(self, context: Context) -> AsyncIterator[tuple[AsyncSession, str]]:
+        """The same as session and actor."""
+        async with self._acting(context) as acting:
+            yield acting.session, acting.actor

@@ -1,0 +1,320 @@
+"""Several api processes on one database: each sees what all of them run, and ends it, wherever it runs."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from grpc import StatusCode
+from weir.v1 import admin_service_pb2 as admin_pb
+from weir.v1 import admin_service_pb2_grpc as pb_grpc
+from weir.v1 import inference_service_pb2
+from weir.v1 import live_requests_pb2 as pb
+
+from metering.models import QuotaDimension
+from tests.conftest import new_database
+from tests.inference.checkpoints import LlamaShape, make_checkpoint
+from tests.service import MODEL, Refusal, Service, bearer, cost_picos, picos, refused, running, until
+
+END_WITHIN_S = 0.1
+ROUNDS = 5  # the quickest of so many is compared with the promise: a busy machine may hold up any one of them
+
+
+@pytest.fixture(scope="module")
+def slow_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """So many layers that an answer is met in the middle on the quickest machine: some 3 ms a token."""
+    directory = tmp_path_factory.mktemp("slow")
+    make_checkpoint(directory, shape=LlamaShape(layer_count=120, context_window_tokens=4096))
+    return directory
+
+
+@pytest.fixture(scope="module")
+def pair(
+    tmp_path_factory: pytest.TempPathFactory, slow_model: Path, postgres_server: str, template_database: str
+) -> Iterator[tuple[Service, Service]]:
+    """Two processes, each with an engine of its own."""
+    with new_database(postgres_server, template=template_database) as url, ExitStack() as stack:
+        services = [Service(tmp_path_factory.mktemp("pair"), url, slow_model) for _ in range(2)]
+        first, second = (stack.enter_context(running(service)) for service in services)
+        yield first, second
+        for service in services:
+            assert service.stop() == 0, service.log[-4000:]
+        assert first.books.held_hold_count() == 0
+
+
+class Admin:
+    """Calls of an admin to one process."""
+
+    def __init__(self, service: Service, secret: str) -> None:
+        self._service = service
+        self._secret = secret
+
+    async def call(self, name: str, request: Any) -> Any:
+        """One call."""
+        async with self._service.channel() as channel:
+            return await getattr(pb_grpc.AdminServiceStub(channel), name)(request, metadata=bearer(self._secret))
+
+    async def live(self, **fields: Any) -> pb.ListLiveRequestsResponse:
+        """What runs."""
+        answer: pb.ListLiveRequestsResponse = await self.call("ListLiveRequests", pb.ListLiveRequestsRequest(**fields))
+        return answer
+
+    async def kill(self, request_id: str, **fields: Any) -> pb.KillRequestResponse:
+        """End a request."""
+        request = pb.KillRequestRequest(request_id=request_id, **fields)
+        answer: pb.KillRequestResponse = await self.call("KillRequest", request)
+        return answer
+
+    async def audit(self, **fields: Any) -> list[admin_pb.AuditEntry]:
+        """Entries, newest first."""
+        return list((await self.call("ListAuditEntries", admin_pb.ListAuditEntriesRequest(**fields))).entries)
+
+
+def seconds_to_end(service: Service, request_id: str) -> float:
+    """From the order that ended a request to its settlement."""
+    query = """SELECT extract(epoch FROM settled_at - ordered_at)::float8 AS elapsed_s
+               FROM usage_events u JOIN stop_orders o ON o.request_id = u.request_id OR o.api_key_id = u.api_key_id
+               WHERE u.request_id = %s"""
+    [row] = service.books.rows(query, request_id)
+    return float(row["elapsed_s"])
+
+
+async def admin_of(service: Service) -> Admin:
+    """An admin who talks to this process."""
+    tenant = await service.tenant(scopes=("admin",))
+    return Admin(service, tenant.secret)
+
+
+async def test_every_process_shows_what_all_of_them_run(pair: tuple[Service, Service]) -> None:
+    first, second = pair
+    ours, theirs = await first.tenant(), await second.tenant()
+    admin = await admin_of(first)
+    async with first.stream(ours.secret) as here, second.stream(theirs.secret) as there:
+        mine, other = await here.begin(max_output_tokens=3000), await there.begin(max_output_tokens=3000)
+        await here.received(mine, 20)
+        await there.received(other, 20)
+
+        everything = await admin.live()
+        of_one = await admin.live(organization=theirs.name, page_size=1)
+        await here.cancel(mine)
+        await there.cancel(other)
+        await here.finished(mine)
+        await there.finished(other)
+
+    by_id = {each.request_id: each for each in everything.requests}
+    assert by_id.keys() == {mine, other}
+    assert not everything.silent_owner_ids
+    for tenant, request_id, service in ((ours, mine, first), (theirs, other, second)):
+        shown = by_id[request_id]
+        assert (shown.organization_name, shown.project_name, shown.api_key_prefix) == (tenant.name, "main", tenant.key.prefix)
+        assert (shown.model, shown.phase) == (MODEL, pb.REQUEST_PHASE_DECODE)
+        assert shown.owner_name.endswith(f":{service.pid}")
+        assert shown.input_token_count == 10
+        assert shown.delivered_token_count >= 20, "as the process tells: its hold knows of none before the first extension"
+        assert shown.leased_token_count >= shown.delivered_token_count
+        assert shown.tokens_per_second > 0
+        assert shown.admit_time.ToDatetime() < shown.expire_time.ToDatetime()
+        assert shown.age.ToTimedelta().total_seconds() > 0
+    assert [each.request_id for each in of_one.requests] == [other]
+    [load] = of_one.organizations
+    assert (load.name, load.request_count, load.hold_count) == (theirs.name, 1, 1)
+    assert load.held_token_count >= 10 + 128
+    assert load.tokens_per_second > 0
+    assert everything.request_count == 2
+    assert not (await admin.live()).requests, "what has ended is gone at once"
+
+
+async def test_a_request_of_another_process_is_killed_within_a_tenth_of_a_second(pair: tuple[Service, Service]) -> None:
+    """From the order to the settlement, by the database's clock. What was delivered is settled, and the client is told by whom."""
+    first, second = pair
+    tenant = await second.tenant({QuotaDimension.TOKENS_PER_MONTH: 10**9})
+    admin = await admin_of(first)
+    elapsed_s = []
+    async with second.stream(tenant.secret) as stream:
+        for _ in range(ROUNDS):
+            request_id = await stream.begin(max_output_tokens=3000)
+            await stream.received(request_id, 10)
+
+            answer = await admin.kill(request_id, reason="it looped")
+            refusal = await stream.failed(request_id)
+            elapsed_s.append(seconds_to_end(first, request_id))
+
+            received = len(stream.token_ids(request_id))
+            event = second.books.event(tenant, request_id)
+            assert (refusal.code, refusal.reason) == (StatusCode.CANCELLED, "CANCELLED_BY_ADMIN")
+            assert refusal.status.message == "an administrator has ended this request: it looped"
+            assert refusal.frame is not None
+            assert refusal.frame.usage.delivered_token_count == received == event["delivered_token_count"]
+            assert picos(refusal.frame.cost) == event["cost_picos"] == cost_picos(refusal.frame.usage)
+            assert event["outcome"] == "cancelled"
+            assert answer.result == pb.KillRequestResponse.RESULT_ENDED
+            assert answer.generation.usage.delivered_token_count == received
+            [entry] = await admin.audit(subject=request_id)
+            assert entry.action == "request.kill"
+            assert json.loads(entry.after_json)["reason"] == "it looped"
+            assert json.loads(entry.before_json)["state"] == "held"
+            assert len(stream.ends(request_id)) == 1
+    assert min(elapsed_s) < END_WITHIN_S, elapsed_s
+    await second.no_hold_left(tenant)
+
+
+async def test_killing_again_changes_nothing_and_killing_nothing_is_not_found(pair: tuple[Service, Service]) -> None:
+    first, second = pair
+    tenant = await second.tenant()
+    admin = await admin_of(first)
+    async with second.stream(tenant.secret) as stream:
+        request_id = await stream.begin(max_output_tokens=3000)
+        await stream.received(request_id, 1)
+        once = await admin.kill(request_id)
+        again = await admin.kill(request_id)
+        done = await stream.begin()
+        await stream.finished(done)
+        late = await admin.kill(done)
+
+    had_ended = pb.KillRequestResponse.RESULT_HAD_ENDED
+    assert (once.result, again.result, late.result) == (pb.KillRequestResponse.RESULT_ENDED, had_ended, had_ended)
+    assert again.generation == once.generation
+    assert late.generation.usage.delivered_token_count == 20
+    assert len(await admin.audit(subject=request_id)) == 1
+    unknown: Refusal = await refused(admin.kill(str(uuid.uuid4())))
+    assert unknown.code is StatusCode.NOT_FOUND
+    for fields, wrong in (({"request_id": "seven"}, "request_id"), ({"request_id": done, "reason": "x" * 201}, "reason")):
+        refusal = await refused(admin.call("KillRequest", pb.KillRequestRequest(**fields)))
+        assert (refusal.code, refusal.fields) == (StatusCode.INVALID_ARGUMENT, [wrong])
+
+
+async def test_of_two_projects_with_one_request_id_the_right_one_is_killed(pair: tuple[Service, Service]) -> None:
+    first, second = pair
+    ours, theirs = await first.tenant(), await second.tenant()
+    admin = await admin_of(first)
+    shared = str(uuid.uuid4())
+    async with first.stream(ours.secret) as here, second.stream(theirs.secret) as there:
+        for stream in (here, there):
+            await stream.begin(request_id=shared, max_output_tokens=3000)
+            await stream.received(shared, 1)
+
+        unclear = await refused(admin.kill(shared))
+        await admin.kill(shared, project=f"{theirs.name}/main")
+        await there.failed(shared)
+        before = len(here.token_ids(shared))
+        await here.received(shared, before + 20)
+        await here.cancel(shared)
+        await here.finished(shared)
+
+    assert (unclear.code, unclear.fields) == (StatusCode.INVALID_ARGUMENT, ["project"])
+    assert f"{theirs.name}/main" in unclear.status.message
+
+
+async def test_a_revoked_key_ends_what_runs_with_it_in_every_process(pair: tuple[Service, Service]) -> None:
+    """And nothing else of its project; each request with its final usage."""
+    first, second = pair
+    tenant = await first.tenant()
+    admin = await admin_of(first)
+    elapsed_s = []
+    async with first.stream(tenant.secret) as untouched:
+        spared = await untouched.begin(max_output_tokens=4000)
+        for _ in range(ROUNDS):
+            key, secret = await first.new_key(tenant)
+            async with first.stream(secret) as here, second.stream(secret) as there:
+                streams = {await stream.begin(max_output_tokens=3000): stream for stream in (here, here, there)}
+                for request_id, stream in streams.items():
+                    await stream.received(request_id, 5)
+
+                await admin.call("RevokeApiKey", admin_pb.RevokeApiKeyRequest(api_key=key.prefix))
+                refusals = {request_id: await stream.failed(request_id) for request_id, stream in streams.items()}
+                elapsed_s.append(max(seconds_to_end(first, request_id) for request_id in refusals))
+
+                late = await here.failed(await here.begin())
+            for request_id, refusal in refusals.items():
+                assert (refusal.code, refusal.reason) == (StatusCode.UNAUTHENTICATED, "KEY_REVOKED")
+                assert refusal.frame is not None
+                delivered = first.books.event(tenant, request_id)["delivered_token_count"]
+                assert refusal.frame.usage.delivered_token_count == delivered == len(streams[request_id].token_ids(request_id))
+            assert late.code is StatusCode.UNAUTHENTICATED, "the stream is open, but its key is not good any more"
+        assert not untouched.ends(spared)
+        await untouched.cancel(spared)
+        await untouched.finished(spared)
+    assert min(elapsed_s) < END_WITHIN_S, elapsed_s
+    await first.no_hold_left(tenant)
+
+
+async def test_an_order_is_obeyed_without_its_notification_and_after_the_connection_was_cut(pair: tuple[Service, Service]) -> None:
+    """The order is a row that is looked at every second; a cut connection is opened again, and looks at once."""
+    first, second = pair
+    tenant = await second.tenant()
+    admin = await admin_of(first)
+    terminate = """SELECT count(pg_terminate_backend(pid)) FROM pg_stat_activity
+                   WHERE datname = current_database() AND pid <> pg_backend_pid()
+                       AND (query LIKE 'LISTEN%%' OR query LIKE '%%FROM stop_orders WHERE id >%%')"""
+    order = "INSERT INTO stop_orders (project_id, request_id, reason) VALUES (%s, %s, '') RETURNING id"
+    async with second.stream(tenant.secret) as stream:
+        unheard = await stream.begin(max_output_tokens=4000)
+        await stream.received(unheard, 1)
+        second.books.rows(order, tenant.project_id, unheard)
+        silent = await stream.failed(unheard)
+        cut = await stream.begin(max_output_tokens=4000)
+        await stream.received(cut, 1)
+        [row] = second.books.rows(terminate)
+        answer = await admin.kill(cut)
+        after_cut = await stream.failed(cut)
+
+    assert silent.reason == after_cut.reason == "CANCELLED_BY_ADMIN"
+    assert row["count"] >= 2, "each process has one"
+    assert answer.result == pb.KillRequestResponse.RESULT_ENDED
+
+
+async def test_a_process_that_is_gone_is_named_and_its_requests_are_told_by_their_holds(
+    pair: tuple[Service, Service], tmp_path: Path, slow_model: Path
+) -> None:
+    """Killing what nobody runs any more cannot end it sooner than its hold ends; the answer says when that is."""
+    first, _ = pair
+    admin = await admin_of(first)
+    with running(Service(tmp_path, first.database_url, slow_model)) as third:
+        tenant = await third.tenant()
+        async with third.stream(tenant.secret) as stream:
+            request_id = await stream.begin(max_output_tokens=4000)
+            await stream.received(request_id, 5)
+            third.kill()
+            view = await admin.live(organization=tenant.name)
+            answer = await admin.kill(request_id)
+        third.start()  # settles from the journal what the killed one left
+        await until(lambda: first.books.holds(tenant) == {"settled": 1}, "the recovery")
+        after = await admin.live(organization=tenant.name)
+
+    [shown] = view.requests
+    assert (shown.phase, shown.owner_name) == (pb.REQUEST_PHASE_UNSPECIFIED, "")
+    assert list(view.silent_owner_ids) == [shown.owner_id]
+    assert answer.result == pb.KillRequestResponse.RESULT_PENDING
+    assert answer.expire_time == shown.expire_time
+    assert answer.generation.state == inference_service_pb2.Generation.STATE_RUNNING
+    assert not after.requests
+    assert not after.silent_owner_ids
+
+
+async def test_a_stuck_hold_is_found_and_ended(pair: tuple[Service, Service]) -> None:
+    """No worker runs here. Planted: a hold whose owner was gone a minute ago."""
+    first, _ = pair
+    admin = await admin_of(first)
+    tenant = await first.tenant({QuotaDimension.CONCURRENT_REQUESTS: 5})
+    plant = """INSERT INTO holds (id, organization_id, project_id, api_key_id, request_id, payload_hash, model,
+                   price_version_id, labels, owner_id, input_token_count, leased_token_count, quota_ids, expires_at)
+               SELECT gen_random_uuid(), %s, %s, %s, %s, '\\x00', %s, (SELECT max(id) FROM price_versions), '{}', gen_random_uuid(),
+                   7, 9, '{}', now() - %s * interval '1 second' RETURNING id"""
+    owner = (tenant.organization_id, tenant.project_id, tenant.key.id)
+    stuck, fresh = str(uuid.uuid4()), str(uuid.uuid4())
+    assert not (await admin.live(stuck_only=True)).requests
+    first.books.rows(plant, *owner, stuck, MODEL, 60)
+    first.books.rows(plant, *owner, fresh, MODEL, 1)
+
+    found = await admin.live(stuck_only=True)
+    ended = await admin.call("EndOverdueHolds", pb.EndOverdueHoldsRequest())
+
+    assert [each.request_id for each in found.requests] == [stuck], "the sweep still has time for the other one"
+    assert ended.ended_count == 2
+    assert not (await admin.live(stuck_only=True)).requests
+    assert first.books.holds(tenant) == {"expired": 2}
