@@ -61,7 +61,7 @@ class AdminServicer(TenantCalls, LiveCalls):
     async def ListQuotas(self, request: pb.ListQuotasRequest, context: Context) -> pb.ListQuotasResponse:
         """Lists limits."""
         async with self._transaction(context) as (session, _):
-            states = await quota_admin.list_quotas(session, organization=request.organization or None)
+            states = await quota_states.list_quotas(session, organization=request.organization or None)
             return pb.ListQuotasResponse(quotas=map(wire.quota_status, states))
 
     async def SetPrice(self, request: pb.SetPriceRequest, context: Context) -> pb.SetPriceResponse:

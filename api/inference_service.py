@@ -14,10 +14,11 @@ from api.auth import Authenticator
 from api.generation import ClientStream
 from api.interceptor import Context
 from api.process import Process
+from api.quota_wire import effective_quota_statuses
 from api.tokenizing import tokenize
 from metering.db import Sessions
 from metering.prices import list_current_prices
-from metering.quota_admin import quotas_for
+from metering.quota_states import quotas_for
 
 SCOPE = "inference"
 
@@ -64,7 +65,7 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
         subject_ids = (principal.organization_id, principal.project_id, principal.api_key_id)
         async with self._sessions() as session:
             states = await quotas_for(session, subject_ids=subject_ids, model=request.model or None)
-        return pb.GetQuotaResponse(quotas=wire.quota_statuses(states))
+        return pb.GetQuotaResponse(quotas=effective_quota_statuses(states))
 
     async def GetGeneration(self, request: pb.GetGenerationRequest, context: Context) -> pb.GetGenerationResponse:
         """Looks up one request."""

@@ -46,6 +46,9 @@ DIMENSIONS: Mapping[QuotaDimension, types_pb2.QuotaDimension.ValueType] = {
     QuotaDimension.TOKENS_PER_DAY: types_pb2.QUOTA_DIMENSION_TOKENS_PER_DAY,
     QuotaDimension.TOKENS_PER_MONTH: types_pb2.QUOTA_DIMENSION_TOKENS_PER_MONTH,
     QuotaDimension.COST_PICOS_PER_MONTH: types_pb2.QUOTA_DIMENSION_COST_PICOS_PER_MONTH,
+    QuotaDimension.INPUT_TOKENS_PER_MINUTE: types_pb2.QUOTA_DIMENSION_INPUT_TOKENS_PER_MINUTE,
+    QuotaDimension.OUTPUT_TOKENS_PER_MINUTE: types_pb2.QUOTA_DIMENSION_OUTPUT_TOKENS_PER_MINUTE,
+    QuotaDimension.COST_PICOS_PER_DAY: types_pb2.QUOTA_DIMENSION_COST_PICOS_PER_DAY,
 }
 FINISH_REASONS: Mapping[Outcome, types_pb2.FinishReason.ValueType] = {
     Outcome.STOP: types_pb2.FINISH_REASON_STOP,

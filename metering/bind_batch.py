@@ -16,18 +16,18 @@ from metering import quotas
 from metering.bindings import Bind
 from metering.hold_rows import (
     BatchReads,
-    BatchWrites,
     Connection,
     HoldRow,
     array,
     lock_counters,
     read_context,
     read_time_and_holds,
-    write_and_commit,
 )
+from metering.hold_writes import BatchWrites, write_and_commit
 from metering.models import HoldState
 from metering.operations import Ended, HoldAnswer
-from metering.quotas import CounterKey, Counters
+from metering.quota_rules import CounterKey
+from metering.quotas import Counters
 
 NOBODY = uuid.UUID(int=0)  # no hold is inserted here, so none gets an owner
 SELECT_USED_REQUESTS = """
@@ -96,7 +96,7 @@ def shrink(reads: BatchReads, counters: Counters, hold: HoldRow, bind: Bind) -> 
         return
     after = replace(before, input_token_count=bind.input_token_count, leased_token_count=bind.leased_token_count)
     for rule in rules:
-        counters.add(rule.key(before.charged_at), held=after.held(rule.dimension) - before.held(rule.dimension))
+        counters.add(rule.key(before.charged_at), held=after.held(rule) - before.held(rule))
 
 
 def bind_columns(binds: Sequence[Bind]) -> tuple[str | list[object], ...]:

@@ -25,19 +25,15 @@ from metering.errors import (
 from metering.hold_rows import (
     SELECT_ORPHANS,
     BatchReads,
-    BatchWrites,
     Connection,
     EventSums,
-    HoldChange,
     HoldRow,
-    NewHold,
-    NewUsageEvent,
     SameRequest,
     lock_counters,
     read_context,
     read_time_and_holds,
-    write_and_commit,
 )
+from metering.hold_writes import BatchWrites, End, Extension, NewHold, NewUsageEvent, write_and_commit
 from metering.models import HoldState
 from metering.operations import (
     Admit,
@@ -55,7 +51,8 @@ from metering.operations import (
     Void,
 )
 from metering.pricing import TokenPrices
-from metering.quotas import Claim, CounterKey, Counters, QuotaRule
+from metering.quota_rules import Claim, CounterKey, QuotaRule, money_scale
+from metering.quotas import Counters
 
 # Ends first, so that their room is there for what comes in; renewals touch no counter.
 ORDER: dict[type[HoldOperation], int] = {Settle: 0, Void: 0, Expire: 0, Renew: 0, Extend: 1, Admit: 2}
@@ -72,7 +69,8 @@ async def execute_batch(
     orphans = await find_orphans(connection, operations)
     batch = [*operations, *(Void(hold_id) for hold_id in orphans)]
     admits = [op for op in batch if isinstance(op, Admit)]
-    reads = await read_time_and_holds(connection, {op.hold_id for op in batch if not isinstance(op, Admit | Renew)})
+    hold_ids = {op.hold_id for op in batch if not isinstance(op, Admit | Renew)}
+    reads = await read_time_and_holds(connection, hold_ids, admits=bool(admits))
     if admits or reads.holds:
         await read_context(connection, reads, admits)
     decisions = Decisions(reads, await lock_counters(connection, reads.now, counter_keys(reads, batch)))
@@ -107,14 +105,9 @@ def counter_keys(reads: BatchReads, batch: Sequence[HoldOperation]) -> set[Count
             rules = (reads.rules[quota_id] for quota_id in hold.quota_ids)
             claim = hold.claim(reads.prices[hold.price_version_id])
             keys |= quotas.touched_keys(rules, claim, reads.now, extends=hold.id in extended)
-    charged = {(subject, op.model) for op in admits for subject in op.payer.subject_ids}
-    keys |= {rule.key(reads.now) for subject, model in charged for rule in reads.rules_of(subject, model)}
+    charged = {(op.payer, op.model) for op in admits}
+    keys |= {rule.key(reads.now) for payer, model in charged for rule in reads.rules_for(payer, model).rules}
     return keys
-
-
-def rules_for(reads: BatchReads, op: Admit) -> list[QuotaRule]:
-    """The rules that a new request is charged to."""
-    return [rule for subject in op.payer.subject_ids for rule in reads.rules_of(subject, op.model)]
 
 
 @dataclass(slots=True)
@@ -152,10 +145,10 @@ class Decisions:
         prices = self.reads.prices_in_force.get((op.model, op.payer.currency_code))
         if prices is None:
             raise PriceMissing(op.model, op.payer.currency_code)
-        rules = rules_for(self.reads, op)
-        claim = Claim(prices, op.input_token_count, 0, 0, 0, 0, admitted_at=self.reads.now, charged_at=self.reads.now)
+        rules, quota_ids = self.reads.rules_for(op.payer, op.model)
+        claim = Claim(prices, op.input_token_count, 0, 0, 0, admitted_at=self.reads.now, charged_at=self.reads.now)
         claim = quotas.admit(self.counters, rules, claim, op.first_slice_token_count, op.least_slice_token_count)
-        self.writes.holds.append(NewHold(op, prices.version, claim.leased_token_count, tuple(rule.id for rule in rules)))
+        self.writes.holds.append(NewHold(op, prices.version, claim.leased_token_count, quota_ids))
         self.reads.same_requests[request_key] = SameRequest(HoldState.HELD, op.payload_hash, None)
         states = tuple(self.counters.state(rule) for rule in rules)
         return Admitted(op.hold_id, claim.leased_token_count, prices, states, self.reads.now)
@@ -170,7 +163,7 @@ class Decisions:
             )
         claim = hold.claim(self.reads.prices[hold.price_version_id], op.cached_input_token_count)
         claim = quotas.extend(self.counters, self.rules(hold), claim, op.delivered_token_count, op.wanted_token_count)
-        self.change(hold, claim, HoldState.HELD, op.delivered_token_count)
+        self.extended(hold, claim, op.delivered_token_count)
         return Extended(claim.leased_token_count)
 
     def settle(self, op: Settle) -> Settled:
@@ -194,7 +187,7 @@ class Decisions:
             op = replace(op, delivered_token_count=hold.delivered_token_count)
         claim = hold.claim(prices, op.cached_input_token_count)
         quotas.end(self.counters, self.rules(hold), claim, op.input_token_count, op.delivered_token_count)
-        self.change(hold, claim, HoldState.SETTLED, op.delivered_token_count)
+        self.ended(hold, claim, HoldState.SETTLED, op.delivered_token_count)
         return self.record(priced_usage(hold, prices, op), op.timings, recovered=op.recovered)
 
     def settle_late(self, hold: HoldRow, prices: TokenPrices, op: Settle) -> Settled:
@@ -227,7 +220,7 @@ class Decisions:
         if hold.delivered_token_count:
             raise InvariantViolated(f"hold {hold_id} has delivered tokens and must be settled, not voided")
         quotas.void(self.counters, self.rules(hold), claim)
-        self.change(hold, claim, HoldState.VOIDED, 0)
+        self.ended(hold, claim, HoldState.VOIDED, 0)
         return Ended(done=True)
 
     def expire(self, hold_id: uuid.UUID) -> Ended:
@@ -238,7 +231,7 @@ class Decisions:
         prices = self.reads.prices[hold.price_version_id]
         claim = hold.claim(prices)
         quotas.end(self.counters, self.rules(hold), claim, hold.input_token_count, hold.leased_token_count)
-        self.change(hold, claim, HoldState.EXPIRED, hold.delivered_token_count)
+        self.ended(hold, claim, HoldState.EXPIRED, hold.delivered_token_count)
         if hold.delivered_token_count:
             known = Settle(
                 hold_id=hold.id,
@@ -280,28 +273,35 @@ class Decisions:
         """The rules that the hold was charged to."""
         return [self.reads.rules[quota_id] for quota_id in hold.quota_ids]
 
-    def change(self, hold: HoldRow, claim: Claim, state: HoldState, delivered_token_count: int) -> None:
+    def extended(self, hold: HoldRow, claim: Claim, delivered_token_count: int) -> None:
         """Note the hold's new values, for the write and for later operations of the batch on the same hold."""
         self.reads.holds[hold.id] = replace(
             hold,
-            state=state,
             cached_input_token_count=claim.cached_input_token_count,
             leased_token_count=claim.leased_token_count,
             delivered_token_count=delivered_token_count,
             posted_token_count=claim.posted_token_count,
-            posted_cost_picos=claim.posted_cost_picos,
+            posted_minutes=list(claim.posted_minutes),
             charged_at=claim.charged_at,
         )
-        self.writes.changes[hold.id] = HoldChange(
+        self.writes.extensions[hold.id] = Extension(
             hold.id,
-            state,
             claim.cached_input_token_count,
             claim.leased_token_count,
             delivered_token_count,
             claim.posted_token_count,
-            claim.posted_cost_picos,
+            claim.posted(money_scale(claim.prices)),
+            claim.posted_minutes,
             claim.charged_at,
         )
+
+    def ended(self, hold: HoldRow, claim: Claim, state: HoldState, delivered_token_count: int) -> None:
+        """The same for a hold that has ended."""
+        cached = claim.cached_input_token_count
+        self.reads.holds[hold.id] = replace(
+            hold, state=state, cached_input_token_count=cached, delivered_token_count=delivered_token_count
+        )
+        self.writes.ends[hold.id] = End(hold.id, state, cached, delivered_token_count)
 
 
 def same_request_error(op: Admit, same: SameRequest) -> MeteringError:

@@ -1,12 +1,11 @@
-"""The SQL of one batch of hold operations: what is read and locked, and what is written back. No decisions.
+"""What one batch of hold operations reads and locks. No decisions; `hold_writes.py` writes what was decided.
 
-Statements are sent in psycopg pipelines: a batch costs three round trips whatever its size. Columns of ids, numbers and times go as
-array literals (`array`), which cost a third of what psycopg's own lists cost.
+Statements are sent in psycopg pipelines: a batch costs three round trips whatever its size.
 """
 
 from __future__ import annotations
 
-import json
+import functools
 import uuid
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -16,9 +15,10 @@ from typing import Any, NamedTuple
 from psycopg import AsyncConnection
 
 from metering.models import HoldState, QuotaDimension, QuotaSubject
-from metering.operations import Admit, Settled
+from metering.operations import Admit, Payer, Settled
 from metering.pricing import TokenPrices
-from metering.quotas import Claim, Counter, CounterKey, Counters, QuotaRule
+from metering.quota_rules import Claim, CounterKey, QuotaRule, Weights
+from metering.quotas import Counter, Counters
 
 Connection = AsyncConnection[tuple[Any, ...]]
 
@@ -31,9 +31,13 @@ coalesce(sum(delivered_token_count), 0)::bigint AS delivered_token_count,
 coalesce(sum(billed_token_count), 0)::bigint AS billed_token_count, coalesce(sum(cost_picos), 0)::bigint AS cost_picos,
 coalesce((array_agg(outcome ORDER BY part DESC))[1], '') AS outcome
 """
+# Admissions share this lock, and whoever makes a quota count what was used before it holds it alone: no request can be admitted
+# by the rules of before while its usage is summed up. 0x57656972 is "Weir".
+QUOTA_LOCK = "1466263922, 1"
+BEGIN_ADMITTING = f"SELECT now(), pg_advisory_xact_lock_shared({QUOTA_LOCK})"
 SELECT_HOLDS = """
 SELECT id, state, owner_id, price_version_id, input_token_count, cached_input_token_count, leased_token_count,
-       delivered_token_count, posted_token_count, posted_cost_picos, quota_ids, admitted_at, charged_at, expires_at, request_id
+       delivered_token_count, posted_token_count, posted_minutes, quota_ids, admitted_at, charged_at, expires_at, request_id
 FROM holds WHERE id = ANY(%s::uuid[]) ORDER BY id FOR UPDATE
 """
 # A statement of its own, after the holds are locked: joined to the locking one it would see the events as they were before the
@@ -51,10 +55,14 @@ SELECT_LIVE_KEYS = """
 SELECT id FROM api_keys
 WHERE id = ANY(%s::uuid[]) AND revoked_at IS NULL AND (expires_at IS NULL OR expires_at > now())
 """
+# The limit of the moment: a raise ends by the database's clock.
 SELECT_RULES = """
-SELECT id, subject, subject_id, model, dimension, CASE WHEN deleted_at IS NULL THEN limit_value END AS limit_value
+SELECT id, subject, subject_id, model, dimension,
+       CASE WHEN deleted_at IS NOT NULL THEN NULL WHEN raised_until > now() THEN raised_limit_value ELSE limit_value END AS in_force,
+       input_weight_milli, cached_input_weight_milli, output_weight_milli, enforced, limit_value AS standing_limit_value,
+       CASE WHEN raised_until > now() THEN raised_until END AS raised_until
 FROM quotas
-WHERE (deleted_at IS NULL AND subject_id = ANY(%s::uuid[])) OR id = ANY(%s::uuid[])
+WHERE (deleted_at IS NULL AND NOT for_new_keys AND subject_id = ANY(%s::uuid[])) OR id = ANY(%s::uuid[])
 """
 SELECT_PRICES_IN_FORCE = """
 SELECT DISTINCT ON (p.model, p.currency_code) p.model, p.id AS version, p.currency_code, p.input_picos_per_token,
@@ -78,51 +86,6 @@ SELECT quota_id, window_start FROM unnest(%s::uuid[], %s::timestamptz[]) AS k(qu
 ORDER BY quota_id, window_start
 ON CONFLICT DO NOTHING RETURNING quota_id, window_start
 """
-UPDATE_COUNTERS = """
-UPDATE quota_counters c SET used = v.used, held = v.held
-FROM unnest(%s::uuid[], %s::timestamptz[], %s::bigint[], %s::bigint[]) AS v(quota_id, window_start, used, held)
-WHERE c.quota_id = v.quota_id AND c.window_start = v.window_start
-"""
-INSERT_HOLDS = """
-INSERT INTO holds (id, organization_id, project_id, api_key_id, request_id, payload_hash, model, price_version_id, labels,
-                   owner_id, input_token_count, leased_token_count, quota_ids, admitted_at, charged_at, expires_at)
-SELECT id, organization_id, project_id, api_key_id, request_id, payload_hash, model, price_version_id, labels::jsonb,
-       owner_id, input_token_count, leased_token_count, quota_ids::uuid[], now(), now(),
-       now() + make_interval(secs => %s)
-FROM unnest(%s::uuid[], %s::uuid[], %s::uuid[], %s::uuid[], %s::uuid[], %s::bytea[], %s::text[], %s::bigint[], %s::text[],
-            %s::uuid[], %s::bigint[], %s::bigint[], %s::text[])
-    AS v(id, organization_id, project_id, api_key_id, request_id, payload_hash, model, price_version_id, labels, owner_id,
-         input_token_count, leased_token_count, quota_ids)
-"""
-UPDATE_HOLDS = """
-UPDATE holds h SET state = v.state, cached_input_token_count = v.cached, leased_token_count = v.leased,
-    delivered_token_count = v.delivered, posted_token_count = v.posted, posted_cost_picos = v.posted_cost,
-    charged_at = v.charged_at, ended_at = CASE WHEN v.state = 'held' THEN NULL ELSE now() END,
-    expires_at = CASE WHEN v.state = 'held' THEN now() + make_interval(secs => %s) ELSE h.expires_at END
-FROM unnest(%s::uuid[], %s::text[], %s::bigint[], %s::bigint[], %s::bigint[], %s::bigint[], %s::bigint[], %s::timestamptz[])
-    AS v(id, state, cached, leased, delivered, posted, posted_cost, charged_at)
-WHERE h.id = v.id
-"""
-# Whoever else has a hold under lock is ending it: renewing it would be in vain, and waiting could deadlock.
-RENEW_HOLDS = """
-UPDATE holds SET expires_at = now() + make_interval(secs => %s)
-WHERE id IN (SELECT id FROM holds WHERE owner_id = %s AND state = 'held' AND id = ANY(%s::uuid[]) FOR NO KEY UPDATE SKIP LOCKED)
-"""
-DELETE_COUNTERS = """
-DELETE FROM quota_counters c USING unnest(%s::uuid[], %s::timestamptz[]) AS v(quota_id, window_start)
-WHERE c.quota_id = v.quota_id AND c.window_start = v.window_start
-"""
-INSERT_USAGE_EVENTS = """
-INSERT INTO usage_events (hold_id, part, organization_id, project_id, api_key_id, request_id, model, outcome, input_token_count,
-    cached_input_token_count, generated_token_count, delivered_token_count, billed_token_count, price_version_id, cost_picos,
-    timings, labels, recovered, admitted_at)
-SELECT h.id, v.part, h.organization_id, h.project_id, h.api_key_id, h.request_id, h.model, v.outcome, v.input, v.cached,
-    v.generated, v.delivered, v.billed, h.price_version_id, v.cost, v.timings::jsonb, h.labels, v.recovered, h.admitted_at
-FROM unnest(%s::uuid[], %s::smallint[], %s::text[], %s::bigint[], %s::bigint[], %s::bigint[], %s::bigint[], %s::bigint[],
-            %s::bigint[], %s::text[], %s::bool[])
-    AS v(hold_id, part, outcome, input, cached, generated, delivered, billed, cost, timings, recovered)
-JOIN holds h ON h.id = v.hold_id
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +101,7 @@ class HoldRow:
     leased_token_count: int
     delivered_token_count: int
     posted_token_count: int
-    posted_cost_picos: int
+    posted_minutes: list[int]
     quota_ids: list[uuid.UUID]
     admitted_at: datetime
     charged_at: datetime
@@ -151,16 +114,22 @@ class HoldRow:
         return self.request_id == self.id
 
     def claim(self, prices: TokenPrices, cached_input_token_count: int | None = None) -> Claim:
-        """What the hold claims of its quotas; `cached_input_token_count` where more is known than the row has."""
+        """What the hold claims of its quotas; `cached_input_token_count` where more is known than the row has.
+
+        What comes to be known after the input was posted changes nothing any more: it stands in windows that may be over.
+        """
+        cached = self.cached_input_token_count
+        if cached_input_token_count is not None and not self.posted_token_count:
+            cached = max(cached, cached_input_token_count)
         return Claim(
-            prices=prices,
-            input_token_count=self.input_token_count,
-            cached_input_token_count=max(self.cached_input_token_count, cached_input_token_count or 0),
-            leased_token_count=self.leased_token_count,
-            posted_token_count=self.posted_token_count,
-            posted_cost_picos=self.posted_cost_picos,
-            admitted_at=self.admitted_at,
-            charged_at=self.charged_at,
+            prices,
+            self.input_token_count,
+            cached,
+            self.leased_token_count,
+            self.posted_token_count,
+            self.admitted_at,
+            self.charged_at,
+            tuple(self.posted_minutes),
         )
 
 
@@ -214,66 +183,36 @@ class BatchReads:
     rules: dict[uuid.UUID, QuotaRule] = field(default_factory=dict)
     prices_in_force: dict[tuple[str, str], TokenPrices] = field(default_factory=dict)
     prices: dict[int, TokenPrices] = field(default_factory=dict)
-    _rules_of: dict[tuple[uuid.UUID, str], list[QuotaRule]] = field(default_factory=dict)
+    _by_subject: dict[tuple[uuid.UUID, str], list[QuotaRule]] = field(default_factory=dict)
+    _by_payer: dict[tuple[Payer, str], PayerRules] = field(default_factory=dict)
 
-    def rules_of(self, subject_id: uuid.UUID, model: str) -> list[QuotaRule]:
-        """Rules in force of one subject that a request for the model is charged to; found once per batch, not once per request."""
-        if not self._rules_of:
-            for rule in self.rules.values():
-                if rule.limit_value is not None:
-                    self._rules_of.setdefault((rule.subject_id, rule.model), []).append(rule)
-        return self._rules_of.get((subject_id, ""), []) + self._rules_of.get((subject_id, model), [])
-
-
-@dataclass(frozen=True, slots=True)
-class HoldChange:
-    """The new values of one hold row."""
-
-    hold_id: uuid.UUID
-    state: HoldState
-    cached_input_token_count: int
-    leased_token_count: int
-    delivered_token_count: int
-    posted_token_count: int
-    posted_cost_picos: int
-    charged_at: datetime
+    def rules_for(self, payer: Payer, model: str) -> PayerRules:
+        """What a new request of the payer for the model is charged to; found once per batch, not once per request."""
+        found = self._by_payer.get((payer, model))
+        if found is None:
+            if not self._by_subject:
+                for rule in self.rules.values():
+                    if rule.limit_value is not None:
+                        self._by_subject.setdefault((rule.subject_id, rule.model), []).append(rule)
+            scopes = ((subject, scope) for subject in payer.subject_ids for scope in ("", model))
+            rules = tuple(rule for scope in scopes for rule in self._by_subject.get(scope, ()))
+            found = PayerRules(rules, array(rule.id for rule in rules))
+            self._by_payer[payer, model] = found
+        return found
 
 
-@dataclass(frozen=True, slots=True)
-class NewHold:
-    """A hold to insert."""
+class PayerRules(NamedTuple):
+    """The rules that requests of one payer for one model are charged to. quota_ids: theirs, as an array literal."""
 
-    admit: Admit
-    price_version: int
-    leased_token_count: int
-    quota_ids: tuple[uuid.UUID, ...]
+    rules: tuple[QuotaRule, ...]
+    quota_ids: str
 
 
-@dataclass(frozen=True, slots=True)
-class NewUsageEvent:
-    """A usage event to insert."""
-
-    settled: Settled
-    part: int
-    timings: dict[str, float] | None
-    recovered: bool
-
-
-@dataclass(slots=True)
-class BatchWrites:
-    """All that a batch changes."""
-
-    holds: list[NewHold] = field(default_factory=list)
-    changes: dict[uuid.UUID, HoldChange] = field(default_factory=dict)
-    events: list[NewUsageEvent] = field(default_factory=list)
-    renewed: list[tuple[uuid.UUID, frozenset[uuid.UUID]]] = field(default_factory=list)
-
-
-async def read_time_and_holds(connection: Connection, hold_ids: Collection[uuid.UUID]) -> BatchReads:
-    """Begin the transaction; lock the holds."""
+async def read_time_and_holds(connection: Connection, hold_ids: Collection[uuid.UUID], *, admits: bool = False) -> BatchReads:
+    """Begin the transaction; lock the holds. admits: whether new holds may be taken in it."""
     async with connection.pipeline():
         await connection.execute("BEGIN")
-        time = await connection.execute("SELECT now()")
+        time = await connection.execute(BEGIN_ADMITTING if admits else "SELECT now()")
         if hold_ids:
             holds = await connection.execute(SELECT_HOLDS, (array(hold_ids),))
     row = await time.fetchone()
@@ -309,11 +248,29 @@ async def read_context(connection: Connection, reads: BatchReads, admits: Sequen
         reads.same_requests = {(row[0], row[1]): same_request(row) for row in await same.fetchall()}
         reads.live_key_ids = {row[0] for row in await keys.fetchall()}
         reads.prices_in_force = {(row[0], row[2]): TokenPrices(*row[1:]) for row in await in_force.fetchall()}
-    reads.rules = {
-        row[0]: QuotaRule(row[0], QuotaSubject(row[1]), row[2], row[3], QuotaDimension(row[4]), row[5])
-        for row in await rules.fetchall()
-    }
+    reads.rules = {row[0]: rule_of(*row) for row in await rules.fetchall()}
     reads.prices = {row[1]: TokenPrices(*row[1:]) for row in await prices.fetchall()}
+
+
+@functools.lru_cache(maxsize=32_768)  # rules change rarely and are read by every batch: some 15 MB of them at most
+def rule_of(
+    quota_id: uuid.UUID,
+    subject: str,
+    subject_id: uuid.UUID,
+    model: str,
+    dimension: str,
+    limit_value: int | None,
+    input_weight: int,
+    cached_input_weight: int,
+    output_weight: int,
+    enforced: bool,
+    standing_limit_value: int,
+    raised_until: datetime | None,
+) -> QuotaRule:
+    """One row of SELECT_RULES; the same object for the same row."""
+    weights = Weights(input_weight, cached_input_weight, output_weight)
+    place = (QuotaSubject(subject), subject_id, model, QuotaDimension(dimension))
+    return QuotaRule(quota_id, *place, limit_value, weights, enforced, standing_limit_value, raised_until)
 
 
 def same_request(row: tuple[Any, ...]) -> SameRequest:
@@ -340,28 +297,6 @@ async def lock_counters(connection: Connection, now: datetime, keys: Collection[
     return counters
 
 
-async def write_and_commit(
-    connection: Connection, owner_id: uuid.UUID, expiry_s: float, counters: Counters, writes: BatchWrites
-) -> None:
-    """Write all changes and commit, in one round trip."""
-    async with connection.pipeline():
-        if counters.changed:
-            rows = [counters.rows[key] for key in counters.changed]
-            values = (array(row.used for row in rows), array(row.held for row in rows))
-            await connection.execute(UPDATE_COUNTERS, (*key_columns(counters.changed), *values))
-        if untouched := counters.created - counters.changed:  # a refused request leaves no trace
-            await connection.execute(DELETE_COUNTERS, key_columns(untouched))
-        if writes.holds:
-            await connection.execute(INSERT_HOLDS, (expiry_s, *new_hold_columns(owner_id, writes.holds)))
-        if writes.changes:
-            await connection.execute(UPDATE_HOLDS, (expiry_s, *change_columns(list(writes.changes.values()))))
-        if writes.events:
-            await connection.execute(INSERT_USAGE_EVENTS, usage_event_columns(writes.events))
-        for renewing_owner_id, hold_ids in writes.renewed:
-            await connection.execute(RENEW_HOLDS, (expiry_s, renewing_owner_id, array(hold_ids)))
-        await connection.execute("COMMIT")
-
-
 def array(values: Iterable[uuid.UUID | int | bool | datetime | HoldState]) -> str:
     """An array literal. Only for values whose text needs no quoting."""
     return "{" + ",".join(map(str, values)) + "}"
@@ -370,55 +305,3 @@ def array(values: Iterable[uuid.UUID | int | bool | datetime | HoldState]) -> st
 def key_columns(keys: Iterable[CounterKey]) -> tuple[str, str]:
     """The two columns of counter keys."""
     return array(key[0] for key in keys), array(key[1] for key in keys)
-
-
-def new_hold_columns(owner_id: uuid.UUID, holds: Sequence[NewHold]) -> tuple[str | list[Any], ...]:
-    """One list per column of INSERT_HOLDS."""
-    admits = [hold.admit for hold in holds]
-    return (
-        array(op.hold_id for op in admits),
-        array(op.payer.organization_id for op in admits),
-        array(op.payer.project_id for op in admits),
-        array(op.payer.api_key_id for op in admits),
-        array(op.request_id for op in admits),
-        [op.payload_hash for op in admits],
-        [op.model for op in admits],
-        array(hold.price_version for hold in holds),
-        [json.dumps(op.labels) for op in admits],
-        array(owner_id for _ in holds),
-        array(op.input_token_count for op in admits),
-        array(hold.leased_token_count for hold in holds),
-        [array(hold.quota_ids) for hold in holds],
-    )
-
-
-def change_columns(changes: Sequence[HoldChange]) -> tuple[str, ...]:
-    """One list per column of UPDATE_HOLDS."""
-    return (
-        array(change.hold_id for change in changes),
-        array(change.state for change in changes),
-        array(change.cached_input_token_count for change in changes),
-        array(change.leased_token_count for change in changes),
-        array(change.delivered_token_count for change in changes),
-        array(change.posted_token_count for change in changes),
-        array(change.posted_cost_picos for change in changes),
-        array(change.charged_at for change in changes),
-    )
-
-
-def usage_event_columns(events: Sequence[NewUsageEvent]) -> tuple[str | list[Any], ...]:
-    """One list per column of INSERT_USAGE_EVENTS."""
-    settled = [event.settled for event in events]
-    return (
-        array(usage.hold_id for usage in settled),
-        array(event.part for event in events),
-        [str(usage.outcome) for usage in settled],
-        array(usage.input_token_count for usage in settled),
-        array(usage.cached_input_token_count for usage in settled),
-        array(usage.generated_token_count for usage in settled),
-        array(usage.delivered_token_count for usage in settled),
-        array(usage.billed_token_count for usage in settled),
-        array(usage.cost_picos for usage in settled),
-        [None if event.timings is None else json.dumps(event.timings) for event in events],
-        array(event.recovered for event in events),
-    )

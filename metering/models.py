@@ -19,6 +19,7 @@ from sqlalchemy import (
     ForeignKey,
     Identity,
     Index,
+    Integer,
     LargeBinary,
     MetaData,
     Numeric,
@@ -47,8 +48,11 @@ class QuotaDimension(StrEnum):
     CONCURRENT_REQUESTS = "concurrent_requests"
     REQUESTS_PER_MINUTE = "requests_per_minute"
     TOKENS_PER_MINUTE = "tokens_per_minute"
+    INPUT_TOKENS_PER_MINUTE = "input_tokens_per_minute"
+    OUTPUT_TOKENS_PER_MINUTE = "output_tokens_per_minute"
     TOKENS_PER_DAY = "tokens_per_day"
     TOKENS_PER_MONTH = "tokens_per_month"
+    COST_PICOS_PER_DAY = "cost_picos_per_day"
     COST_PICOS_PER_MONTH = "cost_picos_per_month"
 
 
@@ -103,6 +107,7 @@ class Base(DeclarativeBase):
         dict[str, Any]: JSONB(),
         list[str]: ARRAY(Text()),
         list[uuid.UUID]: ARRAY(Uuid()),
+        list[int]: ARRAY(BigInteger()),
     }
 
 
@@ -158,18 +163,34 @@ class ApiKey(Base):
 
 
 class Quota(Base):
-    """One limit. `model` is empty for all models together. A removed limit stays, for the holds that were charged to it."""
+    """One limit. `model` is empty for all models together. A removed limit stays, for the holds that were charged to it.
+
+    Weights are thousandths per token of a kind, for quotas on tokens. A raise holds instead of the limit until `raised_until`. One
+    that is not enforced counts and refuses nobody. One for new keys limits nothing itself: each key that is created under its
+    subject gets a copy of it.
+    """
 
     __tablename__ = "quotas"
     __table_args__ = (
         CheckConstraint(one_of("subject", QuotaSubject), name="subject_known"),
         CheckConstraint(one_of("dimension", QuotaDimension), name="dimension_known"),
         CheckConstraint("limit_value >= 0", name="limit_not_negative"),
+        CheckConstraint(
+            "input_weight_milli BETWEEN 0 AND 1000000 AND cached_input_weight_milli BETWEEN 0 AND 1000000 "
+            "AND output_weight_milli BETWEEN 0 AND 1000000",
+            name="weights_in_range",
+        ),
+        CheckConstraint(
+            "num_nulls(raised_limit_value, raised_until, raise_reason) IN (0, 3) AND raised_limit_value > limit_value",
+            name="raise_complete",
+        ),
+        CheckConstraint("NOT for_new_keys OR subject <> 'api_key'", name="keys_have_no_new_keys"),
         Index(
             "uq_quotas_live",
             "subject_id",
             "model",
             "dimension",
+            "for_new_keys",
             unique=True,
             postgresql_where=text("deleted_at IS NULL"),
         ),
@@ -181,12 +202,23 @@ class Quota(Base):
     model: Mapped[str] = mapped_column(server_default="")
     dimension: Mapped[str]
     limit_value: Mapped[int]
+    input_weight_milli: Mapped[int] = mapped_column(Integer(), server_default="1000")
+    cached_input_weight_milli: Mapped[int] = mapped_column(Integer(), server_default="1000")
+    output_weight_milli: Mapped[int] = mapped_column(Integer(), server_default="1000")
+    enforced: Mapped[bool] = mapped_column(server_default=text("true"))
+    for_new_keys: Mapped[bool] = mapped_column(server_default=text("false"))
+    raised_limit_value: Mapped[int | None]
+    raised_until: Mapped[datetime | None]
+    raise_reason: Mapped[str | None]
     created_at: Mapped[datetime] = mapped_column(server_default=func.now())
     deleted_at: Mapped[datetime | None]
 
 
 class QuotaCounter(Base):
-    """What is used and held of one quota in one window. Equals the sums over holds and usage events (checked by fsck tests)."""
+    """What is used and held of one quota in one window. Equals the sums over holds and usage events (checked by fsck tests).
+
+    would_refuse_count: admissions that a quota which is not enforced would have refused.
+    """
 
     __tablename__ = "quota_counters"
     __table_args__ = (
@@ -200,6 +232,7 @@ class QuotaCounter(Base):
     window_start: Mapped[datetime] = mapped_column(primary_key=True)
     used: Mapped[int] = mapped_column(server_default="0")
     held: Mapped[int] = mapped_column(server_default="0")
+    would_refuse_count: Mapped[int] = mapped_column(server_default="0")
 
 
 class PriceVersion(Base):
@@ -229,7 +262,8 @@ class Hold(Base):
 
     For the token quotas it holds input + leased output - posted tokens, all in the window of `charged_at`; an extension posts
     what was delivered to the window it was charged to and moves the rest into the window of the moment. `quota_ids` are the
-    quotas charged.
+    quotas charged. `posted_minutes` has a pair for each minute (since 1970) whose charge was moved on: the minute, and the tokens
+    that were posted up to its end; so what a hold used in any window can be told at any later time.
     """
 
     __tablename__ = "holds"
@@ -243,6 +277,13 @@ class Hold(Base):
         CheckConstraint("posted_token_count BETWEEN 0 AND input_token_count + delivered_token_count", name="posted_sane"),
         Index("ix_holds_expiring", "expires_at", postgresql_where=text("state = 'held'")),
         Index("ix_holds_owner_held", "owner_id", postgresql_where=text("state = 'held'")),
+        # Charged to quotas without a usage event that would tell: rare, and looked for when a quota is set.
+        Index(
+            "ix_holds_charged_unbilled",
+            "organization_id",
+            "ended_at",
+            postgresql_where=text("state = 'expired' OR (state = 'voided' AND posted_token_count > 0)"),
+        ),
         {"postgresql_with": {"fillfactor": "70"}},
     )
 
@@ -263,6 +304,7 @@ class Hold(Base):
     delivered_token_count: Mapped[int] = mapped_column(server_default="0")
     posted_token_count: Mapped[int] = mapped_column(server_default="0")
     posted_cost_picos: Mapped[int] = mapped_column(server_default="0")
+    posted_minutes: Mapped[list[int]] = mapped_column(server_default=text("'{}'"))
     quota_ids: Mapped[list[uuid.UUID]]
     admitted_at: Mapped[datetime] = mapped_column(server_default=func.now())
     charged_at: Mapped[datetime] = mapped_column(server_default=func.now())

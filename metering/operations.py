@@ -6,9 +6,11 @@ import uuid
 from dataclasses import dataclass, field
 from datetime import datetime
 from enum import StrEnum
+from typing import NamedTuple
 
 from metering.models import QuotaDimension, QuotaSubject
 from metering.pricing import TokenPrices
+from metering.quota_rules import QuotaRule, window_end
 
 
 class Outcome(StrEnum):
@@ -26,34 +28,68 @@ class Outcome(StrEnum):
     FAILED = "failed"
 
 
-@dataclass(frozen=True, slots=True)
-class QuotaState:
-    """One limit at a moment. Values in requests, tokens or picos by dimension; `resets_at` is None for concurrency.
+class QuotaState(NamedTuple):
+    """One limit at a moment. Values in requests, tokens or picos by dimension.
 
-    subject_name: the subject for people; empty where nobody looked it up.
+    subject_name: the subject for people. It, raise_reason and would_refuse_count are empty where nobody looked them up.
+    would_refuse_count: admissions of this window that the quota would have refused if it were enforced.
+    for_new_keys: it limits nothing itself, but is copied to each key that is created under its subject.
     """
 
-    quota_id: uuid.UUID
-    subject: QuotaSubject
-    subject_id: uuid.UUID
-    model: str
-    dimension: QuotaDimension
-    limit_value: int
+    rule: QuotaRule
     used: int
     held: int
     now: datetime
-    resets_at: datetime | None
     subject_name: str = ""
+    raise_reason: str = ""
+    would_refuse_count: int = 0
+    for_new_keys: bool = False
+
+    @property
+    def quota_id(self) -> uuid.UUID:
+        """Which quota."""
+        return self.rule.id
+
+    @property
+    def subject(self) -> QuotaSubject:
+        """What it hangs on."""
+        return self.rule.subject
+
+    @property
+    def subject_id(self) -> uuid.UUID:
+        """On which one."""
+        return self.rule.subject_id
+
+    @property
+    def model(self) -> str:
+        """The model that it limits; empty for all together."""
+        return self.rule.model
+
+    @property
+    def dimension(self) -> QuotaDimension:
+        """What it counts."""
+        return self.rule.dimension
+
+    @property
+    def limit_value(self) -> int:
+        """The limit in force, so with a raise."""
+        return self.rule.limit_value or 0
 
     @property
     def remaining(self) -> int:
-        """What may still be held; negative only after an admin lowered the limit below what was used."""
+        """What may still be held; negative where it is not enforced, or has become less than what was used."""
         return self.limit_value - self.used - self.held
+
+    @property
+    def resets_at(self) -> datetime | None:
+        """When `used` starts again at zero; None for concurrency."""
+        return window_end(self.rule.dimension, self.now)
 
     @property
     def resets_in_s(self) -> float | None:
         """Seconds from `now` to `resets_at`."""
-        return None if self.resets_at is None else (self.resets_at - self.now).total_seconds()
+        resets_at = self.resets_at
+        return None if resets_at is None else (resets_at - self.now).total_seconds()
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ from inference.errors import EngineError, EngineFailed, EngineOverloaded, Engine
 from metering.errors import InvalidValue, MeteringError, NotFound, QuotaExceeded, RequestSettled, StoreAway
 from metering.models import QuotaDimension, QuotaSubject
 from metering.operations import QuotaState, Settled
+from metering.quota_rules import QuotaRule, window_end
 from tests.service import Refusal
 
 BASES = (ApiError, EngineError, MeteringError)
@@ -128,9 +129,10 @@ def test_what_does_not_pass_gives_no_hope() -> None:
 
 
 def quota(dimension: QuotaDimension, *, limit: int, used: int = 0, held: int = 0, resets_in_s: float | None = 60) -> QuotaState:
-    """A limit at noon."""
-    resets_at = None if resets_in_s is None else NOW + timedelta(seconds=resets_in_s)
-    return QuotaState(uuid.uuid4(), QuotaSubject.PROJECT, uuid.uuid4(), "m", dimension, limit, used, held, NOW, resets_at)
+    """A limit so long before its window ends."""
+    rule = QuotaRule(uuid.uuid4(), QuotaSubject.PROJECT, uuid.uuid4(), "m", dimension, limit)
+    ends = window_end(dimension, NOW)
+    return QuotaState(rule, used, held, NOW if ends is None or resets_in_s is None else ends - timedelta(seconds=resets_in_s))
 
 
 def test_a_quota_is_told_with_all_its_numbers() -> None:

@@ -45,6 +45,7 @@ CREATE SCHEMA clock;
 CREATE TABLE clock.time (now timestamptz NOT NULL);
 INSERT INTO clock.time VALUES ({});
 CREATE FUNCTION clock.now() RETURNS timestamptz LANGUAGE sql STABLE AS 'SELECT now FROM clock.time';
+CREATE FUNCTION clock.clock_timestamp() RETURNS timestamptz LANGUAGE sql STABLE AS 'SELECT now FROM clock.time';
 ALTER DATABASE {} SET search_path = clock, public, pg_catalog;
 """
 

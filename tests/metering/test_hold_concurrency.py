@@ -51,8 +51,11 @@ ROOM_FOR_50 = {
     QuotaDimension.CONCURRENT_REQUESTS: 50,
     QuotaDimension.REQUESTS_PER_MINUTE: 50,
     QuotaDimension.TOKENS_PER_MINUTE: 50 * 30,
+    QuotaDimension.INPUT_TOKENS_PER_MINUTE: 50 * 10,
+    QuotaDimension.OUTPUT_TOKENS_PER_MINUTE: 50 * 20,
     QuotaDimension.TOKENS_PER_DAY: 50 * 30,
     QuotaDimension.TOKENS_PER_MONTH: 50 * 30,
+    QuotaDimension.COST_PICOS_PER_DAY: 50 * (10 * INPUT_PICOS + 20 * OUTPUT_PICOS),
     QuotaDimension.COST_PICOS_PER_MONTH: 50 * (10 * INPUT_PICOS + 20 * OUTPUT_PICOS),
 }
 
@@ -140,6 +143,7 @@ async def test_invariants_hold_under_any_mix_of_operations_from_several_processe
     limits = dict.fromkeys(QuotaDimension, 900) | {
         QuotaDimension.CONCURRENT_REQUESTS: 12,
         QuotaDimension.REQUESTS_PER_MINUTE: 25,
+        QuotaDimension.COST_PICOS_PER_DAY: 6_000,
         QuotaDimension.COST_PICOS_PER_MONTH: 6_000,
     }
     for payer in payers[:3]:

@@ -52,7 +52,7 @@ async def test_a_database_in_order_has_no_violations(world: HoldWorld) -> None:
 FAULTS = [
     ("UPDATE quota_counters SET held = held + 1 WHERE held > 0", "held"),
     ("UPDATE quota_counters SET used = used + 1 WHERE used > 0", "used"),
-    ("UPDATE quota_counters SET used = used - 1 WHERE used > 0", "over all windows"),
+    ("UPDATE quota_counters SET used = used - 1 WHERE used > 0", "but holds left"),
     ("DELETE FROM quota_counters WHERE held > 0", "is missing"),
     ("UPDATE quotas SET limit_value = 5", "exceed the limit 5"),
     ("UPDATE holds SET leased_token_count = leased_token_count + 1 WHERE state = 'held'", "live holds claim"),

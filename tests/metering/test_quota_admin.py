@@ -13,8 +13,9 @@ from metering.audit import list_audit_entries
 from metering.db import Sessions
 from metering.errors import InvalidValue, NotFound
 from metering.models import QuotaCounter, QuotaDimension, QuotaSubject
-from metering.quota_admin import delete_past_counters, delete_quota, list_quotas, quotas_for, set_quota
-from metering.quotas import window_start
+from metering.quota_admin import delete_past_counters, delete_quota, set_quota
+from metering.quota_rules import window_start
+from metering.quota_states import list_quotas, quotas_for
 from tests.metering.books import Customer, new_customer
 
 

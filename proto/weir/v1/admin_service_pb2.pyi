@@ -691,6 +691,11 @@ class SetQuotaRequest(_message.Message):
     MODEL_FIELD_NUMBER: _builtins.int
     DIMENSION_FIELD_NUMBER: _builtins.int
     LIMIT_VALUE_FIELD_NUMBER: _builtins.int
+    FOR_NEW_KEYS_FIELD_NUMBER: _builtins.int
+    ENFORCED_FIELD_NUMBER: _builtins.int
+    INPUT_WEIGHT_MILLI_FIELD_NUMBER: _builtins.int
+    CACHED_INPUT_WEIGHT_MILLI_FIELD_NUMBER: _builtins.int
+    OUTPUT_WEIGHT_MILLI_FIELD_NUMBER: _builtins.int
     subject: _types_pb2.QuotaSubject.ValueType
     """What it hangs on."""
     subject_ref: _builtins.str
@@ -700,7 +705,21 @@ class SetQuotaRequest(_message.Message):
     dimension: _types_pb2.QuotaDimension.ValueType
     """What it counts."""
     limit_value: _builtins.int
-    """The limit, 0 or more. 0 lets nothing in."""
+    """The limit, 0 or more. 0 lets nothing in. A limit above one further up is allowed and has no effect: `narrowed_by_quota_id` tells."""
+    for_new_keys: _builtins.bool
+    """It limits nothing itself: each key that is created under its subject from then on gets a copy. Part of which limit it is.
+    INVALID_ARGUMENT for a key.
+    """
+    enforced: _builtins.bool
+    """False: it counts and reports, and refuses nobody. Unset: as it stands; true for a new limit."""
+    input_weight_milli: _builtins.int
+    """Thousandths that an uncached input token counts, 0 to 1,000,000. Unset: as it stands; 1000 for a new limit. INVALID_ARGUMENT for
+    another value where the dimension does not count such tokens. What was used in this window is counted anew.
+    """
+    cached_input_weight_milli: _builtins.int
+    """The same for a cached input token. Until the engine has told how much was cached, the dearer of both is held."""
+    output_weight_milli: _builtins.int
+    """The same for an output token."""
     def __init__(
         self,
         *,
@@ -709,12 +728,32 @@ class SetQuotaRequest(_message.Message):
         model: _builtins.str = ...,
         dimension: _types_pb2.QuotaDimension.ValueType = ...,
         limit_value: _builtins.int = ...,
+        for_new_keys: _builtins.bool = ...,
+        enforced: _builtins.bool | None = ...,
+        input_weight_milli: _builtins.int | None = ...,
+        cached_input_weight_milli: _builtins.int | None = ...,
+        output_weight_milli: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_cached_input_weight_milli", b"_cached_input_weight_milli", "_enforced", b"_enforced", "_input_weight_milli", b"_input_weight_milli", "_output_weight_milli", b"_output_weight_milli", "cached_input_weight_milli", b"cached_input_weight_milli", "enforced", b"enforced", "input_weight_milli", b"input_weight_milli", "output_weight_milli", b"output_weight_milli"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dimension", b"dimension", "limit_value", b"limit_value", "model", b"model", "subject", b"subject", "subject_ref", b"subject_ref"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cached_input_weight_milli", b"_cached_input_weight_milli", "_enforced", b"_enforced", "_input_weight_milli", b"_input_weight_milli", "_output_weight_milli", b"_output_weight_milli", "cached_input_weight_milli", b"cached_input_weight_milli", "dimension", b"dimension", "enforced", b"enforced", "for_new_keys", b"for_new_keys", "input_weight_milli", b"input_weight_milli", "limit_value", b"limit_value", "model", b"model", "output_weight_milli", b"output_weight_milli", "subject", b"subject", "subject_ref", b"subject_ref"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__cached_input_weight_milli: _TypeAlias = _typing.Literal["cached_input_weight_milli"]  # noqa: Y015
+    _WhichOneofArgType__cached_input_weight_milli: _TypeAlias = _typing.Literal["_cached_input_weight_milli", b"_cached_input_weight_milli"]  # noqa: Y015
+    _WhichOneofReturnType__enforced: _TypeAlias = _typing.Literal["enforced"]  # noqa: Y015
+    _WhichOneofArgType__enforced: _TypeAlias = _typing.Literal["_enforced", b"_enforced"]  # noqa: Y015
+    _WhichOneofReturnType__input_weight_milli: _TypeAlias = _typing.Literal["input_weight_milli"]  # noqa: Y015
+    _WhichOneofArgType__input_weight_milli: _TypeAlias = _typing.Literal["_input_weight_milli", b"_input_weight_milli"]  # noqa: Y015
+    _WhichOneofReturnType__output_weight_milli: _TypeAlias = _typing.Literal["output_weight_milli"]  # noqa: Y015
+    _WhichOneofArgType__output_weight_milli: _TypeAlias = _typing.Literal["_output_weight_milli", b"_output_weight_milli"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__cached_input_weight_milli) -> _WhichOneofReturnType__cached_input_weight_milli | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__enforced) -> _WhichOneofReturnType__enforced | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__input_weight_milli) -> _WhichOneofReturnType__input_weight_milli | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__output_weight_milli) -> _WhichOneofReturnType__output_weight_milli | None: ...
 
 Global___SetQuotaRequest: _TypeAlias = SetQuotaRequest  # noqa: Y015
 
@@ -741,6 +780,66 @@ class SetQuotaResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SetQuotaResponse: _TypeAlias = SetQuotaResponse  # noqa: Y015
+
+@_typing.final
+class RaiseQuotaRequest(_message.Message):
+    """Lets a higher limit hold for a time."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    QUOTA_ID_FIELD_NUMBER: _builtins.int
+    LIMIT_VALUE_FIELD_NUMBER: _builtins.int
+    EXPIRE_TIME_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    quota_id: _builtins.str
+    """Its id. Unknown: NOT_FOUND."""
+    limit_value: _builtins.int
+    """The limit in that time, more than the one that stands: INVALID_ARGUMENT otherwise."""
+    reason: _builtins.str
+    """Why, 1 to 500 characters; it is told with the limit and stands in the audit log."""
+    @_builtins.property
+    def expire_time(self) -> _timestamp_pb2.Timestamp:
+        """Until when, within 366 days, by the database's clock. Unset: ends the raise that is in force."""
+
+    def __init__(
+        self,
+        *,
+        quota_id: _builtins.str = ...,
+        limit_value: _builtins.int = ...,
+        expire_time: _timestamp_pb2.Timestamp | None = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["expire_time", b"expire_time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["expire_time", b"expire_time", "limit_value", b"limit_value", "quota_id", b"quota_id", "reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RaiseQuotaRequest: _TypeAlias = RaiseQuotaRequest  # noqa: Y015
+
+@_typing.final
+class RaiseQuotaResponse(_message.Message):
+    """The limit as it stands."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    QUOTA_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def quota(self) -> _types_pb2.QuotaStatus:
+        """The limit and what is left of it."""
+
+    def __init__(
+        self,
+        *,
+        quota: _types_pb2.QuotaStatus | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["quota", b"quota"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["quota", b"quota"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RaiseQuotaResponse: _TypeAlias = RaiseQuotaResponse  # noqa: Y015
 
 @_typing.final
 class DeleteQuotaRequest(_message.Message):
@@ -788,16 +887,26 @@ class ListQuotasRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     ORGANIZATION_FIELD_NUMBER: _builtins.int
+    API_KEY_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
     organization: _builtins.str
     """Name or id of an organization: its limits and those of its projects and keys. Empty: all."""
+    api_key: _builtins.str
+    """Id or prefix of a key: every limit that it meets, its own and those further up, and which of them bind. Unknown: NOT_FOUND.
+    INVALID_ARGUMENT together with `organization`.
+    """
+    model: _builtins.str
+    """With `api_key`: only limits that apply to this model. Empty: all."""
     def __init__(
         self,
         *,
         organization: _builtins.str = ...,
+        api_key: _builtins.str = ...,
+        model: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["organization", b"organization"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["api_key", b"api_key", "model", b"model", "organization", b"organization"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -91,6 +91,11 @@ class AdminServiceStub:
                 request_serializer=weir_dot_v1_dot_admin__service__pb2.SetQuotaRequest.SerializeToString,
                 response_deserializer=weir_dot_v1_dot_admin__service__pb2.SetQuotaResponse.FromString,
                 _registered_method=True)
+        self.RaiseQuota = channel.unary_unary(
+                '/weir.v1.AdminService/RaiseQuota',
+                request_serializer=weir_dot_v1_dot_admin__service__pb2.RaiseQuotaRequest.SerializeToString,
+                response_deserializer=weir_dot_v1_dot_admin__service__pb2.RaiseQuotaResponse.FromString,
+                _registered_method=True)
         self.DeleteQuota = channel.unary_unary(
                 '/weir.v1.AdminService/DeleteQuota',
                 request_serializer=weir_dot_v1_dot_admin__service__pb2.DeleteQuotaRequest.SerializeToString,
@@ -218,6 +223,13 @@ class AdminServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def RaiseQuota(self, request, context):
+        """Lets a higher limit hold until a time, or ends that. The same again changes nothing.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def DeleteQuota(self, request, context):
         """Removes one limit. NOT_FOUND if there is none.
         """
@@ -333,6 +345,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.SetQuota,
                     request_deserializer=weir_dot_v1_dot_admin__service__pb2.SetQuotaRequest.FromString,
                     response_serializer=weir_dot_v1_dot_admin__service__pb2.SetQuotaResponse.SerializeToString,
+            ),
+            'RaiseQuota': grpc.unary_unary_rpc_method_handler(
+                    servicer.RaiseQuota,
+                    request_deserializer=weir_dot_v1_dot_admin__service__pb2.RaiseQuotaRequest.FromString,
+                    response_serializer=weir_dot_v1_dot_admin__service__pb2.RaiseQuotaResponse.SerializeToString,
             ),
             'DeleteQuota': grpc.unary_unary_rpc_method_handler(
                     servicer.DeleteQuota,
@@ -655,6 +672,33 @@ class AdminService:
             '/weir.v1.AdminService/SetQuota',
             weir_dot_v1_dot_admin__service__pb2.SetQuotaRequest.SerializeToString,
             weir_dot_v1_dot_admin__service__pb2.SetQuotaResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RaiseQuota(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weir.v1.AdminService/RaiseQuota',
+            weir_dot_v1_dot_admin__service__pb2.RaiseQuotaRequest.SerializeToString,
+            weir_dot_v1_dot_admin__service__pb2.RaiseQuotaResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -64,6 +64,8 @@ class AdminServiceStub:
     """Lists API keys, newest first, without their secrets."""
     SetQuota: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.SetQuotaRequest, _admin_service_pb2.SetQuotaResponse]
     """Sets one limit; a limit for the same subject, model and dimension is replaced, and what was used stays counted."""
+    RaiseQuota: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.RaiseQuotaRequest, _admin_service_pb2.RaiseQuotaResponse]
+    """Lets a higher limit hold until a time, or ends that. The same again changes nothing."""
     DeleteQuota: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.DeleteQuotaRequest, _admin_service_pb2.DeleteQuotaResponse]
     """Removes one limit. NOT_FOUND if there is none."""
     ListQuotas: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.ListQuotasRequest, _admin_service_pb2.ListQuotasResponse]
@@ -117,6 +119,8 @@ class AdminServiceAsyncStub(AdminServiceStub):
     """Lists API keys, newest first, without their secrets."""
     SetQuota: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.SetQuotaRequest, _admin_service_pb2.SetQuotaResponse]  # type: ignore[assignment]
     """Sets one limit; a limit for the same subject, model and dimension is replaced, and what was used stays counted."""
+    RaiseQuota: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.RaiseQuotaRequest, _admin_service_pb2.RaiseQuotaResponse]  # type: ignore[assignment]
+    """Lets a higher limit hold until a time, or ends that. The same again changes nothing."""
     DeleteQuota: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.DeleteQuotaRequest, _admin_service_pb2.DeleteQuotaResponse]  # type: ignore[assignment]
     """Removes one limit. NOT_FOUND if there is none."""
     ListQuotas: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.ListQuotasRequest, _admin_service_pb2.ListQuotasResponse]  # type: ignore[assignment]
@@ -227,6 +231,14 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_admin_service_pb2.SetQuotaResponse, _abc.Awaitable[_admin_service_pb2.SetQuotaResponse]]:
         """Sets one limit; a limit for the same subject, model and dimension is replaced, and what was used stays counted."""
+
+    @_abc_1.abstractmethod
+    def RaiseQuota(
+        self,
+        request: _admin_service_pb2.RaiseQuotaRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_service_pb2.RaiseQuotaResponse, _abc.Awaitable[_admin_service_pb2.RaiseQuotaResponse]]:
+        """Lets a higher limit hold until a time, or ends that. The same again changes nothing."""
 
     @_abc_1.abstractmethod
     def DeleteQuota(

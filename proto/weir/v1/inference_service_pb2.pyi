@@ -23,6 +23,30 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _ServiceTier:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _ServiceTierEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ServiceTier.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    SERVICE_TIER_UNSPECIFIED: _ServiceTier.ValueType  # 0
+    """The same as SERVICE_TIER_INTERACTIVE."""
+    SERVICE_TIER_INTERACTIVE: _ServiceTier.ValueType  # 1
+    """Somebody waits for the answer."""
+    SERVICE_TIER_BATCH: _ServiceTier.ValueType  # 2
+    """Runs when no interactive request waits, and else at long intervals, so that it comes to its end."""
+
+class ServiceTier(_ServiceTier, metaclass=_ServiceTierEnumTypeWrapper):
+    """What a request is to those who wait for the same engine."""
+
+SERVICE_TIER_UNSPECIFIED: ServiceTier.ValueType  # 0
+"""The same as SERVICE_TIER_INTERACTIVE."""
+SERVICE_TIER_INTERACTIVE: ServiceTier.ValueType  # 1
+"""Somebody waits for the answer."""
+SERVICE_TIER_BATCH: ServiceTier.ValueType  # 2
+"""Runs when no interactive request waits, and else at long intervals, so that it comes to its end."""
+Global___ServiceTier: _TypeAlias = ServiceTier  # noqa: Y015
+
 class _Role:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -176,6 +200,8 @@ class StartFrame(_message.Message):
     TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
     RESPONSE_FORMAT_FIELD_NUMBER: _builtins.int
     CHOICE_COUNT_FIELD_NUMBER: _builtins.int
+    TIER_FIELD_NUMBER: _builtins.int
+    START_TIMEOUT_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Name of a model, as `ListModels` gives it. Unknown: NOT_FOUND."""
     text: _builtins.str
@@ -198,6 +224,8 @@ class StartFrame(_message.Message):
     """So many outputs of the one prompt, 1 to 16; unset: 1. The input is billed once, the output of all. `max_output_tokens` holds for
     each; the quotas hold the sum. INVALID_ARGUMENT for more, and for more than one with a temperature of 0: all would be equal.
     """
+    tier: Global___ServiceTier.ValueType
+    """What the request is to those who wait for the same engine. Unset: interactive. Unknown: INVALID_ARGUMENT."""
     @_builtins.property
     def conversation(self) -> Global___Conversation:
         """A conversation, rendered with the model's own chat template."""
@@ -228,6 +256,14 @@ class StartFrame(_message.Message):
     def response_format(self) -> Global___ResponseFormat:
         """What the output must look like. Unset: anything."""
 
+    @_builtins.property
+    def start_timeout(self) -> _duration_pb2.Duration:
+        """How long the request may wait for its turn with the engine, from the arrival of this frame; more than 0. One whose expected wait
+        is longer is refused at once, as UNAVAILABLE with the reason STARTS_TOO_LATE, `estimated_wait_s` in the metadata and the time after
+        which the same request will be let in. One that waits all the same ends as DEADLINE when the time is over, and costs nothing.
+        The deadline of the call holds in the same way, whichever is earlier. Unset: only that deadline.
+        """
+
     def __init__(
         self,
         *,
@@ -246,10 +282,12 @@ class StartFrame(_message.Message):
         top_logprobs: _builtins.int | None = ...,
         response_format: Global___ResponseFormat | None = ...,
         choice_count: _builtins.int | None = ...,
+        tier: Global___ServiceTier.ValueType = ...,
+        start_timeout: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_choice_count", b"_choice_count", "_max_output_tokens", b"_max_output_tokens", "_top_logprobs", b"_top_logprobs", "_usage_interval_tokens", b"_usage_interval_tokens", "choice_count", b"choice_count", "conversation", b"conversation", "max_output_tokens", b"max_output_tokens", "prompt", b"prompt", "response_format", b"response_format", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs", "usage_interval_tokens", b"usage_interval_tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_choice_count", b"_choice_count", "_max_output_tokens", b"_max_output_tokens", "_top_logprobs", b"_top_logprobs", "_usage_interval_tokens", b"_usage_interval_tokens", "choice_count", b"choice_count", "conversation", b"conversation", "max_output_tokens", b"max_output_tokens", "prompt", b"prompt", "response_format", b"response_format", "sampling", b"sampling", "start_timeout", b"start_timeout", "text", b"text", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs", "usage_interval_tokens", b"usage_interval_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_choice_count", b"_choice_count", "_max_output_tokens", b"_max_output_tokens", "_top_logprobs", b"_top_logprobs", "_usage_interval_tokens", b"_usage_interval_tokens", "choice_count", b"choice_count", "conversation", b"conversation", "ignore_eos", b"ignore_eos", "labels", b"labels", "max_output_tokens", b"max_output_tokens", "min_output_tokens", b"min_output_tokens", "model", b"model", "prompt", b"prompt", "response_format", b"response_format", "sampling", b"sampling", "stop_sequences", b"stop_sequences", "stop_token_ids", b"stop_token_ids", "text", b"text", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs", "usage_interval_tokens", b"usage_interval_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_choice_count", b"_choice_count", "_max_output_tokens", b"_max_output_tokens", "_top_logprobs", b"_top_logprobs", "_usage_interval_tokens", b"_usage_interval_tokens", "choice_count", b"choice_count", "conversation", b"conversation", "ignore_eos", b"ignore_eos", "labels", b"labels", "max_output_tokens", b"max_output_tokens", "min_output_tokens", b"min_output_tokens", "model", b"model", "prompt", b"prompt", "response_format", b"response_format", "sampling", b"sampling", "start_timeout", b"start_timeout", "stop_sequences", b"stop_sequences", "stop_token_ids", b"stop_token_ids", "text", b"text", "tier", b"tier", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs", "usage_interval_tokens", b"usage_interval_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__choice_count: _TypeAlias = _typing.Literal["choice_count"]  # noqa: Y015
     _WhichOneofArgType__choice_count: _TypeAlias = _typing.Literal["_choice_count", b"_choice_count"]  # noqa: Y015
@@ -1151,6 +1189,108 @@ class GetQuotaResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetQuotaResponse: _TypeAlias = GetQuotaResponse  # noqa: Y015
+
+@_typing.final
+class QuoteRequest(_message.Message):
+    """Asks what a request would be."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    START_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def start(self) -> Global___StartFrame:
+        """The request. Wrong in the same ways as in `Generate`, and refused with the same codes, but for quotas: those are the answer."""
+
+    def __init__(
+        self,
+        *,
+        start: Global___StartFrame | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["start", b"start"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["start", b"start"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___QuoteRequest: _TypeAlias = QuoteRequest  # noqa: Y015
+
+@_typing.final
+class QuoteResponse(_message.Message):
+    """What the request would be if it were started now."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INPUT_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    PREDICTED_CACHED_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    MAX_OUTPUT_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    EXPECTED_OUTPUT_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    WORST_COST_FIELD_NUMBER: _builtins.int
+    EXPECTED_COST_FIELD_NUMBER: _builtins.int
+    PRICE_VERSION_FIELD_NUMBER: _builtins.int
+    WOULD_ADMIT_FIELD_NUMBER: _builtins.int
+    RETRY_HELPS_FIELD_NUMBER: _builtins.int
+    RETRY_DELAY_FIELD_NUMBER: _builtins.int
+    FAILING_QUOTAS_FIELD_NUMBER: _builtins.int
+    QUOTAS_FIELD_NUMBER: _builtins.int
+    input_token_count: _builtins.int
+    """Tokens of the rendered prompt."""
+    predicted_cached_token_count: _builtins.int
+    """Prompt tokens that the prefix cache is expected to serve. 0 where unknown."""
+    max_output_token_count: _builtins.int
+    """Most output tokens, of all choices together."""
+    expected_output_token_count: _builtins.int
+    """Output tokens to expect: the mean of the project's latest requests to the model, at most `max_output_token_count`; that itself
+    where there were none.
+    """
+    price_version: _builtins.int
+    """Version of the price list that it would be billed by."""
+    would_admit: _builtins.bool
+    """Whether the quotas would let it in."""
+    retry_helps: _builtins.bool
+    """Whether waiting can make it fit, if it would not be let in: false for one that is larger than a limit."""
+    @_builtins.property
+    def worst_cost(self) -> _types_pb2.Money:
+        """With nothing cached and all of `max_output_token_count`; the request never costs more."""
+
+    @_builtins.property
+    def expected_cost(self) -> _types_pb2.Money:
+        """With `predicted_cached_token_count` and `expected_output_token_count`."""
+
+    @_builtins.property
+    def retry_delay(self) -> _duration_pb2.Duration:
+        """How long to wait, if that helps. Unset otherwise."""
+
+    @_builtins.property
+    def failing_quotas(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.QuotaStatus]:
+        """The quotas that would refuse it, the first to reset in front."""
+
+    @_builtins.property
+    def quotas(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.QuotaStatus]:
+        """Every quota that applies, without this request. Sorted by organization, project, key, then dimension."""
+
+    def __init__(
+        self,
+        *,
+        input_token_count: _builtins.int = ...,
+        predicted_cached_token_count: _builtins.int = ...,
+        max_output_token_count: _builtins.int = ...,
+        expected_output_token_count: _builtins.int = ...,
+        worst_cost: _types_pb2.Money | None = ...,
+        expected_cost: _types_pb2.Money | None = ...,
+        price_version: _builtins.int = ...,
+        would_admit: _builtins.bool = ...,
+        retry_helps: _builtins.bool = ...,
+        retry_delay: _duration_pb2.Duration | None = ...,
+        failing_quotas: _abc.Iterable[_types_pb2.QuotaStatus] | None = ...,
+        quotas: _abc.Iterable[_types_pb2.QuotaStatus] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["expected_cost", b"expected_cost", "retry_delay", b"retry_delay", "worst_cost", b"worst_cost"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["expected_cost", b"expected_cost", "expected_output_token_count", b"expected_output_token_count", "failing_quotas", b"failing_quotas", "input_token_count", b"input_token_count", "max_output_token_count", b"max_output_token_count", "predicted_cached_token_count", b"predicted_cached_token_count", "price_version", b"price_version", "quotas", b"quotas", "retry_delay", b"retry_delay", "retry_helps", b"retry_helps", "worst_cost", b"worst_cost", "would_admit", b"would_admit"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___QuoteResponse: _TypeAlias = QuoteResponse  # noqa: Y015
 
 @_typing.final
 class GetGenerationRequest(_message.Message):

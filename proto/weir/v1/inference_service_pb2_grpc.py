@@ -56,6 +56,11 @@ class InferenceServiceStub:
                 request_serializer=weir_dot_v1_dot_inference__service__pb2.GetQuotaRequest.SerializeToString,
                 response_deserializer=weir_dot_v1_dot_inference__service__pb2.GetQuotaResponse.FromString,
                 _registered_method=True)
+        self.Quote = channel.unary_unary(
+                '/weir.v1.InferenceService/Quote',
+                request_serializer=weir_dot_v1_dot_inference__service__pb2.QuoteRequest.SerializeToString,
+                response_deserializer=weir_dot_v1_dot_inference__service__pb2.QuoteResponse.FromString,
+                _registered_method=True)
         self.GetGeneration = channel.unary_unary(
                 '/weir.v1.InferenceService/GetGeneration',
                 request_serializer=weir_dot_v1_dot_inference__service__pb2.GetGenerationRequest.SerializeToString,
@@ -101,6 +106,13 @@ class InferenceServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Quote(self, request, context):
+        """Tells what a request would count and cost, and whether it would be let in now, without running it and without a trace.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetGeneration(self, request, context):
         """Looks up one request of the key's project by its id: state, usage, cost and timings.
         NOT_FOUND if the project has no such request.
@@ -131,6 +143,11 @@ def add_InferenceServiceServicer_to_server(servicer, server):
                     servicer.GetQuota,
                     request_deserializer=weir_dot_v1_dot_inference__service__pb2.GetQuotaRequest.FromString,
                     response_serializer=weir_dot_v1_dot_inference__service__pb2.GetQuotaResponse.SerializeToString,
+            ),
+            'Quote': grpc.unary_unary_rpc_method_handler(
+                    servicer.Quote,
+                    request_deserializer=weir_dot_v1_dot_inference__service__pb2.QuoteRequest.FromString,
+                    response_serializer=weir_dot_v1_dot_inference__service__pb2.QuoteResponse.SerializeToString,
             ),
             'GetGeneration': grpc.unary_unary_rpc_method_handler(
                     servicer.GetGeneration,
@@ -248,6 +265,33 @@ class InferenceService:
             '/weir.v1.InferenceService/GetQuota',
             weir_dot_v1_dot_inference__service__pb2.GetQuotaRequest.SerializeToString,
             weir_dot_v1_dot_inference__service__pb2.GetQuotaResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Quote(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weir.v1.InferenceService/Quote',
+            weir_dot_v1_dot_inference__service__pb2.QuoteRequest.SerializeToString,
+            weir_dot_v1_dot_inference__service__pb2.QuoteResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -49,6 +49,8 @@ class InferenceServiceStub:
     """Lists the models that the key may use."""
     GetQuota: _grpc.UnaryUnaryMultiCallable[_inference_service_pb2.GetQuotaRequest, _inference_service_pb2.GetQuotaResponse]
     """Tells every quota that applies to the key, and what is left of it."""
+    Quote: _grpc.UnaryUnaryMultiCallable[_inference_service_pb2.QuoteRequest, _inference_service_pb2.QuoteResponse]
+    """Tells what a request would count and cost, and whether it would be let in now, without running it and without a trace."""
     GetGeneration: _grpc.UnaryUnaryMultiCallable[_inference_service_pb2.GetGenerationRequest, _inference_service_pb2.GetGenerationResponse]
     """Looks up one request of the key's project by its id: state, usage, cost and timings.
     NOT_FOUND if the project has no such request.
@@ -75,6 +77,8 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     """Lists the models that the key may use."""
     GetQuota: _aio.UnaryUnaryMultiCallable[_inference_service_pb2.GetQuotaRequest, _inference_service_pb2.GetQuotaResponse]  # type: ignore[assignment]
     """Tells every quota that applies to the key, and what is left of it."""
+    Quote: _aio.UnaryUnaryMultiCallable[_inference_service_pb2.QuoteRequest, _inference_service_pb2.QuoteResponse]  # type: ignore[assignment]
+    """Tells what a request would count and cost, and whether it would be let in now, without running it and without a trace."""
     GetGeneration: _aio.UnaryUnaryMultiCallable[_inference_service_pb2.GetGenerationRequest, _inference_service_pb2.GetGenerationResponse]  # type: ignore[assignment]
     """Looks up one request of the key's project by its id: state, usage, cost and timings.
     NOT_FOUND if the project has no such request.
@@ -122,6 +126,14 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_inference_service_pb2.GetQuotaResponse, _abc.Awaitable[_inference_service_pb2.GetQuotaResponse]]:
         """Tells every quota that applies to the key, and what is left of it."""
+
+    @_abc_1.abstractmethod
+    def Quote(
+        self,
+        request: _inference_service_pb2.QuoteRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_inference_service_pb2.QuoteResponse, _abc.Awaitable[_inference_service_pb2.QuoteResponse]]:
+        """Tells what a request would count and cost, and whether it would be let in now, without running it and without a trace."""
 
     @_abc_1.abstractmethod
     def GetGeneration(

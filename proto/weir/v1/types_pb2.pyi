@@ -112,13 +112,19 @@ class _QuotaDimensionEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_QuotaD
     QUOTA_DIMENSION_REQUESTS_PER_MINUTE: _QuotaDimension.ValueType  # 2
     """Requests admitted in a calendar minute."""
     QUOTA_DIMENSION_TOKENS_PER_MINUTE: _QuotaDimension.ValueType  # 3
-    """Input and output tokens in a calendar minute."""
+    """Input and output tokens in a calendar minute, by their weights."""
     QUOTA_DIMENSION_TOKENS_PER_DAY: _QuotaDimension.ValueType  # 4
-    """Input and output tokens in a calendar day, UTC."""
+    """Input and output tokens in a calendar day, UTC, by their weights."""
     QUOTA_DIMENSION_TOKENS_PER_MONTH: _QuotaDimension.ValueType  # 5
-    """Input and output tokens in a calendar month, UTC."""
+    """Input and output tokens in a calendar month, UTC, by their weights."""
     QUOTA_DIMENSION_COST_PICOS_PER_MONTH: _QuotaDimension.ValueType  # 6
     """Money in a calendar month, UTC; the limit is in picos of the organization's currency."""
+    QUOTA_DIMENSION_INPUT_TOKENS_PER_MINUTE: _QuotaDimension.ValueType  # 7
+    """Input tokens in a calendar minute, by their weights."""
+    QUOTA_DIMENSION_OUTPUT_TOKENS_PER_MINUTE: _QuotaDimension.ValueType  # 8
+    """Output tokens in a calendar minute, by their weight."""
+    QUOTA_DIMENSION_COST_PICOS_PER_DAY: _QuotaDimension.ValueType  # 9
+    """Money in a calendar day, UTC; the limit is in picos of the organization's currency."""
 
 class QuotaDimension(_QuotaDimension, metaclass=_QuotaDimensionEnumTypeWrapper):
     """What a quota counts, and over which time."""
@@ -130,13 +136,19 @@ QUOTA_DIMENSION_CONCURRENT_REQUESTS: QuotaDimension.ValueType  # 1
 QUOTA_DIMENSION_REQUESTS_PER_MINUTE: QuotaDimension.ValueType  # 2
 """Requests admitted in a calendar minute."""
 QUOTA_DIMENSION_TOKENS_PER_MINUTE: QuotaDimension.ValueType  # 3
-"""Input and output tokens in a calendar minute."""
+"""Input and output tokens in a calendar minute, by their weights."""
 QUOTA_DIMENSION_TOKENS_PER_DAY: QuotaDimension.ValueType  # 4
-"""Input and output tokens in a calendar day, UTC."""
+"""Input and output tokens in a calendar day, UTC, by their weights."""
 QUOTA_DIMENSION_TOKENS_PER_MONTH: QuotaDimension.ValueType  # 5
-"""Input and output tokens in a calendar month, UTC."""
+"""Input and output tokens in a calendar month, UTC, by their weights."""
 QUOTA_DIMENSION_COST_PICOS_PER_MONTH: QuotaDimension.ValueType  # 6
 """Money in a calendar month, UTC; the limit is in picos of the organization's currency."""
+QUOTA_DIMENSION_INPUT_TOKENS_PER_MINUTE: QuotaDimension.ValueType  # 7
+"""Input tokens in a calendar minute, by their weights."""
+QUOTA_DIMENSION_OUTPUT_TOKENS_PER_MINUTE: QuotaDimension.ValueType  # 8
+"""Output tokens in a calendar minute, by their weight."""
+QUOTA_DIMENSION_COST_PICOS_PER_DAY: QuotaDimension.ValueType  # 9
+"""Money in a calendar day, UTC; the limit is in picos of the organization's currency."""
 Global___QuotaDimension: _TypeAlias = QuotaDimension  # noqa: Y015
 
 @_typing.final
@@ -287,6 +299,17 @@ class QuotaStatus(_message.Message):
     RESET_TIME_FIELD_NUMBER: _builtins.int
     RESET_DELAY_FIELD_NUMBER: _builtins.int
     SUBJECT_NAME_FIELD_NUMBER: _builtins.int
+    ENFORCED_FIELD_NUMBER: _builtins.int
+    WOULD_REFUSE_COUNT_FIELD_NUMBER: _builtins.int
+    INPUT_WEIGHT_MILLI_FIELD_NUMBER: _builtins.int
+    CACHED_INPUT_WEIGHT_MILLI_FIELD_NUMBER: _builtins.int
+    OUTPUT_WEIGHT_MILLI_FIELD_NUMBER: _builtins.int
+    STANDING_LIMIT_VALUE_FIELD_NUMBER: _builtins.int
+    RAISED_UNTIL_TIME_FIELD_NUMBER: _builtins.int
+    RAISE_REASON_FIELD_NUMBER: _builtins.int
+    BINDING_FIELD_NUMBER: _builtins.int
+    NARROWED_BY_QUOTA_ID_FIELD_NUMBER: _builtins.int
+    FOR_NEW_KEYS_FIELD_NUMBER: _builtins.int
     quota_id: _builtins.str
     """Server-minted UUID of the quota."""
     subject: Global___QuotaSubject.ValueType
@@ -298,15 +321,39 @@ class QuotaStatus(_message.Message):
     dimension: Global___QuotaDimension.ValueType
     """What it counts."""
     limit_value: _builtins.int
-    """The limit, in requests, tokens or picos by dimension."""
+    """The limit in force now, in requests, tokens or picos by dimension."""
     used_value: _builtins.int
     """Already used in this window."""
     held_value: _builtins.int
     """Held by requests that run now."""
     remaining_value: _builtins.int
-    """`limit_value` - `used_value` - `held_value`."""
+    """`limit_value` - `used_value` - `held_value`. Negative where the limit is not enforced or has become less than what was used."""
     subject_name: _builtins.str
     """The subject for people: "organization", "organization/project" or a key's prefix. Empty in `admitted` and `finished` frames."""
+    enforced: _builtins.bool
+    """False: it counts and reports, and refuses nobody."""
+    would_refuse_count: _builtins.int
+    """Admissions in this window that it would have refused if it were enforced. 0 in `admitted` and `finished` frames."""
+    input_weight_milli: _builtins.int
+    """Thousandths that an uncached input token counts. A request counts in whole tokens, rounded up once. 0 if it counts no tokens."""
+    cached_input_weight_milli: _builtins.int
+    """Thousandths that a cached input token counts. 0 if it counts no tokens."""
+    output_weight_milli: _builtins.int
+    """Thousandths that an output token counts. 0 if it counts no tokens."""
+    standing_limit_value: _builtins.int
+    """The limit without the raise that is in force; `limit_value` if none is."""
+    raise_reason: _builtins.str
+    """Why it was raised. Empty if it was not, and in `admitted` and `finished` frames."""
+    binding: _builtins.bool
+    """Of the enforced limits on its dimension that the same requests meet, it has least left. Only in answers that tell all limits of
+    one key: GetQuota, Quote, and ListQuotas for a key.
+    """
+    narrowed_by_quota_id: _builtins.str
+    """A limit further up, or on all models, that always runs out before this one or with it, so that this one has no effect. Empty if
+    there is none. Only where `binding` is told.
+    """
+    for_new_keys: _builtins.bool
+    """It limits nothing itself: each key that is created under its subject from then on gets a copy."""
     @_builtins.property
     def reset_time(self) -> _timestamp_pb2.Timestamp:
         """When the window ends and `used_value` starts again at zero. Unset for concurrency."""
@@ -314,6 +361,10 @@ class QuotaStatus(_message.Message):
     @_builtins.property
     def reset_delay(self) -> _duration_pb2.Duration:
         """Time from now to `reset_time`. Unset for concurrency."""
+
+    @_builtins.property
+    def raised_until_time(self) -> _timestamp_pb2.Timestamp:
+        """Until when a raise is in force. Unset if none is."""
 
     def __init__(
         self,
@@ -330,10 +381,21 @@ class QuotaStatus(_message.Message):
         reset_time: _timestamp_pb2.Timestamp | None = ...,
         reset_delay: _duration_pb2.Duration | None = ...,
         subject_name: _builtins.str = ...,
+        enforced: _builtins.bool = ...,
+        would_refuse_count: _builtins.int = ...,
+        input_weight_milli: _builtins.int = ...,
+        cached_input_weight_milli: _builtins.int = ...,
+        output_weight_milli: _builtins.int = ...,
+        standing_limit_value: _builtins.int = ...,
+        raised_until_time: _timestamp_pb2.Timestamp | None = ...,
+        raise_reason: _builtins.str = ...,
+        binding: _builtins.bool = ...,
+        narrowed_by_quota_id: _builtins.str = ...,
+        for_new_keys: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["reset_delay", b"reset_delay", "reset_time", b"reset_time"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["raised_until_time", b"raised_until_time", "reset_delay", b"reset_delay", "reset_time", b"reset_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dimension", b"dimension", "held_value", b"held_value", "limit_value", b"limit_value", "model", b"model", "quota_id", b"quota_id", "remaining_value", b"remaining_value", "reset_delay", b"reset_delay", "reset_time", b"reset_time", "subject", b"subject", "subject_id", b"subject_id", "subject_name", b"subject_name", "used_value", b"used_value"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["binding", b"binding", "cached_input_weight_milli", b"cached_input_weight_milli", "dimension", b"dimension", "enforced", b"enforced", "for_new_keys", b"for_new_keys", "held_value", b"held_value", "input_weight_milli", b"input_weight_milli", "limit_value", b"limit_value", "model", b"model", "narrowed_by_quota_id", b"narrowed_by_quota_id", "output_weight_milli", b"output_weight_milli", "quota_id", b"quota_id", "raise_reason", b"raise_reason", "raised_until_time", b"raised_until_time", "remaining_value", b"remaining_value", "reset_delay", b"reset_delay", "reset_time", b"reset_time", "standing_limit_value", b"standing_limit_value", "subject", b"subject", "subject_id", b"subject_id", "subject_name", b"subject_name", "used_value", b"used_value", "would_refuse_count", b"would_refuse_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

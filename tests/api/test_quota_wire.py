@@ -1,0 +1,107 @@
+"""Limits as messages."""
+
+from __future__ import annotations
+
+import uuid
+from datetime import UTC, datetime, timedelta
+
+from weir.v1 import types_pb2
+
+from api.quota_wire import effective_quota_statuses, quota_status, quota_statuses
+from metering.models import QuotaDimension, QuotaSubject
+from metering.operations import QuotaState
+from metering.quota_rules import QuotaRule, Weights
+
+NOW = datetime(2026, 11, 20, 23, 59, 54, 750_000, tzinfo=UTC)
+
+
+def rule(
+    subject: QuotaSubject = QuotaSubject.PROJECT,
+    dimension: QuotaDimension = QuotaDimension.TOKENS_PER_DAY,
+    limit: int = 10,
+    model: str = "",
+    weights: tuple[int, int, int] = (1000, 1000, 1000),
+    *,
+    enforced: bool = True,
+) -> QuotaRule:
+    return QuotaRule(uuid.uuid4(), subject, uuid.uuid4(), model, dimension, limit, Weights(*weights), enforced)
+
+
+def test_quotas_are_told_in_the_order_of_the_contract() -> None:
+    states = [
+        QuotaState(rule(subject, dimension), 0, 0, NOW)
+        for dimension in reversed(QuotaDimension)
+        for subject in reversed(QuotaSubject)
+    ]
+
+    told = quota_statuses(states)
+
+    subjects = [each.subject for each in told]
+    assert subjects == sorted(subjects)
+    assert [types_pb2.QuotaDimension.Name(each.dimension).removeprefix("QUOTA_DIMENSION_").lower() for each in told[:9]] == [
+        *QuotaDimension
+    ]
+
+
+def test_the_same_quota_is_told_with_what_it_is_at_each_moment() -> None:
+    """What stays the same is built once; nothing that changes may stay with it."""
+    standing, endless = rule(), rule(dimension=QuotaDimension.CONCURRENT_REQUESTS, limit=20)
+
+    first = quota_status(QuotaState(standing, 2, 1, NOW, "name", would_refuse_count=3))
+    second = quota_status(QuotaState(standing, 9, 1, NOW + timedelta(seconds=1), "name"))
+    third = quota_status(QuotaState(endless, 0, 1, NOW, "name"))
+
+    assert [each.remaining_value for each in (first, second, third)] == [7, 0, 19]
+    assert [each.would_refuse_count for each in (first, second, third)] == [3, 0, 0]
+    assert (first.reset_delay.seconds, first.reset_delay.nanos) == (5, 250_000_000)
+    assert (second.reset_delay.seconds, second.reset_delay.nanos) == (4, 250_000_000)
+    assert first.reset_time.ToDatetime(tzinfo=UTC) == datetime(2026, 11, 21, tzinfo=UTC)
+    assert not third.HasField("reset_time")
+    assert not third.HasField("reset_delay")
+    assert {each.subject_name for each in (first, second, third)} == {"name"}
+
+
+def test_a_raise_weights_and_a_limit_that_only_watches_are_told() -> None:
+    until = NOW + timedelta(hours=1)
+    raised = QuotaRule(
+        uuid.uuid4(),
+        QuotaSubject.API_KEY,
+        uuid.uuid4(),
+        "m",
+        QuotaDimension.TOKENS_PER_MINUTE,
+        500,
+        Weights(1000, 100, 4000),
+        enforced=False,
+        standing_limit_value=100,
+        raised_until=until,
+    )
+
+    told = quota_status(QuotaState(raised, 700, 0, NOW, raise_reason="launch"))
+
+    assert (told.limit_value, told.standing_limit_value, told.remaining_value, told.enforced) == (500, 100, -200, False)
+    assert (told.raised_until_time.ToDatetime(tzinfo=UTC), told.raise_reason) == (until, "launch")
+    assert (told.input_weight_milli, told.cached_input_weight_milli, told.output_weight_milli) == (1000, 100, 4000)
+    plain = quota_status(QuotaState(rule(dimension=QuotaDimension.COST_PICOS_PER_DAY), 0, 0, NOW))
+    assert (plain.input_weight_milli, plain.enforced, plain.HasField("raised_until_time")) == (0, True, False)
+
+
+def test_of_the_limits_that_a_key_meets_the_tightest_binds_and_a_looser_one_below_it_is_named_without_effect() -> None:
+    organization = rule(QuotaSubject.ORGANIZATION, limit=100)
+    watching = rule(QuotaSubject.ORGANIZATION, limit=1, enforced=False, model="m")
+    project = rule(QuotaSubject.PROJECT, limit=200)  # never reached: the organization's is smaller
+    key = rule(QuotaSubject.API_KEY, limit=50)
+    of_model = rule(QuotaSubject.API_KEY, limit=50, model="m")  # the key's own on all models is as small
+    weighted = rule(QuotaSubject.API_KEY, limit=150, model="m", dimension=QuotaDimension.TOKENS_PER_DAY, weights=(1000, 1000, 4000))
+    other = rule(QuotaSubject.API_KEY, dimension=QuotaDimension.CONCURRENT_REQUESTS, limit=3)
+    used = {organization: 95, watching: 95, project: 60, key: 20, of_model: 10, weighted: 100, other: 3}
+
+    told = effective_quota_statuses(QuotaState(each, amount, 0, NOW) for each, amount in used.items())
+
+    by_id = {each.quota_id: each for each in told}
+    binding = {str(organization.id), str(other.id)}
+    assert {quota_id for quota_id, each in by_id.items() if each.binding} == binding
+    assert by_id[str(project.id)].narrowed_by_quota_id == str(organization.id)
+    assert by_id[str(of_model.id)].narrowed_by_quota_id == str(key.id)
+    assert by_id[str(key.id)].narrowed_by_quota_id == ""
+    assert by_id[str(weighted.id)].narrowed_by_quota_id == ""  # output alone runs it out at 37 tokens
+    assert by_id[str(organization.id)].narrowed_by_quota_id == ""
