@@ -43,6 +43,8 @@ class SamplingOverrides:
 
     def over(self, defaults: SamplingParams) -> SamplingParams:
         """The parameters to run with."""
+        if self is NO_OVERRIDES and defaults.seed is None:
+            return defaults
         return replace(
             defaults,
             temperature=defaults.temperature if self.temperature is None else self.temperature,
@@ -56,6 +58,9 @@ class SamplingOverrides:
             logit_bias=self.logit_bias,
             top_logprobs=self.top_logprobs,
         )
+
+
+NO_OVERRIDES = SamplingOverrides(None, None, None, None, None, None, 0.0, 0.0, (), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +86,9 @@ class StopRules:
 
 def check_decoding(start: pb.StartFrame, wrong: Violations) -> None:
     """Everything about sampling and stopping that the frame alone can tell."""
-    _check_sampling(start.sampling, wrong)
-    _check_biases(start.sampling, wrong)
+    if start.HasField("sampling"):  # what is left out is right
+        _check_sampling(start.sampling, wrong)
+        _check_biases(start.sampling, wrong)
     _check_stop(start, wrong)
     _check_response_format(start, wrong)
     if start.HasField("choice_count"):
@@ -95,6 +101,8 @@ def check_decoding(start: pb.StartFrame, wrong: Violations) -> None:
 
 def parse_sampling(start: pb.StartFrame) -> SamplingOverrides:
     """The sampling of a frame that `check_decoding` found right."""
+    if not (start.HasField("sampling") or start.HasField("top_logprobs")):
+        return NO_OVERRIDES
     sampling = start.sampling
     has = sampling.HasField
     return SamplingOverrides(

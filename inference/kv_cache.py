@@ -15,6 +15,7 @@ collision cannot serve another prompt's KV. No torch here: the parent process us
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
@@ -34,6 +35,7 @@ def chain_hash(parent_hash: int, token_ids: tuple[int, ...]) -> int:
     return hash((parent_hash, token_ids))
 
 
+@functools.lru_cache(maxsize=4096)  # one per tenant
 def salt_hash(cache_salt: str) -> int:
     """Key before the first block. Equal salts give equal keys in every process, whatever PYTHONHASHSEED is."""
     return int.from_bytes(hashlib.blake2b(cache_salt.encode(), digest_size=7).digest(), "big")

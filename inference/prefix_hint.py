@@ -6,9 +6,9 @@ A hint for routing and quotes: eviction in the engine is not seen here. Bills us
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from inference.kv_cache import KV_BLOCK_TOKENS, block_keys, matchable_block_count
+from inference.kv_cache import KV_BLOCK_TOKENS, chain_hash, matchable_block_count, salt_hash
 
 
 class PrefixHint:
@@ -21,17 +21,17 @@ class PrefixHint:
     def note(self, token_ids: Sequence[int], cache_salt: str) -> None:
         """The engine has computed these tokens."""
         # The tail first, as the engine frees it: a shared head is then the last to be forgotten.
-        for key in reversed(block_keys(token_ids, cache_salt, len(token_ids) // KV_BLOCK_TOKENS)):
-            self._recent[key.key] = None
-            self._recent.move_to_end(key.key)
+        for key in reversed(list(_hashes(token_ids, cache_salt, len(token_ids) // KV_BLOCK_TOKENS))):
+            self._recent[key] = None
+            self._recent.move_to_end(key)
         while len(self._recent) > self._block_count_max:
             self._recent.popitem(last=False)
 
     def predict(self, prompt_token_ids: Sequence[int], cache_salt: str) -> int:
         """Leading prompt tokens that were computed before under this salt; whole blocks, never the whole prompt."""
         count = 0
-        for key in block_keys(prompt_token_ids, cache_salt, matchable_block_count(len(prompt_token_ids))):
-            if key.key not in self._recent:
+        for key in _hashes(prompt_token_ids, cache_salt, matchable_block_count(len(prompt_token_ids))):
+            if key not in self._recent:
                 break
             count += KV_BLOCK_TOKENS
         return count
@@ -39,3 +39,11 @@ class PrefixHint:
     def clear(self) -> None:
         """The engine has lost its cache."""
         self._recent.clear()
+
+
+def _hashes(token_ids: Sequence[int], cache_salt: str, block_count: int) -> Iterator[int]:
+    """The chained hashes of the first full blocks, as in `block_keys`, but without the tokens that would prove a hit."""
+    chained = salt_hash(cache_salt)
+    for start in range(0, block_count * KV_BLOCK_TOKENS, KV_BLOCK_TOKENS):
+        chained = chain_hash(chained, tuple(token_ids[start : start + KV_BLOCK_TOKENS]))
+        yield chained

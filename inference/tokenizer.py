@@ -6,6 +6,7 @@ torch: the API process tokenizes with it, and the engine host takes its decoder 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,9 @@ from inference.control_tokens import ControlTokens
 from inference.errors import CheckpointInvalid
 
 __all__ = ["ChatMessage", "Tokenizer"]
+
+# One prompt at a time is all that is encoded here. The library's own threads would take each over and hand it back.
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 class Tokenizer:
@@ -55,7 +59,9 @@ class Tokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
         """Token ids of a plain prompt, with what the model expects around it (a BOS token, say) unless told otherwise."""
-        return tuple(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+        # A batch of one: only for batches does the library leave out offsets, a quarter of the time, which nobody here asks for.
+        [encoding] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return tuple(encoding.ids)
 
     def count(self, text: str, *, add_special_tokens: bool = True) -> int:
         """How many tokens `encode` would return."""

@@ -41,6 +41,7 @@ from inference.host_protocol import (
     sequence_event,
     start_message,
 )
+from inference.kv_cache import KV_BLOCK_TOKENS
 from inference.limits import EngineLimits, request_fault
 from inference.prefix_hint import PrefixHint
 from inference.sequence_stream import BufferedStream
@@ -325,9 +326,11 @@ class TorchEngine:
         stream.put(received)
         if isinstance(received, SequenceFinished):
             self._last_queue_ms = received.timings.queue_ms
-            # The last token's KV is never computed, since nothing followed it.
+            prompt = stream.request.prompt_token_ids
             for output in stream.outputs:
-                self._hint.note((*stream.request.prompt_token_ids, *output[:-1]), stream.request.cache_salt)
+                computed_count = len(prompt) + len(output) - 1  # the last token's KV is never computed, since nothing followed it
+                if computed_count // KV_BLOCK_TOKENS > len(prompt) // KV_BLOCK_TOKENS:  # else the prompt's blocks are all
+                    self._hint.note((*prompt, *output[:-1]), stream.request.cache_salt)
 
     def _fail_streams(self, reason: str) -> None:
         closed = self._condition.state is EngineState.CLOSED
