@@ -38,8 +38,7 @@ class ClientStream:
         self._process = process
         self._principal = principal
         self._auth_ms = auth_ms
-        lifetime_s = principal.secret_lifetime_s
-        self._secret_ends_at = None if lifetime_s is None else time.monotonic() + lifetime_s
+        self._opened_at = time.monotonic()
         self._outbox = Outbox(process.admission.journal)
         self._running: dict[uuid.UUID, LiveRequest] = {}
         self._ended: OrderedDict[uuid.UUID, None] = OrderedDict()
@@ -105,7 +104,8 @@ class ClientStream:
 
     def _start(self, frame: pb.ClientFrame, caller: Caller) -> None:
         try:
-            if self._secret_ends_at is not None and time.monotonic() >= self._secret_ends_at:
+            lifetime_s = self._principal.secret_lifetime_s
+            if lifetime_s is not None and time.monotonic() >= self._opened_at + lifetime_s:
                 raise Unauthenticated("the API key of this stream has expired or was rotated: open a stream with the new secret")
             request_id = parse_request_id(frame.request_id)
             start = parse_start(frame.request_id, frame.start)
