@@ -11,6 +11,7 @@ from weir.v1 import types_pb2
 from api import wire
 from api.admission import Lease
 from api.outbox import Delivery
+from api.quota_wire import quota_statuses
 from inference.engine import TokenLogprobs
 from metering.operations import Admitted, Outcome, QuotaState, Settled
 from metering.pricing import TokenPrices
@@ -22,15 +23,17 @@ def admitted(admission: Admitted, input_token_count: int, predicted_cached_token
         admitted=pb.AdmittedFrame(
             input_token_count=input_token_count,
             predicted_cached_token_count=predicted_cached_token_count,
-            quotas=wire.quota_statuses(admission.quotas),
+            quotas=quota_statuses(admission.quotas),
             price_version=admission.prices.version,
         )
     )
 
 
-def queued(position: int) -> pb.ServerFrame:
-    """The request waits for a place in the batch."""
-    return pb.ServerFrame(progress=pb.ProgressFrame(stage=pb.ProgressFrame.STAGE_QUEUED, queue_position=position))
+def queued(position: int, estimated_wait_s: float | None) -> pb.ServerFrame:
+    """The request waits for its turn. estimated_wait_s: None where it cannot be told yet."""
+    wait = wire.duration(estimated_wait_s)
+    frame = pb.ProgressFrame(stage=pb.ProgressFrame.STAGE_QUEUED, queue_position=position, estimated_wait=wait)
+    return pb.ServerFrame(progress=frame)
 
 
 def loading(estimated_wait_s: float) -> pb.ServerFrame:
@@ -88,7 +91,7 @@ def finished(
             usage=settled_usage(lease.settled) if lease.settled else types_pb2.Usage(),
             cost=wire.money(currency_code, lease.settled.cost_picos if lease.settled else 0),
             timings=types_pb2.Timings(**timings),
-            exhausted_quotas=wire.quota_statuses(exhausted),
+            exhausted_quotas=quota_statuses(exhausted),
             choices=[
                 pb.ChoiceEnd(choice_index=index, reason=wire.FINISH_REASONS[end]) for index, end in sorted(choice_ends.items())
             ],

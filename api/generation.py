@@ -45,6 +45,7 @@ class ClientStream:
         self._all_ended = asyncio.Event()
         self._all_ended.set()
         self._violation: Exception | None = None
+        self._deadline: float | None = None  # of the call, on the monotonic clock
 
     async def serve(self, requests: AsyncIterator[pb.GenerateRequest], context: Context) -> None:
         """Serve until the client has half-closed and every request has ended.
@@ -52,6 +53,7 @@ class ClientStream:
         Raises: InvalidRequest for a message that is no batch of frames; on any exit running requests are stopped.
         """
         granted_s = remaining_s(context)
+        self._deadline = None if granted_s is None else time.monotonic() + granted_s
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._read_on(requests), name="stream reader")
@@ -92,7 +94,7 @@ class ClientStream:
             for index, frame in enumerate(message.frames):
                 match frame.WhichOneof("kind"):
                     case "start":
-                        self._start(frame, Caller(payer(self._principal), self._outbox, auth_ms, received_at))
+                        self._start(frame, Caller(payer(self._principal), self._outbox, auth_ms, received_at, self._deadline))
                     case "cancel":
                         self._cancel(frame.request_id)
                     case _:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from api import frames
 from api.admission import AdmissionRequest, Lease
 from api.errors import CancelledEarly, DeadlineBeforeStart, status_of
 from api.outbox import Outbox, UsageSoFar
+from api.places import Arrival, Outlook, Place
 from api.preparation import prepare
 from api.reply import Reply
 from api.stopwatch import Stopwatch
@@ -60,12 +62,13 @@ class Stopped(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who asks, over what, and since when. received_at on the monotonic clock."""
+    """Who asks, over what, and since when. received_at and deadline, the latest time to begin, on the monotonic clock."""
 
     payer: Payer
     outbox: Outbox
     auth_ms: float
     received_at: float
+    deadline: float | None = None
 
 
 class LiveRequest:
@@ -75,6 +78,7 @@ class LiveRequest:
         self.caller = caller
         self.start = start
         self.phase = Phase.PREPARING
+        self.place: Place | None = None  # in the queue, once it has been let in
         self._process = process
         self._on_end = on_end
         self._reply = Reply(caller.outbox, start, self.stop)
@@ -126,11 +130,12 @@ class LiveRequest:
                 async with contextlib.AsyncExitStack() as stack:
                     with self._interruptible():
                         engine, request = await self._prepare()
+                        place = stack.enter_context(self._enter_queue(engine, request))
                         usage = self._reply.delivery.usage
                         admission = self._process.admission.admit(self._admission_request(request), usage)
                         lease = await stack.enter_async_context(admission)
                         self._watch.lap("admission")
-                    await self._generate(engine, request, lease)
+                    await self._generate(engine, request, lease, place)
                 self._watch.lap("settle")
                 ends = self._reply.ends_of_choices(self._stop_outcome or Outcome.CANCELLED)
                 self._reply.push(frames.finished(lease, self._watch.timings(), self._reply.exhausted, ends))
@@ -149,6 +154,25 @@ class LiveRequest:
         self._watch.lap("tokenize")
         return engine, request
 
+    def _enter_queue(self, engine: Engine, request: GenerationRequest) -> Place:
+        """A place in the queue, taken before the hold, so that what is refused here has touched nothing. Raises as `enter`."""
+        timeout_s, deadline = self.start.start_timeout_s, self.caller.deadline
+        if timeout_s is not None:
+            deadline = min(self.caller.received_at + timeout_s, deadline if deadline is not None else math.inf)
+        arrival = Arrival(
+            request_id=self.start.request_id,
+            tenant_id=self.caller.payer.organization_id,
+            input_token_count=len(request.prompt_token_ids),
+            output_token_count_max=request.stop.max_output_tokens * request.choice_count,
+            tier=self.start.tier,
+            sequence_count=request.choice_count,
+            compiles=request.response_format is not None,
+            deadline=deadline,
+        )
+        engine_wait_s = 0.0 if engine.healthy() else engine.condition().retry_after_s
+        self.place = self._process.queues[self.start.model].enter(arrival, engine_wait_s)
+        return self.place
+
     def _admission_request(self, request: GenerationRequest) -> AdmissionRequest:
         return AdmissionRequest(
             payer=self.caller.payer,
@@ -160,21 +184,19 @@ class LiveRequest:
             labels=self.start.labels,
         )
 
-    async def _generate(self, engine: Engine, request: GenerationRequest, lease: Lease) -> None:
+    async def _generate(self, engine: Engine, request: GenerationRequest, lease: Lease, place: Place) -> None:
         """Run the request under its hold, and leave `lease` with how it ended. Raises what breaks it."""
         self._reply.open(lease, self._process.admission.settings, self._process.safety)
         predicted = engine.predict_cached_token_count(request.prompt_token_ids, request.cache_salt)
         self._reply.push(frames.admitted(lease.admitted, len(request.prompt_token_ids), predicted))
         try:
             with self._interruptible():
-                await self._wait_until_ready(engine)
-            self.phase = Phase.QUEUED
-            self._watch.lap("cold_start")
+                await self._wait_for_turn(engine, place)
             async with engine.generate(request) as sequence:
                 self._sequence = sequence
                 if self._stop_outcome is not None:  # while the engine was taking it
                     sequence.cancel()
-                outcome = await self._stream(sequence, request)
+                outcome = await self._stream(sequence, request, place)
         except Stopped:
             assert self._stop_outcome is not None
             lease.outcome = self._stop_outcome
@@ -182,6 +204,7 @@ class LiveRequest:
         finally:
             self._sequence = None
             # On every way out: what still waits here would be delivered after it had been settled without.
+            place.leave()  # the engine is done with it; settling it is nothing that others wait for
             await self._reply.flush()
         if self._stop_error is not None:
             if self._stop_outcome is not Outcome.FAILED:  # ended by others, not broken: it counts as what it was ended as
@@ -193,6 +216,22 @@ class LiveRequest:
         lease.timings = self._watch.timings()
 
     async def _wait_until_ready(self, engine: Engine) -> None:
+    async def _wait_for_turn(self, engine: Engine, place: Place) -> None:
+        """Wait for the engine, and for the turn with it. A request whose time to begin runs out here ends as `DEADLINE`."""
+        await self._wait_until_ready(engine)
+        self._watch.lap("cold_start")
+        self.phase = Phase.QUEUED
+        try:
+            async with asyncio.timeout_at(place.arrival.deadline):
+                await place.turn()
+        except TimeoutError:
+            self.stop(Outcome.DEADLINE)
+            raise self._interruption() from None
+        self._watch.lap("queue")
+        await self._wait_until_ready(engine)  # it may have gone meanwhile
+        self._watch.lap("cold_start")
+        self.phase = Phase.QUEUED
+
         if engine.healthy():
             return
         self.phase = Phase.LOADING
@@ -202,7 +241,7 @@ class LiveRequest:
         except TimeoutError:
             raise EngineStartFailed(f"the engine of model {self.start.model!r} is still not ready") from None
 
-    async def _stream(self, sequence: SequenceStream, request: GenerationRequest) -> Outcome:
+    async def _stream(self, sequence: SequenceStream, request: GenerationRequest, place: Place) -> Outcome:
         """Hand on what the engine generates; the outcome as the engine saw it."""
         usage = self._reply.delivery.usage
         async for event in sequence:
@@ -217,10 +256,12 @@ class LiveRequest:
                     await self._reply.hand_on(event)
                 case ChoiceFinished():
                     await self._reply.hand_on_rest(event.choice_index, event.text)
+                    place.begun()
                     self._reply.end_choice(event.choice_index, OUTCOMES[event.reason])
                 case SequenceFinished():
                     self._watch.engine_finished(event.timings)
                     usage.generated_token_count = event.generated_token_count
+                    place.generated(len(event.token_ids))
                     if request.choice_count == 1:
                         await self._reply.hand_on_rest(0, event.text)
                     return OUTCOMES[event.reason]
@@ -257,11 +298,12 @@ class LiveRequest:
             return DeadlineBeforeStart("the deadline passed before the request was admitted")
         return CancelledEarly("the request was cancelled before it was admitted")
 
-    def tell_progress(self, queue_position: int) -> None:
-        """Send a progress frame if the request waits for something that takes long."""
+    def tell_progress(self, outlook: Outlook | None) -> None:
+        """Send a progress frame if the request waits for something that takes long. outlook: None if it is the engine's already."""
         if self.phase is Phase.LOADING:  # so the model exists
             condition = self._process.router.choose(self.start.model).condition()
             if condition.state is not EngineState.READY:
                 self._reply.push(frames.loading(condition.retry_after_s))
         elif self.phase is Phase.QUEUED:
-            self._reply.push(frames.queued(queue_position))
+            position, wait_s = (outlook.position, outlook.wait_s) if outlook is not None else (0, None)
+            self._reply.push(frames.queued(position, wait_s))

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import Callable, Mapping
 
 from api.admission import Admission
+from api.fair_queue import FairQueue
 from api.live import Caller, LiveRequest, Phase
+from api.places import QueueLimits
+from api.settings import Settings
 from api.wire import ValidStart
+from inference.engine import Engine
 from inference.router import Router
 from inference.safety import SafetyChecker
 from inference.tokenizer import Tokenizer
 from metering.operations import Outcome
+
+PROGRESS_FRAMES_MAX = 500  # at one tick: a few ms of work; where more wait, they are told in turns
 
 
 class Process:
@@ -26,6 +31,7 @@ class Process:
         self.admission = admission
         self.router = router
         self.tokenizers = tokenizers
+        self.queues = queues_of(router, admission.settings)
         self._live: dict[LiveRequest, None] = {}  # in order of arrival
 
     def begin(self, caller: Caller, start: ValidStart, on_end: Callable[[LiveRequest], None]) -> LiveRequest:
@@ -50,10 +56,32 @@ class Process:
 
     async def tell_progress_regularly(self) -> None:
         """Send progress frames to whoever waits, until cancelled."""
+        first = 0
         while True:
             await asyncio.sleep(self.admission.settings.progress_interval_s)
-            position: Counter[str] = Counter()
-            for request in list(self._live):
-                request.tell_progress(position[request.start.model])
-                if request.phase in (Phase.LOADING, Phase.QUEUED):
-                    position[request.start.model] += 1
+            first = self._tell_progress(first)
+
+    def _tell_progress(self, first: int) -> int:
+        """Tell those that wait, from the given one on; whom to begin with the next time."""
+        waiting = [request for request in self._live if request.phase in (Phase.LOADING, Phase.QUEUED)]
+        outlooks = {outlook.place: outlook for queue in self.queues.values() for outlook in queue.outlook()} if waiting else {}
+        for request in waiting[first : first + PROGRESS_FRAMES_MAX]:
+            request.tell_progress(outlooks.get(request.place) if request.place is not None else None)
+        end = first + PROGRESS_FRAMES_MAX
+        return end if end < len(waiting) else 0
+
+
+def queues_of(router: Router, settings: Settings) -> dict[str, FairQueue]:
+    """One queue before each engine, by model."""
+    limits = QueueLimits(
+        request_count_max=settings.queue_requests_max,
+        tenant_request_count_max=settings.queue_requests_per_tenant_max,
+        batch_wait_s_max=settings.queue_batch_wait_max_s,
+        fair=settings.queue_order == "fair",
+    )
+    return {engine.model.name: FairQueue(limits, step_counter(engine)) for engine in router.engines()}
+
+
+def step_counter(engine: Engine) -> Callable[[], int]:
+    """How many steps an engine has made, as far as it told."""
+    return lambda: engine.statistics().step_count

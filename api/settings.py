@@ -140,6 +140,14 @@ class Settings:
         """Where usage journals of this machine's processes live."""
         return self.home / "journal"
 
+    # Per model. A queue as long as this takes minutes to work off: whoever came later would rather know.
+    queue_requests_max: int = setting("WEIR_QUEUE_REQUESTS_MAX", 2000, whole(1, 1_000_000))
+    # Of one organization; beside it, none has more places than it leaves free, so that newcomers always find one.
+    queue_requests_per_tenant_max: int = setting("WEIR_QUEUE_REQUESTS_PER_TENANT_MAX", 1000, whole(1, 1_000_000))
+    # "fair": the organization that was served least is next. "arrival": first come, first served, whoever it is.
+    queue_order: Literal["fair", "arrival"] = setting("WEIR_QUEUE_ORDER", "fair", one_of("fair", "arrival"))
+    # While interactive requests wait, one of the batch tier gets its turn each so often: rarely enough not to be noticed.
+    queue_batch_wait_max_s: float = setting("WEIR_QUEUE_BATCH_WAIT_MAX_S", 30.0, seconds(86_400))
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Settings:
         """Read and check. Raises: SettingInvalid naming the variable."""

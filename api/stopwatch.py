@@ -19,9 +19,9 @@ class Stopwatch:
         self._stages_ms: dict[str, float] = {"auth": auth_ms}
 
     def lap(self, stage: str) -> None:
-        """A stage ends now; it began when the one before it ended."""
+        """A stage ends now; it began when the one before it ended. One that comes several times has all of them together."""
         now = time.monotonic()
-        self._stages_ms[stage] = (now - self._last) * 1000
+        self._stages_ms[stage] = self._stages_ms.get(stage, 0.0) + (now - self._last) * 1000
         self._last = now
 
     def first_token(self) -> None:
@@ -37,14 +37,14 @@ class Stopwatch:
     def engine_finished(self, timings: EngineTimings) -> None:
         """The engine is done: split the time since submission into queue, prefill and decode.
 
-        The engine knows how long the request waited for its place; the rest is measured here, so that the way to the engine and
-        back is counted too.
+        The engine knows how long the request waited for its place, after it had waited for its turn; the rest is measured here, so
+        that the way to the engine and back is counted too.
         """
         now = time.monotonic()
         first_token_at = now if self._first_token_at is None else self._first_token_at
         until_first_ms = (first_token_at - self._last) * 1000
         queue_ms = min(timings.queue_ms, until_first_ms)
-        self._stages_ms["queue"] = queue_ms
+        self._stages_ms["queue"] = self._stages_ms.get("queue", 0.0) + queue_ms
         self._stages_ms["prefill"] = until_first_ms - queue_ms
         self._stages_ms["decode"] = (now - first_token_at) * 1000
         self._last = now

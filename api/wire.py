@@ -18,6 +18,7 @@ from weir.v1 import types_pb2
 
 from api.decoding import SamplingOverrides, StopRules, check_decoding, parse_response_format, parse_sampling, parse_stop
 from api.errors import FieldViolation, InvalidRequest
+from api.places import ServiceTier
 from api.violations import Violations
 from inference.engine import EngineFinishReason, ModelInfo, ResponseFormat
 from inference.tokenizer import ChatMessage
@@ -37,6 +38,11 @@ ROLES: Mapping[int, str] = {pb.ROLE_SYSTEM: "system", pb.ROLE_USER: "user", pb.R
 SUBJECTS: Mapping[QuotaSubject, types_pb2.QuotaSubject.ValueType] = {
     QuotaSubject.ORGANIZATION: types_pb2.QUOTA_SUBJECT_ORGANIZATION,
     QuotaSubject.PROJECT: types_pb2.QUOTA_SUBJECT_PROJECT,
+TIERS: Mapping[int, ServiceTier] = {
+    pb.SERVICE_TIER_UNSPECIFIED: ServiceTier.INTERACTIVE,
+    pb.SERVICE_TIER_INTERACTIVE: ServiceTier.INTERACTIVE,
+    pb.SERVICE_TIER_BATCH: ServiceTier.BATCH,
+}
     QuotaSubject.API_KEY: types_pb2.QUOTA_SUBJECT_API_KEY,
 }
 DIMENSIONS: Mapping[QuotaDimension, types_pb2.QuotaDimension.ValueType] = {
@@ -90,6 +96,8 @@ class ValidStart:
 
 
 def parse_request_id(text: str) -> uuid.UUID:
+    tier: ServiceTier
+    start_timeout_s: float | None
     """Raises: InvalidRequest."""
     try:
         return uuid.UUID(text)
@@ -121,6 +129,8 @@ def parse_start(request_id: str, start: pb.StartFrame) -> ValidStart:
     )
 
 
+        tier=TIERS[start.tier],
+        start_timeout_s=seconds_of(start.start_timeout) if start.HasField("start_timeout") else None,
 def check_prompt(message: pb.StartFrame | pb.CountTokensRequest, wrong: Violations) -> None:
     """A prompt must be there and not be empty."""
     match message.WhichOneof("prompt"):
@@ -148,6 +158,9 @@ def check_limits(start: pb.StartFrame, wrong: Violations) -> None:
     wrong.check(len(start.labels) <= LABEL_COUNT_MAX, "labels", f"at most {LABEL_COUNT_MAX} are allowed, not {len(start.labels)}")
     for key, value in start.labels.items():
         right = 1 <= len(key) <= LABEL_KEY_CHARS_MAX and len(value) <= LABEL_VALUE_CHARS_MAX
+    wrong.check(start.tier in TIERS, "tier", "must be SERVICE_TIER_INTERACTIVE or SERVICE_TIER_BATCH")
+    if start.HasField("start_timeout"):
+        wrong.check(seconds_of(start.start_timeout) > 0, "start_timeout", "must be more than 0 s")
         limits = f"keys have 1 to {LABEL_KEY_CHARS_MAX} characters, values up to {LABEL_VALUE_CHARS_MAX}"
         wrong.check(right and "\0" not in key + value, f"labels[{key[:LABEL_KEY_CHARS_MAX]!r}]", f"{limits}, none of them NUL")
 
@@ -212,6 +225,11 @@ def duration(seconds: float | None) -> Duration | None:
     message = Duration()
     message.FromTimedelta(timedelta(seconds=seconds))
     return message
+def seconds_of(message: Duration) -> float:
+    """A length of time in seconds, as far as a float tells it."""
+    return message.seconds + message.nanos / 1e9
+
+
 
 
 def quota_status(state: QuotaState) -> types_pb2.QuotaStatus:

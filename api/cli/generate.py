@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from weir_client import (
@@ -63,6 +63,10 @@ def generate(
         int | None, typer.Option(help="Log-probabilities of each token and so many likeliest ones, 0 to 20; shown with --json.")
     ] = None,
     timeout: Annotated[float | None, typer.Option(help="Seconds after which the request is cancelled.")] = None,
+    tier: Annotated[str | None, typer.Option(help="interactive (default), or batch: runs when nothing else waits.")] = None,
+    start_timeout: Annotated[
+        float | None, typer.Option(help="Seconds that it may wait for its turn; else refused at once.")
+    ] = None,
     as_json: JsonOption = False,
     address: AddressOption = None,
     api_key: KeyOption = None,
@@ -93,6 +97,8 @@ def generate(
         choice_count=choices,
         top_logprobs=top_logprobs,
         timeout=timeout,
+        tier=checked_tier(tier),
+        start_timeout=start_timeout,
     )
     conversation = messages(prompt, system, context, file)
     with inference_client(address, api_key) as client:
@@ -108,6 +114,15 @@ def generate(
         raise typer.Exit(INTERRUPTED)
     if result.finish_reason in CUT_OFF:
         fail(why_cut_off(result))
+
+
+def checked_tier(name: str | None) -> Literal["interactive", "batch"] | None:
+    """A service tier. Exits with what would be one."""
+    match name:
+        case None | "interactive" | "batch":
+            return name
+        case _:
+            raise typer.BadParameter(f"{name!r} is neither interactive nor batch", param_hint="--tier")
 
 
 def choices_text(result: Result) -> str:

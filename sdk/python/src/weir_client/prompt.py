@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypedDict
 
+from google.protobuf.duration_pb2 import Duration
 from weir.v1 import inference_service_pb2 as pb
 
 from weir_client.errors import ErrorDetails, FieldViolation, InvalidRequest
@@ -57,6 +58,8 @@ class GenerateOptions(TypedDict, total=False):
     labels: own labels, stored with the usage event.
     request_id: a UUID that names this request for good (idempotency key); minted if absent.
     timeout: seconds for the whole request, retries included; then it is cancelled and DeadlineExceeded is raised.
+    tier: "interactive" (default), or "batch": runs when nothing interactive waits for the same model.
+    start_timeout: seconds that the request may wait for its turn; `timeout` if absent. Refused at once if it would wait longer.
     max_retries: how often to try again before the first token; the client's setting if absent.
     """
 
@@ -85,6 +88,8 @@ class GenerateOptions(TypedDict, total=False):
     labels: Mapping[str, str]
     request_id: str | None
     timeout: float | None
+    tier: Literal["interactive", "batch"] | None
+    start_timeout: float | None
     max_retries: int | None
 
 
@@ -112,6 +117,8 @@ def build_start(model: str, prompt: Prompt | None, options: GenerateOptions) -> 
             ignore_eos=options.get("ignore_eos", False),
             usage_interval_tokens=options.get("usage_interval_tokens"),
             labels=options.get("labels", {}),
+            tier=_tier(options.get("tier")),
+            start_timeout=_start_timeout(options),
         )
         if prompt is not None:
             start.conversation.CopyFrom(conversation(prompt))
@@ -122,6 +129,24 @@ def build_start(model: str, prompt: Prompt | None, options: GenerateOptions) -> 
         return pb.ClientFrame(request_id=request_id, start=start)
     except (TypeError, ValueError) as error:  # what protobuf raises for a value that its field cannot hold
         raise _invalid("start", str(error)) from error
+
+
+def _tier(name: str | None) -> pb.ServiceTier.ValueType:
+    tiers = {None: pb.SERVICE_TIER_UNSPECIFIED, "interactive": pb.SERVICE_TIER_INTERACTIVE, "batch": pb.SERVICE_TIER_BATCH}
+    if name not in tiers:
+        raise _invalid("tier", f'must be "interactive" or "batch", not {name!r}')
+    return tiers[name]
+
+
+def _start_timeout(options: GenerateOptions) -> Duration | None:
+    seconds = options.get("start_timeout")
+    if seconds is None:
+        seconds = options.get("timeout")
+    if seconds is None or not 0 < seconds < float("inf"):
+        return None  # what the caller's own clock ends at once needs no word to the server
+    duration = Duration()
+    duration.FromNanoseconds(max(1, int(seconds * 1e9)))
+    return duration
 
 
 def conversation(prompt: Prompt) -> pb.Conversation:
