@@ -55,8 +55,8 @@ def measure_llama_cpp(
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     context = places * (len(work["workload"][0]) + work["output_tokens"] + 16)
-    options = ["-np", str(places), "-c", str(context), "-t", str(thread_count), "-tb", str(thread_count), "--kv-unified"]
-    cache_type = {"bfloat16": "bf16", "float32": "f32"}[precision]
+    options = ["-np", str(places), "-c", str(context), "-t", str(thread_count), "-tb", str(thread_count)]
+    cache_type = {"bfloat16": "f16", "float32": "f32"}[precision]
     options += ["-ctk", cache_type, "-ctv", cache_type, "--no-warmup", "-ub", "512", "--port", str(port), "--log-disable"]
     begin_s = time.perf_counter()
     with _running([str(server), "-m", str(model), *options]):

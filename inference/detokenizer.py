@@ -15,8 +15,7 @@ import codecs
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import tokenizers
 
@@ -106,8 +105,7 @@ class _TextTokenStream:
         return text[len(known) :]
 
 
-@dataclass(frozen=True, slots=True)
-class TextPiece:
+class TextPiece(NamedTuple):
     """Text that may be given out, and whether a stop sequence followed it."""
 
     text: str

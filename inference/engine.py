@@ -53,6 +53,11 @@ class SamplingParams:
         """Whether it matters which tokens there were."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
+    @property
+    def takes_best(self) -> bool:
+        """Whether the next token is the one with the model's largest logit, and nothing else is asked."""
+        return self.temperature == 0.0 and not self.penalises and not self.logit_bias and self.top_logprobs is None
+
 
 @dataclass(frozen=True, slots=True)
 class StopCriteria:

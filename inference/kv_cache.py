@@ -123,7 +123,7 @@ class BlockPool:
     @property
     def block_count_held(self) -> int:
         """Blocks in some sequence's table, counted afresh."""
-        return int(np.count_nonzero(self._reference_counts))
+        return int(np.count_nonzero(self._reference_counts > 0))
 
     @property
     def block_count_available(self) -> int:

@@ -20,6 +20,7 @@ from inference.checkpoint import DecoderConfig
 from inference.errors import EngineStartFailed, InvariantViolated
 from inference.grammar import MaskWorker
 from inference.kv_cache import KV_BLOCK_TOKENS, blocks_for
+from inference.logits import NOT_FINITE, Logits
 from inference.model import Batch, Decoder, Spans, move_batch
 from inference.native.decoder import NativeDecoder, supports
 from inference.sampler import Chosen, choose
@@ -74,21 +75,24 @@ class ModelRunner:
         Writes the pools at the chunks' positions and nowhere else. Raises `InvariantViolated` if the model's output is not finite:
         what follows from it would be noise, and is not to be billed.
         """
-        # Rows of one token first, in order of length: neighbours are computed by one attention.
-        chunks = sorted(plan.chunks, key=_length_class)
-        finishing = [chunk for chunk in chunks if chunk.completes]
-        draws = [chunk.sequence.draw() for chunk in finishing]
+        # For torch rows of one token first, in order of length: neighbours are computed by one attention.
+        chunks = plan.chunks if self._native else sorted(plan.chunks, key=_length_class)
+        finishing = [chunk.sequence for chunk in chunks if chunk.completes]
+        # Most rows take the largest logit, which the decoder finds on its way; the others are chosen among by themselves.
+        rows = [row for row, sequence in enumerate(finishing) if not sequence.next_takes_best]
+        draws = [finishing[row].draw() for row in rows]
         masks = self._mask_worker.begin([draw.grammar for draw in draws])
         copied = [chunk.copied for chunk in chunks if chunk.copied is not None]
         if copied:
             self._copy_blocks(copied)
-        logits = self._native.forward(chunks) if self._native else self._forward(chunks)
-        if not finishing:
-            return {}
-        if not bool(torch.isfinite(logits.sum())):  # one pass; what is not finite stays so in the sum
+        logits = self._decode(chunks)
+        if NOT_FINITE in logits.best:
             raise InvariantViolated("the model's output is not finite; are the weights intact?")
-        chosen = choose(logits, draws, masks)
-        return {chunk.sequence: token for chunk, token in zip(finishing, chosen, strict=True)}
+        chosen = {sequence: Chosen(token_id) for sequence, token_id in zip(finishing, logits.best, strict=True)}
+        if rows:
+            ruled = logits.values if len(rows) == len(finishing) else logits.values[rows]
+            chosen |= zip((finishing[row] for row in rows), choose(ruled, draws, masks), strict=True)
+        return chosen
 
     def _copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
         """Give each second block the keys and values of the first, in all layers, one pair after the other."""
@@ -100,12 +104,14 @@ class ModelRunner:
                 pool.keys[target].copy_(pool.keys[source])
                 pool.values[target].copy_(pool.values[source])
 
-    def _forward(self, chunks: list[Chunk]) -> Tensor:
-        """Logits of the chunks that complete, where sampling wants them: on the CPU."""
+    def _decode(self, chunks: list[Chunk]) -> Logits:
+        """Of the chunks that complete, where sampling wants them: on the CPU."""
+        if self._native:
+            return self._native.forward(chunks)
         batch = self._batch(chunks)
         if self._device.type != "cpu":
             batch = move_batch(batch, self._device)
-        return self._decoder.forward(batch, self._pools).cpu()
+        return Logits.of(self._decoder.forward(batch, self._pools).cpu())
 
     def _batch(self, chunks: list[Chunk]) -> Batch:
         token_ids: list[int] = []

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,8 +38,7 @@ class Draw:
     candidate_count: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Chosen:
+class Chosen(NamedTuple):
     """A row's next token. logprobs: if its parameters ask for them. candidates: of a beam, whose search decides instead."""
 
     token_id: int

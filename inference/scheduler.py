@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import bisect
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from inference.errors import InvariantViolated
 from inference.kv_cache import KV_BLOCK_TOKENS, BlockKey, BlockPool, PrefixMatch, blocks_for, matchable_block_count
@@ -24,8 +25,7 @@ from inference.limits import EngineLimits
 from inference.sequence import Sequence
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(NamedTuple):
     """The next `token_count` uncomputed tokens of a sequence, to be computed in this step.
 
     copied: a KV block and the one that its content goes to before anything is computed: beams share the first and write their own.
@@ -115,10 +115,17 @@ class Scheduler:
     def schedule(self) -> StepPlan:
         """Choose the next step's work and allocate its blocks. Empty only if there is no sequence at all."""
         plan = StepPlan()
-        decoding = [sequence for sequence in self._running if sequence.may_decode]
-        filling = [sequence for sequence in self._running if sequence.uncomputed_token_count > 1]
         preemption_count = self._preemption_count
-        for sequence in decoding + filling:
+        filling = []
+        for sequence in list(self._running):
+            if not sequence.may_decode:
+                filling.append(sequence)
+            elif sequence.has_room and plan.token_count < self._limits.step_token_count_max:
+                if self._preemption_count == preemption_count or sequence in self._running:
+                    plan.add(sequence, 1)
+            else:
+                self._plan_chunk(plan, sequence)
+        for sequence in filling:
             self._plan_chunk(plan, sequence)
         if self._preemption_count == preemption_count:  # who has just been preempted must not come back at once
             self._admit(plan)
@@ -129,8 +136,10 @@ class Scheduler:
     def commit(self, plan: StepPlan) -> None:
         """Note that the plan's chunks are computed: their full blocks become findable for others."""
         for chunk in plan.chunks:
-            chunk.sequence.computed_token_count += chunk.token_count
-            self._register(chunk.sequence)
+            sequence = chunk.sequence
+            sequence.computed_token_count += chunk.token_count
+            if sequence.computed_token_count // KV_BLOCK_TOKENS > sequence.registered_block_count:
+                self._register(sequence)
 
     def check_conservation(self) -> None:
         """Raise `InvariantViolated` unless every block is free, cached or held, and held by a running sequence."""

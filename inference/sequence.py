@@ -13,12 +13,12 @@ from __future__ import annotations
 import copy
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from inference.detokenizer import Detokenizer
 from inference.engine import EngineFinishReason, EngineTimings, GenerationRequest
 from inference.grammar import Grammar
-from inference.kv_cache import BlockKey, CachedBlock, blocks_for
+from inference.kv_cache import KV_BLOCK_TOKENS, BlockKey, CachedBlock, blocks_for
 from inference.logit_rules import SeenTokens
 from inference.sampler import Draw
 
@@ -26,8 +26,7 @@ if TYPE_CHECKING:
     from inference.beam_group import BeamGroup
 
 
-@dataclass(frozen=True, slots=True)
-class AppendedToken:
+class AppendedToken(NamedTuple):
     """What one new token did: text let go, and why the sequence is over if it is."""
 
     text: str
@@ -62,21 +61,20 @@ class Sequence:
     grammar: Grammar | None = None
     choice_index: int = 0
     group: BeamGroup | None = None
+    prompt_token_count: int = field(init=False, default=0)
+    takes_best: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.request.prompt_token_ids)
+        self.prompt_token_count = len(self.token_ids)
         if self.request.sampling.penalises:
             self.seen = SeenTokens(self.token_ids)
+        self.takes_best = self.request.sampling.takes_best and self.grammar is None and self.request.beam_search is None
 
     @property
     def place(self) -> tuple[int, int]:
         """Orders sequences by arrival, and choices among themselves."""
         return self.number, self.choice_index
-
-    @property
-    def prompt_token_count(self) -> int:
-        """Tokens of the request."""
-        return len(self.request.prompt_token_ids)
 
     @property
     def output_token_count(self) -> int:
@@ -101,7 +99,12 @@ class Sequence:
     @property
     def may_decode(self) -> bool:
         """Whether its last token may be computed now: that of a beam together with those of all others."""
-        return self.uncomputed_token_count == 1 and (self.group is None or self.group.ready)
+        return len(self.token_ids) - self.computed_token_count == 1 and (self.group is None or self.group.ready)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether its next token goes into a block that it has, and that nobody else reads."""
+        return self.computed_token_count % KV_BLOCK_TOKENS > 0 and self.group is None
 
     @property
     def fillable_token_count(self) -> int:
@@ -112,6 +115,11 @@ class Sequence:
     def missing_block_count(self, token_count: int) -> int:
         """Blocks to add so that the table covers `token_count` positions."""
         return max(blocks_for(token_count) - len(self.block_table), 0)
+
+    @property
+    def next_takes_best(self) -> bool:
+        """Whether its next token is the one with the largest logit, and nothing else is asked of the row."""
+        return self.takes_best and self.output_token_count >= self.request.stop.min_output_tokens
 
     def draw(self) -> Draw:
         """How the next token is sampled."""

@@ -42,6 +42,7 @@ constexpr int LANES = 16;        // floats in a vector: one AVX-512 register, or
 constexpr int BLOCK_TOKENS = 16; // positions of a KV block; as in kv_cache.py, checked at load
 constexpr int PANEL = 64;        // weight columns that lie together
 constexpr int CHUNK_KEYS = 512;  // keys whose scores are held at once: 6 rows of them fit the first-level cache
+constexpr int STREAM_KEYS = 128; // the same where blocks come from memory: short, since a sequence's first chunk comes unannounced
 constexpr int ROW_CHUNK = 192;   // rows of one matrix task: few enough that two cores share a prefill evenly
 constexpr size_t HUGE_PAGE_BYTES = 2 << 20;
 constexpr int64_t COPIED_ROWS = 1024;    // of the embedding, by one task
@@ -128,6 +129,37 @@ INLINE float largest_of(Vector value) {
     value = larger(value, lanes_from<4>(value));
     value = larger(value, lanes_from<2>(value));
     return std::max(value[0], value[1]);
+}
+
+// Index of the largest of `count` values, the first of equal ones; -1 if one of them is not finite.
+inline int32_t best_of(const float *values, int64_t count) {
+    constexpr int32_t EXPONENT = 0x7f800000; // all of it set: infinite, or not a number
+    const IntVector lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    Vector largest = splat(-std::numeric_limits<float>::infinity());
+    IntVector where = {}, broken = {};
+    int64_t index = 0;
+    for (; index + LANES <= count; index += LANES) {
+        const Vector value = load(values + index);
+        const IntVector is_larger = value > largest;
+        broken |= ((IntVector)value & EXPONENT) == EXPONENT;
+        largest = is_larger ? value : largest;
+        where = is_larger ? lanes + int32_t(index) : where;
+    }
+    bool finite = true;
+    int32_t best = 0;
+    float best_value = -std::numeric_limits<float>::infinity();
+    for (int lane = 0; lane < LANES && index > 0; ++lane) {
+        finite &= broken[lane] == 0;
+        if (largest[lane] > best_value || (largest[lane] == best_value && where[lane] < best)) {
+            best = where[lane];
+            best_value = largest[lane];
+        }
+    }
+    for (; index < count; ++index) {
+        finite &= std::isfinite(values[index]);
+        if (values[index] > best_value) best = int32_t(index), best_value = values[index];
+    }
+    return finite ? best : -1;
 }
 
 // e^x for x <= 88: 2^n times a polynomial of degree 6 on half an octave to each side; relative error below 2e-7.
@@ -452,14 +484,23 @@ template <class T> struct PagedHead {
     const T *value_block(int64_t index) const { return values + table[index] * block_stride; }
 };
 
+// Blocks `begin` to `end` of a sequence, whose keys will be read.
+template <class T> struct KeyRun {
+    PagedHead<T> head;
+    int64_t begin, end;
+};
+
 // Attention of R query rows over the positions begins[r] to ends[r] (exclusive) of one head, in chunks of keys with a running
 // maximum and sum, as in Milakov and Gimelshein 2018. queries and out: rows of D values. STREAMS: the blocks come from memory, and
-// nobody has read them just before.
+// nobody has read them just before. Then every product asks for what a later one reads: that of queries and keys for the chunk's
+// values, that of probabilities and values for the next chunk's keys, so that memory has something to do all the time; `then` is
+// what this thread will read after these keys.
 template <class T, int R, bool STREAMS> void attend(
     const T *queries, int64_t query_stride, const int64_t *begins, const int64_t *ends, const PagedHead<T> &head,
-    int64_t head_dim, float scale, T *out, int64_t out_stride, Scratch<T> &scratch
+    int64_t head_dim, float scale, T *out, int64_t out_stride, Scratch<T> &scratch, const KeyRun<T> &then
 ) {
-    constexpr int64_t U = UNIT<T>;
+    constexpr int64_t U = UNIT<T>, CHUNK_BLOCKS = (STREAMS ? STREAM_KEYS : CHUNK_KEYS) / BLOCK_TOKENS;
+    static_assert(CHUNK_BLOCKS % TILE_VECTORS == 0);
     const IntVector lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     const int64_t first_block = *std::min_element(begins, begins + R) / BLOCK_TOKENS;
     const int64_t latest_begin = *std::max_element(begins, begins + R);
@@ -472,8 +513,10 @@ template <class T, int R, bool STREAMS> void attend(
     std::fill_n(total, R, 0.0f);
     std::memset(attended, 0, R * head_dim * sizeof(float));
 
-    for (int64_t chunk = first_block; chunk < block_end; chunk += CHUNK_KEYS / BLOCK_TOKENS) {
-        const int64_t block_count = std::min<int64_t>(CHUNK_KEYS / BLOCK_TOKENS, block_end - chunk);
+    for (int64_t chunk = first_block; chunk < block_end; chunk += CHUNK_BLOCKS) {
+        const int64_t block_count = std::min(CHUNK_BLOCKS, block_end - chunk);
+        const bool is_last_chunk = chunk + block_count == block_end;
+        const KeyRun<T> upcoming = is_last_chunk ? then : KeyRun<T>{head, chunk + block_count, block_end};
         Vector chunk_largest[R];
         for (int r = 0; r < R; ++r) chunk_largest[r] = splat(HIDDEN_SCORE);
         for (int64_t block = 0; block < block_count; block += TILE_VECTORS) {
@@ -481,15 +524,11 @@ template <class T, int R, bool STREAMS> void attend(
             for (int c = 0; c < TILE_VECTORS; ++c) // a short last tile repeats its last block, and keeps nothing of it
                 columns[c] = head.key_block(chunk + std::min(block + c, block_count - 1));
             Vector sums[R][TILE_VECTORS] = {};
-            if constexpr (
-                STREAMS
-            ) { // these blocks' values and the next ones' keys: a block has as many lines as the product steps
-                Ahead<2 * TILE_VECTORS> ahead;
-                for (int64_t c = 0; c < TILE_VECTORS; ++c) {
-                    ahead.begins[c] = head.key_block(std::min(chunk + block + TILE_VECTORS + c, block_end - 1));
-                    ahead.begins[TILE_VECTORS + c] = head.value_block(chunk + std::min(block + c, block_count - 1));
-                }
-                multiply(sums, queries, query_stride, columns, BLOCK_TOKENS * U, head_dim / U, ahead);
+            if constexpr (STREAMS) { // a block has as many lines as this product has steps
+                Ahead<TILE_VECTORS> values;
+                for (int64_t c = 0; c < TILE_VECTORS; ++c)
+                    values.begins[c] = head.value_block(chunk + std::min(block + c, block_count - 1));
+                multiply(sums, queries, query_stride, columns, BLOCK_TOKENS * U, head_dim / U, values);
             } else {
                 multiply(sums, queries, query_stride, columns, BLOCK_TOKENS * U, head_dim / U);
             }
@@ -531,7 +570,16 @@ template <class T, int R, bool STREAMS> void attend(
                 for (int64_t block = 0; block < block_count; ++block) {
                     const T *columns[C];
                     for (int c = 0; c < C; ++c) columns[c] = head.value_block(chunk + block) + (vector + c) * LANES * U;
-                    multiply(sums, probabilities + block * BLOCK_TOKENS, CHUNK_KEYS, columns, head_dim * U, BLOCK_TOKENS / U);
+                    const T *weights = probabilities + block * BLOCK_TOKENS;
+                    const int64_t upcoming_block = upcoming.begin + block;
+                    if (STREAMS && upcoming_block < upcoming.end) { // as many lines per vector as the product has steps
+                        Ahead<C> keys;
+                        const T *key_block = upcoming.head.key_block(upcoming_block);
+                        for (int c = 0; c < C; ++c) keys.begins[c] = key_block + (vector + c) * LANES * BLOCK_TOKENS;
+                        multiply(sums, weights, CHUNK_KEYS, columns, head_dim * U, BLOCK_TOKENS / U, keys);
+                    } else {
+                        multiply(sums, weights, CHUNK_KEYS, columns, head_dim * U, BLOCK_TOKENS / U);
+                    }
                 }
                 for (int r = 0; r < R; ++r)
                     for (int c = 0; c < C; ++c) store(attended + r * head_dim + (vector + c) * LANES, sums[r][c]);
@@ -561,7 +609,8 @@ struct Span {
 };
 
 // One step. token_ids (N,), spans in order of rows and covering them all, tables: block ids, wanted_rows (R,) ascending: rows whose
-// logits are wanted. logits: (R, logits_stride) fp32, written.
+// logits are wanted. logits: (R, logits_stride) fp32, written. best: (R,) the token with the largest logit, the first of equal ones;
+// -1 if one of the row's logits is not finite. Written.
 struct Step {
     int64_t row_count, span_count, wanted_count;
     const int32_t *token_ids;
@@ -570,6 +619,7 @@ struct Step {
     const int32_t *wanted_rows;
     float *logits;
     int64_t logits_stride;
+    int32_t *best;
 };
 }
 
@@ -784,7 +834,7 @@ template <class T> class Decoder final : public AnyDecoder {
             const Span *spans = is_last ? wanted_spans_.data() : step.spans;
             const auto &tasks = is_last ? wanted_tasks_ : all_tasks_;
             worker.each(int64_t(tasks.size()), [&](int64_t task) {
-                attend_task(tasks[task], spans, step.tables, layer.window, keys, values, scratches_[index]);
+                attend_task(task, tasks, step, spans, layer.window, keys, values, scratches_[index]);
             });
             add_product(worker, index, attended_.data(), heads_size(), rows, layer.linears[ATTENTION_OUT]);
             normalize(worker, layer.norms[MLP_NORM], rows);
@@ -811,6 +861,9 @@ template <class T> class Decoder final : public AnyDecoder {
                     store(step.logits + row * step.logits_stride + column + c * LANES, sums[c]);
             }
         );
+        worker.each(rows, [&](int64_t row) {
+            step.best[row] = best_of(step.logits + row * step.logits_stride, shape_.vocabulary_size);
+        });
     }
 
     template <class Keep> INLINE void
@@ -932,42 +985,63 @@ template <class T> class Decoder final : public AnyDecoder {
         }
     }
 
+    // What of a layer's pool the rows of a task read.
+    PagedHead<T> paged_head(const AttentionTask &task, const Step &step, const Span *spans, const T *keys, const T *values) const {
+        const int64_t block_size = BLOCK_TOKENS * shape_.head_dim, start = task.kv_head * block_size;
+        return {keys + start, values + start, shape_.kv_head_count * block_size, step.tables + spans[task.span].table};
+    }
+
+    static int64_t first_visible(int64_t end, int64_t window) { return window ? std::max<int64_t>(0, end - window) : 0; }
+
+    // The first keys of the task that this thread will probably take after `index`; none if that one does not stream.
+    KeyRun<T> after(
+        int64_t index, const std::vector<AttentionTask> &tasks, const Step &step, const Span *spans, int64_t window, const T *keys,
+        const T *values
+    ) const {
+        const int64_t next = index + team_.size();
+        if (next >= int64_t(tasks.size()) || tasks[next].row_count != 1) return {};
+        const AttentionTask &task = tasks[next];
+        const int64_t end = spans[task.span].position + task.row + 1;
+        return {
+            paged_head(task, step, spans, keys, values), first_visible(end, window) / BLOCK_TOKENS,
+            (end + BLOCK_TOKENS - 1) / BLOCK_TOKENS
+        };
+    }
+
     void attend_task(
-        const AttentionTask &task, const Span *spans, const int32_t *tables, int64_t window, const T *keys, const T *values,
-        Scratch<T> &scratch
+        int64_t index, const std::vector<AttentionTask> &tasks, const Step &step, const Span *spans, int64_t window, const T *keys,
+        const T *values, Scratch<T> &scratch
     ) {
+        const AttentionTask &task = tasks[index];
         const Span &span = spans[task.span];
         const int64_t head_dim = shape_.head_dim, group = shape_.head_count / shape_.kv_head_count, stride = heads_size();
-        const int64_t block_size = BLOCK_TOKENS * head_dim;
-        const PagedHead<T> head{
-            keys + task.kv_head * block_size, values + task.kv_head * block_size, shape_.kv_head_count * block_size,
-            tables + span.table
-        };
+        const PagedHead<T> head = paged_head(task, step, spans, keys, values);
         const int64_t first = (span.row + task.row) * stride + task.kv_head * group * head_dim;
-        if (task.row_count == 1) // the group's heads are the rows of a tile: its keys are read once for all of them
-            return attend_tiles<true>(first, head_dim, group, 0, span.position + task.row, window, head, scratch);
+        const int64_t position = span.position + task.row;
+        if (task.row_count == 1) { // the group's heads are the rows of a tile: its keys are read once for all of them
+            const KeyRun<T> then = after(index, tasks, step, spans, window, keys, values);
+            return attend_tiles<true>(first, head_dim, group, 0, position, window, head, scratch, then);
+        }
         for (int64_t member = 0; member < group; ++member)
-            attend_tiles<false>(
-                first + member * head_dim, stride, task.row_count, 1, span.position + task.row, window, head, scratch
-            );
+            attend_tiles<false>(first + member * head_dim, stride, task.row_count, 1, position, window, head, scratch, {});
     }
 
     // row_count rows, `stride` values apart in queries and output, of which each is `advance` positions after the one before.
     template <bool STREAMS> void attend_tiles(
         int64_t first, int64_t stride, int64_t row_count, int64_t advance, int64_t position, int64_t window,
-        const PagedHead<T> &head, Scratch<T> &scratch
+        const PagedHead<T> &head, Scratch<T> &scratch, const KeyRun<T> &then
     ) {
         const float scale = 1.0f / std::sqrt(float(shape_.head_dim));
         for (int64_t row = 0; row < row_count; row += TILE_ROWS) {
             int64_t begins[TILE_ROWS], ends[TILE_ROWS];
             for (int64_t r = 0; r < TILE_ROWS; ++r) {
                 ends[r] = position + (row + r) * advance + 1;
-                begins[r] = window ? std::max<int64_t>(0, ends[r] - window) : 0;
+                begins[r] = first_visible(ends[r], window);
             }
             with_count<TILE_ROWS>(int(std::min<int64_t>(TILE_ROWS, row_count - row)), [&]<int R>() {
                 attend<T, R, STREAMS>(
                     queries_.data() + first + row * stride, stride, begins, ends, head, shape_.head_dim, scale,
-                    attended_.data() + first + row * stride, stride, scratch
+                    attended_.data() + first + row * stride, stride, scratch, then
                 );
             });
         }
@@ -998,6 +1072,8 @@ extern "C" {
 // must outlive the decoder.
 
 int32_t weir_kv_block_tokens() { return BLOCK_TOKENS; }
+
+int32_t weir_best_of(const float *values, int64_t count) { return best_of(values, count); } // for tests
 
 void *weir_decoder_open(const Shape *shape, int32_t is_bfloat16) try {
     if (is_bfloat16) return static_cast<AnyDecoder *>(new Decoder<Bfloat16>(*shape));

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import weakref
+from array import array
 from collections.abc import Sequence
 from enum import IntEnum
 from typing import TYPE_CHECKING
@@ -20,6 +21,7 @@ from inference.checkpoint import DecoderConfig
 from inference.errors import InvariantViolated
 from inference.kv_cache import blocks_for
 from inference.linear import LinearWeights
+from inference.logits import Logits
 from inference.model import rotary_tables
 from inference.native import loader
 from inference.weights import DecoderWeights
@@ -73,6 +75,7 @@ class _Step(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("token_ids", "spans", "tables", "wanted_rows")),
         ("logits", ctypes.c_void_p),
         ("logits_stride", ctypes.c_int64),
+        ("best", ctypes.c_void_p),
     ]
 
 
@@ -117,36 +120,45 @@ class NativeDecoder:
         self._pack(weights)
         self._tables = TableRows(blocks_for(context_window_tokens))
         self._logits_stride = -(-config.vocabulary_size // PANEL_COLUMNS) * PANEL_COLUMNS
-        self._logits = torch.empty(0, self._logits_stride)
+        self._logits = self._logits_memory = torch.empty(0, self._logits_stride)
         self._step = _Step(logits_stride=self._logits_stride)
 
-    def forward(self, chunks: Sequence[Chunk]) -> Tensor:
-        """Logits (R, V) in fp32 of the chunks that complete, in their order; valid until the next call.
+    def forward(self, chunks: Sequence[Chunk]) -> Logits:
+        """Logits (R, V) of the chunks that complete, in their order; valid until the next call.
 
         Writes the pool at the chunks' positions and nowhere else.
         """
-        token_ids: list[int] = []
-        spans: list[tuple[int, int, int, int]] = []  # first row, rows, position, place in the tables
-        wanted: list[int] = []
-        starts = self._tables.starts(chunks)
-        for chunk, start in zip(chunks, starts, strict=True):
+        token_ids = array("i")
+        spans = array("i")  # of each chunk: first row, rows, position, place in the tables
+        wanted = array("i")
+        row = 0
+        for chunk, start in zip(chunks, self._tables.starts(chunks), strict=True):
             sequence, count = chunk.sequence, chunk.token_count
-            position = sequence.computed_token_count
-            spans.append((len(token_ids), count, position, start))
-            token_ids += sequence.token_ids[position : position + count]
-            if position + count == len(sequence.token_ids):
-                wanted.append(len(token_ids) - 1)
-        if len(wanted) > len(self._logits):
-            self._logits = torch.empty(len(wanted), self._logits_stride)
-        arrays = [np.array(values, dtype=np.int32) for values in (token_ids, spans, wanted)]
+            position, tokens = sequence.computed_token_count, sequence.token_ids
+            spans.extend((row, count, position, start))
+            token_ids.extend(tokens[position : position + count])
+            row += count
+            if position + count == len(tokens):
+                wanted.append(row - 1)
+        if len(wanted) != len(self._logits):
+            self._make_logits(len(wanted))
+        best = array("i", wanted)
         step = self._step
-        step.row_count, step.span_count, step.wanted_count = len(token_ids), len(spans), len(wanted)
-        step.token_ids, step.spans, step.wanted_rows = (array.ctypes.data for array in arrays)
+        step.row_count, step.span_count, step.wanted_count = len(token_ids), len(chunks), len(wanted)
+        step.token_ids, step.spans, step.wanted_rows, step.best = (
+            values.buffer_info()[0] for values in (token_ids, spans, wanted, best)
+        )
         step.tables = self._tables.address
-        step.logits = self._logits.data_ptr()
+        step.logits = self._logits_memory.data_ptr()
         if self._library.weir_decoder_forward(self._handle, ctypes.byref(step)):
             raise MemoryError("no memory for a step")
-        return self._logits[: len(wanted), : self._config.vocabulary_size]
+        return Logits(self._logits, best.tolist())
+
+    def _make_logits(self, row_count: int) -> None:
+        """A view of so many rows without their padding; kept, since most steps want as many as the one before."""
+        if row_count > len(self._logits_memory):
+            self._logits_memory = torch.empty(row_count, self._logits_stride)
+        self._logits = self._logits_memory[:row_count, : self._config.vocabulary_size]
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Give each second KV block the content of the first, in all layers, one pair after the other."""

@@ -124,6 +124,7 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
     pointer, index, kind = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
     signatures: dict[str, tuple[object, list[object]]] = {
         "weir_kv_block_tokens": (kind, []),
+        "weir_best_of": (kind, [pointer, index]),
         "weir_decoder_open": (pointer, [pointer, kind]),
         "weir_decoder_close": (None, [pointer]),
         "weir_decoder_set_linear": (kind, [pointer, index, kind, pointer, pointer, pointer]),

@@ -10,6 +10,8 @@ import torch
 from inference.engine import EngineFinishReason, GenerationRequest, SamplingParams
 from inference.errors import InvariantViolated
 from inference.model_runner import ModelRunner
+from inference.native.decoder import _Norm
+from inference.native.loader import load
 from inference.tokenizer import Tokenizer
 from tests.inference.checkpoints import TinyCheckpoint
 from tests.inference.running import Outcome, collect, make_core, make_request, random_prompt, run_all
@@ -206,12 +208,24 @@ def test_a_request_that_can_never_run_has_a_fault(tiny: TinyCheckpoint, request_
     assert words in fault
 
 
-def test_output_that_is_not_finite_is_an_error_and_not_a_token(tiny: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A planted fault in the weights, where they can be reached: in torch."""
-    monkeypatch.setattr("inference.model_runner.supports", lambda config, dtype: False)
+@pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize("broken", [torch.nan, torch.inf, -torch.inf])
+def test_output_that_is_not_finite_is_an_error_and_not_a_token(
+    native: bool, broken: float, tiny: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fault planted in the weights, where each decoder keeps them."""
+    if native and load() is None:
+        pytest.skip("no native library on this machine, or switched off")
+    if not native:
+        monkeypatch.setattr("inference.model_runner.supports", lambda config, dtype: False)
     core = make_core(tiny.directory)
     assert isinstance(core._runner, ModelRunner)
-    core._runner._decoder._weights.final_norm[0] = torch.nan
+    if core._runner._native:
+        weight = torch.ones(core._runner._config.hidden_size)
+        weight[3] = broken
+        core._runner._native._set_norm(core._runner._config.layer_count, _Norm.FINAL, weight)
+    else:
+        core._runner._decoder._weights.final_norm[3] = broken
     core.add(0, make_request([9], 5))
 
     with pytest.raises(InvariantViolated, match="not finite"):

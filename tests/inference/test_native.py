@@ -15,10 +15,10 @@ import torch
 
 from inference.checkpoint import read_config
 from inference.errors import InvariantViolated
+from inference.logits import Logits
 from inference.model_runner import ComputeDtype, ModelRunner
 from inference.native import loader
 from inference.native.decoder import TableRows, supports
-from inference.sampler import choose
 from inference.scheduler import Chunk, StepPlan
 from inference.sequence import Sequence as EngineSequence
 from tests.inference.checkpoints import LlamaShape, TinyCheckpoint, make_checkpoint
@@ -40,7 +40,7 @@ MEAN_DIFFERENCE_MAX = {"float32": 1e-5, "bfloat16": 0.07, "int8": 0.07}  # as a 
 
 @dataclass(slots=True)
 class Recorder:
-    """Logits of a runner's steps, in order, taken where they are sampled."""
+    """Logits of a runner's steps, in order, as its decoder gives them."""
 
     logits: list[torch.Tensor] = field(default_factory=list)
 
@@ -50,11 +50,15 @@ def run_steps(directory: Path, dtype: ComputeDtype, monkeypatch: pytest.MonkeyPa
     recorder = Recorder()
     monkeypatch.setattr("inference.model_runner.supports", supports if native else lambda config, dtype: False)
 
-    def recording(logits: torch.Tensor, *rest: object) -> object:
-        recorder.logits.append(logits.clone())
-        return choose(logits, *rest)  # type: ignore[arg-type]
+    decode = ModelRunner._decode
 
-    monkeypatch.setattr("inference.model_runner.choose", recording)
+    def recording(runner: ModelRunner, chunks: list[Chunk]) -> Logits:
+        logits = decode(runner, chunks)
+        assert logits.best == logits.values.numpy().argmax(axis=-1).tolist()
+        recorder.logits.append(logits.values.clone())
+        return logits
+
+    monkeypatch.setattr(ModelRunner, "_decode", recording)
     runner = ModelRunner(directory, read_config(directory), compute_dtype=dtype, context_window_tokens=1024, block_count=200)
     assert (runner._native is not None) == native
     rng = random.Random(1)
@@ -95,6 +99,7 @@ def test_logits_equal_those_of_torch(name: str, dtype: ComputeDtype, tmp_path: P
     reference = run_steps(directory, dtype, monkeypatch, native=False)
 
     assert [len(rows) for rows in native] == [len(rows) for rows in reference]
+    assert max(map(len, native)) == 5
     for ours, theirs in zip(native, reference, strict=True):
         assert (ours - theirs).abs().mean() < MEAN_DIFFERENCE_MAX[dtype] * theirs.std()
 

@@ -1,0 +1,54 @@
+"""The largest logit of a row, found by whoever computes the row."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+from inference.logits import NOT_FINITE, Logits
+from inference.native import loader
+
+SIZES = (1, 15, 16, 17, 64, 333)  # around the width of a vector
+
+
+def native_best(values: torch.Tensor) -> int:
+    """As the native decoder finds it."""
+    library = loader.load()
+    assert library is not None
+    numbers = values.numpy().copy()
+    return int(library.weir_best_of(numbers.ctypes.data_as(ctypes.c_void_p), len(numbers)))
+
+
+@pytest.fixture(params=["torch", "native"])
+def best_of(request: pytest.FixtureRequest) -> Callable[[torch.Tensor], int]:
+    """Of one row."""
+    if request.param == "torch":
+        return lambda values: Logits.of(values[None]).best[0]
+    if loader.load() is None:
+        pytest.skip("no native library on this machine, or switched off")
+    return native_best
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_the_first_of_the_largest_is_the_best(best_of: Callable[[torch.Tensor], int], size: int) -> None:
+    rng = np.random.default_rng(size)
+    for _ in range(50):
+        values = torch.from_numpy(rng.integers(-3, 3, size).astype(np.float32))  # few values: many ties
+
+        assert best_of(values) == int(values.numpy().argmax())
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("broken", [torch.nan, torch.inf, -torch.inf])
+def test_a_row_with_a_value_that_is_not_finite_has_no_best(
+    best_of: Callable[[torch.Tensor], int], size: int, broken: float
+) -> None:
+    for place in {0, size // 2, size - 1}:
+        values = torch.zeros(size)
+        values[place] = broken
+
+        assert best_of(values) == NOT_FINITE
