@@ -23,6 +23,7 @@ from api.auth import Authenticator
 from api.billing_service import BillingServicer
 from api.endpoint import write_endpoint
 from api.errors import Draining
+from api.health import keep_health
 from api.inference_service import InferenceServicer
 from api.live_control import obey, process_name, report
 from api.logs import configure_logs
@@ -37,11 +38,13 @@ from inference.safety import SafetyChecker, SafetyRulesInvalid, read_rules
 from inference.tokenizer import Tokenizer
 from inference.torch_engine import TorchEngine, TorchEngineSettings
 from metering.control_channel import ControlChannel
-from metering.db import create_engine, create_sessions
+from metering.db import Sessions, create_engine, create_sessions
 from metering.errors import StoreAway
 from metering.holds import HoldStore
 from metering.journal import UsageJournal
 from metering.recovery import recover_journals
+from metering.standing_holds import GraceTerms
+from metering.store_gate import StoreGate
 
 HEALTH_INTERVAL_S = 0.2
 SETTLE_GRACE_S = 10.0  # after the drain time, for the settlement of what was still running
@@ -95,23 +98,38 @@ async def start_engine(engine: Engine) -> None:
         log.error("engine_start_failed", model=engine.model.name, cause=str(error))
 
 
-async def keep_health(health: Health, router: Router, stopping: asyncio.Event) -> None:
-    """Serving means that an engine takes requests and that this process does not drain."""
-    while not stopping.is_set():
-        await health.set_serving(any(engine.healthy() for engine in router.engines()))
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(stopping.wait(), HEALTH_INTERVAL_S)
-    await health.set_serving(False)
+async def recover(settings: Settings, gate: StoreGate) -> None:
+    """Settle what dead processes of this machine left behind; without a database that is left for later."""
+    try:
+        await recover_journals(settings.journal_directory, settings.database_url, gate)
+    except (StoreAway, OSError) as away:
+        log.warning("recovery_delayed", cause=str(away).strip())
 
 
-async def recover_regularly(settings: Settings) -> None:
-    """Settle what dead processes of this machine left behind, now and from time to time."""
+async def recover_regularly(settings: Settings, gate: StoreGate) -> None:
+    """The same now and from time to time."""
     while True:
-        try:
-            await recover_journals(settings.journal_directory, settings.database_url)
-        except (StoreAway, OSError) as away:
-            log.warning("recovery_delayed", cause=str(away).strip())
+        await recover(settings, gate)
         await asyncio.sleep(settings.recovery_interval_s)
+
+
+def open_holds(settings: Settings, journal: UsageJournal, gate: StoreGate) -> HoldStore:
+    """The holds of this process, under the deployment's policy for a database that is away."""
+    terms = GraceTerms(settings.grace_holds_per_key, settings.grace_input_tokens, settings.lease_slice_tokens)
+    return HoldStore(
+        settings.database_url,
+        journal.owner_id,
+        expiry_s=settings.hold_expiry_s,
+        answer_wait_s=settings.store_answer_wait_s,
+        gate=gate,
+        grace=(terms, journal.bindings) if settings.store_away_policy == "grace" else None,
+    )
+
+
+def open_door(settings: Settings, sessions: Sessions) -> Authenticator:
+    """Who checks the keys, under the same policy."""
+    grace_s = settings.hold_expiry_s if settings.store_away_policy == "grace" else 0.0
+    return Authenticator(sessions, answer_wait_s=settings.store_answer_wait_s, grace_s=grace_s)
 
 
 async def drain(settings: Settings, capacity: Capacity, process: Process) -> None:
@@ -142,7 +160,7 @@ def stop_signals(stopping: asyncio.Event) -> Iterator[None]:
 async def serve(settings: Settings) -> None:
     """Run one api process until it is told to stop.
 
-    Raises: SettingInvalid, CheckpointInvalid, OSError (address taken), StoreAway (no database).
+    Raises: SettingInvalid, CheckpointInvalid, OSError (address taken).
     """
     owner_id = uuid.uuid4()
     safety = build_safety(settings)
@@ -150,13 +168,14 @@ async def serve(settings: Settings) -> None:
     engines = build_engines(settings)
     router = Router(engines)
     tokenizers = {name: Tokenizer(Path(engine.model.directory)) for name, engine in engines.items()}
-    await recover_journals(settings.journal_directory, settings.database_url)
+    gate = StoreGate()
+    await recover(settings, gate)
     stopping = asyncio.Event()
-    store = create_engine(settings.database_url)
+    store = create_engine(settings.database_url, pool_size=settings.database_connections_max, gate=gate)
     sessions = create_sessions(store)
     journal = UsageJournal(settings.journal_directory, owner_id)
-    holds = HoldStore(settings.database_url, owner_id, expiry_s=settings.hold_expiry_s)
-    capacity, health, authenticator = Capacity(settings.requests_per_process_max), Health(), Authenticator(sessions)
+    holds = open_holds(settings, journal, gate)
+    capacity, health, authenticator = Capacity(settings.requests_per_process_max), Health(), open_door(settings, sessions)
     async with asyncio.TaskGroup() as tasks:
         process = Process(Admission(settings, capacity, holds, journal, tasks), router, tokenizers, safety)
         servicers = Servicers(
@@ -178,10 +197,10 @@ async def serve(settings: Settings) -> None:
         background = [
             tasks.create_task(control.run(), name="control channel"),
             tasks.create_task(holds.run(), name="holds"),
-            tasks.create_task(recover_regularly(settings), name="recovery"),
+            tasks.create_task(recover_regularly(settings, gate), name="recovery"),
             tasks.create_task(process.tell_progress_regularly(), name="progress"),
         ]
-        health_task = tasks.create_task(keep_health(health, router, stopping), name="health")
+        health_task = tasks.create_task(keep_health(health, router, holds, settings, stopping), name="health")
         gc.freeze()  # what stands now stands to the end: a full collection that looked at it again would stop all streams for 5 ms
         await server.start()
         write_endpoint(settings.home, f"{settings.listen_address.rpartition(':')[0]}:{port}")
@@ -191,6 +210,7 @@ async def serve(settings: Settings) -> None:
         log.info("draining", running_request_count=capacity.taken_count)
         await health_task
         await drain(settings, capacity, process)
+        await holds.release_standing()
         await server.stop(grace=1.0)
         for engine in router.engines():
             await engine.close()

@@ -96,6 +96,10 @@ class Lease:
         self._lock = asyncio.Lock()
         self._anticipating = False
 
+    def lapse(self) -> MeteringError | None:
+        """Why no more tokens may leave under this hold, whatever is leased; None while they may."""
+        return self._admission.holds.lapse(self.admitted.hold_id)
+
     async def cover(self, token_count: int) -> None:
         """Make sure that so many output tokens in all may be delivered; returns at once where they are leased already.
 

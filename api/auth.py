@@ -2,33 +2,70 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections import OrderedDict
+
 from api.errors import PermissionDenied, Unauthenticated
 from api.interceptor import Context
+from metering.bounded_connection import patience
 from metering.db import Sessions
+from metering.errors import KeyInvalid, StoreAway
+from metering.lease_clock import boot_time_s
 from metering.operations import Payer
 from metering.tenants import Principal, authenticate
 
 BEARER = "bearer "
+ANSWER_WAIT_S = 5.0  # a call that waits longer for its first lookup is better told to come again
+REMEMBERED_COUNT_MAX = 10_000  # keys, of 64 bytes each and what they may
 
 
 class Authenticator:
-    """Checks the API key of a call against the database. Nothing is cached: a revoked key is refused from its next call on."""
+    """Checks the API key of a call against the database. Nothing is cached: a revoked key is refused from its next call on.
 
-    def __init__(self, sessions: Sessions) -> None:
+    What was found is remembered only to let calls in while the database is away, if the deployment wants that.
+    """
+
+    def __init__(self, sessions: Sessions, *, answer_wait_s: float = ANSWER_WAIT_S, grace_s: float = 0.0) -> None:
+        """grace_s: for so long after its last check a key is good while the database is away."""
         self._sessions = sessions
+        self._answer_wait_s = answer_wait_s
+        self._grace_s = grace_s
+        self._remembered: OrderedDict[bytes, tuple[float, Principal]] = (
+            OrderedDict()
+        )  # by hash of the secret; checked last stands last
 
     async def principal(self, context: Context, *scopes: str) -> Principal:
         """Who calls. scopes: any one of them is enough.
 
-        Raises: Unauthenticated, PermissionDenied; KeyInvalid for an unknown, expired or revoked key.
+        Raises: Unauthenticated, PermissionDenied, StoreAway; KeyInvalid for an unknown, expired or revoked key.
         """
-        async with self._sessions() as session:
-            principal = await authenticate(session, bearer_token(context))
+        principal = await self._look_up(bearer_token(context))
         if principal.scopes.isdisjoint(scopes):
             raise PermissionDenied(
                 f"key {principal.key_prefix} has the scopes {', '.join(sorted(principal.scopes))}; this call needs "
                 f"{' or '.join(scopes)}"
             )
+        return principal
+
+    async def _look_up(self, secret: str) -> Principal:
+        digest = hashlib.sha256(secret.encode(errors="replace")).digest() if self._grace_s else b""
+        try:
+            with patience(self._answer_wait_s):
+                async with self._sessions() as session:
+                    principal = await authenticate(session, secret)
+        except StoreAway:
+            checked_at, known = self._remembered.get(digest, (0.0, None))
+            if known is None or boot_time_s() - checked_at > self._grace_s:
+                raise
+            return known
+        except KeyInvalid:
+            self._remembered.pop(digest, None)
+            raise
+        if self._grace_s:
+            self._remembered[digest] = boot_time_s(), principal
+            self._remembered.move_to_end(digest)
+            if len(self._remembered) > REMEMBERED_COUNT_MAX:
+                self._remembered.popitem(last=False)
         return principal
 
 

@@ -187,6 +187,7 @@ class LiveRequest:
     async def _generate(self, engine: Engine, request: GenerationRequest, lease: Lease, place: Place) -> None:
         """Run the request under its hold, and leave `lease` with how it ended. Raises what breaks it."""
         self._reply.open(lease, self._process.admission.settings, self._process.safety)
+        self._reply.delivery.fence = lambda: self._may_send(lease)
         predicted = engine.predict_cached_token_count(request.prompt_token_ids, request.cache_salt)
         self._reply.push(frames.admitted(lease.admitted, len(request.prompt_token_ids), predicted))
         try:
@@ -214,6 +215,13 @@ class LiveRequest:
         lease.outcome = self._stop_outcome or outcome
         self._watch.lap("client_stall")
         lease.timings = self._watch.timings()
+
+    def _may_send(self, lease: Lease) -> bool:
+        """Whether tokens may leave. A request whose hold has lapsed ends, whatever it was about to do."""
+        lapse = lease.lapse()
+        if lapse is not None:
+            self.stop(Outcome.FAILED, lapse)
+        return lapse is None
 
     async def _wait_until_ready(self, engine: Engine) -> None:
     async def _wait_for_turn(self, engine: Engine, place: Place) -> None:

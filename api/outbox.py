@@ -44,6 +44,7 @@ class Delivery:
     unsent_frame_count: int = 0
     unsent_since: float = 0.0
     sent: asyncio.Event = field(default_factory=asyncio.Event)
+    fence: Callable[[], bool] = lambda: True  # whether tokens may leave; where it says no it has ended the request
 
     @property
     def unsent_token_count(self) -> int:
@@ -136,6 +137,7 @@ class Outbox:
                     return
                 self._arrived.clear()
                 continue
+            batch = self._without_fenced(batch)
             self._in_flight = batch  # before anything can fail, so that `abandon` reaches these too
             self._count_as_delivered(batch)
             await write(pb.GenerateResponse(frames=[pending.frame for pending in batch]))
@@ -144,6 +146,22 @@ class Outbox:
                 pending.delivery.unsent_frame_count -= 1
                 if pending.delivery.unsent_frame_count <= 0:
                     pending.delivery.sent.set()
+
+    def _without_fenced(self, batch: list[Pending]) -> list[Pending]:
+        """Leave out the tokens of requests whose holds are not theirs any more, and forget what else of them waits.
+
+        Looked at here, since a process may be stopped anywhere before, for any time.
+        """
+        fenced = {delivery for delivery in {pending.delivery for pending in batch if pending.token_count} if not delivery.fence()}
+        if not fenced:
+            return batch
+        kept = [pending for pending in batch if pending.delivery not in fenced]
+        for pending in batch:
+            if pending.delivery in fenced:
+                pending.delivery.unsent_frame_count -= 1
+        for delivery in fenced:
+            self.discard(delivery)
+        return kept
 
     def _count_as_delivered(self, batch: list[Pending]) -> None:
         totals: dict[Delivery, int] = {}

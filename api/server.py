@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import grpc
@@ -31,6 +32,7 @@ SERVICES = tuple(
         (billing_service_pb2, "BillingService"),
     )
 )
+INFERENCE_SERVICE = SERVICES[0]
 KEEPALIVE_MS = 30_000  # finds a client that vanished without a word; most load balancers close idle connections after a minute
 KEEPALIVE_TIMEOUT_MS = 10_000
 CLIENT_PING_INTERVAL_MS_MIN = 10_000  # clients may ping this often, also without a call: proxies between us want it
@@ -46,20 +48,19 @@ class Servicers:
 
 
 class Health:
-    """What health checks are told, for the whole server (the empty name) and each service."""
+    """What health checks are told, by name: the whole server (the empty name), each service, and the parts that they depend on."""
 
     def __init__(self) -> None:
         self.servicer = HealthServicer()
-        self._serving: bool | None = None
+        self._told: dict[str, bool] = {}
 
-    async def set_serving(self, serving: bool) -> None:
-        """Tell all watchers if it changed."""
-        if serving is self._serving:
-            return
-        self._serving = serving
-        status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
-        for name in ("", *SERVICES):
-            await self.servicer.set(name, status)
+    async def tell(self, serving: Mapping[str, bool]) -> None:
+        """Tell the watchers of each name if it changed."""
+        for name, well in serving.items():
+            if self._told.get(name) is not well:
+                self._told[name] = well
+                status = health_pb2.HealthCheckResponse.SERVING if well else health_pb2.HealthCheckResponse.NOT_SERVING
+                await self.servicer.set(name, status)
 
 
 def build_server(settings: Settings, servicers: Servicers, health: Health) -> tuple[grpc.aio.Server, int]:

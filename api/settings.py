@@ -121,6 +121,19 @@ class Settings:
     lease_margin_tokens: int = setting("WEIR_LEASE_MARGIN_TOKENS", 32, whole(0, 65_536))
     hold_expiry_s: float = setting("WEIR_HOLD_EXPIRY_S", 60.0, seconds(3600))
 
+    # While PostgreSQL is away: "closed" refuses new requests; "grace" lets in those for which holds were set aside before, until
+    # these expire. No limit is exceeded in either.
+    store_away_policy: Literal["closed", "grace"] = setting("WEIR_STORE_AWAY_POLICY", "closed", one_of("closed", "grace"))
+    # Longer than a commit ever takes, shorter than clients wait for a first token.
+    store_answer_wait_s: float = setting("WEIR_STORE_ANSWER_WAIT_S", 5.0, seconds(60))
+    # A restart of the database is over by then, and a load balancer need not move everybody because of it.
+    store_away_health_s: float = setting("WEIR_STORE_AWAY_HEALTH_S", 5.0, seconds(3600))
+    # For lookups and administration; holds, orders and recovery have one each of their own.
+    database_connections_max: int = setting("WEIR_DATABASE_CONNECTIONS", 5, whole(1, 1000))
+    # Set aside for each key and model in use, in holds and in input tokens of each; the output is a lease slice.
+    grace_holds_per_key: int = setting("WEIR_GRACE_HOLDS_PER_KEY", 4, whole(1, 1000))
+    grace_input_tokens: int = setting("WEIR_GRACE_INPUT_TOKENS", 2048, whole(1, 10_000_000))
+
     # 4 MiB hold a prompt of some hundred thousand tokens in any encoding; beyond it parsing alone would stall the others.
     message_bytes_max: int = setting("WEIR_MESSAGE_BYTES_MAX", 4 * 2**20, whole(1024, 2**30))
     streams_per_connection_max: int = setting("WEIR_STREAMS_PER_CONNECTION_MAX", 100, whole(1, 100_000))
@@ -148,6 +161,7 @@ class Settings:
     queue_order: Literal["fair", "arrival"] = setting("WEIR_QUEUE_ORDER", "fair", one_of("fair", "arrival"))
     # While interactive requests wait, one of the batch tier gets its turn each so often: rarely enough not to be noticed.
     queue_batch_wait_max_s: float = setting("WEIR_QUEUE_BATCH_WAIT_MAX_S", 30.0, seconds(86_400))
+
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Settings:
         """Read and check. Raises: SettingInvalid naming the variable."""

@@ -10,7 +10,9 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from typing import Any
 
 import psycopg
@@ -23,15 +25,25 @@ KEEPALIVES: dict[str, Any] = {  # a peer that is gone without a word is found wi
     "tcp_user_timeout": 10_000,
 }
 
+_patience_s: ContextVar[float] = ContextVar("patience_s", default=ANSWER_TIMEOUT_S)
+
+
+@contextmanager
+def patience(answer_timeout_s: float) -> Iterator[None]:
+    """Wait for each answer so long at most, inside the block: where a caller waits who has less time than a report takes."""
+    before = _patience_s.set(answer_timeout_s)
+    try:
+        yield
+    finally:
+        _patience_s.reset(before)
+
 
 class BoundedConnection(psycopg.AsyncConnection[tuple[Any, ...]]):
-    """Raises psycopg.OperationalError where an answer takes longer than `answer_timeout_s`; the connection is then closed."""
-
-    answer_timeout_s = ANSWER_TIMEOUT_S
+    """Raises psycopg.OperationalError where an answer takes longer than `ANSWER_TIMEOUT_S`; the connection is then closed."""
 
     async def wait(self, gen: Any, *args: Any, **kwargs: Any) -> Any:
         """See psycopg: every exchange with the server goes through here."""
-        timer = asyncio.get_running_loop().call_later(self.answer_timeout_s, self.abort)
+        timer = asyncio.get_running_loop().call_later(_patience_s.get(), self.abort)
         try:
             return await super().wait(gen, *args, **kwargs)
         finally:

@@ -90,7 +90,8 @@ class HoldStore:
         self._standing = StandingHolds(*grace, self._leases) if grace else None
         self._spared: set[uuid.UUID] = set()
         self._owed: dict[uuid.UUID, Settle | Void] = {}
-        self._answered_at = -math.inf
+        self._began_at = self._leases.now()
+        self._answered_at: float | None = None
         self._answering = asyncio.Event()
         self._closed = False
         self._commits: GroupCommit[HoldOperation | Probe, HoldAnswer] = GroupCommit(
@@ -162,6 +163,16 @@ class HoldStore:
         """End a hold as if it had never been. Tries until the database has answered."""
         await self._until_answered(Void(hold_id))
 
+    @property
+    def has_answered(self) -> bool:
+        """Whether the database has answered this process at all."""
+        return self._answered_at is not None
+
+    @property
+    def away_s(self) -> float | None:
+        """For how long the database has not answered, from the start of this process if it never did; None while it answers."""
+        return self.gate.away_s if self.has_answered else self._leases.now() - self._began_at
+
     def lapse(self, hold_id: uuid.UUID) -> HoldEnded | StoreAway | None:
         """Why nothing more may be delivered under a hold that could not be renewed in time; None while that may go on."""
         if self._leases.left_s(hold_id):
@@ -202,7 +213,7 @@ class HoldStore:
             except StoreAway as away:
                 if self._closed:
                     raise
-                log.warning("hold_operation_delayed", hold_id=str(op.hold_id), cause=str(away))
+                log.warning("hold_operation_delayed", operation=type(op).__name__, hold_id=str(op.hold_id), cause=str(away))
             try:
                 await asyncio.sleep(delay_s * random.uniform(0.5, 1.5))
                 with contextlib.suppress(TimeoutError):
@@ -231,9 +242,10 @@ class HoldStore:
 
     async def _probe_regularly(self) -> None:
         """See to it that an idle process, too, knows whether the database answers, and that someone tries while nobody asks."""
+        self._commits.post(Probe())
         while True:
             await asyncio.sleep(PROBE_INTERVAL_S if self.gate.away_s is None else self.gate.pause_s)
-            quiet = self._leases.now() - self._answered_at >= PROBE_INTERVAL_S / 2
+            quiet = self._answered_at is None or self._leases.now() - self._answered_at >= PROBE_INTERVAL_S / 2
             if quiet and self._commits.empty():
                 self._commits.post(Probe())
 
@@ -271,9 +283,10 @@ class HoldStore:
         if self.gate.away_s is not None:
             self._answering.clear()
             return
+        was_away = self.has_answered and not self._answering.is_set()
         self._answered_at = self._leases.now()
-        if not self._answering.is_set():
-            self._answering.set()
+        self._answering.set()
+        if was_away:
             self._renew()
 
     def _note(self, op: HoldOperation | Probe, answer: HoldAnswer | Exception, sent_at: float) -> None:

@@ -85,8 +85,8 @@ class StandingHolds:
 
     @property
     def standing_count(self) -> int:
-        """Holds that no request has."""
-        return sum(len(user.standing) for user in self._users.values())
+        """Holds that could let a request in."""
+        return sum(self._lasts(standing) for user in self._users.values() for standing in user.standing)
 
     def admitted(self, op: Admit, answer: Admitted) -> None:
         """The database has let a request in: its key is in use, and how full its limits are is known."""
@@ -197,8 +197,11 @@ class StandingHolds:
         return (
             op.input_token_count <= standing.input_token_count
             and op.least_slice_token_count <= standing.admitted.leased_token_count
-            and self._leases.left_s(standing.admitted.hold_id) > LEFT_LEAST_S
+            and self._lasts(standing)
         )
+
+    def _lasts(self, standing: Standing) -> bool:
+        return self._leases.left_s(standing.admitted.hold_id) > LEFT_LEAST_S
 
     def _runs(self, op: Admit) -> None:
         request = op.payer.project_id, op.request_id

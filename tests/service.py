@@ -170,21 +170,22 @@ class Service:
             command = [sys.executable, "-m", "api"]
             self.process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
 
-    def start(self) -> None:
-        """Start the process, and wait until it takes requests."""
+    def start(self, *, serving: bool = True) -> None:
+        """Start the process, and wait until it takes requests, or only until it listens."""
         self.spawn()
         self.address = wait_for(self._endpoint, "the api process to listen")
-        self.wait_serving()
+        if serving:
+            self.wait_serving()
 
     def wait_serving(self) -> None:
         """Wait until health checks say so."""
         wait_for(self.serving, "the api process to serve")
 
-    def serving(self) -> bool:
-        """What the health service says."""
+    def serving(self, name: str = "") -> bool:
+        """What the health service says of the whole, a service, or a part."""
         with grpc.insecure_channel(self.address) as channel:
             try:
-                answer = health_check(channel)(health_pb2.HealthCheckRequest(), timeout=5)
+                answer = health_check(channel)(health_pb2.HealthCheckRequest(service=name), timeout=5)
             except grpc.RpcError:
                 return False
             return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
@@ -599,10 +600,10 @@ def log_events(log: str, name: str) -> list[dict[str, Any]]:
 
 
 @contextlib.contextmanager
-def running(service: Service) -> Iterator[Service]:
-    """A service for the block. What it logged is shown if the block fails."""
+def running(service: Service, *, serving: bool = True) -> Iterator[Service]:
+    """A service for the block, waited for until it serves. What it logged is shown if the block fails."""
     try:
-        service.start()
+        service.start(serving=serving)
         yield service
     except BaseException:
         sys.stdout.write(service.log[-6000:])

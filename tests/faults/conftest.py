@@ -22,11 +22,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def launch(tmp_path: Path, database_url: str, model: Path) -> Iterator[Start]:
-    """Starts a service with these settings, on the test's database unless another is named."""
+    """Starts a service with these settings, on the test's database unless another is named; `serving`: and waits until it serves."""
     with ExitStack() as stack:
 
         def start(**settings: Any) -> Service:
-            home = settings.pop("home", tmp_path / "home")
-            return stack.enter_context(running(Service(home, settings.pop("database_url", database_url), model, **settings)))
+            home, serving = settings.pop("home", tmp_path / "home"), settings.pop("serving", True)
+            service = Service(home, settings.pop("database_url", database_url), model, **settings)
+            return stack.enter_context(running(service, serving=serving))
 
         yield start

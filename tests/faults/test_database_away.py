@@ -26,7 +26,7 @@ from metering.models import QuotaDimension
 from tests.conftest import WITHOUT_DURABILITY
 from tests.faults.conftest import Start
 from tests.metering.invariants import check_invariants
-from tests.service import PATIENCE_S, alive, bearer, children_of, refused, start, wait_for
+from tests.service import PATIENCE_S, Service, alive, bearer, children_of, log_events, refused, start, until, wait_for
 
 pytestmark = pytest.mark.faults
 
@@ -59,7 +59,7 @@ def restart(server: EmbeddedPostgres) -> None:
 
 
 async def test_a_crash_of_the_database_loses_and_doubles_nothing(launch: Start, postgres: EmbeddedPostgres) -> None:
-    service = launch(database_url=postgres.url)
+    service = launch(database_url=postgres.url, store_answer_wait_s=0.05)
     tenant = await service.tenant(LIMITS)
     async with service.stream(tenant.secret) as stream:
         short = [start(max_output_tokens=120) for _ in range(6)]  # fits the first slice
@@ -79,6 +79,7 @@ async def test_a_crash_of_the_database_loses_and_doubles_nothing(launch: Start, 
             stub = pb_grpc.InferenceServiceStub(channel)
             listing = await refused(stub.ListModels(pb.ListModelsRequest(), metadata=bearer(tenant.secret)))
             assert (listing.code, listing.reason) == (grpc.StatusCode.UNAVAILABLE, "STORE_AWAY")
+        await until(lambda: len(waiting_settlements(service)) == 12, "all to come to the end of their leases")
         await asyncio.to_thread(restart, postgres)
 
         for frame in short:
@@ -94,6 +95,35 @@ async def test_a_crash_of_the_database_loses_and_doubles_nothing(launch: Start, 
             assert service.books.event(tenant, frame.request_id)["delivered_token_count"] == received
         assert (await stream.finished(await stream.begin())).usage.delivered_token_count == 20
     assert "held" not in service.books.holds(tenant)
+    check_invariants(postgres.url, all_ended=True)
+
+
+def waiting_settlements(service: Service) -> set[str]:
+    """Holds that the service has tried in vain to settle."""
+    delayed = log_events(service.log, "hold_operation_delayed")
+    return {event["hold_id"] for event in delayed if event["operation"] == "Settle"}
+
+
+async def test_streams_outwait_a_restart_of_the_database_at_the_end_of_their_leases(
+    launch: Start, postgres: EmbeddedPostgres
+) -> None:
+    service = launch(database_url=postgres.url, store_answer_wait_s=PATIENCE_S)
+    tenant = await service.tenant(LIMITS)
+    async with service.stream(tenant.secret) as stream:
+        starts = [start(max_output_tokens=300) for _ in range(4)]
+        await stream.send(*starts)
+        for frame in starts:
+            await stream.received(frame.request_id, 5)
+
+        await asyncio.to_thread(postgres.stop)
+        for frame in starts:
+            await stream.received(frame.request_id, 128)
+        await until(lambda: log_events(service.log, "hold_operation_delayed"), "an extension that waits")
+        await asyncio.to_thread(restart, postgres)
+
+        for frame in starts:
+            assert (await stream.finished(frame.request_id)).usage.delivered_token_count == 300
+    assert service.books.holds(tenant) == {"settled": 4}
     check_invariants(postgres.url, all_ended=True)
 
 
@@ -157,11 +187,15 @@ async def test_a_short_outage_between_two_requests_is_not_noticed_by_the_second(
 
 async def test_a_server_that_starts_before_its_database_serves_once_it_is_there(launch: Start, postgres: EmbeddedPostgres) -> None:
     postgres.stop()
-    service = launch(database_url=postgres.url)
+    service = launch(serving=False, database_url=postgres.url)
     async with service.client("wk_abcdefgh_" + "x" * 43) as client:
         with pytest.raises(Unavailable, match="the database does not answer"):
             await client.list_models()
+    await until(lambda: service.serving("engine/tiny"), "the engine")
+    assert not any(map(service.serving, ("", "weir.v1.InferenceService", "weir.v1.AdminService", "quota-store")))
     await asyncio.to_thread(restart, postgres)
+    await asyncio.to_thread(service.wait_serving)
+    assert service.serving("quota-store")
     tenant = await service.tenant(LIMITS)
 
     async with service.stream(tenant.secret) as stream:

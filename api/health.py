@@ -1,0 +1,56 @@
+"""Whether this process serves, and if not, because of what.
+
+Each service has its gRPC health name, and so has each part that it depends on: `quota-store`, and `engine/<model>` for each model.
+A load balancer asks for a service; a person who wants to know why asks for the parts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Mapping
+
+import structlog
+
+from api.server import INFERENCE_SERVICE, SERVICES, Health
+from api.settings import Settings
+from inference.router import Router
+from metering.holds import HoldStore
+
+INTERVAL_S = 0.2
+STORE = "quota-store"
+
+log = structlog.get_logger(__name__)
+
+
+async def keep_health(health: Health, router: Router, holds: HoldStore, settings: Settings, stopping: asyncio.Event) -> None:
+    """Tell what is so until the process drains; from then on nothing serves."""
+    told: Mapping[str, bool] = {}
+    while not stopping.is_set():
+        parts = {STORE: store_is_well(holds, settings)}
+        parts |= {f"engine/{engine.model.name}": engine.healthy() for engine in router.engines()}
+        serving = services(parts, may_admit_without_store(holds, settings))
+        for name in (name for name, well in parts.items() if told.get(name, well) is not well):
+            log.warning("part_recovered" if parts[name] else "part_failed", part=name, serving=serving[""])
+        told = parts
+        await health.tell(parts | serving)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(stopping.wait(), INTERVAL_S)
+    await health.tell(dict.fromkeys(("", *SERVICES), False))
+
+
+def services(parts: Mapping[str, bool], may_admit_without_store: bool) -> dict[str, bool]:
+    """What each service can do with the parts as they are. The whole server is what its inference is."""
+    engine_ready = any(well for name, well in parts.items() if name != STORE)
+    inference = engine_ready and (parts[STORE] or may_admit_without_store)
+    return {name: parts[STORE] for name in SERVICES} | {INFERENCE_SERVICE: inference, "": inference}
+
+
+def store_is_well(holds: HoldStore, settings: Settings) -> bool:
+    """Whether the database answers, or is away for a moment only. One that never answered is not well."""
+    return holds.away_s is None or (holds.has_answered and holds.away_s < settings.store_away_health_s)
+
+
+def may_admit_without_store(holds: HoldStore, settings: Settings) -> bool:
+    """Whether requests can still be let in under what was set aside."""
+    return settings.store_away_policy == "grace" and holds.statistics().standing_hold_count > 0
