@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
 from weir.v1 import admin_service_pb2 as admin_pb
-from weir.v1 import admin_service_pb2_grpc, billing_service_pb2_grpc, types_pb2
+from weir.v1 import admin_service_pb2_grpc, billing_service_pb2_grpc, configuration_pb2, live_requests_pb2, types_pb2
 from weir.v1 import billing_service_pb2 as billing_pb
 from weir.v1 import inference_service_pb2 as pb
 from weir_client import (
@@ -105,7 +106,8 @@ class Recorder:
             self.requests.append(request)
             if self.refusals:
                 await scripted.abort(context, self.refusals.pop(0))
-            module = admin_pb if hasattr(admin_pb, f"{method}Response") else billing_pb
+            modules = (admin_pb, billing_pb, live_requests_pb2, configuration_pb2)
+            [module] = [each for each in modules if hasattr(each, f"{method}Response")]
             reply = self.replies.get(f"{method}Response", getattr(module, f"{method}Response")())
             assert isinstance(reply, Message)
             return reply
@@ -171,8 +173,23 @@ async def test_admins_manage_organizations_keys_quotas_and_prices() -> None:
     assert sent["SetPriceRequest"].effective_time == NOON  # type: ignore[attr-defined]
 
 
-async def test_creating_is_never_tried_again() -> None:
-    """Whether the first attempt made a key is not known, and a second one would be a key that nobody asked for."""
+async def test_what_creates_is_tried_again_under_the_id_of_its_first_attempt() -> None:
+    recorder = Recorder(admin_pb.CreateProjectResponse(project=admin_pb.Project(name="web")))
+    recorder.refusals += [scripted.status("UNAVAILABLE", "busy", "STORE_AWAY", retry_after_s=0.01)]
+    inference = ScriptedInference(scripted.answer)
+
+    async with scripted.serve(inference, recorder.add) as address, AsyncAdminClient(address, "key") as admin:
+        await admin.create_project("acme", "web")
+        await admin.create_project("acme", "web", request_id="mine", allow_existing=True)
+
+    first, again, other = recorder.requests
+    assert first == again
+    assert str(uuid.UUID(first.request_id)) == first.request_id  # type: ignore[attr-defined]
+    assert other == admin_pb.CreateProjectRequest(organization="acme", name="web", request_id="mine", allow_existing=True)
+
+
+async def test_what_tells_a_secret_is_never_tried_again() -> None:
+    """A second attempt could only tell that the key is there: its secret was in the first answer."""
     recorder = Recorder()
     recorder.refusals += [scripted.status("UNAVAILABLE", "busy", "STORE_AWAY", retry_after_s=0.01)] * 2
     inference = ScriptedInference(scripted.answer)
@@ -235,7 +252,14 @@ def test_the_blocking_twins_make_the_same_calls(monkeypatch: pytest.MonkeyPatch)
             version = admin.set_price("demo", input_picos_per_token=1, cached_input_picos_per_token=1, output_picos_per_token=1)
             assert version == 2
             admin.list_audit_entries()
+            assert admin.rotate_api_key("k1", overlap=timedelta(hours=1)).secret == ""
+            assert admin.update_api_key("k1", scopes=("admin",), never_expires=True).expire_time is None
+            assert admin.list_live_requests("acme", stuck_only=True).requests == ()
+            assert admin.kill_request("r1", reason="loops").generation is None
+            assert admin.end_overdue_holds() == 0
+            assert admin.apply_configuration({"organizations": [{"name": "acme"}]}, dry_run=True).changes == ()
+            assert admin.export_configuration("acme") == {}
         with BillingClient() as billing:
             assert billing.get_month_report("acme", "2026-11").lines == ()
 
-    assert len(recorder.requests) == 13
+    assert len(recorder.requests) == 20

@@ -26,7 +26,7 @@ from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__
 from weir.v1 import types_pb2 as weir_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bweir/v1/configuration.proto\x12\x07weir.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x13weir/v1/types.proto\"w\n\rConfiguration\x12\x39\n\rorganizations\x18\x01 \x03(\x0b\x32\".weir.v1.OrganizationConfiguration\x12+\n\x06prices\x18\x02 \x03(\x0b\x32\x1b.weir.v1.PriceConfiguration\"\xb4\x01\n\x19OrganizationConfiguration\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x15\n\rcurrency_code\x18\x02 \x01(\t\x12+\n\x06quotas\x18\x03 \x03(\x0b\x32\x1b.weir.v1.QuotaConfiguration\x12/\n\x08projects\x18\x04 \x03(\x0b\x32\x1d.weir.v1.ProjectConfiguration\x12\x14\n\x0cprune_quotas\x18\x05 \x01(\x08\"\xa7\x01\n\x14ProjectConfiguration\x12\x0c\n\x04name\x18\x01 \x01(\t\x12+\n\x06quotas\x18\x02 \x03(\x0b\x32\x1b.weir.v1.QuotaConfiguration\x12*\n\x04keys\x18\x03 \x03(\x0b\x32\x1c.weir.v1.ApiKeyConfiguration\x12\x14\n\x0cprune_quotas\x18\x04 \x01(\x08\x12\x12\n\nprune_keys\x18\x05 \x01(\x08\"\xb7\x01\n\x13\x41piKeyConfiguration\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06prefix\x18\x02 \x01(\t\x12\x0e\n\x06scopes\x18\x03 \x03(\t\x12/\n\x0b\x65xpire_time\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12+\n\x06quotas\x18\x05 \x03(\x0b\x32\x1b.weir.v1.QuotaConfiguration\x12\x14\n\x0cprune_quotas\x18\x06 \x01(\x08\"d\n\x12QuotaConfiguration\x12*\n\tdimension\x18\x01 \x01(\x0e\x32\x17.weir.v1.QuotaDimension\x12\r\n\x05model\x18\x02 \x01(\t\x12\x13\n\x0blimit_value\x18\x03 \x01(\x03\"\x9f\x01\n\x12PriceConfiguration\x12\r\n\x05model\x18\x01 \x01(\t\x12\x15\n\rcurrency_code\x18\x02 \x01(\t\x12\x1d\n\x15input_picos_per_token\x18\x03 \x01(\x03\x12$\n\x1c\x63\x61\x63hed_input_picos_per_token\x18\x04 \x01(\x03\x12\x1e\n\x16output_picos_per_token\x18\x05 \x01(\x03\"\xcc\x02\n\x13\x43onfigurationChange\x12\x33\n\x06\x61\x63tion\x18\x01 \x01(\x0e\x32#.weir.v1.ConfigurationChange.Action\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12\x0c\n\x04path\x18\x03 \x01(\t\x12*\n\x05quota\x18\x04 \x01(\x0b\x32\x1b.weir.v1.QuotaConfiguration\x12$\n\x06\x66ields\x18\x05 \x03(\x0b\x32\x14.weir.v1.FieldChange\x12\x16\n\x0e\x61pi_key_prefix\x18\x06 \x01(\t\x12\x0e\n\x06secret\x18\x07 \x01(\t\"j\n\x06\x41\x63tion\x12\x16\n\x12\x41\x43TION_UNSPECIFIED\x10\x00\x12\x11\n\rACTION_CREATE\x10\x01\x12\x11\n\rACTION_UPDATE\x10\x02\x12\x11\n\rACTION_DELETE\x10\x03\x12\x0f\n\x0b\x41\x43TION_KEEP\x10\x04\"E\n\x0b\x46ieldChange\x12\r\n\x05\x66ield\x18\x01 \x01(\t\x12\x13\n\x0b\x62\x65\x66ore_json\x18\x02 \x01(\t\x12\x12\n\nafter_json\x18\x03 \x01(\t\"[\n\x19\x41pplyConfigurationRequest\x12-\n\rconfiguration\x18\x01 \x01(\x0b\x32\x16.weir.v1.Configuration\x12\x0f\n\x07\x64ry_run\x18\x02 \x01(\x08\"w\n\x1a\x41pplyConfigurationResponse\x12-\n\x07\x63hanges\x18\x01 \x03(\x0b\x32\x1c.weir.v1.ConfigurationChange\x12*\n\x04kept\x18\x02 \x03(\x0b\x32\x1c.weir.v1.ConfigurationChange\"2\n\x1a\x45xportConfigurationRequest\x12\x14\n\x0corganization\x18\x01 \x01(\t\"L\n\x1b\x45xportConfigurationResponse\x12-\n\rconfiguration\x18\x01 \x01(\x0b\x32\x16.weir.v1.Configurationb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bweir/v1/configuration.proto\x12\x07weir.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x13weir/v1/types.proto\"w\n\rConfiguration\x12\x39\n\rorganizations\x18\x01 \x03(\x0b\x32\".weir.v1.OrganizationConfiguration\x12+\n\x06prices\x18\x02 \x03(\x0b\x32\x1b.weir.v1.PriceConfiguration\"\xb4\x01\n\x19OrganizationConfiguration\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x15\n\rcurrency_code\x18\x02 \x01(\t\x12+\n\x06quotas\x18\x03 \x03(\x0b\x32\x1b.weir.v1.QuotaConfiguration\x12/\n\x08projects\x18\x04 \x03(\x0b\x32\x1d.weir.v1.ProjectConfiguration\x12\x14\n\x0cprune_quotas\x18\x05 \x01(\x08\"\xa7\x01\n\x14ProjectConfiguration\x12\x0c\n\x04name\x18\x01 \x01(\t\x12+\n\x06quotas\x18\x02 \x03(\x0b\x32\x1b.weir.v1.QuotaConfiguration\x12*\n\x04keys\x18\x03 \x03(\x0b\x32\x1c.weir.v1.ApiKeyConfiguration\x12\x14\n\x0cprune_quotas\x18\x04 \x01(\x08\x12\x12\n\nprune_keys\x18\x05 \x01(\x08\"\xb7\x01\n\x13\x41piKeyConfiguration\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06prefix\x18\x02 \x01(\t\x12\x0e\n\x06scopes\x18\x03 \x03(\t\x12/\n\x0b\x65xpire_time\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12+\n\x06quotas\x18\x05 \x03(\x0b\x32\x1b.weir.v1.QuotaConfiguration\x12\x14\n\x0cprune_quotas\x18\x06 \x01(\x08\"\xdb\x03\n\x12QuotaConfiguration\x12*\n\tdimension\x18\x01 \x01(\x0e\x32\x17.weir.v1.QuotaDimension\x12\r\n\x05model\x18\x02 \x01(\t\x12\x13\n\x0blimit_value\x18\x03 \x01(\x03\x12\x14\n\x0c\x66or_new_keys\x18\x04 \x01(\x08\x12\x15\n\x08\x65nforced\x18\x05 \x01(\x08H\x00\x88\x01\x01\x12\x1f\n\x12input_weight_milli\x18\x06 \x01(\x03H\x01\x88\x01\x01\x12&\n\x19\x63\x61\x63hed_input_weight_milli\x18\x07 \x01(\x03H\x02\x88\x01\x01\x12 \n\x13output_weight_milli\x18\x08 \x01(\x03H\x03\x88\x01\x01\x12\x1f\n\x12raised_limit_value\x18\t \x01(\x03H\x04\x88\x01\x01\x12\x35\n\x11raised_until_time\x18\n \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x14\n\x0craise_reason\x18\x0b \x01(\tB\x0b\n\t_enforcedB\x15\n\x13_input_weight_milliB\x1c\n\x1a_cached_input_weight_milliB\x16\n\x14_output_weight_milliB\x15\n\x13_raised_limit_value\"\x9f\x01\n\x12PriceConfiguration\x12\r\n\x05model\x18\x01 \x01(\t\x12\x15\n\rcurrency_code\x18\x02 \x01(\t\x12\x1d\n\x15input_picos_per_token\x18\x03 \x01(\x03\x12$\n\x1c\x63\x61\x63hed_input_picos_per_token\x18\x04 \x01(\x03\x12\x1e\n\x16output_picos_per_token\x18\x05 \x01(\x03\"\xcc\x02\n\x13\x43onfigurationChange\x12\x33\n\x06\x61\x63tion\x18\x01 \x01(\x0e\x32#.weir.v1.ConfigurationChange.Action\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12\x0c\n\x04path\x18\x03 \x01(\t\x12*\n\x05quota\x18\x04 \x01(\x0b\x32\x1b.weir.v1.QuotaConfiguration\x12$\n\x06\x66ields\x18\x05 \x03(\x0b\x32\x14.weir.v1.FieldChange\x12\x16\n\x0e\x61pi_key_prefix\x18\x06 \x01(\t\x12\x0e\n\x06secret\x18\x07 \x01(\t\"j\n\x06\x41\x63tion\x12\x16\n\x12\x41\x43TION_UNSPECIFIED\x10\x00\x12\x11\n\rACTION_CREATE\x10\x01\x12\x11\n\rACTION_UPDATE\x10\x02\x12\x11\n\rACTION_DELETE\x10\x03\x12\x0f\n\x0b\x41\x43TION_KEEP\x10\x04\"E\n\x0b\x46ieldChange\x12\r\n\x05\x66ield\x18\x01 \x01(\t\x12\x13\n\x0b\x62\x65\x66ore_json\x18\x02 \x01(\t\x12\x12\n\nafter_json\x18\x03 \x01(\t\"[\n\x19\x41pplyConfigurationRequest\x12-\n\rconfiguration\x18\x01 \x01(\x0b\x32\x16.weir.v1.Configuration\x12\x0f\n\x07\x64ry_run\x18\x02 \x01(\x08\"\xa8\x01\n\x1a\x41pplyConfigurationResponse\x12-\n\x07\x63hanges\x18\x01 \x03(\x0b\x32\x1c.weir.v1.ConfigurationChange\x12*\n\x04kept\x18\x02 \x03(\x0b\x32\x1c.weir.v1.ConfigurationChange\x12/\n\x08mistakes\x18\x03 \x03(\x0b\x32\x1d.weir.v1.ConfigurationMistake\":\n\x14\x43onfigurationMistake\x12\r\n\x05\x66ield\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\t\"2\n\x1a\x45xportConfigurationRequest\x12\x14\n\x0corganization\x18\x01 \x01(\t\"L\n\x1b\x45xportConfigurationResponse\x12-\n\rconfiguration\x18\x01 \x01(\x0b\x32\x16.weir.v1.Configurationb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -41,22 +41,24 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PROJECTCONFIGURATION']._serialized_end=566
   _globals['_APIKEYCONFIGURATION']._serialized_start=569
   _globals['_APIKEYCONFIGURATION']._serialized_end=752
-  _globals['_QUOTACONFIGURATION']._serialized_start=754
-  _globals['_QUOTACONFIGURATION']._serialized_end=854
-  _globals['_PRICECONFIGURATION']._serialized_start=857
-  _globals['_PRICECONFIGURATION']._serialized_end=1016
-  _globals['_CONFIGURATIONCHANGE']._serialized_start=1019
-  _globals['_CONFIGURATIONCHANGE']._serialized_end=1351
-  _globals['_CONFIGURATIONCHANGE_ACTION']._serialized_start=1245
-  _globals['_CONFIGURATIONCHANGE_ACTION']._serialized_end=1351
-  _globals['_FIELDCHANGE']._serialized_start=1353
-  _globals['_FIELDCHANGE']._serialized_end=1422
-  _globals['_APPLYCONFIGURATIONREQUEST']._serialized_start=1424
-  _globals['_APPLYCONFIGURATIONREQUEST']._serialized_end=1515
-  _globals['_APPLYCONFIGURATIONRESPONSE']._serialized_start=1517
-  _globals['_APPLYCONFIGURATIONRESPONSE']._serialized_end=1636
-  _globals['_EXPORTCONFIGURATIONREQUEST']._serialized_start=1638
-  _globals['_EXPORTCONFIGURATIONREQUEST']._serialized_end=1688
-  _globals['_EXPORTCONFIGURATIONRESPONSE']._serialized_start=1690
-  _globals['_EXPORTCONFIGURATIONRESPONSE']._serialized_end=1766
+  _globals['_QUOTACONFIGURATION']._serialized_start=755
+  _globals['_QUOTACONFIGURATION']._serialized_end=1230
+  _globals['_PRICECONFIGURATION']._serialized_start=1233
+  _globals['_PRICECONFIGURATION']._serialized_end=1392
+  _globals['_CONFIGURATIONCHANGE']._serialized_start=1395
+  _globals['_CONFIGURATIONCHANGE']._serialized_end=1727
+  _globals['_CONFIGURATIONCHANGE_ACTION']._serialized_start=1621
+  _globals['_CONFIGURATIONCHANGE_ACTION']._serialized_end=1727
+  _globals['_FIELDCHANGE']._serialized_start=1729
+  _globals['_FIELDCHANGE']._serialized_end=1798
+  _globals['_APPLYCONFIGURATIONREQUEST']._serialized_start=1800
+  _globals['_APPLYCONFIGURATIONREQUEST']._serialized_end=1891
+  _globals['_APPLYCONFIGURATIONRESPONSE']._serialized_start=1894
+  _globals['_APPLYCONFIGURATIONRESPONSE']._serialized_end=2062
+  _globals['_CONFIGURATIONMISTAKE']._serialized_start=2064
+  _globals['_CONFIGURATIONMISTAKE']._serialized_end=2122
+  _globals['_EXPORTCONFIGURATIONREQUEST']._serialized_start=2124
+  _globals['_EXPORTCONFIGURATIONREQUEST']._serialized_end=2174
+  _globals['_EXPORTCONFIGURATIONRESPONSE']._serialized_start=2176
+  _globals['_EXPORTCONFIGURATIONRESPONSE']._serialized_end=2252
 # @@protoc_insertion_point(module_scope)

@@ -65,7 +65,7 @@ class OrganizationConfiguration(_message.Message):
     name: _builtins.str
     """See `Organization.name`."""
     currency_code: _builtins.str
-    """ISO 4217 code. Empty: "USD" for a new one, any for one that exists. It never changes: INVALID_ARGUMENT for another one."""
+    """ISO 4217 code. Empty: "USD" for a new one, any for one that exists. It never changes."""
     prune_quotas: _builtins.bool
     """Remove its limits that are not in `quotas`."""
     @_builtins.property
@@ -109,7 +109,7 @@ class ProjectConfiguration(_message.Message):
     prune_quotas: _builtins.bool
     """Remove its limits that are not in `quotas`."""
     prune_keys: _builtins.bool
-    """Revoke its keys that are not in `keys`, save the one that this call is made with: INVALID_ARGUMENT then."""
+    """Revoke its keys that are not in `keys`, save the one that this call is made with, which is a mistake."""
     @_builtins.property
     def quotas(self) -> _containers.RepeatedCompositeFieldContainer[Global___QuotaConfiguration]:
         """Limits on the project."""
@@ -192,24 +192,77 @@ class QuotaConfiguration(_message.Message):
     DIMENSION_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
     LIMIT_VALUE_FIELD_NUMBER: _builtins.int
+    FOR_NEW_KEYS_FIELD_NUMBER: _builtins.int
+    ENFORCED_FIELD_NUMBER: _builtins.int
+    INPUT_WEIGHT_MILLI_FIELD_NUMBER: _builtins.int
+    CACHED_INPUT_WEIGHT_MILLI_FIELD_NUMBER: _builtins.int
+    OUTPUT_WEIGHT_MILLI_FIELD_NUMBER: _builtins.int
+    RAISED_LIMIT_VALUE_FIELD_NUMBER: _builtins.int
+    RAISED_UNTIL_TIME_FIELD_NUMBER: _builtins.int
+    RAISE_REASON_FIELD_NUMBER: _builtins.int
     dimension: _types_pb2.QuotaDimension.ValueType
     """What it counts."""
     model: _builtins.str
     """Model that it is limited to; empty: all models together."""
     limit_value: _builtins.int
     """The limit, in requests, tokens or picos by dimension."""
+    for_new_keys: _builtins.bool
+    """It limits nothing itself: each key that is created under its subject from then on gets a copy. Part of which limit it is."""
+    enforced: _builtins.bool
+    """False: it counts and reports, and refuses nobody. Unset: true."""
+    input_weight_milli: _builtins.int
+    """Thousandths that an uncached input token counts. Unset: 1000."""
+    cached_input_weight_milli: _builtins.int
+    """Thousandths that a cached input token counts. Unset: 1000."""
+    output_weight_milli: _builtins.int
+    """Thousandths that an output token counts. Unset: 1000."""
+    raised_limit_value: _builtins.int
+    """A higher limit that holds until `raised_until_time`. Unset, or with a time that has passed: a raise that stands stays."""
+    raise_reason: _builtins.str
+    """Why it was raised, 1 to 500 characters, with a raise."""
+    @_builtins.property
+    def raised_until_time(self) -> _timestamp_pb2.Timestamp:
+        """Until when the raise holds. Set with `raised_limit_value` and only with it."""
+
     def __init__(
         self,
         *,
         dimension: _types_pb2.QuotaDimension.ValueType = ...,
         model: _builtins.str = ...,
         limit_value: _builtins.int = ...,
+        for_new_keys: _builtins.bool = ...,
+        enforced: _builtins.bool | None = ...,
+        input_weight_milli: _builtins.int | None = ...,
+        cached_input_weight_milli: _builtins.int | None = ...,
+        output_weight_milli: _builtins.int | None = ...,
+        raised_limit_value: _builtins.int | None = ...,
+        raised_until_time: _timestamp_pb2.Timestamp | None = ...,
+        raise_reason: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_cached_input_weight_milli", b"_cached_input_weight_milli", "_enforced", b"_enforced", "_input_weight_milli", b"_input_weight_milli", "_output_weight_milli", b"_output_weight_milli", "_raised_limit_value", b"_raised_limit_value", "cached_input_weight_milli", b"cached_input_weight_milli", "enforced", b"enforced", "input_weight_milli", b"input_weight_milli", "output_weight_milli", b"output_weight_milli", "raised_limit_value", b"raised_limit_value", "raised_until_time", b"raised_until_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dimension", b"dimension", "limit_value", b"limit_value", "model", b"model"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cached_input_weight_milli", b"_cached_input_weight_milli", "_enforced", b"_enforced", "_input_weight_milli", b"_input_weight_milli", "_output_weight_milli", b"_output_weight_milli", "_raised_limit_value", b"_raised_limit_value", "cached_input_weight_milli", b"cached_input_weight_milli", "dimension", b"dimension", "enforced", b"enforced", "for_new_keys", b"for_new_keys", "input_weight_milli", b"input_weight_milli", "limit_value", b"limit_value", "model", b"model", "output_weight_milli", b"output_weight_milli", "raise_reason", b"raise_reason", "raised_limit_value", b"raised_limit_value", "raised_until_time", b"raised_until_time"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__cached_input_weight_milli: _TypeAlias = _typing.Literal["cached_input_weight_milli"]  # noqa: Y015
+    _WhichOneofArgType__cached_input_weight_milli: _TypeAlias = _typing.Literal["_cached_input_weight_milli", b"_cached_input_weight_milli"]  # noqa: Y015
+    _WhichOneofReturnType__enforced: _TypeAlias = _typing.Literal["enforced"]  # noqa: Y015
+    _WhichOneofArgType__enforced: _TypeAlias = _typing.Literal["_enforced", b"_enforced"]  # noqa: Y015
+    _WhichOneofReturnType__input_weight_milli: _TypeAlias = _typing.Literal["input_weight_milli"]  # noqa: Y015
+    _WhichOneofArgType__input_weight_milli: _TypeAlias = _typing.Literal["_input_weight_milli", b"_input_weight_milli"]  # noqa: Y015
+    _WhichOneofReturnType__output_weight_milli: _TypeAlias = _typing.Literal["output_weight_milli"]  # noqa: Y015
+    _WhichOneofArgType__output_weight_milli: _TypeAlias = _typing.Literal["_output_weight_milli", b"_output_weight_milli"]  # noqa: Y015
+    _WhichOneofReturnType__raised_limit_value: _TypeAlias = _typing.Literal["raised_limit_value"]  # noqa: Y015
+    _WhichOneofArgType__raised_limit_value: _TypeAlias = _typing.Literal["_raised_limit_value", b"_raised_limit_value"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__cached_input_weight_milli) -> _WhichOneofReturnType__cached_input_weight_milli | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__enforced) -> _WhichOneofReturnType__enforced | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__input_weight_milli) -> _WhichOneofReturnType__input_weight_milli | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__output_weight_milli) -> _WhichOneofReturnType__output_weight_milli | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__raised_limit_value) -> _WhichOneofReturnType__raised_limit_value | None: ...
 
 Global___QuotaConfiguration: _TypeAlias = QuotaConfiguration  # noqa: Y015
 
@@ -307,7 +360,7 @@ class ConfigurationChange(_message.Message):
     """For a new key, where it was created: its secret. It cannot be shown again."""
     @_builtins.property
     def quota(self) -> Global___QuotaConfiguration:
-        """Which quota of its subject."""
+        """Which quota of its subject: dimension, model and `for_new_keys`."""
 
     @_builtins.property
     def fields(self) -> _containers.RepeatedCompositeFieldContainer[Global___FieldChange]:
@@ -374,7 +427,7 @@ class ApplyConfigurationRequest(_message.Message):
     """Tell what would be done, and do nothing."""
     @_builtins.property
     def configuration(self) -> Global___Configuration:
-        """What should be. Every mistake in it is told at once, by field, as INVALID_ARGUMENT; nothing is changed then."""
+        """What should be."""
 
     def __init__(
         self,
@@ -398,6 +451,7 @@ class ApplyConfigurationResponse(_message.Message):
 
     CHANGES_FIELD_NUMBER: _builtins.int
     KEPT_FIELD_NUMBER: _builtins.int
+    MISTAKES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def changes(self) -> _containers.RepeatedCompositeFieldContainer[Global___ConfigurationChange]:
         """In the order of the configuration; empty if there is nothing to do."""
@@ -406,19 +460,50 @@ class ApplyConfigurationResponse(_message.Message):
     def kept(self) -> _containers.RepeatedCompositeFieldContainer[Global___ConfigurationChange]:
         """What exists in the named places and is not named, ACTION_KEEP."""
 
+    @_builtins.property
+    def mistakes(self) -> _containers.RepeatedCompositeFieldContainer[Global___ConfigurationMistake]:
+        """What is wrong with the configuration, all of it. If there is anything, nothing is changed, and the rest is empty."""
+
     def __init__(
         self,
         *,
         changes: _abc.Iterable[Global___ConfigurationChange] | None = ...,
         kept: _abc.Iterable[Global___ConfigurationChange] | None = ...,
+        mistakes: _abc.Iterable[Global___ConfigurationMistake] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["changes", b"changes", "kept", b"kept"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["changes", b"changes", "kept", b"kept", "mistakes", b"mistakes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ApplyConfigurationResponse: _TypeAlias = ApplyConfigurationResponse  # noqa: Y015
+
+@_typing.final
+class ConfigurationMistake(_message.Message):
+    """One thing that is wrong with a configuration."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FIELD_FIELD_NUMBER: _builtins.int
+    DESCRIPTION_FIELD_NUMBER: _builtins.int
+    field: _builtins.str
+    """Path in `Configuration`, for example "organizations[0].projects[2].quotas[1].limit_value"."""
+    description: _builtins.str
+    """What is wrong, and what would be accepted."""
+    def __init__(
+        self,
+        *,
+        field: _builtins.str = ...,
+        description: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["description", b"description", "field", b"field"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ConfigurationMistake: _TypeAlias = ConfigurationMistake  # noqa: Y015
 
 @_typing.final
 class ExportConfigurationRequest(_message.Message):

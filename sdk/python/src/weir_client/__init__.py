@@ -14,6 +14,7 @@ from weir_client.accounts import (
     Project,
     Reconciliation,
     RequestCounts,
+    RotatedApiKey,
     TokenKind,
 )
 from weir_client.admin import AsyncAdminClient, AsyncBillingClient
@@ -42,6 +43,19 @@ from weir_client.errors import (
     WeirError,
 )
 from weir_client.generation import AsyncGeneration
+from weir_client.live import (
+    AppliedConfiguration,
+    ChangeAction,
+    ConfigurationChange,
+    ConfigurationMistake,
+    FieldChange,
+    KilledRequest,
+    KillResult,
+    LiveOrganization,
+    LiveRequest,
+    LiveView,
+    RequestPhase,
+)
 from weir_client.prompt import GenerateOptions, Message, Prompt
 from weir_client.sync import Client, GenerationStream
 from weir_client.values import (
@@ -79,6 +93,7 @@ __all__ = [
     "Admitted",
     "AlreadyExists",
     "ApiKey",
+    "AppliedConfiguration",
     "AsyncAdminClient",
     "AsyncBillingClient",
     "AsyncClient",
@@ -86,8 +101,11 @@ __all__ = [
     "AuditEntry",
     "BillingClient",
     "Cancelled",
+    "ChangeAction",
     "Choice",
     "Client",
+    "ConfigurationChange",
+    "ConfigurationMistake",
     "CreatedApiKey",
     "DeadlineExceeded",
     "Delta",
@@ -95,6 +113,7 @@ __all__ = [
     "Event",
     "ExceededQuota",
     "FailedPrecondition",
+    "FieldChange",
     "FieldViolation",
     "FinishReason",
     "GenerateOptions",
@@ -104,6 +123,11 @@ __all__ = [
     "IncompleteGeneration",
     "Internal",
     "InvalidRequest",
+    "KillResult",
+    "KilledRequest",
+    "LiveOrganization",
+    "LiveRequest",
+    "LiveView",
     "Message",
     "Model",
     "Money",
@@ -124,8 +148,10 @@ __all__ = [
     "QuotaViolation",
     "Reconciliation",
     "RequestCounts",
+    "RequestPhase",
     "ResourceExhausted",
     "Result",
+    "RotatedApiKey",
     "Stage",
     "Timings",
     "TokenCount",

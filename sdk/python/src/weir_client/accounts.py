@@ -51,6 +51,7 @@ class ApiKey:
     create_time: datetime | None
     expire_time: datetime | None  # None: never
     revoke_time: datetime | None  # None: it is not revoked
+    overlap_end_time: datetime | None = None  # until when a replaced secret works too; None: only one works
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +59,17 @@ class CreatedApiKey:
     """A new key with its secret, which no later call can tell again."""
 
     api_key: ApiKey
-    secret: str = field(repr=False)  # kept out of logs
+    secret: str = field(repr=False)  # kept out of logs; empty if the key was there before
+    existed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RotatedApiKey:
+    """A key with its new secret, which no later call can tell again; the old one works until `overlap_end_time`."""
+
+    api_key: ApiKey
+    secret: str = field(repr=False)  # kept out of logs; empty if this repeats a call
+    overlap_end_time: datetime | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,80 +2,24 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Sequence
 from datetime import datetime, timedelta
-from pathlib import Path
-from types import TracebackType
-from typing import ClassVar, Self, TypeVar
 
-from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
-from grpc.aio import UnaryUnaryMultiCallable
 from weir.v1 import admin_service_pb2 as admin_pb
-from weir.v1 import admin_service_pb2_grpc, billing_service_pb2_grpc
 from weir.v1 import billing_service_pb2 as billing_pb
+from weir.v1 import billing_service_pb2_grpc
 
 from weir_client import wire, wire_accounts
-from weir_client.accounts import ApiKey, AuditEntry, CreatedApiKey, MonthReport, Organization, Project
-from weir_client.connection import UNARY_TIMEOUT_S, Connection, ConnectionSettings
+from weir_client.accounts import ApiKey, AuditEntry, CreatedApiKey, MonthReport, Organization, Project, RotatedApiKey
+from weir_client.admin_live import AsyncLiveCalls
+from weir_client.unary import UnaryClient
 from weir_client.values import QuotaDimension, QuotaStatus, QuotaSubject
-
-_Request = TypeVar("_Request")
-_Response = TypeVar("_Response")
+from weir_client.wire import time_of
 
 
-class UnaryClient:
-    """A client of unary calls only: opening, closing, and where to connect."""
-
-    key_variables: ClassVar[tuple[str, ...]] = ("WEIR_ADMIN_KEY", "WEIR_API_KEY")
-
-    def __init__(
-        self,
-        address: str | None = None,
-        api_key: str | None = None,
-        *,
-        tls: bool | None = None,
-        root_certificates: bytes | str | Path | None = None,
-        timeout: float = UNARY_TIMEOUT_S,
-    ) -> None:
-        """Settles where to connect: see `AsyncClient`. The key comes from `WEIR_ADMIN_KEY` first, then `WEIR_API_KEY`.
-
-        timeout: seconds for each call, retries included. Raises: Unauthenticated if there is no key.
-        """
-        self._settings = ConnectionSettings.resolve(
-            address, api_key, key_variables=self.key_variables, tls=tls, root_certificates=root_certificates
-        )
-        self._timeout_s = timeout
-        self._connection: Connection | None = None
-
-    @property
-    def address(self) -> str:
-        """Where this client connects to."""
-        return self._settings.address
-
-    async def __aenter__(self) -> Self:
-        if self._connection is not None:
-            raise RuntimeError("this client is open already")
-        self._connection = Connection(self._settings)
-        return self
-
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        connection, self._connection = self._connection, None
-        if connection is not None:
-            await connection.close()
-
-    def _opened(self) -> Connection:
-        if self._connection is None:
-            raise RuntimeError("the client is not open: use it inside `with`")
-        return self._connection
-
-    async def _call(
-        self, method: UnaryUnaryMultiCallable[_Request, _Response], request: _Request, *, idempotent: bool = True
-    ) -> _Response:
-        return await self._opened().call(method, request, timeout=self._timeout_s, idempotent=idempotent)
-
-
-class AsyncAdminClient(UnaryClient):
+class AsyncAdminClient(AsyncLiveCalls):
     """Manages who may use the service, and how much. Needs a key with the scope `admin`.
 
     Organizations, projects and keys are named as the admin API takes them: a name or an id, `organization/project`, a key's
@@ -83,10 +27,17 @@ class AsyncAdminClient(UnaryClient):
     value.
     """
 
-    async def create_organization(self, name: str, *, currency_code: str = "USD") -> Organization:
-        """A new customer, billed in one currency (ISO 4217)."""
-        request = admin_pb.CreateOrganizationRequest(name=name, currency_code=currency_code)
-        response = await self._call(self._stub.CreateOrganization, request, idempotent=False)
+    async def create_organization(
+        self, name: str, *, currency_code: str = "USD", allow_existing: bool = False, request_id: str | None = None
+    ) -> Organization:
+        """A new customer, billed in one currency (ISO 4217). allow_existing: or the one of this name and currency.
+
+        request_id: a UUID of your own; the same call with it again makes nothing new.
+        """
+        request = admin_pb.CreateOrganizationRequest(
+            name=name, currency_code=currency_code, allow_existing=allow_existing, request_id=request_id or str(uuid.uuid4())
+        )
+        response = await self._call(self._stub.CreateOrganization, request)
         return wire_accounts.organization(response.organization)
 
     async def list_organizations(self) -> list[Organization]:
@@ -95,10 +46,14 @@ class AsyncAdminClient(UnaryClient):
         response = await self._call(self._stub.ListOrganizations, request)
         return [wire_accounts.organization(each) for each in response.organizations]
 
-    async def create_project(self, organization: str, name: str) -> Project:
-        """A new project of an organization."""
-        request = admin_pb.CreateProjectRequest(organization=organization, name=name)
-        response = await self._call(self._stub.CreateProject, request, idempotent=False)
+    async def create_project(
+        self, organization: str, name: str, *, allow_existing: bool = False, request_id: str | None = None
+    ) -> Project:
+        """A new project of an organization. allow_existing: or the one of this name. request_id: as in `create_organization`."""
+        request = admin_pb.CreateProjectRequest(
+            organization=organization, name=name, allow_existing=allow_existing, request_id=request_id or str(uuid.uuid4())
+        )
+        response = await self._call(self._stub.CreateProject, request)
         return wire_accounts.project(response.project)
 
     async def list_projects(self, organization: str) -> list[Project]:
@@ -115,15 +70,54 @@ class AsyncAdminClient(UnaryClient):
         *,
         scopes: Sequence[str] = ("inference",),
         lifetime: timedelta | None = None,
+        allow_existing: bool = False,
+        request_id: str = "",
     ) -> CreatedApiKey:
-        """A new key; its secret is told here and never again. `lifetime` None: it works until it is revoked."""
-        request = admin_pb.CreateApiKeyRequest(organization=organization, project=project, name=name, scopes=scopes)
+        """A new key; its secret is told here and never again. `lifetime` None: it works until it is revoked.
+
+        allow_existing: or the working key of this name and these scopes, without its secret. request_id: a UUID of your own; the
+        same call with it again makes nothing new, and tells no secret.
+        """
+        request = admin_pb.CreateApiKeyRequest(
+            organization=organization,
+            project=project,
+            name=name,
+            scopes=scopes,
+            allow_existing=allow_existing,
+            request_id=request_id,
+        )
         if lifetime is not None:
-            duration = Duration()
-            duration.FromTimedelta(lifetime)
-            request.lifetime.CopyFrom(duration)
+            request.lifetime.FromTimedelta(lifetime)
         response = await self._call(self._stub.CreateApiKey, request, idempotent=False)
-        return CreatedApiKey(wire_accounts.api_key(response.api_key), response.secret)
+        return CreatedApiKey(wire_accounts.api_key(response.api_key), response.secret, response.existed)
+
+    async def rotate_api_key(self, api_key: str, *, overlap: timedelta | None = None, request_id: str = "") -> RotatedApiKey:
+        """A new secret for a key, by id or prefix, told here and never again; the old one works for `overlap`, a day if None.
+
+        request_id: a UUID of your own; the same call with it again makes nothing new, and tells no secret.
+        """
+        request = admin_pb.RotateApiKeyRequest(api_key=api_key, request_id=request_id)
+        if overlap is not None:
+            request.overlap.FromTimedelta(overlap)
+        response = await self._call(self._stub.RotateApiKey, request, idempotent=False)
+        ends_at = time_of(response.overlap_end_time) if response.HasField("overlap_end_time") else None
+        return RotatedApiKey(wire_accounts.api_key(response.api_key), response.secret, ends_at)
+
+    async def update_api_key(
+        self,
+        api_key: str,
+        *,
+        name: str | None = None,
+        scopes: Sequence[str] = (),
+        expire_time: datetime | None = None,
+        never_expires: bool = False,
+    ) -> ApiKey:
+        """Changes what is given of a key, by id or prefix. A time that has passed ends it now."""
+        request = admin_pb.UpdateApiKeyRequest(api_key=api_key, name=name, scopes=scopes, never_expires=never_expires)
+        if expire_time is not None:
+            request.expire_time.FromDatetime(expire_time)
+        response = await self._call(self._stub.UpdateApiKey, request)
+        return wire_accounts.api_key(response.api_key)
 
     async def revoke_api_key(self, api_key: str) -> ApiKey:
         """Ends a key for good, by id or prefix. Doing it twice changes nothing."""
@@ -171,31 +165,51 @@ class AsyncAdminClient(UnaryClient):
         output_picos_per_token: int,
         currency_code: str = "USD",
         effective_time: datetime | None = None,
+        request_id: str | None = None,
     ) -> int:
-        """Adds a price version and returns its number. `effective_time` None: from now on; an aware datetime otherwise."""
+        """Adds a price version and returns its number. `effective_time` None: from now on; an aware datetime otherwise.
+
+        request_id: as in `create_organization`.
+        """
         request = admin_pb.SetPriceRequest(
             model=model,
             currency_code=currency_code,
             input_picos_per_token=input_picos_per_token,
             cached_input_picos_per_token=cached_input_picos_per_token,
             output_picos_per_token=output_picos_per_token,
+            request_id=request_id or str(uuid.uuid4()),
         )
         if effective_time is not None:
             stamp = Timestamp()
             stamp.FromDatetime(effective_time)
             request.effective_time.CopyFrom(stamp)
-        response = await self._call(self._stub.SetPrice, request, idempotent=False)
+        response = await self._call(self._stub.SetPrice, request)
         return response.version
 
-    async def list_audit_entries(self, *, page_size: int = 100, before_entry_id: int = 0) -> list[AuditEntry]:
-        """Changes, newest first; the next page begins before the last `entry_id` of this one."""
-        request = admin_pb.ListAuditEntriesRequest(page_size=page_size, before_entry_id=before_entry_id)
+    async def list_audit_entries(
+        self,
+        *,
+        page_size: int = 100,
+        before_entry_id: int = 0,
+        subject: str = "",
+        actor: str = "",
+        action_prefix: str = "",
+        start_time: datetime | None = None,
+        end_time: datetime | None = None,
+    ) -> list[AuditEntry]:
+        """Changes, newest first; the next page begins before the last `entry_id` of this one.
+
+        subject: only what concerns it: an organization, "organization/project", a key's prefix, any id. actor: only of this key.
+        action_prefix: only actions that begin so. start_time, end_time: aware; from the one on, before the other.
+        """
+        request = admin_pb.ListAuditEntriesRequest(
+            page_size=page_size, before_entry_id=before_entry_id, subject=subject, actor=actor, action_prefix=action_prefix
+        )
+        for stamp, time in ((request.start_time, start_time), (request.end_time, end_time)):
+            if time is not None:
+                stamp.FromDatetime(time)
         response = await self._call(self._stub.ListAuditEntries, request)
         return [wire_accounts.audit_entry(each) for each in response.entries]
-
-    @property
-    def _stub(self) -> admin_service_pb2_grpc.AdminServiceAsyncStub:
-        return admin_service_pb2_grpc.AdminServiceStub(self._opened().channel)
 
 
 class AsyncBillingClient(UnaryClient):

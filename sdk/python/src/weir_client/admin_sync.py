@@ -8,14 +8,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from weir_client.accounts import ApiKey, AuditEntry, CreatedApiKey, MonthReport, Organization, Project
+from weir_client.accounts import ApiKey, AuditEntry, CreatedApiKey, MonthReport, Organization, Project, RotatedApiKey
 from weir_client.admin import AsyncAdminClient, AsyncBillingClient
+from weir_client.admin_live import LiveCalls
 from weir_client.connection import UNARY_TIMEOUT_S
 from weir_client.loop_thread import LoopThread
 from weir_client.values import QuotaDimension, QuotaStatus, QuotaSubject
 
 
-class AdminClient:
+class AdminClient(LiveCalls):
     """Manages who may use the service, and how much. See `AsyncAdminClient` for every call and its errors."""
 
     def __init__(
@@ -36,17 +37,27 @@ class AdminClient:
         """Where this client connects to."""
         return self._client.address
 
-    def create_organization(self, name: str, *, currency_code: str = "USD") -> Organization:
+    def create_organization(
+        self, name: str, *, currency_code: str = "USD", allow_existing: bool = False, request_id: str | None = None
+    ) -> Organization:
         """A new customer, billed in one currency (ISO 4217)."""
-        return self._thread.run(lambda: self._client.create_organization(name, currency_code=currency_code))
+        return self._thread.run(
+            lambda: self._client.create_organization(
+                name, currency_code=currency_code, allow_existing=allow_existing, request_id=request_id
+            )
+        )
 
     def list_organizations(self) -> list[Organization]:
         """All customers, by name."""
         return self._thread.run(self._client.list_organizations)
 
-    def create_project(self, organization: str, name: str) -> Project:
+    def create_project(
+        self, organization: str, name: str, *, allow_existing: bool = False, request_id: str | None = None
+    ) -> Project:
         """A new project of an organization."""
-        return self._thread.run(lambda: self._client.create_project(organization, name))
+        return self._thread.run(
+            lambda: self._client.create_project(organization, name, allow_existing=allow_existing, request_id=request_id)
+        )
 
     def list_projects(self, organization: str) -> list[Project]:
         """The projects of an organization, by name."""
@@ -60,9 +71,41 @@ class AdminClient:
         *,
         scopes: Sequence[str] = ("inference",),
         lifetime: timedelta | None = None,
+        allow_existing: bool = False,
+        request_id: str = "",
     ) -> CreatedApiKey:
         """A new key; its secret is told here and never again."""
-        return self._thread.run(lambda: self._client.create_api_key(organization, project, name, scopes=scopes, lifetime=lifetime))
+        return self._thread.run(
+            lambda: self._client.create_api_key(
+                organization,
+                project,
+                name,
+                scopes=scopes,
+                lifetime=lifetime,
+                allow_existing=allow_existing,
+                request_id=request_id,
+            )
+        )
+
+    def rotate_api_key(self, api_key: str, *, overlap: timedelta | None = None, request_id: str = "") -> RotatedApiKey:
+        """A new secret for a key; the old one works for `overlap`, a day if None."""
+        return self._thread.run(lambda: self._client.rotate_api_key(api_key, overlap=overlap, request_id=request_id))
+
+    def update_api_key(
+        self,
+        api_key: str,
+        *,
+        name: str | None = None,
+        scopes: Sequence[str] = (),
+        expire_time: datetime | None = None,
+        never_expires: bool = False,
+    ) -> ApiKey:
+        """Changes what is given of a key."""
+        return self._thread.run(
+            lambda: self._client.update_api_key(
+                api_key, name=name, scopes=scopes, expire_time=expire_time, never_expires=never_expires
+            )
+        )
 
     def revoke_api_key(self, api_key: str) -> ApiKey:
         """Ends a key for good, by id or prefix."""
@@ -95,6 +138,7 @@ class AdminClient:
         output_picos_per_token: int,
         currency_code: str = "USD",
         effective_time: datetime | None = None,
+        request_id: str | None = None,
     ) -> int:
         """Adds a price version and returns its number."""
         return self._thread.run(
@@ -105,12 +149,33 @@ class AdminClient:
                 output_picos_per_token=output_picos_per_token,
                 currency_code=currency_code,
                 effective_time=effective_time,
+                request_id=request_id,
             )
         )
 
-    def list_audit_entries(self, *, page_size: int = 100, before_entry_id: int = 0) -> list[AuditEntry]:
-        """Changes, newest first."""
-        return self._thread.run(lambda: self._client.list_audit_entries(page_size=page_size, before_entry_id=before_entry_id))
+    def list_audit_entries(
+        self,
+        *,
+        page_size: int = 100,
+        before_entry_id: int = 0,
+        subject: str = "",
+        actor: str = "",
+        action_prefix: str = "",
+        start_time: datetime | None = None,
+        end_time: datetime | None = None,
+    ) -> list[AuditEntry]:
+        """Changes, newest first, of a subject, an actor, a kind, a time."""
+        return self._thread.run(
+            lambda: self._client.list_audit_entries(
+                page_size=page_size,
+                before_entry_id=before_entry_id,
+                subject=subject,
+                actor=actor,
+                action_prefix=action_prefix,
+                start_time=start_time,
+                end_time=end_time,
+            )
+        )
 
     def __enter__(self) -> Self:
         self._thread.open()

@@ -55,6 +55,7 @@ def api_key(message: admin_pb.ApiKey) -> accounts.ApiKey:
         create_time=time_of(message.create_time) if message.HasField("create_time") else None,
         expire_time=time_of(message.expire_time) if message.HasField("expire_time") else None,
         revoke_time=time_of(message.revoke_time) if message.HasField("revoke_time") else None,
+        overlap_end_time=time_of(message.overlap_end_time) if message.HasField("overlap_end_time") else None,
     )
 
 
