@@ -35,6 +35,7 @@ from inference.sampler import Chosen, choice_seed
 from inference.scheduler import Scheduler, StepPlan
 from inference.sequence import Sequence
 from inference.simulated_runner import SimulatedRunner
+from inference.step_pace import StepPace
 from inference.tokenizer import Tokenizer
 
 
@@ -102,6 +103,7 @@ class EngineCore:
         self._pool = BlockPool(max(block_count, blocks_for(window)))
         self._limits = options.limits
         self._scheduler = Scheduler(self._pool, options.limits)
+        self._pace = StepPace(options.limits.step_time_target_s)
         self._runner: Runner
         if options.simulation is None:
             self._runner = ModelRunner(
@@ -200,13 +202,14 @@ class EngineCore:
     def step(self) -> list[NumberedEvent]:
         """Compute one step, if there is anything to compute. Returns all events since the last call, in order."""
         if self._requests:
-            plan = self._scheduler.schedule()
-            now_s = time.monotonic()
+            plan = self._scheduler.schedule(self._pace.prompt_token_count_max())
+            began_s = now_s = time.monotonic()
             for sequence in plan.entered:
                 self._note_entered(sequence, now_s)
             chosen = self._runner.run(plan)
             self._scheduler.commit(plan)
             now_s = time.monotonic()
+            self._pace.note(plan.decoded_count, plan.token_count - plan.decoded_count, now_s - began_s)
             for sequence, token in chosen.items():
                 if sequence.group is None:
                     self._append(sequence, token, now_s)

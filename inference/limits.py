@@ -22,7 +22,8 @@ class EngineLimits:
     """Bounds of one engine, each in the unit that its name says."""
 
     context_window_tokens: int
-    step_token_count_max: int = 512  # tokens: bounds how long a prompt chunk delays the streams that share its step
+    step_token_count_max: int = 512  # tokens: bounds a step's memory, and its time where nothing runs beside a prompt
+    step_time_target_s: float | None = None  # seconds: how long prompts may hold up running streams; None sets no limit
     running_sequence_count_max: int = 64  # sequences: the reference workload's 50 at once, and some
     waiting_sequence_count_max: int = 256  # sequences: beyond that a caller is better told to go elsewhere
     owed_output_token_count_max: int = 256  # tokens of still owed output reserved per sequence; more is left to preemption
@@ -33,6 +34,8 @@ class EngineLimits:
             raise ValueError("the context window and both sequence counts must be at least 1")
         if self.step_token_count_max < self.running_sequence_count_max:
             raise ValueError("step_token_count_max must be at least running_sequence_count_max")
+        if self.step_time_target_s is not None and not self.step_time_target_s > 0:
+            raise ValueError("step_time_target_s must be above 0, or None for no limit")
 
 
 def request_fault(request: GenerationRequest, limits: EngineLimits, vocabulary_size: int, block_count: int) -> str | None:

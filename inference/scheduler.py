@@ -4,7 +4,7 @@ Owns the waiting queue, the running list and the sequences' use of the block poo
 then `commit`. Rules, in the order in which they are applied:
 
 1. Decoding sequences get their one token first, so a long prompt never stalls running streams; the rest of the step's token
-   budget goes to prompts in order of arrival, a long one in several chunks.
+   budget, or what of it the time allows (`StepPace`), goes to prompts in order of arrival, a long one in several chunks.
 2. A waiting sequence enters in order of arrival, when its tokens and a share of the output that it and all running ones still
    owe fit the pool. Nobody overtakes one that does not fit, so nobody starves.
 3. One whose next prefix block is being computed by a running sequence is passed over until that block is there: a prefix that
@@ -16,6 +16,7 @@ then `commit`. Rules, in the order in which they are applied:
 from __future__ import annotations
 
 import bisect
+import sys
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -45,9 +46,10 @@ class Chunk(NamedTuple):
 class StepPlan:
     """What a step computes.
 
-    token_count: rows of the step's batch. entered: sequences that left the queue for the first time.
+    token_count: rows of the step's batch, at most token_count_max. entered: sequences that left the queue for the first time.
     """
 
+    token_count_max: int = sys.maxsize
     chunks: list[Chunk] = field(default_factory=list)
     entered: list[Sequence] = field(default_factory=list)
     token_count: int = 0
@@ -56,6 +58,11 @@ class StepPlan:
         """Compute so many more tokens of a sequence. copied: see `Chunk`."""
         self.chunks.append(Chunk(sequence, token_count, copied))
         self.token_count += token_count
+
+    @property
+    def decoded_count(self) -> int:
+        """Sequences of which only the newest token is computed."""
+        return sum(chunk.token_count == 1 for chunk in self.chunks)
 
     def drop(self, sequence: Sequence) -> None:
         """Compute nothing of a sequence after all."""
@@ -112,19 +119,24 @@ class Scheduler:
         child.registered_block_count, child.registered_tip = parent.registered_block_count, parent.registered_tip
         bisect.insort(self._running, child, key=lambda running: running.place)
 
-    def schedule(self) -> StepPlan:
-        """Choose the next step's work and allocate its blocks. Empty only if there is no sequence at all."""
-        plan = StepPlan()
+    def schedule(self, prompt_token_count_max: int | None = None) -> StepPlan:
+        """Choose the next step's work and allocate its blocks. Empty only if there is no sequence at all.
+
+        prompt_token_count_max: tokens of prompts if there are sequences that decode; None for as many as the step takes.
+        """
+        plan = StepPlan(self._limits.step_token_count_max)
         preemption_count = self._preemption_count
         filling = []
         for sequence in list(self._running):
             if not sequence.may_decode:
                 filling.append(sequence)
-            elif sequence.has_room and plan.token_count < self._limits.step_token_count_max:
+            elif sequence.has_room and plan.token_count < plan.token_count_max:
                 if self._preemption_count == preemption_count or sequence in self._running:
                     plan.add(sequence, 1)
             else:
                 self._plan_chunk(plan, sequence)
+        if plan.chunks and prompt_token_count_max is not None:
+            plan.token_count_max = min(plan.token_count_max, plan.token_count + prompt_token_count_max)
         for sequence in filling:
             self._plan_chunk(plan, sequence)
         if self._preemption_count == preemption_count:  # who has just been preempted must not come back at once
@@ -149,7 +161,7 @@ class Scheduler:
 
     def _plan_chunk(self, plan: StepPlan, sequence: Sequence) -> None:
         """Add what the budget allows of a running sequence, preempting younger ones while blocks are short."""
-        budget = self._limits.step_token_count_max - plan.token_count
+        budget = plan.token_count_max - plan.token_count
         token_count = min(sequence.uncomputed_token_count if sequence.may_decode else sequence.fillable_token_count, budget)
         if token_count <= 0 or sequence not in self._running:
             return
@@ -198,7 +210,7 @@ class Scheduler:
         for sequence in list(self._waiting):
             if self._place_count() + sequence.place_count > self._limits.running_sequence_count_max:
                 return
-            if plan.token_count >= self._limits.step_token_count_max:
+            if plan.token_count >= plan.token_count_max:
                 return
             match = self._pool.match(sequence.prefix_keys, sequence.request.cache_salt)
             if self._next_block_is_in_progress(sequence, match, in_progress):

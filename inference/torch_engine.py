@@ -73,6 +73,7 @@ class TorchEngine:
         self._limits = EngineLimits(
             context_window_tokens=self._model.context_window_tokens,
             step_token_count_max=settings.step_token_count_max,
+            step_time_target_s=settings.step_time_target_s,
             running_sequence_count_max=settings.running_sequence_count_max,
             waiting_sequence_count_max=settings.waiting_sequence_count_max,
         )

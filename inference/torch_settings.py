@@ -25,6 +25,7 @@ class TorchEngineSettings:
     device: Literal["cpu", "cuda"] = "cpu"
     kv_cache_bytes: int = 1 << 30  # bytes: taken from the system only as far as it is used
     step_token_count_max: int = 512
+    step_time_target_s: float | None = 0.1  # seconds: what readers hardly notice between two tokens
     running_sequence_count_max: int = 64
     waiting_sequence_count_max: int = 256
     torch_thread_count: int = 0
