@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Sequence
-from dataclasses import replace
 
 from metering import quotas
 from metering.bindings import Bind
@@ -19,6 +18,7 @@ from metering.hold_rows import (
     Connection,
     HoldRow,
     array,
+    id_array,
     lock_counters,
     read_context,
     read_time_and_holds,
@@ -57,7 +57,7 @@ async def execute_binds(connection: Connection, binds: Sequence[Bind]) -> list[H
     counters = await lock_counters(connection, reads.now, keys)
     used = await (
         await connection.execute(
-            SELECT_USED_REQUESTS, (array(b.payer.project_id for b in binds), array(b.request_id for b in binds))
+            SELECT_USED_REQUESTS, (id_array(b.payer.project_id for b in binds), id_array(b.request_id for b in binds))
         )
     ).fetchall()
     taken = {(project_id, request_id) for project_id, request_id in used}
@@ -94,7 +94,7 @@ def shrink(reads: BatchReads, counters: Counters, hold: HoldRow, bind: Bind) -> 
         charged, granted = (hold.input_token_count, hold.leased_token_count), (bind.input_token_count, bind.leased_token_count)
         quotas.give_back(counters, rules, before, charged, granted)
         return
-    after = replace(before, input_token_count=bind.input_token_count, leased_token_count=bind.leased_token_count)
+    after = before._replace(input_token_count=bind.input_token_count, leased_token_count=bind.leased_token_count)
     for rule in rules:
         counters.add(rule.key(before.charged_at), held=after.held(rule) - before.held(rule))
 
@@ -102,8 +102,8 @@ def shrink(reads: BatchReads, counters: Counters, hold: HoldRow, bind: Bind) -> 
 def bind_columns(binds: Sequence[Bind]) -> tuple[str | list[object], ...]:
     """One list per column of BIND_HOLDS."""
     return (
-        array(bind.hold_id for bind in binds),
-        array(bind.request_id for bind in binds),
+        id_array(bind.hold_id for bind in binds),
+        id_array(bind.request_id for bind in binds),
         [bind.payload_hash for bind in binds],
         [json.dumps(bind.labels) for bind in binds],
         array(bind.input_token_count for bind in binds),

@@ -275,15 +275,12 @@ class Decisions:
 
     def extended(self, hold: HoldRow, claim: Claim, delivered_token_count: int) -> None:
         """Note the hold's new values, for the write and for later operations of the batch on the same hold."""
-        self.reads.holds[hold.id] = replace(
-            hold,
-            cached_input_token_count=claim.cached_input_token_count,
-            leased_token_count=claim.leased_token_count,
-            delivered_token_count=delivered_token_count,
-            posted_token_count=claim.posted_token_count,
-            posted_minutes=list(claim.posted_minutes),
-            charged_at=claim.charged_at,
-        )
+        hold.cached_input_token_count = claim.cached_input_token_count
+        hold.leased_token_count = claim.leased_token_count
+        hold.delivered_token_count = delivered_token_count
+        hold.posted_token_count = claim.posted_token_count
+        hold.posted_minutes = list(claim.posted_minutes)
+        hold.charged_at = claim.charged_at
         self.writes.extensions[hold.id] = Extension(
             hold.id,
             claim.cached_input_token_count,
@@ -298,9 +295,7 @@ class Decisions:
     def ended(self, hold: HoldRow, claim: Claim, state: HoldState, delivered_token_count: int) -> None:
         """The same for a hold that has ended."""
         cached = claim.cached_input_token_count
-        self.reads.holds[hold.id] = replace(
-            hold, state=state, cached_input_token_count=cached, delivered_token_count=delivered_token_count
-        )
+        hold.state, hold.cached_input_token_count, hold.delivered_token_count = state, cached, delivered_token_count
         self.writes.ends[hold.id] = End(hold.id, state, cached, delivered_token_count)
 
 

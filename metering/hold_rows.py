@@ -88,9 +88,9 @@ ON CONFLICT DO NOTHING RETURNING quota_id, window_start
 """
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class HoldRow:
-    """A locked hold."""
+    """A locked hold, changed as the batch decides."""
 
     id: uuid.UUID
     state: str
@@ -196,7 +196,7 @@ class BatchReads:
                         self._by_subject.setdefault((rule.subject_id, rule.model), []).append(rule)
             scopes = ((subject, scope) for subject in payer.subject_ids for scope in ("", model))
             rules = tuple(rule for scope in scopes for rule in self._by_subject.get(scope, ()))
-            found = PayerRules(rules, array(rule.id for rule in rules))
+            found = PayerRules(rules, id_array(rule.id for rule in rules))
             self._by_payer[payer, model] = found
         return found
 
@@ -214,7 +214,7 @@ async def read_time_and_holds(connection: Connection, hold_ids: Collection[uuid.
         await connection.execute("BEGIN")
         time = await connection.execute(BEGIN_ADMITTING if admits else "SELECT now()")
         if hold_ids:
-            holds = await connection.execute(SELECT_HOLDS, (array(hold_ids),))
+            holds = await connection.execute(SELECT_HOLDS, (id_array(hold_ids),))
     row = await time.fetchone()
     assert row is not None
     reads = BatchReads(now=row[0])
@@ -233,13 +233,13 @@ async def read_context(connection: Connection, reads: BatchReads, admits: Sequen
     versions = {hold.price_version_id for hold in reads.holds.values()}
     subjects = {subject for op in admits for subject in op.payer.subject_ids}
     async with connection.pipeline():
-        rules = await connection.execute(SELECT_RULES, (array(subjects), array(quota_ids)))
+        rules = await connection.execute(SELECT_RULES, (id_array(subjects), id_array(quota_ids)))
         prices = await connection.execute(SELECT_PRICES, (list(versions),))
         if admits:
             same = await connection.execute(
-                SELECT_SAME_REQUEST, (array(op.payer.project_id for op in admits), array(op.request_id for op in admits))
+                SELECT_SAME_REQUEST, (id_array(op.payer.project_id for op in admits), id_array(op.request_id for op in admits))
             )
-            keys = await connection.execute(SELECT_LIVE_KEYS, (array({op.payer.api_key_id for op in admits}),))
+            keys = await connection.execute(SELECT_LIVE_KEYS, (id_array({op.payer.api_key_id for op in admits}),))
             wanted = sorted({(op.model, op.payer.currency_code) for op in admits})
             in_force = await connection.execute(
                 SELECT_PRICES_IN_FORCE, ([model for model, _ in wanted], [currency for _, currency in wanted])
@@ -291,17 +291,29 @@ async def lock_counters(connection: Connection, now: datetime, keys: Collection[
         async with connection.pipeline():
             inserted = await connection.execute(INSERT_COUNTERS, parameters)
             cursor = await connection.execute(LOCK_COUNTERS, parameters)
-        counters.created = frozenset((row[0], row[1]) for row in await inserted.fetchall())
+        counters.created = frozenset((row[0].int, row[1]) for row in await inserted.fetchall())
         rows = await cursor.fetchall()
-    counters.rows = {(row[0], row[1]): Counter(row[2], row[3]) for row in rows}
+    counters.rows = {(row[0].int, row[1]): Counter(row[2], row[3]) for row in rows}
     return counters
 
 
-def array(values: Iterable[uuid.UUID | int | bool | datetime | HoldState]) -> str:
+def array(values: Iterable[int | bool | datetime | HoldState]) -> str:
     """An array literal. Only for values whose text needs no quoting."""
     return "{" + ",".join(map(str, values)) + "}"
 
 
-def key_columns(keys: Iterable[CounterKey]) -> tuple[str, str]:
+def id_array(ids: Iterable[uuid.UUID]) -> str:
+    """An array literal of ids; written without dashes, in a quarter of the time."""
+    return "{" + ",".join([f"{each.int:032x}" for each in ids]) + "}"
+
+
+def key_columns(keys: Collection[CounterKey]) -> tuple[str, str]:
     """The two columns of counter keys."""
-    return array(key[0] for key in keys), array(key[1] for key in keys)
+    numbers = ",".join([f"{number:032x}" for number, _ in keys])
+    return "{" + numbers + "}", "{" + ",".join([window_text(start) for _, start in keys]) + "}"
+
+
+@functools.lru_cache(maxsize=64)  # the windows of now
+def window_text(start: datetime) -> str:
+    """The start of a window in an array literal."""
+    return str(start)

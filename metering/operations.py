@@ -101,6 +101,10 @@ class Payer:
     api_key_id: uuid.UUID
     currency_code: str
 
+    def __hash__(self) -> int:
+        """A key has one project, organization and currency. Of its number, since UUIDs hash in Python."""
+        return hash(self.api_key_id.int)
+
     @property
     def subject_ids(self) -> frozenset[uuid.UUID]:
         """Everything that quotas of this payer can hang on."""

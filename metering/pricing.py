@@ -20,7 +20,11 @@ class TokenPrices:
 
     def cost_picos(self, input_token_count: int, cached_input_token_count: int, output_token_count: int) -> int:
         """Exact cost. Cached tokens are part of the input and priced apart, never twice."""
-        return sum(line.amount_picos for line in self.lines(input_token_count, cached_input_token_count, output_token_count))
+        return (
+            (input_token_count - cached_input_token_count) * self.input_picos_per_token
+            + cached_input_token_count * self.cached_input_picos_per_token
+            + output_token_count * self.output_picos_per_token
+        )
 
     def lines(self, input_token_count: int, cached_input_token_count: int, output_token_count: int) -> Iterator[PricedTokens]:
         """The cost by kind of token, in the order of `TokenKind`; kinds without tokens are left out."""

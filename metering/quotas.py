@@ -8,7 +8,7 @@ ended or posted holds left there; a claim lives in exactly one window at a time,
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import datetime
 
 from metering.errors import QuotaExceeded
@@ -69,7 +69,7 @@ def admit(counters: Counters, rules: Sequence[QuotaRule], claim: Claim, wanted_t
     wanted_token_count: the slice asked for; least_token_count: below that the request is better refused than started.
     Raises: QuotaExceeded naming every rule that does not fit, the first to reset in front.
     """
-    smallest = replace(claim, leased_token_count=least_token_count)
+    smallest = claim._replace(leased_token_count=least_token_count)
     lease = wanted_token_count
     failing: list[QuotaRule] = []
     unheeded: list[QuotaRule] = []
@@ -83,7 +83,7 @@ def admit(counters: Counters, rules: Sequence[QuotaRule], claim: Claim, wanted_t
             lease = most
     if failing:
         raise refusal(counters, failing, smallest)
-    admitted = replace(claim, leased_token_count=lease)
+    admitted = claim._replace(leased_token_count=lease)
     now = counters.now
     for rule in rules:
         if rule.kind is Kind.REQUESTS:
@@ -105,7 +105,7 @@ def extend(
     """
     now = counters.now
     posted = claim.moved_on(delivered_token_count, now)
-    one_more = replace(posted, leased_token_count=posted.leased_token_count + 1)
+    one_more = posted._replace(leased_token_count=posted.leased_token_count + 1)
     windowed = [rule for rule in rules if rule.kind is Kind.TOKENS or rule.kind is Kind.MONEY]
     lease = posted.leased_token_count + wanted_token_count
     failing: list[QuotaRule] = []
@@ -125,7 +125,7 @@ def extend(
             lease = most
     if failing:
         raise refusal(counters, failing, one_more)
-    extended = replace(posted, leased_token_count=lease)
+    extended = posted._replace(leased_token_count=lease)
     for rule, (old, new, held, used) in zip(windowed, moves, strict=True):
         counters.add(old, used=used, held=-held)
         counters.add(new, held=extended.held(rule))

@@ -184,7 +184,7 @@ class QuotaMachine(RuleBasedStateMachine):
         counters = Counters(self.now, rows)
         try:
             answer = do(counters)
-            self.unheeded += [(quota_id, self.label(quota_id, start)) for quota_id, start in counters.would_refuse]
+            self.unheeded += [self.place(key) for key in counters.would_refuse]
             return answer
         except QuotaExceeded as refusal:
             assert counters.rows == before, "a refusal must change nothing"
@@ -264,7 +264,7 @@ class QuotaMachine(RuleBasedStateMachine):
         before = (model.cached, model.posted_output, model.charged_at, list(self.model.postings))
         if model.posted_output is None:
             model.cached = max(model.cached, min(cached, model.sent))
-        claim = replace(model.claim, cached_input_token_count=model.cached)
+        claim = model.claim._replace(cached_input_token_count=model.cached)
         self.model.post(model, model.sent, delivered)
         # A request without input that has delivered nothing has posted nothing.
         model.posted_output = delivered if model.sent + delivered else None
@@ -313,14 +313,15 @@ class QuotaMachine(RuleBasedStateMachine):
             delivered = data.draw(st.integers(model.posted_output or 0, model.leased), label="delivered")
             if model.posted_output is None:
                 model.cached = max(model.cached, min(cached, model.sent))
-        claim = replace(model.claim, cached_input_token_count=model.cached)
+        claim = model.claim._replace(cached_input_token_count=model.cached)
         self.model.post(model, model.sent, delivered)
 
         self.decide(keys, lambda counters: quotas.end(counters, model.rules, claim, model.sent, delivered))
 
-    def label(self, quota_id: uuid.UUID, start: datetime) -> str:
-        """The name of the window of a counter."""
-        return next(box(rule, start)[1] for rule in self.limits if rule.id == quota_id)
+    def place(self, key: CounterKey) -> Box:
+        """The quota and the name of the window of a counter."""
+        number, start = key
+        return next(box(rule, start) for rule in self.limits if rule.id.int == number)
 
     @act(by=st.sampled_from([0.001, 1, 29, 30, 59.999, 60, 3600, 86_400, 31 * 86_400]))
     def time_passes(self, by: float) -> None:
@@ -332,8 +333,8 @@ class QuotaMachine(RuleBasedStateMachine):
         if not hasattr(self, "model"):
             return
         seen = set()
-        for (quota_id, start), row in self.rows.items():
-            [rule] = [rule for rule in self.limits if rule.id == quota_id]
+        for (number, start), row in self.rows.items():
+            [rule] = [rule for rule in self.limits if rule.id.int == number]
             place = box(rule, start)
             seen.add(place)
             assert (row.used, row.held) == (self.model.used(place), self.model.held(place)), rule
@@ -451,9 +452,9 @@ def test_the_largest_lease_fits_and_one_token_more_does_not(room: int, sent: int
     if most is None:
         assert not weights.output
         return
-    assert replace(claim, leased_token_count=most + 1).held(rule) > room
+    assert claim._replace(leased_token_count=most + 1).held(rule) > room
     if most >= (posted or 0):
-        assert replace(claim, leased_token_count=most).held(rule) <= room
+        assert claim._replace(leased_token_count=most).held(rule) <= room
 
 
 def test_plain_weights_cost_no_division() -> None:
