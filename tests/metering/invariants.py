@@ -264,5 +264,7 @@ def wrong_events(events: list[Row]) -> Iterator[str]:
             yield f"{name} tells another story than its hold"
         if row["cost_picos"] != row["right_cost"]:
             yield f"{name} costs {row['cost_picos']} picos, by its price version {row['right_cost']}"
-        if row["billed_token_count"] != row["delivered_token_count"]:
+        # A hold that has its own id as request id was taken in advance, for a request that is billed under another hold.
+        to_bill = 0 if row["request_id"] == row["hold_id"] else row["delivered_token_count"]
+        if row["billed_token_count"] != to_bill:
             yield f"{name} bills {row['billed_token_count']} of {row['delivered_token_count']} delivered tokens"

@@ -1,0 +1,265 @@
+"""Holds taken in advance: what they let in while the database is away, and that it is counted once when the database is back."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import psycopg
+import pytest
+
+from metering.bindings import Bind, BindingLog, read_bindings
+from metering.errors import QuotaExceeded, RequestIdReused, RequestInFlight, StoreAway
+from metering.hold_connection import HoldConnection
+from metering.holds import HoldStore
+from metering.models import QuotaDimension
+from metering.operations import Admit, Ended, Expire, HoldAnswer, Payer, Settled
+from metering.standing_holds import GraceTerms
+from tests.metering.cutting_proxy import CuttingProxy
+from tests.metering.hold_world import HoldWorld, admit, hold_world, settle
+from tests.metering.invariants import check_invariants
+from tests.metering.test_hold_faults import until
+
+TERMS = GraceTerms(hold_count=2, input_token_count=100, output_token_count=50)
+
+
+@pytest.fixture
+def world(database_url: str) -> Iterator[HoldWorld]:
+    with hold_world(database_url) as world:
+        yield world
+
+
+def standing(payer: Payer) -> Admit:
+    """As the store takes one."""
+    hold_id = uuid.uuid4()
+    return admit(payer, hold_id=hold_id, request_id=hold_id, input_tokens=100, slice_tokens=50, least_tokens=50)
+
+
+def binding(op: Admit, *, request_id: uuid.UUID | None = None) -> Bind:
+    """Ten tokens in, twenty out."""
+    return Bind(op.hold_id, op.payer, request_id or uuid.uuid4(), bytes(32), {"team": "search"}, 10, 20)
+
+
+async def bind(world: HoldWorld, *binds: Bind) -> list[HoldAnswer | Exception]:
+    async with HoldConnection(world.url, uuid.uuid4()) as holds:
+        return await holds.bind(binds)
+
+
+async def test_binding_shrinks_the_claim_to_that_of_the_request_and_is_done_once(world: HoldWorld) -> None:
+    payer = world.tenant()
+    tokens = world.quota(payer, QuotaDimension.TOKENS_PER_MONTH, 1_000)
+    cost = world.quota(payer, QuotaDimension.COST_PICOS_PER_MONTH, 10**6)
+    op = standing(payer)
+    await world.run(op)
+    assert world.counters(tokens) == [(0, 150)]
+    one = binding(op)
+
+    answers = [*await bind(world, one), *await bind(world, one)]
+
+    assert answers == [Ended(done=True)] * 2
+    assert world.counters(tokens) == [(0, 30)]
+    assert world.counters(cost) == [(0, 10 * 3 + 20 * 7)]
+    check_invariants(world.url)
+    await world.run(settle(op.hold_id, 15))
+    assert world.counters(tokens) == [(25, 0)]
+    assert world.rows("SELECT request_id, labels, billed_token_count FROM usage_events") == [
+        (one.request_id, {"team": "search"}, 15)
+    ]
+    check_invariants(world.url, all_ended=True)
+
+
+async def test_a_hold_that_expired_before_it_was_bound_gives_back_twice_and_bills_its_request(world: HoldWorld) -> None:
+    payer = world.tenant()
+    tokens = world.quota(payer, QuotaDimension.TOKENS_PER_MONTH, 1_000)
+    op = standing(payer)
+    await world.run(op)
+    world.advance(61)
+    await world.run(Expire(op.hold_id))
+    assert world.counters(tokens) == [(150, 0)]
+    one = binding(op)
+
+    assert await bind(world, one) == await bind(world, one) == [Ended(done=True)]
+    assert world.counters(tokens) == [(30, 0)]
+    check_invariants(world.url)
+    for _ in range(2):
+        await world.run(settle(op.hold_id, 5))
+
+    assert world.counters(tokens) == [(15, 0)]
+    assert world.rows("SELECT request_id, billed_token_count FROM usage_events") == [(one.request_id, 5)]
+    check_invariants(world.url, all_ended=True)
+
+
+async def test_an_ended_hold_can_be_changed_in_no_other_way(world: HoldWorld) -> None:
+    op, bound = standing(world.tenant()), standing(world.tenant("b"))
+    await world.run(op, bound)
+    world.advance(61)
+    await world.run(Expire(op.hold_id), Expire(bound.hold_id))
+    await bind(world, binding(bound))
+
+    for change in ("leased_token_count = leased_token_count + 1", "state = 'held', ended_at = NULL", "input_token_count = 101"):
+        with pytest.raises(psycopg.errors.RestrictViolation):
+            world.execute(f"UPDATE holds SET request_id = gen_random_uuid(), {change} WHERE id = %s", op.hold_id)
+    with pytest.raises(psycopg.errors.RestrictViolation):
+        world.execute("UPDATE holds SET request_id = gen_random_uuid() WHERE id = %s", bound.hold_id)
+
+
+async def test_a_request_that_was_billed_elsewhere_is_not_billed_again(world: HoldWorld) -> None:
+    """It was sent again during the outage, which nobody could know: its tokens are recorded, and cost nothing."""
+    payer = world.tenant()
+    tokens = world.quota(payer, QuotaDimension.TOKENS_PER_MONTH, 1_000)
+    before, op, other = admit(payer), standing(payer), standing(payer)
+    await world.run(before, op, other)
+    await world.run(settle(before.hold_id, 7))
+    twice = uuid.uuid4()
+
+    answers = await bind(world, binding(op, request_id=before.request_id), binding(other, request_id=twice))
+    again = await bind(world, binding(op, request_id=twice))
+
+    assert [*answers, *again] == [Ended(done=False), Ended(done=True), Ended(done=False)]
+    await world.run(settle(op.hold_id, 9), settle(other.hold_id, 4))
+    billed = world.rows("SELECT input_token_count, delivered_token_count, billed_token_count FROM usage_events ORDER BY id")
+    assert sorted(billed) == [(0, 9, 0), (10, 4, 4), (10, 7, 7)]
+    assert world.one("SELECT cost_picos FROM usage_events WHERE hold_id = %s", op.hold_id) == 0
+    assert world.counters(tokens) == [(17 + 9 + 14, 0)]
+    check_invariants(world.url, all_ended=True)
+
+
+@asynccontextmanager
+async def store_with_grace(url: str, directory: Path, *, expiry_s: float = 60.0) -> AsyncIterator[HoldStore]:
+    """A process's store, with something set aside for each key in use."""
+    owner_id = uuid.uuid4()
+    log = BindingLog(directory, owner_id)
+    store = HoldStore(url, owner_id, expiry_s=expiry_s, answer_wait_s=1.0, grace=(TERMS, log))
+    async with asyncio.TaskGroup() as tasks:
+        running = tasks.create_task(store.run())
+        yield store
+        running.cancel()
+    log.close(keep=False)
+
+
+async def in_use(store: HoldStore, payer: Payer) -> None:
+    """Let one request of the payer in, and wait until something is set aside for the next."""
+    op = admit(payer)
+    await store.admit(op)
+    await until(lambda: store.statistics().standing_hold_count == TERMS.hold_count)
+    await store.settle(settle(op.hold_id, 5))
+
+
+async def test_what_was_set_aside_lets_requests_in_while_the_database_is_away(world: HoldWorld, tmp_path: Path) -> None:
+    payer, stranger = world.tenant(), world.tenant("stranger")
+    tokens = world.quota(payer, QuotaDimension.TOKENS_PER_MONTH, 1_000)
+    async with CuttingProxy(world.url).listening() as proxy, store_with_grace(proxy.url, tmp_path) as store:
+        await in_use(store, payer)
+        assert world.counters(tokens) == [(15, 300)], "held in the database: no other process can give it away"
+        proxy.refusing = True
+        proxy.cut_now()
+
+        first, second, third = admit(payer), admit(payer), admit(payer)
+        admitted = [await store.admit(first), await store.admit(second)]
+
+        assert [answer.leased_token_count for answer in admitted] == [20, 20]
+        assert [(one.request_id, one.hold_id) for one in read_bindings(tmp_path, store.owner_id)] == [
+            (op.request_id, answer.hold_id) for op, answer in zip((first, second), admitted, strict=True)
+        ]
+        for op in (third, admit(stranger), admit(payer, input_tokens=101)):
+            with pytest.raises(StoreAway):
+                await store.admit(op)
+        with pytest.raises(RequestInFlight):
+            await store.admit(first)
+        with pytest.raises(RequestIdReused):
+            await store.admit(replace(first, payload_hash=bytes(32)))
+        endings = [
+            asyncio.ensure_future(store.settle(settle(admitted[0].hold_id, 12))),
+            asyncio.ensure_future(store.void(admitted[1].hold_id)),
+        ]
+        proxy.refusing = False
+        settled = await endings[0]
+        await endings[1]
+
+        assert isinstance(settled, Settled)
+        assert settled.billed_token_count == 12
+        assert read_bindings(tmp_path, store.owner_id) == [], "the database knows"
+        again = admit(payer, request_id=second.request_id)
+        await store.admit(again)
+        await store.settle(settle(again.hold_id, 1))
+        await store.release_standing()
+        await until(lambda: world.hold_count() == 0)
+    events = world.rows("SELECT request_id, billed_token_count FROM usage_events ORDER BY id")
+    assert events[1:] == [(first.request_id, 12), (second.request_id, 1)]
+    assert world.counters(tokens) == [(15 + 22 + 11, 0)]
+    check_invariants(world.url, all_ended=True)
+
+
+async def test_what_was_set_aside_ends_with_its_expiry(world: HoldWorld, tmp_path: Path) -> None:
+    payer = world.tenant()
+    async with CuttingProxy(world.url).listening() as proxy, store_with_grace(proxy.url, tmp_path, expiry_s=4.0) as store:
+        await in_use(store, payer)
+        proxy.refusing = True
+        proxy.cut_now()
+        assert (await store.admit(admit(payer))).leased_token_count == 20
+
+        await until(lambda: store.statistics().standing_hold_count == 0)
+
+        with pytest.raises(StoreAway):
+            await store.admit(admit(payer))
+
+
+async def test_a_request_that_needs_what_is_set_aside_gets_it(world: HoldWorld, tmp_path: Path) -> None:
+    """Nothing is refused because of what stands for an outage; what is refused is beyond the limit."""
+    payer = world.tenant()
+    world.quota(payer, QuotaDimension.TOKENS_PER_MONTH, 900)
+    async with store_with_grace(world.url, tmp_path) as store:
+        await in_use(store, payer)  # 15 used, 300 held
+
+        large = admit(payer, input_tokens=600, slice_tokens=25, least_tokens=25)
+        await store.admit(large)
+
+        assert store.statistics().standing_hold_count == 0
+        with pytest.raises(QuotaExceeded):
+            await store.admit(admit(payer, input_tokens=300))
+        await store.void(large.hold_id)
+    check_invariants(world.url, all_ended=True)
+
+
+async def test_nothing_stands_for_a_key_that_has_used_half_of_a_limit(world: HoldWorld, tmp_path: Path) -> None:
+    payer = world.tenant()
+    concurrent = world.quota(payer, QuotaDimension.CONCURRENT_REQUESTS, 10)
+    async with store_with_grace(world.url, tmp_path) as store:
+        await in_use(store, payer)
+        ops = [admit(payer) for _ in range(6)]
+        for op in ops:
+            await store.admit(op)
+
+        await until(lambda: world.counters(concurrent) == [(0, 6)])
+
+        assert store.statistics().standing_hold_count == 0
+        for op in ops:
+            await store.void(op.hold_id)
+    check_invariants(world.url, all_ended=True)
+
+
+def test_a_binding_that_was_not_written_whole_does_not_count(tmp_path: Path) -> None:
+    payer = Payer(uuid.uuid4(), uuid.uuid4(), uuid.uuid4(), "USD")
+    binds = [Bind(uuid.uuid4(), payer, uuid.uuid4(), bytes(range(32)), {"a": "ü\n"}, 10, 20) for _ in range(3)]
+    owner_id = uuid.uuid4()
+    log = BindingLog(tmp_path, owner_id)
+    for one in binds:
+        log.record(one)
+    assert read_bindings(tmp_path, owner_id) == binds
+    path = tmp_path / f"{owner_id}.bindings"
+    whole = path.read_bytes()
+
+    for size in range(len(whole) - 1, whole.rindex(b"\n", 0, -1), -7):
+        path.write_bytes(whole[:size])
+        assert read_bindings(tmp_path, owner_id) == binds[:2]
+    path.write_bytes(whole.replace(b'"input_token_count": 10', b'"input_token_count": 11'))
+    assert read_bindings(tmp_path, owner_id) == []
+
+    for one in binds:
+        log.forget(one.hold_id)
+    assert not path.exists()
+    assert read_bindings(tmp_path, owner_id) == []
