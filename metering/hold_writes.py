@@ -10,9 +10,9 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Any, NamedTuple
+from typing import Any
 
-from metering.hold_rows import Connection, array, id_array, key_columns
+from metering.hold_rows import Connection, array, key_columns
 from metering.models import HoldState
 from metering.operations import Admit, Settled
 from metering.quotas import Counters
@@ -63,9 +63,9 @@ WHERE c.quota_id = v.quota_id AND c.window_start = v.window_start
 INSERT_USAGE_EVENTS = """
 INSERT INTO usage_events (hold_id, part, organization_id, project_id, api_key_id, request_id, model, outcome, input_token_count,
     cached_input_token_count, generated_token_count, delivered_token_count, billed_token_count, price_version_id, cost_picos,
-    timings, labels, recovered, admitted_at)
+    timings, labels, recovered, admitted_at, settled_at)
 SELECT h.id, v.part, h.organization_id, h.project_id, h.api_key_id, h.request_id, h.model, v.outcome, v.input, v.cached,
-    v.generated, v.delivered, v.billed, h.price_version_id, v.cost, v.timings::jsonb, h.labels, v.recovered, h.admitted_at
+    v.generated, v.delivered, v.billed, h.price_version_id, v.cost, v.timings::jsonb, h.labels, v.recovered, h.admitted_at, now()
 FROM unnest(%s::uuid[], %s::smallint[], %s::text[], %s::bigint[], %s::bigint[], %s::bigint[], %s::bigint[], %s::bigint[],
             %s::bigint[], %s::text[], %s::bool[])
     AS v(hold_id, part, outcome, input, cached, generated, delivered, billed, cost, timings, recovered)
@@ -73,7 +73,8 @@ JOIN holds h ON h.id = v.hold_id
 """
 
 
-class Extension(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Extension:
     """The new values of a hold that was extended. posted_cost_picos: the money that its posted tokens are worth."""
 
     hold_id: uuid.UUID
@@ -86,7 +87,8 @@ class Extension(NamedTuple):
     charged_at: datetime
 
 
-class End(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class End:
     """The new values of a hold that has ended."""
 
     hold_id: uuid.UUID
@@ -95,7 +97,8 @@ class End(NamedTuple):
     delivered_token_count: int
 
 
-class NewHold(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class NewHold:
     """A hold to insert. quota_ids: as an array literal."""
 
     admit: Admit
@@ -104,7 +107,8 @@ class NewHold(NamedTuple):
     quota_ids: str
 
 
-class NewUsageEvent(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class NewUsageEvent:
     """A usage event to insert."""
 
     settled: Settled
@@ -147,7 +151,7 @@ async def write_and_commit(
         if writes.events:
             await connection.execute(INSERT_USAGE_EVENTS, usage_event_columns(writes.events))
         for renewing_owner_id, hold_ids in writes.renewed:
-            await connection.execute(RENEW_HOLDS, (expiry_s, renewing_owner_id, id_array(hold_ids)))
+            await connection.execute(RENEW_HOLDS, (expiry_s, renewing_owner_id, array(hold_ids)))
         await connection.execute("COMMIT")
 
 
@@ -155,16 +159,16 @@ def new_hold_columns(owner_id: uuid.UUID, holds: Sequence[NewHold]) -> tuple[str
     """One list per column of INSERT_HOLDS."""
     admits = [hold.admit for hold in holds]
     return (
-        id_array(op.hold_id for op in admits),
-        id_array(op.payer.organization_id for op in admits),
-        id_array(op.payer.project_id for op in admits),
-        id_array(op.payer.api_key_id for op in admits),
-        id_array(op.request_id for op in admits),
+        array(op.hold_id for op in admits),
+        array(op.payer.organization_id for op in admits),
+        array(op.payer.project_id for op in admits),
+        array(op.payer.api_key_id for op in admits),
+        array(op.request_id for op in admits),
         [op.payload_hash for op in admits],
         [op.model for op in admits],
         array(hold.price_version for hold in holds),
         [json.dumps(op.labels) for op in admits],
-        id_array(owner_id for _ in holds),
+        array(owner_id for _ in holds),
         array(op.input_token_count for op in admits),
         array(hold.leased_token_count for hold in holds),
         [hold.quota_ids for hold in holds],
@@ -174,7 +178,7 @@ def new_hold_columns(owner_id: uuid.UUID, holds: Sequence[NewHold]) -> tuple[str
 def extension_columns(extensions: Sequence[Extension]) -> tuple[str | list[str], ...]:
     """One list per column of EXTEND_HOLDS."""
     return (
-        id_array(each.hold_id for each in extensions),
+        array(each.hold_id for each in extensions),
         array(each.cached_input_token_count for each in extensions),
         array(each.leased_token_count for each in extensions),
         array(each.delivered_token_count for each in extensions),
@@ -188,7 +192,7 @@ def extension_columns(extensions: Sequence[Extension]) -> tuple[str | list[str],
 def end_columns(ends: Sequence[End]) -> tuple[str, ...]:
     """One list per column of END_HOLDS."""
     return (
-        id_array(each.hold_id for each in ends),
+        array(each.hold_id for each in ends),
         array(each.state for each in ends),
         array(each.cached_input_token_count for each in ends),
         array(each.delivered_token_count for each in ends),
@@ -199,7 +203,7 @@ def usage_event_columns(events: Sequence[NewUsageEvent]) -> tuple[str | list[Any
     """One list per column of INSERT_USAGE_EVENTS."""
     settled = [event.settled for event in events]
     return (
-        id_array(usage.hold_id for usage in settled),
+        array(usage.hold_id for usage in settled),
         array(event.part for event in events),
         [str(usage.outcome) for usage in settled],
         array(usage.input_token_count for usage in settled),

@@ -23,6 +23,7 @@ from metering.errors import AlreadyExists, InvalidValue, KeyInvalid, NotFound
 from metering.key_secrets import PREFIX_FORM, PREFIX_LENGTH, SECRET_FORM, hash_of, new_secret, prefix_of
 from metering.models import ApiKey, Organization, Project
 from metering.money import checked_currency
+from metering.quota_defaults import limit_new_key
 from metering.stop_orders import order_end_of_key
 
 NAME_FORM = re.compile(r"[a-z][a-z0-9-]{0,62}", re.ASCII)
@@ -107,6 +108,8 @@ async def create_api_key(
 ) -> tuple[KeyRecord, str]:
     """A new key and its secret, which cannot be had again. No scopes means "inference"; no lifetime means for ever.
 
+    It gets the limits that its project and organization keep for new keys.
+
     Raises: NotFound, InvalidValue.
     """
     owner = await find_project(session, project, organization=organization)
@@ -123,6 +126,7 @@ async def create_api_key(
         if (key := await session.scalar(statement)) is not None:
             break
     await _record_creation(session, actor, "api_key.create", key)
+    await limit_new_key(session, api_key_id=key.id, project_id=owner.id, organization_id=owner.organization_id, actor=actor)
     return _key_record(key, owner.organization_id), secret
 
 

@@ -1,0 +1,289 @@
+"""A quota that is set in the middle of a window counts what its subject used there before it was, to the token."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import uuid
+from collections.abc import Iterator
+
+import pytest
+from sqlalchemy import select
+
+from metering.db import Sessions
+from metering.errors import QuotaExceeded
+from metering.models import Quota, QuotaDimension, QuotaSubject
+from metering.operations import Expire, Extend, Payer, QuotaState, Void
+from metering.quota_admin import delete_quota, set_quota
+from metering.quota_rules import Weights
+from tests.metering.hold_world import MODEL, HoldWorld, admit, hold_world, of_type, settle
+from tests.metering.invariants import check_invariants
+from tests.metering.test_hold_concurrency import running_stores
+
+TOKEN_DIMENSIONS = [dimension for dimension in QuotaDimension if "tokens" in dimension]
+SEEDS = [int(seed) for seed in os.environ.get("WEIR_TEST_SEEDS", "1,2").split(",")]
+
+
+@pytest.fixture
+def world(database_url: str) -> Iterator[HoldWorld]:
+    with hold_world(database_url) as world:
+        yield world
+
+
+def subject_of(payer: Payer, subject: QuotaSubject) -> str:
+    """The reference by which an admin names it."""
+    ids = {
+        QuotaSubject.ORGANIZATION: payer.organization_id,
+        QuotaSubject.PROJECT: payer.project_id,
+        QuotaSubject.API_KEY: payer.api_key_id,
+    }
+    return str(ids[subject])
+
+
+async def set_limit(
+    sessions: Sessions,
+    payer: Payer,
+    dimension: QuotaDimension,
+    limit_value: int = 10**9,
+    *,
+    subject: QuotaSubject = QuotaSubject.ORGANIZATION,
+    model: str = "",
+    weights: Weights | None = None,
+    enforced: bool | None = None,
+) -> QuotaState:
+    """As an admin does it."""
+    async with sessions.begin() as session:
+        return await set_quota(
+            session,
+            subject=subject,
+            subject_ref=subject_of(payer, subject),
+            model=model,
+            dimension=dimension,
+            limit_value=limit_value,
+            weights=weights,
+            enforced=enforced,
+            actor="test",
+        )
+
+
+async def busy(world: HoldWorld, payer: Payer) -> uuid.UUID:
+    """Something of every kind in this minute and before; the live hold that was extended over the border."""
+    long, old = admit(payer), admit(payer)
+    await world.run(long, old)
+    await world.run(Extend(long.hold_id, 5, 4, 10))
+    world.advance(61)
+    await world.run(Extend(long.hold_id, 9, 4, 10))  # posts 9 to the minute before
+    settled, voided, expired, posted, live = (admit(payer) for _ in range(5))
+    await world.run(settled, voided, expired, posted, live)
+    await world.run(Extend(posted.hold_id, 0, 0, 5), Extend(expired.hold_id, 3, 0, 5))
+    await world.run(settle(settled.hold_id, 7, cached_tokens=6), Void(voided.hold_id), Void(posted.hold_id))
+    world.advance(20)
+    await world.run(Extend(long.hold_id, 14, 4, 10))  # posts 5 more to this minute
+    world.execute("UPDATE holds SET expires_at = now() WHERE id = ANY(%s)", [expired.hold_id, old.hold_id])
+    await world.run(Expire(expired.hold_id), Expire(old.hold_id))
+    return long.hold_id
+
+
+@pytest.mark.parametrize("subject", QuotaSubject)
+async def test_a_new_limit_counts_what_was_used_and_is_held_in_its_window(
+    world: HoldWorld, sessions: Sessions, subject: QuotaSubject
+) -> None:
+    payer, other = world.tenant(), world.tenant("other")
+    await busy(world, other)
+    await busy(world, payer)
+    check_invariants(world.url)
+
+    states = [await set_limit(sessions, payer, dimension, subject=subject) for dimension in QuotaDimension]
+
+    told = {state.dimension: (state.used, state.held) for state in states}
+    # This minute: settled 10+7, expired with its lease 10+25, posted 10+0, the long one posted 5 and holds 50-14 more; the live one
+    # 10+20. In the day the one that expired with its first lease as well, 10+20, and the long one's input and first 9.
+    assert told[QuotaDimension.CONCURRENT_REQUESTS] == (0, 2)
+    assert told[QuotaDimension.REQUESTS_PER_MINUTE] == (3, 0)
+    assert told[QuotaDimension.TOKENS_PER_MINUTE] == (17 + 35 + 10 + 5, 36 + 30)
+    assert told[QuotaDimension.INPUT_TOKENS_PER_MINUTE] == (10 + 10 + 10, 10)
+    assert told[QuotaDimension.OUTPUT_TOKENS_PER_MINUTE] == (7 + 25 + 0 + 5, 36 + 20)
+    assert told[QuotaDimension.TOKENS_PER_DAY] == (67 + 30 + 19, 66)
+    check_invariants(world.url)
+
+
+async def test_live_holds_are_held_to_a_new_limit_from_their_next_extension_on(world: HoldWorld, sessions: Sessions) -> None:
+    payer = world.tenant()
+    op = admit(payer)
+    await world.run(op)
+    state = await set_limit(sessions, payer, QuotaDimension.TOKENS_PER_MONTH, 40)
+
+    answers = [*await world.run(admit(payer, least_tokens=20)), *await world.run(Extend(op.hold_id, 20, 0, 500))]
+    refused = await world.run(Extend(op.hold_id, 30, 0, 1))
+    await world.run(settle(op.hold_id, 30))
+
+    assert isinstance(answers[0], QuotaExceeded)
+    assert answers[1].leased_token_count == 30  # type: ignore[union-attr]
+    assert isinstance(refused[0], QuotaExceeded)
+    assert world.counters(state.quota_id) == [(40, 0)]
+    check_invariants(world.url, all_ended=True)
+
+
+async def test_a_limit_for_one_model_counts_that_model_only(world: HoldWorld, sessions: Sessions) -> None:
+    payer = world.tenant()
+    await busy(world, payer)
+
+    mine = await set_limit(sessions, payer, QuotaDimension.TOKENS_PER_DAY, model=MODEL)
+    other = await set_limit(sessions, payer, QuotaDimension.TOKENS_PER_DAY, model="another")
+
+    assert (mine.used, mine.held) == (116, 66)
+    assert (other.used, other.held) == (0, 0)
+    check_invariants(world.url)
+
+
+async def test_a_limit_removed_and_set_again_has_counted_all_along(world: HoldWorld, sessions: Sessions) -> None:
+    payer = world.tenant()
+    op, other = admit(payer), admit(payer)
+    first = await set_limit(sessions, payer, QuotaDimension.TOKENS_PER_DAY, 100)
+    await world.run(op)
+    async with sessions.begin() as session:
+        await delete_quota(session, quota_id=str(first.quota_id), actor="test")
+    await world.run(other)
+
+    again = await set_limit(sessions, payer, QuotaDimension.TOKENS_PER_DAY, 100)
+    await world.run(settle(op.hold_id, 20), settle(other.hold_id, 20))
+
+    assert (again.used, again.held) == (0, 60)
+    assert world.counters(again.quota_id) == [(60, 0)]
+    check_invariants(world.url, all_ended=True)
+
+
+async def test_other_weights_weigh_what_was_used_in_this_window_anew(world: HoldWorld, sessions: Sessions) -> None:
+    payer = world.tenant()
+    state = await set_limit(sessions, payer, QuotaDimension.TOKENS_PER_MINUTE)
+    long = await busy(world, payer)
+    assert world.counters(state.quota_id)[-1] == (67, 66)
+
+    weighed = await set_limit(sessions, payer, QuotaDimension.TOKENS_PER_MINUTE, weights=Weights(1000, 100, 1500))
+
+    # 4 + .6 + 10.5, 10 + 37.5, 10, the long one: 6 + .4 + 1.5 * 14, of it posted before 6 + .4 + 13.5; each rounded up once.
+    assert (weighed.used, weighed.held) == (16 + 48 + 10 + 28 - 20, (6 + 76) - 28 + 40)
+    assert weighed.quota_id == state.quota_id
+    check_invariants(world.url)
+    await world.run(settle(long, 20))
+    check_invariants(world.url)
+
+
+async def test_a_window_that_began_while_an_admission_waited_is_counted_in_full(world: HoldWorld, sessions: Sessions) -> None:
+    """A batch counts in the window of its beginning, though the quota was made after the border that it waited across."""
+    payer = world.tenant()
+    before, after = admit(payer), admit(payer)
+    await world.run(before)
+    await world.run(settle(before.hold_id, 5))
+    world.advance(60)
+    state = await set_limit(sessions, payer, QuotaDimension.TOKENS_PER_MINUTE)
+    world.advance(-30)
+
+    await world.run(after)
+
+    assert world.counters(state.quota_id) == [(15, 30)]
+    check_invariants(world.url)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+async def test_limits_set_in_any_order_while_requests_run_are_exact_at_every_commit(
+    world: HoldWorld, sessions: Sessions, seed: int
+) -> None:
+    """Three processes admit, extend and end; an admin sets, weighs anew and removes limits all the while."""
+    chance = random.Random(seed)
+    payers = [world.tenant(f"t{number}") for number in range(2)]
+    running = 0
+    made = 0
+
+    async with running_stores(world.url, 3) as stores:
+
+        async def request() -> None:
+            nonlocal running
+            store, op = chance.choice(stores), admit(chance.choice(payers), input_tokens=chance.randint(0, 30))
+            leased = (await store.admit(op)).leased_token_count
+            running += 1
+            delivered = 0
+            for _ in range(chance.randint(0, 3)):
+                delivered = chance.randint(delivered, leased)
+                cached = chance.randint(0, op.input_token_count)
+                leased = (await store.extend(Extend(op.hold_id, delivered, cached, chance.randint(1, 30)))).leased_token_count
+            if chance.random() < 0.2 and not delivered:
+                await store.void(op.hold_id)
+            elif chance.random() < 0.8:
+                await store.settle(settle(op.hold_id, chance.randint(delivered, leased), input_tokens=op.input_token_count))
+            running -= 1
+
+        async def admin() -> None:
+            nonlocal made
+            dimension = chance.choice(list(QuotaDimension))
+            weights = Weights(*(chance.choice([0, 250, 1000, 3000]) for _ in range(3)))
+            plain = dimension not in (
+                QuotaDimension.TOKENS_PER_MINUTE,
+                QuotaDimension.TOKENS_PER_DAY,
+                QuotaDimension.TOKENS_PER_MONTH,
+            )
+            state = await set_limit(
+                sessions,
+                chance.choice(payers),
+                dimension,
+                subject=chance.choice(list(QuotaSubject)),
+                model=chance.choice(["", MODEL]),
+                weights=None if plain or not any(weights) else weights,
+            )
+            made += 1
+            if chance.random() < 0.3:
+                async with sessions.begin() as session:
+                    await delete_quota(session, quota_id=str(state.quota_id), actor="test")
+
+        for _ in range(8):
+            requests = [asyncio.ensure_future(request()) for _ in range(40)]
+            for _ in range(4):
+                await admin()
+                check_invariants(world.url)
+            await asyncio.gather(*requests)
+            check_invariants(world.url)
+            world.advance(chance.choice([1, 20, 61, 3_600, 86_400]))
+        overdue = world.rows("SELECT id FROM holds WHERE state = 'held'")
+        world.execute("UPDATE holds SET expires_at = now() WHERE state = 'held'")
+        await world.run(*(Expire(row[0]) for row in overdue))
+
+    assert made == 32
+    check_invariants(world.url, all_ended=True)
+
+
+async def test_of_many_admissions_during_the_making_of_a_limit_none_goes_uncounted(world: HoldWorld, sessions: Sessions) -> None:
+    """Whoever was admitted by the old rules is in the sum, and whoever comes later meets the limit: never more than it says."""
+    payer = world.tenant()
+    async with running_stores(world.url, 3) as stores:
+        requests = [asyncio.ensure_future(stores[number % 3].admit(admit(payer, least_tokens=20))) for number in range(120)]
+        await asyncio.wait(requests, return_when=asyncio.FIRST_COMPLETED)
+        state = await set_limit(sessions, payer, QuotaDimension.CONCURRENT_REQUESTS, 200)
+        answers = await asyncio.gather(*requests, return_exceptions=True)
+        more = await asyncio.gather(
+            *(stores[number % 3].admit(admit(payer, least_tokens=20)) for number in range(120)), return_exceptions=True
+        )
+
+    assert not of_type(BaseException, answers)
+    assert len(of_type(QuotaExceeded, more)) == 40
+    assert world.counters(state.quota_id) == [(0, 200)]
+    check_invariants(world.url)
+
+
+async def test_the_lock_that_admissions_share_is_what_keeps_the_sum_exact(world: HoldWorld, sessions: Sessions) -> None:
+    """Shown on the rows: a quota cannot be counted while an admission that does not know it is under way."""
+    payer = world.tenant()
+    op = admit(payer)
+    world.execute("SELECT pg_advisory_lock_shared(1466263922, 1)")  # as a batch that has read the rules holds it
+    setting = asyncio.ensure_future(set_limit(sessions, payer, QuotaDimension.TOKENS_PER_DAY))
+    async with asyncio.timeout(30):
+        while not world.one("SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND NOT granted"):  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+    assert not setting.done()
+    world.execute("SELECT pg_advisory_unlock_shared(1466263922, 1)")
+    await setting
+    await world.run(op)
+
+    async with sessions() as session:
+        [quota] = (await session.scalars(select(Quota))).all()
+    assert world.counters(quota.id) == [(0, 30)]
