@@ -10,9 +10,9 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Any
+from typing import Any, NamedTuple
 
-from metering.hold_rows import Connection, array, key_columns
+from metering.hold_rows import Connection, array, id_array, key_columns
 from metering.models import HoldState
 from metering.operations import Admit, Settled
 from metering.quotas import Counters
@@ -73,8 +73,7 @@ JOIN holds h ON h.id = v.hold_id
 """
 
 
-@dataclass(frozen=True, slots=True)
-class Extension:
+class Extension(NamedTuple):
     """The new values of a hold that was extended. posted_cost_picos: the money that its posted tokens are worth."""
 
     hold_id: uuid.UUID
@@ -87,8 +86,7 @@ class Extension:
     charged_at: datetime
 
 
-@dataclass(frozen=True, slots=True)
-class End:
+class End(NamedTuple):
     """The new values of a hold that has ended."""
 
     hold_id: uuid.UUID
@@ -97,8 +95,7 @@ class End:
     delivered_token_count: int
 
 
-@dataclass(frozen=True, slots=True)
-class NewHold:
+class NewHold(NamedTuple):
     """A hold to insert. quota_ids: as an array literal."""
 
     admit: Admit
@@ -107,8 +104,7 @@ class NewHold:
     quota_ids: str
 
 
-@dataclass(frozen=True, slots=True)
-class NewUsageEvent:
+class NewUsageEvent(NamedTuple):
     """A usage event to insert."""
 
     settled: Settled
@@ -151,7 +147,7 @@ async def write_and_commit(
         if writes.events:
             await connection.execute(INSERT_USAGE_EVENTS, usage_event_columns(writes.events))
         for renewing_owner_id, hold_ids in writes.renewed:
-            await connection.execute(RENEW_HOLDS, (expiry_s, renewing_owner_id, array(hold_ids)))
+            await connection.execute(RENEW_HOLDS, (expiry_s, renewing_owner_id, id_array(hold_ids)))
         await connection.execute("COMMIT")
 
 
@@ -159,16 +155,16 @@ def new_hold_columns(owner_id: uuid.UUID, holds: Sequence[NewHold]) -> tuple[str
     """One list per column of INSERT_HOLDS."""
     admits = [hold.admit for hold in holds]
     return (
-        array(op.hold_id for op in admits),
-        array(op.payer.organization_id for op in admits),
-        array(op.payer.project_id for op in admits),
-        array(op.payer.api_key_id for op in admits),
-        array(op.request_id for op in admits),
+        id_array(op.hold_id for op in admits),
+        id_array(op.payer.organization_id for op in admits),
+        id_array(op.payer.project_id for op in admits),
+        id_array(op.payer.api_key_id for op in admits),
+        id_array(op.request_id for op in admits),
         [op.payload_hash for op in admits],
         [op.model for op in admits],
         array(hold.price_version for hold in holds),
         [json.dumps(op.labels) for op in admits],
-        array(owner_id for _ in holds),
+        id_array(owner_id for _ in holds),
         array(op.input_token_count for op in admits),
         array(hold.leased_token_count for hold in holds),
         [hold.quota_ids for hold in holds],
@@ -178,7 +174,7 @@ def new_hold_columns(owner_id: uuid.UUID, holds: Sequence[NewHold]) -> tuple[str
 def extension_columns(extensions: Sequence[Extension]) -> tuple[str | list[str], ...]:
     """One list per column of EXTEND_HOLDS."""
     return (
-        array(each.hold_id for each in extensions),
+        id_array(each.hold_id for each in extensions),
         array(each.cached_input_token_count for each in extensions),
         array(each.leased_token_count for each in extensions),
         array(each.delivered_token_count for each in extensions),
@@ -192,7 +188,7 @@ def extension_columns(extensions: Sequence[Extension]) -> tuple[str | list[str],
 def end_columns(ends: Sequence[End]) -> tuple[str, ...]:
     """One list per column of END_HOLDS."""
     return (
-        array(each.hold_id for each in ends),
+        id_array(each.hold_id for each in ends),
         array(each.state for each in ends),
         array(each.cached_input_token_count for each in ends),
         array(each.delivered_token_count for each in ends),
@@ -203,7 +199,7 @@ def usage_event_columns(events: Sequence[NewUsageEvent]) -> tuple[str | list[Any
     """One list per column of INSERT_USAGE_EVENTS."""
     settled = [event.settled for event in events]
     return (
-        array(usage.hold_id for usage in settled),
+        id_array(usage.hold_id for usage in settled),
         array(event.part for event in events),
         [str(usage.outcome) for usage in settled],
         array(usage.input_token_count for usage in settled),
