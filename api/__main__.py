@@ -30,11 +30,13 @@ from api.logs import configure_logs
 from api.process import Process
 from api.server import Health, Servicers, build_server
 from api.settings import SettingInvalid, Settings
+from inference.classifier_process import ClassifierProcess
 from inference.cost_model import CostModel
 from inference.engine import Engine
 from inference.errors import EngineError
 from inference.router import Router
-from inference.safety import SafetyChecker, SafetyRulesInvalid, read_rules
+from inference.safety import SafetyRulesInvalid
+from inference.safety_file import Safety, read_safety
 from inference.tokenizer import Tokenizer
 from inference.torch_engine import TorchEngine, TorchEngineSettings
 from metering.control_channel import ControlChannel
@@ -80,14 +82,20 @@ def engine_settings(settings: Settings, name: str, directory: Path) -> TorchEngi
     )
 
 
-def build_safety(settings: Settings) -> SafetyChecker | None:
+def build_safety(settings: Settings) -> Safety:
     """What prompts and outputs are checked by, if anything. Raises: SettingInvalid naming the file and the rule."""
     if not settings.safety_rules:
-        return None
+        return Safety()
     try:
-        return read_rules(Path(settings.safety_rules))
+        return read_safety(Path(settings.safety_rules))
     except SafetyRulesInvalid as error:
         raise SettingInvalid(f"WEIR_SAFETY_RULES: {error}") from error
+
+
+async def start_classifiers(classifiers: ClassifierProcess) -> None:
+    """Wait until they are loaded: nothing is let in that nobody could check. Raises: SettingInvalid."""
+    if (failure := await classifiers.loaded()) is not None:
+        raise SettingInvalid(f"WEIR_SAFETY_RULES: {failure}")
 
 
 async def start_engine(engine: Engine) -> None:
@@ -177,7 +185,7 @@ async def serve(settings: Settings) -> None:
     holds = open_holds(settings, journal, gate)
     capacity, health, authenticator = Capacity(settings.requests_per_process_max), Health(), open_door(settings, sessions)
     async with asyncio.TaskGroup() as tasks:
-        process = Process(Admission(settings, capacity, holds, journal, tasks), router, tokenizers, safety)
+        process = Process(Admission(settings, capacity, holds, journal, tasks), router, tokenizers, safety.checker)
         servicers = Servicers(
             InferenceServicer(process, authenticator, sessions),
             AdminServicer(router, authenticator, sessions, settings.database_url),
@@ -200,6 +208,9 @@ async def serve(settings: Settings) -> None:
             tasks.create_task(recover_regularly(settings, gate), name="recovery"),
             tasks.create_task(process.tell_progress_regularly(), name="progress"),
         ]
+        if safety.classifiers is not None:
+            background.append(tasks.create_task(safety.classifiers.serve(), name="classifiers"))
+            await start_classifiers(safety.classifiers)
         health_task = tasks.create_task(keep_health(health, router, holds, settings, stopping), name="health")
         gc.freeze()  # what stands now stands to the end: a full collection that looked at it again would stop all streams for 5 ms
         await server.start()
@@ -224,8 +235,18 @@ async def serve(settings: Settings) -> None:
 def main(environment: Mapping[str, str] = os.environ) -> None:
     """Entry point of an api process."""
     configure_logs(environment.get("WEIR_LOG", "info"))
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(serve(Settings.from_environment(environment)))
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(serve(Settings.from_environment(environment)))
+    except BaseExceptionGroup as group:
+        raise sole_cause(group) from None
+
+
+def sole_cause(error: BaseException) -> BaseException:
+    """What a task group failed of, if it is one thing: who reads it at start does not want to know how tasks are nested."""
+    while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
+        error = error.exceptions[0]
+    return error
 
 
 if __name__ == "__main__":

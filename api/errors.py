@@ -195,6 +195,7 @@ CODES: tuple[tuple[type[Exception], int], ...] = (
     (engine_errors.EngineOverloaded, code_pb2.UNAVAILABLE),
     (engine_errors.EngineUnavailable, code_pb2.UNAVAILABLE),
     (engine_errors.EngineStartFailed, code_pb2.UNAVAILABLE),
+    (engine_errors.SafetyUnavailable, code_pb2.UNAVAILABLE),
     (engine_errors.CheckpointInvalid, code_pb2.UNAVAILABLE),
     (metering_errors.RequestInFlight, code_pb2.ABORTED),
     (metering_errors.HoldEnded, code_pb2.ABORTED),
@@ -256,9 +257,9 @@ def metadata_of(error: BaseException) -> dict[str, str]:
             }
         case PromptFiltered():
             return {"rule": error.rule}
-        case ModelUnknown() | metering_errors.PriceMissing():
         case StartsTooLate():
             return {"estimated_wait_s": f"{error.wait_s:.3f}"}
+        case ModelUnknown() | metering_errors.PriceMissing():
             return {"model": error.model}
         case metering_errors.NotFound() | metering_errors.AlreadyExists():
             return {"kind": error.kind, "ref": error.ref}

@@ -6,7 +6,6 @@ still to come (half a character, the beginning of a stop sequence) waits for it.
 
 from __future__ import annotations
 
-import asyncio
 from collections import deque
 
 from inference.engine import TokensGenerated
@@ -16,38 +15,34 @@ from inference.safety import OutputCheck, SafetyChecker, Verdict
 class OutputFilter:
     """One output of one request."""
 
-    def __init__(self, checker: SafetyChecker, check: OutputCheck) -> None:
-        self.hit: str | None = None  # the rule that matched; nothing more goes out then
-        self._quick = checker.quick
+    def __init__(self, check: OutputCheck, choice_index: int = 0) -> None:
+        self.hit: str | None = None  # what was found; nothing more goes out then
         self._check = check
+        self._choice_index = choice_index
         self._waiting: deque[tuple[TokensGenerated, int]] = deque()  # with the length of all text up to its end
         self._char_count = 0
 
     async def push(self, event: TokensGenerated) -> list[TokensGenerated]:
-        """Take new output; what may be given out now, in order."""
+        """Take new output; what may be given out now, in order. Raises `SafetyUnavailable`; what waits then never goes out."""
         self._char_count += len(event.text)
         self._waiting.append((event, self._char_count))
         if not event.text:
             return []
-        verdict = self._check.push(event.text) if self._quick else await asyncio.to_thread(self._check.push, event.text)
-        return self._release(verdict)
+        return self._release(await self._check.push(event.text))
 
     async def finish(self, text: str) -> list[TokensGenerated]:
         """Take the last text, which belongs to no further token; what may be given out now, the text itself with the last of it."""
         if text:
             self._char_count += len(text)
-            choice_index = self._waiting[-1][0].choice_index if self._waiting else 0
-            self._waiting.append((TokensGenerated((), text, (), choice_index), self._char_count))
-        verdict = await asyncio.to_thread(self._finish, text) if not self._quick else self._finish(text)
+            self._waiting.append((TokensGenerated((), text, (), self._choice_index), self._char_count))
+        verdict = await self._check.push(text) if text else None
+        if verdict is None or verdict.hit is None:
+            verdict = await self._check.finish()
         if verdict.hit is None:
             released = [event for event, _ in self._waiting]
             self._waiting.clear()
             return released
         return self._release(verdict)
-
-    def _finish(self, text: str) -> Verdict:
-        verdict = self._check.push(text) if text else None
-        return verdict if verdict is not None and verdict.hit is not None else self._check.finish()
 
     def _release(self, verdict: Verdict) -> list[TokensGenerated]:
         """Events whose text is safe to its end; the ones without text before them go with them, those after them do not."""
@@ -64,4 +59,4 @@ class OutputFilter:
 def open_filters(checker: SafetyChecker | None, choice_count: int) -> tuple[OutputFilter, ...]:
     """One filter per choice; none if outputs are not checked."""
     checks = [] if checker is None else [checker.open_output() for _ in range(choice_count)]
-    return tuple(OutputFilter(checker, check) for check in checks if checker is not None and check is not None)
+    return tuple(OutputFilter(check, index) for index, check in enumerate(checks) if check is not None)

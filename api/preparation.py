@@ -18,7 +18,7 @@ async def prepare(
 ) -> GenerationRequest:
     """Tokenize the prompt and hold everything against the model and its context window.
 
-    Raises: PromptTooLong, InvalidRequest, PromptFiltered, ChatTemplateFailed.
+    Raises: PromptTooLong, InvalidRequest, PromptFiltered, SafetyUnavailable, ChatTemplateFailed.
     """
     prompt_token_ids = await tokenize(tokenizer, start.prompt)
     window = engine.model.context_window_tokens

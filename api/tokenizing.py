@@ -6,7 +6,7 @@ import asyncio
 
 from api.errors import PromptFiltered
 from api.wire import Prompt
-from inference.safety import QUICK_CHARS_MAX, SafetyChecker
+from inference.safety import SafetyChecker
 from inference.tokenizer import ChatMessage, Tokenizer
 
 LONG_PROMPT_CHARS = 16_384  # beyond it tokenizing takes milliseconds, which belong into a thread
@@ -29,13 +29,10 @@ async def tokenize(tokenizer: Tokenizer, prompt: Prompt) -> tuple[int, ...]:
 async def check_prompt(checker: SafetyChecker, tokenizer: Tokenizer, prompt: Prompt) -> None:
     """Let the safety stage look at a prompt: every message of a conversation, ids as the text they stand for.
 
-    Raises: PromptFiltered.
+    Raises: PromptFiltered, SafetyUnavailable.
     """
     field, text = _text_of(tokenizer, prompt)
-    if checker.quick and len(text) <= QUICK_CHARS_MAX:
-        rule = checker.check_prompt(text)
-    else:
-        rule = await asyncio.to_thread(checker.check_prompt, text)
+    rule = await checker.check_prompt(text)
     if rule is not None:
         raise PromptFiltered(rule, field)
 

@@ -51,6 +51,16 @@ class RequestImpossible(EngineError):
         self.field = field
 
 
+class SafetyUnavailable(EngineError):
+    """A text must be checked before it may pass, and the classifiers do not answer; they may after `retry_after_s`."""
+
+    reason = "SAFETY_UNAVAILABLE"
+
+    def __init__(self, message: str, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
 class InvariantViolated(EngineError):
     """The engine found its own state inconsistent, for example KV blocks that are neither free nor held."""
 

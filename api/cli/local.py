@@ -49,7 +49,7 @@ def clear_failures() -> Iterator[None]:
 
     try:
         yield
-    except (StackFailed, PostgresNotStarted, CheckpointInvalid) as error:
+    except (StackFailed, PostgresNotStarted, CheckpointInvalid, SettingInvalid) as error:
         fail(str(error))
     except (psycopg.OperationalError, sqlalchemy.exc.OperationalError) as error:
         fail(f"the database of WEIR_DATABASE_URL does not answer: {str(error).strip()}")

@@ -1,21 +1,26 @@
-"""Tokens leave in order, each only with text that is known to be safe; a checker that is slow is asked in a thread."""
+"""Tokens leave in order, each only with text that is known to be safe."""
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
+
+import pytest
 
 from api.output_filter import OutputFilter, open_filters
 from inference.engine import TokensGenerated
-from inference.safety import OutputCheck, RuleChecker, Verdict, read_rules
+from inference.errors import SafetyUnavailable
+from inference.safety import OutputCheck, SafetyChecker, Verdict
+from inference.safety_file import read_safety
 
 RULES = "[[rule]]\nname = 'word'\npattern = 'secret'\n"
 
 
-def rules(tmp_path: Path, text: str = RULES) -> RuleChecker:
+def rules(tmp_path: Path, text: str = RULES) -> SafetyChecker:
     path = tmp_path / "rules.toml"
     path.write_text(text)
-    return read_rules(path)
+    found = read_safety(path).checker
+    assert found is not None
+    return found
 
 
 def opened(tmp_path: Path) -> OutputFilter:
@@ -74,35 +79,35 @@ async def test_every_choice_has_a_filter_and_without_rules_there_is_none(tmp_pat
     assert open_filters(None, 3) == ()
 
 
-class SlowChecker:
-    """Notes the threads that it is asked in."""
+async def test_the_rest_of_a_choice_is_that_choices(tmp_path: Path) -> None:
+    """Text that belongs to no token, after all tokens have left."""
+    third = open_filters(rules(tmp_path), 3)[2]
+    await third.push(TokensGenerated((1,), "a ", (), 2))
 
-    quick = False
+    assert [(part.text, part.choice_index) for part in await third.finish("b")] == [("b", 2)]
+
+
+class Mute:
+    """A check that lets one piece go and then has no answer any more."""
 
     def __init__(self) -> None:
-        self.threads: set[int] = set()
+        self.pushed = 0
 
-    def check_prompt(self, text: str) -> str | None:
-        return None
-
-    def open_output(self) -> OutputCheck:
-        return self
-
-    def push(self, text: str) -> Verdict:
-        self.threads.add(threading.get_ident())
+    async def push(self, text: str) -> Verdict:
+        self.pushed += 1
+        if self.pushed > 1:
+            raise SafetyUnavailable("no answer", 1.0)
         return Verdict(len(text))
 
-    def finish(self) -> Verdict:
-        self.threads.add(threading.get_ident())
-        return Verdict(0)
+    async def finish(self) -> Verdict:
+        raise SafetyUnavailable("no answer", 1.0)
 
 
-async def test_a_slow_checker_never_runs_on_the_event_loop() -> None:
-    checker = SlowChecker()
-    output = OutputFilter(checker, checker.open_output())
+async def test_nothing_leaves_without_an_answer() -> None:
+    check: OutputCheck = Mute()
+    output = OutputFilter(check)
 
-    await push_all(output, token(1, "a"))
-    await output.finish("b")
-
-    assert checker.threads
-    assert threading.get_ident() not in checker.threads
+    assert [part.token_ids for part in await output.push(token(1, "a"))] == [(1,)]
+    for last in (output.push(token(2, "b")), output.finish("c")):
+        with pytest.raises(SafetyUnavailable):
+            await last

@@ -2,17 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Coroutine
 from pathlib import Path
+from typing import Any, TypeVar
 
 import pytest
 import regex
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inference.safety import HELD_CHARS_MAX, RuleChecker, SafetyRulesInvalid, read_rules
+from inference.safety import SafetyChecker, SafetyRulesInvalid, SafetyStage, Verdict
+from inference.safety_file import read_safety
+from inference.safety_rules import HELD_CHARS_MAX
 
 PATTERNS = (r"\bsecret\b", r"\d{3}-\d{4}", "abab+c", r"(?<=key: )\w+!", "x{2,5}y?z", "é🙂")
 ALPHABET = "abcxyz secret key: 0123-!é🙂"
+
+
+Value = TypeVar("Value")
+
+
+def at_once(answer: Coroutine[Any, Any, Value]) -> Value:
+    """What a check answers that waits for nothing, so that a token costs no turn of the event loop."""
+    try:
+        answer.send(None)
+    except StopIteration as done:
+        value: Value = done.value
+        return value
+    raise AssertionError("a check by rules has waited")
 
 
 def write(path: Path, text: str) -> Path:
@@ -20,29 +37,31 @@ def write(path: Path, text: str) -> Path:
     return path
 
 
-def checker(tmp_path: Path, *patterns: str, applies_to: str = "both") -> RuleChecker:
+def checker(tmp_path: Path, *patterns: str, applies_to: str = "both") -> SafetyChecker:
     tables = [f"[[rule]]\nname = 'rule {i}'\npattern = '''{p}'''\napplies_to = '{applies_to}'\n" for i, p in enumerate(patterns)]
-    return read_rules(write(tmp_path / "rules.toml", "\n".join(tables)))
+    found = read_safety(write(tmp_path / "rules.toml", "\n".join(tables))).checker
+    assert found is not None
+    return found
 
 
-def stream(rules: RuleChecker, pieces: list[str]) -> tuple[str, str | None]:
+def stream(rules: SafetyChecker, pieces: list[str]) -> tuple[str, str | None]:
     """What is given out of a text that comes in pieces, and the rule that ended it."""
     check = rules.open_output()
     assert check is not None
     text, safe = "", 0
     for piece in pieces:
         text += piece
-        verdict = check.push(piece)
+        verdict = at_once(check.push(piece))
         assert safe <= verdict.safe_char_count <= len(text), "what was safe stays safe"
         safe = verdict.safe_char_count
         if verdict.hit is not None:
             return text[:safe], verdict.hit
-    verdict = check.finish()
+    verdict = at_once(check.finish())
     return text[: verdict.safe_char_count], verdict.hit
 
 
 @pytest.fixture(scope="module")
-def rules(tmp_path_factory: pytest.TempPathFactory) -> RuleChecker:
+def rules(tmp_path_factory: pytest.TempPathFactory) -> SafetyChecker:
     return checker(tmp_path_factory.mktemp("rules"), *PATTERNS)
 
 
@@ -56,7 +75,7 @@ _pieces = st.one_of(
 
 @settings(max_examples=400, derandomize=True, deadline=None, database=None)
 @given(pieces=_pieces)
-def test_what_is_given_out_ends_before_the_first_match(rules: RuleChecker, pieces: list[str]) -> None:
+def test_what_is_given_out_ends_before_the_first_match(rules: SafetyChecker, pieces: list[str]) -> None:
     """The independent answer looks at the whole text at once."""
     text = "".join(pieces)
     found = [match for pattern in PATTERNS for match in [regex.search(pattern, text, regex.IGNORECASE)] if match]
@@ -72,16 +91,16 @@ def test_what_is_given_out_ends_before_the_first_match(rules: RuleChecker, piece
         assert len(given_out) <= max(match.start() for match in found)
 
 
-def test_text_is_held_only_while_a_match_may_follow(rules: RuleChecker) -> None:
+def test_text_is_held_only_while_a_match_may_follow(rules: SafetyChecker) -> None:
     check = rules.open_output()
     assert check is not None
 
-    safe = [check.push(piece).safe_char_count for piece in ("Hello wor", "ld, a se", "cr", "etary", " knows")]
+    safe = [at_once(check.push(piece)).safe_char_count for piece in ("Hello wor", "ld, a se", "cr", "etary", " knows")]
 
     assert safe == [9, 15, 15, 24, 30], "'se' and 'secr' may become the word; 'secretary' is none"
 
 
-def test_a_word_at_the_very_end_counts(rules: RuleChecker) -> None:
+def test_a_word_at_the_very_end_counts(rules: SafetyChecker) -> None:
     assert stream(rules, ["my ", "sec", "ret"]) == ("my ", "rule 0")
     assert stream(rules, ["my ", "sec", "ret", "s"]) == ("my secrets", None)
 
@@ -93,34 +112,35 @@ def test_a_rule_that_waits_for_ever_does_not_hold_the_output_for_ever(tmp_path: 
     assert check is not None
     safe = 0
     for _ in range(3 * HELD_CHARS_MAX // 4):
-        safe = check.push("(abc").safe_char_count
+        safe = at_once(check.push("(abc")).safe_char_count
 
     assert safe == 3 * HELD_CHARS_MAX - HELD_CHARS_MAX
 
 
 def test_a_rule_that_takes_too_long_counts_as_matched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Refused unread: whoever makes a rule explode must not get past it that way."""
-    monkeypatch.setattr("inference.safety.SEARCH_TIMEOUT_S", 0.01)
+    monkeypatch.setattr("inference.safety_rules.SEARCH_TIMEOUT_S", 0.01)
     explosive = checker(tmp_path, "(?:a|b|ab)*!c")
 
-    assert explosive.check_prompt("ab" * 2000 + "?!c") == "rule 0"
+    assert at_once(explosive.check_prompt("ab" * 2000 + "?!c")) == "rule 0"
     assert stream(explosive, ["ab" * 2000, "?!c"])[1] == "rule 0"
 
 
 def test_rules_apply_where_they_say(tmp_path: Path) -> None:
     prompt_only, output_only = (checker(tmp_path, "bad", applies_to=where) for where in ("prompt", "output"))
 
-    assert prompt_only.check_prompt("BAD things") == "rule 0"
+    assert at_once(prompt_only.check_prompt("BAD things")) == "rule 0"
     assert prompt_only.open_output() is None
-    assert output_only.check_prompt("bad things") is None
+    assert at_once(output_only.check_prompt("bad things")) is None
     assert stream(output_only, ["too ", "ba", "d"]) == ("too ", "rule 0")
 
 
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("", r"\[\[rule\]\]"),
-        ("rule = 3", r"\[\[rule\]\]"),
+        ("", "at least one"),
+        ("rule = 3", "at most 256"),
+        ("rules = 3", "has no rules; it has"),
         ("[[rule]", "rules.toml"),
         ("[[rule]]\npattern = 'a'", "rule 1: needs a name"),
         ("[[rule]]\nname = 'x'", r"rule 1 \(x\): needs a pattern"),
@@ -134,6 +154,51 @@ def test_rules_apply_where_they_say(tmp_path: Path) -> None:
 )
 def test_a_file_that_cannot_be_used_is_refused_with_the_reason(tmp_path: Path, text: str, words: str) -> None:
     with pytest.raises(SafetyRulesInvalid, match=words):
-        read_rules(write(tmp_path / "rules.toml", text))
+        read_safety(write(tmp_path / "rules.toml", text))
     with pytest.raises(SafetyRulesInvalid, match="absent"):
-        read_rules(tmp_path / "absent.toml")
+        read_safety(tmp_path / "absent.toml")
+
+
+class Found:
+    """A checker that says what it is told to, piece by piece."""
+
+    def __init__(self, *verdicts: Verdict) -> None:
+        self.verdicts = list(verdicts)
+        self.asked = 0
+
+    async def check_prompt(self, text: str) -> str | None:
+        self.asked += 1
+        return self.verdicts[0].hit
+
+    def open_output(self) -> Found:
+        return self
+
+    async def push(self, text: str) -> Verdict:
+        self.asked += 1
+        return self.verdicts.pop(0)
+
+    async def finish(self) -> Verdict:
+        return await self.push("")
+
+
+def test_of_several_checkers_the_strictest_counts() -> None:
+    first, second = Found(Verdict(4), Verdict(7), Verdict(9)), Found(Verdict(2), Verdict(7), Verdict(7, "bad"))
+    check = SafetyStage([first, second]).open_output()
+    assert check is not None
+
+    verdicts = [at_once(check.push("abcd")), at_once(check.push("efg")), at_once(check.finish())]
+
+    assert verdicts == [Verdict(2), Verdict(7), Verdict(7, "bad")]
+
+
+def test_once_something_is_found_nobody_is_asked_any_more() -> None:
+    first, second = Found(Verdict(3, "word")), Found(Verdict(9))
+    stage = SafetyStage([first, second])
+    check = stage.open_output()
+    assert check is not None
+
+    assert at_once(check.push("abcdefghi")) == Verdict(0, "word"), "nor is anything safe that not all have seen"
+    assert at_once(check.push("j")) == Verdict(0, "word")
+    first.verdicts = [Verdict(0, "word")]
+    assert at_once(stage.check_prompt("text")) == "word"
+    assert second.asked == 0

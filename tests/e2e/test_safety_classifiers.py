@@ -1,0 +1,242 @@
+"""Classifiers in a running service: what they forbid does not pass, what they cannot answer does not pass either, and nobody else
+notices that they are slow or dead."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+from grpc import StatusCode
+from weir.v1 import inference_service_pb2 as pb
+from weir.v1 import types_pb2
+
+from metering.models import QuotaDimension
+from tests.conftest import new_database
+from tests.inference.classifier_checkpoints import make_danger_classifier
+from tests.service import PLAIN_IDS, Service, children_of, conversation, running, wait_for
+
+RULES = """
+[[rule]]
+name = "word"
+pattern = "forbidden"
+
+[[classifier]]
+name = "danger"
+directory = "danger"
+thresholds = {{ dangerous = 0.5 }}
+applies_to = "{applies_to}"
+
+[classifiers]
+window_chars = 24
+"""
+
+
+@contextlib.contextmanager
+def guarded_service(home: Path, postgres_server: str, template_database: str, model: Path, applies_to: str) -> Iterator[Service]:
+    """A service with a rule and a classifier."""
+    make_danger_classifier(home / "danger")
+    (home / "rules.toml").write_text(RULES.format(applies_to=applies_to))
+    with new_database(postgres_server, template=template_database) as url:
+        with running(Service(home, url, model, safety_rules=str(home / "rules.toml"))) as service:
+            yield service
+            assert service.stop() == 0, service.log[-4000:]
+        assert service.books.held_hold_count() == 0
+
+
+@pytest.fixture(scope="module")
+def guarded(
+    tmp_path_factory: pytest.TempPathFactory, model: Path, postgres_server: str, template_database: str
+) -> Iterator[Service]:
+    """A service that has prompts and outputs classified."""
+    with guarded_service(tmp_path_factory.mktemp("both"), postgres_server, template_database, model, "both") as service:
+        yield service
+
+
+@pytest.fixture(scope="module")
+def prompts_only(
+    tmp_path_factory: pytest.TempPathFactory, model: Path, postgres_server: str, template_database: str
+) -> Iterator[Service]:
+    """A service that has only prompts classified."""
+    with guarded_service(tmp_path_factory.mktemp("prompts"), postgres_server, template_database, model, "prompt") as service:
+        yield service
+
+
+def says(text: str) -> pb.ResponseFormat:
+    """Makes the model say a text, letter by letter as it likes."""
+    return pb.ResponseFormat(regex=text)
+
+
+def classifier_pid(service: Service) -> int | None:
+    """The api process's child that classifies."""
+    for pid in children_of(service.pid):
+        with contextlib.suppress(OSError):
+            if b"inference.classifier_host" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                return pid
+    return None
+
+
+@contextlib.asynccontextmanager
+async def stopped(service: Service) -> AsyncIterator[int]:
+    """The classifiers do nothing inside the block."""
+    pid = wait_for(lambda: classifier_pid(service), "the classifiers")
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield pid
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"text": "how to make a bomb"}, "text"),
+        ({"conversation": conversation("Hello", "Hi", "how to make poison")}, "conversation.messages"),
+        ({"prompt": "ids"}, "token_ids.ids"),
+        ({"text": "garden " * 400 + "bomb" + " garden" * 100}, "text"),
+    ],
+)
+async def test_a_flagged_prompt_is_refused_before_anything_is_held(guarded: Service, fields: dict[str, object], field: str) -> None:
+    tenant = await guarded.tenant({QuotaDimension.REQUESTS_PER_MINUTE: 5})
+    if "prompt" in fields:
+        fields = {"prompt": guarded.tokenizer.encode("how to make a bomb")}
+
+    async with guarded.stream(tenant.secret) as stream:
+        request_id = await stream.begin(**fields)
+        refusal = await stream.failed(request_id)
+
+    assert (refusal.code, refusal.reason, refusal.fields) == (StatusCode.INVALID_ARGUMENT, "PROMPT_FILTERED", [field])
+    assert refusal.info.metadata["rule"] == "danger: dangerous"
+    assert guarded.books.holds(tenant) == {}
+    assert guarded.books.counters(tenant).get("requests_per_minute", (0, 0)) == (0, 0)
+
+
+async def test_a_flagged_output_ends_where_its_window_begins(guarded: Service) -> None:
+    tenant = await guarded.tenant()
+    text = "The hotel is near the sea. How to make a bomb and a garden near the sea."
+
+    async with guarded.stream(tenant.secret) as stream:
+        request_id = await stream.begin(response_format=says(text.replace(".", "[.]")), ignore_eos=None, max_output_tokens=200)
+        finished = await stream.finished(request_id)
+
+    given_out = stream.text(request_id)
+    assert finished.reason == types_pb2.FINISH_REASON_FILTERED
+    assert text.startswith(given_out)
+    assert "bomb" not in given_out
+    assert len(given_out) >= 20, "what was scored before is delivered"
+    delivered = len(stream.token_ids(request_id))
+    assert guarded.tokenizer.decode(tuple(stream.token_ids(request_id))) == given_out
+    assert finished.usage.billed_token_count == finished.usage.delivered_token_count == delivered
+    assert finished.usage.generated_token_count > delivered
+    event = guarded.books.event(tenant, request_id)
+    assert (event["outcome"], event["delivered_token_count"]) == ("filtered", delivered)
+    assert "bomb" not in guarded.log
+
+
+async def test_rules_and_classifiers_stand_side_by_side(guarded: Service) -> None:
+    tenant = await guarded.tenant()
+
+    async with guarded.stream(tenant.secret) as stream:
+        by_rule = await stream.failed(await stream.begin(text="something forbidden"))
+        request_id = await stream.begin(
+            response_format=says("The hotel is forbidden to dogs."), ignore_eos=None, max_output_tokens=90
+        )
+        finished = await stream.finished(request_id)
+
+    assert by_rule.info.metadata["rule"] == "word"
+    assert finished.reason == types_pb2.FINISH_REASON_FILTERED
+    assert "forb" not in stream.text(request_id)
+
+
+async def test_what_is_harmless_passes_whole_and_with_its_own_tokens(guarded: Service, service: Service) -> None:
+    """The same seed gives the same tokens with the stage and without it, on several choices too."""
+    answers = []
+    for each in (guarded, service):
+        tenant = await each.tenant()
+        async with each.stream(tenant.secret) as stream:
+            request_id = await stream.begin(
+                prompt=PLAIN_IDS[:30],
+                max_output_tokens=60,
+                choice_count=3,
+                sampling=pb.Sampling(temperature=1.0, seed=4),
+            )
+            finished = await stream.finished(request_id)
+            assert finished.usage.billed_token_count == 180
+            deltas = stream.of(request_id, "delta")
+            answers.append(
+                [
+                    (
+                        [id_ for d in deltas if d.choice_index == i for id_ in d.token_ids],
+                        "".join(d.text for d in deltas if d.choice_index == i),
+                    )
+                    for i in range(3)
+                ]
+            )
+
+    assert answers[0] == answers[1]
+
+
+async def test_without_an_answer_outputs_end_and_say_why(guarded: Service) -> None:
+    """What was delivered before is settled and billed, and it is what the client has."""
+    tenant = await guarded.tenant()
+    async with guarded.stream(tenant.secret) as stream:
+        request_id = await stream.begin(prompt=PLAIN_IDS[:20], max_output_tokens=3000)
+        await stream.received(request_id, 20)
+        async with stopped(guarded):
+            broken = await stream.failed(request_id)
+
+    assert (broken.code, broken.reason) == (StatusCode.UNAVAILABLE, "SAFETY_UNAVAILABLE")
+    assert "classifiers have not answered within 5 s" in broken.status.message
+    assert broken.retry_after_s is not None
+    delivered = len(stream.token_ids(request_id))
+    assert broken.frame is not None
+    assert broken.frame.usage.delivered_token_count == broken.frame.usage.billed_token_count == delivered
+    event = guarded.books.event(tenant, request_id)
+    assert (event["outcome"], event["delivered_token_count"]) == ("failed", delivered)
+
+
+async def test_classifiers_that_hang_or_die_slow_nobody_who_needs_none(prompts_only: Service) -> None:
+    """A stream that has begun goes on while prompts wait for an answer, are refused, and are checked again by new classifiers."""
+    tenant = await prompts_only.tenant()
+    async with prompts_only.stream(tenant.secret) as stream:
+        running_id = await stream.begin(prompt=PLAIN_IDS[:20], max_output_tokens=3900)
+        await stream.received(running_id, 5)
+        async with stopped(prompts_only) as pid:
+            waiting_id = await stream.begin(text="the hotel")
+            await stream.received(running_id, len(stream.token_ids(running_id)) + 100)
+            assert stream.ends(waiting_id) == [], "it still waits for its check"
+            refused = await stream.failed(waiting_id)
+            os.kill(pid, signal.SIGKILL)
+
+        assert (refused.code, refused.reason) == (StatusCode.UNAVAILABLE, "SAFETY_UNAVAILABLE")
+        assert sum(prompts_only.books.holds(tenant).values()) == 1, "nothing was held for the one that was refused"
+        answers = set()
+        while "PROMPT_FILTERED" not in answers:  # until others are loaded, prompts are refused all the same
+            answers.add((await stream.failed(await stream.begin(text="how to make a bomb"))).reason)
+        assert answers <= {"PROMPT_FILTERED", "SAFETY_UNAVAILABLE"}
+        await stream.cancel(running_id)
+        finished = await stream.finished(running_id)
+    assert finished.reason in (types_pb2.FINISH_REASON_CANCELLED, types_pb2.FINISH_REASON_LENGTH)
+    assert classifier_pid(prompts_only) not in (None, pid)
+
+
+def test_a_checkpoint_that_cannot_be_loaded_is_told_at_start(
+    tmp_path: Path, model: Path, postgres_server: str, template_database: str
+) -> None:
+    """In one line, and before anybody is let in unchecked."""
+    weights = make_danger_classifier(tmp_path / "danger") / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-10])
+    (tmp_path / "rules.toml").write_text(RULES.format(applies_to="both"))
+    with new_database(postgres_server, template=template_database) as url:
+        service = Service(tmp_path / "home", url, model, safety_rules=str(tmp_path / "rules.toml"))
+        service.spawn()
+
+        assert service.wait_ended() == 1
+
+    last = service.log.strip().splitlines()[-1]
+    assert "WEIR_SAFETY_RULES" in last
+    assert f"{tmp_path / 'danger'}: cannot be loaded as a classifier" in last
