@@ -95,17 +95,28 @@ def start(data_dir: Path, settings: Mapping[str, str] | None = None) -> Embedded
     with _lock(data_dir):
         if not (data_dir / "PG_VERSION").exists():
             _initialize(data_dir)
-        if _postmaster_pid(data_dir) is None:
-            socket_dir = _socket_dir(data_dir)
-            # The pid of a killed server may by now be another process's, or still a zombie's. PostgreSQL would take either for a
-            # running server. Removing its lock files is safe: a server that does still run holds the shared memory of this
-            # directory, and a second one refuses to start because of that too.
-            for stale in (data_dir / "postmaster.pid", socket_dir / f"{SOCKET_NAME}.lock"):
-                stale.unlink(missing_ok=True)
-            _start_postmaster(data_dir, {**SERVER_SETTINGS, "unix_socket_directories": str(socket_dir), **(settings or {})})
-        server = EmbeddedPostgres(data_dir, _recorded_socket_dir(data_dir))
-        _create_database(server)
-    return server
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while True:
+            if _postmaster_pid(data_dir) is None:
+                _start_anew(data_dir, settings or {})
+            server = EmbeddedPostgres(data_dir, _recorded_socket_dir(data_dir))
+            try:
+                _create_database(server, deadline)
+                return server
+            except PostgresNotStarted:
+                # One that was found running may have been killed a moment ago, and dies only now. Then this call starts another.
+                if server.pid is not None or time.monotonic() > deadline:
+                    raise
+
+
+def _start_anew(data_dir: Path, settings: Mapping[str, str]) -> None:
+    socket_dir = _socket_dir(data_dir)
+    # The pid of a killed server may by now be another process's, or still a zombie's. PostgreSQL would take either for a running
+    # server. Removing its lock files is safe: a server that does still run holds the shared memory of this directory, and a second
+    # one refuses to start because of that too.
+    for stale in (data_dir / "postmaster.pid", socket_dir / f"{SOCKET_NAME}.lock"):
+        stale.unlink(missing_ok=True)
+    _start_postmaster(data_dir, {**SERVER_SETTINGS, "unix_socket_directories": str(socket_dir), **settings})
 
 
 def _initialize(data_dir: Path) -> None:
@@ -141,9 +152,8 @@ def _start_postmaster(data_dir: Path, settings: Mapping[str, str]) -> None:
         time.sleep(0.1)
 
 
-def _create_database(server: EmbeddedPostgres) -> None:
+def _create_database(server: EmbeddedPostgres, deadline: float) -> None:
     """Create ours where it is missing. The first connection also waits for a server that another process is just starting."""
-    deadline = time.monotonic() + START_TIMEOUT_S
     while True:
         try:
             with psycopg.connect(server.database_url(SUPERUSER), autocommit=True) as connection:

@@ -47,6 +47,22 @@ def test_data_survives_a_killed_server_and_a_pid_file_that_names_a_stranger(post
 
 
 @pytest.mark.faults
+def test_a_server_that_is_just_dying_is_replaced(postgres_home: Path) -> None:
+    """For some milliseconds after a kill the process is still there, and so are its children with what they share."""
+    server = start(postgres_home / "postgres")
+    for _ in range(6):
+        with psycopg.connect(server.url), psycopg.connect(server.url):
+            killed = server.pid
+            assert killed is not None
+            os.kill(killed, signal.SIGKILL)
+
+            assert start(postgres_home / "postgres") == server
+
+            assert server.pid not in (None, killed)
+            assert ask(server.url, "SELECT 1") == 1
+
+
+@pytest.mark.faults
 def test_processes_that_start_and_migrate_at_once_take_turns(postgres_home: Path) -> None:
     start_and_migrate = (
         "import sys; from pathlib import Path; from metering.embedded_postgres import start; "
