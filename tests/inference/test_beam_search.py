@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,10 @@ from inference.engine import (
     TokensGenerated,
 )
 from inference.engine_core import EngineCore, NumberedEvent, SequenceBroken
-from tests.inference.checkpoints import TinyCheckpoint
-from tests.inference.running import make_core, make_request, random_prompt
+from inference.kv_cache import KV_BLOCK_TOKENS
+from inference.tokenizer import Tokenizer
+from tests.inference.checkpoints import LlamaShape, TinyCheckpoint, make_checkpoint
+from tests.inference.running import make_core, make_request, random_prompt, run_all
 
 ENDS = frozenset(range(7, 30))  # so many that outputs of a random model end now and then
 REFERENCE_STOPPING: dict[EarlyStopping, bool | str] = {
@@ -137,8 +139,6 @@ def beam_request(
     min_output_tokens: int = 0,
     sampling: SamplingParams | None = None,
 ) -> GenerationRequest:
-    from dataclasses import replace
-
     plain = make_request(
         prompt,
         max_output_tokens,
@@ -182,3 +182,255 @@ def test_outputs_equal_transformers(
 
     for one, request in zip(found, requests, strict=True):
         assert outputs(one) == reference(tiny.directory, request)
+
+
+def test_the_three_ways_to_stop_differ_and_each_is_that_of_transformers(tiny: TinyCheckpoint) -> None:
+    requests = {
+        early_stopping: [
+            beam_request(random_prompt(random.Random(seed), 20), 3, 40, early_stopping=early_stopping) for seed in range(12)
+        ]
+        for early_stopping in EarlyStopping
+    }
+
+    found = {early_stopping: search(make_core(tiny.directory), each) for early_stopping, each in requests.items()}
+
+    texts = [{one: outputs(found[one][row]) for one in EarlyStopping} for row in range(12)]
+    telling = [row for row in range(12) if texts[row][EarlyStopping.HEURISTIC] != texts[row][EarlyStopping.NEVER]]
+    assert telling, "else one could be taken for another unseen"
+    assert any(texts[row][EarlyStopping.HEURISTIC] != texts[row][EarlyStopping.WHEN_FULL] for row in range(12))
+    for row in telling:
+        for early_stopping in EarlyStopping:
+            assert texts[row][early_stopping] == reference(tiny.directory, requests[early_stopping][row])
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        SamplingParams(repetition_penalty=1.4),
+        SamplingParams(repetition_penalty=0.7, logit_bias=((50, 4.0), (60, -30.0), (61, 5.5))),
+    ],
+    ids=["penalty", "reward and bias"],
+)
+def test_rules_act_on_log_probabilities_as_in_transformers(tiny: TinyCheckpoint, sampling: SamplingParams) -> None:
+    rng = random.Random(8)
+    requests = [
+        beam_request(random_prompt(rng, 30), width, 24, choice_count=2, sampling=sampling, min_output_tokens=least)
+        for width, least in ((2, 0), (4, 0), (4, 10))
+    ]
+
+    found = search(make_core(tiny.directory), requests)
+
+    for one, request in zip(found, requests, strict=True):
+        assert outputs(one) == reference(tiny.directory, request)
+        assert all(not ENDS & set(output[: request.stop.min_output_tokens]) for output in outputs(one))
+
+
+def test_a_sliding_window_and_head_norms_change_nothing_about_it(tmp_path: Path) -> None:
+    """Blocks that a window has left behind are shared and copied like any others."""
+    for index, architecture in enumerate(("MistralForCausalLM", "Qwen3ForCausalLM")):
+        shape = LlamaShape(architecture=architecture, sliding_window=20)
+        checkpoint = make_checkpoint(tmp_path / architecture, seed=index, shape=shape)
+        request = beam_request(random_prompt(random.Random(index), 45), 4, 30, choice_count=4)
+
+        [found] = search(make_core(checkpoint.directory), [request])
+
+        assert outputs(found) == reference(checkpoint.directory, request)
+
+
+def test_company_chunks_and_preemption_change_nothing(tiny: TinyCheckpoint) -> None:
+    """Searches and sampled requests in a pool of little more than one search: whole groups give way and come back."""
+    rng = random.Random(9)
+    requests = []
+    for row in range(8):
+        prompt = random_prompt(rng, rng.randrange(1, 90))
+        if row % 2:
+            requests.append(make_request(prompt, 60, sampling=SamplingParams(temperature=1.0, seed=row)))
+        else:
+            sampling, ends = SamplingParams(repetition_penalty=1.1), frozenset() if row % 4 else ENDS
+            requests.append(beam_request(prompt, 3 + row % 3, 60, choice_count=2, sampling=sampling, ends=ends))
+    crowded = make_core(
+        tiny.directory,
+        kv_cache_bytes=1,
+        context_window_tokens=560,
+        owed_output_token_count_max=1,
+        step_token_count_max=64,
+    )
+
+    alone = [search(make_core(tiny.directory), [request])[0] for request in requests]
+    together = search(crowded, requests)
+
+    assert crowded.statistics().preemption_count >= 3
+    assert [one.token_ids for one in together] == [one.token_ids for one in alone]
+    assert [one.texts for one in together] == [one.texts for one in alone]
+    beams = [one for one, request in zip(together, requests, strict=True) if request.beam_search is not None]
+    assert all(one.finished is not None and one.finished.cached_token_count == 0 for one in together)
+    assert any(len(one.token_ids[0]) == 60 for one in beams)
+
+
+def test_beams_that_are_computed_again_wait_for_each_other(tiny: TinyCheckpoint) -> None:
+    """Preempted at every fifth token, with steps too small for what all of them have of their own."""
+    request = beam_request(random_prompt(random.Random(14), 20), 8, 40, choice_count=8, ends=frozenset())
+    core = make_core(tiny.directory, running_sequence_count_max=8, step_token_count_max=8)
+    found, preempted_at, apart = {0: Found()}, 0, 0
+    core.add(0, request)
+
+    while not core.idle:
+        collect(core.step(), found)
+        beams = core.scheduler.running
+        apart += len(beams) > 1 and len({beam.computed_token_count for beam in beams}) > 1
+        if len(beams) > 1 and beams[0].output_token_count >= preempted_at + 5:
+            preempted_at = beams[0].output_token_count
+            core.scheduler._preempt(beams[-1])
+
+    assert apart > 3, "else none had to wait"
+    assert outputs(found[0]) == reference(tiny.directory, request)
+
+
+def test_beams_share_the_prompt_and_copy_only_what_they_write(tiny: TinyCheckpoint) -> None:
+    core = make_core(tiny.directory)
+    prompt = random_prompt(random.Random(3), 200)  # 12 full blocks, and half a block
+    core.add(0, beam_request(prompt, 6, 40, ends=frozenset()))
+    held = []
+    while not core.idle:
+        core.step()
+        held.append(core.pool.block_count_held)
+
+    full_blocks = len(prompt) // KV_BLOCK_TOKENS
+    assert held[0] == full_blocks + 1, "beams that have written nothing share the half block too"
+    assert max(held) <= full_blocks + 6 * 4
+    assert max(held[1:8]) <= full_blocks + 6, "one block of its own each, as long as it has room"
+
+
+def test_a_prompt_in_the_cache_is_found_and_counted(tiny: TinyCheckpoint) -> None:
+    core = make_core(tiny.directory)
+    prompt = random_prompt(random.Random(12), 100)
+    request = beam_request(prompt, 4, 20, choice_count=3)
+
+    first = run_events(core, request, 0)
+    second = run_events(core, request, 1)
+
+    assert first.finished is not None
+    assert second.finished is not None
+    assert (first.finished.cached_token_count, second.finished.cached_token_count) == (0, 96)
+    assert outputs(first) == outputs(second)
+    assert core.statistics().prompt_token_count == 200
+
+
+def run_events(core: EngineCore, request: GenerationRequest, number: int) -> Found:
+    found = {number: Found()}
+    assert core.add(number, request)
+    while not core.idle:
+        collect(core.step(), found)
+    return found[number]
+
+
+def test_what_can_no_longer_change_is_told_at_once(tiny: TinyCheckpoint) -> None:
+    """A search that is sure of its beginning says so before its end, and what it has said is in the end true: see `search`."""
+    prompts = [random_prompt(random.Random(seed), 20) for seed in range(8)]
+    requests = [beam_request(prompt, 2, 40, choice_count=1 + index % 2) for index, prompt in enumerate(prompts)]
+
+    found = search(make_core(tiny.directory), requests)
+
+    assert sum(one.told for one in found) > 0.2 * sum(len(ids) for one in found for ids in one.token_ids.values())
+    tokenizer = Tokenizer(tiny.directory)
+    for one, request in zip(found, requests, strict=True):
+        assert outputs(one) == reference(tiny.directory, request)
+        for index, ids in one.token_ids.items():
+            assert one.texts[index] == tokenizer.decode([token_id for token_id in ids if token_id not in ENDS])
+
+
+def test_ends_and_counts_are_of_the_choices_and_of_all_beams(tiny: TinyCheckpoint) -> None:
+    requests = [beam_request(random_prompt(random.Random(seed), 20), 4, 30, choice_count=3) for seed in range(8)]
+    core = make_core(tiny.directory)
+
+    found = search(core, requests)
+
+    reasons = set()
+    for one in found:
+        assert one.finished is not None
+        assert set(one.ends) == {0, 1, 2}
+        for index, reason in one.ends.items():
+            reasons.add(reason)
+            assert (one.token_ids[index][-1] in ENDS) == (reason is EngineFinishReason.STOP)
+        delivered = sum(map(len, outputs(one)))
+        steps = max(map(len, outputs(one)))
+        assert one.finished.generated_token_count >= max(delivered, 4 * (steps - 1))
+        assert one.finished.reason is one.ends[0]
+    assert reasons == {EngineFinishReason.STOP, EngineFinishReason.LENGTH}
+    assert core.statistics().output_token_count == sum(one.finished.generated_token_count for one in found if one.finished)
+
+
+def test_log_probabilities_are_the_models_own(tiny: TinyCheckpoint) -> None:
+    """Of each returned output, whatever bias has made of its score."""
+    sampling = SamplingParams(top_logprobs=3, logit_bias=((50, 4.0),))
+    request = beam_request(random_prompt(random.Random(2), 30), 3, 12, choice_count=2, sampling=sampling)
+
+    [found] = search(make_core(tiny.directory), [request])
+
+    for index, output in enumerate(outputs(found)):
+        with torch.inference_mode():
+            ids = torch.tensor([[*request.prompt_token_ids, *output]])
+            exact = reference_model(tiny.directory)(ids).logits[0, len(request.prompt_token_ids) - 1 : -1].log_softmax(-1)
+        own = exact[range(len(output)), output]
+        assert torch.allclose(torch.tensor(found.logprobs[index]), own, atol=1e-4)
+
+
+@pytest.mark.parametrize("step_count", [0, 1, 2, 3, 12])
+def test_a_cancel_ends_all_beams(tiny: TinyCheckpoint, step_count: int) -> None:
+    core = make_core(tiny.directory, step_token_count_max=64)
+    found = {0: Found()}
+    core.add(0, beam_request(random_prompt(random.Random(1), 100), 4, 100, choice_count=2, ends=frozenset()))
+    for _ in range(step_count):
+        collect(core.step(), found)
+
+    core.cancel(0)
+
+    assert core.idle
+    assert core.pool.block_count_held == 0
+    assert not core.scheduler.running
+    assert not core.scheduler.waiting
+    collect(core.step(), found)
+    assert found[0].ends == dict.fromkeys(range(2), EngineFinishReason.CANCELLED)
+    assert found[0].finished is not None
+    assert found[0].finished.generated_token_count >= sum(map(len, outputs(found[0])))
+
+
+def test_beams_count_in_the_batch(tiny: TinyCheckpoint) -> None:
+    """Ten places: two searches of four and two others run, the next search waits until one is over; see `search` for the sum."""
+    core = make_core(tiny.directory, running_sequence_count_max=10, step_token_count_max=256)
+    rng = random.Random(7)
+    requests = [beam_request(random_prompt(rng, 10), 4, 30, ends=frozenset()) for _ in range(3)]
+    requests[2:2] = [make_request(random_prompt(rng, 10), 30) for _ in range(2)]
+
+    found = search(core, requests)
+
+    assert all(len(one.token_ids[0]) == 30 for one in found)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"beam_search": BeamSearchParams(1)}, "width must be from 2"),
+        ({"beam_search": BeamSearchParams(17)}, "to 16"),
+        ({"beam_search": BeamSearchParams(4, float("nan"))}, "length_penalty"),
+        ({"beam_search": BeamSearchParams(2), "choice_count": 3}, "choice_count"),
+        ({"sampling": SamplingParams(temperature=0.5)}, "temperature"),
+        ({"beam_search": BeamSearchParams(16)}, "KV blocks"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_cannot_run_is_refused_with_the_reason(tiny: TinyCheckpoint, change: dict[str, Any], words: str) -> None:
+    core = make_core(tiny.directory, kv_cache_bytes=1)
+    request = replace(beam_request([40] * 30, 4, 200), **change)
+
+    assert words in str(core.request_fault(request))
+
+
+def test_a_search_that_just_fits_the_pool_comes_to_its_end(tiny: TinyCheckpoint) -> None:
+    """The bound of the refusal is that of the need: nothing else is there to be preempted."""
+    core = make_core(tiny.directory, kv_cache_bytes=1, context_window_tokens=512)  # 32 blocks
+    request = beam_request(random_prompt(random.Random(5), 40), 5, 88, ends=frozenset(), choice_count=5)
+
+    assert core.request_fault(replace(request, stop=replace(request.stop, max_output_tokens=89))) is not None
+    assert len(search(core, [request])[0].token_ids[0]) == 88
+    assert run_all(core, [make_request([40], 3)], first_number=1)[0].finished is not None
