@@ -6,12 +6,21 @@ A client's number is refused where it is out of range, never moved into it.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from weir.v1 import inference_service_pb2 as pb
 
 from api.violations import Violations
-from inference.engine import GenerationRequest, GrammarKind, ResponseFormat, SamplingParams, StopCriteria
+from inference.engine import (
+    BeamSearchParams,
+    EarlyStopping,
+    GenerationRequest,
+    GrammarKind,
+    ResponseFormat,
+    SamplingParams,
+    StopCriteria,
+)
 
 TEMPERATURE_MAX = 2.0
 PENALTY_MAX = 2.0  # OpenAI's range, both ways
@@ -23,7 +32,16 @@ STOP_SEQUENCE_CHARS_MAX = 256
 STOP_TOKEN_ID_COUNT_MAX = 64
 TOP_LOGPROBS_MAX = 20
 CHOICE_COUNT_MAX = 16  # each takes a place in the engine's batch
+BEAM_WIDTH_MAX = 16  # each takes a place in the engine's batch
+LENGTH_PENALTY_MAX = 10.0  # both ways: beyond it the length alone would decide
 RESPONSE_FORMAT_BYTES_MAX = 65_536  # compiles in some 200 ms at worst, measured on schemas of only objects
+
+EARLY_STOPPING: Mapping[int, EarlyStopping] = {
+    pb.EARLY_STOPPING_UNSPECIFIED: EarlyStopping.HEURISTIC,
+    pb.EARLY_STOPPING_HEURISTIC: EarlyStopping.HEURISTIC,
+    pb.EARLY_STOPPING_WHEN_FULL: EarlyStopping.WHEN_FULL,
+    pb.EARLY_STOPPING_NEVER: EarlyStopping.NEVER,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +109,7 @@ def check_decoding(start: pb.StartFrame, wrong: Violations) -> None:
         _check_biases(start.sampling, wrong)
     _check_stop(start, wrong)
     _check_response_format(start, wrong)
+    _check_beam_search(start, wrong)
     if start.HasField("choice_count"):
         right = 1 <= start.choice_count <= CHOICE_COUNT_MAX
         wrong.check(right, "choice_count", f"must be from 1 to {CHOICE_COUNT_MAX}, not {start.choice_count}")
@@ -105,12 +124,13 @@ def parse_sampling(start: pb.StartFrame) -> SamplingOverrides:
         return NO_OVERRIDES
     sampling = start.sampling
     has = sampling.HasField
+    searches = start.HasField("beam_search")  # then the model's defaults of chance do not apply
     return SamplingOverrides(
-        temperature=sampling.temperature if has("temperature") else None,
-        top_p=sampling.top_p if has("top_p") else None,
-        top_k=sampling.top_k if has("top_k") else None,
+        temperature=sampling.temperature if has("temperature") else 0.0 if searches else None,
+        top_p=sampling.top_p if has("top_p") else 1.0 if searches else None,
+        top_k=sampling.top_k if has("top_k") else 0 if searches else None,
         seed=sampling.seed if has("seed") else None,
-        min_p=sampling.min_p if has("min_p") else None,
+        min_p=sampling.min_p if has("min_p") else 0.0 if searches else None,
         repetition_penalty=sampling.repetition_penalty if has("repetition_penalty") else None,
         presence_penalty=sampling.presence_penalty,
         frequency_penalty=sampling.frequency_penalty,
@@ -123,6 +143,15 @@ def parse_response_format(start: pb.StartFrame) -> ResponseFormat | None:
     """The response format of a frame that `check_decoding` found right."""
     kind = start.response_format.WhichOneof("kind")
     return None if kind is None else ResponseFormat(GrammarKind(kind), getattr(start.response_format, kind))
+
+
+def parse_beam_search(start: pb.StartFrame) -> BeamSearchParams | None:
+    """The beam search of a frame that `check_decoding` found right."""
+    search = start.beam_search
+    if not start.HasField("beam_search"):
+        return None
+    length_penalty = search.length_penalty if search.HasField("length_penalty") else 1.0
+    return BeamSearchParams(search.width, length_penalty, EARLY_STOPPING[search.early_stopping])
 
 
 def parse_stop(start: pb.StartFrame) -> StopRules:
@@ -146,7 +175,7 @@ def check_against_model(request: GenerationRequest, vocabulary_size: int) -> Non
         wrong.check(token_id < vocabulary_size, "stop_token_ids", f"must be from 0 to {vocabulary_size - 1}, not {token_id}")
     least, most = stop.min_output_tokens, stop.max_output_tokens
     wrong.check(least <= most, "min_output_tokens", f"must be at most {most} for this prompt, not {least}")
-    right = request.choice_count == 1 or sampling.temperature > 0
+    right = request.choice_count == 1 or sampling.temperature > 0 or request.beam_search is not None
     wrong.check(right, "choice_count", "must be 1 with a temperature of 0: the choices would all be equal")
     wrong.raise_if_any()
 
@@ -214,6 +243,31 @@ def _check_response_format(start: pb.StartFrame, wrong: Violations) -> None:
         wrong.check(_is_schema(source), "response_format.json_schema", "must be a JSON object or boolean")
     for name in ("ignore_eos", "min_output_tokens", "stop_token_ids"):
         wrong.check(not getattr(start, name), name, "cannot be combined with response_format, which decides where the output ends")
+
+
+def _check_beam_search(start: pb.StartFrame, wrong: Violations) -> None:
+    """Comparisons are written so that NaN fails too."""
+    if not start.HasField("beam_search"):
+        return
+    search, most = start.beam_search, LENGTH_PENALTY_MAX
+    right = 2 <= search.width <= BEAM_WIDTH_MAX
+    wrong.check(
+        right, "beam_search.width", f"must be from 2 to {BEAM_WIDTH_MAX}, not {search.width}; for 1 leave beam_search unset"
+    )
+    right = -most <= search.length_penalty <= most
+    wrong.check(right, "beam_search.length_penalty", f"must be between {-most:g} and {most:g}, not {search.length_penalty:g}")
+    right = search.early_stopping in EARLY_STOPPING
+    wrong.check(right, "beam_search.early_stopping", f"there is no value {search.early_stopping}")
+    fits = start.choice_count <= max(search.width, 1)
+    wrong.check(fits, "choice_count", f"must be at most beam_search.width, which is {search.width}")
+    for name in ("top_p", "top_k", "min_p", "seed"):
+        given = start.sampling.HasField(name)
+        wrong.check(not given, f"sampling.{name}", "cannot be combined with beam_search, which draws nothing: leave it unset")
+    cold = not start.sampling.temperature > 0
+    wrong.check(cold, "sampling.temperature", "must be 0 or unset with beam_search, which draws nothing")
+    wrong.check(not start.stop_sequences, "stop_sequences", "cannot be combined with beam_search; use stop_token_ids")
+    free = not start.HasField("response_format")
+    wrong.check(free, "response_format", "cannot be combined with beam_search; leave one of them out")
 
 
 def _is_schema(source: str) -> bool:

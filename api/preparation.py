@@ -35,6 +35,7 @@ async def prepare(
         cache_salt=cache_salt,
         response_format=start.response_format,
         choice_count=start.choice_count,
+        beam_search=start.beam_search,
     )
     check_against_model(request, size)
     if safety is not None:

@@ -60,7 +60,12 @@ class Reply:
         self._outbox.push(self.delivery, frame, token_count)
 
     async def hand_on(self, event: TokensGenerated) -> None:
-        """Give on what of the new output, and of what was held back before, the safety stage lets go."""
+        """Give on what of the new output, and of what was held back before, the safety stage lets go.
+
+        A beam search says much at once at its end: then the client is waited for, and given up only if it stalls.
+        """
+        if self._start.beam_search and self.delivery.unsent_token_count >= self._settings.outbox_tokens_per_request_max // 2:
+            await self.flush()
         if not self._filters:
             await self._hand_on_checked(event)
         elif not self._is_cut_off:

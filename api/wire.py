@@ -16,11 +16,19 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import types_pb2
 
-from api.decoding import SamplingOverrides, StopRules, check_decoding, parse_response_format, parse_sampling, parse_stop
+from api.decoding import (
+    SamplingOverrides,
+    StopRules,
+    check_decoding,
+    parse_beam_search,
+    parse_response_format,
+    parse_sampling,
+    parse_stop,
+)
 from api.errors import FieldViolation, InvalidRequest
 from api.places import ServiceTier
 from api.violations import Violations
-from inference.engine import EngineFinishReason, ModelInfo, ResponseFormat
+from inference.engine import BeamSearchParams, EngineFinishReason, ModelInfo, ResponseFormat
 from inference.tokenizer import ChatMessage
 from metering.models import QuotaDimension, QuotaSubject
 from metering.operations import Outcome, QuotaState
@@ -91,6 +99,7 @@ class ValidStart:
     stop: StopRules
     response_format: ResponseFormat | None
     choice_count: int
+    beam_search: BeamSearchParams | None
     usage_interval_tokens: int | None
     labels: dict[str, str]
 
@@ -124,6 +133,7 @@ def parse_start(request_id: str, start: pb.StartFrame) -> ValidStart:
         stop=parse_stop(start),
         response_format=parse_response_format(start),
         choice_count=start.choice_count if start.HasField("choice_count") else 1,
+        beam_search=parse_beam_search(start),
         usage_interval_tokens=start.usage_interval_tokens if start.HasField("usage_interval_tokens") else None,
         labels=dict(start.labels),
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -30,6 +31,21 @@ from api.cli.render import printable, result_line
 
 INTERRUPTED = 130  # exit code of a program that Ctrl-C ended, as shells report it
 CUT_OFF = (FinishReason.QUOTA_EXHAUSTED, FinishReason.COST_LIMIT, FinishReason.SLOW_CONSUMER, FinishReason.FILTERED)
+
+
+class EarlyStopping(StrEnum):
+    """When a beam search with enough complete answers is over."""
+
+    NO = "no"
+    YES = "yes"
+    NEVER = "never"
+
+
+EARLY_STOPPING: dict[EarlyStopping, bool | Literal["never"]] = {
+    EarlyStopping.NO: False,
+    EarlyStopping.YES: True,
+    EarlyStopping.NEVER: "never",
+}
 
 
 def generate(
@@ -58,7 +74,16 @@ def generate(
     json_schema: Annotated[Path | None, typer.Option(help="File with a JSON schema that the answer follows.")] = None,
     regex: Annotated[str | None, typer.Option(help="Regular expression that the whole answer matches.")] = None,
     lark: Annotated[Path | None, typer.Option(help="File with an EBNF grammar in Lark's syntax that the answer follows.")] = None,
-    choices: Annotated[int | None, typer.Option(help="So many answers, up to 16; needs a temperature above 0.")] = None,
+    choices: Annotated[
+        int | None, typer.Option(help="So many answers, up to 16; needs a temperature above 0, or --beam-width.")
+    ] = None,
+    beam_width: Annotated[int | None, typer.Option(help="Search for the likeliest answer with so many beams, 2 to 16.")] = None,
+    length_penalty: Annotated[
+        float | None, typer.Option(help="With --beam-width: above 0 favours long answers; -10 to 10.")
+    ] = None,
+    early_stopping: Annotated[
+        EarlyStopping | None, typer.Option(help="With --beam-width: when so many answers are complete, stop at once (yes) or not.")
+    ] = None,
     top_logprobs: Annotated[
         int | None, typer.Option(help="Log-probabilities of each token and so many likeliest ones, 0 to 20; shown with --json.")
     ] = None,
@@ -95,6 +120,9 @@ def generate(
         regex=regex,
         lark=None if lark is None else read_file(str(lark)),
         choice_count=choices,
+        beam_width=beam_width,
+        length_penalty=length_penalty,
+        early_stopping=EARLY_STOPPING[early_stopping or EarlyStopping.NO],
         top_logprobs=top_logprobs,
         timeout=timeout,
         tier=checked_tier(tier),

@@ -23,6 +23,34 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _EarlyStopping:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _EarlyStoppingEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_EarlyStopping.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    EARLY_STOPPING_UNSPECIFIED: _EarlyStopping.ValueType  # 0
+    """The same as EARLY_STOPPING_HEURISTIC."""
+    EARLY_STOPPING_HEURISTIC: _EarlyStopping.ValueType  # 1
+    """When the best beam, if it ended now, would not be among the best outputs: False in transformers."""
+    EARLY_STOPPING_WHEN_FULL: _EarlyStopping.ValueType  # 2
+    """At once: True in transformers."""
+    EARLY_STOPPING_NEVER: _EarlyStopping.ValueType  # 3
+    """When no beam can be among the best outputs any more, whatever its length: "never" in transformers."""
+
+class EarlyStopping(_EarlyStopping, metaclass=_EarlyStoppingEnumTypeWrapper):
+    """When a beam search that has found `width` complete outputs is over. At `max_output_tokens` it always is."""
+
+EARLY_STOPPING_UNSPECIFIED: EarlyStopping.ValueType  # 0
+"""The same as EARLY_STOPPING_HEURISTIC."""
+EARLY_STOPPING_HEURISTIC: EarlyStopping.ValueType  # 1
+"""When the best beam, if it ended now, would not be among the best outputs: False in transformers."""
+EARLY_STOPPING_WHEN_FULL: EarlyStopping.ValueType  # 2
+"""At once: True in transformers."""
+EARLY_STOPPING_NEVER: EarlyStopping.ValueType  # 3
+"""When no beam can be among the best outputs any more, whatever its length: "never" in transformers."""
+Global___EarlyStopping: _TypeAlias = EarlyStopping  # noqa: Y015
+
 class _ServiceTier:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -202,6 +230,7 @@ class StartFrame(_message.Message):
     CHOICE_COUNT_FIELD_NUMBER: _builtins.int
     TIER_FIELD_NUMBER: _builtins.int
     START_TIMEOUT_FIELD_NUMBER: _builtins.int
+    BEAM_SEARCH_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Name of a model, as `ListModels` gives it. Unknown: NOT_FOUND."""
     text: _builtins.str
@@ -264,6 +293,10 @@ class StartFrame(_message.Message):
         The deadline of the call holds in the same way, whichever is earlier. Unset: only that deadline.
         """
 
+    @_builtins.property
+    def beam_search(self) -> Global___BeamSearch:
+        """Searches for the likeliest outputs with several beams instead of choosing token by token. Unset: no search."""
+
     def __init__(
         self,
         *,
@@ -284,10 +317,11 @@ class StartFrame(_message.Message):
         choice_count: _builtins.int | None = ...,
         tier: Global___ServiceTier.ValueType = ...,
         start_timeout: _duration_pb2.Duration | None = ...,
+        beam_search: Global___BeamSearch | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_choice_count", b"_choice_count", "_max_output_tokens", b"_max_output_tokens", "_top_logprobs", b"_top_logprobs", "_usage_interval_tokens", b"_usage_interval_tokens", "choice_count", b"choice_count", "conversation", b"conversation", "max_output_tokens", b"max_output_tokens", "prompt", b"prompt", "response_format", b"response_format", "sampling", b"sampling", "start_timeout", b"start_timeout", "text", b"text", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs", "usage_interval_tokens", b"usage_interval_tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_choice_count", b"_choice_count", "_max_output_tokens", b"_max_output_tokens", "_top_logprobs", b"_top_logprobs", "_usage_interval_tokens", b"_usage_interval_tokens", "beam_search", b"beam_search", "choice_count", b"choice_count", "conversation", b"conversation", "max_output_tokens", b"max_output_tokens", "prompt", b"prompt", "response_format", b"response_format", "sampling", b"sampling", "start_timeout", b"start_timeout", "text", b"text", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs", "usage_interval_tokens", b"usage_interval_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_choice_count", b"_choice_count", "_max_output_tokens", b"_max_output_tokens", "_top_logprobs", b"_top_logprobs", "_usage_interval_tokens", b"_usage_interval_tokens", "choice_count", b"choice_count", "conversation", b"conversation", "ignore_eos", b"ignore_eos", "labels", b"labels", "max_output_tokens", b"max_output_tokens", "min_output_tokens", b"min_output_tokens", "model", b"model", "prompt", b"prompt", "response_format", b"response_format", "sampling", b"sampling", "start_timeout", b"start_timeout", "stop_sequences", b"stop_sequences", "stop_token_ids", b"stop_token_ids", "text", b"text", "tier", b"tier", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs", "usage_interval_tokens", b"usage_interval_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_choice_count", b"_choice_count", "_max_output_tokens", b"_max_output_tokens", "_top_logprobs", b"_top_logprobs", "_usage_interval_tokens", b"_usage_interval_tokens", "beam_search", b"beam_search", "choice_count", b"choice_count", "conversation", b"conversation", "ignore_eos", b"ignore_eos", "labels", b"labels", "max_output_tokens", b"max_output_tokens", "min_output_tokens", b"min_output_tokens", "model", b"model", "prompt", b"prompt", "response_format", b"response_format", "sampling", b"sampling", "start_timeout", b"start_timeout", "stop_sequences", b"stop_sequences", "stop_token_ids", b"stop_token_ids", "text", b"text", "tier", b"tier", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs", "usage_interval_tokens", b"usage_interval_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__choice_count: _TypeAlias = _typing.Literal["choice_count"]  # noqa: Y015
     _WhichOneofArgType__choice_count: _TypeAlias = _typing.Literal["_choice_count", b"_choice_count"]  # noqa: Y015
@@ -311,6 +345,48 @@ class StartFrame(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType_prompt) -> _WhichOneofReturnType_prompt | None: ...
 
 Global___StartFrame: _TypeAlias = StartFrame  # noqa: Y015
+
+@_typing.final
+class BeamSearch(_message.Message):
+    """Beam search as `generate(num_beams=...)` of transformers 5 defines it: the outputs are equal to its outputs. The choices are the
+    best outputs that are found, the best first, so `choice_count` may be up to `width`. An output's tokens come as soon as all outputs
+    share them that can still be among the best, the others all at once at the end; only those of the choices are delivered and billed,
+    `generated_token_count` counts those of all beams. `logit_bias` and the penalties act on log-probabilities instead of logits.
+    Searching draws nothing: INVALID_ARGUMENT together with a `temperature` above 0 and with `top_p`, `top_k`, `min_p` and `seed`, whose
+    defaults of the model do not apply either; also together with `stop_sequences` and `response_format`.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WIDTH_FIELD_NUMBER: _builtins.int
+    LENGTH_PENALTY_FIELD_NUMBER: _builtins.int
+    EARLY_STOPPING_FIELD_NUMBER: _builtins.int
+    width: _builtins.int
+    """Beams, 2 to 16. Each takes a place in the engine's batch. INVALID_ARGUMENT otherwise, and if the engine has not the memory for so
+    many beams with `max_output_tokens` each.
+    """
+    length_penalty: _builtins.float
+    """Outputs compete by log-probability divided by tokens to the power of this, -10 to 10: above 0 favours long outputs, below 0 short
+    ones. Unset: 1. INVALID_ARGUMENT otherwise.
+    """
+    early_stopping: Global___EarlyStopping.ValueType
+    """When the search is over. Unset: EARLY_STOPPING_HEURISTIC. Unknown: INVALID_ARGUMENT."""
+    def __init__(
+        self,
+        *,
+        width: _builtins.int = ...,
+        length_penalty: _builtins.float | None = ...,
+        early_stopping: Global___EarlyStopping.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_length_penalty", b"_length_penalty", "length_penalty", b"length_penalty"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_length_penalty", b"_length_penalty", "early_stopping", b"early_stopping", "length_penalty", b"length_penalty", "width", b"width"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__length_penalty: _TypeAlias = _typing.Literal["length_penalty"]  # noqa: Y015
+    _WhichOneofArgType__length_penalty: _TypeAlias = _typing.Literal["_length_penalty", b"_length_penalty"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__length_penalty) -> _WhichOneofReturnType__length_penalty | None: ...
+
+Global___BeamSearch: _TypeAlias = BeamSearch  # noqa: Y015
 
 @_typing.final
 class ResponseFormat(_message.Message):

@@ -23,6 +23,12 @@ _ROLES: Mapping[str, pb.Role.ValueType] = {
     "assistant": pb.ROLE_ASSISTANT,
 }
 
+_EARLY_STOPPING: Mapping[bool | str, pb.EarlyStopping.ValueType] = {
+    False: pb.EARLY_STOPPING_HEURISTIC,
+    True: pb.EARLY_STOPPING_WHEN_FULL,
+    "never": pb.EARLY_STOPPING_NEVER,
+}
+
 
 @dataclass(frozen=True, slots=True)
 class Message:
@@ -52,7 +58,11 @@ class GenerateOptions(TypedDict, total=False):
     ignore_eos: goes on where the model would stop by itself; for benchmarks.
     json_schema: the answer is a JSON document valid under it (a mapping, or its text); regex: the answer matches it; lark: it
         follows this EBNF grammar in Lark's syntax. At most one of the three.
-    choice_count: 1 to 16 answers to the one prompt, in `Result.choices`; needs a temperature above 0.
+    choice_count: 1 to 16 answers to the one prompt, in `Result.choices`; needs a temperature above 0, or beam_width.
+    beam_width: 2 to 16 beams that search for the likeliest answers, as num_beams in transformers; choice_count, up to beam_width,
+        gets the best ones. Excludes temperature, top_p, top_k, min_p, seed, stop and the formats above.
+    length_penalty: with beam_width, -10 to 10, by default 1: above 0 favours long answers.
+    early_stopping: with beam_width: False (default), True or "never", as in transformers.
     top_logprobs: 0 to 20; each token's log-probability and those of so many likeliest ones.
     usage_interval_tokens: asks for a running `UsageUpdate` each so many output tokens.
     labels: own labels, stored with the usage event.
@@ -83,6 +93,9 @@ class GenerateOptions(TypedDict, total=False):
     regex: str | None
     lark: str | None
     choice_count: int | None
+    beam_width: int | None
+    length_penalty: float | None
+    early_stopping: bool | Literal["never"]
     top_logprobs: int | None
     usage_interval_tokens: int | None
     labels: Mapping[str, str]
@@ -113,6 +126,7 @@ def build_start(model: str, prompt: Prompt | None, options: GenerateOptions) -> 
             top_logprobs=options.get("top_logprobs"),
             response_format=_response_format(options),
             choice_count=options.get("choice_count"),
+            beam_search=_beam_search(options),
             max_output_tokens=options.get("max_output_tokens"),
             ignore_eos=options.get("ignore_eos", False),
             usage_interval_tokens=options.get("usage_interval_tokens"),
@@ -183,6 +197,19 @@ def _response_format(options: GenerateOptions) -> pb.ResponseFormat | None:
     if schema is not None:
         return pb.ResponseFormat(json_schema=schema if isinstance(schema, str) else json.dumps(schema))
     return pb.ResponseFormat(regex=regex) if regex is not None else pb.ResponseFormat(lark=lark or "")
+
+
+def _beam_search(options: GenerateOptions) -> pb.BeamSearch | None:
+    width, early_stopping = options.get("beam_width"), options.get("early_stopping", False)
+    if width is None:
+        for name in ("length_penalty", "early_stopping"):
+            if options.get(name):
+                raise _invalid(name, "has a meaning only with beam_width=")
+        return None
+    if early_stopping not in _EARLY_STOPPING:
+        raise _invalid("early_stopping", f"{early_stopping!r} is not one of False, True and 'never'")
+    length_penalty = options.get("length_penalty")
+    return pb.BeamSearch(width=width, length_penalty=length_penalty, early_stopping=_EARLY_STOPPING[early_stopping])
 
 
 def _message(index: int, message: Message | Mapping[str, str]) -> pb.Message:
