@@ -40,7 +40,7 @@ from bench.admission_peers import INPUT_TOKENS, MODEL, OUTPUT_TOKENS, Pair, pgbe
 from bench.processes import children_of, cpu_s, postgres_pid
 from metering import embedded_postgres
 from metering.db import psycopg_conninfo
-from metering.hold_rows import Connection
+from metering.exchange import Connection
 from metering.holds import HoldStore
 from metering.migrations_runner import migrate
 from metering.operations import Admit, Admitted, Outcome, Payer, Settle, Settled

@@ -21,7 +21,7 @@ import psycopg
 
 from metering import embedded_postgres
 from metering.db import psycopg_conninfo
-from metering.hold_rows import Connection
+from metering.exchange import Connection
 from metering.operations import Payer
 
 MODEL = "bench"

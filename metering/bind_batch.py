@@ -13,12 +13,10 @@ from collections.abc import Sequence
 
 from metering import quotas
 from metering.bindings import Bind
+from metering.exchange import Connection, array, bytes_array, exchange, id_array, text_array
 from metering.hold_rows import (
     BatchReads,
-    Connection,
     HoldRow,
-    array,
-    id_array,
     lock_counters,
     read_context,
     read_time_and_holds,
@@ -55,11 +53,8 @@ async def execute_binds(connection: Connection, binds: Sequence[Bind]) -> list[H
         await read_context(connection, reads, [])
     keys = {key for hold in reads.holds.values() for key in counter_keys(reads, hold)}
     counters = await lock_counters(connection, reads.now, keys)
-    used = await (
-        await connection.execute(
-            SELECT_USED_REQUESTS, (id_array(b.payer.project_id for b in binds), id_array(b.request_id for b in binds))
-        )
-    ).fetchall()
+    requests = id_array(b.payer.project_id for b in binds), id_array(b.request_id for b in binds)
+    [used] = await exchange(connection, [(SELECT_USED_REQUESTS, requests)])
     taken = {(project_id, request_id) for project_id, request_id in used}
     answers: list[HoldAnswer | Exception] = []
     new: list[Bind] = []
@@ -75,7 +70,7 @@ async def execute_binds(connection: Connection, binds: Sequence[Bind]) -> list[H
             new.append(bind)
             answers.append(Ended(done=True))
     if new:
-        await connection.execute(BIND_HOLDS, bind_columns(new))
+        await exchange(connection, [(BIND_HOLDS, bind_columns(new))])
     await write_and_commit(connection, NOBODY, 0.0, counters, BatchWrites())
     return answers
 
@@ -99,13 +94,13 @@ def shrink(reads: BatchReads, counters: Counters, hold: HoldRow, bind: Bind) -> 
         counters.add(rule.key(before.charged_at), held=after.held(rule) - before.held(rule))
 
 
-def bind_columns(binds: Sequence[Bind]) -> tuple[str | list[object], ...]:
+def bind_columns(binds: Sequence[Bind]) -> tuple[str, ...]:
     """One list per column of BIND_HOLDS."""
     return (
         id_array(bind.hold_id for bind in binds),
         id_array(bind.request_id for bind in binds),
-        [bind.payload_hash for bind in binds],
-        [json.dumps(bind.labels) for bind in binds],
+        bytes_array(bind.payload_hash for bind in binds),
+        text_array(json.dumps(bind.labels) for bind in binds),
         array(bind.input_token_count for bind in binds),
         array(bind.leased_token_count for bind in binds),
     )

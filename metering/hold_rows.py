@@ -1,26 +1,23 @@
 """What one batch of hold operations reads and locks. No decisions; `hold_writes.py` writes what was decided.
 
-Statements are sent in psycopg pipelines: a batch costs three round trips whatever its size.
+Statements go out together (`exchange.py`): a batch costs three round trips whatever its size.
 """
 
 from __future__ import annotations
 
 import functools
 import uuid
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, NamedTuple
 
-from psycopg import AsyncConnection
-
+from metering.exchange import Connection, Statement, array, exchange, id_array, text_array
 from metering.models import HoldState, QuotaDimension, QuotaSubject
 from metering.operations import Admit, Payer, Settled
 from metering.pricing import TokenPrices
 from metering.quota_rules import Claim, CounterKey, QuotaRule, Weights
 from metering.quotas import Counter, Counters
-
-Connection = AsyncConnection[tuple[Any, ...]]
 
 # What the usage events of a hold add up to; the last part tells how it ended.
 EVENT_SUMS = """
@@ -58,7 +55,8 @@ WHERE id = ANY(%s::uuid[]) AND revoked_at IS NULL AND (expires_at IS NULL OR exp
 # The limit of the moment: a raise ends by the database's clock.
 SELECT_RULES = """
 SELECT id, subject, subject_id, model, dimension,
-       CASE WHEN deleted_at IS NOT NULL THEN NULL WHEN raised_until > now() THEN raised_limit_value ELSE limit_value END AS in_force,
+       CASE WHEN deleted_at IS NOT NULL THEN NULL WHEN raised_until > now() THEN raised_limit_value ELSE limit_value END
+           AS in_force,
        input_weight_milli, cached_input_weight_milli, output_weight_milli, enforced, limit_value AS standing_limit_value,
        CASE WHEN raised_until > now() THEN raised_until END AS raised_until
 FROM quotas
@@ -210,20 +208,16 @@ class PayerRules(NamedTuple):
 
 async def read_time_and_holds(connection: Connection, hold_ids: Collection[uuid.UUID], *, admits: bool = False) -> BatchReads:
     """Begin the transaction; lock the holds. admits: whether new holds may be taken in it."""
-    async with connection.pipeline():
-        await connection.execute("BEGIN")
-        time = await connection.execute(BEGIN_ADMITTING if admits else "SELECT now()")
-        if hold_ids:
-            holds = await connection.execute(SELECT_HOLDS, (id_array(hold_ids),))
-    row = await time.fetchone()
-    assert row is not None
-    reads = BatchReads(now=row[0])
+    statements: list[Statement] = [("BEGIN", ()), (BEGIN_ADMITTING if admits else "SELECT now()", ())]
     if hold_ids:
-        reads.holds = {row[0]: HoldRow(*row) for row in await holds.fetchall()}
-        ended = [hold.id for hold in reads.holds.values() if hold.state != HoldState.HELD]
-        if ended:
-            sums = await connection.execute(SELECT_EVENT_SUMS, (ended,))
-            reads.events = {row[0]: EventSums(*row[1:]) for row in await sums.fetchall()}
+        statements.append((SELECT_HOLDS, (id_array(hold_ids),)))
+    _, [time], *holds = await exchange(connection, statements)
+    reads = BatchReads(now=time[0])
+    reads.holds = {row[0]: HoldRow(*row) for rows in holds for row in rows}
+    ended = [hold.id for hold in reads.holds.values() if hold.state != HoldState.HELD]
+    if ended:
+        [sums] = await exchange(connection, [(SELECT_EVENT_SUMS, (id_array(ended),))])
+        reads.events = {row[0]: EventSums(*row[1:]) for row in sums}
     return reads
 
 
@@ -232,24 +226,26 @@ async def read_context(connection: Connection, reads: BatchReads, admits: Sequen
     quota_ids = {quota_id for hold in reads.holds.values() for quota_id in hold.quota_ids}
     versions = {hold.price_version_id for hold in reads.holds.values()}
     subjects = {subject for op in admits for subject in op.payer.subject_ids}
-    async with connection.pipeline():
-        rules = await connection.execute(SELECT_RULES, (id_array(subjects), id_array(quota_ids)))
-        prices = await connection.execute(SELECT_PRICES, (list(versions),))
-        if admits:
-            same = await connection.execute(
-                SELECT_SAME_REQUEST, (id_array(op.payer.project_id for op in admits), id_array(op.request_id for op in admits))
-            )
-            keys = await connection.execute(SELECT_LIVE_KEYS, (id_array({op.payer.api_key_id for op in admits}),))
-            wanted = sorted({(op.model, op.payer.currency_code) for op in admits})
-            in_force = await connection.execute(
-                SELECT_PRICES_IN_FORCE, ([model for model, _ in wanted], [currency for _, currency in wanted])
-            )
+    statements: list[Statement] = [
+        (SELECT_RULES, (id_array(subjects), id_array(quota_ids))),
+        (SELECT_PRICES, (array(versions),)),
+    ]
     if admits:
-        reads.same_requests = {(row[0], row[1]): same_request(row) for row in await same.fetchall()}
-        reads.live_key_ids = {row[0] for row in await keys.fetchall()}
-        reads.prices_in_force = {(row[0], row[2]): TokenPrices(*row[1:]) for row in await in_force.fetchall()}
-    reads.rules = {row[0]: rule_of(*row) for row in await rules.fetchall()}
-    reads.prices = {row[1]: TokenPrices(*row[1:]) for row in await prices.fetchall()}
+        wanted = {(op.model, op.payer.currency_code) for op in admits}
+        requests = id_array(op.payer.project_id for op in admits), id_array(op.request_id for op in admits)
+        statements += [
+            (SELECT_SAME_REQUEST, requests),
+            (SELECT_LIVE_KEYS, (id_array({op.payer.api_key_id for op in admits}),)),
+            (SELECT_PRICES_IN_FORCE, (text_array(model for model, _ in wanted), text_array(currency for _, currency in wanted))),
+        ]
+    rules, prices, *more = await exchange(connection, statements)
+    if admits:
+        same, keys, in_force = more
+        reads.same_requests = {(row[0], row[1]): same_request(row) for row in same}
+        reads.live_key_ids = {row[0] for row in keys}
+        reads.prices_in_force = {(row[0], row[2]): TokenPrices(*row[1:]) for row in in_force}
+    reads.rules = {row[0]: rule_of(*row) for row in rules}
+    reads.prices = {row[1]: TokenPrices(*row[1:]) for row in prices}
 
 
 @functools.lru_cache(maxsize=32_768)  # rules change rarely and are read by every batch: some 15 MB of them at most
@@ -286,25 +282,12 @@ async def lock_counters(connection: Connection, now: datetime, keys: Collection[
     if not keys:
         return counters
     parameters = key_columns(keys)
-    rows = await (await connection.execute(LOCK_COUNTERS, parameters)).fetchall()
+    [rows] = await exchange(connection, [(LOCK_COUNTERS, parameters)])
     if len(rows) < len(keys):
-        async with connection.pipeline():
-            inserted = await connection.execute(INSERT_COUNTERS, parameters)
-            cursor = await connection.execute(LOCK_COUNTERS, parameters)
-        counters.created = frozenset((row[0].int, row[1]) for row in await inserted.fetchall())
-        rows = await cursor.fetchall()
+        inserted, rows = await exchange(connection, [(INSERT_COUNTERS, parameters), (LOCK_COUNTERS, parameters)])
+        counters.created = frozenset((row[0].int, row[1]) for row in inserted)
     counters.rows = {(row[0].int, row[1]): Counter(row[2], row[3]) for row in rows}
     return counters
-
-
-def array(values: Iterable[int | bool | datetime | HoldState]) -> str:
-    """An array literal. Only for values whose text needs no quoting."""
-    return "{" + ",".join(map(str, values)) + "}"
-
-
-def id_array(ids: Iterable[uuid.UUID]) -> str:
-    """An array literal of ids; written without dashes, in a quarter of the time."""
-    return "{" + ",".join([f"{each.int:032x}" for each in ids]) + "}"
 
 
 def key_columns(keys: Collection[CounterKey]) -> tuple[str, str]:

@@ -1,0 +1,137 @@
+"""Several statements to PostgreSQL and all their answers in one round trip, for the path that every request takes.
+
+psycopg's own pipelines send each statement by itself and look for its answer by itself, and its cursors adapt each value: together
+ten times the work. Here a caller writes its values as text (the arrays below), each statement is prepared when a connection first
+sees it, all go out at once, and one wait ends with the last answer.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import uuid
+import weakref
+from collections.abc import Generator, Iterable, Sequence
+from datetime import datetime
+from functools import lru_cache
+from typing import Any
+
+import psycopg
+from psycopg import pq
+from psycopg.adapt import Transformer
+from psycopg.errors import error_from_result
+from psycopg.waiting import Ready, Wait
+
+Connection = psycopg.AsyncConnection[tuple[Any, ...]]
+Row = tuple[Any, ...]
+Value = str | int | float | None
+Statement = tuple[str, Sequence[Value]]  # SQL with %s for each value, and the values
+
+_PLACEHOLDER = re.compile(r"%[s%]")
+_numbers = itertools.count(1)
+_prepared: weakref.WeakKeyDictionary[Connection, set[bytes]] = weakref.WeakKeyDictionary()
+
+
+async def exchange(connection: Connection, statements: Sequence[Statement]) -> list[list[Row]]:
+    """Run the statements in order; the rows of each.
+
+    connection: in autocommit mode and used by nobody else meanwhile. Raises ValueError for text with a NUL, and then nothing was
+    sent; else what the first statement that failed raises, and no later one was run. The connection is of no more use then, nor
+    is it after a cancellation.
+    """
+    encoded = [(*_named(sql), [_encoded(value) for value in values]) for sql, values in statements]
+    pgconn = connection.pgconn
+    prepared = _prepared.setdefault(connection, set())
+    new: set[bytes] = set()
+    pgconn.enter_pipeline_mode()
+    for name, query, values in encoded:
+        if name not in prepared and name not in new:
+            pgconn.send_prepare(name, query)
+            new.add(name)
+        pgconn.send_query_prepared(name, values, result_format=pq.Format.BINARY)
+    pgconn.pipeline_sync()
+    results = await connection.wait(_answers(pgconn))
+    prepared |= new
+    load: Any = Transformer(connection)  # a class of psycopg's that it gives no type
+    return [_rows(load, result) for result in results]
+
+
+def _answers(pgconn: pq.abc.PGconn) -> Generator[Wait, Ready | int, list[pq.abc.PGresult]]:
+    """Send what is to be sent and collect one result per executed statement, up to the end of the pipeline."""
+    while pgconn.flush():
+        if (yield Wait.RW) & Ready.R:
+            pgconn.consume_input()
+    results: list[pq.abc.PGresult] = []
+    error: psycopg.Error | None = None
+    while True:
+        while pgconn.is_busy():
+            yield Wait.R
+            pgconn.consume_input()
+        result = pgconn.get_result()
+        if result is None:  # the end of one statement's answer
+            continue
+        match result.status:
+            case pq.ExecStatus.PIPELINE_SYNC:
+                break
+            case pq.ExecStatus.TUPLES_OK:
+                results.append(result)
+            case pq.ExecStatus.COMMAND_OK:
+                if result.command_status:  # not the answer to a preparation
+                    results.append(result)
+            case pq.ExecStatus.FATAL_ERROR:
+                error = error or error_from_result(result)
+            case _:
+                pass  # what comes after an error is told to have been left out
+    pgconn.exit_pipeline_mode()
+    if error is not None:
+        raise error
+    return results
+
+
+def _rows(load: Any, result: pq.abc.PGresult) -> list[Row]:
+    rows: list[Row] = []
+    if result.ntuples:
+        load.set_pgresult(result)
+        rows = load.load_rows(0, result.ntuples, tuple)
+    return rows
+
+
+@lru_cache(maxsize=256)  # statements are constants
+def _named(sql: str) -> tuple[bytes, bytes]:
+    """The name that a statement is prepared under, and its text as the server takes it."""
+    numbers = itertools.count(1)
+    query = _PLACEHOLDER.sub(lambda found: "%" if found[0] == "%%" else f"${next(numbers)}", sql)
+    return f"weir_{next(_numbers)}".encode(), query.encode()
+
+
+def _encoded(value: Value) -> bytes | None:
+    if value is None:
+        return None
+    encoded = str(value).encode()
+    if b"\0" in encoded:  # the protocol would end the value there
+        raise ValueError("text for the database must not contain NUL")
+    return encoded
+
+
+def array(values: Iterable[int | bool | datetime | str]) -> str:
+    """An array literal. Only for values whose text needs no quoting."""
+    return "{" + ",".join(map(str, values)) + "}"
+
+
+def id_array(ids: Iterable[uuid.UUID]) -> str:
+    """An array literal of ids; written without dashes, in a quarter of the time."""
+    return "{" + ",".join([f"{each.int:032x}" for each in ids]) + "}"
+
+
+def text_array(texts: Iterable[str | None]) -> str:
+    """An array literal of any texts."""
+    return "{" + ",".join(["NULL" if text is None else _quoted(text) for text in texts]) + "}"
+
+
+def bytes_array(values: Iterable[bytes]) -> str:
+    """An array literal of bytea."""
+    return "{" + ",".join([f'"\\\\x{value.hex()}"' for value in values]) + "}"
+
+
+def _quoted(text: str) -> str:
+    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'

@@ -1,0 +1,81 @@
+"""Statements that go out together: every value arrives as it was, every answer belongs to its statement, and an error ends all."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import AsyncIterator
+from datetime import UTC, datetime
+
+import psycopg
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from metering.db import psycopg_conninfo
+from metering.exchange import Connection, array, bytes_array, exchange, id_array, text_array
+
+texts = st.lists(st.none() | st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=20), max_size=5)
+
+
+@pytest.fixture
+async def connection(postgres_server: str) -> AsyncIterator[Connection]:
+    async with await psycopg.AsyncConnection.connect(psycopg_conninfo(postgres_server), autocommit=True) as opened:
+        yield opened
+
+
+async def test_each_statement_has_its_own_answer(connection: Connection) -> None:
+    for _ in range(3):  # the first time they are prepared
+        answers = await exchange(
+            connection,
+            [
+                ("BEGIN", ()),
+                ("SELECT %s::int + %s::int, '100 %%'", (2, "3")),
+                ("SELECT 1 WHERE false", ()),
+                ("SELECT g FROM generate_series(1, %s) g", (3,)),
+                ("SELECT %s::float8, %s::text", (0.25, None)),
+                ("COMMIT", ()),
+            ],
+        )
+
+        assert answers == [[], [(5, "100 %")], [], [(1,), (2,), (3,)], [(0.25, None)], []]
+
+
+@given(given_texts=texts, ids=st.lists(st.uuids(), max_size=3), blobs=st.lists(st.binary(max_size=9), max_size=3))
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=60)
+async def test_arrays_arrive_as_they_were(
+    connection: Connection, given_texts: list[str | None], ids: list[uuid.UUID], blobs: list[bytes]
+) -> None:
+    numbers, times = [-1, 2**40], [datetime(2026, 11, 20, 1, 2, 3, 4, UTC)]
+
+    [[row]] = await exchange(
+        connection,
+        [
+            (
+                "SELECT %s::text[], %s::uuid[], %s::bytea[], %s::bigint[], %s::timestamptz[], %s::bool[]",
+                (text_array(given_texts), id_array(ids), bytes_array(blobs), array(numbers), array(times), array([True, False])),
+            )
+        ],
+    )
+
+    assert row == (given_texts, ids, blobs, numbers, times, [True, False])
+
+
+async def test_an_error_is_raised_as_what_it_is_and_nothing_after_it_is_done(connection: Connection) -> None:
+    await connection.execute("CREATE TEMPORARY TABLE kept (n int PRIMARY KEY)")
+
+    with pytest.raises(psycopg.errors.UniqueViolation):
+        await exchange(
+            connection,
+            [("INSERT INTO kept VALUES (%s)", (1,)), ("INSERT INTO kept VALUES (%s)", (1,)), ("INSERT INTO kept VALUES (2)", ())],
+        )
+
+
+async def test_text_that_the_protocol_would_cut_short_is_refused(connection: Connection) -> None:
+    with pytest.raises(ValueError, match="NUL"):
+        await exchange(connection, [("SELECT %s::text", ("a\0b",))])
+
+
+async def test_a_connection_that_goes_away_is_told(postgres_server: str) -> None:
+    async with await psycopg.AsyncConnection.connect(psycopg_conninfo(postgres_server), autocommit=True) as opened:
+        with pytest.raises(psycopg.OperationalError):
+            await exchange(opened, [("SELECT pg_terminate_backend(pg_backend_pid())", ()), ("SELECT 1", ())])
