@@ -194,6 +194,8 @@ class TorchEngine:
             raise RequestImpossible(fault)
         if self._settings.simulation is not None and request.response_format is not None:
             raise RequestImpossible("the simulated engine keeps no response format", request.response_format.field)
+        if self._settings.simulation is not None and request.beam_search is not None:
+            raise RequestImpossible("the simulated engine has nothing to search for", "beam_search")
         if (
             sum(stream.request.choice_count for stream in self._streams.values() if not stream.scheduled)
             >= self._limits.waiting_sequence_count_max

@@ -11,7 +11,16 @@ from weir.v1 import inference_service_pb2 as pb
 from api.decoding import check_against_model
 from api.errors import InvalidRequest
 from api.wire import ValidStart, parse_start
-from inference.engine import GenerationRequest, GrammarKind, ResponseFormat, SamplingParams, SequenceId, StopCriteria
+from inference.engine import (
+    BeamSearchParams,
+    EarlyStopping,
+    GenerationRequest,
+    GrammarKind,
+    ResponseFormat,
+    SamplingParams,
+    SequenceId,
+    StopCriteria,
+)
 
 NAN = float("nan")
 
@@ -62,6 +71,20 @@ def violations(error: pytest.ExceptionInfo[InvalidRequest]) -> list[str]:
         ),
         ({}, {"response_format": pb.ResponseFormat(regex="")}, "response_format.regex"),
         ({}, {"response_format": pb.ResponseFormat(lark="ü" * 32_769)}, "response_format.lark"),
+        ({}, {"beam_search": pb.BeamSearch()}, "beam_search.width"),
+        ({}, {"beam_search": pb.BeamSearch(width=1)}, "beam_search.width"),
+        ({}, {"beam_search": pb.BeamSearch(width=17)}, "beam_search.width"),
+        ({}, {"beam_search": pb.BeamSearch(width=2, length_penalty=10.5)}, "beam_search.length_penalty"),
+        ({}, {"beam_search": pb.BeamSearch(width=2, length_penalty=NAN)}, "beam_search.length_penalty"),
+        ({}, {"beam_search": pb.BeamSearch(width=2, early_stopping=9)}, "beam_search.early_stopping"),  # type: ignore[arg-type]
+        ({}, {"beam_search": pb.BeamSearch(width=2), "choice_count": 3}, "choice_count"),
+        ({}, {"beam_search": pb.BeamSearch(width=2), "stop_sequences": ["x"]}, "stop_sequences"),
+        ({}, {"beam_search": pb.BeamSearch(width=2), "response_format": pb.ResponseFormat(regex="a")}, "response_format"),
+        ({"temperature": 0.5}, {"beam_search": pb.BeamSearch(width=2)}, "sampling.temperature"),
+        ({"top_p": 1.0}, {"beam_search": pb.BeamSearch(width=2)}, "sampling.top_p"),
+        ({"top_k": 0}, {"beam_search": pb.BeamSearch(width=2)}, "sampling.top_k"),
+        ({"min_p": 0.0}, {"beam_search": pb.BeamSearch(width=2)}, "sampling.min_p"),
+        ({"seed": 1}, {"beam_search": pb.BeamSearch(width=2)}, "sampling.seed"),
         ({}, {"response_format": pb.ResponseFormat(regex="a"), "ignore_eos": True}, "ignore_eos"),
         ({}, {"response_format": pb.ResponseFormat(regex="a"), "min_output_tokens": 1}, "min_output_tokens"),
         ({}, {"response_format": pb.ResponseFormat(regex="a"), "stop_token_ids": [5]}, "stop_token_ids"),
@@ -89,6 +112,18 @@ def test_what_is_unset_is_the_models_default_and_what_is_set_wins() -> None:
     assert parse(given, top_logprobs=0).sampling.over(defaults) == SamplingParams(
         temperature=0.0, top_p=0.8, seed=4, logit_bias=((3, -100.0), (9, 1.5)), top_logprobs=0
     )
+
+
+def test_a_beam_search_reaches_the_engine_without_the_models_defaults_of_chance() -> None:
+    defaults = SamplingParams(temperature=0.7, top_p=0.8, top_k=20, min_p=0.05, repetition_penalty=1.05)
+    given = pb.BeamSearch(width=4, length_penalty=0.0, early_stopping=pb.EARLY_STOPPING_WHEN_FULL)
+
+    parsed = parse(beam_search=given, choice_count=4)
+
+    assert parsed.sampling.over(defaults) == SamplingParams(repetition_penalty=1.05)
+    assert parsed.beam_search == BeamSearchParams(4, 0.0, EarlyStopping.WHEN_FULL)
+    assert parse(beam_search=pb.BeamSearch(width=2)).beam_search == BeamSearchParams(2, 1.0, EarlyStopping.HEURISTIC)
+    assert parse().beam_search is None
 
 
 def test_the_end_reaches_the_engine_as_it_is() -> None:
@@ -145,9 +180,11 @@ def test_decoding_is_part_of_what_makes_a_request_the_same() -> None:
             {"sampling": pb.Sampling(min_p=0.0)},
             {"sampling": pb.Sampling(logit_bias={3: 1.0})},
             {"top_logprobs": 0},
+            {"beam_search": pb.BeamSearch(width=2)},
+            {"beam_search": pb.BeamSearch(width=2, length_penalty=1.0)},
             {"min_output_tokens": 1},
             {"stop_token_ids": [0]},
         )
     }
 
-    assert len(hashes) == 6
+    assert len(hashes) == 8

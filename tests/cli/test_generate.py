@@ -93,6 +93,15 @@ def test_several_answers_are_shown_under_their_numbers(weir: Run, server: Script
     assert result.stdout == f"[1] {ANSWER}\n", "the scripted server gives one"
 
 
+def test_a_search_is_asked_for_by_its_beams(weir: Run, server: ScriptedWeir) -> None:
+    flags = ["--beam-width", "4", "--length-penalty", "0.5", "--early-stopping", "yes", "--choices", "2"]
+
+    assert weir("generate", "Hi", *flags).exit_code == 0
+
+    search = pb.BeamSearch(width=4, length_penalty=0.5, early_stopping=pb.EARLY_STOPPING_WHEN_FULL)
+    assert start_of(server).beam_search == search
+
+
 @pytest.mark.parametrize("bias", ["12", "x=1", "12=much"])
 def test_a_bias_that_is_none_is_refused_by_name(weir: Run, bias: str) -> None:
     result = weir("generate", "Hi", "--logit-bias", bias)

@@ -242,8 +242,11 @@ async def test_decoding_options_become_the_start_frame() -> None:
         await client.complete("demo", "Hi", json_schema="true")
         await client.complete("demo", "Hi", regex="a+")
         await client.complete("demo", "Hi", lark='start: "a"')
+        await client.complete("demo", "Hi", beam_width=4, length_penalty=0.0, early_stopping="never", choice_count=2)
         with pytest.raises(InvalidRequest, match="at most one"):
             await client.complete("demo", "Hi", regex="a", lark="b")
+        with pytest.raises(InvalidRequest, match="only with beam_width"):
+            await client.complete("demo", "Hi", early_stopping=True)
 
     starts = [frame.start for message in server.streams[0].messages for frame in message.frames]
     assert starts[0].sampling == pb.Sampling(
@@ -251,6 +254,10 @@ async def test_decoding_options_become_the_start_frame() -> None:
     )
     assert (list(starts[0].stop_token_ids), starts[0].min_output_tokens, starts[0].top_logprobs) == ([5], 2, 4)
     assert not starts[0].HasField("response_format")
+    search = starts.pop()
+    assert search.beam_search == pb.BeamSearch(width=4, length_penalty=0.0, early_stopping=pb.EARLY_STOPPING_NEVER)
+    assert search.choice_count == 2
+    assert not starts[0].HasField("beam_search")
     assert [start.response_format for start in starts[1:]] == [
         pb.ResponseFormat(json_schema='{"type": "null"}'),
         pb.ResponseFormat(json_schema="true"),
