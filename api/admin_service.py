@@ -1,29 +1,33 @@
-"""`AdminService`: its quotas, prices and audit log here; tenants and live requests in the classes beside it."""
+"""`AdminService`: its quotas, prices and audit log here; tenants, live requests and configurations in the classes beside it."""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import uuid
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from sqlalchemy import or_, select
 from sqlalchemy.ext.asyncio import AsyncSession
 from weir.v1 import admin_service_pb2 as pb
 
 from api import wire
+from api.admin_configuration import ConfigurationCalls
 from api.admin_live import LiveCalls
 from api.admin_tenants import TenantCalls
 from api.auth import Authenticator
 from api.interceptor import Context
+from api.quota_wire import quota_status
 from inference.router import Router
-from metering import audit, prices, quota_admin
+from metering import audit, prices, quota_admin, quota_states
 from metering.db import Sessions
 from metering.errors import InvalidValue, NotFound
-from metering.models import AuditEntry, Organization, Project
+from metering.models import ApiKey, AuditEntry, Organization, Project
 from metering.tenants import KeyRecord, find_api_key, find_organization, find_project
 
 
-class AdminServicer(TenantCalls, LiveCalls):
+class AdminServicer(TenantCalls, ConfigurationCalls, LiveCalls):
     """See `proto/weir/v1/admin_service.proto`. One call, one transaction."""
 
     def __init__(self, router: Router, authenticator: Authenticator, sessions: Sessions, database_url: str) -> None:
@@ -50,7 +54,7 @@ class AdminServicer(TenantCalls, LiveCalls):
                 limit_value=request.limit_value,
                 actor=actor,
             )
-            return pb.SetQuotaResponse(quota=wire.quota_status(state))
+            return pb.SetQuotaResponse(quota=quota_status(state))
 
     async def DeleteQuota(self, request: pb.DeleteQuotaRequest, context: Context) -> pb.DeleteQuotaResponse:
         """Removes a limit."""
@@ -62,7 +66,7 @@ class AdminServicer(TenantCalls, LiveCalls):
         """Lists limits."""
         async with self._transaction(context) as (session, _):
             states = await quota_states.list_quotas(session, organization=request.organization or None)
-            return pb.ListQuotasResponse(quotas=map(wire.quota_status, states))
+            return pb.ListQuotasResponse(quotas=map(quota_status, states))
 
     async def SetPrice(self, request: pb.SetPriceRequest, context: Context) -> pb.SetPriceResponse:
         """Adds a price version."""
@@ -103,14 +107,17 @@ class AdminServicer(TenantCalls, LiveCalls):
 
 
 async def subject_ids(session: AsyncSession, ref: str) -> list[str]:
-    """What the audit log may call a subject by: the id of an organization, a project or a key of that name, and the text itself."""
-    ids = {ref}
+    """The ids of an organization, a project or a key of that name, and of all below it; and the text itself, for other ids."""
+    found: set[uuid.UUID] = set()
     finders: tuple[Callable[[AsyncSession, str], Awaitable[Organization | Project | KeyRecord]], ...]
     finders = (find_organization, find_project, find_api_key)
     for find in finders:
         with contextlib.suppress(NotFound):
-            ids.add(str((await find(session, ref)).id))
-    return sorted(ids)
+            found.add((await find(session, ref)).id)
+    projects = await session.scalars(select(Project.id).where(or_(Project.organization_id.in_(found), Project.id.in_(found))))
+    found |= set(projects)
+    found |= set(await session.scalars(select(ApiKey.id).where(ApiKey.project_id.in_(found))))
+    return sorted({ref, *map(str, found)})
 
 
 def audit_message(entry: AuditEntry) -> pb.AuditEntry:

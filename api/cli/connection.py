@@ -25,6 +25,7 @@ KEY_VARIABLES: Mapping[Role, tuple[str, ...]] = {
     "inference": ("WEIR_API_KEY",),
     "admin": ("WEIR_ADMIN_KEY", "WEIR_API_KEY"),
 }
+UNARY_TIMEOUT_S = 30.0  # of calls to admins' and finance's APIs
 RETRY_WAIT_MAX_S = 1.0  # a person at a terminal is told to wait rather than left waiting
 
 AddressOption = Annotated[
@@ -133,13 +134,13 @@ def inference_client(address: str | None, api_key: str | None) -> Iterator[Clien
 
 
 @contextmanager
-def admin_client(address: str | None, api_key: str | None) -> Iterator[AdminClient]:
-    """A client for the admin API; fails like `inference_client`."""
+def admin_client(address: str | None, api_key: str | None, *, timeout: float = UNARY_TIMEOUT_S) -> Iterator[AdminClient]:
+    """A client for the admin API; fails like `inference_client`. timeout: seconds for each call."""
     with reported(address):
         target = resolve("admin", address, api_key)
         from weir_client import AdminClient
 
-        with reported(target.address), AdminClient(target.address, target.api_key) as client:
+        with reported(target.address), AdminClient(target.address, target.api_key, timeout=timeout) as client:
             yield client
 
 
@@ -174,7 +175,7 @@ def reported(address: str | None) -> Iterator[None]:
         raise typer.Exit(1) from None
 
 
-def fail(message: str) -> NoReturn:
-    """One line on stderr, then exit code 1."""
+def fail(message: str, status: int = 1) -> NoReturn:
+    """One line on stderr, then the exit code: 2 where the command line or a file of the user is what is wrong."""
     typer.secho(f"error: {message}", fg="red", err=True)
-    raise typer.Exit(1) from None
+    raise typer.Exit(status) from None

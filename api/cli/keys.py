@@ -16,7 +16,9 @@ from api.cli.output import JsonOption, note, print_json, show
 from api.cli.render import table
 from api.cli.tenants import OrganizationOption
 
-key = typer.Typer(help="Create, revoke and list API keys.", no_args_is_help=True)
+key = typer.Typer(help="Create, rotate, change, revoke and list API keys.", no_args_is_help=True)
+
+KeyArgument = Annotated[str, typer.Argument(metavar="KEY", help="Id of the key, or its prefix as shown.")]
 
 UNITS = {"m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
 
@@ -30,12 +32,15 @@ def create_key(
         list[str] | None, typer.Option(help="inference, admin or billing; may be given several times. Default: inference.")
     ] = None,
     expires_in: Annotated[str | None, typer.Option(help="How long it works, as 90m, 12h, 30d or 4w. Default: for ever.")] = None,
+    if_missing: Annotated[
+        bool, typer.Option("--if-missing", help="Do nothing if the project has a working key of this name and these scopes.")
+    ] = False,
     as_json: JsonOption = False,
     address: AddressOption = None,
     api_key: KeyOption = None,
 ) -> None:
     """Create an API key. Its secret goes to stdout, once."""
-    lifetime = parse_lifetime(expires_in) if expires_in is not None else None
+    lifetime = parse_span(expires_in, "--expires-in") if expires_in is not None else None
     with admin_client(address, api_key) as client:
         created = client.create_api_key(
             organization_or_default(organization, client.address),
@@ -43,25 +48,77 @@ def create_key(
             name,
             scopes=scope or ("inference",),
             lifetime=lifetime,
+            allow_existing=if_missing,
         )
     if as_json:
         print_json(created)
         return
     made = created.api_key
+    if created.existed:
+        note(f"key {made.name} ({made.prefix}) is there already; its secret was shown once: `weir key rotate` makes another")
+        return
     until = f" until {time_text(made.expire_time)}" if made.expire_time else ""
     note(f"key {made.name} ({made.prefix}) for {', '.join(made.scopes)}{until}, id {made.api_key_id}")
-    typer.secho("This is the only time that the secret is shown. Store it now:", fg="yellow", err=True)
-    typer.echo(created.secret)
+    show_secret(created.secret)
 
 
-@key.command("revoke")
-def revoke_key(
-    api_key_ref: Annotated[str, typer.Argument(metavar="KEY", help="Id of the key, or its prefix as shown.")],
+@key.command("rotate")
+def rotate_key(
+    api_key_ref: KeyArgument,
+    overlap: Annotated[str, typer.Option(help="How long the present secret works on: 90m, 12h, 7d, or 0 to end it now.")] = "24h",
     as_json: JsonOption = False,
     address: AddressOption = None,
     api_key: KeyOption = None,
 ) -> None:
-    """Revoke an API key for good. Doing it twice changes nothing."""
+    """Give a key a new secret, shown once. The present one works on for the overlap; id, prefix, limits and counters stay."""
+    span = timedelta(0) if overlap == "0" else parse_span(overlap, "--overlap")
+    with admin_client(address, api_key) as client:
+        rotated = client.rotate_api_key(api_key_ref, overlap=span)
+    if as_json:
+        print_json(rotated)
+        return
+    made = rotated.api_key
+    until = f"works until {time_text(rotated.overlap_end_time)}" if span else "is refused from now on"
+    note(f"key {made.name} ({made.prefix}) has a new secret; the old one {until}")
+    show_secret(rotated.secret)
+
+
+@key.command("update")
+def update_key(
+    api_key_ref: KeyArgument,
+    name: Annotated[str | None, typer.Option(help="New name for people.")] = None,
+    scope: Annotated[
+        list[str] | None, typer.Option(help="inference, admin or billing; may be given several times. Replaces all scopes.")
+    ] = None,
+    expires_in: Annotated[str | None, typer.Option(help="Let it end in so long, as 90m, 12h, 30d or 4w; 0 ends it now.")] = None,
+    never_expires: Annotated[bool, typer.Option("--never-expires", help="Let it work for ever.")] = False,
+    as_json: JsonOption = False,
+    address: AddressOption = None,
+    api_key: KeyOption = None,
+) -> None:
+    """Change name, scopes or end of a key. What is not given stays."""
+    if name is None and not scope and expires_in is None and not never_expires:
+        raise typer.BadParameter("say what to change: --name, --scope, --expires-in or --never-expires")
+    span = None if expires_in is None else timedelta(0) if expires_in == "0" else parse_span(expires_in, "--expires-in")
+    expire_time = None if span is None else datetime.now(UTC) + span
+    with admin_client(address, api_key) as client:
+        changed = client.update_api_key(
+            api_key_ref, name=name, scopes=scope or (), expire_time=expire_time, never_expires=never_expires
+        )
+    if as_json:
+        print_json(changed)
+    else:
+        show(keys_table([changed], datetime.now(UTC)))
+
+
+@key.command("revoke")
+def revoke_key(
+    api_key_ref: KeyArgument,
+    as_json: JsonOption = False,
+    address: AddressOption = None,
+    api_key: KeyOption = None,
+) -> None:
+    """Revoke an API key for good, and end what runs with it, on every server. Doing it twice changes nothing."""
     with admin_client(address, api_key) as client:
         revoked = client.revoke_api_key(api_key_ref)
     if as_json:
@@ -88,11 +145,17 @@ def list_keys(
         note("there is no key")
 
 
-def parse_lifetime(text: str) -> timedelta:
-    """`30d` and the like. Raises: typer.BadParameter."""
+def show_secret(secret: str) -> None:
+    """A secret alone on stdout, with a warning beside it."""
+    typer.secho("This is the only time that the secret is shown. Store it now:", fg="yellow", err=True)
+    typer.echo(secret)
+
+
+def parse_span(text: str, flag: str) -> timedelta:
+    """`30d` and the like. Raises: typer.BadParameter naming the flag."""
     match = re.fullmatch(r"(\d{1,6})([mhdw])", text.strip())
     if match is None or int(match[1]) == 0:
-        raise typer.BadParameter("write it as 90m, 12h, 30d or 4w", param_hint="--expires-in")
+        raise typer.BadParameter("write it as 90m, 12h, 30d or 4w", param_hint=flag)
     return timedelta(**{UNITS[match[2]]: int(match[1])})
 
 
@@ -102,7 +165,8 @@ def key_state(key: ApiKey, now: datetime) -> str:
         return f"revoked {time_text(key.revoke_time)}"
     if key.expire_time is not None and key.expire_time <= now:
         return f"expired {time_text(key.expire_time)}"
-    return f"until {time_text(key.expire_time)}" if key.expire_time else "active"
+    state = f"until {time_text(key.expire_time)}" if key.expire_time else "active"
+    return f"{state}, two secrets until {time_text(key.overlap_end_time)}" if key.overlap_end_time else state
 
 
 def keys_table(keys: list[ApiKey], now: datetime) -> RenderableType:

@@ -1,13 +1,12 @@
-"""`weir org`, `weir project` and `weir audit`: customers, their parts, and who changed what."""
+"""`weir org` and `weir project`: customers and their parts."""
 
 from __future__ import annotations
 
-import json
 from typing import Annotated
 
 import typer
 from rich.console import RenderableType
-from weir_client import AuditEntry, Organization, Project
+from weir_client import Organization, Project
 
 from api.cli.amounts import time_text
 from api.cli.connection import AddressOption, KeyOption, admin_client, organization_or_default
@@ -19,18 +18,21 @@ project = typer.Typer(help="Create and list projects.", no_args_is_help=True)
 
 OrganizationOption = Annotated[str | None, typer.Option("--org", help="Organization, by name or id. Else that of `weir up`.")]
 
+IfMissingOption = Annotated[bool, typer.Option("--if-missing", help="Do nothing if it exists, so that a script may be repeated.")]
+
 
 @org.command("create")
 def create_organization(
     name: Annotated[str, typer.Argument(help="1 to 63 of a-z, 0-9 and -, starting with a letter.")],
     currency: Annotated[str, typer.Option(help="Currency of its bills, as ISO 4217 code.")] = "USD",
+    if_missing: IfMissingOption = False,
     as_json: JsonOption = False,
     address: AddressOption = None,
     api_key: KeyOption = None,
 ) -> None:
     """Create an organization: a customer with its own bill."""
     with admin_client(address, api_key) as client:
-        created = client.create_organization(name, currency_code=currency)
+        created = client.create_organization(name, currency_code=currency, allow_existing=if_missing)
     if as_json:
         print_json(created)
     else:
@@ -54,13 +56,14 @@ def list_organizations(as_json: JsonOption = False, address: AddressOption = Non
 def create_project(
     name: Annotated[str, typer.Argument(help="1 to 63 of a-z, 0-9 and -, starting with a letter.")],
     organization: OrganizationOption = None,
+    if_missing: IfMissingOption = False,
     as_json: JsonOption = False,
     address: AddressOption = None,
     api_key: KeyOption = None,
 ) -> None:
     """Create a project: a part of an organization with its own keys and limits."""
     with admin_client(address, api_key) as client:
-        created = client.create_project(organization_or_default(organization, client.address), name)
+        created = client.create_project(organization_or_default(organization, client.address), name, allow_existing=if_missing)
     if as_json:
         print_json(created)
     else:
@@ -85,24 +88,6 @@ def list_projects(
         note("it has no project yet: `weir project create NAME --org ORG`")
 
 
-def audit(
-    limit: Annotated[int, typer.Option(help="At most so many entries, 1 to 1000.", min=1, max=1000)] = 100,
-    before: Annotated[int, typer.Option(help="Only entries before this number; for the next page.")] = 0,
-    as_json: JsonOption = False,
-    address: AddressOption = None,
-    api_key: KeyOption = None,
-) -> None:
-    """Read who changed what, newest first."""
-    with admin_client(address, api_key) as client:
-        entries = client.list_audit_entries(page_size=limit, before_entry_id=before)
-    if as_json:
-        print_json(entries)
-        return
-    show(audit_table(entries))
-    if len(entries) == limit:
-        note(f"older entries: weir audit --before {entries[-1].entry_id}")
-
-
 def organizations_table(organizations: list[Organization]) -> RenderableType:
     """Customers with their currency."""
     made = table("organization", "currency", "created", "id")
@@ -117,36 +102,3 @@ def projects_table(projects: list[Project]) -> RenderableType:
     for each in projects:
         made.add_row(each.name, time_text(each.create_time), each.project_id, each.organization_id)
     return made
-
-
-def audit_table(entries: list[AuditEntry]) -> RenderableType:
-    """Changes, newest first, each with what became different."""
-    made = table("entry", "time", "actor", "action", "subject", "change", right=("entry",))
-    for each in entries:
-        change = changed(each.before_json, each.after_json)
-        made.add_row(str(each.entry_id), time_text(each.create_time), each.actor, each.action, each.subject_id, change)
-    return made
-
-
-def changed(before_json: str, after_json: str) -> str:
-    """What a change made of an object: `limit_value: 10 → 20`; what a new one says; `removed`. Ids and times are in `--json`."""
-    before, after = _object(before_json), _object(after_json)
-    if not after:
-        return "removed" if before else ""
-    told = [name for name in after if name != "id" and not name.endswith(("_id", "_at", "_time")) and after[name] not in ("", None)]
-    if not before:
-        return ", ".join(f"{name}: {_word(after[name])}" for name in told)
-    differing = [name for name in after if before.get(name) != after[name]]
-    return ", ".join(f"{name}: {_word(before.get(name))} → {_word(after[name])}" for name in differing)
-
-
-def _object(text: str) -> dict[str, object]:
-    try:
-        value = json.loads(text) if text else {}
-    except ValueError:
-        return {"value": text}
-    return value if isinstance(value, dict) else {"value": value}
-
-
-def _word(value: object) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

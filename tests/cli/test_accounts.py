@@ -51,7 +51,13 @@ def test_organizations_and_projects(weir: Run, server: ScriptedWeir) -> None:
     assert "web" in weir("project", "create", "web", "--org", "acme").stdout
     assert json.loads(weir("project", "list", "--org", "acme", "--json").stdout)[0]["name"] == "web"
 
-    assert server.accounts.requests[0] == admin_pb.CreateOrganizationRequest(name="acme", currency_code="EUR")
+    created = server.accounts.requests[0]
+    assert (created.name, created.currency_code, created.allow_existing) == ("acme", "EUR", False)
+    assert (
+        weir("org", "create", "acme", "--if-missing").exit_code
+        == weir("project", "create", "web", "--if-missing", "--org", "a").exit_code
+    )
+    assert all(request.allow_existing for request in server.accounts.requests[-2:])
     assert weir("project", "list").exit_code == 2, "which organization is not known"
 
 

@@ -9,10 +9,10 @@ import pytest
 from weir_client import ApiKey, Generation, GenerationState, Money, QuotaDimension, Timings, Usage
 
 from api.cli.amounts import decimal_text, duration_text, parse_limit, parse_price, units_to_picos
+from api.cli.audit import changed
 from api.cli.failures import flag_of
-from api.cli.keys import key_state, parse_lifetime
+from api.cli.keys import key_state, parse_span
 from api.cli.render import printable, table, to_text, tokens_per_second, usage_line, waterfall
-from api.cli.tenants import changed
 from api.cli.trace import traced
 
 
@@ -110,7 +110,7 @@ def test_the_state_of_a_key_at_a_moment() -> None:
 
     assert key_state(key, now) == "until 2026-11-21 00:00:00Z"
     assert key_state(key, now + timedelta(days=2)) == "expired 2026-11-21 00:00:00Z"
-    assert parse_lifetime("4w") == timedelta(weeks=4)
+    assert parse_span("4w", "--expires-in") == timedelta(weeks=4)
 
 
 @pytest.mark.parametrize(

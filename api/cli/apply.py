@@ -1,0 +1,157 @@
+"""`weir apply` and `weir export`: the state as a file, and the file as the state."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from weir_client import AppliedConfiguration, ChangeAction, ConfigurationChange
+
+from api.cli.apply_render import keep_line, plan, summary
+from api.cli.connection import AddressOption, KeyOption, admin_client, fail
+from api.cli.document import Document, FileMistake, read_document, write_document
+from api.cli.output import JsonOption, note, print_json, show
+
+CHANGES_WAIT = 3  # exit code: something remains to be done
+TIMEOUT_S = 120.0  # for thousands of changes in one transaction
+
+
+def apply(
+    file: Annotated[Path, typer.Argument(help="The configuration, as YAML; - for stdin. `weir export` writes one.")],
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would change, and change nothing.")] = False,
+    prune: Annotated[
+        bool, typer.Option("--prune", help="Remove limits, and revoke keys, that the file's lists do not name.")
+    ] = False,
+    exit_code: Annotated[bool, typer.Option("--exit-code", help="With --dry-run: exit with 3 if anything would change.")] = False,
+    secrets_file: Annotated[
+        Path | None, typer.Option(help="Write the secrets of new keys into this new file instead of showing them.")
+    ] = None,
+    as_json: JsonOption = False,
+    address: AddressOption = None,
+    api_key: KeyOption = None,
+) -> None:
+    """Make organizations, projects, keys, limits and prices what a file says: all of it in one transaction, or nothing.
+
+    Applying a file twice changes nothing the second time. What the file does not name stays as it is, unless --prune is given.
+    """
+    document = read_document(content_of(file), prune=prune)
+    secrets = None if dry_run or secrets_file is None else new_secrets_file(secrets_file)
+    with admin_client(address, api_key, timeout=TIMEOUT_S) as client:
+        # A file with mistakes is still shown to the server, which knows of others: they are all told at once.
+        applied = client.apply_configuration(document.configuration, dry_run=dry_run or bool(document.mistakes))
+    mistakes = mistakes_of(document, applied)
+    if mistakes:
+        tell_mistakes(file, mistakes, as_json=as_json)
+    if secrets is not None:
+        os.write(secrets, "".join(f"{each.path} {each.secret}\n" for each in applied.changes if each.secret).encode())
+    if as_json:
+        print_json(plan_document(applied, dry_run=dry_run, with_secrets=secrets is None))
+    else:
+        tell(applied, dry_run=dry_run, prune=prune, with_secrets=secrets is None)
+    if exit_code and dry_run and applied.changes:
+        raise typer.Exit(CHANGES_WAIT)
+
+
+def export(
+    organization: Annotated[str, typer.Option("--org", help="Only this organization, by name or id, and no prices.")] = "",
+    as_json: JsonOption = False,
+    address: AddressOption = None,
+    api_key: KeyOption = None,
+) -> None:
+    """Write the present state as a file for `weir apply`. It has no secrets; applying it changes nothing."""
+    with admin_client(address, api_key, timeout=TIMEOUT_S) as client:
+        present = client.export_configuration(organization)
+    if as_json:
+        print_json(present)
+    else:
+        typer.echo(write_document(present), nl=False)
+
+
+def content_of(file: Path) -> str:
+    """The text of the file, or of stdin for `-`. Ends the command if it cannot be read."""
+    try:
+        return sys.stdin.read() if str(file) == "-" else file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        fail(f"{file} cannot be read: {error}", 2)
+
+
+def new_secrets_file(path: Path) -> int:
+    """A new file that only its owner may read, made before anything is applied: a secret that cannot be written would be lost."""
+    try:
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except OSError as error:
+        fail(f"{path} cannot be made: {error.strerror}", 2)
+
+
+def mistakes_of(document: Document, applied: AppliedConfiguration) -> list[FileMistake]:
+    """What the file and the server found wrong, by line. Of a line that is wrong in itself, the server's word is left out."""
+    wrong = {mistake.line for mistake in document.mistakes}
+    told = (document.mistake_at(mistake.field, mistake.description) for mistake in applied.mistakes)
+    return sorted([*document.mistakes, *(each for each in told if each.line not in wrong)], key=lambda each: each.line)
+
+
+def tell_mistakes(file: Path, mistakes: list[FileMistake], *, as_json: bool) -> None:
+    """Say what is wrong as `file:line: place: remedy`, and end the command: nothing was changed."""
+    if as_json:
+        found = [{"line": each.line, "place": each.place, "message": each.message} for each in mistakes]
+        print_json({"applied": False, "changes": [], "kept": [], "mistakes": found})
+    for each in mistakes:
+        typer.secho(f"{file}:{each.line}: {each.place and each.place + ': '}{each.message}", fg="red", err=True)
+    count = len(mistakes)
+    note(f"nothing was changed: {count} {'mistake' if count == 1 else 'mistakes'}")
+    raise typer.Exit(2)
+
+
+def tell(applied: AppliedConfiguration, *, dry_run: bool, prune: bool, with_secrets: bool) -> None:
+    """The differences, what they come to, and the secrets of new keys."""
+    if applied.changes:
+        show(plan(applied.changes))
+    note(summary(applied.changes, dry_run=dry_run))
+    left = [change for change in applied.kept if change.kind != "project"]
+    if left:
+        remedy = "named nowhere in the file, and left alone" if prune else "not named in the file; --prune removes them"
+        note(
+            f"{len(left)} more {'exists' if len(left) == 1 else 'exist'}, {remedy}: {', '.join(map(keep_line, left[:5]))}"
+            + (len(left) > 5) * ", …"
+        )
+    fresh = [change for change in applied.changes if change.secret]
+    if fresh and with_secrets:
+        typer.secho("This is the only time that these secrets are shown. Store them now:", fg="yellow", err=True)
+        for change in fresh:
+            typer.echo(f"{change.path} {change.secret}")
+
+
+def plan_document(applied: AppliedConfiguration, *, dry_run: bool, with_secrets: bool) -> dict[str, Any]:
+    """The plan for scripts: names and units are those of the contract."""
+    return {
+        "applied": not dry_run,
+        "changes": [change_document(change, with_secrets=with_secrets) for change in applied.changes],
+        "kept": [change_document(change, with_secrets=False) for change in applied.kept],
+        "mistakes": [],
+    }
+
+
+def change_document(change: ConfigurationChange, *, with_secrets: bool) -> dict[str, Any]:
+    """One difference."""
+    document: dict[str, Any] = {"action": change.action.value, "kind": change.kind, "path": change.path}
+    if change.quota:
+        document["quota"] = change.quota
+    if change.api_key_prefix:
+        document["api_key_prefix"] = change.api_key_prefix
+    if change.action is not ChangeAction.KEEP:
+        document["fields"] = [
+            {"field": each.field, "before": value_of(each.before_json), "after": value_of(each.after_json)}
+            for each in change.fields
+        ]
+    if change.secret and with_secrets:
+        document["secret"] = change.secret
+    return document
+
+
+def value_of(text: str | None) -> Any:
+    """A value from its JSON text."""
+    return None if text is None else json.loads(text)

@@ -1,0 +1,193 @@
+"""`weir requests`: what runs in all processes, whose it is, and how it is ended. Never what it says."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated
+
+import typer
+from rich.console import Group, RenderableType
+from rich.live import Live
+from rich.text import Text
+from weir_client import KilledRequest, KillResult, LiveRequest, LiveView, RequestPhase
+
+from api.cli.amounts import duration_text, time_text
+from api.cli.connection import AddressOption, KeyOption, admin_client
+from api.cli.output import JsonOption, make_console, note, print_json, show
+from api.cli.render import table, usage_line
+
+REMAINS = 3  # exit code: something remains to be done
+PHASE_WORDS = {RequestPhase.UNSPECIFIED: "?"}
+
+requests = typer.Typer(help="Show and end what runs.", invoke_without_command=True)
+
+
+@requests.callback()
+def list_requests(
+    context: typer.Context,
+    organization: Annotated[str, typer.Option("--org", help="Only of this organization, by name or id.")] = "",
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Show it again and again, until Ctrl-C.")] = False,
+    interval: Annotated[float, typer.Option(help="Seconds between two looks of --watch.", min=0.2, max=3600)] = 1.0,
+    wide: Annotated[bool, typer.Option("--wide", help="With cached tokens, the end of the hold, and the process.")] = False,
+    limit: Annotated[int, typer.Option(help="At most so many requests, 1 to 1000; the sums are over all.", min=1, max=1000)] = 200,
+    as_json: JsonOption = False,
+    address: AddressOption = None,
+    api_key: KeyOption = None,
+) -> None:
+    """Show what runs in all processes: whose it is, where it stands, its tokens, and the sums of each organization."""
+    if context.invoked_subcommand is not None:
+        return
+    with admin_client(address, api_key) as client:
+        view = client.list_live_requests(organization, page_size=limit)
+        if not watch:
+            tell(view, wide=wide, as_json=as_json)
+            return
+        if as_json or not make_console().is_terminal:
+            while True:  # a document or a table for each look, for programs that read on
+                tell(view, wide=wide, as_json=as_json)
+                time.sleep(interval)
+                view = client.list_live_requests(organization, page_size=limit)
+        with Live(live_tables(view, wide=wide), console=make_console(), auto_refresh=False, screen=True) as screen:
+            while True:
+                time.sleep(interval)
+                view = client.list_live_requests(organization, page_size=limit)
+                screen.update(live_tables(view, wide=wide), refresh=True)
+
+
+@requests.command("kill")
+def kill_request(
+    request_id: Annotated[str, typer.Argument(help="Id of the request, as `weir requests` shows it.")],
+    project: Annotated[str, typer.Option(help="Its project as ORG/NAME, where several run a request of this id.")] = "",
+    reason: Annotated[str, typer.Option(help="Why; told to its client and in the audit log.")] = "",
+    as_json: JsonOption = False,
+    address: AddressOption = None,
+    api_key: KeyOption = None,
+) -> None:
+    """End a request in whichever process it runs. What was delivered is settled. Doing it twice changes nothing."""
+    with admin_client(address, api_key) as client:
+        killed = client.kill_request(request_id, project=project, reason=reason)
+    if as_json:
+        print_json(killed)
+    else:
+        note(killed_text(request_id, killed))
+    if killed.result is KillResult.PENDING:
+        raise typer.Exit(REMAINS)
+
+
+@requests.command("stuck")
+def stuck_requests(
+    end: Annotated[bool, typer.Option("--end", help="End every hold whose time is over, as the worker does.")] = False,
+    as_json: JsonOption = False,
+    address: AddressOption = None,
+    api_key: KeyOption = None,
+) -> None:
+    """Show holds that should have ended by themselves 30 s ago and have not. There are none while a worker runs."""
+    with admin_client(address, api_key) as client:
+        ended_count = client.end_overdue_holds() if end else 0
+        view = client.list_live_requests(page_size=1000, stuck_only=True)
+    if as_json:
+        print_json({"ended_count": ended_count, "stuck_count": view.request_count, "requests": view.requests})
+    else:
+        if end:
+            note(f"ended {ended_count} overdue {'hold' if ended_count == 1 else 'holds'}")
+        tell_stuck(view)
+    if view.request_count:
+        raise typer.Exit(REMAINS)
+
+
+def tell(view: LiveView, *, wide: bool, as_json: bool) -> None:
+    """One look."""
+    if as_json:
+        print_json(view)
+    elif view.request_count or view.silent_owner_ids:
+        show(live_tables(view, wide=wide))
+    else:
+        note("nothing runs")
+
+
+def tell_stuck(view: LiveView) -> None:
+    """Holds that nobody has ended, and what to do."""
+    if not view.request_count:
+        note("no hold is stuck")
+        return
+    show(requests_table(view.requests, wide=True))
+    note(
+        f"{view.request_count} holds keep their quotas though their time is over: no worker sweeps. "
+        "Start one (`weir up` runs it; see metering/README.md), or end them now with `weir requests stuck --end`"
+    )
+
+
+def killed_text(request_id: str, killed: KilledRequest) -> str:
+    """What came of it, in a line."""
+    generation = killed.generation
+    used = usage_line(generation.usage, generation.cost, None) if generation else "it had not begun"
+    match killed.result:
+        case KillResult.ENDED:
+            return f"request {request_id} is ended: {used}"
+        case KillResult.HAD_ENDED:
+            return f"request {request_id} had ended before: {used}"
+    return (
+        f"request {request_id} is ordered to end, but its process does not answer; "
+        f"if that is gone, its hold ends at {time_text(killed.expire_time)} at the latest"
+    )
+
+
+def live_tables(view: LiveView, *, wide: bool) -> RenderableType:
+    """What runs, the sums of each organization, and what is not known."""
+    parts: list[RenderableType] = [requests_table(view.requests, wide=wide), organizations_table(view)]
+    if view.request_count > len(view.requests):
+        parts.append(
+            Text(f"{view.request_count - len(view.requests):,} younger requests are not shown: --limit, --org", style="dim")
+        )
+    if view.silent_owner_ids:
+        told = ", ".join(view.silent_owner_ids)
+        parts.append(Text(f"no answer from process {told}: phase ? and old counts are those of the holds", style="yellow"))
+    return Group(*parts)
+
+
+def requests_table(requests: tuple[LiveRequest, ...], *, wide: bool) -> RenderableType:
+    """One line per request, the oldest first."""
+    more = ("cached", "hold ends in") if wide else ()
+    numbers = ("age", "in", *more[:1], "out", "tokens/s", "lease", *more[1:])
+    made = table("id", "project", "key", "model", "phase", *numbers, *(["process"] if wide else []), right=numbers)
+    for each in requests:
+        ends_in = (each.expire_time.timestamp() - time.time()) if each.expire_time else None
+        cells = {
+            "age": duration_text(each.age_s),
+            "in": f"{each.input_token_count:,}",
+            "cached": f"{each.cached_input_token_count:,}",
+            "out": f"{each.delivered_token_count:,}",
+            "tokens/s": f"{each.tokens_per_second:,.1f}" if each.tokens_per_second else "—",
+            "lease": f"{each.leased_token_count:,}" if each.admit_time else "—",
+            "hold ends in": "—" if ends_in is None else duration_text(ends_in) if ends_in > 0 else f"{duration_text(-ends_in)} ago",
+        }
+        made.add_row(
+            each.request_id,
+            f"{each.organization_name}/{each.project_name}",
+            each.api_key_prefix,
+            each.model,
+            PHASE_WORDS.get(each.phase, each.phase.value),
+            *(cells[name] for name in numbers),
+            *([each.owner_name or each.owner_id] if wide else []),
+        )
+    return made
+
+
+def organizations_table(view: LiveView) -> RenderableType:
+    """The sums."""
+    numbers = ("requests", "holds", "tokens held", "tokens/s")
+    made = table("organization", *numbers, right=numbers)
+    for each in view.organizations:
+        rate = f"{each.tokens_per_second:,.1f}"
+        made.add_row(each.name, f"{each.request_count:,}", f"{each.hold_count:,}", f"{each.held_token_count:,}", rate)
+    if len(view.organizations) > 1:
+        total = view.organizations
+        made.add_section()
+        made.add_row(
+            "all",
+            f"{view.request_count:,}",
+            f"{sum(each.hold_count for each in total):,}",
+            f"{sum(each.held_token_count for each in total):,}",
+            f"{sum(each.tokens_per_second for each in total):,.1f}",
+        )
+    return made

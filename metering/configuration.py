@@ -1,0 +1,172 @@
+"""What should be, as values: organizations, projects, keys, limits and prices; and the differences that lead there. Pure.
+
+Field names are those of the published configuration, and those of a limit are the columns that hold them: one more attribute of a
+limit is one more line in `QuotaSpec`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field, fields
+from datetime import UTC, datetime
+from enum import StrEnum
+
+from metering.models import Quota, QuotaDimension
+
+Value = str | int | bool | None | list[str]
+
+
+class Action(StrEnum):
+    """What is done to one thing."""
+
+    CREATE = "create"
+    UPDATE = "update"
+    DELETE = "delete"
+    KEEP = "keep"  # it exists, is not named, and stays
+
+
+@dataclass(frozen=True, slots=True)
+class QuotaPlace:
+    """Which limit of its subject."""
+
+    dimension: QuotaDimension
+    model: str = ""
+    for_new_keys: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class QuotaSpec:
+    """How a limit is set. A raise is all three of its fields or none; none leaves a raise that stands."""
+
+    limit_value: int
+    enforced: bool = True
+    input_weight_milli: int = 1000
+    cached_input_weight_milli: int = 1000
+    output_weight_milli: int = 1000
+    raised_limit_value: int | None = None
+    raised_until: datetime | None = None
+    raise_reason: str | None = None
+
+    @classmethod
+    def of(cls, quota: Quota, now: datetime) -> QuotaSpec:
+        """A limit as it stands. A raise whose time has passed is none."""
+        spec = cls(**{each.name: getattr(quota, each.name) for each in fields(cls)})
+        return spec.without_past_raise(now)
+
+    def without_past_raise(self, now: datetime) -> QuotaSpec:
+        """The same, but for a raise that is over."""
+        if self.raised_until is None or self.raised_until > now:
+            return self
+        return QuotaSpec(**{each.name: getattr(self, each.name) for each in fields(self) if not each.name.startswith("raise")})
+
+
+@dataclass(frozen=True, slots=True)
+class KeySpec:
+    """A key. prefix: empty where the name alone says which."""
+
+    name: str
+    prefix: str = ""
+    scopes: tuple[str, ...] = ("inference",)
+    expires_at: datetime | None = None
+    quotas: tuple[tuple[QuotaPlace, QuotaSpec], ...] = ()
+    prune_quotas: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ProjectSpec:
+    """A project with its keys."""
+
+    name: str
+    quotas: tuple[tuple[QuotaPlace, QuotaSpec], ...] = ()
+    keys: tuple[KeySpec, ...] = ()
+    prune_quotas: bool = False
+    prune_keys: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class OrganizationSpec:
+    """A customer with its projects. currency_code: empty for any, and USD for a new one."""
+
+    name: str
+    currency_code: str = ""
+    quotas: tuple[tuple[QuotaPlace, QuotaSpec], ...] = ()
+    projects: tuple[ProjectSpec, ...] = ()
+    prune_quotas: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class PriceSpec:
+    """What a model costs in one currency."""
+
+    model: str
+    currency_code: str
+    input_picos_per_token: int
+    cached_input_picos_per_token: int
+    output_picos_per_token: int
+
+
+@dataclass(frozen=True, slots=True)
+class Configuration:
+    """All that a document says."""
+
+    organizations: tuple[OrganizationSpec, ...] = ()
+    prices: tuple[PriceSpec, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class FieldChange:
+    """One field that becomes different. None for a value that was or will be none."""
+
+    name: str
+    before: Value
+    after: Value
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One difference. path: "acme/search/laptop", "acme" for a limit on acme, the model for a price."""
+
+    action: Action
+    kind: str
+    path: str
+    fields: tuple[FieldChange, ...] = ()
+    quota: QuotaPlace | None = None
+    key_prefix: str = ""
+    secret: str = field(default="", repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Mistake:
+    """One thing that is wrong, by its path in the document: "organizations[0].projects[2].name"."""
+
+    path: str
+    message: str
+
+
+def differences(before: object | None, after: object, names: Collection[str]) -> tuple[FieldChange, ...]:
+    """The named fields in which two values differ; of something new, those that say something."""
+    pairs = ((name, value_of(before, name), value_of(after, name)) for name in names)
+    return tuple(
+        FieldChange(name, old, new) for name, old, new in pairs if old != new and not (before is None and new in (None, ""))
+    )
+
+
+def value_of(thing: object | None, name: str) -> Value:
+    """A field as a JSON value; times in UTC with `Z`."""
+    match None if thing is None else getattr(thing, name):
+        case datetime() as at:
+            return at.astimezone(UTC).isoformat().replace("+00:00", "Z")
+        case tuple() | list() as several:
+            return sorted(map(str, several))
+        case None | str() | int() as plain:
+            return plain
+        case other:
+            raise TypeError(f"{name} is a {type(other).__name__}, which no configuration holds")
+
+
+def named_twice(path: str, field_name: str, names: Sequence[object]) -> Iterator[Mistake]:
+    """Mistakes for what a list names more than once."""
+    first: dict[object, int] = {}
+    for index, name in enumerate(names):
+        if (earlier := first.setdefault(name, index)) != index:
+            yield Mistake(f"{path}[{index}].{field_name}", f"named before, at {path}[{earlier}]: give each once")

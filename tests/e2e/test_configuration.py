@@ -1,0 +1,276 @@
+"""A configuration as a whole: what it changes, that it does so once and all or nothing, and that every mistake is told at once."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import uuid
+from collections.abc import AsyncIterator
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+from google.protobuf.json_format import MessageToDict, ParseDict
+from google.protobuf.timestamp_pb2 import Timestamp
+from grpc import StatusCode
+from weir.v1 import admin_service_pb2 as admin_pb
+from weir.v1 import admin_service_pb2_grpc as pb_grpc
+from weir.v1 import configuration_pb2 as pb
+
+from tests.service import MODEL, Service, Tenant, bearer, refused
+
+LATER = (datetime.now(UTC) + timedelta(days=30)).replace(microsecond=0)
+NEXT_YEAR = f"{LATER:%Y-%m-%dT%H:%M:%SZ}"
+
+
+class Admin:
+    """An admin who applies configurations."""
+
+    def __init__(self, service: Service, stub: Any, tenant: Tenant, secret: str, prefix: str) -> None:
+        self.service, self.stub, self.tenant, self.secret, self.prefix = service, stub, tenant, secret, prefix
+
+    async def apply(self, *organizations: dict[str, Any], dry_run: bool = False, **parts: Any) -> pb.ApplyConfigurationResponse:
+        """Apply organizations and whatever else is given."""
+        request = pb.ApplyConfigurationRequest(dry_run=dry_run)
+        ParseDict({"organizations": organizations, **parts}, request.configuration)
+        answer: pb.ApplyConfigurationResponse = await self.stub.ApplyConfiguration(request, metadata=bearer(self.secret))
+        return answer
+
+    async def export(self, organization: str) -> dict[str, Any]:
+        """The state of one organization."""
+        request = pb.ExportConfigurationRequest(organization=organization)
+        answer = await self.stub.ExportConfiguration(request, metadata=bearer(self.secret))
+        [exported] = MessageToDict(answer.configuration, preserving_proto_field_name=True)["organizations"]
+        return dict(exported)
+
+    def audit_count(self) -> int:
+        """Entries of the audit log."""
+        [row] = self.service.books.rows("SELECT count(*) AS n FROM audit_log")
+        return int(row["n"])
+
+
+@pytest.fixture
+async def admin(service: Service) -> AsyncIterator[Admin]:
+    """A tenant with an admin key."""
+    tenant = await service.tenant()
+    key, secret = await service.new_key(tenant, "admin")
+    async with service.channel() as channel:
+        yield Admin(service, pb_grpc.AdminServiceStub(channel), tenant, secret, key.prefix)
+
+
+def team(name: str, **fields: Any) -> dict[str, Any]:
+    """An organization with limits, a project and two keys."""
+    quota = {"dimension": "QUOTA_DIMENSION_TOKENS_PER_MONTH", "limit_value": 1000}
+    keys = [
+        {"name": "copilot", "quotas": [{"dimension": "QUOTA_DIMENSION_REQUESTS_PER_MINUTE", "limit_value": 9, "enforced": False}]},
+        {"name": "nightly", "scopes": ["inference", "billing"], "expire_time": NEXT_YEAR},
+    ]
+    weighted = {"dimension": "QUOTA_DIMENSION_TOKENS_PER_DAY", "model": MODEL, "limit_value": 500, "output_weight_milli": 2500}
+    raised = {"raised_limit_value": 800, "raised_until_time": NEXT_YEAR, "raise_reason": "launch"}
+    project = {"name": "search", "quotas": [weighted | raised], "keys": keys}
+    return {"name": name, "currency_code": "EUR", "quotas": [quota], "projects": [project]} | fields
+
+
+def unique() -> str:
+    """A name that is free."""
+    return f"a{uuid.uuid4().hex[:16]}"
+
+
+def told(changes: Any) -> list[tuple[str, str, str]]:
+    """Changes in short."""
+    return [(pb.ConfigurationChange.Action.Name(each.action)[7:].lower(), each.kind, each.path) for each in changes]
+
+
+def fields_of(change: pb.ConfigurationChange) -> dict[str, tuple[Any, Any]]:
+    """What differs, before and after."""
+    read = [json.loads(text) if text else None for each in change.fields for text in (each.before_json, each.after_json)]
+    return {each.field: (read[2 * n], read[2 * n + 1]) for n, each in enumerate(change.fields)}
+
+
+async def test_a_configuration_is_made_once_and_its_keys_work(service: Service, admin: Admin) -> None:
+    name = unique()
+
+    first = await admin.apply(team(name))
+    second = await admin.apply(team(name))
+
+    assert told(first.changes) == [
+        ("create", "organization", name),
+        ("create", "quota", name),
+        ("create", "project", f"{name}/search"),
+        ("create", "quota", f"{name}/search"),
+        ("create", "key", f"{name}/search/copilot"),
+        ("create", "quota", f"{name}/search/copilot"),
+        ("create", "key", f"{name}/search/nightly"),
+    ]
+    assert not second.changes
+    assert not second.kept
+    secrets = {change.path: change.secret for change in first.changes if change.secret}
+    assert secrets.keys() == {f"{name}/search/copilot", f"{name}/search/nightly"}
+    async with service.client(secrets[f"{name}/search/copilot"]) as client:
+        limits = {(str(each.dimension), each.limit_value) for each in await client.get_quota(MODEL)}
+    assert limits >= {("tokens-per-month", 1000), ("requests-per-minute", 9)}
+    assert all(secret not in json.dumps(service.books.rows("SELECT after FROM audit_log")) for secret in secrets.values())
+
+
+async def test_what_is_exported_applies_without_a_change(admin: Admin) -> None:
+    name = unique()
+    await admin.apply(team(name))
+    await admin.stub.CreateApiKey(
+        admin_pb.CreateApiKeyRequest(organization=name, project="search", name="nightly"), metadata=bearer(admin.secret)
+    )
+
+    exported = await admin.export(name)
+    again = await admin.apply(exported)
+
+    assert not again.changes
+    assert not again.kept
+    assert not again.mistakes
+    keys = exported["projects"][0]["keys"]
+    assert [(key["name"], "prefix" in key) for key in keys] == [("copilot", False), ("nightly", True), ("nightly", True)]
+
+
+async def test_a_dry_run_tells_the_same_and_changes_nothing(admin: Admin) -> None:
+    name = unique()
+    before = admin.audit_count()
+
+    planned = await admin.apply(team(name), dry_run=True)
+
+    assert admin.audit_count() == before
+    assert not any(change.secret or change.api_key_prefix for change in planned.changes), "a secret that will never work"
+    done = await admin.apply(team(name))
+    assert told(planned.changes) == told(done.changes)
+    assert [fields_of(change) for change in planned.changes] == [fields_of(change) for change in done.changes]
+
+
+async def test_changes_are_told_with_what_was_and_what_will_be(admin: Admin) -> None:
+    name = unique()
+    await admin.apply(team(name))
+    wanted = team(name)
+    wanted["quotas"][0]["limit_value"] = 2000
+    search = wanted["projects"][0]
+    search["quotas"][0] |= {"output_weight_milli": 1000, "raised_limit_value": 900}
+    search["keys"][1] |= {"scopes": ["inference"]}
+    del search["keys"][1]["expire_time"]
+
+    changed = await admin.apply(wanted)
+
+    assert [(change.kind, fields_of(change)) for change in changed.changes] == [
+        ("quota", {"limit_value": (1000, 2000)}),
+        ("quota", {"output_weight_milli": (2500, 1000), "raised_limit_value": (800, 900)}),
+        ("key", {"scopes": (["billing", "inference"], ["inference"]), "expire_time": (NEXT_YEAR, None)}),
+    ]
+    assert (await admin.export(name))["quotas"][0]["limit_value"] == "2000"
+
+
+async def test_only_what_a_list_that_is_pruned_does_not_name_is_removed(service: Service, admin: Admin) -> None:
+    """Limits for new keys give a key its own, which no file names: they stay."""
+    name = unique()
+    default = {"dimension": "QUOTA_DIMENSION_TOKENS_PER_MINUTE", "limit_value": 7, "for_new_keys": True}
+    first = await admin.apply(team(name, quotas=[*team(name)["quotas"], default]))
+    [copilot] = [change for change in first.changes if change.path.endswith("copilot") and change.kind == "key"]
+    project = {"name": "search", "quotas": [], "keys": [{"name": "nightly", "scopes": ["billing", "inference"]}]}
+    project["keys"][0] |= {"expire_time": NEXT_YEAR, "prune_quotas": True}  # type: ignore[index]
+
+    kept = await admin.apply({"name": name, "quotas": [default], "projects": [project]})
+    pruning = project | {"prune_quotas": True, "prune_keys": True}
+    pruned = await admin.apply({"name": name, "quotas": [default], "projects": [pruning]})
+
+    assert told(kept.changes) == []
+    assert told(kept.kept) == [
+        ("keep", "quota", name),
+        ("keep", "quota", f"{name}/search"),
+        ("keep", "key", f"{name}/search/copilot"),
+    ]
+    assert told(pruned.changes) == [("delete", "quota", f"{name}/search"), ("delete", "key", f"{name}/search/copilot")]
+    assert told(pruned.kept) == [("keep", "quota", name)], "the organization's list was not to be pruned"
+    async with service.stream(copilot.secret) as stream:
+        assert await stream.closed() is StatusCode.UNAUTHENTICATED
+    exported = await admin.export(name)
+    [nightly] = exported["projects"][0]["keys"]
+    assert [quota["limit_value"] for quota in nightly["quotas"]] == ["7"]
+
+
+async def test_every_mistake_is_told_with_its_place_and_nothing_is_changed(admin: Admin) -> None:
+    name = unique()
+    before = admin.audit_count()
+    wrong = team(name)
+    wrong["projects"][0]["keys"][0] |= {"scopes": ["root"]}
+    wrong["projects"][0]["keys"].append({"name": "nightly"})
+    wrong["projects"][0]["quotas"] += [
+        {"dimension": "QUOTA_DIMENSION_TOKENS_PER_DAY", "model": "nothing", "limit_value": 1},
+        {"dimension": "QUOTA_DIMENSION_CONCURRENT_REQUESTS", "limit_value": -1},
+        {"dimension": "QUOTA_DIMENSION_TOKENS_PER_MINUTE", "limit_value": 5, "raised_limit_value": 9},
+        {"limit_value": 5},
+    ]
+    caps = {"name": "Caps", "projects": [{"name": "fine", "keys": [{"name": ""}]}]}
+
+    answer = await admin.apply(wrong, caps, {"name": name, "currency_code": "USD"}, prices=[price("a b")])
+
+    assert {mistake.field for mistake in answer.mistakes} == {
+        "organizations[0].projects[0].keys[0].scopes",
+        "organizations[0].projects[0].keys[2].name",
+        "organizations[0].projects[0].quotas[1].model",
+        "organizations[0].projects[0].quotas[2].limit_value",
+        "organizations[0].projects[0].quotas[3].raised_limit_value",
+        "organizations[0].projects[0].quotas[4].dimension",
+        "organizations[1].name",
+        "organizations[1].projects[0].keys[0].name",
+        "organizations[2].name",
+        "organizations[2].currency_code",
+        "prices[0].model",
+    }
+    assert all(mistake.description for mistake in answer.mistakes)
+    assert not answer.changes
+    assert admin.audit_count() == before
+
+
+def price(model: str, output: int = 3) -> dict[str, Any]:
+    """Prices of a model."""
+    return {"model": model, "input_picos_per_token": 2, "cached_input_picos_per_token": 1, "output_picos_per_token": output}
+
+
+async def test_a_price_gets_a_version_only_where_it_differs(admin: Admin) -> None:
+    model = f"m{uuid.uuid4().hex[:8]}"
+
+    first = await admin.apply(prices=[price(model)])
+    same = await admin.apply(prices=[price(model)])
+    dearer = await admin.apply(prices=[price(model, output=4)])
+
+    assert told(first.changes) == [("create", "price", f"{model} in USD")]
+    assert not same.changes
+    [change] = dearer.changes
+    assert fields_of(change) == {"output_picos_per_token": (3, 4)}
+
+
+async def test_an_admin_cannot_shut_themselves_out(admin: Admin) -> None:
+    """Neither by pruning the key of the call, nor by taking its scope or its time."""
+    own = admin.tenant.name
+    project = {"name": "main", "prune_keys": True}
+    without_scope = {"name": "main", "keys": [{"name": "more", "scopes": ["inference"]}]}
+    past = {"name": "main", "keys": [{"name": "more", "scopes": ["admin"], "expire_time": "2020-01-01T00:00:00Z"}]}
+
+    for wanted in (project, without_scope, past):
+        answer = await admin.apply({"name": own, "projects": [wanted]})
+        assert [mistake.field.partition(".keys")[1] for mistake in answer.mistakes] == [".keys"], wanted
+    assert not (await admin.apply({"name": own, "projects": [{"name": "main"}]})).changes
+
+
+async def test_two_admins_at_once_make_one_of_each(service: Service, admin: Admin) -> None:
+    """They take turns, so the second one's plan begins where the first one ended."""
+    name = unique()
+
+    answers = await asyncio.gather(*(admin.apply(team(name)) for _ in range(4)))
+
+    assert sorted(len(answer.changes) for answer in answers) == [0, 0, 0, 7]
+    assert not any(answer.mistakes for answer in answers)
+
+
+async def test_applying_needs_the_scope_of_an_admin(service: Service, admin: Admin) -> None:
+    request = pb.ApplyConfigurationRequest()
+    refusal = await refused(admin.stub.ApplyConfiguration(request, metadata=bearer(admin.tenant.secret)))
+
+    assert refusal.code is StatusCode.PERMISSION_DENIED
+    impossible = pb.QuotaConfiguration(limit_value=1, raised_until_time=Timestamp(seconds=2**62))
+    broken = pb.Configuration(organizations=[pb.OrganizationConfiguration(name="x", quotas=[impossible])])
+    answer = await admin.stub.ApplyConfiguration(pb.ApplyConfigurationRequest(configuration=broken), metadata=bearer(admin.secret))
+    assert "organizations[0].quotas[0].raised_limit_value" in {mistake.field for mistake in answer.mistakes}
