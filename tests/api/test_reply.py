@@ -1,0 +1,75 @@
+"""What a request says at once: a stream of tokens that nobody reads is given up, the end of a beam search waits for its reader."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from weir.v1 import inference_service_pb2 as pb
+
+from api.admission import Lease
+from api.outbox import Outbox
+from api.reply import Reply
+from api.settings import Settings
+from api.wire import parse_start
+from inference.engine import TokensGenerated
+from metering.journal import UsageJournal
+from metering.operations import Outcome
+
+OUTBOX_TOKENS = 50
+
+
+class Covered:
+    """A lease that covers everything without ever waiting, so that nothing else lets the writer run."""
+
+    def __init__(self) -> None:
+        self.admitted = SimpleNamespace(hold_id=uuid.uuid4(), prices=None)
+
+    async def cover(self, token_count: int) -> None:
+        return None
+
+
+@pytest.fixture
+def journal(tmp_path: Path) -> Iterator[UsageJournal]:
+    journal = UsageJournal(tmp_path, uuid.uuid4())
+    yield journal
+    journal.close()
+
+
+async def say_at_once(journal: UsageJournal, **fields: Any) -> tuple[list[Outcome], int]:
+    """Hand on 500 tokens that are all there already, to a client that takes each message. Why it was stopped, and tokens sent."""
+    start = parse_start(str(uuid.uuid4()), pb.StartFrame(model="tiny", text="Hi", **fields))
+    stopped: list[Outcome] = []
+    sent = 0
+
+    async def write(message: pb.GenerateResponse) -> None:
+        nonlocal sent
+        await asyncio.sleep(0)
+        sent += sum(len(frame.delta.token_ids) for frame in message.frames)
+
+    outbox = Outbox(journal)
+    reply = Reply(outbox, start, stopped.append)
+    settings = cast(Settings, SimpleNamespace(outbox_tokens_per_request_max=OUTBOX_TOKENS, client_stall_max_s=60.0))
+    reply.open(cast(Lease, Covered()), settings, None)
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(outbox.write_all(write))
+        for index in range(500):
+            reply.delivery.usage.generated_token_count += 1
+            await reply.hand_on(TokensGenerated((index,), "x"))
+        outbox.close()
+    return stopped, sent
+
+
+async def test_what_a_search_says_at_once_waits_for_its_client(journal: UsageJournal) -> None:
+    assert await say_at_once(journal, beam_search=pb.BeamSearch(width=2)) == ([], 500)
+
+
+async def test_what_comes_token_by_token_faster_than_it_is_read_is_given_up(journal: UsageJournal) -> None:
+    stopped, _ = await say_at_once(journal)
+
+    assert set(stopped) == {Outcome.SLOW_CONSUMER}
