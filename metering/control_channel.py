@@ -2,7 +2,7 @@
 
 Owns the connection and what this process has read of the orders. Notifications make it quick; the look at every interval makes it
 certain: an order is acted on within `LOOK_INTERVAL_S` if its notification was lost, and within `LOOK_INTERVAL_S` +
-`ANSWER_TIMEOUT_S` + `RECONNECT_MAX_S` if the connection had died without a word.
+`ANSWER_TIMEOUT_S` + `CONNECT_TIMEOUT_S`, five seconds, if the connection had died without a word.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from typing import Any
 import psycopg
 import structlog
 
+from metering.bounded_connection import KEEPALIVES, BoundedConnection, patience
 from metering.db import connection_options, psycopg_conninfo
 from metering.stop_orders import CHANNEL, REPORT, StopOrder
 
 LOOK_INTERVAL_S = 1.0  # one indexed query a second per process
-ANSWER_TIMEOUT_S = 2.0  # a query of a few rows that takes longer has no server any more
-CONNECT_TIMEOUT_S = 5
+ANSWER_TIMEOUT_S = 2.0  # above the interval; a query of a few rows that takes longer has no server any more
+CONNECT_TIMEOUT_S = 2  # the least that libpq knows
 RECONNECT_MIN_S, RECONNECT_MAX_S = 0.05, 2.0
 SETTLED_AGE = "60 seconds"  # no transaction that writes an order lasts longer: order numbers below such an age are all visible
 
-AWAY = (psycopg.OperationalError, psycopg.InterfaceError, TimeoutError, OSError)
-Connection = psycopg.AsyncConnection[tuple[Any, ...]]
+AWAY = (psycopg.OperationalError, psycopg.InterfaceError, OSError)
 
 SELECT_FLOOR = f"SELECT coalesce(max(id), 0) FROM stop_orders WHERE ordered_at < clock_timestamp() - interval '{SETTLED_AGE}'"
 # Numbers are given out before the commit, so a smaller one may appear after a greater one: young orders are read again and again.
@@ -69,9 +69,10 @@ class ControlChannel:
         delay_s = 0.0
         while True:
             try:
-                async with await self._connect() as connection:
-                    self.connected, delay_s = True, 0.0
-                    await self._serve(connection)
+                with patience(ANSWER_TIMEOUT_S):
+                    async with await self._connect() as connection:
+                        self.connected, delay_s = True, 0.0
+                        await self._serve(connection)
             except AWAY as away:
                 level = log.info if self.connected else log.debug  # once per outage, not once per attempt
                 level("control_channel_lost", cause=str(away).strip() or type(away).__name__)
@@ -80,27 +81,21 @@ class ControlChannel:
             await asyncio.sleep(delay_s)
             delay_s = min(max(delay_s * 2, RECONNECT_MIN_S), RECONNECT_MAX_S)
 
-    async def _connect(self) -> Connection:
-        connection: Connection = await psycopg.AsyncConnection.connect(
-            self._conninfo,
-            autocommit=True,
-            connect_timeout=CONNECT_TIMEOUT_S,
-            options=connection_options(),
-            tcp_user_timeout=int(ANSWER_TIMEOUT_S * 1000),
+    async def _connect(self) -> BoundedConnection:
+        return await BoundedConnection.connect(
+            self._conninfo, autocommit=True, connect_timeout=CONNECT_TIMEOUT_S, options=connection_options(), **KEEPALIVES
         )
-        return connection
 
-    async def _serve(self, connection: Connection) -> None:
+    async def _serve(self, connection: BoundedConnection) -> None:
         await connection.execute(f"LISTEN {CHANNEL}")
         asked = {REPORT}  # nobody has, but the row says that this process is one to wait for
         while True:
-            async with asyncio.timeout(ANSWER_TIMEOUT_S):
-                await self._obey(connection)  # always: orders may have been given while nobody listened
-                if REPORT in asked:
-                    await connection.execute(WRITE_REPORT, (*self._owner, json.dumps(self._report())))
+            await self._obey(connection)  # always: orders may have been given while nobody listened
+            if REPORT in asked:
+                await connection.execute(WRITE_REPORT, (*self._owner, json.dumps(self._report())))
             asked = {notice.payload async for notice in connection.notifies(timeout=LOOK_INTERVAL_S, stop_after=1)}
 
-    async def _obey(self, connection: Connection) -> None:
+    async def _obey(self, connection: BoundedConnection) -> None:
         """Act on the orders that have come since the last look. What was ordered before this process began is not for it."""
         if self._floor is None:
             self._floor = await self._number(connection, SELECT_FLOOR)
@@ -114,7 +109,7 @@ class ControlChannel:
         self._obeyed = {number for number in self._obeyed if number > self._floor}
 
     @staticmethod
-    async def _number(connection: Connection, query: str) -> int:
+    async def _number(connection: BoundedConnection, query: str) -> int:
         row = await (await connection.execute(query.encode())).fetchone()
         assert row is not None, "an aggregate has one row"
         return int(row[0])

@@ -1,0 +1,196 @@
+"""Orders to end requests reach a process once each, in whatever order they are committed and whatever its connection suffers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import uuid
+from collections.abc import AsyncIterator
+from typing import Any
+
+import psycopg
+import pytest
+from sqlalchemy import text
+
+from metering import control_channel
+from metering.control_channel import ControlChannel
+from metering.db import Sessions, psycopg_conninfo
+from metering.live import live_view
+from metering.stop_orders import StopOrder, order_end_of_key, order_end_of_request
+from tests.metering.books import Customer
+from tests.metering.cutting_proxy import CuttingProxy
+
+PATIENCE_S = 30.0
+
+
+class Listener:
+    """One process's end, and the orders that it got."""
+
+    def __init__(self, url: str) -> None:
+        self.orders: list[StopOrder] = []
+        self.owner_id = uuid.uuid4()
+        self.channel = ControlChannel(url, self.owner_id, "here:1", stop=self.orders.append, report=self._report)
+        self.reported = 0
+
+    def _report(self) -> list[dict[str, Any]]:
+        self.reported += 1
+        return []
+
+    async def got(self, count: int) -> None:
+        """Wait for so many orders."""
+        await until(lambda: len(self.orders) >= count, "the order")
+
+
+async def until(condition: Any, what: str) -> None:
+    """Wait for something that another task brings about."""
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            while not condition():  # noqa: ASYNC110  # what it looks at is in the database
+                await asyncio.sleep(0.005)
+    except TimeoutError:
+        raise AssertionError(f"waited in vain for {what}") from None
+
+
+@contextlib.asynccontextmanager
+async def listening(url: str) -> AsyncIterator[Listener]:
+    """A process that listens."""
+    listener = Listener(url)
+    async with asyncio.TaskGroup() as tasks:
+        task = tasks.create_task(listener.channel.run())
+        await until(lambda: listener.reported, "the connection")
+        yield listener
+        task.cancel()
+
+
+async def order(sessions: Sessions, customer: Customer, reason: str = "") -> uuid.UUID:
+    """An order to end one request."""
+    request_id = uuid.uuid4()
+    async with sessions.begin() as session:
+        await order_end_of_request(session, project_id=customer.key.project_id, request_id=request_id, reason=reason)
+    return request_id
+
+
+async def test_an_order_comes_once_with_what_it_names(database_url: str, sessions: Sessions, customer: Customer) -> None:
+    async with listening(database_url) as listener:
+        request_id = await order(sessions, customer, "it loops")
+        async with sessions.begin() as session:
+            await order_end_of_key(session, customer.key.id)
+        await listener.got(2)
+        await order(sessions, customer)
+        await listener.got(3)
+
+    first, second, _ = listener.orders
+    assert (first.request_id, first.project_id, first.api_key_id) == (request_id, customer.key.project_id, None)
+    assert (first.reason, second.api_key_id, second.request_id) == ("it loops", customer.key.id, None)
+    assert len({each.order_id for each in listener.orders}) == 3
+
+
+async def test_an_order_that_is_rolled_back_reaches_nobody(database_url: str, sessions: Sessions, customer: Customer) -> None:
+    async with listening(database_url) as listener:
+        async with sessions() as session:
+            await order_end_of_key(session, customer.key.id)
+            await session.rollback()
+        await order(sessions, customer)
+        await listener.got(1)
+
+    assert [each.api_key_id for each in listener.orders] == [None]
+
+
+async def test_an_order_that_is_committed_after_a_later_one_is_not_missed(
+    database_url: str, sessions: Sessions, customer: Customer
+) -> None:
+    """Numbers are given out before the commit. Looking for numbers above the last one seen would miss it."""
+    async with listening(database_url) as listener:
+        async with sessions() as slow:
+            await order_end_of_key(slow, customer.key.id)
+            await order(sessions, customer)
+            await listener.got(1)
+            await slow.commit()
+        await listener.got(2)
+
+    first, second = listener.orders
+    assert first.order_id > second.order_id
+    assert second.api_key_id == customer.key.id
+
+
+async def test_orders_of_the_time_without_a_connection_are_obeyed_when_it_is_back(
+    database_url: str, sessions: Sessions, customer: Customer
+) -> None:
+    async with CuttingProxy(database_url).listening() as proxy, listening(proxy.url) as listener:
+        await order(sessions, customer)
+        await listener.got(1)
+        proxy.refusing = True
+        proxy.cut_now()
+        await until(lambda: not listener.channel.connected, "the cut to be noticed")
+        missed = await order(sessions, customer)
+        proxy.refusing = False
+        await listener.got(2)
+
+    assert [each.request_id for each in listener.orders[1:]] == [missed]
+
+
+async def test_a_connection_that_died_without_a_word_is_given_up(
+    database_url: str, sessions: Sessions, customer: Customer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing comes and nothing is answered: the look at the orders tells."""
+    monkeypatch.setattr(control_channel, "LOOK_INTERVAL_S", 0.05)
+    monkeypatch.setattr(control_channel, "ANSWER_TIMEOUT_S", 0.3)
+    async with CuttingProxy(database_url).listening() as proxy, listening(proxy.url) as listener:
+        proxy.deaf = True
+        await order(sessions, customer)
+        await until(lambda: not listener.channel.connected, "the silence to be noticed")
+        proxy.deaf = False
+        await listener.got(1)
+
+    assert len(listener.orders) == 1
+
+
+async def test_old_orders_are_not_read_again_and_again(
+    database_url: str, sessions: Sessions, customer: Customer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What no transaction can come before any more is passed for good; a new process does not even look at it."""
+    monkeypatch.setattr(control_channel, "LOOK_INTERVAL_S", 0.02)
+    async with listening(database_url) as listener:
+        for _ in range(3):
+            await order(sessions, customer)
+        await listener.got(3)
+        async with sessions.begin() as session:
+            await session.execute(text("UPDATE stop_orders SET ordered_at = ordered_at - interval '2 minutes'"))
+        await until(lambda: listener.channel._floor == max(each.order_id for each in listener.orders), "the floor to rise")
+        await until(lambda: not listener.channel._obeyed, "what lies below it to be forgotten")
+        async with listening(database_url) as newcomer:
+            last = await order(sessions, customer)
+            await newcomer.got(1)
+            await listener.got(4)
+
+    assert [each.request_id for each in newcomer.orders] == [last]
+    assert len(listener.orders) == 4
+
+
+async def test_a_view_asks_who_is_there_and_names_who_is_silent(database_url: str, sessions: Sessions, customer: Customer) -> None:
+    """Silent is who holds something and does not answer; what has ended and holds nothing is forgotten."""
+    async with listening(database_url) as listener:
+        before = listener.reported
+        async with sessions.begin() as session:
+            query = "INSERT INTO live_reports VALUES (:id, 'gone:1', now() - interval '1 hour', '[]')"
+            await session.execute(text(query), {"id": uuid.uuid4()})
+        view = await live_view(sessions)
+        async with sessions() as session:
+            known = set(await session.scalars(text("SELECT owner_id FROM live_reports")))
+
+    assert listener.reported == before + 1
+    assert (view.requests, view.organizations, view.silent_owner_ids) == ((), (), ())
+    assert known == {listener.owner_id}
+
+
+async def test_two_database_connections_are_all_that_it_costs(database_url: str, customer: Customer) -> None:
+    """The listener's own, and this test's."""
+    query = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid()"
+    with psycopg.connect(psycopg_conninfo(database_url), autocommit=True) as connection:
+        before = connection.execute(query).fetchone()
+        async with listening(database_url):
+            after = connection.execute(query).fetchone()
+
+    assert before is not None
+    assert after is not None
+    assert after[0] == before[0] + 1
