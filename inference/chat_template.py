@@ -1,8 +1,8 @@
 """Conversations to prompts, by the checkpoint's own Jinja templates.
 
-A template comes from whoever made the checkpoint, so it runs in a sandbox that can neither reach Python's attributes nor change
-what it is given. It finds there what published templates expect: `raise_exception`, `strftime_now`, `tojson` without HTML escapes,
-loop controls, `generation` blocks, the special tokens by name.
+A template comes from whoever made the checkpoint, so it runs in a sandbox (`template_sandbox.py`). It finds
+there what published templates expect: `raise_exception`, `strftime_now`, `tojson` without HTML escapes, loop controls, `generation`
+blocks, the special tokens by name.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from typing import Any, ClassVar, NoReturn
 from jinja2 import TemplateError, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from inference.checkpoint import read_json
 from inference.errors import ChatTemplateFailed, CheckpointInvalid
+from inference.template_sandbox import LOOK_AT_CLOCK, BoundedEnvironment, Budget
 
 DEFAULT_TEMPLATE = "default"
 
@@ -76,9 +76,7 @@ class _GenerationBlock(Extension):
 
 class _ChatTemplate:
     def __init__(self, source: str, special_tokens: Mapping[str, str], path: Path) -> None:
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationBlock]
-        )
+        environment = BoundedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationBlock])
         environment.globals["raise_exception"] = _refuse
         environment.globals["strftime_now"] = lambda layout: datetime.now().strftime(layout)
         environment.filters["tojson"] = _to_json
@@ -96,7 +94,12 @@ class _ChatTemplate:
                 tools=None,
                 documents=None,
                 **self._special_tokens,
+                **{LOOK_AT_CLOCK: Budget().look_at_clock},
             )
+        except RecursionError as error:
+            raise ChatTemplateFailed("the chat template calls itself without end") from error
+        except MemoryError as error:
+            raise ChatTemplateFailed("the chat template wants more memory than there is") from error
         except (TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError, ArithmeticError) as error:
             raise ChatTemplateFailed(str(error)) from error
 
@@ -104,30 +107,43 @@ class _ChatTemplate:
 def _sources(directory: Path, config: Mapping[str, Any]) -> dict[str, tuple[str, Path]]:
     """Every template's text and file by name. Files win over tokenizer_config.json, as in transformers."""
     config_path = directory / "tokenizer_config.json"
-    entry = config.get("chat_template")
-    if isinstance(entry, list):
-        sources = {str(one["name"]): (str(one["template"]), config_path) for one in entry}
-    elif isinstance(entry, dict):
-        sources = {str(name): (str(source), config_path) for name, source in entry.items()}
-    else:
-        sources = {DEFAULT_TEMPLATE: (str(entry), config_path)} if entry else {}
+    entry = config.get("chat_template") or {}
+    if isinstance(entry, str):
+        entry = {DEFAULT_TEMPLATE: entry}
+    try:
+        named = {one["name"]: one["template"] for one in entry} if isinstance(entry, list) else dict(entry)
+    except (KeyError, TypeError, ValueError):
+        named = {"": None}
+    if not all(isinstance(name, str) and isinstance(source, str) for name, source in named.items()):
+        raise CheckpointInvalid(str(config_path), "chat_template is neither a template nor templates by name")
+    sources = {name: (source, config_path) for name, source in named.items()}
     for path in sorted((directory / "additional_chat_templates").glob("*.jinja")):
-        sources[path.stem] = (path.read_text(encoding="utf-8"), path)
+        sources[path.stem] = (_read_text(path), path)
     path = directory / "chat_template.jinja"
     if path.exists():
-        sources[DEFAULT_TEMPLATE] = (path.read_text(encoding="utf-8"), path)
+        sources[DEFAULT_TEMPLATE] = (_read_text(path), path)
     return sources
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointInvalid(str(path), f"the chat template cannot be read: {error}") from error
 
 
 def _special_tokens(directory: Path, config: Mapping[str, Any]) -> dict[str, str]:
     """`bos_token` and its like by name: tokenizer_config.json wins over the older special_tokens_map.json."""
     path = directory / "special_tokens_map.json"
     entries = (read_json(path) if path.exists() else {}) | dict(config)
-    return {
-        name: str(token["content"]) if isinstance(token, dict) else token
-        for name, token in entries.items()
-        if name.endswith("_token") and token and isinstance(token, str | dict)
-    }
+    tokens = {}
+    for name, entry in entries.items():
+        if name.endswith("_token") and entry and isinstance(entry, str | dict):
+            token = entry.get("content") if isinstance(entry, dict) else entry
+            if not isinstance(token, str):
+                raise CheckpointInvalid(str(directory / "tokenizer_config.json"), f"{name} = {entry!r} has no content")
+            tokens[name] = token
+    return tokens
 
 
 def _refuse(message: str) -> NoReturn:

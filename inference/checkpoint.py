@@ -15,7 +15,18 @@ from typing import Any
 from inference.architectures import ARCHITECTURES, read_layer_windows, refuse_unknown_entries
 from inference.engine import ModelInfo, SamplingParams
 from inference.errors import CheckpointInvalid
+from inference.limits import sampling_fault
 from inference.rope_config import RopeConfig, read_rope, stretched_context_tokens
+
+_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "max_position_embeddings",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +61,9 @@ def read_config(directory: Path) -> DecoderConfig:
     """Read config.json and generation_config.json. Raises `CheckpointInvalid` naming the file and what to mend."""
     path = directory / "config.json"
     raw = read_json(path)
-    architecture = (raw.get("architectures") or ["(none)"])[0]
-    if architecture not in ARCHITECTURES:
+    named = raw.get("architectures") or ["(none)"]
+    architecture = named[0] if isinstance(named, list) else named
+    if not isinstance(architecture, str) or architecture not in ARCHITECTURES:
         supported = ", ".join(ARCHITECTURES)
         raise CheckpointInvalid(str(path), f"architecture {architecture} is not supported; supported: {supported}")
     if raw.get("quantization_config"):
@@ -59,6 +71,7 @@ def read_config(directory: Path) -> DecoderConfig:
     if raw.get("hidden_act", "silu") != "silu":
         raise CheckpointInvalid(str(path), f"activation {raw['hidden_act']} is not supported; supported: silu")
     refuse_unknown_entries(raw, architecture, path)
+    _refuse_sizes_below_one(raw, path)
     try:
         config = _read_sizes(raw, architecture, _end_token_ids(directory, raw), path)
     except KeyError as error:
@@ -71,7 +84,18 @@ def read_config(directory: Path) -> DecoderConfig:
         )
     if config.head_dim < 2 or config.head_dim % 2:
         raise CheckpointInvalid(str(path), f"head_dim = {config.head_dim} is not even, and rotations turn pairs")
+    if any(not 0 <= end < config.vocabulary_size for end in config.end_token_ids):
+        raise CheckpointInvalid(
+            str(path), f"eos_token_id {sorted(config.end_token_ids)} is not within vocab_size {config.vocabulary_size}"
+        )
     return config
+
+
+def _refuse_sizes_below_one(raw: Mapping[str, Any], path: Path) -> None:
+    for name in _SIZES:
+        value = raw.get(name)
+        if isinstance(value, int | float) and value < 1:
+            raise CheckpointInvalid(str(path), f"entry {name} = {value!r} is not a count of at least 1")
 
 
 def _read_sizes(raw: Mapping[str, Any], architecture: str, end_token_ids: frozenset[int], path: Path) -> DecoderConfig:
@@ -116,7 +140,7 @@ def read_model_info(directory: Path, *, name: str, engine: str, context_window_t
         context_window_tokens=window,
         vocabulary_size=config.vocabulary_size,
         directory=str(directory),
-        default_sampling=_default_sampling(directory),
+        default_sampling=_default_sampling(directory, config.vocabulary_size),
     )
 
 
@@ -142,8 +166,19 @@ def _end_token_ids(directory: Path, raw: Mapping[str, Any]) -> frozenset[int]:
     return frozenset(int(end) for end in (ends if isinstance(ends, list) else [ends]))
 
 
-def _default_sampling(directory: Path) -> SamplingParams:
-    raw = _read_generation_config(directory)
+def _default_sampling(directory: Path, vocabulary_size: int) -> SamplingParams:
+    """The checkpoint's own defaults. Raises `CheckpointInvalid` for those that no request could be run with."""
+    path = directory / "generation_config.json"
+    try:
+        sampling = _read_sampling(_read_generation_config(directory))
+    except (TypeError, ValueError) as error:
+        raise CheckpointInvalid(str(path), f"an entry has a wrong type: {error}") from error
+    if (fault := sampling_fault(sampling, vocabulary_size)) is not None:
+        raise CheckpointInvalid(str(path), fault)
+    return sampling
+
+
+def _read_sampling(raw: Mapping[str, Any]) -> SamplingParams:
     repetition_penalty = float(raw.get("repetition_penalty") or 1.0)  # acts on greedy search too
     if not raw.get("do_sample", False):
         return SamplingParams(repetition_penalty=repetition_penalty)

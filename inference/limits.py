@@ -49,7 +49,7 @@ def request_fault(request: GenerationRequest, limits: EngineLimits, vocabulary_s
         return f"choice_count must be from 1 to {CHOICE_COUNT_MAX}"
     if output_token_count < 1:
         return "max_output_tokens must be at least 1"
-    fault = _stop_fault(request.stop, vocabulary_size) or _sampling_fault(request.sampling, vocabulary_size)
+    fault = _stop_fault(request.stop, vocabulary_size) or sampling_fault(request.sampling, vocabulary_size)
     if fault is not None:
         return fault
     if request.response_format is not None and not request.stop.leaves_end_open:
@@ -92,8 +92,8 @@ def _stop_fault(stop: StopCriteria, vocabulary_size: int) -> str | None:
     return None
 
 
-def _sampling_fault(sampling: SamplingParams, vocabulary_size: int) -> str | None:
-    """Comparisons are written so that NaN fails too."""
+def sampling_fault(sampling: SamplingParams, vocabulary_size: int) -> str | None:
+    """What of the parameters nothing can be sampled by. Comparisons are written so that NaN fails too."""
     if not (sampling.temperature >= 0 and 0 < sampling.top_p <= 1 and sampling.top_k >= 0 and 0 <= sampling.min_p <= 1):
         return "temperature must be at least 0, top_p above 0 and at most 1, top_k at least 0, min_p from 0 to 1"
     if sampling.seed is not None and not -(1 << 63) <= sampling.seed < 1 << 63:

@@ -22,6 +22,9 @@ from inference.errors import CheckpointInvalid
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
+_LFS_POINTER = b"version https://git-lfs"
+
+
 @dataclass(frozen=True, slots=True)
 class _Entry:
     dtype_name: str
@@ -43,7 +46,9 @@ class MappedFile:
                 # Private and writable, as torch asks of a buffer; nobody writes, so no page is ever copied.
                 self._mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         except (SafetensorError, OSError, ValueError) as error:
-            raise CheckpointInvalid(str(path), f"not a safetensors file: {error}") from error
+            if _begins_with(path, _LFS_POINTER):
+                raise CheckpointInvalid(str(path), "a Git LFS pointer, not the weights: fetch them with `git lfs pull`") from error
+            raise CheckpointInvalid(str(path), f"not a safetensors file, or torn: {error}") from error
         header_bytes = int.from_bytes(self._mapping[:8], "little")
         header = json.loads(self._mapping[8 : 8 + header_bytes])
         start = 8 + header_bytes
@@ -101,3 +106,11 @@ class MappedFile:
         if begin % dtype.itemsize:  # legal, and never written by the library itself
             return torch.frombuffer(bytearray(self._mapping[begin:end]), dtype=dtype)
         return torch.frombuffer(self._mapping, dtype=dtype, count=(end - begin) // dtype.itemsize, offset=begin)
+
+
+def _begins_with(path: Path, beginning: bytes) -> bool:
+    try:
+        with path.open("rb") as file:
+            return file.read(len(beginning)) == beginning
+    except OSError:
+        return False

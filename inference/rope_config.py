@@ -6,6 +6,7 @@ either understood or refused by name. No torch; `model.rotary_tables` computes w
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,6 +94,9 @@ class RopeConfig:
 
 def read_rope(raw: Mapping[str, Any], context_window_tokens: int, path: Path) -> RopeConfig:
     """context_window_tokens: `max_position_embeddings`. Raises `CheckpointInvalid`, and KeyError for a missing entry."""
+    for entry in ("rope_scaling", "rope_parameters"):
+        if not isinstance(raw.get(entry) or {}, Mapping):
+            raise CheckpointInvalid(str(path), f"entry {entry} = {raw[entry]!r} is not an object")
     parameters: dict[str, Any] = dict(raw.get("rope_scaling") or {}) | dict(raw.get("rope_parameters") or {})
     theta = float(parameters.get("rope_theta") or raw.get("rope_theta") or DEFAULT_ROPE_THETA)
     kind = parameters.get("rope_type") or parameters.get("type") or "default"
@@ -104,7 +108,12 @@ def read_rope(raw: Mapping[str, Any], context_window_tokens: int, path: Path) ->
             raise CheckpointInvalid(str(path), f"RoPE scaling {kind} has an unsupported entry: {name} = {value!r}")
     # Next to the parameters it wins, as it does in transformers.
     original = raw.get("original_max_position_embeddings") or parameters.get("original_max_position_embeddings")
-    return RopeConfig(theta, _read_scaling(kind, parameters, original, context_window_tokens))
+    scaling = _read_scaling(kind, parameters, original, context_window_tokens)
+    if not (theta > 0 and math.isfinite(theta)) or (
+        scaling is not None and not (scaling.factor > 0 and math.isfinite(scaling.factor))
+    ):
+        raise CheckpointInvalid(str(path), f"rope_theta = {theta} and the factor of a RoPE scaling must be above 0")
+    return RopeConfig(theta, scaling)
 
 
 def stretched_context_tokens(rope: RopeConfig, context_window_tokens: int) -> int:

@@ -140,7 +140,7 @@ class _TensorReader:
     def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """One tensor, converted. Raises `CheckpointInvalid` if it is not there or has another shape."""
         file = self._find(name, shape)
-        tensor = file.tensor(name)
+        tensor = self._finite(file, name)
         if tensor.dtype == self._dtype:
             return tensor
         converted = tensor.to(self._dtype)
@@ -179,13 +179,29 @@ class _TensorReader:
         if all(file is files[0] for file in files) and files[0].dtype(names[0]) == self._dtype:
             in_place = files[0].adjacent(names)
             if in_place is not None:
+                for name in names:
+                    self._finite(files[0], name)
                 return in_place
         row_counts = [shape[0] for _, shape in shape_by_name]
         joined = torch.empty((sum(row_counts), *shape_by_name[0][1][1:]), dtype=self._dtype)
         for part, file, name in zip(torch.split(joined, row_counts), files, names, strict=True):
-            part.copy_(file.tensor(name))
+            part.copy_(self._finite(file, name))
             file.give_back(name)
         return joined
+
+    def _finite(self, file: MappedFile, name: str) -> Tensor:
+        """A tensor whose numbers all are some, in the type that is computed with too.
+
+        One that is not would end the engine at the first prompt that meets it, and again after every restart. Reading runs at the
+        speed of memory, and the pages are given back.
+        """
+        tensor = file.tensor(name)
+        lowest, highest = torch.aminmax(tensor)  # NaN if there is one
+        limit = torch.finfo(self._dtype).max
+        if not (-limit <= float(lowest) and float(highest) <= limit):
+            raise CheckpointInvalid(str(file.path), f"tensor {name} holds values that are not finite; is the file intact?")
+        file.give_back(name)
+        return tensor
 
     def _find(self, name: str, shape: tuple[int, ...]) -> MappedFile:
         file_name = self._file_by_name.get(name)
@@ -209,7 +225,8 @@ class _TensorReader:
             if not isinstance(weight_map, dict):
                 raise CheckpointInvalid(str(index_path), "entry weight_map is missing")
             return {str(name): str(file_name) for name, file_name in weight_map.items()}
-        raise CheckpointInvalid(str(self._directory), f"neither {SINGLE_FILE} nor {INDEX_FILE} is there")
+        pickled = " (weights in pickle files are not loaded: convert them)" if any(self._directory.glob("*.bin")) else ""
+        raise CheckpointInvalid(str(self._directory), f"neither {SINGLE_FILE} nor {INDEX_FILE} is there{pickled}")
 
     def _open(self, file_name: str) -> MappedFile:
         if file_name not in self._files:
