@@ -16,7 +16,7 @@ from inference.architectures import ARCHITECTURES, read_layer_windows, refuse_un
 from inference.engine import ModelInfo, SamplingParams
 from inference.errors import CheckpointInvalid
 from inference.limits import sampling_fault
-from inference.rope_config import RopeConfig, read_rope, stretched_context_tokens
+from inference.rope_config import RopeConfig, read_rope, refuse_wrong_factors, stretched_context_tokens
 
 _SIZES = (
     "vocab_size",
@@ -84,6 +84,7 @@ def read_config(directory: Path) -> DecoderConfig:
         )
     if config.head_dim < 2 or config.head_dim % 2:
         raise CheckpointInvalid(str(path), f"head_dim = {config.head_dim} is not even, and rotations turn pairs")
+    refuse_wrong_factors(config.rope, config.head_dim, path)
     if any(not 0 <= end < config.vocabulary_size for end in config.end_token_ids):
         raise CheckpointInvalid(
             str(path), f"eos_token_id {sorted(config.end_token_ids)} is not within vocab_size {config.vocabulary_size}"

@@ -31,6 +31,7 @@ from inference.grammar import Grammar, GrammarCompiler
 from inference.kv_cache import BlockPool, blocks_for
 from inference.limits import EngineLimits, request_fault
 from inference.model_runner import ComputeDtype, ModelRunner, kv_block_bytes
+from inference.rope_config import rotation_switch_tokens
 from inference.sampler import Chosen, choice_seed
 from inference.scheduler import Scheduler, StepPlan
 from inference.sequence import Sequence
@@ -94,6 +95,7 @@ class EngineCore:
         self._decoder = TextDecoder(tokenizer.backend, tokenizer.special_token_ids, str(options.directory / "tokenizer.json"))
         self._model_end_token_ids = config.end_token_ids
         self._vocabulary_size = config.vocabulary_size
+        self._rotation_switch_tokens = rotation_switch_tokens(config.rope, options.limits.context_window_tokens)
         self._grammars = GrammarCompiler(options.directory / "tokenizer.json", config.vocabulary_size, config.end_token_ids)
         window = options.limits.context_window_tokens
         if options.simulation is None:
@@ -180,6 +182,7 @@ class EngineCore:
         if request.beam_search is not None:
             choices.beams = BeamGroup(sequences[0], lambda: Detokenizer(self._decoder.open(), ()))
         for sequence in sequences:
+            sequence.rotary_offset = self._rotary_offset(sequence)
             self._scheduler.add(sequence)
         return True
 
@@ -216,6 +219,8 @@ class EngineCore:
             for group in {sequence.group: None for sequence in chosen}:
                 if group is not None:
                     self._advance(group, chosen, now_s)
+            if self._rotation_switch_tokens is not None:
+                self._turn()
             self._step_count += 1
             self._scheduler.check_conservation()
         events, self._events = self._events, []
@@ -236,6 +241,16 @@ class EngineCore:
             output_token_count=self._output_token_count,
             preemption_count=self._scheduler.preemption_count,
         )
+
+    def _rotary_offset(self, sequence: Sequence) -> int:
+        switch = self._rotation_switch_tokens
+        return switch if switch is not None and len(sequence.token_ids) > switch else 0
+
+    def _turn(self) -> None:
+        """Whoever has grown beyond longrope's original context is turned by its other table, from the first token on."""
+        for sequence in self._scheduler.running:
+            if sequence.rotary_offset == 0 and (offset := self._rotary_offset(sequence)):
+                self._scheduler.turn(sequence, offset)
 
     def _note_entered(self, sequence: Sequence, now_s: float) -> None:
         assert sequence.cached_token_count is not None, "the scheduler has counted"

@@ -17,7 +17,15 @@ from torch.nn.functional import embedding, rms_norm, silu
 from inference.attention import DecodeSpan, LayerPool, PrefillSpan, attend_decode, attend_prefill, write
 from inference.checkpoint import DecoderConfig
 from inference.linear import project
-from inference.rope_config import DynamicScaling, LinearScaling, Llama3Scaling, RopeConfig, YarnScaling
+from inference.rope_config import (
+    DynamicScaling,
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    RopeConfig,
+    YarnScaling,
+    rotation_switch_tokens,
+)
 from inference.weights import DecoderWeights, LayerWeights
 
 
@@ -33,12 +41,13 @@ class Spans:
 class Batch:
     """One step's rows.
 
-    token_ids, positions: (N,). pool_rows: (N * H_kv,) where the rows' keys and values go. spans: by the window that layers look
-    through, in positions; None for those that see all. logit_rows: (R,) rows whose next token is wanted.
+    token_ids: (N,). rotary_rows: (N,) of the rotation tables. pool_rows: (N * H_kv,) where the rows' keys and values go.
+    spans: by the window that layers look through, in positions; None for those that see all. logit_rows: (R,) rows whose next
+    token is wanted.
     """
 
     token_ids: Tensor
-    positions: Tensor
+    rotary_rows: Tensor
     pool_rows: Tensor
     spans: Mapping[int | None, Spans]
     logit_rows: Tensor
@@ -58,7 +67,7 @@ def move_batch(batch: Batch, device: torch.device) -> Batch:
 
     return Batch(
         token_ids=batch.token_ids.to(device),
-        positions=batch.positions.to(device),
+        rotary_rows=batch.rotary_rows.to(device),
         pool_rows=batch.pool_rows.to(device),
         spans={window: moved(spans) for window, spans in batch.spans.items()},
         logit_rows=batch.logit_rows.to(device),
@@ -77,7 +86,7 @@ class Decoder:
     def forward(self, batch: Batch, pools: list[LayerPool]) -> Tensor:
         """Logits (R, V) in fp32 for `batch.logit_rows`. Writes the keys and values of all rows into the pools."""
         hidden = embedding(batch.token_ids, self._weights.embedding)  # (N, E)
-        rotation = (self._cosines[batch.positions][:, None, :], self._sines[batch.positions][:, None, :])  # (N, 1, D)
+        rotation = (self._cosines[batch.rotary_rows][:, None, :], self._sines[batch.rotary_rows][:, None, :])  # (N, 1, D)
         for layer, pool, window in zip(self._weights.layers, pools, self._config.layer_windows, strict=True):
             spans = batch.spans[window]
             normed = self._norm(hidden, layer.attention_norm)
@@ -131,10 +140,23 @@ def rotate(heads: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
 
 
 def rotary_tables(rope: RopeConfig, head_dim: int, position_count: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosines and sines (positions, D), computed in fp32. Source: Su et al. 2021, and each scaling's own.
+    """Cosines and sines (rows, D), computed in fp32. Source: Su et al. 2021, and each scaling's own.
 
     A row depends on its position alone, so that no token's key depends on how its sequence was cut, cached or continued.
+    With longrope beyond its original context there are two tables, one after the other: that of the positions of sequences within
+    it, and from row `rotation_switch_tokens` on that of all positions of longer ones.
     """
+    scaling, switch = rope.scaling, rotation_switch_tokens(rope, position_count)
+    if isinstance(scaling, LongRopeScaling) and switch is not None:
+        short = rotary_tables(rope, head_dim, switch, dtype)
+        slower = replace(
+            scaling,
+            short_factors=scaling.long_factors,
+            original_context_tokens=position_count,
+            attention_factor=_longrope_sharpening(scaling),
+        )
+        long = rotary_tables(replace(rope, scaling=slower), head_dim, position_count, dtype)
+        return torch.cat((short[0], long[0])), torch.cat((short[1], long[1]))
     positions = torch.arange(position_count, dtype=torch.float32)
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
     frequencies = 1.0 / rope.theta**exponents  # (D/2,), radians per position
@@ -148,6 +170,9 @@ def rotary_tables(rope: RopeConfig, head_dim: int, position_count: int, dtype: t
             frequencies = _stretch(frequencies, llama3)
         case YarnScaling() as yarn:
             frequencies, sharpening = _stretch_slow(rope.theta, yarn, exponents), _sharpening(yarn)
+        case LongRopeScaling() as longrope:
+            frequencies = 1.0 / (torch.tensor(longrope.short_factors) * rope.theta**exponents)
+            sharpening = _longrope_sharpening(longrope)
     angles = positions[:, None] * frequencies
     angles = torch.cat((angles, angles), dim=-1)
     return (angles.cos() * sharpening).to(dtype), (angles.sin() * sharpening).to(dtype)
@@ -190,6 +215,15 @@ def _stretch_slow(theta: float, scaling: YarnScaling, exponents: Tensor) -> Tens
     slowed = ((torch.arange(pair_count, dtype=torch.float32) - first) / (last - first)).clamp(0.0, 1.0)
     bases = theta**exponents
     return (1.0 / (scaling.factor * bases)) * slowed + (1.0 / bases) * (1.0 - slowed)
+
+
+def _longrope_sharpening(scaling: LongRopeScaling) -> float:
+    """Ding et al. 2024, as Phi-3 applies it: what queries and keys are multiplied by, within the original context too."""
+    if scaling.attention_factor is not None:
+        return scaling.attention_factor
+    if scaling.factor <= 1.0:
+        return 1.0
+    return math.sqrt(1 + math.log(scaling.factor) / math.log(scaling.original_context_tokens))
 
 
 def _sharpening(scaling: YarnScaling) -> float:

@@ -116,7 +116,7 @@ class ModelRunner:
     def _batch(self, chunks: list[Chunk]) -> Batch:
         token_ids: list[int] = []
         positions = np.empty(sum(chunk.token_count for chunk in chunks), dtype=np.int64)
-        block_ids = np.empty_like(positions)
+        block_ids, rotary_rows = np.empty_like(positions), np.empty_like(positions)
         logit_rows: list[int] = []
         for chunk in chunks:
             row, sequence = len(token_ids), chunk.sequence
@@ -124,13 +124,14 @@ class ModelRunner:
             token_ids += sequence.token_ids[start:end]
             span = np.arange(start, end)
             positions[row : row + chunk.token_count] = span
+            rotary_rows[row : row + chunk.token_count] = span + sequence.rotary_offset
             block_ids[row : row + chunk.token_count] = np.asarray(sequence.block_table)[span // KV_BLOCK_TOKENS]
             if chunk.completes:
                 logit_rows.append(row + chunk.token_count - 1)
         position_rows = torch.from_numpy(positions)
         return Batch(
             token_ids=torch.tensor(token_ids),
-            positions=position_rows,
+            rotary_rows=torch.from_numpy(rotary_rows),
             pool_rows=row_indices(torch.from_numpy(block_ids), position_rows % KV_BLOCK_TOKENS, self._config.kv_head_count),
             spans={window: _spans(chunks, self._dtype, window) for window in set(self._config.layer_windows)},
             logit_rows=torch.tensor(logit_rows, dtype=torch.int64),

@@ -60,7 +60,22 @@ class YarnScaling:
     truncate: bool
 
 
-RopeScaling = LinearScaling | DynamicScaling | Llama3Scaling | YarnScaling
+@dataclass(frozen=True, slots=True)
+class LongRopeScaling:
+    """Each rotation slowed by a factor of its own, by one of two lists (Ding et al. 2024). Lengths in tokens.
+
+    A sequence within the original context is turned by the short factors, a longer one by the long factors, from its first token
+    on. attention_factor: on queries and keys alike, in both; None: it follows from factor.
+    """
+
+    factor: float
+    original_context_tokens: int
+    short_factors: tuple[float, ...]
+    long_factors: tuple[float, ...]
+    attention_factor: float | None
+
+
+RopeScaling = LinearScaling | DynamicScaling | Llama3Scaling | YarnScaling | LongRopeScaling
 
 # What each kind of scaling may say; anything else could change what is computed.
 _ENTRIES: dict[str, frozenset[str]] = {
@@ -80,6 +95,7 @@ _ENTRIES: dict[str, frozenset[str]] = {
             "truncate",
         }
     ),
+    "longrope": frozenset({"factor", "original_max_position_embeddings", "attention_factor", "short_factor", "long_factor"}),
 }
 _COMMON_ENTRIES = frozenset({"rope_theta", "rope_type", "type"})
 
@@ -128,6 +144,25 @@ def stretched_context_tokens(rope: RopeConfig, context_window_tokens: int) -> in
             return context_window_tokens
 
 
+def rotation_switch_tokens(rope: RopeConfig, context_window_tokens: int) -> int | None:
+    """The length beyond which all positions of a sequence are turned otherwise, if the window reaches there."""
+    scaling = rope.scaling
+    if not isinstance(scaling, LongRopeScaling) or scaling.original_context_tokens >= context_window_tokens:
+        return None
+    return scaling.original_context_tokens
+
+
+def refuse_wrong_factors(rope: RopeConfig, head_dim: int, path: Path) -> None:
+    """Raises `CheckpointInvalid` unless longrope has one factor above 0 for each pair of a head's dimensions."""
+    if not isinstance(rope.scaling, LongRopeScaling):
+        return
+    for name, factors in (("short_factor", rope.scaling.short_factors), ("long_factor", rope.scaling.long_factors)):
+        if len(factors) != head_dim // 2 or not all(factor > 0 and math.isfinite(factor) for factor in factors):
+            raise CheckpointInvalid(
+                str(path), f"RoPE scaling longrope needs {head_dim // 2} values above 0 as {name}, not {list(factors)!r:.200}"
+            )
+
+
 def _read_scaling(kind: str, parameters: Mapping[str, Any], original: int | None, context_window_tokens: int) -> RopeScaling | None:
     match kind:
         case "linear":
@@ -152,6 +187,15 @@ def _read_scaling(kind: str, parameters: Mapping[str, Any], original: int | None
                 beta_fast=_optional(parameters, "beta_fast") or 32.0,  # the paper's choice for Llama models
                 beta_slow=_optional(parameters, "beta_slow") or 1.0,
                 truncate=bool(parameters.get("truncate", True)),
+            )
+        case "longrope":
+            original_tokens = int(original or context_window_tokens)
+            return LongRopeScaling(
+                factor=float(parameters.get("factor") or context_window_tokens / original_tokens),
+                original_context_tokens=original_tokens,
+                short_factors=tuple(map(float, parameters["short_factor"])),
+                long_factors=tuple(map(float, parameters["long_factor"])),
+                attention_factor=_optional(parameters, "attention_factor"),
             )
         case _:
             return None

@@ -189,13 +189,23 @@ class Scheduler:
         sequence.block_table = [*others, own]  # a new list: a table that others have seen only grows
         return shared, own
 
+    def turn(self, sequence: Sequence, rotary_offset: int) -> None:
+        """Turn all positions of a running sequence otherwise, and of all beams of its group: they are to be computed anew."""
+        for each in [sequence] if sequence.group is None else sequence.group.beams:
+            each.rotary_offset = rotary_offset
+        self._requeue(sequence)
+
     def _preempt(self, sequence: Sequence) -> list[Sequence]:
+        """Take all blocks back, since others want them. Returns who has lost theirs."""
+        self._preemption_count += 1
+        return self._requeue(sequence)
+
+    def _requeue(self, sequence: Sequence) -> list[Sequence]:
         """Take all blocks back, of beams together with those of all others. Returns who has lost theirs."""
         preempted = [sequence] if sequence.group is None else list(sequence.group.beams)
         for each in preempted:
             self._running.remove(each)
             self._release(each)
-        self._preemption_count += 1
         waiting = sequence if sequence.group is None else sequence.group.collapse()
         waiting.prefix_keys = self._prefix_keys(waiting)  # its own output may be found again too
         bisect.insort(self._waiting, waiting, key=lambda waiting: waiting.place)
@@ -212,7 +222,7 @@ class Scheduler:
                 return
             if plan.token_count >= plan.token_count_max:
                 return
-            match = self._pool.match(sequence.prefix_keys, sequence.request.cache_salt)
+            match = self._pool.match(sequence.prefix_keys, sequence.cache_salt)
             if self._next_block_is_in_progress(sequence, match, in_progress):
                 continue
             wanted = self._owed_block_count(sequence, len(match.blocks)) + self._pool.evictable_count(match)
@@ -261,13 +271,13 @@ class Scheduler:
             if index > 0 and sequence.registered_tip is None:
                 return  # an earlier block could not be made findable, so nothing after it can
             tokens = tuple(sequence.token_ids[index * KV_BLOCK_TOKENS : (index + 1) * KV_BLOCK_TOKENS])
-            tip = self._pool.register(sequence.block_table[index], tokens, sequence.request.cache_salt, sequence.registered_tip)
+            tip = self._pool.register(sequence.block_table[index], tokens, sequence.cache_salt, sequence.registered_tip)
             sequence.registered_tip = tip
             sequence.registered_block_count += 1
 
     def _prefix_keys(self, sequence: Sequence) -> list[BlockKey]:
         count = matchable_block_count(len(sequence.token_ids))
-        return self._pool.keys(sequence.token_ids, sequence.request.cache_salt, count)
+        return self._pool.keys(sequence.token_ids, sequence.cache_salt, count)
 
     def _release(self, sequence: Sequence) -> None:
         self._pool.release(sequence.block_table)

@@ -39,7 +39,8 @@ class Sequence:
 
     number: the order of arrival, and the handle that the host and its parent share; choices of one request share it too.
     end_token_ids: ids that end it, the model's and the request's. seed: the drawn one if the request had none. grammar: its
-    response format's. group: those of the beam search that it is one of. Times are `time.monotonic()` seconds.
+    response format's. group: those of the beam search that it is one of. rotary_offset: row of the rotation tables that turns its
+    position 0. Times are `time.monotonic()` seconds.
     """
 
     number: int
@@ -61,6 +62,7 @@ class Sequence:
     grammar: Grammar | None = None
     choice_index: int = 0
     group: BeamGroup | None = None
+    rotary_offset: int = 0
     prompt_token_count: int = field(init=False, default=0)
     takes_best: bool = field(init=False, default=False)
 
@@ -90,6 +92,12 @@ class Sequence:
     def owed_output_token_count(self) -> int:
         """Output tokens that may still come."""
         return self.request.stop.max_output_tokens - self.output_token_count
+
+    @property
+    def cache_salt(self) -> str:
+        """The request's; what is turned otherwise is cached apart."""
+        salt = self.request.cache_salt
+        return f"{salt}\0{self.rotary_offset}" if self.rotary_offset else salt
 
     @property
     def place_count(self) -> int:

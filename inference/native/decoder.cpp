@@ -604,8 +604,9 @@ struct Shape {
 };
 
 // A run of rows of one sequence: rows `row` to row + count, at positions from `position`; its block table begins at `table`.
+// rotary_row: of the rotation tables, that of its first row.
 struct Span {
-    int32_t row, count, position, table;
+    int32_t row, count, position, table, rotary_row;
 };
 
 // One step. token_ids (N,), spans in order of rows and covering them all, tables: block ids, wanted_rows (R,) ascending: rows whose
@@ -745,7 +746,7 @@ template <class T> class Decoder final : public AnyDecoder {
         for (int64_t index = 0; index < step.wanted_count; ++index) {
             const int32_t row = step.wanted_rows[index];
             const Span &span = step.spans[span_of_row_[row]];
-            wanted_spans_.push_back({int32_t(index), 1, span.position + row - span.row, span.table});
+            wanted_spans_.push_back({int32_t(index), 1, span.position + row - span.row, span.table, span.rotary_row + row - span.row});
         }
         plan_attention(all_tasks_, step.spans, step.span_count);
         plan_attention(wanted_tasks_, wanted_spans_.data(), int64_t(wanted_spans_.size()));
@@ -903,7 +904,8 @@ template <class T> class Decoder final : public AnyDecoder {
         const Span &span = step.spans[span_of_row_[row]];
         const int64_t position = span.position + row - span.row;
         const int64_t block = step.tables[span.table + position / BLOCK_TOKENS], slot = position % BLOCK_TOKENS;
-        const float *cosines = cosines_ + position * head_dim, *sines = sines_ + position * head_dim;
+        const int64_t rotary_row = span.rotary_row + row - span.row;
+        const float *cosines = cosines_ + rotary_row * head_dim, *sines = sines_ + rotary_row * head_dim;
         float *mixed = mixed_.data() + row * mixed_stride_;
         float *key_heads = mixed + heads_size(), *value_heads = key_heads + shape_.kv_head_count * head_dim;
         for (int64_t head = 0; head < shape_.head_count; ++head) {

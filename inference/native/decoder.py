@@ -129,13 +129,13 @@ class NativeDecoder:
         Writes the pool at the chunks' positions and nowhere else.
         """
         token_ids = array("i")
-        spans = array("i")  # of each chunk: first row, rows, position, place in the tables
+        spans = array("i")  # of each chunk: first row, rows, position, place in the tables, row of the rotation tables
         wanted = array("i")
         row = 0
         for chunk, start in zip(chunks, self._tables.starts(chunks), strict=True):
             sequence, count = chunk.sequence, chunk.token_count
             position, tokens = sequence.computed_token_count, sequence.token_ids
-            spans.extend((row, count, position, start))
+            spans.extend((row, count, position, start, position + sequence.rotary_offset))
             token_ids.extend(tokens[position : position + count])
             row += count
             if position + count == len(tokens):

@@ -65,7 +65,7 @@ class LlamaShape:
     mlp_bias: bool = False
     context_window_tokens: int = 2048
     rope_theta: float = 10_000.0
-    rope_scaling: Mapping[str, float | int | str] | None = None
+    rope_scaling: Mapping[str, Any] | None = None
     rms_norm_eps: float = 1e-5
     sliding_window: int | None = None
     max_window_layers: int = 0
