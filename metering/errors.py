@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from metering.operations import QuotaState, Settled
+from metering.quota_rules import Claim
 
 
 class MeteringError(Exception):
@@ -81,7 +83,9 @@ class PriceMissing(MeteringError):
 class QuotaExceeded(MeteringError):
     """The request does not fit. `failing` are the limits it does not fit, the one that resets first in front.
 
-    requested: what it asked of each of them.
+    requested: what it asked of each of them. claim: what an admission would have claimed with all of its first slice; met: every
+    enforced limit it met, and what it asked of each. hint_s: seconds after which it will fit, where that was worked out
+    (`retry_hints.py`); infinite if it never will.
     """
 
     reason = "QUOTA_EXCEEDED"
@@ -94,16 +98,21 @@ class QuotaExceeded(MeteringError):
         )
         self.failing = tuple(failing)
         self.requested = tuple(requested)
+        self.claim: Claim | None = None
+        self.met: tuple[tuple[QuotaState, int], ...] = ()
+        self.hint_s: float | None = None
 
     @property
     def retry_helps(self) -> bool:
         """Whether waiting alone can make the request fit: not if it is more than a limit allows even when nothing is used of it."""
+        if self.hint_s == math.inf:
+            return False
         return all(amount <= state.limit_value for amount, state in zip(self.requested, self.failing, strict=True))
 
     @property
     def retry_after_s(self) -> float:
-        """Seconds until the last failing limit has reset; concurrency frees up at any time, so a short pause is enough for it."""
-        return max(state.resets_in_s or 1.0 for state in self.failing)
+        """How long to wait: the hint, or until the last failing limit has reset; a moment where there is neither."""
+        return max(state.resets_in_s or 1.0 for state in self.failing) if self.hint_s is None else self.hint_s
 
 
 class RequestIdReused(MeteringError):

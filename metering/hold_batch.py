@@ -53,16 +53,23 @@ from metering.operations import (
 from metering.pricing import TokenPrices
 from metering.quota_rules import Claim, CounterKey, QuotaRule, money_scale
 from metering.quotas import Counters
+from metering.refusals import Refusals, refused_of
 
 # Ends first, so that their room is there for what comes in; renewals touch no counter.
 ORDER: dict[type[HoldOperation], int] = {Settle: 0, Void: 0, Expire: 0, Renew: 0, Extend: 1, Admit: 2}
 
 
 async def execute_batch(
-    connection: Connection, operations: Sequence[HoldOperation], *, owner_id: uuid.UUID, expiry_s: float
+    connection: Connection,
+    operations: Sequence[HoldOperation],
+    *,
+    owner_id: uuid.UUID,
+    expiry_s: float,
+    refusals: Refusals | None = None,
 ) -> list[HoldAnswer | Exception]:
     """Run the operations in one transaction; answer each in order with its result or the error that refused it.
 
+    refusals: counts admissions that quotas refuse, and tells each when to try again.
     connection: in autocommit mode and used by nobody else meanwhile. A refused operation changes nothing. Raises whatever the
     database raises; the caller must then drop the connection, and whether the batch was committed is unknown to it.
     """
@@ -81,6 +88,8 @@ async def execute_batch(
         except MeteringError as refusal:
             answers[index] = refusal
     await write_and_commit(connection, owner_id, expiry_s, decisions.counters, decisions.writes)
+    if refusals is not None and (refused := refused_of(operations, answers)):
+        await refusals.note(connection, reads.now, refused)
     return [answers[index] for index in range(len(operations))]
 
 

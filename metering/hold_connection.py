@@ -23,6 +23,7 @@ from metering.errors import InvariantViolated, StoreAway
 from metering.exchange import Connection
 from metering.hold_batch import execute_batch
 from metering.operations import HoldAnswer, HoldOperation
+from metering.refusals import Refusals
 from metering.store_gate import CONNECT_TIMEOUT_S, StoreGate
 
 EXPIRY_S = 60.0  # a process may be silent so long (a pause, a slow database) before its holds are taken from it
@@ -58,6 +59,7 @@ class HoldConnection:
         self._owner_id = owner_id
         self._expiry_s = expiry_s
         self._gate = gate or StoreGate()
+        self.refusals = Refusals()
         self._connection: BoundedConnection | None = None
 
     async def __aenter__(self) -> HoldConnection:
@@ -73,7 +75,7 @@ class HoldConnection:
         """
 
         def run(connection: Connection, operations: Sequence[HoldOperation]) -> Answers:
-            return execute_batch(connection, operations, owner_id=self._owner_id, expiry_s=self._expiry_s)
+            return execute_batch(connection, operations, owner_id=self._owner_id, expiry_s=self._expiry_s, refusals=self.refusals)
 
         return await self._execute(run, batch)
 

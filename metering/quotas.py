@@ -82,7 +82,10 @@ def admit(counters: Counters, rules: Sequence[QuotaRule], claim: Claim, wanted_t
         elif rule.enforced and (most := smallest.most_output(rule, room)) is not None and most < lease:
             lease = most
     if failing:
-        raise refusal(counters, failing, smallest)
+        error = refusal(counters, failing, smallest)
+        error.claim = claim._replace(leased_token_count=wanted_token_count)
+        error.met = tuple((counters.state(rule), demand(rule, smallest)) for rule in rules if rule.enforced)
+        raise error
     admitted = claim._replace(leased_token_count=lease)
     now = counters.now
     for rule in rules:
