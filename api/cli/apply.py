@@ -113,7 +113,11 @@ def tell(applied: AppliedConfiguration, *, dry_run: bool, prune: bool, with_secr
     note(summary(applied.changes, dry_run=dry_run))
     left = [change for change in applied.kept if change.kind != "project"]
     if left:
-        remedy = "named nowhere in the file, and left alone" if prune else "not named in the file; --prune removes them"
+        remedy = (
+            "named nowhere in the file, and left alone"
+            if prune
+            else f"not named in the file; --prune removes {'it' if len(left) == 1 else 'them'}"
+        )
         note(
             f"{len(left)} more {'exists' if len(left) == 1 else 'exist'}, {remedy}: {', '.join(map(keep_line, left[:5]))}"
             + (len(left) > 5) * ", …"

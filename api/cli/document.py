@@ -86,11 +86,12 @@ class Reader:
         if not isinstance(node, yaml.MappingNode):
             self._wrong(node, place, f"write a mapping with the keys {', '.join(section.keys)}")
             return {}
-        nodes = dict(self._entries(node, section, place, is_root=is_root))
+        meant: set[str] = set()
+        nodes = dict(self._entries(node, section, place, meant, is_root=is_root))
         if is_root and (version := nodes.pop("version", None)) is not None and version.value != VERSION:
             self._wrong(version, "version", f"this program reads version {VERSION}")
         for key in section.required:
-            if key not in nodes:
+            if key not in nodes and key not in meant:
                 self._wrong(node, place, f"`{key}` is missing")
         texts = {key: each.value for key, each in nodes.items() if isinstance(each, yaml.ScalarNode)}
         found: dict[str, Json] = {}
@@ -109,20 +110,26 @@ class Reader:
                         found[entry.prune] = True
         return found
 
-    def _entries(self, node: yaml.MappingNode, section: Section, place: str, *, is_root: bool) -> Iterator[tuple[str, yaml.Node]]:
-        """The known keys of a mapping, each once; those that `<<` brings in come first, so that its own replace them."""
+    def _entries(
+        self, node: yaml.MappingNode, section: Section, place: str, meant: set[str], *, is_root: bool
+    ) -> Iterator[tuple[str, yaml.Node]]:
+        """The known keys of a mapping, each once; those that `<<` brings in come first, so that its own replace them.
+
+        meant: gets the keys that others are taken for.
+        """
         known = [*section.keys, *(["version"] if is_root else [])]
         own: dict[str, int] = {}
         for merged in (value for key, value in node.value if key.tag == MERGE):
             for source in merged.value if isinstance(merged, yaml.SequenceNode) else [merged]:
                 if isinstance(source, yaml.MappingNode):
-                    yield from self._entries(source, section, place, is_root=is_root)
+                    yield from self._entries(source, section, place, meant, is_root=is_root)
         for key, value in node.value:
             if key.tag == MERGE:
                 continue
             name = key.value if isinstance(key, yaml.ScalarNode) else str(key.tag)
             if name not in known:
                 near = difflib.get_close_matches(name, known, n=1)
+                meant |= set(near)
                 hint = f"did you mean `{near[0]}`?" if near else f"known are {', '.join(known)}"
                 self._wrong(key, joined(place, name), f"unknown key: {hint}")
             elif name in own:
@@ -180,9 +187,9 @@ def mapping_node(values: Mapping[str, Json], section: Section) -> yaml.MappingNo
     """One mapping in the order of its table."""
     pairs: list[tuple[yaml.Node, yaml.Node]] = []
     for key, entry in section.keys.items():
-        if entry.name not in values:
+        if entry.name not in values and key not in section.required:
             continue
-        value = values[entry.name]
+        value = values.get(entry.name, 0)  # the JSON mapping leaves zeros out
         match entry:
             case Scalar():
                 pairs.append((scalar_node(key), scalar_node(entry.show(value, values), entry.tag)))

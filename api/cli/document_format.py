@@ -96,7 +96,7 @@ def thousandths(name: str) -> Scalar:
             raise ValueError("write a number of 0 or more with at most three decimals, such as 0.25")
         return int(milli)
 
-    return Scalar(name, read, lambda value, _: decimal_text(Decimal(int(value)) / 1000, 0), "float")
+    return Scalar(name, read, lambda value, _: decimal_text(Decimal(int(value)) / 1000, 0).replace(",", "_"), "float")
 
 
 def limit(name: str) -> Scalar:
