@@ -11,6 +11,7 @@ from typing import Any
 from sqlalchemy import or_, select
 from sqlalchemy.ext.asyncio import AsyncSession
 from weir.v1 import admin_service_pb2 as pb
+from weir.v1.types_pb2 import QuotaStatus
 
 from api import wire
 from api.admin_configuration import ConfigurationCalls
@@ -18,12 +19,13 @@ from api.admin_live import LiveCalls
 from api.admin_tenants import TenantCalls
 from api.auth import Authenticator
 from api.interceptor import Context
-from api.quota_wire import quota_status
+from api.quota_wire import effective_quota_statuses, quota_status
 from inference.router import Router
 from metering import audit, prices, quota_admin, quota_states
 from metering.db import Sessions
 from metering.errors import InvalidValue, NotFound
 from metering.models import ApiKey, AuditEntry, Organization, Project
+from metering.operations import QuotaState
 from metering.tenants import KeyRecord, find_api_key, find_organization, find_project
 
 
@@ -52,9 +54,37 @@ class AdminServicer(TenantCalls, ConfigurationCalls, LiveCalls):
                 model=request.model,
                 dimension=dimensions[request.dimension],
                 limit_value=request.limit_value,
+                weights=(
+                    request.input_weight_milli if request.HasField("input_weight_milli") else None,
+                    request.cached_input_weight_milli if request.HasField("cached_input_weight_milli") else None,
+                    request.output_weight_milli if request.HasField("output_weight_milli") else None,
+                ),
+                enforced=request.enforced if request.HasField("enforced") else None,
+                for_new_keys=request.for_new_keys,
                 actor=actor,
             )
-            return pb.SetQuotaResponse(quota=quota_status(state))
+            return pb.SetQuotaResponse(quota=await self._status(session, state))
+
+    async def _status(self, session: AsyncSession, state: QuotaState) -> QuotaStatus:
+        """One limit, and whether one further up makes it idle."""
+        status = quota_status(state)
+        narrowed_by = None if state.for_new_keys else await quota_states.narrowed_by(session, state)
+        status.narrowed_by_quota_id = "" if narrowed_by is None else str(narrowed_by)
+        return status
+
+    async def RaiseQuota(self, request: pb.RaiseQuotaRequest, context: Context) -> pb.RaiseQuotaResponse:
+        """Raises a limit for a time, or ends that."""
+        until = wire.parse_timestamp(request.expire_time, "expire_time") if request.HasField("expire_time") else None
+        async with self._transaction(context) as (session, actor):
+            state = await quota_admin.raise_quota(
+                session,
+                quota_id=request.quota_id,
+                limit_value=request.limit_value,
+                until=until,
+                reason=request.reason,
+                actor=actor,
+            )
+            return pb.RaiseQuotaResponse(quota=await self._status(session, state))
 
     async def DeleteQuota(self, request: pb.DeleteQuotaRequest, context: Context) -> pb.DeleteQuotaResponse:
         """Removes a limit."""
@@ -65,8 +95,17 @@ class AdminServicer(TenantCalls, ConfigurationCalls, LiveCalls):
     async def ListQuotas(self, request: pb.ListQuotasRequest, context: Context) -> pb.ListQuotasResponse:
         """Lists limits."""
         async with self._transaction(context) as (session, _):
-            states = await quota_states.list_quotas(session, organization=request.organization or None)
-            return pb.ListQuotasResponse(quotas=map(quota_status, states))
+            if not request.api_key:
+                states = await quota_states.list_quotas(session, organization=request.organization or None)
+                return pb.ListQuotasResponse(quotas=map(quota_status, states))
+            if request.organization:
+                raise InvalidValue("organization", "leave it out beside api_key: the limits are all those that the key meets")
+            if request.model:
+                self._router.choose(request.model)
+            key = await find_api_key(session, request.api_key)
+            ids = (key.organization_id, key.project_id, key.id)
+            states = await quota_states.quotas_for(session, subject_ids=ids, model=request.model or None)
+            return pb.ListQuotasResponse(quotas=effective_quota_statuses(states))
 
     async def SetPrice(self, request: pb.SetPriceRequest, context: Context) -> pb.SetPriceResponse:
         """Adds a price version."""

@@ -15,6 +15,7 @@ from api.generation import ClientStream
 from api.interceptor import Context
 from api.process import Process
 from api.quota_wire import effective_quota_statuses
+from api.quoting import quote
 from api.tokenizing import tokenize
 from metering.db import Sessions
 from metering.prices import list_current_prices
@@ -66,6 +67,11 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
         async with self._sessions() as session:
             states = await quotas_for(session, subject_ids=subject_ids, model=request.model or None)
         return pb.GetQuotaResponse(quotas=effective_quota_statuses(states))
+
+    async def Quote(self, request: pb.QuoteRequest, context: Context) -> pb.QuoteResponse:
+        """Tells what a request would be."""
+        principal = await self._authenticator.principal(context, SCOPE)
+        return await quote(self._process, self._sessions, principal, request)
 
     async def GetGeneration(self, request: pb.GetGenerationRequest, context: Context) -> pb.GetGenerationResponse:
         """Looks up one request."""

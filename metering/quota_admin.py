@@ -7,6 +7,7 @@ subject take turns, so the log tells them in the order in which they happened.
 from __future__ import annotations
 
 import uuid
+from collections.abc import Sequence
 from datetime import datetime, timedelta
 
 from sqlalchemy import and_, delete, func, or_, select, tuple_, update
@@ -20,7 +21,7 @@ from metering.operations import QuotaState
 from metering.prices import checked_model
 from metering.quota_recount import recount
 from metering.quota_rules import DIMENSIONS, PLAIN, Kind, Unit, Weights, token_scale
-from metering.quota_states import states
+from metering.quota_states import rule_now, states
 from metering.tenants import as_uuid, find_api_key, find_organization, find_project
 
 LIMIT_MAX = 2**63 - 1  # what the column holds; in picos of money that is some nine million units
@@ -45,19 +46,19 @@ async def set_quota(
     model: str = "",
     dimension: QuotaDimension,
     limit_value: int,
-    weights: Weights | None = None,
+    weights: Sequence[int | None] | None = None,
     enforced: bool | None = None,
     for_new_keys: bool = False,
     actor: str,
 ) -> QuotaState:
     """Set one limit. One that stands for the same subject, model and dimension keeps its id, and so what was used of it.
 
-    subject_ref: as in `find_subject`. model: empty for all models together. weights, enforced: None leaves them as they stand; a
-    new one weighs plainly and is enforced. for_new_keys: not a limit of the subject, but one that each key that is created under it
-    from then on gets for itself. A new limit counts from the first what was used in its window. A raise that is not above the new
-    limit ends. Raises: NotFound, InvalidValue.
+    subject_ref: as in `find_subject`. model: empty for all models together. weights: of input, cached input and output, in
+    thousandths. They and enforced: None leaves them as they stand; a new one weighs plainly and is enforced. for_new_keys: not a
+    limit of the subject, but one that each key that is created under it from then on gets for itself. A new limit counts from the
+    first what was used in its window. A raise that is not above the new limit ends. Raises: NotFound, InvalidValue.
     """
-    _check_values(subject, dimension, limit_value, weights, for_new_keys=for_new_keys)
+    _check_values(subject, dimension, limit_value, for_new_keys=for_new_keys)
     if model:
         checked_model(model)
     subject_id, organization_id = await find_subject(session, subject, subject_ref)
@@ -68,8 +69,11 @@ async def set_quota(
     before = None if old is None else snapshot(old)
     values: dict[str, object] = {"limit_value": limit_value}
     if weights is not None:
-        names = ("input_weight_milli", "cached_input_weight_milli", "output_weight_milli")
-        values |= dict(zip(names, weights, strict=True))
+        standing_weights = PLAIN if old is None else rule_now(old, old.created_at).weights
+        given = zip(weights, standing_weights, strict=True)
+        asked = Weights(*(before if weight is None else weight for weight, before in given))
+        _check_weights(dimension, asked)
+        values |= {f"{name}_weight_milli": weight for name, weight in asked._asdict().items()}
     if enforced is not None:
         values["enforced"] = enforced
     if old is None:
@@ -159,14 +163,15 @@ async def find_subject(session: AsyncSession, subject: QuotaSubject, ref: str) -
 NO_RAISE: dict[str, object] = {"raised_limit_value": None, "raised_until": None, "raise_reason": None}
 
 
-def _check_values(
-    subject: QuotaSubject, dimension: QuotaDimension, limit_value: int, weights: Weights | None, *, for_new_keys: bool
-) -> None:
+def _check_values(subject: QuotaSubject, dimension: QuotaDimension, limit_value: int, *, for_new_keys: bool) -> None:
     if not 0 <= limit_value <= LIMIT_MAX:
         raise InvalidValue("limit_value", f"give 0 to {LIMIT_MAX}")
     if for_new_keys and subject is QuotaSubject.API_KEY:
         raise InvalidValue("for_new_keys", "new keys come under an organization or a project, not under a key")
-    if weights is None or weights == PLAIN:
+
+
+def _check_weights(dimension: QuotaDimension, weights: Weights) -> None:
+    if weights == PLAIN:
         return
     kind, _, counts_input, counts_output = DIMENSIONS[dimension]
     if kind is not Kind.TOKENS:

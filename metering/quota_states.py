@@ -79,6 +79,18 @@ def effective(found: Sequence[QuotaState]) -> list[EffectiveQuota]:
     return [EffectiveQuota(state, least.get(state.dimension) is state, _narrowed_by(state, met)) for state in met]
 
 
+async def narrowed_by(session: AsyncSession, state: QuotaState) -> uuid.UUID | None:
+    """The limit further up that makes this one idle, if there is one."""
+    subject_ids = {state.subject_id}
+    if state.subject is QuotaSubject.API_KEY:
+        project_id = await session.scalar(select(ApiKey.project_id).where(ApiKey.id == state.subject_id))
+        subject_ids |= {project_id} if project_id else set()
+    if state.subject is not QuotaSubject.ORGANIZATION:
+        above = select(Project.organization_id).where(Project.id.in_(subject_ids))
+        subject_ids |= set(await session.scalars(above))
+    return _narrowed_by(state, await quotas_for(session, subject_ids=subject_ids))
+
+
 def _narrowed_by(state: QuotaState, others: Iterable[QuotaState]) -> uuid.UUID | None:
     """The tightest enforced limit of a subject above, or on all models, that everything counted here is counted by no later."""
     rank = SUBJECT_ORDER.index(state.subject), state.model != ""

@@ -41,7 +41,7 @@ FROM unnest(%s::uuid[]) AS o(id), LATERAL (
 
 log = structlog.get_logger(__name__)
 
-Refused = tuple[Admit, QuotaExceeded]
+Refused = tuple[uuid.UUID, QuotaExceeded]  # the organization that asked, and why not
 
 
 def refused_of(operations: Sequence[HoldOperation], answers: Mapping[int, HoldAnswer | Exception]) -> list[Refused]:
@@ -49,7 +49,7 @@ def refused_of(operations: Sequence[HoldOperation], answers: Mapping[int, HoldAn
     found: list[Refused] = []
     for index, op in enumerate(operations):
         if isinstance(op, Admit) and isinstance(answer := answers[index], QuotaExceeded):
-            found.append((op, answer))
+            found.append((op.payer.organization_id, answer))
     return found
 
 
@@ -68,7 +68,7 @@ class Refusals:
     async def note(self, connection: Connection, now: datetime, refused: Sequence[Refused]) -> None:
         """Count refusals of one batch, and tell each when to try again. Never fails for want of an answer of the database."""
         self._counts.update((error.failing[0].dimension, error.failing[0].subject) for _, error in refused)
-        waiting = [(op, error) for op, error in refused if error.retry_helps and error.claim is not None]
+        waiting = [(organization_id, error) for organization_id, error in refused if error.retry_helps and error.claim is not None]
         try:
             await self._refresh(connection, now, waiting)
         except psycopg.Error as away:  # the batch is committed, and its answers must go out
@@ -103,12 +103,12 @@ class Refusals:
     async def _refresh(self, connection: Connection, now: datetime, refused: Sequence[Refused]) -> None:
         """Look at the running requests of the quotas that refuse, if the last look is too long ago."""
         stale: dict[uuid.UUID, tuple[QuotaRule, Claim, uuid.UUID]] = {}
-        for op, error in refused:
+        for organization_id, error in refused:
             for state, _ in error.met:
                 known = self._forecasts.get(state.quota_id)
                 age_s = now.timestamp() - known.at_s if known is not None and known.rule is state.rule else REFRESH_S
                 if age_s >= REFRESH_S and error.claim is not None:
-                    stale[state.quota_id] = (state.rule, error.claim, op.payer.organization_id)
+                    stale[state.quota_id] = (state.rule, error.claim, organization_id)
         if not stale:
             return
         if len(self._forecasts) > FORECAST_COUNT_MAX:
