@@ -105,7 +105,8 @@ def _fingerprint(compiler: str) -> str:
         version = subprocess.run([compiler, "--version"], check=True, capture_output=True, timeout=COMPILE_TIMEOUT_S).stdout
     except (OSError, subprocess.SubprocessError) as error:
         raise NativeUnavailable(f"{compiler} does not tell its version: {error}") from error
-    parts = (SOURCE.read_bytes(), " ".join(FLAGS).encode(), version, platform.machine().encode(), _processor())
+    sources = [path.read_bytes() for path in (SOURCE, *sorted(SOURCE.parent.glob("*.h")))]
+    parts = (*sources, " ".join(FLAGS).encode(), version, platform.machine().encode(), _processor())
     return hashlib.blake2b(b"\0".join(parts), digest_size=10).hexdigest()
 
 

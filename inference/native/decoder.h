@@ -1,0 +1,494 @@
+// One model's weights, its pool of keys and values, and the steps over them.
+
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+#include "attention.h"
+#include "memory.h"
+#include "numbers.h"
+#include "products.h"
+#include "team.h"
+
+namespace {
+
+constexpr int64_t COPIED_ROWS = 1024;    // of the embedding, by one task
+
+extern "C" {
+
+// Sizes; the same fields in the same order as `_Shape` in decoder.py.
+struct Shape {
+    int64_t hidden_size, intermediate_size, layer_count, head_count, kv_head_count, head_dim, vocabulary_size;
+    int64_t block_count; // KV blocks of the pool
+    float rms_norm_eps;
+    int32_t thread_count;
+};
+
+// A run of rows of one sequence: rows `row` to row + count, at positions from `position`; its block table begins at `table`.
+// rotary_row: of the rotation tables, that of its first row.
+struct Span {
+    int32_t row, count, position, table, rotary_row;
+};
+
+// One step. token_ids (N,), spans in order of rows and covering them all, tables: block ids, wanted_rows (R,) ascending: rows whose
+// logits are wanted. logits: (R, logits_stride) fp32, written. best: (R,) the token with the largest logit, the first of equal ones;
+// -1 if one of the row's logits is not finite. Written.
+struct Step {
+    int64_t row_count, span_count, wanted_count;
+    const int32_t *token_ids;
+    const Span *spans;
+    const int32_t *tables;
+    const int32_t *wanted_rows;
+    float *logits;
+    int64_t logits_stride;
+    int32_t *best;
+};
+}
+
+// What the host calls, whatever the stored type.
+class AnyDecoder {
+  public:
+    virtual ~AnyDecoder() = default;
+    virtual void set_linear(int64_t layer, int kind, const void *weight, const float *scales, const float *bias) = 0;
+    virtual void set_norm(int64_t layer, int kind, const float *weight) = 0;
+    virtual void set_window(int64_t layer, int64_t positions) = 0;
+    virtual void set_embedding(const void *weight) = 0;
+    virtual void set_rotation(const float *cosines, const float *sines) = 0;
+    virtual void forward(const Step &step) = 0;
+    virtual void copy_blocks(const int64_t *pairs, int64_t count) = 0;
+};
+
+enum LinearKind { QKV, ATTENTION_OUT, GATE_UP, DOWN, LM_HEAD, LINEAR_KIND_COUNT };
+enum NormKind { ATTENTION_NORM, MLP_NORM, QUERY_NORM, KEY_NORM, FINAL_NORM, NORM_KIND_COUNT };
+
+template <class T> class Decoder final : public AnyDecoder {
+  public:
+    explicit Decoder(const Shape &shape)
+        : shape_(shape), team_(std::max(1, shape.thread_count)), layers_(shape.layer_count + 1),
+          hidden_stride_(round_up(shape.hidden_size, PANEL)),
+          mixed_stride_(round_up((shape.head_count + 2 * shape.kv_head_count) * shape.head_dim, PANEL)),
+          gated_stride_(round_up(2 * round_up(shape.intermediate_size, LANES), PANEL) / 2),
+          layer_stride_(shape.block_count * shape.kv_head_count * BLOCK_TOKENS * shape.head_dim),
+          keys_(shape.layer_count * layer_stride_), values_(shape.layer_count * layer_stride_) {
+        const int64_t most_inner = std::max({shape.hidden_size, shape.intermediate_size, shape.head_count * shape.head_dim});
+        scratches_ = std::vector<Scratch<T>>(team_.size());
+        for (auto &scratch : scratches_) {
+            scratch.panel = Buffer<T>(most_inner * PANEL);
+            scratch.scores = Buffer<float>(TILE_ROWS * CHUNK_KEYS);
+            scratch.probabilities = Buffer<T>(TILE_ROWS * CHUNK_KEYS);
+            scratch.attended = Buffer<float>(TILE_ROWS * shape.head_dim);
+        }
+    }
+
+    // weight: (columns, inner) rows of T, or of int8 with one scale per column. bias: (columns,) or null.
+    void set_linear(int64_t layer, int kind, const void *weight, const float *scales, const float *bias) override {
+        Linear<T> &linear = layers_[layer].linears[kind];
+        const int64_t heads = shape_.head_count * shape_.head_dim, kv_heads = shape_.kv_head_count * shape_.head_dim;
+        const int64_t inner_half = round_up(shape_.intermediate_size, LANES);
+        int64_t sources = 0; // rows of `weight`
+        switch (kind) {
+            case QKV: linear.inner = shape_.hidden_size, sources = linear.columns = heads + 2 * kv_heads; break;
+            case ATTENTION_OUT: linear.inner = heads, sources = linear.columns = shape_.hidden_size; break;
+            case GATE_UP:
+                linear.inner = shape_.hidden_size, sources = 2 * shape_.intermediate_size, linear.columns = 2 * inner_half;
+                break;
+            case DOWN: linear.inner = shape_.intermediate_size, sources = linear.columns = shape_.hidden_size; break;
+            default: linear.inner = shape_.hidden_size, sources = linear.columns = shape_.vocabulary_size;
+        }
+        const int64_t size = linear.panel_count() * linear.panel_size(), columns = linear.panel_count() * PANEL;
+        if (bias) linear.bias = Buffer<float>(columns);
+        if (scales) {
+            linear.scales = Buffer<float>(columns);
+            linear.quantized = Buffer<int8_t>(size);
+        } else {
+            linear.packed = Buffer<T>(size);
+        }
+        team_.run([&](int index) {
+            Worker(team_, index).each(linear.panel_count(), [&](int64_t panel) {
+                for (int64_t column = panel * PANEL; column < (panel + 1) * PANEL; ++column) {
+                    const int64_t source = source_row(kind, column, sources);
+                    if (source < 0) continue;
+                    if (bias) linear.bias.data()[column] = bias[source];
+                    if (scales) linear.scales.data()[column] = scales[source];
+                    if (scales)
+                        pack_column(
+                            linear.quantized.data() + panel * linear.panel_size(),
+                            static_cast<const int8_t *>(weight) + source * linear.inner, column, linear.inner
+                        );
+                    else
+                        pack_column(
+                            linear.packed.data() + panel * linear.panel_size(),
+                            static_cast<const T *>(weight) + source * linear.inner, column, linear.inner
+                        );
+                }
+            });
+        });
+        linear.packed.join_pages();
+        linear.quantized.join_pages();
+    }
+
+    void set_norm(int64_t layer, int kind, const float *weight) override {
+        const bool of_heads = kind == QUERY_NORM || kind == KEY_NORM;
+        const int64_t count = of_heads ? shape_.head_dim : shape_.hidden_size;
+        Buffer<float> &norm = layers_[layer].norms[kind];
+        norm = Buffer<float>(hidden_stride_ + shape_.head_dim);
+        std::memcpy(norm.data(), weight, count * sizeof(float));
+    }
+
+    // positions: that a row of this layer looks back on, itself included; 0: all.
+    void set_window(int64_t layer, int64_t positions) override { layers_[layer].window = positions; }
+
+    // weight: (V, E) rows of T. Copied, since a memory-mapped file costs a page fault for each new token.
+    void set_embedding(const void *weight) override {
+        const int64_t row_size = shape_.hidden_size;
+        embedding_ = Buffer<T>(shape_.vocabulary_size * row_size);
+        team_.run([&](int index) {
+            Worker(team_, index).each((shape_.vocabulary_size + COPIED_ROWS - 1) / COPIED_ROWS, [&](int64_t task) {
+                const int64_t first = task * COPIED_ROWS, count = std::min(COPIED_ROWS, shape_.vocabulary_size - first);
+                std::memcpy(
+                    embedding_.data() + first * row_size, static_cast<const T *>(weight) + first * row_size,
+                    count * row_size * sizeof(T)
+                );
+            });
+        });
+    }
+
+    void set_rotation(const float *cosines, const float *sines) override {
+        cosines_ = cosines;
+        sines_ = sines;
+    }
+
+    void forward(const Step &step) override {
+        reserve(step.row_count);
+        span_of_row_.resize(step.row_count);
+        for (int64_t span = 0; span < step.span_count; ++span)
+            for (int32_t row = 0; row < step.spans[span].count; ++row) span_of_row_[step.spans[span].row + row] = int32_t(span);
+        wanted_spans_.clear();
+        for (int64_t index = 0; index < step.wanted_count; ++index) {
+            const int32_t row = step.wanted_rows[index];
+            const Span &span = step.spans[span_of_row_[row]];
+            wanted_spans_.push_back({int32_t(index), 1, span.position + row - span.row, span.table, span.rotary_row + row - span.row});
+        }
+        plan_attention(all_tasks_, step.spans, step.span_count);
+        plan_attention(wanted_tasks_, wanted_spans_.data(), int64_t(wanted_spans_.size()));
+        team_.run([&](int index) { run(step, index); });
+    }
+
+    // pairs: (count, 2) KV blocks, from and to, copied one after the other in all layers.
+    void copy_blocks(const int64_t *pairs, int64_t count) override {
+        const int64_t block_size = shape_.kv_head_count * BLOCK_TOKENS * shape_.head_dim;
+        for (int64_t layer = 0; layer < shape_.layer_count; ++layer)
+            for (int64_t pair = 0; pair < count; ++pair)
+                for (T *pool : {keys_.data() + layer * layer_stride_, values_.data() + layer * layer_stride_})
+                    std::memcpy(
+                        pool + pairs[2 * pair + 1] * block_size, pool + pairs[2 * pair] * block_size, block_size * sizeof(T)
+                    );
+    }
+
+  private:
+    struct Layer {
+        Linear<T> linears[LINEAR_KIND_COUNT];
+        Buffer<float> norms[NORM_KIND_COUNT];
+        int64_t window = 0;
+    };
+
+    // Rows of one span and one KV head: `row_count` rows from `row` of the span; all its query heads.
+    struct AttentionTask {
+        int32_t span, kv_head, row, row_count;
+    };
+
+    // Which row of the given weights a packed column holds; -1 for padding. Gate and up stand in turn, 16 columns each, so that a
+    // tile holds both halves of its outputs.
+    int64_t source_row(int kind, int64_t column, int64_t sources) const {
+        if (kind != GATE_UP) return column < sources ? column : -1;
+        const int64_t output = column / (2 * LANES) * LANES + column % LANES;
+        if (output >= shape_.intermediate_size) return -1;
+        return column / LANES % 2 == 0 ? output : output + shape_.intermediate_size;
+    }
+
+    template <class W> static void pack_column(W *panel, const W *weights, int64_t column, int64_t inner) {
+        for (int64_t index = 0; index < inner; ++index) panel[packed_index<T>(column, index)] = weights[index];
+    }
+
+    void reserve(int64_t rows) {
+        hidden_.reserve(rows * hidden_stride_);
+        normed_.reserve(rows * hidden_stride_);
+        mixed_.reserve(rows * mixed_stride_);
+        queries_.reserve(rows * heads_size());
+        attended_.reserve(rows * heads_size());
+        gated_.reserve(rows * gated_stride_);
+    }
+
+    int64_t heads_size() const { return shape_.head_count * shape_.head_dim; }
+
+    // KV heads outermost: what several sequences share of a prefix is then still in the cache for the next of them.
+    void plan_attention(std::vector<AttentionTask> &tasks, const Span *spans, int64_t span_count) {
+        constexpr int32_t ROWS = 4 * TILE_ROWS; // of one task: enough work to be worth handing out
+        tasks.clear();
+        for (int32_t head = 0; head < shape_.kv_head_count; ++head)
+            for (int32_t span = 0; span < span_count; ++span)
+                for (int32_t row = 0; row < spans[span].count; row += ROWS)
+                    tasks.push_back({span, head, row, std::min(ROWS, spans[span].count - row)});
+    }
+
+    void run(const Step &step, int index) {
+        Worker worker(team_, index);
+        worker.each(step.row_count, [&](int64_t row) { embed(step.token_ids[row], hidden_.data() + row * hidden_stride_); });
+        int64_t rows = step.row_count;
+        for (int64_t number = 0; number < shape_.layer_count; ++number) {
+            const Layer &layer = layers_[number];
+            T *keys = keys_.data() + number * layer_stride_, *values = values_.data() + number * layer_stride_;
+            normalize(worker, layer.norms[ATTENTION_NORM], rows);
+            product(
+                worker, index, normed_.data(), hidden_stride_, rows, layer.linears[QKV],
+                [&](int64_t row, int64_t column, auto &sums) INLINE_LAMBDA {
+                    for (int c = 0; c < TILE_VECTORS; ++c)
+                        store(mixed_.data() + row * mixed_stride_ + column + c * LANES, sums[c]);
+                }
+            );
+            worker.each(rows, [&](int64_t row) { rotate_and_keep(step, layer, row, keys, values); });
+            const bool is_last = number + 1 == shape_.layer_count;
+            if (is_last) { // beyond its keys and values, the last layer is computed for the wanted rows alone
+                worker.each(1, [&](int64_t) { gather_wanted(step); });
+                rows = step.wanted_count;
+                if (rows == 0) return;
+            }
+            const Span *spans = is_last ? wanted_spans_.data() : step.spans;
+            const auto &tasks = is_last ? wanted_tasks_ : all_tasks_;
+            worker.each(int64_t(tasks.size()), [&](int64_t task) {
+                attend_task(task, tasks, step, spans, layer.window, keys, values, scratches_[index]);
+            });
+            add_product(worker, index, attended_.data(), heads_size(), rows, layer.linears[ATTENTION_OUT]);
+            normalize(worker, layer.norms[MLP_NORM], rows);
+            product(
+                worker, index, normed_.data(), hidden_stride_, rows, layer.linears[GATE_UP],
+                [&](int64_t row, int64_t column, auto &sums) INLINE_LAMBDA {
+                    for (int c = 0; c < TILE_VECTORS; c += 2) {
+                        const Vector gate = sums[c], up = sums[c + 1];
+                        store(
+                            gated_.data() + row * gated_stride_ + column / 2 + c / 2 * LANES,
+                            gate / (1.0f + exponential(-gate)) * up
+                        );
+                    }
+                }
+            );
+            add_product(worker, index, gated_.data(), gated_stride_, rows, layer.linears[DOWN]);
+        }
+        const Layer &top = layers_[shape_.layer_count];
+        normalize(worker, top.norms[FINAL_NORM], rows);
+        product(
+            worker, index, normed_.data(), hidden_stride_, rows, top.linears[LM_HEAD],
+            [&](int64_t row, int64_t column, auto &sums) INLINE_LAMBDA {
+                for (int c = 0; c < TILE_VECTORS; ++c)
+                    store(step.logits + row * step.logits_stride + column + c * LANES, sums[c]);
+            }
+        );
+        worker.each(rows, [&](int64_t row) {
+            step.best[row] = best_of(step.logits + row * step.logits_stride, shape_.vocabulary_size);
+        });
+    }
+
+    template <class Keep> INLINE void
+    product(Worker &worker, int index, const T *left, int64_t stride, int64_t rows, const Linear<T> &linear, const Keep &keep) {
+        linear_product(worker, left, stride, rows, linear, scratches_.data(), index, keep);
+    }
+
+    // hidden += left x weights.
+    void add_product(Worker &worker, int index, const T *left, int64_t stride, int64_t rows, const Linear<T> &linear) {
+        product(worker, index, left, stride, rows, linear, [&](int64_t row, int64_t column, auto &sums) INLINE_LAMBDA {
+            float *hidden = hidden_.data() + row * hidden_stride_ + column;
+            for (int c = 0; c < TILE_VECTORS; ++c) store(hidden + c * LANES, load(hidden + c * LANES) + sums[c]);
+        });
+    }
+
+    void embed(int32_t token_id, float *hidden) const {
+        const T *row = embedding_.data() + token_id * shape_.hidden_size;
+        for (int64_t e = 0; e < shape_.hidden_size; ++e) hidden[e] = to_float(row[e]);
+        for (int64_t e = shape_.hidden_size; e < hidden_stride_; ++e) hidden[e] = 0;
+    }
+
+    void normalize(Worker &worker, const Buffer<float> &weight, int64_t rows) {
+        worker.each(rows, [&](int64_t row) {
+            const float *hidden = hidden_.data() + row * hidden_stride_;
+            T *normed = normed_.data() + row * hidden_stride_;
+            Vector squares = {};
+            for (int64_t e = 0; e < hidden_stride_; e += LANES) squares += load(hidden + e) * load(hidden + e);
+            const float scale = 1.0f / std::sqrt(sum_of(squares) / float(shape_.hidden_size) + shape_.rms_norm_eps);
+            for (int64_t e = 0; e < hidden_stride_; e += LANES)
+                store(normed + e, load(hidden + e) * scale * load(weight.data() + e));
+        });
+    }
+
+    // One row's query heads to `queries_`, its key and value heads to their slot of the pool; queries and keys rotated.
+    void rotate_and_keep(const Step &step, const Layer &layer, int64_t row, T *keys, T *values) const {
+        const int64_t head_dim = shape_.head_dim, unit = UNIT<T>;
+        const Span &span = step.spans[span_of_row_[row]];
+        const int64_t position = span.position + row - span.row;
+        const int64_t block = step.tables[span.table + position / BLOCK_TOKENS], slot = position % BLOCK_TOKENS;
+        const int64_t rotary_row = span.rotary_row + row - span.row;
+        const float *cosines = cosines_ + rotary_row * head_dim, *sines = sines_ + rotary_row * head_dim;
+        float *mixed = mixed_.data() + row * mixed_stride_;
+        float *key_heads = mixed + heads_size(), *value_heads = key_heads + shape_.kv_head_count * head_dim;
+        for (int64_t head = 0; head < shape_.head_count; ++head) {
+            float *query = mixed + head * head_dim;
+            rotate(query, layer.norms[QUERY_NORM], cosines, sines);
+            T *to = queries_.data() + row * heads_size() + head * head_dim;
+            for (int64_t d = 0; d < head_dim; d += LANES) store(to + d, load(query + d));
+        }
+        for (int64_t head = 0; head < shape_.kv_head_count; ++head) {
+            rotate(key_heads + head * head_dim, layer.norms[KEY_NORM], cosines, sines);
+            const int64_t start = (block * shape_.kv_head_count + head) * BLOCK_TOKENS * head_dim;
+            keep_key(key_heads + head * head_dim, keys + start + slot * unit);
+            keep_value(value_heads + head * head_dim, values + start + slot / unit * head_dim * unit, int(slot % unit));
+        }
+    }
+
+    // One position's column of a key block: a unit in each row of 16.
+    INLINE void keep_key(const float *from, T *to) const {
+        constexpr int64_t U = UNIT<T>;
+        T narrowed[LANES];
+        for (int64_t d = 0; d < shape_.head_dim; d += LANES) {
+            store(narrowed, load(from + d));
+#pragma GCC unroll 16
+            for (int64_t unit = 0; unit < LANES / U; ++unit)
+                std::memcpy(to + (d / U + unit) * BLOCK_TOKENS * U, narrowed + unit * U, sizeof(T) * U);
+        }
+    }
+
+    // One position's row of a value block; of two in bfloat16, which lie value by value side by side, so the other is read too.
+    INLINE void keep_value(const float *from, float *to, int) const {
+        for (int64_t d = 0; d < shape_.head_dim; d += LANES) store(to + d, load(from + d));
+    }
+
+    INLINE void keep_value(const float *from, Bfloat16 *to, int half) const {
+        for (int64_t d = 0; d < shape_.head_dim; d += LANES) {
+            Bfloat16 narrowed[LANES];
+            ShortVector bits;
+            IntVector pairs;
+            store(narrowed, load(from + d));
+            std::memcpy(&bits, narrowed, sizeof bits);
+            std::memcpy(&pairs, to + 2 * d, sizeof pairs);
+            const IntVector value = __builtin_convertvector(bits, IntVector);
+            pairs = half ? (pairs & 0xffff) | value << 16 : (pairs & int32_t(0xffff0000)) | value;
+            std::memcpy(to + 2 * d, &pairs, sizeof pairs);
+        }
+    }
+
+    // In place: norm of the head if the model has one, then dimension i turns with i + D/2.
+    INLINE void rotate(float *head, const Buffer<float> &norm, const float *cosines, const float *sines) const {
+        const int64_t head_dim = shape_.head_dim, half = head_dim / 2;
+        if (norm.data()) {
+            float squares = 0;
+            for (int64_t d = 0; d < head_dim; ++d) squares += head[d] * head[d];
+            const float scale = 1.0f / std::sqrt(squares / float(head_dim) + shape_.rms_norm_eps);
+            for (int64_t d = 0; d < head_dim; ++d) head[d] *= scale * norm.data()[d];
+        }
+        int64_t d = 0;
+        for (; d + LANES <= half; d += LANES) {
+            const Vector low = load(head + d), high = load(head + d + half);
+            store(head + d, low * load(cosines + d) - high * load(sines + d));
+            store(head + d + half, high * load(cosines + d + half) + low * load(sines + d + half));
+        }
+        for (; d < half; ++d) {
+            const float low = head[d], high = head[d + half];
+            head[d] = low * cosines[d] - high * sines[d];
+            head[d + half] = high * cosines[d + half] + low * sines[d + half];
+        }
+    }
+
+    // Moves the wanted rows to the front, in place: they are in ascending order.
+    void gather_wanted(const Step &step) {
+        for (int64_t index = 0; index < step.wanted_count; ++index) {
+            const int64_t row = step.wanted_rows[index];
+            if (row == index) continue;
+            std::memcpy(
+                hidden_.data() + index * hidden_stride_, hidden_.data() + row * hidden_stride_, hidden_stride_ * sizeof(float)
+            );
+            std::memcpy(queries_.data() + index * heads_size(), queries_.data() + row * heads_size(), heads_size() * sizeof(T));
+        }
+    }
+
+    // What of a layer's pool the rows of a task read.
+    PagedHead<T> paged_head(const AttentionTask &task, const Step &step, const Span *spans, const T *keys, const T *values) const {
+        const int64_t block_size = BLOCK_TOKENS * shape_.head_dim, start = task.kv_head * block_size;
+        return {keys + start, values + start, shape_.kv_head_count * block_size, step.tables + spans[task.span].table};
+    }
+
+    static int64_t first_visible(int64_t end, int64_t window) { return window ? std::max<int64_t>(0, end - window) : 0; }
+
+    // The first keys of the task that this thread will probably take after `index`; none if that one does not stream.
+    KeyRun<T> after(
+        int64_t index, const std::vector<AttentionTask> &tasks, const Step &step, const Span *spans, int64_t window, const T *keys,
+        const T *values
+    ) const {
+        const int64_t next = index + team_.size();
+        if (next >= int64_t(tasks.size()) || tasks[next].row_count != 1) return {};
+        const AttentionTask &task = tasks[next];
+        const int64_t end = spans[task.span].position + task.row + 1;
+        return {
+            paged_head(task, step, spans, keys, values), first_visible(end, window) / BLOCK_TOKENS,
+            (end + BLOCK_TOKENS - 1) / BLOCK_TOKENS
+        };
+    }
+
+    void attend_task(
+        int64_t index, const std::vector<AttentionTask> &tasks, const Step &step, const Span *spans, int64_t window, const T *keys,
+        const T *values, Scratch<T> &scratch
+    ) {
+        const AttentionTask &task = tasks[index];
+        const Span &span = spans[task.span];
+        const int64_t head_dim = shape_.head_dim, group = shape_.head_count / shape_.kv_head_count, stride = heads_size();
+        const PagedHead<T> head = paged_head(task, step, spans, keys, values);
+        const int64_t first = (span.row + task.row) * stride + task.kv_head * group * head_dim;
+        const int64_t position = span.position + task.row;
+        if (task.row_count == 1) { // the group's heads are the rows of a tile: its keys are read once for all of them
+            const KeyRun<T> then = after(index, tasks, step, spans, window, keys, values);
+            return attend_tiles<true>(first, head_dim, group, 0, position, window, head, scratch, then);
+        }
+        for (int64_t member = 0; member < group; ++member)
+            attend_tiles<false>(first + member * head_dim, stride, task.row_count, 1, position, window, head, scratch, {});
+    }
+
+    // row_count rows, `stride` values apart in queries and output, of which each is `advance` positions after the one before.
+    template <bool STREAMS> void attend_tiles(
+        int64_t first, int64_t stride, int64_t row_count, int64_t advance, int64_t position, int64_t window,
+        const PagedHead<T> &head, Scratch<T> &scratch, const KeyRun<T> &then
+    ) {
+        const float scale = 1.0f / std::sqrt(float(shape_.head_dim));
+        for (int64_t row = 0; row < row_count; row += TILE_ROWS) {
+            int64_t begins[TILE_ROWS], ends[TILE_ROWS];
+            for (int64_t r = 0; r < TILE_ROWS; ++r) {
+                ends[r] = position + (row + r) * advance + 1;
+                begins[r] = first_visible(ends[r], window);
+            }
+            with_count<TILE_ROWS>(int(std::min<int64_t>(TILE_ROWS, row_count - row)), [&]<int R>() {
+                attend<T, R, STREAMS>(
+                    queries_.data() + first + row * stride, stride, begins, ends, head, shape_.head_dim, scale,
+                    attended_.data() + first + row * stride, stride, scratch, then
+                );
+            });
+        }
+    }
+
+    Shape shape_;
+    Team team_;
+    std::vector<Layer> layers_; // the last entry holds what is above all layers
+    std::vector<Scratch<T>> scratches_;
+    Buffer<T> embedding_;
+    const float *cosines_ = nullptr, *sines_ = nullptr;
+    int64_t hidden_stride_, mixed_stride_, gated_stride_, layer_stride_;
+    // The pool. Zeroed, since blocks are read to their ends, whose weight is 0, so they must be finite; the system gives zeros, and
+    // takes memory, only where it is touched.
+    Buffer<T> keys_, values_;
+    Buffer<float> hidden_, mixed_;
+    Buffer<T> normed_, queries_, attended_, gated_;
+    std::vector<int32_t> span_of_row_;
+    std::vector<Span> wanted_spans_;
+    std::vector<AttentionTask> all_tasks_, wanted_tasks_;
+};
+
+} // namespace

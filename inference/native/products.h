@@ -1,0 +1,167 @@
+// Products of activations with packed weights. "Unit" and the packed layouts: see decoder.cpp.
+
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+
+#include "memory.h"
+#include "numbers.h"
+#include "team.h"
+
+namespace {
+
+constexpr int PANEL = 64;       // weight columns that lie together
+constexpr int ROW_CHUNK = 192;  // rows of one matrix task: few enough that two cores share a prefill evenly
+constexpr int CHUNK_KEYS = 512; // keys whose scores are held at once: 6 rows of them fit the first-level cache
+
+#if defined(__AVX512F__)
+constexpr int TILE_ROWS = 6, TILE_VECTORS = 4; // 24 sums, 4 weights and a broadcast fill the 32 registers
+#else
+constexpr int TILE_ROWS = 2, TILE_VECTORS = 2;
+#endif
+
+INLINE void multiply_add(Vector &sum, const float *left, Vector right) { sum += *left * right; }
+
+// Two neighbours of a row times two neighbours of each of 16 columns.
+INLINE void multiply_add(Vector &sum, const Bfloat16 *left, Vector right) {
+    uint32_t pair;
+    std::memcpy(&pair, left, sizeof pair);
+#if defined(__AVX512BF16__)
+    sum = (Vector)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32(int(pair)), (__m512bh)right);
+#else
+    IntVector bits = (IntVector)right;
+    sum += to_float(Bfloat16{uint16_t(pair)}) * (Vector)(bits << 16);
+    sum += to_float(Bfloat16{uint16_t(pair >> 16)}) * (Vector)(bits & int32_t(0xffff0000));
+#endif
+}
+
+INLINE Vector load_units(const void *from) {
+    Vector value;
+    std::memcpy(&value, from, sizeof value);
+    return value;
+}
+
+// Lines of memory that a product touches on its way, one at each of `begins` per step, so that they have come when they are needed.
+template <int COUNT> struct Ahead {
+    const void *begins[COUNT];
+    INLINE void touch(int64_t step) const {
+#pragma GCC unroll 8
+        for (int i = 0; i < COUNT; ++i) __builtin_prefetch(static_cast<const char *>(begins[i]) + step * 64, 0, 2);
+    }
+};
+template <> struct Ahead<0> {
+    INLINE void touch(int64_t) const {}
+};
+
+// sums[r][c] += left row r x right columns c, over `steps` units. Rows lie `left_stride` apart; vector c begins at right[c] and
+// goes on every `right_stride`.
+template <class T, int R, int C, int A = 0> INLINE void multiply(
+    Vector (&sums)[R][C], const T *left, int64_t left_stride, const T *const (&right)[C], int64_t right_stride, int64_t steps,
+    const Ahead<A> &ahead = {}
+) {
+    for (int64_t step = 0; step < steps; ++step) {
+        Vector columns[C];
+#pragma GCC unroll 4
+        for (int c = 0; c < C; ++c) columns[c] = load_units(right[c] + step * right_stride);
+        ahead.touch(step);
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 4
+            for (int c = 0; c < C; ++c) multiply_add(sums[r][c], left + r * left_stride + step * UNIT<T>, columns[c]);
+        }
+    }
+}
+
+// Calls function.template operator()<count>() for a count from 1 to MOST that is known only now.
+template <int MOST, class F> INLINE void with_count(int count, const F &function) {
+    if constexpr (MOST > 1)
+        if (count < MOST) return with_count<MOST - 1>(count, function);
+    function.template operator()<MOST>();
+}
+
+// A linear layer's weights, packed. Either `packed`, or `quantized` with one scale per column.
+template <class T> struct Linear {
+    Buffer<T> packed;
+    Buffer<int8_t> quantized;
+    Buffer<float> scales;
+    Buffer<float> bias; // empty if there is none
+    int64_t columns = 0, inner = 0;
+
+    int64_t panel_count() const { return round_up(columns, PANEL) / PANEL; }
+    int64_t panel_size() const { return inner * PANEL; }
+};
+
+// Where in its panel the weight of a column and an inner index lies.
+template <class T> int64_t packed_index(int64_t column, int64_t inner) {
+    return (inner / UNIT<T> * PANEL + column % PANEL) * UNIT<T> + inner % UNIT<T>;
+}
+
+template <class T> struct Scratch {
+    Buffer<T> panel;         // one panel of int8 weights, widened
+    Buffer<float> scores;    // [TILE_ROWS][CHUNK_KEYS]
+    Buffer<T> probabilities; // [TILE_ROWS][CHUNK_KEYS]
+    Buffer<float> attended;  // [TILE_ROWS][D]
+};
+
+template <class T> INLINE const T *widened(const Linear<T> &linear, int64_t panel, Scratch<T> &scratch) {
+    if (linear.packed.data()) return linear.packed.data() + panel * linear.panel_size();
+    const int8_t *from = linear.quantized.data() + panel * linear.panel_size();
+    T *to = scratch.panel.data();
+    for (int64_t index = 0; index < linear.panel_size(); index += LANES) {
+        ByteVector bytes;
+        std::memcpy(&bytes, from + index, sizeof bytes);
+        store(to + index, __builtin_convertvector(bytes, Vector));
+    }
+    return to;
+}
+
+// keep(row, first column, sums) for each row and each TILE_VECTORS vectors of columns of left (rows, K) x weights, bias included.
+template <class T, class Keep> void linear_product(
+    Worker &worker, const T *left, int64_t left_stride, int64_t rows, const Linear<T> &linear, Scratch<T> *scratches, int index,
+    const Keep &keep
+) {
+    const int64_t row_chunks = std::max<int64_t>(1, (rows + ROW_CHUNK / 2) / ROW_CHUNK);
+    const int64_t row_chunk = round_up((rows + row_chunks - 1) / row_chunks, TILE_ROWS);
+    const int64_t steps = linear.inner / UNIT<T>;
+    const float *scales = linear.scales.data(), *bias = linear.bias.data();
+    worker.each(linear.panel_count() * row_chunks, [&](int64_t task) {
+        const int64_t panel = task / row_chunks, first_row = task % row_chunks * row_chunk;
+        const int64_t end_row = std::min(rows, first_row + row_chunk);
+        const T *weights = widened(linear, panel, scratches[index]);
+        const int64_t later = std::min(panel + worker.team_size(), linear.panel_count() - 1);
+        const bool is_last_chunk = task % row_chunks == row_chunks - 1;
+        const bool reads_ahead = linear.packed.data() && is_last_chunk && later > panel;
+        const char *ahead = reinterpret_cast<const char *>(linear.packed.data() + later * linear.panel_size());
+        const int64_t ahead_bytes = linear.panel_size() * int64_t(sizeof(T));
+        int64_t ahead_offset = 0;
+        for (int64_t row = first_row; row < end_row; row += TILE_ROWS) {
+            for (int64_t vector = 0; vector < PANEL / LANES; vector += TILE_VECTORS) {
+                const bool reads = reads_ahead && ahead_offset + steps * 64 <= ahead_bytes;
+                const char *line = reads ? ahead + ahead_offset : nullptr;
+                ahead_offset += steps * 64;
+                with_count<TILE_ROWS>(int(std::min<int64_t>(TILE_ROWS, end_row - row)), [&]<int R>() INLINE_LAMBDA {
+                    const T *columns[TILE_VECTORS];
+                    Vector sums[R][TILE_VECTORS] = {};
+                    for (int c = 0; c < TILE_VECTORS; ++c) columns[c] = weights + (vector + c) * LANES * UNIT<T>;
+                    const T *rows_left = left + row * left_stride;
+                    if (line) // the next panel is on its way from memory while this one is multiplied
+                        multiply(sums, rows_left, left_stride, columns, PANEL * UNIT<T>, steps, Ahead<1>{{line}});
+                    else
+                        multiply(sums, rows_left, left_stride, columns, PANEL * UNIT<T>, steps);
+                    const int64_t column = panel * PANEL + vector * LANES;
+                    for (int r = 0; r < R; ++r) {
+                        for (int c = 0; c < TILE_VECTORS; ++c) {
+                            if (scales) sums[r][c] *= load(scales + column + c * LANES);
+                            if (bias) sums[r][c] += load(bias + column + c * LANES);
+                        }
+                        keep(row + r, column, sums[r]);
+                    }
+                });
+            }
+        }
+    });
+}
+
+} // namespace
