@@ -100,6 +100,7 @@ def connection_options(extra: Sequence[str] = ()) -> str:
         f"statement_timeout={STATEMENT_TIMEOUT_MS}",
         f"idle_in_transaction_session_timeout={IDLE_IN_TRANSACTION_TIMEOUT_MS}",
         "timezone=UTC",
+        "application_name=weir",
         "tcp_keepalives_idle=30",  # the server, too, finds out that its client is gone
     )
     return " ".join(f"-c {setting}" for setting in (*settings, *extra))

@@ -9,6 +9,10 @@ from typing import Any
 
 import pytest
 
+from metering import embedded_postgres
+from metering.embedded_postgres import EmbeddedPostgres
+from metering.migrations_runner import migrate
+from tests.faults.servers import SETTINGS
 from tests.service import Service, make_model, running
 
 Start = Callable[..., Service]
@@ -21,8 +25,17 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
+def postgres(postgres_home: Path) -> Iterator[EmbeddedPostgres]:
+    """A migrated server of this test's own."""
+    server = embedded_postgres.start(postgres_home / "postgres", SETTINGS)
+    migrate(server.url)
+    yield server
+    server.stop()
+
+
+@pytest.fixture
 def launch(tmp_path: Path, database_url: str, model: Path) -> Iterator[Start]:
-    """Starts a service with these settings, on the test's database unless another is named; `serving`: and waits until it serves."""
+    """Starts a service with these settings, on the test's database unless another is named; `serving`: waits until it serves."""
     with ExitStack() as stack:
 
         def start(**settings: Any) -> Service:

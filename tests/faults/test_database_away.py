@@ -7,7 +7,6 @@ import contextlib
 import os
 import resource
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import grpc
@@ -17,45 +16,18 @@ from weir.v1 import inference_service_pb2_grpc as pb_grpc
 from weir.v1 import types_pb2
 from weir_client import Unavailable
 
-from metering import embedded_postgres
 from metering.embedded_postgres import EmbeddedPostgres
 from metering.errors import StoreAway
 from metering.holds import sweep_expired_holds
-from metering.migrations_runner import migrate
 from metering.models import QuotaDimension
-from tests.conftest import WITHOUT_DURABILITY
 from tests.faults.conftest import Start
+from tests.faults.servers import crash, restart
 from tests.metering.invariants import check_invariants
-from tests.service import PATIENCE_S, Service, alive, bearer, children_of, log_events, refused, start, until, wait_for
+from tests.service import PATIENCE_S, Service, bearer, log_events, refused, start, until, wait_for
 
 pytestmark = pytest.mark.faults
 
 LIMITS = {QuotaDimension.TOKENS_PER_MONTH: 10**9, QuotaDimension.CONCURRENT_REQUESTS: 10_000}
-# What has been committed must still be there after a crash of the server's processes, which fsync does not decide.
-SETTINGS = WITHOUT_DURABILITY | {"synchronous_commit": "on"}
-
-
-@pytest.fixture
-def postgres(postgres_home: Path) -> Iterator[EmbeddedPostgres]:
-    """A migrated server of this test's own."""
-    server = embedded_postgres.start(postgres_home / "postgres", SETTINGS)
-    migrate(server.url)
-    yield server
-    server.stop()
-
-
-def crash(server: EmbeddedPostgres) -> None:
-    """As `kill -9` does to the postmaster."""
-    pid = server.pid
-    assert pid is not None
-    children = children_of(pid)
-    os.kill(pid, signal.SIGKILL)
-    wait_for(lambda: not any(map(alive, children)), "the server's children to follow it")
-
-
-def restart(server: EmbeddedPostgres) -> None:
-    """Start it again on the same data."""
-    embedded_postgres.start(server.data_dir, SETTINGS)
 
 
 async def test_a_crash_of_the_database_loses_and_doubles_nothing(launch: Start, postgres: EmbeddedPostgres) -> None:

@@ -31,6 +31,8 @@ class CuttingProxy:
         self.deaf = False
         self.refusing = False
         self.cut_count = 0
+        self.attempt_count = 0
+        self.connection_count_peak = 0
 
     @property
     def url(self) -> str:
@@ -68,6 +70,7 @@ class CuttingProxy:
             await server.wait_closed()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.attempt_count += 1
         if self.refusing:
             writer.transport.abort()
             return
@@ -77,6 +80,7 @@ class CuttingProxy:
         else:
             to_server = await asyncio.open_connection(host, int(port))
         self._writers |= {writer, to_server[1]}
+        self.connection_count_peak = max(self.connection_count_peak, len(self._writers) // 2)
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._forward("client", reader, to_server[1], first=True))

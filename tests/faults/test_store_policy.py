@@ -1,0 +1,199 @@
+"""What a deployment does while PostgreSQL is away or frozen: refuse at once and say so, or let in what was set aside before."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+
+import grpc
+import pytest
+
+from metering.embedded_postgres import EmbeddedPostgres
+from metering.models import QuotaDimension
+from tests.faults.conftest import Start
+from tests.faults.servers import crash, frozen, restart
+from tests.metering.cutting_proxy import CuttingProxy
+from tests.metering.invariants import check_invariants
+from tests.service import Books, Refusal, Service, Tenant, log_events, start, until
+
+pytestmark = pytest.mark.faults
+
+LIMITS = {QuotaDimension.TOKENS_PER_MONTH: 10**9, QuotaDimension.CONCURRENT_REQUESTS: 10_000}
+GRACE = {"store_away_policy": "grace", "grace_holds_per_key": 3, "grace_input_tokens": 64}
+ADMITTED_WHILE_AWAY = 3
+
+
+async def set_aside(service: Service, tenant: Tenant) -> None:
+    """Use the tenant's key once, and wait until what is set aside for it stands in the database."""
+    async with service.stream(tenant.secret) as stream:
+        await stream.finished(await stream.begin())
+    await until(lambda: service.books.holds(tenant).get("held") == ADMITTED_WHILE_AWAY, "holds to be set aside")
+
+
+async def refusal_of_a_new_request(service: Service, secret: str) -> Refusal:
+    """On a stream of its own."""
+    async with service.stream(secret) as stream:
+        await stream.send(start())
+        await until(lambda: stream.over, "the stream to be refused")
+        assert isinstance(stream.error, grpc.aio.AioRpcError)
+        return Refusal.of(stream.error)
+
+
+async def test_closed_health_says_that_the_quota_store_is_away_and_when_it_is_back(
+    launch: Start, postgres: EmbeddedPostgres
+) -> None:
+    service = launch(database_url=postgres.url, store_away_health_s=0.3)
+    assert all(map(service.serving, ("", "weir.v1.InferenceService", "weir.v1.BillingService", "quota-store", "engine/tiny")))
+
+    crash(postgres)
+
+    await until(lambda: not service.serving(), "health to say so, though nobody asked for anything")
+    assert not any(map(service.serving, ("weir.v1.InferenceService", "weir.v1.AdminService", "quota-store")))
+    assert service.serving("engine/tiny"), "which tells it from an engine that is not ready"
+    [failed] = log_events(service.log, "part_failed")
+    assert (failed["part"], failed["serving"]) == ("quota-store", False)
+    await asyncio.to_thread(restart, postgres)
+    await until(service.serving, "health to say that it is back")
+
+
+async def test_grace_lets_in_what_was_set_aside_and_a_kill_in_the_middle_loses_none_of_it(
+    launch: Start, postgres: EmbeddedPostgres
+) -> None:
+    service = launch(database_url=postgres.url, store_away_health_s=0.3, **GRACE)
+    tenant = await service.tenant(LIMITS)
+    await set_aside(service, tenant)
+    crash(postgres)
+    await until(lambda: not service.serving("quota-store"), "the outage to be noticed")
+    assert service.serving(), "requests can be let in"
+
+    async with service.stream(tenant.secret) as stream:  # the key is remembered
+        frames = [start(max_output_tokens=120, labels={"team": "search"}) for _ in range(ADMITTED_WHILE_AWAY)]
+        await stream.send(*frames)
+        for frame in frames:
+            await stream.received(frame.request_id, 20)
+        refusal = await stream.failed(await stream.begin())
+        assert (refusal.code, refusal.reason) == (grpc.StatusCode.UNAVAILABLE, "STORE_AWAY")
+        assert refusal.retry_after_s is not None
+        await until(lambda: not service.serving(), "health to say that nothing is left to let anybody in")
+        assert (await refusal_of_a_new_request(service, "wk_abcdefgh_" + "x" * 43)).reason == "STORE_AWAY"
+        service.kill()
+        await stream.closed()
+    await asyncio.to_thread(restart, postgres)
+    service.start()
+
+    delivered = service.books.delivered(tenant)
+    for frame in frames:
+        assert delivered[frame.request_id] >= len(stream.token_ids(frame.request_id)) >= 20
+        event = service.books.event(tenant, frame.request_id)
+        assert (event["labels"], event["recovered"]) == ({"team": "search"}, True)
+        assert event["billed_token_count"] == event["delivered_token_count"] <= 120
+    assert service.books.holds(tenant) == {"settled": 1 + ADMITTED_WHILE_AWAY}
+    assert list(files(service.settings.journal_directory, "*.bindings")) == []
+    check_invariants(postgres.url, all_ended=True)
+
+
+def files(directory: Path, pattern: str) -> list[Path]:
+    """What lies there."""
+    return list(directory.glob(pattern))
+
+
+async def test_grace_ends_as_usual_where_the_database_comes_back(launch: Start, postgres: EmbeddedPostgres) -> None:
+    service = launch(database_url=postgres.url, **GRACE)
+    tenant = await service.tenant(LIMITS)
+    await set_aside(service, tenant)
+    async with service.stream(tenant.secret) as stream:
+        crash(postgres)
+        frames = [start(max_output_tokens=count) for count in (30, 300)]
+        await stream.send(*frames)
+        for frame in frames:
+            await stream.received(frame.request_id, 30)
+        again = start(frames[0].request_id, max_output_tokens=30)
+        await asyncio.to_thread(restart, postgres)
+
+        for frame, count in zip(frames, (30, 300), strict=True):
+            assert (await stream.finished(frame.request_id)).usage.billed_token_count == count
+    async with service.stream(tenant.secret) as stream:
+        await stream.send(again)
+        assert (await stream.failed(again.request_id)).reason == "REQUEST_SETTLED"
+    assert await asyncio.to_thread(service.stop) == 0
+    assert "held" not in service.books.holds(tenant), "what was set aside is given back"
+    check_invariants(postgres.url, all_ended=True)
+
+
+@pytest.mark.parametrize("policy", ["closed", "grace"])
+async def test_a_frozen_database_keeps_nobody_waiting(launch: Start, postgres: EmbeddedPostgres, policy: str) -> None:
+    """It takes connections and answers nothing: who waits for it is refused after the stated time, who comes later at once."""
+    service = launch(database_url=postgres.url, **GRACE | {"store_away_policy": policy}, store_answer_wait_s=0.5)
+    tenant = await service.tenant(LIMITS)
+    if policy == "grace":
+        await set_aside(service, tenant)
+    async with service.stream(tenant.secret) as stream:
+        running = await stream.begin(max_output_tokens=100)
+        await stream.received(running, 1)
+
+        with frozen(postgres):
+            first = await stream.begin(max_output_tokens=30)
+            await stream.received(running, 100)
+            if policy == "grace":
+                await stream.received(first, 30)
+            else:
+                assert (await stream.failed(first)).reason == "STORE_AWAY"
+            await until(lambda: log_events(service.log, "database_away"), "the batch under way to be given up")
+            assert (await refusal_of_a_new_request(service, "wk_abcdefgh_" + "x" * 43)).reason == "STORE_AWAY"
+
+        assert (await stream.finished(running)).usage.billed_token_count == 100
+        if policy == "grace":
+            assert (await stream.finished(first)).usage.billed_token_count == 30
+    await until(lambda: service.serving("quota-store"), "health to say that it is back")
+    assert await asyncio.to_thread(service.stop) == 0
+    check_invariants(postgres.url, all_ended=True)
+
+
+CLIENTS = int(os.environ.get("WEIR_TEST_STORM_CLIENTS", "1000"))
+POOL = 3
+CONNECTIONS_MAX = POOL + 3  # one each for holds, for orders and for recovery
+
+
+async def test_a_thousand_clients_in_an_outage_open_no_more_connections_than_one(launch: Start, database_url: str) -> None:
+    async with CuttingProxy(database_url).listening() as proxy:
+        service = await asyncio.to_thread(launch, database_url=proxy.url, database_connections_max=POOL)
+        service.books = Books(database_url)  # this loop runs the proxy, and would wait for itself
+        tenant = await service.tenant(LIMITS)
+        async with service.stream(tenant.secret) as stream, service.stream(tenant.secret) as other:
+            await stream.finished(await stream.begin(max_output_tokens=1))
+            await other.finished(await other.begin(max_output_tokens=1))
+            proxy.refusing = True
+            proxy.cut_now()
+            attempts = proxy.attempt_count
+
+            request_ids = [await stream.begin(max_output_tokens=1) for _ in range(CLIENTS // 2)]
+            refused = await asyncio.gather(*(refusal_of_a_new_request(service, tenant.secret) for _ in range(CLIENTS // 20)))
+            request_ids += [await other.begin(max_output_tokens=1) for _ in range(CLIENTS // 2)]
+            for request_id in request_ids[: CLIENTS // 2]:
+                assert (await stream.failed(request_id)).reason == "STORE_AWAY"
+            for request_id in request_ids[CLIENTS // 2 :]:
+                assert (await other.failed(request_id)).reason == "STORE_AWAY"
+
+            assert {refusal.reason for refusal in refused} == {"STORE_AWAY"}
+            assert proxy.attempt_count - attempts < 60, "a few per second, whoever comes"
+            proxy.refusing = False
+            await until(lambda: service.serving("quota-store"), "the store to be back")
+            back = [await stream.begin(max_output_tokens=1) for _ in range(CLIENTS // 2)]
+            peak = 0
+            for request_id in back:
+                peak = max(peak, connection_count(service))
+                await stream.end(request_id)
+        assert 0 < peak <= CONNECTIONS_MAX
+        assert proxy.connection_count_peak <= CONNECTIONS_MAX
+        await service.no_hold_left(tenant)
+        check_invariants(database_url, all_ended=True)
+
+
+def connection_count(service: Service) -> int:
+    """As the server counts them, without the one that asks and those of the test."""
+    [row] = service.books.rows(
+        "SELECT count(*) AS n FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid() "
+        "AND backend_type = 'client backend' AND application_name = 'weir'"
+    )
+    return int(row["n"])
