@@ -18,8 +18,7 @@ from metering.hold_rows import (
     BatchReads,
     HoldRow,
     lock_counters,
-    read_context,
-    read_time_and_holds,
+    read_and_lock,
 )
 from metering.hold_writes import BatchWrites, write_and_commit
 from metering.models import HoldState
@@ -48,9 +47,7 @@ async def execute_binds(connection: Connection, binds: Sequence[Bind]) -> list[H
     One that is bound already is left as it is. One whose request id is in use by another hold stays unbound: what was delivered
     under it is recorded when it is settled, and not billed. Raises whatever the database raises.
     """
-    reads = await read_time_and_holds(connection, {bind.hold_id for bind in binds})
-    if reads.holds:
-        await read_context(connection, reads, [])
+    reads = await read_and_lock(connection, {bind.hold_id for bind in binds}, ())
     keys = {key for hold in reads.holds.values() for key in counter_keys(reads, hold)}
     counters = await lock_counters(connection, reads.now, keys)
     requests = id_array(b.payer.project_id for b in binds), id_array(b.request_id for b in binds)

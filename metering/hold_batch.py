@@ -30,8 +30,7 @@ from metering.hold_rows import (
     HoldRow,
     SameRequest,
     lock_counters,
-    read_context,
-    read_time_and_holds,
+    read_and_lock,
 )
 from metering.hold_writes import BatchWrites, End, Extension, NewHold, NewUsageEvent, write_and_commit
 from metering.models import HoldState
@@ -77,9 +76,7 @@ async def execute_batch(
     batch = [*operations, *(Void(hold_id) for hold_id in orphans)]
     admits = [op for op in batch if isinstance(op, Admit)]
     hold_ids = {op.hold_id for op in batch if not isinstance(op, Admit | Renew)}
-    reads = await read_time_and_holds(connection, hold_ids, admits=bool(admits))
-    if admits or reads.holds:
-        await read_context(connection, reads, admits)
+    reads = await read_and_lock(connection, hold_ids, admits)
     decisions = Decisions(reads, await lock_counters(connection, reads.now, counter_keys(reads, batch)))
     answers: dict[int, HoldAnswer | Exception] = {}
     for index in sorted(range(len(batch)), key=lambda i: ORDER[type(batch[i])]):
@@ -109,12 +106,12 @@ def counter_keys(reads: BatchReads, batch: Sequence[HoldOperation]) -> set[Count
     """Every counter that the batch may touch."""
     keys: set[CounterKey] = set()
     admits = [op for op in batch if isinstance(op, Admit)]
-    extended = {op.hold_id for op in batch if isinstance(op, Extend)}
+    extended_ids = {op.hold_id for op in batch if isinstance(op, Extend)}
     for hold in reads.holds.values():
         if hold.state in (HoldState.HELD, HoldState.EXPIRED):
             rules = (reads.rules[quota_id] for quota_id in hold.quota_ids)
             claim = hold.claim(reads.prices[hold.price_version_id])
-            keys |= quotas.touched_keys(rules, claim, reads.now, extends=hold.id in extended)
+            keys |= quotas.touched_keys(rules, claim, reads.now, extends=hold.id in extended_ids)
     charged = {(op.payer, op.model) for op in admits}
     keys |= {rule.key(reads.now) for payer, model in charged for rule in reads.rules_for(payer, model).rules}
     return keys

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, NamedTuple
 
-from metering.exchange import Connection, Statement, array, exchange, id_array, text_array
+from metering.exchange import Connection, Statement, exchange, id_array, text_array
 from metering.models import HoldState, QuotaDimension, QuotaSubject
 from metering.operations import Admit, Payer, Settled
 from metering.pricing import TokenPrices
@@ -53,14 +53,17 @@ SELECT id FROM api_keys
 WHERE id = ANY(%s::uuid[]) AND revoked_at IS NULL AND (expires_at IS NULL OR expires_at > now())
 """
 # The limit of the moment: a raise ends by the database's clock.
-SELECT_RULES = """
-SELECT id, subject, subject_id, model, dimension,
-       CASE WHEN deleted_at IS NOT NULL THEN NULL WHEN raised_until > now() THEN raised_limit_value ELSE limit_value END
-           AS in_force,
-       input_weight_milli, cached_input_weight_milli, output_weight_milli, enforced, limit_value AS standing_limit_value,
-       CASE WHEN raised_until > now() THEN raised_until END AS raised_until
-FROM quotas
-WHERE (deleted_at IS NULL AND NOT for_new_keys AND subject_id = ANY(%s::uuid[])) OR id = ANY(%s::uuid[])
+RULE_COLUMNS = """
+id, subject, subject_id, model, dimension,
+CASE WHEN deleted_at IS NOT NULL THEN NULL WHEN raised_until > now() THEN raised_limit_value ELSE limit_value END AS in_force,
+input_weight_milli, cached_input_weight_milli, output_weight_milli, enforced, limit_value AS standing_limit_value,
+CASE WHEN raised_until > now() THEN raised_until END AS raised_until
+"""
+SELECT_RULES = f"""
+SELECT {RULE_COLUMNS} FROM quotas WHERE deleted_at IS NULL AND NOT for_new_keys AND subject_id = ANY(%s::uuid[])
+"""
+SELECT_HOLD_RULES = f"""
+SELECT {RULE_COLUMNS} FROM quotas WHERE id IN (SELECT unnest(quota_ids) FROM holds WHERE id = ANY(%s::uuid[]))
 """
 SELECT_PRICES_IN_FORCE = """
 SELECT DISTINCT ON (p.model, p.currency_code) p.model, p.id AS version, p.currency_code, p.input_picos_per_token,
@@ -69,9 +72,9 @@ FROM price_versions p JOIN unnest(%s::text[], %s::text[]) AS a(model, currency_c
 WHERE p.effective_at <= now()
 ORDER BY p.model, p.currency_code, p.effective_at DESC
 """
-SELECT_PRICES = """
+SELECT_HOLD_PRICES = """
 SELECT model, id AS version, currency_code, input_picos_per_token, cached_input_picos_per_token, output_picos_per_token
-FROM price_versions WHERE id = ANY(%s)
+FROM price_versions WHERE id IN (SELECT price_version_id FROM holds WHERE id = ANY(%s::uuid[]))
 """
 LOCK_COUNTERS = """
 SELECT c.quota_id, c.window_start, c.used, c.held
@@ -206,14 +209,30 @@ class PayerRules(NamedTuple):
     quota_ids: str
 
 
-async def read_time_and_holds(connection: Connection, hold_ids: Collection[uuid.UUID], *, admits: bool = False) -> BatchReads:
-    """Begin the transaction; lock the holds. admits: whether new holds may be taken in it."""
+async def read_and_lock(connection: Connection, hold_ids: Collection[uuid.UUID], admits: Sequence[Admit]) -> BatchReads:
+    """Begin the transaction, lock the holds, read what decides about them and about new ones: in one round trip.
+
+    Each statement sees what the ones before it have locked.
+    """
     statements: list[Statement] = [("BEGIN", ()), (BEGIN_ADMITTING if admits else "SELECT now()", ())]
     if hold_ids:
-        statements.append((SELECT_HOLDS, (id_array(hold_ids),)))
-    _, [time], *holds = await exchange(connection, statements)
+        holds = id_array(hold_ids)
+        statements += [(SELECT_HOLDS, (holds,)), (SELECT_HOLD_RULES, (holds,)), (SELECT_HOLD_PRICES, (holds,))]
+    if admits:
+        statements += admission_reads(admits)
+    _, [time], *answers = await exchange(connection, statements)
     reads = BatchReads(now=time[0])
-    reads.holds = {row[0]: HoldRow(*row) for rows in holds for row in rows}
+    if hold_ids:
+        held, rules, prices, *answers = answers
+        reads.holds = {row[0]: HoldRow(*row) for row in held}
+        reads.rules = {row[0]: rule_of(*row) for row in rules}
+        reads.prices = {row[1]: TokenPrices(*row[1:]) for row in prices}
+    if admits:
+        rules, same, keys, in_force = answers
+        reads.rules |= {row[0]: rule_of(*row) for row in rules}
+        reads.same_requests = {(row[0], row[1]): same_request(row) for row in same}
+        reads.live_key_ids = {row[0] for row in keys}
+        reads.prices_in_force = {(row[0], row[2]): TokenPrices(*row[1:]) for row in in_force}
     ended = [hold.id for hold in reads.holds.values() if hold.state != HoldState.HELD]
     if ended:
         [sums] = await exchange(connection, [(SELECT_EVENT_SUMS, (id_array(ended),))])
@@ -221,31 +240,16 @@ async def read_time_and_holds(connection: Connection, hold_ids: Collection[uuid.
     return reads
 
 
-async def read_context(connection: Connection, reads: BatchReads, admits: Sequence[Admit]) -> None:
-    """Read what decisions need beside the holds: rules, prices, keys, and holds of the same request ids."""
-    quota_ids = {quota_id for hold in reads.holds.values() for quota_id in hold.quota_ids}
-    versions = {hold.price_version_id for hold in reads.holds.values()}
+def admission_reads(admits: Sequence[Admit]) -> list[Statement]:
+    """What decides about new holds."""
     subjects = {subject for op in admits for subject in op.payer.subject_ids}
-    statements: list[Statement] = [
-        (SELECT_RULES, (id_array(subjects), id_array(quota_ids))),
-        (SELECT_PRICES, (array(versions),)),
+    wanted = {(op.model, op.payer.currency_code) for op in admits}
+    return [
+        (SELECT_RULES, (id_array(subjects),)),
+        (SELECT_SAME_REQUEST, (id_array(op.payer.project_id for op in admits), id_array(op.request_id for op in admits))),
+        (SELECT_LIVE_KEYS, (id_array({op.payer.api_key_id for op in admits}),)),
+        (SELECT_PRICES_IN_FORCE, (text_array(model for model, _ in wanted), text_array(currency for _, currency in wanted))),
     ]
-    if admits:
-        wanted = {(op.model, op.payer.currency_code) for op in admits}
-        requests = id_array(op.payer.project_id for op in admits), id_array(op.request_id for op in admits)
-        statements += [
-            (SELECT_SAME_REQUEST, requests),
-            (SELECT_LIVE_KEYS, (id_array({op.payer.api_key_id for op in admits}),)),
-            (SELECT_PRICES_IN_FORCE, (text_array(model for model, _ in wanted), text_array(currency for _, currency in wanted))),
-        ]
-    rules, prices, *more = await exchange(connection, statements)
-    if admits:
-        same, keys, in_force = more
-        reads.same_requests = {(row[0], row[1]): same_request(row) for row in same}
-        reads.live_key_ids = {row[0] for row in keys}
-        reads.prices_in_force = {(row[0], row[2]): TokenPrices(*row[1:]) for row in in_force}
-    reads.rules = {row[0]: rule_of(*row) for row in rules}
-    reads.prices = {row[1]: TokenPrices(*row[1:]) for row in prices}
 
 
 @functools.lru_cache(maxsize=32_768)  # rules change rarely and are read by every batch: some 15 MB of them at most
@@ -281,10 +285,10 @@ async def lock_counters(connection: Connection, now: datetime, keys: Collection[
     counters = Counters(now)
     if not keys:
         return counters
-    parameters = key_columns(keys)
-    [rows] = await exchange(connection, [(LOCK_COUNTERS, parameters)])
+    columns = key_columns(keys)
+    [rows] = await exchange(connection, [(LOCK_COUNTERS, columns)])
     if len(rows) < len(keys):
-        inserted, rows = await exchange(connection, [(INSERT_COUNTERS, parameters), (LOCK_COUNTERS, parameters)])
+        inserted, rows = await exchange(connection, [(INSERT_COUNTERS, columns), (LOCK_COUNTERS, columns)])
         counters.created = frozenset((row[0].int, row[1]) for row in inserted)
     counters.rows = {(row[0].int, row[1]): Counter(row[2], row[3]) for row in rows}
     return counters
