@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Protocol
@@ -47,7 +48,9 @@ class Acting:
         """The id of what the same call made before; None for the first, which then must call `made`. Raises: InvalidRequest."""
         if not request.request_id:
             return None
-        request_id, payload = wire.parse_request_id(request.request_id), request.SerializeToString(deterministic=True)
+        request_id, rest = wire.parse_request_id(request.request_id), copy.copy(request)
+        rest.request_id = ""  # which may be written in several ways
+        payload = rest.SerializeToString(deterministic=True)
         return await admin_requests.earlier_subject(self.session, request_id, type(request).__name__, payload)
 
     async def made(self, request: Repeatable, subject_id: object) -> None:

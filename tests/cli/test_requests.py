@@ -1,4 +1,4 @@
-"""`weir requests`: what runs, for people and for scripts; how it is ended; exit codes. And rotating keys, and asking the audit log."""
+"""`weir requests`: what runs, for people and for scripts; how it is ended. And rotating keys, asking the audit log, exit codes."""
 
 from __future__ import annotations
 

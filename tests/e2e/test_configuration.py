@@ -168,8 +168,8 @@ async def test_only_what_a_list_that_is_pruned_does_not_name_is_removed(service:
     default = {"dimension": "QUOTA_DIMENSION_TOKENS_PER_MINUTE", "limit_value": 7, "for_new_keys": True}
     first = await admin.apply(team(name, quotas=[*team(name)["quotas"], default]))
     [copilot] = [change for change in first.changes if change.path.endswith("copilot") and change.kind == "key"]
-    project = {"name": "search", "quotas": [], "keys": [{"name": "nightly", "scopes": ["billing", "inference"]}]}
-    project["keys"][0] |= {"expire_time": NEXT_YEAR, "prune_quotas": True}  # type: ignore[index]
+    nightly = {"name": "nightly", "scopes": ["billing", "inference"], "expire_time": NEXT_YEAR, "prune_quotas": True}
+    project: dict[str, Any] = {"name": "search", "quotas": [], "keys": [nightly]}
 
     kept = await admin.apply({"name": name, "quotas": [default], "projects": [project]})
     pruning = project | {"prune_quotas": True, "prune_keys": True}
@@ -186,8 +186,8 @@ async def test_only_what_a_list_that_is_pruned_does_not_name_is_removed(service:
     async with service.stream(copilot.secret) as stream:
         assert await stream.closed() is StatusCode.UNAUTHENTICATED
     exported = await admin.export(name)
-    [nightly] = exported["projects"][0]["keys"]
-    assert [quota["limit_value"] for quota in nightly["quotas"]] == ["7"]
+    [key] = exported["projects"][0]["keys"]
+    assert [quota["limit_value"] for quota in key["quotas"]] == ["7"]
 
 
 async def test_every_mistake_is_told_with_its_place_and_nothing_is_changed(admin: Admin) -> None:

@@ -1,0 +1,140 @@
+"""Keys over the wire: rotated while requests run, created again and again by scripts."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from google.protobuf.duration_pb2 import Duration
+from grpc import StatusCode
+from weir.v1 import admin_service_pb2 as pb
+from weir.v1 import admin_service_pb2_grpc as pb_grpc
+from weir.v1 import types_pb2
+
+from tests.service import Service, bearer, refused, until
+
+
+class Admin:
+    """An admin's calls."""
+
+    def __init__(self, stub: Any, secret: str) -> None:
+        self._stub = stub
+        self._secret = secret
+
+    async def call(self, name: str, /, **fields: Any) -> Any:
+        """One call of the admin service."""
+        return await getattr(self._stub, name)(getattr(pb, f"{name}Request")(**fields), metadata=bearer(self._secret))
+
+
+@pytest.fixture
+async def admin(service: Service) -> AsyncIterator[Admin]:
+    """Somebody with an admin key."""
+    tenant = await service.tenant(scopes=("admin",))
+    async with service.channel() as channel:
+        yield Admin(pb_grpc.AdminServiceStub(channel), tenant.secret)
+
+
+async def test_both_secrets_of_a_rotated_key_spend_one_quota(service: Service, admin: Admin) -> None:
+    tenant = await service.tenant()
+    await admin.call(
+        "SetQuota",
+        subject=types_pb2.QUOTA_SUBJECT_API_KEY,
+        subject_ref=tenant.key.prefix,
+        dimension=types_pb2.QUOTA_DIMENSION_TOKENS_PER_MONTH,
+        limit_value=60,
+    )
+    rotated = await admin.call("RotateApiKey", api_key=tenant.key.prefix)
+
+    async with service.stream(tenant.secret) as old, service.stream(rotated.secret) as new:
+        await old.finished(await old.begin(max_output_tokens=20))
+        await new.finished(await new.begin(max_output_tokens=20))
+        refusal = await new.failed(await new.begin(max_output_tokens=20))
+
+    assert refusal.reason == "QUOTA_EXCEEDED"
+    assert refusal.info.metadata["used"] == "60"
+    assert {event["api_key_id"] for event in service.books.events(tenant)} == {tenant.key.id}
+    assert rotated.api_key.overlap_end_time == rotated.overlap_end_time
+
+
+async def test_a_replaced_secret_ends_on_open_streams_too_and_what_runs_goes_on(service: Service, admin: Admin) -> None:
+    """A stream is authenticated once: without looking again, an old secret would live as long as its stream."""
+    tenant = await service.tenant()
+    rotated = await admin.call("RotateApiKey", api_key=tenant.key.prefix, overlap=Duration(seconds=2))
+
+    async with service.stream(tenant.secret) as old:
+        long = await old.begin(max_output_tokens=4000)
+        await old.received(long, 1)
+        endings: list[str] = []
+
+        async def is_refused() -> bool:
+            frame = await old.end(await old.begin(max_output_tokens=1))
+            endings.append(frame.WhichOneof("kind") or "")
+            return endings[-1] == "failed"
+
+        while not await is_refused():
+            pass
+        refusal = await old.failed(next(reversed(old.frames)))
+        await old.finished(long)
+    async with service.stream(rotated.secret) as new:
+        await new.finished(await new.begin())
+    async with service.stream(tenant.secret) as closed:
+        await until(lambda: closed.over, "the stream to be refused")
+
+    assert endings[0] == "finished"
+    assert (refusal.code, refusal.reason) == (StatusCode.UNAUTHENTICATED, "UNAUTHENTICATED")
+    assert "rotated" in refusal.status.message
+    assert await closed.call.code() is StatusCode.UNAUTHENTICATED
+
+
+async def test_the_same_call_again_answers_what_it_made_and_makes_nothing(service: Service, admin: Admin) -> None:
+    """Scripts die half-way. The secret alone cannot be told again: it is stored nowhere."""
+    name, ids = f"a{uuid.uuid4().hex[:16]}", [str(uuid.uuid4()) for _ in range(5)]
+    prices = {"input_picos_per_token": 1, "cached_input_picos_per_token": 1, "output_picos_per_token": 1}
+    calls: list[tuple[str, dict[str, Any]]] = [
+        ("CreateOrganization", {"name": name}),
+        ("CreateProject", {"organization": name, "name": "main"}),
+        ("CreateApiKey", {"organization": name, "project": "main", "name": "bot"}),
+        ("SetPrice", {"model": name, **prices}),
+    ]
+    first = [await admin.call(call, **fields, request_id=ids[n]) for n, (call, fields) in enumerate(calls)]
+    again = [await admin.call(call, **fields, request_id=ids[n].upper()) for n, (call, fields) in enumerate(calls)]
+    key = first[2].api_key.prefix
+    rotated, rotated_again = [await admin.call("RotateApiKey", api_key=key, request_id=ids[4]) for _ in range(2)]
+
+    assert [answer.organization.organization_id for answer in (first[0], again[0])] == [first[0].organization.organization_id] * 2
+    assert first[1].project == again[1].project
+    assert first[2].api_key == again[2].api_key
+    assert first[3].version == again[3].version
+    assert [(answer.existed, bool(answer.secret)) for answer in (first[2], again[2])] == [(False, True), (True, False)]
+    assert rotated.secret
+    assert (rotated_again.secret, rotated_again.overlap_end_time) == ("", rotated.overlap_end_time)
+    assert [entry.action for entry in (await admin.call("ListAuditEntries", subject=name)).entries] == [
+        "api_key.rotate",
+        "api_key.create",
+        "project.create",
+        "organization.create",
+    ]
+    other = await refused(admin.call("CreateProject", organization=name, name="other", request_id=ids[1]))
+    wrong = await refused(admin.call("CreateProject", organization=name, name="other", request_id="7"))
+    assert (other.code, other.reason) == (StatusCode.ALREADY_EXISTS, "REQUEST_ID_REUSED")
+    assert (wrong.code, wrong.fields) == (StatusCode.INVALID_ARGUMENT, ["request_id"])
+
+
+async def test_what_exists_is_as_good_as_created_where_the_caller_says_so(service: Service, admin: Admin) -> None:
+    name = f"a{uuid.uuid4().hex[:16]}"
+    for existed in (False, True):
+        organization = await admin.call("CreateOrganization", name=name, allow_existing=True)
+        project = await admin.call("CreateProject", organization=name, name="main", allow_existing=True)
+        key = await admin.call("CreateApiKey", organization=name, project="main", name="bot", allow_existing=True)
+        assert (organization.existed, project.existed, key.existed, key.secret == "") == (existed,) * 4
+
+    currency = await refused(admin.call("CreateOrganization", name=name, currency_code="EUR", allow_existing=True))
+    scopes = await refused(
+        admin.call("CreateApiKey", organization=name, project="main", name="bot", scopes=["admin"], allow_existing=True)
+    )
+    assert currency.code is scopes.code is StatusCode.ALREADY_EXISTS
+    assert "USD" in currency.status.message
+    assert "inference" in scopes.status.message
+    assert len((await admin.call("ListApiKeys", organization=name)).api_keys) == 1
