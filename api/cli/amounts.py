@@ -9,6 +9,7 @@ from weir_client import Money, Price, QuotaDimension
 
 TOKENS_PER_PRICE = 1_000_000  # prices are shown per million tokens, as customers compare them
 INT64_MAX = 2**63 - 1  # the wire's limit for one value
+MONEY = (QuotaDimension.COST_PER_DAY, QuotaDimension.COST_PER_MONTH)
 
 
 def duration_text(seconds: float) -> str:
@@ -45,7 +46,7 @@ def price_text(price: Price | None, picos_per_token: int) -> str:
 
 def dimension_amount(dimension: QuotaDimension | None, value: int) -> str:
     """A limit or what is left of it, in the unit of its dimension; money in units of the currency."""
-    if dimension is QuotaDimension.COST_PER_MONTH:
+    if dimension in MONEY:
         return decimal_text(Money("", value).amount)
     return f"{value:,}"
 
@@ -77,14 +78,14 @@ def parse_limit(dimension: QuotaDimension, text: str) -> int:
     amount = parse_amount(text)
     if amount < 0:
         raise ValueError("a limit is 0 or more; 0 lets nothing in")
-    if dimension is QuotaDimension.COST_PER_MONTH:
+    if dimension in MONEY:
         limit = units_to_picos(amount)
     elif amount == amount.to_integral_value():
         limit = int(amount)
     else:
         raise ValueError(f"{dimension.value} counts whole numbers")
     if limit > INT64_MAX:
-        most = Money("", INT64_MAX).amount if dimension is QuotaDimension.COST_PER_MONTH else Decimal(INT64_MAX)
+        most = Money("", INT64_MAX).amount if dimension in MONEY else Decimal(INT64_MAX)
         raise ValueError(f"the largest limit is {decimal_text(most, 0)}")
     return limit
 

@@ -39,6 +39,7 @@ COMMANDS = {
     "generate": Entry("api.cli.generate:generate", "Stream a model's answer to the terminal.", ASK),
     "models": Entry("api.cli.models:models", "List the models and their prices.", ASK),
     "count": Entry("api.cli.models:count", "Count the tokens of a prompt.", ASK),
+    "quote": Entry("api.cli.quote:quote", "Tell what a request would cost, and whether it fits.", ASK),
     "trace": Entry("api.cli.trace:trace", "Show where the time of one request went.", ASK),
     "org": Entry("api.cli.tenants:org", "Create and list organizations.", MANAGE),
     "project": Entry("api.cli.tenants:project", "Create and list projects.", MANAGE),

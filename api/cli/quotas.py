@@ -2,39 +2,51 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime, timedelta
 from typing import Annotated
 
 import typer
 from rich.console import RenderableType
 from weir_client import QuotaDimension, QuotaStatus, QuotaSubject
 
-from api.cli.amounts import dimension_amount, duration_text, parse_limit
+from api.cli.amounts import dimension_amount, duration_text, parse_limit, time_text
 from api.cli.connection import AddressOption, KeyOption, admin_client, inference_client
 from api.cli.output import JsonOption, note, print_json, show
 from api.cli.render import table
 
 quota = typer.Typer(help="Set, show and remove limits.", no_args_is_help=True)
 
+WeightOption = Annotated[
+    int | None, typer.Option(min=0, max=1_000_000, help="Thousandths that such a token counts. Default: as it is; 1000 at first.")
+]
 DIMENSIONS = tuple(each for each in QuotaDimension if each is not QuotaDimension.UNSPECIFIED)
 
 
 @quota.command("set")
 def set_quota(
     dimension: Annotated[str, typer.Argument(help=f"What to limit: {', '.join(DIMENSIONS)}.")],
-    value: Annotated[
-        str, typer.Argument(help="The limit; for cost-per-month in units of the currency, such as 250.00. 0 lets nothing in.")
-    ],
+    value: Annotated[str, typer.Argument(help="The limit; for money in units of the currency, such as 250.00. 0 lets nothing in.")],
     organization: Annotated[str | None, typer.Option("--org", help="Limit this organization, by name or id.")] = None,
     project: Annotated[
         str | None, typer.Option("--project", help="Limit this project: ORG/NAME, its id, or NAME beside --org.")
     ] = None,
     key: Annotated[str | None, typer.Option("--key", help="Limit this key, by id or prefix.")] = None,
     model: Annotated[str, typer.Option("--model", help="Only for this model. Default: all models together.")] = "",
+    input_weight: WeightOption = None,
+    cached_weight: WeightOption = None,
+    output_weight: WeightOption = None,
+    enforce: Annotated[
+        bool | None,
+        typer.Option("--enforce/--watch", help="Refuse what does not fit, or only count and report. Default: as it is."),
+    ] = None,
+    new_keys: Annotated[
+        bool, typer.Option("--new-keys", help="Limit nothing now: each key created under the subject from then on gets a copy.")
+    ] = False,
     as_json: JsonOption = False,
     address: AddressOption = None,
     api_key: KeyOption = None,
 ) -> None:
-    """Set one limit. A limit for the same subject, model and dimension is replaced, and what was used stays counted."""
+    """Set one limit. A limit for the same subject, model and dimension is replaced, and what was used is counted."""
     kind = parse_dimension(dimension)
     try:
         limit = parse_limit(kind, value)
@@ -42,11 +54,46 @@ def set_quota(
         raise typer.BadParameter(str(error), param_hint="VALUE") from error
     subject, subject_ref = parse_subject(organization, project, key)
     with admin_client(address, api_key) as client:
-        status = client.set_quota(subject, subject_ref, kind, limit, model=model)
-    if as_json:
-        print_json(status)
-    else:
-        show(quotas_table([status]))
+        status = client.set_quota(
+            subject,
+            subject_ref,
+            kind,
+            limit,
+            model=model,
+            input_weight_milli=input_weight,
+            cached_input_weight_milli=cached_weight,
+            output_weight_milli=output_weight,
+            enforced=enforce,
+            for_new_keys=new_keys,
+        )
+    show_one(status, as_json=as_json)
+
+
+@quota.command("raise")
+def raise_quota(
+    quota_id: Annotated[str, typer.Argument(help="Id of the limit, as `weir quota list` shows it.")],
+    value: Annotated[str | None, typer.Argument(help="The higher limit, as for `weir quota set`.")] = None,
+    lasting: Annotated[str | None, typer.Option("--for", help="How long: 90m, 12h or 7d.")] = None,
+    reason: Annotated[str, typer.Option("--reason", help="Why; it is shown with the limit and stands in the audit log.")] = "",
+    end: Annotated[bool, typer.Option("--end", help="End a raise before its time.")] = False,
+    as_json: JsonOption = False,
+    address: AddressOption = None,
+    api_key: KeyOption = None,
+) -> None:
+    """Let a higher limit hold for a time, or end that."""
+    if end == (value is not None) or end == (lasting is not None):
+        raise typer.BadParameter("give a VALUE with --for and --reason, or --end alone")
+    with admin_client(address, api_key) as client:
+        if value is None or lasting is None:
+            status = client.end_quota_raise(quota_id)
+        else:
+            kind = next((each.dimension for each in client.list_quotas() if each.quota_id == quota_id), QuotaDimension.UNSPECIFIED)
+            try:
+                limit, until = parse_limit(kind, value), datetime.now(UTC) + parse_lasting(lasting)
+            except ValueError as error:
+                raise typer.BadParameter(str(error)) from error
+            status = client.raise_quota(quota_id, limit, until, reason)
+    show_one(status, as_json=as_json)
 
 
 @quota.command("show")
@@ -70,13 +117,19 @@ def show_quotas(
 @quota.command("list")
 def list_quotas(
     organization: Annotated[str, typer.Option("--org", help="Only limits of this organization, its projects and keys.")] = "",
+    key: Annotated[
+        str, typer.Option("--key", help="All limits that this key meets, by id or prefix, and which of them bind.")
+    ] = "",
+    model: Annotated[str, typer.Option("--model", help="With --key: only limits that apply to this model.")] = "",
     as_json: JsonOption = False,
     address: AddressOption = None,
     api_key: KeyOption = None,
 ) -> None:
     """List limits as an admin, with what is left of them and their ids."""
+    if key and organization:
+        raise typer.BadParameter("give --org or --key, not both")
     with admin_client(address, api_key) as client:
-        found = client.list_quotas(organization)
+        found = client.list_key_quotas(key, model) if key else client.list_quotas(organization)
     if as_json:
         print_json(found)
     elif found:
@@ -99,6 +152,24 @@ def delete_quota(
         print_json({"quota_id": quota_id, "deleted": True})
     else:
         note(f"limit {quota_id} is removed")
+
+
+def show_one(status: QuotaStatus, *, as_json: bool) -> None:
+    """A limit that was changed."""
+    if as_json:
+        print_json(status)
+        return
+    show(quotas_table([status]))
+    if status.narrowed_by_quota_id:
+        note(f"this limit has no effect: {status.narrowed_by_quota_id} further up always runs out first")
+
+
+def parse_lasting(text: str) -> timedelta:
+    """A length of time such as 90m, 12h or 7d. Raises: ValueError."""
+    unit = {"m": timedelta(minutes=1), "h": timedelta(hours=1), "d": timedelta(days=1)}.get(text[-1:])
+    if unit is None or not text[:-1].isdecimal() or not 0 < int(text[:-1]) <= 1_000_000:
+        raise ValueError(f"{text!r} is no length of time: give minutes, hours or days, such as 90m, 12h or 7d")
+    return int(text[:-1]) * unit
 
 
 def parse_dimension(text: str) -> QuotaDimension:
@@ -126,11 +197,29 @@ def quotas_table(quotas: list[QuotaStatus], *, ids: bool = True) -> RenderableTy
     for each in quotas:
         values = (each.limit_value, each.used_value, each.held_value, each.remaining_value)
         made.add_row(
-            f"{each.subject.value.replace('-', ' ')} {each.subject_name}".rstrip(),
-            each.dimension.value,
+            f"{'new keys of ' if each.for_new_keys else ''}{each.subject.value.replace('-', ' ')} {each.subject_name}".rstrip(),
+            each.dimension.value + remarks(each),
             each.model or "all",
             *(dimension_amount(each.dimension, value) for value in values),
             duration_text(each.reset_delay_s) if each.reset_delay_s is not None else "—",
             *([each.quota_id] if ids else []),
         )
     return made
+
+
+def remarks(each: QuotaStatus) -> str:
+    """What is special about a limit, in parentheses; empty if nothing is."""
+    said = []
+    weights = (each.input_weight_milli, each.cached_input_weight_milli, each.output_weight_milli)
+    if len({*weights, 1000}) > 1 and any(weights):
+        said.append("weights " + "/".join(f"{weight / 1000:g}" for weight in weights))
+    if each.raised_until_time is not None:
+        usual = dimension_amount(each.dimension, each.standing_limit_value)
+        said.append(f"raised from {usual} until {time_text(each.raised_until_time)}: {each.raise_reason}")
+    if not each.enforced:
+        said.append(f"only watching, would have refused {each.would_refuse_count:,}")
+    if each.binding:
+        said.append("binds")
+    if each.narrowed_by_quota_id:
+        said.append("without effect")
+    return f" ({'; '.join(said)})" if said else ""

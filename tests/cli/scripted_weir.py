@@ -48,6 +48,7 @@ BAD_TEMPERATURE = error_details_pb2.BadRequest(
     field_violations=[error_details_pb2.BadRequest.FieldViolation(field="start.sampling.temperature", description="must be 0 to 2")]
 )
 QUOTA = types_pb2.QuotaStatus(
+    enforced=True,
     quota_id="5b1f4c1e-0000-4000-8000-000000000001",
     subject=types_pb2.QUOTA_SUBJECT_PROJECT,
     subject_id="5b1f4c1e-0000-4000-8000-000000000002",
@@ -59,7 +60,23 @@ QUOTA = types_pb2.QuotaStatus(
     reset_time=NOON,
 )
 QUOTA.reset_delay.FromMilliseconds(41_500)
+RAISED = types_pb2.QuotaStatus()
+RAISED.CopyFrom(QUOTA)
+RAISED.MergeFrom(
+    types_pb2.QuotaStatus(
+        limit_value=500_000,
+        standing_limit_value=100_000,
+        raised_until_time=NOON,
+        raise_reason="launch",
+        input_weight_milli=1000,
+        cached_input_weight_milli=100,
+        output_weight_milli=4000,
+        binding=True,
+        narrowed_by_quota_id="5b1f4c1e-0000-4000-8000-000000000003",
+    )
+)
 BUDGET = types_pb2.QuotaStatus(
+    enforced=True,
     quota_id="5b1f4c1e-0000-4000-8000-000000000003",
     subject=types_pb2.QUOTA_SUBJECT_ORGANIZATION,
     model="demo",
@@ -123,6 +140,19 @@ REPORT = billing_pb.GetMonthReportResponse(
 )
 
 
+QUOTE = pb.QuoteResponse(
+    input_token_count=1025,
+    predicted_cached_token_count=200,
+    max_output_token_count=1000,
+    expected_output_token_count=150,
+    worst_cost=types_pb2.Money(currency_code="USD", picos=4_000_000_000),
+    expected_cost=types_pb2.Money(currency_code="USD", picos=900_000_000),
+    price_version=3,
+    would_admit=True,
+    quotas=[QUOTA],
+)
+
+
 class ScriptedAccounts:
     """Answers every admin and billing call with a prepared reply; keeps what it was asked and by which key."""
 
@@ -142,6 +172,7 @@ class ScriptedAccounts:
             admin_pb.RevokeApiKeyResponse(api_key=admin_pb.ApiKey(name="laptop", prefix="weir_ab12cd", revoke_time=NOON)),
             admin_pb.ListApiKeysResponse(api_keys=[KEY]),
             admin_pb.SetQuotaResponse(quota=QUOTA),
+            admin_pb.RaiseQuotaResponse(quota=RAISED),
             admin_pb.DeleteQuotaResponse(),
             admin_pb.ListQuotasResponse(quotas=[BUDGET, QUOTA]),
             admin_pb.SetPriceResponse(version=2),
@@ -242,6 +273,7 @@ def scripted_inference(pace_s: float = 0.0) -> ScriptedInference:
     server.replies["ListModelsRequest"] = pb.ListModelsResponse(models=[MODEL])
     server.replies["CountTokensRequest"] = pb.CountTokensResponse(input_token_count=1025, context_window_tokens=2048)
     server.replies["GetQuotaRequest"] = pb.GetQuotaResponse(quotas=[BUDGET, QUOTA])
+    server.replies["QuoteRequest"] = QUOTE
     server.replies["GetGenerationRequest"] = pb.GetGenerationResponse(generation=generation)
     return server
 

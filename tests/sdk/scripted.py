@@ -93,6 +93,9 @@ class ScriptedInference(inference_service_pb2_grpc.InferenceServiceServicer):
     async def GetQuota(self, request: pb.GetQuotaRequest, context: Any) -> pb.GetQuotaResponse:
         return await self._answer(request, context, pb.GetQuotaResponse())
 
+    async def Quote(self, request: pb.QuoteRequest, context: Any) -> pb.QuoteResponse:
+        return await self._answer(request, context, pb.QuoteResponse())
+
     async def GetGeneration(self, request: pb.GetGenerationRequest, context: Any) -> pb.GetGenerationResponse:
         return await self._answer(request, context, pb.GetGenerationResponse())
 

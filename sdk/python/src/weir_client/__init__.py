@@ -57,6 +57,7 @@ from weir_client.live import (
     RequestPhase,
 )
 from weir_client.prompt import GenerateOptions, Message, Prompt
+from weir_client.quote import Quote
 from weir_client.sync import Client, GenerationStream
 from weir_client.values import (
     PICOS_PER_UNIT,
@@ -146,6 +147,7 @@ __all__ = [
     "QuotaStatus",
     "QuotaSubject",
     "QuotaViolation",
+    "Quote",
     "Reconciliation",
     "RequestCounts",
     "RequestPhase",

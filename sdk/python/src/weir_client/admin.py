@@ -132,17 +132,49 @@ class AsyncAdminClient(AsyncLiveCalls):
         return [wire_accounts.api_key(each) for each in response.api_keys]
 
     async def set_quota(
-        self, subject: QuotaSubject, subject_ref: str, dimension: QuotaDimension, limit_value: int, *, model: str = ""
+        self,
+        subject: QuotaSubject,
+        subject_ref: str,
+        dimension: QuotaDimension,
+        limit_value: int,
+        *,
+        model: str = "",
+        input_weight_milli: int | None = None,
+        cached_input_weight_milli: int | None = None,
+        output_weight_milli: int | None = None,
+        enforced: bool | None = None,
+        for_new_keys: bool = False,
     ) -> QuotaStatus:
-        """Sets one limit, in requests, tokens or picos by dimension; what was used stays counted. 0 lets nothing in."""
+        """Sets one limit, in requests, tokens or picos by dimension; what was used is counted. 0 lets nothing in.
+
+        Weights are thousandths that a token of a kind counts. What is None stays as it stands; a new limit counts each token as one
+        and is enforced. `for_new_keys`: not a limit of the subject, but one that each key created under it from then on gets.
+        """
         request = admin_pb.SetQuotaRequest(
             subject=wire_accounts.SUBJECT_NUMBERS[subject],
             subject_ref=subject_ref,
             model=model,
             dimension=wire_accounts.DIMENSION_NUMBERS[dimension],
             limit_value=limit_value,
+            input_weight_milli=input_weight_milli,
+            cached_input_weight_milli=cached_input_weight_milli,
+            output_weight_milli=output_weight_milli,
+            enforced=enforced,
+            for_new_keys=for_new_keys,
         )
         response = await self._call(self._stub.SetQuota, request)
+        return wire.quota(response.quota)
+
+    async def raise_quota(self, quota_id: str, limit_value: int, expire_time: datetime, reason: str) -> QuotaStatus:
+        """Lets a higher limit hold until a time (an aware datetime); `reason` is told with it and stands in the audit log."""
+        request = admin_pb.RaiseQuotaRequest(quota_id=quota_id, limit_value=limit_value, reason=reason)
+        request.expire_time.FromDatetime(expire_time)
+        response = await self._call(self._stub.RaiseQuota, request)
+        return wire.quota(response.quota)
+
+    async def end_quota_raise(self, quota_id: str) -> QuotaStatus:
+        """Ends a raise before its time."""
+        response = await self._call(self._stub.RaiseQuota, admin_pb.RaiseQuotaRequest(quota_id=quota_id))
         return wire.quota(response.quota)
 
     async def delete_quota(self, quota_id: str) -> None:
@@ -153,6 +185,12 @@ class AsyncAdminClient(AsyncLiveCalls):
     async def list_quotas(self, organization: str = "") -> list[QuotaStatus]:
         """The limits of one organization with its projects and keys, or all, with what is left of each."""
         request = admin_pb.ListQuotasRequest(organization=organization)
+        response = await self._call(self._stub.ListQuotas, request)
+        return [wire.quota(each) for each in response.quotas]
+
+    async def list_key_quotas(self, api_key: str, model: str = "") -> list[QuotaStatus]:
+        """Every limit that a key meets, for one model or all: its own and those further up, and which of them bind."""
+        request = admin_pb.ListQuotasRequest(api_key=api_key, model=model)
         response = await self._call(self._stub.ListQuotas, request)
         return [wire.quota(each) for each in response.quotas]
 

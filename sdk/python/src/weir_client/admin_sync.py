@@ -116,10 +116,42 @@ class AdminClient(LiveCalls):
         return self._thread.run(lambda: self._client.list_api_keys(organization))
 
     def set_quota(
-        self, subject: QuotaSubject, subject_ref: str, dimension: QuotaDimension, limit_value: int, *, model: str = ""
+        self,
+        subject: QuotaSubject,
+        subject_ref: str,
+        dimension: QuotaDimension,
+        limit_value: int,
+        *,
+        model: str = "",
+        input_weight_milli: int | None = None,
+        cached_input_weight_milli: int | None = None,
+        output_weight_milli: int | None = None,
+        enforced: bool | None = None,
+        for_new_keys: bool = False,
     ) -> QuotaStatus:
         """Sets one limit, in requests, tokens or picos by dimension."""
-        return self._thread.run(lambda: self._client.set_quota(subject, subject_ref, dimension, limit_value, model=model))
+        return self._thread.run(
+            lambda: self._client.set_quota(
+                subject,
+                subject_ref,
+                dimension,
+                limit_value,
+                model=model,
+                input_weight_milli=input_weight_milli,
+                cached_input_weight_milli=cached_input_weight_milli,
+                output_weight_milli=output_weight_milli,
+                enforced=enforced,
+                for_new_keys=for_new_keys,
+            )
+        )
+
+    def raise_quota(self, quota_id: str, limit_value: int, expire_time: datetime, reason: str) -> QuotaStatus:
+        """Lets a higher limit hold until a time."""
+        return self._thread.run(lambda: self._client.raise_quota(quota_id, limit_value, expire_time, reason))
+
+    def end_quota_raise(self, quota_id: str) -> QuotaStatus:
+        """Ends a raise before its time."""
+        return self._thread.run(lambda: self._client.end_quota_raise(quota_id))
 
     def delete_quota(self, quota_id: str) -> None:
         """Removes one limit."""
@@ -128,6 +160,10 @@ class AdminClient(LiveCalls):
     def list_quotas(self, organization: str = "") -> list[QuotaStatus]:
         """The limits of one organization with its projects and keys, or all."""
         return self._thread.run(lambda: self._client.list_quotas(organization))
+
+    def list_key_quotas(self, api_key: str, model: str = "") -> list[QuotaStatus]:
+        """Every limit that a key meets: its own and those further up, and which of them bind."""
+        return self._thread.run(lambda: self._client.list_key_quotas(api_key, model))
 
     def set_price(
         self,

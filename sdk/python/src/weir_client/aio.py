@@ -22,6 +22,7 @@ from weir_client.connection import (
 )
 from weir_client.generation import AsyncGeneration
 from weir_client.prompt import GenerateOptions, Prompt, build_start, conversation
+from weir_client.quote import Quote
 from weir_client.stream import Call, SharedStream
 from weir_client.values import Generation, Model, QuotaStatus, Result, TokenCount
 
@@ -124,6 +125,15 @@ class AsyncClient:
             request.text = text or ""
         response = await self._opened().call(self._stub.CountTokens, request, timeout=timeout)
         return TokenCount(response.input_token_count, response.context_window_tokens)
+
+    async def quote(self, model: str, prompt: Prompt | None = None, **options: Unpack[GenerateOptions]) -> Quote:
+        """What the same call of `generate` would count and cost, and whether it would be let in, without running it.
+
+        Raises: what `generate` would, but for QuotaExceeded: that is the answer.
+        """
+        request = pb.QuoteRequest(start=build_start(model, prompt, options).start)
+        response = await self._opened().call(self._stub.Quote, request, timeout=options.get("timeout"))
+        return wire.quote(response)
 
     async def list_models(self, *, timeout: float | None = None) -> list[Model]:
         """The models that the key may use, by name. Raises: WeirError."""

@@ -13,6 +13,7 @@ from weir_client.connection import KEEPALIVE_S, MESSAGE_BYTES_MAX, RETRY_WAIT_MA
 from weir_client.generation import AsyncGeneration
 from weir_client.loop_thread import LoopThread
 from weir_client.prompt import GenerateOptions, Prompt
+from weir_client.quote import Quote
 from weir_client.values import Admitted, Delta, Event, Generation, Model, Partial, QuotaStatus, Result, TokenCount
 
 
@@ -168,6 +169,10 @@ class Client:
     ) -> TokenCount:
         """The size of a prompt as admission counts it, without running or billing anything. Raises: WeirError."""
         return self._thread.run(lambda: self._client.count_tokens(model, prompt, text=text, timeout=timeout))
+
+    def quote(self, model: str, prompt: Prompt | None = None, **options: Unpack[GenerateOptions]) -> Quote:
+        """What the same call of `generate` would count and cost, without running it; see `AsyncClient.quote`."""
+        return self._thread.run(lambda: self._client.quote(model, prompt, **options))
 
     def list_models(self, *, timeout: float | None = None) -> list[Model]:
         """The models that the key may use, by name. Raises: WeirError."""

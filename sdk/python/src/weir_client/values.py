@@ -64,8 +64,11 @@ class QuotaDimension(StrEnum):
     CONCURRENT_REQUESTS = "concurrent-requests"
     REQUESTS_PER_MINUTE = "requests-per-minute"
     TOKENS_PER_MINUTE = "tokens-per-minute"
+    INPUT_TOKENS_PER_MINUTE = "input-tokens-per-minute"
+    OUTPUT_TOKENS_PER_MINUTE = "output-tokens-per-minute"
     TOKENS_PER_DAY = "tokens-per-day"
     TOKENS_PER_MONTH = "tokens-per-month"
+    COST_PER_DAY = "cost-per-day"
     COST_PER_MONTH = "cost-per-month"
 
 
@@ -118,7 +121,11 @@ class Timings:
 
 @dataclass(frozen=True, slots=True)
 class QuotaStatus:
-    """One limit and how much of it is left. Values are requests, tokens or picos of the currency, by dimension."""
+    """One limit and how much of it is left. Values are requests, tokens or picos of the currency, by dimension.
+
+    Weights are thousandths that a token of a kind counts; 0 where no tokens are counted. `binding` and `narrowed_by_quota_id` are
+    told only with all the limits of one key; `would_refuse_count`, `subject_name` and `raise_reason` not with a generation.
+    """
 
     quota_id: str
     subject: QuotaSubject
@@ -131,7 +138,18 @@ class QuotaStatus:
     remaining_value: int
     reset_time: datetime | None  # None for concurrency
     reset_delay_s: float | None
-    subject_name: str = ""  # for people; empty in answers to a generation
+    subject_name: str = ""  # for people
+    enforced: bool = True  # False: it counts and reports, and refuses nobody
+    would_refuse_count: int = 0  # admissions in this window that it would have refused
+    input_weight_milli: int = 0
+    cached_input_weight_milli: int = 0
+    output_weight_milli: int = 0
+    standing_limit_value: int = 0  # without a raise
+    raised_until_time: datetime | None = None  # None: not raised
+    raise_reason: str = ""
+    binding: bool = False  # of the limits on its dimension, it has least left
+    narrowed_by_quota_id: str = ""  # a limit further up that always runs out first
+    for_new_keys: bool = False  # it limits nothing itself: new keys get a copy
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import types_pb2
 
 from weir_client import values
+from weir_client.quote import Quote
 
 _FINISH_REASONS = {
     number: values.FinishReason(name.removeprefix("FINISH_REASON_")) for name, number in types_pb2.FinishReason.items()
@@ -28,6 +29,9 @@ DIMENSIONS = {
     types_pb2.QUOTA_DIMENSION_TOKENS_PER_DAY: values.QuotaDimension.TOKENS_PER_DAY,
     types_pb2.QUOTA_DIMENSION_TOKENS_PER_MONTH: values.QuotaDimension.TOKENS_PER_MONTH,
     types_pb2.QUOTA_DIMENSION_COST_PICOS_PER_MONTH: values.QuotaDimension.COST_PER_MONTH,
+    types_pb2.QUOTA_DIMENSION_INPUT_TOKENS_PER_MINUTE: values.QuotaDimension.INPUT_TOKENS_PER_MINUTE,
+    types_pb2.QUOTA_DIMENSION_OUTPUT_TOKENS_PER_MINUTE: values.QuotaDimension.OUTPUT_TOKENS_PER_MINUTE,
+    types_pb2.QUOTA_DIMENSION_COST_PICOS_PER_DAY: values.QuotaDimension.COST_PER_DAY,
 }
 
 
@@ -89,6 +93,35 @@ def quota(message: types_pb2.QuotaStatus) -> values.QuotaStatus:
         reset_time=time_of(message.reset_time) if message.HasField("reset_time") else None,
         reset_delay_s=seconds_of(message.reset_delay) if message.HasField("reset_delay") else None,
         subject_name=message.subject_name,
+        enforced=message.enforced,
+        would_refuse_count=message.would_refuse_count,
+        input_weight_milli=message.input_weight_milli,
+        cached_input_weight_milli=message.cached_input_weight_milli,
+        output_weight_milli=message.output_weight_milli,
+        standing_limit_value=message.standing_limit_value,
+        raised_until_time=time_of(message.raised_until_time) if message.HasField("raised_until_time") else None,
+        raise_reason=message.raise_reason,
+        binding=message.binding,
+        narrowed_by_quota_id=message.narrowed_by_quota_id,
+        for_new_keys=message.for_new_keys,
+    )
+
+
+def quote(message: pb.QuoteResponse) -> Quote:
+    """What a request would be."""
+    return Quote(
+        input_token_count=message.input_token_count,
+        predicted_cached_token_count=message.predicted_cached_token_count,
+        max_output_token_count=message.max_output_token_count,
+        expected_output_token_count=message.expected_output_token_count,
+        worst_cost=money(message.worst_cost),
+        expected_cost=money(message.expected_cost),
+        price_version=message.price_version,
+        would_admit=message.would_admit,
+        retry_helps=message.retry_helps,
+        retry_after_s=seconds_of(message.retry_delay) if message.HasField("retry_delay") else None,
+        failing_quotas=tuple(quota(each) for each in message.failing_quotas),
+        quotas=tuple(quota(each) for each in message.quotas),
     )
 
 

@@ -1,0 +1,120 @@
+"""`weir quota` and `weir quote`: what is sent, and what is shown."""
+
+from __future__ import annotations
+
+import json
+from datetime import UTC, datetime, timedelta
+
+import pytest
+from weir.v1 import admin_service_pb2 as admin_pb
+from weir.v1 import inference_service_pb2 as pb
+from weir.v1 import types_pb2
+
+from tests.cli.conftest import Run, ScriptedWeir
+from tests.cli.scripted_weir import QUOTA, QUOTE
+
+
+def test_weights_watching_and_limits_for_new_keys_are_sent(weir: Run, server: ScriptedWeir) -> None:
+    weighted = weir(
+        "quota",
+        "set",
+        "input-tokens-per-minute",
+        "1000",
+        "--key",
+        "k",
+        "--input-weight",
+        "1000",
+        "--cached-weight",
+        "100",
+        "--watch",
+    )
+    kept = weir("quota", "set", "cost-per-day", "2.5", "--org", "acme", "--new-keys", "--enforce")
+
+    assert (weighted.exit_code, kept.exit_code) == (0, 0)
+    assert server.accounts.requests == [
+        admin_pb.SetQuotaRequest(
+            subject=types_pb2.QUOTA_SUBJECT_API_KEY,
+            subject_ref="k",
+            dimension=types_pb2.QUOTA_DIMENSION_INPUT_TOKENS_PER_MINUTE,
+            limit_value=1000,
+            input_weight_milli=1000,
+            cached_input_weight_milli=100,
+            enforced=False,
+        ),
+        admin_pb.SetQuotaRequest(
+            subject=types_pb2.QUOTA_SUBJECT_ORGANIZATION,
+            subject_ref="acme",
+            dimension=types_pb2.QUOTA_DIMENSION_COST_PICOS_PER_DAY,
+            limit_value=2_500_000_000_000,
+            enforced=True,
+            for_new_keys=True,
+        ),
+    ]
+
+
+def test_a_raise_is_sent_with_its_end_and_shown_with_its_reason(weir: Run, server: ScriptedWeir) -> None:
+    before = datetime.now(UTC)
+
+    raised = weir("quota", "raise", QUOTA.quota_id, "500,000", "--for", "12h", "--reason", "launch")
+    ended = weir("quota", "raise", QUOTA.quota_id, "--end", "--json")
+
+    sent, end = (each for each in server.accounts.requests if isinstance(each, admin_pb.RaiseQuotaRequest))
+    assert (sent.quota_id, sent.limit_value, sent.reason) == (QUOTA.quota_id, 500_000, "launch")
+    assert timedelta(0) <= sent.expire_time.ToDatetime(tzinfo=UTC) - before - timedelta(hours=12) < timedelta(minutes=5)
+    assert end == admin_pb.RaiseQuotaRequest(quota_id=QUOTA.quota_id)
+    shown = " ".join(raised.stdout.split())
+    assert "weights 1/0.1/4; raised from 100,000 until 2026-11-20 12:00:00Z: launch; binds; without effect" in shown
+    assert "always runs out first" in raised.stderr
+    assert json.loads(ended.stdout)["raise_reason"] == "launch"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--end", "5"], ["5"], ["5", "--for", "12"], ["5", "--for", "0h"], ["5", "--for", "2w"], ["--for", "1h"], []],
+)
+def test_a_raise_that_makes_no_sense_is_not_sent(weir: Run, server: ScriptedWeir, arguments: list[str]) -> None:
+    result = weir("quota", "raise", QUOTA.quota_id, *arguments)
+
+    assert result.exit_code == 2
+    assert not [each for each in server.accounts.requests if isinstance(each, admin_pb.RaiseQuotaRequest)]
+
+
+def test_the_limits_of_a_key_are_asked_for_by_its_name(weir: Run, server: ScriptedWeir) -> None:
+    assert weir("quota", "list", "--key", "weir_ab12cd", "--model", "demo").exit_code == 0
+    assert weir("quota", "list", "--key", "k", "--org", "acme").exit_code == 2
+
+    assert server.accounts.requests == [admin_pb.ListQuotasRequest(api_key="weir_ab12cd", model="demo")]
+
+
+def test_a_quote_tells_tokens_money_and_limits(weir: Run, server: ScriptedWeir) -> None:
+    told = weir("quote", "How far is the sea?", "--max-output-tokens", "1000")
+    document = json.loads(weir("quote", "How far is the sea?", "--json").stdout)
+
+    assert told.exit_code == 0
+    assert "1,025 input tokens, 200 of them probably cached; 150 output tokens expected, at most 1,000" in told.stdout
+    assert "0.0009 USD expected, at most 0.004 USD (price version 3)" in told.stdout
+    assert "tokens-per-minute" in told.stdout
+    assert document["would_admit"] is True
+    asked = server.inference.requests[0]
+    assert isinstance(asked, pb.QuoteRequest)
+    assert (asked.start.model, asked.start.max_output_tokens) == ("demo", 1000)
+
+
+@pytest.mark.parametrize(("retry_s", "advice"), [(41.2, "try again in 42 s"), (None, "waiting does not help")])
+def test_a_quote_of_what_would_be_refused_says_so_and_exits_with_3(
+    weir: Run, server: ScriptedWeir, retry_s: float | None, advice: str
+) -> None:
+    refused = pb.QuoteResponse()
+    refused.CopyFrom(QUOTE)
+    refused.would_admit = False
+    refused.failing_quotas.append(QUOTA)
+    if retry_s is not None:
+        refused.retry_helps = True
+        refused.retry_delay.FromMilliseconds(int(retry_s * 1000))
+    server.inference.replies["QuoteRequest"] = refused
+
+    result = weir("quote", "hello")
+
+    assert result.exit_code == 3
+    assert "would be refused by tokens-per-minute of the project" in result.stderr
+    assert advice in result.stderr
