@@ -169,6 +169,11 @@ class QuotaRule:
         object.__setattr__(self, "kind", kind)
         object.__setattr__(self, "token_scale", token_scale(self.dimension, self.weights))
 
+    @property
+    def unit(self) -> Unit | None:
+        """Over which window it counts; None if it never resets."""
+        return DIMENSIONS[self.dimension][1]
+
     def key(self, at: datetime) -> CounterKey:
         """The counter that a charge at this time goes to."""
         return self.number, window_starts(at)[self.window]

@@ -18,13 +18,13 @@ from datetime import UTC, datetime
 from typing import TypeVar
 
 from metering.operations import QuotaState
-from metering.quota_rules import Claim, Kind, QuotaRule, window_end, window_start
+from metering.quota_rules import Claim, Kind, QuotaRule, Unit, window_end, window_start
 
 N = TypeVar("N", int, float)
 
 LATE_SHARE = 0.98  # of the requests before, so many were no longer and no larger than is reckoned with
 LATE_DEVIATIONS = 4.0  # standard deviations that a place is left later than expected, over the root of the number of places
-DURATION_UNKNOWN_S = 10.0  # of a request, where none has ended yet: an answer of some hundred tokens
+DURATION_UNKNOWN_S = 5.0  # of a request, where none has ended yet: an answer of some hundred tokens
 EARLY_FACTOR = 2  # so much more than a request needs has to come back: newcomers take some of it
 APART_SHARE = 0.7  # of the mean distance of those who take all places in turn
 SPREAD_SHARE, SPREAD_MAX_S = 0.1, 5.0  # of a window's beginning, over which returns are spread
@@ -180,7 +180,8 @@ class Forecast:
                 return max(self._releases[index][0], from_s)
             start = datetime.fromtimestamp(end_s, UTC)
             carried = sum(each.claim.held(self.rule) for each in self.running if self._outlives(each, end_s))
-        for _ in range(WINDOW_COUNT_MAX):
+        # Who is told to come back tomorrow or next month is told of the first such window: by then nobody keeps a place.
+        for _ in range(WINDOW_COUNT_MAX if self.rule.unit is Unit.MINUTE else 0):
             room = ((self.rule.limit_at(start) or 0) - carried) // self.process_count - self._promised[start]
             if amount <= room or (not self._promised[start] and asked <= room):
                 break

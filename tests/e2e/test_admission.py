@@ -83,7 +83,7 @@ def check_refusal(refusal: Refusal, tenant: Tenant, dimension: QuotaDimension, l
     assert refusal.retry_after_s is not None
     if dimension is QuotaDimension.CONCURRENT_REQUESTS:
         assert "reset_time" not in facts
-        assert refusal.retry_after_s <= 5
+        assert 0 < refusal.retry_after_s <= 60
     else:
         resets_at = datetime.fromisoformat(facts["reset_time"])
         assert timedelta(0) < resets_at - datetime.now(UTC) < timedelta(days=32)
@@ -189,16 +189,16 @@ async def test_a_raised_limit_counts_at_once(service: Service) -> None:
 
 
 async def test_a_limit_raised_in_mid_stream_lets_it_go_on(service: Service) -> None:
-    tenant = await service.tenant({QuotaDimension.TOKENS_PER_MONTH: 10 + 400})
+    tenant = await service.tenant({QuotaDimension.TOKENS_PER_MONTH: 10 + 1500})
 
     async with service.stream(tenant.secret) as stream:
-        request_id = await stream.begin(max_output_tokens=900)
+        request_id = await stream.begin(max_output_tokens=2500)
         await stream.received(request_id, 1)
         await service.set_limit(tenant, QuotaDimension.TOKENS_PER_MONTH, 100_000)
         finished = await stream.finished(request_id)
 
     assert finished.reason == types_pb2.FINISH_REASON_LENGTH
-    assert finished.usage.delivered_token_count == 900
+    assert finished.usage.delivered_token_count == 2500
 
 
 async def test_the_place_of_an_ended_request_is_free(service: Service) -> None:

@@ -172,7 +172,7 @@ KEYS = {
 async def test_without_a_good_key_nothing_is_served(service: Service, secret: str | None) -> None:
     async with service.channel() as channel:
         inference = pb_grpc.InferenceServiceStub(channel)
-        for call in (inference.CountTokens, inference.ListModels, inference.GetQuota, inference.GetGeneration):
+        for call in (inference.CountTokens, inference.ListModels, inference.GetQuota, inference.Quote, inference.GetGeneration):
             refusal = await refused(call(request_of(call), metadata=bearer(secret)))
             assert (refusal.code, refusal.reason) == (StatusCode.UNAUTHENTICATED, "UNAUTHENTICATED")
     async with service.stream(secret) as stream:
