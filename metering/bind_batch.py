@@ -56,7 +56,7 @@ async def execute_binds(connection: Connection, binds: Sequence[Bind]) -> list[H
     answers: list[HoldAnswer | Exception] = []
     new: list[Bind] = []
     for bind in binds:
-        hold = reads.holds.get(bind.hold_id)
+        hold = reads.holds.get(bind.hold_id.int)
         if hold is None or not hold.unbound:
             answers.append(Ended(done=hold is not None and hold.request_id == bind.request_id))
         elif (bind.payer.project_id, bind.request_id) in taken or hold.state not in (HoldState.HELD, HoldState.EXPIRED):
@@ -75,12 +75,12 @@ async def execute_binds(connection: Connection, binds: Sequence[Bind]) -> list[H
 def counter_keys(reads: BatchReads, hold: HoldRow) -> set[CounterKey]:
     """The counters in which the hold's claim stands."""
     claim = hold.claim(reads.prices[hold.price_version_id])
-    return quotas.touched_keys((reads.rules[quota_id] for quota_id in hold.quota_ids), claim, reads.now, extends=False)
+    return quotas.touched_keys(reads.rules_of(hold), claim, reads.now, extends=False)
 
 
 def shrink(reads: BatchReads, counters: Counters, hold: HoldRow, bind: Bind) -> None:
     """Make the claim that of the request."""
-    rules = [reads.rules[quota_id] for quota_id in hold.quota_ids]
+    rules = reads.rules_of(hold)
     before = hold.claim(reads.prices[hold.price_version_id])
     if hold.state == HoldState.EXPIRED:
         charged, granted = (hold.input_token_count, hold.leased_token_count), (bind.input_token_count, bind.leased_token_count)

@@ -50,7 +50,7 @@ from metering.operations import (
     Void,
 )
 from metering.pricing import TokenPrices
-from metering.quota_rules import Claim, CounterKey, QuotaRule, money_scale
+from metering.quota_rules import Claim, CounterKey, money_scale
 from metering.quotas import Counters
 from metering.refusals import Refusals, refused_of
 
@@ -109,12 +109,15 @@ def counter_keys(reads: BatchReads, batch: Sequence[HoldOperation]) -> set[Count
     extended_ids = {op.hold_id for op in batch if isinstance(op, Extend)}
     for hold in reads.holds.values():
         if hold.state in (HoldState.HELD, HoldState.EXPIRED):
-            rules = (reads.rules[quota_id] for quota_id in hold.quota_ids)
+            rules = reads.rules_of(hold)
             claim = hold.claim(reads.prices[hold.price_version_id])
             keys |= quotas.touched_keys(rules, claim, reads.now, extends=hold.id in extended_ids)
     charged = {(op.payer, op.model) for op in admits}
     keys |= {rule.key(reads.now) for payer, model in charged for rule in reads.rules_for(payer, model).rules}
     return keys
+
+
+NOTHING_USED = EventSums()
 
 
 @dataclass(slots=True)
@@ -144,9 +147,9 @@ class Decisions:
 
     def admit(self, op: Admit) -> Admitted:
         """Take a hold, or refuse without a trace."""
-        if op.payer.api_key_id not in self.reads.live_key_ids:
+        if op.payer.api_key_id.int not in self.reads.live_keys:
             raise KeyInvalid("the API key is unknown, expired or revoked")
-        request_key = (op.payer.project_id, op.request_id)
+        request_key = (op.payer.project_id.int, op.request_id.int)
         if (same := self.reads.same_requests.get(request_key)) is not None:
             raise same_request_error(op, same)
         prices = self.reads.prices_in_force.get((op.model, op.payer.currency_code))
@@ -169,7 +172,7 @@ class Decisions:
                 f"of {hold.leased_token_count} leased"
             )
         claim = hold.claim(self.reads.prices[hold.price_version_id], op.cached_input_token_count)
-        claim = quotas.extend(self.counters, self.rules(hold), claim, op.delivered_token_count, op.wanted_token_count)
+        claim = quotas.extend(self.counters, self.reads.rules_of(hold), claim, op.delivered_token_count, op.wanted_token_count)
         self.extended(hold, claim, op.delivered_token_count)
         return Extended(claim.leased_token_count)
 
@@ -193,7 +196,7 @@ class Decisions:
             # A machine that went down may have lost the end of a journal; the last extension still knows.
             op = replace(op, delivered_token_count=hold.delivered_token_count)
         claim = hold.claim(prices, op.cached_input_token_count)
-        quotas.end(self.counters, self.rules(hold), claim, op.input_token_count, op.delivered_token_count)
+        quotas.end(self.counters, self.reads.rules_of(hold), claim, op.input_token_count, op.delivered_token_count)
         self.ended(hold, claim, HoldState.SETTLED, op.delivered_token_count)
         return self.record(priced_usage(hold, prices, op), op.timings, recovered=op.recovered)
 
@@ -214,30 +217,30 @@ class Decisions:
         )
         consumed = known.input_token_count + rest.input_token_count, known.delivered_token_count + rest.delivered_token_count
         charged = hold.input_token_count, hold.leased_token_count
-        quotas.give_back(self.counters, self.rules(hold), hold.claim(prices), charged, consumed)
+        quotas.give_back(self.counters, self.reads.rules_of(hold), hold.claim(prices), charged, consumed)
         self.record(priced_usage(hold, prices, rest), op.timings, recovered=True)
         return self.standing(hold.id).settled(hold.id, prices.currency_code)
 
     def void(self, hold_id: uuid.UUID) -> Ended:
         """Undo a hold of which nothing is billed."""
-        hold = self.reads.holds.get(hold_id)
+        hold = self.reads.holds.get(hold_id.int)
         if hold is None or hold.state != HoldState.HELD:
             return Ended(done=False)
         claim = hold.claim(self.reads.prices[hold.price_version_id])
         if hold.delivered_token_count:
             raise InvariantViolated(f"hold {hold_id} has delivered tokens and must be settled, not voided")
-        quotas.void(self.counters, self.rules(hold), claim)
+        quotas.void(self.counters, self.reads.rules_of(hold), claim)
         self.ended(hold, claim, HoldState.VOIDED, 0)
         return Ended(done=True)
 
     def expire(self, hold_id: uuid.UUID) -> Ended:
         """End a hold that is overdue."""
-        hold = self.reads.holds.get(hold_id)
+        hold = self.reads.holds.get(hold_id.int)
         if hold is None or hold.state != HoldState.HELD or hold.expires_at > self.reads.now:
             return Ended(done=False)
         prices = self.reads.prices[hold.price_version_id]
         claim = hold.claim(prices)
-        quotas.end(self.counters, self.rules(hold), claim, hold.input_token_count, hold.leased_token_count)
+        quotas.end(self.counters, self.reads.rules_of(hold), claim, hold.input_token_count, hold.leased_token_count)
         self.ended(hold, claim, HoldState.EXPIRED, hold.delivered_token_count)
         if hold.delivered_token_count:
             known = Settle(
@@ -253,18 +256,18 @@ class Decisions:
 
     def standing(self, hold_id: uuid.UUID) -> EventSums:
         """What the hold's usage events add up to, those of this batch among them."""
-        return self.reads.events.get(hold_id, EventSums())
+        return self.reads.events.get(hold_id.int, NOTHING_USED)
 
     def record(self, part: Settled, timings: dict[str, float] | None, *, recovered: bool) -> Settled:
         """Write the next usage event of a hold."""
         known = self.standing(part.hold_id)
         self.writes.events.append(NewUsageEvent(part, known.part_count, timings, recovered))
-        self.reads.events[part.hold_id] = known.plus(part)
+        self.reads.events[part.hold_id.int] = known.plus(part)
         return part
 
     def known(self, hold_id: uuid.UUID) -> HoldRow:
         """The hold, in whatever state."""
-        hold = self.reads.holds.get(hold_id)
+        hold = self.reads.holds.get(hold_id.int)
         if hold is None:
             raise NotFound("hold", str(hold_id))
         return hold
@@ -276,10 +279,6 @@ class Decisions:
             raise HoldEnded(f"hold {hold_id} has ended as {hold.state}")
         return hold
 
-    def rules(self, hold: HoldRow) -> list[QuotaRule]:
-        """The rules that the hold was charged to."""
-        return [self.reads.rules[quota_id] for quota_id in hold.quota_ids]
-
     def extended(self, hold: HoldRow, claim: Claim, delivered_token_count: int) -> None:
         """Note the hold's new values, for the write and for later operations of the batch on the same hold."""
         hold.cached_input_token_count = claim.cached_input_token_count
@@ -288,7 +287,7 @@ class Decisions:
         hold.posted_token_count = claim.posted_token_count
         hold.posted_minutes = list(claim.posted_minutes)
         hold.charged_at = claim.charged_at
-        self.writes.extensions[hold.id] = Extension(
+        self.writes.extensions[hold.id.int] = Extension(
             hold.id,
             claim.cached_input_token_count,
             claim.leased_token_count,
@@ -303,7 +302,7 @@ class Decisions:
         """The same for a hold that has ended."""
         cached = claim.cached_input_token_count
         hold.state, hold.cached_input_token_count, hold.delivered_token_count = state, cached, delivered_token_count
-        self.writes.ends[hold.id] = End(hold.id, state, cached, delivered_token_count)
+        self.writes.ends[hold.id.int] = End(hold.id, state, cached, delivered_token_count)
 
 
 def same_request_error(op: Admit, same: SameRequest) -> MeteringError:

@@ -13,11 +13,12 @@ from datetime import datetime
 from typing import Any, NamedTuple
 
 from metering.exchange import Connection, Statement, exchange, id_array, text_array
-from metering.models import HoldState, QuotaDimension, QuotaSubject
+from metering.models import HoldState
 from metering.operations import Admit, Payer, Settled
 from metering.pricing import TokenPrices
-from metering.quota_rules import Claim, CounterKey, QuotaRule, Weights
+from metering.quota_rules import Claim, CounterKey, QuotaRule
 from metering.quotas import Counter, Counters
+from metering.rule_cache import RULE_COLUMNS, rules_of_rows
 
 # What the usage events of a hold add up to; the last part tells how it ended.
 EVENT_SUMS = """
@@ -51,13 +52,6 @@ WHERE h.state <> 'voided'
 SELECT_LIVE_KEYS = """
 SELECT id FROM api_keys
 WHERE id = ANY(%s::uuid[]) AND revoked_at IS NULL AND (expires_at IS NULL OR expires_at > now())
-"""
-# The limit of the moment: a raise ends by the database's clock.
-RULE_COLUMNS = """
-id, subject, subject_id, model, dimension,
-CASE WHEN deleted_at IS NOT NULL THEN NULL WHEN raised_until > now() THEN raised_limit_value ELSE limit_value END AS in_force,
-input_weight_milli, cached_input_weight_milli, output_weight_milli, enforced, limit_value AS standing_limit_value,
-CASE WHEN raised_until > now() THEN raised_until END AS raised_until
 """
 SELECT_RULES = f"""
 SELECT {RULE_COLUMNS} FROM quotas WHERE deleted_at IS NULL AND NOT for_new_keys AND subject_id = ANY(%s::uuid[])
@@ -174,17 +168,17 @@ class SameRequest(NamedTuple):
 
 @dataclass(slots=True)
 class BatchReads:
-    """What the database holds at the beginning of a batch."""
+    """What the database holds at the beginning of a batch. Ids are looked up by their numbers, for the reason of `CounterKey`."""
 
     now: datetime
-    holds: dict[uuid.UUID, HoldRow] = field(default_factory=dict)
-    events: dict[uuid.UUID, EventSums] = field(default_factory=dict)
-    same_requests: dict[tuple[uuid.UUID, uuid.UUID], SameRequest] = field(default_factory=dict)
-    live_key_ids: set[uuid.UUID] = field(default_factory=set)
-    rules: dict[uuid.UUID, QuotaRule] = field(default_factory=dict)
+    holds: dict[int, HoldRow] = field(default_factory=dict)
+    events: dict[int, EventSums] = field(default_factory=dict)  # by hold
+    same_requests: dict[tuple[int, int], SameRequest] = field(default_factory=dict)  # by project and request
+    live_keys: set[int] = field(default_factory=set)
+    rules: dict[int, QuotaRule] = field(default_factory=dict)
     prices_in_force: dict[tuple[str, str], TokenPrices] = field(default_factory=dict)
     prices: dict[int, TokenPrices] = field(default_factory=dict)
-    _by_subject: dict[tuple[uuid.UUID, str], list[QuotaRule]] = field(default_factory=dict)
+    _by_subject: dict[tuple[int, str], list[QuotaRule]] = field(default_factory=dict)
     _by_payer: dict[tuple[Payer, str], PayerRules] = field(default_factory=dict)
 
     def rules_for(self, payer: Payer, model: str) -> PayerRules:
@@ -194,12 +188,20 @@ class BatchReads:
             if not self._by_subject:
                 for rule in self.rules.values():
                     if rule.limit_value is not None:
-                        self._by_subject.setdefault((rule.subject_id, rule.model), []).append(rule)
-            scopes = ((subject, scope) for subject in payer.subject_ids for scope in ("", model))
-            rules = tuple(rule for scope in scopes for rule in self._by_subject.get(scope, ()))
-            found = PayerRules(rules, id_array(rule.id for rule in rules))
-            self._by_payer[payer, model] = found
+                        self._by_subject.setdefault((rule.subject_id.int, rule.model), []).append(rule)
+            get = self._by_subject.get
+            rules: list[QuotaRule] = []
+            for subject_id in (payer.organization_id, payer.project_id, payer.api_key_id):
+                rules += get((subject_id.int, ""), ())
+                if model:
+                    rules += get((subject_id.int, model), ())
+            found = self._by_payer[payer, model] = payer_rules(tuple(rules))
         return found
+
+    def rules_of(self, hold: HoldRow) -> list[QuotaRule]:
+        """The rules that a hold was charged to."""
+        rules = self.rules
+        return [rules[quota_id.int] for quota_id in hold.quota_ids]
 
 
 class PayerRules(NamedTuple):
@@ -207,6 +209,12 @@ class PayerRules(NamedTuple):
 
     rules: tuple[QuotaRule, ...]
     quota_ids: str
+
+
+@functools.lru_cache(maxsize=32_768)  # a payer's rules are the same objects from batch to batch
+def payer_rules(rules: tuple[QuotaRule, ...]) -> PayerRules:
+    """With their ids written out."""
+    return PayerRules(rules, id_array(rule.id for rule in rules))
 
 
 async def read_and_lock(connection: Connection, hold_ids: Collection[uuid.UUID], admits: Sequence[Admit]) -> BatchReads:
@@ -224,53 +232,33 @@ async def read_and_lock(connection: Connection, hold_ids: Collection[uuid.UUID],
     reads = BatchReads(now=time[0])
     if hold_ids:
         held, rules, prices, *answers = answers
-        reads.holds = {row[0]: HoldRow(*row) for row in held}
-        reads.rules = {row[0]: rule_of(*row) for row in rules}
+        reads.holds = {row[0].int: HoldRow(*row) for row in held}
+        reads.rules = rules_of_rows(connection, rules)
         reads.prices = {row[1]: TokenPrices(*row[1:]) for row in prices}
     if admits:
         rules, same, keys, in_force = answers
-        reads.rules |= {row[0]: rule_of(*row) for row in rules}
-        reads.same_requests = {(row[0], row[1]): same_request(row) for row in same}
-        reads.live_key_ids = {row[0] for row in keys}
+        reads.rules |= rules_of_rows(connection, rules)
+        reads.same_requests = {(row[0].int, row[1].int): same_request(row) for row in same}
+        reads.live_keys = {row[0].int for row in keys}
         reads.prices_in_force = {(row[0], row[2]): TokenPrices(*row[1:]) for row in in_force}
     ended = [hold.id for hold in reads.holds.values() if hold.state != HoldState.HELD]
     if ended:
         [sums] = await exchange(connection, [(SELECT_EVENT_SUMS, (id_array(ended),))])
-        reads.events = {row[0]: EventSums(*row[1:]) for row in sums}
+        reads.events = {row[0].int: EventSums(*row[1:]) for row in sums}
     return reads
 
 
 def admission_reads(admits: Sequence[Admit]) -> list[Statement]:
     """What decides about new holds."""
-    subjects = {subject for op in admits for subject in op.payer.subject_ids}
+    payers = {op.payer for op in admits}
+    subjects = [subject for each in payers for subject in (each.organization_id, each.project_id, each.api_key_id)]
     wanted = {(op.model, op.payer.currency_code) for op in admits}
     return [
         (SELECT_RULES, (id_array(subjects),)),
         (SELECT_SAME_REQUEST, (id_array(op.payer.project_id for op in admits), id_array(op.request_id for op in admits))),
-        (SELECT_LIVE_KEYS, (id_array({op.payer.api_key_id for op in admits}),)),
+        (SELECT_LIVE_KEYS, (id_array(each.api_key_id for each in payers),)),
         (SELECT_PRICES_IN_FORCE, (text_array(model for model, _ in wanted), text_array(currency for _, currency in wanted))),
     ]
-
-
-@functools.lru_cache(maxsize=32_768)  # rules change rarely and are read by every batch: some 15 MB of them at most
-def rule_of(
-    quota_id: uuid.UUID,
-    subject: str,
-    subject_id: uuid.UUID,
-    model: str,
-    dimension: str,
-    limit_value: int | None,
-    input_weight: int,
-    cached_input_weight: int,
-    output_weight: int,
-    enforced: bool,
-    standing_limit_value: int,
-    raised_until: datetime | None,
-) -> QuotaRule:
-    """One row of SELECT_RULES; the same object for the same row."""
-    weights = Weights(input_weight, cached_input_weight, output_weight)
-    place = (QuotaSubject(subject), subject_id, model, QuotaDimension(dimension))
-    return QuotaRule(quota_id, *place, limit_value, weights, enforced, standing_limit_value, raised_until)
 
 
 def same_request(row: tuple[Any, ...]) -> SameRequest:

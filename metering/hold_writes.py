@@ -113,11 +113,11 @@ class NewUsageEvent(NamedTuple):
 
 @dataclass(slots=True)
 class BatchWrites:
-    """All that a batch changes."""
+    """All that a batch changes. Extensions and ends by the number of the hold."""
 
     holds: list[NewHold] = field(default_factory=list)
-    extensions: dict[uuid.UUID, Extension] = field(default_factory=dict)
-    ends: dict[uuid.UUID, End] = field(default_factory=dict)
+    extensions: dict[int, Extension] = field(default_factory=dict)
+    ends: dict[int, End] = field(default_factory=dict)
     events: list[NewUsageEvent] = field(default_factory=list)
     renewed: list[tuple[uuid.UUID, frozenset[uuid.UUID]]] = field(default_factory=list)
 

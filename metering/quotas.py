@@ -69,6 +69,9 @@ def admit(counters: Counters, rules: Sequence[QuotaRule], claim: Claim, wanted_t
     wanted_token_count: the slice asked for; least_token_count: below that the request is better refused than started.
     Raises: QuotaExceeded naming every rule that does not fit, the first to reset in front.
     """
+    whole = claim._replace(leased_token_count=wanted_token_count)
+    if charge_whole(counters, rules, whole):
+        return whole
     smallest = claim._replace(leased_token_count=least_token_count)
     lease = wanted_token_count
     failing: list[QuotaRule] = []
@@ -97,6 +100,25 @@ def admit(counters: Counters, rules: Sequence[QuotaRule], claim: Claim, wanted_t
         key = rule.key(now)
         counters.would_refuse[key] = counters.would_refuse.get(key, 0) + 1
     return admitted
+
+
+def charge_whole(counters: Counters, rules: Sequence[QuotaRule], claim: Claim) -> bool:
+    """Charge a new claim as it is to all rules, or to none and say so: what most admissions come to, at half the work."""
+    charges: list[tuple[CounterKey, Counter, bool, int]] = []
+    for rule in rules:
+        key = rule.key(counters.now)
+        row, amount = counters.rows[key], demand(rule, claim)
+        if rule.limit_value is not None and amount > rule.limit_value - row.used - row.held:
+            return False
+        if amount:
+            charges.append((key, row, rule.kind is Kind.REQUESTS, amount))
+    for key, row, is_used_at_once, amount in charges:
+        if is_used_at_once:
+            row.used += amount
+        else:
+            row.held += amount
+        counters.changed.add(key)
+    return True
 
 
 def extend(
