@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import random
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import psycopg
@@ -22,6 +21,7 @@ from metering.errors import HoldEnded, InvariantViolated, QuotaExceeded, StoreAw
 from metering.group_commit import GroupCommit, GroupCommitStatistics
 from metering.hold_connection import BATCH_SIZE_MAX, EXPIRY_S, HoldConnection
 from metering.lease_clock import LeaseClock
+from metering.models import QuotaDimension, QuotaSubject
 from metering.operations import (
     Admit,
     Admitted,
@@ -51,11 +51,15 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class HoldStatistics:
-    """Holds that this process answers for, those among them that no request has, and how its operations were batched."""
+    """Holds that this process answers for, those among them that no request has, and how its operations were batched.
+
+    refusals: admissions that quotas have refused since the start, by the dimension and the subject of the quota in front.
+    """
 
     live_hold_count: int
     standing_hold_count: int
     group_commit: GroupCommitStatistics
+    refusals: Mapping[tuple[QuotaDimension, QuotaSubject], int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +197,7 @@ class HoldStore:
     def statistics(self) -> HoldStatistics:
         """Never blocks."""
         standing_count = self._standing.standing_count if self._standing else 0
-        return HoldStatistics(len(self._leases), standing_count, self._commits.statistics())
+        return HoldStatistics(len(self._leases), standing_count, self._commits.statistics(), self._connection.refusals.counts)
 
     async def _admit(self, op: Admit) -> Admitted:
         self.gate.check()

@@ -131,6 +131,12 @@ async def test_demand_that_remains_fills_what_others_give_back(world: HoldWorld)
     check_invariants(world.url, all_ended=True)
 
 
+SPECIAL = """
+UPDATE quotas SET input_weight_milli = %s, cached_input_weight_milli = %s, output_weight_milli = %s, enforced = %s WHERE id = %s
+"""
+RAISE = """
+UPDATE quotas SET raised_limit_value = %s, raised_until = now() + make_interval(secs => %s), raise_reason = 'test' WHERE id = %s
+"""
 SEEDS = [int(seed) for seed in os.environ.get("WEIR_TEST_SEEDS", "1,2,3").split(",")]
 
 
@@ -149,7 +155,12 @@ async def test_invariants_hold_under_any_mix_of_operations_from_several_processe
     for payer in payers[:3]:
         for dimension in QuotaDimension:
             if chance.random() < 0.7:
-                world.quota(payer, dimension, limits[dimension] // chance.choice([1, 2]), subject=chance.choice(list(QuotaSubject)))
+                limit, subject = limits[dimension] // chance.choice([1, 2]), chance.choice(list(QuotaSubject))
+                quota_id = world.quota(payer, dimension, limit, subject=subject)
+                weights = [chance.choice([0, 250, 1000, 1500]) for _ in range(3)] if "tokens" in dimension else [1000] * 3
+                world.execute(SPECIAL, *weights, chance.random() < 0.8, quota_id)
+                if chance.random() < 0.3:
+                    world.execute(RAISE, limit * 2, chance.choice([30, 7_200, 100_000]), quota_id)
     open_holds: list[tuple[Admit, int]] = []
 
     async with running_stores(world.url, 3) as stores:
@@ -248,6 +259,7 @@ async def test_a_caller_cancelled_at_any_await_leaves_no_hold_that_nobody_owns(w
     payer = world.tenant()
     quota = world.quota(payer, QuotaDimension.CONCURRENT_REQUESTS, 1000)
     async with running_stores(world.url) as [store]:
+        await store.void(uuid.uuid4())  # connected: else every turn below would be one of waiting for that
         for turns in range(40):
             op = admit(payer)
             if act != "admit":
