@@ -19,9 +19,11 @@ from weir.v1 import live_requests_pb2 as pb
 from metering.models import QuotaDimension
 from tests.conftest import new_database
 from tests.inference.checkpoints import LlamaShape, make_checkpoint
-from tests.service import MODEL, Refusal, Service, bearer, cost_picos, picos, refused, running, until
+from tests.service import MODEL, SMALL_WINDOWS, Refusal, Service, bearer, cost_picos, picos, refused, running, start, until
 
 END_WITHIN_S = 0.1
+RUNNING_MAX = 64  # sequences that the engine runs at once; the rest waits
+STALL_S = 60.0  # how long a client that reads nothing is waited for otherwise
 ROUNDS = 5  # the quickest of so many is compared with the promise: a busy machine may hold up any one of them
 
 
@@ -241,6 +243,48 @@ async def test_a_revoked_key_ends_what_runs_with_it_in_every_process(pair: tuple
         await untouched.finished(spared)
     assert min(elapsed_s) < END_WITHIN_S, elapsed_s
     await first.no_hold_left(tenant)
+
+
+async def test_a_request_whose_client_reads_nothing_is_killed_as_quickly(pair: tuple[Service, Service]) -> None:
+    """Its tokens wait in the transport, which may take for ever; they were counted when they were handed over."""
+    first, second = pair
+    tenant = await second.tenant()
+    admin = await admin_of(first)
+    async with second.stream(tenant.secret, reading=False, options=SMALL_WINDOWS) as stream:
+        request_id = await stream.begin(max_output_tokens=4000, top_logprobs=20)
+        counts: list[int] = []
+        while len(counts) < 20 or len(set(counts[-20:])) > 1 or not counts[-1]:
+            counts += [each.delivered_token_count for each in (await admin.live(organization=tenant.name)).requests]
+
+        answer = await admin.kill(request_id)
+
+    assert answer.result == pb.KillRequestResponse.RESULT_ENDED
+    assert seconds_to_end(second, request_id) < STALL_S / 10
+    assert second.books.event(tenant, request_id)["delivered_token_count"] >= counts[-1]
+
+
+async def test_a_revoked_key_ends_what_waits_for_its_turn_too(pair: tuple[Service, Service]) -> None:
+    """What never began costs nothing, and everything is given back."""
+    first, second = pair
+    tenant = await second.tenant({QuotaDimension.CONCURRENT_REQUESTS: 1000})
+    admin = await admin_of(first)
+    async with second.stream(tenant.secret) as stream:
+        crowd = [start(max_output_tokens=3000) for _ in range(RUNNING_MAX + 6)]
+        await stream.send(*crowd)
+        waiting = crowd[-1].request_id
+        await stream.first(waiting, "progress")
+        phases = {each.request_id: each.phase for each in (await admin.live(organization=tenant.name)).requests}
+
+        await admin.call("RevokeApiKey", admin_pb.RevokeApiKeyRequest(api_key=tenant.key.prefix))
+        refusals = {frame.request_id: await stream.failed(frame.request_id) for frame in crowd}
+
+    assert phases[waiting] == pb.REQUEST_PHASE_QUEUED
+    assert {refusal.reason for refusal in refusals.values()} == {"KEY_REVOKED"}
+    refused_frame = refusals[waiting].frame
+    assert refused_frame is not None
+    assert not refused_frame.HasField("usage")
+    assert waiting not in second.books.delivered(tenant)
+    await second.no_hold_left(tenant)
 
 
 async def test_an_order_is_obeyed_without_its_notification_and_after_the_connection_was_cut(pair: tuple[Service, Service]) -> None:
