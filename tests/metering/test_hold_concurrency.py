@@ -259,9 +259,9 @@ async def test_a_caller_cancelled_at_any_await_leaves_no_hold_that_nobody_owns(w
     payer = world.tenant()
     quota = world.quota(payer, QuotaDimension.CONCURRENT_REQUESTS, 1000)
     async with running_stores(world.url) as [store]:
-        await store.void(uuid.uuid4())  # connected: else every turn below would be one of waiting for that
         for turns in range(40):
             op = admit(payer)
+            await store.void(uuid.uuid4())  # idle: else every turn below could be one of waiting for the batch before
             if act != "admit":
                 await store.admit(op)
             task = asyncio.ensure_future(call(store, act, op))
