@@ -7,7 +7,7 @@
 #include <cstring>
 #include <limits>
 
-#if defined(__AVX512BF16__)
+#if defined(__AVX512F__)
 #include <immintrin.h>
 #endif
 
@@ -55,6 +55,17 @@ INLINE void store(Bfloat16 *to, Vector value) {
     bits += 0x7fff + ((bits >> 16) & 1); // to nearest, ties to even; what is not finite is caught by the caller's check
     ShortVector high = __builtin_convertvector((bits >> 16) & 0xffff, ShortVector);
     std::memcpy(to, &high, sizeof high);
+#endif
+}
+
+// 16 bytes as floats.
+INLINE Vector load(const int8_t *from) {
+#if defined(__AVX512F__) // the compiler's own conversion goes value by value
+    return (Vector)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i *>(from))));
+#else
+    ByteVector bytes;
+    std::memcpy(&bytes, from, sizeof bytes);
+    return __builtin_convertvector(bytes, Vector);
 #endif
 }
 

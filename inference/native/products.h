@@ -37,10 +37,26 @@ INLINE void multiply_add(Vector &sum, const Bfloat16 *left, Vector right) {
 #endif
 }
 
-INLINE Vector load_units(const void *from) {
+// A unit of each of 16 columns, as it stands or, from 8 bits, as T.
+template <class T> INLINE Vector load_units(const T *from) {
     Vector value;
     std::memcpy(&value, from, sizeof value);
     return value;
+}
+
+template <class T> INLINE Vector load_units(const int8_t *from) {
+    if constexpr (UNIT<T> == 1) {
+        return load(from);
+    } else {
+#if defined(__AVX512BF16__)
+        return (Vector)_mm512_cvtne2ps_pbh((__m512)load(from + LANES), (__m512)load(from));
+#else
+        T units[2 * LANES];
+        store(units, load(from));
+        store(units + LANES, load(from + LANES));
+        return load_units<T>(units);
+#endif
+    }
 }
 
 // Lines of memory that a product touches on its way, one at each of `begins` per step, so that they have come when they are needed.
@@ -56,15 +72,15 @@ template <> struct Ahead<0> {
 };
 
 // sums[r][c] += left row r x right columns c, over `steps` units. Rows lie `left_stride` apart; vector c begins at right[c] and
-// goes on every `right_stride`.
-template <class T, int R, int C, int A = 0> INLINE void multiply(
-    Vector (&sums)[R][C], const T *left, int64_t left_stride, const T *const (&right)[C], int64_t right_stride, int64_t steps,
+// goes on every `right_stride`. W: T, or int8_t.
+template <class T, class W, int R, int C, int A = 0> INLINE void multiply(
+    Vector (&sums)[R][C], const T *left, int64_t left_stride, const W *const (&right)[C], int64_t right_stride, int64_t steps,
     const Ahead<A> &ahead = {}
 ) {
     for (int64_t step = 0; step < steps; ++step) {
         Vector columns[C];
 #pragma GCC unroll 4
-        for (int c = 0; c < C; ++c) columns[c] = load_units(right[c] + step * right_stride);
+        for (int c = 0; c < C; ++c) columns[c] = load_units<T>(right[c] + step * right_stride);
         ahead.touch(step);
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r) {
@@ -105,16 +121,48 @@ template <class T> struct Scratch {
     Buffer<float> attended;  // [TILE_ROWS][D]
 };
 
+// One panel of int8 weights as T, for as many rows as make it worth while to widen each weight once.
 template <class T> INLINE const T *widened(const Linear<T> &linear, int64_t panel, Scratch<T> &scratch) {
-    if (linear.packed.data()) return linear.packed.data() + panel * linear.panel_size();
     const int8_t *from = linear.quantized.data() + panel * linear.panel_size();
     T *to = scratch.panel.data();
-    for (int64_t index = 0; index < linear.panel_size(); index += LANES) {
-        ByteVector bytes;
-        std::memcpy(&bytes, from + index, sizeof bytes);
-        store(to + index, __builtin_convertvector(bytes, Vector));
-    }
+    for (int64_t index = 0; index < linear.panel_size(); index += LANES) store(to + index, load(from + index));
     return to;
+}
+
+// keep(row, first column, sums) for each row from first_row to end_row and each TILE_VECTORS vectors of one panel's columns. next:
+// the panel that this thread will probably multiply then, if it is to be fetched meanwhile.
+template <class T, class W, class Keep> INLINE void panel_product(
+    const T *left, int64_t left_stride, int64_t first_row, int64_t end_row, const Linear<T> &linear, int64_t panel,
+    const W *weights, const W *next, const Keep &keep
+) {
+    const int64_t steps = linear.inner / UNIT<T>, panel_bytes = linear.panel_size() * int64_t(sizeof(W));
+    const float *scales = linear.scales.data(), *bias = linear.bias.data();
+    int64_t fetched_bytes = 0;
+    for (int64_t row = first_row; row < end_row; row += TILE_ROWS) {
+        for (int64_t vector = 0; vector < PANEL / LANES; vector += TILE_VECTORS) {
+            const bool fetches = next && fetched_bytes + steps * 64 <= panel_bytes;
+            const char *line = fetches ? reinterpret_cast<const char *>(next) + fetched_bytes : nullptr;
+            fetched_bytes += steps * 64;
+            with_count<TILE_ROWS>(int(std::min<int64_t>(TILE_ROWS, end_row - row)), [&]<int R>() INLINE_LAMBDA {
+                const W *columns[TILE_VECTORS];
+                Vector sums[R][TILE_VECTORS] = {};
+                for (int c = 0; c < TILE_VECTORS; ++c) columns[c] = weights + (vector + c) * LANES * UNIT<T>;
+                const T *rows_left = left + row * left_stride;
+                if (line) // the next panel is on its way from memory while this one is multiplied
+                    multiply(sums, rows_left, left_stride, columns, PANEL * UNIT<T>, steps, Ahead<1>{{line}});
+                else
+                    multiply(sums, rows_left, left_stride, columns, PANEL * UNIT<T>, steps);
+                const int64_t column = panel * PANEL + vector * LANES;
+                for (int r = 0; r < R; ++r) {
+                    for (int c = 0; c < TILE_VECTORS; ++c) {
+                        if (scales) sums[r][c] *= load(scales + column + c * LANES);
+                        if (bias) sums[r][c] += load(bias + column + c * LANES);
+                    }
+                    keep(row + r, column, sums[r]);
+                }
+            });
+        }
+    }
 }
 
 // keep(row, first column, sums) for each row and each TILE_VECTORS vectors of columns of left (rows, K) x weights, bias included.
@@ -124,43 +172,23 @@ template <class T, class Keep> void linear_product(
 ) {
     const int64_t row_chunks = std::max<int64_t>(1, (rows + ROW_CHUNK / 2) / ROW_CHUNK);
     const int64_t row_chunk = round_up((rows + row_chunks - 1) / row_chunks, TILE_ROWS);
-    const int64_t steps = linear.inner / UNIT<T>;
-    const float *scales = linear.scales.data(), *bias = linear.bias.data();
     worker.each(linear.panel_count() * row_chunks, [&](int64_t task) {
         const int64_t panel = task / row_chunks, first_row = task % row_chunks * row_chunk;
         const int64_t end_row = std::min(rows, first_row + row_chunk);
-        const T *weights = widened(linear, panel, scratches[index]);
         const int64_t later = std::min(panel + worker.team_size(), linear.panel_count() - 1);
-        const bool is_last_chunk = task % row_chunks == row_chunks - 1;
-        const bool reads_ahead = linear.packed.data() && is_last_chunk && later > panel;
-        const char *ahead = reinterpret_cast<const char *>(linear.packed.data() + later * linear.panel_size());
-        const int64_t ahead_bytes = linear.panel_size() * int64_t(sizeof(T));
-        int64_t ahead_offset = 0;
-        for (int64_t row = first_row; row < end_row; row += TILE_ROWS) {
-            for (int64_t vector = 0; vector < PANEL / LANES; vector += TILE_VECTORS) {
-                const bool reads = reads_ahead && ahead_offset + steps * 64 <= ahead_bytes;
-                const char *line = reads ? ahead + ahead_offset : nullptr;
-                ahead_offset += steps * 64;
-                with_count<TILE_ROWS>(int(std::min<int64_t>(TILE_ROWS, end_row - row)), [&]<int R>() INLINE_LAMBDA {
-                    const T *columns[TILE_VECTORS];
-                    Vector sums[R][TILE_VECTORS] = {};
-                    for (int c = 0; c < TILE_VECTORS; ++c) columns[c] = weights + (vector + c) * LANES * UNIT<T>;
-                    const T *rows_left = left + row * left_stride;
-                    if (line) // the next panel is on its way from memory while this one is multiplied
-                        multiply(sums, rows_left, left_stride, columns, PANEL * UNIT<T>, steps, Ahead<1>{{line}});
-                    else
-                        multiply(sums, rows_left, left_stride, columns, PANEL * UNIT<T>, steps);
-                    const int64_t column = panel * PANEL + vector * LANES;
-                    for (int r = 0; r < R; ++r) {
-                        for (int c = 0; c < TILE_VECTORS; ++c) {
-                            if (scales) sums[r][c] *= load(scales + column + c * LANES);
-                            if (bias) sums[r][c] += load(bias + column + c * LANES);
-                        }
-                        keep(row + r, column, sums[r]);
-                    }
-                });
-            }
-        }
+        const bool fetches = task % row_chunks == row_chunks - 1 && later > panel;
+        const auto multiply_by = [&](const auto *weights, const auto *next) INLINE_LAMBDA {
+            panel_product(left, left_stride, first_row, end_row, linear, panel, weights, next, keep);
+        };
+        const auto from_memory = [&](const auto *weights) INLINE_LAMBDA {
+            multiply_by(weights + panel * linear.panel_size(), fetches ? weights + later * linear.panel_size() : nullptr);
+        };
+        if (linear.packed.data())
+            from_memory(linear.packed.data());
+        else if (end_row - first_row <= TILE_ROWS) // each weight is read once anyway
+            from_memory(linear.quantized.data());
+        else
+            multiply_by(widened(linear, panel, scratches[index]), static_cast<const T *>(nullptr));
     });
 }
 
