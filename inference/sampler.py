@@ -1,4 +1,4 @@
-"""Chooses next tokens: greedy or by chance, a whole batch at once.
+"""Chooses next tokens: greedy or by chance, row by row once the whole batch's rules have acted.
 
 Chance comes from a counter: the number for output token i of a sequence is a hash of its seed and i. So what a sequence draws
 depends on its seed alone, not on its neighbours, on the step, or on whether it was preempted and computed again.
@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from inference.beam_rows import BeamRows
@@ -19,6 +18,7 @@ from inference.engine import SamplingParams, TokenLogprobs
 from inference.grammar import Grammar, PendingMasks
 from inference.logit_rules import SeenTokens, apply_rules
 from inference.logprobs import LogprobReport
+from inference.row_sampler import draw_token
 
 _MASK = (1 << 64) - 1
 
@@ -68,16 +68,14 @@ def sample(logits: Tensor, draws: Sequence[Draw]) -> list[int]:
     Temperature divides, then `top_k` keeps the k largest, then `top_p` the fewest of those whose probability reaches p, then
     `min_p` those at least so many times as likely as the likeliest. Ties at the border of top_k fall to whichever comes first.
     """
-    chosen = torch.from_numpy(logits.numpy().argmax(axis=-1))  # numpy's is 7 times as fast as torch's at 50 rows
-    warm = [row for row, draw in enumerate(draws) if draw.params.temperature > 0]
-    cut = [row for row in warm if draws[row].params.top_k > 0 or draws[row].params.top_p < 1.0]
-    plain = sorted(set(warm).difference(cut))
-    if plain:
-        weights = _probabilities(logits, draws, plain)
-        chosen[plain] = _pick(_above_min_p(weights, [draws[row] for row in plain]), _uniforms(draws, plain))
-    if cut:
-        chosen[cut] = _sample_cut(_probabilities(logits, draws, cut), [draws[row] for row in cut], _uniforms(draws, cut))
-    return [int(token) for token in chosen.tolist()]
+    rows = logits.numpy()
+    chosen = []
+    for row, draw in zip(rows, draws, strict=True):
+        if draw.params.temperature > 0:
+            chosen.append(draw_token(row, draw.params, uniform(draw.seed, draw.index)))
+        else:
+            chosen.append(int(row.argmax()))
+    return chosen
 
 
 def uniform(seed: int, index: int) -> float:
@@ -95,43 +93,3 @@ def _mix(value: int) -> int:
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
     return value ^ (value >> 31)
-
-
-def _probabilities(logits: Tensor, draws: Sequence[Draw], rows: list[int]) -> Tensor:
-    """fp64: a running sum over a large vocabulary in fp32 would give the last tokens a wrong share."""
-    temperatures = torch.tensor([[draws[row].params.temperature] for row in rows], dtype=torch.float64)
-    return (logits[rows].double() / temperatures).softmax(dim=-1)
-
-
-def _uniforms(draws: Sequence[Draw], rows: list[int]) -> Tensor:
-    return torch.tensor([[uniform(draws[row].seed, draws[row].index)] for row in rows], dtype=torch.float64)
-
-
-def _sample_cut(probabilities: Tensor, draws: Sequence[Draw], uniforms: Tensor) -> Tensor:
-    """With the unlikely tokens cut off: sorts, since both cuts are of a sorted list."""
-    vocabulary_size = probabilities.shape[-1]
-    top_k = torch.tensor([[draw.params.top_k or vocabulary_size] for draw in draws])
-    top_p = torch.tensor([[draw.params.top_p] for draw in draws], dtype=torch.float64)
-    ranked, token_ids = probabilities.sort(dim=-1, descending=True, stable=True)
-    ranked = ranked.masked_fill(torch.arange(vocabulary_size) >= top_k, 0.0)
-    before = ranked.cumsum(dim=-1) - ranked  # probability of all better tokens; the best one is always kept
-    ranked = ranked.masked_fill(before >= top_p * ranked.sum(dim=-1, keepdim=True), 0.0)
-    ranked = _above_min_p(ranked, draws)
-    return token_ids.gather(-1, _pick(ranked, uniforms)[:, None]).squeeze(-1)
-
-
-def _above_min_p(weights: Tensor, draws: Sequence[Draw]) -> Tensor:
-    """0 for what is less likely than `min_p` times the likeliest: Nguyen et al. 2024. The sum need not be 1."""
-    if all(draw.params.min_p == 0 for draw in draws):
-        return weights
-    least = torch.tensor([[draw.params.min_p] for draw in draws], dtype=torch.float64) * weights.amax(dim=-1, keepdim=True)
-    return weights.masked_fill(weights < least, 0.0)
-
-
-def _pick(weights: Tensor, uniforms: Tensor) -> Tensor:
-    """Index of the first entry whose running sum passes uniform x total; never one of weight 0."""
-    sums = weights.cumsum(dim=-1)
-    index = torch.searchsorted(sums, uniforms * sums[:, -1:], right=True).squeeze(-1)
-    # Rounding can put the target at the total itself; the last entry with weight is then meant.
-    last = (sums < sums[:, -1:]).sum(dim=-1)
-    return torch.minimum(index, last)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -50,6 +52,55 @@ def test_frequencies_follow_the_softmax(params: SamplingParams, keep: int) -> No
     exact = exact.where(exact >= threshold, torch.zeros_like(exact))
 
     assert chi_square(frequencies(logits, params), exact / exact.sum()) < 31.3
+
+
+def exact_distribution(logits: list[float], params: SamplingParams) -> list[float]:
+    """The definition, one token at a time: `top_k` by rank, `top_p` of what that left, `min_p` of the likeliest."""
+    weights = [math.exp(logit / params.temperature) for logit in logits]
+    ranked = sorted(range(len(logits)), key=lambda token: -weights[token])[: params.top_k or None]
+    total, reached, kept = sum(weights[token] for token in ranked), 0.0, []
+    for token in ranked:
+        if reached >= params.top_p * total:
+            break
+        kept.append(token)
+        reached += weights[token]
+    kept = [token for token in kept if weights[token] >= params.min_p * weights[kept[0]]]
+    total = sum(weights[token] for token in kept)
+    return [weights[token] / total if token in kept else 0.0 for token in range(len(logits))]
+
+
+def chi_square_bound(possible_count: int) -> float:
+    """What chi-square of so many possible outcomes exceeds once in a thousand: Wilson and Hilferty 1931."""
+    freedom = max(possible_count - 1, 1)
+    return freedom * (1 - 2 / (9 * freedom) + 3.09 * math.sqrt(2 / (9 * freedom))) ** 3
+
+
+CUTS = [
+    SamplingParams(temperature=1.0, top_p=0.8),
+    SamplingParams(temperature=1.6, top_p=0.93),
+    SamplingParams(temperature=0.8, top_k=20, top_p=0.9),
+    SamplingParams(temperature=1.2, top_k=25, min_p=0.08),
+    SamplingParams(temperature=1.0, top_p=0.95, min_p=0.03),
+    SamplingParams(temperature=1.4, top_k=30, top_p=0.9, min_p=0.05),
+]
+
+
+@pytest.mark.parametrize(
+    "params", CUTS, ids=lambda params: f"t{params.temperature} k{params.top_k} p{params.top_p} m{params.min_p}"
+)
+def test_frequencies_follow_the_definition_of_all_cuts(params: SamplingParams) -> None:
+    """And tell it from the definitions that are nearest: the next cut on either side, and no `min_p`."""
+    logits = torch.randn(60, generator=torch.Generator().manual_seed(6)) * 1.5
+    drawn = frequencies(logits, params)
+
+    exact = torch.tensor(exact_distribution(logits.tolist(), params), dtype=torch.float64)
+    possible = int((exact > 0).sum())
+    assert 5 < possible < 60, "else nothing is cut, or all"
+    assert chi_square(drawn, exact) < chi_square_bound(possible)
+    assert int((drawn > 0).sum()) == possible
+    hotter = torch.tensor(exact_distribution(logits.tolist(), replace(params, temperature=params.temperature * 1.06)))
+    same = (hotter > 0) == (exact > 0)
+    assert not bool(same.all()) or chi_square(drawn, hotter) > chi_square_bound(possible), "a temperature of 6 % more is seen"
 
 
 def test_the_chi_square_sees_a_wrong_temperature() -> None:
