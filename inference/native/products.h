@@ -13,6 +13,7 @@
 namespace {
 
 constexpr int PANEL = 64;       // weight columns that lie together
+constexpr int LINE_BYTES = 64;  // that come from memory together
 constexpr int ROW_CHUNK = 192;  // rows of one matrix task: few enough that two cores share a prefill evenly
 constexpr int CHUNK_KEYS = 512; // keys whose scores are held at once: 6 rows of them fit the first-level cache
 
@@ -64,7 +65,7 @@ template <int COUNT> struct Ahead {
     const void *begins[COUNT];
     INLINE void touch(int64_t step) const {
 #pragma GCC unroll 8
-        for (int i = 0; i < COUNT; ++i) __builtin_prefetch(static_cast<const char *>(begins[i]) + step * 64, 0, 2);
+        for (int i = 0; i < COUNT; ++i) __builtin_prefetch(static_cast<const char *>(begins[i]) + step * LINE_BYTES, 0, 2);
     }
 };
 template <> struct Ahead<0> {
@@ -130,28 +131,34 @@ template <class T> INLINE const T *widened(const Linear<T> &linear, int64_t pane
 }
 
 // keep(row, first column, sums) for each row from first_row to end_row and each TILE_VECTORS vectors of one panel's columns. next:
-// the panel that this thread will probably multiply then, if it is to be fetched meanwhile.
+// the panel that this thread will probably multiply then, if it is to be fetched meanwhile: it is on its way from memory while this
+// one is multiplied, all of it in the one pass that few rows take, else a line per step until it is there.
 template <class T, class W, class Keep> INLINE void panel_product(
     const T *left, int64_t left_stride, int64_t first_row, int64_t end_row, const Linear<T> &linear, int64_t panel,
     const W *weights, const W *next, const Keep &keep
 ) {
-    const int64_t steps = linear.inner / UNIT<T>, panel_bytes = linear.panel_size() * int64_t(sizeof(W));
+    constexpr int LINES_PER_STEP = PANEL * UNIT<T> * int(sizeof(W)) / LINE_BYTES;
+    const int64_t steps = linear.inner / UNIT<T>, pass_bytes = steps * LINE_BYTES;
+    const bool is_one_pass = end_row - first_row <= TILE_ROWS && PANEL / LANES == TILE_VECTORS;
     const float *scales = linear.scales.data(), *bias = linear.bias.data();
-    int64_t fetched_bytes = 0;
+    const char *line = reinterpret_cast<const char *>(next);
+    int64_t pass = 0;
     for (int64_t row = first_row; row < end_row; row += TILE_ROWS) {
-        for (int64_t vector = 0; vector < PANEL / LANES; vector += TILE_VECTORS) {
-            const bool fetches = next && fetched_bytes + steps * 64 <= panel_bytes;
-            const char *line = fetches ? reinterpret_cast<const char *>(next) + fetched_bytes : nullptr;
-            fetched_bytes += steps * 64;
+        for (int64_t vector = 0; vector < PANEL / LANES; vector += TILE_VECTORS, ++pass) {
             with_count<TILE_ROWS>(int(std::min<int64_t>(TILE_ROWS, end_row - row)), [&]<int R>() INLINE_LAMBDA {
                 const W *columns[TILE_VECTORS];
                 Vector sums[R][TILE_VECTORS] = {};
                 for (int c = 0; c < TILE_VECTORS; ++c) columns[c] = weights + (vector + c) * LANES * UNIT<T>;
                 const T *rows_left = left + row * left_stride;
-                if (line) // the next panel is on its way from memory while this one is multiplied
-                    multiply(sums, rows_left, left_stride, columns, PANEL * UNIT<T>, steps, Ahead<1>{{line}});
-                else
+                if (line && is_one_pass) {
+                    Ahead<LINES_PER_STEP> all;
+                    for (int l = 0; l < LINES_PER_STEP; ++l) all.begins[l] = line + l * pass_bytes;
+                    multiply(sums, rows_left, left_stride, columns, PANEL * UNIT<T>, steps, all);
+                } else if (line && pass < LINES_PER_STEP) {
+                    multiply(sums, rows_left, left_stride, columns, PANEL * UNIT<T>, steps, Ahead<1>{{line + pass * pass_bytes}});
+                } else {
                     multiply(sums, rows_left, left_stride, columns, PANEL * UNIT<T>, steps);
+                }
                 const int64_t column = panel * PANEL + vector * LANES;
                 for (int r = 0; r < R; ++r) {
                     for (int c = 0; c < TILE_VECTORS; ++c) {
