@@ -2,8 +2,8 @@
 
 The cuts `top_k`, `top_p` and `min_p` are of a ranked list, and ranking a whole vocabulary costs more than a small model's forward
 pass. So a bound is found first that at least so many tokens reach; only those are ranked, and more if the nucleus turns out to be
-larger. The result is the one that ranking all of them gives, bit for bit: sums run from the likeliest token on, so they do not depend
-on how many follow, and what they are compared with is summed over the whole row in either case.
+larger. The result is the one that ranking all of them gives, bit for bit: sums run from the likeliest token on, so they do not
+depend on how many follow, and what they are compared with is summed over the whole row in either case.
 
 numpy, row by row: a row's numbers stay in the processor's cache, and what a row draws cannot depend on its neighbours.
 """
