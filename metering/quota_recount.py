@@ -41,10 +41,12 @@ from metering.hold_rows import QUOTA_LOCK
 from metering.models import Hold, HoldState, Quota, QuotaCounter, QuotaDimension, QuotaSubject
 from metering.quota_rules import DIMENSIONS, NO_WINDOW, Kind, Unit, Weights, token_scale, window_end, window_start
 
-# A batch of hold operations is given up after 15 s, and the server ends a transaction that idles for 10 s.
+# A batch of hold operations is given up after some seconds, and the server ends a transaction that idles.
 SETTLED_AGE = timedelta(minutes=2)
 # A batch that waited for the lock counts in the window of its beginning; it waits no longer than a statement may take.
 BORDER_AGE = timedelta(minutes=1)
+EARLY_TIMEOUT_MS = 600_000  # a month of a large customer is millions of rows, and nobody waits for them
+LOCKED_TIMEOUT_MS = 3_000  # below what a batch waits for a lock: rather no quota than no admissions
 FOR_EVER = datetime(9999, 1, 1, tzinfo=UTC)
 
 SUBJECT_COLUMNS = {
@@ -69,31 +71,39 @@ def posted_at(border: str) -> str:
                ELSE coalesce((SELECT {amount("sent", "cached", "(mark - sent)")} FROM (SELECT {posted} AS mark) m), 0) END"""
 
 
-# All that was charged to the subject in each of some windows by holds that ended in a time, and by live ones. An expired hold is
-# charged its lease, until its owner has told by a usage event beyond the one of its expiry what it delivered.
-CHARGES = """
-WITH ids AS (
-    SELECT id FROM holds WHERE organization_id = :organization_id AND state = 'held' AND :live
-    UNION
-    SELECT id FROM holds
-    WHERE organization_id = :organization_id AND (state = 'expired' OR (state = 'voided' AND posted_token_count > 0))
-        AND ended_at >= :since AND ended_at < :until
-    UNION
-    SELECT hold_id FROM usage_events WHERE organization_id = :organization_id AND settled_at >= :since AND settled_at < :until
-), found AS (
-    SELECT h.state, h.posted_minutes, h.posted_token_count AS posted_tokens, h.admitted_at, h.charged_at,
-        h.input_token_count AS sent, h.cached_input_token_count AS cached, h.leased_token_count AS leased,
-        h.state = 'settled' OR (h.state = 'expired' AND e.parts > CASE WHEN h.delivered_token_count > 0 THEN 1 ELSE 0 END) AS told,
-        e.input AS told_input, e.delivered AS told_output,
-        coalesce(CAST(:input AS bigint), p.input_picos_per_token) AS w_input,
-        coalesce(CAST(:cached AS bigint), p.cached_input_picos_per_token) AS w_cached,
-        coalesce(CAST(:output AS bigint), p.output_picos_per_token) AS w_output
-    FROM ids JOIN holds h USING (id) JOIN price_versions p ON p.id = h.price_version_id,
+# All that was charged to the subject in each of some windows by holds that ended in a time, and by live ones. A settled hold has
+# one usage event. An expired one is charged its lease, until its owner has told by a usage event beyond the one of its expiry what
+# it delivered.
+COLUMNS = """
+    h.state, h.posted_minutes, h.posted_token_count AS posted_tokens, h.admitted_at, h.charged_at, h.input_token_count AS sent,
+    h.cached_input_token_count AS cached, h.leased_token_count AS leased, h.price_version_id,
+"""
+OF_SUBJECT = "h.{subject_column} = :subject_id AND (:model = '' OR h.model = :model)"
+CHARGES = f"""
+WITH charged_holds AS (
+    SELECT {COLUMNS} true AS told, e.input_token_count AS told_input, e.delivered_token_count AS told_output
+    FROM usage_events e JOIN holds h ON h.id = e.hold_id
+    WHERE e.organization_id = :organization_id AND e.settled_at >= :since AND e.settled_at < :until AND e.part = 0
+        AND h.state = 'settled' AND {OF_SUBJECT}
+    UNION ALL
+    SELECT {COLUMNS}
+        h.state = 'expired' AND e.parts > CASE WHEN h.delivered_token_count > 0 THEN 1 ELSE 0 END, e.input, e.delivered
+    FROM (
+        SELECT * FROM holds WHERE organization_id = :organization_id AND state = 'held' AND :live
+        UNION ALL
+        SELECT * FROM holds
+        WHERE organization_id = :organization_id AND (state = 'expired' OR (state = 'voided' AND posted_token_count > 0))
+            AND ended_at >= :since AND ended_at < :until
+    ) h,
     LATERAL (SELECT count(*) AS parts, coalesce(sum(input_token_count), 0)::bigint AS input,
                     coalesce(sum(delivered_token_count), 0)::bigint AS delivered
              FROM usage_events WHERE hold_id = h.id) e
-    WHERE (h.state = 'held' OR (h.ended_at >= :since AND h.ended_at < :until))
-        AND h.{subject_column} = :subject_id AND (:model = '' OR h.model = :model)
+    WHERE {OF_SUBJECT}
+), found AS (
+    SELECT c.*, coalesce(CAST(:input AS bigint), p.input_picos_per_token) AS w_input,
+        coalesce(CAST(:cached AS bigint), p.cached_input_picos_per_token) AS w_cached,
+        coalesce(CAST(:output AS bigint), p.output_picos_per_token) AS w_output
+    FROM charged_holds c JOIN price_versions p ON p.id = c.price_version_id
 )
 """
 AMOUNTS = f"""
@@ -152,7 +162,9 @@ class Charges:
 async def recount(session: AsyncSession, quota: Quota, organization_id: uuid.UUID) -> None:
     """Write the counters of a quota anew, and charge the live holds of its subject to it. Its counters of past windows go."""
     dimension = QuotaDimension(quota.dimension)
+    await session.execute(text(f"SET LOCAL statement_timeout = {EARLY_TIMEOUT_MS}"))
     early = await _ended_long_ago(session, quota, organization_id)
+    await session.execute(text(f"SET LOCAL statement_timeout = {LOCKED_TIMEOUT_MS}"))
     await session.execute(text(f"SELECT pg_advisory_xact_lock({QUOTA_LOCK})"))
     live = (await session.execute(_live_holds(quota))).all()
     windows = _windows_about(dimension, await _clock(session))
@@ -170,6 +182,7 @@ async def recount(session: AsyncSession, quota: Quota, organization_id: uuid.UUI
         await session.execute(insert(QuotaCounter), rows)
     uncharged = update(Hold).where(Hold.id.in_([row.id for row in live]), ~Hold.quota_ids.contains([quota.id]))
     await session.execute(uncharged.values(quota_ids=func.array_append(Hold.quota_ids, quota.id)))
+    await session.execute(text("SET LOCAL statement_timeout = DEFAULT"))
 
 
 async def _ended_long_ago(session: AsyncSession, quota: Quota, organization_id: uuid.UUID) -> Charges:
@@ -199,7 +212,7 @@ async def _charges(
     kind = DIMENSIONS[dimension][0]
     weights = Weights(quota.input_weight_milli, quota.cached_input_weight_milli, quota.output_weight_milli)
     scale = token_scale(dimension, weights)
-    statement = CHARGES.format(subject_column=SUBJECT_COLUMNS[QuotaSubject(quota.subject)].key) + TAILS[kind]
+    statement = CHARGES.replace("{subject_column}", SUBJECT_COLUMNS[QuotaSubject(quota.subject)].key) + TAILS[kind]
     values = {
         "organization_id": organization_id,
         "subject_id": quota.subject_id,
