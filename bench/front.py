@@ -7,7 +7,8 @@ pass, and the client. Each request asks for one token, on streams that are open,
 
 The baseline is a bare gRPC server in the place of the api process, that reads the same frames and answers as many. The columns
 in µs are what each of the processes took per request. "batch" is the server's own clock, from a start frame to its place in the
-engine's batch; "admit" and "fin." are the client's. The last line is half of the load before it, which came at random moments.
+engine's batch; "admit" and "fin." are the client's. The last two lines are at half of the rate that Weir came to before, with
+requests that arrive at random moments.
 """
 
 from __future__ import annotations
@@ -180,7 +181,7 @@ def row(name: str, result: Result) -> str:
         for kind in ("stages_ms", "admitted_ms", "finished_ms")
     )
     others = " ".join(f"{us.get(name, 0.0):>8.0f}" for name in ("postgres", "engine", "client"))
-    return f"{name:<38}{result.rate_per_s:>8,.0f} {us['api']:>7.0f} {busy:>6.0%} {others}  {times}"
+    return f"{name:<44}{result.rate_per_s:>8,.0f} {us['api']:>7.0f} {busy:>6.0%} {others}  {times}"
 
 
 def measure(options: argparse.Namespace, url: str, core: int, other_core: int) -> None:
@@ -189,14 +190,17 @@ def measure(options: argparse.Namespace, url: str, core: int, other_core: int) -
     keys = create_keys(url, STREAM_COUNT)
     prompt = " ".join(["hotel"] * options.prompt_words)
     many, single = Case("16 streams, 16 under way on each", 16, 16), Case("64 streams, one under way on each", 64, 1)
-    print(f"{'':<38}{'per s':>8} {'api µs':>7} {'busy':>6} {'pg µs':>8} {'host µs':>8} {'client':>8}", end="  ")
+
+    def tell(what: str, case: Case, server: tuple[str, Processes]) -> Result:
+        result = run(case, *server, keys, prompt, options.seconds)
+        print(row(f"{what}, {case.name}", result), flush=True)
+        return result
+
+    print(f"{'':<44}{'per s':>8} {'api µs':>7} {'busy':>6} {'pg µs':>8} {'host µs':>8} {'client':>8}", end="  ")
     print(f"{'batch50':>7} {'99 ms':>7} {'admit50':>7} {'99 ms':>7} {'fin.50':>7} {'99 ms':>7}")
-    if not options.rate:
-        with echo_process(core) as (address, processes):
-            for case in (many, single):
-                result = run(case, address, processes, keys, prompt, options.seconds)
-                print(row(f"bare gRPC, {case.name}", result), flush=True)
-    with tempfile.TemporaryDirectory(prefix="weir-bench-", dir=options.directory) as home:
+    with contextlib.ExitStack() as stack:
+        bare = stack.enter_context(echo_process(core))
+        home = stack.enter_context(tempfile.TemporaryDirectory(prefix="weir-bench-", dir=options.directory))
         settings = Settings(
             database_url=url,
             home=Path(home),
@@ -205,20 +209,22 @@ def measure(options: argparse.Namespace, url: str, core: int, other_core: int) -
             engine_device="simulated",
             simulated_time_scale=0.0,
         )
-        with api_process(settings, core, other_core, options.profile) as (address, processes):
-            rate_per_s = options.rate
-            for case in (single, many) if not options.rate else ():
-                result = run(case, address, processes, keys, prompt, options.seconds)
-                print(row(f"Weir, {case.name}", result), flush=True)
-                rate_per_s = result.rate_per_s / 2
-            paced = Case(f"{rate_per_s:,.0f} per s at random moments", STREAM_COUNT, rate_per_s=rate_per_s)
-            print(row(f"Weir, {paced.name}", run(paced, address, processes, keys, prompt, options.seconds)))
+        weir = stack.enter_context(api_process(settings, core, other_core, options.profile))
+        rate_per_s = options.rate
+        if not rate_per_s:
+            for case in (single, many):
+                tell("bare gRPC", case, bare)
+            tell("Weir", single, weir)
+            rate_per_s = tell("Weir", many, weir).rate_per_s / 2
+        paced = Case(f"{rate_per_s:,.0f} per s at random moments", STREAM_COUNT, rate_per_s=rate_per_s)
+        tell("bare gRPC", paced, bare)
+        tell("Weir", paced, weir)
 
 
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=4.0, help="per case; there are five (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=4.0, help="per case; there are six (default: %(default)s)")
     parser.add_argument("--prompt-words", type=int, default=25, help="each about one token (default: %(default)s)")
     parser.add_argument("--directory", help="where the database of this run is (default: that of temporary files)")
     parser.add_argument("--rate", type=float, help="only this: so many per second, at random moments")

@@ -37,6 +37,15 @@ SERVER_LIMITS = (
     "lock_timeout=4000",  # above it, so that a batch outwaits a frozen one
     "statement_timeout=6000",
 )
+# Every statement of a batch finds its rows by key. So it is planned once, since planning takes as long as running it; and for the
+# indexes, whatever the tables look like then: a plan that was made while they were empty would go on reading all of them.
+PLANS = (
+    "plan_cache_mode=force_generic_plan",
+    "enable_seqscan=off",
+    "enable_hashjoin=off",
+    "enable_mergejoin=off",
+    "jit=off",
+)
 
 log = structlog.get_logger(__name__)
 
@@ -146,7 +155,7 @@ class HoldConnection:
                     self._conninfo,
                     autocommit=True,
                     connect_timeout=CONNECT_TIMEOUT_S,
-                    options=connection_options(SERVER_LIMITS),
+                    options=connection_options((*SERVER_LIMITS, *PLANS)),
                     **KEEPALIVES,
                 )
         return self._connection

@@ -1,0 +1,47 @@
+"""Every statement of a batch finds its rows by key, also where it was planned while the tables were empty."""
+
+from __future__ import annotations
+
+import re
+from types import ModuleType
+
+import psycopg
+import pytest
+
+from metering import bind_batch, hold_rows, hold_writes
+from metering.db import connection_options, psycopg_conninfo
+from metering.exchange import _named
+from metering.hold_connection import PLANS
+
+STATEMENT = re.compile(r"\s*(SELECT|INSERT|UPDATE|DELETE|WITH)\b[^;]*\bFROM\b", re.DOTALL)
+
+
+def statements(module: ModuleType) -> list[tuple[str, str]]:
+    """The SQL constants of a module that read or write rows of a table."""
+    constants = ((name, value) for name, value in vars(module).items() if name.isupper() and isinstance(value, str))
+    return [(name, value) for name, value in constants if STATEMENT.match(value)]
+
+
+ALL = [case for module in (hold_rows, hold_writes, bind_batch) for case in statements(module)]
+
+
+def plan(database_url: str, sql: str, options: tuple[str, ...]) -> str:
+    with psycopg.connect(psycopg_conninfo(database_url), options=connection_options(options)) as connection:
+        rows = connection.execute(b"EXPLAIN (GENERIC_PLAN) " + _named(sql)[1]).fetchall()
+    return "\n".join(row[0] for row in rows)
+
+
+@pytest.mark.parametrize(("name", "sql"), ALL, ids=[name for name, _ in ALL])
+def test_no_statement_reads_a_whole_table(database_url: str, name: str, sql: str) -> None:
+    planned = plan(database_url, sql, PLANS)
+
+    lines = planned.splitlines()
+    assert "Seq Scan" not in planned, planned
+    for scan, below in zip(lines, [*lines[1:], ""], strict=True):
+        if "Index Scan" in scan or "Index Only Scan" in scan:
+            assert below.lstrip().startswith("Index Cond"), planned
+
+
+def test_the_statements_are_found_and_would_be_planned_otherwise_without_the_settings(database_url: str) -> None:
+    assert len(ALL) >= 15
+    assert any("Seq Scan" in plan(database_url, sql, ()) for _, sql in ALL)
