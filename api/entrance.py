@@ -13,9 +13,13 @@ from api.promises import Promise, Promises
 from api.virtual_tokens import Line
 from api.waits import Waits
 
-HINT_MARGIN = 1.1  # a wait is told a tenth longer than computed: too early means to be refused again
+NEWCOMERS_SHARE = 0.8  # of all places: the others are for those who were promised one, since rates are not steady
+# Of the time that is left: what the expected wait may take, since one request in ten waits a fifth longer than expected.
+PROMISED_WAIT_SHARE, NEWCOMERS_WAIT_SHARE = 0.9, 0.6
+HINT_MARGIN = 1.2  # a wait is told a fifth longer than computed: too early means to be refused again
 HINT_S_MIN = 0.05  # seconds: below it a client would spin
 HINT_S_UNKNOWN = 1.0  # seconds: before anything was served there is nothing to compute from
+PROMISES_PER_PLACE = 10  # beyond so many the time told is an estimate, and nothing is kept
 GRACE_S_MIN = 2.0  # seconds for which a place is kept at least: the jitter of clients and the way of the message
 
 
@@ -38,7 +42,7 @@ class Entrance:
         self._tiers = tiers
         self._lookahead = lookahead
         self._by_tenant: Counter[uuid.UUID] = Counter()  # of those that wait
-        self._promises = Promises(limits.request_count_max // 2)  # the other half stays for newcomers, whoever comes back or not
+        self._promises = Promises(PROMISES_PER_PLACE * limits.request_count_max)
 
     @property
     def promise_count(self) -> int:
@@ -76,35 +80,49 @@ class Entrance:
         own = tier.waits.backlog(tenant) if tenant is not None else 0.0
         if not keeps_promise:
             own += self._promises.cost(arrival.tenant_id)
-        return tier.waits.seconds(self._units_before(arrival, own) + self._cost(arrival) * self._lookahead.pending_count)
+        before = self._units_before(arrival, own)
+        return tier.waits.seconds(before + self._cost(arrival) * self._lookahead.pending_count)
 
     def _room_fault(self, arrival: Arrival, now: float, *, keeps_promise: bool) -> QueueFull | None:
         """Why there is no place: within the bounds, behind all promises, and no tenant has more places than it leaves free."""
         limits, own = self._limits, self._by_tenant[arrival.tenant_id]
-        free = limits.request_count_max - self.waiting_count
+        share = 1.0 if keeps_promise else NEWCOMERS_SHARE
+        free = int(limits.request_count_max * share) - self.waiting_count
+        own_max = int(limits.tenant_request_count_max * share)
         if keeps_promise:
-            over = max(1 - free, own + 1 - limits.tenant_request_count_max)
+            over = max(1 - free, own + 1 - own_max)
         else:
             known = self._promises.find(arrival.key) is not None  # it came too early: it is not behind itself
             own += self._promises.count(arrival.tenant_id) - known
             free -= len(self._promises) - known
             over_share = (own + 2 - free) // 2  # each place that the tenant gives back is one less and leaves one more
-            over = max(own + 1 - limits.tenant_request_count_max, over_share)
+            over = max(own + 1 - own_max, over_share)
+            if over > 0 and self._is_half_empty(arrival):
+                return None
         if over <= 0:
             return None
         waits = self._tiers[arrival.tier].waits
-        units = max(self._units_before(arrival, over * self._usual_cost(arrival)), (1 - free) * self._cost(arrival))
+        ahead = self._units_before(arrival, over * self._usual_cost(arrival))
+        units = max(ahead, (1 - free) * self._cost(arrival))
         hint_s = self._promise(arrival, waits.seconds(units), now, again=keeps_promise)
         return QueueFull(own, self.waiting_count, hint_s)
+
+    def _is_half_empty(self, arrival: Arrival) -> bool:
+        """Whether half of what this tenant could have is free: then those who were promised places do not come back for them."""
+        own_max = min(self._limits.tenant_request_count_max, self._limits.request_count_max // 2)
+        return self.waiting_count < self._limits.request_count_max // 2 and self._by_tenant[arrival.tenant_id] < own_max // 2
 
     def _deadline_fault(
         self, arrival: Arrival, left_s: float, engine_wait_s: float, now: float, *, keeps_promise: bool
     ) -> StartsTooLate | None:
         wait_s = self.wait_s(arrival, keeps_promise=keeps_promise)
-        if wait_s is None or wait_s + engine_wait_s <= left_s:
+        if wait_s is None:
             return None
         wait_s += engine_wait_s
-        return StartsTooLate(wait_s, left_s, self._promise(arrival, wait_s - left_s, now, again=keeps_promise))
+        sure_s = left_s * (PROMISED_WAIT_SHARE if keeps_promise else NEWCOMERS_WAIT_SHARE)
+        if wait_s <= sure_s:
+            return None
+        return StartsTooLate(wait_s, left_s, self._promise(arrival, wait_s - sure_s, now, again=keeps_promise))
 
     def _promise(self, arrival: Arrival, wait_s: float | None, now: float, *, again: bool) -> float:
         """The time after which a refused request will be let in. again: it came when it was told, and there was no place."""
@@ -124,7 +142,7 @@ class Entrance:
         """What is served before the tenant has been served so much more."""
         tier = self._tiers[arrival.tier]
         weight = arrival.weight if self._limits.fair else 1.0
-        return tier.waits.units_before(tier.line, self._line_id(arrival), weight, own_units)
+        return tier.waits.units_before(tier.line, self._line_id(arrival), weight, own_units, self._promises.cost)
 
     def _usual_cost(self, arrival: Arrival) -> float:
         """What a request of this tenant costs on average, of those that wait; else what this one costs."""

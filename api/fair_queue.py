@@ -11,22 +11,28 @@ import time
 from collections.abc import Callable
 
 from api.entrance import Entrance, Tier
+from api.headroom import Headroom
 from api.lookahead import Lookahead
 from api.places import ALL_TENANTS, Arrival, Outlook, Place, QueueLimits, QueueStatistics, ServiceTier, State
-from api.virtual_tokens import INPUT_TOKEN_COST, OUTPUT_TOKEN_COST
+from api.virtual_tokens import INPUT_TOKEN_COST, OUTPUT_TOKEN_COST, Tenant
+from inference.engine import EngineStatistics
 
 
 class FairQueue:
     """All places before one engine."""
 
-    def __init__(self, limits: QueueLimits, step_count: Callable[[], int], clock: Callable[[], float] = time.monotonic) -> None:
-        """step_count: steps that the engine has made."""
+    def __init__(
+        self, limits: QueueLimits, engine: Callable[[], EngineStatistics], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """engine: what it told last."""
         self._limits = limits
-        self._step_count = step_count
+        self._engine = engine
         self._clock = clock
         self._tiers = {tier: Tier() for tier in ServiceTier}
         self._lookahead = Lookahead()
         self._entrance = Entrance(limits, self._tiers, self._lookahead)
+        self._headroom: Headroom[Place] = Headroom(limits.kept_share if limits.fair else 0.0)
+        self._given_count = 0  # sequences that are with the engine
         self._number = 0
         self._batch_moved_at = 0.0  # when the batch tier was last given something, or began to wait
 
@@ -59,7 +65,7 @@ class FairQueue:
         if place.state is not State.HANDED:
             return
         place.state = State.RUNNING
-        steps = self._step_count() - place.handed_at_step
+        steps = self._engine().step_count - place.handed_at_step
         behind = any(tier.line for tier in self._tiers.values())
         if not place.arrival.compiles:  # else it was its grammar that it waited for
             self._lookahead.entered(steps, behind=behind)
@@ -92,6 +98,8 @@ class FairQueue:
             case State.HANDED | State.RUNNING:
                 assert place.tenant is not None
                 tier.line.ended(place.tenant)
+                self._given_count -= arrival.sequence_count
+                self._note(place, self._clock())
                 if state is State.HANDED:
                     self._lookahead.gone(arrival.sequence_count, compiles=arrival.compiles)
                 else:
@@ -130,12 +138,19 @@ class FairQueue:
 
     def _hand_over(self) -> None:
         """Give the engine what it has room for."""
-        now = self._clock()
+        now, engine = self._clock(), self._engine()
         while self._lookahead.has_room and (tier := self._next_tier(now)) is not None:
-            place = tier.line.take()
+            tenant = self._next_tenant(tier, engine.running_sequence_count_max, now)
+            if tenant is None:
+                break
+            if tier is self._tiers[ServiceTier.BATCH]:
+                self._batch_moved_at = now
+            place = tier.line.take(tenant)
+            self._given_count += place.arrival.sequence_count
+            self._note(place, now)
             self._entrance.passed(place.arrival)
             self._lookahead.given(place.arrival.sequence_count, compiles=place.arrival.compiles)
-            place.handed_at_step = self._step_count()
+            place.handed_at_step = engine.step_count
             place.state = State.HANDED
             place.on_turn()
         for tier in self._tiers.values():
@@ -148,5 +163,21 @@ class FairQueue:
             return interactive if interactive.line else None
         if interactive.line and now - self._batch_moved_at < self._limits.batch_wait_s_max:
             return interactive
-        self._batch_moved_at = now
         return batch
+
+    def _next_tenant(self, tier: Tier, batch_size: int, now: float) -> Tenant[Place] | None:
+        """Whose turn it is; None if what is free is kept for tenants that ask for nothing at the moment."""
+        tenant = tier.line.next_tenant()
+        assert tenant is not None, "something waits in the tier that is next"
+        places = self._headroom.places_for(tenant, batch_size, now)
+        if places is None or not self._given_count or self._given_count + tenant.first.arrival.sequence_count <= places:
+            return tenant
+        first = tenant.first
+        lead_max = self._headroom.most_kept(batch_size) * tier.waits.cost(first.input_token_count, first.output_token_count_max)
+        other = self._headroom.instead_of(tenant, lead_max, now)
+        fits = other is not None and self._given_count + other.first.arrival.sequence_count <= batch_size
+        return other if fits else None
+
+    def _note(self, place: Place, now: float) -> None:
+        if place.arrival.tier is ServiceTier.INTERACTIVE and place.tenant is not None:
+            self._headroom.note(place.tenant, now)

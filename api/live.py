@@ -165,6 +165,7 @@ class LiveRequest:
             input_token_count=len(request.prompt_token_ids),
             output_token_count_max=request.stop.max_output_tokens * request.choice_count,
             tier=self.start.tier,
+            weight=self._process.admission.settings.queue_weights.get(str(self.caller.payer.organization_id), 1.0),
             sequence_count=request.choice_count,
             compiles=request.response_format is not None,
             deadline=deadline,
@@ -204,8 +205,8 @@ class LiveRequest:
             return
         finally:
             self._sequence = None
-            # On every way out: what still waits here would be delivered after it had been settled without.
             place.leave()  # the engine is done with it; settling it is nothing that others wait for
+            # On every way out: what still waits here would be delivered after it had been settled without.
             await self._reply.flush()
         if self._stop_error is not None:
             if self._stop_outcome is not Outcome.FAILED:  # ended by others, not broken: it counts as what it was ended as
@@ -223,7 +224,6 @@ class LiveRequest:
             self.stop(Outcome.FAILED, lapse)
         return lapse is None
 
-    async def _wait_until_ready(self, engine: Engine) -> None:
     async def _wait_for_turn(self, engine: Engine, place: Place) -> None:
         """Wait for the engine, and for the turn with it. A request whose time to begin runs out here ends as `DEADLINE`."""
         await self._wait_until_ready(engine)
@@ -240,6 +240,7 @@ class LiveRequest:
         self._watch.lap("cold_start")
         self.phase = Phase.QUEUED
 
+    async def _wait_until_ready(self, engine: Engine) -> None:
         if engine.healthy():
             return
         self.phase = Phase.LOADING
@@ -256,20 +257,20 @@ class LiveRequest:
             match event:
                 case Scheduled():
                     self.phase = Phase.STREAMING
+                    place.begun()
                     usage.input_token_count = len(request.prompt_token_ids)
                     usage.cached_input_token_count = event.cached_token_count
                 case TokensGenerated():
                     self._watch.first_token()
+                    place.generated(len(event.token_ids))
                     usage.generated_token_count += len(event.token_ids)
                     await self._reply.hand_on(event)
                 case ChoiceFinished():
                     await self._reply.hand_on_rest(event.choice_index, event.text)
-                    place.begun()
                     self._reply.end_choice(event.choice_index, OUTCOMES[event.reason])
                 case SequenceFinished():
                     self._watch.engine_finished(event.timings)
                     usage.generated_token_count = event.generated_token_count
-                    place.generated(len(event.token_ids))
                     if request.choice_count == 1:
                         await self._reply.hand_on_rest(0, event.text)
                     return OUTCOMES[event.reason]

@@ -52,7 +52,7 @@ class Lookahead:
         if step_count < 0:
             return  # the engine was started anew in between
         if step_count <= STEPS_AT_ONCE:
-            if behind:
+            if behind and self.pending_count >= int(self.window):
                 self.window = min(self.window + 1, WINDOW_MAX)
         elif step_count > STEPS_LONG:
             self.window = max(self.window - SHRINK, WINDOW_MIN)

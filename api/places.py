@@ -29,6 +29,7 @@ class QueueLimits:
     request_count_max: int = 2000
     tenant_request_count_max: int = 1000
     batch_wait_s_max: float = 30.0
+    kept_share: float = 1 / 16
     fair: bool = True
 
 

@@ -11,7 +11,6 @@ from api.live import Caller, LiveRequest, Phase
 from api.places import QueueLimits
 from api.settings import Settings
 from api.wire import ValidStart
-from inference.engine import Engine
 from inference.router import Router
 from inference.safety import SafetyChecker
 from inference.tokenizer import Tokenizer
@@ -77,11 +76,7 @@ def queues_of(router: Router, settings: Settings) -> dict[str, FairQueue]:
         request_count_max=settings.queue_requests_max,
         tenant_request_count_max=settings.queue_requests_per_tenant_max,
         batch_wait_s_max=settings.queue_batch_wait_max_s,
+        kept_share=settings.queue_kept_share,
         fair=settings.queue_order == "fair",
     )
-    return {engine.model.name: FairQueue(limits, step_counter(engine)) for engine in router.engines()}
-
-
-def step_counter(engine: Engine) -> Callable[[], int]:
-    """How many steps an engine has made, as far as it told."""
-    return lambda: engine.statistics().step_count
+    return {engine.model.name: FairQueue(limits, engine.statistics) for engine in router.engines()}

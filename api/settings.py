@@ -6,6 +6,7 @@ Every bound that protects the service stands here with its reason. Invalid value
 from __future__ import annotations
 
 import os
+import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from importlib.resources import files
@@ -15,6 +16,7 @@ from typing import Any, Literal, TypeVar
 Value = TypeVar("Value")
 
 DEMO_MODEL_NAME = "demo"
+WEIGHT_MIN, WEIGHT_MAX = 0.01, 100.0  # beyond these a tenant would as good as stand still, or alone
 
 
 class SettingInvalid(ValueError):
@@ -84,6 +86,20 @@ def paths_by_name(text: str) -> dict[str, Path]:
     return models
 
 
+def weights_by_id(text: str) -> dict[str, float]:
+    """Parser of `id=weight` pairs, separated by commas."""
+    weights = {}
+    for pair in filter(None, text.split(",")):
+        key, _, weight = pair.partition("=")
+        try:
+            weights[str(uuid.UUID(key))] = float(weight)
+        except ValueError:
+            raise ValueError("must be organization-id=weight pairs separated by commas") from None
+        if not WEIGHT_MIN <= weights[str(uuid.UUID(key))] <= WEIGHT_MAX:
+            raise ValueError(f"a weight must be between {WEIGHT_MIN} and {WEIGHT_MAX}")
+    return weights
+
+
 def bundled_models() -> dict[str, Path]:
     """The demo model that comes with Weir."""
     return {DEMO_MODEL_NAME: Path(str(files("inference") / "demo_model" / "weights"))}
@@ -139,6 +155,21 @@ class Settings:
     streams_per_connection_max: int = setting("WEIR_STREAMS_PER_CONNECTION_MAX", 100, whole(1, 100_000))
     requests_per_stream_max: int = setting("WEIR_REQUESTS_PER_STREAM_MAX", 1000, whole(1, 1_000_000))
     requests_per_process_max: int = setting("WEIR_REQUESTS_PER_PROCESS_MAX", 2000, whole(1, 1_000_000))
+    # Per model. A queue as long as this takes minutes to work off: whoever came later would rather know.
+    queue_requests_max: int = setting("WEIR_QUEUE_REQUESTS_MAX", 2000, whole(1, 1_000_000))
+    # Of one organization; beside it, none has more places than it leaves free, so that newcomers always find one.
+    queue_requests_per_tenant_max: int = setting("WEIR_QUEUE_REQUESTS_PER_TENANT_MAX", 1000, whole(1, 1_000_000))
+    # "fair": the organization that was served least is next. "arrival": first come, first served, whoever it is.
+    queue_order: Literal["fair", "arrival"] = setting("WEIR_QUEUE_ORDER", "fair", one_of("fair", "arrival"))
+    # Of an engine's batch: kept for organizations that have just used it and have less of it than the others, so that a flood of
+    # one does not make each request of another wait until something ends. 0 keeps nothing.
+    queue_kept_share: float = setting("WEIR_QUEUE_KEPT_SHARE", 1 / 16, scale(0.5))
+    # Organization ids with weights, separated by commas; the others have 1. Twice the weight is twice the service under load.
+    queue_weights: Mapping[str, float] = field(
+        default_factory=dict, metadata={"variable": "WEIR_QUEUE_WEIGHTS", "parse": weights_by_id}
+    )
+    # While interactive requests wait, one of the batch tier gets its turn each so often: rarely enough not to be noticed.
+    queue_batch_wait_max_s: float = setting("WEIR_QUEUE_BATCH_WAIT_MAX_S", 30.0, seconds(86_400))
     # What a client may leave unread per request before it is taken for stalled: far beyond what a network delays.
     outbox_tokens_per_request_max: int = setting("WEIR_OUTBOX_TOKENS_PER_REQUEST_MAX", 4096, whole(1, 1_000_000))
     # A client that reads nothing for so long has gone, whatever its connection says.
@@ -152,15 +183,6 @@ class Settings:
     def journal_directory(self) -> Path:
         """Where usage journals of this machine's processes live."""
         return self.home / "journal"
-
-    # Per model. A queue as long as this takes minutes to work off: whoever came later would rather know.
-    queue_requests_max: int = setting("WEIR_QUEUE_REQUESTS_MAX", 2000, whole(1, 1_000_000))
-    # Of one organization; beside it, none has more places than it leaves free, so that newcomers always find one.
-    queue_requests_per_tenant_max: int = setting("WEIR_QUEUE_REQUESTS_PER_TENANT_MAX", 1000, whole(1, 1_000_000))
-    # "fair": the organization that was served least is next. "arrival": first come, first served, whoever it is.
-    queue_order: Literal["fair", "arrival"] = setting("WEIR_QUEUE_ORDER", "fair", one_of("fair", "arrival"))
-    # While interactive requests wait, one of the batch tier gets its turn each so often: rarely enough not to be noticed.
-    queue_batch_wait_max_s: float = setting("WEIR_QUEUE_BATCH_WAIT_MAX_S", 30.0, seconds(86_400))
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Settings:

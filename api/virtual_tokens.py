@@ -125,10 +125,8 @@ class Line(Generic[Item]):
                 return tenant
         return None
 
-    def take(self) -> Item:
-        """Take the next request out, and charge its tenant for the input. Something must wait; `ended` follows once."""
-        tenant = self.next_tenant()
-        assert tenant is not None, "nothing waits"
+    def take(self, tenant: Tenant[Item]) -> Item:
+        """Take out what waits first of a tenant, mostly the next one, and charge it for the input. `ended` follows once."""
         item = tenant.first
         self.leave(item, tenant)
         tenant.running_count += 1

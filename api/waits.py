@@ -6,7 +6,9 @@ own tenant's earlier requests, and of each other tenant what fits between that t
 
 from __future__ import annotations
 
+import math
 import uuid
+from collections.abc import Callable
 
 from api.service_rate import ServiceRate
 from api.virtual_tokens import INPUT_TOKEN_COST, OUTPUT_TOKEN_COST, Item, Line, Tenant
@@ -44,16 +46,23 @@ class Waits:
         per_s = self.rate.per_s
         return units / per_s if per_s else None
 
-    def units_before(self, line: Line[Item], tenant_id: uuid.UUID, weight: float, own_units: float) -> float:
-        """What is served before the tenant has been served `own_units` more, those included."""
+    def units_before(
+        self, line: Line[Item], tenant_id: uuid.UUID, weight: float, own_units: float, promised: Callable[[uuid.UUID], float]
+    ) -> float:
+        """What is served until the tenant was served `own_units` more, those included. promised: what is to come, by tenant."""
         own = line.find(tenant_id)
         level = own.counter if own is not None else 0.0
         if own is None or not own.waiting:
             level = max(level, line.level())
         level += own_units / weight
-        others = (
-            min(self.backlog(tenant), (level - tenant.counter) * tenant.weight)
+        return own_units + sum(
+            self._whole_requests(tenant, level, promised(tenant.id))
             for tenant in line.waiting_tenants()
             if tenant.id != tenant_id and tenant.counter < level
         )
-        return own_units + sum(others)
+
+    def _whole_requests(self, tenant: Tenant[Item], level: float, promised_units: float) -> float:
+        """What is served of a tenant until its counter comes to a level, or nothing of it is left: no request is served in part."""
+        backlog = self.backlog(tenant)
+        each = max(backlog / len(tenant.waiting), 1.0)
+        return min(backlog + promised_units, math.ceil((level - tenant.counter) * tenant.weight / each) * each)

@@ -43,14 +43,14 @@ INT64_MAX = 2**63 - 1
 Prompt = tuple[ChatMessage, ...] | str | tuple[int, ...]
 
 ROLES: Mapping[int, str] = {pb.ROLE_SYSTEM: "system", pb.ROLE_USER: "user", pb.ROLE_ASSISTANT: "assistant"}
-SUBJECTS: Mapping[QuotaSubject, types_pb2.QuotaSubject.ValueType] = {
-    QuotaSubject.ORGANIZATION: types_pb2.QUOTA_SUBJECT_ORGANIZATION,
-    QuotaSubject.PROJECT: types_pb2.QUOTA_SUBJECT_PROJECT,
 TIERS: Mapping[int, ServiceTier] = {
     pb.SERVICE_TIER_UNSPECIFIED: ServiceTier.INTERACTIVE,
     pb.SERVICE_TIER_INTERACTIVE: ServiceTier.INTERACTIVE,
     pb.SERVICE_TIER_BATCH: ServiceTier.BATCH,
 }
+SUBJECTS: Mapping[QuotaSubject, types_pb2.QuotaSubject.ValueType] = {
+    QuotaSubject.ORGANIZATION: types_pb2.QUOTA_SUBJECT_ORGANIZATION,
+    QuotaSubject.PROJECT: types_pb2.QUOTA_SUBJECT_PROJECT,
     QuotaSubject.API_KEY: types_pb2.QUOTA_SUBJECT_API_KEY,
 }
 DIMENSIONS: Mapping[QuotaDimension, types_pb2.QuotaDimension.ValueType] = {
@@ -102,11 +102,11 @@ class ValidStart:
     beam_search: BeamSearchParams | None
     usage_interval_tokens: int | None
     labels: dict[str, str]
+    tier: ServiceTier
+    start_timeout_s: float | None
 
 
 def parse_request_id(text: str) -> uuid.UUID:
-    tier: ServiceTier
-    start_timeout_s: float | None
     """Raises: InvalidRequest."""
     try:
         return uuid.UUID(text)
@@ -136,11 +136,11 @@ def parse_start(request_id: str, start: pb.StartFrame) -> ValidStart:
         beam_search=parse_beam_search(start),
         usage_interval_tokens=start.usage_interval_tokens if start.HasField("usage_interval_tokens") else None,
         labels=dict(start.labels),
+        tier=TIERS[start.tier],
+        start_timeout_s=seconds_of(start.start_timeout) if start.HasField("start_timeout") else None,
     )
 
 
-        tier=TIERS[start.tier],
-        start_timeout_s=seconds_of(start.start_timeout) if start.HasField("start_timeout") else None,
 def check_prompt(message: pb.StartFrame | pb.CountTokensRequest, wrong: Violations) -> None:
     """A prompt must be there and not be empty."""
     match message.WhichOneof("prompt"):
@@ -165,12 +165,12 @@ def check_limits(start: pb.StartFrame, wrong: Violations) -> None:
     if start.HasField("usage_interval_tokens"):
         interval = start.usage_interval_tokens
         wrong.check(interval >= 1, "usage_interval_tokens", f"must be at least 1, not {interval}")
-    wrong.check(len(start.labels) <= LABEL_COUNT_MAX, "labels", f"at most {LABEL_COUNT_MAX} are allowed, not {len(start.labels)}")
-    for key, value in start.labels.items():
-        right = 1 <= len(key) <= LABEL_KEY_CHARS_MAX and len(value) <= LABEL_VALUE_CHARS_MAX
     wrong.check(start.tier in TIERS, "tier", "must be SERVICE_TIER_INTERACTIVE or SERVICE_TIER_BATCH")
     if start.HasField("start_timeout"):
         wrong.check(seconds_of(start.start_timeout) > 0, "start_timeout", "must be more than 0 s")
+    wrong.check(len(start.labels) <= LABEL_COUNT_MAX, "labels", f"at most {LABEL_COUNT_MAX} are allowed, not {len(start.labels)}")
+    for key, value in start.labels.items():
+        right = 1 <= len(key) <= LABEL_KEY_CHARS_MAX and len(value) <= LABEL_VALUE_CHARS_MAX
         limits = f"keys have 1 to {LABEL_KEY_CHARS_MAX} characters, values up to {LABEL_VALUE_CHARS_MAX}"
         wrong.check(right and "\0" not in key + value, f"labels[{key[:LABEL_KEY_CHARS_MAX]!r}]", f"{limits}, none of them NUL")
 
@@ -228,6 +228,11 @@ def parse_duration(message: Duration, field: str) -> timedelta:
         raise InvalidRequest([FieldViolation(field, "must be a duration of less than 10,000 years")]) from None
 
 
+def seconds_of(message: Duration) -> float:
+    """A length of time in seconds, as far as a float tells it."""
+    return message.seconds + message.nanos / 1e9
+
+
 def duration(seconds: float | None) -> Duration | None:
     """A length of time in seconds; None stays unset."""
     if seconds is None:
@@ -235,11 +240,6 @@ def duration(seconds: float | None) -> Duration | None:
     message = Duration()
     message.FromTimedelta(timedelta(seconds=seconds))
     return message
-def seconds_of(message: Duration) -> float:
-    """A length of time in seconds, as far as a float tells it."""
-    return message.seconds + message.nanos / 1e9
-
-
 
 
 def quota_status(state: QuotaState) -> types_pb2.QuotaStatus:

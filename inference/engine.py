@@ -257,7 +257,10 @@ class SequenceStream(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class EngineStatistics:
-    """What the engine told after its last step. Counts in blocks, sequences and tokens."""
+    """What the engine told after its last step. Counts in blocks, sequences and tokens.
+
+    running_sequence_count_max: places in the batch; 0 where they are not known.
+    """
 
     waiting_sequence_count: int = 0
     running_sequence_count: int = 0
@@ -270,6 +273,7 @@ class EngineStatistics:
     cached_token_count: int = 0
     output_token_count: int = 0
     preemption_count: int = 0
+    running_sequence_count_max: int = 0
 
 
 @dataclass(frozen=True, slots=True)

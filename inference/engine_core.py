@@ -240,6 +240,7 @@ class EngineCore:
             cached_token_count=self._cached_token_count,
             output_token_count=self._output_token_count,
             preemption_count=self._scheduler.preemption_count,
+            running_sequence_count_max=self._limits.running_sequence_count_max,
         )
 
     def _rotary_offset(self, sequence: Sequence) -> int:

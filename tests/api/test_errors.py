@@ -114,6 +114,8 @@ def test_a_violation_names_its_field() -> None:
         (EngineOverloaded("x", retry_after_s=0.5), 0.5),
         (errors.Draining("x"), 1.0),
         (errors.Overloaded("x"), 1.0),
+        (errors.QueueFull(3, 9, 2.5), 2.5),
+        (errors.StartsTooLate(10.0, 4.0, 6.5), 6.5),
     ],
 )
 def test_what_passes_by_itself_says_when(error: Exception, seconds: float) -> None:
@@ -121,6 +123,12 @@ def test_what_passes_by_itself_says_when(error: Exception, seconds: float) -> No
 
     assert refusal.status.code == code_pb2.UNAVAILABLE
     assert refusal.retry_after_s == seconds
+
+
+def test_a_wait_that_is_too_long_is_told() -> None:
+    refusal = Refusal(status_of(errors.StartsTooLate(10.0, 4.0, 6.5)))
+
+    assert (refusal.reason, refusal.info.metadata["estimated_wait_s"]) == ("STARTS_TOO_LATE", "10.000")
 
 
 def test_what_does_not_pass_gives_no_hope() -> None:

@@ -84,7 +84,7 @@ def test_a_request_crosses_unchanged_but_for_its_id() -> None:
     ],
 )
 def test_an_event_crosses_unchanged(event: SequenceEvent) -> None:
-    statistics = EngineStatistics(*range(1, 12))
+    statistics = EngineStatistics(*range(1, 13))
     report = StepReport([wire_event(4, event), RefusedEvent(5, overloaded=True, message="full")], statistics_list(statistics))
 
     crossed = decode_to_parent(encode(report)[LENGTH_PREFIX.size :])

@@ -1,0 +1,174 @@
+"""What one tenant's flood does to another: a real api process, a real engine, two organizations.
+
+    python -m bench.fairness [--agents 4] [--flood 20] [--seconds 40] [--output-tokens 50]
+
+The quiet tenant's agents each send their next request when the one before has ended; the flooding tenant has so many times as
+many. Prompts have the shape of the reference workload: 1,025 tokens, the first 200 of them the same for all; they are random ids.
+Three runs on one database: the quiet tenant alone, both with the fair queue, and both in order of arrival (WEIR_QUEUE_ORDER), which
+is what the engine would do by itself. Throughput counts the output tokens of both tenants in the same part of each run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal
+
+from weir_client import AsyncClient
+
+from api.cli.bootstrap import create_key, ensure_tenant, open_sessions
+from api.cli.stack import run_stack
+from api.cli.workload import percentile
+from api.settings import DEMO_MODEL_NAME, Settings
+from metering import embedded_postgres
+from metering.migrations_runner import migrate
+
+WARM_UP_SHARE = 0.2  # of a run: until the queue stands as it will stand
+SHARED_TOKENS, OWN_TOKENS = 200, 825
+TOKEN_IDS = range(300, 2000)  # plain ones of the demo model
+
+
+@dataclass(slots=True)
+class Seen:
+    """What one tenant's agents saw after the warm-up. Times in ms."""
+
+    ttfts_ms: list[float] = field(default_factory=list)
+    queues_ms: list[float] = field(default_factory=list)
+    token_count: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One run: both tenants, and the output tokens per second of both together."""
+
+    quiet: Seen
+    flooding: Seen
+    tokens_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """How much is asked for."""
+
+    agent_count: int
+    flood_factor: int
+    seconds: float
+    output_tokens: int
+
+
+def prompts(seed: int) -> Iterator[list[int]]:
+    """Token ids without end. The same seed gives the same prompts."""
+    rng = random.Random(seed)
+    shared = random.Random(0).choices(TOKEN_IDS, k=SHARED_TOKENS)
+    while True:
+        yield shared + rng.choices(TOKEN_IDS, k=OWN_TOKENS)
+
+
+async def keep_asking(client: AsyncClient, prompts: Iterator[list[int]], load: Load, began_at: float, seen: Seen) -> None:
+    """One agent: ask, read to the end, ask again, until the time is over."""
+    warm_at, ends_at = began_at + WARM_UP_SHARE * load.seconds, began_at + load.seconds
+    while (sent_at := time.perf_counter()) < ends_at:
+        first_at = None
+        async with client.generate(
+            DEMO_MODEL_NAME,
+            token_ids=next(prompts),
+            max_output_tokens=load.output_tokens,
+            ignore_eos=True,
+            temperature=0.0,
+            max_retries=100,
+        ) as stream:
+            async for delta in stream:
+                now = time.perf_counter()
+                first_at = first_at or now
+                if warm_at <= now < ends_at:
+                    seen.token_count += len(delta.token_ids)
+        if warm_at <= sent_at and first_at is not None:
+            seen.ttfts_ms.append((first_at - sent_at) * 1000)
+            seen.queues_ms.append(stream.result.timings.queue_ms)
+
+
+async def run_tenants(settings: Settings, keys: tuple[str, str], load: Load, *, flooded: bool, seed: int) -> Run:
+    """Start the service anew and let the tenants ask."""
+    asked = prompts(seed)
+    quiet, flooding = Seen(), Seen()
+    async with run_stack(settings, lambda _: None) as stack:
+        address = stack.connection.address
+        async with AsyncClient(address, keys[0]) as quiet_client, AsyncClient(address, keys[1]) as flooding_client:
+            began_at = time.perf_counter()
+            async with asyncio.TaskGroup() as tasks:
+                for _ in range(load.agent_count * load.flood_factor if flooded else 0):
+                    tasks.create_task(keep_asking(flooding_client, asked, load, began_at, flooding))
+                for _ in range(load.agent_count):
+                    tasks.create_task(keep_asking(quiet_client, asked, load, began_at, quiet))
+    counted_s = load.seconds * (1 - WARM_UP_SHARE)
+    return Run(quiet, flooding, (quiet.token_count + flooding.token_count) / counted_s)
+
+
+async def measure(load: Load) -> None:
+    """All three runs, and what they say."""
+    with tempfile.TemporaryDirectory(prefix="weir-bench-") as directory:
+        home = Path(directory)
+        server = await asyncio.to_thread(embedded_postgres.start, home / "postgres")
+        try:
+            await asyncio.to_thread(migrate, server.url)
+            async with open_sessions(server.url) as sessions:
+                for name in ("quiet", "flooding"):
+                    await ensure_tenant(sessions, name, "default")
+                keys = (
+                    await create_key(sessions, "quiet", "default", "bench", ("inference",)),
+                    await create_key(sessions, "flooding", "default", "bench", ("inference",)),
+                )
+            settings = replace(Settings.from_environment(), home=home, database_url=server.url, listen_address="127.0.0.1:0")
+            runs = {}
+            cases: list[tuple[str, Literal["fair", "arrival"], bool]] = [
+                ("alone", "fair", False),
+                ("flooded, fair", "fair", True),
+                ("flooded, in order of arrival", "arrival", True),
+            ]
+            for index, (name, order, flooded) in enumerate(cases):
+                ordered = replace(settings, queue_order=order)
+                runs[name] = await run_tenants(ordered, keys, load, flooded=flooded, seed=index)
+                tell(name, runs[name])
+        finally:
+            await asyncio.to_thread(server.stop)
+    alone, fair, arrival = runs.values()
+    for percent in (50, 99):
+        ratio = percentile(fair.quiet.ttfts_ms, percent) / max(percentile(alone.quiet.ttfts_ms, percent), 1e-9)
+        print(f"under a flood of {load.flood_factor} x, the quiet tenant's TTFT p{percent} is {ratio:.2f} x what it is alone")
+    print(
+        f"throughput with the fair queue is {fair.tokens_per_s / max(arrival.tokens_per_s, 1e-9):.1%} of that in order of arrival"
+    )
+
+
+def tell(name: str, run: Run) -> None:
+    """One run's figures."""
+    for tenant, seen in (("quiet", run.quiet), ("flooding", run.flooding)):
+        if not seen.ttfts_ms:
+            continue
+        p50, p99 = percentile(seen.ttfts_ms, 50), percentile(seen.ttfts_ms, 99)
+        queue = percentile(seen.queues_ms, 50)
+        print(
+            f"{name:29} {tenant:9} {len(seen.ttfts_ms):4} requests   TTFT p50 {p50:8.0f} ms   p99 {p99:8.0f} ms   "
+            f"queue p50 {queue:8.0f} ms   both together {run.tokens_per_s:7.1f} tokens/s"
+        )
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--agents", type=int, default=4, help="of the quiet tenant")
+    parser.add_argument("--flood", type=int, default=20, help="so many times as many of the other one")
+    parser.add_argument("--seconds", type=float, default=40.0, help="of each run")
+    parser.add_argument("--output-tokens", type=int, default=50)
+    arguments = parser.parse_args()
+    asyncio.run(measure(Load(arguments.agents, arguments.flood, arguments.seconds, arguments.output_tokens)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,388 @@
+"""The queue before an engine, in virtual time: who waits for whom, who is refused, and whether what clients are told is true."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import itertools
+import random
+import uuid
+from collections.abc import Callable
+
+import pytest
+
+from api.errors import QueueFull, StartsTooLate
+from api.fair_queue import FairQueue
+from api.lookahead import COMPILING_MAX, WINDOW_MAX, Lookahead
+from api.places import Arrival, Place, QueueLimits, ServiceTier, State
+from api.promises import Promise, Promises
+from inference.engine import EngineStatistics
+from tests.api.queue_world import EngineModel, Request, World, agent, percentile, tenant_id
+
+# As a GPU decodes: a step takes as long for one sequence as for all, and holds a prompt in one piece.
+WIDE = EngineModel(running_max=64, step_tokens_max=2048, step_s=0.02, token_s=0.00001)
+SMALL = EngineModel(running_max=16)
+
+
+class Clock:
+    """Time that stands until it is moved."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def arrival(name: str = "a", **changes: object) -> Arrival:
+    values: dict[str, object] = {
+        "request_id": uuid.uuid4(),
+        "tenant_id": tenant_id(name),
+        "input_token_count": 10,
+        "output_token_count_max": 10,
+    }
+    return Arrival(**(values | changes))  # type: ignore[arg-type]
+
+
+def new_queue(limits: QueueLimits | None = None, clock: Callable[[], float] | None = None) -> FairQueue:
+    return FairQueue(limits or QueueLimits(), EngineStatistics, clock or Clock())
+
+
+def ttfts(
+    agents: dict[str, int], *, fair: bool = True, engine: EngineModel = WIDE, until: float = 60.0
+) -> tuple[list[float], float]:
+    """Times to first token of the tenant "quiet" after a warm-up, and output tokens per second of all."""
+    world = World(QueueLimits(fair=fair), engine, lookahead=fair)
+    for seed, (name, count) in enumerate(sorted(agents.items())):
+        world.keep_busy(name, count, agent(name, random.Random(seed)), until)
+    world.run(until)
+    return [each.ttft_s for each in world.ended if each.tenant == "quiet" and each.sent_at > 10], world.output_tokens / until
+
+
+def test_a_flood_of_one_tenant_is_hardly_noticed_by_another_and_costs_no_throughput() -> None:
+    """20 x the load: within 2 x in order of fairness, tens of times in order of arrival, and the same number of tokens."""
+    alone, _ = ttfts({"quiet": 4})
+    fair, fair_rate = ttfts({"quiet": 4, "flood": 80})
+    arrival_order, arrival_rate = ttfts({"quiet": 4, "flood": 80}, fair=False)
+
+    step_s = WIDE.step_s + WIDE.token_s * WIDE.step_tokens_max
+    assert percentile(fair, 50) <= 2 * percentile(alone, 50)
+    assert percentile(fair, 99) <= 2 * percentile(alone, 99) + step_s / 2, "half a step is what the model's time is exact to"
+    assert percentile(arrival_order, 50) > 20 * percentile(alone, 50)
+    assert fair_rate >= 0.99 * arrival_rate
+
+
+def test_nothing_is_kept_from_a_tenant_that_is_alone() -> None:
+    _, fair = ttfts({"flood": 100}, until=30.0)
+    _, given_all = ttfts({"flood": 100}, fair=False, until=30.0)
+
+    assert fair >= 0.99 * given_all
+
+
+@pytest.mark.parametrize("tenant_count", [1, 5])
+@pytest.mark.parametrize("cause", ["bounds", "deadlines"])
+def test_whoever_waits_exactly_as_long_as_it_was_told_is_let_in(tenant_count: int, cause: str) -> None:
+    """300 clients where 60 find a place, or where 3 s are too short for most; those that get in start in time.
+
+    Counted from when the rate of service has been observed for some seconds: before, nobody can know.
+    """
+    limits = QueueLimits(request_count_max=60, tenant_request_count_max=40) if cause == "bounds" else QueueLimits()
+    timeout_s = 3.0 if cause == "deadlines" else None
+    world, rng = World(limits, SMALL), random.Random(0)
+    returns: list[bool] = []
+    requests: list[Request] = []
+
+    def ask(name: str) -> None:
+        request = Request(name, rng.randint(50, 400), rng.randint(10, 100), world.now, timeout_s=timeout_s)
+        requests.append(request)
+        attempt(request, came_back=False)
+
+    def attempt(request: Request, *, came_back: bool) -> None:
+        let_in = world.send(request, lambda _: world.at(world.now + rng.expovariate(1.0), lambda: ask(request.tenant)))
+        if came_back and world.now > 15.0:
+            returns.append(let_in)
+        if not let_in:
+            world.at(world.now + request.refusals[-1].retry_after_s, lambda: attempt(request, came_back=True))
+
+    for index in range(300):
+        world.at(rng.uniform(0, 2), lambda name=f"t{index % tenant_count}": ask(name))  # type: ignore[misc]
+    world.run(45.0)
+
+    assert len(returns) > 300
+    assert sum(returns) >= 0.95 * len(returns)
+    if timeout_s is not None:
+        waits = [each.begun_at - each.joined_at for each in requests if each.begun_at is not None and each.joined_at is not None]
+        assert sum(wait_s > timeout_s for wait_s in waits) <= 0.01 * len(waits)
+
+
+def test_a_wait_is_told_as_it_turns_out() -> None:
+    world, rng = World(engine=SMALL), random.Random(0)
+    told: list[tuple[float, Request]] = []
+
+    def ask(name: str) -> None:
+        request = Request(name, rng.randint(50, 400), rng.randint(10, 100), world.now, output_tokens_max=1000)
+        wait_s = world.queue.wait_s(arrival(name, input_token_count=request.input_tokens, output_token_count_max=1000))
+        world.send(request, lambda _: ask(name))
+        if wait_s and world.now > 10:
+            told.append((wait_s, request))
+
+    for index in range(120):
+        world.at(0.0, lambda name=f"t{index % 5}": ask(name))  # type: ignore[misc]
+    world.run(40.0)
+
+    ratios = [request.wait_s / wait_s for wait_s, request in told if request.begun_at is not None]
+    assert len(ratios) > 300
+    assert 0.9 <= percentile(ratios, 50) <= 1.2
+    assert percentile(ratios, 95) <= 1.5
+
+
+def test_before_anything_was_served_nobody_is_refused_for_its_deadline() -> None:
+    queue = new_queue(QueueLimits(request_count_max=100, tenant_request_count_max=50))
+    for _ in range(20):
+        queue.join(queue.enter(arrival()))
+
+    assert queue.wait_s(arrival()) is None
+    queue.enter(arrival(deadline=100.001))
+
+
+def test_a_request_that_would_start_too_late_is_refused_at_once_with_the_wait() -> None:
+    world = World(engine=SMALL)
+    world.keep_busy("a", 100, agent("a", random.Random(0)), until=30.0)
+    world.run(20.0)
+    expected = world.queue.wait_s(arrival("a"))
+    assert expected is not None
+
+    with pytest.raises(StartsTooLate) as refusal:
+        world.queue.enter(arrival("a", deadline=world.now + 1.0))
+
+    assert refusal.value.wait_s == pytest.approx(expected)
+    assert expected - 1.0 < refusal.value.retry_after_s < 2 * expected
+    world.queue.enter(arrival("b", deadline=world.now + 1.0))  # another tenant does not wait for the first one's queue
+
+
+def test_an_engine_that_is_still_loading_counts_against_the_deadline() -> None:
+    queue = new_queue()
+    with pytest.raises(StartsTooLate):
+        queue.enter(arrival(deadline=105.0), engine_wait_s=30.0)
+
+
+def test_no_tenant_takes_more_places_than_it_leaves_free_and_newcomers_find_one() -> None:
+    queue = new_queue(QueueLimits(request_count_max=100, tenant_request_count_max=90))
+    counts = {}
+    for name in ("a", "b", "c"):
+        counts[name] = 0
+        with contextlib.suppress(QueueFull):
+            while True:
+                queue.enter(arrival(name))
+                counts[name] += 1
+
+    assert counts["a"] == 40, "half of what newcomers may have, which is four fifths"
+    assert counts["a"] > counts["b"] > counts["c"] > 0
+    queue.enter(arrival("d"))
+
+
+def test_a_tenant_has_at_most_as_many_places_as_the_setting_says() -> None:
+    queue = new_queue(QueueLimits(request_count_max=1000, tenant_request_count_max=10))
+    places = [queue.enter(arrival()) for _ in range(8)]
+    with pytest.raises(QueueFull):
+        queue.enter(arrival())
+    places[0].leave()
+    places[1].leave()
+
+    queue.enter(arrival())
+
+
+def test_a_place_is_kept_for_whom_it_was_promised_and_not_for_ever() -> None:
+    clock = Clock()
+    queue = new_queue(QueueLimits(request_count_max=10, tenant_request_count_max=10), clock)
+    waiting = [queue.enter(arrival("a")) for _ in range(4)]
+    refused = arrival("a")
+    with pytest.raises(QueueFull) as refusal:
+        queue.enter(refused)
+    waiting.pop().leave()
+
+    with pytest.raises(QueueFull):
+        queue.enter(arrival("a"))  # a newcomer stands behind the one that was told to come back
+    clock.now += refusal.value.retry_after_s
+    queue.enter(refused)
+
+
+def test_who_does_not_come_back_stands_in_nobody_s_way_for_long() -> None:
+    clock = Clock()
+    queue = new_queue(QueueLimits(request_count_max=10, tenant_request_count_max=10), clock)
+    waiting = [queue.enter(arrival("a")) for _ in range(4)]
+    with pytest.raises(QueueFull):
+        queue.enter(arrival("a"))
+    waiting.pop().leave()
+    clock.now += 60.0
+
+    queue.enter(arrival("a"))
+
+
+def test_promises_are_forgotten_when_their_grace_is_over() -> None:
+    promises = Promises(2)
+    keys = [(uuid.uuid4(), uuid.uuid4()) for _ in range(3)]
+    for key in keys:
+        promises.make(Promise(key, 5.0, ready_at=10.0, expires_at=12.0))
+    assert len(promises) == 2, "bounded"
+    assert not promises.is_due(keys[0], 9.9)
+    assert promises.is_due(keys[0], 10.0)
+
+    promises.drop(keys[0])
+    promises.forget_expired(11.9)
+    assert (len(promises), promises.count(keys[1][0]), promises.cost(keys[1][0])) == (1, 1, 5.0)
+    promises.forget_expired(12.0)
+    assert (len(promises), promises.count(keys[1][0]), promises.cost(keys[1][0])) == (0, 0, 0.0)
+
+
+def test_batch_runs_only_where_nothing_interactive_waits() -> None:
+    world = World(QueueLimits(batch_wait_s_max=1e9), SMALL)
+    batch = [Request("b", 100, 20, 0.0, tier=ServiceTier.BATCH) for _ in range(20)]
+    interactive = [Request("a", 100, 20, 0.0) for _ in range(60)]
+    for each in (*batch, *interactive):
+        world.at(0.0, functools.partial(world.send_stubbornly, each))
+    world.run(60.0)
+
+    last_interactive = max(each.handed_at for each in interactive if each.handed_at is not None)
+    later = [each for each in batch if each.handed_at is not None and each.handed_at >= last_interactive]
+    assert len(later) >= 12, "all but those that the engine had taken before the others came"
+    assert len(world.ended) == 80
+
+
+def test_batch_is_served_within_its_bound_however_much_interactive_work_comes() -> None:
+    """One of it starts at least each `batch_wait_s_max`, plus what it takes until the engine has room for one more."""
+    world = World(QueueLimits(batch_wait_s_max=2.0), SMALL)
+    world.keep_busy("a", 200, agent("a", random.Random(0), input_tokens=100, output_tokens=20), until=40.0)
+    world.run(1.0)
+    batch = [Request("b", 100, 20, 1.0, tier=ServiceTier.BATCH) for _ in range(10)]
+    for each in batch:
+        world.send(each)
+    world.run(40.0)
+
+    starts = [1.0, *(each.handed_at for each in batch if each.handed_at is not None)]
+    gaps = [after - before for before, after in itertools.pairwise(starts)]
+    assert len(gaps) == 10
+    assert min(gaps) >= 2.0 - 1e-9
+    assert max(gaps) <= 2.0 + 0.5
+
+
+def test_positions_and_waits_are_told_in_the_order_of_the_turns() -> None:
+    world = World(engine=SMALL)
+    for name, count in (("a", 40), ("b", 20)):
+        world.keep_busy(name, count, agent(name, random.Random(1), input_tokens=100, output_tokens=20), until=5.0)
+    world.run(5.0)
+    outlooks = world.queue.outlook()
+
+    positions = [outlook.position for outlook in outlooks]
+    waits = [outlook.wait_s for outlook in outlooks if outlook.wait_s is not None]
+    assert positions == list(range(positions[0], positions[0] + len(positions)))
+    assert len(waits) == len(outlooks) > 20
+    assert waits == sorted(waits)
+    told = [outlook.place for outlook in outlooks]
+    world.run(8.0)
+    turns = [each.place for each in sorted(world.ended, key=lambda each: each.handed_at or 0.0) if each.place in told]
+    assert len(turns) > 20
+    assert sum(abs(turns.index(place) - told.index(place)) for place in turns) <= 2 * len(turns), "about that order, that is"
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_whatever_happens_to_places_the_books_agree(seed: int) -> None:
+    """Random acts against plain counting: bounds, what waits, what the engine has, and nothing left at the end."""
+    rng, clock = random.Random(seed), Clock()
+    limits = QueueLimits(request_count_max=40, tenant_request_count_max=15)
+    queue = FairQueue(limits, lambda: EngineStatistics(step_count=rng.randint(0, 9), running_sequence_count_max=8), clock)
+    alive: list[Place] = []
+    refused: list[float] = []
+    for _ in range(3000):
+        clock.now += rng.expovariate(10)
+        by_state = {state: [place for place in alive if place.state is state] for state in State}
+        match rng.choice(("enter", "enter", "join", "join", "begun", "generated", "leave")):
+            case "enter":
+                try:
+                    tier = rng.choice(list(ServiceTier))
+                    sequences = rng.choice((1, 1, 4))
+                    alive.append(
+                        queue.enter(arrival(rng.choice("abcd"), tier=tier, sequence_count=sequences, compiles=rng.random() < 0.2))
+                    )
+                except QueueFull as refusal:
+                    refused.append(refusal.retry_after_s)
+            case "join" if by_state[State.ENTERED]:
+                queue.join(rng.choice(by_state[State.ENTERED]))
+            case "begun" if by_state[State.HANDED]:
+                rng.choice(by_state[State.HANDED]).begun()
+            case "generated" if by_state[State.RUNNING]:
+                rng.choice(by_state[State.RUNNING]).generated(rng.randint(1, 3))
+            case "leave" if alive:
+                leaving = alive.pop(rng.randrange(len(alive)))
+                leaving.leave()
+                leaving.leave()
+        waiting = [place for place in alive if place.state in (State.ENTERED, State.WAITING)]
+        handed = [place for place in alive if place.state is State.HANDED]
+        statistics = queue.statistics()
+        assert statistics.waiting_count == len(waiting) <= 40
+        assert statistics.engine_pending_count == sum(place.arrival.sequence_count for place in handed)
+        if [place for place in alive if place.state is State.WAITING]:
+            assert any(place.state in (State.HANDED, State.RUNNING) for place in alive), "the engine idles while something waits"
+    for place in alive:
+        place.leave()
+    statistics = queue.statistics()
+    assert (statistics.waiting_count, statistics.engine_pending_count, queue._given_count) == (0, 0, 0)
+    assert all(not len(tier.line) for tier in queue._tiers.values())
+    assert not queue._entrance._by_tenant
+    assert len(refused) > 10
+    assert min(refused) > 0
+
+
+async def test_a_request_cancelled_while_it_waits_gives_its_place_to_the_next() -> None:
+    queue = new_queue()
+    turns: list[str] = []
+
+    async def wait(name: str, place: Place) -> None:
+        with place:
+            await place.turn()
+            turns.append(name)
+            await asyncio.Event().wait()
+
+    async with asyncio.TaskGroup() as tasks:
+        running = [tasks.create_task(wait(str(index), queue.enter(arrival()))) for index in range(12)]
+        while len(turns) < 8:  # noqa: ASYNC110 the first window
+            await asyncio.sleep(0)
+        running[9].cancel()
+        running[0].cancel()
+        while len(turns) < 9:  # noqa: ASYNC110 the one after it
+            await asyncio.sleep(0)
+        assert turns[8] == "8"
+        running[8].cancel()
+        while len(turns) < 10:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        assert turns[9] == "10", "the cancelled one was passed over"
+        for task in running:
+            task.cancel()
+    assert queue.statistics().waiting_count == queue.statistics().engine_pending_count == 0
+
+
+def test_requests_that_wait_for_their_grammar_do_not_hold_up_the_others() -> None:
+    lookahead = Lookahead()
+    for _ in range(COMPILING_MAX):
+        lookahead.given(1, compiles=True)
+    assert lookahead.has_room
+    for _ in range(int(lookahead.window)):
+        assert lookahead.has_room
+        lookahead.given(1, compiles=False)
+    assert not lookahead.has_room
+
+
+def test_the_window_follows_what_the_engine_takes() -> None:
+    lookahead = Lookahead()
+    for _ in range(1000):  # entering at once, with others behind
+        while lookahead.has_room:
+            lookahead.given(1, compiles=False)
+        lookahead.entered(1, behind=True)
+        lookahead.gone(1, compiles=False)
+    assert lookahead.window == WINDOW_MAX
+    for _ in range(1000):
+        lookahead.entered(50, behind=True)
+    assert lookahead.window == 1.0
+    lookahead.entered(-7, behind=True)  # the engine was started anew
+    assert lookahead.window == 1.0

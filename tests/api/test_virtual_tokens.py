@@ -1,0 +1,195 @@
+"""The fair order: against an independent model through random acts, and within the paper's bound for two tenants that wait."""
+
+from __future__ import annotations
+
+import random
+import uuid
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from api.virtual_tokens import INPUT_TOKEN_COST, OUTPUT_TOKEN_COST, Line, Tenant
+from tests.api.queue_world import EngineModel, Request, World
+
+NAMES = "abcde"
+WEIGHTS = {"a": 1.0, "b": 1.0, "c": 2.0, "d": 0.5, "e": 4.0}  # powers of two: all arithmetic is exact
+
+
+@dataclass(eq=False)
+class Item:
+    number: int
+    tenant: str
+    input_token_count: int
+    output_token_count_max: int = 100
+
+
+def id_of(name: str) -> uuid.UUID:
+    return uuid.uuid5(uuid.NAMESPACE_OID, name)
+
+
+@dataclass
+class NaiveLine:
+    """The algorithm as the paper writes it, by looking at everything each time."""
+
+    counters: dict[str, float] = field(default_factory=dict)
+    waiting: list[Item] = field(default_factory=list)
+    last: str | None = None
+
+    def join(self, item: Item) -> None:
+        own = self.counters.setdefault(item.tenant, 0.0)
+        others = {each.tenant for each in self.waiting}
+        if item.tenant not in others:
+            if others:
+                self.counters[item.tenant] = max(own, min(self.counters[name] for name in others))
+            elif self.last is not None:
+                self.counters[item.tenant] = max(own, self.counters[self.last])
+        self.waiting.append(item)
+
+    def next(self) -> Item:
+        least = min(self.counters[item.tenant] for item in self.waiting)
+        return min((item for item in self.waiting if self.counters[item.tenant] == least), key=lambda item: item.number)
+
+    def leave(self, item: Item) -> None:
+        self.waiting.remove(item)
+        if not self.waiting:
+            self.last = item.tenant
+
+    def charge(self, name: str, cost: float) -> None:
+        self.counters[name] += cost / WEIGHTS[name]
+
+
+class LineMachine(RuleBasedStateMachine):
+    """Every reply is predicted by the model."""
+
+    @initialize()
+    def begin(self) -> None:
+        self.line: Line[Item] = Line()
+        self.model = NaiveLine()
+        self.number = 0
+        self.tenants: dict[str, Tenant[Item]] = {}
+        self.running: list[Item] = []
+
+    @rule(name=st.sampled_from(NAMES), tokens=st.integers(1, 50))
+    def join(self, name: str, tokens: int) -> None:
+        self.number += 1
+        item = Item(self.number, name, tokens)
+        self.model.join(item)
+        self.tenants[name] = self.line.join(item, id_of(name), WEIGHTS[name])
+
+    @precondition(lambda self: self.model.waiting)
+    @rule()
+    def take(self) -> None:
+        expected = self.model.next()
+        tenant = self.line.next_tenant()
+        assert tenant is not None
+        assert self.line.take(tenant) is expected
+        self.model.leave(expected)
+        self.model.charge(expected.tenant, INPUT_TOKEN_COST * expected.input_token_count)
+        self.running.append(expected)
+
+    @precondition(lambda self: self.model.waiting)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        item = data.draw(st.sampled_from(self.model.waiting))
+        self.line.leave(item, self.tenants[item.tenant])
+        self.model.leave(item)
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data(), tokens=st.integers(1, 9))
+    def generate(self, data: st.DataObject, tokens: int) -> None:
+        item = data.draw(st.sampled_from(self.running))
+        self.line.generated(self.tenants[item.tenant], tokens)
+        self.model.charge(item.tenant, OUTPUT_TOKEN_COST * tokens)
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def end(self, data: st.DataObject) -> None:
+        item = data.draw(st.sampled_from(self.running))
+        self.running.remove(item)
+        self.line.ended(self.tenants[item.tenant])
+
+    @rule()
+    def forget_idle_tenants(self) -> None:
+        """What is forgotten comes back as it would have been anyway."""
+        self.line._swept_at = 0
+        self.line._forget_idle()
+
+    @invariant()
+    def what_waits_agrees(self) -> None:
+        assert len(self.line) == len(self.model.waiting)
+        for tenant in self.line.waiting_tenants():
+            [name] = [each for each in NAMES if id_of(each) == tenant.id]
+            waiting = [item for item in self.model.waiting if item.tenant == name]
+            assert list(tenant.waiting) == waiting
+            assert tenant.counter == self.model.counters[name]
+            assert tenant.waiting_input_tokens == sum(item.input_token_count for item in waiting)
+
+
+TestLineMachine = LineMachine.TestCase
+TestLineMachine.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
+
+
+def test_an_idle_tenant_saves_up_no_credit() -> None:
+    line: Line[Item] = Line()
+    numbers = iter(range(1000))
+    busy = line.join(Item(next(numbers), "a", 10), id_of("a"), 1.0)
+    for _ in range(50):
+        line.join(Item(next(numbers), "a", 10), id_of("a"), 1.0)
+        line.take(busy)
+
+    late = line.join(Item(next(numbers), "b", 10), id_of("b"), 1.0)
+
+    assert late.counter == busy.counter == 500.0
+
+
+def test_memory_follows_the_tenants_that_are_active() -> None:
+    line: Line[Item] = Line()
+    for number in range(20_000):
+        line.join(Item(number, "x", 1), uuid.UUID(int=number + 1), 1.0)
+        tenant = line.next_tenant()
+        assert tenant is not None
+        line.take(tenant)
+        line.ended(tenant)
+
+    assert len(line._tenants) <= 2001
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(("weight_f", "weight_g"), [(1.0, 1.0), (2.0, 1.0)])
+def test_the_service_of_two_waiting_tenants_differs_by_no_more_than_the_bound(seed: int, weight_f: float, weight_g: float) -> None:
+    """Sheng et al., OSDI 2024, theorem 4.4: |W_f - W_g| <= 2 max(w_in L_in, w_out M) over any interval in which both always wait.
+
+    M: tokens of the requests that a tenant has with the engine at once. Each tenant's shape of requests is another one, and both
+    always have some that wait; nothing is kept for anybody, since nobody is quiet.
+    """
+    rng = random.Random(seed)
+    world = World(engine=EngineModel(running_max=8, step_tokens_max=128))
+    shapes = {"f": (10, 60, weight_f), "g": (300, 5, weight_g)}
+    most_input = most_out = 0.0
+    difference: list[float] = []
+
+    def make(name: str) -> Request:
+        input_max, output_max, weight = shapes[name]
+        return Request(name, rng.randint(1, input_max), rng.randint(1, output_max), world.now, weight=weight)
+
+    def observe() -> None:
+        nonlocal most_input, most_out
+        difference.append(world.service["f"] / weight_f - world.service["g"] / weight_g)
+        for name in shapes:
+            with_engine = [each for each in world.with_engine if each.tenant == name]
+            tokens = sum(each.input_tokens + each.output_tokens for each in with_engine)
+            most_out = max(most_out, OUTPUT_TOKEN_COST * tokens / shapes[name][2])
+
+    for name, (input_max, _, weight) in shapes.items():
+        most_input = max(most_input, INPUT_TOKEN_COST * input_max / weight)
+        for _ in range(40):
+            world.keep_busy(name, 1, lambda name=name: make(name), until=60.0)  # type: ignore[misc]
+    world.at(0.0, lambda: setattr(world, "on_event", observe))
+    world.run(50.0)
+
+    bound = 2 * max(most_input, most_out)
+    assert max(difference) - min(difference) <= bound
+    assert len(world.ended) > 300
