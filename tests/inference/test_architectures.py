@@ -11,11 +11,10 @@ import pytest
 import torch
 
 from inference.model import rotary_tables
-from inference.native.decoder import supports
 from inference.rope_config import DynamicScaling, RopeConfig
 from tests.inference.checkpoints import LlamaShape, make_checkpoint
 from tests.inference.running import make_core, make_request, random_prompt, run_all
-from tests.inference.test_equality import reference_greedy
+from tests.inference.test_equality import WAYS, choose_way, reference_greedy
 
 ORIGINAL_CONTEXT = 128  # tokens: the longer prompts of these tests are beyond it
 YARN: dict[str, float | int | str] = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": ORIGINAL_CONTEXT}
@@ -46,14 +45,8 @@ SHAPES = {
     ),
     "mistral, linear": LlamaShape(architecture="MistralForCausalLM", rope_scaling={"rope_type": "linear", "factor": 4.0}),
 }
-WAYS = ("native", "torch")  # without a compiler both are torch
 PROMPT_LENGTHS = (1, 17, WINDOW, 90, 130, 333)
 OUTPUT_TOKENS = 24
-
-
-def choose_way(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which code computes the decoder."""
-    monkeypatch.setattr("inference.model_runner.supports", supports if way == "native" else lambda config, dtype: False)
 
 
 def reference_stepwise(directory: Path, prompts: Sequence[Sequence[int]], token_count: int) -> list[list[int]]:

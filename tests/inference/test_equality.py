@@ -1,4 +1,8 @@
-"""The engine's greedy tokens are those of the reference, however the work is cut."""
+"""The engine's greedy tokens are those of the reference, however the work is cut.
+
+Both decoders, native and torch, and all types where it can be promised: natively a row's numbers do not depend on what it is
+computed beside, so batching, chunks and cached prompts change no token in bfloat16 and int8 either. In torch only fp32 is so.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +14,13 @@ from typing import Any
 import pytest
 import torch
 
-from inference.engine import EngineFinishReason, SamplingParams
+from inference.engine import EngineFinishReason, GenerationRequest, SamplingParams
 from inference.engine_core import EngineCore, EngineOptions
 from inference.limits import EngineLimits
+from inference.model_runner import ComputeDtype
+from inference.native.decoder import supports
 from tests.inference.checkpoints import LlamaShape, TinyCheckpoint, make_checkpoint
-from tests.inference.running import make_core, make_request, random_prompt, run_all
+from tests.inference.running import SMALL_KV_BYTES, make_core, make_request, random_prompt, run_all
 
 LLAMA3_SCALING: dict[str, float | int | str] = {
     "rope_type": "llama3",
@@ -34,6 +40,43 @@ SHAPES = {
 }
 PROMPT_LENGTHS = (1, 5, 15, 16, 17, 64, 200, 333, 600)
 OUTPUT_TOKENS = 24
+ORIGINAL_CONTEXT = 128  # tokens
+# Every rotation with every architecture; `test_architectures.py` has the pairs that are missing here.
+ROTATIONS: dict[str, dict[str, float | int | str]] = {
+    "linear": {"rope_type": "linear", "factor": 4.0},
+    "llama3": LLAMA3_SCALING | {"original_max_position_embeddings": 64},
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": ORIGINAL_CONTEXT},
+    "dynamic": {"rope_type": "dynamic", "factor": 4.0},
+}
+ROTATED = [
+    *(("MistralForCausalLM", rotation) for rotation in ("llama3", "yarn", "dynamic")),
+    *(("Qwen2ForCausalLM", rotation) for rotation in ("linear", "llama3", "dynamic")),
+    *(("Qwen3ForCausalLM", rotation) for rotation in ("linear", "llama3", "dynamic")),
+]
+WAYS = ("native", "torch")  # without a compiler both are torch
+# Where neighbours change no token at all.
+STEADY: list[tuple[str, ComputeDtype]] = [
+    ("native", "float32"),
+    ("native", "bfloat16"),
+    ("native", "int8"),
+    ("torch", "float32"),
+]
+
+
+def choose_way(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which code computes the decoder."""
+    monkeypatch.setattr("inference.model_runner.supports", supports if way == "native" else lambda config, dtype: False)
+
+
+def typed_core(directory: Path, dtype: ComputeDtype, *, step_token_count_max: int = 256) -> EngineCore:
+    """A core that computes in a type."""
+    limits = EngineLimits(2048, step_token_count_max=step_token_count_max)
+    return EngineCore(EngineOptions(directory, limits, dtype, SMALL_KV_BYTES))
+
+
+def tokens_alone(directory: Path, dtype: ComputeDtype, requests: Sequence[GenerationRequest]) -> list[list[int]]:
+    """What each request gets in an engine of its own."""
+    return [run_all(typed_core(directory, dtype), [request])[0].token_ids for request in requests]
 
 
 def reference_greedy(directory: Path, prompts: Sequence[Sequence[int]], token_count: int) -> list[list[int]]:
@@ -51,55 +94,135 @@ def reference_greedy(directory: Path, prompts: Sequence[Sequence[int]], token_co
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_greedy_tokens_equal_transformers(name: str, tmp_path: Path) -> None:
+def test_greedy_tokens_equal_transformers(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts of all lengths at once, so that they are batched, and long ones chunked."""
     seed = list(SHAPES).index(name)
     checkpoint = make_checkpoint(tmp_path, seed=seed, shape=SHAPES[name], shard_count=1 + seed % 2)
     rng = random.Random(seed)
     prompts = [random_prompt(rng, length) for length in PROMPT_LENGTHS]
 
-    outcomes = run_all(make_core(checkpoint.directory), [make_request(prompt, OUTPUT_TOKENS) for prompt in prompts])
+    expected = reference_greedy(tmp_path, prompts, OUTPUT_TOKENS)
 
-    assert [outcome.token_ids for outcome in outcomes] == reference_greedy(tmp_path, prompts, OUTPUT_TOKENS)
+    for way in WAYS:
+        choose_way(way, monkeypatch)
+        outcomes = run_all(make_core(checkpoint.directory), [make_request(prompt, OUTPUT_TOKENS) for prompt in prompts])
+        assert [outcome.token_ids for outcome in outcomes] == expected, way
 
 
-def test_batched_equals_alone(tiny: TinyCheckpoint) -> None:
+@pytest.mark.parametrize(("architecture", "rotation"), ROTATED)
+def test_every_rotation_goes_with_every_architecture(
+    architecture: str, rotation: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Mistral with a window on top. The longest prompt grows beyond the original context while it is continued."""
+    shape = LlamaShape(
+        architecture=architecture,
+        context_window_tokens=ORIGINAL_CONTEXT if rotation == "dynamic" else 512,
+        rope_scaling=ROTATIONS[rotation],
+        sliding_window=50 if architecture == "MistralForCausalLM" else None,
+    )
+    directory = make_checkpoint(tmp_path, seed=ROTATED.index((architecture, rotation)), shape=shape).directory
+    rng = random.Random(21)
+    prompts = [random_prompt(rng, length) for length in (16, 33, 115)]
+
+    expected = reference_greedy(directory, prompts, OUTPUT_TOKENS)
+
+    for way in WAYS:
+        choose_way(way, monkeypatch)
+        core = make_core(directory, context_window_tokens=512)
+        outcomes = run_all(core, [make_request(prompt, OUTPUT_TOKENS) for prompt in prompts])
+        assert [outcome.token_ids for outcome in outcomes] == expected, way
+
+
+@pytest.mark.parametrize("window", [16, 17, 31])
+def test_windows_cross_block_borders_at_every_offset(window: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts on both sides of every border, each continued over two more: the window begins and ends everywhere in a block."""
+    shape = LlamaShape(architecture="MistralForCausalLM", sliding_window=window)
+    directory = make_checkpoint(tmp_path, seed=window, shape=shape).directory
+    rng = random.Random(window)
+    prompts = [random_prompt(rng, length) for length in (1, 15, 16, 17, 31, 32, 33, 47, 48, 49)]
+
+    expected = reference_greedy(directory, prompts, 34)
+
+    for way in WAYS:
+        choose_way(way, monkeypatch)
+        for chunk in (16, 256):  # whole prompts, and chunks that begin within the window
+            core = make_core(directory, step_token_count_max=chunk, running_sequence_count_max=10)
+            outcomes = run_all(core, [make_request(prompt, 34) for prompt in prompts])
+            assert [outcome.token_ids for outcome in outcomes] == expected, (way, chunk)
+
+
+@pytest.mark.parametrize("stretched", [False, True])
+def test_a_context_is_served_to_its_last_position(stretched: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompt and output fill the window to the token; one more is refused."""
+    scaling = ROTATIONS["yarn"] if stretched else None
+    window = ORIGINAL_CONTEXT * (4 if stretched else 1)
+    shape = LlamaShape(context_window_tokens=window, rope_scaling=scaling)
+    directory = make_checkpoint(tmp_path, seed=3, shape=shape).directory
+    rng = random.Random(3)
+    prompts = [random_prompt(rng, length) for length in (window - 1, window - 16, window - 40)]
+
+    expected = [reference_greedy(directory, [prompt], window - len(prompt))[0] for prompt in prompts]
+
+    for way in WAYS:
+        choose_way(way, monkeypatch)
+        core = make_core(directory, context_window_tokens=window)
+        requests = [make_request(prompt, window - len(prompt)) for prompt in prompts]
+        outcomes = run_all(core, requests)
+        again = run_all(core, requests, first_number=10)
+        assert [outcome.token_ids for outcome in outcomes] == expected, way
+        assert [outcome.token_ids for outcome in again] == expected, way
+        assert core.request_fault(make_request(prompts[0], 2)) is not None
+
+
+@pytest.mark.parametrize(("way", "dtype"), STEADY)
+def test_batched_equals_alone(way: str, dtype: ComputeDtype, tiny: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    choose_way(way, monkeypatch)
     rng = random.Random(3)
     requests = [make_request(random_prompt(rng, rng.randrange(1, 150))) for _ in range(20)]
 
-    batched = run_all(make_core(tiny.directory), requests)
-    alone = [run_all(make_core(tiny.directory), [request])[0] for request in requests]
+    batched = run_all(typed_core(tiny.directory, dtype), requests)
 
-    assert [outcome.token_ids for outcome in batched] == [outcome.token_ids for outcome in alone]
+    assert [outcome.token_ids for outcome in batched] == tokens_alone(tiny.directory, dtype, requests)
 
 
-def test_cached_equals_cold(tiny: TinyCheckpoint) -> None:
+@pytest.mark.parametrize(("way", "dtype"), STEADY)
+def test_cached_equals_cold(way: str, dtype: ComputeDtype, tiny: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts that end before, on and behind the border of a block; of one that ends on it the last block is computed again."""
+    choose_way(way, monkeypatch)
     rng = random.Random(4)
-    request = make_request(random_prompt(rng, 100))
-    core = make_core(tiny.directory)
+    requests = [make_request(random_prompt(rng, length)) for length in (15, 16, 17, 31, 32, 33, 96, 100)]
+    core = typed_core(tiny.directory, dtype)
 
-    cold = run_all(core, [request])[0]
-    cached = run_all(core, [request], first_number=1)[0]
-    other_salt = run_all(core, [make_request(request.prompt_token_ids, cache_salt="other")], first_number=2)[0]
+    cold = run_all(core, requests)
+    cached = run_all(core, requests, first_number=10)
+    salted = [make_request(request.prompt_token_ids, cache_salt="other") for request in requests]
+    other_salt = run_all(core, salted, first_number=20)
 
-    assert (cold.cached_token_count, cached.cached_token_count, other_salt.cached_token_count) == (0, 96, 0)
-    assert cold.token_ids == cached.token_ids == other_salt.token_ids
-
-
-@pytest.mark.parametrize("chunk", [64, 65, 127])
-def test_chunked_equals_whole(tiny: TinyCheckpoint, chunk: int) -> None:
-    rng = random.Random(5)
-    request = make_request(random_prompt(rng, 500))
-
-    whole = run_all(make_core(tiny.directory, step_token_count_max=1024), [request])[0]
-    chunked = run_all(make_core(tiny.directory, step_token_count_max=chunk), [request])[0]
-
-    assert chunked.token_ids == whole.token_ids
+    expected = tokens_alone(tiny.directory, dtype, requests)
+    assert [outcome.token_ids for outcome in cold] == expected
+    assert [outcome.token_ids for outcome in cached] == expected
+    assert [outcome.token_ids for outcome in other_salt] == expected
+    assert [outcome.cached_token_count for outcome in cached] == [0, 0, 16, 16, 16, 32, 80, 96]
+    assert {outcome.cached_token_count for outcome in cold + other_salt} == {0}
 
 
+@pytest.mark.parametrize(("way", "dtype"), STEADY)
+def test_chunked_equals_whole(way: str, dtype: ComputeDtype, tiny: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    choose_way(way, monkeypatch)
+    request = make_request(random_prompt(random.Random(5), 500))
+
+    whole = run_all(typed_core(tiny.directory, dtype, step_token_count_max=1024), [request])[0]
+
+    for chunk in (64, 65, 127):
+        chunked = run_all(typed_core(tiny.directory, dtype, step_token_count_max=chunk), [request])[0]
+        assert chunked.token_ids == whole.token_ids, chunk
+
+
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_preempted_equals_undisturbed(tiny: TinyCheckpoint, temperature: float) -> None:
+def test_preempted_equals_undisturbed(way: str, temperature: float, tiny: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     """A pool of one context for eight sequences that grow beyond it: several must give way and come back."""
+    choose_way(way, monkeypatch)
     rng = random.Random(6)
     sampling = SamplingParams(temperature=temperature, seed=17)
     requests = [make_request(random_prompt(rng, 60), 200, sampling=sampling) for _ in range(8)]
@@ -114,11 +237,23 @@ def test_preempted_equals_undisturbed(tiny: TinyCheckpoint, temperature: float) 
     assert all(outcome.cached_token_count == 0 for outcome in preempted), "what is computed again is not billed as cached"
 
 
-def test_bfloat16_generates_and_keeps_its_books(tiny: TinyCheckpoint) -> None:
-    core = EngineCore(EngineOptions(tiny.directory, EngineLimits(512), "bfloat16", 1 << 20))
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+def test_small_types_repeat_themselves_and_keep_their_books(
+    way: str, dtype: ComputeDtype, tiny: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same requests at the same time give the same tokens, in every type and on both decoders."""
+    choose_way(way, monkeypatch)
+    rng = random.Random(1)
+    requests = [
+        make_request(random_prompt(rng, length), 10, sampling=SamplingParams(temperature=t, seed=5))
+        for length, t in ((50, 0.0), (16, 1.0), (90, 0.7))
+    ]
 
-    outcome = run_all(core, [make_request(random_prompt(random.Random(1), 50), 10)])[0]
+    first, second = (run_all(typed_core(tiny.directory, dtype), requests) for _ in range(2))
 
-    assert outcome.finished is not None
-    assert outcome.finished.reason is EngineFinishReason.LENGTH
-    assert len(outcome.token_ids) == 10
+    assert [outcome.token_ids for outcome in first] == [outcome.token_ids for outcome in second]
+    for outcome in first:
+        assert outcome.finished is not None
+        assert outcome.finished.reason is EngineFinishReason.LENGTH
+        assert len(outcome.token_ids) == 10
