@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 from hypothesis import strategies as st
@@ -153,3 +154,75 @@ def random_schemas() -> st.SearchStrategy[Schema]:
         ),
         max_leaves=6,
     )
+
+
+def random_schema(rng: random.Random) -> Schema:
+    """One schema that describes something, from all of the keywords above. Hypothesis prefers small ones; this does not."""
+    again = {"type": "array", "items": {"$ref": "#/$defs/part"}, "maxItems": 1 + rng.randrange(2)}
+    return {**_random_schema(rng, 3), "$defs": {"part": {"anyOf": [_random_leaf(rng), again]}}}
+
+
+def _random_schema(rng: random.Random, depth: int) -> Schema:
+    if depth == 0 or rng.random() < 0.25:
+        return _random_leaf(rng)
+    match rng.choice(("object", "object", "array", "tuple", "any", "ref")):
+        case "object":
+            names = rng.sample(["a", "b", "name", "größe", "x y", 'q"', "🙂", "id_7"], rng.randrange(4))
+            return {
+                "type": "object",
+                "properties": {name: _random_schema(rng, depth - 1) for name in names},
+                "required": [name for name in names if rng.random() < 0.6],
+                "additionalProperties": rng.choice([False, False, {"type": "integer", "minimum": 0, "maximum": 9}]),
+            }
+        case "array":
+            least = rng.randrange(3)
+            return {
+                "type": "array",
+                "items": _random_schema(rng, depth - 1),
+                "minItems": least,
+                "maxItems": least + rng.randrange(3),
+            }
+        case "tuple":
+            parts = [_random_schema(rng, depth - 1) for _ in range(1 + rng.randrange(3))]
+            return {"type": "array", "prefixItems": parts, "items": False, "minItems": rng.randrange(len(parts) + 1)}
+        case "any":
+            return {"anyOf": [_random_schema(rng, depth - 1) for _ in range(1 + rng.randrange(3))]}
+        case _:
+            return {"$ref": "#/$defs/part"}
+
+
+def _random_leaf(rng: random.Random) -> Schema:
+    match rng.randrange(7):
+        case 0:
+            return {"type": rng.choice(["null", "boolean", "integer", "number", ["integer", "null"]])}
+        case 1:
+            least = rng.randrange(-500, 500)
+            return {
+                "type": "integer",
+                rng.choice(["minimum", "exclusiveMinimum"]): least,
+                "maximum": least + 1 + rng.randrange(900),
+            }
+        case 2:
+            least = rng.randrange(-90, 90) / 4
+            return {
+                "type": "number",
+                "minimum": least,
+                rng.choice(["maximum", "exclusiveMaximum"]): least + 0.5 + rng.randrange(99),
+            }
+        case 3:
+            least = rng.randrange(6)
+            return {"type": "string", "minLength": least, "maxLength": least + rng.randrange(9)}
+        case 4:
+            patterns = [
+                r"^[a-c]{1,3}$",
+                r"^é+$",
+                r"^\d{2}:\d{2}$",
+                r"^(?:x|yz){0,3}$",
+                r"^[A-Z][a-z]*( [A-Z][a-z]*)?$",
+                r"^.{2,4}$",
+            ]
+            return {"type": "string", "pattern": rng.choice(patterns)}
+        case 5:
+            return {"const": rng.choice([None, True, 0, -7, 2.5, "", "ä🙂", 'say "hi"', [1, [2]], {"k": None}])}
+        case _:
+            return {"enum": rng.sample([None, False, 3, 44, "red", "grün", "\\n", "🙂", 1.5, [], {"a": 1}], 1 + rng.randrange(4))}
