@@ -55,8 +55,9 @@ def upgrade() -> None:
     op.create_check_constraint(op.f("ck_quotas_keys_have_no_new_keys"), "quotas", "NOT for_new_keys OR subject <> 'api_key'")
     create_live_index("subject_id", "model", "dimension", "for_new_keys")
     op.add_column("quota_counters", sa.Column("would_refuse_count", sa.BigInteger(), server_default="0", nullable=False))
-    minutes = sa.Column("posted_minutes", postgresql.ARRAY(sa.BigInteger()), server_default=sa.text("'{}'"), nullable=False)
-    op.add_column("holds", minutes)
+    op.add_column(
+        "holds", sa.Column("posted_minutes", postgresql.ARRAY(sa.BigInteger()), server_default=sa.text("'{}'"), nullable=False)
+    )
     op.create_index(
         "ix_holds_charged_unbilled", "holds", ["organization_id", "ended_at"], postgresql_where=sa.text(CHARGED_UNBILLED)
     )

@@ -41,6 +41,8 @@ async def busy(world: HoldWorld) -> None:
     await world.run(live, extended)
     world.advance(30)
     await world.run(Extend(extended.hold_id, 2, 4, 10))
+    world.advance(60)
+    await world.run(Extend(extended.hold_id, 7, 4, 10))
 
 
 async def test_a_database_in_order_has_no_violations(world: HoldWorld) -> None:
@@ -49,12 +51,21 @@ async def test_a_database_in_order_has_no_violations(world: HoldWorld) -> None:
     check_invariants(world.url)
 
 
+RAISED = "UPDATE quotas SET limit_value = 5, raised_limit_value = 6, raise_reason = 'test', raised_until ="
 FAULTS = [
     ("UPDATE quota_counters SET held = held + 1 WHERE held > 0", "held"),
     ("UPDATE quota_counters SET used = used + 1 WHERE used > 0", "used"),
     ("UPDATE quota_counters SET used = used - 1 WHERE used > 0", "but holds left"),
     ("DELETE FROM quota_counters WHERE held > 0", "is missing"),
     ("UPDATE quotas SET limit_value = 5", "exceed the limit 5"),
+    (f"{RAISED} now() - interval '1 day'", "exceed the limit 5"),
+    (f"{RAISED} now() + interval '1 day'", "exceed the limit 6"),
+    ("UPDATE quotas SET output_weight_milli = 1001 WHERE dimension = 'tokens_per_day'", "holds left"),
+    ("UPDATE quotas SET cached_input_weight_milli = 500 WHERE dimension = 'input_tokens_per_minute'", "holds left"),
+    ("UPDATE quotas SET input_weight_milli = 900 WHERE dimension = 'tokens_per_month'", "holds left"),
+    ("UPDATE quotas SET output_weight_milli = 900 WHERE dimension = 'tokens_per_month'", "live holds claim"),
+    ("UPDATE holds SET posted_minutes[2] = posted_minutes[2] + 1 WHERE cardinality(posted_minutes) > 0", "holds left"),
+    ("UPDATE holds SET posted_minutes = '{}'", "holds left"),
     ("UPDATE holds SET leased_token_count = leased_token_count + 1 WHERE state = 'held'", "live holds claim"),
     ("DELETE FROM usage_events WHERE outcome = 'stop'", "0 usage events"),
     ("UPDATE usage_events SET delivered_token_count = 4, billed_token_count = 4 WHERE outcome = 'stop'", "with 4 tokens"),

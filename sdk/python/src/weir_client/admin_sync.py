@@ -19,6 +19,8 @@ from weir_client.values import QuotaDimension, QuotaStatus, QuotaSubject
 class AdminClient(LiveCalls):
     """Manages who may use the service, and how much. See `AsyncAdminClient` for every call and its errors."""
 
+    _client: AsyncAdminClient
+
     def __init__(
         self,
         address: str | None = None,
