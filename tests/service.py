@@ -37,6 +37,7 @@ from weir_client import AsyncClient
 import api.__main__ as api_main
 from api.admission import Capacity
 from api.endpoint import forget_endpoint, read_endpoint
+from api.places import QueueStatistics
 from api.process import Process
 from api.settings import Settings
 from inference.tokenizer import Tokenizer
@@ -332,6 +333,7 @@ class Stream:
         self.error: grpc.aio.AioRpcError | None = None
         self.over = False
         self._changed = asyncio.Event()
+        self._writing = asyncio.Lock()
 
     async def read_all(self) -> None:
         """Take frames until the stream ends."""
@@ -360,7 +362,8 @@ class Stream:
 
     async def send(self, *frames: pb.ClientFrame) -> None:
         """Frames in one message."""
-        await self.call.write(pb.GenerateRequest(frames=frames))
+        async with self._writing:  # gRPC allows one write at a time
+            await self.call.write(pb.GenerateRequest(frames=frames))
 
     async def begin(self, **fields: Any) -> str:
         """Send a start frame; its request id."""
@@ -627,11 +630,16 @@ class Inside:
         """Permits."""
         return self.process.admission.capacity
 
+    def queue_statistics(self) -> list[QueueStatistics]:
+        """Of each engine's queue."""
+        return [queue.statistics() for queue in self.process.queues.values()]
+
     def left_over(self) -> dict[str, int]:
         """What requests that have ended must have given back, by name; empty when nothing is left."""
         statistics = self.engine.statistics()
         counts = {
             "permits": self.capacity.taken_count,
+            "places": sum(queue.waiting_count + queue.engine_pending_count for queue in self.queue_statistics()),
             "live holds": self.process.admission.holds.statistics().live_hold_count,
             "sequences": statistics.running_sequence_count + statistics.waiting_sequence_count,
             "KV blocks": statistics.kv_block_count_held,

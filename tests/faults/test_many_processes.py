@@ -1,0 +1,247 @@
+"""Four api processes on one database, more demand than the quotas allow, cancels, and a kill -9 in the middle.
+
+No limit is exceeded at any commit: a trigger looks at every counter as each transaction commits, and a second pair of eyes works
+the counters out from the holds, snapshot after snapshot. None is left unused: when all is swept, whoever still asks gets the rest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+import threading
+import uuid
+from collections.abc import AsyncIterator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
+from pathlib import Path
+
+import grpc
+import pytest
+from weir.v1 import inference_service_pb2_grpc as pb_grpc
+
+from metering.db import create_engine, create_sessions
+from metering.models import QuotaDimension, QuotaSubject
+from metering.quota_admin import set_quota
+from metering.tenants import create_api_key, create_organization, create_project
+from tests.conftest import new_database
+from tests.metering.hold_world import HoldWorld
+from tests.metering.invariants import check_invariants, find_violations
+from tests.service import INPUT_PICOS, OUTPUT_PICOS, PATIENCE_S, Service, Stream, Tenant, bearer, price_model, running, start, until
+
+pytestmark = pytest.mark.faults
+
+PROCESS_COUNT = 4
+REQUEST_COUNT = int(os.environ.get("WEIR_TEST_REQUESTS", "400"))  # in each run; half of them of one tenant
+SMALL_TENANT_COUNT = int(os.environ.get("WEIR_TEST_TENANTS", "20"))
+INPUT_TOKENS, OUTPUT_TOKENS = 10, 4
+CANCELLED_SHARE = 0.2
+ROUND = 10  # requests at once, of those that ask for what is left
+
+# What one request takes of a limit.
+DEMAND = {
+    QuotaDimension.CONCURRENT_REQUESTS: 1,
+    QuotaDimension.REQUESTS_PER_MINUTE: 1,
+    QuotaDimension.OUTPUT_TOKENS_PER_MINUTE: OUTPUT_TOKENS,
+    QuotaDimension.TOKENS_PER_MONTH: INPUT_TOKENS + OUTPUT_TOKENS,
+    QuotaDimension.COST_PICOS_PER_MONTH: INPUT_TOKENS * INPUT_PICOS + OUTPUT_TOKENS * OUTPUT_PICOS,
+}
+WATCH = """
+CREATE TABLE overdrawn (quota_id uuid, used bigint, held bigint, limit_value bigint);
+CREATE FUNCTION note_overdrawn() RETURNS trigger LANGUAGE plpgsql AS $$
+BEGIN
+    INSERT INTO overdrawn
+    SELECT c.quota_id, c.used, c.held, q.limit_value FROM quota_counters c JOIN quotas q ON q.id = c.quota_id
+    WHERE c.quota_id = NEW.quota_id AND c.window_start = NEW.window_start AND c.used + c.held > q.limit_value;
+    RETURN NULL;
+END $$;
+CREATE CONSTRAINT TRIGGER note_overdrawn AFTER INSERT OR UPDATE ON quota_counters
+DEFERRABLE INITIALLY DEFERRED FOR EACH ROW EXECUTE FUNCTION note_overdrawn();
+"""
+
+
+@pytest.fixture(scope="module")
+def watched_database(postgres_server: str, template_database: str) -> Iterator[str]:
+    """A database whose clock stands still, so that no window ends, and which notes whatever commits beyond a limit."""
+    with new_database(postgres_server, template=template_database) as url, HoldWorld(url) as world:
+        world.execute(WATCH)
+        asyncio.run(set_price_at(url))
+        yield url
+
+
+async def set_price_at(database_url: str) -> None:
+    """Price the model."""
+    engine = create_engine(database_url, pool_size=1)
+    async with create_sessions(engine).begin() as session:
+        await price_model(session)
+    await engine.dispose()
+
+
+@pytest.fixture(scope="module")
+def services(tmp_path_factory: pytest.TempPathFactory, watched_database: str, model: Path) -> Iterator[list[Service]]:
+    """Processes of one machine: what one of them leaves behind, the others settle."""
+    directory = tmp_path_factory.mktemp("machine")
+    (directory / "journal").mkdir()
+    with ExitStack() as stack:
+
+        def launch(index: int) -> Service:
+            home = directory / f"home{index}"
+            home.mkdir()
+            (home / "journal").symlink_to(directory / "journal")
+            service = Service(home, watched_database, model, engine_device="simulated", recovery_interval_s=0.2)
+            return stack.enter_context(running(service))
+
+        with ThreadPoolExecutor(PROCESS_COUNT) as threads:
+            launched = list(threads.map(launch, range(PROCESS_COUNT)))
+        yield launched
+
+
+class SecondLook:
+    """Checks the invariants on one snapshot after the other, in a thread, for the block."""
+
+    def __init__(self, database_url: str) -> None:
+        self.found: list[str] = []
+        self.look_count = 0
+        self._database_url = database_url
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._look, name="second look")
+
+    def __enter__(self) -> SecondLook:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _look(self) -> None:
+        while not self._over.wait(0.1):
+            self.found += find_violations(self._database_url)
+            self.look_count += 1
+
+
+@asynccontextmanager
+async def streams(services: Sequence[Service], tenants: Sequence[Tenant]) -> AsyncIterator[dict[tuple[int, str], Stream]]:
+    """One stream of each tenant to each process, on one connection to each."""
+    opened: dict[tuple[int, str], Stream] = {}
+    async with AsyncExitStack() as stack:
+        for service in services:
+            stub = pb_grpc.InferenceServiceStub(await stack.enter_async_context(service.channel()))
+            opened |= {(service.pid, t.name): Stream(stub.Generate(metadata=bearer(t.secret))) for t in tenants}
+        readers = [asyncio.ensure_future(stream.read_all()) for stream in opened.values()]
+        try:
+            yield opened
+        finally:
+            for stream in opened.values():
+                stream.call.cancel()
+            await asyncio.wait(readers, timeout=PATIENCE_S)
+
+
+@pytest.mark.parametrize("dimension", DEMAND, ids=str)
+async def test_four_processes_give_out_exactly_what_a_quota_allows(
+    services: list[Service], watched_database: str, dimension: QuotaDimension
+) -> None:
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    hot_limit, small_limit = (share * DEMAND[dimension] for share in (REQUEST_COUNT // 8, max(REQUEST_COUNT // 100, 1)))
+    hot, *small = await tenants(services[0], dimension, [hot_limit] + [small_limit] * SMALL_TENANT_COUNT)
+    victim = rng.choice(services)
+
+    with SecondLook(watched_database) as second_look:
+        await storm(services, victim, hot, small, rng)
+        await until(lambda: services[0].books.held_hold_count() == 0, "the others to end what the killed process held")
+        await asyncio.to_thread(victim.start)
+        async with asyncio.TaskGroup() as tasks:
+            for tenant, limit in ((hot, hot_limit), *((tenant, small_limit) for tenant in small[:4])):
+                tasks.create_task(use_up(services, tenant, dimension, limit))
+
+    assert services[0].books.rows("SELECT * FROM overdrawn") == []
+    assert second_look.found == []
+    assert second_look.look_count > 3
+    check_invariants(watched_database, all_ended=True)
+
+
+async def tenants(service: Service, dimension: QuotaDimension, limits: Sequence[int]) -> list[Tenant]:
+    """One for each limit, in one transaction: to make them one by one would take longer than the test."""
+    made = []
+    async with service.session() as session:
+        for limit in limits:
+            name = f"t{uuid.uuid4().hex[:20]}"
+            organization = await create_organization(session, name=name, currency_code="USD", actor="test")
+            project = await create_project(session, organization=name, name="main", actor="test")
+            key, secret = await create_api_key(
+                session, organization=name, project="main", name="key", scopes=("inference",), lifetime=None, actor="test"
+            )
+            await set_quota(
+                session, subject=QuotaSubject.ORGANIZATION, subject_ref=name, dimension=dimension, limit_value=limit, actor="test"
+            )
+            made.append(Tenant(name, organization.id, project.id, key, secret))
+    return made
+
+
+async def storm(services: list[Service], victim: Service, hot: Tenant, small: list[Tenant], rng: random.Random) -> None:
+    """All requests at once, some cancelled at once or once admitted, and one process killed when half of them are on their way."""
+    asked: list[tuple[Stream, str]] = []
+    async with streams(services, [hot, *small]) as by_process, asyncio.TaskGroup() as tasks:
+        pids = {service.pid for service in services}
+        for number in range(REQUEST_COUNT):
+            if number == REQUEST_COUNT // 2:
+                await until(lambda: any(stream.ends(request_id) for stream, request_id in asked), "the first answers")
+                pids.discard(victim.pid)
+                victim.kill()
+            tenant = hot if number % 2 else rng.choice(small)
+            stream = by_process[rng.choice(sorted(pids)), tenant.name]
+            request_id = await stream.begin(max_output_tokens=OUTPUT_TOKENS)
+            asked.append((stream, request_id))
+            if rng.random() < CANCELLED_SHARE / 2:
+                await stream.cancel(request_id)
+            elif rng.random() < CANCELLED_SHARE / 2:
+                tasks.create_task(cancel_once_admitted(stream, request_id))
+        await until(lambda: all(stream.over or stream.ends(request_id) for stream, request_id in asked), "every request to end")
+    reasons = [stream.ends(request_id) for stream, request_id in asked if not stream.over]
+    assert all(len(ends) == 1 for ends in reasons), "each request has one end"
+
+
+async def cancel_once_admitted(stream: Stream, request_id: str) -> None:
+    """Cancel while it runs, if it gets that far."""
+    await until(lambda: stream.over or stream.ends(request_id) or stream.of(request_id, "admitted"), "the admission")
+    if not stream.over and not stream.ends(request_id):
+        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):  # its process may die at any moment
+            await stream.cancel(request_id)
+
+
+async def use_up(services: list[Service], tenant: Tenant, dimension: QuotaDimension, limit: int) -> None:
+    """Ask for more until nothing is given: then too little is left for one more."""
+    async with streams(services, [tenant]) as by_process:
+        lanes = list(by_process.values())
+        if dimension is QuotaDimension.CONCURRENT_REQUESTS:
+            await fill_up(lanes, limit)
+            return
+        refused = False
+        while not refused:
+            asked = [
+                (lane, await lane.begin(max_output_tokens=OUTPUT_TOKENS)) for lane in lanes for _ in range(ROUND // len(lanes) + 1)
+            ]
+            ends = [await lane.end(request_id) for lane, request_id in asked]
+            refused = all(end.WhichOneof("kind") == "failed" for end in ends)
+    [(used, held)] = services[0].books.counters(tenant).values()
+    assert held == 0
+    assert limit - DEMAND[dimension] < used <= limit
+
+
+async def fill_up(lanes: list[Stream], limit: int) -> None:
+    """Of requests that go on until they are cancelled, exactly as many run as may."""
+    frames = [start(max_output_tokens=3000) for _ in range(limit + 2 * len(lanes))]
+    asked = [(lanes[index % len(lanes)], frame.request_id) for index, frame in enumerate(frames)]
+    for (lane, _), frame in zip(asked, frames, strict=True):
+        await lane.send(frame)
+    for lane, request_id in asked:
+        await lane.wait(lambda lane=lane, id=request_id: lane.of(id, "admitted") or lane.ends(id) or None)  # type: ignore[misc]
+    admitted = [(lane, request_id) for lane, request_id in asked if lane.of(request_id, "admitted")]
+    assert len(admitted) == limit
+    for lane, request_id in admitted:
+        await lane.cancel(request_id)
+    for lane, request_id in admitted:
+        await lane.finished(request_id)
