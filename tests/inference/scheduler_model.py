@@ -265,13 +265,13 @@ class ModelledEngine:
             self._end(self.live[place])
         self.check()
 
-    def step(self) -> StepPlan:
-        """One step, judged before and after."""
+    def step(self, prompt_token_count_max: int | None = None) -> StepPlan:
+        """One step, judged before and after. prompt_token_count_max: see `Scheduler.schedule`."""
         before = self.scheduler.running
         decoding = [sequence for sequence in before if sequence.uncomputed_token_count == 1]
         self._known_running = dict.fromkeys(before)
-        plan = self.scheduler.schedule()
-        self._judge(plan, before, decoding)
+        plan = self.scheduler.schedule(prompt_token_count_max)
+        self._judge(plan, before, decoding, prompt_token_count_max)
         finishing = [chunk.sequence for chunk in plan.chunks if chunk.completes]
         for chunk in plan.chunks:
             self._compute(chunk.sequence, chunk.token_count)
@@ -291,7 +291,9 @@ class ModelledEngine:
         self.scheduler.check_conservation()
         self.pool.model.check_counts(self.pool, [sequence.block_table for sequence in self.scheduler.running])
 
-    def _judge(self, plan: StepPlan, before: tuple[EngineSequence, ...], decoding: list[EngineSequence]) -> None:
+    def _judge(
+        self, plan: StepPlan, before: tuple[EngineSequence, ...], decoding: list[EngineSequence], prompt_token_count_max: int | None
+    ) -> None:
         """A plan keeps its budget, serves who decodes, takes from the youngest, and leaves the queue in order."""
         running, waiting = self.scheduler.running, self.scheduler.waiting
         assert plan.token_count == sum(chunk.token_count for chunk in plan.chunks), "the plan's count is not that of its chunks"
@@ -311,8 +313,12 @@ class ModelledEngine:
         assert [each.place for each in waiting] == sorted(each.place for each in waiting), "the queue is out of order"
         cut = [chunk for chunk in plan.chunks if not chunk.completes]
         if not gone:
+            budget = self.limits.step_token_count_max
+            if decoding and prompt_token_count_max is not None:
+                budget = min(budget, len(decoding) + prompt_token_count_max)
+            assert plan.token_count <= budget, "prompts take more beside decodes than they may"
             assert len(cut) <= 1, "two prompts are cut where one would do"
-            assert not cut or plan.token_count == self.limits.step_token_count_max, "budget is left although a prompt was cut"
+            assert not cut or plan.token_count == budget, "budget is left although a prompt was cut"
         for sequence in plan.entered:
             assert sequence.cached_token_count == self.first_cached[sequence], "the cached count is not what the model found"
             self.cached_token_count += self.first_cached[sequence]

@@ -86,7 +86,7 @@ def drive(engine: ModelledEngine, seed: int, operation_count: int) -> int:
         elif act < 0.18 and engine.live:
             engine.remove(rng.choice(list(engine.live))[0])
         elif engine.live:
-            engine.step()
+            engine.step(rng.choice([None, None, 1, 5, 16]))
     while engine.live:  # that this ends is what the deadlines promise
         engine.step()
     return number
@@ -132,55 +132,55 @@ def short_match(pool: BlockPool, keys: Sequence[BlockKey], cache_salt: str) -> P
     return PrefixMatch(original_match(pool, keys, cache_salt).blocks[:-1])
 
 
-def miscounting_schedule(scheduler: Scheduler) -> StepPlan:
+def miscounting_schedule(scheduler: Scheduler, prompt_token_count_max: int | None = None) -> StepPlan:
     """The reported count is off by one."""
-    plan = original_schedule(scheduler)
+    plan = original_schedule(scheduler, prompt_token_count_max)
     for sequence in plan.entered:
         if sequence.cached_token_count:
             sequence.cached_token_count -= 1
     return plan
 
 
-def forgetful_schedule(scheduler: Scheduler) -> StepPlan:
+def forgetful_schedule(scheduler: Scheduler, prompt_token_count_max: int | None = None) -> StepPlan:
     """Who gives way goes to the end of the queue."""
-    plan = original_schedule(scheduler)
+    plan = original_schedule(scheduler, prompt_token_count_max)
     scheduler._waiting.sort(key=lambda waiting: waiting.cached_token_count is not None)
     return plan
 
 
-def unjust_schedule(scheduler: Scheduler) -> StepPlan:
+def unjust_schedule(scheduler: Scheduler, prompt_token_count_max: int | None = None) -> StepPlan:
     """The oldest gives way to all others."""
     if len(scheduler._running) > 1 and not scheduler._pool.block_count_free:
         scheduler._running.append(scheduler._running.pop(0))
-    return original_schedule(scheduler)
+    return original_schedule(scheduler, prompt_token_count_max)
 
 
-def stalling_schedule(scheduler: Scheduler) -> StepPlan:
+def stalling_schedule(scheduler: Scheduler, prompt_token_count_max: int | None = None) -> StepPlan:
     """While a prompt is computed, the youngest decode waits."""
-    plan = original_schedule(scheduler)
+    plan = original_schedule(scheduler, prompt_token_count_max)
     if len(plan.chunks) > 2 and plan.chunks[-1].token_count > 1 and plan.chunks[-1].completes:
         plan.drop(plan.chunks[1].sequence)
     return plan
 
 
-def greedy_schedule(scheduler: Scheduler) -> StepPlan:
+def greedy_schedule(scheduler: Scheduler, prompt_token_count_max: int | None = None) -> StepPlan:
     """The budget is forgotten."""
     limits, scheduler._limits = scheduler._limits, replace(scheduler._limits, step_token_count_max=10**6)
-    plan = original_schedule(scheduler)
+    plan = original_schedule(scheduler, prompt_token_count_max)
     scheduler._limits = limits
     return plan
 
 
-def shunning_schedule(scheduler: Scheduler) -> StepPlan:
+def shunning_schedule(scheduler: Scheduler, prompt_token_count_max: int | None = None) -> StepPlan:
     """Some never enter as long as there are others."""
     shunned = [sequence for sequence in scheduler._waiting if sequence.number % 10 == 7]
     others = [sequence for sequence in scheduler._waiting if sequence not in shunned]
     if shunned and (others or scheduler._running):
         scheduler._waiting[:] = others
-        plan = original_schedule(scheduler)
+        plan = original_schedule(scheduler, prompt_token_count_max)
         scheduler._waiting[:] = sorted(scheduler._waiting + shunned, key=lambda waiting: waiting.place)
         return plan
-    return original_schedule(scheduler)
+    return original_schedule(scheduler, prompt_token_count_max)
 
 
 def late_forget(pool: BlockPool, block_id: int) -> None:
@@ -216,6 +216,12 @@ FAULTS: dict[str, tuple[int, str, object, str]] = {
     "the oldest gives way": (SCARCE, "inference.scheduler.Scheduler.schedule", unjust_schedule, "older one|everybody|oldest"),
     "a decode stalls": (AMPLE, "inference.scheduler.Scheduler.schedule", stalling_schedule, "decode stalls"),
     "the budget is forgotten": (AMPLE, "inference.scheduler.Scheduler.schedule", greedy_schedule, "budget is exceeded"),
+    "prompts forget their pace": (
+        AMPLE,
+        "inference.scheduler.Scheduler.schedule",
+        lambda scheduler, prompt_token_count_max: original_schedule(scheduler),
+        "more beside decodes than they may",
+    ),
     "a sequence starves": (AMPLE, "inference.scheduler.Scheduler.schedule", shunning_schedule, "starves"),
     "an evicted block is found": (SCARCE, "inference.kv_cache.BlockPool._forget", late_forget, "of another tenant|findable|prefix"),
 }
