@@ -10,6 +10,7 @@ Imported by the engine host only, and `llguidance` with the first request that n
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -31,6 +32,8 @@ COMPILED_COUNT_MAX = 64  # grammars kept: applications send the same few schemas
 ERROR_CHARS_MAX = 500  # of the library's words: enough for the reason, not for a dump of its state
 # Blanks between JSON's tokens: room for an indented answer, but an end to a model that would write blanks for ever.
 JSON_OPTIONS = {"whitespace_pattern": r"[\x20\x0A]{0,24}", "lenient": False}
+
+_ISO_RULE = re.compile(r"^\s*\w+\s*=[^;]*;\s*$", re.MULTILINE)
 
 Mask = np.ndarray[tuple[int, int], np.dtype[np.int32]]
 
@@ -96,7 +99,7 @@ class GrammarCompiler:
         limits = LLParserLimits(verbose_errors=False)
         matcher = LLMatcher(self._load_tokenizer(response_format.field), source, log_level=0, limits=limits)
         if matcher.is_error():
-            reason = f"cannot be compiled: {_short(matcher.get_error())}"
+            reason = f"cannot be compiled: {_remedy(response_format)}{_short(matcher.get_error())}"
             raise RequestImpossible(reason, response_format.field)
         return matcher
 
@@ -180,6 +183,22 @@ def _grammar_source(response_format: ResponseFormat) -> str:
 def _with_options(schema: dict[str, object] | bool) -> dict[str, object]:
     plain = {} if schema is True else {"enum": []} if schema is False else schema
     return {**plain, "x-guidance": JSON_OPTIONS}
+
+
+def _remedy(response_format: ResponseFormat) -> str:
+    """What to do about a grammar in another notation that goes by the name of EBNF too; empty if it is none that is known."""
+    if response_format.kind is not GrammarKind.LARK:
+        return ""
+    if "::=" in response_format.source:
+        return (
+            "rules with ::= are GBNF, and Lark is wanted here: write start: for root ::=, name: for other rules, /[a-z]/ for [a-z]"
+            " and // for # comments; python -m llguidance.gbnf_to_lark converts a file; "
+        )
+    if _ISO_RULE.search(response_format.source):
+        return (
+            "rules with = and ; are ISO EBNF, and Lark is wanted here: one rule a line, start: a b without commas or semicolons; "
+        )
+    return ""
 
 
 def _short(message: str) -> str:

@@ -203,11 +203,11 @@ def _random_leaf(rng: random.Random) -> Schema:
                 "maximum": least + 1 + rng.randrange(900),
             }
         case 2:
-            least = rng.randrange(-90, 90) / 4
+            low = rng.randrange(-90, 90) / 4
             return {
                 "type": "number",
-                "minimum": least,
-                rng.choice(["maximum", "exclusiveMaximum"]): least + 0.5 + rng.randrange(99),
+                "minimum": low,
+                rng.choice(["maximum", "exclusiveMaximum"]): low + 0.5 + rng.randrange(99),
             }
         case 3:
             least = rng.randrange(6)

@@ -172,6 +172,33 @@ def test_what_is_no_grammar_is_refused_by_its_field(tiny: TinyCheckpoint, respon
     assert 0 < len(str(caught.value)) < 600
 
 
+@pytest.mark.parametrize(
+    ("source", "remedy"),
+    [
+        ('root ::= item+\nitem ::= "- " [^\\n]+ "\\n"', "GBNF"),
+        ('root ::= "yes" | "no"', "write start: for root ::="),
+        ('start = "a" , "b" ;', "ISO EBNF"),
+        ('start = "a" | "b";\nother = "c";', "without commas or semicolons"),
+    ],
+)
+def test_other_notations_of_ebnf_are_refused_with_what_to_write_instead(tiny: TinyCheckpoint, source: str, remedy: str) -> None:
+    with pytest.raises(RequestImpossible, match=remedy) as caught:
+        make_core(tiny.directory).grammars.compile(ResponseFormat(GrammarKind.LARK, source))
+
+    assert caught.value.field == "response_format.lark"
+
+
+def test_what_the_remedy_says_works(tiny: TinyCheckpoint) -> None:
+    """The library's converter, which the message names, gives what is taken here."""
+    from llguidance.gbnf_to_lark import gbnf_to_lark
+
+    source = gbnf_to_lark('root ::= "(" root ")" | letter # nested\nletter ::= [a-e]')
+    grammars = make_core(tiny.directory).grammars
+
+    assert not grammars.compile(ResponseFormat(GrammarKind.LARK, source)).complete
+    assert not grammars.compile(ResponseFormat(GrammarKind.LARK, 'start: "::=" | "a = b ;"')).complete, "in quotes it is text"
+
+
 def test_a_format_excludes_what_would_break_it(tiny: TinyCheckpoint) -> None:
     core = make_core(tiny.directory)
     own_format = regex_format("a+")
