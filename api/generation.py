@@ -20,7 +20,7 @@ from api.errors import FieldViolation, InvalidRequest, Overloaded, RequestUnderW
 from api.live import Caller, LiveRequest
 from api.outbox import Delivery, Outbox, UsageSoFar
 from api.process import Process
-from api.wire import ValidStart, parse_request_id, parse_start
+from api.wire import ValidStart, parse_start
 from metering.operations import Outcome
 from metering.tenants import Principal, as_uuid
 
@@ -109,8 +109,8 @@ class ClientStream:
             lifetime_s = self._principal.secret_lifetime_s
             if lifetime_s is not None and time.monotonic() >= self._opened_at + lifetime_s:
                 raise Unauthenticated("the API key of this stream has expired or was rotated: open a stream with the new secret")
-            request_id = parse_request_id(frame.request_id)
             start = parse_start(frame.request_id, frame.start)
+            request_id = start.request_id
             if (running := self._running.get(request_id)) is not None:
                 self._start_again(running, start)
                 return

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Iterable
 from datetime import datetime
 
+from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
 from weir.v1 import types_pb2
 
@@ -26,14 +27,14 @@ def quota_status(state: QuotaState) -> types_pb2.QuotaStatus:
     status.CopyFrom(quota_in_force(state.rule, state.subject_name, state.raise_reason))
     status.used_value = state.used
     status.held_value = state.held
-    status.remaining_value = state.remaining
+    status.remaining_value = status.limit_value - state.used - state.held
     if state.would_refuse_count:
         status.would_refuse_count = state.would_refuse_count
     if state.for_new_keys:
         status.for_new_keys = True
     if (resets_at := state.resets_at) is not None:
         status.reset_time.CopyFrom(reset_time(resets_at))
-        status.reset_delay.CopyFrom(known_duration((resets_at - state.now).total_seconds()))
+        status.reset_delay.CopyFrom(reset_delay(resets_at, state.now))
     return status
 
 
@@ -66,6 +67,12 @@ def quota_in_force(rule: QuotaRule, subject_name: str, raise_reason: str) -> typ
 def reset_time(at: datetime) -> Timestamp:
     """The end of a window. To be copied, not changed."""
     return known_time(at)
+
+
+@functools.lru_cache(maxsize=64)  # several limits of a batch's requests end together
+def reset_delay(at: datetime, now: datetime) -> Duration:
+    """Time until the end of a window. To be copied, not changed."""
+    return known_duration((at - now).total_seconds())
 
 
 def quota_statuses(states: Iterable[QuotaState]) -> list[types_pb2.QuotaStatus]:

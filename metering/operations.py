@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from metering.models import QuotaDimension, QuotaSubject
 from metering.pricing import TokenPrices
-from metering.quota_rules import QuotaRule, window_end
+from metering.quota_rules import QuotaRule, window_ends
 
 
 class Outcome(StrEnum):
@@ -83,7 +83,7 @@ class QuotaState(NamedTuple):
     @property
     def resets_at(self) -> datetime | None:
         """When `used` starts again at zero; None for concurrency."""
-        return window_end(self.rule.dimension, self.now)
+        return window_ends(self.now)[self.rule.window]
 
     @property
     def resets_in_s(self) -> float | None:

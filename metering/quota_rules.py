@@ -81,18 +81,16 @@ def window_start(dimension: QuotaDimension, at: datetime) -> datetime:
     return window_starts(at)[UNITS.index(DIMENSIONS[dimension][1])]
 
 
+@functools.lru_cache(maxsize=4096)
+def window_ends(at: datetime) -> tuple[datetime | None, ...]:
+    """Ends of the windows of `window_starts`: when `used` starts again at zero; None for the one that never ends."""
+    _, minute, day, month = window_starts(at)
+    return None, minute + timedelta(minutes=1), day + timedelta(days=1), (month + timedelta(days=32)).replace(day=1)
+
+
 def window_end(dimension: QuotaDimension, at: datetime) -> datetime | None:
-    """End of the window that contains `at`: the moment at which `used` starts again at zero. None if it never does."""
-    start = window_start(dimension, at)
-    match DIMENSIONS[dimension][1]:
-        case None:
-            return None
-        case Unit.MINUTE:
-            return start + timedelta(minutes=1)
-        case Unit.DAY:
-            return start + timedelta(days=1)
-        case Unit.MONTH:
-            return (start + timedelta(days=32)).replace(day=1)
+    """End of the window that contains `at`; None if it never ends."""
+    return window_ends(at)[UNITS.index(DIMENSIONS[dimension][1])]
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from inference.engine import EngineFinishReason
 from inference.tokenizer import ChatMessage
 from metering.models import QuotaDimension, QuotaSubject
 from metering.money import split_units
-from metering.operations import Outcome, QuotaState
+from metering.operations import Outcome
 
 Parsed = TypeVar("Parsed")
 
@@ -165,15 +165,17 @@ def test_every_domain_value_has_its_word_on_the_wire() -> None:
         assert sorted(table.values()) == sorted(set(enum.values()) - {0}), enum.DESCRIPTOR.name
 
 
-def test_quotas_are_told_in_the_order_of_the_contract() -> None:
-    now = datetime(2026, 11, 20, tzinfo=UTC)
-    states = [
-        QuotaState(uuid.uuid4(), subject, uuid.uuid4(), "", dimension, 1, 0, 0, now, now + timedelta(seconds=5))
-        for dimension in reversed(QuotaDimension)
-        for subject in reversed(QuotaSubject)
-    ]
+@given(at=st.datetimes(timezones=st.just(UTC)))
+def test_times_are_those_of_the_library(at: datetime) -> None:
+    expected = Timestamp()
+    expected.FromDatetime(at)
 
-    told = wire.quota_statuses(states)
+    assert wire.timestamp(at) == expected
 
-    assert [(each.subject, each.dimension) for each in told] == sorted((each.subject, each.dimension) for each in told)
-    assert all(each.reset_delay.seconds == 5 for each in told)
+
+@given(seconds=st.floats(-1e9, 1e9))
+def test_durations_are_those_of_the_library(seconds: float) -> None:
+    expected = Duration()
+    expected.FromTimedelta(timedelta(seconds=seconds))
+
+    assert wire.duration(seconds) == expected
