@@ -89,7 +89,8 @@ class AdminServicer(TenantCalls, ConfigurationCalls, LiveCalls):
     async def DeleteQuota(self, request: pb.DeleteQuotaRequest, context: Context) -> pb.DeleteQuotaResponse:
         """Removes a limit."""
         async with self._transaction(context) as (session, actor):
-            await quota_admin.delete_quota(session, quota_id=request.quota_id, actor=actor)
+            with contextlib.suppress(*([NotFound] if request.allow_missing else [])):
+                await quota_admin.delete_quota(session, quota_id=request.quota_id, actor=actor)
             return pb.DeleteQuotaResponse()
 
     async def ListQuotas(self, request: pb.ListQuotasRequest, context: Context) -> pb.ListQuotasResponse:

@@ -141,13 +141,16 @@ def list_quotas(
 @quota.command("delete")
 def delete_quota(
     quota_id: Annotated[str, typer.Argument(help="Id of the limit, as `weir quota list` shows it.")],
+    if_exists: Annotated[
+        bool, typer.Option("--if-exists", help="Do nothing if it is gone, so that a script may be repeated.")
+    ] = False,
     as_json: JsonOption = False,
     address: AddressOption = None,
     api_key: KeyOption = None,
 ) -> None:
     """Remove one limit."""
     with admin_client(address, api_key) as client:
-        client.delete_quota(quota_id)
+        client.delete_quota(quota_id, allow_missing=if_exists)
     if as_json:
         print_json({"quota_id": quota_id, "deleted": True})
     else:

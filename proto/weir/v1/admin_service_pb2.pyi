@@ -848,16 +848,20 @@ class DeleteQuotaRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     QUOTA_ID_FIELD_NUMBER: _builtins.int
+    ALLOW_MISSING_FIELD_NUMBER: _builtins.int
     quota_id: _builtins.str
     """Its id."""
+    allow_missing: _builtins.bool
+    """Answer as if it had been there, instead of NOT_FOUND, if it is gone already."""
     def __init__(
         self,
         *,
         quota_id: _builtins.str = ...,
+        allow_missing: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["quota_id", b"quota_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["allow_missing", b"allow_missing", "quota_id", b"quota_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -177,10 +177,10 @@ class AsyncAdminClient(AsyncLiveCalls):
         response = await self._call(self._stub.RaiseQuota, admin_pb.RaiseQuotaRequest(quota_id=quota_id))
         return wire.quota(response.quota)
 
-    async def delete_quota(self, quota_id: str) -> None:
-        """Removes one limit."""
-        request = admin_pb.DeleteQuotaRequest(quota_id=quota_id)
-        await self._call(self._stub.DeleteQuota, request, idempotent=False)
+    async def delete_quota(self, quota_id: str, *, allow_missing: bool = False) -> None:
+        """Removes one limit. allow_missing: or finds it gone."""
+        request = admin_pb.DeleteQuotaRequest(quota_id=quota_id, allow_missing=allow_missing)
+        await self._call(self._stub.DeleteQuota, request, idempotent=allow_missing)
 
     async def list_quotas(self, organization: str = "") -> list[QuotaStatus]:
         """The limits of one organization with its projects and keys, or all, with what is left of each."""
