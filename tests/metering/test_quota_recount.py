@@ -22,7 +22,7 @@ from tests.metering.invariants import check_invariants
 from tests.metering.test_hold_concurrency import running_stores
 
 TOKEN_DIMENSIONS = [dimension for dimension in QuotaDimension if "tokens" in dimension]
-SEEDS = [int(seed) for seed in os.environ.get("WEIR_TEST_SEEDS", "1,2").split(",")]
+SEEDS = [int(seed) for seed in os.environ.get("WEIR_TEST_SEEDS", "1").split(",")]
 
 
 @pytest.fixture
@@ -244,9 +244,9 @@ async def test_limits_set_in_any_order_while_requests_run_are_exact_at_every_com
             await asyncio.gather(*requests)
             check_invariants(world.url)
             world.advance(chance.choice([1, 20, 61, 3_600, 86_400]))
-        overdue = world.rows("SELECT id FROM holds WHERE state = 'held'")
-        world.execute("UPDATE holds SET expires_at = now() WHERE state = 'held'")
-        await world.run(*(Expire(row[0]) for row in overdue))
+    overdue = world.rows("SELECT id FROM holds WHERE state = 'held'")
+    world.execute("UPDATE holds SET expires_at = now() WHERE state = 'held'")
+    await world.run(*(Expire(row[0]) for row in overdue))
 
     assert made == 32
     check_invariants(world.url, all_ended=True)
