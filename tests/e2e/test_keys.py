@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 from collections.abc import AsyncIterator
 from typing import Any
@@ -13,7 +14,7 @@ from weir.v1 import admin_service_pb2 as pb
 from weir.v1 import admin_service_pb2_grpc as pb_grpc
 from weir.v1 import types_pb2
 
-from tests.service import Service, bearer, refused, until
+from tests.service import PATIENCE_S, Service, bearer, refused, until
 
 
 class Admin:
@@ -73,8 +74,9 @@ async def test_a_replaced_secret_ends_on_open_streams_too_and_what_runs_goes_on(
             endings.append(frame.WhichOneof("kind") or "")
             return endings[-1] == "failed"
 
-        while not await is_refused():
-            pass
+        async with asyncio.timeout(PATIENCE_S):
+            while not await is_refused():
+                pass
         refusal = await old.failed(next(reversed(old.frames)))
         await old.finished(long)
     async with service.stream(rotated.secret) as new:

@@ -323,6 +323,7 @@ async def test_a_process_that_is_gone_is_named_and_its_requests_are_told_by_thei
         async with third.stream(tenant.secret) as stream:
             request_id = await stream.begin(max_output_tokens=4000)
             await stream.received(request_id, 5)
+            told = await admin.live(organization=tenant.name)
             third.kill()
             view = await admin.live(organization=tenant.name)
             answer = await admin.kill(request_id)
@@ -330,6 +331,7 @@ async def test_a_process_that_is_gone_is_named_and_its_requests_are_told_by_thei
         await until(lambda: first.books.holds(tenant) == {"settled": 1}, "the recovery")
         after = await admin.live(organization=tenant.name)
 
+    assert [(each.phase, bool(each.owner_name)) for each in told.requests] == [(pb.REQUEST_PHASE_DECODE, True)]
     [shown] = view.requests
     assert (shown.phase, shown.owner_name) == (pb.REQUEST_PHASE_UNSPECIFIED, "")
     assert list(view.silent_owner_ids) == [shown.owner_id]
