@@ -126,19 +126,19 @@ class LiveRequest:
     async def _run(self) -> None:
         lease: Lease | None = None
         try:
-            with structlog.contextvars.bound_contextvars(request_id=str(self.start.request_id)):
-                async with contextlib.AsyncExitStack() as stack:
-                    with self._interruptible():
-                        engine, request = await self._prepare()
-                        place = stack.enter_context(self._enter_queue(engine, request))
-                        usage = self._reply.delivery.usage
-                        admission = self._process.admission.admit(self._admission_request(request), usage)
-                        lease = await stack.enter_async_context(admission)
-                        self._watch.lap("admission")
-                    await self._generate(engine, request, lease, place)
-                self._watch.lap("settle")
-                ends = self._reply.ends_of_choices(self._stop_outcome or Outcome.CANCELLED)
-                self._reply.push(frames.finished(lease, self._watch.timings(), self._reply.exhausted, ends))
+            structlog.contextvars.bind_contextvars(request_id=str(self.start.request_id))  # of this task alone, so never unbound
+            async with contextlib.AsyncExitStack() as stack:
+                with self._interruptible():
+                    engine, request = await self._prepare()
+                    place = stack.enter_context(self._enter_queue(engine, request))
+                    usage = self._reply.delivery.usage
+                    admission = self._process.admission.admit(self._admission_request(request), usage)
+                    lease = await stack.enter_async_context(admission)
+                    self._watch.lap("admission")
+                await self._generate(engine, request, lease, place)
+            self._watch.lap("settle")
+            ends = self._reply.ends_of_choices(self._stop_outcome or Outcome.CANCELLED)
+            self._reply.push(frames.finished(lease, self._watch.timings(), self._reply.exhausted, ends))
         except RequestSettled as error:
             self._reply.push(frames.failed(status_of(error), error.settled))
         except Exception as error:
