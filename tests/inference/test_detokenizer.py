@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
-from inference.detokenizer import Detokenizer, TextDecoder
+from inference.detokenizer import Detokenizer, TextDecoder, _byte_alphabet
 from inference.errors import CheckpointInvalid
 from tests.inference import checkpoints
 
@@ -117,6 +118,70 @@ def test_a_stop_sequence_cuts_where_brute_force_says(case: Case, data: st.DataOb
 
     cut = first_completed_stop(whole, stops)
     assert (text, stopped) == (whole if cut is None else whole[:cut], cut is not None)
+
+
+def byte_ids(case: Case) -> list[int]:
+    """The id of the token that stands for each byte alone."""
+    vocabulary = case.backend.get_vocab(with_added_tokens=True)
+    if case.name == "byte-level":
+        return [vocabulary[_byte_alphabet()[byte]] for byte in range(256)]
+    return [vocabulary[f"<0x{byte:02X}>"] for byte in range(256)]
+
+
+# One of each kind that UTF-8 tells apart: ASCII, continuations, beginnings of two to four bytes, and those that never occur.
+BYTE_KINDS = b"\x00A\x80\x9f\xa9\xbf\xc0\xc3\xdf\xe0\xe2\xed\xef\xf0\xf4\xf5\xff"
+# What may follow a byte so that every character that can be complete is.
+ENDINGS = (b"", b"A", b"\x80", b"\x80\x80", b"\x80\x80\x80", b"\x9f\x80", b"\xa0\x80\x80", b"\xbf\xbf\xbf")
+SEQUENCES = [bytes(each) for length in (1, 2, 3) for each in itertools.product(BYTE_KINDS, repeat=length)]
+
+
+@pytest.mark.parametrize("case", CASES[:3], ids=repr)
+def test_every_sequence_of_three_kinds_of_bytes_streams_as_it_decodes_at_once(case: Case) -> None:
+    """Valid, torn, overlong, surrogates: 5,219 sequences, each before a letter and at the end."""
+    ids, decoder = byte_ids(case), TextDecoder(case.backend, case.special_ids, "tokenizer.json")
+    letter = ids[ord("z")]
+    for data in SEQUENCES:
+        for tokens in ([ids[byte] for byte in data], [ids[byte] for byte in data] + [letter]):
+            detokenizer = Detokenizer(decoder.open(), ())
+            text = "".join(detokenizer.push(token_id).text for token_id in tokens) + detokenizer.finish().text
+            assert text == case.backend.decode(tokens, skip_special_tokens=True), data
+
+
+@settings(deadline=None)
+@given(
+    data=st.one_of(st.binary(max_size=24), st.text(max_size=12).map(str.encode), st.text(max_size=6).map(lambda t: t.encode()[:-1]))
+)
+def test_byte_level_text_is_that_of_the_bytes_and_as_early_as_it_can_be(data: bytes) -> None:
+    """Held against Python's own decoder, after each byte: nothing that is final is held back, nothing that is not is given out."""
+    case = CASES[0]
+    ids = byte_ids(case)
+    detokenizer = Detokenizer(TextDecoder(case.backend, case.special_ids, "tokenizer.json").open(), ())
+
+    text = ""
+    for count, byte in enumerate(data, 1):
+        text += detokenizer.push(ids[byte]).text
+        possible = [(data[:count] + end).decode(errors="replace") for end in ENDINGS]
+        assert all(one.startswith(text) for one in possible)
+        longer = possible[0][: len(text) + 1]
+        assert len(longer) == len(text) or not all(one.startswith(longer) for one in possible)
+
+    assert text + detokenizer.finish().text == data.decode(errors="replace")
+
+
+@settings(deadline=None, max_examples=40)
+@given(words=st.lists(st.sampled_from(["👩‍👩‍👧", "🏳️‍🌈", "e\u0301", "é", "\u0915\u094d\u0937", "北京", "🇸🇪", " ", "a"]), max_size=8))
+@pytest.mark.parametrize("case", CASES[:2], ids=repr)
+def test_characters_of_many_code_points_come_out_whole(case: Case, words: list[str]) -> None:
+    """Joined emoji, combining marks, conjuncts, flags: as bytes one by one, and no replacement character on the way."""
+    text = "".join(words)
+    alphabet = byte_ids(case)
+    ids = [alphabet[byte] for byte in text.encode()]
+
+    streamed, _, pieces = stream_text(case, ids)
+
+    assert streamed == case.backend.decode(ids)
+    assert streamed.lstrip(" ") == text.lstrip(" ")
+    assert all("\N{REPLACEMENT CHARACTER}" not in piece for piece in pieces)
 
 
 def test_half_an_emoji_is_held_back_until_it_is_whole() -> None:

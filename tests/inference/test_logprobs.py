@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 
 from inference.engine import SamplingParams, TokenLogprobs
@@ -61,14 +63,22 @@ def test_the_likeliest_come_first_and_their_probabilities_sum_to_at_most_one(tin
         assert report.chosen.logprob <= values[0]
 
 
-def test_all_of_a_small_vocabulary_sum_to_one() -> None:
-    logits = torch.randn(3, 20, generator=torch.Generator().manual_seed(4))
+@pytest.mark.parametrize("vocabulary_size", [1, 20, 5000])
+def test_those_of_the_whole_vocabulary_sum_to_one_and_the_chosen_one_is_exact(vocabulary_size: int) -> None:
+    """Of the raw logits, whatever bias, penalty and cuts do after them."""
+    logits = torch.randn(6, vocabulary_size, generator=torch.Generator().manual_seed(4)) * 5
+    exact = logits.double().log_softmax(-1)
+    plain, ruled = SamplingParams(temperature=1.0, top_logprobs=vocabulary_size), replace(HARD, top_logprobs=vocabulary_size)
+    draws = [Draw(plain, row, 0) for row in range(3)] + [Draw(replace(ruled, logit_bias=((0, 3.0),)), row, 0) for row in range(3)]
 
-    chosen = choose(logits, [Draw(SamplingParams(temperature=1.0, top_logprobs=20), 1, 0)] * 3)
+    chosen = choose(logits, draws)
 
-    for each in chosen:
+    for row, each in enumerate(chosen):
         assert each.logprobs is not None
-        assert math.isclose(sum(math.exp(token.logprob) for token in each.logprobs.top), 1.0, abs_tol=1e-6)
+        assert math.isclose(math.fsum(math.exp(token.logprob) for token in each.logprobs.top), 1.0, abs_tol=1e-5)
+        assert each.logprobs.chosen.token_id == each.token_id
+        assert math.isclose(each.logprobs.chosen.logprob, float(exact[row, each.token_id]), abs_tol=1e-5)
+        assert {token.token_id for token in each.logprobs.top} == set(range(vocabulary_size))
 
 
 def test_rows_get_what_they_asked_for(tiny: TinyCheckpoint) -> None:
