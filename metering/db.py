@@ -24,6 +24,9 @@ IDLE_IN_TRANSACTION_TIMEOUT_MS = 10_000  # whoever sleeps so long in a transacti
 POOL_SIZE = 5  # lookups take a millisecond: so many at once serve thousands per second
 POOL_WAIT_S = 5.0  # beyond it the pool is stuck behind a database that is too slow: refuse rather than hang
 
+# The last one is no outage of the server's, but this process has slept in a transaction, which the server has ended.
+AWAY = psycopg.OperationalError | psycopg.InterfaceError | psycopg.errors.IdleInTransactionSessionTimeout
+
 Sessions = async_sessionmaker[AsyncSession]
 
 
@@ -90,7 +93,7 @@ def raise_store_away(context: ExceptionContext) -> None:
     """Tell an outage in the domain's words, without the statement and its values."""
     if context.is_pre_ping:
         return  # the pool's own test of a connection: a dead one is replaced, which nobody needs to hear of
-    if isinstance(context.original_exception, psycopg.OperationalError | psycopg.InterfaceError):
+    if isinstance(context.original_exception, AWAY):
         raise StoreAway("the database does not answer") from context.original_exception
 
 

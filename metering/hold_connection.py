@@ -53,8 +53,15 @@ Op = TypeVar("Op")
 Answers = Coroutine[Any, Any, list[HoldAnswer | Exception]]
 
 CONFLICTS = (psycopg.errors.DeadlockDetected, psycopg.errors.SerializationFailure, psycopg.errors.UniqueViolation)
-# OSError includes the time-out; a server that is read-only has just lost its place to another one.
-AWAY = (psycopg.OperationalError, psycopg.InterfaceError, psycopg.errors.ReadOnlySqlTransaction, OSError)
+# OSError includes the time-out; a server that is read-only has just lost its place to another one; and it is this process that has
+# slept in a transaction if the server has ended that.
+AWAY = (
+    psycopg.OperationalError,
+    psycopg.InterfaceError,
+    psycopg.errors.ReadOnlySqlTransaction,
+    psycopg.errors.IdleInTransactionSessionTimeout,
+    OSError,
+)
 
 
 class HoldConnection:

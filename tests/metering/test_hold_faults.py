@@ -7,7 +7,7 @@ import contextlib
 import os
 import signal
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import psycopg
@@ -15,10 +15,12 @@ import pytest
 
 from metering import embedded_postgres, hold_connection
 from metering.errors import MeteringError, QuotaExceeded, StoreAway
-from metering.holds import HoldStore
+from metering.exchange import Connection
+from metering.hold_connection import HoldConnection
+from metering.holds import HoldStore, sweep_expired_holds
 from metering.migrations_runner import migrate
 from metering.models import QuotaDimension
-from metering.operations import Extend, Settled
+from metering.operations import Extend, HoldAnswer, HoldOperation, Settled
 from tests.metering.cutting_proxy import CuttingProxy, Side
 from tests.metering.hold_world import HoldWorld, admit, hold_world, settle
 from tests.metering.invariants import check_invariants
@@ -241,3 +243,85 @@ async def test_a_batch_that_conflicts_again_and_again_is_refused_not_repeated_fo
 
     assert isinstance(answer, MeteringError)
     assert answer.reason == "STORE_AWAY"
+
+
+@pytest.mark.parametrize("side", SIDES)
+async def test_a_renewal_cut_at_any_message_keeps_the_hold_and_voids_what_nobody_knows(world: HoldWorld, side: Side) -> None:
+    payer = world.tenant()
+    async with CuttingProxy(world.url).listening() as proxy, running_stores(proxy.url, expiry_s=0.4) as [store]:
+        held = admit(payer)
+        await store.admit(held)
+        for number in range(1, 40):
+            lost = admit(payer)
+            await world.run(lost, owner_id=store.owner_id)  # as if the answer had never come
+            world.advance(0.1)
+            proxy.cut_before(side, number)
+
+            await until(lambda: world.hold_count() == 1)
+
+            await until(lambda: store.gate.away_s is None)
+            if proxy.armed():
+                break
+        proxy.disarm()
+
+        assert proxy.cut_count > 5
+        await store.settle(settle(held.hold_id, 4))
+    assert world.events() == [(0, 10, 4, "stop")]
+    check_invariants(world.url, all_ended=True)
+
+
+@pytest.mark.parametrize("side", SIDES)
+async def test_a_sweep_cut_at_any_message_is_finished_by_the_next(world: HoldWorld, side: Side) -> None:
+    payer = world.tenant()
+    quota = world.quota(payer, QuotaDimension.TOKENS_PER_MONTH, 10**6)
+    async with CuttingProxy(world.url).listening() as proxy:
+        count = 0
+        while not proxy.armed():
+            count += 1
+            op = admit(payer)
+            await world.run(op)
+            await world.run(Extend(op.hold_id, 2, 0, 5))
+            world.advance(61)
+            proxy.cut_before(side, count)
+            with contextlib.suppress(StoreAway, psycopg.OperationalError):
+                await sweep_expired_holds(proxy.url)
+
+            await sweep_expired_holds(world.url)
+
+            assert world.hold_count() == 0
+        proxy.disarm()
+        assert proxy.cut_count == count - 1 > 10
+    assert world.events() == [(0, 10, 2, "failed")] * count
+    assert world.counters(quota) == [(35 * count, 0)]
+    check_invariants(world.url, all_ended=True)
+
+
+async def test_a_process_frozen_in_a_batch_lets_go_of_the_counters_before_others_give_up(world: HoldWorld) -> None:
+    """The server ends its transaction. Awake again it finds that out, takes it for an outage, and does the batch anew."""
+    payer = world.tenant()
+    quota = world.quota(payer, QuotaDimension.TOKENS_PER_MONTH, 10**6)
+    ended = admit(payer)
+    await world.run(ended)
+    locked, awake = asyncio.Event(), asyncio.Event()
+
+    async def sleep_in_transaction(connection: Connection, batch: Sequence[HoldOperation]) -> list[HoldAnswer | Exception]:
+        await connection.execute("BEGIN")
+        await connection.execute("SELECT FROM quota_counters WHERE quota_id = %s FOR UPDATE", (quota,))
+        locked.set()
+        await awake.wait()
+        await connection.execute("SELECT 1")
+        return []
+
+    async with HoldConnection(world.url, uuid.uuid4()) as frozen, running_stores(world.url) as [store]:
+        batch = asyncio.ensure_future(frozen._execute(sleep_in_transaction, [settle(ended.hold_id, 5)]))
+        await locked.wait()
+
+        op = admit(payer)
+        await store.admit(op)  # which would be refused if it had to wait five seconds
+        awake.set()
+
+        [answer] = await batch
+        assert isinstance(answer, StoreAway), "not that an invariant is violated: then the settlement would be given up"
+        assert [type(again) for again in await frozen.execute([settle(ended.hold_id, 5)])] == [Settled]
+        await store.void(op.hold_id)
+    check_invariants(world.url, all_ended=True)
