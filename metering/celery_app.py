@@ -25,6 +25,9 @@ from celery.signals import worker_init  # type: ignore[import-untyped]
 from click import Option
 from kombu.transport import virtual
 
+from metering.errors import InvalidValue
+from metering.export_settings import export_settings
+
 log = logging.getLogger(__name__)
 
 # Celery warns of running as root because a pickled message could do anything. Ours are JSON, and a container's only user is root.
@@ -33,6 +36,7 @@ warnings.filterwarnings("ignore", category=SecurityWarning, message="You're runn
 RATE_EVERY_S = 1.0  # how old usage gets before it is in the ledger
 DELETE_COUNTERS_EVERY_S = 3600.0  # a quota per minute leaves 1,440 rows a day
 SWEEP_EVERY_S = 10.0  # a small part of a hold's life of a minute
+EXPORT_EVERY_S = 15.0  # usage is exported by the hour, and a failed call comes round again soon
 TIME_LIMIT_S = 60.0  # of one task: it stops by itself far earlier, so reaching this means that something hangs
 POLLING_INTERVAL_S = 0.2  # of the embedded broker; looking into an empty directory costs some 20 us
 CLOCK_TICK_MAX_S = 1.0  # how long the clock may sleep, and so how long it may take to stop
@@ -70,6 +74,7 @@ def configuration(environment: Mapping[str, str]) -> dict[str, Any]:
                 "schedule": DELETE_COUNTERS_EVERY_S,
                 "options": {"expires": 2 * DELETE_COUNTERS_EVERY_S},
             },
+            "export_usage": {"task": "weir.export_usage", "schedule": EXPORT_EVERY_S, "options": {"expires": 2 * EXPORT_EVERY_S}},
             "sweep_expired_holds": {
                 "task": "weir.sweep_expired_holds",
                 "schedule": SWEEP_EVERY_S,
@@ -200,6 +205,10 @@ def refuse_without_database(**_: Any) -> None:
     """A worker without its database would only fail, once a second."""
     if not os.environ.get("WEIR_DATABASE_URL"):
         raise SystemExit("WEIR_DATABASE_URL is not set: name the database that the worker is to work on")
+    try:
+        export_settings(os.environ)
+    except InvalidValue as error:
+        raise SystemExit(str(error)) from error
 
 
 app = Celery("weir", include=["metering.tasks"])

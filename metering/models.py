@@ -327,6 +327,7 @@ class UsageEvent(Base):
         CheckConstraint("billed_token_count BETWEEN 0 AND delivered_token_count", name="billed_within_delivered"),
         Index("ix_usage_events_unrated", "id", postgresql_where=text("rated_at IS NULL")),
         Index("ix_usage_events_organization_id_settled_at", "organization_id", "settled_at"),
+        Index("ix_usage_events_rated_at", "rated_at", postgresql_using="brin", postgresql_with={"autosummarize": "true"}),
     )
 
     id: Mapped[int] = mapped_column(Identity(always=True), primary_key=True)

@@ -11,7 +11,8 @@ from alembic import context
 from sqlalchemy import create_engine, text
 from sqlalchemy.pool import NullPool
 
-import metering.control_models  # noqa: F401  # declares its tables on the base
+import metering.control_models  # declares its tables on the base
+import metering.export_models  # noqa: F401  # the same
 from metering.db import sqlalchemy_url
 from metering.models import Base
 

@@ -20,6 +20,7 @@ import psycopg
 from psycopg.rows import dict_row
 
 from metering.db import psycopg_conninfo
+from tests.metering.export_invariants import export_violations
 
 Row = dict[str, Any]
 Place = tuple[uuid.UUID, str]  # a quota and the name of a window
@@ -127,6 +128,8 @@ def violations_in(
     yield from missing_counters(expected_counters(charges), counters, audited, now["now"])
     yield from wrong_holds(connection.execute(EVENTS_OF_HOLDS).fetchall())
     yield from wrong_events(connection.execute(EVENTS).fetchall())
+    if connection.execute("SELECT 1 FROM meter_batches LIMIT 1").fetchone():
+        yield from export_violations(connection)
     if all_ended:
         for row in connection.execute("SELECT id, owner_id FROM holds WHERE state = 'held'"):
             yield f"hold {row['id']} of {row['owner_id']} is still live"

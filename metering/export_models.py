@@ -1,0 +1,135 @@
+"""The tables of the export: what was handed to the biller, and what the biller told us. Beside `models.py`, which owns the base.
+
+A batch's tokens never change and no batch is deleted (trigger `meter_batches_keep_tokens`); only its state moves on.
+"""
+
+from __future__ import annotations
+
+import uuid
+from datetime import datetime
+from enum import StrEnum
+from typing import Any
+
+from sqlalchemy import CheckConstraint, ForeignKey, Index, Integer, SmallInteger, UniqueConstraint, func, text
+from sqlalchemy.orm import Mapped, mapped_column
+
+from metering.models import Base, TokenKind, one_of
+
+
+class BatchState(StrEnum):
+    """Where a batch stands.
+
+    pending: certainly not counted by the biller. sent: asked to be, the answer is not known (yet). delivered: counted. rejected:
+    refused for good. parked: may or may not be counted, and asking again could count it twice; a person decides. cancelling: to be
+    taken back. cancelled: certainly not counted, and its tokens are in a later part.
+    """
+
+    PENDING = "pending"
+    SENT = "sent"
+    DELIVERED = "delivered"
+    REJECTED = "rejected"
+    PARKED = "parked"
+    CANCELLING = "cancelling"
+    CANCELLED = "cancelled"
+
+
+class MeterBatch(Base):
+    """Tokens of one customer, price version and kind in one hour (UTC): what one meter event says. `id` is its identifier.
+
+    `part` 0 is the hour as it was when it was over; later parts are usage that was found afterwards, or that replaces a cancelled
+    part. The parts that are not cancelled add up to the usage events of the hour. sent_at: since when the outcome is unknown.
+    """
+
+    __tablename__ = "meter_batches"
+    __table_args__ = (
+        UniqueConstraint("organization_id", "price_version_id", "token_kind", "hour", "part"),
+        CheckConstraint(one_of("token_kind", TokenKind), name="token_kind_known"),
+        CheckConstraint(one_of("state", BatchState), name="state_known"),
+        CheckConstraint("token_count > 0", name="tokens_positive"),
+        CheckConstraint("part >= 0", name="part_not_negative"),
+        CheckConstraint("hour = date_trunc('hour', hour, 'UTC')", name="whole_hour"),
+        CheckConstraint("(state = 'delivered') <= (delivered_at IS NOT NULL)", name="delivered_when"),
+        Index("ix_meter_batches_waiting", "next_attempt_at", postgresql_where=text("state IN ('pending', 'sent')")),
+    )
+
+    id: Mapped[uuid.UUID] = mapped_column(primary_key=True, server_default=text("gen_random_uuid()"))
+    organization_id: Mapped[uuid.UUID] = mapped_column(ForeignKey("organizations.id"))
+    price_version_id: Mapped[int] = mapped_column(ForeignKey("price_versions.id"))
+    token_kind: Mapped[str]
+    hour: Mapped[datetime]
+    part: Mapped[int] = mapped_column(SmallInteger())
+    token_count: Mapped[int]
+    state: Mapped[str] = mapped_column(server_default="pending")
+    attempt_count: Mapped[int] = mapped_column(Integer(), server_default="0")
+    next_attempt_at: Mapped[datetime] = mapped_column(server_default=func.now())
+    sent_at: Mapped[datetime | None]
+    delivered_at: Mapped[datetime | None]
+    last_error: Mapped[str | None]
+    created_at: Mapped[datetime] = mapped_column(server_default=func.now())
+
+
+class ExportProgress(Base):
+    """How far batches are made, and whether the biller is given a rest. One row.
+
+    closed_until: all hours before it have their batches, but for usage that was rated after `scanned_until`.
+    """
+
+    __tablename__ = "export_progress"
+    __table_args__ = (CheckConstraint("id = 1", name="one_row"),)
+
+    id: Mapped[int] = mapped_column(SmallInteger(), primary_key=True, autoincrement=False)
+    closed_until: Mapped[datetime]
+    scanned_until: Mapped[datetime]
+    failure_count: Mapped[int] = mapped_column(Integer(), server_default="0")
+    paused_until: Mapped[datetime | None]
+    pause_reason: Mapped[str | None]
+
+
+class StripeObject(Base):
+    """Which object of Stripe stands for one of ours. A cache: `weir stripe sync` finds each again by what is written on it.
+
+    account: `test` or `live`, whose objects have nothing to do with each other.
+    """
+
+    __tablename__ = "stripe_objects"
+
+    account: Mapped[str] = mapped_column(primary_key=True)
+    kind: Mapped[str] = mapped_column(primary_key=True)
+    ref: Mapped[str] = mapped_column(primary_key=True)
+    stripe_id: Mapped[str]
+    seen_at: Mapped[datetime] = mapped_column(server_default=func.now())
+
+
+class StripeEvent(Base):
+    """A webhook event, stored once by Stripe's id, as it came. outcome: what became of it, once it is handled."""
+
+    __tablename__ = "stripe_events"
+    __table_args__ = (Index("ix_stripe_events_unhandled", "received_at", postgresql_where=text("handled_at IS NULL")),)
+
+    id: Mapped[str] = mapped_column(primary_key=True)
+    type: Mapped[str]
+    payload: Mapped[dict[str, Any]]
+    received_at: Mapped[datetime] = mapped_column(server_default=func.now())
+    attempt_count: Mapped[int] = mapped_column(Integer(), server_default="0")
+    handled_at: Mapped[datetime | None]
+    outcome: Mapped[str | None]
+
+
+class StripeInvoice(Base):
+    """What Stripe told of an invoice, in whatever order: each time is set by its own event, so none overwrites another."""
+
+    __tablename__ = "stripe_invoices"
+    __table_args__ = (Index("ix_stripe_invoices_organization_id", "organization_id"),)
+
+    id: Mapped[str] = mapped_column(primary_key=True)
+    organization_id: Mapped[uuid.UUID | None] = mapped_column(ForeignKey("organizations.id"))
+    customer_id: Mapped[str]
+    currency_code: Mapped[str]
+    period_start: Mapped[datetime]
+    period_end: Mapped[datetime]
+    amount_due_minor: Mapped[int]
+    amount_paid_minor: Mapped[int]
+    finalized_at: Mapped[datetime | None]
+    paid_at: Mapped[datetime | None]
+    payment_failed_at: Mapped[datetime | None]
+    told_at: Mapped[datetime]

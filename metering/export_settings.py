@@ -1,0 +1,118 @@
+"""Settings of the export, from the environment: where usage goes, and how Stripe is reached. Secrets never show in a repr.
+
+`STRIPE_API_KEY` and `WEIR_STRIPE_WEBHOOK_SECRET` may be given as a file instead, with `_FILE` behind the name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+
+from metering.errors import InvalidValue
+
+NAMESPACE_FORM = re.compile(r"[a-z][a-z0-9]{0,19}", re.ASCII)
+KEY_FORM = re.compile(r"(sk|rk)_(test|live)_\w+", re.ASCII)
+LOCAL_BASE_FORM = re.compile(r"http://(127\.0\.0\.1|localhost)(:\d+)?", re.ASCII)
+WEBHOOK_PORT = 8377
+DAYS_UNTIL_DUE = 30
+
+
+class Destination(StrEnum):
+    """Where usage is exported to."""
+
+    OFF = "off"
+    FILE = "file"
+    STRIPE = "stripe"
+
+
+class Collection(StrEnum):
+    """How Stripe collects: it sends invoices to be paid, or charges the customer's payment method."""
+
+    SEND_INVOICE = "send_invoice"
+    CHARGE = "charge_automatically"
+
+
+@dataclass(frozen=True, slots=True)
+class StripeSettings:
+    """namespace: prefix of all that we create at Stripe, so that two installations can share an account."""
+
+    api_key: str = field(repr=False)
+    namespace: str = "weir"
+    collection: Collection = Collection.SEND_INVOICE
+    api_base: str = "https://api.stripe.com"
+
+    @property
+    def account(self) -> str:
+        """`test` or `live`, by the key."""
+        return self.api_key.split("_")[1]
+
+
+@dataclass(frozen=True, slots=True)
+class ExportSettings:
+    """What `WEIR_EXPORT` and its companions say."""
+
+    destination: Destination
+    file: Path
+    stripe: StripeSettings | None
+
+
+@dataclass(frozen=True, slots=True)
+class WebhookSettings:
+    """Where Stripe's events are taken, and the secret that they are signed with."""
+
+    secret: str = field(repr=False)
+    listen_host: str = "127.0.0.1"
+    listen_port: int = WEBHOOK_PORT
+
+
+def export_settings(environment: Mapping[str, str]) -> ExportSettings:
+    """Raises: InvalidValue naming the variable."""
+    word = environment.get("WEIR_EXPORT") or Destination.OFF
+    if word not in set(Destination):
+        raise InvalidValue("WEIR_EXPORT", f"{word!r} is no destination: give off, file or stripe")
+    home = Path(environment.get("WEIR_HOME") or Path.home() / ".weir")
+    file = Path(environment.get("WEIR_EXPORT_FILE") or home / "usage.jsonl").expanduser()
+    destination = Destination(word)
+    return ExportSettings(destination, file, stripe_settings(environment) if destination is Destination.STRIPE else None)
+
+
+def stripe_settings(environment: Mapping[str, str]) -> StripeSettings:
+    """Raises: InvalidValue naming the variable; never with the key in it."""
+    key = secret(environment, "STRIPE_API_KEY")
+    if not KEY_FORM.fullmatch(key):
+        raise InvalidValue("STRIPE_API_KEY", "give a secret or restricted key (sk_… or rk_…), or its file as STRIPE_API_KEY_FILE")
+    namespace = environment.get("WEIR_STRIPE_NAMESPACE") or "weir"
+    if not NAMESPACE_FORM.fullmatch(namespace):
+        raise InvalidValue("WEIR_STRIPE_NAMESPACE", "give 1 to 20 small letters and digits, starting with a letter")
+    word = environment.get("WEIR_STRIPE_COLLECTION") or Collection.SEND_INVOICE
+    if word not in set(Collection):
+        raise InvalidValue("WEIR_STRIPE_COLLECTION", f"give {' or '.join(Collection)}")
+    base = (environment.get("WEIR_STRIPE_API_BASE") or "https://api.stripe.com").rstrip("/")
+    if not base.startswith("https://") and not LOCAL_BASE_FORM.fullmatch(base):
+        raise InvalidValue("WEIR_STRIPE_API_BASE", "give an https URL: the key would travel in the clear")
+    return StripeSettings(key, namespace, Collection(word), base)
+
+
+def webhook_settings(environment: Mapping[str, str]) -> WebhookSettings | None:
+    """None where no secret is set: events are not taken then. Raises: InvalidValue."""
+    if not (found := secret(environment, "WEIR_STRIPE_WEBHOOK_SECRET")):
+        return None
+    host, colon, port = (environment.get("WEIR_STRIPE_WEBHOOK_LISTEN") or f"127.0.0.1:{WEBHOOK_PORT}").rpartition(":")
+    if not colon or not port.isascii() or not port.isdigit() or int(port) > 65_535:
+        raise InvalidValue("WEIR_STRIPE_WEBHOOK_LISTEN", "give ADDRESS:PORT")
+    return WebhookSettings(found, host.strip("[]"), int(port))
+
+
+def secret(environment: Mapping[str, str], name: str) -> str:
+    """A secret by its variable or by the file that `<name>_FILE` names; empty if neither is set. Raises: InvalidValue."""
+    if value := environment.get(name):
+        return value.strip()
+    if not (path := environment.get(f"{name}_FILE")):
+        return ""
+    try:
+        return Path(path).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidValue(f"{name}_FILE", f"{path} cannot be read: {type(error).__name__}") from error

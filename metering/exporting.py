@@ -1,0 +1,91 @@
+"""What an exporter is: the border between our batches of tokens and whoever bills them. Pure; exporters are beside it.
+
+An exporter counts each quantity once by its identifier, however often it is handed over, for as long as it promises to.
+"""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from enum import StrEnum
+from typing import Protocol
+
+from metering.models import TokenKind
+
+HALF_AN_HOUR = timedelta(minutes=30)
+
+
+class Verdict(StrEnum):
+    """What became of handing a quantity over.
+
+    delivered: it is counted, now or before. refused: it never will be. later: try again. blocked: nothing will be taken until
+    somebody changes the configuration.
+    """
+
+    DELIVERED = "delivered"
+    REFUSED = "refused"
+    LATER = "later"
+    BLOCKED = "blocked"
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A verdict and its reason. certain: that the quantity was not counted, where the verdict is not `delivered`."""
+
+    verdict: Verdict
+    reason: str = ""
+    certain: bool = True
+    retry_after_s: float | None = None
+
+
+DELIVERED = Answer(Verdict.DELIVERED)
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """What is handed over one at a time: a customer's tokens of one kind at one price, which is one meter."""
+
+    organization_id: uuid.UUID
+    price_version: int
+    token_kind: TokenKind
+
+    @property
+    def lock_name(self) -> str:
+        """Of its advisory lock."""
+        return f"meter stream {self.organization_id} {self.price_version} {self.token_kind}"
+
+
+@dataclass(frozen=True, slots=True)
+class Quantity:
+    """Tokens of one stream in the hour from `hour` on. customer: what the biller calls the organization, if it has customers."""
+
+    identifier: str
+    stream: Stream
+    hour: datetime
+    token_count: int
+    attempt: int
+    customer: str = ""
+
+    @property
+    def at(self) -> datetime:
+        """The moment it is counted at: the middle of its hour, so no clock and no border of a period puts it elsewhere."""
+        return self.hour + HALF_AN_HOUR
+
+
+class Exporter(Protocol):
+    """Hands quantities over."""
+
+    @property
+    def account(self) -> str:
+        """Whose customers and meters a quantity needs (`stripe_objects`); empty where it needs none."""
+        ...
+
+    @property
+    def remembers_for(self) -> timedelta:
+        """How long after the first attempt an identifier is surely still known, so that asking again is harmless."""
+        ...
+
+    async def deliver(self, quantity: Quantity) -> Answer:
+        """Hand it over. Never raises for what the other side says or does not say."""
+        ...

@@ -1,0 +1,77 @@
+"""Usage in past hours, and a Stripe that knows its customers."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+
+import psycopg
+from psycopg.rows import dict_row
+from sqlalchemy import text
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from metering.db import Sessions, psycopg_conninfo
+from metering.prices import ModelPrice
+from metering.rating import rate_all_pending
+from tests.metering.books import Consumed, Customer, add_usage
+from tests.metering.export_invariants import KINDS, export_violations
+from tests.stripe_double.account import Account
+
+
+def hours_ago(hours: float) -> datetime:
+    """Inside an hour that is over, at least if `hours` is 2 or more."""
+    return datetime.now(UTC).replace(minute=20, second=0, microsecond=0) - timedelta(hours=hours)
+
+
+async def use_and_rate(sessions: Sessions, customer: Customer, price: ModelPrice, *events: Consumed) -> None:
+    """Usage as it stands in the database once it is posted."""
+    async with sessions.begin() as session:
+        await add_usage(session, customer, price, events)
+    await rate_all_pending(sessions)
+
+
+def check_export(database_url: str) -> None:
+    """Raises: AssertionError telling all that is wrong, once every closed hour should have its batches."""
+    with psycopg.connect(psycopg_conninfo(database_url), row_factory=dict_row) as connection:
+        found = list(export_violations(connection, all_formed=True))
+    assert not found, "\n".join(found)
+
+
+def check_delivered(database_url: str, account: Account, namespace: str = "weir") -> None:
+    """Raises: AssertionError unless the double counted each stream's delivered tokens exactly, and nothing else."""
+    query = """
+        SELECT b.organization_id, b.price_version_id, b.token_kind, o.stripe_id,
+               coalesce(sum(b.token_count) FILTER (WHERE b.state = 'delivered'), 0)::bigint AS token_count
+        FROM meter_batches b
+        JOIN stripe_objects o ON o.kind = 'customer' AND o.ref = b.organization_id::text GROUP BY 1, 2, 3, 4
+    """
+    with psycopg.connect(psycopg_conninfo(database_url), row_factory=dict_row) as connection:
+        rows = connection.execute(query).fetchall()
+    for row in rows:
+        counted = account.total(f"{namespace}_{row['price_version_id']}_{row['token_kind']}", row["stripe_id"])
+        assert counted == row["token_count"], row
+    assert sum(int(each["payload"]["value"]) for each in account.meter_events) == sum(row["token_count"] for row in rows)
+
+
+async def known_to_stripe(session: AsyncSession, account: Account, customer: Customer, price: ModelPrice) -> str:
+    """Customer and meters on both sides, without the whole of a sync; the customer's id at Stripe."""
+    organization = str(customer.organization_id)
+    made = account.create("customers", {"name": customer.name, "metadata": {"weir_organization_id": organization}})
+    await remember(session, "customer", organization, made["id"])
+    for kind in KINDS:
+        version = price.prices.version
+        meter = account.create("billing/meters", {"event_name": f"weir_{version}_{kind}", "display_name": kind})
+        await remember(session, "meter", f"{version}:{kind}", meter["id"])
+    return str(made["id"])
+
+
+async def remember(session: AsyncSession, kind: str, ref: str, stripe_id: str) -> None:
+    """A row of `stripe_objects`."""
+    statement = text("INSERT INTO stripe_objects (account, kind, ref, stripe_id) VALUES ('test', :kind, :ref, :stripe_id)")
+    await session.execute(statement, {"kind": kind, "ref": ref, "stripe_id": stripe_id})
+
+
+async def states(sessions: Sessions) -> dict[str, int]:
+    """How many batches stand how."""
+    async with sessions() as session:
+        rows = await session.execute(text("SELECT state, count(*) FROM meter_batches GROUP BY 1"))
+        return {str(state): int(count) for state, count in rows}

@@ -1,0 +1,421 @@
+"""Usage on its way to the biller: batches by the hour, each handed over once, whatever fails in between."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from sqlalchemy import text
+from sqlalchemy.exc import DBAPIError
+
+from metering import stripe_gateway
+from metering.batches import form_batches
+from metering.db import Sessions, create_engine, create_sessions
+from metering.deliveries import deliver_pending
+from metering.export_models import BatchState
+from metering.export_settings import StripeSettings
+from metering.exporting import Answer, Exporter, Quantity, Stream, Verdict
+from metering.file_exporter import FileExporter
+from metering.models import TokenKind
+from metering.prices import ModelPrice
+from metering.stripe_gateway import StripeGateway
+from tests.metering.books import Consumed, Customer, new_customer, new_price
+from tests.metering.export_books import (
+    check_delivered,
+    check_export,
+    hours_ago,
+    known_to_stripe,
+    states,
+    use_and_rate,
+)
+from tests.metering.workers import wait_until
+from tests.stripe_double.server import KEY, Fault, StripeDouble, stripe_double
+
+DELIVERED = {"delivered": 3}  # a request's three kinds of token
+
+
+@pytest.fixture
+def double() -> Iterator[StripeDouble]:
+    """Stripe on this machine."""
+    with stripe_double() as running:
+        yield running
+
+
+def gateway(double: StripeDouble) -> StripeGateway:
+    """A gateway to the double."""
+    return StripeGateway(StripeSettings(KEY, api_base=double.url))
+
+
+async def ready(sessions: Sessions, double: StripeDouble, customer: Customer, price: ModelPrice, *events: Consumed) -> str:
+    """Batches that wait for a Stripe that knows their customer; the customer's id there."""
+    async with sessions.begin() as session:
+        stripe_id = await known_to_stripe(session, double.account, customer, price)
+    await use_and_rate(sessions, customer, price, *(events or (Consumed(100, 30, 20, settled_at=hours_ago(3)),)))
+    await form_batches(sessions)
+    return stripe_id
+
+
+async def let_time_pass(sessions: Sessions) -> None:
+    """Every wait is over."""
+    async with sessions.begin() as session:
+        await session.execute(text("UPDATE meter_batches SET next_attempt_at = now()"))
+        await session.execute(text("UPDATE export_progress SET paused_until = NULL"))
+
+
+async def test_an_hour_that_is_over_is_one_batch_per_kind_and_what_comes_late_is_another(
+    sessions: Sessions, customer: Customer, price: ModelPrice, database_url: str
+) -> None:
+    at = hours_ago(3)
+    await use_and_rate(sessions, customer, price, Consumed(100, 30, 20, settled_at=at), Consumed(7, 0, 1, settled_at=at))
+    await use_and_rate(sessions, customer, price, Consumed(5, 0, 5, settled_at=hours_ago(-1)))  # its hour is not over
+
+    first = await form_batches(sessions)
+    again = await form_batches(sessions)
+    await use_and_rate(sessions, customer, price, Consumed(3, 0, 0, settled_at=at))
+    late = await form_batches(sessions)
+
+    async with sessions() as session:
+        query = text("SELECT token_kind, part, token_count FROM meter_batches ORDER BY token_kind, part")
+        rows = [tuple(row) for row in await session.execute(query)]
+    assert (first, again, late) == (3, 0, 1)
+    assert rows == [("cached_input", 0, 30), ("input", 0, 77), ("input", 1, 3), ("output", 0, 21)]
+    check_export(database_url)
+
+
+async def test_two_who_make_batches_at_once_make_each_once(
+    sessions: Sessions, customer: Customer, price: ModelPrice, database_url: str
+) -> None:
+    events = [Consumed(10, 1, 2, settled_at=hours_ago(hour)) for hour in range(2, 40)]
+    await use_and_rate(sessions, customer, price, *events)
+
+    await asyncio.gather(*(form_batches(sessions) for _ in range(4)))
+    await form_batches(sessions)
+
+    check_export(database_url)
+    assert await states(sessions) == {"pending": 3 * 38}
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "UPDATE meter_batches SET token_count = token_count - 1",
+        "UPDATE meter_batches SET hour = hour - interval '1 hour'",
+        "UPDATE meter_batches SET state = 'cancelled'",
+        "DELETE FROM meter_batches",
+        "TRUNCATE meter_batches",
+    ],
+)
+async def test_no_token_of_a_batch_is_ever_changed_away(
+    statement: str, sessions: Sessions, customer: Customer, price: ModelPrice
+) -> None:
+    await use_and_rate(sessions, customer, price, Consumed(10, 0, 0, settled_at=hours_ago(3)))
+    await form_batches(sessions)
+
+    with pytest.raises(DBAPIError, match=r"never change|is no way|append-only"):
+        async with sessions.begin() as session:
+            await session.execute(text(statement))
+
+
+async def test_stripe_counts_what_was_used_at_a_moment_inside_its_hour(
+    sessions: Sessions, customer: Customer, price: ModelPrice, double: StripeDouble, database_url: str
+) -> None:
+    stripe_id = await ready(sessions, double, customer, price)
+
+    run = await deliver_pending(sessions, gateway(double))
+
+    hour = hours_ago(3).replace(minute=0)
+    assert run.delivered_count == 3
+    assert double.account.total(f"weir_{price.prices.version}_input", stripe_id) == 70
+    assert {each["timestamp"] for each in double.account.meter_events} == {int((hour + timedelta(minutes=30)).timestamp())}
+    check_delivered(database_url, double.account)
+
+
+FAULTS = {
+    "accepted, then the connection drops": (Fault(accepted=True), "sent", 3),
+    "dropped before it was counted": (Fault(), "sent", 3),
+    "accepted, then a server error": (Fault(accepted=True, status=500), "sent", 3),
+    "a server error": (Fault(status=503), "sent", 3),
+    "too many requests": (Fault(status=429, headers={"Retry-After": "7"}), "pending", 3),
+}
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("name", FAULTS)
+async def test_a_call_that_fails_is_repeated_until_it_counts_once(
+    name: str, sessions: Sessions, customer: Customer, price: ModelPrice, double: StripeDouble, database_url: str
+) -> None:
+    fault, state, _ = FAULTS[name]
+    await ready(sessions, double, customer, price, Consumed(0, 0, 20, settled_at=hours_ago(3)))
+    double.faults.append(fault)
+
+    failed = await deliver_pending(sessions, gateway(double))
+    after_failure = await states(sessions)
+    paused = await deliver_pending(sessions, gateway(double))
+    await let_time_pass(sessions)
+    await deliver_pending(sessions, gateway(double))
+
+    assert failed.trouble is not None
+    assert failed.trouble.retry_after_s == (7 if "Retry-After" in fault.headers else None)
+    assert after_failure == {state: 1}
+    assert (paused.delivered_count, paused.trouble) == (0, None)
+    assert await states(sessions) == {"delivered": 1}
+    check_delivered(database_url, double.account)
+
+
+@pytest.mark.faults
+async def test_an_answer_that_never_comes_is_waited_for_so_long_and_then_asked_for_again(
+    sessions: Sessions,
+    customer: Customer,
+    price: ModelPrice,
+    double: StripeDouble,
+    database_url: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(stripe_gateway, "READ_TIMEOUT_S", 0.3)
+    await ready(sessions, double, customer, price, Consumed(0, 0, 20, settled_at=hours_ago(3)))
+    answer = threading.Event()
+    double.faults.append(Fault(accepted=True, wait=answer))
+
+    failed = await deliver_pending(sessions, gateway(double))
+    answer.set()
+    await asyncio.to_thread(wait_until, lambda: not double.busy, "the double to be done")
+    await let_time_pass(sessions)
+    await deliver_pending(sessions, gateway(double))
+
+    assert failed.trouble is not None
+    assert not failed.trouble.certain
+    assert await states(sessions) == {"delivered": 1}
+    check_delivered(database_url, double.account)
+
+
+async def test_a_wrong_key_stops_the_export_with_its_reason_and_loses_nothing(
+    sessions: Sessions, customer: Customer, price: ModelPrice, double: StripeDouble, database_url: str
+) -> None:
+    await ready(sessions, double, customer, price)
+    double.bad_key = True
+
+    run = await deliver_pending(sessions, gateway(double))
+
+    assert run.trouble is not None
+    assert run.trouble.verdict is Verdict.BLOCKED
+    assert "Invalid API Key" in run.trouble.reason
+    assert KEY not in run.trouble.reason
+    assert await states(sessions) == {"pending": 3}
+    double.bad_key = False
+    await let_time_pass(sessions)
+    await deliver_pending(sessions, gateway(double))
+    assert await states(sessions) == DELIVERED
+    check_delivered(database_url, double.account)
+
+
+async def test_a_refused_connection_is_known_to_have_counted_nothing(
+    sessions: Sessions, customer: Customer, price: ModelPrice, double: StripeDouble
+) -> None:
+    await ready(sessions, double, customer, price)
+    nobody = StripeGateway(StripeSettings(KEY, api_base="http://127.0.0.1:1"))
+
+    run = await deliver_pending(sessions, nobody)
+
+    assert run.trouble is not None
+    assert run.trouble.certain
+    assert await states(sessions) == {"pending": 3}
+
+
+async def test_what_stripe_refuses_is_rejected_with_its_words_and_holds_up_no_other(
+    sessions: Sessions, customer: Customer, price: ModelPrice, double: StripeDouble
+) -> None:
+    await ready(sessions, double, customer, price)
+    meters = double.account.of("billing/meters")
+    del meters[next(id for id, each in meters.items() if each["event_name"].endswith("_output"))]
+
+    await deliver_pending(sessions, gateway(double))
+
+    async with sessions() as session:
+        error = await session.scalar(text("SELECT last_error FROM meter_batches WHERE state = 'rejected'"))
+    assert await states(sessions) == {"delivered": 2, "rejected": 1}
+    assert "No active meter found" in str(error)
+
+
+async def test_a_batch_in_doubt_for_longer_than_stripe_remembers_is_not_sent_again(
+    sessions: Sessions, customer: Customer, price: ModelPrice, double: StripeDouble
+) -> None:
+    await ready(sessions, double, customer, price, Consumed(0, 0, 20, settled_at=hours_ago(3)))
+    double.faults.append(Fault(accepted=True))
+    await deliver_pending(sessions, gateway(double))
+    await let_time_pass(sessions)
+    async with sessions.begin() as session:
+        await session.execute(text("UPDATE meter_batches SET sent_at = now() - interval '23 hours 1 second'"))
+
+    run = await deliver_pending(sessions, gateway(double))
+
+    assert run.parked_count == 1
+    assert await states(sessions) == {"parked": 1}
+    assert double.calls["POST /v1/billing/meter_events"] == 1
+
+
+@pytest.mark.parametrize(
+    ("was", "answer", "state"),
+    [
+        ("pending", Answer(Verdict.REFUSED), "rejected"),
+        ("sent", Answer(Verdict.REFUSED), "parked"),
+        ("pending", Answer(Verdict.LATER), "pending"),
+        ("sent", Answer(Verdict.LATER), "sent"),
+        ("pending", Answer(Verdict.LATER, certain=False), "sent"),
+        ("sent", Answer(Verdict.BLOCKED), "sent"),
+    ],
+)
+def test_doubt_about_one_attempt_outlives_what_the_next_is_told(was: str, answer: Answer, state: str) -> None:
+    from metering.deliveries import state_after
+
+    assert state_after(was, answer) is BatchState(state)
+
+
+@pytest.mark.faults
+async def test_many_workers_never_call_twice_at_once_for_one_customer_and_meter(
+    sessions: Sessions, customer: Customer, price: ModelPrice, double: StripeDouble, database_url: str
+) -> None:
+    events = [Consumed(10, 1, 2, settled_at=hours_ago(hour)) for hour in range(2, 22)]
+    await ready(sessions, double, customer, price, *events)
+    engine = create_engine(database_url, pool_size=12)
+    exporter = gateway(double)
+
+    await asyncio.gather(*(deliver_pending(create_sessions(engine), exporter, 30) for _ in range(3)))
+
+    await engine.dispose()
+    assert double.clashes == 0
+    assert await states(sessions) == {"delivered": 60}
+    check_delivered(database_url, double.account)
+
+
+def exporting(database_url: str, double: StripeDouble) -> subprocess.Popen[bytes]:
+    """A process that runs the worker's task once."""
+    environment = {**os.environ, **double.environment, "WEIR_DATABASE_URL": database_url}
+    return subprocess.Popen([sys.executable, "-c", "from metering import tasks; tasks.export()"], env=environment)
+
+
+@pytest.mark.faults
+async def test_a_worker_killed_between_the_call_and_its_record_bills_nothing_twice(
+    database_url: str, sessions: Sessions, customer: Customer, price: ModelPrice, double: StripeDouble
+) -> None:
+    await ready(sessions, double, customer, price)
+    answer = threading.Event()
+    double.faults.append(Fault(accepted=True, wait=answer))
+    first = exporting(database_url, double)
+    await asyncio.to_thread(wait_until, double.reached.is_set, "the worker to be in the middle of a call")
+    first.kill()
+    first.wait()
+    answer.set()
+    left = await states(sessions)
+    await asyncio.to_thread(wait_until, lambda: not double.busy, "the double to be done")
+    next_ones = [exporting(database_url, double) for _ in range(2)]
+    statuses = [process.wait(60) for process in next_ones]
+
+    assert statuses == [0, 0]
+    assert await states(sessions) == DELIVERED
+    assert left.get("sent", 0) >= 1
+    check_export(database_url)
+    check_delivered(database_url, double.account)
+
+
+async def test_a_file_holds_each_quantity_once_and_survives_a_torn_line(
+    tmp_path: Path, sessions: Sessions, customer: Customer, price: ModelPrice
+) -> None:
+    path = tmp_path / "usage.jsonl"
+    await use_and_rate(sessions, customer, price, Consumed(100, 30, 20, settled_at=hours_ago(3)))
+    await form_batches(sessions)
+    path.write_bytes(b'{"identifier": "torn')
+
+    await deliver_pending(sessions, FileExporter(path))
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    quantity = Quantity(
+        lines[0]["identifier"],
+        Stream(customer.organization_id, price.prices.version, TokenKind(lines[0]["token_kind"])),
+        hours_ago(3),
+        lines[0]["token_count"],
+        2,
+    )
+    again = await FileExporter(path).deliver(quantity)
+
+    assert sorted((line["token_kind"], line["token_count"]) for line in lines) == [
+        ("cached_input", 30),
+        ("input", 70),
+        ("output", 20),
+    ]
+    assert again.verdict is Verdict.DELIVERED
+    assert len(path.read_text().splitlines()) == 3
+    assert await states(sessions) == DELIVERED
+
+
+class Careless:
+    """An exporter whose answers get lost at random; it counts by identifier, as every exporter must."""
+
+    account = ""
+    remembers_for = timedelta(days=1)
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.counted: dict[str, int] = {}
+
+    async def deliver(self, quantity: Quantity) -> Answer:
+        """Count it or not, and say so or not."""
+        if self.random.random() < 0.7:
+            assert self.counted.setdefault(quantity.identifier, quantity.token_count) == quantity.token_count
+            return Answer(Verdict.DELIVERED) if self.random.random() < 0.7 else Answer(Verdict.LATER, "lost", certain=False)
+        return Answer(Verdict.LATER, "busy")
+
+
+STEP = st.one_of(
+    st.tuples(st.just("use"), st.integers(2, 5), st.integers(0, 30), st.integers(0, 9)),
+    st.just(("form",)),
+    st.just(("deliver",)),
+)
+
+
+@settings(
+    max_examples=int(os.environ.get("WEIR_EXPORT_EXAMPLES", "8")),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(steps=st.lists(STEP, max_size=12), seed=st.integers(0, 2**32))
+def test_in_whatever_order_usage_comes_each_token_is_exported_once(
+    steps: list[tuple[object, ...]], seed: int, database_url: str
+) -> None:
+    async def play() -> None:
+        engine = create_engine(database_url)
+        sessions, exporter = create_sessions(engine), Careless(seed)
+        checked: Exporter = exporter
+        async with sessions.begin() as session:
+            await session.execute(text("UPDATE export_progress SET paused_until = NULL"))
+            name = f"org-{await session.scalar(text('SELECT count(*) FROM organizations'))}"
+            customer, price = await new_customer(session, name), await new_price(session)
+        used = 0
+        for step in steps:
+            match step:
+                case ("use", int(hour), int(tokens), int(output)):
+                    await use_and_rate(sessions, customer, price, Consumed(tokens, tokens // 2, output, settled_at=hours_ago(hour)))
+                    used += tokens + output
+                case ("form",):
+                    await form_batches(sessions)
+                case _:
+                    await deliver_pending(sessions, checked)
+                    await let_time_pass(sessions)
+        await form_batches(sessions)
+        while set(await states(sessions)) - {"delivered"}:
+            await deliver_pending(sessions, checked)
+            await let_time_pass(sessions)
+        await engine.dispose()
+        assert sum(exporter.counted.values()) == used
+
+    asyncio.run(play())
+    check_export(database_url)

@@ -1,0 +1,73 @@
+"""Requests as Stripe's API takes them: form fields with brackets, checked against the schema that Stripe publishes."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qsl
+
+import jsonschema
+
+SCHEMA = json.loads(Path(__file__).with_name("schema.json").read_text(encoding="utf-8"))
+OPERATIONS: dict[str, dict[str, Any]] = SCHEMA["operations"]
+PART = re.compile(r"[^\[\]]+|\[\]")
+
+
+class Refused(Exception):
+    """A request that Stripe would refuse: status and the error object of the answer."""
+
+    def __init__(self, status: int, message: str, kind: str = "invalid_request_error", **more: str) -> None:
+        super().__init__(message)
+        self.status = status
+        self.error = {"type": kind, "message": message, **more}
+
+
+def operation_of(method: str, path: str) -> tuple[str, list[str]]:
+    """The operation that a call is for, and the values in its path. Raises: Refused."""
+    for name in sorted(OPERATIONS, key=lambda each: each.count("{")):
+        verb, template = name.split(" ")
+        pattern = re.sub(r"\{\w+\}", "([^/]+)", template)
+        if verb == method and (found := re.fullmatch(pattern, path)):
+            return name, list(found.groups())
+    raise Refused(404, f"Unrecognized request URL ({method}: {path}).")
+
+
+def parsed(operation: str, form: str) -> dict[str, Any]:
+    """The parameters of a call as values of their types. Raises: Refused where the schema does not allow them."""
+    tree: dict[str, Any] = {}
+    for field, value in parse_qsl(form, keep_blank_values=True):
+        place = tree
+        *outer, last = PART.findall(field)
+        for name in outer:
+            place = place.setdefault(name, {})
+        place[str(len(place)) if last == "[]" else last] = value
+    schema = OPERATIONS[operation]
+    values = typed(tree, schema)
+    try:
+        jsonschema.validate(values, schema)
+    except jsonschema.ValidationError as error:
+        raise Refused(400, f"Invalid request: {error.message}", param=".".join(map(str, error.path))) from error
+    assert isinstance(values, dict)
+    return values
+
+
+def typed(value: Any, schema: dict[str, Any]) -> Any:
+    """A form value by its schema: what is text on the wire becomes what it stands for, if it can."""
+    for choice in schema.get("anyOf", ()):
+        if choice.get("type") == ("object" if isinstance(value, dict) else choice.get("type")):
+            candidate = typed(value, choice)
+            if jsonschema.Draft202012Validator(choice).is_valid(candidate):
+                return candidate
+    kind = schema.get("type")
+    if isinstance(value, dict):
+        if kind == "array":
+            return [typed(value[key], schema["items"]) for key in sorted(value, key=int)]
+        known, other = schema.get("properties", {}), schema.get("additionalProperties") or {}
+        return {name: typed(each, known.get(name, other)) for name, each in value.items()}
+    if kind == "integer" and re.fullmatch(r"-?\d+", value):
+        return int(value)
+    if kind == "boolean" and value in ("true", "false"):
+        return value == "true"
+    return value
