@@ -21,9 +21,9 @@ from metering import live, tenants
 from metering.audit import record_change
 from metering.db import Sessions
 from metering.errors import InvalidValue, NotFound
-from metering.holds import sweep_expired_holds
 from metering.models import Hold, HoldState, Organization, Project
 from metering.stop_orders import order_end_of_request
+from metering.sweeping import sweep_expired_holds
 
 REASON_CHARS_MAX = 200
 PAGE_SIZE = 200

@@ -13,10 +13,8 @@ import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import psycopg
 import structlog
 
-from metering.db import connection_options, psycopg_conninfo
 from metering.errors import HoldEnded, InvariantViolated, QuotaExceeded, StoreAway
 from metering.group_commit import GroupCommit, GroupCommitStatistics
 from metering.hold_connection import BATCH_SIZE_MAX, EXPIRY_S, HoldConnection
@@ -26,7 +24,6 @@ from metering.operations import (
     Admit,
     Admitted,
     Ended,
-    Expire,
     Extend,
     Extended,
     HoldAnswer,
@@ -37,7 +34,7 @@ from metering.operations import (
     Void,
 )
 from metering.standing_holds import Bindings, GraceTerms, StandingHolds
-from metering.store_gate import CONNECT_TIMEOUT_S, StoreGate
+from metering.store_gate import StoreGate
 
 RENEW_INTERVAL_S = 15.0  # a quarter of the expiry: three renewals may fail before anything is lost
 WAITING_COUNT_MAX = 10_000  # admissions beyond this wait longer than a client would
@@ -335,25 +332,3 @@ class HoldStore:
             self._owed[op.hold_id] = op
         elif isinstance(op, Settle) and isinstance(answer, Exception):
             log.error("hold_end_refused", hold_id=str(op.hold_id), cause=str(answer))
-
-
-async def sweep_expired_holds(database_url: str, *, limit: int = 1000) -> int:
-    """Expire holds whose owners have been silent too long, by the database's clock; tells how many. Safe anywhere, anytime.
-
-    Raises: psycopg.OperationalError or StoreAway if the database is away.
-    """
-    async with await psycopg.AsyncConnection.connect(
-        psycopg_conninfo(database_url), autocommit=True, connect_timeout=CONNECT_TIMEOUT_S, options=connection_options()
-    ) as connection:
-        cursor = await connection.execute(
-            "SELECT id FROM holds WHERE state = 'held' AND expires_at <= now() ORDER BY expires_at LIMIT %s", (limit,)
-        )
-        overdue = [Expire(row[0]) for row in await cursor.fetchall()]
-    answers: list[HoldAnswer | Exception] = []
-    async with HoldConnection(database_url, uuid.uuid4()) as holds:
-        for start in range(0, len(overdue), BATCH_SIZE_MAX):
-            answers += await holds.execute(overdue[start : start + BATCH_SIZE_MAX])
-    for answer in answers:
-        if isinstance(answer, StoreAway):
-            raise answer
-    return sum(1 for answer in answers if isinstance(answer, Ended) and answer.done)

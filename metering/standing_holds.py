@@ -214,5 +214,5 @@ class StandingHolds:
 
 
 def has_room(admitted: Admitted) -> bool:
-    """Whether no limit is half used."""
-    return all(state.remaining * 2 >= state.limit_value for state in admitted.quotas)
+    """Whether no limit is half used; those that only watch limit nothing."""
+    return all(state.remaining * 2 >= state.limit_value for state in admitted.quotas if state.rule.enforced)

@@ -15,8 +15,8 @@ from metering.celery_app import TIME_LIMIT_S, task
 from metering.db import Sessions, create_engine, create_sessions
 from metering.errors import InvalidValue, StoreAway
 from metering.exporters import export_usage
-from metering.holds import sweep_expired_holds
 from metering.rating import rate_all_pending
+from metering.sweeping import sweep_expired_holds
 
 log = logging.getLogger(__name__)
 

@@ -18,8 +18,8 @@ from weir_client import Unavailable
 
 from metering.embedded_postgres import EmbeddedPostgres
 from metering.errors import StoreAway
-from metering.holds import sweep_expired_holds
 from metering.models import QuotaDimension
+from metering.sweeping import sweep_expired_holds
 from tests.faults.conftest import Start
 from tests.faults.servers import crash, restart
 from tests.metering.invariants import check_invariants

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import random
+import signal
+from collections.abc import Sequence
 from pathlib import Path
 
 import grpc
 import pytest
+from weir.v1 import inference_service_pb2 as pb
 
 from metering.embedded_postgres import EmbeddedPostgres
+from metering.errors import StoreAway
 from metering.models import QuotaDimension
+from metering.sweeping import sweep_expired_holds
 from tests.faults.conftest import Start
 from tests.faults.servers import crash, frozen, restart
 from tests.metering.cutting_proxy import CuttingProxy
 from tests.metering.invariants import check_invariants
-from tests.service import Books, Refusal, Service, Tenant, log_events, start, until
+from tests.service import PATIENCE_S, Books, Refusal, Service, Stream, Tenant, log_events, start, until
 
 pytestmark = pytest.mark.faults
 
@@ -197,3 +204,48 @@ def connection_count(service: Service) -> int:
         "AND backend_type = 'client backend' AND application_name = 'weir'"
     )
     return int(row["n"])
+
+
+PAUSES = int(os.environ.get("WEIR_TEST_PAUSES", "4"))
+
+
+async def test_a_process_paused_at_random_moments_bills_each_token_that_was_received_once(launch: Start) -> None:
+    """In whatever phase its requests are, while others sweep: awake again, it sends nothing under what it lost, and settles."""
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    service = launch(hold_expiry_s=1.0, lease_slice_tokens=32)
+    tenant = await service.tenant(LIMITS)
+    expired = 0
+    async with service.stream(tenant.secret) as stream:
+        for _ in range(PAUSES):
+            frames = [start(max_output_tokens=rng.choice((1, 20, 200))) for _ in range(rng.randrange(1, 12))]
+            await stream.send(*frames)
+            wanted = rng.choice((0, 0, 1, 10, 60))
+            await stream.wait(lambda frames=frames, wanted=wanted: tokens_or_ends(stream, frames, wanted))  # type: ignore[misc]
+            os.kill(service.pid, signal.SIGSTOP)
+            await until_swept(service)
+            os.kill(service.pid, signal.SIGCONT)
+            for frame in frames:
+                await stream.end(frame.request_id)
+            expired += service.books.holds(tenant).get("expired", 0)
+    await service.no_hold_left(tenant)
+    delivered = service.books.delivered(tenant)
+    received = {request_id: len(stream.token_ids(request_id)) for request_id in stream.frames}
+    assert {request_id: count for request_id, count in received.items() if count} == {k: v for k, v in delivered.items() if v}
+    print(f"{sum(received.values())} tokens in {len(received)} requests, {expired} holds expired")
+    check_invariants(service.database_url, all_ended=True)
+
+
+def tokens_or_ends(stream: Stream, frames: Sequence[pb.ClientFrame], wanted: int) -> bool:
+    """Whether so many tokens have come in all, or all requests have ended."""
+    got = sum(len(stream.token_ids(frame.request_id)) for frame in frames)
+    return got >= wanted or all(stream.ends(frame.request_id) for frame in frames)
+
+
+async def until_swept(service: Service) -> None:
+    """Sweep until the paused process has no hold left. Its transaction may have rows locked for two seconds."""
+    async with asyncio.timeout(PATIENCE_S):
+        while service.books.held_hold_count():
+            with contextlib.suppress(StoreAway):
+                await sweep_expired_holds(service.database_url)

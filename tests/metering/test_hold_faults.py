@@ -17,10 +17,11 @@ from metering import embedded_postgres, hold_connection
 from metering.errors import MeteringError, QuotaExceeded, StoreAway
 from metering.exchange import Connection
 from metering.hold_connection import HoldConnection
-from metering.holds import HoldStore, sweep_expired_holds
+from metering.holds import HoldStore
 from metering.migrations_runner import migrate
 from metering.models import QuotaDimension
 from metering.operations import Extend, HoldAnswer, HoldOperation, Settled
+from metering.sweeping import sweep_expired_holds
 from tests.metering.cutting_proxy import CuttingProxy, Side
 from tests.metering.hold_world import HoldWorld, admit, hold_world, settle
 from tests.metering.invariants import check_invariants

@@ -13,11 +13,11 @@ import pytest
 
 from metering import recovery
 from metering.errors import StoreAway
-from metering.holds import sweep_expired_holds
 from metering.journal import Delivered, UsageJournal
 from metering.models import QuotaDimension
 from metering.operations import Admit, Expire, Extend
 from metering.recovery import Recovered, recover_journals
+from metering.sweeping import sweep_expired_holds
 from tests.metering.cutting_proxy import CuttingProxy
 from tests.metering.hold_world import HoldWorld, admit, hold_world, settle
 from tests.metering.invariants import check_invariants

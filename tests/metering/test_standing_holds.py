@@ -228,6 +228,8 @@ async def test_a_request_that_needs_what_is_set_aside_gets_it(world: HoldWorld, 
 async def test_nothing_stands_for_a_key_that_has_used_half_of_a_limit(world: HoldWorld, tmp_path: Path) -> None:
     payer = world.tenant()
     concurrent = world.quota(payer, QuotaDimension.CONCURRENT_REQUESTS, 10)
+    watching = world.quota(payer, QuotaDimension.TOKENS_PER_MONTH, 1)
+    world.execute("UPDATE quotas SET enforced = false WHERE id = %s", watching)  # it refuses nobody
     async with store_with_grace(world.url, tmp_path) as store:
         await in_use(store, payer)
         ops = [admit(payer) for _ in range(6)]
