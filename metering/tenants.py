@@ -65,8 +65,7 @@ async def create_organization(session: AsyncSession, *, name: str, currency_code
     """A new customer. Raises: InvalidValue, AlreadyExists."""
     values = {"name": checked_name(name), "currency_code": checked_currency(currency_code)}
     statement = insert(Organization).values(values).on_conflict_do_nothing(index_elements=["name"]).returning(Organization)
-    organization = await session.scalar(statement)
-    if organization is None:
+    if (organization := await session.scalar(statement)) is None:
         raise AlreadyExists("organization", name)
     await _record_creation(session, actor, "organization.create", organization)
     return organization
@@ -108,9 +107,7 @@ async def create_api_key(
 ) -> tuple[KeyRecord, str]:
     """A new key and its secret, which cannot be had again. No scopes means "inference"; no lifetime means for ever.
 
-    It gets the limits that its project and organization keep for new keys.
-
-    Raises: NotFound, InvalidValue.
+    It gets the limits that its project and organization keep for new keys. Raises: NotFound, InvalidValue.
     """
     owner = await find_project(session, project, organization=organization)
     values = {
