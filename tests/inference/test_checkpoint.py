@@ -27,7 +27,8 @@ def change(path: Path, **entries: Any) -> None:
     ("entries", "words"),
     [
         ({"architectures": ["FalconForCausalLM"]}, "FalconForCausalLM is not supported"),
-        ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "longrope is not supported"),
+        ({"rope_scaling": {"rope_type": "proportional", "factor": 2.0}}, "proportional is not supported"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "short_factor is missing"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 2.0, "beta": 1}}, "linear has an unsupported entry: beta = 1"),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "unsupported entry: full_attention = "),
         ({"rope_scaling": {"rope_type": "linear"}}, "factor is missing"),

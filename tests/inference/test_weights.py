@@ -59,7 +59,7 @@ def logits_of(directory: Path, token_ids: list[int], dtype: torch.dtype, *, quan
     table = torch.arange(blocks_for(len(token_ids)))
     batch = Batch(
         token_ids=torch.tensor(token_ids),
-        positions=positions,
+        rotary_rows=positions,
         pool_rows=row_indices(table[positions // KV_BLOCK_TOKENS], positions % KV_BLOCK_TOKENS, config.kv_head_count),
         spans={None: Spans((), (PrefillSpan(0, len(token_ids), 0, table, None),))},
         logit_rows=positions,
