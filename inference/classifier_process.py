@@ -188,6 +188,8 @@ class ClassifierProcess:
     def _take(self, message: FromClassifiers) -> None:
         if not isinstance(message, BatchScored) or message.number != self._number:
             raise ProtocolBroken(f"unexpected: {message!r}"[:200])
+        if message.fault is None and len(message.scores) != len(self._under_way):
+            raise ProtocolBroken(f"{len(message.scores)} scores for {len(self._under_way)} texts")
         self._watchdog.heard()
         done, self._under_way = self._under_way, []
         if message.fault is None:

@@ -156,7 +156,7 @@ def _labels(directory: Path, where: str) -> dict[str, int]:
     if config.get("problem_type") == "regression":
         raise SafetyRulesInvalid(f"{where}: {directory} estimates a number and has no labels to compare")
     id2label = config.get("id2label") or {0: "LABEL_0", 1: "LABEL_1"}  # what the library takes an absent entry for
-    if not isinstance(id2label, dict) or not all(str(place).isdigit() for place in id2label):
+    if not isinstance(id2label, dict) or sorted(map(str, id2label)) != sorted(map(str, range(len(id2label)))):
         raise SafetyRulesInvalid(f"{where}: id2label of {directory / 'config.json'} is not a table of labels")
     return {str(label): int(place) for place, label in id2label.items()}
 

@@ -176,33 +176,30 @@ def environment_of(pid: int) -> bytes:
 class TestProcess:
     """The child's life, as its callers see it."""
 
-    async def test_many_callers_share_batches_and_each_gets_its_own(self, danger: Path) -> None:
+    async def test_many_callers_share_batches_at_low_priority_and_each_gets_its_own(
+        self, danger: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The child has none of our secrets, and ends with us."""
+        monkeypatch.setenv("WEIR_DATABASE_URL", "secret")
         async with served(ClassifierProcess([danger, danger], timeout_s=PATIENCE_S)) as process:
             texts = [DANGEROUS if index % 3 == 0 else f"{HARMLESS} {index}" for index in range(60)]
 
             answers = await asyncio.gather(*(process.score([(index % 2, text)]) for index, text in enumerate(texts)))
 
             statistics = process.statistics()
+            pid = process.pid
+            assert pid is not None
+            assert os.getpriority(os.PRIO_PROCESS, pid) > os.getpriority(os.PRIO_PROCESS, 0)
+            environment = environment_of(pid)
+        assert b"WEIR_" not in environment
+        assert b"HF_HUB_OFFLINE=1" in environment
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
         assert [scores[0][1] > 0.5 for scores in answers] == [text == DANGEROUS for text in texts]
         assert statistics.scored_count == 60
         assert statistics.batch_count < 10
         assert statistics.waiting_count == 0
         assert statistics.waiting_count_peak >= 50
-
-    async def test_it_runs_at_low_priority_without_our_secrets_and_ends_with_us(
-        self, danger: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setenv("WEIR_DATABASE_URL", "secret")
-        async with served(ClassifierProcess([danger], timeout_s=PATIENCE_S)) as process:
-            pid = process.pid
-            assert pid is not None
-            assert os.getpriority(os.PRIO_PROCESS, pid) > os.getpriority(os.PRIO_PROCESS, 0)
-            environment = environment_of(pid)
-            assert b"WEIR_" not in environment
-            assert b"HF_HUB_OFFLINE=1" in environment
-
-        with pytest.raises(ProcessLookupError):
-            os.kill(pid, 0)
 
     async def test_a_dead_one_fails_its_callers_and_another_takes_its_place(self, danger: Path) -> None:
         async with served(ClassifierProcess([danger], timeout_s=PATIENCE_S)) as process:
@@ -433,6 +430,7 @@ def test_a_file_that_cannot_be_used_is_refused_with_the_reason(text: str, words:
         ({"auto_map": {"AutoModel": "code.py"}}, "code of its own"),
         ({"problem_type": "regression"}, "no labels"),
         ({"id2label": ["a", "b"]}, "not a table of labels"),
+        ({"id2label": {"0": "harmless", "5": "dangerous"}}, "not a table of labels"),
     ],
 )
 def test_a_checkpoint_of_another_kind_is_refused_before_it_is_loaded(entries: dict[str, Any], words: str, tmp_path: Path) -> None:
