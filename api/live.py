@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING
 import structlog
 
 from api import frames
-from api.admission import AdmissionRequest, Lease
+from api.admission import Lease
 from api.errors import CancelledEarly, DeadlineBeforeStart, status_of
 from api.outbox import Outbox, UsageSoFar
-from api.places import Arrival, Outlook, Place
-from api.preparation import prepare
-from api.reply import Reply
+from api.places import Outlook, Place
+from api.preparation import admission_request, arrival_of, prepare
+from api.reply import UNDELIVERED_OUTCOMES, Reply
 from api.stopwatch import Stopwatch
 from api.wire import OUTCOMES, ValidStart
 from inference.engine import (
@@ -42,8 +42,6 @@ from metering.operations import Outcome, Payer
 
 if TYPE_CHECKING:
     from api.process import Process
-
-UNDELIVERED_OUTCOMES = frozenset({Outcome.CANCELLED, Outcome.DEADLINE, Outcome.SLOW_CONSUMER})
 
 
 class Phase(Enum):
@@ -132,7 +130,7 @@ class LiveRequest:
                     engine, request = await self._prepare()
                     place = stack.enter_context(self._enter_queue(engine, request))
                     usage = self._reply.delivery.usage
-                    admission = self._process.admission.admit(self._admission_request(request), usage)
+                    admission = self._process.admission.admit(admission_request(self.start, request, self.caller.payer), usage)
                     lease = await stack.enter_async_context(admission)
                     self._watch.lap("admission")
                 await self._generate(engine, request, lease, place)
@@ -156,34 +154,11 @@ class LiveRequest:
 
     def _enter_queue(self, engine: Engine, request: GenerationRequest) -> Place:
         """A place in the queue, taken before the hold, so that what is refused here has touched nothing. Raises as `enter`."""
-        timeout_s, deadline = self.start.start_timeout_s, self.caller.deadline
-        if timeout_s is not None:
-            deadline = min(self.caller.received_at + timeout_s, deadline if deadline is not None else math.inf)
-        arrival = Arrival(
-            request_id=self.start.request_id,
-            tenant_id=self.caller.payer.organization_id,
-            input_token_count=len(request.prompt_token_ids),
-            output_token_count_max=request.stop.max_output_tokens * request.choice_count,
-            tier=self.start.tier,
-            weight=self._process.admission.settings.queue_weights.get(str(self.caller.payer.organization_id), 1.0),
-            sequence_count=request.choice_count,
-            compiles=request.response_format is not None,
-            deadline=deadline,
-        )
+        caller, weights = self.caller, self._process.admission.settings.queue_weights
         engine_wait_s = 0.0 if engine.healthy() else engine.condition().retry_after_s
+        arrival = arrival_of(self.start, request, caller.payer, weights, caller.received_at, caller.deadline)
         self.place = self._process.queues[self.start.model].enter(arrival, engine_wait_s)
         return self.place
-
-    def _admission_request(self, request: GenerationRequest) -> AdmissionRequest:
-        return AdmissionRequest(
-            payer=self.caller.payer,
-            request_id=self.start.request_id,
-            payload_hash=self.start.payload_hash,
-            model=self.start.model,
-            input_token_count=len(request.prompt_token_ids),
-            max_output_token_count=request.stop.max_output_tokens * request.choice_count,
-            labels=self.start.labels,
-        )
 
     async def _generate(self, engine: Engine, request: GenerationRequest, lease: Lease, place: Place) -> None:
         """Run the request under its hold, and leave `lease` with how it ended. Raises what breaks it."""
@@ -191,6 +166,7 @@ class LiveRequest:
         self._reply.delivery.fence = lambda: self._may_send(lease)
         predicted = engine.predict_cached_token_count(request.prompt_token_ids, request.cache_salt)
         self._reply.push(frames.admitted(lease.admitted, len(request.prompt_token_ids), predicted))
+        timer = self._start_timer()
         try:
             with self._interruptible():
                 await self._wait_for_turn(engine, place)
@@ -205,6 +181,8 @@ class LiveRequest:
             return
         finally:
             self._sequence = None
+            if timer is not None:
+                timer.cancel()
             place.leave()  # the engine is done with it; settling it is nothing that others wait for
             # On every way out: what still waits here would be delivered after it had been settled without.
             await self._reply.flush()
@@ -224,17 +202,23 @@ class LiveRequest:
             self.stop(Outcome.FAILED, lapse)
         return lapse is None
 
+    def _start_timer(self) -> asyncio.TimerHandle | None:
+        """End the request as `DEADLINE` if the engine has not begun with it in time, wherever it waits then."""
+        if self.start.start_timeout_s is None:
+            return None
+        left_s = self.caller.received_at + self.start.start_timeout_s - time.monotonic()
+        return asyncio.get_running_loop().call_later(left_s, self._stop_unless_begun)
+
+    def _stop_unless_begun(self) -> None:
+        if not self.usage.input_token_count:
+            self.stop(Outcome.DEADLINE)
+
     async def _wait_for_turn(self, engine: Engine, place: Place) -> None:
-        """Wait for the engine, and for the turn with it. A request whose time to begin runs out here ends as `DEADLINE`."""
+        """Wait for the engine, and for the turn with it."""
         await self._wait_until_ready(engine)
         self._watch.lap("cold_start")
         self.phase = Phase.QUEUED
-        try:
-            async with asyncio.timeout_at(place.arrival.deadline):
-                await place.turn()
-        except TimeoutError:
-            self.stop(Outcome.DEADLINE)
-            raise self._interruption() from None
+        await place.turn()
         self._watch.lap("queue")
         await self._wait_until_ready(engine)  # it may have gone meanwhile
         self._watch.lap("cold_start")
@@ -252,7 +236,7 @@ class LiveRequest:
 
     async def _stream(self, sequence: SequenceStream, request: GenerationRequest, place: Place) -> Outcome:
         """Hand on what the engine generates; the outcome as the engine saw it."""
-        usage = self._reply.delivery.usage
+        usage = self.usage
         async for event in sequence:
             match event:
                 case Scheduled():

@@ -1,16 +1,21 @@
-"""From a valid start frame to what an engine is asked: everything that can be known without holding anything."""
+"""From a valid start frame to what engine, queue and admission are asked: all that can be known without holding anything."""
 
 from __future__ import annotations
 
+import math
 import uuid
+from collections.abc import Mapping
 
+from api.admission import AdmissionRequest
 from api.decoding import check_against_model
 from api.errors import FieldViolation, InvalidRequest, PromptTooLong
+from api.places import Arrival
 from api.tokenizing import check_prompt, tokenize
 from api.wire import ValidStart
 from inference.engine import Engine, GenerationRequest, SequenceId
 from inference.safety import SafetyChecker
 from inference.tokenizer import Tokenizer
+from metering.operations import Payer
 
 
 async def prepare(
@@ -41,3 +46,40 @@ async def prepare(
     if safety is not None:
         await check_prompt(safety, tokenizer, start.prompt)
     return request
+
+
+def arrival_of(
+    start: ValidStart,
+    request: GenerationRequest,
+    payer: Payer,
+    weights: Mapping[str, float],
+    received_at: float,
+    deadline: float | None,
+) -> Arrival:
+    """What the queue has to know of a request. weights: by organization id. received_at, deadline (of the call): monotonic."""
+    if start.start_timeout_s is not None:
+        deadline = min(received_at + start.start_timeout_s, math.inf if deadline is None else deadline)
+    return Arrival(
+        request_id=start.request_id,
+        tenant_id=payer.organization_id,
+        input_token_count=len(request.prompt_token_ids),
+        output_token_count_max=request.stop.max_output_tokens * request.choice_count,
+        tier=start.tier,
+        weight=weights.get(str(payer.organization_id), 1.0),
+        sequence_count=request.choice_count if request.beam_search is None else request.beam_search.width,
+        compiles=request.response_format is not None,
+        deadline=deadline,
+    )
+
+
+def admission_request(start: ValidStart, request: GenerationRequest, payer: Payer) -> AdmissionRequest:
+    """What admission has to know of it."""
+    return AdmissionRequest(
+        payer=payer,
+        request_id=start.request_id,
+        payload_hash=start.payload_hash,
+        model=start.model,
+        input_token_count=len(request.prompt_token_ids),
+        max_output_token_count=request.stop.max_output_tokens * request.choice_count,
+        labels=start.labels,
+    )

@@ -20,6 +20,8 @@ from inference.safety import SafetyChecker
 from metering.errors import QuotaExceeded
 from metering.operations import Outcome, QuotaState
 
+UNDELIVERED_OUTCOMES = frozenset({Outcome.CANCELLED, Outcome.DEADLINE, Outcome.SLOW_CONSUMER})
+
 log = structlog.get_logger(__name__)
 
 

@@ -73,6 +73,20 @@ def test_a_flood_of_one_tenant_is_hardly_noticed_by_another_and_costs_no_through
     assert fair_rate >= 0.99 * arrival_rate
 
 
+@pytest.mark.parametrize(("input_tokens", "output_tokens"), [(20, 5), (300, 30), (1000, 150)])
+def test_the_engine_is_as_busy_as_if_it_were_given_everything(input_tokens: int, output_tokens: int) -> None:
+    """Many that enter at one step, or one in several steps: the window follows."""
+    rates = []
+    for lookahead in (True, False):
+        world = World(QueueLimits(), EngineModel(running_max=64), lookahead=lookahead)
+        make = agent("a", random.Random(0), input_tokens=input_tokens, output_tokens=output_tokens)
+        world.keep_busy("a", 200, make, 30.0)
+        world.run(30.0)
+        rates.append(world.output_tokens)
+
+    assert rates[0] >= 0.98 * rates[1]
+
+
 def test_nothing_is_kept_from_a_tenant_that_is_alone() -> None:
     _, fair = ttfts({"flood": 100}, until=30.0)
     _, given_all = ttfts({"flood": 100}, fair=False, until=30.0)

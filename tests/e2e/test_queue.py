@@ -1,0 +1,208 @@
+"""The queue through the whole service: who is let in, what those who wait are told, and that nothing is left of those who go.
+
+The server runs in this process, so that a test can look inside. Its engine runs four sequences at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+
+import grpc
+import pytest
+import pytest_asyncio
+from google.protobuf.duration_pb2 import Duration
+from weir.v1 import inference_service_pb2 as pb
+from weir.v1 import types_pb2
+
+import api.__main__ as api_main
+from api.service_rate import ServiceRate
+from metering.models import QuotaDimension
+from tests.conftest import new_database
+from tests.service import MODEL, Inside, Service, Stream, Tenant, run_inside, start, until
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+RUNNING_MAX = 4
+QUEUE_MAX = 100  # so that one organization has at most 40 places: half of the four fifths that are for newcomers
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def inside(
+    tmp_path_factory: pytest.TempPathFactory, model: Path, postgres_server: str, template_database: str
+) -> AsyncIterator[Inside]:
+    """A server with a short queue."""
+    with new_database(postgres_server, template=template_database) as url, pytest.MonkeyPatch.context() as monkeypatch:
+        service = Service(tmp_path_factory.mktemp("inside"), url, model, queue_requests_max=QUEUE_MAX, progress_interval_s=0.05)
+        build = api_main.engine_settings
+        monkeypatch.setattr(
+            api_main, "engine_settings", lambda *given: replace(build(*given), running_sequence_count_max=RUNNING_MAX)
+        )
+        async with run_inside(service, monkeypatch) as inside:
+            yield inside
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def service(inside: Inside) -> AsyncIterator[Service]:
+    """The service; each test leaves it empty."""
+    yield inside.service
+    await inside.check_empty()
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def tenant(service: Service) -> Tenant:
+    return await service.tenant({QuotaDimension.TOKENS_PER_MONTH: 10**9, QuotaDimension.CONCURRENT_REQUESTS: 10_000})
+
+
+@contextlib.asynccontextmanager
+async def crowded(service: Service, tenant: Tenant, waiting_count: int) -> AsyncIterator[tuple[Stream, list[str]]]:
+    """The engine full of one tenant's long requests, and so many more of them in the queue; all are gone afterwards."""
+    async with service.stream(tenant.secret) as stream:
+        running = [start(max_output_tokens=3000) for _ in range(RUNNING_MAX)]
+        await stream.send(*running)
+        for frame in running:
+            await stream.received(frame.request_id, 1)
+        waiting = [start(max_output_tokens=3000) for _ in range(waiting_count)]
+        if waiting:
+            await stream.send(*waiting)
+        for frame in waiting:
+            await stream.first(frame.request_id, "progress")
+        yield stream, [frame.request_id for frame in waiting]
+        await stream.cancel(*(frame.request_id for frame in (*running, *waiting)))
+        for frame in (*running, *waiting):
+            await stream.end(frame.request_id)
+
+
+def answered(stream: Stream, request_id: str) -> bool:
+    """Whether a request has been let in or refused."""
+    return bool(stream.of(request_id, "admitted") or stream.ends(request_id))
+
+
+def timeout_of(seconds: float) -> Duration:
+    duration = Duration()
+    duration.FromNanoseconds(int(seconds * 1e9))
+    return duration
+
+
+async def test_those_who_wait_are_told_their_position_and_their_wait(service: Service, tenant: Tenant) -> None:
+    async with crowded(service, tenant, 20) as (stream, waiting):
+        last = waiting[-1]
+
+        def told() -> pb.ProgressFrame | None:
+            frames = [frame for frame in stream.of(last, "progress") if frame.HasField("estimated_wait")]
+            return frames[-1] if frames else None
+
+        progress = await stream.wait(told, "a position with an estimate")
+
+        assert progress.stage == pb.ProgressFrame.STAGE_QUEUED
+        assert 1 <= progress.queue_position <= 20
+        assert progress.estimated_wait.ToMilliseconds() > 0
+
+
+async def test_a_full_queue_refuses_without_a_trace_and_only_whom_it_has_to(
+    inside: Inside, service: Service, tenant: Tenant
+) -> None:
+    other = await service.tenant({QuotaDimension.CONCURRENT_REQUESTS: 10_000})
+    async with crowded(service, tenant, 15) as (stream, _), service.stream(other.secret) as others:
+        extra = [start(max_output_tokens=3000) for _ in range(80)]
+        await stream.send(*extra)
+        refused = []
+        for frame in extra:
+            await stream.wait(functools.partial(answered, stream, frame.request_id))
+            refused += [frame.request_id for _ in stream.ends(frame.request_id)]
+
+        assert 20 <= len(refused) <= 55, "those for whom there is no place, and the engine has taken some of the others"
+        refusal = await stream.failed(refused[0])
+        assert (refusal.code, refusal.reason) == (grpc.StatusCode.UNAVAILABLE, "QUEUE_FULL")
+        assert refusal.retry_after_s is not None
+        assert refusal.retry_after_s > 0
+        known = service.books.rows("SELECT request_id FROM holds WHERE organization_id = %s", tenant.organization_id)
+        assert not {str(row["request_id"]) for row in known} & set(refused)
+        assert (await others.first(await others.begin(), "admitted")).input_token_count == 10
+        await stream.cancel(*(frame.request_id for frame in extra if frame.request_id not in refused))
+        for frame in extra:
+            await stream.end(frame.request_id)
+
+
+async def test_a_request_that_would_start_too_late_is_told_the_wait(service: Service, tenant: Tenant) -> None:
+    async with crowded(service, tenant, 20) as (stream, waiting):
+        await stream.wait(lambda: any(frame.HasField("estimated_wait") for frame in stream.of(waiting[-1], "progress")))
+
+        refusal = await stream.failed(await stream.begin(start_timeout=timeout_of(0.001)))
+
+        assert (refusal.code, refusal.reason) == (grpc.StatusCode.UNAVAILABLE, "STARTS_TOO_LATE")
+        assert float(refusal.info.metadata["estimated_wait_s"]) > 0.001
+        assert refusal.retry_after_s is not None
+
+
+async def test_a_request_whose_time_to_start_runs_out_ends_and_costs_nothing(
+    inside: Inside, service: Service, tenant: Tenant
+) -> None:
+    async with crowded(service, tenant, 20) as (stream, _):
+        for tier in inside.process.queues[MODEL]._tiers.values():
+            tier.waits.rate = ServiceRate()  # as if nothing had been observed yet, so that it is let in
+
+        finished = await stream.finished(await stream.begin(start_timeout=timeout_of(0.3)))
+
+        assert finished.reason == types_pb2.FINISH_REASON_DEADLINE
+        assert finished.usage == types_pb2.Usage()
+
+
+async def test_a_start_timeout_must_be_a_time(service: Service, tenant: Tenant) -> None:
+    async with service.stream(tenant.secret) as stream:
+        refusal = await stream.failed(await stream.begin(start_timeout=Duration()))
+        unknown = await stream.failed(await stream.begin(tier=77))
+
+    assert refusal.fields == ["start_timeout"]
+    assert unknown.fields == ["tier"]
+
+
+async def test_a_client_that_goes_away_takes_all_of_its_requests_out_of_the_queue(
+    inside: Inside, service: Service, tenant: Tenant
+) -> None:
+    async with service.stream(tenant.secret) as stream:
+        frames = [start(max_output_tokens=3000) for _ in range(15)]
+        async with crowded(service, tenant, 0):
+            await stream.send(*frames)
+            for frame in frames:
+                await stream.first(frame.request_id, "admitted")
+            stream.call.cancel()
+            await until(
+                lambda: sum(queue.waiting_count + queue.engine_pending_count for queue in inside.queue_statistics()) == 0,
+                "the queue to be empty",
+            )
+    await service.no_hold_left(tenant)
+    assert service.books.holds(tenant).get("voided", 0) >= 10, "all but those that the engine had begun with"
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_cancels_at_any_moment_leave_no_place_behind(inside: Inside, service: Service, tenant: Tenant, seed: int) -> None:
+    """Before the hold, in the queue, between queue and engine, and in the engine. The fixture looks at what is left."""
+    async with service.stream(tenant.secret) as stream:
+        frames = [start(max_output_tokens=30, tier=pb.SERVICE_TIER_BATCH if index % 3 else 0) for index in range(18)]
+        for turn, frame in enumerate(frames):
+            await stream.send(frame)
+            for _ in range((seed + turn) % 5 * 3):
+                await asyncio.sleep(0)
+            await stream.cancel(frame.request_id)
+        for frame in frames:
+            await stream.end(frame.request_id)
+
+
+async def test_the_wait_in_the_queue_is_in_the_timings_and_batch_waits_for_interactive(service: Service, tenant: Tenant) -> None:
+    async with crowded(service, tenant, 4) as (stream, waiting):
+        batch = await stream.begin(tier=pb.SERVICE_TIER_BATCH)
+        await stream.first(batch, "progress")
+        interactive = await stream.begin()
+        await stream.cancel(*waiting)
+        finished = await stream.finished(interactive)
+
+        assert not stream.of(batch, "delta") or stream.ends(interactive)
+        assert finished.timings.queue_ms > 0
+        assert finished.timings.total_ms >= finished.timings.queue_ms + finished.timings.prefill_ms + finished.timings.decode_ms
+        await stream.cancel(batch)
+        await stream.end(batch)
