@@ -37,6 +37,7 @@ REQUEST_COUNT = int(os.environ.get("WEIR_TEST_REQUESTS", "400"))  # in each run;
 SMALL_TENANT_COUNT = int(os.environ.get("WEIR_TEST_TENANTS", "20"))
 INPUT_TOKENS, OUTPUT_TOKENS = 10, 4
 CANCELLED_SHARE = 0.2
+STREAMS_PER_CONNECTION = 100  # the service's own limit
 ROUND = 10  # requests at once, of those that ask for what is left
 
 # What one request takes of a limit.
@@ -123,12 +124,14 @@ class SecondLook:
 
 @asynccontextmanager
 async def streams(services: Sequence[Service], tenants: Sequence[Tenant]) -> AsyncIterator[dict[tuple[int, str], Stream]]:
-    """One stream of each tenant to each process, on one connection to each."""
+    """One stream of each tenant to each process, as many on one connection as it takes."""
     opened: dict[tuple[int, str], Stream] = {}
     async with AsyncExitStack() as stack:
         for service in services:
-            stub = pb_grpc.InferenceServiceStub(await stack.enter_async_context(service.channel()))
-            opened |= {(service.pid, t.name): Stream(stub.Generate(metadata=bearer(t.secret))) for t in tenants}
+            for first in range(0, len(tenants), STREAMS_PER_CONNECTION):
+                stub = pb_grpc.InferenceServiceStub(await stack.enter_async_context(service.channel()))
+                for tenant in tenants[first : first + STREAMS_PER_CONNECTION]:
+                    opened[service.pid, tenant.name] = Stream(stub.Generate(metadata=bearer(tenant.secret)))
         readers = [asyncio.ensure_future(stream.read_all()) for stream in opened.values()]
         try:
             yield opened
