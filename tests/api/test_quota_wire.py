@@ -51,6 +51,7 @@ def test_the_same_quota_is_told_with_what_it_is_at_each_moment() -> None:
     second = quota_status(QuotaState(standing, 9, 1, NOW + timedelta(seconds=1), "name"))
     third = quota_status(QuotaState(endless, 0, 1, NOW, "name"))
 
+    assert [(each.used_value, each.held_value) for each in (first, second, third)] == [(2, 1), (9, 1), (0, 1)]
     assert [each.remaining_value for each in (first, second, third)] == [7, 0, 19]
     assert [each.would_refuse_count for each in (first, second, third)] == [3, 0, 0]
     assert (first.reset_delay.seconds, first.reset_delay.nanos) == (5, 250_000_000)

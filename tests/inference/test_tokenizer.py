@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 from hypothesis import given
 from hypothesis import strategies as st
 
-from api.settings import bundled_models
 from inference.tokenizer import Tokenizer
+from tests.inference.checkpoints import TinyCheckpoint
 
 
-@lru_cache(maxsize=1)
-def tokenizer() -> Tokenizer:
-    [directory] = bundled_models().values()
-    return Tokenizer(directory)
+def test_a_prompt_has_the_ids_that_encoding_it_alone_gives(tiny: TinyCheckpoint) -> None:
+    """Also with what the model expects around a prompt, which this tokenizer adds."""
+    tokenizer = Tokenizer(tiny.directory)
 
+    @given(text=st.text(max_size=200), add_special_tokens=st.booleans())
+    def check(text: str, add_special_tokens: bool) -> None:
+        alone = tokenizer.backend.encode(text, add_special_tokens=add_special_tokens).ids
 
-@given(text=st.text(max_size=200), add_special_tokens=st.booleans())
-def test_a_prompt_has_the_ids_that_encoding_it_alone_gives(text: str, add_special_tokens: bool) -> None:
-    alone = tokenizer().backend.encode(text, add_special_tokens=add_special_tokens).ids
+        assert tokenizer.encode(text, add_special_tokens=add_special_tokens) == tuple(alone)
+        assert tokenizer.count(text, add_special_tokens=add_special_tokens) == len(alone)
 
-    assert tokenizer().encode(text, add_special_tokens=add_special_tokens) == tuple(alone)
-    assert tokenizer().count(text, add_special_tokens=add_special_tokens) == len(alone)
+    check()
+    assert tokenizer.encode("a") != tokenizer.encode("a", add_special_tokens=False)

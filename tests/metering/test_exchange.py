@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 
 import psycopg
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from metering.db import psycopg_conninfo
@@ -40,6 +40,7 @@ async def test_each_statement_has_its_own_answer(connection: Connection) -> None
         assert answers == [[], [(5, "100 %")], [], [(1,), (2,), (3,)], [(0.25, None)], []]
 
 
+@example(given_texts=["a\\b", "\\", 'say "no"', "{1,2}", "NULL", None, "", " x "], ids=[], blobs=[b"", b"\\\0"])
 @given(given_texts=texts, ids=st.lists(st.uuids(), max_size=3), blobs=st.lists(st.binary(max_size=9), max_size=3))
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=60)
 async def test_arrays_arrive_as_they_were(
