@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,15 @@ def test_no_time_is_zero(name: str) -> None:
 def test_models_are_pairs(text: str) -> None:
     with pytest.raises(SettingInvalid, match="WEIR_MODELS"):
         Settings.from_environment({"WEIR_MODELS": text})
+
+
+@pytest.mark.parametrize("text", ["acme=2", "=2", f"{uuid.UUID(int=1)}", f"{uuid.UUID(int=1)}=0", f"{uuid.UUID(int=1)}=nan"])
+def test_weights_are_pairs_of_an_id_and_a_weight(text: str) -> None:
+    good = Settings.from_environment({"WEIR_QUEUE_WEIGHTS": f"{uuid.UUID(int=1)}=4,{uuid.UUID(int=2).hex}=0.5"})
+    assert good.queue_weights == {str(uuid.UUID(int=1)): 4.0, str(uuid.UUID(int=2)): 0.5}
+    assert Settings.from_environment(good.to_environment()) == good
+    with pytest.raises(SettingInvalid, match="WEIR_QUEUE_WEIGHTS"):
+        Settings.from_environment({"WEIR_QUEUE_WEIGHTS": text})
 
 
 def test_models_may_have_equals_signs_in_their_path() -> None:

@@ -86,6 +86,17 @@ def test_a_response_format_comes_from_a_file_or_the_command_line(weir: Run, serv
     assert weir("generate", "Hi", "--json-schema", str(tmp_path / "absent")).exit_code == 2
 
 
+def test_the_tier_and_the_time_to_start_are_asked_for(weir: Run, server: ScriptedWeir) -> None:
+    assert weir("generate", "Hi", "--tier", "batch", "--start-timeout", "1.5").exit_code == 0
+
+    start = start_of(server)
+    assert start.tier == pb.SERVICE_TIER_BATCH
+    assert start.start_timeout.ToMilliseconds() == 1500
+    wrong = weir("generate", "Hi", "--tier", "express")
+    assert wrong.exit_code == 2
+    assert "express" in wrong.stderr
+
+
 def test_several_answers_are_shown_under_their_numbers(weir: Run, server: ScriptedWeir) -> None:
     result = weir("generate", "Hi", "--choices", "2", "--temperature", "1")
 

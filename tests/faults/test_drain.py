@@ -80,6 +80,28 @@ async def test_what_does_not_finish_in_time_ends_settled_and_is_told_why(launch:
     check_invariants(service.database_url, all_ended=True)
 
 
+async def test_what_still_waits_for_its_turn_at_the_end_of_the_drain_is_sent_away_unbilled(launch: Start) -> None:
+    service = launch(drain_s=0.5)
+    tenant = await service.tenant(LIMITS)
+    async with service.stream(tenant.secret) as stream:
+        starts = [start(max_output_tokens=3900) for _ in range(110)]
+        await stream.send(*starts)
+        for frame in starts:
+            await stream.first(frame.request_id, "admitted")
+        await stream.received(starts[0].request_id, 1)
+
+        service.terminate()
+
+        for frame in starts:
+            refusal = await stream.failed(frame.request_id)
+            assert (refusal.code, refusal.reason) == (grpc.StatusCode.UNAVAILABLE, "DRAINING")
+        assert await asyncio.to_thread(service.wait_ended) == 0
+    holds = service.books.holds(tenant)
+    assert holds["voided"] >= 110 - 64, "no more than 64 run at once"
+    assert holds["voided"] + holds.get("settled", 0) == 110
+    check_invariants(service.database_url, all_ended=True)
+
+
 async def test_a_client_that_does_not_read_does_not_hold_up_the_drain(launch: Start) -> None:
     service = launch(drain_s=0.5)
     tenant = await service.tenant(LIMITS)

@@ -243,6 +243,8 @@ async def test_decoding_options_become_the_start_frame() -> None:
         await client.complete("demo", "Hi", regex="a+")
         await client.complete("demo", "Hi", lark='start: "a"')
         await client.complete("demo", "Hi", beam_width=4, length_penalty=0.0, early_stopping="never", choice_count=2)
+        with pytest.raises(InvalidRequest, match="tier"):
+            await client.complete("demo", "Hi", tier="express")  # type: ignore[arg-type]
         with pytest.raises(InvalidRequest, match="at most one"):
             await client.complete("demo", "Hi", regex="a", lark="b")
         with pytest.raises(InvalidRequest, match="only with beam_width"):
@@ -282,3 +284,21 @@ async def test_logprobs_reach_deltas_and_the_result() -> None:
     [report] = result.logprobs
     assert (report.chosen.token_id, report.chosen.logprob) == (1, -0.5)
     assert [(each.token_id, each.logprob) for each in report.top] == [(9, -0.25), (1, -0.5)]
+
+
+async def test_the_tier_and_the_time_to_start_are_told() -> None:
+    """A caller that gives up after some time would rather know at once that its turn comes later."""
+    server = ScriptedInference(hello)
+    async with scripted.serve(server) as address, AsyncClient(address, "key") as client:
+        await client.complete("demo", "Hi")
+        await client.complete("demo", "Hi", timeout=30.0, tier="interactive")
+        await client.complete("demo", "Hi", timeout=30.0, start_timeout=0.25, tier="batch")
+
+    starts = [frame.start for message in server.streams[0].messages for frame in message.frames]
+    assert [start.tier for start in starts] == [
+        pb.SERVICE_TIER_UNSPECIFIED,
+        pb.SERVICE_TIER_INTERACTIVE,
+        pb.SERVICE_TIER_BATCH,
+    ]
+    assert [start.start_timeout.ToMilliseconds() for start in starts] == [0, 30_000, 250]
+    assert not starts[0].HasField("start_timeout")
