@@ -84,8 +84,11 @@ def run(work: Coroutine[object, object, object]) -> None:
 
     try:
         asyncio.run(bounded())
-    except (psycopg.OperationalError, StoreAway) as error:
+    except* (psycopg.OperationalError, StoreAway) as group:
         # The work is still there, and the clock comes round again.
+        error: BaseException = group
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
         log.warning("the database is away: %s", str(error.__cause__ or error).partition("\n")[0])
 
 

@@ -1,0 +1,182 @@
+"""`weir stripe`: what finance does about Stripe. Works on the database itself, beside the worker; the API server need not run."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from typing import Annotated, TypeVar
+
+import typer
+from rich.console import RenderableType
+
+from api.cli.local import HomeOption, clear_failures, fail, read_settings
+from api.cli.output import JsonOption, note, print_json, show
+from api.cli.render import table
+from metering import embedded_postgres
+from metering.corrections import resend, settle
+from metering.db import Sessions, create_engine, create_sessions
+from metering.errors import MeteringError
+from metering.export_settings import stripe_settings, webhook_settings
+from metering.export_status import export_status
+from metering.reconciliation import MeterReconciliation, reconcile
+from metering.stripe_gateway import StripeGateway
+from metering.stripe_sync import Sync
+from metering.webhook_server import serve_webhooks
+
+stripe = typer.Typer(help="Bill with Stripe: sync, compare, correct.", no_args_is_help=True)
+
+Result = TypeVar("Result")
+BatchArgument = Annotated[uuid.UUID, typer.Argument(help="Id of the batch, as `weir stripe status` shows it.", metavar="BATCH")]
+
+
+@stripe.command("sync")
+def sync(
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be created.")] = False,
+    as_json: JsonOption = False,
+    home: HomeOption = None,
+) -> None:
+    """Create at Stripe what is missing: customers, products, meters, prices, subscriptions. Repeat it after new ones here."""
+    created = run(home, lambda sessions: Sync(sessions, gateway(), dry_run).run())
+    if as_json:
+        print_json({"dry_run": dry_run, "created": created})
+        return
+    for each in created:
+        typer.echo(f"{'would create' if dry_run else 'created'} {each}")
+    note(f"{len(created)} to create" if dry_run else f"{len(created)} created; the rest was there")
+
+
+@stripe.command("status")
+def status(as_json: JsonOption = False, home: HomeOption = None) -> None:
+    """Show how far the export is, what holds it up, and the batches that need a person."""
+    found = run(home, export_status)
+    if as_json:
+        print_json(asdict(found) | {"needing_attention": [asdict(each) | {"id": str(each.id)} for each in found.needing_attention]})
+        return
+    rows = [[each.state, f"{each.batch_count:,}", f"{each.token_count:,}"] for each in found.states]
+    show(sheet(["State", "Batches", "Tokens"], rows, numbers=2))
+    if found.pause_reason:
+        note(f"resting until {found.paused_until:%H:%M:%S} UTC: {found.pause_reason}")
+    for name in found.unknown_organizations:
+        note(f"{name} has usage and is not known at Stripe: run `weir stripe sync`")
+    if found.unhandled_event_count:
+        note(f"{found.unhandled_event_count} events of Stripe are not handled yet")
+    for batch in found.needing_attention:
+        typer.echo(f"{batch.id}  {batch.state}  {batch.organization}  {batch.token_count:,} {batch.token_kind}  {batch.last_error}")
+
+
+@stripe.command("reconcile")
+def reconcile_month(
+    month: Annotated[str, typer.Option("--month", help="The month in UTC, as YYYY-MM. [default: the current one]")] = "",
+    as_json: JsonOption = False,
+    home: HomeOption = None,
+) -> None:
+    """Compare used tokens with what Stripe counts, per customer and meter. Exit code 1 on any difference."""
+    chosen = month or f"{datetime.now(UTC):%Y-%m}"
+    found = run(home, lambda sessions: reconcile(sessions, gateway(), chosen))
+    if as_json:
+        sums = [asdict(each) | {"organization_id": str(each.organization_id), "difference": each.difference} for each in found.sums]
+        print_json({"month": found.month, "until": found.until, "balanced": found.balanced, "sums": sums})
+    else:
+        show_sums(found)
+    if not found.balanced:
+        raise typer.Exit(1)
+
+
+@stripe.command("resend")
+def resend_batch(batch: BatchArgument, home: HomeOption = None) -> None:
+    """Send a batch's tokens again: one that Stripe rejected, or one delivered in the last 24 hours, which is taken back first."""
+    run(home, lambda sessions: resend(sessions, gateway(), batch))
+    note(f"{batch} is cancelled; its tokens wait as another part")
+
+
+@stripe.command("settle")
+def settle_batch(
+    batch: BatchArgument,
+    counted: Annotated[bool, typer.Option("--counted/--not-counted", help="Whether Stripe counts it.")],
+    home: HomeOption = None,
+) -> None:
+    """Settle the doubt about a parked batch, after looking at Stripe (`weir stripe reconcile` shows the sums)."""
+    run(home, lambda sessions: settle(sessions, batch, counted=counted))
+    note(f"{batch} is settled")
+
+
+@stripe.command("webhooks")
+def webhooks(home: HomeOption = None) -> None:
+    """Take Stripe's events on WEIR_STRIPE_WEBHOOK_LISTEN, until stopped. Behind a proxy that speaks TLS."""
+    with domain_errors():
+        settings = webhook_settings(os.environ)
+    if settings is None:
+        fail("WEIR_STRIPE_WEBHOOK_SECRET is not set: give the signing secret of the webhook endpoint (whsec_…)", 2)
+    run(home, lambda sessions: serve_webhooks(sessions, settings, lambda at: note(f"taking Stripe's events at {at}")))
+
+
+def show_sums(found: MeterReconciliation) -> None:
+    """The table, and the verdict in words."""
+    heads = ["Organization", "Model", "Price version", "Tokens", "Used", "Delivered", "Waiting", "Rejected", "Stripe", "Difference"]
+    rows = []
+    for each in found.sums:
+        numbers = (each.used, each.delivered, each.waiting, each.rejected, each.stripe, each.difference)
+        rows.append(
+            [each.organization, each.model, str(each.price_version), each.token_kind, *(f"{number:,}" for number in numbers)]
+        )
+    show(sheet(heads, rows, numbers=6, title=f"{found.month}, hours until {found.until:%Y-%m-%d %H:%M} UTC"))
+    note("Stripe counts exactly what was used" if found.balanced else "Stripe does not count what was used")
+
+
+def sheet(heads: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: int, title: str | None = None) -> RenderableType:
+    """A table whose last columns are numbers."""
+    made = table(*heads, right=heads[-numbers:], title=title)
+    for row in rows:
+        made.add_row(*row)
+    return made
+
+
+def gateway() -> StripeGateway:
+    """To the account of STRIPE_API_KEY."""
+    return StripeGateway(stripe_settings(os.environ))
+
+
+def run(home: HomeOption, work: Callable[[Sessions], Awaitable[Result]]) -> Result:
+    """Do the work on the database of the settings; errors in one line."""
+
+    async def connected() -> Result:
+        async with local_sessions(home) as sessions:
+            return await work(sessions)
+
+    with clear_failures(), domain_errors():
+        return asyncio.run(connected())
+
+
+@contextlib.contextmanager
+def domain_errors() -> Iterator[None]:
+    """Refusals of metering, without a traceback."""
+    try:
+        yield
+    except MeteringError as error:
+        fail(str(error))
+
+
+@contextlib.asynccontextmanager
+async def local_sessions(home: HomeOption) -> AsyncIterator[Sessions]:
+    """On the database of the settings; the embedded one is started for the block, if it does not run."""
+    settings = read_settings(home)
+    data_dir = settings.home / "postgres"
+    url, server = settings.database_url, None
+    if not url:
+        if not data_dir.exists():
+            fail(f"there is no database: set WEIR_DATABASE_URL, or start `weir up` once ({data_dir} is not there)", 2)
+        ran = (data_dir / "postmaster.pid").exists()
+        started = await asyncio.to_thread(embedded_postgres.start, data_dir)
+        url, server = started.url, None if ran else started
+    engine = create_engine(url)
+    try:
+        yield create_sessions(engine)
+    finally:
+        await engine.dispose()
+        if server is not None:
+            await asyncio.to_thread(server.stop)

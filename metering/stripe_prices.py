@@ -1,0 +1,40 @@
+"""Our prices as Stripe writes them: picos per token → `unit_amount_decimal`, exactly or not at all. Pure."""
+
+from __future__ import annotations
+
+from decimal import Decimal
+
+from metering.errors import InvalidValue
+from metering.money import MINOR_DIGITS, PICO_DIGITS
+
+DECIMALS_MAX = 12  # digits after the point that Stripe keeps of an amount in minor units
+
+# Digits of Stripe's minor unit where they are not those of ISO 4217, or not supported with them.
+ZERO_DECIMAL = frozenset(["BIF", "CLP", "DJF", "GNF", "JPY", "KMF", "KRW", "MGA", "PYG", "RWF", "VND", "VUV", "XAF", "XOF", "XPF"])
+TWO_DECIMAL = frozenset({"ISK", "UGX"})  # without minor unit by ISO; Stripe counts hundredths all the same
+THREE_DECIMAL = frozenset(["BHD", "JOD", "KWD", "OMR", "TND"])
+
+
+def stripe_digits(currency_code: str) -> int:
+    """Digits of the minor unit that Stripe counts in. Raises: InvalidValue for a currency that it does not bill."""
+    if currency_code in ZERO_DECIMAL:
+        return 0
+    if currency_code in THREE_DECIMAL:
+        return 3
+    if currency_code in TWO_DECIMAL or MINOR_DIGITS.get(currency_code) == 2:
+        return 2
+    raise InvalidValue("currency_code", f"Stripe does not bill in {currency_code}: give the organization another currency")
+
+
+def unit_amount_decimal(picos_per_token: int, currency_code: str) -> str:
+    """The price of one token in minor units: 150,000 picos of USD are `0.000015`.
+
+    Raises: InvalidValue if Stripe could not keep every digit.
+    """
+    shift = PICO_DIGITS - stripe_digits(currency_code)
+    amount = Decimal((0, tuple(map(int, str(picos_per_token))), -shift))
+    whole, _, fraction = f"{amount:f}".partition(".")
+    fraction = fraction.rstrip("0")
+    if len(fraction) > DECIMALS_MAX:
+        raise InvalidValue("price", f"{picos_per_token} picos of {currency_code} have more than {DECIMALS_MAX} decimals at Stripe")
+    return f"{whole}.{fraction}" if fraction else whole

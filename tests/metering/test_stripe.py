@@ -1,0 +1,384 @@
+"""Stripe's objects, its events and its sums, against a double that speaks Stripe's protocol to the real SDK."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import time
+import uuid
+from collections.abc import Iterator
+from decimal import Decimal
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from sqlalchemy import text
+from sqlalchemy.exc import DBAPIError
+from typer.testing import CliRunner
+
+from api.cli.main import app
+from metering.batches import form_batches
+from metering.corrections import resend, settle
+from metering.db import Sessions
+from metering.deliveries import deliver_pending
+from metering.errors import AlreadyExists, InvalidValue
+from metering.export_settings import StripeSettings, WebhookSettings, export_settings, stripe_settings, webhook_settings
+from metering.money import MINOR_DIGITS
+from metering.prices import ModelPrice
+from metering.reconciliation import reconcile
+from metering.stripe_gateway import StripeGateway
+from metering.stripe_inbox import INVOICE_TIMES, handle_events
+from metering.stripe_prices import stripe_digits, unit_amount_decimal
+from metering.stripe_sync import Sync
+from metering.webhook_server import BODY_MAX_BYTES, PATH, webhook_server
+from tests.metering.books import Consumed, Customer, new_customer, new_price
+from tests.metering.export_books import check_delivered, check_export, hours_ago, states, use_and_rate
+from tests.stripe_double.server import KEY, SECRET, StripeDouble, signature, stripe_double
+
+BILLED = frozenset(MINOR_DIGITS) - {"CLF", "IQD", "LYD", "UYI", "UYW"}
+
+
+@pytest.fixture
+def double() -> Iterator[StripeDouble]:
+    """Stripe on this machine."""
+    with stripe_double() as running:
+        yield running
+
+
+@pytest.fixture
+def gateway(double: StripeDouble) -> StripeGateway:
+    """A gateway to the double."""
+    return StripeGateway(StripeSettings(KEY, api_base=double.url))
+
+
+async def delivered(sessions: Sessions, gateway: StripeGateway, customer: Customer, price: ModelPrice) -> list[uuid.UUID]:
+    """Usage of an hour that Stripe counts; the batches' ids."""
+    await Sync(sessions, gateway, False).run()
+    await use_and_rate(sessions, customer, price, Consumed(100, 30, 20, settled_at=hours_ago(3)))
+    await form_batches(sessions)
+    await deliver_pending(sessions, gateway)
+    async with sessions() as session:
+        return list(await session.scalars(text("SELECT id FROM meter_batches ORDER BY token_kind")))
+
+
+def month_of_usage() -> str:
+    """The month that `delivered` lies in."""
+    return f"{hours_ago(3):%Y-%m}"
+
+
+@pytest.mark.parametrize(
+    ("picos", "currency", "amount"),
+    [
+        (150_000, "USD", "0.000015"),
+        (1, "USD", "0.0000000001"),
+        (0, "USD", "0"),
+        (10**13, "EUR", "1000"),
+        (1, "JPY", "0.000000000001"),
+        (1_500, "KWD", "0.0000015"),
+        (150_000, "MGA", "0.00000015"),
+    ],
+)
+def test_a_price_is_written_in_stripes_minor_unit(picos: int, currency: str, amount: str) -> None:
+    assert unit_amount_decimal(picos, currency) == amount
+
+
+@given(picos=st.integers(0, 10**13), currency=st.sampled_from(sorted(BILLED)))
+def test_no_pico_of_a_price_is_lost_at_stripe(picos: int, currency: str) -> None:
+    assert Decimal(unit_amount_decimal(picos, currency)).scaleb(12 - stripe_digits(currency)) == picos
+
+
+@pytest.mark.parametrize("currency", ["CLF", "IQD", "XTS"])
+def test_a_currency_that_stripe_does_not_bill_is_refused(currency: str) -> None:
+    with pytest.raises(InvalidValue, match="Stripe does not bill"):
+        unit_amount_decimal(1, currency)
+
+
+def test_no_secret_shows_and_no_bad_setting_passes() -> None:
+    secret = {"WEIR_EXPORT": "stripe", "STRIPE_API_KEY": "sk_live_abc", "WEIR_STRIPE_WEBHOOK_SECRET": "whsec_abc"}
+    assert "abc" not in repr(export_settings(secret)) + repr(webhook_settings(secret))
+    assert stripe_settings(secret).account == "live"
+    for name, value in [
+        ("WEIR_EXPORT", "everywhere"),
+        ("STRIPE_API_KEY", "pk_test_x"),
+        ("WEIR_STRIPE_API_BASE", "http://elsewhere.example"),
+        ("WEIR_STRIPE_NAMESPACE", "A b"),
+        ("WEIR_STRIPE_COLLECTION", "by force"),
+    ]:
+        with pytest.raises(InvalidValue, match=name):
+            export_settings({**secret, name: value})
+
+
+async def test_a_sync_creates_what_is_missing_once_and_finds_it_again(
+    sessions: Sessions, customer: Customer, price: ModelPrice, double: StripeDouble, gateway: StripeGateway
+) -> None:
+    planned = await Sync(sessions, gateway, True).run()
+    before = sum(map(len, double.account.objects.values()))
+
+    created = await Sync(sessions, gateway, False).run()
+    again = await Sync(sessions, gateway, False).run()
+    async with sessions.begin() as session:
+        await session.execute(text("DELETE FROM stripe_objects"))
+    forgotten = await Sync(sessions, gateway, False).run()
+
+    (subscription,) = double.account.of("subscriptions").values()
+    amounts = {each["lookup_key"]: each["unit_amount_decimal"] for each in double.account.of("prices").values()}
+    version = price.prices.version
+    assert before == 0
+    assert len(planned) == len(created) == 1 + 1 + 3 + 3 + 1
+    assert (again, forgotten) == ([], [])
+    assert amounts == {
+        f"weir_{version}_input": "0.000015",
+        f"weir_{version}_cached_input": "0.0000015",
+        f"weir_{version}_output": "0.00006",
+    }
+    assert subscription["collection_method"] == "send_invoice"
+
+
+async def test_a_new_price_gets_its_own_meters_and_subscriptions_hold_no_more_than_stripe_allows(
+    sessions: Sessions, customer: Customer, price: ModelPrice, double: StripeDouble, gateway: StripeGateway
+) -> None:
+    await Sync(sessions, gateway, False).run()
+    async with sessions.begin() as session:
+        for number in range(6):
+            await new_price(session, f"model-{number}")
+
+    await Sync(sessions, gateway, False).run()
+    again = await Sync(sessions, gateway, False).run()
+
+    items = list(double.account.of("subscription_items").values())
+    per_subscription = sorted(len(list(group)) for _, group in itertools.groupby(sorted(each["subscription"] for each in items)))
+    assert len({each["price"]["id"] for each in items}) == len(items) == 21
+    assert per_subscription == [1, 20]
+    assert again == []
+
+
+async def test_a_price_that_says_something_else_at_stripe_is_told_and_not_used(
+    sessions: Sessions, customer: Customer, price: ModelPrice, double: StripeDouble, gateway: StripeGateway
+) -> None:
+    await Sync(sessions, gateway, False).run()
+    next(iter(double.account.of("prices").values()))["unit_amount_decimal"] = "0.000016"
+
+    with pytest.raises(AlreadyExists, match=r"0\.000016 usd"):
+        await Sync(sessions, gateway, False).run()
+
+
+async def test_sums_agree_until_an_event_is_missing_and_the_command_says_so(
+    sessions: Sessions,
+    customer: Customer,
+    price: ModelPrice,
+    double: StripeDouble,
+    gateway: StripeGateway,
+    database_url: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    await delivered(sessions, gateway, customer, price)
+    for name, value in {**double.environment, "WEIR_DATABASE_URL": database_url}.items():
+        monkeypatch.setenv(name, value)
+    command = ["stripe", "reconcile", "--month", month_of_usage(), "--json"]
+
+    agreed = await asyncio.to_thread(CliRunner().invoke, app, command)
+    double.account.meter_events.pop()
+    differs = await asyncio.to_thread(CliRunner().invoke, app, command)
+    found = await reconcile(sessions, gateway, month_of_usage())
+    table = await asyncio.to_thread(CliRunner().invoke, app, command[:-1])
+
+    assert (agreed.exit_code, json.loads(agreed.stdout)["balanced"]) == (0, True)
+    assert (differs.exit_code, json.loads(differs.stdout)["balanced"]) == (1, False)
+    assert sorted(each.difference for each in found.sums)[:2] == [0, 0]
+    assert not found.balanced
+    assert table.exit_code == 1
+    assert "acme" in table.stdout
+
+
+async def test_a_delivered_batch_is_taken_back_within_a_day_and_its_tokens_go_out_anew(
+    sessions: Sessions, customer: Customer, price: ModelPrice, double: StripeDouble, gateway: StripeGateway, database_url: str
+) -> None:
+    _, batch, _ = await delivered(sessions, gateway, customer, price)
+
+    await resend(sessions, gateway, batch)
+    taken_back = len(double.account.meter_events)
+    await deliver_pending(sessions, gateway)
+
+    assert taken_back == 2
+    assert await states(sessions) == {"delivered": 3, "cancelled": 1}
+    check_export(database_url)
+    check_delivered(database_url, double.account)
+
+
+async def test_after_a_day_a_batch_stays_and_the_error_says_what_can_be_done(
+    sessions: Sessions, customer: Customer, price: ModelPrice, gateway: StripeGateway
+) -> None:
+    batch, *_ = await delivered(sessions, gateway, customer, price)
+    async with sessions.begin() as session:
+        await session.execute(text("UPDATE meter_batches SET delivered_at = now() - interval '24 hours'"))
+
+    with pytest.raises(InvalidValue, match="credit the customer"):
+        await resend(sessions, gateway, batch)
+
+    assert await states(sessions) == {"delivered": 3}
+
+
+@pytest.mark.parametrize("counted", [True, False])
+async def test_doubt_about_a_parked_batch_is_settled_by_a_person(
+    counted: bool, sessions: Sessions, customer: Customer, price: ModelPrice, gateway: StripeGateway, database_url: str
+) -> None:
+    await use_and_rate(sessions, customer, price, Consumed(0, 0, 20, settled_at=hours_ago(3)))
+    await form_batches(sessions)
+    async with sessions.begin() as session:
+        await session.execute(text("UPDATE meter_batches SET state = 'sent', sent_at = now()"))
+        await session.execute(text("UPDATE meter_batches SET state = 'parked'"))
+        batch = await session.scalar(text("SELECT id FROM meter_batches"))
+
+    await settle(sessions, batch, counted=counted)
+
+    assert await states(sessions) == ({"delivered": 1} if counted else {"cancelled": 1, "pending": 1})
+    check_export(database_url)
+
+
+async def test_a_report_of_meter_errors_rejects_the_batches_that_it_names(
+    sessions: Sessions, customer: Customer, price: ModelPrice, double: StripeDouble, gateway: StripeGateway, database_url: str
+) -> None:
+    await Sync(sessions, gateway, False).run()
+    (stripe_id,) = double.account.of("customers")
+    gone = double.account.of("customers").pop(stripe_id)
+    batch, *_ = await delivered_without_sync(sessions, gateway, customer, price)
+    notice = double.account.report_errors()
+
+    answers = [await post(sessions, notice) for _ in range(2)]
+    handled = [await handle_events(sessions, gateway) for _ in range(2)]
+    rejected = await states(sessions)
+    double.account.of("customers")[stripe_id] = gone
+    await resend(sessions, gateway, batch)
+    await deliver_pending(sessions, gateway)
+
+    assert [status for status, _ in answers] == [200, 200]
+    assert handled == [1, 0]
+    assert rejected == {"rejected": 3}
+    assert await states(sessions) == {"rejected": 2, "cancelled": 1, "delivered": 1}
+    check_export(database_url)
+    check_delivered(database_url, double.account)
+
+
+async def delivered_without_sync(
+    sessions: Sessions, gateway: StripeGateway, customer: Customer, price: ModelPrice
+) -> list[uuid.UUID]:
+    """As `delivered`, with what Stripe knows already."""
+    await use_and_rate(sessions, customer, price, Consumed(100, 30, 20, settled_at=hours_ago(3)))
+    await form_batches(sessions)
+    await deliver_pending(sessions, gateway)
+    async with sessions() as session:
+        return list(await session.scalars(text("SELECT id FROM meter_batches ORDER BY token_kind")))
+
+
+async def raw_post(sessions: Sessions, request: bytes) -> tuple[int, str]:
+    """Status and body that the endpoint answers to these bytes."""
+    async with webhook_server(sessions, WebhookSettings(SECRET, listen_port=0)) as address:
+        port = int(address.removesuffix(PATH).rpartition(":")[2])
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(request)
+        if request.endswith(b"EOF"):
+            writer.write_eof()
+        answer = (await reader.read()).decode()
+        writer.close()
+        await writer.wait_closed()
+    return int(answer.split(" ")[1]), answer.rpartition("\r\n\r\n")[2].strip()
+
+
+async def post(sessions: Sessions, event: dict[str, Any], secret: str = SECRET, age_s: int = 0) -> tuple[int, str]:
+    """What the endpoint answers to an event."""
+    body = json.dumps(event).encode()
+    signed = signature(body, int(time.time()) - age_s, secret)
+    head = f"POST {PATH} HTTP/1.1\r\nHost: here\r\nStripe-Signature: {signed}\r\nContent-Length: {len(body)}\r\n\r\n"
+    return await raw_post(sessions, head.encode() + body)
+
+
+async def test_an_event_is_stored_once_and_only_if_stripe_signed_it_lately(sessions: Sessions) -> None:
+    event = invoice_event("invoice.paid", 1_790_000_000)
+
+    answers = [
+        await post(sessions, event, "whsec_other"),
+        await post(sessions, event, age_s=301),
+        await post(sessions, event),
+        await post(sessions, event),
+    ]
+
+    async with sessions() as session:
+        stored = await session.scalar(text("SELECT count(*) FROM stripe_events"))
+    assert [status for status, _ in answers] == [400, 400, 200, 200]
+    assert [word for _, word in answers[2:]] == ["stored", "known"]
+    assert stored == 1
+    with pytest.raises(DBAPIError, match="never changes"):
+        async with sessions.begin() as session:
+            await session.execute(text("UPDATE stripe_events SET type = 'x'"))
+
+
+@pytest.mark.parametrize(
+    ("request_bytes", "status"),
+    [
+        (b"GET /stripe/events HTTP/1.1\r\n\r\n", 405),
+        (b"POST /elsewhere HTTP/1.1\r\nContent-Length: 1\r\n\r\nx", 404),
+        (b"POST /stripe/events HTTP/1.1\r\n\r\n", 411),
+        (b"POST /stripe/events HTTP/1.1\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\nx", 411),
+        (b"POST /stripe/events HTTP/1.1\r\nContent-Length: 1\r\nTransfer-Encoding: chunked\r\n\r\nx", 411),
+        (b"POST /stripe/events HTTP/1.1\r\nContent-Length: %d\r\n\r\n" % (BODY_MAX_BYTES + 1), 413),
+        (b"POST /stripe/events HTTP/1.1\r\nContent-Length: " + b"9" * 99 + b"\r\n\r\n", 413),
+        (b"POST /stripe/events HTTP/1.1\r\nX: " + b"a" * 20_000 + b"\r\n\r\n", 431),
+        (b"nonsense\r\n\r\n", 400),
+        (b"POST /stripe/events HTTP/1.1\r\nContent-Length: 9\r\n\r\nEOF", 400),
+        (b"POST /stripe/events HTTP/1.1\r\nContent-Length: 2\r\n\r\n{}", 400),
+    ],
+)
+async def test_what_is_no_event_gets_a_status_and_nothing_is_stored(request_bytes: bytes, status: int, sessions: Sessions) -> None:
+    assert (await raw_post(sessions, request_bytes))[0] == status
+
+
+def invoice_event(kind: str, created: int, paid: int = 0) -> dict[str, Any]:
+    """As Stripe tells of an invoice."""
+    invoice = {"id": "in_1", "customer": "cus_1", "currency": "usd", "period_start": 1_788_000_000, "period_end": 1_790_000_000}
+    amounts = {"amount_due": 1_000, "amount_paid": paid}
+    return {"id": f"evt_{kind}_{created}", "type": kind, "created": created, "data": {"object": invoice | amounts}}
+
+
+async def test_events_of_an_invoice_end_the_same_in_every_order(sessions: Sessions, gateway: StripeGateway) -> None:
+    events = [
+        invoice_event("invoice.finalized", 1_790_000_000),
+        invoice_event("invoice.payment_failed", 1_790_000_100),
+        invoice_event("invoice.paid", 1_790_000_200, paid=1_000),
+    ]
+    ends = set()
+    for number, order in enumerate(itertools.permutations(events)):
+        for event in order:
+            body = json.loads(json.dumps(event).replace("in_1", f"in_{number}"))
+            await post(sessions, body | {"id": f"{body['id']}_{number}"})
+            await handle_events(sessions, gateway)
+        async with sessions() as session:
+            columns = ", ".join([*INVOICE_TIMES.values(), "amount_due_minor", "amount_paid_minor", "told_at"])
+            row = await session.execute(text(f"SELECT {columns} FROM stripe_invoices WHERE id = 'in_{number}'"))
+            ends.add(tuple(row.one()))
+
+    assert len(ends) == 1
+    assert None not in next(iter(ends))
+
+
+async def test_an_event_of_another_shape_waits_and_holds_up_no_other(sessions: Sessions, gateway: StripeGateway) -> None:
+    await post(sessions, {"id": "evt_1", "type": "invoice.paid", "created": 1, "data": {}})
+    await post(sessions, invoice_event("invoice.paid", 1_790_000_000))
+    await post(sessions, {"id": "evt_2", "type": "plan.created"})
+
+    assert await handle_events(sessions, gateway) == 2
+
+
+async def test_the_status_names_who_is_not_known_at_stripe(
+    sessions: Sessions, customer: Customer, price: ModelPrice, database_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with sessions.begin() as session:
+        await new_customer(session, "idle")
+    await use_and_rate(sessions, customer, price, Consumed(0, 0, 20, settled_at=hours_ago(3)))
+    await form_batches(sessions)
+    monkeypatch.setenv("WEIR_DATABASE_URL", database_url)
+
+    told = await asyncio.to_thread(CliRunner().invoke, app, ["stripe", "status", "--json"])
+
+    assert json.loads(told.stdout)["unknown_organizations"] == ["acme"]
