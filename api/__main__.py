@@ -199,7 +199,7 @@ async def serve(settings: Settings) -> None:
             settings.database_url,
             owner_id,
             process_name(),
-            stop=lambda order: obey(process, order),
+            stop=lambda order: obey(process, authenticator, order),
             report=lambda: report(process),
         )
         background = [

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import uuid
 from collections import OrderedDict
+from dataclasses import replace
 
 from api.errors import PermissionDenied, Unauthenticated
 from api.interceptor import Context
@@ -47,6 +49,11 @@ class Authenticator:
             )
         return principal
 
+    def forget(self, api_key_id: uuid.UUID) -> None:
+        """A key was revoked: none of its secrets is good any more, whether there is a database to be asked or not."""
+        for digest in [digest for digest, (_, principal) in self._remembered.items() if principal.api_key_id == api_key_id]:
+            del self._remembered[digest]
+
     async def _look_up(self, secret: str) -> Principal:
         digest = hashlib.sha256(secret.encode(errors="replace")).digest() if self._grace_s else b""
         try:
@@ -55,9 +62,12 @@ class Authenticator:
                     principal = await authenticate(session, secret)
         except StoreAway:
             checked_at, known = self._remembered.get(digest, (0.0, None))
-            if known is None or boot_time_s() - checked_at > self._grace_s:
+            if known is None:
                 raise
-            return known
+            age_s, lifetime_s = boot_time_s() - checked_at, known.secret_lifetime_s
+            if age_s > self._grace_s or (lifetime_s is not None and age_s >= lifetime_s):
+                raise
+            return known if lifetime_s is None else replace(known, secret_lifetime_s=lifetime_s - age_s)
         except KeyInvalid:
             self._remembered.pop(digest, None)
             raise

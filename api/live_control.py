@@ -7,6 +7,7 @@ import socket
 import time
 from typing import Any
 
+from api.auth import Authenticator
 from api.errors import CancelledByAdmin, KeyRevokedMidway
 from api.live import LiveRequest, Phase
 from api.process import Process
@@ -19,8 +20,10 @@ def process_name() -> str:
     return f"{socket.gethostname()}:{os.getpid()}"
 
 
-def obey(process: Process, order: StopOrder) -> None:
+def obey(process: Process, authenticator: Authenticator, order: StopOrder) -> None:
     """End what the order names, as far as it runs here. What was delivered is settled, and the client is told why it ended."""
+    if order.api_key_id is not None:
+        authenticator.forget(order.api_key_id)
     for request in process.running():
         payer = request.caller.payer
         if order.api_key_id is not None and payer.api_key_id == order.api_key_id:
