@@ -24,15 +24,18 @@ CLOSE_RUNS_MAX = 60  # per run: bounds the first one, which has 35 days before i
 # `rated_at` is when its transaction began; it is visible when that commits, which a task's time limit puts a minute later at most.
 SCAN_MARGIN = timedelta(seconds=150)
 
-FORM = text("""
+# A join that makes of each usage event one row per kind of token, as `TokenPrices.lines` counts them.
+TOKENS_BY_KIND = """LATERAL (
+        VALUES ('input', input_token_count - cached_input_token_count), ('cached_input', cached_input_token_count),
+               ('output', billed_token_count)) AS kind (token_kind, token_count)"""
+# By way of the organizations, since the events' index begins with theirs.
+FORM = text(f"""
 WITH used AS (
     SELECT organization_id, price_version_id, kind.token_kind, date_trunc('hour', settled_at, 'UTC') AS hour,
            sum(kind.token_count) AS token_count
-    FROM usage_events, LATERAL (VALUES ('input', input_token_count - cached_input_token_count),
-                                       ('cached_input', cached_input_token_count),
-                                       ('output', billed_token_count)) AS kind (token_kind, token_count)
+    FROM organizations o JOIN usage_events ON organization_id = o.id, {TOKENS_BY_KIND}
     WHERE rated_at IS NOT NULL AND settled_at >= :begins AND settled_at < :ends
-      AND (CAST(:organization_id AS uuid) IS NULL OR organization_id = :organization_id)
+      AND (CAST(:organization_id AS uuid) IS NULL OR o.id = :organization_id)
     GROUP BY 1, 2, 3, 4
 )
 INSERT INTO meter_batches (organization_id, price_version_id, token_kind, hour, part, token_count)

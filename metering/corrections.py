@@ -49,7 +49,9 @@ async def resend(sessions: Sessions, gateway: StripeGateway, batch_id: uuid.UUID
         if answer.verdict is Verdict.DELIVERED:
             await _give_up(session, batch)
         elif answer.verdict is Verdict.REFUSED:
-            await session.execute(MOVE, {"id": batch_id, "state": "delivered", "error": answer.reason})
+            # An earlier attempt whose answer was lost may have taken it back, and would be why this one is refused.
+            stands = BatchState.PARKED if state is BatchState.CANCELLING else BatchState.DELIVERED
+            await session.execute(MOVE, {"id": batch_id, "state": str(stands), "error": answer.reason})
     if answer.verdict is not Verdict.DELIVERED:
         raise StripeFailed(f"the meter event is not taken back: {answer.reason}")
 

@@ -61,9 +61,9 @@ class ExportSettings:
 
 @dataclass(frozen=True, slots=True)
 class WebhookSettings:
-    """Where Stripe's events are taken, and the secret that they are signed with."""
+    """Where Stripe's events are taken, and the secrets that they may be signed with: one for each destination set up there."""
 
-    secret: str = field(repr=False)
+    secrets: tuple[str, ...] = field(repr=False)
     listen_host: str = "127.0.0.1"
     listen_port: int = WEBHOOK_PORT
 
@@ -98,7 +98,7 @@ def stripe_settings(environment: Mapping[str, str]) -> StripeSettings:
 
 def webhook_settings(environment: Mapping[str, str]) -> WebhookSettings | None:
     """None where no secret is set: events are not taken then. Raises: InvalidValue."""
-    if not (found := secret(environment, "WEIR_STRIPE_WEBHOOK_SECRET")):
+    if not (found := tuple(secret(environment, "WEIR_STRIPE_WEBHOOK_SECRET").replace(",", " ").split())):
         return None
     host, colon, port = (environment.get("WEIR_STRIPE_WEBHOOK_LISTEN") or f"127.0.0.1:{WEBHOOK_PORT}").rpartition(":")
     if not colon or not port.isascii() or not port.isdigit() or int(port) > 65_535:

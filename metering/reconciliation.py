@@ -9,29 +9,28 @@ import asyncio
 import uuid
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from typing import Any
 
-from sqlalchemy import text
+from sqlalchemy import Row, text
 
-from metering.batches import CLOSE_DELAY
+from metering.batches import CLOSE_DELAY, TOKENS_BY_KIND
 from metering.db import Sessions
 from metering.reports import month_bounds
 from metering.stripe_gateway import StripeGateway
 
 CALLS_AT_ONCE = 8
 
-OURS = text("""
+OURS = text(f"""
 WITH used AS (
     SELECT organization_id, price_version_id, kind.token_kind, sum(kind.token_count) AS token_count
-    FROM usage_events, LATERAL (VALUES ('input', input_token_count - cached_input_token_count),
-                                       ('cached_input', cached_input_token_count),
-                                       ('output', billed_token_count)) AS kind (token_kind, token_count)
-    WHERE settled_at >= :begins AND settled_at < :ends GROUP BY 1, 2, 3 HAVING sum(kind.token_count) > 0
+    FROM usage_events, {TOKENS_BY_KIND}
+    WHERE organization_id = :organization_id AND settled_at >= :begins AND settled_at < :ends GROUP BY 1, 2, 3 HAVING sum(kind.token_count) > 0
 ), batches AS (
     SELECT organization_id, price_version_id, token_kind,
            coalesce(sum(token_count) FILTER (WHERE state = 'delivered'), 0) AS delivered,
            coalesce(sum(token_count) FILTER (WHERE state IN ('pending', 'sent', 'parked', 'cancelling')), 0) AS waiting,
            coalesce(sum(token_count) FILTER (WHERE state = 'rejected'), 0) AS rejected
-    FROM meter_batches WHERE hour >= :begins AND hour < :ends GROUP BY 1, 2, 3
+    FROM meter_batches WHERE organization_id = :organization_id AND hour >= :begins AND hour < :ends GROUP BY 1, 2, 3
 )
 SELECT organization_id, o.name, p.model, price_version_id, token_kind, coalesce(used.token_count, 0)::bigint AS used,
        coalesce(delivered, 0)::bigint AS delivered, coalesce(waiting, 0)::bigint AS waiting,
@@ -90,7 +89,10 @@ async def reconcile(sessions: Sessions, gateway: StripeGateway, month: str) -> M
         closed_until = await session.scalar(CLOSED_UNTIL, {"close_delay": CLOSE_DELAY})
         assert isinstance(closed_until, datetime)
         ends = max(begins, min(month_ends, closed_until))
-        rows = (await session.execute(OURS, {"begins": begins, "ends": ends, "account": gateway.account})).all()
+        parameters = {"begins": begins, "ends": ends, "account": gateway.account}
+        rows: list[Row[Any]] = []
+        for organization_id in await session.scalars(text("SELECT id FROM organizations ORDER BY name")):
+            rows += (await session.execute(OURS, parameters | {"organization_id": organization_id})).all()
     calls = asyncio.Semaphore(CALLS_AT_ONCE)
 
     async def counted(customer: str | None, meter: str | None) -> int:

@@ -7,7 +7,7 @@ no payload appears in what is returned or raised.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -94,11 +94,15 @@ class StripeGateway:
         return DELIVERED
 
     async def take_back(self, identifier: str, event_name: str) -> Answer:
-        """Cancel a meter event. Delivered means here: it is not counted any more."""
+        """Cancel a meter event. Delivered means here: it is not counted any more.
+
+        One idempotency key for all attempts: unlike an event, a cancellation has no name by which Stripe would know a second one.
+        """
         try:
             await asyncio.to_thread(
                 self._client.v1.billing.meter_event_adjustments.create,
                 {"event_name": event_name, "type": "cancel", "cancel": {"identifier": identifier}},
+                {"idempotency_key": f"{identifier}-cancel"},
             )
         except stripe.StripeError as error:
             return classified(error)
@@ -139,12 +143,15 @@ class StripeGateway:
         return meter_errors_in(await self.call("get", f"/v2/core/events/{event_id}"))
 
 
-def verify_signature(body: bytes, header: str, secret: str) -> None:
-    """Raises: InvalidValue unless Stripe signed this body with the secret, within the last five minutes."""
-    try:
-        stripe.WebhookSignature.verify_header(body, header, secret, stripe.Webhook.DEFAULT_TOLERANCE)
-    except (stripe.SignatureVerificationError, UnicodeDecodeError) as error:
-        raise InvalidValue("Stripe-Signature", "the body is not signed with WEIR_STRIPE_WEBHOOK_SECRET, or too long ago") from error
+def verify_signature(body: bytes, header: str, secrets: Sequence[str]) -> None:
+    """Raises: InvalidValue unless Stripe signed this body with one of the secrets, within the last five minutes."""
+    for secret in secrets:
+        try:
+            stripe.WebhookSignature.verify_header(body, header, secret, stripe.Webhook.DEFAULT_TOLERANCE)
+        except (stripe.SignatureVerificationError, UnicodeDecodeError):
+            continue
+        return
+    raise InvalidValue("Stripe-Signature", "the body is not signed with WEIR_STRIPE_WEBHOOK_SECRET, or too long ago")
 
 
 def meter_errors_in(event: Mapping[str, Any]) -> MeterErrors:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -28,7 +28,7 @@ EVENTS_MAX = 100  # handled in one run
 ATTEMPTS_MAX = 20  # after which an event is left to a person; `weir stripe status` counts it
 ERROR_LENGTH_MAX = 500
 UUID_LENGTH = 36
-ERROR_REPORT = "v1.billing.meter.error_report_triggered"
+ERROR_REPORTS = frozenset({"v1.billing.meter.error_report_triggered", "v1.billing.meter.no_meter_found"})
 # Which time of an invoice an event sets: one each, so that no order of events can unset what another one told.
 INVOICE_TIMES = {"invoice.finalized": "finalized_at", "invoice.paid": "paid_at", "invoice.payment_failed": "payment_failed_at"}
 
@@ -62,9 +62,9 @@ WHERE id = :id AND state IN ('pending', 'sent', 'delivered', 'parked') RETURNING
 """)
 
 
-async def store_event(sessions: Sessions, body: bytes, signature: str, secret: str) -> bool:
+async def store_event(sessions: Sessions, body: bytes, signature: str, secrets: Sequence[str]) -> bool:
     """Commit an event to the database; tells whether it is new. Raises: InvalidValue if it is not Stripe's."""
-    verify_signature(body, signature, secret)
+    verify_signature(body, signature, secrets)
     try:
         payload = json.loads(body)
         values = {"id": str(payload["id"]), "type": str(payload["type"]), "payload": payload}
@@ -83,7 +83,7 @@ async def handle_events(sessions: Sessions, gateway: StripeGateway) -> int:
     for event_id, kind in waiting:
         try:
             # Fetched before the transaction: the webhook only announces a report.
-            errors = await gateway.meter_errors(event_id) if kind == ERROR_REPORT else None
+            errors = await gateway.meter_errors(event_id) if kind in ERROR_REPORTS else None
             async with sessions.begin() as session:
                 handled += await _handle(session, event_id, kind, errors)
         except (StripeFailed, KeyError, TypeError, ValueError) as error:

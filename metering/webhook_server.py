@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 import signal
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
 
@@ -41,7 +41,7 @@ class Endpoint:
     """Takes one event per connection."""
 
     sessions: Sessions
-    secret: str
+    secrets: Sequence[str]
     open_count: int = 0
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -71,7 +71,7 @@ class Endpoint:
                 raise Answered(HTTPStatus.SERVICE_UNAVAILABLE)
             async with asyncio.timeout(REQUEST_TIMEOUT_S):
                 headers, body = await read_request(reader)
-                new = await store_event(self.sessions, body, headers.get("stripe-signature", ""), self.secret)
+                new = await store_event(self.sessions, body, headers.get("stripe-signature", ""), self.secrets)
         except Answered as answered:
             return answered.status, str(answered)
         except InvalidValue as error:
@@ -120,7 +120,7 @@ async def read_request(reader: asyncio.StreamReader) -> tuple[Mapping[str, str],
 @contextlib.asynccontextmanager
 async def webhook_server(sessions: Sessions, settings: WebhookSettings) -> AsyncIterator[str]:
     """Listens inside the block, which gets the address."""
-    endpoint = Endpoint(sessions, settings.secret)
+    endpoint = Endpoint(sessions, settings.secrets)
     server = await asyncio.start_server(endpoint.serve, settings.listen_host, settings.listen_port, limit=HEAD_MAX_BYTES)
     async with server:
         host, port = server.sockets[0].getsockname()[:2]

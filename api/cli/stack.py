@@ -22,6 +22,7 @@ from api.cli.bootstrap import Connection, bootstrap
 from api.endpoint import forget_endpoint, read_endpoint
 from api.settings import Settings
 from metering import embedded_postgres
+from metering.export_settings import webhook_settings
 from metering.migrations_runner import migrate
 from metering.worker_command import worker_command
 
@@ -120,15 +121,19 @@ async def run_stack(settings: Settings, report: Report) -> AsyncIterator[Stack]:
         environment = child_environment(settings)
         api = Child("api server", [sys.executable, "-m", "api"], home / "logs" / "api.log")
         worker = Child("billing worker", worker_command(), home / "logs" / "worker.log")
+        children = [api, worker]
+        if webhook_settings(environment) is not None:
+            command = [sys.executable, "-m", "api.cli.main", "stripe", "webhooks"]
+            children.append(Child("endpoint for Stripe's events", command, home / "logs" / "webhooks.log"))
         forget_endpoint(home)
-        for child in (api, worker):
+        for child in children:
             report(f"Starting the {child.name}")
             await child.start(environment)
             cleanup.push_async_callback(child.stop)
         report("Loading the model")
         connection = replace(connection, address=await wait_until_serving(home, api))
         connection.write(home)
-        yield Stack(connection, (api, worker), environment)
+        yield Stack(connection, children, environment)
 
 
 def child_environment(settings: Settings) -> dict[str, str]:

@@ -28,6 +28,7 @@ BEGIN
         ('pending', 'sent'), ('pending', 'rejected'),
         ('sent', 'pending'), ('sent', 'delivered'), ('sent', 'rejected'), ('sent', 'parked'),
         ('delivered', 'rejected'), ('delivered', 'cancelling'), ('cancelling', 'delivered'), ('cancelling', 'cancelled'),
+        ('cancelling', 'parked'),
         ('rejected', 'cancelled'), ('parked', 'delivered'), ('parked', 'rejected'), ('parked', 'cancelled'))
     THEN
         RAISE EXCEPTION 'meter batch %: from % to % is no way', OLD.id, OLD.state, NEW.state USING ERRCODE = 'restrict_violation';

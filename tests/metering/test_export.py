@@ -285,16 +285,25 @@ def test_doubt_about_one_attempt_outlives_what_the_next_is_told(was: str, answer
 async def test_many_workers_never_call_twice_at_once_for_one_customer_and_meter(
     sessions: Sessions, customer: Customer, price: ModelPrice, double: StripeDouble, database_url: str
 ) -> None:
-    events = [Consumed(10, 1, 2, settled_at=hours_ago(hour)) for hour in range(2, 22)]
+    events = [Consumed(0, 0, 2, settled_at=hours_ago(hour)) for hour in range(2, 12)]
     await ready(sessions, double, customer, price, *events)
     engine = create_engine(database_url, pool_size=12)
-    exporter = gateway(double)
+    several, exporter = create_sessions(engine), gateway(double)
+    answer = threading.Event()
+    double.faults.append(Fault(accepted=True, status=500, wait=answer))
 
-    await asyncio.gather(*(deliver_pending(create_sessions(engine), exporter, 30) for _ in range(3)))
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(deliver_pending(several, exporter, 30))
+        await asyncio.to_thread(wait_until, double.reached.is_set, "a call to be under way")
+        others = [await deliver_pending(several, exporter, 30) for _ in range(2)]
+        answer.set()
+    await let_time_pass(sessions)
+    await asyncio.gather(*(deliver_pending(several, exporter, 30) for _ in range(3)))
 
     await engine.dispose()
+    assert [each.delivered_count for each in others] == [0, 0]
     assert double.clashes == 0
-    assert await states(sessions) == {"delivered": 60}
+    assert await states(sessions) == {"delivered": 10}
     check_delivered(database_url, double.account)
 
 

@@ -28,7 +28,7 @@ from metering.export_settings import StripeSettings, WebhookSettings, export_set
 from metering.money import MINOR_DIGITS
 from metering.prices import ModelPrice
 from metering.reconciliation import reconcile
-from metering.stripe_gateway import StripeGateway
+from metering.stripe_gateway import StripeFailed, StripeGateway
 from metering.stripe_inbox import INVOICE_TIMES, handle_events
 from metering.stripe_prices import stripe_digits, unit_amount_decimal
 from metering.stripe_sync import Sync
@@ -207,6 +207,39 @@ async def test_a_delivered_batch_is_taken_back_within_a_day_and_its_tokens_go_ou
     check_delivered(database_url, double.account)
 
 
+@pytest.mark.parametrize("forgotten", [False, True])
+async def test_a_cancellation_whose_answer_is_lost_is_repeated_or_left_to_a_person(
+    forgotten: bool,
+    sessions: Sessions,
+    customer: Customer,
+    price: ModelPrice,
+    double: StripeDouble,
+    gateway: StripeGateway,
+    database_url: str,
+) -> None:
+    batch, *_ = await delivered(sessions, gateway, customer, price)
+    double.lose_cancellations = 1
+    with pytest.raises(StripeFailed, match="not taken back"):
+        await resend(sessions, gateway, batch)
+    in_between = await states(sessions)
+    if forgotten:
+        double.answered.clear()
+
+    if forgotten:
+        with pytest.raises(StripeFailed, match="No meter event"):
+            await resend(sessions, gateway, batch)
+        assert await states(sessions) == {"delivered": 2, "parked": 1}
+        await settle(sessions, batch, counted=False)
+    else:
+        await resend(sessions, gateway, batch)
+    await deliver_pending(sessions, gateway)
+
+    assert in_between == {"delivered": 2, "cancelling": 1}
+    assert await states(sessions) == {"delivered": 3, "cancelled": 1}
+    check_export(database_url)
+    check_delivered(database_url, double.account)
+
+
 async def test_after_a_day_a_batch_stays_and_the_error_says_what_can_be_done(
     sessions: Sessions, customer: Customer, price: ModelPrice, gateway: StripeGateway
 ) -> None:
@@ -274,7 +307,7 @@ async def delivered_without_sync(
 
 async def raw_post(sessions: Sessions, request: bytes) -> tuple[int, str]:
     """Status and body that the endpoint answers to these bytes."""
-    async with webhook_server(sessions, WebhookSettings(SECRET, listen_port=0)) as address:
+    async with webhook_server(sessions, WebhookSettings(("whsec_of_another_destination", SECRET), listen_port=0)) as address:
         port = int(address.removesuffix(PATH).rpartition(":")[2])
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(request)

@@ -49,6 +49,7 @@ class StripeDouble:
     clashes: int = 0
     reached: threading.Event = field(default_factory=threading.Event)  # a fault that waits has begun
     bad_key: bool = False
+    lose_cancellations: int = 0  # answers to cancellations that get lost
     lock: threading.Lock = field(default_factory=threading.Lock)
     answered: dict[str, tuple[int, dict[str, Any]]] = field(default_factory=dict)
     busy: set[str] = field(default_factory=set)
@@ -76,6 +77,9 @@ class StripeDouble:
                 made = self.account.run(operation, places, values)
                 if key:
                     self.answered[key] = 200, made
+                if operation == "POST /v1/billing/meter_event_adjustments" and self.lose_cancellations:
+                    self.lose_cancellations -= 1
+                    return 0, {}, {}
             return 200, made, {}
         except Refused as refused:
             return refused.status, {"error": refused.error}, {"stripe-should-retry": "false"}
