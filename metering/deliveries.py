@@ -78,7 +78,7 @@ WHERE id = :id AND state = 'sent'
 PAUSED = text("SELECT paused_until > now() FROM export_progress")
 PAUSE = text("""
 UPDATE export_progress SET failure_count = failure_count + 1, pause_reason = :reason,
-    paused_until = now() + least(:longest, coalesce(:told, :shortest * pow(2, least(failure_count, :doublings))))
+    paused_until = now() + coalesce(:told, least(:longest, :shortest * pow(2, least(failure_count, :doublings))))
 """)
 RESUME = text("UPDATE export_progress SET failure_count = 0, pause_reason = NULL, paused_until = NULL WHERE failure_count > 0")
 

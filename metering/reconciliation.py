@@ -24,7 +24,8 @@ OURS = text(f"""
 WITH used AS (
     SELECT organization_id, price_version_id, kind.token_kind, sum(kind.token_count) AS token_count
     FROM usage_events, {TOKENS_BY_KIND}
-    WHERE organization_id = :organization_id AND settled_at >= :begins AND settled_at < :ends GROUP BY 1, 2, 3 HAVING sum(kind.token_count) > 0
+    WHERE organization_id = :organization_id AND settled_at >= :begins AND settled_at < :ends
+    GROUP BY 1, 2, 3 HAVING sum(kind.token_count) > 0
 ), batches AS (
     SELECT organization_id, price_version_id, token_kind,
            coalesce(sum(token_count) FILTER (WHERE state = 'delivered'), 0) AS delivered,

@@ -22,7 +22,8 @@ from api.cli.bootstrap import Connection, bootstrap
 from api.endpoint import forget_endpoint, read_endpoint
 from api.settings import Settings
 from metering import embedded_postgres
-from metering.export_settings import webhook_settings
+from metering.errors import InvalidValue
+from metering.export_settings import export_settings, webhook_settings
 from metering.migrations_runner import migrate
 from metering.worker_command import worker_command
 
@@ -121,10 +122,7 @@ async def run_stack(settings: Settings, report: Report) -> AsyncIterator[Stack]:
         environment = child_environment(settings)
         api = Child("api server", [sys.executable, "-m", "api"], home / "logs" / "api.log")
         worker = Child("billing worker", worker_command(), home / "logs" / "worker.log")
-        children = [api, worker]
-        if webhook_settings(environment) is not None:
-            command = [sys.executable, "-m", "api.cli.main", "stripe", "webhooks"]
-            children.append(Child("endpoint for Stripe's events", command, home / "logs" / "webhooks.log"))
+        children = [api, worker, *optional_children(environment, home)]
         forget_endpoint(home)
         for child in children:
             report(f"Starting the {child.name}")
@@ -134,6 +132,18 @@ async def run_stack(settings: Settings, report: Report) -> AsyncIterator[Stack]:
         connection = replace(connection, address=await wait_until_serving(home, api))
         connection.write(home)
         yield Stack(connection, children, environment)
+
+
+def optional_children(environment: Mapping[str, str], home: Path) -> list[Child]:
+    """The endpoint for Stripe's events, where its secret is set. Raises: StackFailed for export settings that cannot be."""
+    try:
+        export_settings(environment)
+        if webhook_settings(environment) is None:
+            return []
+    except InvalidValue as error:
+        raise StackFailed(str(error)) from error
+    command = [sys.executable, "-m", "api.cli.main", "stripe", "webhooks"]
+    return [Child("endpoint for Stripe's events", command, home / "logs" / "webhooks.log")]
 
 
 def child_environment(settings: Settings) -> dict[str, str]:

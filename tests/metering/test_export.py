@@ -182,12 +182,14 @@ async def test_an_answer_that_never_comes_is_waited_for_so_long_and_then_asked_f
     database_url: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(stripe_gateway, "READ_TIMEOUT_S", 0.3)
     await ready(sessions, double, customer, price, Consumed(0, 0, 20, settled_at=hours_ago(3)))
     answer = threading.Event()
     double.faults.append(Fault(accepted=True, wait=answer))
+    with monkeypatch.context() as impatient:
+        impatient.setattr(stripe_gateway, "READ_TIMEOUT_S", 0.3)
+        hasty = gateway(double)
 
-    failed = await deliver_pending(sessions, gateway(double))
+    failed = await deliver_pending(sessions, hasty)
     answer.set()
     await asyncio.to_thread(wait_until, lambda: not double.busy, "the double to be done")
     await let_time_pass(sessions)

@@ -12,6 +12,7 @@ from decimal import Decimal
 from typing import Any
 
 import pytest
+import stripe
 from hypothesis import given
 from hypothesis import strategies as st
 from sqlalchemy import text
@@ -35,6 +36,7 @@ from metering.stripe_sync import Sync
 from metering.webhook_server import BODY_MAX_BYTES, PATH, webhook_server
 from tests.metering.books import Consumed, Customer, new_customer, new_price
 from tests.metering.export_books import check_delivered, check_export, hours_ago, states, use_and_rate
+from tests.stripe_double.form import SCHEMA
 from tests.stripe_double.server import KEY, SECRET, StripeDouble, signature, stripe_double
 
 BILLED = frozenset(MINOR_DIGITS) - {"CLF", "IQD", "LYD", "UYI", "UYW"}
@@ -93,6 +95,11 @@ def test_no_pico_of_a_price_is_lost_at_stripe(picos: int, currency: str) -> None
 def test_a_currency_that_stripe_does_not_bill_is_refused(currency: str) -> None:
     with pytest.raises(InvalidValue, match="Stripe does not bill"):
         unit_amount_decimal(1, currency)
+
+
+def test_the_double_knows_the_version_of_the_api_that_the_sdk_speaks() -> None:
+    """After an update of the SDK the double's schema is made anew from it, so that requests are checked against what is true."""
+    assert SCHEMA["api_version"] == stripe.api_version
 
 
 def test_no_secret_shows_and_no_bad_setting_passes() -> None:
