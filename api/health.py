@@ -43,7 +43,7 @@ def services(parts: Mapping[str, bool], may_admit_without_store: bool) -> dict[s
     """What each service can do with the parts as they are. The whole server is what its inference is."""
     engine_ready = any(well for name, well in parts.items() if name != STORE)
     inference = engine_ready and (parts[STORE] or may_admit_without_store)
-    return {name: parts[STORE] for name in SERVICES} | {INFERENCE_SERVICE: inference, "": inference}
+    return dict.fromkeys(SERVICES, parts[STORE]) | {INFERENCE_SERVICE: inference, "": inference}
 
 
 def store_is_well(holds: HoldStore, settings: Settings) -> bool:
