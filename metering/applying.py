@@ -31,8 +31,10 @@ from metering.configuration import (
     differences,
     named_twice,
 )
+from metering.errors import InvalidValue
 from metering.key_changes import update_api_key
 from metering.models import ApiKey, Organization, Project, QuotaSubject
+from metering.money import checked_currency
 from metering.prices import list_current_prices, set_price
 from metering.tenants import create_api_key, create_organization, create_project, revoke_api_key
 
@@ -84,7 +86,7 @@ class Application:
         query = select(Organization).where(Organization.name == wanted.name)
         standing: Organization | None = await self.work.session.scalar(query)
         if standing is None:
-            code = wanted.currency_code or "USD"
+            code = self._currency(path, wanted.currency_code or "USD")
             standing = await self._made(
                 path,
                 wanted.name,
@@ -239,6 +241,14 @@ class Application:
         )
         action = Action.UPDATE if standing else Action.CREATE
         self.work.changes.append(Change(action, "price", f"{wanted.model} in {wanted.currency_code}", changes))
+
+    def _currency(self, path: str, code: str) -> str:
+        """The code; if it is none, one that holds, so that what stands below is tried too."""
+        try:
+            return checked_currency(code)
+        except InvalidValue as refusal:
+            self.work.wrong(f"{path}.{refusal.field}", refusal.remedy)
+            return "USD"
 
     async def _made(self, path: str, name: str, create: Callable[[str], Awaitable[Value]]) -> Value:
         """A new thing of this name; if the name is refused, one that will be rolled back with everything else."""

@@ -204,7 +204,9 @@ async def test_every_mistake_is_told_with_its_place_and_nothing_is_changed(admin
     ]
     caps = {"name": "Caps", "projects": [{"name": "fine", "keys": [{"name": ""}]}]}
 
-    answer = await admin.apply(wrong, caps, {"name": name, "currency_code": "USD"}, prices=[price("a b")])
+    dollar = {"name": unique(), "currency_code": "DOLLAR", "projects": [{"name": "fine", "keys": [{"name": ""}]}]}
+
+    answer = await admin.apply(wrong, caps, {"name": name, "currency_code": "USD"}, dollar, prices=[price("a b")])
 
     assert {mistake.field for mistake in answer.mistakes} == {
         "organizations[0].projects[0].keys[0].scopes",
@@ -217,6 +219,8 @@ async def test_every_mistake_is_told_with_its_place_and_nothing_is_changed(admin
         "organizations[1].projects[0].keys[0].name",
         "organizations[2].name",
         "organizations[2].currency_code",
+        "organizations[3].currency_code",
+        "organizations[3].projects[0].keys[0].name",
         "prices[0].model",
     }
     assert all(mistake.description for mistake in answer.mistakes)
