@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import os
 import time
 import uuid
 from collections.abc import Iterator
 from decimal import Decimal
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +22,9 @@ from sqlalchemy.exc import DBAPIError
 from typer.testing import CliRunner
 
 from api.cli.main import app
+from api.cli.stack import StackFailed, optional_children
 from metering.batches import form_batches
+from metering.celery_app import refuse_without_database
 from metering.corrections import resend, settle
 from metering.db import Sessions
 from metering.deliveries import deliver_pending
@@ -115,6 +119,21 @@ def test_no_secret_shows_and_no_bad_setting_passes() -> None:
     ]:
         with pytest.raises(InvalidValue, match=name):
             export_settings({**secret, name: value})
+
+
+def test_nothing_starts_with_a_setting_that_cannot_be(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("WEIR_DATABASE_URL", "postgresql:///weir")
+    monkeypatch.setenv("WEIR_EXPORT", "stripe")
+    monkeypatch.setenv("STRIPE_API_KEY", "sk_live")
+
+    with pytest.raises(SystemExit, match="STRIPE_API_KEY: give a secret"):
+        refuse_without_database()
+    with pytest.raises(StackFailed, match="STRIPE_API_KEY: give a secret"):
+        optional_children(os.environ, tmp_path)
+    assert [each.name for each in optional_children({"WEIR_STRIPE_WEBHOOK_SECRET": "whsec_x"}, tmp_path)] == [
+        "endpoint for Stripe's events"
+    ]
+    assert optional_children({}, tmp_path) == []
 
 
 async def test_a_sync_creates_what_is_missing_once_and_finds_it_again(
