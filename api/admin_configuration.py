@@ -28,6 +28,7 @@ class ConfigurationCalls(AdminCalls):
                 actor=acting.actor,
                 own_key_id=acting.principal.api_key_id,
                 models=[model.name for model in self._router.models()],
+                dry_run=request.dry_run or bool(parsing.mistakes),
             )
             if mistakes := [*parsing.mistakes, *work.mistakes]:
                 await acting.session.rollback()

@@ -44,15 +44,24 @@ RATES = ("input_picos_per_token", "cached_input_picos_per_token", "output_picos_
 
 
 async def apply_configuration(
-    session: AsyncSession, wanted: Configuration, *, actor: str, own_key_id: uuid.UUID, models: Collection[str]
+    session: AsyncSession,
+    wanted: Configuration,
+    *,
+    actor: str,
+    own_key_id: uuid.UUID,
+    models: Collection[str],
+    dry_run: bool = False,
 ) -> Attempts:
     """Make what is into what is wanted; what was done, what was left, and what is wrong. Roll back if anything is.
 
-    own_key_id: the key that the caller came with. models: those that are served.
+    own_key_id: the key that the caller came with. models: those that are served. dry_run: the caller will roll back in any case,
+    so nobody has to wait while limits are made to count the past.
     """
     now = (await session.scalars(select(func.now()))).one()
     application = Application(Attempts(session, actor, now, models), own_key_id)
     await application.apply(wanted)
+    if not dry_run and not application.work.mistakes:
+        await application.work.count_past()
     return application.work
 
 
@@ -92,6 +101,7 @@ class Application:
                 wanted.name,
                 lambda name: create_organization(self.work.session, name=name, currency_code=code, actor=self.work.actor),
             )
+            self.work.created.add(standing.id)
             changes = (FieldChange("currency_code", None, code),)
             self.work.changes.append(Change(Action.CREATE, "organization", wanted.name, changes))
         elif wanted.currency_code not in ("", standing.currency_code):
@@ -118,6 +128,7 @@ class Application:
                 wanted.name,
                 lambda name: create_project(self.work.session, organization=str(owner.id), name=name, actor=self.work.actor),
             )
+            self.work.created.add(standing.id)
             self.work.changes.append(Change(Action.CREATE, "project", shown))
         await apply_quotas(self.work, path, shown, QuotaSubject.PROJECT, standing.id, wanted.quotas, prune=wanted.prune_quotas)
         query = select(ApiKey).where(ApiKey.project_id == standing.id, ApiKey.revoked_at.is_(None)).order_by(ApiKey.created_at)
@@ -180,6 +191,7 @@ class Application:
         if made is None:
             return None
         record, secret = made
+        self.work.created.add(record.id)
         says = differences(None, record, ("scopes", "expires_at"))
         self.work.changes.append(Change(Action.CREATE, "key", shown, says, key_prefix=record.prefix, secret=secret))
         return await self.work.session.get_one(ApiKey, record.id)

@@ -86,6 +86,7 @@ async def apply_quota(
             enforced=wanted.enforced,
             for_new_keys=place.for_new_keys,
             actor=work.actor,
+            later=work.uncounted,
         ),
     )
     if state is not None and wanted.raised_until is not None:

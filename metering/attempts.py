@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -11,6 +12,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from metering.configuration import Change, Mistake
 from metering.errors import InvalidValue, MeteringError
+from metering.quota_recount import Uncounted, recount
 
 Value = TypeVar("Value")
 
@@ -26,7 +28,10 @@ FIELDS = {
 
 @dataclass(slots=True)
 class Attempts:
-    """Changes that were made, and those that were refused. now: the time of the transaction; models: those that are served."""
+    """Changes that were made, and those that were refused. now: the time of the transaction; models: those that are served.
+
+    created: subjects of limits that were made. uncounted: limits that do not count the past yet.
+    """
 
     session: AsyncSession
     actor: str
@@ -35,6 +40,15 @@ class Attempts:
     changes: list[Change] = field(default_factory=list)
     kept: list[Change] = field(default_factory=list)
     mistakes: list[Mistake] = field(default_factory=list)
+    created: set[uuid.UUID] = field(default_factory=set)
+    uncounted: list[Uncounted] = field(default_factory=list)
+
+    async def count_past(self) -> None:
+        """Make new limits count what was used before: after all else, since nobody is let in from here to the end.
+
+        What did not exist before has used nothing.
+        """
+        await recount(self.session, [each for each in self.uncounted if each[0].subject_id not in self.created])
 
     async def attempt(self, path: str, act: Callable[[], Awaitable[Value]], names: dict[str, str] | None = None) -> Value | None:
         """What the act answers; None if it was refused, which is then noted. names: of fields that the document calls otherwise."""

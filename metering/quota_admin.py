@@ -19,7 +19,7 @@ from metering.errors import InvalidValue, NotFound
 from metering.models import ApiKey, Organization, Project, Quota, QuotaCounter, QuotaDimension, QuotaSubject
 from metering.operations import QuotaState
 from metering.prices import checked_model
-from metering.quota_recount import recount
+from metering.quota_recount import Uncounted, recount
 from metering.quota_rules import DIMENSIONS, PLAIN, Kind, Unit, Weights, token_scale
 from metering.quota_states import rule_now, states
 from metering.tenants import as_uuid, find_api_key, find_organization, find_project
@@ -50,13 +50,15 @@ async def set_quota(
     enforced: bool | None = None,
     for_new_keys: bool = False,
     actor: str,
+    later: list[Uncounted] | None = None,
 ) -> QuotaState:
     """Set one limit. One that stands for the same subject, model and dimension keeps its id, and so what was used of it.
 
     subject_ref: as in `find_subject`. model: empty for all models together. weights: of input, cached input and output, in
     thousandths. They and enforced: None leaves them as they stand; a new one weighs plainly and is enforced. for_new_keys: not a
     limit of the subject, but one that each key that is created under it from then on gets for itself. A new limit counts from the
-    first what was used in its window. A raise that is not above the new limit ends. Raises: NotFound, InvalidValue.
+    first what was used in its window. later: gets the limit instead, for a `recount` at the end of the transaction. A raise that is
+    not above the new limit ends. Raises: NotFound, InvalidValue.
     """
     _check_values(subject, dimension, limit_value, for_new_keys=for_new_keys)
     if model:
@@ -84,7 +86,10 @@ async def set_quota(
         quota = await _update(session, old.id, values)
     after = snapshot(quota)
     if not for_new_keys and (before is None or any(before[name] != after[name] for name in after if name.endswith("weight_milli"))):
-        await recount(session, quota, organization_id)
+        if later is None:
+            await recount(session, [(quota, organization_id)])
+        else:
+            later.append((quota, organization_id))
     if before != after:
         await record_change(session, actor=actor, action="quota.set", subject_id=str(quota.id), before=before, after=after)
     return await _state(session, quota.id)

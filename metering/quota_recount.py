@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import uuid
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -21,15 +21,18 @@ from sqlalchemy import (
     BigInteger,
     BindParameter,
     Boolean,
+    ColumnElement,
     DateTime,
     Select,
     Text,
     TextClause,
     Uuid,
+    and_,
     bindparam,
     delete,
     func,
     insert,
+    or_,
     select,
     text,
     update,
@@ -56,6 +59,7 @@ SUBJECT_COLUMNS = {
 }
 
 Window = tuple[datetime, datetime]
+Uncounted = tuple[Quota, uuid.UUID]  # with the organization of its subject
 
 
 def amount(sent: str, cached: str, output: str) -> str:
@@ -159,14 +163,28 @@ class Charges:
     held: Counter[datetime] = field(default_factory=Counter)
 
 
-async def recount(session: AsyncSession, quota: Quota, organization_id: uuid.UUID) -> None:
-    """Write the counters of a quota anew, and charge the live holds of its subject to it. Its counters of past windows go."""
-    dimension = QuotaDimension(quota.dimension)
+async def recount(session: AsyncSession, uncounted: Sequence[Uncounted]) -> None:
+    """Write the counters of quotas anew, and charge the live holds of their subjects to them. Counters of past windows go.
+
+    From here to the end of the transaction nobody admits: whoever makes many changes in one does this last, and for all at once.
+    """
+    if not uncounted:
+        return
     await session.execute(text(f"SET LOCAL statement_timeout = {EARLY_TIMEOUT_MS}"))
-    early = await _ended_long_ago(session, quota, organization_id)
+    early = [await _ended_long_ago(session, *each) for each in uncounted]
     await session.execute(text(f"SET LOCAL statement_timeout = {LOCKED_TIMEOUT_MS}"))
     await session.execute(text(f"SELECT pg_advisory_xact_lock({QUOTA_LOCK})"))
-    live = (await session.execute(_live_holds(quota))).all()
+    if len(uncounted) > 1:  # all at once, since one subject's after another's would not be in the order of every batch
+        await session.execute(_locked(or_(*(_of_subject(quota) for quota, _ in uncounted))).with_only_columns(Hold.id))
+    for (quota, organization_id), charges in zip(uncounted, early, strict=True):
+        await _write(session, quota, organization_id, charges)
+    await session.execute(text("SET LOCAL statement_timeout = DEFAULT"))
+
+
+async def _write(session: AsyncSession, quota: Quota, organization_id: uuid.UUID, early: Charges) -> None:
+    """Count one quota, with the lock."""
+    dimension = QuotaDimension(quota.dimension)
+    live = (await session.execute(_locked(_of_subject(quota)))).all()
     windows = _windows_about(dimension, await _clock(session))
     by_admission = DIMENSIONS[dimension][0] is Kind.REQUESTS
     windows |= {_window(dimension, row.admitted_at if by_admission else row.charged_at) for row in live}
@@ -182,7 +200,6 @@ async def recount(session: AsyncSession, quota: Quota, organization_id: uuid.UUI
         await session.execute(insert(QuotaCounter), rows)
     uncharged = update(Hold).where(Hold.id.in_([row.id for row in live]), ~Hold.quota_ids.contains([quota.id]))
     await session.execute(uncharged.values(quota_ids=func.array_append(Hold.quota_ids, quota.id)))
-    await session.execute(text("SET LOCAL statement_timeout = DEFAULT"))
 
 
 async def _ended_long_ago(session: AsyncSession, quota: Quota, organization_id: uuid.UUID) -> Charges:
@@ -239,12 +256,15 @@ def _statement(sql: str) -> TextClause:
     return text(sql).bindparams(*(parameter for name, parameter in PARAMETERS.items() if f":{name}" in sql))
 
 
-def _live_holds(quota: Quota) -> Select[uuid.UUID, datetime, datetime]:
-    """Locks the live holds that the quota applies to, in the order of every batch."""
+def _of_subject(quota: Quota) -> ColumnElement[bool]:
+    """The holds that a quota applies to."""
     of_subject = SUBJECT_COLUMNS[QuotaSubject(quota.subject)] == quota.subject_id
-    query = select(Hold.id, Hold.admitted_at, Hold.charged_at).where(Hold.state == HoldState.HELD, of_subject)
-    if quota.model:
-        query = query.where(Hold.model == quota.model)
+    return and_(of_subject, Hold.model == quota.model) if quota.model else of_subject
+
+
+def _locked(which: ColumnElement[bool]) -> Select[uuid.UUID, datetime, datetime]:
+    """Locks live holds in the order of every batch."""
+    query = select(Hold.id, Hold.admitted_at, Hold.charged_at).where(Hold.state == HoldState.HELD, which)
     return query.order_by(Hold.id).with_for_update()
 
 
