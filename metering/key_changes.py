@@ -14,6 +14,7 @@ from sqlalchemy import delete, func, select
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from metering.audit import record_change, snapshot
 from metering.control_models import SupersededSecret
 from metering.errors import InvalidValue, KeyRevoked
 from metering.key_secrets import hash_of, new_secret
@@ -46,7 +47,14 @@ async def rotate_api_key(
     for older in await session.scalars(select(SupersededSecret).where(SupersededSecret.api_key_id == key.id)):
         older.expires_at = min(older.expires_at, ends_at)
     await session.flush()
-    await change_key(session, key, actor, "api_key.rotate", secret_hash=hash_of(secret))
+    before = snapshot(key)
+    key.secret_hash = hash_of(secret)
+    await session.flush()
+    # No hash is logged, so the end of the replaced secret is what tells one rotation from another.
+    ended, ends = ({"replaced_secret_ends_at": each and each.isoformat()} for each in (found.overlap_ends_at, ends_at))
+    await record_change(
+        session, actor=actor, action="api_key.rotate", subject_id=str(key.id), before=before | ended, after=before | ends
+    )
     return await find_api_key(session, str(key.id)), secret, ends_at
 
 

@@ -230,6 +230,23 @@ async def test_the_log_is_read_by_subject_actor_action_and_time(sessions: Sessio
         assert await actions(action_prefix="%") == []
 
 
+async def test_the_log_tells_until_when_a_replaced_secret_works(sessions: Sessions, customer: Customer) -> None:
+    for overlap in (timedelta(hours=2), timedelta(hours=1)):
+        async with sessions.begin() as session:
+            *_, ends_at = await rotate_api_key(session, api_key=customer.key.prefix, overlap=overlap, actor="ann")
+
+    async with sessions() as session:
+        latest, first = await list_audit_entries(session, action_prefix="api_key.rotate")
+
+    assert first.before is not None
+    assert first.after is not None
+    assert latest.after is not None
+    assert first.before["replaced_secret_ends_at"] is None
+    assert latest.before == first.after
+    assert latest.after["replaced_secret_ends_at"] == ends_at.isoformat()
+    assert not any("hash" in name for name in latest.after)
+
+
 @pytest.mark.parametrize("statement", ["UPDATE audit_log SET actor = 'me'", "DELETE FROM audit_log", "TRUNCATE audit_log"])
 async def test_the_log_cannot_be_rewritten(sessions: Sessions, customer: Customer, statement: str) -> None:
     async with sessions() as session:
