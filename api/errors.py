@@ -192,6 +192,7 @@ CODES: tuple[tuple[type[Exception], int], ...] = (
     (QueueFull, code_pb2.UNAVAILABLE),
     (StartsTooLate, code_pb2.UNAVAILABLE),
     (metering_errors.StoreAway, code_pb2.UNAVAILABLE),
+    (metering_errors.StripeFailed, code_pb2.UNAVAILABLE),
     (engine_errors.EngineOverloaded, code_pb2.UNAVAILABLE),
     (engine_errors.EngineUnavailable, code_pb2.UNAVAILABLE),
     (engine_errors.EngineStartFailed, code_pb2.UNAVAILABLE),

@@ -14,11 +14,11 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from metering.batches import form
 from metering.db import Sessions
-from metering.errors import InvalidValue, NotFound
+from metering.errors import InvalidValue, NotFound, StripeFailed
 from metering.export_models import BatchState, MeterBatch
 from metering.exporting import Verdict
 from metering.models import TokenKind
-from metering.stripe_gateway import CANCEL_WITHIN, StripeFailed, StripeGateway
+from metering.stripe_gateway import CANCEL_WITHIN, StripeGateway
 
 MOVE = text("UPDATE meter_batches SET state = :state, last_error = :error WHERE id = :id")
 COUNTED = text("UPDATE meter_batches SET state = 'delivered', delivered_at = sent_at, last_error = NULL WHERE id = :id")

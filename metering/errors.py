@@ -147,3 +147,9 @@ class InvariantViolated(MeteringError):
     """Something that can never be is. Nothing of the operation was written; a person must look."""
 
     reason = "INVARIANT_VIOLATED"
+
+
+class StripeFailed(MeteringError):
+    """Stripe refused or did not answer an administrative call; the message says which, and what it said."""
+
+    reason = "STRIPE_FAILED"

@@ -15,7 +15,7 @@ from typing import Any
 import stripe
 from urllib3.exceptions import ConnectTimeoutError, NewConnectionError
 
-from metering.errors import InvalidValue, MeteringError
+from metering.errors import InvalidValue, StripeFailed
 from metering.export_settings import StripeSettings
 from metering.exporting import DELIVERED, Answer, Quantity, Verdict
 from metering.models import TokenKind
@@ -29,12 +29,6 @@ PAGE_SIZE = 100  # Stripe's most
 RETRY_AFTER_S_MAX = 3600.0
 DUPLICATE = "event already exists with identifier"  # Stripe gives this refusal no code of its own
 TOO_MANY_REQUESTS, CONFLICT, SERVER_ERROR = 429, 409, 500
-
-
-class StripeFailed(MeteringError):
-    """Stripe refused or did not answer an administrative call; the message says which, and what it said."""
-
-    reason = "STRIPE_FAILED"
 
 
 @dataclass(frozen=True, slots=True)

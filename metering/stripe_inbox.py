@@ -18,9 +18,9 @@ from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from metering.db import Sessions
-from metering.errors import InvalidValue
+from metering.errors import InvalidValue, StripeFailed
 from metering.export_models import StripeEvent
-from metering.stripe_gateway import MeterErrors, StripeFailed, StripeGateway, verify_signature
+from metering.stripe_gateway import MeterErrors, StripeGateway, verify_signature
 
 log = logging.getLogger(__name__)
 

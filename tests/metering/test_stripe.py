@@ -28,12 +28,12 @@ from metering.celery_app import refuse_without_database
 from metering.corrections import resend, settle
 from metering.db import Sessions
 from metering.deliveries import deliver_pending
-from metering.errors import AlreadyExists, InvalidValue
+from metering.errors import AlreadyExists, InvalidValue, StripeFailed
 from metering.export_settings import StripeSettings, WebhookSettings, export_settings, stripe_settings, webhook_settings
 from metering.money import MINOR_DIGITS
 from metering.prices import ModelPrice
 from metering.reconciliation import reconcile
-from metering.stripe_gateway import StripeFailed, StripeGateway
+from metering.stripe_gateway import StripeGateway
 from metering.stripe_inbox import INVOICE_TIMES, handle_events
 from metering.stripe_prices import stripe_digits, unit_amount_decimal
 from metering.stripe_sync import Sync
