@@ -140,8 +140,11 @@ class Forecast:
             return
         # Other processes promise at the same pace. The place that is sure to be left last before then: others serve others.
         for _ in range(min(self.process_count, len(self._places))):
-            index = bisect.bisect_right(self._places, at_s - self._margin_s) - 1
-            left = self._places.pop(max(index, 0))
+            index = max(bisect.bisect_right(self._places, at_s - self._margin_s) - 1, 0)
+            left = self._places[index]
+            if at_s - left > 2 * (self.history.mean_s + self._margin_s):
+                return  # promised when requests were slower, or none was known: others fit in before it, at a distance
+            del self._places[index]
             bisect.insort(self._places, max(left, at_s) + self.history.mean_s)
 
     def _place(self, from_s: float) -> float:

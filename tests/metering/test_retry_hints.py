@@ -9,7 +9,7 @@ import random
 import uuid
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 
 import pytest
@@ -234,6 +234,18 @@ def test_several_processes_promise_only_their_share() -> None:
 
 def test_without_any_history_a_hint_is_a_guess_and_not_nothing() -> None:
     assert ask(forecast(a_rule(CONCURRENT, 1), 0.0), held=1) == pytest.approx(DURATION_UNKNOWN_S, abs=0.3)
+
+
+def test_what_was_promised_on_a_guess_does_not_put_off_those_who_ask_once_more_is_known() -> None:
+    guess = forecast(a_rule(CONCURRENT, 1), 0.0)
+    guessed = [ask(guess, held=1) for _ in range(200)]
+    known = forecast(guess.rule, 0.0, history=History([0.8] * 64, [20] * 64))
+    known = replace(known, promises=list(guess.promises))
+
+    hints = [ask(known, held=1) for _ in range(4)]
+
+    assert guessed[-1] > 100 * DURATION_UNKNOWN_S / 2
+    assert [round(hint, 1) for hint in hints] == [0.8, 1.6, 2.4, 3.2]
 
 
 @pytest.fixture
