@@ -21,7 +21,7 @@ from metering.pricing import TokenPrices
 from metering.quota_rules import Claim
 from metering.quota_states import quotas_for
 from metering.quotas import Counter, Counters
-from metering.refusals import Refusals
+from metering.refusals import Refusals, Refused
 
 RECENT_EVENT_COUNT = 1000  # of the organization: among so many the project's latest are looked for
 EXPECTED_FROM_COUNT = 100  # requests of the project to the model
@@ -67,7 +67,7 @@ async def quote(
         except QuotaExceeded as exceeded:
             refusal = exceeded
             # Apart from what this process has promised to others: a quote is not a place in the line.
-            await Refusals().note(await raw_connection(session), now, [(payer.organization_id, refusal)])
+            await Refusals().note(await raw_connection(session), now, [Refused(payer.organization_id, refusal)])
     return Quote(prices, await expected_output(session, payer, model), tuple(states), refusal)
 
 

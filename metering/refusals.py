@@ -9,6 +9,7 @@ import uuid
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime
+from typing import NamedTuple
 
 import psycopg
 import structlog
@@ -18,7 +19,7 @@ from metering.exchange import Connection, id_array
 from metering.models import QuotaDimension, QuotaSubject
 from metering.operations import Admit, HoldAnswer, HoldOperation
 from metering.quota_rules import Claim, QuotaRule
-from metering.retry_hints import Forecast, History, RunningRequest, promise
+from metering.retry_hints import PROMISE_COUNT_MAX, Forecast, History, RunningRequest, promise
 
 REFRESH_S = 0.25  # how old what is known of running requests may be: refusals come in floods, and each look costs a query
 FORECAST_COUNT_MAX = 10_000  # quotas that refuse at the same time; beyond it the promises of all are forgotten
@@ -41,7 +42,22 @@ FROM unnest(%s::uuid[]) AS o(id), LATERAL (
 
 log = structlog.get_logger(__name__)
 
-Refused = tuple[uuid.UUID, QuotaExceeded]  # the organization that asked, and why not
+RequestKey = tuple[uuid.UUID, uuid.UUID]  # project and request id
+
+
+class Refused(NamedTuple):
+    """An admission that does not fit a quota."""
+
+    organization_id: uuid.UUID
+    error: QuotaExceeded
+    request: RequestKey | None = None  # None: no promise is remembered for it
+
+
+class Told(NamedTuple):
+    """When a request was told to return, on the database's clock, and because of which quotas."""
+
+    at_s: float
+    quota_ids: frozenset[uuid.UUID]
 
 
 def refused_of(operations: Sequence[HoldOperation], answers: Mapping[int, HoldAnswer | Exception]) -> list[Refused]:
@@ -49,7 +65,7 @@ def refused_of(operations: Sequence[HoldOperation], answers: Mapping[int, HoldAn
     found: list[Refused] = []
     for index, op in enumerate(operations):
         if isinstance(op, Admit) and isinstance(answer := answers[index], QuotaExceeded):
-            found.append((op.payer.organization_id, answer))
+            found.append(Refused(op.payer.organization_id, answer, (op.payer.project_id, op.request_id)))
     return found
 
 
@@ -59,6 +75,7 @@ class Refusals:
     def __init__(self) -> None:
         self._counts: Counter[tuple[QuotaDimension, QuotaSubject]] = Counter()
         self._forecasts: dict[uuid.UUID, Forecast] = {}
+        self._told: dict[RequestKey, Told] = {}  # the latest last
 
     @property
     def counts(self) -> Mapping[tuple[QuotaDimension, QuotaSubject], int]:
@@ -67,15 +84,29 @@ class Refusals:
 
     async def note(self, connection: Connection, now: datetime, refused: Sequence[Refused]) -> None:
         """Count refusals of one batch, and tell each when to try again. Never fails for want of an answer of the database."""
-        self._counts.update((error.failing[0].dimension, error.failing[0].subject) for _, error in refused)
-        waiting = [(organization_id, error) for organization_id, error in refused if error.retry_helps and error.claim is not None]
+        self._counts.update((each.error.failing[0].dimension, each.error.failing[0].subject) for each in refused)
+        waiting = [each for each in refused if each.error.retry_helps and each.error.claim is not None]
         try:
             await self._refresh(connection, now, waiting)
         except psycopg.Error as away:  # the batch is committed, and its answers must go out
             log.info("retry_hints_unknown", cause=str(away).strip())
             return
-        for _, error in waiting:
+        for each in waiting:
+            self._tell(each, now)
+
+    def _tell(self, refused: Refused, now: datetime) -> None:
+        """Promise room, but to a request only once: who comes too early is told the same time again, not a place farther behind."""
+        error, request, now_s = refused.error, refused.request, now.timestamp()
+        quota_ids = frozenset(state.quota_id for state in error.failing)
+        told = self._told.pop(request, None) if request is not None else None
+        if told is None or told.at_s <= now_s or told.quota_ids != quota_ids:
             self.promise(error, now)
+            told = Told(now_s + error.retry_after_s, quota_ids)
+        error.hint_s = told.at_s - now_s
+        if request is not None and error.retry_helps:
+            self._told[request] = told
+            if len(self._told) > PROMISE_COUNT_MAX:
+                del self._told[next(iter(self._told))]
 
     def promise(self, error: QuotaExceeded, now: datetime) -> None:
         """Tell one refused request when all quotas that it meets will have room, by what is known already."""
@@ -103,7 +134,7 @@ class Refusals:
     async def _refresh(self, connection: Connection, now: datetime, refused: Sequence[Refused]) -> None:
         """Look at the running requests of the quotas that refuse, if the last look is too long ago."""
         stale: dict[uuid.UUID, tuple[QuotaRule, Claim, uuid.UUID]] = {}
-        for organization_id, error in refused:
+        for organization_id, error, _ in refused:
             for state, _ in error.met:
                 known = self._forecasts.get(state.quota_id)
                 age_s = now.timestamp() - known.at_s if known is not None and known.rule is state.rule else REFRESH_S

@@ -294,6 +294,19 @@ async def test_clients_of_a_real_database_that_wait_as_they_are_told_are_let_in(
     check_invariants(world.url, all_ended=True)
 
 
+async def test_a_request_that_comes_too_early_keeps_its_place_and_takes_none_from_others(world: HoldWorld) -> None:
+    payer = world.tenant()
+    world.quota(payer, CONCURRENT, 1)
+    hasty, other = admit(payer), admit(payer)
+    async with HoldConnection(world.url, uuid.uuid4()) as holds:
+        await holds.execute([admit(payer)])
+        early = [of_type(QuotaExceeded, await holds.execute([hasty]))[0].retry_after_s for _ in range(5)]
+        [behind] = of_type(QuotaExceeded, await holds.execute([other]))
+
+    assert len(set(early)) == 1
+    assert behind.retry_after_s < early[0] + 2 * DURATION_UNKNOWN_S
+
+
 async def test_a_refused_extension_is_no_refused_admission(world: HoldWorld) -> None:
     payer = world.tenant()
     world.quota(payer, DAY, 30)
