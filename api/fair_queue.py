@@ -83,6 +83,10 @@ class FairQueue:
         tier.line.generated(place.tenant, token_count)
         tier.waits.rate.served(units, self._clock())
 
+    def look_again(self) -> None:
+        """Time has passed, and with it the claim of tenants that have not come back to the places kept for them."""
+        self._hand_over()
+
     def leave(self, place: Place) -> None:
         """Give a place back."""
         state, arrival = place.state, place.arrival

@@ -54,10 +54,12 @@ class Process:
             request.stop(Outcome.FAILED, error)
 
     async def tell_progress_regularly(self) -> None:
-        """Send progress frames to whoever waits, until cancelled."""
+        """Give turns that only time makes free, and send progress frames to whoever still waits, until cancelled."""
         first = 0
         while True:
             await asyncio.sleep(self.admission.settings.progress_interval_s)
+            for queue in self.queues.values():
+                queue.look_again()
             first = self._tell_progress(first)
 
     def _tell_progress(self, first: int) -> int:

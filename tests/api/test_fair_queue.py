@@ -14,6 +14,7 @@ import pytest
 
 from api.errors import QueueFull, StartsTooLate
 from api.fair_queue import FairQueue
+from api.headroom import MEMORY_S
 from api.lookahead import COMPILING_MAX, WINDOW_MAX, Lookahead
 from api.places import Arrival, Place, QueueLimits, ServiceTier, State
 from api.promises import Promise, Promises
@@ -92,6 +93,35 @@ def test_nothing_is_kept_from_a_tenant_that_is_alone() -> None:
     _, given_all = ttfts({"flood": 100}, fair=False, until=30.0)
 
     assert fair >= 0.99 * given_all
+
+
+async def test_what_was_kept_for_a_tenant_that_stays_away_is_free_without_anybody_ending() -> None:
+    """Where all that run are long ones, nothing happens that would give the next turn: time alone has to."""
+    clock = Clock()
+    statistics = EngineStatistics(running_sequence_count_max=64)
+    queue = FairQueue(QueueLimits(), lambda: statistics, clock)
+    given: list[Place] = []
+
+    def ask(name: str) -> Place:
+        place = queue.enter(arrival(name))
+        place.on_turn = lambda: given.append(place)
+        queue.join(place)
+        queue.begun(place)
+        return place
+
+    for place in [ask("quiet") for _ in range(4)]:
+        queue.leave(place)
+    given.clear()
+    for _ in range(64):
+        ask("flood")
+    assert len(given) == 60
+
+    clock.now += MEMORY_S + 1
+    queue.look_again()
+    for place in given[60:]:
+        queue.begun(place)
+
+    assert len(given) == 64
 
 
 @pytest.mark.parametrize("tenant_count", [1, 5])

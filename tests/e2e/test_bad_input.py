@@ -222,14 +222,15 @@ async def test_a_revoked_key_is_refused_also_on_an_open_stream(service: Service,
     key, secret = await service.new_key(tenant)
     async with service.stream(secret) as stream:
         await stream.end(await stream.begin())
-        running = await stream.begin(max_output_tokens=400)
+        running = await stream.begin(max_output_tokens=1500)
         await stream.received(running, 1)
 
         await service.revoke(key)
 
         refusal = await stream.failed(await stream.begin())
         assert (refusal.code, refusal.reason) == (StatusCode.UNAUTHENTICATED, "UNAUTHENTICATED")
-        assert (await stream.finished(running)).usage.delivered_token_count == 400, "what was admitted before goes on"
+        ended = await stream.failed(running)
+        assert (ended.code, ended.reason) == (StatusCode.UNAUTHENTICATED, "KEY_REVOKED"), "what was admitted before ends too"
     async with service.stream(secret) as stream:
         assert await stream.closed() is StatusCode.UNAUTHENTICATED
 
