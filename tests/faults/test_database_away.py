@@ -185,9 +185,9 @@ async def test_a_frozen_server_past_its_expiry_neither_streams_on_nor_doubles(la
         for request_id in request_ids:
             await stream.received(request_id, 420 if moment == "after" else 1)
         os.kill(service.pid, signal.SIGSTOP)
-        before = {request_id: len(stream.token_ids(request_id)) for request_id in request_ids}
         await until_swept(service.database_url, 4)
         assert service.books.holds(tenant) == {"expired": 4}
+        before = {request_id: len(stream.token_ids(request_id)) for request_id in request_ids}  # what was on its way has come
 
         os.kill(service.pid, signal.SIGCONT)
 
