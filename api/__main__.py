@@ -39,14 +39,14 @@ from inference.safety import SafetyRulesInvalid
 from inference.safety_file import Safety, read_safety
 from inference.tokenizer import Tokenizer
 from inference.torch_engine import TorchEngine, TorchEngineSettings
-from metering.control_channel import ControlChannel
-from metering.db import Sessions, create_engine, create_sessions
+from metering.control.control_channel import ControlChannel
 from metering.errors import StoreAway
-from metering.holds import HoldStore
-from metering.journal import UsageJournal
-from metering.recovery import recover_journals
-from metering.standing_holds import GraceTerms
-from metering.store_gate import StoreGate
+from metering.holds.holds import HoldStore
+from metering.holds.journal import UsageJournal
+from metering.holds.recovery import recover_journals
+from metering.holds.standing_holds import GraceTerms
+from metering.store.db import Sessions, create_engine, create_sessions
+from metering.store.store_gate import StoreGate
 
 HEALTH_INTERVAL_S = 0.2
 SETTLE_GRACE_S = 10.0  # after the drain time, for the settlement of what was still running

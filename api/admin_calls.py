@@ -14,9 +14,9 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from api import wire
 from api.auth import Authenticator
 from api.interceptor import Context
-from metering import admin_requests
-from metering.db import Sessions
-from metering.tenants import Principal
+from metering.store.db import Sessions
+from metering.tenants import admin_requests
+from metering.tenants.tenants import Principal
 
 SCOPE = "admin"
 # Any fixed number that is ours. Changes share it, a whole configuration takes it alone: so its plan is exact at its commit.

@@ -8,8 +8,8 @@ from api.admin_calls import AdminCalls
 from api.configuration_wire import Parsing, applied_message, configuration_message, mistaken_message
 from api.interceptor import Context
 from inference.router import Router
-from metering.applying import apply_configuration
-from metering.present_state import present_state
+from metering.configuration.applying import apply_configuration
+from metering.configuration.present_state import present_state
 
 
 class ConfigurationCalls(AdminCalls):

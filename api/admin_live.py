@@ -17,13 +17,14 @@ from api.accounts import find_generation
 from api.admin_calls import AdminCalls
 from api.auth import Authenticator
 from api.interceptor import Context
-from metering import live, tenants
-from metering.audit import record_change
-from metering.db import Sessions
+from metering.control import live
+from metering.control.stop_orders import order_end_of_request
 from metering.errors import InvalidValue, NotFound
+from metering.holds.sweeping import sweep_expired_holds
 from metering.models import Hold, HoldState, Organization, Project
-from metering.stop_orders import order_end_of_request
-from metering.sweeping import sweep_expired_holds
+from metering.store.db import Sessions
+from metering.tenants import tenants
+from metering.tenants.audit import record_change
 
 REASON_CHARS_MAX = 200
 PAGE_SIZE = 200

@@ -21,12 +21,14 @@ from api.auth import Authenticator
 from api.interceptor import Context
 from api.quota_wire import effective_quota_statuses, quota_status
 from inference.router import Router
-from metering import audit, prices, quota_admin, quota_states
-from metering.db import Sessions
+from metering.billing import prices
 from metering.errors import InvalidValue, NotFound
 from metering.models import ApiKey, AuditEntry, Organization, Project
 from metering.operations import QuotaState
-from metering.tenants import KeyRecord, find_api_key, find_organization, find_project
+from metering.quotas import quota_admin, quota_states
+from metering.store.db import Sessions
+from metering.tenants import audit
+from metering.tenants.tenants import KeyRecord, find_api_key, find_organization, find_project
 
 
 class AdminServicer(TenantCalls, ConfigurationCalls, LiveCalls):

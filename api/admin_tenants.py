@@ -7,8 +7,8 @@ from weir.v1 import admin_service_pb2 as pb
 from api import wire
 from api.admin_calls import AdminCalls
 from api.interceptor import Context
-from metering import ensuring, key_changes, tenants
 from metering.models import Organization, Project
+from metering.tenants import ensuring, key_changes, tenants
 
 
 class TenantCalls(AdminCalls):

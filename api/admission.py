@@ -17,8 +17,8 @@ from api.errors import Draining, Overloaded
 from api.outbox import UsageSoFar
 from api.settings import Settings
 from metering.errors import MeteringError
-from metering.holds import HoldStore
-from metering.journal import UsageJournal
+from metering.holds.holds import HoldStore
+from metering.holds.journal import UsageJournal
 from metering.operations import Admit, Admitted, Extend, Outcome, Payer, Settle, Settled
 
 log = structlog.get_logger(__name__)

@@ -9,12 +9,12 @@ from dataclasses import replace
 
 from api.errors import PermissionDenied, Unauthenticated
 from api.interceptor import Context
-from metering.bounded_connection import patience
-from metering.db import Sessions
 from metering.errors import KeyInvalid, StoreAway
-from metering.lease_clock import boot_time_s
+from metering.holds.lease_clock import boot_time_s
 from metering.operations import Payer
-from metering.tenants import Principal, authenticate
+from metering.store.bounded_connection import patience
+from metering.store.db import Sessions
+from metering.tenants.tenants import Principal, authenticate
 
 BEARER = "bearer "
 ANSWER_WAIT_S = 5.0  # a call that waits longer for its first lookup is better told to come again

@@ -10,11 +10,11 @@ from weir.v1 import billing_service_pb2_grpc as pb_grpc
 from api import wire
 from api.auth import Authenticator
 from api.interceptor import Context
-from metering.db import Sessions
+from metering.billing.reports import MonthReport, ReportLine, month_report
 from metering.errors import NotFound
 from metering.models import TokenKind
-from metering.reports import MonthReport, ReportLine, month_report
-from metering.tenants import find_organization
+from metering.store.db import Sessions
+from metering.tenants.tenants import find_organization
 
 SCOPES = ("billing", "admin")
 

@@ -1,4 +1,4 @@
-"""The only mapping between the messages of `configuration.proto` and the values of `metering/configuration.py`."""
+"""The only mapping between the messages of `configuration.proto` and the values of `metering/configuration/configuration.py`."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from weir.v1 import configuration_pb2 as pb
 
 from api import wire
-from metering.attempts import Attempts
-from metering.configuration import (
+from metering.configuration.attempts import Attempts
+from metering.configuration.configuration import (
     Action,
     Change,
     Configuration,

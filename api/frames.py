@@ -13,8 +13,8 @@ from api.admission import Lease
 from api.outbox import Delivery
 from api.quota_wire import quota_statuses
 from inference.engine import TokenLogprobs
+from metering.billing.pricing import TokenPrices
 from metering.operations import Admitted, Outcome, QuotaState, Settled
-from metering.pricing import TokenPrices
 
 
 def admitted(admission: Admitted, input_token_count: int, predicted_cached_token_count: int) -> pb.ServerFrame:

@@ -22,7 +22,7 @@ from api.outbox import Delivery, Outbox, UsageSoFar
 from api.process import Process
 from api.wire import ValidStart, parse_start
 from metering.operations import Outcome
-from metering.tenants import Principal, as_uuid
+from metering.tenants.tenants import Principal, as_uuid
 
 DEADLINE_SLACK_S = 0.1  # by so much the ways of the start and of the hang-up may differ
 DEADLINE_ROUNDING = 0.01  # gRPC sends a timeout rounded up by at most this share

@@ -15,7 +15,7 @@ import structlog
 from api.server import INFERENCE_SERVICE, SERVICES, Health
 from api.settings import Settings
 from inference.router import Router
-from metering.holds import HoldStore
+from metering.holds.holds import HoldStore
 
 INTERVAL_S = 0.2
 STORE = "quota-store"

@@ -17,9 +17,9 @@ from api.process import Process
 from api.quota_wire import effective_quota_statuses
 from api.quoting import quote
 from api.tokenizing import tokenize
-from metering.db import Sessions
-from metering.prices import list_current_prices
-from metering.quota_states import quotas_for
+from metering.billing.prices import list_current_prices
+from metering.quotas.quota_states import quotas_for
+from metering.store.db import Sessions
 
 SCOPE = "inference"
 

@@ -1,4 +1,4 @@
-"""What other processes may ask of this one, over `metering/control_channel.py`: to end requests, and to tell what it runs."""
+"""What other processes may ask of this one, over its control channel: to end requests, and to tell what it runs."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from api.auth import Authenticator
 from api.errors import CancelledByAdmin, KeyRevokedMidway
 from api.live import LiveRequest, Phase
 from api.process import Process
+from metering.control.stop_orders import StopOrder
 from metering.operations import Outcome
-from metering.stop_orders import StopOrder
 
 
 def process_name() -> str:
@@ -34,7 +34,7 @@ def obey(process: Process, authenticator: Authenticator, order: StopOrder) -> No
 
 
 def report(process: Process) -> list[dict[str, Any]]:
-    """What runs here, one record per request, with the columns that `metering/live.py` reads."""
+    """What runs here, one record per request, with the columns that `metering/control/live.py` reads."""
     now = time.monotonic()
     return [record(request, now) for request in process.running()]
 

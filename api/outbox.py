@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from weir.v1 import inference_service_pb2 as pb
 
-from metering.journal import Delivered, UsageJournal
+from metering.holds.journal import Delivered, UsageJournal
 
 FRAMES_WAITING_MAX = 50_000  # some 10 MB: beyond it nothing more is read from a client that does not read itself
 FRAMES_PER_MESSAGE_MAX = 1000  # some 60 kB of deltas: below any receive limit a client may have

@@ -11,10 +11,10 @@ from api import wire
 from api.preparation import prepare
 from api.process import Process
 from api.quota_wire import effective_quota_statuses, quota_status
-from metering import quoting
-from metering.db import Sessions
 from metering.operations import Payer
-from metering.tenants import Principal
+from metering.quotas import quoting
+from metering.store.db import Sessions
+from metering.tenants.tenants import Principal
 
 
 async def quote(process: Process, sessions: Sessions, principal: Principal, message: pb.QuoteRequest) -> pb.QuoteResponse:

@@ -30,9 +30,9 @@ from api.places import ServiceTier
 from api.violations import Violations
 from inference.engine import BeamSearchParams, EngineFinishReason, ModelInfo, ResponseFormat
 from inference.tokenizer import ChatMessage
+from metering.billing.pricing import TokenPrices
 from metering.models import QuotaDimension, QuotaSubject
 from metering.operations import Outcome
-from metering.pricing import TokenPrices
 
 PICOS_PER_UNIT = 10**12
 LABEL_COUNT_MAX = 16

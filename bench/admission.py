@@ -38,13 +38,13 @@ import uvloop
 
 from bench.admission_peers import INPUT_TOKENS, MODEL, OUTPUT_TOKENS, Pair, pgbench_binary, plain_pair, run_pgbench
 from bench.processes import children_of, cpu_s, postgres_pid
-from metering import embedded_postgres
-from metering.db import psycopg_conninfo
-from metering.exchange import Connection
-from metering.holds import HoldStore
-from metering.migrations_runner import migrate
+from metering.billing.pricing import TokenPrices
+from metering.holds.exchange import Connection
+from metering.holds.holds import HoldStore
 from metering.operations import Admit, Admitted, Outcome, Payer, Settle, Settled
-from metering.pricing import TokenPrices
+from metering.store import embedded_postgres
+from metering.store.db import psycopg_conninfo
+from metering.store.migrations_runner import migrate
 
 CONNECTION_COUNT_MAX = 64
 QUOTAS = """

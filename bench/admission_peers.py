@@ -19,10 +19,10 @@ from pathlib import Path
 
 import psycopg
 
-from metering import embedded_postgres
-from metering.db import psycopg_conninfo
-from metering.exchange import Connection
+from metering.holds.exchange import Connection
 from metering.operations import Payer
+from metering.store import embedded_postgres
+from metering.store.db import psycopg_conninfo
 
 MODEL = "bench"
 INPUT_TOKENS, OUTPUT_TOKENS = 100, 20

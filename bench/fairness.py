@@ -26,8 +26,8 @@ from api.cli.bootstrap import create_key, ensure_tenant, open_sessions
 from api.cli.stack import run_stack
 from api.cli.workload import percentile
 from api.settings import DEMO_MODEL_NAME, Settings
-from metering import embedded_postgres
-from metering.migrations_runner import migrate
+from metering.store import embedded_postgres
+from metering.store.migrations_runner import migrate
 
 WARM_UP_SHARE = 0.2  # of a run: until the queue stands as it will stand
 SHARED_TOKENS, OWN_TOKENS = 200, 825

@@ -34,9 +34,9 @@ from api.settings import Settings, bundled_models
 from bench.admission import create_tenants, quantile_ms, server
 from bench.admission_peers import MODEL
 from bench.processes import children_of, cpu_s, postgres_pid
-from metering.db import psycopg_conninfo
-from metering.key_secrets import hash_of, new_secret, prefix_of
-from metering.migrations_runner import migrate
+from metering.store.db import psycopg_conninfo
+from metering.store.migrations_runner import migrate
+from metering.tenants.key_secrets import hash_of, new_secret, prefix_of
 
 STREAM_COUNT = 64
 SERVING = b"\x08\x01"  # a HealthCheckResponse

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psycopg
 
-from metering.db import psycopg_conninfo
+from metering.store.db import psycopg_conninfo
 
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 

@@ -80,6 +80,22 @@ BORDERS = (
     Border(("api", "inference", "migrations"), inside=("metering/",), why="metering counts what it is told"),
     Border(("grpc",), inside=("metering/",), why="metering knows nothing of the wire"),
     Border(
+        tuple(f"metering.{package}" for package in ("tenants", "quotas", "holds", "configuration", "control", "billing", "export")),
+        inside=("metering/store/",),
+        why="the way to the database knows nothing of what is kept in it",
+    ),
+    Border(
+        ("metering.billing", "metering.export"),
+        inside=("metering/tenants/", "metering/quotas/", "metering/holds/", "metering/control/"),
+        but=("metering.billing.pricing", "metering.billing.prices"),
+        why="admission knows what a token costs, and nothing of ledger, invoices or who bills",
+    ),
+    Border(
+        ("metering.export", "metering.configuration"),
+        inside=("metering/billing/",),
+        why="what is owed is the same whoever collects it",
+    ),
+    Border(
         ("api", "inference", "metering", "weir", "weir_client"),
         inside=("migrations/",),
         save_for=("migrations/env.py",),
@@ -104,7 +120,7 @@ BORDERS = (
         save_for=("metering/celery_app.py", "metering/tasks.py"),
         why="tasks are thin; what they do is callable without a broker",
     ),
-    Border(("stripe",), inside=PRODUCT, save_for=("metering/stripe_gateway.py",), why="one gateway wraps Stripe"),
+    Border(("stripe",), inside=PRODUCT, save_for=("metering/export/stripe_gateway.py",), why="one gateway wraps Stripe"),
 )
 
 

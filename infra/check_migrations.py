@@ -21,8 +21,8 @@ from alembic.script import Script, ScriptDirectory
 from alembic.util import CommandError
 from sqlalchemy import create_engine, text
 
-from metering import embedded_postgres
-from metering.db import sqlalchemy_url
+from metering.store import embedded_postgres
+from metering.store.db import sqlalchemy_url
 
 ROOT = Path(__file__).resolve().parent.parent
 

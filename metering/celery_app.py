@@ -26,7 +26,7 @@ from click import Option
 from kombu.transport import virtual
 
 from metering.errors import InvalidValue
-from metering.export_settings import export_settings
+from metering.export.export_settings import export_settings
 
 log = logging.getLogger(__name__)
 

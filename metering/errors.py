@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from metering.operations import QuotaState, Settled
-from metering.quota_rules import Claim
+from metering.quotas.quota_rules import Claim
 
 
 class MeteringError(Exception):

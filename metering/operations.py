@@ -8,9 +8,9 @@ from datetime import datetime
 from enum import StrEnum
 from typing import NamedTuple
 
+from metering.billing.pricing import TokenPrices
 from metering.models import QuotaDimension, QuotaSubject
-from metering.pricing import TokenPrices
-from metering.quota_rules import QuotaRule, window_ends
+from metering.quotas.quota_rules import QuotaRule, window_ends
 
 
 class Outcome(StrEnum):

@@ -10,13 +10,13 @@ from collections.abc import AsyncIterator, Coroutine
 
 import psycopg
 
-from metering import quota_admin
+from metering.billing.rating import rate_all_pending
 from metering.celery_app import TIME_LIMIT_S, task
-from metering.db import Sessions, create_engine, create_sessions
 from metering.errors import InvalidValue, StoreAway
-from metering.exporters import export_usage
-from metering.rating import rate_all_pending
-from metering.sweeping import sweep_expired_holds
+from metering.export.exporters import export_usage
+from metering.holds.sweeping import sweep_expired_holds
+from metering.quotas import quota_admin
+from metering.store.db import Sessions, create_engine, create_sessions
 
 log = logging.getLogger(__name__)
 

@@ -11,10 +11,10 @@ from alembic import context
 from sqlalchemy import create_engine, text
 from sqlalchemy.pool import NullPool
 
-import metering.control_models  # declares its tables on the base
-import metering.export_models  # noqa: F401  # the same
-from metering.db import sqlalchemy_url
+import metering.control.control_models  # declares its tables on the base
+import metering.export.export_models  # noqa: F401  # the same
 from metering.models import Base
+from metering.store.db import sqlalchemy_url
 
 MIGRATION_LOCK_ID = 7_355_608  # any fixed number; it only has to be ours
 TIMEOUTS = "SET lock_timeout = '5s'; SET statement_timeout = '10min'"

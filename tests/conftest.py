@@ -19,9 +19,9 @@ import pytest
 from psycopg import sql
 from sqlalchemy import make_url
 
-from metering import embedded_postgres
-from metering.db import Sessions, create_engine, create_sessions, psycopg_conninfo, sqlalchemy_url
-from metering.migrations_runner import migrate
+from metering.store import embedded_postgres
+from metering.store.db import Sessions, create_engine, create_sessions, psycopg_conninfo, sqlalchemy_url
+from metering.store.migrations_runner import migrate
 
 # A test's database need not survive a crash of the machine. Tests that kill the server start one of their own.
 WITHOUT_DURABILITY = {"fsync": "off", "full_page_writes": "off", "synchronous_commit": "off", "max_connections": "200"}

@@ -41,11 +41,11 @@ from api.places import QueueStatistics
 from api.process import Process
 from api.settings import Settings
 from inference.tokenizer import Tokenizer
-from metering.db import create_engine, create_sessions, psycopg_conninfo
+from metering.billing.prices import set_price
 from metering.models import QuotaDimension, QuotaSubject
-from metering.prices import set_price
-from metering.quota_admin import set_quota
-from metering.tenants import KeyRecord, create_api_key, create_organization, create_project, revoke_api_key
+from metering.quotas.quota_admin import set_quota
+from metering.store.db import create_engine, create_sessions, psycopg_conninfo
+from metering.tenants.tenants import KeyRecord, create_api_key, create_organization, create_project, revoke_api_key
 from tests.inference.checkpoints import LlamaShape, make_checkpoint
 
 MODEL = "tiny"

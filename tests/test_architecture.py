@@ -43,7 +43,7 @@ IMPORT_FAULTS = [
     ("api/generation.py", "import torch", "torch"),
     ("api/__main__.py", "import torch.nn", "torch.nn"),
     ("inference/scheduler.py", "from api.wire import to_domain", "api.wire"),
-    ("inference/scheduler.py", "from metering import ledger", "metering.ledger"),
+    ("inference/scheduler.py", "from metering.billing import ledger", "metering.billing.ledger"),
     ("inference/scheduler.py", "import grpc", "grpc"),
     ("inference/scheduler.py", "from grpc import aio", "grpc.aio"),
     ("inference/scheduler.py", "from sqlalchemy.orm import Mapped", "sqlalchemy.orm"),
@@ -57,6 +57,9 @@ IMPORT_FAULTS = [
     ("metering/usage.py", "from celery import shared_task", "celery"),
     ("metering/usage.py", "import kombu", "kombu"),
     ("metering/invoices.py", "import stripe", "stripe"),
+    ("metering/store/db.py", "from metering.tenants import tenants", "metering.tenants.tenants"),
+    ("metering/holds/holds.py", "from metering.billing import ledger", "metering.billing.ledger"),
+    ("metering/billing/rating.py", "from metering.export.batches import form", "metering.export.batches"),
     ("api/cli/up.py", "from celery import Celery", "celery"),
     ("migrations/versions/2026-11-20_initial_schema.py", "from metering.models import Base", "metering.models"),
     ("migrations/env.py", "from api.settings import Settings", "api.settings"),
@@ -65,7 +68,7 @@ IMPORT_FAULTS = [
     ("sdk/python/src/weir_client/client.py", "from inference.engine import Usage", "inference.engine"),
     ("infra/check_proto.py", "from weir.v1 import types_pb2", "weir.v1"),
     ("bench/load.py", "import stripe", "stripe"),
-    ("inference/scheduler.py", "from ..metering import ledger", "metering.ledger"),
+    ("inference/scheduler.py", "from ..metering.billing import ledger", "metering.billing.ledger"),
 ]
 
 
@@ -80,7 +83,7 @@ def test_a_crossed_border_is_reported(path: str, text: str, name: str) -> None:
 @pytest.mark.parametrize(
     ("path", "text"),
     [
-        ("api/generation.py", "from inference.engine import Engine\nfrom inference import router\nimport metering.ledger"),
+        ("api/generation.py", "from inference.engine import Engine\nfrom inference import router\nimport metering.billing.ledger"),
         ("api/wire.py", "from weir.v1 import types_pb2"),
         ("api/__main__.py", "from inference.torch_engine import TorchEngine"),
         ("api/cli/up.py", "from inference.torch_engine import TorchEngine"),
@@ -88,7 +91,7 @@ def test_a_crossed_border_is_reported(path: str, text: str, name: str) -> None:
         ("inference/remote_engine.py", "import grpc"),
         ("inference/trtllm_engine.py", "def build():\n    import tensorrt_llm"),
         ("metering/tasks.py", "from celery import shared_task\nimport kombu"),
-        ("metering/stripe_gateway.py", "import stripe"),
+        ("metering/export/stripe_gateway.py", "import stripe"),
         ("migrations/env.py", "from metering.models import Base"),
         ("sdk/python/src/weir_client/client.py", "from weir.v1 import types_pb2\nimport grpc"),
         ("tests/api/test_wire.py", "import torch, stripe, celery\nfrom weir.v1 import types_pb2"),

@@ -9,10 +9,10 @@ from collections.abc import AsyncIterator, Collection
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from metering.db import Sessions, create_engine, create_sessions
+from metering.billing.prices import list_current_prices, set_price
 from metering.errors import AlreadyExists, KeyInvalid
-from metering.prices import list_current_prices, set_price
-from metering.tenants import authenticate, create_api_key, create_organization, create_project
+from metering.store.db import Sessions, create_engine, create_sessions
+from metering.tenants.tenants import authenticate, create_api_key, create_organization, create_project
 
 CONNECTION_FILE = "connection.json"
 ACTOR = "system"

@@ -21,7 +21,7 @@ def init(
     What exists stays as it is; each run makes one more admin key. Its secret is printed once and can never be shown again.
     """
     from api.cli.bootstrap import create_admin
-    from metering.migrations_runner import is_current
+    from metering.store.migrations_runner import is_current
 
     settings = read_settings()
     if not settings.database_url:

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from api.settings import SettingInvalid, Settings
 from inference.errors import CheckpointInvalid
-from metering.embedded_postgres import PostgresNotStarted
+from metering.store.embedded_postgres import PostgresNotStarted
 
 ListenOption = Annotated[str, typer.Option("--listen", help="Address and port; port 0 lets the system choose.", show_default=False)]
 HomeOption = Annotated[

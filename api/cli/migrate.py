@@ -14,8 +14,8 @@ def migrate(
     home: HomeOption = None,
 ) -> None:
     """Bring the database of WEIR_DATABASE_URL to the schema of this version; without one, the embedded database of the home."""
-    from metering import embedded_postgres
-    from metering.migrations_runner import migrate as upgrade
+    from metering.store import embedded_postgres
+    from metering.store.migrations_runner import migrate as upgrade
 
     settings = read_settings(home)
     with clear_failures():

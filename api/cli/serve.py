@@ -13,7 +13,7 @@ def serve(listen: ListenOption = "", home: HomeOption = None) -> None:
     `weir up` starts a whole installation on one machine instead. Migrate first: `weir migrate`.
     """
     from api.__main__ import main
-    from metering.migrations_runner import is_current
+    from metering.store.migrations_runner import is_current
 
     settings = read_settings(home, listen)
     if not settings.database_url:

@@ -21,10 +21,10 @@ from grpc_health.v1 import health_pb2
 from api.cli.bootstrap import Connection, bootstrap
 from api.endpoint import forget_endpoint, read_endpoint
 from api.settings import Settings
-from metering import embedded_postgres
 from metering.errors import InvalidValue
-from metering.export_settings import export_settings, webhook_settings
-from metering.migrations_runner import migrate
+from metering.export.export_settings import export_settings, webhook_settings
+from metering.store import embedded_postgres
+from metering.store.migrations_runner import migrate
 from metering.worker_command import worker_command
 
 READY_TIMEOUT_S = 300.0  # a large checkpoint from a cold disk

@@ -17,16 +17,16 @@ from rich.console import RenderableType
 from api.cli.local import HomeOption, clear_failures, fail, read_settings
 from api.cli.output import JsonOption, note, print_json, show
 from api.cli.render import table
-from metering import embedded_postgres
-from metering.corrections import resend, settle
-from metering.db import Sessions, create_engine, create_sessions
 from metering.errors import MeteringError
-from metering.export_settings import stripe_settings, webhook_settings
-from metering.export_status import export_status
-from metering.reconciliation import MeterReconciliation, reconcile
-from metering.stripe_gateway import StripeGateway
-from metering.stripe_sync import Sync
-from metering.webhook_server import serve_webhooks
+from metering.export.corrections import resend, settle
+from metering.export.export_settings import stripe_settings, webhook_settings
+from metering.export.export_status import export_status
+from metering.export.reconciliation import MeterReconciliation, reconcile
+from metering.export.stripe_gateway import StripeGateway
+from metering.export.stripe_sync import Sync
+from metering.export.webhook_server import serve_webhooks
+from metering.store import embedded_postgres
+from metering.store.db import Sessions, create_engine, create_sessions
 
 stripe = typer.Typer(help="Bill with Stripe: sync, compare, correct.", no_args_is_help=True)
 

@@ -17,11 +17,11 @@ from api.errors import Draining, Overloaded
 from api.outbox import UsageSoFar
 from api.settings import Settings
 from metering.errors import HoldEnded, QuotaExceeded, RequestInFlight
-from metering.holds import HoldStore
-from metering.journal import Delivered, UsageJournal
+from metering.holds.holds import HoldStore
+from metering.holds.journal import Delivered, UsageJournal
+from metering.holds.sweeping import sweep_expired_holds
 from metering.models import QuotaDimension
 from metering.operations import Outcome, Payer
-from metering.sweeping import sweep_expired_holds
 from tests.metering.hold_world import HoldWorld, hold_world
 from tests.metering.invariants import check_invariants
 

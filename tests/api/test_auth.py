@@ -10,9 +10,9 @@ import pytest
 
 from api import auth
 from api.auth import Authenticator
-from metering.db import create_engine, create_sessions
 from metering.errors import StoreAway
-from metering.tenants import Principal
+from metering.store.db import create_engine, create_sessions
+from metering.tenants.tenants import Principal
 
 SECRET = "wk_12345678_" + "a" * 43
 ALICE = Principal(uuid.uuid4(), "wk_12345678", uuid.uuid4(), uuid.uuid4(), "USD", frozenset({"inference"}))

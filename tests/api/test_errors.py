@@ -21,7 +21,7 @@ from inference.errors import EngineError, EngineFailed, EngineOverloaded, Engine
 from metering.errors import InvalidValue, MeteringError, NotFound, QuotaExceeded, RequestSettled, StoreAway
 from metering.models import QuotaDimension, QuotaSubject
 from metering.operations import QuotaState, Settled
-from metering.quota_rules import QuotaRule, window_end
+from metering.quotas.quota_rules import QuotaRule, window_end
 from tests.service import Refusal
 
 BASES = (ApiError, EngineError, MeteringError)

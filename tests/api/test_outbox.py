@@ -14,7 +14,7 @@ from weir.v1 import inference_service_pb2 as pb
 
 from api import outbox as outbox_module
 from api.outbox import Delivery, Outbox, UsageSoFar
-from metering.journal import Delivered, UsageJournal, decode
+from metering.holds.journal import Delivered, UsageJournal, decode
 
 
 class Transport:

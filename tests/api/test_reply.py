@@ -18,7 +18,7 @@ from api.reply import Reply
 from api.settings import Settings
 from api.wire import parse_start
 from inference.engine import TokensGenerated
-from metering.journal import UsageJournal
+from metering.holds.journal import UsageJournal
 from metering.operations import Outcome
 
 OUTBOX_TOKENS = 50

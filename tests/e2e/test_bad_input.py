@@ -18,8 +18,8 @@ from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import inference_service_pb2_grpc as pb_grpc
 from weir.v1 import types_pb2
 
-from metering.db import psycopg_conninfo
 from metering.models import QuotaDimension
+from metering.store.db import psycopg_conninfo
 from tests.service import (
     CONTEXT_WINDOW_TOKENS,
     MODEL,

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from metering import embedded_postgres
-from metering.embedded_postgres import EmbeddedPostgres
-from metering.migrations_runner import migrate
+from metering.store import embedded_postgres
+from metering.store.embedded_postgres import EmbeddedPostgres
+from metering.store.migrations_runner import migrate
 from tests.faults.servers import SETTINGS
 from tests.service import Service, make_model, running
 

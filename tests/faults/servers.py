@@ -7,8 +7,8 @@ import os
 import signal
 from collections.abc import Iterator
 
-from metering import embedded_postgres
-from metering.embedded_postgres import EmbeddedPostgres
+from metering.store import embedded_postgres
+from metering.store.embedded_postgres import EmbeddedPostgres
 from tests.conftest import WITHOUT_DURABILITY
 from tests.service import alive, children_of, wait_for
 

@@ -16,10 +16,10 @@ from weir.v1 import inference_service_pb2_grpc as pb_grpc
 from weir.v1 import types_pb2
 from weir_client import Unavailable
 
-from metering.embedded_postgres import EmbeddedPostgres
 from metering.errors import StoreAway
+from metering.holds.sweeping import sweep_expired_holds
 from metering.models import QuotaDimension
-from metering.sweeping import sweep_expired_holds
+from metering.store.embedded_postgres import EmbeddedPostgres
 from tests.faults.conftest import Start
 from tests.faults.servers import crash, restart
 from tests.metering.invariants import check_invariants

@@ -21,10 +21,10 @@ import grpc
 import pytest
 from weir.v1 import inference_service_pb2_grpc as pb_grpc
 
-from metering.db import create_engine, create_sessions
 from metering.models import QuotaDimension, QuotaSubject
-from metering.quota_admin import set_quota
-from metering.tenants import create_api_key, create_organization, create_project
+from metering.quotas.quota_admin import set_quota
+from metering.store.db import create_engine, create_sessions
+from metering.tenants.tenants import create_api_key, create_organization, create_project
 from tests.conftest import new_database
 from tests.metering.hold_world import HoldWorld
 from tests.metering.invariants import check_invariants, find_violations

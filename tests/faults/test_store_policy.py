@@ -14,10 +14,10 @@ import grpc
 import pytest
 from weir.v1 import inference_service_pb2 as pb
 
-from metering.embedded_postgres import EmbeddedPostgres
 from metering.errors import StoreAway
+from metering.holds.sweeping import sweep_expired_holds
 from metering.models import QuotaDimension
-from metering.sweeping import sweep_expired_holds
+from metering.store.embedded_postgres import EmbeddedPostgres
 from tests.faults.conftest import Start
 from tests.faults.servers import crash, frozen, restart
 from tests.metering.cutting_proxy import CuttingProxy

@@ -5,7 +5,7 @@ from __future__ import annotations
 from sqlalchemy import create_engine, text
 
 from infra import check_migrations
-from metering.db import sqlalchemy_url
+from metering.store.db import sqlalchemy_url
 
 
 def test_migrations_go_up_down_and_up_and_equal_the_models(database_url: str) -> None:

@@ -11,9 +11,9 @@ from typing import Any
 from sqlalchemy import insert
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from metering.billing.prices import ModelPrice, set_price
 from metering.models import Hold, HoldState, UsageEvent
-from metering.prices import ModelPrice, set_price
-from metering.tenants import KeyRecord, create_api_key, create_organization, create_project
+from metering.tenants.tenants import KeyRecord, create_api_key, create_organization, create_project
 
 NOVEMBER = datetime(2026, 11, 15, 12, tzinfo=UTC)
 

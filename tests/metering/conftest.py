@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from metering.db import Sessions
-from metering.prices import ModelPrice
+from metering.billing.prices import ModelPrice
+from metering.store.db import Sessions
 from tests.metering.books import Customer, new_customer, new_price
 
 

@@ -14,7 +14,7 @@ from typing import Literal
 from psycopg.conninfo import conninfo_to_dict
 from sqlalchemy import make_url
 
-from metering.db import psycopg_conninfo
+from metering.store.db import psycopg_conninfo
 
 Side = Literal["client", "server"]
 

@@ -9,9 +9,9 @@ from psycopg.rows import dict_row
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from metering.db import Sessions, psycopg_conninfo
-from metering.prices import ModelPrice
-from metering.rating import rate_all_pending
+from metering.billing.prices import ModelPrice
+from metering.billing.rating import rate_all_pending
+from metering.store.db import Sessions, psycopg_conninfo
 from tests.metering.books import Consumed, Customer, add_usage
 from tests.metering.export_invariants import KINDS, export_violations
 from tests.stripe_double.account import Account

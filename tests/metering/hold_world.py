@@ -16,11 +16,11 @@ from typing import Any
 import psycopg
 from psycopg import sql
 
-from metering.db import psycopg_conninfo
-from metering.hold_connection import HoldConnection
+from metering.billing.pricing import TokenPrices
+from metering.holds.hold_connection import HoldConnection
 from metering.models import QuotaDimension, QuotaSubject
 from metering.operations import Admit, HoldAnswer, HoldOperation, Outcome, Payer, Settle
-from metering.pricing import TokenPrices
+from metering.store.db import psycopg_conninfo
 
 MODEL = "demo"
 NOON = datetime(2026, 11, 20, 12, tzinfo=UTC)

@@ -19,7 +19,7 @@ from typing import Any
 import psycopg
 from psycopg.rows import dict_row
 
-from metering.db import psycopg_conninfo
+from metering.store.db import psycopg_conninfo
 from tests.metering.export_invariants import export_violations
 
 Row = dict[str, Any]

@@ -12,11 +12,11 @@ import psycopg
 import pytest
 from sqlalchemy import text
 
-from metering import control_channel
-from metering.control_channel import ControlChannel
-from metering.db import Sessions, psycopg_conninfo
-from metering.live import live_view
-from metering.stop_orders import StopOrder, order_end_of_key, order_end_of_request
+from metering.control import control_channel
+from metering.control.control_channel import ControlChannel
+from metering.control.live import live_view
+from metering.control.stop_orders import StopOrder, order_end_of_key, order_end_of_request
+from metering.store.db import Sessions, psycopg_conninfo
 from tests.metering.books import Customer
 from tests.metering.cutting_proxy import CuttingProxy
 

@@ -6,8 +6,8 @@ import pytest
 from sqlalchemy import text
 from sqlalchemy.exc import IntegrityError
 
-from metering.db import Sessions, create_engine, create_sessions
 from metering.errors import StoreAway
+from metering.store.db import Sessions, create_engine, create_sessions
 
 
 async def test_a_database_that_cannot_be_reached_is_away() -> None:

@@ -11,8 +11,8 @@ from pathlib import Path
 import psycopg
 import pytest
 
-from metering.embedded_postgres import PostgresNotStarted, start
-from metering.migrations_runner import migrate
+from metering.store.embedded_postgres import PostgresNotStarted, start
+from metering.store.migrations_runner import migrate
 
 
 def ask(url: str, query: str) -> object:
@@ -65,8 +65,8 @@ def test_a_server_that_is_just_dying_is_replaced(postgres_home: Path) -> None:
 @pytest.mark.faults
 def test_processes_that_start_and_migrate_at_once_take_turns(postgres_home: Path) -> None:
     start_and_migrate = (
-        "import sys; from pathlib import Path; from metering.embedded_postgres import start; "
-        "from metering.migrations_runner import migrate; url = start(Path(sys.argv[1])).url; migrate(url); print(url)"
+        "import sys; from pathlib import Path; from metering.store.embedded_postgres import start; "
+        "from metering.store.migrations_runner import migrate; url = start(Path(sys.argv[1])).url; migrate(url); print(url)"
     )
     command = [sys.executable, "-W", "error", "-c", start_and_migrate, str(postgres_home / "postgres")]
     processes = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(3)]

@@ -19,17 +19,17 @@ from hypothesis import strategies as st
 from sqlalchemy import text
 from sqlalchemy.exc import DBAPIError
 
-from metering import stripe_gateway
-from metering.batches import form_batches
-from metering.db import Sessions, create_engine, create_sessions
-from metering.deliveries import deliver_pending
-from metering.export_models import BatchState
-from metering.export_settings import StripeSettings
-from metering.exporting import Answer, Exporter, Quantity, Stream, Verdict
-from metering.file_exporter import FileExporter
+from metering.billing.prices import ModelPrice
+from metering.export import stripe_gateway
+from metering.export.batches import form_batches
+from metering.export.deliveries import deliver_pending
+from metering.export.export_models import BatchState
+from metering.export.export_settings import StripeSettings
+from metering.export.exporting import Answer, Exporter, Quantity, Stream, Verdict
+from metering.export.file_exporter import FileExporter
+from metering.export.stripe_gateway import StripeGateway
 from metering.models import TokenKind
-from metering.prices import ModelPrice
-from metering.stripe_gateway import StripeGateway
+from metering.store.db import Sessions, create_engine, create_sessions
 from tests.metering.books import Consumed, Customer, new_customer, new_price
 from tests.metering.export_books import (
     check_delivered,
@@ -278,7 +278,7 @@ async def test_a_batch_in_doubt_for_longer_than_stripe_remembers_is_not_sent_aga
     ],
 )
 def test_doubt_about_one_attempt_outlives_what_the_next_is_told(was: str, answer: Answer, state: str) -> None:
-    from metering.deliveries import state_after
+    from metering.export.deliveries import state_after
 
     assert state_after(was, answer) is BatchState(state)
 

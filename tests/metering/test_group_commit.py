@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from metering.group_commit import GroupCommit
+from metering.store.group_commit import GroupCommit
 
 
 class Overflow(Exception):

@@ -14,11 +14,11 @@ from dataclasses import replace
 import psycopg
 import pytest
 
-from metering.db import psycopg_conninfo
 from metering.errors import HoldEnded, MeteringError, QuotaExceeded, RequestIdReused, RequestInFlight, RequestSettled
-from metering.holds import HoldStore
+from metering.holds.holds import HoldStore
 from metering.models import QuotaDimension, QuotaSubject
 from metering.operations import Admit, Admitted, Expire, Extend, Outcome, Renew, Settle, Settled
+from metering.store.db import psycopg_conninfo
 from tests.metering.hold_world import INPUT_PICOS, OUTPUT_PICOS, HoldWorld, admit, hold_world, of_type, settle
 from tests.metering.invariants import check_invariants
 

@@ -13,15 +13,16 @@ from pathlib import Path
 import psycopg
 import pytest
 
-from metering import embedded_postgres, hold_connection
 from metering.errors import MeteringError, QuotaExceeded, StoreAway
-from metering.exchange import Connection
-from metering.hold_connection import HoldConnection
-from metering.holds import HoldStore
-from metering.migrations_runner import migrate
+from metering.holds import hold_connection
+from metering.holds.exchange import Connection
+from metering.holds.hold_connection import HoldConnection
+from metering.holds.holds import HoldStore
+from metering.holds.sweeping import sweep_expired_holds
 from metering.models import QuotaDimension
 from metering.operations import Extend, HoldAnswer, HoldOperation, Settled
-from metering.sweeping import sweep_expired_holds
+from metering.store import embedded_postgres
+from metering.store.migrations_runner import migrate
 from tests.metering.cutting_proxy import CuttingProxy, Side
 from tests.metering.hold_world import HoldWorld, admit, hold_world, settle
 from tests.metering.invariants import check_invariants

@@ -8,10 +8,10 @@ from types import ModuleType
 import psycopg
 import pytest
 
-from metering import bind_batch, hold_rows, hold_writes
-from metering.db import connection_options, psycopg_conninfo
-from metering.exchange import _named
-from metering.hold_connection import PLANS
+from metering.holds import bind_batch, hold_rows, hold_writes
+from metering.holds.exchange import _named
+from metering.holds.hold_connection import PLANS
+from metering.store.db import connection_options, psycopg_conninfo
 
 STATEMENT = re.compile(r"\s*(SELECT|INSERT|UPDATE|DELETE|WITH)\b[^;]*\bFROM\b", re.DOTALL)
 

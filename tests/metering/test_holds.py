@@ -12,9 +12,9 @@ from dataclasses import replace
 import pytest
 
 from metering.errors import InvariantViolated, KeyInvalid, PriceMissing, QuotaExceeded, RequestSettled
+from metering.holds.sweeping import sweep_expired_holds
 from metering.models import QuotaDimension, QuotaSubject
 from metering.operations import Ended, Extend, Outcome, Renew, Settled, Void
-from metering.sweeping import sweep_expired_holds
 from tests.metering.hold_scenarios import run
 from tests.metering.hold_world import HoldWorld, admit, hold_world, settle
 from tests.metering.invariants import check_invariants

@@ -9,9 +9,9 @@ import psycopg
 import pytest
 from psycopg.rows import dict_row
 
-from metering.db import psycopg_conninfo
 from metering.models import QuotaDimension
 from metering.operations import Expire, Extend
+from metering.store.db import psycopg_conninfo
 from tests.metering.hold_world import HoldWorld, admit, hold_world, settle
 from tests.metering.invariants import check_invariants, find_violations, violations_in
 

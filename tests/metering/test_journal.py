@@ -16,8 +16,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from metering import journal as journal_module
-from metering.journal import RECORD, Delivered, UsageJournal, abandoned_journals, decode, encode
+from metering.holds import journal as journal_module
+from metering.holds.journal import RECORD, Delivered, UsageJournal, abandoned_journals, decode, encode
 
 HOLDS = [uuid.UUID(int=number + 1) for number in range(8)]
 COUNT = st.integers(0, 2**32 - 1)

@@ -7,7 +7,7 @@ import uuid
 
 import pytest
 
-from metering.lease_clock import BOOT_CLOCK, LeaseClock
+from metering.holds.lease_clock import BOOT_CLOCK, LeaseClock
 
 ID, OTHER = uuid.uuid4(), uuid.uuid4()
 

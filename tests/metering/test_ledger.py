@@ -7,12 +7,12 @@ from sqlalchemy import text
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from metering.db import Sessions
+from metering.billing.ledger import AccountKey, Leg, UsagePosting, balances, open_accounts, post, usage_legs
+from metering.billing.prices import ModelPrice
+from metering.billing.rating import rate_pending
 from metering.errors import InvariantViolated
-from metering.ledger import AccountKey, Leg, UsagePosting, balances, open_accounts, post, usage_legs
 from metering.models import AccountKind, TokenKind
-from metering.prices import ModelPrice
-from metering.rating import rate_pending
+from metering.store.db import Sessions
 from tests.metering.books import NOVEMBER, Consumed, Customer, add_usage, new_customer
 
 APPEND_ONLY = ("audit_log", "ledger_accounts", "ledger_entries", "ledger_transactions", "price_versions", "usage_events")

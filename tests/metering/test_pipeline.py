@@ -13,11 +13,11 @@ from pathlib import Path
 import psycopg
 import pytest
 
-from metering import embedded_postgres
+from metering.billing.prices import ModelPrice
 from metering.celery_app import VISIBILITY_TIMEOUT_S, configuration
-from metering.db import Sessions, create_engine, create_sessions
-from metering.migrations_runner import migrate
-from metering.prices import ModelPrice
+from metering.store import embedded_postgres
+from metering.store.db import Sessions, create_engine, create_sessions
+from metering.store.migrations_runner import migrate
 from tests.metering.books import Consumed, Customer, add_usage, new_customer, new_price
 from tests.metering.workers import redis_server, wait_until, worker
 

@@ -8,10 +8,10 @@ from typing import TypedDict
 import pytest
 from sqlalchemy import func, select
 
-from metering.audit import list_audit_entries
-from metering.db import Sessions
+from metering.billing.prices import ModelPrice, get_price, list_current_prices, price_in_force, set_price
 from metering.errors import AlreadyExists, InvalidValue, NotFound, PriceMissing
-from metering.prices import ModelPrice, get_price, list_current_prices, price_in_force, set_price
+from metering.store.db import Sessions
+from metering.tenants.audit import list_audit_entries
 
 
 class Rates(TypedDict):

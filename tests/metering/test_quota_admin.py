@@ -9,13 +9,13 @@ from datetime import UTC, datetime, timedelta
 import pytest
 from sqlalchemy import insert, select
 
-from metering.audit import list_audit_entries
-from metering.db import Sessions
 from metering.errors import InvalidValue, NotFound
 from metering.models import QuotaCounter, QuotaDimension, QuotaSubject
-from metering.quota_admin import delete_past_counters, delete_quota, set_quota
-from metering.quota_rules import window_start
-from metering.quota_states import list_quotas, quotas_for
+from metering.quotas.quota_admin import delete_past_counters, delete_quota, set_quota
+from metering.quotas.quota_rules import window_start
+from metering.quotas.quota_states import list_quotas, quotas_for
+from metering.store.db import Sessions
+from metering.tenants.audit import list_audit_entries
 from tests.metering.books import Customer, new_customer
 
 

@@ -10,15 +10,15 @@ from functools import partial
 import pytest
 from sqlalchemy import select
 
-from metering.audit import list_audit_entries
-from metering.db import Sessions
 from metering.errors import InvalidValue, NotFound, QuotaExceeded
 from metering.models import ApiKey, Organization, QuotaDimension, QuotaSubject
 from metering.operations import Admitted, Extend, QuotaState
-from metering.quota_admin import delete_quota, raise_quota, set_quota
-from metering.quota_rules import Weights
-from metering.quota_states import list_quotas, quotas_for
-from metering.tenants import create_api_key
+from metering.quotas.quota_admin import delete_quota, raise_quota, set_quota
+from metering.quotas.quota_rules import Weights
+from metering.quotas.quota_states import list_quotas, quotas_for
+from metering.store.db import Sessions
+from metering.tenants.audit import list_audit_entries
+from metering.tenants.tenants import create_api_key
 from tests.metering.hold_world import NOON, HoldWorld, admit, hold_world, settle
 from tests.metering.invariants import check_invariants
 from tests.metering.test_quota_recount import set_limit

@@ -11,12 +11,12 @@ from collections.abc import Iterator
 import pytest
 from sqlalchemy import select
 
-from metering.db import Sessions
 from metering.errors import QuotaExceeded
 from metering.models import Quota, QuotaDimension, QuotaSubject
 from metering.operations import Expire, Extend, Payer, QuotaState, Void
-from metering.quota_admin import delete_quota, set_quota
-from metering.quota_rules import Weights
+from metering.quotas.quota_admin import delete_quota, set_quota
+from metering.quotas.quota_rules import Weights
+from metering.store.db import Sessions
 from tests.metering.hold_world import MODEL, HoldWorld, admit, hold_world, of_type, settle
 from tests.metering.invariants import check_invariants
 from tests.metering.test_hold_concurrency import running_stores

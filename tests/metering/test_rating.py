@@ -10,15 +10,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sqlalchemy import text
 
-from metering import rating
-from metering.db import Sessions, create_engine, create_sessions
+from metering.billing import rating
+from metering.billing.ledger import AccountKey, UsagePosting, check_balanced, usage_legs
+from metering.billing.prices import ModelPrice, set_price
+from metering.billing.pricing import TokenPrices
+from metering.billing.rating import rate_all_pending, rate_batch, rate_pending
+from metering.billing.reports import Reconciliation, month_report
 from metering.errors import InvariantViolated
-from metering.ledger import AccountKey, UsagePosting, check_balanced, usage_legs
 from metering.models import AccountKind
-from metering.prices import ModelPrice, set_price
-from metering.pricing import TokenPrices
-from metering.rating import rate_all_pending, rate_batch, rate_pending
-from metering.reports import Reconciliation, month_report
+from metering.store.db import Sessions, create_engine, create_sessions
 from tests.metering.books import Consumed, Customer, add_usage, new_customer
 
 # Per event: tokens and cost as recorded, tokens and revenue as posted, what the customer owes, and how often it was posted.

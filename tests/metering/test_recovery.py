@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from metering import recovery
 from metering.errors import StoreAway
-from metering.journal import Delivered, UsageJournal
+from metering.holds import recovery
+from metering.holds.journal import Delivered, UsageJournal
+from metering.holds.recovery import Recovered, recover_journals
+from metering.holds.sweeping import sweep_expired_holds
 from metering.models import QuotaDimension
 from metering.operations import Admit, Expire, Extend
-from metering.recovery import Recovered, recover_journals
-from metering.sweeping import sweep_expired_holds
 from tests.metering.cutting_proxy import CuttingProxy
 from tests.metering.hold_world import HoldWorld, admit, hold_world, settle
 from tests.metering.invariants import check_invariants
@@ -173,8 +173,8 @@ async def test_a_recovery_killed_anywhere_is_finished_by_the_next(world: HoldWor
     await dead_process(world, tmp_path, delivered=(3, 5, 0, 7))
     program = (
         "import asyncio, os, sys, pathlib\n"
-        "from metering import hold_connection\n"
-        "from metering.recovery import recover_journals\n"
+        "from metering.holds import hold_connection\n"
+        "from metering.holds.recovery import recover_journals\n"
         "real, left = hold_connection.execute_batch, int(sys.argv[3])\n"
         "async def killed(*a, **n):\n"
         "    global left\n"

@@ -11,13 +11,9 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from metering.db import Sessions
-from metering.errors import InvalidValue, NotFound
-from metering.models import TokenKind
-from metering.operations import Outcome
-from metering.prices import ModelPrice, set_price
-from metering.rating import rate_all_pending
-from metering.reports import (
+from metering.billing.prices import ModelPrice, set_price
+from metering.billing.rating import rate_all_pending
+from metering.billing.reports import (
     CANCELLED,
     COMPLETED,
     FAILED,
@@ -31,6 +27,10 @@ from metering.reports import (
     to_csv,
     to_json,
 )
+from metering.errors import InvalidValue, NotFound
+from metering.models import TokenKind
+from metering.operations import Outcome
+from metering.store.db import Sessions
 from tests.metering.books import Consumed, Customer, add_usage, new_customer
 
 BEGINS, ENDS = datetime(2026, 11, 1, tzinfo=UTC), datetime(2026, 12, 1, tzinfo=UTC)

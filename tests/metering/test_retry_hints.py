@@ -14,16 +14,16 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from metering import quotas
+from metering.billing.pricing import TokenPrices
 from metering.errors import QuotaExceeded
-from metering.hold_connection import HoldConnection
+from metering.holds.hold_connection import HoldConnection
 from metering.models import QuotaDimension, QuotaSubject
 from metering.operations import Admitted, Extend, QuotaState
-from metering.pricing import TokenPrices
-from metering.quota_rules import Claim, CounterKey, QuotaRule
-from metering.quotas import Counter, Counters
-from metering.refusals import REFRESH_S, Refusals
-from metering.retry_hints import DURATION_UNKNOWN_S, Forecast, History, RunningRequest, promise
+from metering.quotas import quotas
+from metering.quotas.quota_rules import Claim, CounterKey, QuotaRule
+from metering.quotas.quotas import Counter, Counters
+from metering.quotas.refusals import REFRESH_S, Refusals
+from metering.quotas.retry_hints import DURATION_UNKNOWN_S, Forecast, History, RunningRequest, promise
 from tests.metering.hold_world import NOON, HoldWorld, admit, hold_world, of_type, settle
 from tests.metering.invariants import check_invariants
 

@@ -12,13 +12,13 @@ from pathlib import Path
 import psycopg
 import pytest
 
-from metering.bindings import Bind, BindingLog, read_bindings
 from metering.errors import QuotaExceeded, RequestIdReused, RequestInFlight, StoreAway
-from metering.hold_connection import HoldConnection
-from metering.holds import HoldStore
+from metering.holds.bindings import Bind, BindingLog, read_bindings
+from metering.holds.hold_connection import HoldConnection
+from metering.holds.holds import HoldStore
+from metering.holds.standing_holds import GraceTerms
 from metering.models import QuotaDimension
 from metering.operations import Admit, Ended, Expire, HoldAnswer, Payer, Settled
-from metering.standing_holds import GraceTerms
 from tests.metering.cutting_proxy import CuttingProxy
 from tests.metering.hold_world import HoldWorld, admit, hold_world, settle
 from tests.metering.invariants import check_invariants

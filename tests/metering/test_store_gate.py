@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from metering.errors import StoreAway
-from metering.store_gate import BACKOFF_LEAST_S, BACKOFF_MOST_S, StoreGate
+from metering.store.store_gate import BACKOFF_LEAST_S, BACKOFF_MOST_S, StoreGate
 
 
 class Clock:

@@ -23,21 +23,21 @@ from typer.testing import CliRunner
 
 from api.cli.main import app
 from api.cli.stack import StackFailed, optional_children
-from metering.batches import form_batches
+from metering.billing.prices import ModelPrice
 from metering.celery_app import refuse_without_database
-from metering.corrections import resend, settle
-from metering.db import Sessions
-from metering.deliveries import deliver_pending
 from metering.errors import AlreadyExists, InvalidValue, StripeFailed
-from metering.export_settings import StripeSettings, WebhookSettings, export_settings, stripe_settings, webhook_settings
+from metering.export.batches import form_batches
+from metering.export.corrections import resend, settle
+from metering.export.deliveries import deliver_pending
+from metering.export.export_settings import StripeSettings, WebhookSettings, export_settings, stripe_settings, webhook_settings
+from metering.export.reconciliation import reconcile
+from metering.export.stripe_gateway import StripeGateway
+from metering.export.stripe_inbox import INVOICE_TIMES, handle_events
+from metering.export.stripe_prices import stripe_digits, unit_amount_decimal
+from metering.export.stripe_sync import Sync
+from metering.export.webhook_server import BODY_MAX_BYTES, PATH, webhook_server
 from metering.money import MINOR_DIGITS
-from metering.prices import ModelPrice
-from metering.reconciliation import reconcile
-from metering.stripe_gateway import StripeGateway
-from metering.stripe_inbox import INVOICE_TIMES, handle_events
-from metering.stripe_prices import stripe_digits, unit_amount_decimal
-from metering.stripe_sync import Sync
-from metering.webhook_server import BODY_MAX_BYTES, PATH, webhook_server
+from metering.store.db import Sessions
 from tests.metering.books import Consumed, Customer, new_customer, new_price
 from tests.metering.export_books import check_delivered, check_export, hours_ago, states, use_and_rate
 from tests.stripe_double.form import SCHEMA

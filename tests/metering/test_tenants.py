@@ -9,11 +9,11 @@ from datetime import timedelta
 import pytest
 from sqlalchemy import text
 
-from metering.audit import list_audit_entries
-from metering.db import Sessions
 from metering.errors import AlreadyExists, InvalidValue, KeyInvalid, NotFound
-from metering.key_secrets import PREFIX_FORM, SECRET_FORM
-from metering.tenants import (
+from metering.store.db import Sessions
+from metering.tenants.audit import list_audit_entries
+from metering.tenants.key_secrets import PREFIX_FORM, SECRET_FORM
+from metering.tenants.tenants import (
     authenticate,
     create_api_key,
     create_organization,

@@ -1,0 +1,1 @@
+"""Money: prices, rating, the ledger, and the reports on it."""

@@ -1,0 +1,1 @@
+"""What should be, as one document: differences, applying, export."""

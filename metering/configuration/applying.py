@@ -1,0 +1,268 @@
+"""Makes what is into what a configuration says, in the transaction of the caller, and tells each difference.
+
+The very functions that single calls use make the changes, so a configuration may say what they allow and nothing else. Each change
+runs in a savepoint, and a refusal becomes a mistake at its place in the document. A name that is refused is replaced by one that
+holds, so that what stands below it is tried too: whoever gets mistakes must roll the transaction back. A dry run is the same thing,
+rolled back as well.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Awaitable, Callable, Collection
+from dataclasses import dataclass
+from typing import TypeVar
+
+from sqlalchemy import func, select
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from metering.billing.prices import list_current_prices, set_price
+from metering.configuration.applying_quotas import apply_quotas, defaults_of
+from metering.configuration.attempts import Attempts
+from metering.configuration.configuration import (
+    Action,
+    Change,
+    Configuration,
+    FieldChange,
+    KeySpec,
+    OrganizationSpec,
+    PriceSpec,
+    ProjectSpec,
+    QuotaPlace,
+    differences,
+    named_twice,
+)
+from metering.errors import InvalidValue
+from metering.models import ApiKey, Organization, Project, QuotaSubject
+from metering.money import checked_currency
+from metering.tenants.key_changes import update_api_key
+from metering.tenants.tenants import create_api_key, create_organization, create_project, revoke_api_key
+
+Value = TypeVar("Value")
+
+RATES = ("input_picos_per_token", "cached_input_picos_per_token", "output_picos_per_token")
+
+
+async def apply_configuration(
+    session: AsyncSession,
+    wanted: Configuration,
+    *,
+    actor: str,
+    own_key_id: uuid.UUID,
+    models: Collection[str],
+    dry_run: bool = False,
+) -> Attempts:
+    """Make what is into what is wanted; what was done, what was left, and what is wrong. Roll back if anything is.
+
+    own_key_id: the key that the caller came with. models: those that are served. dry_run: the caller will roll back in any case,
+    so nobody has to wait while limits are made to count the past.
+    """
+    now = (await session.scalars(select(func.now()))).one()
+    application = Application(Attempts(session, actor, now, models), own_key_id)
+    await application.apply(wanted)
+    if not dry_run and not application.work.mistakes:
+        await application.work.count_past()
+    return application.work
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """The keys of one project. left: those that are not named so far, by prefix. defaults: the limits that new keys get."""
+
+    owner_name: str
+    owner: Project
+    left: dict[str, ApiKey]
+    defaults: frozenset[QuotaPlace]
+
+
+@dataclass(slots=True)
+class Application:
+    """One configuration on its way. own_key_id: the key that asks for it, which must not be shut out by it."""
+
+    work: Attempts
+    own_key_id: uuid.UUID
+
+    async def apply(self, wanted: Configuration) -> None:
+        """Do it all. What was done is in the changes; if there are mistakes, the caller must roll back."""
+        self.work.mistakes += named_twice("organizations", "name", [each.name for each in wanted.organizations])
+        self.work.mistakes += named_twice("prices", "model", [(each.model, each.currency_code) for each in wanted.prices])
+        for index, organization in enumerate(wanted.organizations):
+            await self._organization(f"organizations[{index}]", organization)
+        for index, price in enumerate(wanted.prices):
+            await self._price(f"prices[{index}]", price)
+
+    async def _organization(self, path: str, wanted: OrganizationSpec) -> None:
+        query = select(Organization).where(Organization.name == wanted.name)
+        standing: Organization | None = await self.work.session.scalar(query)
+        if standing is None:
+            code = self._currency(path, wanted.currency_code or "USD")
+            standing = await self._made(
+                path,
+                wanted.name,
+                lambda name: create_organization(self.work.session, name=name, currency_code=code, actor=self.work.actor),
+            )
+            self.work.created.add(standing.id)
+            changes = (FieldChange("currency_code", None, code),)
+            self.work.changes.append(Change(Action.CREATE, "organization", wanted.name, changes))
+        elif wanted.currency_code not in ("", standing.currency_code):
+            self.work.wrong(
+                f"{path}.currency_code", f"it is {standing.currency_code}, which never changes: create another organization"
+            )
+        await apply_quotas(
+            self.work, path, wanted.name, QuotaSubject.ORGANIZATION, standing.id, wanted.quotas, prune=wanted.prune_quotas
+        )
+        query_projects = select(Project).where(Project.organization_id == standing.id)
+        projects = {project.name: project for project in await self.work.session.scalars(query_projects)}
+        self.work.mistakes += named_twice(f"{path}.projects", "name", [each.name for each in wanted.projects])
+        for index, project in enumerate(wanted.projects):
+            await self._project(f"{path}.projects[{index}]", wanted.name, standing, project, projects.pop(project.name, None))
+        self.work.kept += [Change(Action.KEEP, "project", f"{wanted.name}/{name}") for name in sorted(projects)]
+
+    async def _project(
+        self, path: str, owner_name: str, owner: Organization, wanted: ProjectSpec, standing: Project | None
+    ) -> None:
+        shown = f"{owner_name}/{wanted.name}"
+        if standing is None:
+            standing = await self._made(
+                path,
+                wanted.name,
+                lambda name: create_project(self.work.session, organization=str(owner.id), name=name, actor=self.work.actor),
+            )
+            self.work.created.add(standing.id)
+            self.work.changes.append(Change(Action.CREATE, "project", shown))
+        await apply_quotas(self.work, path, shown, QuotaSubject.PROJECT, standing.id, wanted.quotas, prune=wanted.prune_quotas)
+        query = select(ApiKey).where(ApiKey.project_id == standing.id, ApiKey.revoked_at.is_(None)).order_by(ApiKey.created_at)
+        left = {key.prefix: key for key in await self.work.session.scalars(query)}
+        keys = Keys(shown, standing, left, await defaults_of(self.work, owner.id, standing.id))
+        self.work.mistakes += named_twice(f"{path}.keys", "name", [each.prefix or each.name for each in wanted.keys])
+        named = {each.prefix for each in wanted.keys}
+        for index, key in enumerate(wanted.keys):
+            of_name = [prefix for prefix, found in left.items() if found.name == key.name and prefix not in named]
+            await self._key(f"{path}.keys[{index}]", key, keys, of_name)
+        for key_left in left.values():
+            await self._surplus_key(path, shown, key_left, prune=wanted.prune_keys)
+
+    async def _key(self, path: str, wanted: KeySpec, keys: Keys, of_name: list[str]) -> None:
+        """One key; it is taken out of those left. of_name: the prefixes of those that have its name and are not named by prefix."""
+        shown = f"{keys.owner_name}/{wanted.name}"
+        standing: ApiKey | None = None
+        if wanted.prefix:
+            if (standing := keys.left.pop(wanted.prefix, None)) is None:
+                self.work.wrong(f"{path}.prefix", "the project has no such key that is not revoked: leave it out to create one")
+                return
+        elif len(of_name) > 1:
+            self.work.wrong(
+                f"{path}.name", f"{len(of_name)} keys have this name: say which by `prefix`, one of {', '.join(of_name)}"
+            )
+            for prefix in of_name:
+                keys.left.pop(prefix)
+            return
+        elif of_name:
+            standing = keys.left.pop(of_name[0])
+        if standing is None:
+            standing = await self._new_key(path, shown, keys.owner, wanted)
+        else:
+            await self._changed_key(path, shown, wanted, standing)
+        if standing is not None:
+            await apply_quotas(
+                self.work,
+                path,
+                shown,
+                QuotaSubject.API_KEY,
+                standing.id,
+                wanted.quotas,
+                prune=wanted.prune_quotas,
+                defaults=keys.defaults,
+            )
+
+    async def _new_key(self, path: str, shown: str, owner: Project, wanted: KeySpec) -> ApiKey | None:
+        made = await self.work.attempt(
+            path,
+            lambda: create_api_key(
+                self.work.session,
+                organization=str(owner.organization_id),
+                project=str(owner.id),
+                name=wanted.name,
+                scopes=wanted.scopes,
+                lifetime=None if wanted.expires_at is None else wanted.expires_at - self.work.now,
+                actor=self.work.actor,
+            ),
+        )
+        if made is None:
+            return None
+        record, secret = made
+        self.work.created.add(record.id)
+        says = differences(None, record, ("scopes", "expires_at"))
+        self.work.changes.append(Change(Action.CREATE, "key", shown, says, key_prefix=record.prefix, secret=secret))
+        return await self.work.session.get_one(ApiKey, record.id)
+
+    async def _changed_key(self, path: str, shown: str, wanted: KeySpec, standing: ApiKey) -> None:
+        changes = differences(standing, wanted, ("name", "scopes", "expires_at"))
+        if not changes:
+            return
+        if standing.id == self.own_key_id and (
+            "admin" not in wanted.scopes or (wanted.expires_at or self.work.now) < self.work.now
+        ):
+            self.work.wrong(
+                f"{path}.scopes", "this very call is made with this key, which would lose `admin` or expire: use another key"
+            )
+        await self.work.attempt(
+            path,
+            lambda: update_api_key(
+                self.work.session,
+                api_key=str(standing.id),
+                name=wanted.name,
+                scopes=wanted.scopes,
+                expires_at=wanted.expires_at,
+                never_expires=wanted.expires_at is None,
+                actor=self.work.actor,
+            ),
+        )
+        self.work.changes.append(Change(Action.UPDATE, "key", shown, changes, key_prefix=standing.prefix))
+
+    async def _surplus_key(self, path: str, owner_name: str, key: ApiKey, *, prune: bool) -> None:
+        action = Action.DELETE if prune else Action.KEEP
+        change = Change(action, "key", f"{owner_name}/{key.name}", key_prefix=key.prefix)
+        if not prune:
+            self.work.kept.append(change)
+        elif key.id == self.own_key_id:
+            self.work.wrong(
+                f"{path}.keys", f"this very call is made with the key {key.name!r}, which would be revoked: name it too"
+            )
+        else:
+            await self.work.attempt(path, lambda: revoke_api_key(self.work.session, api_key=str(key.id), actor=self.work.actor))
+            self.work.changes.append(change)
+
+    async def _price(self, path: str, wanted: PriceSpec) -> None:
+        in_force = await list_current_prices(self.work.session, currency_code=wanted.currency_code)
+        standing = next((price.prices for price in in_force if price.model == wanted.model), None)
+        changes = differences(standing, wanted, RATES)
+        if not changes:
+            return
+        await self.work.attempt(
+            path,
+            lambda: set_price(
+                self.work.session,
+                model=wanted.model,
+                currency_code=wanted.currency_code,
+                input_picos_per_token=wanted.input_picos_per_token,
+                cached_input_picos_per_token=wanted.cached_input_picos_per_token,
+                output_picos_per_token=wanted.output_picos_per_token,
+                actor=self.work.actor,
+            ),
+        )
+        action = Action.UPDATE if standing else Action.CREATE
+        self.work.changes.append(Change(action, "price", f"{wanted.model} in {wanted.currency_code}", changes))
+
+    def _currency(self, path: str, code: str) -> str:
+        """The code; if it is none, one that holds, so that what stands below is tried too."""
+        try:
+            return checked_currency(code)
+        except InvalidValue as refusal:
+            self.work.wrong(f"{path}.{refusal.field}", refusal.remedy)
+            return "USD"
+
+    async def _made(self, path: str, name: str, create: Callable[[str], Awaitable[Value]]) -> Value:
+        """A new thing of this name; if the name is refused, one that will be rolled back with everything else."""
+        made = await self.work.attempt(path, lambda: create(name))
+        return await create(f"x{uuid.uuid4().hex}") if made is None else made

@@ -1,0 +1,1 @@
+"""Orders to running requests, and who runs what."""

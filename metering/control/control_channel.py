@@ -1,0 +1,115 @@
+"""How the api processes of one database talk to each other: a LISTEN connection of its own in each, and a look at the orders.
+
+Owns the connection and what this process has read of the orders. Notifications make it quick; the look at every interval makes it
+certain: an order is acted on within `LOOK_INTERVAL_S` if its notification was lost, and within `LOOK_INTERVAL_S` +
+`ANSWER_TIMEOUT_S` + `CONNECT_TIMEOUT_S`, five seconds, if the connection had died without a word.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import uuid
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import psycopg
+import structlog
+
+from metering.control.stop_orders import CHANNEL, REPORT, StopOrder
+from metering.store.bounded_connection import KEEPALIVES, BoundedConnection, patience
+from metering.store.db import connection_options, psycopg_conninfo
+
+LOOK_INTERVAL_S = 1.0  # one indexed query a second per process
+ANSWER_TIMEOUT_S = 2.0  # above the interval; a query of a few rows that takes longer has no server any more
+CONNECT_TIMEOUT_S = 2  # the least that libpq knows
+RECONNECT_MIN_S, RECONNECT_MAX_S = 0.05, 2.0
+SETTLED_AGE = "60 seconds"  # no transaction that writes an order lasts longer: order numbers below such an age are all visible
+
+AWAY = (psycopg.OperationalError, psycopg.InterfaceError, OSError)
+
+SELECT_FLOOR = f"SELECT coalesce(max(id), 0) FROM stop_orders WHERE ordered_at < clock_timestamp() - interval '{SETTLED_AGE}'"
+# Numbers are given out before the commit, so a smaller one may appear after a greater one: young orders are read again and again.
+SELECT_ORDERS = f"""
+SELECT id, request_id, project_id, api_key_id, reason, ordered_at < clock_timestamp() - interval '{SETTLED_AGE}'
+FROM stop_orders WHERE id > %s ORDER BY id
+"""
+WRITE_REPORT = """
+INSERT INTO live_reports (owner_id, owner_name, reported_at, requests) VALUES (%s, %s, clock_timestamp(), %s::jsonb)
+ON CONFLICT (owner_id) DO UPDATE
+SET owner_name = excluded.owner_name, reported_at = excluded.reported_at, requests = excluded.requests
+"""
+
+log = structlog.get_logger(__name__)
+
+
+class ControlChannel:
+    """One process's end. `run` must be running for orders to be obeyed and questions to be answered."""
+
+    def __init__(
+        self,
+        database_url: str,
+        owner_id: uuid.UUID,
+        owner_name: str,
+        *,
+        stop: Callable[[StopOrder], None],
+        report: Callable[[], Sequence[dict[str, Any]]],
+    ) -> None:
+        """stop: ends what an order names; called once per order. report: what runs now, as JSON values."""
+        self._conninfo = psycopg_conninfo(database_url)
+        self._owner = (owner_id, owner_name)
+        self._stop = stop
+        self._report = report
+        self._floor: int | None = None  # orders up to here have been read, and none can appear among them any more
+        self._obeyed: set[int] = set()  # orders above the floor that have been read
+        self.connected = False
+
+    async def run(self) -> None:
+        """Listen until cancelled; connects again, at once and then ever more slowly, whenever the connection breaks."""
+        delay_s = 0.0
+        while True:
+            try:
+                with patience(ANSWER_TIMEOUT_S):
+                    async with await self._connect() as connection:
+                        self.connected, delay_s = True, 0.0
+                        await self._serve(connection)
+            except AWAY as away:
+                level = log.info if self.connected else log.debug  # once per outage, not once per attempt
+                level("control_channel_lost", cause=str(away).strip() or type(away).__name__)
+            finally:
+                self.connected = False
+            await asyncio.sleep(delay_s)
+            delay_s = min(max(delay_s * 2, RECONNECT_MIN_S), RECONNECT_MAX_S)
+
+    async def _connect(self) -> BoundedConnection:
+        return await BoundedConnection.connect(
+            self._conninfo, autocommit=True, connect_timeout=CONNECT_TIMEOUT_S, options=connection_options(), **KEEPALIVES
+        )
+
+    async def _serve(self, connection: BoundedConnection) -> None:
+        await connection.execute(f"LISTEN {CHANNEL}")
+        asked = {REPORT}  # nobody has, but the row says that this process is one to wait for
+        while True:
+            await self._obey(connection)  # always: orders may have been given while nobody listened
+            if REPORT in asked:
+                await connection.execute(WRITE_REPORT, (*self._owner, json.dumps(self._report())))
+            asked = {notice.payload async for notice in connection.notifies(timeout=LOOK_INTERVAL_S, stop_after=1)}
+
+    async def _obey(self, connection: BoundedConnection) -> None:
+        """Act on the orders that have come since the last look. What was ordered before this process began is not for it."""
+        if self._floor is None:
+            self._floor = await self._number(connection, SELECT_FLOOR)
+        cursor = await connection.execute(SELECT_ORDERS, (self._floor,))
+        for number, request_id, project_id, api_key_id, reason, is_old in await cursor.fetchall():
+            if number not in self._obeyed:
+                self._obeyed.add(number)
+                self._stop(StopOrder(number, request_id, project_id, api_key_id, reason))
+            if is_old:
+                self._floor = number
+        self._obeyed = {number for number in self._obeyed if number > self._floor}
+
+    @staticmethod
+    async def _number(connection: BoundedConnection, query: str) -> int:
+        row = await (await connection.execute(query.encode())).fetchone()
+        assert row is not None, "an aggregate has one row"
+        return int(row[0])

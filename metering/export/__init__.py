@@ -1,0 +1,1 @@
+"""Rated usage on its way to whoever bills: batches, deliveries, Stripe, a file."""

@@ -1,0 +1,79 @@
+"""How the export stands: what waits, what holds it up, and what needs a person."""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import dataclass
+from datetime import datetime
+
+from sqlalchemy import text
+
+from metering.store.db import Sessions
+
+ATTENTION_MAX = 50  # batches named; the counts say how many there are
+
+STATES = text("SELECT state, count(*), sum(token_count)::bigint FROM meter_batches GROUP BY 1 ORDER BY 1")
+PAUSE = text("SELECT closed_until, paused_until, pause_reason FROM export_progress")
+UNKNOWN = text("""
+SELECT DISTINCT o.name FROM meter_batches b JOIN organizations o ON o.id = b.organization_id
+WHERE b.state IN ('pending', 'sent') AND NOT (
+    EXISTS (SELECT 1 FROM stripe_objects WHERE (kind, ref) = ('customer', o.id::text))
+    AND EXISTS (SELECT 1 FROM stripe_objects WHERE (kind, ref) = ('meter', b.price_version_id || ':' || b.token_kind)))
+ORDER BY 1
+""")
+ATTENTION = text("""
+SELECT b.id, b.state, o.name, b.token_kind, b.hour, b.token_count, coalesce(b.last_error, '')
+FROM meter_batches b JOIN organizations o ON o.id = b.organization_id
+WHERE b.state IN ('rejected', 'parked', 'cancelling') ORDER BY b.hour, b.id LIMIT :limit
+""")
+UNHANDLED = text("SELECT count(*) FROM stripe_events WHERE handled_at IS NULL")
+
+
+@dataclass(frozen=True, slots=True)
+class StateCount:
+    """Batches of one state."""
+
+    state: str
+    batch_count: int
+    token_count: int
+
+
+@dataclass(frozen=True, slots=True)
+class StuckBatch:
+    """One that needs a person: `weir stripe resend` for what is rejected, `weir stripe settle` for what is parked."""
+
+    id: uuid.UUID
+    state: str
+    organization: str
+    token_kind: str
+    hour: datetime
+    token_count: int
+    last_error: str
+
+
+@dataclass(frozen=True, slots=True)
+class ExportStatus:
+    """All of it, at one moment. closed_until: hours before it have their batches; None where nothing was exported ever."""
+
+    states: tuple[StateCount, ...]
+    closed_until: datetime | None
+    paused_until: datetime | None
+    pause_reason: str | None
+    unknown_organizations: tuple[str, ...]
+    unhandled_event_count: int
+    needing_attention: tuple[StuckBatch, ...]
+
+
+async def export_status(sessions: Sessions) -> ExportStatus:
+    """Read it."""
+    async with sessions() as session:
+        progress = (await session.execute(PAUSE)).one_or_none()
+        return ExportStatus(
+            states=tuple(StateCount(*row) for row in await session.execute(STATES)),
+            closed_until=progress.closed_until if progress else None,
+            paused_until=progress.paused_until if progress else None,
+            pause_reason=progress.pause_reason if progress else None,
+            unknown_organizations=tuple(await session.scalars(UNKNOWN)),
+            unhandled_event_count=int(await session.scalar(UNHANDLED) or 0),
+            needing_attention=tuple(StuckBatch(*row) for row in await session.execute(ATTENTION, {"limit": ATTENTION_MAX})),
+        )

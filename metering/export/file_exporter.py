@@ -1,0 +1,91 @@
+"""Usage as a file of JSON lines: for billers other than Stripe, and to see what would be billed.
+
+A line is on the disk before its quantity counts as delivered, and an identifier is written once, also by several workers: whoever
+writes holds the file's lock and has read all that others wrote. A torn last line, left by a crash, was never acknowledged.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import json
+import os
+from datetime import timedelta
+from pathlib import Path
+from threading import Lock
+from typing import IO
+
+from metering.export.exporting import DELIVERED, Answer, Quantity, Verdict
+
+
+class FileExporter:
+    """Appends to one file, which may be moved away between two runs; then what was in it is not known here any more."""
+
+    account = ""
+    remembers_for = timedelta(days=36_500)  # the file is never cut
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._known: set[str] = set()
+        self._read_until = 0  # bytes of the file that `_known` covers
+        self._lock = Lock()
+
+    async def deliver(self, quantity: Quantity) -> Answer:
+        """Write the line and sync it, unless it is there."""
+        try:
+            await asyncio.to_thread(self._write, quantity)
+        except OSError as error:
+            # Whether the line got there is seen when the file is read again, so asking again is harmless.
+            return Answer(Verdict.LATER, f"{self._path} cannot be written: {error}", certain=False)
+        return DELIVERED
+
+    def _write(self, quantity: Quantity) -> None:
+        with self._lock:
+            new = not self._path.exists()
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with self._path.open("a+b") as file:
+                fcntl.flock(file, fcntl.LOCK_EX)
+                self._read_new_lines(file)
+                if quantity.identifier in self._known:
+                    return
+                file.write(line_of(quantity))
+                file.flush()
+                os.fsync(file.fileno())
+            if new:
+                sync_directory(self._path.parent)  # without it, a crash of the machine could forget the file itself
+
+    def _read_new_lines(self, file: IO[bytes]) -> None:
+        if file.seek(0, os.SEEK_END) < self._read_until:
+            self._known.clear()
+            self._read_until = 0
+        file.seek(self._read_until)
+        for line in file:
+            if not line.endswith(b"\n"):
+                file.truncate(self._read_until)
+                break
+            self._known.add(str(json.loads(line)["identifier"]))
+            self._read_until += len(line)
+        file.seek(0, os.SEEK_END)
+
+
+def line_of(quantity: Quantity) -> bytes:
+    """One line of JSON, with its end."""
+    stream = quantity.stream
+    document = {
+        "identifier": quantity.identifier,
+        "organization_id": str(stream.organization_id),
+        "price_version": stream.price_version,
+        "token_kind": str(stream.token_kind),
+        "hour": quantity.hour.isoformat(),
+        "token_count": quantity.token_count,
+    }
+    return json.dumps(document).encode() + b"\n"
+
+
+def sync_directory(path: Path) -> None:
+    """Make the names in a directory survive a crash of the machine."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,210 @@
+"""The only module that knows Stripe's SDK: what we call there, and what its answers mean in our words.
+
+Calls are made on threads, with a bounded wait and without the SDK's own retries: the worker decides when to try again. No key and
+no payload appears in what is returned or raised.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import stripe
+from urllib3.exceptions import ConnectTimeoutError, NewConnectionError
+
+from metering.errors import InvalidValue, StripeFailed
+from metering.export.export_settings import StripeSettings
+from metering.export.exporting import DELIVERED, Answer, Quantity, Verdict
+from metering.models import TokenKind
+
+CONNECT_TIMEOUT_S = 5.0
+READ_TIMEOUT_S = 10.0  # Stripe answers in tenths of a second; a lost answer costs no more than asking again
+# Stripe knows an identifier for at least 24 hours; the hour less is for clocks and for the call itself.
+REMEMBERS_FOR = timedelta(hours=23)
+CANCEL_WITHIN = timedelta(hours=24)  # of receiving it, Stripe takes a meter event back
+PAGE_SIZE = 100  # Stripe's most
+RETRY_AFTER_S_MAX = 3600.0
+DUPLICATE = "event already exists with identifier"  # Stripe gives this refusal no code of its own
+TOO_MANY_REQUESTS, CONFLICT, SERVER_ERROR = 429, 409, 500
+
+
+@dataclass(frozen=True, slots=True)
+class MeterErrors:
+    """What an error report names. error_count may be larger than the named ones: a report holds samples."""
+
+    error_count: int
+    by_identifier: Mapping[str, str]
+
+
+class StripeGateway:
+    """Calls Stripe for one account. Safe to use from many tasks."""
+
+    def __init__(self, settings: StripeSettings) -> None:
+        self.settings = settings
+        self._client = stripe.StripeClient(
+            settings.api_key,
+            base_addresses={"api": settings.api_base, "meter_events": settings.api_base},
+            http_client=stripe.RequestsClient(timeout=(CONNECT_TIMEOUT_S, READ_TIMEOUT_S)),
+            max_network_retries=0,
+        )
+
+    @property
+    def account(self) -> str:
+        """`test` or `live`."""
+        return self.settings.account
+
+    @property
+    def remembers_for(self) -> timedelta:
+        """How long an identifier is surely known."""
+        return REMEMBERS_FOR
+
+    def event_name(self, price_version: int, token_kind: TokenKind) -> str:
+        """What a meter's events are called: one meter per price version and kind, so that each has one price for ever."""
+        return f"{self.settings.namespace}_{price_version}_{token_kind}"
+
+    async def deliver(self, quantity: Quantity) -> Answer:
+        """Send the meter event.
+
+        Each attempt has an idempotency key of its own: Stripe repeats what it first answered to a key for a day, a failure of its
+        own included. That an attempt is counted once is the identifier's business.
+        """
+        stream = quantity.stream
+        try:
+            await asyncio.to_thread(
+                self._client.v1.billing.meter_events.create,
+                {
+                    "event_name": self.event_name(stream.price_version, stream.token_kind),
+                    "identifier": quantity.identifier,
+                    "timestamp": int(quantity.at.timestamp()),
+                    "payload": {"stripe_customer_id": quantity.customer, "value": str(quantity.token_count)},
+                },
+                {"idempotency_key": f"{quantity.identifier}-{quantity.attempt}"},
+            )
+        except stripe.StripeError as error:
+            return classified(error)
+        return DELIVERED
+
+    async def take_back(self, identifier: str, event_name: str) -> Answer:
+        """Cancel a meter event. Delivered means here: it is not counted any more.
+
+        One idempotency key for all attempts: unlike an event, a cancellation has no name by which Stripe would know a second one.
+        """
+        try:
+            await asyncio.to_thread(
+                self._client.v1.billing.meter_event_adjustments.create,
+                {"event_name": event_name, "type": "cancel", "cancel": {"identifier": identifier}},
+                {"idempotency_key": f"{identifier}-cancel"},
+            )
+        except stripe.StripeError as error:
+            return classified(error)
+        return DELIVERED
+
+    async def call(self, method: str, path: str, /, idempotency_key: str = "", **parameters: Any) -> dict[str, Any]:
+        """One administrative call; its answer as plain JSON. Raises: StripeFailed."""
+        options: dict[str, Any] = {"idempotency_key": idempotency_key} if idempotency_key else {}
+        try:
+            answer = await asyncio.to_thread(self._client.raw_request, method, path, **parameters, **options)
+        except stripe.StripeError as error:
+            raise StripeFailed(f"{method.upper()} {path}: {described(error)}") from error
+        document = answer.data
+        assert isinstance(document, dict)
+        return document
+
+    async def find(self, path: str) -> dict[str, Any] | None:
+        """One object; None where there is none of its id. Raises: StripeFailed."""
+        try:
+            return await self.call("get", path)
+        except StripeFailed as failed:
+            if isinstance(failed.__cause__, stripe.StripeError) and failed.__cause__.http_status == 404:
+                return None
+            raise
+
+    async def list_all(self, path: str, **parameters: Any) -> list[dict[str, Any]]:
+        """Every object of a list, page by page. Raises: StripeFailed."""
+        found: list[dict[str, Any]] = []
+        while True:
+            page = await self.call("get", path, limit=PAGE_SIZE, **parameters)
+            found += page["data"]
+            if not page.get("has_more") or not page["data"]:
+                return found
+            parameters["starting_after"] = page["data"][-1]["id"]
+
+    async def meter_errors(self, event_id: str) -> MeterErrors:
+        """What is in an error report, which the webhook only announces. Raises: StripeFailed."""
+        return meter_errors_in(await self.call("get", f"/v2/core/events/{event_id}"))
+
+
+def verify_signature(body: bytes, header: str, secrets: Sequence[str]) -> None:
+    """Raises: InvalidValue unless Stripe signed this body with one of the secrets, within the last five minutes."""
+    for secret in secrets:
+        try:
+            stripe.WebhookSignature.verify_header(body, header, secret, stripe.Webhook.DEFAULT_TOLERANCE)
+        except (stripe.SignatureVerificationError, UnicodeDecodeError):
+            continue
+        return
+    raise InvalidValue("Stripe-Signature", "the body is not signed with WEIR_STRIPE_WEBHOOK_SECRET, or too long ago")
+
+
+def meter_errors_in(event: Mapping[str, Any]) -> MeterErrors:
+    """The errors of a fetched report, each with the identifier that Stripe names."""
+    reason = event["data"]["reason"]
+    named = {
+        sample["request"]["identifier"]: f"{kind['code']}: {sample['error_message']}"
+        for kind in reason["error_types"]
+        for sample in kind["sample_errors"]
+    }
+    return MeterErrors(int(reason["error_count"]), named)
+
+
+def classified(error: stripe.StripeError) -> Answer:
+    """What an error of the SDK means for a meter event."""
+    reason = described(error)
+    status = error.http_status
+    if isinstance(error, stripe.APIConnectionError):
+        return Answer(Verdict.LATER, reason, certain=never_connected(error))
+    if isinstance(error, (stripe.AuthenticationError, stripe.PermissionError)):
+        return Answer(Verdict.BLOCKED, reason)
+    if status == TOO_MANY_REQUESTS:
+        return Answer(Verdict.LATER, reason, retry_after_s=retry_after_s(error.headers or {}))
+    if isinstance(error, stripe.InvalidRequestError) and DUPLICATE in str(error).lower():
+        return DELIVERED
+    if status is None or status >= SERVER_ERROR or status == CONFLICT:
+        return Answer(Verdict.LATER, reason, certain=False)
+    return Answer(Verdict.REFUSED, reason)
+
+
+def described(error: stripe.StripeError) -> str:
+    """Status, kind and Stripe's own words on one line; Stripe masks keys in them."""
+    status = f"HTTP {error.http_status}, " if error.http_status else ""
+    return f"{status}{type(error).__name__}: {' '.join(str(error).split())}"
+
+
+def never_connected(error: BaseException) -> bool:
+    """Whether a connection error came before anything could be sent."""
+    return any(isinstance(each, (NewConnectionError, ConnectTimeoutError)) for each in causes(error))
+
+
+def causes(error: BaseException) -> Iterator[BaseException]:
+    """An error and all that it was made of: `requests` hides the cause in the arguments and in `reason`."""
+    waiting, seen = [error], set[int]()
+    while waiting:
+        each = waiting.pop()
+        if id(each) in seen:
+            continue
+        seen.add(id(each))
+        yield each
+        inner = (each.__cause__, each.__context__, getattr(each, "reason", None), *each.args)
+        waiting += [value for value in inner if isinstance(value, BaseException)]
+
+
+def retry_after_s(headers: Mapping[str, str]) -> float | None:
+    """Seconds by the header `Retry-After`; None where there is none that makes sense."""
+    value = next((value for name, value in headers.items() if name.lower() == "retry-after"), "")
+    try:
+        seconds = float(value)
+    except ValueError:
+        return None
+    return min(max(seconds, 0.0), RETRY_AFTER_S_MAX) if seconds == seconds else None

@@ -1,0 +1,144 @@
+"""Stripe's events: each verified, stored once by its id, and handled whenever and in whatever order it came.
+
+Storing is all that the endpoint does; the worker handles what is stored, found by a query. Handling is idempotent, and what it
+writes does not depend on the order of events.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import uuid
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+from sqlalchemy import text
+from sqlalchemy.dialects.postgresql import insert
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from metering.errors import InvalidValue, StripeFailed
+from metering.export.export_models import StripeEvent
+from metering.export.stripe_gateway import MeterErrors, StripeGateway, verify_signature
+from metering.store.db import Sessions
+
+log = logging.getLogger(__name__)
+
+EVENTS_MAX = 100  # handled in one run
+ATTEMPTS_MAX = 20  # after which an event is left to a person; `weir stripe status` counts it
+ERROR_LENGTH_MAX = 500
+UUID_LENGTH = 36
+ERROR_REPORTS = frozenset({"v1.billing.meter.error_report_triggered", "v1.billing.meter.no_meter_found"})
+# Which time of an invoice an event sets: one each, so that no order of events can unset what another one told.
+INVOICE_TIMES = {"invoice.finalized": "finalized_at", "invoice.paid": "paid_at", "invoice.payment_failed": "payment_failed_at"}
+
+UNHANDLED = text("""
+SELECT id, type FROM stripe_events WHERE handled_at IS NULL AND attempt_count < :attempts
+ORDER BY attempt_count, received_at LIMIT :limit
+""")
+TAKE = text("SELECT payload FROM stripe_events WHERE id = :id AND handled_at IS NULL FOR UPDATE SKIP LOCKED")
+DONE = text("UPDATE stripe_events SET handled_at = now(), outcome = :outcome WHERE id = :id")
+FAILED = text("UPDATE stripe_events SET attempt_count = attempt_count + 1, outcome = :why WHERE id = :id AND handled_at IS NULL")
+# Of amounts the latest event's count; of two of the same second the larger one, whichever came first.
+TELL_INVOICE = text("""
+INSERT INTO stripe_invoices AS known (id, organization_id, customer_id, currency_code, period_start, period_end, amount_due_minor,
+                                      amount_paid_minor, finalized_at, paid_at, payment_failed_at, told_at)
+VALUES (:id, (SELECT ref::uuid FROM stripe_objects WHERE kind = 'customer' AND stripe_id = :customer_id LIMIT 1), :customer_id,
+        :currency_code, :period_start, :period_end, :amount_due, :amount_paid, :finalized_at, :paid_at, :payment_failed_at,
+        :told_at)
+ON CONFLICT (id) DO UPDATE SET
+    finalized_at = least(known.finalized_at, excluded.finalized_at),
+    paid_at = least(known.paid_at, excluded.paid_at),
+    payment_failed_at = greatest(known.payment_failed_at, excluded.payment_failed_at),
+    amount_paid_minor = greatest(known.amount_paid_minor, excluded.amount_paid_minor),
+    amount_due_minor = CASE
+        WHEN (excluded.told_at, excluded.amount_due_minor) > (known.told_at, known.amount_due_minor)
+        THEN excluded.amount_due_minor ELSE known.amount_due_minor END,
+    told_at = greatest(known.told_at, excluded.told_at)
+""")
+REJECT = text("""
+UPDATE meter_batches SET state = 'rejected', last_error = :error
+WHERE id = :id AND state IN ('pending', 'sent', 'delivered', 'parked') RETURNING id
+""")
+
+
+async def store_event(sessions: Sessions, body: bytes, signature: str, secrets: Sequence[str]) -> bool:
+    """Commit an event to the database; tells whether it is new. Raises: InvalidValue if it is not Stripe's."""
+    verify_signature(body, signature, secrets)
+    try:
+        payload = json.loads(body)
+        values = {"id": str(payload["id"]), "type": str(payload["type"]), "payload": payload}
+    except (ValueError, KeyError, TypeError) as error:
+        raise InvalidValue("body", "it is no event of Stripe") from error
+    async with sessions.begin() as session:
+        statement = insert(StripeEvent).values(**values).on_conflict_do_nothing().returning(StripeEvent.id)
+        return await session.scalar(statement) is not None
+
+
+async def handle_events(sessions: Sessions, gateway: StripeGateway) -> int:
+    """Handle what is stored; tells how many. One that cannot be handled now waits, and holds up no other."""
+    async with sessions() as session:
+        waiting = (await session.execute(UNHANDLED, {"attempts": ATTEMPTS_MAX, "limit": EVENTS_MAX})).all()
+    handled = 0
+    for event_id, kind in waiting:
+        try:
+            # Fetched before the transaction: the webhook only announces a report.
+            errors = await gateway.meter_errors(event_id) if kind in ERROR_REPORTS else None
+            async with sessions.begin() as session:
+                handled += await _handle(session, event_id, kind, errors)
+        except (StripeFailed, KeyError, TypeError, ValueError) as error:
+            log.warning("event %s of Stripe is not handled: %s", event_id, error)
+            async with sessions.begin() as session:
+                await session.execute(FAILED, {"id": event_id, "why": str(error)[:ERROR_LENGTH_MAX]})
+    return handled
+
+
+async def _handle(session: AsyncSession, event_id: str, kind: str, errors: MeterErrors | None) -> int:
+    payload = await session.scalar(TAKE, {"id": event_id})
+    if payload is None:
+        return 0  # another worker has it
+    if errors is not None:
+        outcome = await _reject(session, errors)
+        log.warning("Stripe did not count meter events: %s", outcome)
+    elif kind in INVOICE_TIMES:
+        await session.execute(TELL_INVOICE, invoice_facts(kind, payload))
+        outcome = "invoice"
+    else:
+        outcome = "not needed"
+    await session.execute(DONE, {"id": event_id, "outcome": outcome[:ERROR_LENGTH_MAX]})
+    return 1
+
+
+async def _reject(session: AsyncSession, errors: MeterErrors) -> str:
+    """Mark the batches that a report names. It holds samples: what it does not name shows in `weir stripe reconcile`."""
+    rejected = 0
+    for identifier, reason in errors.by_identifier.items():
+        batch_id = batch_of(identifier)
+        if batch_id is not None:
+            found = await session.scalar(REJECT, {"id": batch_id, "error": reason[:ERROR_LENGTH_MAX]})
+            rejected += found is not None
+    return f"{errors.error_count} errors, {len(errors.by_identifier)} named, {rejected} batches rejected"
+
+
+def batch_of(identifier: str) -> uuid.UUID | None:
+    """The batch by what a report calls it: its identifier, or the idempotency key, which begins with it. None for another's."""
+    try:
+        return uuid.UUID(identifier[:UUID_LENGTH])
+    except ValueError:
+        return None
+
+
+def invoice_facts(kind: str, payload: Mapping[str, Any]) -> dict[str, Any]:
+    """What an invoice event says, as parameters of its row. Raises: KeyError, TypeError for an event of another shape."""
+    invoice, told_at = payload["data"]["object"], datetime.fromtimestamp(payload["created"], UTC)
+    times = dict.fromkeys(INVOICE_TIMES.values()) | {INVOICE_TIMES[kind]: told_at}
+    return times | {
+        "id": invoice["id"],
+        "customer_id": invoice["customer"],
+        "currency_code": str(invoice["currency"]).upper(),
+        "period_start": datetime.fromtimestamp(invoice["period_start"], UTC),
+        "period_end": datetime.fromtimestamp(invoice["period_end"], UTC),
+        "amount_due": int(invoice["amount_due"]),
+        "amount_paid": int(invoice["amount_paid"]),
+        "told_at": told_at,
+    }

@@ -1,0 +1,262 @@
+"""Makes Stripe's customers, products, meters, prices and subscriptions what our organizations and price book say.
+
+Each object carries a name of ours (an id, an event name, a lookup key, metadata) by which it is found again, so that a sync may be
+cut off and repeated at any point. Nothing at Stripe is changed or deleted: what differs is told. Stripe is called outside of
+transactions.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import uuid
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from decimal import Decimal
+from typing import Any
+
+from sqlalchemy import text
+
+from metering.billing.reports import month_bounds
+from metering.errors import AlreadyExists
+from metering.export.export_settings import DAYS_UNTIL_DUE, Collection
+from metering.export.stripe_gateway import StripeGateway
+from metering.export.stripe_prices import unit_amount_decimal
+from metering.models import TokenKind
+from metering.store.db import Sessions
+
+ITEMS_MAX = 20  # of one Stripe subscription; more prices make another one
+LOOKUP_KEYS_MAX = 10  # that Stripe takes in one question
+NEW = "new"  # id of what a dry run would create
+ENDED = frozenset({"canceled", "incomplete_expired"})
+
+ORGANIZATIONS = text("SELECT id, name, currency_code FROM organizations ORDER BY name")
+# Prices that are in force or will be, and those of batches of the last 35 days, which may still be billed.
+VERSIONS = text("""
+SELECT id, model, currency_code, input_picos_per_token AS input, cached_input_picos_per_token AS cached_input,
+       output_picos_per_token AS output, coalesce(used.by, '{}') AS used_by,
+       coalesce(lead(effective_at) OVER (PARTITION BY model, currency_code ORDER BY effective_at) <= now(), false) AS past
+FROM price_versions
+LEFT JOIN (SELECT price_version_id, array_agg(DISTINCT organization_id) AS by FROM meter_batches
+           WHERE hour >= now() - interval '35 days' GROUP BY 1) used ON used.price_version_id = id
+ORDER BY id
+""")
+KNOWN = text("SELECT kind, ref, stripe_id FROM stripe_objects WHERE account = :account")
+REMEMBER = text("""
+INSERT INTO stripe_objects (account, kind, ref, stripe_id) VALUES (:account, :kind, :ref, :stripe_id)
+ON CONFLICT (account, kind, ref) DO UPDATE SET stripe_id = excluded.stripe_id, seen_at = now()
+""")
+
+
+@dataclass(frozen=True, slots=True)
+class Metered:
+    """One kind of token at one price: what has a meter and a price of its own at Stripe."""
+
+    version: int
+    model: str
+    currency_code: str
+    token_kind: TokenKind
+    unit_amount: str
+
+    @property
+    def ref(self) -> str:
+        """Its name in `stripe_objects`."""
+        return f"{self.version}:{self.token_kind}"
+
+    @property
+    def title(self) -> str:
+        """What a person reads on an invoice."""
+        return f"{self.model}, {self.token_kind.replace('_', ' ')} tokens (price version {self.version})"
+
+
+@dataclass(frozen=True, slots=True)
+class PriceBook:
+    """What is to be at Stripe. wanted: by organization, the prices of its subscriptions."""
+
+    organizations: tuple[tuple[uuid.UUID, str, str], ...]
+    metered: tuple[Metered, ...]
+    wanted: dict[uuid.UUID, tuple[Metered, ...]]
+
+
+@dataclass(slots=True)
+class Sync:
+    """One pass. created: what it made or, in a dry run, would make."""
+
+    sessions: Sessions
+    gateway: StripeGateway
+    dry_run: bool
+    known: dict[tuple[str, str], str] = field(default_factory=dict)
+    created: list[str] = field(default_factory=list)
+
+    async def run(self) -> list[str]:
+        """All of it. Raises: StripeFailed, InvalidValue for a price that Stripe cannot hold, AlreadyExists for what differs."""
+        book = await read_book(self.sessions)
+        async with self.sessions() as session:
+            rows = (await session.execute(KNOWN, {"account": self.gateway.account})).all()
+        self.known = {(kind, ref): stripe_id for kind, ref, stripe_id in rows}
+        products = {model: await self._product(model) for model in dict.fromkeys(each.model for each in book.metered)}
+        meters = await self._meters(book.metered)
+        prices = await self._prices(book.metered, products, meters)
+        for organization_id, name, _ in book.organizations:
+            customer = await self._customer(organization_id, name)
+            await self._subscriptions(name, customer, [prices[each.ref] for each in book.wanted[organization_id]])
+        return self.created
+
+    async def _create(self, what: str, path: str, idempotency_key: str = "", **values: Any) -> str:
+        self.created.append(what)
+        if self.dry_run:
+            return NEW
+        return str((await self.gateway.call("post", path, idempotency_key, **values))["id"])
+
+    async def _remember(self, kind: str, ref: str, stripe_id: str) -> None:
+        if self.dry_run or self.known.get((kind, ref)) == stripe_id:
+            return
+        async with self.sessions.begin() as session:
+            values = {"account": self.gateway.account, "kind": kind, "ref": ref, "stripe_id": stripe_id}
+            await session.execute(REMEMBER, values)
+
+    async def _customer(self, organization_id: uuid.UUID, name: str) -> str:
+        ref, namespace = str(organization_id), self.gateway.settings.namespace
+        stripe_id = self.known.get(("customer", ref), "")
+        found = await self.gateway.find(f"/v1/customers/{stripe_id}") if stripe_id else None
+        if found is None or found.get("deleted"):
+            query = f"metadata['{namespace}_organization_id']:'{ref}'"
+            hits = (await self.gateway.call("get", "/v1/customers/search", query=query))["data"]
+            if hits:
+                stripe_id = str(hits[0]["id"])
+            else:
+                # The search lags behind by up to a minute; until then the key keeps a repeated sync from making a second one.
+                key, metadata = f"{namespace}-customer-{ref}", {f"{namespace}_organization_id": ref}
+                stripe_id = await self._create(f"customer {name}", "/v1/customers", key, name=name, metadata=metadata)
+        await self._remember("customer", ref, stripe_id)
+        return stripe_id
+
+    async def _product(self, model: str) -> str:
+        namespace = self.gateway.settings.namespace
+        stripe_id = f"{namespace}_{hashlib.sha256(model.encode()).hexdigest()[:24]}"
+        if await self.gateway.find(f"/v1/products/{stripe_id}") is None:
+            await self._create(
+                f"product {model}",
+                "/v1/products",
+                id=stripe_id,
+                name=model,
+                unit_label="token",
+                metadata={f"{namespace}_model": model},
+            )
+        return stripe_id
+
+    async def _meters(self, metered: Iterable[Metered]) -> dict[str, str]:
+        found = {each["event_name"]: str(each["id"]) for each in await self.gateway.list_all("/v1/billing/meters", status="active")}
+        meters: dict[str, str] = {}
+        for each in metered:
+            event_name = self.gateway.event_name(each.version, each.token_kind)
+            stripe_id = found.get(event_name) or await self._create(
+                f"meter {event_name}",
+                "/v1/billing/meters",
+                display_name=each.title[:250],
+                event_name=event_name,
+                default_aggregation={"formula": "sum"},
+                customer_mapping={"type": "by_id", "event_payload_key": "stripe_customer_id"},
+                value_settings={"event_payload_key": "value"},
+            )
+            meters[each.ref] = stripe_id
+            await self._remember("meter", each.ref, stripe_id)
+        return meters
+
+    async def _prices(self, metered: tuple[Metered, ...], products: dict[str, str], meters: dict[str, str]) -> dict[str, str]:
+        keys = {each.ref: self.gateway.event_name(each.version, each.token_kind) for each in metered}
+        names, found = list(keys.values()), dict[str, dict[str, Any]]()
+        for begin in range(0, len(names), LOOKUP_KEYS_MAX):
+            page = await self.gateway.list_all("/v1/prices", lookup_keys=names[begin : begin + LOOKUP_KEYS_MAX])
+            found |= {price["lookup_key"]: price for price in page}
+        prices: dict[str, str] = {}
+        for each in metered:
+            price, key = found.get(keys[each.ref]), keys[each.ref]
+            if price is None:
+                prices[each.ref] = await self._create(
+                    f"price {key}: {each.unit_amount} {each.currency_code} minor units per token",
+                    "/v1/prices",
+                    currency=each.currency_code.lower(),
+                    lookup_key=key,
+                    nickname=each.title[:250],
+                    product=products[each.model],
+                    unit_amount_decimal=each.unit_amount,
+                    recurring={"interval": "month", "usage_type": "metered", "meter": meters[each.ref]},
+                )
+                continue
+            check_price(each, key, price, meters[each.ref])
+            prices[each.ref] = str(price["id"])
+        return prices
+
+    async def _subscriptions(self, name: str, customer: str, wanted: list[str]) -> None:
+        """Every price in one subscription item. The first ones fill up before there is another subscription."""
+        room: list[tuple[str, int]] = []
+        namespace = self.gateway.settings.namespace
+        for each in await self.gateway.list_all("/v1/subscriptions", customer=customer) if customer != NEW else []:
+            if each["status"] in ENDED or each.get("metadata", {}).get("namespace") != namespace:
+                continue
+            items = await self.gateway.list_all("/v1/subscription_items", subscription=each["id"])
+            held = {item["price"]["id"] for item in items}
+            wanted = [price for price in wanted if price not in held]
+            room.append((each["id"], ITEMS_MAX - len(items)))
+        for subscription, free in room:
+            for price in wanted[:free]:
+                what = f"subscription item of {name}: {price}"
+                await self._create(
+                    what, "/v1/subscription_items", subscription=subscription, price=price, proration_behavior="none"
+                )
+            wanted = wanted[free:]
+        for begin in range(0, len(wanted), ITEMS_MAX):
+            prices = wanted[begin : begin + ITEMS_MAX]
+            await self._create(
+                f"subscription of {name} with {len(prices)} prices",
+                "/v1/subscriptions",
+                **subscription_terms(self.gateway.settings.collection, datetime.now(UTC)),
+                customer=customer,
+                items=[{"price": price} for price in prices],
+                metadata={"namespace": namespace},
+            )
+
+
+def check_price(wanted: Metered, key: str, found: dict[str, Any], meter: str) -> None:
+    """Raises: AlreadyExists if a price of this name at Stripe says something else than our price book."""
+    # Stripe may write an amount with other zeros than we do, so numbers are compared.
+    told = (Decimal(found["unit_amount_decimal"]), found["currency"], found["recurring"]["meter"])
+    if told != (Decimal(wanted.unit_amount), wanted.currency_code.lower(), meter):
+        raise AlreadyExists(
+            "Stripe price", key, f"as {told[0]:f} {told[1]} on meter {told[2]}: archive it or use another namespace"
+        )
+
+
+def subscription_terms(collection: Collection, now: datetime) -> dict[str, Any]:
+    """Calendar months in UTC from this one on: the month is billed whole, whenever in it the customer came."""
+    begins, ends = month_bounds(f"{now:%Y-%m}")
+    terms: dict[str, Any] = {
+        "collection_method": str(collection),
+        "backdate_start_date": int(begins.timestamp()),
+        "billing_cycle_anchor": int(ends.timestamp()),
+        "proration_behavior": "none",
+    }
+    return terms | ({"days_until_due": DAYS_UNTIL_DUE} if collection is Collection.SEND_INVOICE else {})
+
+
+async def read_book(sessions: Sessions) -> PriceBook:
+    """What we have, at one moment. Raises: InvalidValue for a price that Stripe cannot hold."""
+    async with sessions() as session:
+        organizations = tuple((row.id, row.name, row.currency_code) for row in await session.execute(ORGANIZATIONS))
+        versions = (await session.execute(VERSIONS)).all()
+    currencies = {currency for _, _, currency in organizations}
+    metered: list[Metered] = []
+    wanted: dict[uuid.UUID, list[Metered]] = {organization_id: [] for organization_id, _, _ in organizations}
+    for row in versions:
+        if row.currency_code not in currencies or (row.past and not row.used_by):
+            continue
+        kinds = [
+            Metered(row.id, row.model, row.currency_code, kind, unit_amount_decimal(getattr(row, kind), row.currency_code))
+            for kind in TokenKind
+        ]
+        metered += kinds
+        for organization_id, _, currency_code in organizations:
+            if organization_id in row.used_by or (currency_code == row.currency_code and not row.past):
+                wanted[organization_id] += kinds
+    return PriceBook(organizations, tuple(metered), {key: tuple(value) for key, value in wanted.items()})

@@ -1,0 +1,331 @@
+"""One batch of hold operations as one transaction: lock, decide in memory, write back.
+
+The decisions are those of `quotas.py`; the SQL is in `hold_rows.py`. Lock order is hold rows by id, then counter rows by
+(quota, window), in every process alike. Within a batch what ends goes first, so that its room serves what is admitted.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from metering.billing.pricing import TokenPrices
+from metering.errors import (
+    HoldEnded,
+    InvariantViolated,
+    KeyInvalid,
+    MeteringError,
+    NotFound,
+    PriceMissing,
+    RequestIdReused,
+    RequestInFlight,
+    RequestSettled,
+)
+from metering.holds.exchange import Connection, exchange, id_array
+from metering.holds.hold_rows import (
+    SELECT_ORPHANS,
+    BatchReads,
+    EventSums,
+    HoldRow,
+    SameRequest,
+    lock_counters,
+    read_and_lock,
+)
+from metering.holds.hold_writes import BatchWrites, End, Extension, NewHold, NewUsageEvent, write_and_commit
+from metering.models import HoldState
+from metering.operations import (
+    Admit,
+    Admitted,
+    Ended,
+    Expire,
+    Extend,
+    Extended,
+    HoldAnswer,
+    HoldOperation,
+    Outcome,
+    Renew,
+    Settle,
+    Settled,
+    Void,
+)
+from metering.quotas import quotas
+from metering.quotas.quota_rules import Claim, CounterKey, money_scale
+from metering.quotas.quotas import Counters
+from metering.quotas.refusals import Refusals, refused_of
+
+# Ends first, so that their room is there for what comes in; renewals touch no counter.
+ORDER: dict[type[HoldOperation], int] = {Settle: 0, Void: 0, Expire: 0, Renew: 0, Extend: 1, Admit: 2}
+
+
+async def execute_batch(
+    connection: Connection,
+    operations: Sequence[HoldOperation],
+    *,
+    owner_id: uuid.UUID,
+    expiry_s: float,
+    refusals: Refusals | None = None,
+) -> list[HoldAnswer | Exception]:
+    """Run the operations in one transaction; answer each in order with its result or the error that refused it.
+
+    refusals: counts admissions that quotas refuse, and tells each when to try again.
+    connection: in autocommit mode and used by nobody else meanwhile. A refused operation changes nothing. Raises whatever the
+    database raises; the caller must then drop the connection, and whether the batch was committed is unknown to it.
+    """
+    orphans = await find_orphans(connection, operations)
+    batch = [*operations, *(Void(hold_id) for hold_id in orphans)]
+    admits = [op for op in batch if isinstance(op, Admit)]
+    hold_ids = {op.hold_id for op in batch if not isinstance(op, Admit | Renew)}
+    reads = await read_and_lock(connection, hold_ids, admits)
+    decisions = Decisions(reads, await lock_counters(connection, reads.now, counter_keys(reads, batch)))
+    answers: dict[int, HoldAnswer | Exception] = {}
+    for index in sorted(range(len(batch)), key=lambda i: ORDER[type(batch[i])]):
+        try:
+            answers[index] = decisions.decide(batch[index])
+        except MeteringError as refusal:
+            answers[index] = refusal
+    await write_and_commit(connection, owner_id, expiry_s, decisions.counters, decisions.writes)
+    if refusals is not None and (refused := refused_of(operations, answers)):
+        await refusals.note(connection, reads.now, refused)
+    return [answers[index] for index in range(len(operations))]
+
+
+async def find_orphans(connection: Connection, operations: Sequence[HoldOperation]) -> list[uuid.UUID]:
+    """Holds of a renewing owner that it does not know: their admission was committed, but the answer never reached it."""
+    found: list[uuid.UUID] = []
+    for op in operations:
+        if isinstance(op, Renew):
+            ended = {o.hold_id for o in operations if not isinstance(o, Renew)}
+            known = id_array(op.hold_ids | op.spared_ids | ended)
+            [rows] = await exchange(connection, [(SELECT_ORPHANS, (str(op.owner_id), known))])
+            found += [row[0] for row in rows]
+    return found
+
+
+def counter_keys(reads: BatchReads, batch: Sequence[HoldOperation]) -> set[CounterKey]:
+    """Every counter that the batch may touch."""
+    keys: set[CounterKey] = set()
+    admits = [op for op in batch if isinstance(op, Admit)]
+    extended_ids = {op.hold_id for op in batch if isinstance(op, Extend)}
+    for hold in reads.holds.values():
+        if hold.state in (HoldState.HELD, HoldState.EXPIRED):
+            rules = reads.rules_of(hold)
+            claim = hold.claim(reads.prices[hold.price_version_id])
+            keys |= quotas.touched_keys(rules, claim, reads.now, extends=hold.id in extended_ids)
+    charged = {(op.payer, op.model) for op in admits}
+    keys |= {rule.key(reads.now) for payer, model in charged for rule in reads.rules_for(payer, model).rules}
+    return keys
+
+
+NOTHING_USED = EventSums()
+
+
+@dataclass(slots=True)
+class Decisions:
+    """The state of a batch while its operations are decided one after the other."""
+
+    reads: BatchReads
+    counters: Counters
+    writes: BatchWrites = field(default_factory=BatchWrites)
+
+    def decide(self, op: HoldOperation) -> HoldAnswer:
+        """Answer one operation, or raise the error that refuses it."""
+        match op:
+            case Admit():
+                return self.admit(op)
+            case Extend():
+                return self.extend(op)
+            case Settle():
+                return self.settle(op)
+            case Void():
+                return self.void(op.hold_id)
+            case Expire():
+                return self.expire(op.hold_id)
+            case Renew():
+                self.writes.renewed.append((op.owner_id, op.hold_ids))
+                return Ended(done=True)
+
+    def admit(self, op: Admit) -> Admitted:
+        """Take a hold, or refuse without a trace."""
+        if op.payer.api_key_id.int not in self.reads.live_keys:
+            raise KeyInvalid("the API key is unknown, expired or revoked")
+        request_key = (op.payer.project_id.int, op.request_id.int)
+        if (same := self.reads.same_requests.get(request_key)) is not None:
+            raise same_request_error(op, same)
+        prices = self.reads.prices_in_force.get((op.model, op.payer.currency_code))
+        if prices is None:
+            raise PriceMissing(op.model, op.payer.currency_code)
+        rules, quota_ids = self.reads.rules_for(op.payer, op.model)
+        claim = Claim(prices, op.input_token_count, 0, 0, 0, admitted_at=self.reads.now, charged_at=self.reads.now)
+        claim = quotas.admit(self.counters, rules, claim, op.first_slice_token_count, op.least_slice_token_count)
+        self.writes.holds.append(NewHold(op, prices.version, claim.leased_token_count, quota_ids))
+        self.reads.same_requests[request_key] = SameRequest(HoldState.HELD, op.payload_hash, None)
+        states = tuple(self.counters.state(rule) for rule in rules)
+        return Admitted(op.hold_id, claim.leased_token_count, prices, states, self.reads.now)
+
+    def extend(self, op: Extend) -> Extended:
+        """Lease more, or refuse and leave the lease as it is."""
+        hold = self.live(op.hold_id)
+        if not hold.delivered_token_count <= op.delivered_token_count <= hold.leased_token_count:
+            raise InvariantViolated(
+                f"hold {hold.id}: {op.delivered_token_count} delivered, which was {hold.delivered_token_count} before, "
+                f"of {hold.leased_token_count} leased"
+            )
+        claim = hold.claim(self.reads.prices[hold.price_version_id], op.cached_input_token_count)
+        claim = quotas.extend(self.counters, self.reads.rules_of(hold), claim, op.delivered_token_count, op.wanted_token_count)
+        self.extended(hold, claim, op.delivered_token_count)
+        return Extended(claim.leased_token_count)
+
+    def settle(self, op: Settle) -> Settled:
+        """End the hold with its usage event; an ended one answers what stands, or takes what its expiry did not know of."""
+        hold = self.known(op.hold_id)
+        prices = self.reads.prices[hold.price_version_id]
+        if hold.unbound:
+            op = replace(op, input_token_count=0, cached_input_token_count=0)
+        if op.delivered_token_count > hold.leased_token_count:
+            raise InvariantViolated(f"hold {hold.id}: {op.delivered_token_count} delivered of {hold.leased_token_count} leased")
+        if hold.state == HoldState.VOIDED:
+            raise HoldEnded(f"hold {hold.id} was voided: its usage cannot be recorded any more")
+        if hold.state == HoldState.EXPIRED:
+            return self.settle_late(hold, prices, op)
+        if hold.state == HoldState.SETTLED:
+            return self.standing(hold.id).settled(hold.id, prices.currency_code)
+        if op.delivered_token_count < hold.delivered_token_count:
+            if not op.recovered:
+                raise InvariantViolated(f"hold {hold.id}: {op.delivered_token_count} delivered after {hold.delivered_token_count}")
+            # A machine that went down may have lost the end of a journal; the last extension still knows.
+            op = replace(op, delivered_token_count=hold.delivered_token_count)
+        claim = hold.claim(prices, op.cached_input_token_count)
+        quotas.end(self.counters, self.reads.rules_of(hold), claim, op.input_token_count, op.delivered_token_count)
+        self.ended(hold, claim, HoldState.SETTLED, op.delivered_token_count)
+        return self.record(priced_usage(hold, prices, op), op.timings, recovered=op.recovered)
+
+    def settle_late(self, hold: HoldRow, prices: TokenPrices, op: Settle) -> Settled:
+        """Record what an expired hold delivered beyond what its expiry billed, and give back what it did not use of its lease.
+
+        Once: the event that is written, even one without tokens, tells the next attempt that it has been done.
+        """
+        known = self.standing(hold.id)
+        if known.part_count > (1 if hold.delivered_token_count else 0):
+            return known.settled(hold.id, prices.currency_code)
+        rest = replace(
+            op,
+            input_token_count=max(op.input_token_count - known.input_token_count, 0),
+            cached_input_token_count=max(op.cached_input_token_count - known.cached_input_token_count, 0),
+            generated_token_count=max(op.generated_token_count - known.generated_token_count, 0),
+            delivered_token_count=max(op.delivered_token_count - known.delivered_token_count, 0),
+        )
+        consumed = known.input_token_count + rest.input_token_count, known.delivered_token_count + rest.delivered_token_count
+        charged = hold.input_token_count, hold.leased_token_count
+        quotas.give_back(self.counters, self.reads.rules_of(hold), hold.claim(prices), charged, consumed)
+        self.record(priced_usage(hold, prices, rest), op.timings, recovered=True)
+        return self.standing(hold.id).settled(hold.id, prices.currency_code)
+
+    def void(self, hold_id: uuid.UUID) -> Ended:
+        """Undo a hold of which nothing is billed."""
+        hold = self.reads.holds.get(hold_id.int)
+        if hold is None or hold.state != HoldState.HELD:
+            return Ended(done=False)
+        claim = hold.claim(self.reads.prices[hold.price_version_id])
+        if hold.delivered_token_count:
+            raise InvariantViolated(f"hold {hold_id} has delivered tokens and must be settled, not voided")
+        quotas.void(self.counters, self.reads.rules_of(hold), claim)
+        self.ended(hold, claim, HoldState.VOIDED, 0)
+        return Ended(done=True)
+
+    def expire(self, hold_id: uuid.UUID) -> Ended:
+        """End a hold that is overdue."""
+        hold = self.reads.holds.get(hold_id.int)
+        if hold is None or hold.state != HoldState.HELD or hold.expires_at > self.reads.now:
+            return Ended(done=False)
+        prices = self.reads.prices[hold.price_version_id]
+        claim = hold.claim(prices)
+        quotas.end(self.counters, self.reads.rules_of(hold), claim, hold.input_token_count, hold.leased_token_count)
+        self.ended(hold, claim, HoldState.EXPIRED, hold.delivered_token_count)
+        if hold.delivered_token_count:
+            known = Settle(
+                hold_id=hold.id,
+                input_token_count=hold.input_token_count,
+                cached_input_token_count=hold.cached_input_token_count,
+                generated_token_count=hold.delivered_token_count,
+                delivered_token_count=hold.delivered_token_count,
+                outcome=Outcome.FAILED,
+            )
+            self.record(priced_usage(hold, prices, known), None, recovered=True)
+        return Ended(done=True)
+
+    def standing(self, hold_id: uuid.UUID) -> EventSums:
+        """What the hold's usage events add up to, those of this batch among them."""
+        return self.reads.events.get(hold_id.int, NOTHING_USED)
+
+    def record(self, part: Settled, timings: dict[str, float] | None, *, recovered: bool) -> Settled:
+        """Write the next usage event of a hold."""
+        known = self.standing(part.hold_id)
+        self.writes.events.append(NewUsageEvent(part, known.part_count, timings, recovered))
+        self.reads.events[part.hold_id.int] = known.plus(part)
+        return part
+
+    def known(self, hold_id: uuid.UUID) -> HoldRow:
+        """The hold, in whatever state."""
+        hold = self.reads.holds.get(hold_id.int)
+        if hold is None:
+            raise NotFound("hold", str(hold_id))
+        return hold
+
+    def live(self, hold_id: uuid.UUID) -> HoldRow:
+        """The hold, which must not have ended."""
+        hold = self.known(hold_id)
+        if hold.state != HoldState.HELD:
+            raise HoldEnded(f"hold {hold_id} has ended as {hold.state}")
+        return hold
+
+    def extended(self, hold: HoldRow, claim: Claim, delivered_token_count: int) -> None:
+        """Note the hold's new values, for the write and for later operations of the batch on the same hold."""
+        hold.cached_input_token_count = claim.cached_input_token_count
+        hold.leased_token_count = claim.leased_token_count
+        hold.delivered_token_count = delivered_token_count
+        hold.posted_token_count = claim.posted_token_count
+        hold.posted_minutes = list(claim.posted_minutes)
+        hold.charged_at = claim.charged_at
+        self.writes.extensions[hold.id.int] = Extension(
+            hold.id,
+            claim.cached_input_token_count,
+            claim.leased_token_count,
+            delivered_token_count,
+            claim.posted_token_count,
+            claim.posted(money_scale(claim.prices)),
+            claim.posted_minutes,
+            claim.charged_at,
+        )
+
+    def ended(self, hold: HoldRow, claim: Claim, state: HoldState, delivered_token_count: int) -> None:
+        """The same for a hold that has ended."""
+        cached = claim.cached_input_token_count
+        hold.state, hold.cached_input_token_count, hold.delivered_token_count = state, cached, delivered_token_count
+        self.writes.ends[hold.id.int] = End(hold.id, state, cached, delivered_token_count)
+
+
+def same_request_error(op: Admit, same: SameRequest) -> MeteringError:
+    """Why a request id cannot be used a second time."""
+    if same.payload_hash != op.payload_hash:
+        return RequestIdReused("this request_id was used before with another payload: mint a new one for a new request")
+    if same.settled is None:
+        return RequestInFlight("a request with this request_id and payload is running")
+    return RequestSettled(same.settled)
+
+
+def priced_usage(hold: HoldRow, prices: TokenPrices, op: Settle) -> Settled:
+    """The usage event of a settlement. Billed is what was delivered; nothing if the request is billed under another hold."""
+    billed_token_count = 0 if hold.unbound else op.delivered_token_count
+    cached = min(op.cached_input_token_count, op.input_token_count)
+    return Settled(
+        hold_id=hold.id,
+        input_token_count=op.input_token_count,
+        cached_input_token_count=cached,
+        generated_token_count=max(op.generated_token_count, op.delivered_token_count),
+        delivered_token_count=op.delivered_token_count,
+        billed_token_count=billed_token_count,
+        cost_picos=prices.cost_picos(op.input_token_count, cached, billed_token_count),
+        currency_code=prices.currency_code,
+        outcome=op.outcome,
+    )

@@ -1,0 +1,168 @@
+"""The connection on which batches of hold operations run: opened when needed, dropped after every failure.
+
+Answers every operation whatever happens: a conflict is repeated, a database that is away or too slow answers `StoreAway`, and an
+operation that breaks its batch is found by running each one alone, so that the others do not suffer from it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Callable, Coroutine, Sequence
+from types import TracebackType
+from typing import Any, TypeVar
+
+import psycopg
+import structlog
+
+from metering.errors import InvariantViolated, StoreAway
+from metering.holds.bind_batch import execute_binds
+from metering.holds.bindings import Bind
+from metering.holds.exchange import Connection
+from metering.holds.hold_batch import execute_batch
+from metering.operations import HoldAnswer, HoldOperation
+from metering.quotas.refusals import Refusals
+from metering.store.bounded_connection import KEEPALIVES, BoundedConnection
+from metering.store.db import connection_options, psycopg_conninfo
+from metering.store.store_gate import CONNECT_TIMEOUT_S, StoreGate
+
+EXPIRY_S = 60.0  # a process may be silent so long (a pause, a slow database) before its holds are taken from it
+BATCH_SIZE_MAX = 500  # beyond this a batch costs more in memory than it saves in round trips (bench/admission.py)
+CONFLICT_ATTEMPTS_MAX = 5  # two processes racing for the same new request id need one repetition
+BATCH_TIMEOUT_S = 8.0  # above the server's own time limits: only a frozen server or a network that swallows all takes longer
+SERVER_LIMITS = (
+    # Batches take milliseconds. A process that sleeps so long between two statements of one is frozen, and has counters locked that
+    # every other process waits for.
+    "idle_in_transaction_session_timeout=2000",
+    "lock_timeout=4000",  # above it, so that a batch outwaits a frozen one
+    "statement_timeout=6000",
+)
+# Every statement of a batch finds its rows by key. So it is planned once, since planning takes as long as running it; and for the
+# indexes, whatever the tables look like then: a plan that was made while they were empty would go on reading all of them.
+PLANS = (
+    "plan_cache_mode=force_generic_plan",
+    "enable_seqscan=off",
+    "enable_hashjoin=off",
+    "enable_mergejoin=off",
+    "jit=off",
+)
+
+log = structlog.get_logger(__name__)
+
+Op = TypeVar("Op")
+Answers = Coroutine[Any, Any, list[HoldAnswer | Exception]]
+
+CONFLICTS = (psycopg.errors.DeadlockDetected, psycopg.errors.SerializationFailure, psycopg.errors.UniqueViolation)
+# OSError includes the time-out; a server that is read-only has just lost its place to another one; and it is this process that has
+# slept in a transaction if the server has ended that.
+AWAY = (
+    psycopg.OperationalError,
+    psycopg.InterfaceError,
+    psycopg.errors.ReadOnlySqlTransaction,
+    psycopg.errors.IdleInTransactionSessionTimeout,
+    OSError,
+)
+
+
+class HoldConnection:
+    """Runs one batch at a time. Use as context manager, or `close` it."""
+
+    def __init__(
+        self, database_url: str, owner_id: uuid.UUID, *, expiry_s: float = EXPIRY_S, gate: StoreGate | None = None
+    ) -> None:
+        """gate: shared with all others of this process that connect to the same database."""
+        self._conninfo = psycopg_conninfo(database_url)
+        self._owner_id = owner_id
+        self._expiry_s = expiry_s
+        self._gate = gate or StoreGate()
+        self.refusals = Refusals()
+        self._connection: BoundedConnection | None = None
+
+    async def __aenter__(self) -> HoldConnection:
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        await self.close()
+
+    async def execute(self, batch: Sequence[HoldOperation]) -> list[HoldAnswer | Exception]:
+        """Answer each operation in order. After `StoreAway` it is unknown whether the operation was done.
+
+        An empty batch asks whether the database is there, which the gate knows then.
+        """
+
+        def run(connection: Connection, operations: Sequence[HoldOperation]) -> Answers:
+            return execute_batch(connection, operations, owner_id=self._owner_id, expiry_s=self._expiry_s, refusals=self.refusals)
+
+        return await self._execute(run, batch)
+
+    async def bind(self, binds: Sequence[Bind]) -> list[HoldAnswer | Exception]:
+        """The same for requests that were let in without the database."""
+        return await self._execute(execute_binds, binds)
+
+    async def _execute(
+        self, run: Callable[[Connection, Sequence[Op]], Answers], batch: Sequence[Op]
+    ) -> list[HoldAnswer | Exception]:
+        for _ in range(CONFLICT_ATTEMPTS_MAX):
+            try:
+                return await self._execute_in_time(run, batch)
+            except StoreAway as away:
+                return [away] * len(batch)
+            except CONFLICTS as conflict:
+                log.info("hold_batch_repeated", cause=type(conflict).__name__, operation_count=len(batch))
+                await self.close()
+            except AWAY as away:
+                log.warning("database_away", cause=str(away).strip() or type(away).__name__)
+                await self.close()
+                return [StoreAway("the database does not answer", retry_after_s=max(self._gate.pause_s, 1.0))] * len(batch)
+            except Exception as broken:
+                await self.close()
+                if len(batch) > 1:
+                    return [answer for op in batch for answer in await self._execute(run, [op])]
+                log.exception("hold_operation_failed", operation=[type(op).__name__ for op in batch])
+                return [InvariantViolated(f"{type(op).__name__} failed: {broken!r}") for op in batch]
+            except BaseException:
+                await self.close()
+                raise
+        return [StoreAway("the database reports one conflict after another")] * len(batch)
+
+    async def close(self) -> None:
+        """Drop the connection. The next batch opens another one."""
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            await connection.close()
+
+    async def _execute_in_time(
+        self, run: Callable[[Connection, Sequence[Op]], Answers], batch: Sequence[Op]
+    ) -> list[HoldAnswer | Exception]:
+        """One attempt. A connection that breaks is no outage: the database may have been restarted. One that says nothing is."""
+        connection = await self._connected()
+        silent = False
+
+        def give_up() -> None:
+            nonlocal silent
+            silent = True
+            connection.abort()
+
+        timer = asyncio.get_running_loop().call_later(BATCH_TIMEOUT_S, give_up)
+        try:
+            answers = await run(connection, batch)
+        except AWAY:
+            if silent:
+                self._gate.failed()
+            raise
+        finally:
+            timer.cancel()
+        self._gate.answered()
+        return answers
+
+    async def _connected(self) -> BoundedConnection:
+        if self._connection is None:
+            with self._gate.attempt():
+                self._connection = await BoundedConnection.connect(
+                    self._conninfo,
+                    autocommit=True,
+                    connect_timeout=CONNECT_TIMEOUT_S,
+                    options=connection_options((*SERVER_LIMITS, *PLANS)),
+                    **KEEPALIVES,
+                )
+        return self._connection

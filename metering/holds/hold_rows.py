@@ -1,0 +1,294 @@
+"""What one batch of hold operations reads and locks. No decisions; `hold_writes.py` writes what was decided.
+
+Statements go out together (`exchange.py`): a batch costs three round trips whatever its size.
+"""
+
+from __future__ import annotations
+
+import functools
+import uuid
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any, NamedTuple
+
+from metering.billing.pricing import TokenPrices
+from metering.holds.exchange import Connection, Statement, exchange, id_array, text_array
+from metering.holds.rule_cache import RULE_COLUMNS, rules_of_rows
+from metering.models import HoldState
+from metering.operations import Admit, Payer, Settled
+from metering.quotas.quota_rules import Claim, CounterKey, QuotaRule
+from metering.quotas.quotas import Counter, Counters
+
+# What the usage events of a hold add up to; the last part tells how it ended.
+EVENT_SUMS = """
+count(*)::int AS part_count, coalesce(sum(input_token_count), 0)::bigint AS input_token_count,
+coalesce(sum(cached_input_token_count), 0)::bigint AS cached_input_token_count,
+coalesce(sum(generated_token_count), 0)::bigint AS generated_token_count,
+coalesce(sum(delivered_token_count), 0)::bigint AS delivered_token_count,
+coalesce(sum(billed_token_count), 0)::bigint AS billed_token_count, coalesce(sum(cost_picos), 0)::bigint AS cost_picos,
+coalesce((array_agg(outcome ORDER BY part DESC))[1], '') AS outcome
+"""
+# Admissions share this lock, and whoever makes a quota count what was used before it holds it alone: no request can be admitted
+# by the rules of before while its usage is summed up. 0x57656972 is "Weir".
+QUOTA_LOCK = "1466263922, 1"
+BEGIN_ADMITTING = f"SELECT now(), pg_advisory_xact_lock_shared({QUOTA_LOCK})"
+SELECT_HOLDS = """
+SELECT id, state, owner_id, price_version_id, input_token_count, cached_input_token_count, leased_token_count,
+       delivered_token_count, posted_token_count, posted_minutes, quota_ids, admitted_at, charged_at, expires_at, request_id
+FROM holds WHERE id = ANY(%s::uuid[]) ORDER BY id FOR UPDATE
+"""
+# A statement of its own, after the holds are locked: joined to the locking one it would see the events as they were before the
+# lock was waited for, and a hold that another process has just ended would look as if nothing had been used.
+SELECT_EVENT_SUMS = f"SELECT hold_id, {EVENT_SUMS} FROM usage_events WHERE hold_id = ANY(%s) GROUP BY hold_id"
+SELECT_ORPHANS = "SELECT id FROM holds WHERE owner_id = %s AND state = 'held' AND id <> ALL(%s)"
+SELECT_SAME_REQUEST = f"""
+SELECT h.project_id, h.request_id, h.state, h.payload_hash, h.id, p.currency_code, e.*
+FROM holds h JOIN unnest(%s::uuid[], %s::uuid[]) AS a(project_id, request_id) USING (project_id, request_id)
+JOIN price_versions p ON p.id = h.price_version_id,
+LATERAL (SELECT {EVENT_SUMS} FROM usage_events WHERE h.state <> 'held' AND hold_id = h.id) e
+WHERE h.state <> 'voided'
+"""
+SELECT_LIVE_KEYS = """
+SELECT id FROM api_keys
+WHERE id = ANY(%s::uuid[]) AND revoked_at IS NULL AND (expires_at IS NULL OR expires_at > now())
+"""
+SELECT_RULES = f"""
+SELECT {RULE_COLUMNS} FROM quotas WHERE deleted_at IS NULL AND NOT for_new_keys AND subject_id = ANY(%s::uuid[])
+"""
+SELECT_HOLD_RULES = f"""
+SELECT {RULE_COLUMNS} FROM quotas WHERE id IN (SELECT unnest(quota_ids) FROM holds WHERE id = ANY(%s::uuid[]))
+"""
+SELECT_PRICES_IN_FORCE = """
+SELECT DISTINCT ON (p.model, p.currency_code) p.model, p.id AS version, p.currency_code, p.input_picos_per_token,
+       p.cached_input_picos_per_token, p.output_picos_per_token
+FROM price_versions p JOIN unnest(%s::text[], %s::text[]) AS a(model, currency_code) USING (model, currency_code)
+WHERE p.effective_at <= now()
+ORDER BY p.model, p.currency_code, p.effective_at DESC
+"""
+SELECT_HOLD_PRICES = """
+SELECT model, id AS version, currency_code, input_picos_per_token, cached_input_picos_per_token, output_picos_per_token
+FROM price_versions WHERE id IN (SELECT price_version_id FROM holds WHERE id = ANY(%s::uuid[]))
+"""
+LOCK_COUNTERS = """
+SELECT c.quota_id, c.window_start, c.used, c.held
+FROM quota_counters c JOIN unnest(%s::uuid[], %s::timestamptz[]) AS k(quota_id, window_start) USING (quota_id, window_start)
+ORDER BY c.quota_id, c.window_start FOR UPDATE OF c
+"""
+INSERT_COUNTERS = """
+INSERT INTO quota_counters (quota_id, window_start)
+SELECT quota_id, window_start FROM unnest(%s::uuid[], %s::timestamptz[]) AS k(quota_id, window_start)
+ORDER BY quota_id, window_start
+ON CONFLICT DO NOTHING RETURNING quota_id, window_start
+"""
+
+
+@dataclass(slots=True)
+class HoldRow:
+    """A locked hold, changed as the batch decides."""
+
+    id: uuid.UUID
+    state: str
+    owner_id: uuid.UUID
+    price_version_id: int
+    input_token_count: int
+    cached_input_token_count: int
+    leased_token_count: int
+    delivered_token_count: int
+    posted_token_count: int
+    posted_minutes: list[int]
+    quota_ids: list[uuid.UUID]
+    admitted_at: datetime
+    charged_at: datetime
+    expires_at: datetime
+    request_id: uuid.UUID
+
+    @property
+    def unbound(self) -> bool:
+        """Whether it was taken in advance and no request has been given to it (`bind_batch.py`)."""
+        return self.request_id == self.id
+
+    def claim(self, prices: TokenPrices, cached_input_token_count: int | None = None) -> Claim:
+        """What the hold claims of its quotas; `cached_input_token_count` where more is known than the row has.
+
+        What comes to be known after the input was posted changes nothing any more: it stands in windows that may be over.
+        """
+        cached = self.cached_input_token_count
+        if cached_input_token_count is not None and not self.posted_token_count:
+            cached = max(cached, cached_input_token_count)
+        return Claim(
+            prices,
+            self.input_token_count,
+            cached,
+            self.leased_token_count,
+            self.posted_token_count,
+            self.admitted_at,
+            self.charged_at,
+            tuple(self.posted_minutes),
+        )
+
+
+class EventSums(NamedTuple):
+    """What the usage events of one hold add up to; nothing for a hold that has none."""
+
+    part_count: int = 0
+    input_token_count: int = 0
+    cached_input_token_count: int = 0
+    generated_token_count: int = 0
+    delivered_token_count: int = 0
+    billed_token_count: int = 0
+    cost_picos: int = 0
+    outcome: str = ""
+
+    def settled(self, hold_id: uuid.UUID, currency_code: str) -> Settled:
+        """The usage that stands."""
+        return Settled(hold_id, *self[1:7], currency_code=currency_code, outcome=self.outcome)
+
+    def plus(self, part: Settled) -> EventSums:
+        """With one more part."""
+        return EventSums(
+            self.part_count + 1,
+            self.input_token_count + part.input_token_count,
+            self.cached_input_token_count + part.cached_input_token_count,
+            self.generated_token_count + part.generated_token_count,
+            self.delivered_token_count + part.delivered_token_count,
+            self.billed_token_count + part.billed_token_count,
+            self.cost_picos + part.cost_picos,
+            part.outcome,
+        )
+
+
+class SameRequest(NamedTuple):
+    """A hold that exists for a request id, and its usage if it has ended."""
+
+    state: str
+    payload_hash: bytes
+    settled: Settled | None
+
+
+@dataclass(slots=True)
+class BatchReads:
+    """What the database holds at the beginning of a batch. Ids are looked up by their numbers, for the reason of `CounterKey`."""
+
+    now: datetime
+    holds: dict[int, HoldRow] = field(default_factory=dict)
+    events: dict[int, EventSums] = field(default_factory=dict)  # by hold
+    same_requests: dict[tuple[int, int], SameRequest] = field(default_factory=dict)  # by project and request
+    live_keys: set[int] = field(default_factory=set)
+    rules: dict[int, QuotaRule] = field(default_factory=dict)
+    prices_in_force: dict[tuple[str, str], TokenPrices] = field(default_factory=dict)
+    prices: dict[int, TokenPrices] = field(default_factory=dict)
+    _by_subject: dict[tuple[int, str], list[QuotaRule]] = field(default_factory=dict)
+    _by_payer: dict[tuple[Payer, str], PayerRules] = field(default_factory=dict)
+
+    def rules_for(self, payer: Payer, model: str) -> PayerRules:
+        """What a new request of the payer for the model is charged to; found once per batch, not once per request."""
+        found = self._by_payer.get((payer, model))
+        if found is None:
+            if not self._by_subject:
+                for rule in self.rules.values():
+                    if rule.limit_value is not None:
+                        self._by_subject.setdefault((rule.subject_id.int, rule.model), []).append(rule)
+            get = self._by_subject.get
+            rules: list[QuotaRule] = []
+            for subject_id in (payer.organization_id, payer.project_id, payer.api_key_id):
+                rules += get((subject_id.int, ""), ())
+                if model:
+                    rules += get((subject_id.int, model), ())
+            found = self._by_payer[payer, model] = payer_rules(tuple(rules))
+        return found
+
+    def rules_of(self, hold: HoldRow) -> list[QuotaRule]:
+        """The rules that a hold was charged to."""
+        rules = self.rules
+        return [rules[quota_id.int] for quota_id in hold.quota_ids]
+
+
+class PayerRules(NamedTuple):
+    """The rules that requests of one payer for one model are charged to. quota_ids: theirs, as an array literal."""
+
+    rules: tuple[QuotaRule, ...]
+    quota_ids: str
+
+
+@functools.lru_cache(maxsize=32_768)  # a payer's rules are the same objects from batch to batch
+def payer_rules(rules: tuple[QuotaRule, ...]) -> PayerRules:
+    """With their ids written out."""
+    return PayerRules(rules, id_array(rule.id for rule in rules))
+
+
+async def read_and_lock(connection: Connection, hold_ids: Collection[uuid.UUID], admits: Sequence[Admit]) -> BatchReads:
+    """Begin the transaction, lock the holds, read what decides about them and about new ones: in one round trip.
+
+    Each statement sees what the ones before it have locked.
+    """
+    statements: list[Statement] = [("BEGIN", ()), (BEGIN_ADMITTING if admits else "SELECT now()", ())]
+    if hold_ids:
+        holds = id_array(hold_ids)
+        statements += [(SELECT_HOLDS, (holds,)), (SELECT_HOLD_RULES, (holds,)), (SELECT_HOLD_PRICES, (holds,))]
+    if admits:
+        statements += admission_reads(admits)
+    _, [time], *answers = await exchange(connection, statements)
+    reads = BatchReads(now=time[0])
+    if hold_ids:
+        held, rules, prices, *answers = answers
+        reads.holds = {row[0].int: HoldRow(*row) for row in held}
+        reads.rules = rules_of_rows(connection, rules)
+        reads.prices = {row[1]: TokenPrices(*row[1:]) for row in prices}
+    if admits:
+        rules, same, keys, in_force = answers
+        reads.rules |= rules_of_rows(connection, rules)
+        reads.same_requests = {(row[0].int, row[1].int): same_request(row) for row in same}
+        reads.live_keys = {row[0].int for row in keys}
+        reads.prices_in_force = {(row[0], row[2]): TokenPrices(*row[1:]) for row in in_force}
+    ended = [hold.id for hold in reads.holds.values() if hold.state != HoldState.HELD]
+    if ended:
+        [sums] = await exchange(connection, [(SELECT_EVENT_SUMS, (id_array(ended),))])
+        reads.events = {row[0].int: EventSums(*row[1:]) for row in sums}
+    return reads
+
+
+def admission_reads(admits: Sequence[Admit]) -> list[Statement]:
+    """What decides about new holds."""
+    payers = {op.payer for op in admits}
+    subjects = [subject for each in payers for subject in (each.organization_id, each.project_id, each.api_key_id)]
+    wanted = {(op.model, op.payer.currency_code) for op in admits}
+    return [
+        (SELECT_RULES, (id_array(subjects),)),
+        (SELECT_SAME_REQUEST, (id_array(op.payer.project_id for op in admits), id_array(op.request_id for op in admits))),
+        (SELECT_LIVE_KEYS, (id_array(each.api_key_id for each in payers),)),
+        (SELECT_PRICES_IN_FORCE, (text_array(model for model, _ in wanted), text_array(currency for _, currency in wanted))),
+    ]
+
+
+def same_request(row: tuple[Any, ...]) -> SameRequest:
+    """One row of SELECT_SAME_REQUEST."""
+    _, _, state, payload_hash, hold_id, currency_code, *sums = row
+    settled = None if state == HoldState.HELD else EventSums(*sums).settled(hold_id, currency_code)
+    return SameRequest(state, payload_hash, settled)
+
+
+async def lock_counters(connection: Connection, now: datetime, keys: Collection[CounterKey]) -> Counters:
+    """Lock the counter rows in order, making those of windows that have just begun."""
+    counters = Counters(now)
+    if not keys:
+        return counters
+    columns = key_columns(keys)
+    [rows] = await exchange(connection, [(LOCK_COUNTERS, columns)])
+    if len(rows) < len(keys):
+        inserted, rows = await exchange(connection, [(INSERT_COUNTERS, columns), (LOCK_COUNTERS, columns)])
+        counters.created = frozenset((row[0].int, row[1]) for row in inserted)
+    counters.rows = {(row[0].int, row[1]): Counter(row[2], row[3]) for row in rows}
+    return counters
+
+
+def key_columns(keys: Collection[CounterKey]) -> tuple[str, str]:
+    """The two columns of counter keys."""
+    numbers = ",".join([f"{number:032x}" for number, _ in keys])
+    return "{" + numbers + "}", "{" + ",".join([window_text(start) for _, start in keys]) + "}"
+
+
+@functools.lru_cache(maxsize=64)  # the windows of now
+def window_text(start: datetime) -> str:
+    """The start of a window in an array literal."""
+    return str(start)

@@ -1,0 +1,211 @@
+"""What one batch of hold operations writes back, and commits, in one round trip. No decisions."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import NamedTuple
+
+from metering.holds.exchange import Connection, Statement, array, bytes_array, exchange, id_array, text_array
+from metering.holds.hold_rows import key_columns
+from metering.models import HoldState
+from metering.operations import Admit, Settled
+from metering.quotas.quotas import Counters
+
+UPDATE_COUNTERS = """
+UPDATE quota_counters c SET used = v.used, held = v.held
+FROM unnest(%s::uuid[], %s::timestamptz[], %s::bigint[], %s::bigint[]) AS v(quota_id, window_start, used, held)
+WHERE c.quota_id = v.quota_id AND c.window_start = v.window_start
+"""
+COUNT_UNHEEDED = """
+UPDATE quota_counters c SET would_refuse_count = c.would_refuse_count + v.admitted
+FROM unnest(%s::uuid[], %s::timestamptz[], %s::bigint[]) AS v(quota_id, window_start, admitted)
+WHERE c.quota_id = v.quota_id AND c.window_start = v.window_start
+"""
+INSERT_HOLDS = """
+INSERT INTO holds (id, organization_id, project_id, api_key_id, request_id, payload_hash, model, price_version_id, labels,
+                   owner_id, input_token_count, leased_token_count, quota_ids, admitted_at, charged_at, expires_at)
+SELECT id, organization_id, project_id, api_key_id, request_id, payload_hash, model, price_version_id, labels::jsonb,
+       owner_id, input_token_count, leased_token_count, quota_ids::uuid[], now(), now(),
+       now() + make_interval(secs => %s)
+FROM unnest(%s::uuid[], %s::uuid[], %s::uuid[], %s::uuid[], %s::uuid[], %s::bytea[], %s::text[], %s::bigint[], %s::text[],
+            %s::uuid[], %s::bigint[], %s::bigint[], %s::text[])
+    AS v(id, organization_id, project_id, api_key_id, request_id, payload_hash, model, price_version_id, labels, owner_id,
+         input_token_count, leased_token_count, quota_ids)
+"""
+EXTEND_HOLDS = """
+UPDATE holds h SET cached_input_token_count = v.cached, leased_token_count = v.leased, delivered_token_count = v.delivered,
+    posted_token_count = v.posted, posted_cost_picos = v.posted_cost, posted_minutes = v.posted_minutes::bigint[],
+    charged_at = v.charged_at, expires_at = now() + make_interval(secs => %s)
+FROM unnest(%s::uuid[], %s::bigint[], %s::bigint[], %s::bigint[], %s::bigint[], %s::bigint[], %s::text[], %s::timestamptz[])
+    AS v(id, cached, leased, delivered, posted, posted_cost, posted_minutes, charged_at)
+WHERE h.id = v.id
+"""
+END_HOLDS = """
+UPDATE holds h SET state = v.state, cached_input_token_count = v.cached, delivered_token_count = v.delivered, ended_at = now()
+FROM unnest(%s::uuid[], %s::text[], %s::bigint[], %s::bigint[]) AS v(id, state, cached, delivered)
+WHERE h.id = v.id
+"""
+# Whoever else has a hold under lock is ending it: renewing it would be in vain, and waiting could deadlock.
+RENEW_HOLDS = """
+UPDATE holds SET expires_at = now() + make_interval(secs => %s)
+WHERE id IN (SELECT id FROM holds WHERE owner_id = %s AND state = 'held' AND id = ANY(%s::uuid[]) FOR NO KEY UPDATE SKIP LOCKED)
+"""
+DELETE_COUNTERS = """
+DELETE FROM quota_counters c USING unnest(%s::uuid[], %s::timestamptz[]) AS v(quota_id, window_start)
+WHERE c.quota_id = v.quota_id AND c.window_start = v.window_start
+"""
+INSERT_USAGE_EVENTS = """
+INSERT INTO usage_events (hold_id, part, organization_id, project_id, api_key_id, request_id, model, outcome, input_token_count,
+    cached_input_token_count, generated_token_count, delivered_token_count, billed_token_count, price_version_id, cost_picos,
+    timings, labels, recovered, admitted_at, settled_at)
+SELECT h.id, v.part, h.organization_id, h.project_id, h.api_key_id, h.request_id, h.model, v.outcome, v.input, v.cached,
+    v.generated, v.delivered, v.billed, h.price_version_id, v.cost, v.timings::jsonb, h.labels, v.recovered, h.admitted_at, now()
+FROM unnest(%s::uuid[], %s::smallint[], %s::text[], %s::bigint[], %s::bigint[], %s::bigint[], %s::bigint[], %s::bigint[],
+            %s::bigint[], %s::text[], %s::bool[])
+    AS v(hold_id, part, outcome, input, cached, generated, delivered, billed, cost, timings, recovered)
+JOIN holds h ON h.id = v.hold_id
+"""
+
+
+class Extension(NamedTuple):
+    """The new values of a hold that was extended. posted_cost_picos: the money that its posted tokens are worth."""
+
+    hold_id: uuid.UUID
+    cached_input_token_count: int
+    leased_token_count: int
+    delivered_token_count: int
+    posted_token_count: int
+    posted_cost_picos: int
+    posted_minutes: tuple[int, ...]
+    charged_at: datetime
+
+
+class End(NamedTuple):
+    """The new values of a hold that has ended."""
+
+    hold_id: uuid.UUID
+    state: HoldState
+    cached_input_token_count: int
+    delivered_token_count: int
+
+
+class NewHold(NamedTuple):
+    """A hold to insert. quota_ids: as an array literal."""
+
+    admit: Admit
+    price_version: int
+    leased_token_count: int
+    quota_ids: str
+
+
+class NewUsageEvent(NamedTuple):
+    """A usage event to insert."""
+
+    settled: Settled
+    part: int
+    timings: dict[str, float] | None
+    recovered: bool
+
+
+@dataclass(slots=True)
+class BatchWrites:
+    """All that a batch changes. Extensions and ends by the number of the hold."""
+
+    holds: list[NewHold] = field(default_factory=list)
+    extensions: dict[int, Extension] = field(default_factory=dict)
+    ends: dict[int, End] = field(default_factory=dict)
+    events: list[NewUsageEvent] = field(default_factory=list)
+    renewed: list[tuple[uuid.UUID, frozenset[uuid.UUID]]] = field(default_factory=list)
+
+
+async def write_and_commit(
+    connection: Connection, owner_id: uuid.UUID, expiry_s: float, counters: Counters, writes: BatchWrites
+) -> None:
+    """Write all changes and commit, in one round trip."""
+    statements: list[Statement] = []
+    if counters.changed:
+        rows = [counters.rows[key] for key in counters.changed]
+        values = (array(row.used for row in rows), array(row.held for row in rows))
+        statements.append((UPDATE_COUNTERS, (*key_columns(counters.changed), *values)))
+    if counters.would_refuse:
+        unheeded = (*key_columns(counters.would_refuse), array(counters.would_refuse.values()))
+        statements.append((COUNT_UNHEEDED, unheeded))
+    if untouched := counters.created - counters.changed:  # a refused request leaves no trace
+        statements.append((DELETE_COUNTERS, key_columns(untouched)))
+    if writes.holds:
+        statements.append((INSERT_HOLDS, (expiry_s, *new_hold_columns(owner_id, writes.holds))))
+    if writes.extensions:
+        statements.append((EXTEND_HOLDS, (expiry_s, *extension_columns(list(writes.extensions.values())))))
+    if writes.ends:
+        statements.append((END_HOLDS, end_columns(list(writes.ends.values()))))
+    if writes.events:
+        statements.append((INSERT_USAGE_EVENTS, usage_event_columns(writes.events)))
+    for renewing_owner_id, hold_ids in writes.renewed:
+        statements.append((RENEW_HOLDS, (expiry_s, str(renewing_owner_id), id_array(hold_ids))))
+    await exchange(connection, [*statements, ("COMMIT", ())])
+
+
+def new_hold_columns(owner_id: uuid.UUID, holds: Sequence[NewHold]) -> tuple[str, ...]:
+    """One list per column of INSERT_HOLDS."""
+    admits = [hold.admit for hold in holds]
+    return (
+        id_array(op.hold_id for op in admits),
+        id_array(op.payer.organization_id for op in admits),
+        id_array(op.payer.project_id for op in admits),
+        id_array(op.payer.api_key_id for op in admits),
+        id_array(op.request_id for op in admits),
+        bytes_array(op.payload_hash for op in admits),
+        text_array(op.model for op in admits),
+        array(hold.price_version for hold in holds),
+        text_array(json.dumps(op.labels) for op in admits),
+        id_array(owner_id for _ in holds),
+        array(op.input_token_count for op in admits),
+        array(hold.leased_token_count for hold in holds),
+        text_array(hold.quota_ids for hold in holds),
+    )
+
+
+def extension_columns(extensions: Sequence[Extension]) -> tuple[str, ...]:
+    """One list per column of EXTEND_HOLDS."""
+    return (
+        id_array(each.hold_id for each in extensions),
+        array(each.cached_input_token_count for each in extensions),
+        array(each.leased_token_count for each in extensions),
+        array(each.delivered_token_count for each in extensions),
+        array(each.posted_token_count for each in extensions),
+        array(each.posted_cost_picos for each in extensions),
+        text_array(array(each.posted_minutes) for each in extensions),
+        array(each.charged_at for each in extensions),
+    )
+
+
+def end_columns(ends: Sequence[End]) -> tuple[str, ...]:
+    """One list per column of END_HOLDS."""
+    return (
+        id_array(each.hold_id for each in ends),
+        array(each.state for each in ends),
+        array(each.cached_input_token_count for each in ends),
+        array(each.delivered_token_count for each in ends),
+    )
+
+
+def usage_event_columns(events: Sequence[NewUsageEvent]) -> tuple[str, ...]:
+    """One list per column of INSERT_USAGE_EVENTS."""
+    settled = [event.settled for event in events]
+    return (
+        id_array(usage.hold_id for usage in settled),
+        array(event.part for event in events),
+        array(str(usage.outcome) for usage in settled),
+        array(usage.input_token_count for usage in settled),
+        array(usage.cached_input_token_count for usage in settled),
+        array(usage.generated_token_count for usage in settled),
+        array(usage.delivered_token_count for usage in settled),
+        array(usage.billed_token_count for usage in settled),
+        array(usage.cost_picos for usage in settled),
+        text_array(None if event.timings is None else json.dumps(event.timings) for event in events),
+        array(event.recovered for event in events),
+    )

@@ -1,0 +1,334 @@
+"""Holds of one process: taken, extended and ended through group commit on a connection of its own.
+
+Owns the list of holds that this process answers for, and the ends that it owes them. A hold that this process forgets (a crash, an
+answer lost with its connection) ends all the same: by the journal's recovery, by `Renew`, or by expiry.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import structlog
+
+from metering.errors import HoldEnded, InvariantViolated, QuotaExceeded, StoreAway
+from metering.holds.hold_connection import BATCH_SIZE_MAX, EXPIRY_S, HoldConnection
+from metering.holds.lease_clock import LeaseClock
+from metering.holds.standing_holds import Bindings, GraceTerms, StandingHolds
+from metering.models import QuotaDimension, QuotaSubject
+from metering.operations import (
+    Admit,
+    Admitted,
+    Ended,
+    Extend,
+    Extended,
+    HoldAnswer,
+    HoldOperation,
+    Renew,
+    Settle,
+    Settled,
+    Void,
+)
+from metering.store.group_commit import GroupCommit, GroupCommitStatistics
+from metering.store.store_gate import StoreGate
+
+RENEW_INTERVAL_S = 15.0  # a quarter of the expiry: three renewals may fail before anything is lost
+WAITING_COUNT_MAX = 10_000  # admissions beyond this wait longer than a client would
+SETTLE_RETRY_MAX_S = 5.0
+ANSWER_WAIT_S = 5.0  # a client that waits longer for its admission has lost the good of an exact answer
+PROBE_INTERVAL_S = 1.0  # so soon an idle process finds out that the database is away
+TEND_INTERVAL_S = 1.0  # so soon something stands for a key that has begun to ask
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class HoldStatistics:
+    """Holds that this process answers for, those among them that no request has, and how its operations were batched.
+
+    refusals: admissions that quotas have refused since the start, by the dimension and the subject of the quota in front.
+    """
+
+    live_hold_count: int
+    standing_hold_count: int
+    group_commit: GroupCommitStatistics
+    refusals: Mapping[tuple[QuotaDimension, QuotaSubject], int]
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """Asks whether the database answers at all."""
+
+
+class HoldStore:
+    """The one way in which this process touches holds. `run` must be running for any other call to return."""
+
+    def __init__(
+        self,
+        database_url: str,
+        owner_id: uuid.UUID,
+        *,
+        expiry_s: float = EXPIRY_S,
+        answer_wait_s: float = ANSWER_WAIT_S,
+        gate: StoreGate | None = None,
+        grace: tuple[GraceTerms, Bindings] | None = None,
+    ) -> None:
+        """gate: shared with all others of this process that connect to the same database.
+
+        answer_wait_s: how long an admission or an extension waits for a database that does not answer.
+        grace: what is set aside to let requests in while the database is away, and where that is written down; None: nothing is.
+        """
+        self.owner_id = owner_id
+        self.gate = gate or StoreGate()
+        self._expiry_s = expiry_s
+        self._answer_wait_s = answer_wait_s
+        self._connection = HoldConnection(database_url, owner_id, expiry_s=expiry_s, gate=self.gate)
+        self._leases = LeaseClock(expiry_s)
+        self._standing = StandingHolds(*grace, self._leases) if grace else None
+        self._spared: set[uuid.UUID] = set()
+        self._owed: dict[uuid.UUID, Settle | Void] = {}
+        self._began_at = self._leases.now()
+        self._answered_at: float | None = None
+        self._answering = asyncio.Event()
+        self._closed = False
+        self._commits: GroupCommit[HoldOperation | Probe, HoldAnswer] = GroupCommit(
+            self._execute,
+            orphaned=self._orphaned,
+            droppable=lambda op: isinstance(op, Admit | Extend),
+            batch_size_max=BATCH_SIZE_MAX,
+            waiting_count_max=WAITING_COUNT_MAX,
+            overflow=lambda: StoreAway("the database does not keep up with admissions"),
+        )
+
+    async def run(self) -> None:
+        """Run batches and renew expiries until cancelled; whoever still waits then is told `StoreAway`."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._run_batches(), name="hold batches")
+                tasks.create_task(self._renew_regularly(), name="hold renewal")
+                tasks.create_task(self._probe_regularly(), name="store probe")
+                if self._standing is not None:
+                    tasks.create_task(self._tend_regularly(self._standing), name="standing holds")
+        finally:
+            self._closed = True
+            self._commits.close(StoreAway("this process is shutting down"))
+            await self._connection.close()
+
+    async def admit(self, op: Admit) -> Admitted:
+        """Take a hold: from the database, or while that is away from what was set aside.
+
+        Raises: QuotaExceeded, PriceMissing, KeyInvalid, RequestIdReused, RequestInFlight, RequestSettled, StoreAway.
+        """
+        if self._standing is None:
+            return await self._admit(op)
+        try:
+            admitted = await self._admit(op)
+        except QuotaExceeded:
+            if not (released := self._standing.release(op.payer.organization_id)):
+                raise
+            for hold_id in released:
+                self._commits.post(Void(hold_id))
+            admitted = await self._admit(op)
+        except StoreAway:
+            return self._standing.give(op)
+        self._standing.admitted(op, admitted)
+        return admitted
+
+    async def extend(self, op: Extend) -> Extended:
+        """Lease more output tokens. While the database is away this waits for it, for a bounded time.
+
+        Raises: QuotaExceeded, HoldEnded, StoreAway; the lease is then what it was.
+        """
+        try:
+            async with asyncio.timeout(self._answer_wait_s):
+                answer = await self._until_answered(op)
+        except TimeoutError:
+            raise StoreAway("the quota store does not answer, and what was leased is used up") from None
+        assert isinstance(answer, Extended)
+        return answer
+
+    async def settle(self, op: Settle) -> Settled:
+        """End a hold with its usage. Tries until the database has answered, even after the caller was cancelled.
+
+        Raises: InvariantViolated, HoldEnded; StoreAway only if `run` has ended: the journal's recovery settles it then.
+        """
+        answer = await self._until_answered(op)
+        assert isinstance(answer, Settled)
+        return answer
+
+    async def void(self, hold_id: uuid.UUID) -> None:
+        """End a hold as if it had never been. Tries until the database has answered."""
+        await self._until_answered(Void(hold_id))
+
+    @property
+    def has_answered(self) -> bool:
+        """Whether the database has answered this process at all."""
+        return self._answered_at is not None
+
+    @property
+    def away_s(self) -> float | None:
+        """For how long the database has not answered, from the start of this process if it never did; None while it answers."""
+        return self.gate.away_s if self.has_answered else self._leases.now() - self._began_at
+
+    def lapse(self, hold_id: uuid.UUID) -> HoldEnded | StoreAway | None:
+        """Why nothing more may be delivered under a hold that could not be renewed in time; None while that may go on."""
+        if self._leases.left_s(hold_id):
+            return None
+        if self.gate.away_s is not None:
+            return StoreAway("the quota store is away for longer than this request's hold lasts")
+        return HoldEnded(f"hold {hold_id} was not renewed in time: this process was stopped, or cut off from the quota store")
+
+    async def release_standing(self) -> None:
+        """Give back what is set aside and set nothing aside any more, as far as the database answers in time."""
+        if self._standing is None:
+            return
+        released = self._standing.release_all()
+        with contextlib.suppress(TimeoutError, StoreAway):
+            async with asyncio.timeout(self._answer_wait_s):
+                await asyncio.gather(*(self._commits.submit(Void(hold_id)) for hold_id in released))
+
+    def statistics(self) -> HoldStatistics:
+        """Never blocks."""
+        standing_count = self._standing.standing_count if self._standing else 0
+        return HoldStatistics(len(self._leases), standing_count, self._commits.statistics(), self._connection.refusals.counts)
+
+    async def _admit(self, op: Admit) -> Admitted:
+        self.gate.check()
+        try:
+            async with asyncio.timeout(self._answer_wait_s):
+                answer = await self._commits.submit(op)
+        except TimeoutError:
+            raise StoreAway(f"the quota store has not answered within {self._answer_wait_s:g} s") from None
+        assert isinstance(answer, Admitted)
+        return answer
+
+    async def _until_answered(self, op: Settle | Void | Extend) -> HoldAnswer:
+        delay_s = 0.05
+        while True:
+            try:
+                return await self._commits.submit(op)
+            except StoreAway as away:
+                if self._closed:
+                    raise
+                log.warning("hold_operation_delayed", operation=type(op).__name__, hold_id=str(op.hold_id), cause=str(away))
+            try:
+                await asyncio.sleep(delay_s * random.uniform(0.5, 1.5))
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(SETTLE_RETRY_MAX_S):
+                        await self._answering.wait()
+            except asyncio.CancelledError:
+                if not isinstance(op, Extend):
+                    self._owed[op.hold_id] = op
+                raise
+            delay_s = min(delay_s * 2, SETTLE_RETRY_MAX_S)
+
+    async def _run_batches(self) -> None:
+        while True:
+            await self._commits.run_batch()
+
+    async def _renew_regularly(self) -> None:
+        while True:
+            await asyncio.sleep(self._expiry_s * RENEW_INTERVAL_S / EXPIRY_S)
+            self._renew()
+
+    def _renew(self) -> None:
+        owed, self._owed = self._owed, {}
+        for op in owed.values():
+            self._commits.post(op)
+        self._commits.post(Renew(self.owner_id, frozenset()))
+
+    async def _probe_regularly(self) -> None:
+        """See to it that an idle process, too, knows whether the database answers, and that someone tries while nobody asks."""
+        self._commits.post(Probe())
+        while True:
+            await asyncio.sleep(PROBE_INTERVAL_S if self.gate.away_s is None else self.gate.pause_s)
+            quiet = self._answered_at is None or self._leases.now() - self._answered_at >= PROBE_INTERVAL_S / 2
+            if quiet and self._commits.empty():
+                self._commits.post(Probe())
+
+    async def _tend_regularly(self, standing: StandingHolds) -> None:
+        """Keep enough set aside for each key in use."""
+        while True:
+            await asyncio.sleep(TEND_INTERVAL_S)
+            if self.gate.away_s is not None:
+                continue
+            for hold_id in standing.surplus():
+                self._commits.post(Void(hold_id))
+            due = standing.due()
+            answers = await asyncio.gather(*map(self._commits.submit, due), return_exceptions=True)
+            for op, answer in zip(due, answers, strict=True):
+                if isinstance(answer, Admitted):
+                    standing.taken(op, answer)
+
+    async def _execute(self, operations: Sequence[HoldOperation | Probe]) -> Sequence[HoldAnswer | Exception]:
+        # The set of live holds is taken here, between batches, when no admission can be half known.
+        renewal = Renew(self.owner_id, frozenset(self._leases.hold_ids), frozenset(self._spared))
+        sent_at = self._leases.now()
+        if self._standing is not None and self._standing.given and not await self._bind(self._standing, renewal):
+            return [StoreAway("the database does not answer")] * len(operations)
+        batch = [renewal if isinstance(op, Renew) else op for op in operations if not isinstance(op, Probe)]
+        answers = iter(await self._connection.execute(batch))
+        self._note_answer()
+        there = Ended(done=self.gate.away_s is None)
+        result = [there if isinstance(op, Probe) else next(answers) for op in operations]
+        for op, answer in zip(operations, result, strict=True):
+            self._note(renewal if isinstance(op, Renew) else op, answer, sent_at)
+        return result
+
+    def _note_answer(self) -> None:
+        """Tell whoever waits for the database that it is there; and after an outage renew at once what may soon lapse."""
+        if self.gate.away_s is not None:
+            self._answering.clear()
+            return
+        was_away = self.has_answered and not self._answering.is_set()
+        self._answered_at = self._leases.now()
+        self._answering.set()
+        if was_away:
+            self._renew()
+
+    def _note(self, op: HoldOperation | Probe, answer: HoldAnswer | Exception, sent_at: float) -> None:
+        """Keep the list of live holds, and until when they are ours, as the database has just answered."""
+        match op, answer:
+            case Admit(), Admitted():
+                self._leases.begin(answer.hold_id, sent_at)
+            case Extend(), Extended():
+                self._leases.begin(op.hold_id, sent_at)
+            case Renew(), Ended():
+                self._leases.renew(op.hold_ids, sent_at)
+            case (Settle() | Void(), _) if not isinstance(answer, StoreAway):
+                self._leases.end(op.hold_id)
+                if self._standing is not None:
+                    self._standing.ended(op.hold_id)
+                if isinstance(answer, InvariantViolated):
+                    # Voiding it would lose what was delivered, renewing it would hold its quotas for ever.
+                    self._spared.add(op.hold_id)
+
+    async def _bind(self, standing: StandingHolds, renewal: Renew) -> bool:
+        """After an outage, before all else: tell the database which request has which hold. Whether it was told.
+
+        The renewal comes first: it voids what admissions obtained whose answers were lost, under the same request ids.
+        """
+        answers = await self._connection.execute([renewal])
+        given = standing.given
+        answers += await self._connection.bind(given) if not isinstance(answers[0], StoreAway) else answers
+        if any(isinstance(answer, StoreAway) for answer in answers):
+            self._note_answer()
+            return False
+        for bind, answer in zip(given, answers[1:], strict=True):
+            standing.bound(bind.hold_id)
+            if answer != Ended(done=True):
+                log.error("request_not_bound", hold_id=str(bind.hold_id), request_id=str(bind.request_id), cause=str(answer))
+        return True
+
+    def _orphaned(self, op: HoldOperation | Probe, answer: HoldAnswer | Exception) -> None:
+        """Nobody takes the answer: end what an admission obtained, and do later what could not be done now."""
+        if isinstance(answer, Admitted):
+            self._commits.post(Void(answer.hold_id))
+        elif isinstance(op, Settle | Void) and isinstance(answer, StoreAway):
+            self._owed[op.hold_id] = op
+        elif isinstance(op, Settle) and isinstance(answer, Exception):
+            log.error("hold_end_refused", hold_id=str(op.hold_id), cause=str(answer))

@@ -1,0 +1,198 @@
+"""The usage journal: what was delivered, on local disk before it is sent, so that a killed process loses no token.
+
+One append-only file per process and one write per step, whatever the number of requests in the step. The write reaches the
+kernel before the tokens reach the transport; it is not synced, since it guards against the death of the process, not of the machine
+(for that, holds carry the delivered count of their last extension). The file is locked while its process lives: whoever can lock it
+knows that the owner is dead and may settle in its name (`recovery.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import struct
+import uuid
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import structlog
+
+from metering.holds.bindings import SUFFIX as BINDINGS_SUFFIX
+from metering.holds.bindings import Bind, BindingLog, read_bindings
+
+SUFFIX = ".journal"
+NAME_FORM = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}\.[0-9]+\.journal", re.ASCII)  # owner and segment
+UNFINISHED_SUFFIX = ".new"
+RECORD = struct.Struct("<16sIIIII")  # hold id; input, cached, generated, delivered token counts; crc32 of what stands before
+ROTATE_BYTES = 16 * 2**20  # half a million records: minutes of a busy process, milliseconds of recovery
+
+log = structlog.get_logger(__name__)
+
+
+class Delivered(NamedTuple):
+    """What one hold has delivered in all, counts in tokens."""
+
+    hold_id: uuid.UUID
+    input_token_count: int
+    cached_input_token_count: int
+    generated_token_count: int
+    delivered_token_count: int
+
+
+class UsageJournal:
+    """The journal that this process writes. Not thread-safe: one event loop writes."""
+
+    def __init__(self, directory: Path, owner_id: uuid.UUID, *, rotate_bytes: int = ROTATE_BYTES) -> None:
+        self.directory = directory
+        self.owner_id = owner_id
+        self._rotate_bytes = self._rotate_at_bytes = rotate_bytes
+        self._live: dict[uuid.UUID, Delivered] = {}
+        self._segment = 0
+        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self.bindings = BindingLog(directory, owner_id)
+        self._fd, self._path = self._create_segment(())
+        self._size_bytes = 0
+
+    def record(self, entries: Sequence[Delivered]) -> None:
+        """Write the new totals of these holds; what stands here may then be sent.
+
+        Raises: OSError if the disk refuses; nothing of it may be sent then, and nothing of it stands here.
+        """
+        try:
+            write_all(self._fd, b"".join(map(encode, entries)))
+        except OSError:
+            # Half a record would hide all that are written after it. Cutting a file short needs no space.
+            os.ftruncate(self._fd, self._size_bytes)
+            raise
+        self._size_bytes += RECORD.size * len(entries)
+        self._live.update((entry.hold_id, entry) for entry in entries)
+        if self._size_bytes >= self._rotate_at_bytes:
+            self._rotate()
+
+    def forget(self, hold_id: uuid.UUID) -> None:
+        """The hold has been settled: the database knows."""
+        self._live.pop(hold_id, None)
+
+    def close(self) -> None:
+        """Give the file up; it stays for recovery if something in it was never settled. Idempotent."""
+        self.bindings.close(keep=bool(self._live))
+        if self._fd >= 0:
+            if not self._live:
+                self._path.unlink(missing_ok=True)
+            os.close(self._fd)
+            self._fd = -1
+
+    def _rotate(self) -> None:
+        """Begin a new file with what is not settled yet, then remove the old one: at each moment one of them tells everything.
+
+        Where that fails the old file goes on: what was to be recorded stands in it, and may be sent.
+        """
+        old_fd, old_path = self._fd, self._path
+        try:
+            self._fd, self._path = self._create_segment(self._live.values())
+        except OSError as error:
+            log.warning("journal_rotation_delayed", cause=str(error), size_bytes=self._size_bytes)
+            self._rotate_at_bytes = self._size_bytes + self._rotate_bytes
+            return
+        self._size_bytes = RECORD.size * len(self._live)
+        self._rotate_at_bytes = self._size_bytes + self._rotate_bytes
+        with contextlib.suppress(OSError):  # one that stays tells the same once more
+            old_path.unlink()
+        os.close(old_fd)
+
+    def _create_segment(self, entries: Iterable[Delivered]) -> tuple[int, Path]:
+        self._segment += 1
+        path = self.directory / f"{self.owner_id}.{self._segment}{SUFFIX}"
+        unfinished = path.with_suffix(UNFINISHED_SUFFIX)
+        fd = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            write_all(fd, b"".join(map(encode, entries)))
+            unfinished.rename(path)
+        except BaseException:
+            unfinished.unlink(missing_ok=True)
+            os.close(fd)
+            raise
+        return fd, path
+
+
+def encode(entry: Delivered) -> bytes:
+    """One record."""
+    body = RECORD.pack(entry.hold_id.bytes, *entry[1:], 0)[:-4]
+    return body + struct.pack("<I", zlib.crc32(body))
+
+
+def decode(data: bytes) -> Iterator[Delivered]:
+    """The records up to the first torn one: a record that was not written whole was never followed by its tokens."""
+    for offset in range(0, len(data) - RECORD.size + 1, RECORD.size):
+        hold_id, *counts, crc = RECORD.unpack_from(data, offset)
+        if zlib.crc32(data[offset : offset + RECORD.size - 4]) != crc:
+            return
+        yield Delivered(uuid.UUID(bytes=hold_id), *counts)
+
+
+def write_all(fd: int, data: bytes) -> None:
+    """Write everything; a disk that takes less raises at the next attempt."""
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]
+
+
+class AbandonedJournal:
+    """The journal of a dead process, locked by us. Use as context manager."""
+
+    def __init__(self, path: Path, fd: int) -> None:
+        self.path = path
+        self.owner_id = uuid.UUID(path.name.split(".")[0])
+        self._fd = fd
+
+    def __enter__(self) -> AbandonedJournal:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._fd)
+
+    def delivered(self) -> list[Delivered]:
+        """The last totals of each hold in it."""
+        last = {entry.hold_id: entry for entry in decode(self.path.read_bytes())}
+        return list(last.values())
+
+    def bindings(self) -> list[Bind]:
+        """The requests that its owner let in while the database was away, in order."""
+        return read_bindings(self.path.parent, self.owner_id)
+
+    def remove(self) -> None:
+        """Everything in it stands in the database. What its owner had begun to rotate to goes too, and its bindings."""
+        self.path.with_name(f"{self.owner_id}{BINDINGS_SUFFIX}").unlink(missing_ok=True)
+        for unfinished in self.path.parent.glob(f"{self.owner_id}.*{UNFINISHED_SUFFIX}"):
+            unfinished.unlink(missing_ok=True)
+        self.path.unlink(missing_ok=True)
+
+    def set_aside(self) -> None:
+        """Something in it was refused: keep it for a person, out of the way of further recoveries."""
+        self.path.rename(self.path.with_suffix(".refused"))
+
+
+def abandoned_journals(directory: Path) -> Iterator[AbandonedJournal]:
+    """Journals in the directory whose owners are dead, each locked while it is looked at."""
+    for path in sorted(directory.glob(f"*{SUFFIX}")):
+        if NAME_FORM.fullmatch(path.name) is None:
+            continue  # whatever it is, it is not ours
+        try:
+            fd = os.open(path, os.O_RDONLY)
+        except FileNotFoundError:
+            continue
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(fd)
+            continue
+        if not path.exists():  # another recovery was faster
+            os.close(fd)
+            continue
+        with AbandonedJournal(path, fd) as journal:
+            yield journal

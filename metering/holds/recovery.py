@@ -1,0 +1,102 @@
+"""Settles what dead processes of this machine left behind, from their journals.
+
+Idempotent and safe to run in several processes at once: a journal is locked while it is worked on, and a hold ends once whoever
+ends it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import structlog
+
+from metering.errors import StoreAway
+from metering.holds.bindings import Bind
+from metering.holds.hold_connection import BATCH_SIZE_MAX, HoldConnection
+from metering.holds.journal import AbandonedJournal, Delivered, abandoned_journals
+from metering.operations import Ended, HoldOperation, Outcome, Renew, Settle, Settled
+from metering.store.store_gate import StoreGate
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Recovered:
+    """What recovery did: journals removed, holds settled from them, and the tokens these had delivered."""
+
+    journal_count: int = 0
+    settled_hold_count: int = 0
+    delivered_token_count: int = 0
+
+
+async def recover_journals(directory: Path, database_url: str, gate: StoreGate | None = None) -> Recovered:
+    """Settle every hold of every dead process of this machine; void those that had delivered nothing.
+
+    gate: shared with all others of this process that connect to the same database.
+    Raises: StoreAway if the database is away; the journals are then still there.
+    """
+    done = Recovered()
+    for journal in abandoned_journals(directory):
+        async with HoldConnection(database_url, journal.owner_id, gate=gate) as holds:
+            one = await recover(holds, journal)
+        log.info("journal_recovered", owner_id=str(journal.owner_id), settled_hold_count=one.settled_hold_count)
+        done = Recovered(
+            done.journal_count + 1,
+            done.settled_hold_count + one.settled_hold_count,
+            done.delivered_token_count + one.delivered_token_count,
+        )
+    return done
+
+
+async def recover(holds: HoldConnection, journal: AbandonedJournal) -> Recovered:
+    """Settle the holds of one journal and void its owner's other ones, then remove it."""
+    entries = journal.delivered()
+    settlements = [settlement(entry) for entry in entries]
+    delivered_ids = frozenset(entry.hold_id for entry in entries)
+    # A renewal that knows no hold voids all that its owner still has: those of which nothing was delivered. It comes first, since
+    # what it voids may stand in the way of a request that was let in again, without the database.
+    (voided,) = await holds.execute([Renew(journal.owner_id, frozenset(), spared_ids=delivered_ids)])
+    if isinstance(voided, StoreAway):
+        raise voided
+    await bind(holds, [bind for bind in journal.bindings() if bind.hold_id in delivered_ids])
+    settled_count = 0
+    for start in range(0, len(settlements), BATCH_SIZE_MAX):
+        batch: list[HoldOperation] = list(settlements[start : start + BATCH_SIZE_MAX])
+        for operation, answer in zip(batch, await holds.execute(batch), strict=True):
+            if isinstance(answer, Settled):
+                settled_count += 1
+            elif isinstance(answer, StoreAway):
+                raise answer
+            else:
+                log.error("journal_entry_refused", operation=repr(operation), cause=str(answer))
+    if settled_count == len(settlements):
+        journal.remove()
+    else:
+        journal.set_aside()
+    return Recovered(1, settled_count, sum(entry.delivered_token_count for entry in entries))
+
+
+async def bind(holds: HoldConnection, binds: Sequence[Bind]) -> None:
+    """Tell the database which requests were let in without it. Raises: StoreAway."""
+    for start in range(0, len(binds), BATCH_SIZE_MAX):
+        batch = binds[start : start + BATCH_SIZE_MAX]
+        for one, answer in zip(batch, await holds.bind(batch), strict=True):
+            if isinstance(answer, StoreAway):
+                raise answer
+            if answer != Ended(done=True):
+                log.error("request_not_bound", hold_id=str(one.hold_id), request_id=str(one.request_id), cause=str(answer))
+
+
+def settlement(entry: Delivered) -> Settle:
+    """The end of a request whose server died: broken by us, billed as delivered."""
+    return Settle(
+        hold_id=entry.hold_id,
+        input_token_count=entry.input_token_count,
+        cached_input_token_count=entry.cached_input_token_count,
+        generated_token_count=entry.generated_token_count,
+        delivered_token_count=entry.delivered_token_count,
+        outcome=Outcome.FAILED,
+        recovered=True,
+    )

@@ -1,0 +1,218 @@
+"""Holds taken in advance, so that requests can be let in for a while when PostgreSQL is away.
+
+Each is a real hold: it counts against every quota of its key, is renewed, expires and is swept like any other. So whatever is let
+in under it was within the limits before the outage began, and no limit can be exceeded. A request gets one hold at most, and never
+more than that hold claims; what it does not need is given back when the database is told (`bind_batch.py`).
+
+Nothing stands for a key that has used half of any of its limits: there every token may be needed by those who ask while the
+database is there, and what stood is given back at once.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from metering.errors import RequestIdReused, RequestInFlight, StoreAway
+from metering.holds.bindings import Bind
+from metering.holds.lease_clock import LeaseClock
+from metering.operations import Admit, Admitted, Payer
+
+USER_COUNT_MAX = 1000  # keys and models for which something stands; beyond it the one that was quiet longest has to go
+QUIET_MAX_S = 60.0  # a key that asked for nothing for so long gives back what stands for it
+AGE_MAX_S = 60.0  # a hold counts in the windows of its start: each minute another one takes its place
+LEFT_LEAST_S = 1.0  # a hold that lapses sooner would end its request before it says anything
+
+
+class Bindings(Protocol):
+    """Where bindings are written down before they count (`bindings.BindingLog`)."""
+
+    def record(self, bind: Bind) -> None:
+        """Raises: OSError."""
+
+    def forget(self, hold_id: uuid.UUID) -> None:
+        """The database knows."""
+
+
+@dataclass(frozen=True, slots=True)
+class GraceTerms:
+    """What stands for each key and model in use: so many holds, each of so many tokens."""
+
+    hold_count: int
+    input_token_count: int
+    output_token_count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """One hold that no request has. taken_at by the lease clock."""
+
+    admitted: Admitted
+    input_token_count: int
+    taken_at: float
+
+
+@dataclass(slots=True)
+class User:
+    """One key and model: who pays, when it last asked, whether its limits have room, and what stands for it."""
+
+    payer: Payer
+    model: str
+    asked_at: float
+    roomy: bool
+    standing: list[Standing] = field(default_factory=list)
+
+
+class StandingHolds:
+    """What stands in this process, and what of it was given to requests that the database does not know of yet."""
+
+    def __init__(self, terms: GraceTerms, bindings: Bindings, leases: LeaseClock) -> None:
+        self._terms = terms
+        self._bindings = bindings
+        self._leases = leases
+        self._users: OrderedDict[tuple[uuid.UUID, str], User] = OrderedDict()  # who asked last stands last
+        self._surplus: list[uuid.UUID] = []  # holds to void
+        self._given: dict[uuid.UUID, Bind] = {}  # by hold
+        self._running: dict[tuple[uuid.UUID, uuid.UUID], tuple[uuid.UUID, bytes]] = {}  # by project and request: hold, payload
+        self._request_of: dict[uuid.UUID, tuple[uuid.UUID, uuid.UUID]] = {}  # by hold
+
+    @property
+    def given(self) -> list[Bind]:
+        """Bindings that the database does not know yet."""
+        return list(self._given.values())
+
+    @property
+    def standing_count(self) -> int:
+        """Holds that could let a request in."""
+        return sum(self._lasts(standing) for user in self._users.values() for standing in user.standing)
+
+    def admitted(self, op: Admit, answer: Admitted) -> None:
+        """The database has let a request in: its key is in use, and how full its limits are is known."""
+        self._runs(op)
+        user = self._users.setdefault((op.payer.api_key_id, op.model), User(op.payer, op.model, 0.0, roomy=False))
+        self._users.move_to_end((op.payer.api_key_id, op.model))
+        user.asked_at, user.roomy = self._leases.now(), has_room(answer)
+        if not user.roomy:
+            self._clear(user)
+        if len(self._users) > USER_COUNT_MAX:
+            self._clear(self._users.popitem(last=False)[1])
+
+    def taken(self, op: Admit, answer: Admitted) -> None:
+        """A hold that `due` asked for is there."""
+        user = self._users.get((op.payer.api_key_id, op.model))
+        if user is None or not has_room(answer):
+            self._surplus.append(answer.hold_id)
+        else:
+            user.standing.append(Standing(answer, op.input_token_count, self._leases.now()))
+
+    def ended(self, hold_id: uuid.UUID) -> None:
+        """A request has ended, in the database too."""
+        self._running.pop(self._request_of.pop(hold_id, (hold_id, hold_id)), None)
+        self.bound(hold_id)
+
+    def bound(self, hold_id: uuid.UUID) -> None:
+        """The database knows which request has the hold, or has refused to."""
+        if self._given.pop(hold_id, None) is not None:
+            self._bindings.forget(hold_id)
+
+    def give(self, op: Admit) -> Admitted:
+        """Let a request in without the database; its binding is on disk when this returns.
+
+        Raises: StoreAway if nothing suitable stands; RequestInFlight, RequestIdReused if it runs here already.
+        """
+        if (running := self._running.get((op.payer.project_id, op.request_id))) is not None:
+            if running[1] != op.payload_hash:
+                raise RequestIdReused("this request_id was used before with another payload: mint a new one for a new request")
+            raise RequestInFlight("a request with this request_id and payload is running")
+        user = self._users.get((op.payer.api_key_id, op.model))
+        fitting = [standing for standing in user.standing if self._fits(standing, op)] if user else []
+        if user is None or not fitting:
+            raise StoreAway("the quota store is away, and no room was set aside for this request: retry when it is back")
+        chosen = max(fitting, key=lambda standing: self._leases.left_s(standing.admitted.hold_id))
+        leased = min(chosen.admitted.leased_token_count, op.first_slice_token_count)
+        hold_id = chosen.admitted.hold_id
+        bind = Bind(hold_id, op.payer, op.request_id, op.payload_hash, op.labels, op.input_token_count, leased)
+        try:
+            self._bindings.record(bind)
+        except OSError as error:
+            raise StoreAway("the quota store is away, and this machine's disk takes nothing") from error
+        user.standing.remove(chosen)
+        self._given[hold_id] = bind
+        self._running[op.payer.project_id, op.request_id] = hold_id, op.payload_hash
+        self._request_of[hold_id] = op.payer.project_id, op.request_id
+        admitted = chosen.admitted
+        return Admitted(hold_id, leased, admitted.prices, admitted.quotas, admitted.admitted_at)
+
+    def release(self, organization_id: uuid.UUID) -> list[uuid.UUID]:
+        """Holds of an organization to void at once, since one of its requests did not fit."""
+        for user in self._users.values():
+            if user.payer.organization_id == organization_id:
+                user.roomy = False
+                self._clear(user)
+        return self.surplus()
+
+    def surplus(self) -> list[uuid.UUID]:
+        """Holds to void; those of quiet keys and those that stood long enough among them. Each is told once."""
+        now = self._leases.now()
+        for user in self._users.values():
+            kept = [s for s in user.standing if now - user.asked_at < QUIET_MAX_S and now - s.taken_at < AGE_MAX_S]
+            self._surplus += [s.admitted.hold_id for s in user.standing if s not in kept]
+            user.standing = kept
+        told, self._surplus = self._surplus, []
+        return told
+
+    def release_all(self) -> list[uuid.UUID]:
+        """All that stands, to void before the process ends; nothing is taken any more."""
+        for user in self._users.values():
+            self._clear(user)
+        self._users.clear()
+        return self.surplus()
+
+    def due(self) -> list[Admit]:
+        """What to take, so that enough stands for each key in use."""
+        now = self._leases.now()
+        return [
+            self._admit(user)
+            for user in self._users.values()
+            if user.roomy and now - user.asked_at < QUIET_MAX_S
+            for _ in range(self._terms.hold_count - len(user.standing))
+        ]
+
+    def _admit(self, user: User) -> Admit:
+        hold_id = uuid.uuid4()
+        return Admit(
+            hold_id=hold_id,
+            payer=user.payer,
+            request_id=hold_id,  # which says that it is unbound
+            payload_hash=bytes(32),
+            model=user.model,
+            input_token_count=self._terms.input_token_count,
+            first_slice_token_count=self._terms.output_token_count,
+            least_slice_token_count=self._terms.output_token_count,
+        )
+
+    def _fits(self, standing: Standing, op: Admit) -> bool:
+        return (
+            op.input_token_count <= standing.input_token_count
+            and op.least_slice_token_count <= standing.admitted.leased_token_count
+            and self._lasts(standing)
+        )
+
+    def _lasts(self, standing: Standing) -> bool:
+        return self._leases.left_s(standing.admitted.hold_id) > LEFT_LEAST_S
+
+    def _runs(self, op: Admit) -> None:
+        request = op.payer.project_id, op.request_id
+        self._running[request] = op.hold_id, op.payload_hash
+        self._request_of[op.hold_id] = request
+
+    def _clear(self, user: User) -> None:
+        self._surplus += [standing.admitted.hold_id for standing in user.standing]
+        user.standing = []
+
+
+def has_room(admitted: Admitted) -> bool:
+    """Whether no limit is half used; those that only watch limit nothing."""
+    return all(state.remaining * 2 >= state.limit_value for state in admitted.quotas if state.rule.enforced)

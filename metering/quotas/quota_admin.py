@@ -1,0 +1,223 @@
+"""Setting, raising and removing quotas. What is charged to them is the business of `holds.py`, reading them of `quota_states.py`.
+
+Functions take a session and never commit; every change writes the audit log in the same transaction. Changes to the quotas of one
+subject take turns, so the log tells them in the order in which they happened.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from datetime import datetime, timedelta
+
+from sqlalchemy import and_, delete, func, or_, select, tuple_, update
+from sqlalchemy.dialects.postgresql import insert
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from metering.billing.prices import checked_model
+from metering.errors import InvalidValue, NotFound
+from metering.models import ApiKey, Organization, Project, Quota, QuotaCounter, QuotaDimension, QuotaSubject
+from metering.operations import QuotaState
+from metering.quotas.quota_recount import Uncounted, recount
+from metering.quotas.quota_rules import DIMENSIONS, PLAIN, Kind, Unit, Weights, token_scale
+from metering.quotas.quota_states import rule_now, states
+from metering.tenants.audit import record_change, snapshot
+from metering.tenants.tenants import as_uuid, find_api_key, find_organization, find_project
+
+LIMIT_MAX = 2**63 - 1  # what the column holds; in picos of money that is some nine million units
+WEIGHT_MAX = 1_000_000  # a thousandfold; more would be a unit mixed up
+REASON_CHARS_MAX = 500
+RAISE_MAX = timedelta(days=366)  # what lasts longer is not temporary
+
+SUBJECT_TABLES: dict[QuotaSubject, type[Organization | Project | ApiKey]] = {
+    QuotaSubject.ORGANIZATION: Organization,
+    QuotaSubject.PROJECT: Project,
+    QuotaSubject.API_KEY: ApiKey,
+}
+PAST_DAYS_KEPT = timedelta(days=2)
+PAST_MONTHS_KEPT = timedelta(days=93)
+
+
+async def set_quota(
+    session: AsyncSession,
+    *,
+    subject: QuotaSubject,
+    subject_ref: str,
+    model: str = "",
+    dimension: QuotaDimension,
+    limit_value: int,
+    weights: Sequence[int | None] | None = None,
+    enforced: bool | None = None,
+    for_new_keys: bool = False,
+    actor: str,
+    later: list[Uncounted] | None = None,
+) -> QuotaState:
+    """Set one limit. One that stands for the same subject, model and dimension keeps its id, and so what was used of it.
+
+    subject_ref: as in `find_subject`. model: empty for all models together. weights: of input, cached input and output, in
+    thousandths. They and enforced: None leaves them as they stand; a new one weighs plainly and is enforced. for_new_keys: not a
+    limit of the subject, but one that each key that is created under it from then on gets for itself. A new limit counts from the
+    first what was used in its window. later: gets the limit instead, for a `recount` at the end of the transaction. A raise that is
+    not above the new limit ends. Raises: NotFound, InvalidValue.
+    """
+    _check_values(subject, dimension, limit_value, for_new_keys=for_new_keys)
+    if model:
+        checked_model(model)
+    subject_id, organization_id = await find_subject(session, subject, subject_ref)
+    await _lock_subject(session, subject, subject_id)
+    place = {"subject_id": subject_id, "model": model, "dimension": dimension, "for_new_keys": for_new_keys}
+    standing = and_(*(getattr(Quota, column) == value for column, value in place.items()), Quota.deleted_at.is_(None))
+    old = await session.scalar(select(Quota).where(standing).execution_options(populate_existing=True))
+    before = None if old is None else snapshot(old)
+    values: dict[str, object] = {"limit_value": limit_value}
+    if weights is not None:
+        standing_weights = PLAIN if old is None else rule_now(old, old.created_at).weights
+        given = zip(weights, standing_weights, strict=True)
+        asked = Weights(*(before if weight is None else weight for weight, before in given))
+        _check_weights(dimension, asked)
+        values |= {f"{name}_weight_milli": weight for name, weight in asked._asdict().items()}
+    if enforced is not None:
+        values["enforced"] = enforced
+    if old is None:
+        quota = (await session.scalars(insert(Quota).values(subject=subject, **place, **values).returning(Quota))).one()
+    else:
+        if old.raised_limit_value is not None and old.raised_limit_value <= limit_value:
+            values |= NO_RAISE
+        quota = await _update(session, old.id, values)
+    after = snapshot(quota)
+    if not for_new_keys and (before is None or any(before[name] != after[name] for name in after if name.endswith("weight_milli"))):
+        if later is None:
+            await recount(session, [(quota, organization_id)])
+        else:
+            later.append((quota, organization_id))
+    if before != after:
+        await record_change(session, actor=actor, action="quota.set", subject_id=str(quota.id), before=before, after=after)
+    return await _state(session, quota.id)
+
+
+async def raise_quota(
+    session: AsyncSession, *, quota_id: str, limit_value: int, until: datetime | None, reason: str, actor: str
+) -> QuotaState:
+    """Let a higher limit hold until a time, by the database's clock; without a time, end the raise that stands.
+
+    Raises: NotFound, InvalidValue.
+    """
+    quota = await _standing(session, quota_id)
+    if until is None:
+        values = NO_RAISE
+    else:
+        now: datetime = (await session.scalars(select(func.now()))).one()
+        if quota.for_new_keys:
+            raise InvalidValue("quota_id", "a limit for new keys cannot be raised for a time: set it, or raise that of a key")
+        if not quota.limit_value < limit_value <= LIMIT_MAX:
+            raise InvalidValue("limit_value", f"give more than the limit of {quota.limit_value}, at most {LIMIT_MAX}")
+        if not now < until <= now + RAISE_MAX:
+            raise InvalidValue("expire_time", f"give a time in the next {RAISE_MAX.days} days; it is {now.isoformat()} now")
+        if not 1 <= len(reason.strip()) <= REASON_CHARS_MAX or "\0" in reason:
+            raise InvalidValue("reason", f"say why in 1 to {REASON_CHARS_MAX} characters")
+        values = {"raised_limit_value": limit_value, "raised_until": until, "raise_reason": reason.strip()}
+    before = snapshot(quota)
+    after = snapshot(await _update(session, quota.id, values))
+    if before != after:
+        await record_change(session, actor=actor, action="quota.raise", subject_id=quota_id, before=before, after=after)
+    return await _state(session, quota.id)
+
+
+async def delete_quota(session: AsyncSession, *, quota_id: str, actor: str) -> None:
+    """Remove one limit; requests that run are no longer held to it. Raises: NotFound."""
+    quota = await _standing(session, quota_id)
+    before = snapshot(quota)
+    await session.execute(update(Quota).where(Quota.id == quota.id).values(deleted_at=func.now()))
+    await record_change(session, actor=actor, action="quota.delete", subject_id=str(quota.id), before=before, after=None)
+
+
+async def delete_past_counters(session: AsyncSession) -> int:
+    """Delete the counters of windows that ended long ago, of which nothing is held any more; tells how many.
+
+    Long ago is a day after the end of a minute or a day, two months after that of a month: no request runs for so long.
+    """
+    ages = {
+        dimension: PAST_MONTHS_KEPT if unit is Unit.MONTH else PAST_DAYS_KEPT
+        for dimension, (_, unit, *_) in DIMENSIONS.items()
+        if unit
+    }
+    ended = or_(*(and_(Quota.dimension == d, QuotaCounter.window_start < func.now() - age) for d, age in ages.items()))
+    past = select(QuotaCounter.quota_id, QuotaCounter.window_start).join(Quota).where(ended, QuotaCounter.held == 0)
+    key = tuple_(QuotaCounter.quota_id, QuotaCounter.window_start)
+    deleted = await session.scalars(delete(QuotaCounter).where(key.in_(past)).returning(QuotaCounter.quota_id))
+    return len(deleted.all())
+
+
+async def find_subject(session: AsyncSession, subject: QuotaSubject, ref: str) -> tuple[uuid.UUID, uuid.UUID]:
+    """Id of an organization by name or id, of a project by "organization/project" or id, of a key by prefix or id.
+
+    With it that of its organization. Raises: NotFound.
+    """
+    match subject:
+        case QuotaSubject.ORGANIZATION:
+            organization = await find_organization(session, ref)
+            return organization.id, organization.id
+        case QuotaSubject.PROJECT:
+            project = await find_project(session, ref)
+            return project.id, project.organization_id
+        case QuotaSubject.API_KEY:
+            key = await find_api_key(session, ref)
+            return key.id, key.organization_id
+
+
+NO_RAISE: dict[str, object] = {"raised_limit_value": None, "raised_until": None, "raise_reason": None}
+
+
+def _check_values(subject: QuotaSubject, dimension: QuotaDimension, limit_value: int, *, for_new_keys: bool) -> None:
+    if not 0 <= limit_value <= LIMIT_MAX:
+        raise InvalidValue("limit_value", f"give 0 to {LIMIT_MAX}")
+    if for_new_keys and subject is QuotaSubject.API_KEY:
+        raise InvalidValue("for_new_keys", "new keys come under an organization or a project, not under a key")
+
+
+def _check_weights(dimension: QuotaDimension, weights: Weights) -> None:
+    if weights == PLAIN:
+        return
+    kind, _, counts_input, counts_output = DIMENSIONS[dimension]
+    if kind is not Kind.TOKENS:
+        raise InvalidValue("input_weight_milli", f"{dimension} counts no tokens: leave weights out")
+    for name, weight, counts in zip(Weights._fields, weights, (counts_input, counts_input, counts_output), strict=True):
+        if not 0 <= weight <= WEIGHT_MAX:
+            raise InvalidValue(f"{name}_weight_milli", f"give 0 to {WEIGHT_MAX}: thousandths, 1000 counts a token as one")
+        if not counts and weight != PLAIN[0]:
+            raise InvalidValue(f"{name}_weight_milli", f"{dimension} does not count these tokens: leave it out")
+    scale = token_scale(dimension, weights)
+    if scale is not None and not any(scale.factors):
+        raise InvalidValue(
+            "output_weight_milli" if counts_output else "input_weight_milli",
+            "at least one weight must be more than 0, else nothing would ever be counted",
+        )
+
+
+async def _standing(session: AsyncSession, quota_id: str) -> Quota:
+    """A quota that was not removed, with its subject locked. Raises: NotFound."""
+    key = as_uuid(quota_id)
+    quota = None if key is None else await session.get(Quota, key)
+    if quota is None:
+        raise NotFound("quota", quota_id)
+    await _lock_subject(session, QuotaSubject(quota.subject), quota.subject_id)
+    await session.refresh(quota)
+    if quota.deleted_at is not None:
+        raise NotFound("quota", quota_id)
+    return quota
+
+
+async def _update(session: AsyncSession, quota_id: uuid.UUID, values: dict[str, object]) -> Quota:
+    statement = update(Quota).where(Quota.id == quota_id).values(**values).returning(Quota)
+    return (await session.scalars(statement.execution_options(populate_existing=True))).one()
+
+
+async def _state(session: AsyncSession, quota_id: uuid.UUID) -> QuotaState:
+    (state,) = await states(session, select(Quota).where(Quota.id == quota_id))
+    return state
+
+
+async def _lock_subject(session: AsyncSession, subject: QuotaSubject, subject_id: uuid.UUID) -> None:
+    # FOR NO KEY UPDATE: requests that are admitted at the same time refer to the row and must not wait.
+    table = SUBJECT_TABLES[subject]
+    await session.execute(select(table.id).where(table.id == subject_id).with_for_update(key_share=True))

@@ -1,0 +1,264 @@
+"""What a quota is and what a request weighs on it: windows, weights, the claim of one request. Pure, exact, integers only.
+
+A quota on tokens or money counts a weighted sum of input, cached input and output tokens. The sum of one request is rounded up to
+whole tokens once, over all that the request has been charged so far; every charge is a difference of two such sums. So whatever a
+request holds, posts and gives back adds up to its one rounded sum, and nothing is ever lost between `used` and `held`.
+"""
+
+from __future__ import annotations
+
+import functools
+import uuid
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from enum import StrEnum
+from typing import NamedTuple
+
+from metering.billing.pricing import TokenPrices
+from metering.models import QuotaDimension, QuotaSubject
+
+NO_WINDOW = datetime(1970, 1, 1, tzinfo=UTC)  # the one "window" of a dimension that never resets
+WEIGHT_SCALE = 1000  # weights are thousandths
+
+# A quota's id as a number, and the start of a window. UUIDs hash and compare in Python, at ten times the cost of a number, and a
+# batch looks counters up hundreds of times.
+CounterKey = tuple[int, datetime]
+
+
+class Unit(StrEnum):
+    """Over which calendar window (UTC) a quota counts. The values are those of PostgreSQL's `date_trunc`."""
+
+    MINUTE = "minute"
+    DAY = "day"
+    MONTH = "month"
+
+
+class Kind(StrEnum):
+    """What a request is charged in."""
+
+    CONCURRENCY = "concurrency"
+    REQUESTS = "requests"
+    TOKENS = "tokens"
+    MONEY = "money"
+
+
+class Weights(NamedTuple):
+    """Thousandths that a token of each kind counts."""
+
+    input: int = WEIGHT_SCALE
+    cached_input: int = WEIGHT_SCALE
+    output: int = WEIGHT_SCALE
+
+
+PLAIN = Weights()
+# What each dimension is charged in, over which window, and which tokens it counts: input, output.
+DIMENSIONS: dict[QuotaDimension, tuple[Kind, Unit | None, bool, bool]] = {
+    QuotaDimension.CONCURRENT_REQUESTS: (Kind.CONCURRENCY, None, False, False),
+    QuotaDimension.REQUESTS_PER_MINUTE: (Kind.REQUESTS, Unit.MINUTE, False, False),
+    QuotaDimension.TOKENS_PER_MINUTE: (Kind.TOKENS, Unit.MINUTE, True, True),
+    QuotaDimension.INPUT_TOKENS_PER_MINUTE: (Kind.TOKENS, Unit.MINUTE, True, False),
+    QuotaDimension.OUTPUT_TOKENS_PER_MINUTE: (Kind.TOKENS, Unit.MINUTE, False, True),
+    QuotaDimension.TOKENS_PER_DAY: (Kind.TOKENS, Unit.DAY, True, True),
+    QuotaDimension.TOKENS_PER_MONTH: (Kind.TOKENS, Unit.MONTH, True, True),
+    QuotaDimension.COST_PICOS_PER_DAY: (Kind.MONEY, Unit.DAY, True, True),
+    QuotaDimension.COST_PICOS_PER_MONTH: (Kind.MONEY, Unit.MONTH, True, True),
+}
+
+
+UNITS = (None, *Unit)  # in the order of `window_starts`
+
+
+@functools.lru_cache(maxsize=4096)  # a batch asks for the same few moments again and again
+def window_starts(at: datetime) -> tuple[datetime, ...]:
+    """Starts of the calendar windows (UTC) that contain `at`: of the one that never resets, of minute, day and month."""
+    minute = at.astimezone(UTC).replace(second=0, microsecond=0)
+    day = minute.replace(hour=0, minute=0)
+    return NO_WINDOW, minute, day, day.replace(day=1)
+
+
+def window_start(dimension: QuotaDimension, at: datetime) -> datetime:
+    """Start of the calendar window (UTC) that contains `at`."""
+    return window_starts(at)[UNITS.index(DIMENSIONS[dimension][1])]
+
+
+@functools.lru_cache(maxsize=4096)
+def window_ends(at: datetime) -> tuple[datetime | None, ...]:
+    """Ends of the windows of `window_starts`: when `used` starts again at zero; None for the one that never ends."""
+    _, minute, day, month = window_starts(at)
+    return None, minute + timedelta(minutes=1), day + timedelta(days=1), (month + timedelta(days=32)).replace(day=1)
+
+
+def window_end(dimension: QuotaDimension, at: datetime) -> datetime | None:
+    """End of the window that contains `at`; None if it never ends."""
+    return window_ends(at)[UNITS.index(DIMENSIONS[dimension][1])]
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """A weighted sum: picos or thousandths per token, and how many of them make one unit of the quota."""
+
+    input: int
+    cached_input: int
+    output: int
+    divisor: int
+
+    @property
+    def factors(self) -> tuple[int, int, int]:
+        """What a token of each kind counts, before the division."""
+        return self.input, self.cached_input, self.output
+
+    def amount(self, input_token_count: int, cached_input_token_count: int, output_token_count: int) -> int:
+        """The sum in units of the quota, rounded up."""
+        total = (
+            (input_token_count - cached_input_token_count) * self.input
+            + cached_input_token_count * self.cached_input
+            + output_token_count * self.output
+        )
+        return total if self.divisor == 1 else -(-total // self.divisor)
+
+
+@functools.lru_cache(maxsize=4096)
+def token_scale(dimension: QuotaDimension, weights: Weights) -> Scale | None:
+    """How a quota on tokens counts them; None for one on something else."""
+    kind, _, counts_input, counts_output = DIMENSIONS[dimension]
+    if kind is not Kind.TOKENS:
+        return None
+    factors = (weights.input * counts_input, weights.cached_input * counts_input, weights.output * counts_output)
+    if all(factor % WEIGHT_SCALE == 0 for factor in factors):
+        return Scale(factors[0] // WEIGHT_SCALE, factors[1] // WEIGHT_SCALE, factors[2] // WEIGHT_SCALE, divisor=1)
+    return Scale(*factors, WEIGHT_SCALE)
+
+
+@functools.lru_cache(maxsize=4096)
+def money_scale(prices: TokenPrices) -> Scale:
+    """How a quota on money counts tokens."""
+    return Scale(prices.input_picos_per_token, prices.cached_input_picos_per_token, prices.output_picos_per_token, divisor=1)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class QuotaRule:
+    """One limit as it is enforced. Whoever reads one again and again gets the same object, so it is compared by identity.
+
+    limit_value: in force now, so with a raise; None for one that was removed while holds were still charged to it.
+    enforced: whether it refuses; one that is not only counts. standing_limit_value: without the raise; raised_until: its end, while
+    it is in force.
+    """
+
+    id: uuid.UUID
+    subject: QuotaSubject
+    subject_id: uuid.UUID
+    model: str
+    dimension: QuotaDimension
+    limit_value: int | None
+    weights: Weights = PLAIN
+    enforced: bool = True
+    standing_limit_value: int | None = None
+    raised_until: datetime | None = None
+    number: int = field(init=False, compare=False, repr=False)  # of its counters' keys
+    window: int = field(init=False, compare=False, repr=False)  # which of `UNITS` its windows are
+    kind: Kind = field(init=False, compare=False, repr=False)
+    token_scale: Scale | None = field(init=False, compare=False, repr=False)  # None for what does not count tokens
+
+    def __post_init__(self) -> None:
+        """Work out once what every request of the rule needs."""
+        kind, unit, _, _ = DIMENSIONS[self.dimension]
+        object.__setattr__(self, "number", self.id.int)
+        object.__setattr__(self, "window", UNITS.index(unit))
+        object.__setattr__(self, "kind", kind)
+        object.__setattr__(self, "token_scale", token_scale(self.dimension, self.weights))
+
+    @property
+    def unit(self) -> Unit | None:
+        """Over which window it counts; None if it never resets."""
+        return DIMENSIONS[self.dimension][1]
+
+    def key(self, at: datetime) -> CounterKey:
+        """The counter that a charge at this time goes to."""
+        return self.number, window_starts(at)[self.window]
+
+    def scale(self, prices: TokenPrices) -> Scale:
+        """How it counts tokens; for quotas on tokens and money only."""
+        return self.token_scale or money_scale(prices)
+
+    def limit_at(self, at: datetime) -> int | None:
+        """The limit in force at a later time, as far as is known now."""
+        return self.standing_limit_value if self.raised_until is not None and at >= self.raised_until else self.limit_value
+
+
+class Claim(NamedTuple):
+    """What one live hold claims: the part of its row that quotas are charged by.
+
+    cached_input_token_count: once something is posted it stays what it was then, since the input was posted by it.
+    leased_token_count: output tokens that may be delivered in all. posted_token_count: input and output that were moved to `used`
+    of the windows they were charged to; 0, or at least the input. posted_minutes: pairs of a minute since 1970 and what was posted
+    up to its end, one for each minute that the charge has left.
+    """
+
+    prices: TokenPrices
+    input_token_count: int
+    cached_input_token_count: int
+    leased_token_count: int
+    posted_token_count: int
+    admitted_at: datetime
+    charged_at: datetime
+    posted_minutes: tuple[int, ...] = ()
+
+    def held(self, rule: QuotaRule) -> int:
+        """What the claim holds of a quota."""
+        kind = rule.kind
+        if kind is Kind.CONCURRENCY:
+            return 1
+        if kind is Kind.REQUESTS:
+            return 0  # a request counts as used from its admission on
+        return self.charge(rule.scale(self.prices), self.leased_token_count)
+
+    def charge(self, scale: Scale, output_token_count: int) -> int:
+        """What so much output would be charged, beyond what is posted.
+
+        Until the input is posted it is held at the dearer of all and nothing cached: whatever the cache does makes it cheaper.
+        """
+        if self.posted_token_count:
+            sent, cached = self.input_token_count, self.cached_input_token_count
+            return scale.amount(sent, cached, output_token_count) - self.posted(scale)
+        cached = self.input_token_count if scale.cached_input > scale.input else 0
+        return scale.amount(self.input_token_count, cached, output_token_count)
+
+    def posted(self, scale: Scale) -> int:
+        """What was moved to `used` of earlier charges."""
+        if not self.posted_token_count:
+            return 0
+        sent = self.input_token_count
+        return scale.amount(sent, self.cached_input_token_count, self.posted_token_count - sent)
+
+    def consumed(self, rule: QuotaRule, input_token_count: int, delivered_token_count: int) -> int:
+        """What has to be added to `used` when the claim ends, or is posted, with these tokens. Never less than nothing."""
+        kind = rule.kind
+        if kind is Kind.CONCURRENCY or kind is Kind.REQUESTS:
+            return 0
+        scale = rule.scale(self.prices)
+        cached = min(self.cached_input_token_count, input_token_count)
+        return max(scale.amount(input_token_count, cached, delivered_token_count) - self.posted(scale), 0)
+
+    def most_output(self, rule: QuotaRule, room: int) -> int | None:
+        """The largest lease whose charge is at most `room`; None if the quota does not count output."""
+        kind = rule.kind
+        if kind is Kind.CONCURRENCY or kind is Kind.REQUESTS:
+            return None
+        scale = rule.scale(self.prices)
+        if not scale.output:
+            return None
+        if self.posted_token_count:
+            cached = self.cached_input_token_count
+        else:
+            cached = self.input_token_count if scale.cached_input > scale.input else 0
+        sent = (self.input_token_count - cached) * scale.input + cached * scale.cached_input
+        return (scale.divisor * (room + self.posted(scale)) - sent) // scale.output
+
+    def moved_on(self, delivered_token_count: int, now: datetime) -> Claim:
+        """The claim once everything delivered so far is posted to the windows it was charged to; the rest is charged now."""
+        posted = self.input_token_count + delivered_token_count
+        left = int(self.charged_at.timestamp()) // 60
+        minutes = self.posted_minutes
+        if left != int(now.timestamp()) // 60:
+            minutes = (*minutes, left, posted)
+        return self._replace(posted_token_count=posted, charged_at=now, posted_minutes=minutes)

@@ -1,0 +1,166 @@
+"""Reading quotas: what is left of each, by subject, and which of them a key really meets.
+
+Functions take a session and change nothing.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+
+from sqlalchemy import Select, and_, case, func, literal, or_, select, union_all
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from metering.models import ApiKey, Organization, Project, Quota, QuotaCounter, QuotaDimension, QuotaSubject
+from metering.operations import QuotaState
+from metering.quotas.quota_rules import QuotaRule, Weights, window_start
+from metering.tenants.tenants import find_organization
+
+SUBJECT_ORDER = list(QuotaSubject)
+DIMENSION_ORDER = list(QuotaDimension)
+
+
+@dataclass(frozen=True, slots=True)
+class EffectiveQuota:
+    """A limit among those that the same requests meet.
+
+    binding: of the enforced limits on its dimension, it has least left. narrowed_by: the enforced limit further up that always runs
+    out before it does, or at the same moment; None if there is none.
+    """
+
+    state: QuotaState
+    binding: bool
+    narrowed_by: uuid.UUID | None
+
+
+async def list_quotas(session: AsyncSession, *, organization: str | None = None) -> list[QuotaState]:
+    """All limits, or those of an organization, its projects and their keys; by subject, then dimension. Raises: NotFound."""
+    query = select(Quota)
+    if organization:
+        owner = (await find_organization(session, organization)).id
+        projects = select(Project.id).where(Project.organization_id == owner)
+        keys = select(ApiKey.id).where(ApiKey.project_id.in_(projects))
+        query = query.where(or_(Quota.subject_id == owner, Quota.subject_id.in_(projects), Quota.subject_id.in_(keys)))
+    return await states(session, query)
+
+
+async def quotas_for(session: AsyncSession, *, subject_ids: Collection[uuid.UUID], model: str | None = None) -> list[QuotaState]:
+    """The limits that a request charged to these subjects must pass; for every model if none is given."""
+    query = select(Quota).where(Quota.subject_id.in_(subject_ids), Quota.for_new_keys.is_(False))
+    if model is not None:
+        query = query.where(Quota.model.in_(("", model)))
+    return await states(session, query)
+
+
+async def states(session: AsyncSession, query: Select[Quota]) -> list[QuotaState]:
+    """Live quotas of a query with the counters of the windows that the database's clock is in."""
+    now: datetime = (await session.scalars(select(func.clock_timestamp()))).one()
+    starts = case(*((Quota.dimension == d, literal(window_start(d, now))) for d in QuotaDimension))
+    counted = (
+        query.where(Quota.deleted_at.is_(None))
+        .outerjoin(QuotaCounter, and_(QuotaCounter.quota_id == Quota.id, QuotaCounter.window_start == starts))
+        .add_columns(*(func.coalesce(each, 0) for each in (QuotaCounter.used, QuotaCounter.held, QuotaCounter.would_refuse_count)))
+    )
+    rows = (await session.execute(counted)).all()
+    names = await _subject_names(session, {row[0].subject_id for row in rows})
+    return sorted((_state(row[0], row[1:], now, names) for row in rows), key=sort_key)
+
+
+def effective(found: Sequence[QuotaState]) -> list[EffectiveQuota]:
+    """How the limits that the same requests meet stand to each other. Those for new keys are no such limits."""
+    met = [state for state in found if not state.for_new_keys]
+    least: dict[QuotaDimension, QuotaState] = {}
+    for state in met:
+        standing = least.get(state.dimension)
+        if state.rule.enforced and (standing is None or state.remaining < standing.remaining):
+            least[state.dimension] = state
+    return [EffectiveQuota(state, least.get(state.dimension) is state, _narrowed_by(state, met)) for state in met]
+
+
+async def narrowed_by(session: AsyncSession, state: QuotaState) -> uuid.UUID | None:
+    """The limit further up that makes this one idle, if there is one."""
+    subject_ids = {state.subject_id}
+    if state.subject is QuotaSubject.API_KEY:
+        project_id = await session.scalar(select(ApiKey.project_id).where(ApiKey.id == state.subject_id))
+        subject_ids |= {project_id} if project_id else set()
+    if state.subject is not QuotaSubject.ORGANIZATION:
+        above = select(Project.organization_id).where(Project.id.in_(subject_ids))
+        subject_ids |= set(await session.scalars(above))
+    return _narrowed_by(state, await quotas_for(session, subject_ids=subject_ids))
+
+
+def _narrowed_by(state: QuotaState, others: Iterable[QuotaState]) -> uuid.UUID | None:
+    """The tightest enforced limit of a subject above, or on all models, that everything counted here is counted by no later."""
+    rank = SUBJECT_ORDER.index(state.subject), state.model != ""
+    above = [
+        other
+        for other in others
+        if other.rule.enforced
+        and (SUBJECT_ORDER.index(other.subject), other.model != "") != rank
+        and SUBJECT_ORDER.index(other.subject) <= rank[0]
+        and other.model in ("", state.model)
+        and narrows(other.rule, state.rule)
+    ]
+    return min(above, key=lambda other: (other.limit_value, sort_key(other))).quota_id if above else None
+
+
+def narrows(parent: QuotaRule, child: QuotaRule) -> bool:
+    """Whether a limit that counts all that another one counts always runs out before it or with it.
+
+    So it is if each kind of token uses up at least as large a share of the parent's limit as of the child's.
+    """
+    if parent.dimension is not child.dimension:
+        return False
+    mine, theirs = child.limit_value or 0, parent.limit_value or 0
+    if parent.token_scale is None or child.token_scale is None:
+        return theirs <= mine
+    shares = zip(parent.token_scale.factors, child.token_scale.factors, strict=True)
+    by_parent, by_child = mine * child.token_scale.divisor, theirs * parent.token_scale.divisor
+    return all(factor * by_parent >= other * by_child for factor, other in shares)
+
+
+def sort_key(state: QuotaState) -> tuple[int, str, int, str, bool]:
+    """By subject, then dimension, then model."""
+    place = SUBJECT_ORDER.index(state.subject), str(state.subject_id), DIMENSION_ORDER.index(state.dimension)
+    return *place, state.model, state.for_new_keys
+
+
+async def _subject_names(session: AsyncSession, subject_ids: Collection[uuid.UUID]) -> dict[uuid.UUID, str]:
+    """What people call these organizations, projects ("organization/project") and keys (their prefix)."""
+    organizations = select(Organization.id, Organization.name)
+    projects = select(Project.id, Organization.name + "/" + Project.name).join(
+        Organization, Organization.id == Project.organization_id
+    )
+    keys = select(ApiKey.id, ApiKey.prefix)
+    wanted = (
+        organizations.where(Organization.id.in_(subject_ids)),
+        projects.where(Project.id.in_(subject_ids)),
+        keys.where(ApiKey.id.in_(subject_ids)),
+    )
+    return {row[0]: row[1] for row in await session.execute(union_all(*wanted))}
+
+
+def _state(quota: Quota, counts: Sequence[int], now: datetime, names: Mapping[uuid.UUID, str]) -> QuotaState:
+    used, held, would_refuse_count = counts
+    reason = quota.raise_reason or "" if quota.raised_until is not None and quota.raised_until > now else ""
+    name = names.get(quota.subject_id, "")
+    return QuotaState(rule_now(quota, now), used, held, now, name, reason, would_refuse_count, quota.for_new_keys)
+
+
+def rule_now(quota: Quota, now: datetime) -> QuotaRule:
+    """The rule that a row is at a moment."""
+    raised = quota.raised_until is not None and quota.raised_until > now
+    return QuotaRule(
+        id=quota.id,
+        subject=QuotaSubject(quota.subject),
+        subject_id=quota.subject_id,
+        model=quota.model,
+        dimension=QuotaDimension(quota.dimension),
+        limit_value=quota.raised_limit_value if raised else quota.limit_value,
+        weights=Weights(quota.input_weight_milli, quota.cached_input_weight_milli, quota.output_weight_milli),
+        enforced=quota.enforced,
+        standing_limit_value=quota.limit_value,
+        raised_until=quota.raised_until if raised else None,
+    )

@@ -1,0 +1,210 @@
+"""The decision whether a request fits its quotas, and what it holds and uses of them. Pure: no database, no clock.
+
+A batch works on copies of the counter rows it has locked (`Counters`); whoever applies the batch writes the changed ones back in
+the same transaction. Conservation: for each counter, `held` is the sum of what live holds claim of it and `used` the sum of what
+ended or posted holds left there; a claim lives in exactly one window at a time, the one of the hold's `charged_at`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+
+from metering.errors import QuotaExceeded
+from metering.operations import QuotaState
+from metering.quotas.quota_rules import NO_WINDOW, Claim, CounterKey, Kind, QuotaRule, window_end
+
+Tokens = tuple[int, int]  # input and output
+
+
+@dataclass(slots=True)
+class Counter:
+    """Working copy of one counter row."""
+
+    used: int
+    held: int
+
+
+@dataclass(slots=True)
+class Counters:
+    """The locked counter rows of one batch, at one database time. created: those that the batch itself has inserted, empty.
+
+    would_refuse: admissions of this batch that went past a quota which is not enforced, by counter.
+    """
+
+    now: datetime
+    rows: dict[CounterKey, Counter] = field(default_factory=dict)
+    changed: set[CounterKey] = field(default_factory=set)
+    created: frozenset[CounterKey] = frozenset()
+    would_refuse: dict[CounterKey, int] = field(default_factory=dict)
+
+    def add(self, key: CounterKey, *, used: int = 0, held: int = 0) -> None:
+        """Move a counter. Going below zero is a bug of the caller and would break conservation."""
+        if not used and not held:
+            return
+        row = self.rows[key]
+        row.used += used
+        row.held += held
+        assert row.used >= 0, f"counter {key} used {row.used} < 0"
+        assert row.held >= 0, f"counter {key} held {row.held} < 0"
+        self.changed.add(key)
+
+    def remaining(self, rule: QuotaRule) -> int | None:
+        """What may still be charged to the rule now; None for unlimited."""
+        if rule.limit_value is None:
+            return None
+        row = self.rows[rule.key(self.now)]
+        return rule.limit_value - row.used - row.held
+
+    def state(self, rule: QuotaRule) -> QuotaState:
+        """The rule as its subject may see it."""
+        row = self.rows[rule.key(self.now)]
+        return QuotaState(rule, row.used, row.held, self.now)
+
+
+def admit(counters: Counters, rules: Sequence[QuotaRule], claim: Claim, wanted_token_count: int, least_token_count: int) -> Claim:
+    """Charge a new claim to all rules, with as large a first slice of output tokens as fits, or to none.
+
+    wanted_token_count: the slice asked for; least_token_count: below that the request is better refused than started.
+    Raises: QuotaExceeded naming every rule that does not fit, the first to reset in front.
+    """
+    whole = claim._replace(leased_token_count=wanted_token_count)
+    if charge_whole(counters, rules, whole):
+        return whole
+    smallest = claim._replace(leased_token_count=least_token_count)
+    lease = wanted_token_count
+    failing: list[QuotaRule] = []
+    unheeded: list[QuotaRule] = []
+    for rule in rules:
+        room = counters.remaining(rule)
+        if room is None:
+            continue
+        if demand(rule, smallest) > room:
+            (failing if rule.enforced else unheeded).append(rule)
+        elif rule.enforced and (most := smallest.most_output(rule, room)) is not None and most < lease:
+            lease = most
+    if failing:
+        error = refusal(counters, failing, smallest)
+        error.claim = claim._replace(leased_token_count=wanted_token_count)
+        error.met = tuple((counters.state(rule), demand(rule, smallest)) for rule in rules if rule.enforced)
+        raise error
+    admitted = claim._replace(leased_token_count=lease)
+    now = counters.now
+    for rule in rules:
+        if rule.kind is Kind.REQUESTS:
+            counters.add(rule.key(now), used=1)
+        else:
+            counters.add(rule.key(now), held=admitted.held(rule))
+    for rule in unheeded:
+        key = rule.key(now)
+        counters.would_refuse[key] = counters.would_refuse.get(key, 0) + 1
+    return admitted
+
+
+def charge_whole(counters: Counters, rules: Sequence[QuotaRule], claim: Claim) -> bool:
+    """Charge a new claim as it is to all rules, or to none and say so: what most admissions come to, at half the work."""
+    charges: list[tuple[CounterKey, Counter, bool, int]] = []
+    for rule in rules:
+        key = rule.key(counters.now)
+        row, amount = counters.rows[key], demand(rule, claim)
+        if rule.limit_value is not None and amount > rule.limit_value - row.used - row.held:
+            return False
+        if amount:
+            charges.append((key, row, rule.kind is Kind.REQUESTS, amount))
+    for key, row, is_used_at_once, amount in charges:
+        if is_used_at_once:
+            row.used += amount
+        else:
+            row.held += amount
+        counters.changed.add(key)
+    return True
+
+
+def extend(
+    counters: Counters, rules: Sequence[QuotaRule], claim: Claim, delivered_token_count: int, wanted_token_count: int
+) -> Claim:
+    """Post what was delivered to the window it was charged to, and move the rest, enlarged, into the window of now.
+
+    Grants what fits of `wanted_token_count`, at least one token. Raises: QuotaExceeded if not even that; nothing has changed then.
+    """
+    now = counters.now
+    posted = claim.moved_on(delivered_token_count, now)
+    one_more = posted._replace(leased_token_count=posted.leased_token_count + 1)
+    windowed = [rule for rule in rules if rule.kind is Kind.TOKENS or rule.kind is Kind.MONEY]
+    lease = posted.leased_token_count + wanted_token_count
+    failing: list[QuotaRule] = []
+    moves: list[tuple[CounterKey, CounterKey, int, int]] = []
+    for rule in windowed:
+        old, new = rule.key(claim.charged_at), rule.key(now)
+        held, used = claim.held(rule), claim.consumed(rule, claim.input_token_count, delivered_token_count)
+        moves.append((old, new, held, used))
+        room = counters.remaining(rule)
+        if room is None or not rule.enforced:
+            continue
+        if old == new:  # its own present charge is not in its way
+            room += held - used
+        if one_more.held(rule) > room:
+            failing.append(rule)
+        elif (most := one_more.most_output(rule, room)) is not None and most < lease:
+            lease = most
+    if failing:
+        raise refusal(counters, failing, one_more)
+    extended = posted._replace(leased_token_count=lease)
+    for rule, (old, new, held, used) in zip(windowed, moves, strict=True):
+        counters.add(old, used=used, held=-held)
+        counters.add(new, held=extended.held(rule))
+    return extended
+
+
+def end(counters: Counters, rules: Iterable[QuotaRule], claim: Claim, input_token_count: int, delivered_token_count: int) -> None:
+    """Give back what the claim holds and leave what it consumed in `used`."""
+    for rule in rules:
+        if rule.kind is not Kind.REQUESTS:
+            used = claim.consumed(rule, input_token_count, delivered_token_count)
+            counters.add(rule.key(claim.charged_at), used=used, held=-claim.held(rule))
+
+
+def give_back(counters: Counters, rules: Iterable[QuotaRule], claim: Claim, charged: Tokens, consumed: Tokens) -> None:
+    """Take from `used` what a claim that has ended was charged beyond what it turned out to have consumed.
+
+    charged, consumed: input and output tokens. A window whose counter is gone is long over: nothing is left there to give back to.
+    """
+    for rule in rules:
+        key = rule.key(claim.charged_at)
+        excess = claim.consumed(rule, *charged) - claim.consumed(rule, *consumed)
+        if key not in counters.created:
+            counters.add(key, used=-excess)
+
+
+def void(counters: Counters, rules: Iterable[QuotaRule], claim: Claim) -> None:
+    """Undo the claim as if it had never been admitted, but for what an extension has posted: its windows may be over."""
+    for rule in rules:
+        if rule.kind is Kind.REQUESTS:
+            counters.add(rule.key(claim.admitted_at), used=-1)
+        else:
+            counters.add(rule.key(claim.charged_at), held=-claim.held(rule))
+
+
+def touched_keys(rules: Iterable[QuotaRule], claim: Claim, now: datetime, *, extends: bool) -> set[CounterKey]:
+    """Every counter that an end of this claim can touch at `now`, or also an extension."""
+    keys: set[CounterKey] = set()
+    for rule in rules:
+        if rule.kind is Kind.REQUESTS:
+            keys.add(rule.key(claim.admitted_at))
+        else:
+            keys.add(rule.key(claim.charged_at))
+            if extends:
+                keys.add(rule.key(now))
+    return keys
+
+
+def demand(rule: QuotaRule, claim: Claim) -> int:
+    """What a claim asks of a rule at the moment it is charged."""
+    return 1 if rule.kind is Kind.REQUESTS else claim.held(rule)
+
+
+def refusal(counters: Counters, failing: Sequence[QuotaRule], claim: Claim) -> QuotaExceeded:
+    """The error for rules that do not fit: first the one that resets first, concurrency before all."""
+    ordered = sorted(failing, key=lambda rule: (window_end(rule.dimension, counters.now) or NO_WINDOW, str(rule.id)))
+    return QuotaExceeded([counters.state(rule) for rule in ordered], [demand(rule, claim) for rule in ordered])

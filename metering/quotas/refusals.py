@@ -1,0 +1,169 @@
+"""Refused admissions of one process: how many by what, and for each of them when to try again.
+
+A refusal leaves no trace in the database. What is counted and promised here is this process's own and gone with it.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections import Counter, defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from datetime import datetime
+from typing import NamedTuple
+
+import psycopg
+import structlog
+
+from metering.errors import QuotaExceeded
+from metering.holds.exchange import Connection, id_array
+from metering.models import QuotaDimension, QuotaSubject
+from metering.operations import Admit, HoldAnswer, HoldOperation
+from metering.quotas.quota_rules import Claim, QuotaRule
+from metering.quotas.retry_hints import PROMISE_COUNT_MAX, Forecast, History, RunningRequest, promise
+
+REFRESH_S = 0.25  # how old what is known of running requests may be: refusals come in floods, and each look costs a query
+FORECAST_COUNT_MAX = 10_000  # quotas that refuse at the same time; beyond it the promises of all are forgotten
+RUNNING_COUNT_MAX = 20_000
+HISTORY_COUNT = 64  # requests: enough for a share of 95 %
+
+# What holds of these quotas run, the oldest first.
+SELECT_RUNNING = """
+SELECT q.quota_id, h.owner_id, extract(epoch FROM now() - h.admitted_at)::float8, h.input_token_count, h.cached_input_token_count,
+       h.leased_token_count, h.posted_token_count, h.admitted_at, h.charged_at
+FROM unnest(%s::uuid[]) AS q(quota_id) JOIN holds h ON h.state = 'held' AND q.quota_id = ANY(h.quota_ids)
+ORDER BY h.admitted_at LIMIT %s
+"""
+SELECT_HISTORY = """
+SELECT o.id, extract(epoch FROM e.settled_at - e.admitted_at)::float8, e.delivered_token_count
+FROM unnest(%s::uuid[]) AS o(id), LATERAL (
+    SELECT settled_at, admitted_at, delivered_token_count FROM usage_events
+    WHERE organization_id = o.id AND part = 0 AND NOT recovered ORDER BY settled_at DESC LIMIT %s) e
+"""
+
+log = structlog.get_logger(__name__)
+
+RequestKey = tuple[uuid.UUID, uuid.UUID]  # project and request id
+
+
+class Refused(NamedTuple):
+    """An admission that does not fit a quota."""
+
+    organization_id: uuid.UUID
+    error: QuotaExceeded
+    request: RequestKey | None = None  # None: no promise is remembered for it
+
+
+class Told(NamedTuple):
+    """When a request was told to return, on the database's clock, and because of which quotas."""
+
+    at_s: float
+    quota_ids: frozenset[uuid.UUID]
+
+
+def refused_of(operations: Sequence[HoldOperation], answers: Mapping[int, HoldAnswer | Exception]) -> list[Refused]:
+    """The admissions of a batch that do not fit a quota."""
+    found: list[Refused] = []
+    for index, op in enumerate(operations):
+        if isinstance(op, Admit) and isinstance(answer := answers[index], QuotaExceeded):
+            found.append(Refused(op.payer.organization_id, answer, (op.payer.project_id, op.request_id)))
+    return found
+
+
+class Refusals:
+    """Counts refusals and gives each its hint."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[tuple[QuotaDimension, QuotaSubject]] = Counter()
+        self._forecasts: dict[uuid.UUID, Forecast] = {}
+        self._told: dict[RequestKey, Told] = {}  # the latest last
+
+    @property
+    def counts(self) -> Mapping[tuple[QuotaDimension, QuotaSubject], int]:
+        """Refused admissions since the start, by the quota that stood in front."""
+        return dict(self._counts)
+
+    async def note(self, connection: Connection, now: datetime, refused: Sequence[Refused]) -> None:
+        """Count refusals of one batch, and tell each when to try again. Never fails for want of an answer of the database."""
+        self._counts.update((each.error.failing[0].dimension, each.error.failing[0].subject) for each in refused)
+        waiting = [each for each in refused if each.error.retry_helps and each.error.claim is not None]
+        try:
+            await self._refresh(connection, now, waiting)
+        except psycopg.Error as away:  # the batch is committed, and its answers must go out
+            log.info("retry_hints_unknown", cause=str(away).strip())
+            return
+        for each in waiting:
+            self._tell(each, now)
+
+    def _tell(self, refused: Refused, now: datetime) -> None:
+        """Promise room, but to a request only once: who comes too early is told the same time again, not a place farther behind."""
+        error, request, now_s = refused.error, refused.request, now.timestamp()
+        quota_ids = frozenset(state.quota_id for state in error.failing)
+        told = self._told.pop(request, None) if request is not None else None
+        if told is None or told.at_s <= now_s or told.quota_ids != quota_ids:
+            self.promise(error, now)
+            told = Told(now_s + error.retry_after_s, quota_ids)
+        error.hint_s = told.at_s - now_s
+        if request is not None and error.retry_helps:
+            self._told[request] = told
+            if len(self._told) > PROMISE_COUNT_MAX:
+                del self._told[next(iter(self._told))]
+
+    def promise(self, error: QuotaExceeded, now: datetime) -> None:
+        """Tell one refused request when all quotas that it meets will have room, by what is known already."""
+        assert error.claim is not None
+        wanted = [(self._forecasts[state.quota_id], state, asked) for state, asked in error.met]
+        error.hint_s = promise(wanted, error.claim, now.timestamp())
+
+    def learn(
+        self,
+        rule: QuotaRule,
+        now: datetime,
+        history: History,
+        process_count: int,
+        running: Sequence[RunningRequest],
+    ) -> None:
+        """Take what is known of a quota now; what was promised of it stands.
+
+        Processes whose requests have all ended still promise: as many are reckoned with as there ever were.
+        """
+        known = self._forecasts.get(rule.id)
+        promises = known.promises if known is not None else []
+        processes = max(process_count, known.process_count if known is not None else 1)
+        self._forecasts[rule.id] = Forecast(rule, now.timestamp(), history, processes, running, promises)
+
+    async def _refresh(self, connection: Connection, now: datetime, refused: Sequence[Refused]) -> None:
+        """Look at the running requests of the quotas that refuse, if the last look is too long ago."""
+        stale: dict[uuid.UUID, tuple[QuotaRule, Claim, uuid.UUID]] = {}
+        for organization_id, error, _ in refused:
+            for state, _ in error.met:
+                known = self._forecasts.get(state.quota_id)
+                age_s = now.timestamp() - known.at_s if known is not None and known.rule is state.rule else REFRESH_S
+                if age_s >= REFRESH_S and error.claim is not None:
+                    stale[state.quota_id] = (state.rule, error.claim, organization_id)
+        if not stale:
+            return
+        if len(self._forecasts) > FORECAST_COUNT_MAX:
+            self._forecasts.clear()
+        histories = await read_histories(connection, {organization_id for _, _, organization_id in stale.values()})
+        running: defaultdict[uuid.UUID, list[RunningRequest]] = defaultdict(list)
+        owners: defaultdict[uuid.UUID, set[uuid.UUID]] = defaultdict(set)
+        cursor = await connection.execute(SELECT_RUNNING, (id_array(stale), RUNNING_COUNT_MAX))
+        for quota_id, owner_id, age_s, *amounts, admitted_at, charged_at in await cursor.fetchall():
+            sent, cached, leased, posted = amounts
+            claim = Claim(stale[quota_id][1].prices, sent, cached, leased, posted, admitted_at, charged_at)
+            running[quota_id].append(RunningRequest(claim, age_s))
+            owners[quota_id].add(owner_id)
+        for quota_id, (rule, _, organization_id) in stale.items():
+            history = histories.get(organization_id, History())
+            self.learn(rule, now, history, len(owners[quota_id]), running[quota_id])
+
+
+async def read_histories(connection: Connection, organization_ids: Collection[uuid.UUID]) -> dict[uuid.UUID, History]:
+    """How the latest requests of organizations ran."""
+    cursor = await connection.execute(SELECT_HISTORY, (id_array(organization_ids), HISTORY_COUNT))
+    durations: defaultdict[uuid.UUID, list[float]] = defaultdict(list)
+    outputs: defaultdict[uuid.UUID, list[int]] = defaultdict(list)
+    for organization_id, duration_s, output in await cursor.fetchall():
+        durations[organization_id].append(duration_s)
+        outputs[organization_id].append(output)
+    return {each: History(durations[each], outputs[each]) for each in durations}

@@ -1,0 +1,1 @@
+"""Who uses the service: organizations, projects, API keys, and the log of who changed what."""

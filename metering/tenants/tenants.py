@@ -1,0 +1,300 @@
+"""Organizations, projects and API keys: who may use the service, and how a key leads to them.
+
+Functions take a session and never commit. Every change writes the audit log in the same transaction. A secret leaves this module
+once, at its creation; what is stored is its SHA-256. What changes a key later is in `key_changes.py`.
+"""
+
+from __future__ import annotations
+
+import re
+import uuid
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime, timedelta
+from typing import Any
+
+from sqlalchemy import Double, Select, and_, cast, func, or_, select, update
+from sqlalchemy.dialects.postgresql import insert
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from metering.control.control_models import SupersededSecret
+from metering.control.stop_orders import order_end_of_key
+from metering.errors import AlreadyExists, InvalidValue, KeyInvalid, NotFound
+from metering.models import ApiKey, Organization, Project
+from metering.money import checked_currency
+from metering.quotas.quota_defaults import limit_new_key
+from metering.tenants.audit import record_change, snapshot
+from metering.tenants.key_secrets import PREFIX_FORM, PREFIX_LENGTH, SECRET_FORM, hash_of, new_secret, prefix_of
+
+NAME_FORM = re.compile(r"[a-z][a-z0-9-]{0,62}", re.ASCII)
+KEY_NAME_MAX_CHARS = 100
+SCOPES = frozenset({"inference", "admin", "billing"})
+LIFETIME_MAX = timedelta(days=36_500)  # a century; keeps the sum inside what a timestamp can hold
+
+
+@dataclass(frozen=True, slots=True)
+class Principal:
+    """Who calls, as its key says. secret_lifetime_s: how long this secret of the key works from now on; None: for ever."""
+
+    api_key_id: uuid.UUID
+    key_prefix: str
+    project_id: uuid.UUID
+    organization_id: uuid.UUID
+    currency_code: str
+    scopes: frozenset[str]
+    secret_lifetime_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class KeyRecord:
+    """An API key as it may be shown: all but its secret. overlap_ends_at: until when a replaced secret works too."""
+
+    id: uuid.UUID
+    organization_id: uuid.UUID
+    project_id: uuid.UUID
+    name: str
+    prefix: str
+    scopes: tuple[str, ...]
+    created_at: datetime
+    expires_at: datetime | None
+    revoked_at: datetime | None
+    overlap_ends_at: datetime | None = None
+
+
+async def create_organization(session: AsyncSession, *, name: str, currency_code: str = "USD", actor: str) -> Organization:
+    """A new customer. Raises: InvalidValue, AlreadyExists."""
+    values = {"name": checked_name(name), "currency_code": checked_currency(currency_code)}
+    statement = insert(Organization).values(values).on_conflict_do_nothing(index_elements=["name"]).returning(Organization)
+    if (organization := await session.scalar(statement)) is None:
+        raise AlreadyExists("organization", name)
+    await _record_creation(session, actor, "organization.create", organization)
+    return organization
+
+
+async def list_organizations(session: AsyncSession) -> Sequence[Organization]:
+    """All of them, by name."""
+    return (await session.scalars(select(Organization).order_by(Organization.name))).all()
+
+
+async def create_project(session: AsyncSession, *, organization: str, name: str, actor: str) -> Project:
+    """A new part of an organization, given by name or id. Raises: NotFound, InvalidValue, AlreadyExists."""
+    owner = await find_organization(session, organization)
+    values = {"organization_id": owner.id, "name": checked_name(name)}
+    statement = insert(Project).values(values).on_conflict_do_nothing(index_elements=["organization_id", "name"])
+    project: Project | None = await session.scalar(statement.returning(Project))
+    if project is None:
+        raise AlreadyExists("project", f"{owner.name}/{name}")
+    await _record_creation(session, actor, "project.create", project)
+    return project
+
+
+async def list_projects(session: AsyncSession, *, organization: str) -> Sequence[Project]:
+    """Those of one organization, by name. Raises: NotFound."""
+    owner = await find_organization(session, organization)
+    query = select(Project).where(Project.organization_id == owner.id).order_by(Project.name)
+    return (await session.scalars(query)).all()
+
+
+async def create_api_key(
+    session: AsyncSession,
+    *,
+    organization: str,
+    project: str,
+    name: str,
+    scopes: Collection[str] = ("inference",),
+    lifetime: timedelta | None = None,
+    actor: str,
+) -> tuple[KeyRecord, str]:
+    """A new key and its secret, which cannot be had again. No scopes means "inference"; no lifetime means for ever.
+
+    It gets the limits that its project and organization keep for new keys. Raises: NotFound, InvalidValue.
+    """
+    owner = await find_project(session, project, organization=organization)
+    values = {
+        "project_id": owner.id,
+        "name": checked_key_name(name),
+        "scopes": checked_scopes(scopes),
+        "expires_at": None if lifetime is None else func.now() + _checked_lifetime(lifetime),
+    }
+    while True:  # until a prefix is free, which the first one is but for one time in millions
+        secret = new_secret()
+        values |= {"prefix": prefix_of(secret), "secret_hash": hash_of(secret)}
+        statement = insert(ApiKey).values(values).on_conflict_do_nothing(index_elements=["prefix"]).returning(ApiKey)
+        if (key := await session.scalar(statement)) is not None:
+            break
+    await _record_creation(session, actor, "api_key.create", key)
+    await limit_new_key(session, api_key_id=key.id, project_id=owner.id, organization_id=owner.organization_id, actor=actor)
+    return _key_record(key, owner.organization_id), secret
+
+
+async def revoke_api_key(session: AsyncSession, *, api_key: str, actor: str) -> KeyRecord:
+    """End a key, given by id or prefix, for good, and order the end of what runs with it. Revoking twice changes nothing.
+
+    Raises: NotFound.
+    """
+    found = await find_api_key(session, api_key)
+    key = await locked_key(session, found.id)
+    if key.revoked_at is not None:
+        return replace(found, revoked_at=key.revoked_at)
+    changed = await change_key(session, key, actor, "api_key.revoke", revoked_at=func.now())
+    await order_end_of_key(session, key.id)
+    return replace(found, revoked_at=changed.revoked_at)
+
+
+async def locked_key(session: AsyncSession, key_id: uuid.UUID) -> ApiKey:
+    """The row as it is now, which nobody else changes before the end of the transaction."""
+    # Not FOR UPDATE: requests that are admitted at the same time refer to the row and must not wait.
+    locking = select(ApiKey).where(ApiKey.id == key_id).with_for_update(key_share=True)
+    return (await session.scalars(locking.execution_options(populate_existing=True))).one()
+
+
+async def change_key(session: AsyncSession, key: ApiKey, actor: str, action: str, **values: Any) -> ApiKey:
+    """Set columns of a locked key, and write the log."""
+    before = snapshot(key)
+    statement = update(ApiKey).where(ApiKey.id == key.id).values(**values).returning(ApiKey)
+    changed = (await session.scalars(statement.execution_options(populate_existing=True))).one()
+    after = snapshot(changed)
+    await record_change(session, actor=actor, action=action, subject_id=str(key.id), before=before, after=after)
+    return changed
+
+
+async def list_api_keys(session: AsyncSession, *, organization: str | None = None) -> list[KeyRecord]:
+    """Newest first; only an organization's if it is given. Raises: NotFound."""
+    query = _select_keys().order_by(ApiKey.created_at.desc(), ApiKey.id)
+    if organization:
+        query = query.where(Project.organization_id == (await find_organization(session, organization)).id)
+    return [_key_record(*row) for row in await session.execute(query)]
+
+
+async def authenticate(session: AsyncSession, secret: str) -> Principal:
+    """Who the secret belongs to, by the database's clock. Raises: KeyInvalid, the same for unknown, revoked and expired."""
+    refusal = KeyInvalid("the API key is not valid: it is unknown, revoked or expired")
+    if SECRET_FORM.fullmatch(secret) is None:
+        raise refusal
+    replaced = select(SupersededSecret).where(SupersededSecret.secret_hash == hash_of(secret)).subquery()
+    ends_at = func.least(ApiKey.expires_at, replaced.c.expires_at)  # of those that are known
+    query = (
+        select(
+            ApiKey.id,
+            ApiKey.prefix,
+            ApiKey.project_id,
+            Project.organization_id,
+            Organization.currency_code,
+            ApiKey.scopes,
+            cast(func.extract("epoch", ends_at - func.now()), Double),
+        )
+        .join(Project, Project.id == ApiKey.project_id)
+        .join(Organization, Organization.id == Project.organization_id)
+        .outerjoin(replaced, replaced.c.api_key_id == ApiKey.id)
+        .where(
+            or_(ApiKey.secret_hash == hash_of(secret), ApiKey.id == select(replaced.c.api_key_id).scalar_subquery()),
+            ApiKey.revoked_at.is_(None),
+            or_(ends_at.is_(None), ends_at > func.now()),
+        )
+    )
+    if (row := (await session.execute(query)).one_or_none()) is None:
+        raise refusal
+    return Principal(row[0], row[1], row[2], row[3], row[4], frozenset(row[5]), row[6])
+
+
+async def find_organization(session: AsyncSession, ref: str) -> Organization:
+    """By name or id. Raises: NotFound."""
+    key = as_uuid(ref)
+    if key is None and NAME_FORM.fullmatch(ref) is None:
+        raise NotFound("organization", ref)
+    condition = Organization.name == ref if key is None else Organization.id == key
+    if (organization := await session.scalar(select(Organization).where(condition))) is None:
+        raise NotFound("organization", ref)
+    return organization
+
+
+async def find_project(session: AsyncSession, ref: str, *, organization: str | None = None) -> Project:
+    """By id, or by name in the organization; without an organization the name is "organization/project". Raises: NotFound."""
+    shown = f"{organization}/{ref}" if organization else ref
+    if not organization:
+        organization, _, ref = ref.rpartition("/")
+    key = as_uuid(ref)
+    if key is None and (NAME_FORM.fullmatch(ref) is None or not organization):
+        raise NotFound("project", shown)
+    condition = Project.name == ref if key is None else Project.id == key
+    if organization:
+        condition = and_(condition, Project.organization_id == (await find_organization(session, organization)).id)
+    if (project := await session.scalar(select(Project).where(condition))) is None:
+        raise NotFound("project", shown)
+    return project
+
+
+async def find_api_key(session: AsyncSession, ref: str) -> KeyRecord:
+    """By id or prefix. Raises: NotFound."""
+    key_id = as_uuid(ref)
+    if key_id is None and PREFIX_FORM.fullmatch(ref) is None:
+        raise NotFound("API key", ref[: PREFIX_LENGTH + 3])  # no more of it: it might be a secret
+    condition = ApiKey.prefix == ref if key_id is None else ApiKey.id == key_id
+    if (row := (await session.execute(_select_keys().where(condition))).one_or_none()) is None:
+        raise NotFound("API key", ref)
+    return _key_record(*row)
+
+
+def as_uuid(ref: str) -> uuid.UUID | None:
+    """The id that a reference is, if it is one."""
+    try:
+        return uuid.UUID(ref)
+    except ValueError:
+        return None
+
+
+def checked_name(name: str) -> str:
+    """A name that an organization or project may have. One that reads as an id would make references ambiguous."""
+    if NAME_FORM.fullmatch(name) is None or as_uuid(name) is not None:
+        raise InvalidValue("name", 'give 1 to 63 of a-z, 0-9 and "-", starting with a letter, and not a UUID')
+    return name
+
+
+def checked_key_name(name: str) -> str:
+    """A name that a key may have. Raises: InvalidValue."""
+    if not 1 <= len(name) <= KEY_NAME_MAX_CHARS or not name.isprintable():
+        raise InvalidValue("name", f"give 1 to {KEY_NAME_MAX_CHARS} printable characters")
+    return name
+
+
+def checked_scopes(scopes: Collection[str]) -> list[str]:
+    """Scopes in order, each once; none means "inference". Raises: InvalidValue."""
+    if unknown := set(scopes) - SCOPES:
+        raise InvalidValue("scopes", f"{sorted(unknown)} unknown: choose from {sorted(SCOPES)}")
+    return sorted(set(scopes)) or ["inference"]
+
+
+def _checked_lifetime(lifetime: timedelta) -> timedelta:
+    if not timedelta(0) < lifetime <= LIFETIME_MAX:
+        raise InvalidValue(
+            "lifetime", f"give more than zero and at most {LIFETIME_MAX.days} days, or none for a key without an end"
+        )
+    return lifetime
+
+
+def _select_keys() -> Select[ApiKey, uuid.UUID, datetime]:
+    overlap = (
+        select(func.max(SupersededSecret.expires_at))
+        .where(SupersededSecret.api_key_id == ApiKey.id, SupersededSecret.expires_at > func.now())
+        .scalar_subquery()
+    )
+    return select(ApiKey, Project.organization_id, overlap).join(Project, Project.id == ApiKey.project_id)
+
+
+def _key_record(key: ApiKey, organization_id: uuid.UUID, overlap_ends_at: datetime | None = None) -> KeyRecord:
+    return KeyRecord(
+        id=key.id,
+        organization_id=organization_id,
+        project_id=key.project_id,
+        name=key.name,
+        prefix=key.prefix,
+        scopes=tuple(key.scopes),
+        created_at=key.created_at,
+        expires_at=key.expires_at,
+        revoked_at=key.revoked_at,
+        overlap_ends_at=overlap_ends_at,
+    )
+
+
+async def _record_creation(session: AsyncSession, actor: str, action: str, row: Organization | Project | ApiKey) -> None:
+    await record_change(session, actor=actor, action=action, subject_id=str(row.id), before=None, after=snapshot(row))
