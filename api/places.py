@@ -6,20 +6,14 @@ import asyncio
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import Enum, StrEnum, auto
+from enum import Enum, auto
 from types import TracebackType
 from typing import Protocol, Self
 
 from api.virtual_tokens import Tenant
+from metering.models import ServiceTier as ServiceTier
 
 ALL_TENANTS = uuid.UUID(int=0)  # in whose line everybody stands where fairness is off
-
-
-class ServiceTier(StrEnum):
-    """What a request is: somebody waits for it, or it fills what others leave."""
-
-    INTERACTIVE = "interactive"
-    BATCH = "batch"
 
 
 @dataclass(frozen=True, slots=True)

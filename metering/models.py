@@ -72,6 +72,13 @@ class AccountKind(StrEnum):
     REVENUE = "revenue"
 
 
+class ServiceTier(StrEnum):
+    """What a request is: somebody waits for it, or it fills what others leave."""
+
+    INTERACTIVE = "interactive"
+    BATCH = "batch"
+
+
 class TokenKind(StrEnum):
     """What a token is billed as."""
 
