@@ -10,7 +10,8 @@ from weir.v1 import billing_service_pb2_grpc as pb_grpc
 from api import wire
 from api.auth import Authenticator
 from api.interceptor import Context
-from metering.billing.reports import MonthReport, ReportLine, month_report
+from metering.billing.month_reading import month_report
+from metering.billing.reports import MonthReport, ReportLine
 from metering.errors import NotFound
 from metering.models import TokenKind
 from metering.store.db import Sessions

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from decimal import Decimal
 
 from metering.errors import InvalidValue
@@ -38,7 +39,7 @@ def minor_digits(currency_code: str) -> int:
 
 
 def round_to_minor_unit(amount_picos: int, currency_code: str) -> int:
-    """The amount in whole minor units, still as picos: the only rounding in the system, done once per invoice or report total.
+    """The amount in whole minor units, still as picos: the only rounding in the system (`round_parts` calls it for totals).
 
     Half a minor unit is rounded up in magnitude, so that a credit note of the same amount cancels an invoice exactly.
     The remainder to carry is the amount minus the result.
@@ -46,6 +47,23 @@ def round_to_minor_unit(amount_picos: int, currency_code: str) -> int:
     step: int = 10 ** (PICO_DIGITS - minor_digits(currency_code))
     magnitude = (abs(amount_picos) + step // 2) // step * step
     return magnitude if amount_picos >= 0 else -magnitude
+
+
+def round_parts(amounts_picos: Iterable[int], carried_picos: int, currency_code: str) -> tuple[tuple[int, ...], int]:
+    """Each amount in whole minor units, still as picos, so that together they are the rounded total; and what is left to carry.
+
+    The total is that of all amounts and of what was carried before, rounded once; each part is what the running total grows by, so
+    none is further than one minor unit from its amount. Amounts that add up to nothing owe nothing and pass on what was carried.
+    Always: parts + left to carry = amounts + carried before.
+    """
+    parts: list[int] = []
+    exact = rounded = 0
+    for amount in amounts_picos:
+        exact += amount
+        reached = round_to_minor_unit(exact + carried_picos, currency_code) if exact else 0
+        parts.append(reached - rounded)
+        rounded = reached
+    return tuple(parts), exact + carried_picos - rounded
 
 
 def split_units(amount_picos: int) -> tuple[int, int]:

@@ -1,56 +1,42 @@
-"""The month of a customer: what the ledger says it owes, line by line, and whether that is what it used.
+"""The month of a customer as a value: what it used, what its plan, adjustments and credit make of that, and what it owes. Pure.
 
-Amounts come from the ledger, never from today's prices. `to_json` and `to_csv` are pure: the same report, the same bytes.
+`month_reading.py` reads it from the ledger, `report_formats.py` writes it as JSON and CSV, `invoices.py` makes an invoice of it.
 """
 
 from __future__ import annotations
 
-import csv
-import io
-import json
 import re
 import uuid
-from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
+from dataclasses import dataclass
+from datetime import UTC, date, datetime
+from enum import StrEnum
 
-from sqlalchemy import text
-from sqlalchemy.ext.asyncio import AsyncSession
-
-from metering.errors import InvalidValue, InvariantViolated
+from metering.errors import InvalidValue
 from metering.models import TokenKind
-from metering.money import exact_text, round_to_minor_unit
-from metering.operations import Outcome
-from metering.tenants.tenants import find_organization
+from metering.money import round_parts
 
 MONTH_FORM = re.compile(r"([2-9]\d{3})-(0[1-9]|1[0-2])", re.ASCII)
-TOKEN_KIND_ORDER = list(TokenKind)
+REPORT_FORMAT = 2  # 1: until months could be closed. A closed month is written in the format of its close, for ever
+TAX_NOTE = "tax not included"
 
-COMPLETED = (Outcome.STOP, Outcome.STOP_SEQUENCE, Outcome.LENGTH)
-CANCELLED = (Outcome.CANCELLED, Outcome.DEADLINE)
-LIMITED = (Outcome.QUOTA_EXHAUSTED, Outcome.COST_LIMIT, Outcome.SLOW_CONSUMER, Outcome.FILTERED)
-FAILED = (Outcome.FAILED,)
 
-CSV_COLUMNS = (
-    "record_type",
-    "organization_name",
-    "organization_id",
-    "month",
-    "time_zone",
-    "model",
-    "price_version",
-    "token_kind",
-    "request_count",
-    "token_count",
-    "cancelled_token_count",
-    "unit_price",
-    "amount",
-    "currency_code",
-)
+class ChargeKind(StrEnum):
+    """What a line beside the usage is: of the plan, a correction, or prepaid credit that pays."""
+
+    ALLOWANCE = "allowance"
+    GRADUATED = "graduated"
+    VOLUME = "volume"
+    COMMITMENT = "commitment"
+    ADJUSTMENT = "adjustment"
+    CREDIT = "credit"
 
 
 @dataclass(frozen=True, slots=True)
 class ReportLine:
-    """Tokens of one kind, of one model, at one price. `cancelled_token_count` of the `token_count` are of cancelled requests."""
+    """Tokens of one kind, of one model, at one price. `cancelled_token_count` of the `token_count` are of cancelled requests.
+
+    late_month: the month `YYYY-MM` of the use, where that was closed before the usage was posted; else empty.
+    """
 
     model: str
     price_version: int
@@ -60,6 +46,20 @@ class ReportLine:
     cancelled_token_count: int
     unit_price_picos: int
     amount_picos: int
+    late_month: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Charge:
+    """A line beside the usage; what the customer pays less for is negative. source_id: of the adjustment or the credit grant."""
+
+    kind: ChargeKind
+    description: str
+    amount_picos: int
+    model: str = ""
+    token_kind: TokenKind | None = None
+    token_count: int | None = None
+    source_id: uuid.UUID | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +88,40 @@ class Reconciliation:
 
 
 @dataclass(frozen=True, slots=True)
+class CreditNoteIssued:
+    """A credit note of the month. It stands beside the invoice: its amount, above zero, is given back and in no invoice's total."""
+
+    number: str
+    invoice_number: str
+    amount_picos: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class PrepaidCredit:
+    """Prepaid credit of the month in picos: granted and expired in it, and left at its end. What was spent is among the charges."""
+
+    granted_picos: int = 0
+    expired_picos: int = 0
+    left_picos: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Closed:
+    """How a month was closed. invoice_number: empty where there was nothing to invoice. receipts_root: of its receipts, if any."""
+
+    closed_at: datetime
+    closed_by: str
+    invoice_number: str
+    receipts_root: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class MonthReport:
-    """One calendar month (UTC) of one organization. Lines are sorted by model, price version and kind of token."""
+    """One calendar month (UTC) of one organization. Lines are sorted by month of use, model, price version and kind of token.
+
+    Of a month that is not closed it tells what the invoice would be now. carried_in_picos: what rounding left of the months before.
+    """
 
     organization_name: str
     organization_id: uuid.UUID
@@ -99,107 +131,40 @@ class MonthReport:
     request_counts: RequestCounts
     unrated_event_count: int
     reconciliation: Reconciliation
+    charges: tuple[Charge, ...] = ()
+    carried_in_picos: int = 0
+    credit: PrepaidCredit = PrepaidCredit()
+    credit_notes: tuple[CreditNoteIssued, ...] = ()
+    closed: Closed | None = None
+    format_version: int = REPORT_FORMAT
+
+    @property
+    def state(self) -> str:
+        """`closed`, or `open`: its numbers may change."""
+        return "open" if self.closed is None else "closed"
 
     @property
     def total_picos(self) -> int:
-        """Sum of the lines, exact."""
-        return sum(line.amount_picos for line in self.lines)
+        """Sum of lines and charges, exact."""
+        return sum(self._amounts())
+
+    @property
+    def rounded_parts_picos(self) -> tuple[int, ...]:
+        """Each line, then each charge, in whole minor units; their sum is `total_rounded_picos`."""
+        return round_parts(self._amounts(), self.carried_in_picos, self.currency_code)[0]
 
     @property
     def total_rounded_picos(self) -> int:
-        """The total in whole minor units of the currency: rounded once, here."""
-        return round_to_minor_unit(self.total_picos, self.currency_code)
+        """What is owed: the total and what was carried, in whole minor units of the currency, rounded once."""
+        return sum(self.rounded_parts_picos)
 
+    @property
+    def carried_out_picos(self) -> int:
+        """What the rounding leaves for the next month."""
+        return round_parts(self._amounts(), self.carried_in_picos, self.currency_code)[1]
 
-# One statement, so that all numbers are of one moment: rating may go on meanwhile.
-MONTH = text("""
-WITH used AS (
-    SELECT count(*) FILTER (WHERE part = 0) AS total_count,
-           count(*) FILTER (WHERE part = 0 AND outcome = ANY(:completed)) AS completed_count,
-           count(*) FILTER (WHERE part = 0 AND outcome = ANY(:cancelled)) AS cancelled_count,
-           count(*) FILTER (WHERE part = 0 AND outcome = ANY(:limited)) AS limited_count,
-           count(*) FILTER (WHERE part = 0 AND outcome = ANY(:failed)) AS failed_count,
-           coalesce(sum(input_token_count + billed_token_count), 0) AS usage_token_count,
-           coalesce(sum(input_token_count + billed_token_count) FILTER (WHERE rated_at IS NULL), 0) AS unrated_token_count,
-           count(*) FILTER (WHERE rated_at IS NULL) AS unrated_event_count
-    FROM usage_events
-    WHERE organization_id = :organization_id AND settled_at >= :begins AND settled_at < :ends
-), posted AS (
-    SELECT p.model, p.id AS price_version, p.currency_code, e.token_kind,
-           count(DISTINCT u.hold_id) AS request_count,
-           sum(e.token_count) AS token_count,
-           coalesce(sum(e.token_count) FILTER (WHERE u.outcome = ANY(:cancelled)), 0) AS cancelled_token_count,
-           CASE e.token_kind WHEN 'input' THEN p.input_picos_per_token
-                             WHEN 'cached_input' THEN p.cached_input_picos_per_token
-                             WHEN 'output' THEN p.output_picos_per_token END AS unit_price_picos,
-           -sum(e.amount_picos) AS amount_picos
-    FROM ledger_transactions t
-    JOIN ledger_entries e ON e.transaction_id = t.id
-    JOIN price_versions p ON p.id = e.price_version_id
-    JOIN usage_events u ON u.id = t.usage_event_id
-    WHERE t.organization_id = :organization_id AND t.effective_at >= :begins AND t.effective_at < :ends
-    GROUP BY p.id, e.token_kind
-)
-SELECT used.*, posted.* FROM used LEFT JOIN posted ON true
-""")
-
-
-async def month_report(session: AsyncSession, *, organization: str, month: str) -> MonthReport:
-    """The report of an organization, given by name or id, for a month `YYYY-MM`. Raises: NotFound, InvalidValue."""
-    begins, ends = month_bounds(month)
-    owner = await find_organization(session, organization)
-    parameters = {
-        "organization_id": owner.id,
-        "begins": begins,
-        "ends": ends,
-        "completed": list(COMPLETED),
-        "cancelled": list(CANCELLED),
-        "limited": list(LIMITED),
-        "failed": list(FAILED),
-    }
-    rows = (await session.execute(MONTH, parameters)).all()
-    lines = []
-    for row in rows:
-        if row.model is None:
-            continue  # nothing is posted: the row is there for the counts
-        if row.currency_code != owner.currency_code:
-            raise InvariantViolated(
-                f"organization {owner.name} has postings in {row.currency_code}: it is billed in {owner.currency_code}"
-            )
-        lines.append(
-            ReportLine(
-                model=row.model,
-                price_version=row.price_version,
-                token_kind=TokenKind(row.token_kind),
-                request_count=row.request_count,
-                token_count=int(row.token_count),
-                cancelled_token_count=int(row.cancelled_token_count),
-                unit_price_picos=row.unit_price_picos,
-                amount_picos=int(row.amount_picos),
-            )
-        )
-    lines.sort(key=lambda line: (line.model, line.price_version, TOKEN_KIND_ORDER.index(line.token_kind)))
-    counts = rows[0]
-    return MonthReport(
-        organization_name=owner.name,
-        organization_id=owner.id,
-        month=month,
-        currency_code=owner.currency_code,
-        lines=tuple(lines),
-        request_counts=RequestCounts(
-            total_count=counts.total_count,
-            completed_count=counts.completed_count,
-            cancelled_count=counts.cancelled_count,
-            limited_count=counts.limited_count,
-            failed_count=counts.failed_count,
-        ),
-        unrated_event_count=counts.unrated_event_count,
-        reconciliation=Reconciliation(
-            usage_token_count=int(counts.usage_token_count),
-            ledger_token_count=sum(line.token_count for line in lines),
-            unrated_token_count=int(counts.unrated_token_count),
-        ),
-    )
+    def _amounts(self) -> list[int]:
+        return [line.amount_picos for line in self.lines] + [charge.amount_picos for charge in self.charges]
 
 
 def month_bounds(month: str) -> tuple[datetime, datetime]:
@@ -211,66 +176,6 @@ def month_bounds(month: str) -> tuple[datetime, datetime]:
     return datetime(year, number, 1, tzinfo=UTC), datetime(year + number // 12, number % 12 + 1, 1, tzinfo=UTC)
 
 
-def to_json(report: MonthReport) -> str:
-    """The whole report. Amounts are exact decimal strings in units of the currency."""
-    document = {
-        "organization_name": report.organization_name,
-        "organization_id": str(report.organization_id),
-        "month": report.month,
-        "time_zone": "UTC",
-        "currency_code": report.currency_code,
-        "lines": [
-            {
-                "model": line.model,
-                "price_version": line.price_version,
-                "token_kind": line.token_kind,
-                "request_count": line.request_count,
-                "token_count": line.token_count,
-                "cancelled_token_count": line.cancelled_token_count,
-                "unit_price": exact_text(line.unit_price_picos, report.currency_code),
-                "amount": exact_text(line.amount_picos, report.currency_code),
-            }
-            for line in report.lines
-        ],
-        "total": exact_text(report.total_picos, report.currency_code),
-        "total_rounded": exact_text(report.total_rounded_picos, report.currency_code),
-        "request_counts": asdict(report.request_counts),
-        "unrated_event_count": report.unrated_event_count,
-        "reconciliation": {**asdict(report.reconciliation), "balanced": report.reconciliation.balanced},
-    }
-    return json.dumps(document, indent=2, ensure_ascii=False) + "\n"
-
-
-def to_csv(report: MonthReport) -> str:
-    """RFC 4180 with a header. Rows of type `usage` are the lines; `total` is their exact sum and `total_rounded` what is owed."""
-    text_file = io.StringIO()
-    writer = csv.DictWriter(text_file, CSV_COLUMNS, restval="", lineterminator="\r\n")
-    common = {
-        "organization_name": report.organization_name,
-        "organization_id": str(report.organization_id),
-        "month": report.month,
-        "time_zone": "UTC",
-        "currency_code": report.currency_code,
-    }
-    writer.writeheader()
-    for line in report.lines:
-        writer.writerow(
-            common
-            | {
-                "record_type": "usage",
-                "model": line.model,
-                "price_version": line.price_version,
-                "token_kind": line.token_kind.value,
-                "request_count": line.request_count,
-                "token_count": line.token_count,
-                "cancelled_token_count": line.cancelled_token_count,
-                "unit_price": exact_text(line.unit_price_picos, report.currency_code),
-                "amount": exact_text(line.amount_picos, report.currency_code),
-            }
-        )
-    for record_type, picos in (("total", report.total_picos), ("total_rounded", report.total_rounded_picos)):
-        row = common | {"record_type": record_type, "amount": exact_text(picos, report.currency_code)}
-        if record_type == "total":
-            row["request_count"] = str(report.request_counts.total_count)
-        writer.writerow(row)
-    return text_file.getvalue()
+def month_text(first_day: date) -> str:
+    """`YYYY-MM` of its first day."""
+    return f"{first_day:%Y-%m}"

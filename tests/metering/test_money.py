@@ -16,6 +16,7 @@ from metering.money import (
     exact_text,
     from_decimal,
     minor_digits,
+    round_parts,
     round_to_minor_unit,
     split_units,
     to_decimal,
@@ -89,3 +90,40 @@ def test_a_currency_that_does_not_exist_is_refused() -> None:
 def test_no_currency_is_listed_twice() -> None:
     assert all(len(code) == 3 for code in MINOR_DIGITS)
     assert [MINOR_DIGITS[code] for code in ("USD", "JPY", "KWD")] == [2, 0, 3]
+
+
+MONTHS = st.lists(st.lists(st.integers(min_value=-(10**14), max_value=10**14), max_size=8), min_size=1, max_size=14)
+
+
+@given(MONTHS, CURRENCIES)
+def test_rounded_lines_add_up_to_each_months_total_and_nothing_is_lost_over_the_months(
+    months: list[list[int]], currency_code: str
+) -> None:
+    minor_unit = PICOS_PER_UNIT // 10 ** minor_digits(currency_code)
+    carried = invoiced = 0
+
+    for amounts in months:
+        parts, left = round_parts(amounts, carried, currency_code)
+
+        assert sum(parts) + left == sum(amounts) + carried
+        assert all(part % minor_unit == 0 for part in parts)
+        assert all(abs(part - amount) <= minor_unit for part, amount in zip(parts, amounts, strict=True))
+        assert abs(left) * 2 <= minor_unit
+        if sum(amounts):
+            assert sum(parts) == round_to_minor_unit(sum(amounts) + carried, currency_code)
+        carried, invoiced = left, invoiced + sum(parts)
+
+    assert invoiced + carried == sum(map(sum, months))
+
+
+@pytest.mark.parametrize("carried", [5 * 10**9, -5 * 10**9])
+def test_a_month_that_owes_nothing_neither_invoices_nor_changes_what_is_carried(carried: int) -> None:
+    """Half a cent would otherwise go out as a cent in one empty month and come back in the next, for ever."""
+    assert round_parts([], carried, "USD") == ((), carried)
+    assert round_parts([0, 0], carried, "USD") == ((0, 0), carried)
+    assert round_parts([7, -7], carried, "USD")[1] == carried
+
+
+def test_many_small_lines_are_rounded_together() -> None:
+    assert round_parts([4 * 10**9] * 3, 0, "USD") == ((0, 10**10, 0), 2 * 10**9)
+    assert round_parts([4 * 10**11] * 3, 3 * 10**11, "JPY") == ((10**12, 0, 10**12), -5 * 10**11)

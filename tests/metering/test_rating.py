@@ -12,10 +12,11 @@ from sqlalchemy import text
 
 from metering.billing import rating
 from metering.billing.ledger import AccountKey, UsagePosting, check_balanced, usage_legs
+from metering.billing.month_reading import month_report
 from metering.billing.prices import ModelPrice, set_price
 from metering.billing.pricing import TokenPrices
 from metering.billing.rating import rate_all_pending, rate_batch, rate_pending
-from metering.billing.reports import Reconciliation, month_report
+from metering.billing.reports import Reconciliation
 from metering.errors import InvariantViolated
 from metering.models import AccountKind
 from metering.store.db import Sessions, create_engine, create_sessions
