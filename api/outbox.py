@@ -71,6 +71,12 @@ class Outbox:
         self._taken = asyncio.Event()
         self._closing = False
         self._abandoned = False
+        self._message_count = 0
+
+    @property
+    def message_count(self) -> int:
+        """Messages that the client has taken: it stalls only while this stands still."""
+        return self._message_count
 
     def push(self, delivery: Delivery, frame: pb.ServerFrame, token_count: int = 0) -> None:
         """Add a frame; dropped if the client is gone. token_count: output tokens that it carries."""
@@ -142,6 +148,7 @@ class Outbox:
             self._count_as_delivered(batch)
             await write(pb.GenerateResponse(frames=[pending.frame for pending in batch]))
             self._in_flight = []
+            self._message_count += 1
             for pending in batch:
                 pending.delivery.unsent_frame_count -= 1
                 if pending.delivery.unsent_frame_count <= 0:

@@ -103,13 +103,14 @@ class Reply:
     async def flush(self) -> None:
         """Wait until the client has taken everything; one that reads nothing for too long is given up.
 
+        What it reads may be frames of other requests that were before these, so the stream is watched and not the request.
         Nothing is waited for once what waits was discarded: what the transport has already was counted when it was handed over.
         """
         if self._is_discarded:
             return
         before = None
-        while before != (unsent := self.delivery.unsent_frame_count):
-            before = unsent
+        while before != (taken := self._outbox.message_count):
+            before = taken
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._settings.client_stall_max_s):
                     await self._outbox.flushed(self.delivery)

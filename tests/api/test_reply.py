@@ -12,6 +12,7 @@ from typing import Any, cast
 import pytest
 from weir.v1 import inference_service_pb2 as pb
 
+from api import outbox as outbox_module
 from api.admission import Lease
 from api.outbox import Outbox
 from api.reply import Reply
@@ -73,3 +74,34 @@ async def test_what_comes_token_by_token_faster_than_it_is_read_is_given_up(jour
     stopped, _ = await say_at_once(journal)
 
     assert set(stopped) == {Outcome.SLOW_CONSUMER}
+
+
+async def test_a_request_behind_others_is_not_given_up_while_the_client_reads_those(
+    journal: UsageJournal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each message takes most of the client's patience, and what this request waits for is in the last of them."""
+    patience_s = 0.2
+    monkeypatch.setattr(outbox_module, "FRAMES_PER_MESSAGE_MAX", 1)
+    stopped: list[Outcome] = []
+    outbox = Outbox(journal)
+    settings = cast(Settings, SimpleNamespace(outbox_tokens_per_request_max=OUTBOX_TOKENS, client_stall_max_s=patience_s))
+    replies = []
+    for _ in range(2):
+        reply = Reply(outbox, parse_start(str(uuid.uuid4()), pb.StartFrame(model="tiny", text="Hi")), stopped.append)
+        reply.open(cast(Lease, Covered()), settings, None)
+        replies.append(reply)
+    first, last = replies
+
+    async def write(message: pb.GenerateResponse) -> None:
+        await asyncio.sleep(patience_s / 2)
+
+    for index in range(5):
+        await first.hand_on(TokensGenerated((index,), "x"))
+    await last.hand_on(TokensGenerated((0,), "x"))
+    outbox.close()
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(outbox.write_all(write))
+        await last.flush()
+
+    assert stopped == []
+    assert last.delivery.usage.delivered_token_count == 1

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from datetime import UTC, datetime
 
+import grpc
 import pytest
 import weir_client
 from google.rpc import error_details_pb2, status_pb2
 from weir.v1 import inference_service_pb2 as pb
-from weir_client import AsyncClient, Internal, InvalidRequest, QuotaExceeded, WeirError
+from weir_client import AsyncClient, Internal, InvalidRequest, QuotaExceeded, Unavailable, WeirError
+from weir_client.status import error_from_rpc
 
 from tests.sdk import scripted
 from tests.sdk.scripted import ScriptedInference, ServerStream
@@ -112,6 +114,14 @@ async def test_an_internal_error_carries_its_incident() -> None:
             await client.complete("demo", "Hi")
 
     assert caught.value.incident_id == "i-17"
+
+
+def test_a_status_that_grpcio_lost_counts_as_a_broken_stream_which_may_be_tried_again() -> None:
+    lost = grpc.aio.AioRpcError(grpc.StatusCode.INTERNAL, grpc.aio.Metadata(), grpc.aio.Metadata(), "Internal error from Core")
+    told = grpc.aio.AioRpcError(grpc.StatusCode.INTERNAL, grpc.aio.Metadata(), grpc.aio.Metadata(), "internal error")
+
+    assert isinstance(error_from_rpc(lost), Unavailable)
+    assert isinstance(error_from_rpc(told), Internal)
 
 
 async def test_a_failure_in_the_middle_keeps_the_text_and_its_usage() -> None:

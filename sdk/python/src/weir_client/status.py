@@ -51,6 +51,10 @@ def error_from_status(status: status_pb2.Status, *, request_id: str = "", partia
     )
 
 
+# What grpcio puts in place of the status that the server sent, if a write fails as the stream ends (grpc/grpc#36066).
+OVERWRITTEN = "Internal error from Core"
+
+
 def error_from_rpc(error: grpc.aio.AioRpcError, *, request_id: str = "", partial: Partial | None = None) -> errors.WeirError:
     """The typed error for an RPC that failed, from its status details where the server sent them."""
     status = _status_of(error)
@@ -66,6 +70,9 @@ def _status_of(error: grpc.aio.AioRpcError) -> status_pb2.Status:
                 break  # a proxy mangled it: the plain status below still tells what is known
             if status.code:
                 return status
+    if error.code() is grpc.StatusCode.INTERNAL and error.details() == OVERWRITTEN:
+        message = "the server ended the stream while a message was on its way"
+        return status_pb2.Status(code=code_pb2.UNAVAILABLE, message=message)
     number, _ = error.code().value
     return status_pb2.Status(code=number, message=error.details() or "")
 
