@@ -1,11 +1,15 @@
-"""The parent's end of an engine host: what is said over the socket of the child, and the environment that the child needs."""
+"""The parent's end of an engine host: which kinds there are, what is said over the socket, the environment it needs."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
 
 from inference.child_process import ChildProcess, open_child
+from inference.engine import GenerationRequest
+from inference.errors import RequestImpossible
 from inference.host_protocol import ToHost, ToParent, decode_to_parent, encode
 
 # Settings of the C library, read before main: they cannot be made inside the child. Each can be overridden from outside.
@@ -19,6 +23,52 @@ CHILD_ENVIRONMENT = {
     # 5 tokens/s.
     "OMP_WAIT_POLICY": "PASSIVE",
 }
+
+
+class HostWaits(Protocol):
+    """How long what may take, in seconds; part of every backend's settings."""
+
+    @property
+    def load_timeout_s(self) -> float:
+        """From the child's start until it takes sequences."""
+
+    @property
+    def step_timeout_s(self) -> float:
+        """Without a report while sequences run: the host hangs, and is killed."""
+
+    @property
+    def close_timeout_s(self) -> float:
+        """For the last step to end."""
+
+    @property
+    def restart_delay_s_min(self) -> float:
+        """Before the first new start; doubled by each that fails."""
+
+    @property
+    def restart_delay_s_max(self) -> float:
+        """The longest pause."""
+
+    @property
+    def stable_after_s(self) -> float:
+        """Of service, after which the restart delay begins anew."""
+
+
+def takes_all(request: GenerationRequest) -> RequestImpossible | None:
+    """Of a backend that serves whatever fits its limits."""
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class HostKind:
+    """What sets one backend apart: the module that is run and the environment it needs, its first message, the tokens of a block of
+    its prefix cache, and what it cannot serve.
+    """
+
+    module: str
+    environment: Mapping[str, str]
+    load: ToHost
+    block_tokens: int
+    unserved: Callable[[GenerationRequest], RequestImpossible | None] = takes_all
 
 
 class HostProcess(ChildProcess):
@@ -35,7 +85,7 @@ class HostProcess(ChildProcess):
 
 
 @contextlib.asynccontextmanager
-async def open_host() -> AsyncIterator[HostProcess]:
+async def open_host(module: str, environment: Mapping[str, str]) -> AsyncIterator[HostProcess]:
     """Start an engine host; on leaving it is dead and reaped."""
-    async with open_child(HostProcess, "inference.host", CHILD_ENVIRONMENT) as host:
+    async with open_child(HostProcess, module, environment) as host:
         yield host

@@ -126,14 +126,15 @@ class FinishedEvent(msgspec.Struct, tag=2, array_like=True, frozen=True):
 
 
 class RefusedEvent(msgspec.Struct, tag=3, array_like=True, frozen=True):
-    """The sequence was not taken, or cannot go on. overloaded: the queue is full; else `message` says why it cannot run, and
-    `field` what to mend, if it is one field.
+    """The sequence was not taken, or cannot go on. overloaded: the queue is full. failed: the engine is to blame. Else `message`
+    says why it cannot run, and `field` what to mend, if it is one field.
     """
 
     number: int
     overloaded: bool
     message: str
     field: str | None = None
+    failed: bool = False
 
 
 class ChoiceFinishedEvent(msgspec.Struct, tag=4, array_like=True, frozen=True):

@@ -8,20 +8,23 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 
-from inference.kv_cache import KV_BLOCK_TOKENS, chain_hash, matchable_block_count, salt_hash
+from inference.kv_cache import chain_hash, salt_hash
 
 
 class PrefixHint:
     """The block hashes of recent sequences, least recently used first, at most as many as the engine has blocks."""
 
-    def __init__(self, block_count_max: int) -> None:
+    def __init__(self, block_count_max: int, block_tokens: int) -> None:
+        """block_tokens: how many tokens the engine caches as one."""
         self._block_count_max = block_count_max
+        self._block_tokens = block_tokens
         self._recent: OrderedDict[int, None] = OrderedDict()
 
     def note(self, token_ids: Sequence[int], cache_salt: str) -> None:
         """The engine has computed these tokens."""
         # The tail first, as the engine frees it: a shared head is then the last to be forgotten.
-        for key in reversed(list(_hashes(token_ids, cache_salt, len(token_ids) // KV_BLOCK_TOKENS))):
+        count = len(token_ids) // self._block_tokens
+        for key in reversed(list(chained_hashes(token_ids, cache_salt, count, self._block_tokens))):
             self._recent[key] = None
             self._recent.move_to_end(key)
         while len(self._recent) > self._block_count_max:
@@ -30,10 +33,11 @@ class PrefixHint:
     def predict(self, prompt_token_ids: Sequence[int], cache_salt: str) -> int:
         """Leading prompt tokens that were computed before under this salt; whole blocks, never the whole prompt."""
         count = 0
-        for key in _hashes(prompt_token_ids, cache_salt, matchable_block_count(len(prompt_token_ids))):
+        matchable_block_count = (len(prompt_token_ids) - 1) // self._block_tokens
+        for key in chained_hashes(prompt_token_ids, cache_salt, matchable_block_count, self._block_tokens):
             if key not in self._recent:
                 break
-            count += KV_BLOCK_TOKENS
+            count += self._block_tokens
         return count
 
     def clear(self) -> None:
@@ -41,9 +45,9 @@ class PrefixHint:
         self._recent.clear()
 
 
-def _hashes(token_ids: Sequence[int], cache_salt: str, block_count: int) -> Iterator[int]:
-    """The chained hashes of the first full blocks, as in `block_keys`, but without the tokens that would prove a hit."""
+def chained_hashes(token_ids: Sequence[int], cache_salt: str, block_count: int, block_tokens: int) -> Iterator[int]:
+    """Of the first full blocks, as in `block_keys`, but without the tokens that would prove a hit."""
     chained = salt_hash(cache_salt)
-    for start in range(0, block_count * KV_BLOCK_TOKENS, KV_BLOCK_TOKENS):
-        chained = chain_hash(chained, tuple(token_ids[start : start + KV_BLOCK_TOKENS]))
+    for start in range(0, block_count * block_tokens, block_tokens):
+        chained = chain_hash(chained, tuple(token_ids[start : start + block_tokens]))
         yield chained

@@ -43,6 +43,7 @@ from inference.host_protocol import (
     statistics_list,
     wire_event,
 )
+from inference.kv_cache import KV_BLOCK_TOKENS
 from inference.prefix_hint import PrefixHint
 from tests.inference.running import make_request
 
@@ -121,7 +122,7 @@ def test_the_end_of_the_stream_inside_a_message_is_the_end() -> None:
 
 
 def test_the_hint_knows_what_was_noted_and_forgets_the_oldest() -> None:
-    hint = PrefixHint(block_count_max=4)
+    hint = PrefixHint(4, KV_BLOCK_TOKENS)
     hint.note(range(64), "a")
 
     assert hint.predict(range(64), "a") == 48, "the last token is always computed"

@@ -6,13 +6,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from inference.kv_cache import KV_BLOCK_TOKENS, block_keys
-from inference.prefix_hint import PrefixHint, _hashes
+from inference.prefix_hint import PrefixHint, chained_hashes
 
 tokens = st.lists(st.integers(0, 50), max_size=70)
 
 
 def test_a_prompt_is_found_under_its_own_salt_and_never_whole() -> None:
-    hint, prompt = PrefixHint(100), list(range(4 * KV_BLOCK_TOKENS))
+    hint, prompt = PrefixHint(100, KV_BLOCK_TOKENS), list(range(4 * KV_BLOCK_TOKENS))
 
     hint.note(prompt, "a")
 
@@ -23,7 +23,7 @@ def test_a_prompt_is_found_under_its_own_salt_and_never_whole() -> None:
 
 
 def test_the_oldest_tails_are_forgotten_first() -> None:
-    hint, old, new = PrefixHint(4), list(range(48)), list(range(100, 133))
+    hint, old, new = PrefixHint(4, KV_BLOCK_TOKENS), list(range(48)), list(range(100, 133))
 
     hint.note(old, "")
     hint.note(new, "")
@@ -36,4 +36,4 @@ def test_the_oldest_tails_are_forgotten_first() -> None:
 def test_hashes_are_those_of_the_engine(token_ids: list[int], salt: str) -> None:
     count = len(token_ids) // KV_BLOCK_TOKENS
 
-    assert list(_hashes(token_ids, salt, count)) == [key.key for key in block_keys(token_ids, salt, count)]
+    assert list(chained_hashes(token_ids, salt, count, KV_BLOCK_TOKENS)) == [key.key for key in block_keys(token_ids, salt, count)]

@@ -22,7 +22,7 @@ from inference.engine import (
 )
 from inference.errors import EngineFailed, EngineStartFailed, EngineUnavailable
 from inference.host import EXIT_PROTOCOL_BROKEN
-from inference.host_process import open_host
+from inference.host_process import CHILD_ENVIRONMENT, open_host
 from inference.host_protocol import FinishedEvent, LoadModel, Ready, StepReport, start_message
 from inference.limits import EngineLimits
 from inference.torch_engine import TorchEngine
@@ -216,7 +216,7 @@ async def test_an_unusable_checkpoint_is_told_and_not_retried(tmp_path: Path) ->
 
 async def test_one_report_per_step_carries_all_sequences(tiny: TinyCheckpoint) -> None:
     """Ten sequences of eight tokens: as many reports as steps, however many tokens each step brings."""
-    async with asyncio.timeout(WAIT_S), open_host() as host:
+    async with asyncio.timeout(WAIT_S), open_host("inference.host", CHILD_ENVIRONMENT) as host:
         host.send(load_message(tiny))
         while not isinstance(await host.receive(), Ready):
             pass
@@ -235,7 +235,7 @@ async def test_one_report_per_step_carries_all_sequences(tiny: TinyCheckpoint) -
 async def test_a_broken_message_ends_the_host_with_a_status_of_its_own(
     tiny: TinyCheckpoint, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    async with asyncio.timeout(WAIT_S), open_host() as host:
+    async with asyncio.timeout(WAIT_S), open_host("inference.host", CHILD_ENVIRONMENT) as host:
         host.send(load_message(tiny))
         host._writer.write(b"\x00\x00\x00\x03abc")
         while await host.receive() is not None:
@@ -247,7 +247,7 @@ async def test_a_broken_message_ends_the_host_with_a_status_of_its_own(
 
 
 async def test_the_host_checks_requests_itself(tiny: TinyCheckpoint) -> None:
-    async with asyncio.timeout(WAIT_S), open_host() as host:
+    async with asyncio.timeout(WAIT_S), open_host("inference.host", CHILD_ENVIRONMENT) as host:
         host.send(load_message(tiny))
         while not isinstance(await host.receive(), Ready):
             pass
