@@ -66,6 +66,7 @@ class Border:
         return guarded and within(name, self.imported) and not within(name, self.but)
 
 
+METERING_PACKAGES = ("tenants", "quotas", "holds", "configuration", "control", "billing", "export", "proof")  # beside `store`
 BORDERS = (
     Border(
         ("inference",),
@@ -80,7 +81,7 @@ BORDERS = (
     Border(("api", "inference", "migrations"), inside=("metering/",), why="metering counts what it is told"),
     Border(("grpc",), inside=("metering/",), why="metering knows nothing of the wire"),
     Border(
-        tuple(f"metering.{package}" for package in ("tenants", "quotas", "holds", "configuration", "control", "billing", "export")),
+        tuple(f"metering.{package}" for package in METERING_PACKAGES),
         inside=("metering/store/",),
         why="the way to the database knows nothing of what is kept in it",
     ),
@@ -94,6 +95,17 @@ BORDERS = (
         ("metering.export", "metering.configuration"),
         inside=("metering/billing/",),
         why="what is owed is the same whoever collects it",
+    ),
+    Border(
+        ("metering.proof",),
+        inside=("metering/",),
+        save_for=("metering/proof/", "metering/tasks.py"),
+        why="the books do not depend on who audits them",
+    ),
+    Border(
+        tuple(f"metering.{package}" for package in METERING_PACKAGES if package != "proof"),
+        inside=("metering/proof/",),
+        why="a proof that uses what it judges repeats its mistakes",
     ),
     Border(
         ("api", "inference", "metering", "weir", "weir_client"),

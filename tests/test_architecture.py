@@ -58,6 +58,8 @@ IMPORT_FAULTS = [
     ("metering/usage.py", "import kombu", "kombu"),
     ("metering/invoices.py", "import stripe", "stripe"),
     ("metering/store/db.py", "from metering.tenants import tenants", "metering.tenants.tenants"),
+    ("metering/billing/ledger.py", "from metering.proof.fsck import fsck", "metering.proof.fsck"),
+    ("metering/proof/checks.py", "from metering.quotas import quota_rules", "metering.quotas.quota_rules"),
     ("metering/holds/holds.py", "from metering.billing import ledger", "metering.billing.ledger"),
     ("metering/billing/rating.py", "from metering.export.batches import form", "metering.export.batches"),
     ("api/cli/up.py", "from celery import Celery", "celery"),

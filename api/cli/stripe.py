@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import os
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 import typer
 from rich.console import RenderableType
 
-from api.cli.local import HomeOption, clear_failures, fail, read_settings
+from api.cli.local import HomeOption, fail
+from api.cli.local_store import domain_errors, run
 from api.cli.output import JsonOption, note, print_json, show
 from api.cli.render import table
-from metering.errors import MeteringError
 from metering.export.corrections import resend, settle
 from metering.export.export_settings import stripe_settings, webhook_settings
 from metering.export.export_status import export_status
@@ -25,12 +23,9 @@ from metering.export.reconciliation import MeterReconciliation, reconcile
 from metering.export.stripe_gateway import StripeGateway
 from metering.export.stripe_sync import Sync
 from metering.export.webhook_server import serve_webhooks
-from metering.store import embedded_postgres
-from metering.store.db import Sessions, create_engine, create_sessions
 
 stripe = typer.Typer(help="Bill with Stripe: sync, compare, correct.", no_args_is_help=True)
 
-Result = TypeVar("Result")
 BatchArgument = Annotated[uuid.UUID, typer.Argument(help="Id of the batch, as `weir stripe status` shows it.", metavar="BATCH")]
 
 
@@ -139,44 +134,3 @@ def sheet(heads: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: int, 
 def gateway() -> StripeGateway:
     """To the account of STRIPE_API_KEY."""
     return StripeGateway(stripe_settings(os.environ))
-
-
-def run(home: HomeOption, work: Callable[[Sessions], Awaitable[Result]]) -> Result:
-    """Do the work on the database of the settings; errors in one line."""
-
-    async def connected() -> Result:
-        async with local_sessions(home) as sessions:
-            return await work(sessions)
-
-    with clear_failures(), domain_errors():
-        return asyncio.run(connected())
-
-
-@contextlib.contextmanager
-def domain_errors() -> Iterator[None]:
-    """Refusals of metering, without a traceback."""
-    try:
-        yield
-    except MeteringError as error:
-        fail(str(error))
-
-
-@contextlib.asynccontextmanager
-async def local_sessions(home: HomeOption) -> AsyncIterator[Sessions]:
-    """On the database of the settings; the embedded one is started for the block, if it does not run."""
-    settings = read_settings(home)
-    data_dir = settings.home / "postgres"
-    url, server = settings.database_url, None
-    if not url:
-        if not data_dir.exists():
-            fail(f"there is no database: set WEIR_DATABASE_URL, or start `weir up` once ({data_dir} is not there)", 2)
-        ran = (data_dir / "postmaster.pid").exists()
-        started = await asyncio.to_thread(embedded_postgres.start, data_dir)
-        url, server = started.url, None if ran else started
-    engine = create_engine(url)
-    try:
-        yield create_sessions(engine)
-    finally:
-        await engine.dispose()
-        if server is not None:
-            await asyncio.to_thread(server.stop)

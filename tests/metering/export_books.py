@@ -11,9 +11,9 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from metering.billing.prices import ModelPrice
 from metering.billing.rating import rate_all_pending
+from metering.models import TokenKind
 from metering.store.db import Sessions, psycopg_conninfo
 from tests.metering.books import Consumed, Customer, add_usage
-from tests.metering.export_invariants import KINDS, export_violations
 from tests.stripe_double.account import Account
 
 
@@ -27,13 +27,6 @@ async def use_and_rate(sessions: Sessions, customer: Customer, price: ModelPrice
     async with sessions.begin() as session:
         await add_usage(session, customer, price, events)
     await rate_all_pending(sessions)
-
-
-def check_export(database_url: str) -> None:
-    """Raises: AssertionError telling all that is wrong, once every closed hour should have its batches."""
-    with psycopg.connect(psycopg_conninfo(database_url), row_factory=dict_row) as connection:
-        found = list(export_violations(connection, all_formed=True))
-    assert not found, "\n".join(found)
 
 
 def check_delivered(database_url: str, account: Account, namespace: str = "weir") -> None:
@@ -57,7 +50,7 @@ async def known_to_stripe(session: AsyncSession, account: Account, customer: Cus
     organization = str(customer.organization_id)
     made = account.create("customers", {"name": customer.name, "metadata": {"weir_organization_id": organization}})
     await remember(session, "customer", organization, made["id"])
-    for kind in KINDS:
+    for kind in TokenKind:
         version = price.prices.version
         meter = account.create("billing/meters", {"event_name": f"weir_{version}_{kind}", "display_name": kind})
         await remember(session, "meter", f"{version}:{kind}", meter["id"])

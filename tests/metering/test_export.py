@@ -33,12 +33,12 @@ from metering.store.db import Sessions, create_engine, create_sessions
 from tests.metering.books import Consumed, Customer, new_customer, new_price
 from tests.metering.export_books import (
     check_delivered,
-    check_export,
     hours_ago,
     known_to_stripe,
     states,
     use_and_rate,
 )
+from tests.metering.invariants import check_export
 from tests.metering.workers import wait_until
 from tests.stripe_double.server import KEY, Fault, StripeDouble, stripe_double
 

@@ -39,7 +39,8 @@ from metering.export.webhook_server import BODY_MAX_BYTES, PATH, webhook_server
 from metering.money import MINOR_DIGITS
 from metering.store.db import Sessions
 from tests.metering.books import Consumed, Customer, new_customer, new_price
-from tests.metering.export_books import check_delivered, check_export, hours_ago, states, use_and_rate
+from tests.metering.export_books import check_delivered, hours_ago, states, use_and_rate
+from tests.metering.invariants import check_export
 from tests.stripe_double.form import SCHEMA
 from tests.stripe_double.server import KEY, SECRET, StripeDouble, signature, stripe_double
 

@@ -1,0 +1,103 @@
+"""`weir fsck`: prove that holds, counters, usage, ledger and export are right, on the database itself, read-only."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+
+from api.cli.amounts import duration_text
+from api.cli.audit import parse_time
+from api.cli.local import HomeOption, clear_failures
+from api.cli.local_store import domain_errors, local_database
+from api.cli.output import JsonOption, make_console, print_json
+from metering.proof.checks import Check, Moment
+from metering.proof.fsck import CHECKS, SAMPLE_MAX, Verdict, chosen_checks
+from metering.proof.fsck import fsck as run_checks
+
+
+def fsck(
+    check: Annotated[list[str] | None, typer.Option("--check", help="Only this check; may be given several times.")] = None,
+    since: Annotated[str | None, typer.Option(help="Only what was written since: 24h, 7d, or a time in UTC.")] = None,
+    at_rest: Annotated[
+        bool, typer.Option("--at-rest", help="Also prove that nothing is left over: for a system that has stopped.")
+    ] = False,
+    sample: Annotated[int, typer.Option("--sample", min=1, max=10_000, help="Violations to name per check.")] = SAMPLE_MAX,
+    list_checks: Annotated[bool, typer.Option("--list", help="Only list the checks and what each proves.")] = False,
+    as_json: JsonOption = False,
+    home: HomeOption = None,
+) -> None:
+    """Prove every invariant of the books on one snapshot of the database. Changes nothing, and needs no server but PostgreSQL.
+
+    Exit code 1 if anything is wrong.
+    """
+    if list_checks:
+        tell_checks(as_json)
+        return
+    begins = parse_time(since, datetime.now(UTC), "--since")
+    moments = tuple(Moment) if at_rest else (Moment.ALWAYS, Moment.SOON)
+    verdicts: list[Verdict] = []
+    with clear_failures(), domain_errors():
+        checks = chosen_checks(check or (), moments)
+        with local_database(home) as url:
+            for verdict in run_checks(url, checks, since=begins, sample_max=sample):
+                verdicts.append(verdict)
+                if not as_json:
+                    tell(verdict)
+    wrong = [verdict for verdict in verdicts if verdict.violation_count]
+    if as_json:
+        print_json({"sound": not wrong, "since": begins, "checks": [document(verdict) for verdict in verdicts]})
+    else:
+        conclude(verdicts, wrong)
+    if wrong:
+        raise typer.Exit(1)
+
+
+def tell(verdict: Verdict) -> None:
+    """One line for a check, and one for each violation that is named."""
+    console = make_console()
+    count = verdict.violation_count
+    mark = f"[red]{count:,} wrong[/red]" if count else "[green]holds[/green]"
+    console.print(f"{verdict.check.name:<28} {mark}  [dim]{duration_text(verdict.duration_s)}[/dim]")
+    for violation in verdict.sample:
+        console.print(f"    {escape(str(violation))}", soft_wrap=True)
+    if count > len(verdict.sample):
+        console.print(f"    … and {count - len(verdict.sample):,} more: --sample names them")
+
+
+def conclude(verdicts: list[Verdict], wrong: list[Verdict]) -> None:
+    """The verdict over all, in words."""
+    took = duration_text(sum(verdict.duration_s for verdict in verdicts))
+    if wrong:
+        make_console().print(f"[red]{len(wrong)} of {len(verdicts)} checks found something wrong[/red], in {took}.")
+    else:
+        make_console().print(f"[green]All {len(verdicts)} checks hold[/green], in {took}.")
+
+
+def document(verdict: Verdict) -> dict[str, object]:
+    """A verdict for `--json`."""
+    return {
+        "name": verdict.check.name,
+        "proves": verdict.check.proves,
+        "moment": verdict.check.moment,
+        "violation_count": verdict.violation_count,
+        "sample": [{"subject": each.subject, "problem": each.problem} for each in verdict.sample],
+        "duration_ms": round(verdict.duration_s * 1000),
+    }
+
+
+def tell_checks(as_json: bool) -> None:
+    """Every check with what it proves, and when that must hold."""
+    if as_json:
+        print_json([{"name": each.name, "moment": each.moment, "proves": each.proves} for each in CHECKS])
+        return
+    console = make_console()
+    for each in CHECKS:
+        console.print(f"[bold]{each.name}[/bold] [dim]({when(each)})[/dim]\n    {escape(each.proves)}")
+
+
+def when(check: Check) -> str:
+    """The moment of a check in words."""
+    return {Moment.ALWAYS: "always", Moment.SOON: "while workers run", Moment.AT_REST: "with --at-rest"}[check.moment]

@@ -1,0 +1,147 @@
+"""Quota counters: `held` is what live holds claim, `used` what all holds have left, and both together are within the limit.
+
+A counter is the sum of each hold's own story, told here from its row: what it claims while it is live, and what each of its
+extensions and its end left in which calendar window.
+"""
+
+from __future__ import annotations
+
+from metering.proof.checks import Check, rows_with
+from metering.proof.hold_checks import HOLDS_WITH_EVENTS
+
+# What each dimension counts: how, over which window, and which tokens (input, output).
+DIMENSIONS = """(VALUES
+    ('concurrent_requests', 'running', NULL, 0, 0), ('requests_per_minute', 'requests', 'minute', 0, 0),
+    ('tokens_per_minute', 'tokens', 'minute', 1, 1), ('input_tokens_per_minute', 'tokens', 'minute', 1, 0),
+    ('output_tokens_per_minute', 'tokens', 'minute', 0, 1), ('tokens_per_day', 'tokens', 'day', 1, 1),
+    ('tokens_per_month', 'tokens', 'month', 1, 1), ('cost_picos_per_day', 'money', 'day', 1, 1),
+    ('cost_picos_per_month', 'money', 'month', 1, 1)) AS d (dimension, charge, unit, counts_input, counts_output)"""
+MONTHS_KEPT, DAYS_KEPT = "93 days", "2 days"  # so old counters of months, and of minutes and days, get before they are deleted
+
+# A quota counts what was used before it was there if an admin has set it, and from then on what it is charged.
+RULES = f"""
+SELECT q.id AS quota_id, q.subject_id, q.model, q.dimension, q.deleted_at, d.charge, d.unit, d.counts_input * q.input_weight_milli
+       AS input_weight, d.counts_input * q.cached_input_weight_milli AS cached_weight,
+       d.counts_output * q.output_weight_milli AS output_weight, a.subject_id IS NOT NULL AS audited,
+       a.subject_id IS NOT NULL AND q.deleted_at IS NULL AND NOT q.for_new_keys AS counts_past
+FROM quotas q JOIN {DIMENSIONS} USING (dimension)
+LEFT JOIN (SELECT DISTINCT subject_id FROM audit_log WHERE action = 'quota.set') a ON a.subject_id = q.id::text
+"""
+
+
+def weighed(sent: str, cached: str, output: str) -> str:
+    """SQL of what tokens count for a quota, rounded up to a whole."""
+    return f"(({sent} - {cached}) * w_input + {cached} * w_cached + {output} * w_output + divisor - 1) / divisor"
+
+
+def window(unit: str, at: str) -> str:
+    """SQL of the start of the calendar window that a moment lies in; the epoch for one that never ends."""
+    return f"CASE WHEN {unit} IS NULL THEN 'epoch' ELSE date_trunc({unit}, {at}, 'UTC') END"
+
+
+# Each hold beside each quota that counts it, with what its end counts. An expired hold counts its whole lease, until its owner has
+# told by a further usage event what it delivered.
+CHARGES = f"""
+SELECT h.*, r.quota_id, r.charge, r.unit, h.input_token_count AS sent, h.cached_input_token_count AS cached,
+       h.posted_token_count AS posted, r.quota_id = ANY(h.quota_ids) AS is_charged,
+       CASE r.charge WHEN 'money' THEN p.input_picos_per_token ELSE r.input_weight END AS w_input,
+       CASE r.charge WHEN 'money' THEN p.cached_input_picos_per_token ELSE r.cached_weight END AS w_cached,
+       CASE r.charge WHEN 'money' THEN p.output_picos_per_token ELSE r.output_weight END AS w_output,
+       CASE r.charge WHEN 'money' THEN 1 ELSE 1000 END AS divisor,
+       h.state = 'expired' AND h.parts > CASE WHEN h.delivered_token_count > 0 THEN 1 ELSE 0 END AS told_late
+FROM ({HOLDS_WITH_EVENTS}
+      WHERE h.state = 'held'
+         OR h.charged_at >= (SELECT least(min(window_start), now() - interval '{MONTHS_KEPT}')
+                             FROM quota_counters WHERE window_start > 'epoch')) h
+CROSS JOIN unnest(ARRAY[h.organization_id, h.project_id, h.api_key_id]) AS s (subject_id)
+JOIN rules r ON r.subject_id = s.subject_id AND (r.quota_id = ANY(h.quota_ids) OR (r.counts_past AND r.model IN ('', h.model)))
+JOIN price_versions p ON p.id = h.price_version_id
+"""
+TOTAL = f"""CASE WHEN state = 'settled' OR told_late THEN {weighed("event_input", "least(cached, event_input)", "event_delivered")}
+    WHEN state = 'expired' THEN {weighed("sent", "least(cached, sent)", "leased_token_count")} ELSE 0 END"""
+POSTED = f"CASE WHEN posted > 0 THEN {weighed('sent', 'cached', '(posted - sent)')} ELSE 0 END"
+HELD = f"""CASE WHEN state <> 'held' THEN 0 WHEN charge = 'running' THEN 1 WHEN charge = 'requests' THEN 0
+    WHEN posted > 0 THEN {weighed("sent", "cached", "leased_token_count")} - {weighed("sent", "cached", "(posted - sent)")}
+    ELSE greatest({weighed("sent", "0", "leased_token_count")}, {weighed("sent", "sent", "leased_token_count")}) END"""
+# What may be missing in the counter: it was given back while the quota was made.
+DOUBTFUL = f"""CASE WHEN told_late AND NOT is_charged AND charge IN ('tokens', 'money')
+    THEN {weighed("sent", "0", "leased_token_count")} ELSE 0 END"""
+# A hold that never left the minute of its admission has all in one window, which is nearly every hold.
+PLAIN = f"""
+SELECT quota_id, {window("unit", "CASE WHEN charge = 'requests' THEN admitted_at ELSE charged_at END")} AS window_start,
+       CASE charge WHEN 'requests' THEN (state <> 'voided')::int WHEN 'running' THEN 0 ELSE greatest({TOTAL}, {POSTED}) END AS used,
+       {HELD} AS held, {DOUBTFUL} AS doubtful
+FROM ({CHARGES} WHERE cardinality(h.posted_minutes) = 0 OR r.charge IN ('requests', 'running')) AS charges
+"""
+# The others have left in each minute that they were extended in what they had delivered by then.
+MOVED = f"""
+SELECT quota_id, {window("unit", "left_at")} AS window_start, so_far - lag(so_far, 1, 0) OVER story AS used,
+       CASE WHEN number = 0 THEN held ELSE 0 END AS held, CASE WHEN number = 0 THEN doubtful ELSE 0 END AS doubtful
+FROM (
+    SELECT id, quota_id, unit, number,
+           CASE WHEN number = 0 THEN charged_at ELSE to_timestamp(posted_minutes[number] * 60) END AS left_at,
+           {HELD} AS held, {DOUBTFUL} AS doubtful, CASE WHEN number = 0 THEN greatest({TOTAL}, {POSTED})
+           WHEN posted_minutes[number + 1] > 0 THEN {weighed("sent", "cached", "(posted_minutes[number + 1] - sent)")}
+           ELSE 0 END AS so_far
+    FROM ({CHARGES} WHERE cardinality(h.posted_minutes) > 0 AND r.charge IN ('tokens', 'money')) AS charges,
+         LATERAL (SELECT generate_series(1, cardinality(posted_minutes), 2) UNION ALL SELECT 0) AS mark (number)
+) AS marks
+WINDOW story AS (PARTITION BY id, quota_id ORDER BY number = 0, number)
+"""
+
+COUNTERS_EQUAL_HOLDS = Check(
+    "counters-equal-holds",
+    "Of every counter, held is the sum of what live holds claim, and used of what all holds have left in its window; no charge "
+    "stands nowhere. Always looks at whole windows, whatever the time to begin with.",
+    "WITH rules AS ("
+    + RULES
+    + ") "
+    + rows_with(
+        "concat('counter of quota ', quota_id, ' (', dimension, ') from ', window_start)",
+        f"""
+        SELECT quota_id, window_start, r.dimension, c.used, c.held, c.quota_id IS NOT NULL AS stands,
+               coalesce(x.used, 0) AS least, coalesce(x.held, 0) AS claimed,
+               -- Of a quota that an admin set and removed again nobody knows any more what it counted when it was made.
+               CASE WHEN r.deleted_at IS NOT NULL AND r.audited THEN greatest(coalesce(x.used, 0), c.used)
+                    ELSE coalesce(x.used + x.doubtful, 0) END AS most,
+               -- One that an admin has set has no counters of the windows before it.
+               window_start = {window("r.unit", "now()")} OR (NOT r.audited AND window_start >= now()
+                    - CASE r.unit WHEN 'month' THEN interval '{MONTHS_KEPT}' ELSE interval '{DAYS_KEPT}' END) AS kept
+        FROM (SELECT quota_id, window_start, sum(used) AS used, sum(held) AS held, sum(doubtful) AS doubtful
+              FROM ({PLAIN} UNION ALL {MOVED}) AS charged GROUP BY 1, 2) x
+        FULL JOIN quota_counters c USING (quota_id, window_start)
+        JOIN rules r USING (quota_id)
+        """,
+        {
+            "stands AND held <> claimed": "concat('held ', held, ', but live holds claim ', claimed)",
+            "stands AND used NOT BETWEEN least AND most": "concat('used ', used, ', but holds left ', least, ' to ', most)",
+            "NOT stands AND (claimed > 0 OR (least > 0 AND kept))": "concat('is missing: holds claim ', claimed, ' and left ', "
+            "least)",
+        },
+    ),
+)
+
+# What an admin made tighter may be over its limit until the windows of then have ended.
+LIMITS_HOLD = Check(
+    "limits-hold",
+    "Used and held together are within the limit of every enforced quota, unless it was made tighter while the window ran.",
+    rows_with(
+        "concat('counter of quota ', quota_id, ' (', dimension, ') from ', window_start)",
+        """
+        SELECT c.*, q.dimension, CASE WHEN q.raised_until > coalesce(nullif(c.window_start, 'epoch'), running.since)
+                                      THEN q.raised_limit_value ELSE q.limit_value END AS bound
+        FROM quota_counters c JOIN quotas q ON q.id = c.quota_id,
+        LATERAL (SELECT min(admitted_at) AS since FROM holds
+                 WHERE c.window_start = 'epoch' AND state = 'held' AND q.id = ANY(quota_ids)) AS running
+        WHERE q.deleted_at IS NULL AND q.enforced AND NOT EXISTS (
+            SELECT FROM audit_log a WHERE a.action IN ('quota.set', 'quota.raise') AND a.subject_id = q.id::text
+                AND a.created_at >= c.window_start AND (
+                greatest((after->>'limit_value')::numeric, (after->>'raised_limit_value')::numeric)
+                < greatest((before->>'limit_value')::numeric, (before->>'raised_limit_value')::numeric)
+                OR (after->>'enforced')::bool > (before->>'enforced')::bool))
+        """,
+        {"used + held > bound": "concat('used ', used, ' + held ', held, ' exceed the limit ', bound)"},
+    ),
+)
+
+CHECKS = (COUNTERS_EQUAL_HOLDS, LIMITS_HOLD)

@@ -1,0 +1,101 @@
+"""Holds: each ends once, with the usage events that belong to its end, and is charged to nobody else's account."""
+
+from __future__ import annotations
+
+from metering.proof.checks import SINCE, Check, Moment, rows_with
+
+OVERDUE = "10 minutes"  # sixty sweeps: whoever has not come by then does not come
+
+# A hold with what its usage events add up to. There are two at most, which `usage-parts` proves, so nothing has to be grouped.
+HOLDS_WITH_EVENTS = """
+SELECT h.id, h.organization_id, h.project_id, h.api_key_id, h.model, h.price_version_id, h.state, h.quota_ids, h.admitted_at,
+       h.charged_at, h.ended_at, h.input_token_count, h.cached_input_token_count, h.leased_token_count, h.delivered_token_count,
+       h.posted_token_count, h.posted_minutes,
+       num_nonnulls(first.id, second.id) AS parts,
+       coalesce(first.input_token_count, 0) + coalesce(second.input_token_count, 0) AS event_input,
+       coalesce(first.delivered_token_count, 0) + coalesce(second.delivered_token_count, 0) AS event_delivered
+FROM holds h
+LEFT JOIN usage_events first ON first.hold_id = h.id AND first.part = 0
+LEFT JOIN usage_events second ON second.hold_id = h.id AND second.part = 1
+"""
+
+HOLDS_END_ONCE = Check(
+    "holds-end-once",
+    "A hold is live or has ended one way, and its usage events are those of that end: none for a live or voided one, one with what "
+    "was delivered for a settled one, what is known of an expired one.",
+    rows_with(
+        "concat('hold ', id, ' (', state, ')')",
+        f"{HOLDS_WITH_EVENTS} WHERE h.ended_at IS NULL OR h.ended_at >= {SINCE}",
+        {
+            "(ended_at IS NULL) <> (state = 'held')": "concat('ended at ', coalesce(ended_at::text, 'no time'))",
+            "state IN ('held', 'voided') AND parts > 0": "'has a usage event'",
+            "state = 'settled' AND (parts <> 1 OR event_delivered <> delivered_token_count)": "concat(parts, "
+            "' usage events with ', event_delivered, ' tokens of ', delivered_token_count, ' delivered')",
+            "state = 'expired' AND event_delivered NOT BETWEEN delivered_token_count AND leased_token_count": "concat("
+            "'usage events with ', event_delivered, ' tokens, known to be delivered ', delivered_token_count, ', leased ', "
+            "leased_token_count)",
+            "state = 'expired' AND parts > 1 AND delivered_token_count = 0": "concat(parts, "
+            "' usage events, though nothing was known when it expired')",
+            "event_input NOT IN (0, input_token_count)": "concat(event_input, ' input tokens in usage events, ', "
+            "input_token_count, ' in the request')",
+        },
+    ),
+)
+
+REQUESTS_RUN_ONCE = Check(
+    "requests-run-once",
+    "A request id of a project has one hold at most, but for voided ones.",
+    f"""
+    SELECT concat('request ', request_id, ' of project ', project_id) AS subject,
+           concat('has ', count(*), ' holds that were not voided') AS problem
+    FROM holds WHERE state <> 'voided' AND admitted_at >= {SINCE} GROUP BY project_id, request_id HAVING count(*) > 1
+    """,
+)
+
+# Few different combinations stand in many rows: they are told apart first, and looked up then.
+HOLDS_OF_ONE_CUSTOMER = Check(
+    "holds-of-one-customer",
+    "The key, the project and the organization of a hold belong together, and so do the quotas that it is charged to.",
+    rows_with(
+        "concat('hold ', one_of_them)",
+        f"""
+        SELECT DISTINCT ON (c.api_key_id, c.project_id, c.organization_id, c.quota_ids) c.*, k.project_id AS key_project_id,
+               p.organization_id AS project_organization_id,
+               NOT EXISTS (SELECT FROM unnest(c.quota_ids) AS charged(id) LEFT JOIN quotas q ON q.id = charged.id
+                    AND q.subject_id IN (c.organization_id, c.project_id, c.api_key_id) AND NOT q.for_new_keys
+                WHERE q.id IS NULL) AS own_quotas
+        FROM (SELECT min(id::text) AS one_of_them, api_key_id, project_id, organization_id, quota_ids FROM holds
+              WHERE admitted_at >= {SINCE} GROUP BY 2, 3, 4, 5) c
+        LEFT JOIN api_keys k ON k.id = c.api_key_id
+        LEFT JOIN projects p ON p.id = c.project_id
+        """,
+        {
+            "(key_project_id, project_organization_id) IS DISTINCT FROM (project_id, organization_id)": "'is charged to a key, a "
+            "project and an organization that do not belong together'",
+            "NOT own_quotas": "'is charged to a quota of somebody else'",
+        },
+    ),
+)
+
+HOLDS_ARE_SWEPT = Check(
+    "holds-are-swept",
+    f"No hold is live {OVERDUE} after its expiry: somebody sweeps.",
+    f"""
+    SELECT concat('hold ', id) AS subject,
+           concat('of owner ', owner_id, ' has expired at ', expires_at, ' and is still live') AS problem
+    FROM holds WHERE state = 'held' AND expires_at < now() - interval '{OVERDUE}'
+    """,
+    Moment.SOON,
+)
+
+NO_HOLD_IS_LEFT = Check(
+    "no-hold-is-left",
+    "Nothing runs, so no hold is live.",
+    """
+    SELECT concat('hold ', id) AS subject, concat('of owner ', owner_id, ' is still live') AS problem
+    FROM holds WHERE state = 'held'
+    """,
+    Moment.AT_REST,
+)
+
+CHECKS = (HOLDS_END_ONCE, REQUESTS_RUN_ONCE, HOLDS_OF_ONE_CUSTOMER, HOLDS_ARE_SWEPT, NO_HOLD_IS_LEFT)

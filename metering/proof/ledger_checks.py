@@ -1,0 +1,117 @@
+"""The ledger: every usage event is posted once, every transaction balances, and its legs are the tokens used, at their prices."""
+
+from __future__ import annotations
+
+from metering.proof.checks import KIND_ROWS, KIND_SUMS, SINCE, TOKEN_KINDS, Check, Moment, rows_with
+
+UNRATED_FOR = "10 minutes"  # rating runs every second
+POSTED_EVENTS = "usage_events e JOIN ledger_transactions t ON t.usage_event_id = e.id"
+PRICES = " ".join(f"WHEN '{kind}' THEN p.{price}" for kind, (_, price) in TOKEN_KINDS.items())
+PRICE = f"CASE token_kind {PRICES} END"
+DIFFERENT = "(used_tokens, used_picos) IS DISTINCT FROM (posted_tokens, posted_picos)"
+USED_AND_POSTED = """concat(coalesce(used_tokens, 0), ' tokens for ', coalesce(used_picos, 0), ' picos used, ',
+    coalesce(posted_tokens, 0), ' tokens for ', coalesce(posted_picos, 0), ' picos posted')"""
+
+RATED_IS_POSTED = Check(
+    "rated-is-posted",
+    "A usage event is in the ledger exactly if it is rated, but for one without tokens, which needs no posting.",
+    rows_with(
+        "concat('usage event ', id)",
+        f"""
+        SELECT e.id, e.rated_at, e.input_token_count + e.billed_token_count > 0 AS has_tokens, t.id AS transaction_id
+        FROM usage_events e LEFT JOIN ledger_transactions t ON t.usage_event_id = e.id
+        WHERE e.settled_at >= {SINCE}
+        """,
+        {
+            "rated_at IS NULL AND transaction_id IS NOT NULL": "concat('is not rated and stands in transaction ', transaction_id)",
+            "rated_at IS NOT NULL AND has_tokens AND transaction_id IS NULL": "concat('was rated at ', rated_at, "
+            "' and is not posted')",
+        },
+    ),
+)
+
+POSTINGS_ARE_THEIR_USAGE = Check(
+    "postings-are-their-usage",
+    "The legs of a transaction are the tokens of the usage events behind it, by price version and kind, at exactly their price.",
+    rows_with(
+        "concat('ledger transaction ', transaction_id, ', price version ', price_version_id, ', ', token_kind)",
+        f"""
+        SELECT * FROM (
+            SELECT transaction_id, price_version_id, token_kind, token_count AS used_tokens, token_count * {PRICE} AS used_picos
+            FROM (SELECT t.id AS transaction_id, e.price_version_id, {KIND_SUMS} FROM {POSTED_EVENTS}
+                  WHERE t.recorded_at >= {SINCE} GROUP BY 1, 2) sums
+            JOIN price_versions p ON p.id = price_version_id, {KIND_ROWS} WHERE token_count <> 0
+        ) used FULL JOIN (
+            SELECT transaction_id, price_version_id, token_kind, sum(token_count) AS posted_tokens,
+                   -sum(amount_picos) AS posted_picos
+            FROM ledger_entries l JOIN ledger_transactions t ON t.id = l.transaction_id
+            WHERE token_kind IS NOT NULL AND t.recorded_at >= {SINCE} GROUP BY 1, 2, 3
+        ) posted USING (transaction_id, price_version_id, token_kind)
+        """,
+        {DIFFERENT: USED_AND_POSTED},
+    ),
+)
+
+USAGE_EQUALS_LEDGER = Check(
+    "usage-equals-ledger",
+    "Per customer, month, model and kind, the tokens and the money of rated usage events are those of the ledger.",
+    rows_with(
+        "concat('organization ', organization_id, ', ', to_char(month, 'YYYY-MM'), ', model ', model, ', ', token_kind)",
+        f"""
+        SELECT * FROM (
+            SELECT organization_id, month, model, token_kind, sum(token_count) AS used_tokens,
+                   sum(token_count * {PRICE}) AS used_picos
+            FROM (SELECT organization_id, date_trunc('month', settled_at, 'UTC') AS month, price_version_id, {KIND_SUMS}
+                  FROM usage_events WHERE rated_at IS NOT NULL AND settled_at >= date_trunc('month', {SINCE}, 'UTC')
+                  GROUP BY 1, 2, 3) sums
+            JOIN price_versions p ON p.id = price_version_id, {KIND_ROWS} WHERE token_count <> 0 GROUP BY 1, 2, 3, 4
+        ) used FULL JOIN (
+            SELECT t.organization_id, date_trunc('month', t.effective_at, 'UTC') AS month, p.model, token_kind,
+                   sum(token_count) AS posted_tokens, -sum(amount_picos) AS posted_picos
+            FROM ledger_transactions t JOIN ledger_entries l ON l.transaction_id = t.id
+            JOIN price_versions p ON p.id = l.price_version_id
+            WHERE t.effective_at >= date_trunc('month', {SINCE}, 'UTC') GROUP BY 1, 2, 3, 4
+        ) posted USING (organization_id, month, model, token_kind)
+        """,
+        {DIFFERENT: USED_AND_POSTED},
+    ),
+)
+
+TRANSACTIONS_BALANCE = Check(
+    "transactions-balance",
+    "Every ledger transaction has legs that sum to zero in each currency, on accounts of its own customer, in the currency of "
+    "their price.",
+    f"""
+    SELECT concat('ledger transaction ', t.id) AS subject, 'has no legs' AS problem FROM ledger_transactions t
+    WHERE t.recorded_at >= {SINCE} AND NOT EXISTS (SELECT FROM ledger_entries l WHERE l.transaction_id = t.id)
+    UNION ALL
+    SELECT concat('ledger transaction ', l.transaction_id),
+           concat('does not sum to zero: ', sum(l.amount_picos), ' ', a.currency_code)
+    FROM ledger_entries l JOIN ledger_accounts a ON a.id = l.account_id JOIN ledger_transactions t ON t.id = l.transaction_id
+    WHERE t.recorded_at >= {SINCE} GROUP BY l.transaction_id, a.currency_code HAVING sum(l.amount_picos) <> 0
+    UNION ALL
+    SELECT concat('ledger entry ', l.id), 'stands on an account of another customer, or in another currency than its price'
+    FROM ledger_entries l JOIN ledger_accounts a ON a.id = l.account_id JOIN ledger_transactions t ON t.id = l.transaction_id
+    LEFT JOIN price_versions p ON p.id = l.price_version_id
+    WHERE t.recorded_at >= {SINCE} AND (a.organization_id <> t.organization_id OR p.currency_code <> a.currency_code)
+    """,
+)
+
+USAGE_IS_RATED = Check(
+    "usage-is-rated",
+    f"No usage event is unrated {UNRATED_FOR} after it was written: somebody rates, and nothing stands in the way.",
+    f"""
+    SELECT concat('usage event ', id) AS subject, concat('was settled at ', settled_at, ' and is not rated') AS problem
+    FROM usage_events WHERE rated_at IS NULL AND settled_at < now() - interval '{UNRATED_FOR}'
+    """,
+    Moment.SOON,
+)
+
+ALL_IS_RATED = Check(
+    "all-is-rated",
+    "Nothing is waiting to be rated.",
+    "SELECT concat('usage event ', id) AS subject, 'is not rated' AS problem FROM usage_events WHERE rated_at IS NULL",
+    Moment.AT_REST,
+)
+
+CHECKS = (RATED_IS_POSTED, POSTINGS_ARE_THEIR_USAGE, USAGE_EQUALS_LEDGER, TRANSACTIONS_BALANCE, USAGE_IS_RATED, ALL_IS_RATED)

@@ -1,0 +1,50 @@
+"""What the database itself refuses: its guards are there, switched on, and apply to every row."""
+
+from __future__ import annotations
+
+from metering.proof.checks import Check
+
+# Each guard with its function. A migrated database has exactly these; a test compares them.
+GUARDS = {
+    "audit_log_append_only": "refuse_change",
+    "holds_end_once": "hold_ends_once",
+    "ledger_accounts_append_only": "refuse_change",
+    "ledger_entries_append_only": "refuse_change",
+    "ledger_entries_balanced": "ledger_balanced",
+    "ledger_transactions_append_only": "refuse_change",
+    "meter_batches_append_only": "refuse_change",
+    "meter_batches_guarded": "meter_batch_keeps_tokens",
+    "price_versions_append_only": "refuse_change",
+    "stripe_events_append_only": "refuse_change",
+    "stripe_events_guarded": "stripe_event_keeps_payload",
+    "usage_events_append_only": "refuse_change",
+    "usage_events_rated_once": "usage_event_rated_once",
+}
+EXPECTED = ", ".join(f"('{trigger}', '{function}')" for trigger, function in GUARDS.items())
+
+GUARDS_STAND = Check(
+    "guards-stand",
+    "The triggers that keep journals append-only, holds ended and transactions balanced are there and switched on.",
+    f"""
+    SELECT concat('trigger ', g.name) AS subject,
+           CASE WHEN t.tgname IS NULL THEN 'is missing' WHEN t.tgenabled NOT IN ('O', 'A') THEN 'is switched off'
+                ELSE concat('calls ', f.proname, ' instead of ', g.function) END AS problem
+    FROM (VALUES {EXPECTED}) AS g (name, function)
+    LEFT JOIN pg_trigger t ON t.tgname = g.name AND t.tgparentid = 0 LEFT JOIN pg_proc f ON f.oid = t.tgfoid
+    WHERE t.tgname IS NULL OR t.tgenabled NOT IN ('O', 'A') OR f.proname <> g.function
+    """,
+)
+
+CONSTRAINTS_APPLY = Check(
+    "constraints-apply",
+    "Every constraint holds for the rows that were there before it, and every index covers them all.",
+    """
+    SELECT concat('constraint ', conname, ' of ', conrelid::regclass) AS subject, 'is not validated' AS problem
+    FROM pg_constraint WHERE NOT convalidated AND connamespace = 'public'::regnamespace
+    UNION ALL
+    SELECT concat('index ', indexrelid::regclass), 'is not valid' FROM pg_index JOIN pg_class c ON c.oid = indexrelid
+    WHERE NOT (indisvalid AND indisready) AND c.relnamespace = 'public'::regnamespace
+    """,
+)
+
+CHECKS = (GUARDS_STAND, CONSTRAINTS_APPLY)

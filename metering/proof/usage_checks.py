@@ -1,0 +1,75 @@
+"""Usage events: each belongs to a hold, repeats its facts, bills what was delivered, and costs what its tokens cost."""
+
+from __future__ import annotations
+
+from metering.proof.checks import SINCE, TOKEN_KINDS, Check, rows_with
+
+COST = " + ".join(f"(e.{count.replace('- ', '- e.')}) * p.{price}" for count, price in TOKEN_KINDS.values())
+
+USAGE_TELLS_THE_HOLD = Check(
+    "usage-tells-the-hold",
+    "A usage event has its hold, repeats whose it is, which request, model and price version, bills what was delivered, and costs "
+    "what its tokens cost at that price.",
+    rows_with(
+        "concat('usage event ', id, ' of hold ', hold_id)",
+        f"""
+        SELECT e.id, e.hold_id, e.cost_picos, e.billed_token_count, e.delivered_token_count, h.id AS known_hold_id,
+               (h.organization_id, h.project_id, h.api_key_id, h.request_id, h.model, h.price_version_id)
+               IS DISTINCT FROM (e.organization_id, e.project_id, e.api_key_id, e.request_id, e.model, e.price_version_id)
+               AS differs,
+               {COST} AS right_cost,
+               -- A hold that has its own id as request id was taken in advance, for a request that is billed under another hold.
+               CASE WHEN e.request_id = e.hold_id THEN 0 ELSE e.delivered_token_count END AS to_bill
+        FROM usage_events e LEFT JOIN holds h ON h.id = e.hold_id LEFT JOIN price_versions p ON p.id = e.price_version_id
+        WHERE e.settled_at >= {SINCE}
+        """,
+        {
+            "known_hold_id IS NULL": "'there is no such hold'",
+            "known_hold_id IS NOT NULL AND differs": "'tells another story than its hold'",
+            "cost_picos IS DISTINCT FROM right_cost": "concat('costs ', cost_picos, ' picos, by its price version ', right_cost)",
+            "billed_token_count <> to_bill": "concat('bills ', billed_token_count, ' of ', delivered_token_count, "
+            "' delivered tokens')",
+        },
+    ),
+)
+
+USAGE_PARTS = Check(
+    "usage-parts",
+    "The usage events of a hold are its part 0, and part 1 where more was found later: no delivered token is told twice.",
+    rows_with(
+        "concat('hold ', hold_id)",
+        f"""
+        SELECT hold_id, count(*) AS parts, min(part) AS first, max(part) AS last FROM usage_events
+        WHERE hold_id IN (SELECT hold_id FROM usage_events WHERE part <> 0)
+           OR hold_id IN (SELECT hold_id FROM usage_events WHERE settled_at >= {SINCE} GROUP BY hold_id HAVING count(*) > 1)
+        GROUP BY hold_id
+        """,
+        {
+            "first <> 0 OR last > 1 OR parts <> last + 1": "concat('has the parts ', first, ' to ', last, ' in ', "
+            "parts, ' usage events')"
+        },
+    ),
+)
+
+PRICE_OF_THE_ADMISSION = Check(
+    "price-of-the-admission",
+    "A hold is priced by a version of its model, in its customer's currency, that was in force when it was admitted.",
+    rows_with(
+        "concat('price version ', price_version_id, ', model ', model, ', organization ', organization_id)",
+        f"""
+        SELECT c.*, p.model AS price_model, p.currency_code AS price_currency, o.currency_code, p.effective_at
+        FROM (SELECT price_version_id, model, organization_id, count(*) AS holds, min(admitted_at) AS first FROM holds
+              WHERE admitted_at >= {SINCE} GROUP BY 1, 2, 3) c
+        JOIN organizations o ON o.id = c.organization_id
+        LEFT JOIN price_versions p ON p.id = c.price_version_id
+        """,
+        {
+            "price_model IS DISTINCT FROM model": "concat(holds, ' holds are priced as model ', price_model)",
+            "price_currency IS DISTINCT FROM currency_code": "concat(holds, ' holds are priced in ', price_currency, ', not ', "
+            "currency_code)",
+            "effective_at > first": "concat('a hold was admitted at ', first, ', before the price began at ', effective_at)",
+        },
+    ),
+)
+
+CHECKS = (USAGE_TELLS_THE_HOLD, USAGE_PARTS, PRICE_OF_THE_ADMISSION)

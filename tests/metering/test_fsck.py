@@ -1,0 +1,199 @@
+"""`fsck` sees what it is meant to see: each check is shown planted faults."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+
+import psycopg
+import pytest
+
+from metering.billing.rating import rate_all_pending
+from metering.export.batches import form_batches
+from metering.models import QuotaDimension
+from metering.operations import Expire, Extend
+from metering.proof.checks import Moment
+from metering.proof.fsck import CHECKS, chosen_checks, fsck, judge
+from metering.proof.schema_checks import GUARDS
+from metering.store.db import Sessions, psycopg_conninfo
+from tests.metering.hold_world import HoldWorld, admit, hold_world, settle
+from tests.metering.invariants import check_invariants, find_violations
+
+EVENT_COLUMNS = """
+    organization_id, project_id, api_key_id, request_id, model, outcome, input_token_count, cached_input_token_count,
+    generated_token_count, delivered_token_count, billed_token_count, price_version_id, cost_picos, labels, admitted_at
+"""
+
+
+@pytest.fixture
+def world(database_url: str) -> Iterator[HoldWorld]:
+    with hold_world(database_url) as world:
+        yield world
+
+
+async def busy(world: HoldWorld) -> None:
+    """One settled, one voided, one expired, one live and one live and extended hold, charged to a quota of every dimension."""
+    payer = world.tenant()
+    for dimension in QuotaDimension:
+        world.quota(payer, dimension, 10_000)
+    settled, expiring, voided = admit(payer), admit(payer), admit(payer)
+    await world.run(settled, expiring, voided)
+    await world.run(settle(settled.hold_id, 5), Extend(expiring.hold_id, 3, 0, 10))
+    world.advance(120)
+    await world.run(Expire(expiring.hold_id), Expire(voided.hold_id))
+    live, extended = admit(payer), admit(payer)
+    await world.run(live, extended)
+    world.advance(30)
+    await world.run(Extend(extended.hold_id, 2, 4, 10))
+    world.advance(60)
+    await world.run(Extend(extended.hold_id, 7, 4, 10))
+
+
+async def test_a_database_in_order_has_no_violations(world: HoldWorld) -> None:
+    await busy(world)
+
+    check_invariants(world.url)
+
+
+RAISED = "UPDATE quotas SET limit_value = 5, raised_limit_value = 6, raise_reason = 'test', raised_until ="
+FAULTS = [
+    ("UPDATE quota_counters SET held = held + 1 WHERE held > 0", "held"),
+    ("UPDATE quota_counters SET used = used + 1 WHERE used > 0", "used"),
+    ("UPDATE quota_counters SET used = used - 1 WHERE used > 0", "but holds left"),
+    ("DELETE FROM quota_counters WHERE held > 0", "is missing"),
+    ("UPDATE quotas SET limit_value = 5", "exceed the limit 5"),
+    (f"{RAISED} now() - interval '1 day'", "exceed the limit 5"),
+    (f"{RAISED} now() + interval '1 day'", "exceed the limit 6"),
+    ("UPDATE quotas SET output_weight_milli = 1001 WHERE dimension = 'tokens_per_day'", "holds left"),
+    ("UPDATE quotas SET cached_input_weight_milli = 500 WHERE dimension = 'input_tokens_per_minute'", "holds left"),
+    ("UPDATE quotas SET input_weight_milli = 900 WHERE dimension = 'tokens_per_month'", "holds left"),
+    ("UPDATE quotas SET output_weight_milli = 900 WHERE dimension = 'tokens_per_month'", "live holds claim"),
+    ("UPDATE holds SET posted_minutes[2] = posted_minutes[2] + 1 WHERE cardinality(posted_minutes) > 0", "holds left"),
+    ("UPDATE holds SET posted_minutes = '{}'", "holds left"),
+    ("UPDATE holds SET leased_token_count = leased_token_count + 1 WHERE state = 'held'", "live holds claim"),
+    ("DELETE FROM usage_events WHERE outcome = 'stop'", "0 usage events"),
+    ("UPDATE usage_events SET delivered_token_count = 4, billed_token_count = 4 WHERE outcome = 'stop'", "with 4 tokens"),
+    ("UPDATE usage_events SET billed_token_count = 4 WHERE outcome = 'stop'", "bills 4 of 5"),
+    ("UPDATE usage_events SET cost_picos = cost_picos + 1", "by its price version"),
+    ("UPDATE usage_events SET request_id = gen_random_uuid()", "another story"),
+    ("UPDATE usage_events SET input_token_count = 9", "9 input tokens"),
+    ("UPDATE usage_events SET part = 1", "has the parts 1 to 1"),
+    (f"INSERT INTO usage_events (hold_id, part, {EVENT_COLUMNS}) SELECT hold_id, 1, {EVENT_COLUMNS} FROM usage_events", "2 usage"),
+    (
+        "UPDATE usage_events SET hold_id = (SELECT id FROM holds WHERE state = 'held' LIMIT 1) WHERE part = 0 AND id = 1",
+        "has a usage",
+    ),
+    ("UPDATE usage_events SET hold_id = gen_random_uuid()", "there is no such hold"),
+    ("UPDATE holds SET state = 'voided', ended_at = now() WHERE state = 'held'", "held"),
+    ("UPDATE holds SET request_id = '00000000-0000-0000-0000-000000000001'", "has 5 holds"),
+    ("UPDATE holds SET project_id = (SELECT id FROM projects WHERE name = 'other')", "do not belong together"),
+    (
+        "UPDATE holds SET quota_ids = (SELECT array_agg(id) FROM quotas WHERE limit_value = 9)",
+        "somebody else",
+    ),
+    ("UPDATE holds SET model = 'another'", "priced as model demo"),
+    ("UPDATE price_versions SET effective_at = now() + interval '1 day'", "before the price began"),
+    ("UPDATE usage_events SET rated_at = now() WHERE id = 1", "is not posted"),
+]
+
+
+LEDGER_FAULTS = [
+    ("UPDATE usage_events SET rated_at = NULL WHERE id = (SELECT min(id) FROM usage_events)", "is not rated and stands in"),
+    ("UPDATE ledger_entries SET token_count = token_count + 1 WHERE token_kind = 'output'", "tokens for"),
+    ("UPDATE ledger_entries SET amount_picos = amount_picos + 1 WHERE token_kind = 'output'", "does not sum to zero: "),
+    ("UPDATE ledger_entries SET amount_picos = amount_picos * 2", "picos posted"),
+    ("UPDATE ledger_entries SET token_kind = 'input' WHERE token_kind = 'output'", "0 tokens for 0 picos posted"),
+    ("UPDATE ledger_transactions SET organization_id = (SELECT id FROM organizations WHERE name = 'other')", "another customer"),
+    ("UPDATE ledger_accounts SET currency_code = 'EUR'", "another currency"),
+    ("DELETE FROM ledger_entries", "has no legs"),
+    ("UPDATE ledger_transactions SET effective_at = effective_at - interval '1 month'", "usage-equals-ledger"),
+    ("UPDATE meter_batches SET token_count = token_count + 1", "nothing-is-exported-twice"),
+    ("UPDATE meter_batches SET part = 1", "has the parts 1 to 1"),
+    ("UPDATE meter_batches SET state = 'cancelled'", "all-is-exported"),
+    ("DELETE FROM meter_batches WHERE token_kind = 'output'", "exports only 0"),
+    ("DELETE FROM meter_batches WHERE token_kind = 'output'", "closed-hours-are-exported"),
+]
+SCHEMA_FAULTS = [
+    ("ALTER TABLE ledger_entries DISABLE TRIGGER ledger_entries_append_only", "is switched off"),
+    ("DROP TRIGGER holds_end_once ON holds", "is missing"),
+    (
+        "CREATE FUNCTION allow() RETURNS trigger LANGUAGE plpgsql AS 'BEGIN RETURN NEW; END'; "
+        "DROP TRIGGER audit_log_append_only ON audit_log; CREATE TRIGGER audit_log_append_only BEFORE UPDATE ON audit_log "
+        "FOR EACH ROW EXECUTE FUNCTION allow()",
+        "calls allow instead of refuse_change",
+    ),
+    ("ALTER TABLE holds ADD CONSTRAINT few CHECK (part_count < 2) NOT VALID", "is not validated"),
+]
+
+
+def unseen(world: HoldWorld, faults: list[tuple[str, str]], *moments: Moment) -> list[tuple[str, object]]:
+    """Faults that no check told of, each planted in a transaction that is rolled back, with what was told."""
+    missed: list[tuple[str, object]] = []
+    with psycopg.connect(psycopg_conninfo(world.url)) as connection:
+        for fault, told in faults:
+            connection.execute("SET LOCAL session_replication_role = replica")  # no triggers, no foreign keys
+            connection.execute("DROP INDEX IF EXISTS uq_holds_request")
+            connection.execute(fault.encode())
+            checks = chosen_checks(moments=moments)
+            found = [f"{check.name}: {each}" for check in checks for each in judge(connection, check, sample_max=1000).sample]
+            connection.rollback()
+            if not any(told in violation for violation in found):
+                missed.append((fault, found))
+    return missed
+
+
+def add_stranger(world: HoldWorld) -> None:
+    """Another customer, with a project and a quota."""
+    other = world.one("INSERT INTO organizations (name, currency_code) VALUES ('other', 'USD') RETURNING id")
+    world.execute("INSERT INTO projects (organization_id, name) VALUES (%s, 'other')", other)
+    world.execute(
+        "INSERT INTO quotas (subject, subject_id, dimension, limit_value) VALUES ('organization', %s, 'tokens_per_day', 9)", other
+    )
+
+
+async def test_each_fault_planted_in_holds_and_usage_is_seen(world: HoldWorld) -> None:
+    await busy(world)
+    add_stranger(world)
+    check_invariants(world.url)
+
+    assert unseen(world, FAULTS, Moment.ALWAYS) == []
+
+
+async def test_each_fault_planted_behind_the_usage_is_seen(world: HoldWorld, sessions: Sessions) -> None:
+    await busy(world)
+    add_stranger(world)
+    await rate_all_pending(sessions)
+    world.advance(7200)
+    await form_batches(sessions)
+    every_moment = [verdict for verdict in fsck(world.url, CHECKS) if verdict.violation_count]
+    assert {verdict.check.name for verdict in every_moment} <= {"no-hold-is-left", "holds-are-swept"}
+
+    assert unseen(world, LEDGER_FAULTS, *Moment) == []
+
+
+async def test_each_fault_planted_in_the_schema_is_seen(world: HoldWorld) -> None:
+    world.execute("ALTER TABLE holds ADD part_count int")
+
+    assert unseen(world, SCHEMA_FAULTS, Moment.ALWAYS) == []
+
+
+def test_the_guards_that_are_looked_for_are_those_of_a_migrated_database(world: HoldWorld) -> None:
+    """A new trigger belongs into `metering/proof/schema_checks.py`, so that its loss is noticed."""
+    query = """SELECT tgname, proname FROM pg_trigger t JOIN pg_proc p ON p.oid = tgfoid
+               WHERE NOT tgisinternal AND tgparentid = 0"""
+
+    assert dict(world.rows(query)) == GUARDS
+
+
+def test_every_check_says_what_it_proves_and_has_a_name_of_its_own() -> None:
+    assert len({check.name for check in CHECKS}) == len(CHECKS)
+    assert all(check.proves.endswith(".") for check in CHECKS)
+
+
+async def test_a_live_hold_is_a_violation_only_once_all_must_have_ended(world: HoldWorld) -> None:
+    op = admit(world.tenant(), hold_id=uuid.uuid4())
+    await world.run(op)
+
+    check_invariants(world.url)
+
+    assert [str(op.hold_id) in found for found in find_violations(world.url, all_ended=True)] == [True]
