@@ -206,6 +206,7 @@ CODES: tuple[tuple[type[Exception], int], ...] = (
     (metering_errors.AlreadyExists, code_pb2.ALREADY_EXISTS),
     (metering_errors.PriceMissing, code_pb2.FAILED_PRECONDITION),
     (metering_errors.KeyRevoked, code_pb2.FAILED_PRECONDITION),
+    (metering_errors.MonthClosed, code_pb2.FAILED_PRECONDITION),
     (metering_errors.QuotaExceeded, code_pb2.RESOURCE_EXHAUSTED),
     (CancelledEarly, code_pb2.CANCELLED),
     (CancelledByAdmin, code_pb2.CANCELLED),
@@ -262,6 +263,8 @@ def metadata_of(error: BaseException) -> dict[str, str]:
             return {"estimated_wait_s": f"{error.wait_s:.3f}"}
         case ModelUnknown() | metering_errors.PriceMissing():
             return {"model": error.model}
+        case metering_errors.MonthClosed():
+            return {"organization_id": str(error.organization_id), "month": f"{error.month:%Y-%m}"}
         case metering_errors.NotFound() | metering_errors.AlreadyExists():
             return {"kind": error.kind, "ref": error.ref}
         case metering_errors.RequestSettled():

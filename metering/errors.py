@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import uuid
 from collections.abc import Sequence
+from datetime import date
 
 from metering.operations import QuotaState, Settled
 from metering.quotas.quota_rules import Claim
@@ -141,6 +143,19 @@ class HoldEnded(MeteringError):
     """The hold has ended before, by expiry or by another process. The caller must stop streaming."""
 
     reason = "HOLD_ENDED"
+
+
+class MonthClosed(MeteringError):
+    """The month is closed: nothing is posted to it any more."""
+
+    reason = "MONTH_CLOSED"
+
+    def __init__(self, organization_id: uuid.UUID, month: date) -> None:
+        super().__init__(
+            f"{month:%Y-%m} of organization {organization_id} is closed: post to the first month after it that is open"
+        )
+        self.organization_id = organization_id
+        self.month = month
 
 
 class InvariantViolated(MeteringError):

@@ -1,7 +1,7 @@
 """The tables. They declare what the domain forbids: CHECK, UNIQUE and foreign keys stand here, triggers in the migrations.
 
-Append-only tables (`usage_events` but for `rated_at`, `price_versions`, `ledger_*`, `audit_log`) are guarded by triggers, so that a
-correction can only be a new row.
+Append-only tables (`usage_events` but for what rating sets, `price_versions`, `audit_log`) are guarded by triggers, so that a
+correction can only be a new row. The ledger's tables are in `billing/models.py`.
 """
 
 from __future__ import annotations
@@ -63,13 +63,6 @@ class HoldState(StrEnum):
     SETTLED = "settled"
     VOIDED = "voided"
     EXPIRED = "expired"
-
-
-class AccountKind(StrEnum):
-    """Meaning of a ledger account: what a customer owes us; what we earned."""
-
-    RECEIVABLE = "receivable"
-    REVENUE = "revenue"
 
 
 class ServiceTier(StrEnum):
@@ -243,30 +236,15 @@ class QuotaCounter(Base):
 
 
 class PriceVersion(Base):
-    """Prices of one model and service tier from a moment on, in picos per token. Never changed; a correction is a later version.
-
-    organization_id: whose own price it is; none for the list. multiplier_milli: thousandths of the interactive prices that these
-    were made with, for display. withdrawn: from then on the organization pays the list price again; nobody is charged by the row.
-    """
+    """Prices of one model from a moment on, in picos per token. Never changed; a correction is a later version."""
 
     __tablename__ = "price_versions"
     __table_args__ = (
-        UniqueConstraint(
-            "model",
-            "currency_code",
-            "organization_id",
-            "tier",
-            "effective_at",
-            name="uq_price_versions_place",
-            postgresql_nulls_not_distinct=True,
-        ),
+        UniqueConstraint("model", "currency_code", "effective_at"),
         CheckConstraint(
-            "least(input_picos_per_token, cached_input_picos_per_token, output_picos_per_token, embedding_picos_per_token) >= 0",
+            "input_picos_per_token >= 0 AND cached_input_picos_per_token >= 0 AND output_picos_per_token >= 0",
             name="not_negative",
         ),
-        CheckConstraint(one_of("tier", ServiceTier), name="tier_known"),
-        CheckConstraint("multiplier_milli >= 0 AND (tier <> 'interactive' OR multiplier_milli = 1000)", name="multiplier_sane"),
-        CheckConstraint("NOT withdrawn OR organization_id IS NOT NULL", name="list_stays"),
     )
 
     id: Mapped[int] = mapped_column(Identity(always=True), primary_key=True)
@@ -275,11 +253,6 @@ class PriceVersion(Base):
     input_picos_per_token: Mapped[int]
     cached_input_picos_per_token: Mapped[int]
     output_picos_per_token: Mapped[int]
-    embedding_picos_per_token: Mapped[int] = mapped_column(server_default="0")
-    organization_id: Mapped[uuid.UUID | None] = mapped_column(ForeignKey("organizations.id"))
-    tier: Mapped[str] = mapped_column(server_default="interactive")
-    multiplier_milli: Mapped[int] = mapped_column(server_default="1000")
-    withdrawn: Mapped[bool] = mapped_column(server_default=text("false"))
     effective_at: Mapped[datetime]
     created_at: Mapped[datetime] = mapped_column(server_default=func.now())
 
@@ -344,7 +317,8 @@ class UsageEvent(Base):
 
     `part` 0 is the settlement. `part` 1 exists only where a hold had expired before its owner's journal was found, and carries the
     tokens beyond part 0, so that the parts of a hold add up to what was delivered. A trigger on each INSERT sees that its hold
-    exists and has the same key and price version.
+    exists and has the same key and price version. Rating sets `rated_at` and `ledger_transaction_id` together, once; a trigger sees
+    that the transaction is there, is of the same organization, and debits what its events cost.
     """
 
     __tablename__ = "usage_events"
@@ -353,6 +327,7 @@ class UsageEvent(Base):
         CheckConstraint("cached_input_token_count BETWEEN 0 AND input_token_count", name="cached_within_input"),
         CheckConstraint("delivered_token_count BETWEEN 0 AND generated_token_count", name="delivered_within_generated"),
         CheckConstraint("billed_token_count BETWEEN 0 AND delivered_token_count", name="billed_within_delivered"),
+        CheckConstraint("(rated_at IS NULL) = (ledger_transaction_id IS NULL)", name="rated_and_posted"),
         Index("ix_usage_events_unrated", "id", postgresql_where=text("rated_at IS NULL")),
         Index("ix_usage_events_organization_id_settled_at", "organization_id", "settled_at"),
         Index("ix_usage_events_rated_at", "rated_at", postgresql_using="brin", postgresql_with={"autosummarize": "true"}),
@@ -380,57 +355,7 @@ class UsageEvent(Base):
     admitted_at: Mapped[datetime]
     settled_at: Mapped[datetime] = mapped_column(server_default=func.now())
     rated_at: Mapped[datetime | None]
-
-
-class LedgerAccount(Base):
-    """One account per organization, kind and currency."""
-
-    __tablename__ = "ledger_accounts"
-    __table_args__ = (
-        UniqueConstraint("organization_id", "kind", "currency_code"),
-        CheckConstraint(one_of("kind", AccountKind), name="kind_known"),
-    )
-
-    id: Mapped[int] = mapped_column(Identity(always=True), primary_key=True)
-    organization_id: Mapped[uuid.UUID] = mapped_column(ForeignKey("organizations.id"))
-    kind: Mapped[str]
-    currency_code: Mapped[str]
-
-
-class LedgerTransaction(Base):
-    """A balanced move. `effective_at` says which month it belongs to, `recorded_at` when it was written."""
-
-    __tablename__ = "ledger_transactions"
-    __table_args__ = (Index("ix_ledger_transactions_organization_id_effective_at", "organization_id", "effective_at"),)
-
-    id: Mapped[int] = mapped_column(Identity(always=True), primary_key=True)
-    organization_id: Mapped[uuid.UUID] = mapped_column(ForeignKey("organizations.id"))
-    usage_event_id: Mapped[int | None] = mapped_column(ForeignKey("usage_events.id"), unique=True)
-    description: Mapped[str]
-    effective_at: Mapped[datetime]
-    recorded_at: Mapped[datetime] = mapped_column(server_default=func.now())
-
-
-class LedgerEntry(Base):
-    """One leg of a transaction, in picos. Revenue legs carry the tokens they are for; a receivable leg carries none."""
-
-    __tablename__ = "ledger_entries"
-    __table_args__ = (
-        CheckConstraint(
-            "(token_kind IS NULL) = (token_count IS NULL) AND (token_kind IS NULL) = (price_version_id IS NULL)",
-            name="tokens_complete",
-        ),
-        CheckConstraint(f"token_kind IS NULL OR {one_of('token_kind', TokenKind)}", name="token_kind_known"),
-        Index("ix_ledger_entries_transaction_id", "transaction_id"),
-    )
-
-    id: Mapped[int] = mapped_column(Identity(always=True), primary_key=True)
-    transaction_id: Mapped[int] = mapped_column(ForeignKey("ledger_transactions.id"))
-    account_id: Mapped[int] = mapped_column(ForeignKey("ledger_accounts.id"))
-    amount_picos: Mapped[Decimal]
-    token_kind: Mapped[str | None]
-    token_count: Mapped[int | None]
-    price_version_id: Mapped[int | None] = mapped_column(ForeignKey("price_versions.id"))
+    ledger_transaction_id: Mapped[int | None]
 
 
 class AuditEntry(Base):

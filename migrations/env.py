@@ -11,7 +11,8 @@ from alembic import context
 from sqlalchemy import create_engine, text
 from sqlalchemy.pool import NullPool
 
-import metering.control.control_models  # declares its tables on the base
+import metering.billing.models  # declares its tables on the base
+import metering.control.control_models
 import metering.export.export_models  # noqa: F401  # the same
 from metering.models import Base
 from metering.store.db import sqlalchemy_url

@@ -1,7 +1,8 @@
 """The double-entry ledger: writing balanced transactions, and reading balances as sums of what was written.
 
-Append-only by the database's own triggers, which also refuse a transaction that does not sum to zero in each currency. All legs
-of a transaction are written by one statement. Functions take a session and never commit.
+Append-only by the database's own triggers, which also refuse a transaction that does not sum to zero in each currency, and one in a
+month that is closed. All legs of a transaction are written by one statement. Usage is posted by `rating.py`, many events at a time;
+everything else is posted here. Functions take a session and never commit.
 """
 
 from __future__ import annotations
@@ -9,15 +10,16 @@ from __future__ import annotations
 import uuid
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import date, datetime
 
 from sqlalchemy import func, select, text, tuple_
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from metering.billing.pricing import PricedTokens
-from metering.errors import InvariantViolated
-from metering.models import AccountKind, LedgerAccount, LedgerEntry, TokenKind
+from metering.billing.models import AccountKind, LedgerAccount, LedgerEntry, TransactionKind
+from metering.billing.months import share_lanes
+from metering.errors import AlreadyExists, InvariantViolated, MonthClosed
+from metering.models import TokenKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,67 +43,82 @@ class Leg:
 
 
 @dataclass(frozen=True, slots=True)
-class UsagePosting:
-    """The transaction of one usage event, which has at most one, ever."""
+class Posting:
+    """A transaction to write. billing_month: by its first day. source_id: what it stems from, which is posted once per kind."""
 
-    usage_event_id: int
+    kind: TransactionKind
     organization_id: uuid.UUID
+    billing_month: date
     effective_at: datetime
+    description: str
+    source_id: uuid.UUID | None
     legs: tuple[Leg, ...]
 
+    def __str__(self) -> str:
+        return f"{self.kind} of {self.organization_id} in {self.billing_month:%Y-%m} ({self.description})"
 
-# Legs meet their transaction by the usage event; an event that has its transaction already gets neither again.
-POST = text("""
-WITH posted AS (
-    INSERT INTO ledger_transactions (organization_id, usage_event_id, description, effective_at)
-    SELECT organization_id, usage_event_id, 'usage', effective_at
-    FROM unnest(CAST(:organization_ids AS uuid[]), CAST(:event_ids AS bigint[]), CAST(:effective_ats AS timestamptz[]))
-        AS t(organization_id, usage_event_id, effective_at)
-    ORDER BY usage_event_id
-    ON CONFLICT (usage_event_id) DO NOTHING
-    RETURNING id, usage_event_id
+
+CLOSED = text("""
+SELECT p.organization_id, p.month
+FROM unnest(CAST(:organization_ids AS uuid[]), CAST(:months AS date[])) AS p(organization_id, month)
+JOIN billing_months b ON (b.organization_id, b.month) = (p.organization_id, p.month) AND b.state = 'closed' LIMIT 1
+""")
+# The ids are drawn first, so that legs meet their transaction by its place in the list.
+DRAW_IDS = text(
+    "SELECT nextval(pg_get_serial_sequence('ledger_transactions', 'id')) FROM generate_series(1, CAST(:posting_count AS int))"
 )
+POST = text("""
+INSERT INTO ledger_transactions (id, kind, organization_id, billing_month, effective_at, description, source_id)
+OVERRIDING SYSTEM VALUE
+SELECT * FROM unnest(
+    CAST(:ids AS bigint[]), CAST(:kinds AS text[]), CAST(:organization_ids AS uuid[]), CAST(:months AS date[]),
+    CAST(:effective_ats AS timestamptz[]), CAST(:descriptions AS text[]), CAST(:source_ids AS uuid[]))
+ON CONFLICT (kind, source_id) WHERE source_id IS NOT NULL DO NOTHING RETURNING id
+""")
+POST_LEGS = text("""
 INSERT INTO ledger_entries (transaction_id, account_id, amount_picos, token_kind, token_count, price_version_id)
-SELECT posted.id, account_id, amount_picos, token_kind, token_count, price_version_id
-FROM unnest(
-        CAST(:leg_event_ids AS bigint[]), CAST(:account_ids AS bigint[]), CAST(:amounts AS numeric[]),
-        CAST(:token_kinds AS text[]), CAST(:token_counts AS bigint[]), CAST(:price_version_ids AS bigint[])
-    ) WITH ORDINALITY AS leg(usage_event_id, account_id, amount_picos, token_kind, token_count, price_version_id, position)
-    JOIN posted USING (usage_event_id)
-ORDER BY posted.id, position
+SELECT * FROM unnest(
+    CAST(:transaction_ids AS bigint[]), CAST(:account_ids AS bigint[]), CAST(:amounts AS numeric[]),
+    CAST(:token_kinds AS text[]), CAST(:token_counts AS bigint[]), CAST(:price_version_ids AS bigint[]))
 """)
 
 
-def usage_legs(
-    organization_id: uuid.UUID, currency_code: str, price_version_id: int, lines: Sequence[PricedTokens]
-) -> tuple[Leg, ...]:
-    """The customer owes the total; each kind of token earns its part, and carries its count even where it costs nothing."""
-    receivable = AccountKey(organization_id, AccountKind.RECEIVABLE, currency_code)
-    revenue = AccountKey(organization_id, AccountKind.REVENUE, currency_code)
-    return (
-        Leg(receivable, sum(line.amount_picos for line in lines)),
-        *(Leg(revenue, -line.amount_picos, line.kind, line.token_count, price_version_id) for line in lines),
-    )
+async def post(session: AsyncSession, postings: Sequence[Posting]) -> list[int]:
+    """Write transactions, accounts included where they are new; their ids in the order given.
 
-
-async def post(session: AsyncSession, postings: Sequence[UsagePosting]) -> None:
-    """Write the transactions, accounts included where they are new. Events that were posted before are left as they are.
-
-    Raises: InvariantViolated, before anything is written, if one does not balance.
+    Waits for a close of one of the organizations that goes on. What it has written so far is for the caller to roll back when it
+    raises. Raises: InvariantViolated if one does not balance; MonthClosed; AlreadyExists for a source that was posted before.
     """
     if not postings:
-        return
+        return []
     for posting in postings:
         check_balanced(posting)
-    legs = [(posting.usage_event_id, leg) for posting in postings for leg in posting.legs]
+    organization_ids = [posting.organization_id for posting in postings]
+    months = [posting.billing_month for posting in postings]
+    await share_lanes(session, organization_ids)
+    if (closed := (await session.execute(CLOSED, {"organization_ids": organization_ids, "months": months})).first()) is not None:
+        raise MonthClosed(closed.organization_id, closed.month)
+    legs = [(index, leg) for index, posting in enumerate(postings) for leg in posting.legs]
     account_ids = await open_accounts(session, {leg.account for _, leg in legs})
-    await session.execute(
+    ids = list((await session.execute(DRAW_IDS, {"posting_count": len(postings)})).scalars())
+    written = await session.execute(
         POST,
         {
-            "organization_ids": [posting.organization_id for posting in postings],
-            "event_ids": [posting.usage_event_id for posting in postings],
+            "ids": ids,
+            "kinds": [str(posting.kind) for posting in postings],
+            "organization_ids": organization_ids,
+            "months": months,
             "effective_ats": [posting.effective_at for posting in postings],
-            "leg_event_ids": [event_id for event_id, _ in legs],
+            "descriptions": [posting.description for posting in postings],
+            "source_ids": [posting.source_id for posting in postings],
+        },
+    )
+    for again in set(ids) - set(written.scalars()):
+        raise AlreadyExists("ledger transaction", str(postings[ids.index(again)]), f"from {postings[ids.index(again)].source_id}")
+    await session.execute(
+        POST_LEGS,
+        {
+            "transaction_ids": [ids[index] for index, _ in legs],
             "account_ids": [account_ids[leg.account] for _, leg in legs],
             "amounts": [leg.amount_picos for _, leg in legs],
             "token_kinds": [leg.token_kind for _, leg in legs],
@@ -109,14 +126,19 @@ async def post(session: AsyncSession, postings: Sequence[UsagePosting]) -> None:
             "price_version_ids": [leg.price_version_id for _, leg in legs],
         },
     )
+    return ids
 
 
-def check_balanced(posting: UsagePosting) -> None:
-    """Raises: InvariantViolated unless the legs sum to zero in each currency."""
-    for currency_code in {leg.account.currency_code for leg in posting.legs}:
+def check_balanced(posting: Posting) -> None:
+    """Raises: InvariantViolated unless there are legs, all of the posting's organization, that sum to zero in each currency."""
+    if not posting.legs:
+        raise InvariantViolated(f"the posting {posting} has no legs")
+    if any(leg.account.organization_id != posting.organization_id for leg in posting.legs):
+        raise InvariantViolated(f"the posting {posting} has a leg of another organization")
+    for currency_code in sorted({leg.account.currency_code for leg in posting.legs}):
         rest = sum(leg.amount_picos for leg in posting.legs if leg.account.currency_code == currency_code)
         if rest:
-            raise InvariantViolated(f"the posting of usage event {posting.usage_event_id} is off by {rest} {currency_code} picos")
+            raise InvariantViolated(f"the posting {posting} is off by {rest} {currency_code} picos")
 
 
 async def open_accounts(session: AsyncSession, keys: Collection[AccountKey]) -> Mapping[AccountKey, int]:

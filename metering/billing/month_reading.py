@@ -8,6 +8,8 @@ from __future__ import annotations
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from metering.billing.models import TransactionKind
+from metering.billing.pricing import COUNTS_OF_EVENT, TOKENS_BY_KIND
 from metering.billing.reports import MonthReport, Reconciliation, ReportLine, RequestCounts, month_bounds
 from metering.errors import InvariantViolated
 from metering.models import TokenKind
@@ -21,9 +23,19 @@ CANCELLED = (Outcome.CANCELLED, Outcome.DEADLINE)
 LIMITED = (Outcome.QUOTA_EXHAUSTED, Outcome.COST_LIMIT, Outcome.SLOW_CONSUMER, Outcome.FILTERED)
 FAILED = (Outcome.FAILED,)
 
-# One statement, so that all numbers are of one moment: rating may go on meanwhile.
-MONTH = text("""
-WITH used AS (
+UNIT_PRICES = " ".join(f"WHEN '{kind}' THEN p.{price}" for kind, (_, price) in COUNTS_OF_EVENT.items())
+# One statement, so that all numbers are of one moment: rating may go on meanwhile. Tokens and amounts are the ledger's; how many
+# requests they were of, and how those ended, is told by the events that point to its transactions.
+MONTH = text(f"""
+WITH transactions AS MATERIALIZED (
+    SELECT id, effective_at FROM ledger_transactions
+    WHERE organization_id = :organization_id AND billing_month = :month AND kind = '{TransactionKind.USAGE}'
+), events AS MATERIALIZED (
+    SELECT u.* FROM usage_events u LEFT JOIN transactions t ON t.id = u.ledger_transaction_id
+    WHERE u.organization_id = :organization_id AND u.settled_at < :ends
+      AND u.settled_at >= least(:begins, (SELECT min(effective_at) FROM transactions))
+      AND (t.id IS NOT NULL OR u.rated_at IS NULL AND u.settled_at >= :begins)
+), used AS (
     SELECT count(*) FILTER (WHERE part = 0) AS total_count,
            count(*) FILTER (WHERE part = 0 AND outcome = ANY(:completed)) AS completed_count,
            count(*) FILTER (WHERE part = 0 AND outcome = ANY(:cancelled)) AS cancelled_count,
@@ -32,23 +44,20 @@ WITH used AS (
            coalesce(sum(input_token_count + billed_token_count), 0) AS usage_token_count,
            coalesce(sum(input_token_count + billed_token_count) FILTER (WHERE rated_at IS NULL), 0) AS unrated_token_count,
            count(*) FILTER (WHERE rated_at IS NULL) AS unrated_event_count
-    FROM usage_events
-    WHERE organization_id = :organization_id AND settled_at >= :begins AND settled_at < :ends
+    FROM events
+), told AS (
+    SELECT price_version_id, kind.token_kind, count(DISTINCT hold_id) AS request_count,
+           coalesce(sum(kind.token_count) FILTER (WHERE outcome = ANY(:cancelled)), 0) AS cancelled_token_count
+    FROM events, {TOKENS_BY_KIND} WHERE rated_at IS NOT NULL AND kind.token_count > 0 GROUP BY price_version_id, kind.token_kind
 ), posted AS (
-    SELECT p.model, p.id AS price_version, p.currency_code, e.token_kind,
-           count(DISTINCT u.hold_id) AS request_count,
-           sum(e.token_count) AS token_count,
-           coalesce(sum(e.token_count) FILTER (WHERE u.outcome = ANY(:cancelled)), 0) AS cancelled_token_count,
-           CASE e.token_kind WHEN 'input' THEN p.input_picos_per_token
-                             WHEN 'cached_input' THEN p.cached_input_picos_per_token
-                             WHEN 'output' THEN p.output_picos_per_token END AS unit_price_picos,
-           -sum(e.amount_picos) AS amount_picos
-    FROM ledger_transactions t
+    SELECT p.model, p.id AS price_version, p.currency_code, e.token_kind, coalesce(told.request_count, 0) AS request_count,
+           sum(e.token_count) AS token_count, coalesce(told.cancelled_token_count, 0) AS cancelled_token_count,
+           CASE e.token_kind {UNIT_PRICES} END AS unit_price_picos, -sum(e.amount_picos) AS amount_picos
+    FROM transactions t
     JOIN ledger_entries e ON e.transaction_id = t.id
     JOIN price_versions p ON p.id = e.price_version_id
-    JOIN usage_events u ON u.id = t.usage_event_id
-    WHERE t.organization_id = :organization_id AND t.effective_at >= :begins AND t.effective_at < :ends
-    GROUP BY p.id, e.token_kind
+    LEFT JOIN told ON (told.price_version_id, told.token_kind) = (e.price_version_id, e.token_kind)
+    GROUP BY p.id, e.token_kind, told.request_count, told.cancelled_token_count
 )
 SELECT used.*, posted.* FROM used LEFT JOIN posted ON true
 """)
@@ -60,6 +69,7 @@ async def month_report(session: AsyncSession, *, organization: str, month: str) 
     owner = await find_organization(session, organization)
     parameters = {
         "organization_id": owner.id,
+        "month": begins.date(),
         "begins": begins,
         "ends": ends,
         "completed": list(COMPLETED),

@@ -1,44 +1,99 @@
 """From usage events to the ledger: each event is priced and posted exactly once, whoever runs this and however often.
 
-Work is found by a query, never by a message: an event is pending until `rated_at` is set, in the transaction that posts it. Two
-workers skip what the other has locked; one that dies leaves its batch pending.
+Work is found by a query, never by a message: an event is pending until `rated_at` is set, in the statement that posts it. Two
+workers skip what the other has locked; one that dies leaves its batch pending. Events of customers whose month is being closed at
+the moment are passed over, and so is an event whose stored cost is not that of its tokens; the rest of a batch waits for neither.
+
+A batch is one statement. Postings are sums: one transaction per customer, billing month, day of use (UTC) and batch, with a leg per
+price version and kind of token. Each event points to its transaction.
 """
 
 from __future__ import annotations
 
-import uuid
-from collections.abc import Collection
 from dataclasses import dataclass
-from datetime import datetime
-from typing import NamedTuple
 
-from sqlalchemy import BigInteger, any_, func, literal, select, update
-from sqlalchemy.dialects.postgresql import ARRAY
+from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from metering.billing.ledger import UsagePosting, post, usage_legs
-from metering.billing.prices import token_prices
-from metering.billing.pricing import TokenPrices
+from metering.billing.models import AccountKind, TransactionKind
+from metering.billing.months import LANE_OF, POSTING_MONTH, try_lanes
+from metering.billing.pricing import COUNTS_OF_EVENT
 from metering.errors import InvariantViolated
-from metering.models import PriceVersion, UsageEvent
 from metering.store.db import Sessions
 
-BATCH_SIZE = 1_000  # events per transaction; more is hardly faster per event, and a transaction should stay far below a second
+BATCH_SIZE = 5_000  # events per transaction; more is hardly faster per event, and a transaction should stay far below a second
 BATCHES_MAX = 100  # per run: bounds one task to some seconds; what is left waits for the next, a second later
 NAMED_MAX = 20  # events that an error message names
 
+# In the statement, the tokens of a kind are a column named after it. A wrong count times a price may pass 64 bits: hence numeric.
+COUNTS = ", ".join(f"{count} AS {kind}" for kind, (count, _) in COUNTS_OF_EVENT.items())
+SUMS = ", ".join(f"sum({kind}) AS {kind}" for kind in COUNTS_OF_EVENT)
+RIGHT_COST = " + ".join(f"CAST({kind} AS numeric) * {price}" for kind, (_, price) in COUNTS_OF_EVENT.items())
+BY_KIND = "LATERAL (VALUES {}) AS of_kind (token_kind, token_count, amount_picos)".format(
+    ", ".join(f"('{kind}', {kind}, {kind} * {price})" for kind, (_, price) in COUNTS_OF_EVENT.items())
+)
 
-class PendingEvent(NamedTuple):
-    """What rating reads of a usage event."""
-
-    id: int
-    organization_id: uuid.UUID
-    settled_at: datetime
-    price_version_id: int
-    input_token_count: int
-    cached_input_token_count: int
-    billed_token_count: int
-    cost_picos: int
+# Pending events, oldest first, up to :batch_size beyond :after_event_id. What cannot be rated now is counted and left.
+RATE = text(f"""
+WITH pending AS MATERIALIZED (
+    SELECT id, organization_id, CAST(settled_at AT TIME ZONE 'UTC' AS date) AS day, price_version_id, cost_picos, {COUNTS}
+    FROM usage_events WHERE rated_at IS NULL AND id > :after_event_id
+    ORDER BY id LIMIT :batch_size FOR NO KEY UPDATE SKIP LOCKED
+), customers AS MATERIALIZED (
+    SELECT organization_id, currency_code, {LANE_OF.format(organization_id="organization_id")} = ANY(:lanes) AS may_post,
+           min(a.id) FILTER (WHERE a.kind = '{AccountKind.RECEIVABLE}') AS receivable_id,
+           min(a.id) FILTER (WHERE a.kind = '{AccountKind.REVENUE}') AS revenue_id
+    FROM (SELECT DISTINCT e.organization_id, p.currency_code FROM pending e JOIN price_versions p ON p.id = e.price_version_id) c
+    LEFT JOIN ledger_accounts a USING (organization_id, currency_code)
+    GROUP BY organization_id, currency_code
+), priced AS MATERIALIZED (
+    SELECT e.*, p.currency_code, c.may_post, c.receivable_id IS NOT NULL AND c.revenue_id IS NOT NULL AS has_accounts,
+           e.cost_picos = {RIGHT_COST} AS is_right
+    FROM pending e JOIN price_versions p ON p.id = e.price_version_id
+    JOIN customers c ON (c.organization_id, c.currency_code) = (e.organization_id, p.currency_code)
+), rated AS MATERIALIZED (
+    SELECT * FROM priced WHERE is_right AND may_post AND has_accounts
+), sums AS MATERIALIZED (
+    SELECT organization_id, day, price_version_id, {SUMS} FROM rated GROUP BY organization_id, day, price_version_id
+), posted AS (
+    INSERT INTO ledger_transactions (organization_id, kind, billing_month, effective_at, description)
+    SELECT d.organization_id, '{TransactionKind.USAGE}', m.month, d.day AT TIME ZONE 'UTC', 'usage'
+    FROM (SELECT DISTINCT organization_id, day FROM sums) d,
+         LATERAL ({POSTING_MONTH.format(organization_id="d.organization_id", month="date_trunc('month', d.day)::date")}) m (month)
+    ORDER BY d.organization_id, d.day
+    RETURNING id, organization_id, CAST(effective_at AT TIME ZONE 'UTC' AS date) AS day
+), kinds AS MATERIALIZED (
+    SELECT posted.id AS transaction_id, c.receivable_id, c.revenue_id, sums.price_version_id, of_kind.*
+    FROM sums JOIN posted USING (organization_id, day)
+    JOIN price_versions p ON p.id = sums.price_version_id
+    JOIN customers c ON (c.organization_id, c.currency_code) = (sums.organization_id, p.currency_code), {BY_KIND}
+), legs AS (
+    INSERT INTO ledger_entries (transaction_id, account_id, amount_picos, token_kind, token_count, price_version_id)
+    SELECT transaction_id, receivable_id, sum(amount_picos), NULL, NULL, NULL FROM kinds GROUP BY transaction_id, receivable_id
+    UNION ALL
+    SELECT transaction_id, revenue_id, -amount_picos, token_kind, token_count, price_version_id FROM kinds WHERE token_count > 0
+), marked AS (
+    UPDATE usage_events u SET rated_at = now(), ledger_transaction_id = posted.id
+    FROM rated JOIN posted USING (organization_id, day) WHERE u.id = rated.id
+    RETURNING u.id
+)
+SELECT count(*) AS seen_count, (SELECT count(*) FROM marked) AS rated_count, coalesce(max(id), :after_event_id) AS last_event_id,
+       coalesce(array_agg(id ORDER BY id) FILTER (WHERE NOT is_right), '{{}}') AS misstated,
+       count(*) FILTER (WHERE is_right AND may_post AND NOT has_accounts) AS without_accounts_count
+FROM priced
+""")
+# In one order, so that two who open the same ones do not deadlock.
+OPEN_ACCOUNTS = text(f"""
+INSERT INTO ledger_accounts (organization_id, kind, currency_code)
+SELECT organization_id, kind, currency_code
+FROM (SELECT DISTINCT organization_id, currency_code FROM (
+          SELECT organization_id, price_version_id FROM usage_events
+          WHERE rated_at IS NULL AND id > :after_event_id AND id <= :last_event_id) e
+      JOIN price_versions p ON p.id = price_version_id) c,
+     (VALUES ('{AccountKind.RECEIVABLE}'), ('{AccountKind.REVENUE}')) AS needed (kind)
+ORDER BY 1, 2, 3
+ON CONFLICT DO NOTHING
+""")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,40 +135,11 @@ async def rate_all_pending(sessions: Sessions) -> int:
 
 async def rate_batch(session: AsyncSession, *, limit: int, after_event_id: int = 0) -> RatedBatch:
     """Price, post and mark the oldest pending events beyond `after_event_id` that nobody else is working on."""
-    events = await _lock_pending(session, limit, after_event_id)
-    prices = await _prices(session, {event.price_version_id for event in events})
-    postings: list[UsagePosting] = []
-    rated: list[int] = []
-    misstated: list[int] = []
-    for event in events:
-        version = prices[event.price_version_id]
-        lines = tuple(version.lines(event.input_token_count, event.cached_input_token_count, event.billed_token_count))
-        if sum(line.amount_picos for line in lines) != event.cost_picos:
-            misstated.append(event.id)
-            continue
-        rated.append(event.id)
-        if lines:
-            legs = usage_legs(event.organization_id, version.currency_code, version.version, lines)
-            postings.append(UsagePosting(event.id, event.organization_id, event.settled_at, legs))
-    await post(session, postings)
-    if rated:
-        ids = literal(rated, ARRAY(BigInteger()))
-        mark = update(UsageEvent).where(UsageEvent.id == any_(ids)).values(rated_at=func.now())
-        await session.execute(mark.execution_options(synchronize_session=False))
-    return RatedBatch(len(events), len(rated), tuple(misstated), events[-1].id if events else after_event_id)
-
-
-async def _lock_pending(session: AsyncSession, limit: int, after_event_id: int) -> list[PendingEvent]:
-    query = (
-        select(*(getattr(UsageEvent, name) for name in PendingEvent._fields))
-        .where(UsageEvent.rated_at.is_(None), UsageEvent.id > after_event_id)
-        .order_by(UsageEvent.id)
-        .limit(limit)
-        .with_for_update(skip_locked=True, key_share=True)
-    )
-    return [PendingEvent(*row) for row in await session.execute(query)]
-
-
-async def _prices(session: AsyncSession, versions: Collection[int]) -> dict[int, TokenPrices]:
-    rows = await session.scalars(select(PriceVersion).where(PriceVersion.id.in_(versions)))
-    return {row.id: token_prices(row) for row in rows}
+    parameters = {"batch_size": limit, "after_event_id": after_event_id, "lanes": await try_lanes(session)}
+    # A statement of its own, after the locks: it sees every month that was closed before they were had.
+    found = (await session.execute(RATE, parameters)).one()
+    rated_count = found.rated_count
+    if found.without_accounts_count:  # a customer's first usage
+        await session.execute(OPEN_ACCOUNTS, {"after_event_id": after_event_id, "last_event_id": found.last_event_id})
+        rated_count += (await session.execute(RATE, parameters | {"batch_size": found.seen_count - rated_count})).one().rated_count
+    return RatedBatch(found.seen_count, rated_count, tuple(found.misstated), found.last_event_id)

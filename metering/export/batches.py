@@ -13,6 +13,7 @@ from datetime import datetime, timedelta
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from metering.billing.pricing import TOKENS_BY_KIND
 from metering.store.db import Sessions
 
 CLOSE_DELAY = timedelta(
@@ -24,10 +25,6 @@ CLOSE_RUNS_MAX = 60  # per run: bounds the first one, which has 35 days before i
 # `rated_at` is when its transaction began; it is visible when that commits, which a task's time limit puts a minute later at most.
 SCAN_MARGIN = timedelta(seconds=150)
 
-# A join that makes of each usage event one row per kind of token, as `TokenPrices.lines` counts them.
-TOKENS_BY_KIND = """LATERAL (
-        VALUES ('input', input_token_count - cached_input_token_count), ('cached_input', cached_input_token_count),
-               ('output', billed_token_count)) AS kind (token_kind, token_count)"""
 # By way of the organizations, since the events' index begins with theirs.
 FORM = text(f"""
 WITH used AS (

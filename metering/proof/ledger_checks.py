@@ -5,7 +5,7 @@ from __future__ import annotations
 from metering.proof.checks import KIND_ROWS, KIND_SUMS, SINCE, TOKEN_KINDS, Check, Moment, rows_with
 
 UNRATED_FOR = "10 minutes"  # rating runs every second
-POSTED_EVENTS = "usage_events e JOIN ledger_transactions t ON t.usage_event_id = e.id"
+POSTED_EVENTS = "usage_events e JOIN ledger_transactions t ON t.id = e.ledger_transaction_id"
 PRICES = " ".join(f"WHEN '{kind}' THEN p.{price}" for kind, (_, price) in TOKEN_KINDS.items())
 PRICE = f"CASE token_kind {PRICES} END"
 DIFFERENT = "(used_tokens, used_picos) IS DISTINCT FROM (posted_tokens, posted_picos)"
@@ -14,18 +14,21 @@ USED_AND_POSTED = """concat(coalesce(used_tokens, 0), ' tokens for ', coalesce(u
 
 RATED_IS_POSTED = Check(
     "rated-is-posted",
-    "A usage event is in the ledger exactly if it is rated, but for one without tokens, which needs no posting.",
+    "A usage event points to a transaction exactly if it is rated: one for usage, of its own customer and day.",
     rows_with(
         "concat('usage event ', id)",
         f"""
-        SELECT e.id, e.rated_at, e.input_token_count + e.billed_token_count > 0 AS has_tokens, t.id AS transaction_id
-        FROM usage_events e LEFT JOIN ledger_transactions t ON t.usage_event_id = e.id
+        SELECT e.id, e.rated_at, e.ledger_transaction_id, t.id AS transaction_id, t.kind,
+               (t.organization_id, t.effective_at) = (e.organization_id, date_trunc('day', e.settled_at, 'UTC')) AS is_own
+        FROM usage_events e LEFT JOIN ledger_transactions t ON t.id = e.ledger_transaction_id
         WHERE e.settled_at >= {SINCE}
         """,
         {
-            "rated_at IS NULL AND transaction_id IS NOT NULL": "concat('is not rated and stands in transaction ', transaction_id)",
-            "rated_at IS NOT NULL AND has_tokens AND transaction_id IS NULL": "concat('was rated at ', rated_at, "
-            "' and is not posted')",
+            "rated_at IS NULL AND ledger_transaction_id IS NOT NULL": "concat('is not rated and stands in transaction ', "
+            "ledger_transaction_id)",
+            "rated_at IS NOT NULL AND transaction_id IS NULL": "concat('was rated at ', rated_at, ' and is not posted')",
+            "kind <> 'usage' OR NOT is_own": "concat('stands in transaction ', transaction_id, ', which is another customer''s, '"
+            ", 'of another day, or not for usage')",
         },
     ),
 )
@@ -59,7 +62,7 @@ USAGE_EQUALS_LEDGER = Check(
         "concat('organization ', organization_id, ', ', to_char(month, 'YYYY-MM'), ', model ', model, ', ', token_kind)",
         f"""
         SELECT * FROM (
-            SELECT sums.organization_id, month, model, token_kind, sum(token_count) AS used_tokens,
+            SELECT organization_id, month, model, token_kind, sum(token_count) AS used_tokens,
                    sum(token_count * {PRICE}) AS used_picos
             FROM (SELECT organization_id, date_trunc('month', settled_at, 'UTC') AS month, price_version_id, {KIND_SUMS}
                   FROM usage_events WHERE rated_at IS NOT NULL AND settled_at >= date_trunc('month', {SINCE}, 'UTC')

@@ -6,19 +6,29 @@ from metering.proof.checks import Check
 
 # Each guard with its function. A migrated database has exactly these; a test compares them.
 GUARDS = {
+    "api_keys_are_kept": "refuse_deletion",
     "audit_log_append_only": "refuse_change",
+    "billing_months_append_only": "refuse_change",
+    "billing_months_close_once": "billing_month_closes_once",
+    "holds_are_kept": "refuse_deletion",
+    "holds_belong_together": "holds_belong_together",
     "holds_end_once": "hold_ends_once",
     "ledger_accounts_append_only": "refuse_change",
     "ledger_entries_append_only": "refuse_change",
     "ledger_entries_balanced": "ledger_balanced",
+    "ledger_months_open": "ledger_months_open",
     "ledger_transactions_append_only": "refuse_change",
     "meter_batches_append_only": "refuse_change",
     "meter_batches_guarded": "meter_batch_keeps_tokens",
+    "organizations_are_kept": "refuse_deletion",
     "price_versions_append_only": "refuse_change",
+    "projects_are_kept": "refuse_deletion",
     "stripe_events_append_only": "refuse_change",
     "stripe_events_guarded": "stripe_event_keeps_payload",
     "usage_events_append_only": "refuse_change",
-    "usage_events_rated_once": "usage_event_rated_once",
+    "usage_events_are_of_their_holds": "usage_events_are_of_their_holds",
+    "usage_events_posted": "usage_events_posted",
+    "usage_events_rated_once": "usage_event_changed",
 }
 EXPECTED = ", ".join(f"('{trigger}', '{function}')" for trigger, function in GUARDS.items())
 

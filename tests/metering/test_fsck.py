@@ -93,14 +93,15 @@ FAULTS = [
     ),
     ("UPDATE holds SET model = 'another'", "priced as model demo"),
     ("UPDATE price_versions SET effective_at = now() + interval '1 day'", "before the price began"),
-    ("UPDATE price_versions SET organization_id = (SELECT id FROM organizations WHERE name = 'other')", "another customer's own"),
-    ("UPDATE price_versions SET organization_id = (SELECT organization_id FROM holds LIMIT 1), withdrawn = true", "ends a price"),
     ("UPDATE usage_events SET rated_at = now() WHERE id = 1", "is not posted"),
+    ("UPDATE usage_events SET rated_at = now(), ledger_transaction_id = 4711 WHERE id = 1", "is not posted"),
 ]
 
 
 LEDGER_FAULTS = [
     ("UPDATE usage_events SET rated_at = NULL WHERE id = (SELECT min(id) FROM usage_events)", "is not rated and stands in"),
+    ("UPDATE usage_events SET rated_at = NULL, ledger_transaction_id = NULL", "0 tokens for 0 picos used"),
+    ("UPDATE ledger_transactions SET kind = 'plan'", "or not for usage"),
     ("UPDATE ledger_entries SET token_count = token_count + 1 WHERE token_kind = 'output'", "tokens for"),
     ("UPDATE ledger_entries SET amount_picos = amount_picos + 1 WHERE token_kind = 'output'", "does not sum to zero: "),
     ("UPDATE ledger_entries SET amount_picos = amount_picos * 2", "picos posted"),
@@ -135,6 +136,8 @@ def unseen(world: HoldWorld, faults: list[tuple[str, str]], *moments: Moment) ->
         for fault, told in faults:
             connection.execute("SET LOCAL session_replication_role = replica")  # no triggers, no foreign keys
             connection.execute("DROP INDEX IF EXISTS uq_holds_request")
+            connection.execute("ALTER TABLE usage_events DROP CONSTRAINT ck_usage_events_rated_and_posted")
+            connection.execute("ALTER TABLE ledger_transactions DROP CONSTRAINT ck_ledger_transactions_usage_not_before")
             connection.execute(fault.encode())
             checks = chosen_checks(moments=moments)
             found = [f"{check.name}: {each}" for check in checks for each in judge(connection, check, sample_max=1000).sample]

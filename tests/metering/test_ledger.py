@@ -2,20 +2,40 @@
 
 from __future__ import annotations
 
+import asyncio
+import uuid
+from dataclasses import replace
+from datetime import date
+
+import psycopg
 import pytest
 from sqlalchemy import text
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from metering.billing.ledger import AccountKey, Leg, UsagePosting, balances, open_accounts, post, usage_legs
+from metering.billing.ledger import AccountKey, Leg, Posting, balances, open_accounts, post
+from metering.billing.models import AccountKind, TransactionKind
+from metering.billing.months import posting_month, take_lane
 from metering.billing.prices import ModelPrice
 from metering.billing.rating import rate_pending
-from metering.errors import InvariantViolated
-from metering.models import AccountKind, TokenKind
+from metering.errors import AlreadyExists, InvariantViolated, MonthClosed
 from metering.store.db import Sessions
 from tests.metering.books import NOVEMBER, Consumed, Customer, add_usage, new_customer
+from tests.metering.workers import wait_until
 
 APPEND_ONLY = ("audit_log", "ledger_accounts", "ledger_entries", "ledger_transactions", "price_versions", "usage_events")
+MONTH = date(2026, 11, 1)
+CLOSE = (
+    "INSERT INTO billing_months (organization_id, month, state, closed_at, closed_by) VALUES ('{}', '{}', 'closed', now(), 'test')"
+)
+
+
+def adjustment(customer: Customer, amount_picos: int, *, month: date = MONTH, source_id: uuid.UUID | None = None) -> Posting:
+    """Money that the customer owes beside its usage."""
+    receivable = AccountKey(customer.organization_id, AccountKind.RECEIVABLE, "USD")
+    other = AccountKey(customer.organization_id, AccountKind.ADJUSTMENT, "USD")
+    legs = (Leg(receivable, amount_picos), Leg(other, -amount_picos))
+    return Posting(TransactionKind.ADJUSTMENT, customer.organization_id, month, NOVEMBER, "test", source_id, legs)
 
 
 async def refused(session: AsyncSession, statement: str) -> str:
@@ -42,23 +62,44 @@ async def test_history_cannot_be_changed_deleted_or_emptied(sessions: Sessions, 
             assert "append-only" in await refused(session, statement)
 
 
-async def test_a_rated_event_stays_rated_and_a_posted_one_has_one_transaction(sessions: Sessions, posted: Customer) -> None:
+async def test_a_rated_event_stays_rated_where_it_is(sessions: Sessions, posted: Customer) -> None:
     async with sessions() as session:
-        for change in ("rated_at = NULL", "rated_at = now()", "cost_picos = cost_picos + 1"):
+        for change in ("rated_at = NULL", "rated_at = now()", "ledger_transaction_id = 7", "cost_picos = cost_picos + 1"):
             assert "append-only" in await refused(session, f"UPDATE usage_events SET {change}")
-        assert "uq_ledger_transactions_usage_event_id" in await refused(
-            session,
-            """INSERT INTO ledger_transactions (organization_id, usage_event_id, description, effective_at)
-               SELECT organization_id, usage_event_id, 'again', effective_at FROM ledger_transactions""",
-        )
 
 
-async def test_an_unrated_event_may_be_marked_and_nothing_else(sessions: Sessions, customer: Customer, price: ModelPrice) -> None:
+async def test_nothing_else_of_an_event_changes_when_it_is_rated(sessions: Sessions, customer: Customer, price: ModelPrice) -> None:
+    """Every column there is, so that none added later is forgotten: `guard_usage_events` has to be called again."""
     async with sessions() as session:
         await add_usage(session, customer, price, [Consumed(1)])
-        assert "append-only" in await refused(session, "UPDATE usage_events SET rated_at = now(), cost_picos = 0")
+        columns = await session.execute(
+            text("""SELECT column_name, data_type FROM information_schema.columns WHERE table_name = 'usage_events'
+                    AND is_identity = 'NO' AND column_name NOT IN ('rated_at', 'ledger_transaction_id', 'settled_at')""")
+        )
+        other_values = {"uuid": "gen_random_uuid()", "text": "'x'", "jsonb": "'{\"x\": 1}'", "boolean": "true"}
+        for column, data_type in columns.all():
+            value = other_values.get(data_type, "now()" if "timestamp" in data_type else "99")
+            change = f"UPDATE usage_events SET rated_at = now(), ledger_transaction_id = 1, {column} = {value}"
+            assert "append-only" in await refused(session, change)
         assert "append-only" in await refused(session, "UPDATE usage_events SET outcome = 'failed'")
-        await session.execute(text("UPDATE usage_events SET rated_at = now()"))
+
+
+async def test_an_event_points_to_a_transaction_of_its_own_that_debits_it(
+    sessions: Sessions, posted: Customer, price: ModelPrice
+) -> None:
+    async with sessions.begin() as session:
+        bolt = await new_customer(session, "bolt")
+        await add_usage(session, bolt, price, [Consumed(100, 40, 20)])
+    async with sessions() as session:
+        mark = "UPDATE usage_events SET rated_at = now(), ledger_transaction_id = {} WHERE rated_at IS NULL"
+        assert "ck_usage_events_rated_and_posted" in await refused(session, mark.format("NULL"))
+        assert "is none for usage" in await refused(session, mark.format("4711"))
+        assert "is none for usage" in await refused(session, mark.format("(SELECT max(id) FROM ledger_transactions)"))
+        short = f"""INSERT INTO ledger_transactions (organization_id, kind, billing_month, effective_at, description)
+                    VALUES ('{bolt.organization_id}', 'usage', '2026-11-01', '2026-11-15', 'short')"""
+        await session.execute(text(short))
+        assert "debits 0" in await refused(session, mark.format("(SELECT max(id) FROM ledger_transactions)"))
+        assert await rate_pending(session) == 1
 
 
 async def test_a_transaction_that_does_not_sum_to_zero_is_refused(sessions: Sessions, posted: Customer) -> None:
@@ -85,35 +126,112 @@ async def test_legs_balance_in_each_currency_and_not_across_them(sessions: Sessi
                 SELECT max(t.id), a.id, a.amount FROM ledger_transactions t,
                 (VALUES ({ids[dollars]}, 7), ({ids[euros]}, -7)) AS a(id, amount) GROUP BY a.id, a.amount""",
         )
-        (event_id,) = await add_usage(session, posted, price, [Consumed(1)])
-        crooked = UsagePosting(event_id, posted.organization_id, NOVEMBER, (Leg(dollars, 7), Leg(euros, -7)))
-        with pytest.raises(InvariantViolated, match=f"usage event {event_id} is off by"):
+        crooked = replace(adjustment(posted, 7), legs=(Leg(dollars, 7), Leg(euros, -7)))
+        with pytest.raises(InvariantViolated, match=r"off by -7 EUR picos"):
             await post(session, [crooked])
+        with pytest.raises(InvariantViolated, match="no legs"):
+            await post(session, [replace(crooked, legs=())])
+        stranger = replace(dollars, organization_id=uuid.uuid4())
+        with pytest.raises(InvariantViolated, match="another organization"):
+            await post(session, [replace(crooked, legs=(Leg(stranger, 7), Leg(stranger, -7)))])
 
 
-async def test_posting_twice_posts_once(sessions: Sessions, posted: Customer, price: ModelPrice) -> None:
-    version = price.prices
+async def test_whatever_is_not_usage_is_posted_with_its_source_and_once(sessions: Sessions, customer: Customer) -> None:
+    source = uuid.uuid4()
     async with sessions.begin() as session:
-        (event_id,) = await add_usage(session, posted, price, [Consumed(10, 0, 10)])
-        legs = usage_legs(posted.organization_id, "USD", version.version, tuple(version.lines(10, 0, 10)))
-        for _ in range(2):
-            await post(session, [UsagePosting(event_id, posted.organization_id, NOVEMBER, legs)])
+        bolt = await new_customer(session, "bolt")
+        first, second, third = await post(
+            session,
+            [adjustment(customer, 5, source_id=source), adjustment(bolt, 10**30), adjustment(customer, -2)],
+        )
     async with sessions() as session:
-        entries = (
-            await session.execute(
-                text(
-                    """SELECT e.token_kind, e.token_count, e.amount_picos FROM ledger_entries e
-                       JOIN ledger_transactions t ON t.id = e.transaction_id WHERE t.usage_event_id = :id ORDER BY e.id"""
-                ),
-                {"id": event_id},
-            )
-        ).all()
+        with pytest.raises(AlreadyExists, match=str(source)):
+            await post(session, [adjustment(customer, 1), adjustment(customer, 5, source_id=source)])
+        await session.rollback()
+        assert "uq_ledger_transactions_source" in await refused(
+            session,
+            f"""INSERT INTO ledger_transactions (organization_id, kind, billing_month, effective_at, description, source_id)
+                SELECT organization_id, kind, billing_month, effective_at, description, source_id FROM ledger_transactions
+                WHERE id = {first}""",
+        )
+        kept = await session.execute(text("SELECT id, organization_id, kind, billing_month, source_id FROM ledger_transactions"))
+        owed = await balances(session, customer.organization_id)
 
-    assert [tuple(entry) for entry in entries] == [
-        (None, None, 10 * 150_000 + 10 * 600_000),
-        (TokenKind.INPUT, 10, -10 * 150_000),
-        (TokenKind.OUTPUT, 10, -10 * 600_000),
+    assert first < second < third
+    assert sorted(tuple(row) for row in kept) == [
+        (first, customer.organization_id, "adjustment", MONTH, source),
+        (second, bolt.organization_id, "adjustment", MONTH, None),
+        (third, customer.organization_id, "adjustment", MONTH, None),
     ]
+    assert {key.kind: amount for key, amount in owed.items()} == {AccountKind.RECEIVABLE: 3, AccountKind.ADJUSTMENT: -3}
+
+
+async def test_every_kind_of_account_and_transaction_is_known_to_the_database(sessions: Sessions, customer: Customer) -> None:
+    async with sessions() as session:
+        ids = await open_accounts(session, {AccountKey(customer.organization_id, kind, "USD") for kind in AccountKind})
+        written = await post(session, [replace(adjustment(customer, 1), kind=kind) for kind in TransactionKind])
+
+    assert (len(set(ids.values())), len(written)) == (len(AccountKind), len(TransactionKind))
+
+
+async def test_a_closed_month_takes_nothing_and_stays_closed(sessions: Sessions, posted: Customer, price: ModelPrice) -> None:
+    async with sessions.begin() as session:
+        await session.execute(text(CLOSE.format(posted.organization_id, MONTH)))
+    async with sessions() as session:
+        with pytest.raises(MonthClosed, match="2026-11"):
+            await post(session, [adjustment(posted, 1)])
+        insert = """INSERT INTO ledger_transactions (organization_id, kind, billing_month, effective_at, description)
+                    SELECT organization_id, 'adjustment', billing_month, effective_at, 'by hand' FROM ledger_transactions"""
+        assert "2026-11 of organization" in await refused(session, insert)
+        for change in ("state = 'open', closed_at = NULL, closed_by = NULL", "closed_by = 'x'", "month = '2026-12-01'"):
+            assert "stays closed" in await refused(session, f"UPDATE billing_months SET {change}")
+        for statement in ("DELETE FROM billing_months", "TRUNCATE billing_months CASCADE"):
+            assert "append-only" in await refused(session, statement)
+        december = await posting_month(session, posted.organization_id, date(2026, 11, 30))
+        assert december == date(2026, 12, 1)
+        assert await posting_month(session, posted.organization_id, date(2026, 10, 31)) == date(2026, 10, 1)
+        await post(session, [adjustment(posted, 1, month=december)])
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+async def test_a_close_and_postings_wait_for_each_other(
+    sessions: Sessions, customer: Customer, database_url: str, by_hand: bool
+) -> None:
+    """Whoever closes sees all that was posted before, and whoever posts sees that it is closed. by_hand: by the triggers alone."""
+    waiting = "SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND NOT granted"
+    with psycopg.connect(database_url, autocommit=True) as watching:
+
+        def somebody_waits() -> bool:
+            return watching.execute(waiting).fetchone() == (1,)
+
+        async def close() -> int:
+            async with sessions.begin() as session:
+                if not by_hand:
+                    await take_lane(session, customer.organization_id)
+                await session.execute(text(CLOSE.format(customer.organization_id, MONTH)))
+                return int((await session.execute(text("SELECT count(*) FROM ledger_transactions"))).scalar_one())
+
+        async with sessions() as posting:
+            await post(posting, [adjustment(customer, 1)])
+            closing = asyncio.create_task(close())
+            await asyncio.to_thread(wait_until, somebody_waits, "the close to wait for the posting")
+            await posting.commit()
+        assert await closing == 1
+
+        async with sessions() as session:
+            await take_lane(session, customer.organization_id)
+            late = asyncio.create_task(post_in(sessions, adjustment(customer, 1, month=date(2026, 12, 1))))
+            await asyncio.to_thread(wait_until, somebody_waits, "the posting to wait for the close")
+            await session.execute(text(CLOSE.format(customer.organization_id, "2026-12-01")))
+            await session.commit()
+        with pytest.raises(MonthClosed):
+            await late
+
+
+async def post_in(sessions: Sessions, posting: Posting) -> None:
+    """One posting, in a transaction of its own."""
+    async with sessions.begin() as session:
+        await post(session, [posting])
 
 
 async def test_balances_are_what_the_customer_owes_and_what_was_earned(sessions: Sessions, posted: Customer) -> None:

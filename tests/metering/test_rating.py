@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
+from datetime import UTC, datetime, timedelta
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -11,37 +12,47 @@ from hypothesis import strategies as st
 from sqlalchemy import text
 
 from metering.billing import rating
-from metering.billing.ledger import AccountKey, UsagePosting, check_balanced, usage_legs
 from metering.billing.month_reading import month_report
-from metering.billing.prices import ModelPrice, set_price
+from metering.billing.months import lane_of, take_lane
+from metering.billing.prices import PRICE_MAX_PICOS, ModelPrice, set_price
 from metering.billing.pricing import TokenPrices
 from metering.billing.rating import rate_all_pending, rate_batch, rate_pending
 from metering.billing.reports import Reconciliation
 from metering.errors import InvariantViolated
-from metering.models import AccountKind
 from metering.store.db import Sessions, create_engine, create_sessions
-from tests.metering.books import Consumed, Customer, add_usage, new_customer
+from tests.metering.books import Consumed, Customer, add_usage, new_customer, new_price
 
-# Per event: tokens and cost as recorded, tokens and revenue as posted, what the customer owes, and how often it was posted.
+EVENTS = text("SELECT id, rated_at IS NOT NULL AS rated, ledger_transaction_id FROM usage_events ORDER BY id")
+# Per transaction: what its events say, and what its legs say.
 BOOKS = text("""
-SELECT u.id, u.input_token_count + u.billed_token_count AS used, u.cost_picos, u.rated_at IS NOT NULL AS rated,
-       coalesce(sum(e.token_count), 0) AS posted,
-       -coalesce(sum(e.amount_picos) FILTER (WHERE e.token_kind IS NOT NULL), 0) AS revenue,
-       coalesce(sum(e.amount_picos) FILTER (WHERE e.token_kind IS NULL), 0) AS owed, count(DISTINCT t.id) AS transaction_count
-FROM usage_events u LEFT JOIN ledger_transactions t ON t.usage_event_id = u.id LEFT JOIN ledger_entries e ON e.transaction_id = t.id
-GROUP BY u.id ORDER BY u.id
+SELECT t.id, t.organization_id, t.billing_month, t.effective_at, u.organization_ids, u.days, u.used, u.cost_picos,
+       e.posted, e.revenue, e.owed
+FROM ledger_transactions t
+LEFT JOIN LATERAL (
+    SELECT array_agg(DISTINCT organization_id) AS organization_ids,
+           array_agg(DISTINCT date_trunc('day', settled_at, 'UTC')) AS days,
+           sum(input_token_count + billed_token_count) AS used, sum(cost_picos) AS cost_picos
+    FROM usage_events WHERE ledger_transaction_id = t.id) u ON true
+LEFT JOIN LATERAL (
+    SELECT coalesce(sum(token_count), 0) AS posted,
+           -coalesce(sum(amount_picos) FILTER (WHERE token_kind IS NOT NULL), 0) AS revenue,
+           sum(amount_picos) FILTER (WHERE token_kind IS NULL) AS owed
+    FROM ledger_entries WHERE transaction_id = t.id) e ON true
+ORDER BY t.id
 """)
 
 
 async def assert_posted_once(sessions: Sessions, event_count: int) -> None:
-    """Every event is rated, and its ledger legs add up to it."""
+    """Every event is rated and in one transaction, of its organization and day, whose legs are the sums of its events."""
     async with sessions() as session:
-        rows = (await session.execute(BOOKS)).all()
-    assert len(rows) == event_count
-    for row in rows:
-        assert row.rated
+        events = (await session.execute(EVENTS)).all()
+        books = (await session.execute(BOOKS)).all()
+    assert len(events) == event_count
+    assert all(event.rated for event in events)
+    assert {event.ledger_transaction_id for event in events} == {row.id for row in books}
+    for row in books:
+        assert (row.organization_ids, row.days) == ([row.organization_id], [row.effective_at])
         assert (row.posted, row.revenue, row.owed) == (row.used, row.cost_picos, row.cost_picos)
-        assert row.transaction_count == (1 if row.used else 0)
 
 
 async def test_events_are_posted_by_the_price_of_their_admission(sessions: Sessions, customer: Customer, price: ModelPrice) -> None:
@@ -103,10 +114,30 @@ async def test_a_misstated_event_is_named_and_holds_up_no_other(
         assert all(str(event_id) in str(error.value) for event_id in wrong)
 
     async with sessions() as session:
-        rows = (await session.execute(BOOKS)).all()
-    assert [row.id for row in rows if row.rated] == right
-    assert [row.id for row in rows if not row.rated] == wrong
-    assert all(row.posted == 0 for row in rows if not row.rated)
+        events = (await session.execute(EVENTS)).all()
+        posted = sum(row.posted for row in await session.execute(BOOKS))
+    assert [event.id for event in events if event.rated] == right
+    assert [event.id for event in events if not event.rated] == wrong
+    assert posted == len(right)
+
+
+async def test_a_cost_beyond_64_bits_is_misstated_and_breaks_no_batch(sessions: Sessions, customer: Customer) -> None:
+    async with sessions.begin() as session:
+        dear = await set_price(
+            session,
+            model="dear",
+            input_picos_per_token=PRICE_MAX_PICOS,
+            cached_input_picos_per_token=PRICE_MAX_PICOS,
+            output_picos_per_token=PRICE_MAX_PICOS,
+            actor="test",
+        )
+    async with sessions.begin() as session:
+        wrong, right = await add_usage(session, customer, dear, [Consumed(2**40, 0, 2**40, cost_picos=7), Consumed(900_000)])
+
+    async with sessions.begin() as session:
+        batch = await rate_batch(session, limit=10)
+
+    assert (batch.rated_count, batch.misstated, batch.last_event_id) == (1, (wrong,), right)
 
 
 async def test_raters_at_the_same_time_share_the_work(sessions: Sessions, customer: Customer, price: ModelPrice) -> None:
@@ -142,6 +173,80 @@ async def test_a_batch_that_is_rolled_back_is_rated_later(sessions: Sessions, cu
     await assert_posted_once(sessions, 20)
 
 
+async def test_a_transaction_is_of_one_customer_and_day_with_a_leg_per_price_and_kind(
+    sessions: Sessions, customer: Customer, price: ModelPrice
+) -> None:
+    async with sessions.begin() as session:
+        bolt, other_price = await new_customer(session, "bolt"), await new_price(session, "other")
+        november = datetime(2026, 11, 1, tzinfo=UTC)
+        days = (november - timedelta(microseconds=1), november, november + timedelta(hours=23))
+        for day in days:
+            await add_usage(session, customer, price, [Consumed(10, 4, 2, settled_at=day)] * 3)
+            await add_usage(session, customer, other_price, [Consumed(1, settled_at=day)])
+        await add_usage(session, bolt, price, [Consumed(settled_at=days[1])])
+
+    assert await rate_all_pending(sessions) == 13
+
+    await assert_posted_once(sessions, 13)
+    async with sessions() as session:
+        transactions = await session.execute(
+            text("""SELECT o.name, t.kind, t.billing_month::text, t.effective_at::date::text,
+                           (SELECT array_agg(p.model || ' ' || e.token_kind || ' ' || e.token_count)
+                            FROM ledger_entries e JOIN price_versions p ON p.id = e.price_version_id
+                            WHERE e.transaction_id = t.id) AS legs
+                    FROM ledger_transactions t JOIN organizations o ON o.id = t.organization_id ORDER BY 1, 4""")
+        )
+    told = [(name, kind, month, day, sorted(legs or [])) for name, kind, month, day, legs in transactions]
+    assert told == [
+        ("acme", "usage", "2026-10-01", "2026-10-31", ["demo cached_input 12", "demo input 18", "demo output 6", "other input 1"]),
+        ("acme", "usage", "2026-11-01", "2026-11-01", ["demo cached_input 24", "demo input 36", "demo output 12", "other input 2"]),
+        ("bolt", "usage", "2026-11-01", "2026-11-01", []),
+    ]
+
+
+async def test_late_usage_lands_in_the_first_month_that_is_not_closed(
+    sessions: Sessions, customer: Customer, price: ModelPrice
+) -> None:
+    async with sessions.begin() as session:
+        await session.execute(
+            text("""INSERT INTO billing_months (organization_id, month, state, closed_at, closed_by)
+                    SELECT :id, month, 'closed', now(), 'test'
+                    FROM unnest('{2026-09-01,2026-10-01,2026-12-01}'::date[]) AS month"""),
+            {"id": customer.organization_id},
+        )
+        await session.execute(
+            text("INSERT INTO billing_months (organization_id, month, state) VALUES (:id, '2026-11-01', 'closing')"),
+            {"id": customer.organization_id},
+        )
+        for month in (8, 9, 10, 11, 12):
+            await add_usage(session, customer, price, [Consumed(month, settled_at=datetime(2026, month, 5, 5, tzinfo=UTC))])
+
+    await rate_all_pending(sessions)
+
+    await assert_posted_once(sessions, 5)
+    async with sessions() as session:
+        landed = await session.execute(text("SELECT effective_at, billing_month FROM ledger_transactions ORDER BY 1"))
+    assert [(at.month, month.month) for at, month in landed] == [(8, 8), (9, 11), (10, 11), (11, 11), (12, 1)]
+
+
+async def test_a_customer_whose_month_is_being_closed_waits_and_nobody_else(
+    sessions: Sessions, customer: Customer, price: ModelPrice
+) -> None:
+    async with sessions.begin() as session:
+        bolt = customer
+        while lane_of(bolt.organization_id) == lane_of(customer.organization_id):
+            bolt = await new_customer(session, f"c{uuid.uuid4().hex}")
+        await add_usage(session, customer, price, [Consumed(1)] * 3)
+        await add_usage(session, bolt, price, [Consumed(1)] * 4)
+
+    async with sessions.begin() as closing:
+        await take_lane(closing, customer.organization_id)
+        assert await rate_all_pending(sessions) == 4
+    assert await rate_all_pending(sessions) == 3
+
+    await assert_posted_once(sessions, 7)
+
+
 RATES = st.integers(min_value=0, max_value=10**15)
 
 
@@ -153,17 +258,14 @@ def usages(draw: st.DrawFn) -> Consumed:
 
 
 @given(usages(), RATES, RATES, RATES)
-def test_no_pico_and_no_token_is_lost_between_usage_and_legs(usage: Consumed, fresh: int, cached: int, output: int) -> None:
+def test_no_pico_and_no_token_is_lost_between_usage_and_lines(usage: Consumed, fresh: int, cached: int, output: int) -> None:
     prices = TokenPrices(1, "USD", fresh, cached, output)
     counts = (usage.input_token_count, usage.cached_input_token_count, usage.output_token_count)
-    owner = uuid.uuid4()
 
-    legs = usage_legs(owner, "USD", 1, tuple(prices.lines(*counts)))
+    lines = tuple(prices.lines(*counts))
 
-    check_balanced(UsagePosting(1, owner, usage.settled_at, legs))
-    assert legs[0].account == AccountKey(owner, AccountKind.RECEIVABLE, "USD")
-    assert legs[0].amount_picos == prices.cost_picos(*counts) == -sum(leg.amount_picos for leg in legs[1:])
-    assert sum(leg.token_count or 0 for leg in legs) == usage.token_count
+    assert sum(line.amount_picos for line in lines) == prices.cost_picos(*counts)
+    assert sum(line.token_count for line in lines) == usage.token_count
 
 
 @given(st.lists(usages(), max_size=20))
