@@ -19,6 +19,7 @@ from api.settings import Settings
 from metering.errors import MeteringError
 from metering.holds.holds import HoldStore
 from metering.holds.journal import UsageJournal
+from metering.models import ServiceTier
 from metering.operations import Admit, Admitted, Extend, Outcome, Payer, Settle, Settled
 
 log = structlog.get_logger(__name__)
@@ -75,6 +76,7 @@ class AdmissionRequest:
     input_token_count: int
     max_output_token_count: int
     labels: dict[str, str]
+    tier: ServiceTier = ServiceTier.INTERACTIVE
 
 
 class Lease:
@@ -188,6 +190,7 @@ class Admission:
                     first_slice_token_count=slice_tokens,
                     least_slice_token_count=min(self.settings.lease_least_tokens, slice_tokens),
                     labels=request.labels,
+                    tier=request.tier,
                 )
             )
             lease = Lease(self, request, admitted, usage)

@@ -82,4 +82,5 @@ def admission_request(start: ValidStart, request: GenerationRequest, payer: Paye
         input_token_count=len(request.prompt_token_ids),
         max_output_token_count=request.stop.max_output_tokens * request.choice_count,
         labels=start.labels,
+        tier=start.tier,
     )

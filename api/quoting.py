@@ -34,6 +34,7 @@ async def quote(process: Process, sessions: Sessions, principal: Principal, mess
             input_token_count=sent,
             first_slice_token_count=first_slice,
             least_slice_token_count=min(settings.lease_least_tokens, first_slice),
+            tier=start.tier,
         )
     cached = engine.predict_cached_token_count(request.prompt_token_ids, request.cache_salt)
     return response(found, sent, cached, most)

@@ -9,7 +9,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from metering.billing.pricing import TokenPrices
-from metering.models import QuotaDimension, QuotaSubject
+from metering.models import QuotaDimension, QuotaSubject, ServiceTier
 from metering.quotas.quota_rules import QuotaRule, window_ends
 
 
@@ -116,7 +116,8 @@ class Admit:
     """Take a hold for a new request. Answers `Admitted`.
 
     payload_hash: 32 bytes over everything that makes the request what it is; the same id with another hash is refused.
-    first_slice_token_count: output tokens to lease at first, if they fit; at least `least_slice_token_count`.
+    first_slice_token_count: output tokens to lease at first, if they fit; at least `least_slice_token_count`. tier: whose price it
+    has.
     """
 
     hold_id: uuid.UUID
@@ -128,6 +129,7 @@ class Admit:
     first_slice_token_count: int
     least_slice_token_count: int
     labels: dict[str, str] = field(default_factory=dict)
+    tier: ServiceTier = ServiceTier.INTERACTIVE
 
 
 @dataclass(frozen=True, slots=True)

@@ -86,10 +86,10 @@ FROM priced
 OPEN_ACCOUNTS = text(f"""
 INSERT INTO ledger_accounts (organization_id, kind, currency_code)
 SELECT organization_id, kind, currency_code
-FROM (SELECT DISTINCT organization_id, currency_code FROM (
+FROM (SELECT DISTINCT e.organization_id, p.currency_code FROM (
           SELECT organization_id, price_version_id FROM usage_events
           WHERE rated_at IS NULL AND id > :after_event_id AND id <= :last_event_id) e
-      JOIN price_versions p ON p.id = price_version_id) c,
+      JOIN price_versions p ON p.id = e.price_version_id) c,
      (VALUES ('{AccountKind.RECEIVABLE}'), ('{AccountKind.REVENUE}')) AS needed (kind)
 ORDER BY 1, 2, 3
 ON CONFLICT DO NOTHING

@@ -34,13 +34,13 @@ WITH used AS (
            coalesce(sum(token_count) FILTER (WHERE state = 'rejected'), 0) AS rejected
     FROM meter_batches WHERE organization_id = :organization_id AND hour >= :begins AND hour < :ends GROUP BY 1, 2, 3
 )
-SELECT organization_id, o.name, p.model, price_version_id, token_kind, coalesce(used.token_count, 0)::bigint AS used,
+SELECT o.id AS organization_id, o.name, p.model, price_version_id, token_kind, coalesce(used.token_count, 0)::bigint AS used,
        coalesce(delivered, 0)::bigint AS delivered, coalesce(waiting, 0)::bigint AS waiting,
        coalesce(rejected, 0)::bigint AS rejected, c.stripe_id AS customer, m.stripe_id AS meter
 FROM used FULL JOIN batches USING (organization_id, price_version_id, token_kind)
 JOIN organizations o ON o.id = organization_id
 JOIN price_versions p ON p.id = price_version_id
-LEFT JOIN stripe_objects c ON (c.account, c.kind, c.ref) = (:account, 'customer', organization_id::text)
+LEFT JOIN stripe_objects c ON (c.account, c.kind, c.ref) = (:account, 'customer', o.id::text)
 LEFT JOIN stripe_objects m ON (m.account, m.kind, m.ref) = (:account, 'meter', price_version_id || ':' || token_kind)
 ORDER BY o.name, p.model, price_version_id, token_kind
 """)

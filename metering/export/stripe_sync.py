@@ -22,7 +22,7 @@ from metering.errors import AlreadyExists
 from metering.export.export_settings import DAYS_UNTIL_DUE, Collection
 from metering.export.stripe_gateway import StripeGateway
 from metering.export.stripe_prices import unit_amount_decimal
-from metering.models import TokenKind
+from metering.models import ServiceTier, TokenKind
 from metering.store.db import Sessions
 
 ITEMS_MAX = 20  # of one Stripe subscription; more prices make another one
@@ -31,11 +31,13 @@ NEW = "new"  # id of what a dry run would create
 ENDED = frozenset({"canceled", "incomplete_expired"})
 
 ORGANIZATIONS = text("SELECT id, name, currency_code FROM organizations ORDER BY name")
-# Prices that are in force or will be, and those of batches of the last 35 days, which may still be billed.
+# Prices that are in force or will be, and those of batches of the last 35 days, which may still be billed. A row that withdraws a
+# customer's own price bills nobody.
 VERSIONS = text("""
-SELECT id, model, currency_code, input_picos_per_token AS input, cached_input_picos_per_token AS cached_input,
-       output_picos_per_token AS output, coalesce(used.by, '{}') AS used_by,
-       coalesce(lead(effective_at) OVER (PARTITION BY model, currency_code ORDER BY effective_at) <= now(), false) AS past
+SELECT id, model, currency_code, organization_id, tier, input_picos_per_token AS input,
+       cached_input_picos_per_token AS cached_input, output_picos_per_token AS output, coalesce(used.by, '{}') AS used_by,
+       withdrawn OR coalesce(lead(effective_at) OVER (
+           PARTITION BY model, currency_code, organization_id, tier ORDER BY effective_at) <= now(), false) AS past
 FROM price_versions
 LEFT JOIN (SELECT price_version_id, array_agg(DISTINCT organization_id) AS by FROM meter_batches
            WHERE hour >= now() - interval '35 days' GROUP BY 1) used ON used.price_version_id = id
@@ -57,6 +59,7 @@ class Metered:
     currency_code: str
     token_kind: TokenKind
     unit_amount: str
+    tier: ServiceTier = ServiceTier.INTERACTIVE
 
     @property
     def ref(self) -> str:
@@ -66,7 +69,8 @@ class Metered:
     @property
     def title(self) -> str:
         """What a person reads on an invoice."""
-        return f"{self.model}, {self.token_kind.replace('_', ' ')} tokens (price version {self.version})"
+        of_tier = "" if self.tier is ServiceTier.INTERACTIVE else f"{self.tier} "
+        return f"{self.model}, {of_tier}{self.token_kind.replace('_', ' ')} tokens (price version {self.version})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,11 +256,20 @@ async def read_book(sessions: Sessions) -> PriceBook:
         if row.currency_code not in currencies or (row.past and not row.used_by):
             continue
         kinds = [
-            Metered(row.id, row.model, row.currency_code, kind, unit_amount_decimal(getattr(row, kind), row.currency_code))
+            Metered(
+                version=row.id,
+                model=row.model,
+                currency_code=row.currency_code,
+                token_kind=kind,
+                unit_amount=unit_amount_decimal(getattr(row, kind), row.currency_code),
+                tier=ServiceTier(row.tier),
+            )
             for kind in TokenKind
         ]
         metered += kinds
         for organization_id, _, currency_code in organizations:
-            if organization_id in row.used_by or (currency_code == row.currency_code and not row.past):
+            # A customer's own price is nobody else's; the list stays at hand for the day on which that is withdrawn.
+            pays_it = row.organization_id in (None, organization_id) and currency_code == row.currency_code
+            if organization_id in row.used_by or (pays_it and not row.past):
                 wanted[organization_id] += kinds
     return PriceBook(organizations, tuple(metered), {key: tuple(value) for key, value in wanted.items()})

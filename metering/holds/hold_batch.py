@@ -152,7 +152,7 @@ class Decisions:
         request_key = (op.payer.project_id.int, op.request_id.int)
         if (same := self.reads.same_requests.get(request_key)) is not None:
             raise same_request_error(op, same)
-        prices = self.reads.prices_in_force.get((op.model, op.payer.currency_code))
+        prices = self.reads.prices_in_force.find(op.model, op.payer.currency_code, op.payer.organization_id, op.tier)
         if prices is None:
             raise PriceMissing(op.model, op.payer.currency_code)
         rules, quota_ids = self.reads.rules_for(op.payer, op.model)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, NamedTuple
 
-from metering.billing.pricing import TokenPrices
+from metering.billing.pricing import PriceBook, TokenPrices
 from metering.holds.exchange import Connection, Statement, exchange, id_array, text_array
 from metering.holds.rule_cache import RULE_COLUMNS, rules_of_rows
 from metering.models import HoldState
@@ -60,11 +60,11 @@ SELECT_HOLD_RULES = f"""
 SELECT {RULE_COLUMNS} FROM quotas WHERE id IN (SELECT unnest(quota_ids) FROM holds WHERE id = ANY(%s::uuid[]))
 """
 SELECT_PRICES_IN_FORCE = """
-SELECT DISTINCT ON (p.model, p.currency_code) p.model, p.id AS version, p.currency_code, p.input_picos_per_token,
-       p.cached_input_picos_per_token, p.output_picos_per_token
+SELECT DISTINCT ON (p.model, p.currency_code, p.organization_id, p.tier) p.organization_id, p.tier, p.withdrawn, p.model,
+       p.id AS version, p.currency_code, p.input_picos_per_token, p.cached_input_picos_per_token, p.output_picos_per_token
 FROM price_versions p JOIN unnest(%s::text[], %s::text[]) AS a(model, currency_code) USING (model, currency_code)
-WHERE p.effective_at <= now()
-ORDER BY p.model, p.currency_code, p.effective_at DESC
+WHERE p.effective_at <= now() AND (p.organization_id IS NULL OR p.organization_id = ANY(%s::uuid[]))
+ORDER BY p.model, p.currency_code, p.organization_id, p.tier, p.effective_at DESC
 """
 SELECT_HOLD_PRICES = """
 SELECT model, id AS version, currency_code, input_picos_per_token, cached_input_picos_per_token, output_picos_per_token
@@ -176,7 +176,7 @@ class BatchReads:
     same_requests: dict[tuple[int, int], SameRequest] = field(default_factory=dict)  # by project and request
     live_keys: set[int] = field(default_factory=set)
     rules: dict[int, QuotaRule] = field(default_factory=dict)
-    prices_in_force: dict[tuple[str, str], TokenPrices] = field(default_factory=dict)
+    prices_in_force: PriceBook = field(default_factory=PriceBook)
     prices: dict[int, TokenPrices] = field(default_factory=dict)
     _by_subject: dict[tuple[int, str], list[QuotaRule]] = field(default_factory=dict)
     _by_payer: dict[tuple[Payer, str], PayerRules] = field(default_factory=dict)
@@ -240,7 +240,10 @@ async def read_and_lock(connection: Connection, hold_ids: Collection[uuid.UUID],
         reads.rules |= rules_of_rows(connection, rules)
         reads.same_requests = {(row[0].int, row[1].int): same_request(row) for row in same}
         reads.live_keys = {row[0].int for row in keys}
-        reads.prices_in_force = {(row[0], row[2]): TokenPrices(*row[1:]) for row in in_force}
+        for row in in_force:
+            organization_id, tier, withdrawn, model = row[:4]
+            version = TokenPrices(*row[4:])
+            reads.prices_in_force.add(version, model=model, organization_id=organization_id, tier=tier, withdrawn=withdrawn)
     ended = [hold.id for hold in reads.holds.values() if hold.state != HoldState.HELD]
     if ended:
         [sums] = await exchange(connection, [(SELECT_EVENT_SUMS, (id_array(ended),))])
@@ -257,7 +260,14 @@ def admission_reads(admits: Sequence[Admit]) -> list[Statement]:
         (SELECT_RULES, (id_array(subjects),)),
         (SELECT_SAME_REQUEST, (id_array(op.payer.project_id for op in admits), id_array(op.request_id for op in admits))),
         (SELECT_LIVE_KEYS, (id_array(each.api_key_id for each in payers),)),
-        (SELECT_PRICES_IN_FORCE, (text_array(model for model, _ in wanted), text_array(currency for _, currency in wanted))),
+        (
+            SELECT_PRICES_IN_FORCE,
+            (
+                text_array(model for model, _ in wanted),
+                text_array(currency for _, currency in wanted),
+                id_array({each.organization_id for each in payers}),
+            ),
+        ),
     ]
 
 

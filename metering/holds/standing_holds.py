@@ -18,8 +18,10 @@ from typing import Protocol
 from metering.errors import RequestIdReused, RequestInFlight, StoreAway
 from metering.holds.bindings import Bind
 from metering.holds.lease_clock import LeaseClock
+from metering.models import ServiceTier
 from metering.operations import Admit, Admitted, Payer
 
+UserKey = tuple[uuid.UUID, str, ServiceTier]
 USER_COUNT_MAX = 1000  # keys and models for which something stands; beyond it the one that was quiet longest has to go
 QUIET_MAX_S = 60.0  # a key that asked for nothing for so long gives back what stands for it
 AGE_MAX_S = 60.0  # a hold counts in the windows of its start: each minute another one takes its place
@@ -56,10 +58,11 @@ class Standing:
 
 @dataclass(slots=True)
 class User:
-    """One key and model: who pays, when it last asked, whether its limits have room, and what stands for it."""
+    """One key, model and tier: who pays, when it last asked, whether its limits have room, and what stands for it."""
 
     payer: Payer
     model: str
+    tier: ServiceTier
     asked_at: float
     roomy: bool
     standing: list[Standing] = field(default_factory=list)
@@ -72,7 +75,7 @@ class StandingHolds:
         self._terms = terms
         self._bindings = bindings
         self._leases = leases
-        self._users: OrderedDict[tuple[uuid.UUID, str], User] = OrderedDict()  # who asked last stands last
+        self._users: OrderedDict[UserKey, User] = OrderedDict()  # who asked last stands last
         self._surplus: list[uuid.UUID] = []  # holds to void
         self._given: dict[uuid.UUID, Bind] = {}  # by hold
         self._running: dict[tuple[uuid.UUID, uuid.UUID], tuple[uuid.UUID, bytes]] = {}  # by project and request: hold, payload
@@ -91,8 +94,8 @@ class StandingHolds:
     def admitted(self, op: Admit, answer: Admitted) -> None:
         """The database has let a request in: its key is in use, and how full its limits are is known."""
         self._runs(op)
-        user = self._users.setdefault((op.payer.api_key_id, op.model), User(op.payer, op.model, 0.0, roomy=False))
-        self._users.move_to_end((op.payer.api_key_id, op.model))
+        user = self._users.setdefault(user_key(op), User(op.payer, op.model, op.tier, 0.0, roomy=False))
+        self._users.move_to_end(user_key(op))
         user.asked_at, user.roomy = self._leases.now(), has_room(answer)
         if not user.roomy:
             self._clear(user)
@@ -101,7 +104,7 @@ class StandingHolds:
 
     def taken(self, op: Admit, answer: Admitted) -> None:
         """A hold that `due` asked for is there."""
-        user = self._users.get((op.payer.api_key_id, op.model))
+        user = self._users.get(user_key(op))
         if user is None or not has_room(answer):
             self._surplus.append(answer.hold_id)
         else:
@@ -126,7 +129,7 @@ class StandingHolds:
             if running[1] != op.payload_hash:
                 raise RequestIdReused("this request_id was used before with another payload: mint a new one for a new request")
             raise RequestInFlight("a request with this request_id and payload is running")
-        user = self._users.get((op.payer.api_key_id, op.model))
+        user = self._users.get(user_key(op))
         fitting = [standing for standing in user.standing if self._fits(standing, op)] if user else []
         if user is None or not fitting:
             raise StoreAway("the quota store is away, and no room was set aside for this request: retry when it is back")
@@ -191,6 +194,7 @@ class StandingHolds:
             input_token_count=self._terms.input_token_count,
             first_slice_token_count=self._terms.output_token_count,
             least_slice_token_count=self._terms.output_token_count,
+            tier=user.tier,
         )
 
     def _fits(self, standing: Standing, op: Admit) -> bool:
@@ -211,6 +215,11 @@ class StandingHolds:
     def _clear(self, user: User) -> None:
         self._surplus += [standing.admitted.hold_id for standing in user.standing]
         user.standing = []
+
+
+def user_key(op: Admit) -> UserKey:
+    """For whom a hold could stand: another tier has another price."""
+    return op.payer.api_key_id, op.model, op.tier
 
 
 def has_room(admitted: Admitted) -> bool:

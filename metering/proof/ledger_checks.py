@@ -62,7 +62,7 @@ USAGE_EQUALS_LEDGER = Check(
         "concat('organization ', organization_id, ', ', to_char(month, 'YYYY-MM'), ', model ', model, ', ', token_kind)",
         f"""
         SELECT * FROM (
-            SELECT organization_id, month, model, token_kind, sum(token_count) AS used_tokens,
+            SELECT sums.organization_id, month, model, token_kind, sum(token_count) AS used_tokens,
                    sum(token_count * {PRICE}) AS used_picos
             FROM (SELECT organization_id, date_trunc('month', settled_at, 'UTC') AS month, price_version_id, {KIND_SUMS}
                   FROM usage_events WHERE rated_at IS NOT NULL AND settled_at >= date_trunc('month', {SINCE}, 'UTC')

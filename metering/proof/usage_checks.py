@@ -53,11 +53,13 @@ USAGE_PARTS = Check(
 
 PRICE_OF_THE_ADMISSION = Check(
     "price-of-the-admission",
-    "A hold is priced by a version of its model, in its customer's currency, that was in force when it was admitted.",
+    "A hold is priced by a version of its model, in its customer's currency, of the list or its customer's own, that was in force "
+    "when it was admitted.",
     rows_with(
         "concat('price version ', price_version_id, ', model ', model, ', organization ', organization_id)",
         f"""
-        SELECT c.*, p.model AS price_model, p.currency_code AS price_currency, o.currency_code, p.effective_at
+        SELECT c.*, p.model AS price_model, p.currency_code AS price_currency, o.currency_code, p.effective_at,
+               p.organization_id <> c.organization_id AS is_anothers, p.withdrawn
         FROM (SELECT price_version_id, model, organization_id, count(*) AS holds, min(admitted_at) AS first FROM holds
               WHERE admitted_at >= {SINCE} GROUP BY 1, 2, 3) c
         JOIN organizations o ON o.id = c.organization_id
@@ -67,6 +69,8 @@ PRICE_OF_THE_ADMISSION = Check(
             "price_model IS DISTINCT FROM model": "concat(holds, ' holds are priced as model ', price_model)",
             "price_currency IS DISTINCT FROM currency_code": "concat(holds, ' holds are priced in ', price_currency, ', not ', "
             "currency_code)",
+            "is_anothers": "concat(holds, ' holds are priced by another customer''s own price')",
+            "withdrawn": "concat(holds, ' holds are priced by a row that ends a price')",
             "effective_at > first": "concat('a hold was admitted at ', first, ', before the price began at ', effective_at)",
         },
     ),

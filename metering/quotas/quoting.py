@@ -12,10 +12,10 @@ import psycopg
 from sqlalchemy import Integer, func, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from metering.billing.prices import list_current_prices
+from metering.billing.prices import price_in_force
 from metering.billing.pricing import TokenPrices
-from metering.errors import PriceMissing, QuotaExceeded
-from metering.models import UsageEvent
+from metering.errors import QuotaExceeded
+from metering.models import ServiceTier, UsageEvent
 from metering.operations import Payer, QuotaState
 from metering.quotas import quotas
 from metering.quotas.quota_rules import Claim
@@ -49,12 +49,12 @@ async def quote(
     input_token_count: int,
     first_slice_token_count: int,
     least_slice_token_count: int,
+    tier: ServiceTier = ServiceTier.INTERACTIVE,
 ) -> Quote:
     """See `operations.Admit` for the arguments. Raises: PriceMissing."""
-    in_force = await list_current_prices(session, currency_code=payer.currency_code)
-    prices = next((price.prices for price in in_force if price.model == model), None)
-    if prices is None:
-        raise PriceMissing(model, payer.currency_code)
+    prices = await price_in_force(
+        session, model=model, currency_code=payer.currency_code, organization_id=payer.organization_id, tier=tier
+    )
     states = await quotas_for(session, subject_ids=payer.subject_ids, model=model)
     refusal = None
     if states:

@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, TypedDict
 
 from sqlalchemy import insert
 from sqlalchemy.ext.asyncio import AsyncSession
@@ -16,6 +16,14 @@ from metering.models import Hold, HoldState, UsageEvent
 from metering.tenants.tenants import KeyRecord, create_api_key, create_organization, create_project
 
 NOVEMBER = datetime(2026, 11, 15, 12, tzinfo=UTC)
+
+
+class Rates(TypedDict):
+    """What a token costs, by kind."""
+
+    input_picos_per_token: int
+    cached_input_picos_per_token: int
+    output_picos_per_token: int
 
 
 @dataclass(frozen=True, slots=True)

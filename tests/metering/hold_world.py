@@ -18,7 +18,7 @@ from psycopg import sql
 
 from metering.billing.pricing import TokenPrices
 from metering.holds.hold_connection import HoldConnection
-from metering.models import QuotaDimension, QuotaSubject
+from metering.models import QuotaDimension, QuotaSubject, ServiceTier
 from metering.operations import Admit, HoldAnswer, HoldOperation, Outcome, Payer, Settle
 from metering.store.db import psycopg_conninfo
 
@@ -209,6 +209,7 @@ def admit(
     request_id: uuid.UUID | None = None,
     payload: bytes = b"p",
     hold_id: uuid.UUID | None = None,
+    tier: ServiceTier = ServiceTier.INTERACTIVE,
 ) -> Admit:
     """A request for the model."""
     return Admit(
@@ -220,6 +221,7 @@ def admit(
         input_token_count=input_tokens,
         first_slice_token_count=slice_tokens,
         least_slice_token_count=least_tokens,
+        tier=tier,
     )
 
 

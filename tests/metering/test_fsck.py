@@ -93,6 +93,8 @@ FAULTS = [
     ),
     ("UPDATE holds SET model = 'another'", "priced as model demo"),
     ("UPDATE price_versions SET effective_at = now() + interval '1 day'", "before the price began"),
+    ("UPDATE price_versions SET organization_id = (SELECT id FROM organizations WHERE name = 'other')", "another customer's own"),
+    ("UPDATE price_versions SET organization_id = (SELECT organization_id FROM holds LIMIT 1), withdrawn = true", "ends a price"),
     ("UPDATE usage_events SET rated_at = now() WHERE id = 1", "is not posted"),
     ("UPDATE usage_events SET rated_at = now(), ledger_transaction_id = 4711 WHERE id = 1", "is not posted"),
 ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import TypedDict
 
 import pytest
 from sqlalchemy import func, select
@@ -12,15 +11,7 @@ from metering.billing.prices import ModelPrice, get_price, list_current_prices, 
 from metering.errors import AlreadyExists, InvalidValue, NotFound, PriceMissing
 from metering.store.db import Sessions
 from metering.tenants.audit import list_audit_entries
-
-
-class Rates(TypedDict):
-    """What a token costs, by kind."""
-
-    input_picos_per_token: int
-    cached_input_picos_per_token: int
-    output_picos_per_token: int
-
+from tests.metering.books import Rates
 
 RATES = Rates(input_picos_per_token=3, cached_input_picos_per_token=2, output_picos_per_token=5)
 

@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 
 from api.cli.main import app
 from api.cli.stack import StackFailed, optional_children
-from metering.billing.prices import ModelPrice
+from metering.billing.prices import ModelPrice, set_price, withdraw_price
 from metering.celery_app import refuse_without_database
 from metering.errors import AlreadyExists, InvalidValue, StripeFailed
 from metering.export.batches import form_batches
@@ -38,7 +38,7 @@ from metering.export.stripe_sync import Sync
 from metering.export.webhook_server import BODY_MAX_BYTES, PATH, webhook_server
 from metering.money import MINOR_DIGITS
 from metering.store.db import Sessions
-from tests.metering.books import Consumed, Customer, new_customer, new_price
+from tests.metering.books import Consumed, Customer, Rates, new_customer, new_price
 from tests.metering.export_books import check_delivered, hours_ago, states, use_and_rate
 from tests.metering.invariants import check_export
 from tests.stripe_double.form import SCHEMA
@@ -179,6 +179,35 @@ async def test_a_new_price_gets_its_own_meters_and_subscriptions_hold_no_more_th
     assert len({each["price"]["id"] for each in items}) == len(items) == 21
     assert per_subscription == [1, 20]
     assert again == []
+
+
+LOWER = Rates(input_picos_per_token=100_000, cached_input_picos_per_token=10_000, output_picos_per_token=500_000)
+
+
+async def test_a_customers_own_price_is_in_no_other_subscription(
+    sessions: Sessions, customer: Customer, price: ModelPrice, double: StripeDouble, gateway: StripeGateway
+) -> None:
+    """One meter per version and kind goes on: the batch tier and the own price have theirs; a withdrawal needs none."""
+    async with sessions.begin() as session:
+        await new_customer(session, "other")
+        own = await set_price(session, model="demo", organization="acme", **LOWER, batch_multiplier_milli=500, actor="test")
+        ended = await set_price(session, model="ended", organization="acme", **LOWER, actor="test")
+    async with sessions.begin() as session:
+        await withdraw_price(session, model="ended", organization="acme", actor="test")
+
+    await Sync(sessions, gateway, False).run()
+
+    names = {each["id"]: each["name"] for each in double.account.of("customers").values()}
+    subscriptions = {each["id"]: names[each["customer"]] for each in double.account.of("subscriptions").values()}
+    versions = {each["id"]: int(each["lookup_key"].split("_")[1]) for each in double.account.of("prices").values()}
+    held: dict[str, set[int]] = {"acme": set(), "other": set()}
+    for item in double.account.of("subscription_items").values():
+        held[subscriptions[item["subscription"]]].add(versions[item["price"]["id"]])
+    listed, first = price.prices.version, own.prices.version
+    assert held == {"acme": {listed, first, first + 1}, "other": {listed}}
+    nicknames = {each["lookup_key"]: each["nickname"] for each in double.account.of("prices").values()}
+    assert nicknames[f"weir_{first + 1}_output"] == f"demo, batch output tokens (price version {first + 1})"
+    assert f"weir_{ended.prices.version}_output" not in nicknames
 
 
 async def test_a_price_that_says_something_else_at_stripe_is_told_and_not_used(

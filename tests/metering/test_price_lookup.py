@@ -1,0 +1,212 @@
+"""Which price a request has: by model, currency, customer, tier and time, beside a model; and the hold that carries it."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+from collections.abc import Iterator
+from datetime import timedelta
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from sqlalchemy import func, select, text
+
+from metering.billing.multipliers import multiplied_rates
+from metering.billing.prices import (
+    ModelPrice,
+    customer_prices,
+    price_history,
+    price_in_force,
+    set_price,
+    versions_in_force,
+    withdraw_price,
+)
+from metering.errors import AlreadyExists, InvalidValue, NotFound, PriceMissing
+from metering.models import ServiceTier
+from metering.operations import Admitted, Payer
+from metering.store.db import Sessions, create_engine, create_sessions
+from metering.tenants.audit import list_audit_entries
+from tests.metering.books import Customer, Rates, new_customer
+from tests.metering.hold_world import MODEL, NOON, HoldWorld, admit, hold_world
+
+INTERACTIVE, BATCH = ServiceTier.INTERACTIVE, ServiceTier.BATCH
+
+
+def rates(output: int) -> Rates:
+    """Prices that are told apart by their last number."""
+    return Rates(input_picos_per_token=2_000, cached_input_picos_per_token=1_000, output_picos_per_token=output)
+
+
+async def paid(sessions: Sessions, customer: Customer | None, tier: ServiceTier = INTERACTIVE) -> int:
+    async with sessions() as session:
+        owner = None if customer is None else customer.organization_id
+        found = await price_in_force(session, model="demo", currency_code="USD", organization_id=owner, tier=tier)
+    return found.output_picos_per_token
+
+
+async def test_a_customers_own_price_wins_until_it_is_withdrawn(sessions: Sessions, customer: Customer) -> None:
+    """And a tier without a row of its own has the interactive one."""
+    async with sessions.begin() as session:
+        other = await new_customer(session, "other")
+        await set_price(session, model="demo", **rates(8_000), actor="test")
+    assert (await paid(sessions, customer), await paid(sessions, customer, BATCH)) == (8_000, 8_000)
+
+    async with sessions.begin() as session:
+        await set_price(session, model="demo", **rates(10_000), batch_multiplier_milli=500, actor="test")
+    assert (await paid(sessions, customer), await paid(sessions, customer, BATCH)) == (10_000, 5_000)
+
+    async with sessions.begin() as session:
+        await set_price(session, model="demo", organization="acme", **rates(6_000), actor="test")
+    # What the batch tier pays of the interactive price is kept: an own price must not make it dearer unseen.
+    assert (await paid(sessions, customer), await paid(sessions, customer, BATCH)) == (6_000, 3_000)
+    assert (await paid(sessions, other), await paid(sessions, None, BATCH)) == (10_000, 5_000)
+
+    async with sessions.begin() as session:
+        ended = await withdraw_price(session, model="demo", organization="acme", actor="test")
+    assert (await paid(sessions, customer), await paid(sessions, customer, BATCH)) == (10_000, 5_000)
+    async with sessions.begin() as session:
+        with pytest.raises(NotFound, match="own price"):
+            await withdraw_price(session, model="demo", organization="acme", actor="test")
+        history = await price_history(session, model="demo", organization_id=customer.organization_id)
+        entries = await list_audit_entries(session, action_prefix="price.")
+    assert [each.tier for each in ended] == [INTERACTIVE, BATCH]
+    assert len(history) == 3 + 4
+    assert [entry.action for entry in entries] == ["price.withdraw"] * 2 + ["price.set"] * 5
+
+
+async def test_the_past_stays_and_errors_name_field_and_remedy(sessions: Sessions, customer: Customer) -> None:
+    async with sessions.begin() as session:
+        now = (await session.scalars(select(func.now()))).one()
+        first = await set_price(session, model="demo", **rates(8_000), effective_at=now + timedelta(days=1), actor="test")
+        with pytest.raises(AlreadyExists, match="give another time"):
+            await set_price(session, model="demo", **rates(9_000), effective_at=now + timedelta(days=1), actor="test")
+        with pytest.raises(InvalidValue, match="acme is billed in USD"):
+            await set_price(session, model="demo", organization="acme", currency_code="EUR", **rates(1), actor="test")
+        with pytest.raises(NotFound, match="nobody"):
+            await set_price(session, model="demo", organization="nobody", **rates(1), actor="test")
+        with pytest.raises(InvalidValue, match=r"batch_multiplier: 0\.333 .* give 0\.3 or 0\.4"):
+            await set_price(session, model="demo", **rates(10), batch_multiplier_milli=333, actor="test")
+        with pytest.raises(InvalidValue, match="batch_multiplier: give 0 to 1000"):
+            await set_price(session, model="demo", **rates(10), batch_multiplier_milli=-1, actor="test")
+    for statement in ("UPDATE price_versions SET output_picos_per_token = 0", "DELETE FROM price_versions"):
+        with pytest.raises(Exception, match="append-only"):
+            async with sessions.begin() as session:
+                await session.execute(text(statement))
+    assert first.effective_at > now
+
+
+@given(st.lists(st.integers(0, 10**13), min_size=1, max_size=4), st.integers(0, 1_000_000))
+def test_a_multiplier_is_exact_or_refused_with_the_nearest_that_are(prices: list[int], milli: int) -> None:
+    try:
+        multiplied = multiplied_rates(prices, milli)
+    except InvalidValue as refused:
+        below, above = (round(float(word) * 1000) for word in refused.remedy.split("give ")[1].split(" or "))
+        assert below < milli < above
+        step = math.lcm(*(1000 // math.gcd(price, 1000) for price in prices))
+        assert above - below == step
+        assert multiplied_rates(prices, below)
+    else:
+        assert [price * 1000 for price in multiplied] == [price * milli for price in prices]
+
+
+def in_force(versions: list[ModelPrice], customer: Customer, tier: ServiceTier, at: object) -> ModelPrice | None:
+    """The model: read as the rule is told, one sentence after the other."""
+    for owner in (customer.organization_id, None):
+        for each in dict.fromkeys((tier, INTERACTIVE)):
+            of_place = [v for v in versions if v.organization_id == owner and v.tier is each and v.effective_at <= at]  # type: ignore[operator]
+            if of_place:
+                last = max(of_place, key=lambda version: version.effective_at)
+                if last.withdrawn:
+                    break
+                return last
+    return None
+
+
+@pytest.fixture
+def world(database_url: str) -> Iterator[HoldWorld]:
+    with hold_world(database_url) as world:
+        yield world
+
+
+async def test_holds_and_lookups_agree_with_a_model_at_every_time(world: HoldWorld, database_url: str) -> None:
+    """Random lists, own prices, withdrawals and tiers; at random moments two customers are admitted in one batch."""
+    chance = random.Random(20)
+    engine = create_engine(database_url)
+    sessions = create_sessions(engine)
+    async with sessions.begin() as session:
+        customers = [await new_customer(session, name) for name in ("acme", "other")]
+        for _ in range(40):
+            at = NOON + timedelta(minutes=chance.randrange(60))
+            owner = chance.choice(["", "", "acme", "other"])
+            multiplier = chance.choice([None, None, 500, 1_000])
+            try:
+                async with session.begin_nested():
+                    if owner and chance.random() < 0.4:
+                        await withdraw_price(session, model=MODEL, organization=owner, effective_at=at, actor="test")
+                    else:
+                        values = rates(chance.randrange(1_000) * 2_000)
+                        await set_price(
+                            session,
+                            model=MODEL,
+                            organization=owner,
+                            **values,
+                            batch_multiplier_milli=multiplier,
+                            effective_at=at,
+                            actor="test",
+                        )
+            except (AlreadyExists, NotFound):
+                continue
+        versions = [
+            version
+            for customer in customers
+            for version in await price_history(session, model=MODEL, organization_id=customer.organization_id)
+        ]
+    own_count = 0
+    for minute in range(0, 60, 3):
+        world.set_time(NOON + timedelta(minutes=minute, seconds=1))
+        wanted = [(customer, tier) for customer in customers for tier in ServiceTier]
+        ops = [admit(payer_of(customer), tier=tier) for customer, tier in wanted]
+        answers = await world.run(*ops)
+        async with sessions() as session:
+            for (customer, tier), op, answer in zip(wanted, ops, answers, strict=True):
+                expected = in_force(versions, customer, tier, world.now)
+                assert expected is not None
+                found = await versions_in_force(session, model=MODEL, organization_id=customer.organization_id)
+                told = {each.tier: each.price for each in customer_prices(found, customer.organization_id)}
+                assert isinstance(answer, Admitted)
+                assert answer.prices.version == expected.prices.version == told[tier].prices.version
+                held = world.one("SELECT price_version_id FROM holds WHERE id = %s", op.hold_id)
+                assert held == expected.prices.version
+                own_count += expected.organization_id is not None
+    await engine.dispose()
+    assert 10 < own_count < 70
+
+
+def payer_of(customer: Customer) -> Payer:
+    """Its one key."""
+    return Payer(customer.organization_id, customer.key.project_id, customer.key.id, "USD")
+
+
+async def test_a_price_of_one_customer_alone_sells_to_nobody_else(sessions: Sessions, customer: Customer) -> None:
+    async with sessions.begin() as session:
+        other = await new_customer(session, "other")
+        await set_price(session, model="demo", organization="acme", **rates(6_000), actor="test")
+
+    assert await paid(sessions, customer, BATCH) == 6_000
+    with pytest.raises(PriceMissing):
+        await paid(sessions, other)
+
+
+async def test_two_who_set_a_price_at_once_make_one(sessions: Sessions) -> None:
+    async with sessions() as session:
+        at = (await session.scalars(select(func.now()))).one() + timedelta(hours=1)
+
+    async def set_it(output: int) -> None:
+        async with sessions.begin() as session:
+            await set_price(session, model="demo", **rates(output), effective_at=at, actor="test")
+
+    done = await asyncio.gather(set_it(1_000), set_it(2_000), return_exceptions=True)
+
+    assert sorted(type(each).__name__ for each in done) == ["AlreadyExists", "NoneType"]
