@@ -23,6 +23,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Literal
 from urllib.parse import quote
 
 import psycopg
@@ -72,12 +73,15 @@ class EmbeddedPostgres:
         """Of the postmaster; None if it does not run."""
         return _postmaster_pid(self.data_dir)
 
-    def stop(self) -> None:
-        """Stop the server, cutting off who is connected. Does nothing if it does not run."""
+    def stop(self, mode: Literal["fast", "immediate"] = "fast") -> None:
+        """Stop the server, cutting off who is connected. Does nothing if it does not run.
+
+        mode: an immediate stop is a crash that PostgreSQL plays itself; the next start recovers.
+        """
         with _lock(self.data_dir):
-            for mode in ("fast", "immediate"):
+            for each in dict.fromkeys((mode, "immediate")):
                 if self.pid is not None:
-                    _run("pg_ctl", "stop", f"--pgdata={self.data_dir}", f"--mode={mode}", f"--timeout={STOP_TIMEOUT_S:.0f}")
+                    _run("pg_ctl", "stop", f"--pgdata={self.data_dir}", f"--mode={each}", f"--timeout={STOP_TIMEOUT_S:.0f}")
             if self.socket_dir != self.data_dir and self.pid is None:
                 with contextlib.suppress(OSError):
                     self.socket_dir.rmdir()

@@ -1,0 +1,52 @@
+"""A process that exports the hour that runs, again and again, to the file of `WEIR_EXPORT_FILE`.
+
+The worker exports an hour once it is over, which a run of the crash kit does not live to see. What is used later in an hour becomes
+a further part of it, as late usage always does; so this is the export of the product, only sooner.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+
+import psycopg
+from sqlalchemy import text
+
+from metering.errors import StoreAway
+from metering.export.batches import form, form_batches
+from metering.export.deliveries import deliver_pending
+from metering.export.file_exporter import FileExporter
+from metering.store.db import Sessions, create_engine, create_sessions
+
+EVERY_S = 0.2
+CONNECTION_COUNT = 3
+# The hour before as well: it may have ended since the last time.
+RUNNING_HOURS = text(
+    "SELECT date_trunc('hour', now(), 'UTC') - interval '1 hour', date_trunc('hour', now(), 'UTC') + interval '1 hour'"
+)
+
+
+async def export_running_hour(sessions: Sessions, exporter: FileExporter) -> None:
+    """Form what is missing of the hour and hand it over. Raises: StoreAway."""
+    await form_batches(sessions)
+    async with sessions.begin() as session:
+        begins, ends = (await session.execute(RUNNING_HOURS)).one()
+        await form(session, begins, ends)
+    await deliver_pending(sessions, exporter)
+
+
+async def export_for_ever(database_url: str, path: Path) -> None:
+    """Until killed."""
+    sessions = create_sessions(create_engine(database_url, pool_size=CONNECTION_COUNT))
+    exporter = FileExporter(path)
+    while True:
+        try:
+            await export_running_hour(sessions, exporter)
+        except (StoreAway, psycopg.OperationalError) as away:
+            print(f"the database is away: {away}", flush=True)
+        await asyncio.sleep(EVERY_S)
+
+
+if __name__ == "__main__":
+    asyncio.run(export_for_ever(os.environ["WEIR_DATABASE_URL"], Path(os.environ["WEIR_EXPORT_FILE"])))

@@ -1,0 +1,229 @@
+"""The stack that is broken: two API processes with an engine each, a worker, an exporter, a broker, and PostgreSQL.
+
+Whatever dies is started again at once, on the same ports and directories. What ends without having been killed is noted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from api.chaos.processes import CRASH_SETTINGS, children_of, crash_postgres
+from api.cli.bootstrap import Connection, bootstrap
+from api.cli.stack import Child, StackFailed, is_serving
+from api.settings import Settings
+from metering.store import embedded_postgres
+from metering.store.embedded_postgres import EmbeddedPostgres
+from metering.store.migrations_runner import migrate
+from metering.worker_command import worker_command
+
+API_COUNT = 2
+READY_TIMEOUT_S = 120.0  # far above what a start takes on a busy machine
+POLL_S = 0.05
+RESTART_PAUSE_S = 0.2  # of a part that ended by itself: it may be waiting for another part
+# Small slices and short lives: as many leases, expiries and recoveries as possible happen.
+BOUNDS: Mapping[str, Any] = {"lease_slice_tokens": 16, "lease_margin_tokens": 8, "hold_expiry_s": 5.0, "recovery_interval_s": 0.5}
+ENGINES: Mapping[str, Mapping[str, Any]] = {
+    "simulated": {"engine_device": "simulated", "simulated_time_scale": 0.5},
+    "demo": {"engine_device": "cpu", "engine_thread_count": 1, "kv_cache_bytes": 64 << 20},
+}
+
+
+@dataclass(slots=True)
+class Part:
+    """A process that is kept alive. up: whether it is ready. down_s: how long it took each time until it was again."""
+
+    child: Child
+    environment: Mapping[str, str]
+    address: str = ""
+    up: bool = True
+    killed: bool = False
+    down_s: list[float] = field(default_factory=list)
+    deaths: list[str] = field(default_factory=list)
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process, if it runs."""
+        process = self.child.process
+        return process.pid if process is not None and process.returncode is None else None
+
+    def kill(self) -> bool:
+        """As `kill -9` does; whether there was anything to kill."""
+        if (pid := self.pid) is None:
+            return False
+        self.killed = True
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        return True
+
+    async def keep_alive(self) -> None:
+        """Start it again whenever it ends, until cancelled."""
+        while True:
+            assert self.child.process is not None
+            status = await self.child.process.wait()
+            self.up = False
+            if not self.killed:
+                self.deaths.append(f"{self.child.name} ended with status {status}, unasked:\n{self.child.log_tail()}")
+                await asyncio.sleep(RESTART_PAUSE_S)
+            self.killed = False
+            ended_at = time.monotonic()
+            await self.child.start(self.environment)
+            if self.address:
+                await self.ready()
+            self.up = self.pid is not None
+            self.down_s.append(time.monotonic() - ended_at)
+
+    async def ready(self) -> None:
+        """Wait until it serves, or has ended."""
+        while self.pid is not None:
+            if await is_serving(self.address):
+                return
+            await asyncio.sleep(POLL_S)
+
+
+@dataclass(slots=True)
+class System:
+    """All of it. `parts` are those that are processes of ours: `apis`, worker, exporter, and Redis if that is the broker."""
+
+    directory: Path
+    settings: Settings
+    postgres: EmbeddedPostgres
+    connection: Connection
+    apis: list[Part]
+    worker: Part
+    exporter: Part
+    redis: Part | None
+    down_s: list[float] = field(default_factory=list)  # of PostgreSQL
+    _restarting: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    @property
+    def parts(self) -> list[Part]:
+        return [*self.apis, self.worker, self.exporter, *([self.redis] if self.redis else [])]
+
+    @property
+    def journals(self) -> Path:
+        """Of all API processes: what one leaves behind, the other settles."""
+        return self.directory / "journal"
+
+    @property
+    def export_file(self) -> Path:
+        """Where everything that was used is billed."""
+        return self.directory / "usage.jsonl"
+
+    def engine_pid(self, index: int) -> int | None:
+        """Of the engine host of an API process."""
+        pid = self.apis[index].pid
+        children = children_of(pid) if pid is not None else []
+        return children[0] if children else None
+
+    async def crash_postgres(self) -> None:
+        """Kill the database server, and start it again."""
+        await self._restart_postgres(lambda: crash_postgres(self.postgres))
+
+    async def stop_postgres_at_once(self) -> None:
+        """An immediate shutdown, which lets nobody finish, and a start."""
+        await self._restart_postgres(lambda: self.postgres.stop("immediate"))
+
+    async def _restart_postgres(self, end: Callable[[], None]) -> None:
+        async with self._restarting:
+            began_at = time.monotonic()
+            await asyncio.to_thread(end)
+            await asyncio.to_thread(embedded_postgres.start, self.postgres.data_dir, CRASH_SETTINGS)
+            self.down_s.append(time.monotonic() - began_at)
+
+    def lose_broker(self) -> None:
+        """Every message that waits, and the broker itself."""
+        if self.redis is not None:
+            self.redis.kill()
+        else:
+            shutil.rmtree(self.directory / "broker", ignore_errors=True)
+
+    async def all_ready(self) -> None:
+        """Wait until every API process serves and the database is there. Raises: TimeoutError."""
+        async with asyncio.timeout(READY_TIMEOUT_S), self._restarting:
+            for api in self.apis:
+                while True:
+                    await api.ready()
+                    if api.pid is not None:
+                        break
+                    await asyncio.sleep(POLL_S)
+
+
+def free_port() -> int:
+    """A port that nobody listens on now, and that one process after the other may listen on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def broker(directory: Path) -> Part:
+    """Redis on a socket in the directory, remembering nothing. Raises: StackFailed if it is not installed."""
+    binary = shutil.which("redis-server")
+    if binary is None:
+        raise StackFailed("redis-server is not installed: leave --redis away, or install it")
+    socket_path = str(directory / "redis.sock")
+    command = [binary, "--port", "0", "--unixsocket", socket_path, "--save", "", "--dir", str(directory)]
+    return Part(Child("Redis", command, directory / "logs" / "redis.log"), dict(os.environ))
+
+
+def api_part(directory: Path, index: int, settings: Settings, environment: Mapping[str, str]) -> Part:
+    """An API process with its own home, and the journals of all."""
+    home = directory / f"api-{index}"
+    home.mkdir(exist_ok=True)
+    with contextlib.suppress(FileExistsError):
+        (home / "journal").symlink_to(directory / "journal")
+    address = f"127.0.0.1:{free_port()}"
+    own = {"WEIR_HOME": str(home), "WEIR_LISTEN": address}
+    log = directory / "logs" / f"api-{index}.log"
+    return Part(Child(f"api process {index}", [sys.executable, "-m", "api"], log), {**environment, **own}, address)
+
+
+@contextlib.asynccontextmanager
+async def running_system(directory: Path, settings: Settings, *, with_redis: bool) -> AsyncIterator[System]:
+    """Start everything in a directory, and keep it alive for the block.
+
+    settings: of the API processes, but for database, home and address. Raises: StackFailed, PostgresNotStarted.
+    """
+    for name in ("logs", "journal"):
+        (directory / name).mkdir(parents=True, exist_ok=True)
+    async with contextlib.AsyncExitStack() as cleanup:
+        postgres = await asyncio.to_thread(embedded_postgres.start, directory / "postgres", CRASH_SETTINGS)
+        cleanup.push_async_callback(asyncio.to_thread, postgres.stop)
+        await asyncio.to_thread(migrate, postgres.url)
+        connection = await bootstrap(postgres.url, directory, settings.models.keys())
+        redis = broker(directory) if with_redis else None
+        environment = {**os.environ, **settings.to_environment(), "WEIR_DATABASE_URL": postgres.url, "WEIR_HOME": str(directory)}
+        environment |= {"WEIR_EXPORT": "file", "WEIR_EXPORT_FILE": str(directory / "usage.jsonl")}
+        if redis is not None:
+            environment["WEIR_BROKER_URL"] = f"redis+socket://{directory / 'redis.sock'}"
+        system = System(
+            directory,
+            settings,
+            postgres,
+            connection,
+            [api_part(directory, index, settings, environment) for index in range(API_COUNT)],
+            Part(Child("worker", worker_command(), directory / "logs" / "worker.log"), environment),
+            Part(Child("exporter", [sys.executable, "-m", "api.chaos.exporter"], directory / "logs" / "exporter.log"), environment),
+            redis,
+        )
+        for part in system.parts:
+            await part.child.start(part.environment)
+            cleanup.push_async_callback(part.child.stop)
+        await system.all_ready()
+        async with asyncio.TaskGroup() as tasks:
+            keepers = [tasks.create_task(part.keep_alive(), name=part.child.name) for part in system.parts]
+            try:
+                yield system
+            finally:
+                for keeper in keepers:
+                    keeper.cancel()
