@@ -36,6 +36,7 @@ from weir_client import AsyncClient
 
 import api.__main__ as api_main
 from api.admission import Capacity
+from api.chaos.processes import children_of
 from api.endpoint import forget_endpoint, read_endpoint
 from api.places import QueueStatistics
 from api.process import Process
@@ -575,25 +576,6 @@ async def refused(call: Awaitable[object]) -> Refusal:
     except grpc.aio.AioRpcError as error:
         return Refusal.of(error)
     raise AssertionError(f"the call was not refused: {answer!r}")
-
-
-def children_of(pid: int) -> list[int]:
-    """Processes whose parent it is."""
-    return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit() and parent_of(entry) == pid]
-
-
-def parent_of(entry: Path) -> int | None:
-    """The parent that a directory of /proc tells; None for a process that is gone or dead."""
-    try:
-        state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
-    except (OSError, ValueError):
-        return None
-    return None if state in "ZX" else int(parent)
-
-
-def alive(pid: int) -> bool:
-    """Whether a process runs."""
-    return parent_of(Path("/proc") / str(pid)) is not None
 
 
 def log_events(log: str, name: str) -> list[dict[str, Any]]:

@@ -23,7 +23,7 @@ from typing import Any, LiteralString
 import psycopg
 
 from api.chaos.load import Asked
-from api.chaos.system import System
+from api.chaos.system import EXPORT_FILE, JOURNALS, System
 from metering.holds.journal import abandoned_journals
 from metering.proof.fsck import CHECKS, fsck
 from metering.store.db import psycopg_conninfo
@@ -99,24 +99,27 @@ def unsettled(system: System) -> list[str]:
     with psycopg.connect(psycopg_conninfo(system.postgres.url), autocommit=True) as connection:
         counts = {name: int(one(connection, query)) for name, query in WAITING.items()}
     left = [f"{count} {name}" for name, count in counts.items() if count]
-    if not left and (journals := sum(1 for _ in abandoned_journals(system.journals))):
+    if not left and (journals := sum(1 for _ in abandoned_journals(system.directory / JOURNALS))):
         left.append(f"{journals} journals of dead processes")
     return left
 
 
-def audit(system: System, asked: Sequence[Asked]) -> tuple[list[Outcome], list[str]]:
-    """Every request against its usage, all sums against each other, and `fsck`; with everything that is wrong."""
-    with psycopg.connect(psycopg_conninfo(system.postgres.url), autocommit=True) as connection:
+def audit(database_url: str, directory: Path, asked: Sequence[Asked]) -> tuple[list[Outcome], list[str]]:
+    """Every request against its usage, all sums against each other, and `fsck`; with everything that is wrong.
+
+    directory: where the system keeps its journals and the exporter's file.
+    """
+    with psycopg.connect(psycopg_conninfo(database_url), autocommit=True) as connection:
         events = {str(request_id): int(count) for request_id, count in connection.execute(EVENTS)}
         used, posted, exported = connection.execute(TOTALS).fetchone() or (0, 0, 0)
     outcomes = [Outcome(each, events.pop(each.request_id, 0)) for each in asked]
     wrong = [outcome.problem for outcome in outcomes if outcome.problem]
     wrong += [f"request {request_id} was asked by nobody: {count} tokens" for request_id, count in events.items()]
-    filed = sum(exported_quantities(system.export_file).values())
+    filed = sum(exported_quantities(directory / EXPORT_FILE).values())
     if not used == posted == exported == filed:
         wrong.append(f"{used} tokens used, {posted} in the ledger, {exported} in delivered batches, {filed} in the exporter's file")
-    wrong += [f"{path.name} was refused by recovery" for path in system.journals.glob("*.refused")]
-    for verdict in fsck(system.postgres.url, CHECKS):
+    wrong += [f"{path.name} was refused by recovery" for path in (directory / JOURNALS).glob("*.refused")]
+    for verdict in fsck(database_url, CHECKS):
         wrong += [f"{verdict.check.name}: {violation}" for violation in verdict.sample]
     return outcomes, wrong
 

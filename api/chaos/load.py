@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from weir_client import AsyncClient, WeirError
 
-LANE_COUNT = 6  # connections at a time
+LANE_COUNT = 8  # connections at a time
 TOGETHER_MAX = 4  # requests at once on one connection
 OUTPUT_TOKENS = (1, 7, 40, 150, 400)  # from an answer that is over at once to one that outlives several kills
 CANCELLED_SHARE = 0.15

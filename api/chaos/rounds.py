@@ -105,7 +105,7 @@ async def run_rounds(directory: Path, settings: Settings, plan: Plan, tell: Tell
         asked = Load([api.address for api in system.apis], system.connection.api_key, next(iter(settings.models)), rng)
         for number in range(plan.rounds):
             kills = await one_round(system, asked, plan, rng, report)
-            outcomes, wrong = await asyncio.to_thread(audit, system, asked.asked)
+            outcomes, wrong = await asyncio.to_thread(audit, system.postgres.url, directory, asked.asked)
             report.outcomes = outcomes
             report.wrong += wrong + [death for part in system.parts for death in part.deaths]
             names = ", ".join(kill.kind for kill in kills)

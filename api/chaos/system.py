@@ -28,6 +28,7 @@ from metering.store.migrations_runner import migrate
 from metering.worker_command import worker_command
 
 API_COUNT = 2
+LOGS, JOURNALS, EXPORT_FILE = "logs", "journal", "usage.jsonl"  # all processes share the journals' directory
 READY_TIMEOUT_S = 120.0  # far above what a start takes on a busy machine
 POLL_S = 0.05
 RESTART_PAUSE_S = 0.2  # of a part that ended by itself: it may be waiting for another part
@@ -110,16 +111,6 @@ class System:
     def parts(self) -> list[Part]:
         return [*self.apis, self.worker, self.exporter, *([self.redis] if self.redis else [])]
 
-    @property
-    def journals(self) -> Path:
-        """Of all API processes: what one leaves behind, the other settles."""
-        return self.directory / "journal"
-
-    @property
-    def export_file(self) -> Path:
-        """Where everything that was used is billed."""
-        return self.directory / "usage.jsonl"
-
     def engine_pid(self, index: int) -> int | None:
         """Of the engine host of an API process."""
         pid = self.apis[index].pid
@@ -173,7 +164,7 @@ def broker(directory: Path) -> Part:
         raise StackFailed("redis-server is not installed: leave --redis away, or install it")
     socket_path = str(directory / "redis.sock")
     command = [binary, "--port", "0", "--unixsocket", socket_path, "--save", "", "--dir", str(directory)]
-    return Part(Child("Redis", command, directory / "logs" / "redis.log"), dict(os.environ))
+    return Part(Child("Redis", command, directory / LOGS / "redis.log"), dict(os.environ))
 
 
 def api_part(directory: Path, index: int, settings: Settings, environment: Mapping[str, str]) -> Part:
@@ -181,10 +172,10 @@ def api_part(directory: Path, index: int, settings: Settings, environment: Mappi
     home = directory / f"api-{index}"
     home.mkdir(exist_ok=True)
     with contextlib.suppress(FileExistsError):
-        (home / "journal").symlink_to(directory / "journal")
+        (home / "journal").symlink_to(directory / JOURNALS)
     address = f"127.0.0.1:{free_port()}"
     own = {"WEIR_HOME": str(home), "WEIR_LISTEN": address}
-    log = directory / "logs" / f"api-{index}.log"
+    log = directory / LOGS / f"api-{index}.log"
     return Part(Child(f"api process {index}", [sys.executable, "-m", "api"], log), {**environment, **own}, address)
 
 
@@ -194,7 +185,7 @@ async def running_system(directory: Path, settings: Settings, *, with_redis: boo
 
     settings: of the API processes, but for database, home and address. Raises: StackFailed, PostgresNotStarted.
     """
-    for name in ("logs", "journal"):
+    for name in (LOGS, JOURNALS):
         (directory / name).mkdir(parents=True, exist_ok=True)
     async with contextlib.AsyncExitStack() as cleanup:
         postgres = await asyncio.to_thread(embedded_postgres.start, directory / "postgres", CRASH_SETTINGS)
@@ -203,7 +194,7 @@ async def running_system(directory: Path, settings: Settings, *, with_redis: boo
         connection = await bootstrap(postgres.url, directory, settings.models.keys())
         redis = broker(directory) if with_redis else None
         environment = {**os.environ, **settings.to_environment(), "WEIR_DATABASE_URL": postgres.url, "WEIR_HOME": str(directory)}
-        environment |= {"WEIR_EXPORT": "file", "WEIR_EXPORT_FILE": str(directory / "usage.jsonl")}
+        environment |= {"WEIR_EXPORT": "file", "WEIR_EXPORT_FILE": str(directory / EXPORT_FILE)}
         if redis is not None:
             environment["WEIR_BROKER_URL"] = f"redis+socket://{directory / 'redis.sock'}"
         system = System(
@@ -212,8 +203,8 @@ async def running_system(directory: Path, settings: Settings, *, with_redis: boo
             postgres,
             connection,
             [api_part(directory, index, settings, environment) for index in range(API_COUNT)],
-            Part(Child("worker", worker_command(), directory / "logs" / "worker.log"), environment),
-            Part(Child("exporter", [sys.executable, "-m", "api.chaos.exporter"], directory / "logs" / "exporter.log"), environment),
+            Part(Child("worker", worker_command(), directory / LOGS / "worker.log"), environment),
+            Part(Child("exporter", [sys.executable, "-m", "api.chaos.exporter"], directory / LOGS / "exporter.log"), environment),
             redis,
         )
         for part in system.parts:

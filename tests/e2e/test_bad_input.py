@@ -18,6 +18,7 @@ from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import inference_service_pb2_grpc as pb_grpc
 from weir.v1 import types_pb2
 
+from api.chaos.processes import children_of
 from metering.models import QuotaDimension
 from metering.store.db import psycopg_conninfo
 from tests.service import (
@@ -30,7 +31,6 @@ from tests.service import (
     Tenant,
     bearer,
     cancel,
-    children_of,
     conversation,
     log_events,
     picos,

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from tests.service import MODEL, PATIENCE_S, alive, children_of, wait_for
+from api.chaos.processes import alive, children_of
+from tests.service import MODEL, PATIENCE_S, wait_for
 
 
 def command(*arguments: str) -> list[str]:

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from api.chaos.processes import CRASH_SETTINGS
 from metering.store import embedded_postgres
 from metering.store.embedded_postgres import EmbeddedPostgres
 from metering.store.migrations_runner import migrate
-from tests.faults.servers import SETTINGS
 from tests.service import Service, make_model, running
 
 Start = Callable[..., Service]
@@ -27,7 +27,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def postgres(postgres_home: Path) -> Iterator[EmbeddedPostgres]:
     """A migrated server of this test's own."""
-    server = embedded_postgres.start(postgres_home / "postgres", SETTINGS)
+    server = embedded_postgres.start(postgres_home / "postgres", CRASH_SETTINGS)
     migrate(server.url)
     yield server
     server.stop()

@@ -7,27 +7,14 @@ import os
 import signal
 from collections.abc import Iterator
 
+from api.chaos.processes import CRASH_SETTINGS, children_of
 from metering.store import embedded_postgres
 from metering.store.embedded_postgres import EmbeddedPostgres
-from tests.conftest import WITHOUT_DURABILITY
-from tests.service import alive, children_of, wait_for
-
-# What has been committed must still be there after a crash of the server's processes, which fsync does not decide.
-SETTINGS = WITHOUT_DURABILITY | {"synchronous_commit": "on"}
-
-
-def crash(server: EmbeddedPostgres) -> None:
-    """As `kill -9` does to the postmaster."""
-    pid = server.pid
-    assert pid is not None
-    children = children_of(pid)
-    os.kill(pid, signal.SIGKILL)
-    wait_for(lambda: not any(map(alive, children)), "the server's children to follow it")
 
 
 def restart(server: EmbeddedPostgres) -> None:
     """Start it again on the same data."""
-    embedded_postgres.start(server.data_dir, SETTINGS)
+    embedded_postgres.start(server.data_dir, CRASH_SETTINGS)
 
 
 @contextlib.contextmanager

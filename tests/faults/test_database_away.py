@@ -16,12 +16,13 @@ from weir.v1 import inference_service_pb2_grpc as pb_grpc
 from weir.v1 import types_pb2
 from weir_client import Unavailable
 
+from api.chaos.processes import crash_postgres
 from metering.errors import StoreAway
 from metering.holds.sweeping import sweep_expired_holds
 from metering.models import QuotaDimension
 from metering.store.embedded_postgres import EmbeddedPostgres
 from tests.faults.conftest import Start
-from tests.faults.servers import crash, restart
+from tests.faults.servers import restart
 from tests.metering.invariants import check_invariants
 from tests.service import PATIENCE_S, Service, bearer, log_events, refused, start, until, wait_for
 
@@ -41,7 +42,7 @@ async def test_a_crash_of_the_database_loses_and_doubles_nothing(launch: Start, 
         for frame in (*short, *long):
             await stream.received(frame.request_id, 5)
 
-        crash(postgres)
+        crash_postgres(postgres)
 
         for frame in short:
             await stream.received(frame.request_id, 120)  # without a database
@@ -108,7 +109,7 @@ async def test_a_server_that_is_stopped_without_a_database_ends_and_is_recovered
         request_ids = [await stream.begin(max_output_tokens=3000) for _ in range(3)]
         for request_id in request_ids:
             await stream.received(request_id, 5)
-        crash(postgres)
+        crash_postgres(postgres)
         service.terminate()
         assert await asyncio.to_thread(service.wait_ended) == 0, service.log[-5000:]
         await stream.closed()
@@ -130,7 +131,7 @@ async def test_server_and_database_that_die_together_are_recovered(launch: Start
         request_ids = [await stream.begin(max_output_tokens=3000) for _ in range(4)]
         for request_id in request_ids:
             await stream.received(request_id, 40)
-        crash(postgres)
+        crash_postgres(postgres)
         service.kill()
         await stream.closed()
 

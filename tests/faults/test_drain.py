@@ -9,10 +9,11 @@ import pytest
 from grpc_health.v1 import health_pb2
 from weir.v1 import types_pb2
 
+from api.chaos.processes import alive
 from metering.models import QuotaDimension
 from tests.faults.conftest import Start
 from tests.metering.invariants import check_invariants
-from tests.service import Refusal, Stream, alive, health_check, log_events, start, until
+from tests.service import Refusal, Stream, health_check, log_events, start, until
 
 pytestmark = pytest.mark.faults
 

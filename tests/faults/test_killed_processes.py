@@ -14,12 +14,13 @@ import pytest
 from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import types_pb2
 
+from api.chaos.processes import alive
 from metering.billing.rating import rate_all_pending
 from metering.models import QuotaDimension
 from metering.store.db import create_engine, create_sessions
 from tests.faults.conftest import Start
 from tests.metering.invariants import check_invariants
-from tests.service import PATIENCE_S, Service, Stream, Tenant, alive, start, until
+from tests.service import PATIENCE_S, Service, Stream, Tenant, start, until
 
 pytestmark = pytest.mark.faults
 

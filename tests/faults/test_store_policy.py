@@ -14,12 +14,13 @@ import grpc
 import pytest
 from weir.v1 import inference_service_pb2 as pb
 
+from api.chaos.processes import crash_postgres
 from metering.errors import StoreAway
 from metering.holds.sweeping import sweep_expired_holds
 from metering.models import QuotaDimension
 from metering.store.embedded_postgres import EmbeddedPostgres
 from tests.faults.conftest import Start
-from tests.faults.servers import crash, frozen, restart
+from tests.faults.servers import frozen, restart
 from tests.metering.cutting_proxy import CuttingProxy
 from tests.metering.invariants import check_invariants
 from tests.service import PATIENCE_S, Books, Refusal, Service, Stream, Tenant, log_events, start, until
@@ -56,7 +57,7 @@ async def test_closed_health_says_that_the_quota_store_is_away_and_when_it_is_ba
     service = launch(database_url=postgres.url, store_away_health_s=0.3)
     assert all(map(service.serving, ("", "weir.v1.InferenceService", "weir.v1.BillingService", "quota-store", "engine/tiny")))
 
-    crash(postgres)
+    crash_postgres(postgres)
 
     await until(lambda: not service.serving(), "health to say so, though nobody asked for anything")
     assert not any(map(service.serving, ("weir.v1.InferenceService", "weir.v1.AdminService", "quota-store")))
@@ -73,7 +74,7 @@ async def test_grace_lets_in_what_was_set_aside_and_a_kill_in_the_middle_loses_n
     service = launch(database_url=postgres.url, store_away_health_s=0.3, **GRACE)
     tenant = await service.tenant(LIMITS)
     await set_aside(service, tenant)
-    crash(postgres)
+    crash_postgres(postgres)
     await until(lambda: not service.serving("quota-store"), "the outage to be noticed")
     assert service.serving(), "requests can be let in"
 
@@ -113,7 +114,7 @@ async def test_grace_ends_as_usual_where_the_database_comes_back(launch: Start, 
     tenant = await service.tenant(LIMITS)
     await set_aside(service, tenant)
     async with service.stream(tenant.secret) as stream:
-        crash(postgres)
+        crash_postgres(postgres)
         frames = [start(max_output_tokens=count) for count in (30, 300)]
         await stream.send(*frames)
         for frame in frames:
