@@ -1,4 +1,4 @@
-"""`AdminService`: its quotas, prices and audit log here; tenants, live requests and configurations in the classes beside it."""
+"""`AdminService`: its quotas and audit log here; tenants, prices, live requests and configurations in the classes beside it."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from weir.v1.types_pb2 import QuotaStatus
 from api import wire
 from api.admin_configuration import ConfigurationCalls
 from api.admin_live import LiveCalls
+from api.admin_prices import PriceCalls
 from api.admin_tenants import TenantCalls
 from api.auth import Authenticator
 from api.interceptor import Context
 from api.quota_wire import effective_quota_statuses, quota_status
 from inference.router import Router
-from metering.billing import prices
 from metering.errors import InvalidValue, NotFound
 from metering.models import ApiKey, AuditEntry, Organization, Project
 from metering.operations import QuotaState
@@ -31,7 +31,7 @@ from metering.tenants import audit
 from metering.tenants.tenants import KeyRecord, find_api_key, find_organization, find_project
 
 
-class AdminServicer(TenantCalls, ConfigurationCalls, LiveCalls):
+class AdminServicer(TenantCalls, ConfigurationCalls, PriceCalls, LiveCalls):
     """See `proto/weir/v1/admin_service.proto`. One call, one transaction."""
 
     def __init__(self, router: Router, authenticator: Authenticator, sessions: Sessions, database_url: str) -> None:
@@ -109,26 +109,6 @@ class AdminServicer(TenantCalls, ConfigurationCalls, LiveCalls):
             ids = (key.organization_id, key.project_id, key.id)
             states = await quota_states.quotas_for(session, subject_ids=ids, model=request.model or None)
             return pb.ListQuotasResponse(quotas=effective_quota_statuses(states))
-
-    async def SetPrice(self, request: pb.SetPriceRequest, context: Context) -> pb.SetPriceResponse:
-        """Adds a price version."""
-        has_time = request.HasField("effective_time")
-        effective_at = wire.parse_timestamp(request.effective_time, "effective_time") if has_time else None
-        async with self._acting(context) as acting:
-            if (earlier := await acting.earlier(request)) is not None:
-                return pb.SetPriceResponse(version=int(earlier))
-            price = await prices.set_price(
-                acting.session,
-                model=request.model,
-                currency_code=request.currency_code or "USD",
-                input_picos_per_token=request.input_picos_per_token,
-                cached_input_picos_per_token=request.cached_input_picos_per_token,
-                output_picos_per_token=request.output_picos_per_token,
-                effective_at=effective_at,
-                actor=acting.actor,
-            )
-            await acting.made(request, price.prices.version)
-            return pb.SetPriceResponse(version=price.prices.version)
 
     async def ListAuditEntries(self, request: pb.ListAuditEntriesRequest, context: Context) -> pb.ListAuditEntriesResponse:
         """Reads the audit log."""

@@ -31,7 +31,7 @@ ACTIONS = {
 }
 WEIGHTS = ("input_weight_milli", "cached_input_weight_milli", "output_weight_milli")
 # Columns whose times the contract names as times.
-NAMES = {"expires_at": "expire_time", "raised_until": "raised_until_time"}
+NAMES = {"expires_at": "expire_time", "raised_until": "raised_until_time", "effective_at": "effective_time"}
 
 Quotas = tuple[tuple[QuotaPlace, QuotaSpec], ...]
 
@@ -45,7 +45,8 @@ class Parsing:
     def configuration(self, message: pb.Configuration) -> Configuration:
         """The whole of it."""
         organizations = (self.organization(f"organizations[{n}]", each) for n, each in enumerate(message.organizations))
-        return Configuration(tuple(organizations), tuple(map(price_spec, message.prices)))
+        prices = (price_spec(f"prices[{n}]", each) for n, each in enumerate(message.prices))
+        return Configuration(tuple(organizations), tuple(prices))
 
     def organization(self, path: str, message: pb.OrganizationConfiguration) -> OrganizationSpec:
         """One customer."""
@@ -94,11 +95,16 @@ class Parsing:
         return place, QuotaSpec(limit_value=message.limit_value, **values)
 
 
-def price_spec(message: pb.PriceConfiguration) -> PriceSpec:
+def price_spec(path: str, message: pb.PriceConfiguration) -> PriceSpec:
     """The prices of one model."""
+    has = message.HasField
     return PriceSpec(
         model=message.model,
-        currency_code=message.currency_code or "USD",
+        currency_code=message.currency_code or ("" if message.organization else "USD"),
+        organization=message.organization,
+        embedding_picos_per_token=message.embedding_picos_per_token if has("embedding_picos_per_token") else None,
+        batch_multiplier_milli=message.batch_multiplier_milli if has("batch_multiplier_milli") else None,
+        effective_at=wire.parse_timestamp(message.effective_time, f"{path}.effective_time") if has("effective_time") else None,
         input_picos_per_token=message.input_picos_per_token,
         cached_input_picos_per_token=message.cached_input_picos_per_token,
         output_picos_per_token=message.output_picos_per_token,
@@ -124,6 +130,9 @@ def configuration_message(configuration: Configuration) -> pb.Configuration:
                 input_picos_per_token=price.input_picos_per_token,
                 cached_input_picos_per_token=price.cached_input_picos_per_token,
                 output_picos_per_token=price.output_picos_per_token,
+                organization=price.organization,
+                embedding_picos_per_token=price.embedding_picos_per_token,
+                batch_multiplier_milli=price.batch_multiplier_milli,
             )
             for price in configuration.prices
         ],

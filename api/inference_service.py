@@ -17,7 +17,7 @@ from api.process import Process
 from api.quota_wire import effective_quota_statuses
 from api.quoting import quote
 from api.tokenizing import tokenize
-from metering.billing.prices import list_current_prices
+from metering.billing.prices import customer_prices, versions_in_force
 from metering.quotas.quota_states import quotas_for
 from metering.store.db import Sessions
 
@@ -50,13 +50,16 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
         return pb.CountTokensResponse(input_token_count=len(token_ids), context_window_tokens=engine.model.context_window_tokens)
 
     async def ListModels(self, request: pb.ListModelsRequest, context: Context) -> pb.ListModelsResponse:
-        """Lists models with their prices in the currency of the caller."""
+        """Lists models with what the caller pays for them."""
         principal = await self._authenticator.principal(context, SCOPE)
         async with self._sessions() as session:
-            prices = await list_current_prices(session, currency_code=principal.currency_code)
-        by_model = {price.model: wire.price_message(price.prices, price.effective_at) for price in prices}
+            owner = principal.organization_id
+            found = await versions_in_force(session, currency_code=principal.currency_code, organization_id=owner)
+        paid = customer_prices(found, owner)
         models = self._process.router.models()
-        return pb.ListModelsResponse(models=[wire.model_message(model, by_model.get(model.name)) for model in models])
+        return pb.ListModelsResponse(
+            models=[wire.model_message(model, [each for each in paid if each.price.model == model.name]) for model in models]
+        )
 
     async def GetQuota(self, request: pb.GetQuotaRequest, context: Context) -> pb.GetQuotaResponse:
         """Tells the caller's quotas."""

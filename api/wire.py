@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 
@@ -30,7 +30,7 @@ from api.places import ServiceTier
 from api.violations import Violations
 from inference.engine import BeamSearchParams, EngineFinishReason, ModelInfo, ResponseFormat
 from inference.tokenizer import ChatMessage
-from metering.billing.pricing import TokenPrices
+from metering.billing.prices import CustomerPrice
 from metering.models import QuotaDimension, QuotaSubject
 from metering.operations import Outcome
 
@@ -50,6 +50,10 @@ TIERS: Mapping[int, ServiceTier] = {
     pb.SERVICE_TIER_UNSPECIFIED: ServiceTier.INTERACTIVE,
     pb.SERVICE_TIER_INTERACTIVE: ServiceTier.INTERACTIVE,
     pb.SERVICE_TIER_BATCH: ServiceTier.BATCH,
+}
+TIER_NUMBERS: Mapping[ServiceTier, pb.ServiceTier.ValueType] = {
+    ServiceTier.INTERACTIVE: pb.SERVICE_TIER_INTERACTIVE,
+    ServiceTier.BATCH: pb.SERVICE_TIER_BATCH,
 }
 SUBJECTS: Mapping[QuotaSubject, types_pb2.QuotaSubject.ValueType] = {
     QuotaSubject.ORGANIZATION: types_pb2.QUOTA_SUBJECT_ORGANIZATION,
@@ -255,25 +259,31 @@ def known_duration(seconds: float) -> Duration:
     return Duration(seconds=sign * whole, nanos=sign * rest * 1000)
 
 
-def model_message(model: ModelInfo, price: pb.Price | None) -> pb.Model:
-    """One model that can be asked for."""
+def model_message(model: ModelInfo, prices: Sequence[CustomerPrice]) -> pb.Model:
+    """One model that can be asked for. prices: what the caller pays for it, by tier, the interactive one first."""
+    tier_prices = [price_message(each) for each in prices]
     return pb.Model(
         name=model.name,
         architecture=model.architecture,
         context_window_tokens=model.context_window_tokens,
         vocabulary_size=model.vocabulary_size,
         engine=model.engine,
-        price=price,
+        price=tier_prices[0] if tier_prices else None,
+        tier_prices=tier_prices,
     )
 
 
-def price_message(prices: TokenPrices, effective_at: datetime) -> pb.Price:
-    """What a model costs."""
+def price_message(paid: CustomerPrice) -> pb.Price:
+    """What a model costs in one tier."""
+    prices = paid.price.prices
     return pb.Price(
         version=prices.version,
         currency_code=prices.currency_code,
         input_picos_per_token=prices.input_picos_per_token,
         cached_input_picos_per_token=prices.cached_input_picos_per_token,
         output_picos_per_token=prices.output_picos_per_token,
-        effective_time=timestamp(effective_at),
+        embedding_picos_per_token=prices.embedding_picos_per_token,
+        effective_time=timestamp(paid.price.effective_at),
+        tier=TIER_NUMBERS[paid.tier],
+        own=paid.price.organization_id is not None,
     )

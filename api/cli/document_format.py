@@ -180,6 +180,10 @@ PRICE = Section(
         "input": price("input_picos_per_token"),
         "cached_input": price("cached_input_picos_per_token"),
         "output": price("output_picos_per_token"),
+        "organization": text("organization"),
+        "embedding": price("embedding_picos_per_token"),
+        "batch_multiplier": thousandths("batch_multiplier_milli"),
+        "effective": moment("effective_time"),
     },
     required=("model", "input", "cached_input", "output"),
 )

@@ -1,64 +1,162 @@
-"""`weir price`: what tokens cost. A price is set per million tokens and kept as whole picos per token."""
+"""`weir price`: what tokens cost whom. A price is set per million tokens and kept as whole picos per token."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from datetime import UTC, datetime
+from decimal import Decimal
 from typing import Annotated
 
 import typer
+from rich.console import RenderableType
+from weir_client import AppliedPrice, PriceVersion
 
-from api.cli.amounts import decimal_text, parse_price, per_million, time_text
+from api.cli.amounts import decimal_text, parse_amount, parse_price, per_million, time_text
 from api.cli.connection import AddressOption, KeyOption, admin_client
-from api.cli.models import models as list_models
-from api.cli.output import JsonOption, note, print_json
+from api.cli.output import JsonOption, note, print_json, show
+from api.cli.render import table
 
-price = typer.Typer(help="Set and list prices.", no_args_is_help=True)
-price.command("list", help="List the models with the prices in force now.")(list_models)
-price.command("list-of-models", hidden=True)(list_models)
+price = typer.Typer(help="Set and list prices: of the list, and of single customers.", no_args_is_help=True)
+
+TIME_FORMATS = ["%Y-%m-%d", "%Y-%m-%dT%H:%M:%S", "%Y-%m-%dT%H:%M:%SZ"]
+ModelArgument = Annotated[str, typer.Argument(help="The model; it need not exist yet.")]
+SinceOption = Annotated[datetime | None, typer.Option(help="Since when it holds, in UTC. Default: now.", formats=TIME_FORMATS)]
+KINDS = ("input", "cached input", "output", "embedding")
 
 
 @price.command("set")
 def set_price(
-    model: Annotated[str, typer.Argument(help="The model; it need not exist yet.")],
+    model: ModelArgument,
     input_price: Annotated[str, typer.Option("--input", help="Per million input tokens, in units of the currency.")],
     output_price: Annotated[str, typer.Option("--output", help="Per million output tokens.")],
     cached_price: Annotated[
         str | None, typer.Option("--cached-input", help="Per million input tokens from the prefix cache. Default: as --input.")
     ] = None,
-    currency: Annotated[str, typer.Option(help="ISO 4217 code.")] = "USD",
-    effective_time: Annotated[
-        datetime | None,
-        typer.Option(
-            help="Since when it holds, in UTC. Default: now.", formats=["%Y-%m-%d", "%Y-%m-%dT%H:%M:%S", "%Y-%m-%dT%H:%M:%SZ"]
-        ),
+    embedding_price: Annotated[
+        str | None, typer.Option("--embedding", help="Per million embedded tokens. Default: as it is; 0 at first.")
     ] = None,
+    batch_multiplier: Annotated[
+        str | None,
+        typer.Option(help="What the batch tier pays of these prices, such as 0.5. Default: as it is; the same price at first."),
+    ] = None,
+    organization: Annotated[
+        str, typer.Option("--org", "--organization", help="Only for this organization, by name or id: its own price.")
+    ] = "",
+    currency: Annotated[str, typer.Option(help="ISO 4217 code. Default: the organization's; USD for the list.")] = "",
+    effective_time: SinceOption = None,
     as_json: JsonOption = False,
     address: AddressOption = None,
     api_key: KeyOption = None,
 ) -> None:
-    """Set a new price version. Earlier versions stay: a request costs what was in force when it was admitted."""
+    """Set a new price version, one per service tier. Earlier ones stay: a request costs what was in force when it was admitted."""
     per_token = _price("--input", input_price)
-    cached_per_token = per_token if cached_price is None else _price("--cached-input", cached_price)
-    output_per_token = _price("--output", output_price)
-    since = effective_time.replace(tzinfo=UTC) if effective_time else None
     with admin_client(address, api_key) as client:
-        version = client.set_price(
+        versions = client.set_price(
             model,
             input_picos_per_token=per_token,
-            cached_input_picos_per_token=cached_per_token,
-            output_picos_per_token=output_per_token,
+            cached_input_picos_per_token=per_token if cached_price is None else _price("--cached-input", cached_price),
+            output_picos_per_token=_price("--output", output_price),
+            embedding_picos_per_token=None if embedding_price is None else _price("--embedding", embedding_price),
+            batch_multiplier_milli=None if batch_multiplier is None else _thousandths("--batch-multiplier", batch_multiplier),
+            organization=organization,
             currency_code=currency,
-            effective_time=since,
+            effective_time=_utc(effective_time),
         )
     if as_json:
-        document = {"model": model, "version": version, "currency_code": currency, "effective_time": since}
-        picos = {"input": per_token, "cached_input": cached_per_token, "output": output_per_token}
-        print_json(document | {f"{kind}_picos_per_token": value for kind, value in picos.items()})
+        print_json(versions)
         return
-    shown = [decimal_text(per_million(value)) for value in (per_token, cached_per_token, output_per_token)]
-    note(
-        f"price version {version} of {model} from {time_text(since, 'now')} on, in {currency} per million tokens: "
-        f"input {shown[0]}, cached input {shown[1]}, output {shown[2]}"
+    for each in versions:
+        whose = f" for {each.organization_name}" if each.organization_name else ""
+        told = ", ".join(f"{kind} {decimal_text(per_million(picos))}" for kind, picos in zip(KINDS, rates(each), strict=True))
+        since = time_text(each.effective_time, "now")
+        what = f"price version {each.version} of {each.model}{whose}, {each.tier}, from {since} on"
+        note(f"{what}, in {each.currency_code} per million tokens: {told}")
+
+
+@price.command("withdraw")
+def withdraw_price(
+    model: ModelArgument,
+    organization: Annotated[str, typer.Option("--org", "--organization", help="Whose own price ends, by name or id.")],
+    effective_time: SinceOption = None,
+    as_json: JsonOption = False,
+    address: AddressOption = None,
+    api_key: KeyOption = None,
+) -> None:
+    """End a customer's own price: from then on it pays as the list says."""
+    with admin_client(address, api_key) as client:
+        versions = client.withdraw_price(organization, model, effective_time=_utc(effective_time))
+    if as_json:
+        print_json(versions)
+    else:
+        since = time_text(versions[0].effective_time, "now")
+        note(f"{organization} pays the list price of {model} from {since} on")
+
+
+@price.command("list")
+def list_prices(
+    organization: Annotated[
+        str, typer.Option("--org", "--organization", help="What this organization pays, by name or id. Default: the list.")
+    ] = "",
+    model: Annotated[str, typer.Option("--model", help="Only of this model.")] = "",
+    currency: Annotated[str, typer.Option(help="Only in this currency.")] = "",
+    at: Annotated[datetime | None, typer.Option("--at", help="At this time, in UTC. Default: now.", formats=TIME_FORMATS)] = None,
+    history: Annotated[bool, typer.Option("--history", help="Every version there ever was and will be.")] = False,
+    as_json: JsonOption = False,
+    address: AddressOption = None,
+    api_key: KeyOption = None,
+) -> None:
+    """Tell who pays what for which model and tier, where that comes from and since when."""
+    with admin_client(address, api_key) as client:
+        found = client.list_prices(organization, model=model, currency_code=currency, time=_utc(at), history=history)
+    if as_json:
+        print_json(found)
+    elif history and found.versions:
+        show(versions_table(found.versions))
+    elif found.prices:
+        show(applied_table(found.prices))
+    else:
+        note("no price is in force: set one with `weir price set`")
+
+
+def applied_table(prices: Iterable[AppliedPrice]) -> RenderableType:
+    """What is paid, and why."""
+    made = table("model", "tier", *KINDS, "currency", "from", "since", "version", right=(*KINDS, "version"), title=TITLE)
+    for each in prices:
+        version = each.version
+        source = version.organization_name if each.source == "organization" else "list"
+        source += "" if version.tier == each.tier else f" ({version.tier})"
+        shown = [decimal_text(per_million(picos)) for picos in rates(version)]
+        made.add_row(
+            each.model, each.tier, *shown, version.currency_code, source, time_text(version.effective_time), str(version.version)
+        )
+    return made
+
+
+def versions_table(versions: Iterable[PriceVersion]) -> RenderableType:
+    """Every version."""
+    made = table("version", "model", "of", "tier", "times", *KINDS, "currency", "since", right=("version", *KINDS), title=TITLE)
+    for each in versions:
+        shown = [decimal_text(per_million(picos)) for picos in rates(each)]
+        whose = each.organization_name or "list"
+        times = f"{each.multiplier_milli / 1000:g}"
+        if each.withdrawn:
+            times, shown = "ends", ["—"] * len(KINDS)
+        made.add_row(
+            str(each.version), each.model, whose, each.tier, times, *shown, each.currency_code, time_text(each.effective_time)
+        )
+    return made
+
+
+TITLE = "prices per million tokens"
+
+
+def rates(version: PriceVersion) -> tuple[int, ...]:
+    """Picos per token by kind, in the order of KINDS."""
+    return (
+        version.input_picos_per_token,
+        version.cached_input_picos_per_token,
+        version.output_picos_per_token,
+        version.embedding_picos_per_token,
     )
 
 
@@ -67,3 +165,17 @@ def _price(flag: str, text: str) -> int:
         return parse_price(text)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint=flag) from error
+
+
+def _thousandths(flag: str, text: str) -> int:
+    try:
+        milli = parse_amount(text) * 1000
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint=flag) from error
+    if milli < 0 or milli != milli.to_integral_value() or milli > Decimal(10**9):
+        raise typer.BadParameter("give a number of 0 or more with at most three decimals, such as 0.5", param_hint=flag)
+    return int(milli)
+
+
+def _utc(time: datetime | None) -> datetime | None:
+    return time.replace(tzinfo=UTC) if time else None

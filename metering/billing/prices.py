@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
-from sqlalchemy import Select, and_, func, or_, select
+from sqlalchemy import Select, and_, func, or_, select, true
 from sqlalchemy.dialects.postgresql import distinct_on, insert
 from sqlalchemy.ext.asyncio import AsyncSession
 
@@ -151,6 +151,18 @@ async def get_price(session: AsyncSession, version: int) -> ModelPrice:
     return _model_price(row)
 
 
+async def written_with(session: AsyncSession, price: ModelPrice) -> list[ModelPrice]:
+    """The versions that one call wrote, one per tier: those of the same model, customer and time."""
+    of_owner = PriceVersion.organization_id.is_not_distinct_from(price.organization_id)
+    query = select(PriceVersion).where(
+        PriceVersion.model == price.model,
+        PriceVersion.currency_code == price.prices.currency_code,
+        PriceVersion.effective_at == price.effective_at,
+        of_owner,
+    )
+    return sorted(map(_model_price, await session.scalars(query)), key=_order)
+
+
 async def list_current_prices(session: AsyncSession, *, currency_code: str | None = None) -> list[ModelPrice]:
     """The list's interactive versions in force, by model and currency; only of one currency if it is given."""
     found = await versions_in_force(session, currency_code=currency_code)
@@ -163,13 +175,14 @@ async def versions_in_force(
     model: str | None = None,
     currency_code: str | None = None,
     organization_id: uuid.UUID | None = None,
+    everyones: bool = False,
     at: datetime | None = None,
 ) -> list[ModelPrice]:
     """Of each tier the list's version in force, and the customer's own if one is given, withdrawn ones among them.
 
-    By model, currency, the list before the own, and tier. at: by default now.
+    By model, currency, the list before the own, and tier. everyones: the own ones of all customers. at: by default now.
     """
-    query = _of(model, currency_code, organization_id).ext(distinct_on(*_PLACE))
+    query = _of(model, currency_code, organization_id, everyones=everyones).ext(distinct_on(*_PLACE))
     query = query.where(PriceVersion.effective_at <= (func.now() if at is None else at))
     rows = await session.scalars(query.order_by(*_PLACE, PriceVersion.effective_at.desc()))
     return sorted(map(_model_price, rows), key=_order)
@@ -232,9 +245,13 @@ def checked_model(model: str) -> str:
 _PLACE = (PriceVersion.model, PriceVersion.currency_code, PriceVersion.organization_id, PriceVersion.tier)
 
 
-def _of(model: str | None, currency_code: str | None, organization_id: uuid.UUID | None) -> Select[PriceVersion]:
-    """Versions of the list, and of a customer if one is given."""
+def _of(
+    model: str | None, currency_code: str | None, organization_id: uuid.UUID | None, *, everyones: bool = False
+) -> Select[PriceVersion]:
+    """Versions of the list, and of a customer if one is given, or of all."""
     wanted = [or_(PriceVersion.organization_id.is_(None), PriceVersion.organization_id == organization_id)]
+    if everyones:
+        wanted = [true()]
     if model is not None:
         wanted.append(PriceVersion.model == model)
     if currency_code is not None:

@@ -16,7 +16,7 @@ from typing import TypeVar
 from sqlalchemy import func, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from metering.billing.prices import list_current_prices, set_price
+from metering.configuration.applying_prices import apply_price, price_place
 from metering.configuration.applying_quotas import apply_quotas, defaults_of
 from metering.configuration.attempts import Attempts
 from metering.configuration.configuration import (
@@ -26,7 +26,6 @@ from metering.configuration.configuration import (
     FieldChange,
     KeySpec,
     OrganizationSpec,
-    PriceSpec,
     ProjectSpec,
     QuotaPlace,
     differences,
@@ -39,8 +38,6 @@ from metering.tenants.key_changes import update_api_key
 from metering.tenants.tenants import create_api_key, create_organization, create_project, revoke_api_key
 
 Value = TypeVar("Value")
-
-RATES = ("input_picos_per_token", "cached_input_picos_per_token", "output_picos_per_token")
 
 
 async def apply_configuration(
@@ -85,11 +82,11 @@ class Application:
     async def apply(self, wanted: Configuration) -> None:
         """Do it all. What was done is in the changes; if there are mistakes, the caller must roll back."""
         self.work.mistakes += named_twice("organizations", "name", [each.name for each in wanted.organizations])
-        self.work.mistakes += named_twice("prices", "model", [(each.model, each.currency_code) for each in wanted.prices])
+        self.work.mistakes += named_twice("prices", "model", [price_place(each) for each in wanted.prices])
         for index, organization in enumerate(wanted.organizations):
             await self._organization(f"organizations[{index}]", organization)
         for index, price in enumerate(wanted.prices):
-            await self._price(f"prices[{index}]", price)
+            await apply_price(self.work, f"prices[{index}]", price)
 
     async def _organization(self, path: str, wanted: OrganizationSpec) -> None:
         query = select(Organization).where(Organization.name == wanted.name)
@@ -232,27 +229,6 @@ class Application:
         else:
             await self.work.attempt(path, lambda: revoke_api_key(self.work.session, api_key=str(key.id), actor=self.work.actor))
             self.work.changes.append(change)
-
-    async def _price(self, path: str, wanted: PriceSpec) -> None:
-        in_force = await list_current_prices(self.work.session, currency_code=wanted.currency_code)
-        standing = next((price.prices for price in in_force if price.model == wanted.model), None)
-        changes = differences(standing, wanted, RATES)
-        if not changes:
-            return
-        await self.work.attempt(
-            path,
-            lambda: set_price(
-                self.work.session,
-                model=wanted.model,
-                currency_code=wanted.currency_code,
-                input_picos_per_token=wanted.input_picos_per_token,
-                cached_input_picos_per_token=wanted.cached_input_picos_per_token,
-                output_picos_per_token=wanted.output_picos_per_token,
-                actor=self.work.actor,
-            ),
-        )
-        action = Action.UPDATE if standing else Action.CREATE
-        self.work.changes.append(Change(action, "price", f"{wanted.model} in {wanted.currency_code}", changes))
 
     def _currency(self, path: str, code: str) -> str:
         """The code; if it is none, one that holds, so that what stands below is tried too."""

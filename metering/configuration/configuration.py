@@ -96,13 +96,20 @@ class OrganizationSpec:
 
 @dataclass(frozen=True, slots=True)
 class PriceSpec:
-    """What a model costs in one currency."""
+    """What a model costs: by the list, or one customer as its own price. None for what stays as it is.
+
+    currency_code: empty for the organization's, or USD. effective_at: None, or a time that has passed, for now.
+    """
 
     model: str
     currency_code: str
     input_picos_per_token: int
     cached_input_picos_per_token: int
     output_picos_per_token: int
+    embedding_picos_per_token: int | None = None
+    batch_multiplier_milli: int | None = None
+    organization: str = ""
+    effective_at: datetime | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,13 +10,12 @@ from datetime import datetime
 from sqlalchemy import func, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from metering.billing.prices import list_current_prices
+from metering.configuration.applying_prices import price_specs
 from metering.configuration.applying_quotas import place_of
 from metering.configuration.configuration import (
     Configuration,
     KeySpec,
     OrganizationSpec,
-    PriceSpec,
     ProjectSpec,
     QuotaPlace,
     QuotaSpec,
@@ -28,7 +27,7 @@ Quotas = Mapping[uuid.UUID, tuple[tuple[QuotaPlace, QuotaSpec], ...]]
 
 
 async def present_state(session: AsyncSession, *, organization: str | None = None) -> Configuration:
-    """Everything, with the prices in force; or one organization, by name or id, without prices. Raises: NotFound."""
+    """Everything, with the prices in force; or one organization, by name or id, with its own prices. Raises: NotFound."""
     owners = select(Organization).order_by(Organization.name)
     if organization:
         owners = owners.where(Organization.id == (await find_organization(session, organization)).id)
@@ -51,7 +50,8 @@ async def present_state(session: AsyncSession, *, organization: str | None = Non
         OrganizationSpec(each.name, each.currency_code, quotas.get(each.id, ()), tuple(projects_of[each.id]))
         for each in organizations
     )
-    return Configuration(tuple(specs), () if organization else await price_specs(session))
+    names = {each.id: each.name for each in organizations}
+    return Configuration(tuple(specs), await price_specs(session, names, listed=not organization))
 
 
 def key_specs(keys: Iterable[ApiKey], quotas: Quotas) -> tuple[KeySpec, ...]:
@@ -77,17 +77,3 @@ async def quotas_of(session: AsyncSession, subject_ids: list[uuid.UUID], now: da
     for quota in await session.scalars(query.order_by(Quota.created_at, Quota.id)):
         found[quota.subject_id].append((place_of(quota), QuotaSpec.of(quota, now)))
     return {subject_id: tuple(quotas) for subject_id, quotas in found.items()}
-
-
-async def price_specs(session: AsyncSession) -> tuple[PriceSpec, ...]:
-    """The prices in force."""
-    return tuple(
-        PriceSpec(
-            price.model,
-            price.prices.currency_code,
-            price.prices.input_picos_per_token,
-            price.prices.cached_input_picos_per_token,
-            price.prices.output_picos_per_token,
-        )
-        for price in await list_current_prices(session)
-    )

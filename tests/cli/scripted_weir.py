@@ -15,7 +15,7 @@ from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
 from google.rpc import error_details_pb2, status_pb2
 from weir.v1 import admin_service_pb2 as admin_pb
-from weir.v1 import admin_service_pb2_grpc, billing_service_pb2_grpc, types_pb2
+from weir.v1 import admin_service_pb2_grpc, billing_service_pb2_grpc, prices_pb2, types_pb2
 from weir.v1 import billing_service_pb2 as billing_pb
 from weir.v1 import inference_service_pb2 as pb
 
@@ -109,6 +109,51 @@ MODEL = pb.Model(
 )
 
 
+LISTED = prices_pb2.PriceVersion(
+    version=2,
+    model="demo",
+    currency_code="USD",
+    tier=pb.SERVICE_TIER_INTERACTIVE,
+    input_picos_per_token=150_000,
+    cached_input_picos_per_token=150_000,
+    output_picos_per_token=600_000,
+    multiplier_milli=1000,
+    effective_time=Timestamp(seconds=1_796_083_200),
+)
+OWN_BATCH = prices_pb2.PriceVersion(
+    version=3,
+    model="demo",
+    currency_code="USD",
+    tier=pb.SERVICE_TIER_BATCH,
+    organization_id=str(uuid.UUID(int=9)),
+    organization_name="acme",
+    input_picos_per_token=75_000,
+    cached_input_picos_per_token=75_000,
+    output_picos_per_token=300_000,
+    multiplier_milli=500,
+    effective_time=NOON,
+)
+ENDED = prices_pb2.PriceVersion(
+    version=4,
+    model="demo",
+    currency_code="USD",
+    tier=pb.SERVICE_TIER_BATCH,
+    organization_id=str(uuid.UUID(int=9)),
+    organization_name="acme",
+    multiplier_milli=1000,
+    withdrawn=True,
+    effective_time=NOON,
+)
+PAID = [
+    prices_pb2.AppliedPrice(
+        model="demo", tier=pb.SERVICE_TIER_INTERACTIVE, source=prices_pb2.AppliedPrice.SOURCE_LIST, version=LISTED
+    ),
+    prices_pb2.AppliedPrice(
+        model="demo", tier=pb.SERVICE_TIER_BATCH, source=prices_pb2.AppliedPrice.SOURCE_ORGANIZATION, version=OWN_BATCH
+    ),
+]
+
+
 def report_line(kind: billing_pb.TokenKind.ValueType, tokens: int, cancelled: int, unit: int) -> billing_pb.MonthReportLine:
     """One line with the amount that its numbers give."""
     return billing_pb.MonthReportLine(
@@ -175,7 +220,9 @@ class ScriptedAccounts:
             admin_pb.RaiseQuotaResponse(quota=RAISED),
             admin_pb.DeleteQuotaResponse(),
             admin_pb.ListQuotasResponse(quotas=[BUDGET, QUOTA]),
-            admin_pb.SetPriceResponse(version=2),
+            admin_pb.SetPriceResponse(version=2, versions=[LISTED, OWN_BATCH]),
+            prices_pb2.WithdrawPriceResponse(versions=[ENDED]),
+            prices_pb2.ListPricesResponse(prices=PAID, versions=[LISTED, OWN_BATCH, ENDED]),
             admin_pb.ListAuditEntriesResponse(
                 entries=[
                     admin_pb.AuditEntry(

@@ -151,7 +151,10 @@ def test_limits_are_shown_with_what_is_left(weir: Run, server: ScriptedWeir) -> 
 def test_a_price_per_million_becomes_whole_picos(weir: Run, server: ScriptedWeir) -> None:
     result = weir("price", "set", "demo", "--input", "0.15", "--output", "0.6", "--effective-time", "2026-12-01")
 
-    assert "price version 2 of demo from 2026-12-01 00:00:00Z on" in result.stderr
+    assert (
+        "price version 2 of demo, interactive, from 2026-12-01 00:00:00Z on, in USD per million tokens: input 0.15" in result.stderr
+    )
+    assert "price version 3 of demo for acme, batch" in result.stderr
     request = server.accounts.requests[0]
     assert (request.input_picos_per_token, request.cached_input_picos_per_token, request.output_picos_per_token) == (
         150_000,
@@ -160,12 +163,44 @@ def test_a_price_per_million_becomes_whole_picos(weir: Run, server: ScriptedWeir
     )
     assert request.effective_time.seconds == 1_796_083_200
     assert weir("price", "set", "demo", "--input", "0.0000001", "--output", "1").exit_code == 2
-    assert json.loads(weir("price", "set", "demo", "--input", "1", "--output", "1", "--json").stdout)["version"] == 2
+    assert json.loads(weir("price", "set", "demo", "--input", "1", "--output", "1", "--json").stdout)[0]["version"] == 2
+    assert not request.HasField("batch_multiplier_milli")
+    own = weir(
+        "price", "set", "demo", "--input", "1", "--output", "1", "--org", "acme", "--batch-multiplier", "0.5", "--embedding", "2"
+    )
+    asked = server.accounts.requests[-1]
+    assert (own.exit_code, asked.organization, asked.batch_multiplier_milli, asked.embedding_picos_per_token) == (
+        0,
+        "acme",
+        500,
+        2_000_000,
+    )
+    assert weir("price", "set", "demo", "--input", "1", "--output", "1", "--batch-multiplier", "0.0005").exit_code == 2
+
+
+def test_who_pays_what_and_why_is_one_call(weir: Run, server: ScriptedWeir) -> None:
+    listed = weir("price", "list", "--org", "acme")
+    history = weir("price", "list", "--org", "acme", "--history")
+    ended = weir("price", "withdraw", "demo", "--org", "acme")
+
+    assert [line.split() for line in listed.stdout.splitlines() if " demo " in line] == [
+        ["demo", "interactive", "0.15", "0.15", "0.60", "0.00", "USD", "list", "2026-12-01", "00:00:00Z", "2"],
+        ["demo", "batch", "0.075", "0.075", "0.30", "0.00", "USD", "acme", "2026-11-20", "12:00:00Z", "3"],
+    ]
+    assert server.accounts.requests[0].organization == "acme"
+    assert next(line for line in history.stdout.splitlines() if " ends " in line).split()[:5] == [
+        "4",
+        "demo",
+        "acme",
+        "batch",
+        "ends",
+    ]
+    assert "acme pays the list price of demo from 2026-11-20 12:00:00Z on" in ended.stderr
+    assert json.loads(weir("price", "list", "--json").stdout)["prices"][1]["source"] == "organization"
 
 
 def test_models_count_and_prices_are_listed(weir: Run) -> None:
     assert "demo   LlamaForCausalLM    2,048  torch   0.15 USD      0.05 USD  0.60 USD" in weir("models").stdout
-    assert weir("price", "list").stdout == weir("models").stdout
     assert json.loads(weir("models", "--json").stdout)[0]["price"]["output_picos_per_token"] == 600_000
     assert weir("count", "Hi").stdout == "1,025 tokens of a context window of 2,048\n"
     assert json.loads(weir("count", "Hi", "--json").stdout) == {"input_token_count": 1025, "context_window_tokens": 2048}

@@ -11,7 +11,7 @@ import pytest
 from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
 from weir.v1 import admin_service_pb2 as admin_pb
-from weir.v1 import admin_service_pb2_grpc, billing_service_pb2_grpc, configuration_pb2, live_requests_pb2, types_pb2
+from weir.v1 import admin_service_pb2_grpc, billing_service_pb2_grpc, configuration_pb2, live_requests_pb2, prices_pb2, types_pb2
 from weir.v1 import billing_service_pb2 as billing_pb
 from weir.v1 import inference_service_pb2 as pb
 from weir_client import (
@@ -106,7 +106,7 @@ class Recorder:
             self.requests.append(request)
             if self.refusals:
                 await scripted.abort(context, self.refusals.pop(0))
-            modules = (admin_pb, billing_pb, live_requests_pb2, configuration_pb2)
+            modules = (prices_pb2, admin_pb, billing_pb, live_requests_pb2, configuration_pb2)
             [module] = [each for each in modules if hasattr(each, f"{method}Response")]
             reply = self.replies.get(f"{method}Response", getattr(module, f"{method}Response")())
             assert isinstance(reply, Message)
@@ -134,7 +134,11 @@ async def test_admins_manage_organizations_keys_quotas_and_prices() -> None:
         admin_pb.ListApiKeysResponse(api_keys=[KEY]),
         admin_pb.SetQuotaResponse(quota=types_pb2.QuotaStatus(quota_id="q1", limit_value=5)),
         admin_pb.ListQuotasResponse(quotas=[types_pb2.QuotaStatus(quota_id="q1")]),
-        admin_pb.SetPriceResponse(version=4),
+        admin_pb.SetPriceResponse(version=4, versions=[prices_pb2.PriceVersion(version=4), prices_pb2.PriceVersion(version=5)]),
+        prices_pb2.WithdrawPriceResponse(versions=[prices_pb2.PriceVersion(version=6, withdrawn=True)]),
+        prices_pb2.ListPricesResponse(
+            prices=[prices_pb2.AppliedPrice(model="demo", tier=pb.SERVICE_TIER_BATCH, source=prices_pb2.AppliedPrice.SOURCE_LIST)]
+        ),
         admin_pb.ListAuditEntriesResponse(entries=[admin_pb.AuditEntry(entry_id=9, action="api_key.revoke")]),
     )
     inference = ScriptedInference(scripted.answer)
@@ -149,13 +153,16 @@ async def test_admins_manage_organizations_keys_quotas_and_prices() -> None:
         quota = await admin.set_quota(QuotaSubject.PROJECT, "acme/web", QuotaDimension.COST_PER_MONTH, 5 * 10**12)
         assert [each.quota_id for each in await admin.list_quotas("acme")] == ["q1"]
         await admin.delete_quota("q1")
-        version = await admin.set_price(
+        versions = await admin.set_price(
             "demo",
             input_picos_per_token=3,
             cached_input_picos_per_token=1,
             output_picos_per_token=9,
             effective_time=datetime(2026, 11, 20, 12, tzinfo=UTC),
         )
+        assert (await admin.withdraw_price("acme", "demo"))[0].withdrawn
+        [paid] = (await admin.list_prices("acme", history=True)).prices
+        assert (paid.model, paid.tier, paid.source) == ("demo", "batch", "list")
         assert (await admin.list_audit_entries(page_size=1))[0].action == "api_key.revoke"
 
     sent = {type(request).__name__: request for request in recorder.requests}
@@ -163,7 +170,7 @@ async def test_admins_manage_organizations_keys_quotas_and_prices() -> None:
     assert "secret" not in repr(created), "a key that is logged by accident is not given away"
     assert created.api_key.scopes == ("inference",)
     assert sent["CreateApiKeyRequest"].lifetime.seconds == 30 * 24 * 3600  # type: ignore[attr-defined]
-    assert (quota.quota_id, quota.subject, version) == ("q1", QuotaSubject.UNSPECIFIED, 4)
+    assert (quota.quota_id, quota.subject, [each.version for each in versions]) == ("q1", QuotaSubject.UNSPECIFIED, [4, 5])
     assert sent["SetQuotaRequest"] == admin_pb.SetQuotaRequest(
         subject=types_pb2.QUOTA_SUBJECT_PROJECT,
         subject_ref="acme/web",
@@ -234,7 +241,10 @@ async def test_the_month_of_a_customer() -> None:
 
 
 def test_the_blocking_twins_make_the_same_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    recorder = Recorder(admin_pb.CreateApiKeyResponse(api_key=KEY, secret="s"), admin_pb.SetPriceResponse(version=2))
+    recorder = Recorder(
+        admin_pb.CreateApiKeyResponse(api_key=KEY, secret="s"),
+        admin_pb.SetPriceResponse(versions=[prices_pb2.PriceVersion(version=2)]),
+    )
     with scripted.serve_in_thread(ScriptedInference(scripted.answer), recorder.add) as address:
         monkeypatch.setenv("WEIR_ADDRESS", address)
         monkeypatch.setenv("WEIR_ADMIN_KEY", "key")
@@ -249,8 +259,10 @@ def test_the_blocking_twins_make_the_same_calls(monkeypatch: pytest.MonkeyPatch)
             admin.set_quota(QuotaSubject.API_KEY, "k1", QuotaDimension.TOKENS_PER_DAY, 5, model="demo")
             admin.delete_quota("q1")
             admin.list_quotas()
-            version = admin.set_price("demo", input_picos_per_token=1, cached_input_picos_per_token=1, output_picos_per_token=1)
-            assert version == 2
+            [version] = admin.set_price("demo", input_picos_per_token=1, cached_input_picos_per_token=1, output_picos_per_token=1)
+            assert version.version == 2
+            assert admin.withdraw_price("acme", "demo") == []
+            assert admin.list_prices("acme").prices == ()
             admin.list_audit_entries()
             assert admin.rotate_api_key("k1", overlap=timedelta(hours=1)).secret == ""
             assert admin.update_api_key("k1", scopes=("admin",), never_expires=True).expire_time is None
@@ -262,4 +274,4 @@ def test_the_blocking_twins_make_the_same_calls(monkeypatch: pytest.MonkeyPatch)
         with BillingClient() as billing:
             assert billing.get_month_report("acme", "2026-11").lines == ()
 
-    assert len(recorder.requests) == 20
+    assert len(recorder.requests) == 22

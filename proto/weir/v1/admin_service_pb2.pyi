@@ -9,6 +9,7 @@ from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import message as _message
 from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
+from weir.v1 import prices_pb2 as _prices_pb2
 from weir.v1 import types_pb2 as _types_pb2
 import builtins as _builtins
 import sys
@@ -953,10 +954,13 @@ class SetPriceRequest(_message.Message):
     OUTPUT_PICOS_PER_TOKEN_FIELD_NUMBER: _builtins.int
     EFFECTIVE_TIME_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
+    ORGANIZATION_FIELD_NUMBER: _builtins.int
+    EMBEDDING_PICOS_PER_TOKEN_FIELD_NUMBER: _builtins.int
+    BATCH_MULTIPLIER_MILLI_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """The model. Unknown models are allowed, so that a price can be set before a model appears."""
     currency_code: _builtins.str
-    """ISO 4217 code. Default "USD"."""
+    """ISO 4217 code. Default: the organization's, or "USD". INVALID_ARGUMENT for another one than the organization's."""
     input_picos_per_token: _builtins.int
     """Picos per uncached input token, 0 or more."""
     cached_input_picos_per_token: _builtins.int
@@ -965,6 +969,14 @@ class SetPriceRequest(_message.Message):
     """Picos per output token, 0 or more."""
     request_id: _builtins.str
     """Makes a repetition safe: see the service. Not a UUID: INVALID_ARGUMENT."""
+    organization: _builtins.str
+    """Name or id of the organization whose own price it is; empty: the list. Unknown: NOT_FOUND."""
+    embedding_picos_per_token: _builtins.int
+    """Picos per embedded token, 0 or more. Unset: as in force; 0 at first."""
+    batch_multiplier_milli: _builtins.int
+    """Thousandths of these prices that the batch tier pays, 0 to 1,000,000; a second version says so. Unset: those in force; without
+    any, the batch tier pays the same. INVALID_ARGUMENT, with the nearest that fit, for one that makes a fraction of a pico.
+    """
     @_builtins.property
     def effective_time(self) -> _timestamp_pb2.Timestamp:
         """Since when it holds. Unset: now."""
@@ -979,12 +991,22 @@ class SetPriceRequest(_message.Message):
         output_picos_per_token: _builtins.int = ...,
         effective_time: _timestamp_pb2.Timestamp | None = ...,
         request_id: _builtins.str = ...,
+        organization: _builtins.str = ...,
+        embedding_picos_per_token: _builtins.int | None = ...,
+        batch_multiplier_milli: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["effective_time", b"effective_time"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_batch_multiplier_milli", b"_batch_multiplier_milli", "_embedding_picos_per_token", b"_embedding_picos_per_token", "batch_multiplier_milli", b"batch_multiplier_milli", "effective_time", b"effective_time", "embedding_picos_per_token", b"embedding_picos_per_token"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_input_picos_per_token", b"cached_input_picos_per_token", "currency_code", b"currency_code", "effective_time", b"effective_time", "input_picos_per_token", b"input_picos_per_token", "model", b"model", "output_picos_per_token", b"output_picos_per_token", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_batch_multiplier_milli", b"_batch_multiplier_milli", "_embedding_picos_per_token", b"_embedding_picos_per_token", "batch_multiplier_milli", b"batch_multiplier_milli", "cached_input_picos_per_token", b"cached_input_picos_per_token", "currency_code", b"currency_code", "effective_time", b"effective_time", "embedding_picos_per_token", b"embedding_picos_per_token", "input_picos_per_token", b"input_picos_per_token", "model", b"model", "organization", b"organization", "output_picos_per_token", b"output_picos_per_token", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__batch_multiplier_milli: _TypeAlias = _typing.Literal["batch_multiplier_milli"]  # noqa: Y015
+    _WhichOneofArgType__batch_multiplier_milli: _TypeAlias = _typing.Literal["_batch_multiplier_milli", b"_batch_multiplier_milli"]  # noqa: Y015
+    _WhichOneofReturnType__embedding_picos_per_token: _TypeAlias = _typing.Literal["embedding_picos_per_token"]  # noqa: Y015
+    _WhichOneofArgType__embedding_picos_per_token: _TypeAlias = _typing.Literal["_embedding_picos_per_token", b"_embedding_picos_per_token"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__batch_multiplier_milli) -> _WhichOneofReturnType__batch_multiplier_milli | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__embedding_picos_per_token) -> _WhichOneofReturnType__embedding_picos_per_token | None: ...
 
 Global___SetPriceRequest: _TypeAlias = SetPriceRequest  # noqa: Y015
 
@@ -995,16 +1017,22 @@ class SetPriceResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     VERSION_FIELD_NUMBER: _builtins.int
+    VERSIONS_FIELD_NUMBER: _builtins.int
     version: _builtins.int
-    """Its number."""
+    """Its number; that of the interactive tier."""
+    @_builtins.property
+    def versions(self) -> _containers.RepeatedCompositeFieldContainer[_prices_pb2.PriceVersion]:
+        """All that was written, one per tier."""
+
     def __init__(
         self,
         *,
         version: _builtins.int = ...,
+        versions: _abc.Iterable[_prices_pb2.PriceVersion] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["version", b"version", "versions", b"versions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

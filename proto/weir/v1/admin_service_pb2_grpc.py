@@ -6,6 +6,7 @@ import warnings
 from weir.v1 import admin_service_pb2 as weir_dot_v1_dot_admin__service__pb2
 from weir.v1 import configuration_pb2 as weir_dot_v1_dot_configuration__pb2
 from weir.v1 import live_requests_pb2 as weir_dot_v1_dot_live__requests__pb2
+from weir.v1 import prices_pb2 as weir_dot_v1_dot_prices__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
 GRPC_VERSION = grpc.__version__
@@ -110,6 +111,16 @@ class AdminServiceStub:
                 '/weir.v1.AdminService/SetPrice',
                 request_serializer=weir_dot_v1_dot_admin__service__pb2.SetPriceRequest.SerializeToString,
                 response_deserializer=weir_dot_v1_dot_admin__service__pb2.SetPriceResponse.FromString,
+                _registered_method=True)
+        self.ListPrices = channel.unary_unary(
+                '/weir.v1.AdminService/ListPrices',
+                request_serializer=weir_dot_v1_dot_prices__pb2.ListPricesRequest.SerializeToString,
+                response_deserializer=weir_dot_v1_dot_prices__pb2.ListPricesResponse.FromString,
+                _registered_method=True)
+        self.WithdrawPrice = channel.unary_unary(
+                '/weir.v1.AdminService/WithdrawPrice',
+                request_serializer=weir_dot_v1_dot_prices__pb2.WithdrawPriceRequest.SerializeToString,
+                response_deserializer=weir_dot_v1_dot_prices__pb2.WithdrawPriceResponse.FromString,
                 _registered_method=True)
         self.ListAuditEntries = channel.unary_unary(
                 '/weir.v1.AdminService/ListAuditEntries',
@@ -251,6 +262,20 @@ class AdminServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListPrices(self, request, context):
+        """Tells what an organization, or the list, pays for which model and tier, where that comes from and since when.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def WithdrawPrice(self, request, context):
+        """Ends an organization's own price of a model: from then on it pays as the list says.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListAuditEntries(self, request, context):
         """Reads the audit log, newest first.
         """
@@ -365,6 +390,16 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.SetPrice,
                     request_deserializer=weir_dot_v1_dot_admin__service__pb2.SetPriceRequest.FromString,
                     response_serializer=weir_dot_v1_dot_admin__service__pb2.SetPriceResponse.SerializeToString,
+            ),
+            'ListPrices': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListPrices,
+                    request_deserializer=weir_dot_v1_dot_prices__pb2.ListPricesRequest.FromString,
+                    response_serializer=weir_dot_v1_dot_prices__pb2.ListPricesResponse.SerializeToString,
+            ),
+            'WithdrawPrice': grpc.unary_unary_rpc_method_handler(
+                    servicer.WithdrawPrice,
+                    request_deserializer=weir_dot_v1_dot_prices__pb2.WithdrawPriceRequest.FromString,
+                    response_serializer=weir_dot_v1_dot_prices__pb2.WithdrawPriceResponse.SerializeToString,
             ),
             'ListAuditEntries': grpc.unary_unary_rpc_method_handler(
                     servicer.ListAuditEntries,
@@ -780,6 +815,60 @@ class AdminService:
             '/weir.v1.AdminService/SetPrice',
             weir_dot_v1_dot_admin__service__pb2.SetPriceRequest.SerializeToString,
             weir_dot_v1_dot_admin__service__pb2.SetPriceResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListPrices(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weir.v1.AdminService/ListPrices',
+            weir_dot_v1_dot_prices__pb2.ListPricesRequest.SerializeToString,
+            weir_dot_v1_dot_prices__pb2.ListPricesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WithdrawPrice(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weir.v1.AdminService/WithdrawPrice',
+            weir_dot_v1_dot_prices__pb2.WithdrawPriceRequest.SerializeToString,
+            weir_dot_v1_dot_prices__pb2.WithdrawPriceResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -8,6 +8,7 @@ from grpc import aio as _aio
 from weir.v1 import admin_service_pb2 as _admin_service_pb2
 from weir.v1 import configuration_pb2 as _configuration_pb2
 from weir.v1 import live_requests_pb2 as _live_requests_pb2
+from weir.v1 import prices_pb2 as _prices_pb2
 import abc as _abc_1
 import grpc as _grpc
 import sys
@@ -72,6 +73,10 @@ class AdminServiceStub:
     """Lists limits with what is left of them."""
     SetPrice: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.SetPriceRequest, _admin_service_pb2.SetPriceResponse]
     """Adds a price version. Past prices are never changed: INVALID_ARGUMENT for an effective time that has passed."""
+    ListPrices: _grpc.UnaryUnaryMultiCallable[_prices_pb2.ListPricesRequest, _prices_pb2.ListPricesResponse]
+    """Tells what an organization, or the list, pays for which model and tier, where that comes from and since when."""
+    WithdrawPrice: _grpc.UnaryUnaryMultiCallable[_prices_pb2.WithdrawPriceRequest, _prices_pb2.WithdrawPriceResponse]
+    """Ends an organization's own price of a model: from then on it pays as the list says."""
     ListAuditEntries: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.ListAuditEntriesRequest, _admin_service_pb2.ListAuditEntriesResponse]
     """Reads the audit log, newest first."""
     ListLiveRequests: _grpc.UnaryUnaryMultiCallable[_live_requests_pb2.ListLiveRequestsRequest, _live_requests_pb2.ListLiveRequestsResponse]
@@ -127,6 +132,10 @@ class AdminServiceAsyncStub(AdminServiceStub):
     """Lists limits with what is left of them."""
     SetPrice: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.SetPriceRequest, _admin_service_pb2.SetPriceResponse]  # type: ignore[assignment]
     """Adds a price version. Past prices are never changed: INVALID_ARGUMENT for an effective time that has passed."""
+    ListPrices: _aio.UnaryUnaryMultiCallable[_prices_pb2.ListPricesRequest, _prices_pb2.ListPricesResponse]  # type: ignore[assignment]
+    """Tells what an organization, or the list, pays for which model and tier, where that comes from and since when."""
+    WithdrawPrice: _aio.UnaryUnaryMultiCallable[_prices_pb2.WithdrawPriceRequest, _prices_pb2.WithdrawPriceResponse]  # type: ignore[assignment]
+    """Ends an organization's own price of a model: from then on it pays as the list says."""
     ListAuditEntries: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.ListAuditEntriesRequest, _admin_service_pb2.ListAuditEntriesResponse]  # type: ignore[assignment]
     """Reads the audit log, newest first."""
     ListLiveRequests: _aio.UnaryUnaryMultiCallable[_live_requests_pb2.ListLiveRequestsRequest, _live_requests_pb2.ListLiveRequestsResponse]  # type: ignore[assignment]
@@ -263,6 +272,22 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_admin_service_pb2.SetPriceResponse, _abc.Awaitable[_admin_service_pb2.SetPriceResponse]]:
         """Adds a price version. Past prices are never changed: INVALID_ARGUMENT for an effective time that has passed."""
+
+    @_abc_1.abstractmethod
+    def ListPrices(
+        self,
+        request: _prices_pb2.ListPricesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_prices_pb2.ListPricesResponse, _abc.Awaitable[_prices_pb2.ListPricesResponse]]:
+        """Tells what an organization, or the list, pays for which model and tier, where that comes from and since when."""
+
+    @_abc_1.abstractmethod
+    def WithdrawPrice(
+        self,
+        request: _prices_pb2.WithdrawPriceRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_prices_pb2.WithdrawPriceResponse, _abc.Awaitable[_prices_pb2.WithdrawPriceResponse]]:
+        """Ends an organization's own price of a model: from then on it pays as the list says."""
 
     @_abc_1.abstractmethod
     def ListAuditEntries(

@@ -35,7 +35,7 @@ class Configuration(_message.Message):
 
     @_builtins.property
     def prices(self) -> _containers.RepeatedCompositeFieldContainer[Global___PriceConfiguration]:
-        """By model and currency, each once."""
+        """By model, currency, organization and time, each once."""
 
     def __init__(
         self,
@@ -277,16 +277,30 @@ class PriceConfiguration(_message.Message):
     INPUT_PICOS_PER_TOKEN_FIELD_NUMBER: _builtins.int
     CACHED_INPUT_PICOS_PER_TOKEN_FIELD_NUMBER: _builtins.int
     OUTPUT_PICOS_PER_TOKEN_FIELD_NUMBER: _builtins.int
+    ORGANIZATION_FIELD_NUMBER: _builtins.int
+    EMBEDDING_PICOS_PER_TOKEN_FIELD_NUMBER: _builtins.int
+    BATCH_MULTIPLIER_MILLI_FIELD_NUMBER: _builtins.int
+    EFFECTIVE_TIME_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """The model."""
     currency_code: _builtins.str
-    """ISO 4217 code. Default "USD"."""
+    """ISO 4217 code. Default: the organization's, or "USD"."""
     input_picos_per_token: _builtins.int
     """Picos per uncached input token, 0 or more."""
     cached_input_picos_per_token: _builtins.int
     """Picos per cached input token, 0 or more."""
     output_picos_per_token: _builtins.int
     """Picos per output token, 0 or more."""
+    organization: _builtins.str
+    """Name of the organization whose own price it is; empty: the list."""
+    embedding_picos_per_token: _builtins.int
+    """Picos per embedded token, 0 or more. Unset: it stays as it is; 0 at first."""
+    batch_multiplier_milli: _builtins.int
+    """Thousandths of these prices that the batch tier pays. Unset: it stays as it is; 1000 at first."""
+    @_builtins.property
+    def effective_time(self) -> _timestamp_pb2.Timestamp:
+        """Since when it holds, for a price to come. Unset, or a time that has passed: now."""
+
     def __init__(
         self,
         *,
@@ -295,12 +309,23 @@ class PriceConfiguration(_message.Message):
         input_picos_per_token: _builtins.int = ...,
         cached_input_picos_per_token: _builtins.int = ...,
         output_picos_per_token: _builtins.int = ...,
+        organization: _builtins.str = ...,
+        embedding_picos_per_token: _builtins.int | None = ...,
+        batch_multiplier_milli: _builtins.int | None = ...,
+        effective_time: _timestamp_pb2.Timestamp | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_batch_multiplier_milli", b"_batch_multiplier_milli", "_embedding_picos_per_token", b"_embedding_picos_per_token", "batch_multiplier_milli", b"batch_multiplier_milli", "effective_time", b"effective_time", "embedding_picos_per_token", b"embedding_picos_per_token"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_input_picos_per_token", b"cached_input_picos_per_token", "currency_code", b"currency_code", "input_picos_per_token", b"input_picos_per_token", "model", b"model", "output_picos_per_token", b"output_picos_per_token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_batch_multiplier_milli", b"_batch_multiplier_milli", "_embedding_picos_per_token", b"_embedding_picos_per_token", "batch_multiplier_milli", b"batch_multiplier_milli", "cached_input_picos_per_token", b"cached_input_picos_per_token", "currency_code", b"currency_code", "effective_time", b"effective_time", "embedding_picos_per_token", b"embedding_picos_per_token", "input_picos_per_token", b"input_picos_per_token", "model", b"model", "organization", b"organization", "output_picos_per_token", b"output_picos_per_token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__batch_multiplier_milli: _TypeAlias = _typing.Literal["batch_multiplier_milli"]  # noqa: Y015
+    _WhichOneofArgType__batch_multiplier_milli: _TypeAlias = _typing.Literal["_batch_multiplier_milli", b"_batch_multiplier_milli"]  # noqa: Y015
+    _WhichOneofReturnType__embedding_picos_per_token: _TypeAlias = _typing.Literal["embedding_picos_per_token"]  # noqa: Y015
+    _WhichOneofArgType__embedding_picos_per_token: _TypeAlias = _typing.Literal["_embedding_picos_per_token", b"_embedding_picos_per_token"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__batch_multiplier_milli) -> _WhichOneofReturnType__batch_multiplier_milli | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__embedding_picos_per_token) -> _WhichOneofReturnType__embedding_picos_per_token | None: ...
 
 Global___PriceConfiguration: _TypeAlias = PriceConfiguration  # noqa: Y015
 

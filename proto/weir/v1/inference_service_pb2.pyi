@@ -1144,6 +1144,7 @@ class Model(_message.Message):
     VOCABULARY_SIZE_FIELD_NUMBER: _builtins.int
     ENGINE_FIELD_NUMBER: _builtins.int
     PRICE_FIELD_NUMBER: _builtins.int
+    TIER_PRICES_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """The name to send in requests."""
     architecture: _builtins.str
@@ -1156,7 +1157,11 @@ class Model(_message.Message):
     """Engine that runs it, for example "torch"."""
     @_builtins.property
     def price(self) -> Global___Price:
-        """The prices in force now."""
+        """What the caller pays now for interactive requests. Unset: no price is set, and the model cannot be used."""
+
+    @_builtins.property
+    def tier_prices(self) -> _containers.RepeatedCompositeFieldContainer[Global___Price]:
+        """What the caller pays now in each service tier."""
 
     def __init__(
         self,
@@ -1167,10 +1172,11 @@ class Model(_message.Message):
         vocabulary_size: _builtins.int = ...,
         engine: _builtins.str = ...,
         price: Global___Price | None = ...,
+        tier_prices: _abc.Iterable[Global___Price] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["price", b"price"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "context_window_tokens", b"context_window_tokens", "engine", b"engine", "name", b"name", "price", b"price", "vocabulary_size", b"vocabulary_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "context_window_tokens", b"context_window_tokens", "engine", b"engine", "name", b"name", "price", b"price", "tier_prices", b"tier_prices", "vocabulary_size", b"vocabulary_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1188,6 +1194,9 @@ class Price(_message.Message):
     CACHED_INPUT_PICOS_PER_TOKEN_FIELD_NUMBER: _builtins.int
     OUTPUT_PICOS_PER_TOKEN_FIELD_NUMBER: _builtins.int
     EFFECTIVE_TIME_FIELD_NUMBER: _builtins.int
+    EMBEDDING_PICOS_PER_TOKEN_FIELD_NUMBER: _builtins.int
+    TIER_FIELD_NUMBER: _builtins.int
+    OWN_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     """Version of the price list."""
     currency_code: _builtins.str
@@ -1198,6 +1207,12 @@ class Price(_message.Message):
     """Picos per cached input token."""
     output_picos_per_token: _builtins.int
     """Picos per output token."""
+    embedding_picos_per_token: _builtins.int
+    """Picos per embedded token."""
+    tier: Global___ServiceTier.ValueType
+    """The service tier that pays it."""
+    own: _builtins.bool
+    """It is the caller's own price, not that of the list."""
     @_builtins.property
     def effective_time(self) -> _timestamp_pb2.Timestamp:
         """Since when it holds."""
@@ -1211,10 +1226,13 @@ class Price(_message.Message):
         cached_input_picos_per_token: _builtins.int = ...,
         output_picos_per_token: _builtins.int = ...,
         effective_time: _timestamp_pb2.Timestamp | None = ...,
+        embedding_picos_per_token: _builtins.int = ...,
+        tier: Global___ServiceTier.ValueType = ...,
+        own: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["effective_time", b"effective_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_input_picos_per_token", b"cached_input_picos_per_token", "currency_code", b"currency_code", "effective_time", b"effective_time", "input_picos_per_token", b"input_picos_per_token", "output_picos_per_token", b"output_picos_per_token", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_input_picos_per_token", b"cached_input_picos_per_token", "currency_code", b"currency_code", "effective_time", b"effective_time", "embedding_picos_per_token", b"embedding_picos_per_token", "input_picos_per_token", b"input_picos_per_token", "output_picos_per_token", b"output_picos_per_token", "own", b"own", "tier", b"tier", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

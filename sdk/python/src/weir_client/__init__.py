@@ -20,6 +20,7 @@ from weir_client.accounts import (
 from weir_client.admin import AsyncAdminClient, AsyncBillingClient
 from weir_client.admin_sync import AdminClient, BillingClient
 from weir_client.aio import AsyncClient
+from weir_client.billing_terms import AppliedPrice, PriceList, PriceVersion
 from weir_client.connection import DEFAULT_ADDRESS
 from weir_client.errors import (
     Aborted,
@@ -95,6 +96,7 @@ __all__ = [
     "AlreadyExists",
     "ApiKey",
     "AppliedConfiguration",
+    "AppliedPrice",
     "AsyncAdminClient",
     "AsyncBillingClient",
     "AsyncClient",
@@ -139,6 +141,8 @@ __all__ = [
     "Partial",
     "PermissionDenied",
     "Price",
+    "PriceList",
+    "PriceVersion",
     "Progress",
     "Project",
     "Prompt",

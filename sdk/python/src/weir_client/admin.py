@@ -6,20 +6,19 @@ import uuid
 from collections.abc import Sequence
 from datetime import datetime, timedelta
 
-from google.protobuf.timestamp_pb2 import Timestamp
 from weir.v1 import admin_service_pb2 as admin_pb
 from weir.v1 import billing_service_pb2 as billing_pb
 from weir.v1 import billing_service_pb2_grpc
 
 from weir_client import wire, wire_accounts
 from weir_client.accounts import ApiKey, AuditEntry, CreatedApiKey, MonthReport, Organization, Project, RotatedApiKey
-from weir_client.admin_live import AsyncLiveCalls
+from weir_client.admin_prices import AsyncPriceCalls
 from weir_client.unary import UnaryClient
 from weir_client.values import QuotaDimension, QuotaStatus, QuotaSubject
 from weir_client.wire import time_of
 
 
-class AsyncAdminClient(AsyncLiveCalls):
+class AsyncAdminClient(AsyncPriceCalls):
     """Manages who may use the service, and how much. Needs a key with the scope `admin`.
 
     Organizations, projects and keys are named as the admin API takes them: a name or an id, `organization/project`, a key's
@@ -193,36 +192,6 @@ class AsyncAdminClient(AsyncLiveCalls):
         request = admin_pb.ListQuotasRequest(api_key=api_key, model=model)
         response = await self._call(self._stub.ListQuotas, request)
         return [wire.quota(each) for each in response.quotas]
-
-    async def set_price(
-        self,
-        model: str,
-        *,
-        input_picos_per_token: int,
-        cached_input_picos_per_token: int,
-        output_picos_per_token: int,
-        currency_code: str = "USD",
-        effective_time: datetime | None = None,
-        request_id: str | None = None,
-    ) -> int:
-        """Adds a price version and returns its number. `effective_time` None: from now on; an aware datetime otherwise.
-
-        request_id: as in `create_organization`.
-        """
-        request = admin_pb.SetPriceRequest(
-            model=model,
-            currency_code=currency_code,
-            input_picos_per_token=input_picos_per_token,
-            cached_input_picos_per_token=cached_input_picos_per_token,
-            output_picos_per_token=output_picos_per_token,
-            request_id=request_id or str(uuid.uuid4()),
-        )
-        if effective_time is not None:
-            stamp = Timestamp()
-            stamp.FromDatetime(effective_time)
-            request.effective_time.CopyFrom(stamp)
-        response = await self._call(self._stub.SetPrice, request)
-        return response.version
 
     async def list_audit_entries(
         self,

@@ -10,13 +10,13 @@ from typing import Self
 
 from weir_client.accounts import ApiKey, AuditEntry, CreatedApiKey, MonthReport, Organization, Project, RotatedApiKey
 from weir_client.admin import AsyncAdminClient, AsyncBillingClient
-from weir_client.admin_live import LiveCalls
+from weir_client.admin_prices import PriceCalls
 from weir_client.connection import UNARY_TIMEOUT_S
 from weir_client.loop_thread import LoopThread
 from weir_client.values import QuotaDimension, QuotaStatus, QuotaSubject
 
 
-class AdminClient(LiveCalls):
+class AdminClient(PriceCalls):
     """Manages who may use the service, and how much. See `AsyncAdminClient` for every call and its errors."""
 
     _client: AsyncAdminClient
@@ -166,30 +166,6 @@ class AdminClient(LiveCalls):
     def list_key_quotas(self, api_key: str, model: str = "") -> list[QuotaStatus]:
         """Every limit that a key meets: its own and those further up, and which of them bind."""
         return self._thread.run(lambda: self._client.list_key_quotas(api_key, model))
-
-    def set_price(
-        self,
-        model: str,
-        *,
-        input_picos_per_token: int,
-        cached_input_picos_per_token: int,
-        output_picos_per_token: int,
-        currency_code: str = "USD",
-        effective_time: datetime | None = None,
-        request_id: str | None = None,
-    ) -> int:
-        """Adds a price version and returns its number."""
-        return self._thread.run(
-            lambda: self._client.set_price(
-                model,
-                input_picos_per_token=input_picos_per_token,
-                cached_input_picos_per_token=cached_input_picos_per_token,
-                output_picos_per_token=output_picos_per_token,
-                currency_code=currency_code,
-                effective_time=effective_time,
-                request_id=request_id,
-            )
-        )
 
     def list_audit_entries(
         self,

@@ -278,6 +278,9 @@ class Price:
     cached_input_picos_per_token: int
     output_picos_per_token: int
     effective_time: datetime | None
+    embedding_picos_per_token: int = 0
+    tier: str = "interactive"  # or "batch"
+    own: bool = False  # the caller's own price, not that of the list
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,7 +292,8 @@ class Model:
     context_window_tokens: int
     vocabulary_size: int
     engine: str
-    price: Price | None  # None: no price is set
+    price: Price | None  # that of interactive requests; None: no price is set
+    tier_prices: tuple[Price, ...] = ()  # one per service tier
 
 
 @dataclass(frozen=True, slots=True)

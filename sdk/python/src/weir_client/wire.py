@@ -161,6 +161,9 @@ def finish_reason(number: types_pb2.FinishReason.ValueType) -> values.FinishReas
     return _FINISH_REASONS.get(number, values.FinishReason.UNSPECIFIED)
 
 
+TIERS = {pb.SERVICE_TIER_INTERACTIVE: "interactive", pb.SERVICE_TIER_BATCH: "batch"}
+
+
 def price(message: pb.Price) -> values.Price:
     """A price version."""
     return values.Price(
@@ -170,6 +173,9 @@ def price(message: pb.Price) -> values.Price:
         cached_input_picos_per_token=message.cached_input_picos_per_token,
         output_picos_per_token=message.output_picos_per_token,
         effective_time=time_of(message.effective_time) if message.HasField("effective_time") else None,
+        embedding_picos_per_token=message.embedding_picos_per_token,
+        tier=TIERS.get(message.tier, "interactive"),
+        own=message.own,
     )
 
 
@@ -182,6 +188,7 @@ def model(message: pb.Model) -> values.Model:
         vocabulary_size=message.vocabulary_size,
         engine=message.engine,
         price=price(message.price) if message.HasField("price") else None,
+        tier_prices=tuple(map(price, message.tier_prices)),
     )
 
 
