@@ -40,11 +40,12 @@ from inference.safety_file import Safety, read_safety
 from inference.tokenizer import Tokenizer
 from inference.torch_engine import TorchEngine, TorchEngineSettings
 from metering.control.control_channel import ControlChannel
-from metering.errors import StoreAway
+from metering.errors import InvalidValue, StoreAway
 from metering.holds.holds import HoldStore
 from metering.holds.journal import UsageJournal
 from metering.holds.recovery import recover_journals
 from metering.holds.standing_holds import GraceTerms
+from metering.receipts.signing import Signer, load_signer
 from metering.store.db import Sessions, create_engine, create_sessions
 from metering.store.store_gate import StoreGate
 
@@ -106,22 +107,32 @@ async def start_engine(engine: Engine) -> None:
         log.error("engine_start_failed", model=engine.model.name, cause=str(error))
 
 
-async def recover(settings: Settings, gate: StoreGate) -> None:
+def open_signer(settings: Settings) -> Signer | None:
+    """What signs receipts, if anything. Raises: SettingInvalid."""
+    try:
+        signer = load_signer(settings.to_environment())
+    except InvalidValue as error:
+        raise SettingInvalid(str(error)) from error
+    log.info("receipts_signed", key_id=signer.key_id) if signer else log.info("receipts_not_signed")
+    return signer
+
+
+async def recover(settings: Settings, gate: StoreGate, signer: Signer | None) -> None:
     """Settle what dead processes of this machine left behind; without a database that is left for later."""
     try:
-        await recover_journals(settings.journal_directory, settings.database_url, gate)
+        await recover_journals(settings.journal_directory, settings.database_url, gate, signer)
     except (StoreAway, OSError) as away:
         log.warning("recovery_delayed", cause=str(away).strip())
 
 
-async def recover_regularly(settings: Settings, gate: StoreGate) -> None:
+async def recover_regularly(settings: Settings, gate: StoreGate, signer: Signer | None) -> None:
     """The same now and from time to time."""
     while True:
-        await recover(settings, gate)
+        await recover(settings, gate, signer)
         await asyncio.sleep(settings.recovery_interval_s)
 
 
-def open_holds(settings: Settings, journal: UsageJournal, gate: StoreGate) -> HoldStore:
+def open_holds(settings: Settings, journal: UsageJournal, gate: StoreGate, signer: Signer | None) -> HoldStore:
     """The holds of this process, under the deployment's policy for a database that is away."""
     terms = GraceTerms(settings.grace_holds_per_key, settings.grace_input_tokens, settings.lease_slice_tokens)
     return HoldStore(
@@ -131,6 +142,7 @@ def open_holds(settings: Settings, journal: UsageJournal, gate: StoreGate) -> Ho
         answer_wait_s=settings.store_answer_wait_s,
         gate=gate,
         grace=(terms, journal.bindings) if settings.store_away_policy == "grace" else None,
+        signer=signer,
     )
 
 
@@ -176,19 +188,19 @@ async def serve(settings: Settings) -> None:
     engines = build_engines(settings)
     router = Router(engines)
     tokenizers = {name: Tokenizer(Path(engine.model.directory)) for name, engine in engines.items()}
-    gate = StoreGate()
-    await recover(settings, gate)
+    gate, signer = StoreGate(), open_signer(settings)
+    await recover(settings, gate, signer)
     stopping = asyncio.Event()
     store = create_engine(settings.database_url, pool_size=settings.database_connections_max, gate=gate)
     sessions = create_sessions(store)
     journal = UsageJournal(settings.journal_directory, owner_id)
-    holds = open_holds(settings, journal, gate)
+    holds = open_holds(settings, journal, gate, signer)
     capacity, health, authenticator = Capacity(settings.requests_per_process_max), Health(), open_door(settings, sessions)
     async with asyncio.TaskGroup() as tasks:
         process = Process(Admission(settings, capacity, holds, journal, tasks), router, tokenizers, safety.checker)
         servicers = Servicers(
             InferenceServicer(process, authenticator, sessions),
-            AdminServicer(router, authenticator, sessions, settings.database_url),
+            AdminServicer(router, authenticator, sessions, settings.database_url, signer),
             BillingServicer(authenticator, sessions),
         )
         server, port = build_server(settings, servicers, health)
@@ -205,7 +217,7 @@ async def serve(settings: Settings) -> None:
         background = [
             tasks.create_task(control.run(), name="control channel"),
             tasks.create_task(holds.run(), name="holds"),
-            tasks.create_task(recover_regularly(settings, gate), name="recovery"),
+            tasks.create_task(recover_regularly(settings, gate, signer), name="recovery"),
             tasks.create_task(process.tell_progress_regularly(), name="progress"),
         ]
         if safety.classifiers is not None:

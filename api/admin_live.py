@@ -22,6 +22,7 @@ from metering.control.stop_orders import order_end_of_request
 from metering.errors import InvalidValue, NotFound
 from metering.holds.sweeping import sweep_expired_holds
 from metering.models import Hold, HoldState, Organization, Project
+from metering.receipts.signing import Signer
 from metering.store.db import Sessions
 from metering.tenants import tenants
 from metering.tenants.audit import record_change
@@ -45,9 +46,10 @@ PHASES = {
 class LiveCalls(AdminCalls, pb_grpc.AdminServiceServicer):
     """See `proto/weir/v1/live_requests.proto`."""
 
-    def __init__(self, authenticator: Authenticator, sessions: Sessions, database_url: str) -> None:
+    def __init__(self, authenticator: Authenticator, sessions: Sessions, database_url: str, signer: Signer | None = None) -> None:
         super().__init__(authenticator, sessions)
         self._database_url = database_url
+        self._signer = signer
 
     async def ListLiveRequests(self, request: pb.ListLiveRequestsRequest, context: Context) -> pb.ListLiveRequestsResponse:
         """Lists what runs."""
@@ -84,7 +86,7 @@ class LiveCalls(AdminCalls, pb_grpc.AdminServiceServicer):
     async def EndOverdueHolds(self, request: pb.EndOverdueHoldsRequest, context: Context) -> pb.EndOverdueHoldsResponse:
         """Does what the worker's sweep does."""
         await self._admin(context)
-        ended_count = await sweep_expired_holds(self._database_url)
+        ended_count = await sweep_expired_holds(self._database_url, signer=self._signer)
         if ended_count:
             async with self._transaction(context) as (session, actor):
                 after = {"ended_count": ended_count}

@@ -26,6 +26,7 @@ from metering.errors import InvalidValue, NotFound
 from metering.models import ApiKey, AuditEntry, Organization, Project
 from metering.operations import QuotaState
 from metering.quotas import quota_admin, quota_states
+from metering.receipts.signing import Signer
 from metering.store.db import Sessions
 from metering.tenants import audit
 from metering.tenants.tenants import KeyRecord, find_api_key, find_organization, find_project
@@ -34,8 +35,16 @@ from metering.tenants.tenants import KeyRecord, find_api_key, find_organization,
 class AdminServicer(TenantCalls, ConfigurationCalls, PriceCalls, LiveCalls):
     """See `proto/weir/v1/admin_service.proto`. One call, one transaction."""
 
-    def __init__(self, router: Router, authenticator: Authenticator, sessions: Sessions, database_url: str) -> None:
-        super().__init__(authenticator, sessions, database_url)
+    def __init__(
+        self,
+        router: Router,
+        authenticator: Authenticator,
+        sessions: Sessions,
+        database_url: str,
+        signer: Signer | None = None,
+    ) -> None:
+        """signer: of the receipts of overdue requests, if they are signed."""
+        super().__init__(authenticator, sessions, database_url, signer)
         self._router = router
 
     async def SetQuota(self, request: pb.SetQuotaRequest, context: Context) -> pb.SetQuotaResponse:

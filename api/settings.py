@@ -119,6 +119,8 @@ class Settings:
     listen_address: str = setting("WEIR_LISTEN", "127.0.0.1:8443", str)
     models: Mapping[str, Path] = field(default_factory=bundled_models, metadata={"variable": "WEIR_MODELS", "parse": paths_by_name})
     safety_rules: str = setting("WEIR_SAFETY_RULES", "", str)  # a file for `inference.safety_file`; empty: nothing is checked
+    # The private key that signs receipts. Empty: that of the home directory, if there is one; "off": none, they are chained only.
+    receipt_key_file: str = setting("WEIR_RECEIPT_KEY_FILE", "", str)
     # "int8" stores matrices in 8 bits: a quarter of the memory of float32, and answers that differ a little.
     engine_dtype: Literal["float32", "bfloat16", "int8"] = setting(
         "WEIR_ENGINE_DTYPE", "float32", one_of("float32", "bfloat16", "int8")

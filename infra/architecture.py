@@ -66,7 +66,8 @@ class Border:
         return guarded and within(name, self.imported) and not within(name, self.but)
 
 
-METERING_PACKAGES = ("tenants", "quotas", "holds", "configuration", "control", "billing", "export", "proof")  # beside `store`
+# Beside `store`.
+METERING_PACKAGES = ("tenants", "quotas", "holds", "configuration", "control", "receipts", "billing", "export", "proof")
 BORDERS = (
     Border(
         ("inference",),
@@ -91,6 +92,8 @@ BORDERS = (
         but=("metering.billing.pricing", "metering.billing.prices"),
         why="admission knows what a token costs, and nothing of ledger, invoices or who bills",
     ),
+    Border(("metering.holds",), inside=("metering/receipts/",), why="a receipt says what was settled, and knows nothing of how"),
+    Border(("cryptography",), inside=PRODUCT, save_for=("metering/receipts/signing.py", "sdk/"), why="one place signs"),
     Border(
         ("metering.export", "metering.configuration"),
         inside=("metering/billing/",),

@@ -1,7 +1,8 @@
 """The tables. They declare what the domain forbids: CHECK, UNIQUE and foreign keys stand here, triggers in the migrations.
 
 Append-only tables (`usage_events` but for what rating sets, `price_versions`, `audit_log`) are guarded by triggers, so that a
-correction can only be a new row. The ledger's tables are in `billing/models.py`.
+correction can only be a new row. The ledger's tables are in `billing/models.py`, those of receipts in
+`receipts/models.py`.
 """
 
 from __future__ import annotations
@@ -338,7 +339,8 @@ class UsageEvent(Base):
     `part` 0 is the settlement. `part` 1 exists only where a hold had expired before its owner's journal was found, and carries the
     tokens beyond part 0, so that the parts of a hold add up to what was delivered. A trigger on each INSERT sees that its hold
     exists and has the same key and price version. Rating sets `rated_at` and `ledger_transaction_id` together, once; a trigger sees
-    that the transaction is there, is of the same organization, and debits what its events cost.
+    that the transaction is there, is of the same organization, and debits what its events cost. `receipt_hash` is that of the
+    event's receipt, the rest of which is in the other columns; events of before there were receipts have none.
     """
 
     __tablename__ = "usage_events"
@@ -348,6 +350,10 @@ class UsageEvent(Base):
         CheckConstraint("delivered_token_count BETWEEN 0 AND generated_token_count", name="delivered_within_generated"),
         CheckConstraint("billed_token_count BETWEEN 0 AND delivered_token_count", name="billed_within_delivered"),
         CheckConstraint("(rated_at IS NULL) = (ledger_transaction_id IS NULL)", name="rated_and_posted"),
+        CheckConstraint(
+            "num_nulls(receipt_sequence, previous_receipt_hash, receipt_hash) IN (0, 3) AND receipt_sequence > 0",
+            name="receipt_complete",
+        ),
         Index("ix_usage_events_unrated", "id", postgresql_where=text("rated_at IS NULL")),
         Index("ix_usage_events_organization_id_settled_at", "organization_id", "settled_at"),
         Index("ix_usage_events_rated_at", "rated_at", postgresql_using="brin", postgresql_with={"autosummarize": "true"}),
@@ -376,6 +382,10 @@ class UsageEvent(Base):
     settled_at: Mapped[datetime] = mapped_column(server_default=func.now())
     rated_at: Mapped[datetime | None]
     ledger_transaction_id: Mapped[int | None]
+    receipt_sequence: Mapped[int | None]
+    previous_receipt_hash: Mapped[bytes | None]
+    receipt_hash: Mapped[bytes | None]
+    receipt_batch_id: Mapped[int | None]
 
 
 class AuditEntry(Base):

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from metering.billing.pricing import TokenPrices
 from metering.models import QuotaDimension, QuotaSubject, ServiceTier
 from metering.quotas.quota_rules import QuotaRule, window_ends
+from metering.receipts.chaining import IssuedReceipt
 
 
 class Outcome(StrEnum):
@@ -216,7 +217,7 @@ class Extended:
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """The usage of a request stands. Costs are exact, in picos of `currency_code`."""
+    """The usage of a request stands. Costs are exact, in picos of `currency_code`. receipts: one for each part."""
 
     hold_id: uuid.UUID
     input_token_count: int
@@ -227,6 +228,7 @@ class Settled:
     cost_picos: int
     currency_code: str
     outcome: str
+    receipts: tuple[IssuedReceipt, ...] = field(default=(), compare=False)  # beside the usage, which is what it is
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from metering.errors import InvalidValue, StoreAway
 from metering.export.exporters import export_usage
 from metering.holds.sweeping import sweep_expired_holds
 from metering.quotas import quota_admin
+from metering.receipts.signing import load_signer
 from metering.store.db import Sessions, create_engine, create_sessions
 
 log = logging.getLogger(__name__)
@@ -32,7 +33,12 @@ def rate_pending() -> None:
 @task("weir.sweep_expired_holds")
 def sweep() -> None:
     """Settle the holds whose owners are gone."""
-    run(sweep_expired_holds(database_url()))
+    try:
+        signer = load_signer(os.environ)
+    except InvalidValue as error:
+        log.error("receipts of swept holds are not signed: %s", error)
+        signer = None
+    run(sweep_expired_holds(database_url(), signer=signer))
 
 
 @task("weir.delete_past_counters")

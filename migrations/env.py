@@ -13,7 +13,8 @@ from sqlalchemy.pool import NullPool
 
 import metering.billing.models  # declares its tables on the base
 import metering.control.control_models
-import metering.export.export_models  # noqa: F401  # the same
+import metering.export.export_models
+import metering.receipts.models  # noqa: F401  # the same
 from metering.models import Base
 from metering.store.db import sqlalchemy_url
 

@@ -62,6 +62,8 @@ IMPORT_FAULTS = [
     ("metering/proof/checks.py", "from metering.quotas import quota_rules", "metering.quotas.quota_rules"),
     ("metering/holds/holds.py", "from metering.billing import ledger", "metering.billing.ledger"),
     ("metering/billing/rating.py", "from metering.export.batches import form", "metering.export.batches"),
+    ("metering/receipts/merkle.py", "from metering.holds import holds", "metering.holds.holds"),
+    ("api/cli/receipts.py", "import cryptography", "cryptography"),
     ("api/cli/up.py", "from celery import Celery", "celery"),
     ("migrations/versions/2026-11-20_initial_schema.py", "from metering.models import Base", "metering.models"),
     ("migrations/env.py", "from api.settings import Settings", "api.settings"),

@@ -9,8 +9,10 @@ from collections.abc import AsyncIterator, Collection
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from api.settings import Settings
 from metering.billing.prices import list_current_prices, set_price
 from metering.errors import AlreadyExists, KeyInvalid
+from metering.receipts.signing import ensure_key, key_path
 from metering.store.db import Sessions, create_engine, create_sessions
 from metering.tenants.tenants import authenticate, create_api_key, create_organization, create_project
 
@@ -52,6 +54,12 @@ class Connection:
             return cls(**json.loads((home / CONNECTION_FILE).read_text()))
         except (OSError, ValueError, TypeError):
             return None
+
+
+def ensure_receipt_key(settings: Settings) -> Path | None:
+    """Make the key that signs receipts where there is none; its file if one was made."""
+    path = key_path(settings.to_environment())
+    return path if path is not None and ensure_key(path) else None
 
 
 async def bootstrap(database_url: str, home: Path, models: Collection[str]) -> Connection:

@@ -18,9 +18,10 @@ def init(
 ) -> None:
     """Create the first organization, project and admin key in the database of WEIR_DATABASE_URL, and prices for the models.
 
+    On this machine it makes the key that signs receipts, where there is none and WEIR_RECEIPT_KEY_FILE does not say `off`.
     What exists stays as it is; each run makes one more admin key. Its secret is printed once and can never be shown again.
     """
-    from api.cli.bootstrap import create_admin
+    from api.cli.bootstrap import create_admin, ensure_receipt_key
     from metering.store.migrations_runner import is_current
 
     settings = read_settings()
@@ -29,9 +30,12 @@ def init(
     with clear_failures():
         if not is_current(settings.database_url):
             fail("the database has not the schema of this version: run `weir migrate` first")
+        receipt_key = ensure_receipt_key(settings)
         secret = asyncio.run(create_admin(settings.database_url, organization, project, settings.models.keys()))
     if json_output:
         print_json({"organization": organization, "project": project, "admin_key": secret})
         return
     typer.echo(secret)
     stderr.print("This admin key is shown once. Keep it as WEIR_ADMIN_KEY where you run `weir`.")
+    if receipt_key is not None:
+        stderr.print(f"Receipts will be signed with {receipt_key}: copy it to the other machines that serve.")

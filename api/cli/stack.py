@@ -18,7 +18,7 @@ from pathlib import Path
 import grpc
 from grpc_health.v1 import health_pb2
 
-from api.cli.bootstrap import Connection, bootstrap
+from api.cli.bootstrap import Connection, bootstrap, ensure_receipt_key
 from api.endpoint import forget_endpoint, read_endpoint
 from api.settings import Settings
 from metering.errors import InvalidValue
@@ -118,6 +118,7 @@ async def run_stack(settings: Settings, report: Report) -> AsyncIterator[Stack]:
             settings = replace(settings, database_url=server.url)
         report("Preparing the database")
         await asyncio.to_thread(migrate, settings.database_url)
+        ensure_receipt_key(settings)
         connection = await bootstrap(settings.database_url, home, settings.models.keys())
         environment = child_environment(settings)
         api = Child("api server", [sys.executable, "-m", "api"], home / "logs" / "api.log")

@@ -49,7 +49,7 @@ async def execute_binds(connection: Connection, binds: Sequence[Bind]) -> list[H
     """
     reads = await read_and_lock(connection, {bind.hold_id for bind in binds}, ())
     keys = {key for hold in reads.holds.values() for key in counter_keys(reads, hold)}
-    counters = await lock_counters(connection, reads.now, keys)
+    counters, chains = await lock_counters(connection, reads.now, keys)
     requests = id_array(b.payer.project_id for b in binds), id_array(b.request_id for b in binds)
     [used] = await exchange(connection, [(SELECT_USED_REQUESTS, requests)])
     taken = {(project_id, request_id) for project_id, request_id in used}
@@ -68,7 +68,7 @@ async def execute_binds(connection: Connection, binds: Sequence[Bind]) -> list[H
             answers.append(Ended(done=True))
     if new:
         await exchange(connection, [(BIND_HOLDS, bind_columns(new))])
-    await write_and_commit(connection, NOBODY, 0.0, counters, BatchWrites())
+    await write_and_commit(connection, NOBODY, 0.0, counters, BatchWrites(chains))
     return answers
 
 

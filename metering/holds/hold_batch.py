@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from metering.billing.pricing import TokenPrices
 from metering.errors import (
@@ -53,6 +53,7 @@ from metering.quotas import quotas
 from metering.quotas.quota_rules import Claim, CounterKey, money_scale
 from metering.quotas.quotas import Counters
 from metering.quotas.refusals import Refusals, refused_of
+from metering.receipts.chaining import BatchSigner
 
 # Ends first, so that their room is there for what comes in; renewals touch no counter.
 ORDER: dict[type[HoldOperation], int] = {Settle: 0, Void: 0, Expire: 0, Renew: 0, Extend: 1, Admit: 2}
@@ -65,10 +66,11 @@ async def execute_batch(
     owner_id: uuid.UUID,
     expiry_s: float,
     refusals: Refusals | None = None,
+    signer: BatchSigner | None = None,
 ) -> list[HoldAnswer | Exception]:
     """Run the operations in one transaction; answer each in order with its result or the error that refused it.
 
-    refusals: counts admissions that quotas refuse, and tells each when to try again.
+    refusals: counts admissions that quotas refuse, and tells each when to try again. signer: of the receipts, if they are signed.
     connection: in autocommit mode and used by nobody else meanwhile. A refused operation changes nothing. Raises whatever the
     database raises; the caller must then drop the connection, and whether the batch was committed is unknown to it.
     """
@@ -77,14 +79,17 @@ async def execute_batch(
     admits = [op for op in batch if isinstance(op, Admit)]
     hold_ids = {op.hold_id for op in batch if not isinstance(op, Admit | Renew)}
     reads = await read_and_lock(connection, hold_ids, admits)
-    decisions = Decisions(reads, await lock_counters(connection, reads.now, counter_keys(reads, batch)))
+    settled_ids = {op.hold_id.int for op in batch if isinstance(op, Settle | Expire)}
+    projects = {hold.project_id for number, hold in reads.holds.items() if number in settled_ids}
+    counters, chains = await lock_counters(connection, reads.now, counter_keys(reads, batch), projects)
+    decisions = Decisions(reads, counters, BatchWrites(chains))
     answers: dict[int, HoldAnswer | Exception] = {}
     for index in sorted(range(len(batch)), key=lambda i: ORDER[type(batch[i])]):
         try:
             answers[index] = decisions.decide(batch[index])
         except MeteringError as refusal:
             answers[index] = refusal
-    await write_and_commit(connection, owner_id, expiry_s, decisions.counters, decisions.writes)
+    await write_and_commit(connection, owner_id, expiry_s, decisions.counters, decisions.writes, signer)
     if refusals is not None and (refused := refused_of(operations, answers)):
         await refusals.note(connection, reads.now, refused)
     return [answers[index] for index in range(len(operations))]
@@ -126,7 +131,7 @@ class Decisions:
 
     reads: BatchReads
     counters: Counters
-    writes: BatchWrites = field(default_factory=BatchWrites)
+    writes: BatchWrites
 
     def decide(self, op: HoldOperation) -> HoldAnswer:
         """Answer one operation, or raise the error that refuses it."""
@@ -189,7 +194,7 @@ class Decisions:
         if hold.state == HoldState.EXPIRED:
             return self.settle_late(hold, prices, op)
         if hold.state == HoldState.SETTLED:
-            return self.standing(hold.id).settled(hold.id, prices.currency_code)
+            return self.standing_usage(hold, prices)
         if op.delivered_token_count < hold.delivered_token_count:
             if not op.recovered:
                 raise InvariantViolated(f"hold {hold.id}: {op.delivered_token_count} delivered after {hold.delivered_token_count}")
@@ -198,7 +203,7 @@ class Decisions:
         claim = hold.claim(prices, op.cached_input_token_count)
         quotas.end(self.counters, self.reads.rules_of(hold), claim, op.input_token_count, op.delivered_token_count)
         self.ended(hold, claim, HoldState.SETTLED, op.delivered_token_count)
-        return self.record(priced_usage(hold, prices, op), op.timings, recovered=op.recovered)
+        return self.record(hold, priced_usage(hold, prices, op), op.timings, recovered=op.recovered)
 
     def settle_late(self, hold: HoldRow, prices: TokenPrices, op: Settle) -> Settled:
         """Record what an expired hold delivered beyond what its expiry billed, and give back what it did not use of its lease.
@@ -207,7 +212,7 @@ class Decisions:
         """
         known = self.standing(hold.id)
         if known.part_count > (1 if hold.delivered_token_count else 0):
-            return known.settled(hold.id, prices.currency_code)
+            return self.standing_usage(hold, prices)
         rest = replace(
             op,
             input_token_count=max(op.input_token_count - known.input_token_count, 0),
@@ -218,8 +223,8 @@ class Decisions:
         consumed = known.input_token_count + rest.input_token_count, known.delivered_token_count + rest.delivered_token_count
         charged = hold.input_token_count, hold.leased_token_count
         quotas.give_back(self.counters, self.reads.rules_of(hold), hold.claim(prices), charged, consumed)
-        self.record(priced_usage(hold, prices, rest), op.timings, recovered=True)
-        return self.standing(hold.id).settled(hold.id, prices.currency_code)
+        self.record(hold, priced_usage(hold, prices, rest), op.timings, recovered=True)
+        return self.standing_usage(hold, prices)
 
     def void(self, hold_id: uuid.UUID) -> Ended:
         """Undo a hold of which nothing is billed."""
@@ -251,19 +256,34 @@ class Decisions:
                 delivered_token_count=hold.delivered_token_count,
                 outcome=Outcome.FAILED,
             )
-            self.record(priced_usage(hold, prices, known), None, recovered=True)
+            self.record(hold, priced_usage(hold, prices, known), None, recovered=True)
         return Ended(done=True)
 
     def standing(self, hold_id: uuid.UUID) -> EventSums:
         """What the hold's usage events add up to, those of this batch among them."""
         return self.reads.events.get(hold_id.int, NOTHING_USED)
 
-    def record(self, part: Settled, timings: dict[str, float] | None, *, recovered: bool) -> Settled:
-        """Write the next usage event of a hold."""
+    def standing_usage(self, hold: HoldRow, prices: TokenPrices) -> Settled:
+        """The same as an answer, with the receipts."""
+        receipts = tuple(self.reads.receipts.get(hold.id.int, ()))
+        return self.standing(hold.id).settled(hold.id, prices.currency_code, receipts)
+
+    def record(self, hold: HoldRow, part: Settled, timings: dict[str, float] | None, *, recovered: bool) -> Settled:
+        """Write the next usage event of a hold, and its receipt."""
         known = self.standing(part.hold_id)
-        self.writes.events.append(NewUsageEvent(part, known.part_count, timings, recovered))
+        chains = self.writes.chains
+        settled_at = chains.settled_at(hold.project_id)
+        receipt = chains.append(
+            hold.receipt_ids,
+            (known.part_count, part.input_token_count, part.cached_input_token_count, part.billed_token_count, 0),
+            (hold.price_version_id, part.cost_picos),
+            hold.admitted_at,
+            (part.currency_code, hold.model, part.outcome),
+        )
+        self.writes.events.append(NewUsageEvent(part, known.part_count, timings, recovered, receipt, settled_at))
         self.reads.events[part.hold_id.int] = known.plus(part)
-        return part
+        self.reads.receipts.setdefault(part.hold_id.int, []).append(receipt)
+        return replace(part, receipts=(receipt,))
 
     def known(self, hold_id: uuid.UUID) -> HoldRow:
         """The hold, in whatever state."""

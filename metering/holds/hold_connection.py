@@ -22,6 +22,7 @@ from metering.holds.exchange import Connection
 from metering.holds.hold_batch import execute_batch
 from metering.operations import HoldAnswer, HoldOperation
 from metering.quotas.refusals import Refusals
+from metering.receipts.chaining import BatchSigner
 from metering.store.bounded_connection import KEEPALIVES, BoundedConnection
 from metering.store.db import connection_options, psycopg_conninfo
 from metering.store.store_gate import CONNECT_TIMEOUT_S, StoreGate
@@ -47,6 +48,9 @@ PLANS = (
     "jit=off",
 )
 
+# On each new connection: the database may be another one than before, and nobody could verify what a key signed that it lacks.
+PUBLISH_KEY = "INSERT INTO receipt_keys (id, public_key) VALUES (%s, %s) ON CONFLICT DO NOTHING"
+
 log = structlog.get_logger(__name__)
 
 Op = TypeVar("Op")
@@ -68,13 +72,23 @@ class HoldConnection:
     """Runs one batch at a time. Use as context manager, or `close` it."""
 
     def __init__(
-        self, database_url: str, owner_id: uuid.UUID, *, expiry_s: float = EXPIRY_S, gate: StoreGate | None = None
+        self,
+        database_url: str,
+        owner_id: uuid.UUID,
+        *,
+        expiry_s: float = EXPIRY_S,
+        gate: StoreGate | None = None,
+        signer: BatchSigner | None = None,
     ) -> None:
-        """gate: shared with all others of this process that connect to the same database."""
+        """gate: shared with all others of this process that connect to the same database.
+
+        signer: of the receipts, if they are signed.
+        """
         self._conninfo = psycopg_conninfo(database_url)
         self._owner_id = owner_id
         self._expiry_s = expiry_s
         self._gate = gate or StoreGate()
+        self._signer = signer
         self.refusals = Refusals()
         self._connection: BoundedConnection | None = None
 
@@ -91,7 +105,14 @@ class HoldConnection:
         """
 
         def run(connection: Connection, operations: Sequence[HoldOperation]) -> Answers:
-            return execute_batch(connection, operations, owner_id=self._owner_id, expiry_s=self._expiry_s, refusals=self.refusals)
+            return execute_batch(
+                connection,
+                operations,
+                owner_id=self._owner_id,
+                expiry_s=self._expiry_s,
+                refusals=self.refusals,
+                signer=self._signer,
+            )
 
         return await self._execute(run, batch)
 
@@ -158,11 +179,14 @@ class HoldConnection:
     async def _connected(self) -> BoundedConnection:
         if self._connection is None:
             with self._gate.attempt():
-                self._connection = await BoundedConnection.connect(
+                connection = await BoundedConnection.connect(
                     self._conninfo,
                     autocommit=True,
                     connect_timeout=CONNECT_TIMEOUT_S,
                     options=connection_options((*SERVER_LIMITS, *PLANS)),
                     **KEEPALIVES,
                 )
+                self._connection = connection
+                if self._signer is not None:
+                    await connection.execute(PUBLISH_KEY, (self._signer.key_id, self._signer.public_key))
         return self._connection

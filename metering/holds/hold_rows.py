@@ -19,7 +19,10 @@ from metering.models import HoldState
 from metering.operations import Admit, Payer, Settled
 from metering.quotas.quota_rules import Claim, CounterKey, QuotaRule
 from metering.quotas.quotas import Counter, Counters
+from metering.receipts.chaining import Chains, IssuedReceipt
+from metering.receipts.stored import BATCHES_OF_HOLDS, ISSUED_OF_HOLDS, issued_of_rows
 
+NO_IDS = id_array(())
 # What the usage events of a hold add up to; the last part tells how it ended.
 EVENT_SUMS = """
 count(*)::int AS part_count, coalesce(sum(input_token_count), 0)::bigint AS input_token_count,
@@ -35,7 +38,8 @@ QUOTA_LOCK = "1466263922, 1"
 BEGIN_ADMITTING = f"SELECT now(), pg_advisory_xact_lock_shared({QUOTA_LOCK})"
 SELECT_HOLDS = """
 SELECT id, state, owner_id, price_version_id, input_token_count, cached_input_token_count, leased_token_count,
-       delivered_token_count, posted_token_count, posted_minutes, quota_ids, admitted_at, charged_at, expires_at, request_id
+       delivered_token_count, posted_token_count, posted_minutes, quota_ids, admitted_at, charged_at, expires_at, request_id,
+       uuid_send(organization_id) || uuid_send(project_id) || uuid_send(api_key_id) || uuid_send(request_id), model
 FROM holds WHERE id = ANY(%s::uuid[]) ORDER BY id FOR UPDATE
 """
 # A statement of its own, after the holds are locked: joined to the locking one it would see the events as they were before the
@@ -75,6 +79,10 @@ SELECT c.quota_id, c.window_start, c.used, c.held
 FROM quota_counters c JOIN unnest(%s::uuid[], %s::timestamptz[]) AS k(quota_id, window_start) USING (quota_id, window_start)
 ORDER BY c.quota_id, c.window_start FOR UPDATE OF c
 """
+LOCK_CHAINS = """
+SELECT uuid_send(project_id), last_sequence, last_hash, last_settled_at
+FROM receipt_chains WHERE project_id = ANY(%s::uuid[]) ORDER BY project_id FOR UPDATE
+"""
 INSERT_COUNTERS = """
 INSERT INTO quota_counters (quota_id, window_start)
 SELECT quota_id, window_start FROM unnest(%s::uuid[], %s::timestamptz[]) AS k(quota_id, window_start)
@@ -85,7 +93,7 @@ ON CONFLICT DO NOTHING RETURNING quota_id, window_start
 
 @dataclass(slots=True)
 class HoldRow:
-    """A locked hold, changed as the batch decides."""
+    """A locked hold, changed as the batch decides. receipt_ids: as a receipt has them, 64 bytes."""
 
     id: uuid.UUID
     state: str
@@ -102,6 +110,13 @@ class HoldRow:
     charged_at: datetime
     expires_at: datetime
     request_id: uuid.UUID
+    receipt_ids: bytes
+    model: str
+
+    @property
+    def project_id(self) -> bytes:
+        """Whose receipts its usage events get, as 16 bytes."""
+        return self.receipt_ids[16:32]
 
     @property
     def unbound(self) -> bool:
@@ -140,9 +155,9 @@ class EventSums(NamedTuple):
     cost_picos: int = 0
     outcome: str = ""
 
-    def settled(self, hold_id: uuid.UUID, currency_code: str) -> Settled:
+    def settled(self, hold_id: uuid.UUID, currency_code: str, receipts: tuple[IssuedReceipt, ...] = ()) -> Settled:
         """The usage that stands."""
-        return Settled(hold_id, *self[1:7], currency_code=currency_code, outcome=self.outcome)
+        return Settled(hold_id, *self[1:7], currency_code=currency_code, outcome=self.outcome, receipts=receipts)
 
     def plus(self, part: Settled) -> EventSums:
         """With one more part."""
@@ -173,6 +188,7 @@ class BatchReads:
     now: datetime
     holds: dict[int, HoldRow] = field(default_factory=dict)
     events: dict[int, EventSums] = field(default_factory=dict)  # by hold
+    receipts: dict[int, list[IssuedReceipt]] = field(default_factory=dict)  # by hold
     same_requests: dict[tuple[int, int], SameRequest] = field(default_factory=dict)  # by project and request
     live_keys: set[int] = field(default_factory=set)
     rules: dict[int, QuotaRule] = field(default_factory=dict)
@@ -244,10 +260,13 @@ async def read_and_lock(connection: Connection, hold_ids: Collection[uuid.UUID],
             organization_id, tier, withdrawn, model = row[:4]
             version = TokenPrices(*row[4:])
             reads.prices_in_force.add(version, model=model, organization_id=organization_id, tier=tier, withdrawn=withdrawn)
-    ended = [hold.id for hold in reads.holds.values() if hold.state != HoldState.HELD]
-    if ended:
-        [sums] = await exchange(connection, [(SELECT_EVENT_SUMS, (id_array(ended),))])
+    ended = id_array([hold.id for hold in reads.holds.values() if hold.state != HoldState.HELD])
+    if ended != NO_IDS:
+        statements = [(query, (ended,)) for query in (SELECT_EVENT_SUMS, ISSUED_OF_HOLDS, BATCHES_OF_HOLDS)]
+        sums, issued, batches = await exchange(connection, statements)
         reads.events = {row[0].int: EventSums(*row[1:]) for row in sums}
+        for hold_id, receipt in issued_of_rows(issued, batches):
+            reads.receipts.setdefault(hold_id.int, []).append(receipt)
     return reads
 
 
@@ -278,18 +297,25 @@ def same_request(row: tuple[Any, ...]) -> SameRequest:
     return SameRequest(state, payload_hash, settled)
 
 
-async def lock_counters(connection: Connection, now: datetime, keys: Collection[CounterKey]) -> Counters:
-    """Lock the counter rows in order, making those of windows that have just begun."""
-    counters = Counters(now)
-    if not keys:
-        return counters
-    columns = key_columns(keys)
-    [rows] = await exchange(connection, [(LOCK_COUNTERS, columns)])
-    if len(rows) < len(keys):
-        inserted, rows = await exchange(connection, [(INSERT_COUNTERS, columns), (LOCK_COUNTERS, columns)])
-        counters.created = frozenset((row[0].int, row[1]) for row in inserted)
-    counters.rows = {(row[0].int, row[1]): Counter(row[2], row[3]) for row in rows}
-    return counters
+async def lock_counters(
+    connection: Connection, now: datetime, keys: Collection[CounterKey], projects: Collection[bytes] = ()
+) -> tuple[Counters, Chains]:
+    """Lock the counter rows in order, making those of windows that have just begun; then the heads of the projects' chains."""
+    counters, columns = Counters(now), key_columns(keys)
+    statements: list[Statement] = [(LOCK_COUNTERS, columns)] if keys else []
+    if projects:
+        statements.append((LOCK_CHAINS, ("{" + ",".join([project.hex() for project in projects]) + "}",)))
+    answers = await exchange(connection, statements) if statements else []
+    chains = Chains.of_rows(now, answers.pop() if projects else ())
+    if keys:
+        [rows] = answers
+        if len(rows) < len(keys):
+            # Counters after chains is the other way round: who has such a counter in the meantime and waits for the chain is told
+            # of a deadlock, and comes again.
+            inserted, rows = await exchange(connection, [(INSERT_COUNTERS, columns), (LOCK_COUNTERS, columns)])
+            counters.created = frozenset((row[0].int, row[1]) for row in inserted)
+        counters.rows = {(row[0].int, row[1]): Counter(row[2], row[3]) for row in rows}
+    return counters, chains
 
 
 def key_columns(keys: Collection[CounterKey]) -> tuple[str, str]:

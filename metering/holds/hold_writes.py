@@ -14,6 +14,7 @@ from metering.holds.hold_rows import key_columns
 from metering.models import HoldState
 from metering.operations import Admit, Settled
 from metering.quotas.quotas import Counters
+from metering.receipts.chaining import BatchSigner, Chains, IssuedReceipt, SignedBatch
 
 UPDATE_COUNTERS = """
 UPDATE quota_counters c SET used = v.used, held = v.held
@@ -58,15 +59,28 @@ DELETE_COUNTERS = """
 DELETE FROM quota_counters c USING unnest(%s::uuid[], %s::timestamptz[]) AS v(quota_id, window_start)
 WHERE c.quota_id = v.quota_id AND c.window_start = v.window_start
 """
+UPDATE_CHAINS = """
+UPDATE receipt_chains c SET last_sequence = v.sequence, last_hash = v.hash, last_settled_at = v.settled_at
+FROM unnest(%s::uuid[], %s::bigint[], %s::bytea[], %s::timestamptz[]) AS v(project_id, sequence, hash, settled_at)
+WHERE c.project_id = v.project_id
+"""
+# The first three values are empty where no key signs.
 INSERT_USAGE_EVENTS = """
+WITH signed AS (
+    INSERT INTO receipt_batches (key_id, hashes, signature) SELECT key_id, decode(hashes, 'hex'), decode(signature, 'hex')
+    FROM (SELECT %s AS key_id, %s AS hashes, %s AS signature) AS v WHERE key_id <> '' RETURNING id
+)
 INSERT INTO usage_events (hold_id, part, organization_id, project_id, api_key_id, request_id, model, outcome, input_token_count,
     cached_input_token_count, generated_token_count, delivered_token_count, billed_token_count, price_version_id, cost_picos,
-    timings, labels, recovered, admitted_at, settled_at)
+    timings, labels, recovered, admitted_at, settled_at, receipt_sequence, previous_receipt_hash, receipt_hash,
+    receipt_batch_id)
 SELECT h.id, v.part, h.organization_id, h.project_id, h.api_key_id, h.request_id, h.model, v.outcome, v.input, v.cached,
-    v.generated, v.delivered, v.billed, h.price_version_id, v.cost, v.timings::jsonb, h.labels, v.recovered, h.admitted_at, now()
+    v.generated, v.delivered, v.billed, h.price_version_id, v.cost, v.timings::jsonb, h.labels, v.recovered, h.admitted_at,
+    v.settled_at, v.sequence, v.previous_hash, v.hash, (SELECT id FROM signed)
 FROM unnest(%s::uuid[], %s::smallint[], %s::text[], %s::bigint[], %s::bigint[], %s::bigint[], %s::bigint[], %s::bigint[],
-            %s::bigint[], %s::text[], %s::bool[])
-    AS v(hold_id, part, outcome, input, cached, generated, delivered, billed, cost, timings, recovered)
+            %s::bigint[], %s::text[], %s::bool[], %s::timestamptz[], %s::bigint[], %s::bytea[], %s::bytea[])
+    AS v(hold_id, part, outcome, input, cached, generated, delivered, billed, cost, timings, recovered, settled_at, sequence,
+         previous_hash, hash)
 JOIN holds h ON h.id = v.hold_id
 """
 
@@ -109,12 +123,15 @@ class NewUsageEvent(NamedTuple):
     part: int
     timings: dict[str, float] | None
     recovered: bool
+    receipt: IssuedReceipt
+    settled_at: datetime
 
 
 @dataclass(slots=True)
 class BatchWrites:
     """All that a batch changes. Extensions and ends by the number of the hold."""
 
+    chains: Chains
     holds: list[NewHold] = field(default_factory=list)
     extensions: dict[int, Extension] = field(default_factory=dict)
     ends: dict[int, End] = field(default_factory=dict)
@@ -123,9 +140,14 @@ class BatchWrites:
 
 
 async def write_and_commit(
-    connection: Connection, owner_id: uuid.UUID, expiry_s: float, counters: Counters, writes: BatchWrites
+    connection: Connection,
+    owner_id: uuid.UUID,
+    expiry_s: float,
+    counters: Counters,
+    writes: BatchWrites,
+    signer: BatchSigner | None = None,
 ) -> None:
-    """Write all changes and commit, in one round trip."""
+    """Sign the receipts, write all changes and commit, in one round trip."""
     statements: list[Statement] = []
     if counters.changed:
         rows = [counters.rows[key] for key in counters.changed]
@@ -143,7 +165,9 @@ async def write_and_commit(
     if writes.ends:
         statements.append((END_HOLDS, end_columns(list(writes.ends.values()))))
     if writes.events:
-        statements.append((INSERT_USAGE_EVENTS, usage_event_columns(writes.events)))
+        signed = writes.chains.sign(signer)
+        statements.append((UPDATE_CHAINS, chain_columns(writes.chains)))
+        statements.append((INSERT_USAGE_EVENTS, (*batch_values(signed), *usage_event_columns(writes.events))))
     for renewing_owner_id, hold_ids in writes.renewed:
         statements.append((RENEW_HOLDS, (expiry_s, str(renewing_owner_id), id_array(hold_ids))))
     await exchange(connection, [*statements, ("COMMIT", ())])
@@ -193,6 +217,22 @@ def end_columns(ends: Sequence[End]) -> tuple[str, ...]:
     )
 
 
+def chain_columns(chains: Chains) -> tuple[str, ...]:
+    """One list per column of UPDATE_CHAINS."""
+    heads = [chains.heads[project_id] for project_id in chains.changed]
+    return (
+        array(head.project_id.hex() for head in heads),
+        array(head.sequence for head in heads),
+        bytes_array(head.hash for head in heads),
+        array(head.settled_at for head in heads),
+    )
+
+
+def batch_values(batch: SignedBatch | None) -> tuple[str, str, str]:
+    """The first values of INSERT_USAGE_EVENTS."""
+    return ("", "", "") if batch is None else (batch.key_id, b"".join(batch.hashes).hex(), batch.signature.hex())
+
+
 def usage_event_columns(events: Sequence[NewUsageEvent]) -> tuple[str, ...]:
     """One list per column of INSERT_USAGE_EVENTS."""
     settled = [event.settled for event in events]
@@ -208,4 +248,8 @@ def usage_event_columns(events: Sequence[NewUsageEvent]) -> tuple[str, ...]:
         array(usage.cost_picos for usage in settled),
         text_array(None if event.timings is None else json.dumps(event.timings) for event in events),
         array(event.recovered for event in events),
+        array(event.settled_at for event in events),
+        array(event.receipt.sequence for event in events),
+        bytes_array(event.receipt.previous_hash for event in events),
+        bytes_array(event.receipt.hash for event in events),
     )

@@ -33,6 +33,7 @@ from metering.operations import (
     Settled,
     Void,
 )
+from metering.receipts.chaining import BatchSigner
 from metering.store.group_commit import GroupCommit, GroupCommitStatistics
 from metering.store.store_gate import StoreGate
 
@@ -76,17 +77,19 @@ class HoldStore:
         answer_wait_s: float = ANSWER_WAIT_S,
         gate: StoreGate | None = None,
         grace: tuple[GraceTerms, Bindings] | None = None,
+        signer: BatchSigner | None = None,
     ) -> None:
         """gate: shared with all others of this process that connect to the same database.
 
         answer_wait_s: how long an admission or an extension waits for a database that does not answer.
         grace: what is set aside to let requests in while the database is away, and where that is written down; None: nothing is.
+        signer: of the receipts; None: they are not signed.
         """
         self.owner_id = owner_id
         self.gate = gate or StoreGate()
         self._expiry_s = expiry_s
         self._answer_wait_s = answer_wait_s
-        self._connection = HoldConnection(database_url, owner_id, expiry_s=expiry_s, gate=self.gate)
+        self._connection = HoldConnection(database_url, owner_id, expiry_s=expiry_s, gate=self.gate, signer=signer)
         self._leases = LeaseClock(expiry_s)
         self._standing = StandingHolds(*grace, self._leases) if grace else None
         self._spared: set[uuid.UUID] = set()

@@ -17,6 +17,7 @@ from metering.holds.bindings import Bind
 from metering.holds.hold_connection import BATCH_SIZE_MAX, HoldConnection
 from metering.holds.journal import AbandonedJournal, Delivered, abandoned_journals
 from metering.operations import Ended, HoldOperation, Outcome, Renew, Settle, Settled
+from metering.receipts.chaining import BatchSigner
 from metering.store.store_gate import StoreGate
 
 log = structlog.get_logger(__name__)
@@ -31,15 +32,17 @@ class Recovered:
     delivered_token_count: int = 0
 
 
-async def recover_journals(directory: Path, database_url: str, gate: StoreGate | None = None) -> Recovered:
+async def recover_journals(
+    directory: Path, database_url: str, gate: StoreGate | None = None, signer: BatchSigner | None = None
+) -> Recovered:
     """Settle every hold of every dead process of this machine; void those that had delivered nothing.
 
-    gate: shared with all others of this process that connect to the same database.
+    gate: shared with all others of this process that connect to the same database. signer: of the receipts, if they are signed.
     Raises: StoreAway if the database is away; the journals are then still there.
     """
     done = Recovered()
     for journal in abandoned_journals(directory):
-        async with HoldConnection(database_url, journal.owner_id, gate=gate) as holds:
+        async with HoldConnection(database_url, journal.owner_id, gate=gate, signer=signer) as holds:
             one = await recover(holds, journal)
         log.info("journal_recovered", owner_id=str(journal.owner_id), settled_hold_count=one.settled_hold_count)
         done = Recovered(

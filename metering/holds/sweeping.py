@@ -9,12 +9,13 @@ import psycopg
 from metering.errors import StoreAway
 from metering.holds.hold_connection import BATCH_SIZE_MAX, HoldConnection
 from metering.operations import Ended, Expire, HoldAnswer
+from metering.receipts.chaining import BatchSigner
 from metering.store.db import connection_options, psycopg_conninfo
 from metering.store.store_gate import CONNECT_TIMEOUT_S
 
 
-async def sweep_expired_holds(database_url: str, *, limit: int = 1000) -> int:
-    """Expire what is overdue; tells how many. Safe anywhere, anytime.
+async def sweep_expired_holds(database_url: str, *, limit: int = 1000, signer: BatchSigner | None = None) -> int:
+    """Expire what is overdue; tells how many. Safe anywhere, anytime. signer: of the receipts, if they are signed.
 
     Raises: psycopg.OperationalError or StoreAway if the database is away.
     """
@@ -26,7 +27,7 @@ async def sweep_expired_holds(database_url: str, *, limit: int = 1000) -> int:
         )
         overdue = [Expire(row[0]) for row in await cursor.fetchall()]
     answers: list[HoldAnswer | Exception] = []
-    async with HoldConnection(database_url, uuid.uuid4()) as holds:
+    async with HoldConnection(database_url, uuid.uuid4(), signer=signer) as holds:
         for start in range(0, len(overdue), BATCH_SIZE_MAX):
             answers += await holds.execute(overdue[start : start + BATCH_SIZE_MAX])
     for answer in answers:

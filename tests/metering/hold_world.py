@@ -20,6 +20,7 @@ from metering.billing.pricing import TokenPrices
 from metering.holds.hold_connection import HoldConnection
 from metering.models import QuotaDimension, QuotaSubject, ServiceTier
 from metering.operations import Admit, HoldAnswer, HoldOperation, Outcome, Payer, Settle
+from metering.receipts.signing import Signer
 from metering.store.db import psycopg_conninfo
 
 MODEL = "demo"
@@ -34,6 +35,8 @@ TABLES = (
     "price_versions",
     "holds",
     "usage_events",
+    "receipt_chains",
+    "receipt_batches",
     "ledger_accounts",
     "ledger_transactions",
     "ledger_entries",
@@ -193,10 +196,14 @@ class HoldWorld:
         return {table: sorted(self.rows(f"SELECT t::text FROM {table} t")) for table in TABLES}
 
     async def run(
-        self, *operations: HoldOperation, owner_id: uuid.UUID | None = None, expiry_s: float = 60.0
+        self,
+        *operations: HoldOperation,
+        owner_id: uuid.UUID | None = None,
+        expiry_s: float = 60.0,
+        signer: Signer | None = None,
     ) -> list[HoldAnswer | Exception]:
         """One batch on a connection of its own."""
-        async with HoldConnection(self.url, owner_id or uuid.uuid4(), expiry_s=expiry_s) as holds:
+        async with HoldConnection(self.url, owner_id or uuid.uuid4(), expiry_s=expiry_s, signer=signer) as holds:
             return await holds.execute(operations)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import psycopg
 import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from metering.billing.rating import rate_all_pending
 from metering.export.batches import form_batches
@@ -15,6 +16,7 @@ from metering.operations import Expire, Extend
 from metering.proof.checks import Moment
 from metering.proof.fsck import CHECKS, chosen_checks, fsck, judge
 from metering.proof.schema_checks import GUARDS
+from metering.receipts.signing import Signer
 from metering.store.db import Sessions, psycopg_conninfo
 from tests.metering.hold_world import HoldWorld, admit, hold_world, settle
 from tests.metering.invariants import check_invariants, find_violations
@@ -32,15 +34,19 @@ def world(database_url: str) -> Iterator[HoldWorld]:
 
 
 async def busy(world: HoldWorld) -> None:
-    """One settled, one voided, one expired, one live and one live and extended hold, charged to a quota of every dimension."""
+    """One settled, one voided, one expired, one live and one live and extended hold, charged to a quota of every dimension.
+
+    Receipts are signed.
+    """
+    signer = Signer(Ed25519PrivateKey.generate())
     payer = world.tenant()
     for dimension in QuotaDimension:
         world.quota(payer, dimension, 10_000)
     settled, expiring, voided = admit(payer), admit(payer), admit(payer)
     await world.run(settled, expiring, voided)
-    await world.run(settle(settled.hold_id, 5), Extend(expiring.hold_id, 3, 0, 10))
+    await world.run(settle(settled.hold_id, 5), Extend(expiring.hold_id, 3, 0, 10), signer=signer)
     world.advance(120)
-    await world.run(Expire(expiring.hold_id), Expire(voided.hold_id))
+    await world.run(Expire(expiring.hold_id), Expire(voided.hold_id), signer=signer)
     live, extended = admit(payer), admit(payer)
     await world.run(live, extended)
     world.advance(30)
@@ -97,6 +103,23 @@ FAULTS = [
     ("UPDATE price_versions SET organization_id = (SELECT organization_id FROM holds LIMIT 1), withdrawn = true", "ends a price"),
     ("UPDATE usage_events SET rated_at = now() WHERE id = 1", "is not posted"),
     ("UPDATE usage_events SET rated_at = now(), ledger_transaction_id = 4711 WHERE id = 1", "is not posted"),
+    ("UPDATE usage_events SET outcome = 'length'", "receipt-tells-the-usage"),
+    ("UPDATE usage_events SET settled_at = settled_at + interval '1 microsecond'", "receipt-tells-the-usage"),
+    ("UPDATE usage_events SET receipt_sequence = receipt_sequence + 1", "comes after receipt 0"),
+    ("UPDATE usage_events SET receipt_sequence = 1", "stands there twice"),
+    ("UPDATE usage_events SET previous_receipt_hash = receipt_hash", "does not name the receipt before it"),
+    (
+        "UPDATE usage_events SET settled_at = settled_at - interval '1 day' WHERE receipt_sequence = 2",
+        "before the receipt before it",
+    ),
+    ("UPDATE receipt_chains SET last_hash = decode(repeat('01', 32), 'hex')", "goes on from another receipt"),
+    ("UPDATE receipt_chains SET last_sequence = 1 WHERE last_sequence = 2", "its last one is 2"),
+    ("UPDATE receipt_chains SET last_settled_at = '2020-01-01'", "may go on at 2020-01-01"),
+    ("DELETE FROM receipt_chains", "has no chain of receipts"),
+    ("UPDATE receipt_batches SET hashes = decode(repeat('01', 32), 'hex')", "is not among the receipts of batch"),
+    ("UPDATE receipt_batches SET hashes = hashes || hashes", "more or fewer hashes"),
+    ("DELETE FROM receipt_batches", "is not there"),
+    ("UPDATE receipt_keys SET public_key = decode(repeat('01', 32), 'hex')", "another name"),
 ]
 
 

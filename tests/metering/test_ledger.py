@@ -76,7 +76,7 @@ async def test_nothing_else_of_an_event_changes_when_it_is_rated(sessions: Sessi
             text("""SELECT column_name, data_type FROM information_schema.columns WHERE table_name = 'usage_events'
                     AND is_identity = 'NO' AND column_name NOT IN ('rated_at', 'ledger_transaction_id', 'settled_at')""")
         )
-        other_values = {"uuid": "gen_random_uuid()", "text": "'x'", "jsonb": "'{\"x\": 1}'", "boolean": "true"}
+        other_values = {"uuid": "gen_random_uuid()", "text": "'x'", "bytea": "'x'", "jsonb": "'{\"x\": 1}'", "boolean": "true"}
         for column, data_type in columns.all():
             value = other_values.get(data_type, "now()" if "timestamp" in data_type else "99")
             change = f"UPDATE usage_events SET rated_at = now(), ledger_transaction_id = 1, {column} = {value}"

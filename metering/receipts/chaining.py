@@ -1,0 +1,147 @@
+"""The receipts of one batch of settlements: each joined to its project's chain, and all signed at once.
+
+The heads of the chains are locked while a batch is decided, as its counters are, so that any number of processes write one chain
+per project without gap or fork. Pure but for the signature; the rows are read and written by `hold_rows.py` and `hold_writes.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import NamedTuple, Protocol
+
+from metering.receipts.encoding import Receipt, decode, encode, hash_of, micros, texts
+from metering.receipts.merkle import Step, Tree
+
+
+class BatchSigner(Protocol):
+    """Signs the root over all receipts of a batch (`signing.Signer`)."""
+
+    @property
+    def key_id(self) -> str:
+        """Which key."""
+        ...
+
+    @property
+    def public_key(self) -> bytes:
+        """Its public half, 32 bytes."""
+        ...
+
+    def sign(self, root: bytes) -> bytes:
+        """64 bytes."""
+        ...
+
+
+class SignedBatch:
+    """The hashes of all receipts of one transaction in their order, and the signature over the root of their tree."""
+
+    def __init__(self, key_id: str, hashes: Sequence[bytes], signature: bytes, tree: Tree | None = None) -> None:
+        self.key_id = key_id
+        self.hashes = hashes
+        self.signature = signature
+        self._tree = tree
+
+    @classmethod
+    def sign(cls, signer: BatchSigner, hashes: Sequence[bytes]) -> SignedBatch:
+        """With one signature for all."""
+        tree = Tree(hashes)
+        return cls(signer.key_id, hashes, signer.sign(tree.root), tree)
+
+    def path(self, receipt_hash: bytes) -> tuple[Step, ...]:
+        """From one of the receipts to the root that is signed."""
+        if self._tree is None:
+            self._tree = Tree(self.hashes)
+        return self._tree.path(self.hashes.index(receipt_hash))
+
+
+@dataclass(slots=True)
+class IssuedReceipt:
+    """A receipt as it was made. batch: None where no key signs."""
+
+    encoded: bytes
+    sequence: int
+    previous_hash: bytes
+    hash: bytes
+    batch: SignedBatch | None = None
+
+    @property
+    def content(self) -> Receipt:
+        """What it says."""
+        return decode(self.encoded)
+
+    @property
+    def key_id(self) -> str:
+        """Of the key that signed it; empty where none did."""
+        return self.batch.key_id if self.batch else ""
+
+    @property
+    def signature(self) -> bytes:
+        """Over the root to which `path` leads; empty where no key signs."""
+        return self.batch.signature if self.batch else b""
+
+    @property
+    def path(self) -> tuple[Step, ...]:
+        """From the receipt to the root that is signed."""
+        return self.batch.path(self.hash) if self.batch else ()
+
+
+class ChainHead(NamedTuple):
+    """The last receipt of a project. project_id: its 16 bytes."""
+
+    project_id: bytes
+    sequence: int
+    hash: bytes
+    settled_at: datetime
+
+
+@dataclass(slots=True)
+class Chains:
+    """The chains that a batch continues, by project, and the receipts that it adds. now: of the transaction."""
+
+    now: datetime
+    heads: dict[bytes, ChainHead] = field(default_factory=dict)
+    changed: set[bytes] = field(default_factory=set)
+    added: list[IssuedReceipt] = field(default_factory=list)
+
+    @classmethod
+    def of_rows(cls, now: datetime, rows: Iterable[tuple[bytes, int, bytes, datetime]]) -> Chains:
+        """From the locked rows."""
+        return cls(now, {row[0]: ChainHead(*row) for row in rows})
+
+    def settled_at(self, project_id: bytes) -> datetime:
+        """The time of the project's next receipt: never before the last one's, so that a month is one piece of the chain."""
+        return max(self.now, self.heads[project_id].settled_at)
+
+    def append(
+        self,
+        ids: bytes,
+        counts: tuple[int, int, int, int, int],
+        price: tuple[int, int],
+        admitted_at: datetime,
+        ends: tuple[str, str, str],
+    ) -> IssuedReceipt:
+        """The next receipt of a project.
+
+        ids: as for `encode`. counts: part, input, cached input, billed and embedding tokens. price: version, and cost in picos.
+        ends: currency code, model, outcome.
+        """
+        project_id = ids[16:32]
+        head, settled_at = self.heads[project_id], self.settled_at(project_id)
+        sequence = head.sequence + 1
+        numbers = (*counts, *price, micros(admitted_at), micros(settled_at), sequence)
+        encoded = encode(ids, numbers, head.hash, texts(*ends))
+        receipt = IssuedReceipt(encoded, sequence, head.hash, hash_of(encoded))
+        self.heads[project_id] = ChainHead(project_id, sequence, receipt.hash, settled_at)
+        self.changed.add(project_id)
+        self.added.append(receipt)
+        return receipt
+
+    def sign(self, signer: BatchSigner | None) -> SignedBatch | None:
+        """Sign what was added, if there is a key."""
+        if signer is None or not self.added:
+            return None
+        batch = SignedBatch.sign(signer, [receipt.hash for receipt in self.added])
+        for receipt in self.added:
+            receipt.batch = batch
+        return batch

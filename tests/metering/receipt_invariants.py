@@ -1,0 +1,116 @@
+"""What must be true of the receipts at every commit, worked out from the rows and from nothing else.
+
+Independent of the product on purpose: the encoding of `docs/receipts.md` is written down here once more.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import psycopg
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+from psycopg.rows import dict_row
+
+from metering.store.db import psycopg_conninfo
+
+Row = dict[str, Any]
+
+EVENTS = """
+SELECT e.*, p.currency_code FROM usage_events e JOIN price_versions p ON p.id = e.price_version_id
+WHERE e.receipt_sequence IS NOT NULL ORDER BY e.project_id, e.receipt_sequence
+"""
+BATCHES = "SELECT b.*, k.public_key FROM receipt_batches b JOIN receipt_keys k ON k.id = b.key_id"
+COUNTS = ("part", "input_token_count", "cached_input_token_count", "billed_token_count")
+
+
+def check_receipts(database_url: str) -> None:
+    """Raises: AssertionError telling everything that is wrong with the receipts, signatures included."""
+    with psycopg.connect(psycopg_conninfo(database_url), row_factory=dict_row) as connection:
+        found = list(receipt_violations(connection))
+    assert not found, "\n".join(found)
+
+
+def receipt_violations(connection: psycopg.Connection[Row]) -> Iterator[str]:
+    """Whatever is wrong with the receipts."""
+    events = connection.execute(EVENTS).fetchall()
+    yield from wrong_chains(events, connection.execute("SELECT * FROM receipt_chains").fetchall())
+    yield from wrong_batches(events, connection.execute(BATCHES).fetchall())
+
+
+def wrong_chains(events: list[Row], heads: list[Row]) -> Iterator[str]:
+    """Every project has the receipts 1, 2, 3 … and each names the one before."""
+    chains: dict[Any, list[Row]] = {head["project_id"]: [] for head in heads}
+    for event in events:
+        chains.setdefault(event["project_id"], []).append(event)
+    for head in heads:
+        chain = chains.pop(head["project_id"])
+        sequences = [event["receipt_sequence"] for event in chain]
+        if sequences != list(range(1, head["last_sequence"] + 1)):
+            yield f"the receipts of project {head['project_id']} are {sequences}, its head is {head['last_sequence']}"
+        before = bytes(32)
+        for event in chain:
+            name = f"receipt {event['receipt_sequence']} of project {event['project_id']}"
+            if event["previous_receipt_hash"] != before:
+                yield f"{name} does not name the one before"
+            if event["receipt_hash"] != hashlib.sha256(encoded(event)).digest():
+                yield f"{name} has not the hash of what it says"
+            before = event["receipt_hash"]
+        if before != head["last_hash"]:
+            yield f"the head of project {head['project_id']} is not its last receipt"
+        times = [event["settled_at"] for event in chain]
+        if times != sorted(times) or (times and times[-1] > head["last_settled_at"]):
+            yield f"the receipts of project {head['project_id']} go back in time"
+    if chains:
+        yield f"projects without a chain have receipts: {list(chains)}"
+
+
+def wrong_batches(events: list[Row], batches: list[Row]) -> Iterator[str]:
+    """A signature is over the receipts of its batch, all of them and no others."""
+    of_batch: dict[int, set[bytes]] = {}
+    for event in events:
+        if event["receipt_batch_id"] is not None:
+            of_batch.setdefault(event["receipt_batch_id"], set()).add(event["receipt_hash"])
+    for batch in batches:
+        hashes = [batch["hashes"][at : at + 32] for at in range(0, len(batch["hashes"]), 32)]
+        if of_batch.pop(batch["id"], set()) != set(hashes):
+            yield f"receipt batch {batch['id']} has other hashes than its receipts"
+        try:
+            Ed25519PublicKey.from_public_bytes(batch["public_key"]).verify(
+                batch["signature"], b"weir.receipt.batch.v1\n" + root(hashes)
+            )
+        except InvalidSignature:
+            yield f"receipt batch {batch['id']} is not signed by its key"
+        if hashlib.sha256(batch["public_key"]).hexdigest()[:16] != batch["key_id"]:
+            yield f"key {batch['key_id']} has another name than its public key gives"
+    if of_batch:
+        yield f"receipts name batches that are not there: {list(of_batch)}"
+
+
+def encoded(event: Row) -> bytes:
+    """The bytes of a receipt."""
+    ids = b"".join(event[f"{name}_id"].bytes for name in ("organization", "project", "api_key", "request"))
+    numbers = [event[name] for name in COUNTS] + [event.get("embedding_token_count", 0), event["price_version_id"]]
+    numbers += [event["cost_picos"], micros(event["admitted_at"]), micros(event["settled_at"]), event["receipt_sequence"]]
+    result = b"weir.receipt.v1\n" + ids + b"".join(number.to_bytes(8, "big") for number in numbers)
+    result += bytes(event["previous_receipt_hash"])
+    for name in ("currency_code", "model", "outcome"):
+        text = event[name].encode()
+        result += len(text).to_bytes(8, "big") + text
+    return result
+
+
+def micros(at: datetime) -> int:
+    """Microseconds since 1970."""
+    return (at - datetime(1970, 1, 1, tzinfo=UTC)) // timedelta(microseconds=1)
+
+
+def root(hashes: list[bytes]) -> bytes:
+    """By the recursive rule of RFC 6962: the left subtree is the largest full one that leaves something to the right."""
+    if len(hashes) == 1:
+        return hashes[0]
+    left = 1 << ((len(hashes) - 1).bit_length() - 1)
+    return hashlib.sha256(b"\1" + root(hashes[:left]) + root(hashes[left:])).digest()

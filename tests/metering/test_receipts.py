@@ -1,0 +1,346 @@
+"""Receipts as settlements make them: one unbroken chain per project, whoever settles, however it ends, whatever is killed."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import signal
+import sys
+import uuid
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import psycopg
+import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from metering.errors import QuotaExceeded
+from metering.holds.holds import HoldStore
+from metering.holds.journal import Delivered, UsageJournal
+from metering.holds.recovery import recover_journals
+from metering.holds.sweeping import sweep_expired_holds
+from metering.models import QuotaDimension
+from metering.operations import Expire, Extend, Outcome, Settled, Void
+from metering.receipts.chaining import IssuedReceipt
+from metering.receipts.encoding import NO_HASH, micros
+from metering.receipts.merkle import root_by_path
+from metering.receipts.signing import Signer, ensure_key, is_signed
+from tests.metering.hold_world import NOON, HoldWorld, admit, hold_world, of_type, settle
+from tests.metering.invariants import check_invariants
+from tests.metering.receipt_invariants import check_receipts
+from tests.service import until
+
+PROCESSES, SETTLED_LEAST = 3, 60  # that settle for one project until they are killed
+
+
+@pytest.fixture
+def world(database_url: str) -> Iterator[HoldWorld]:
+    with hold_world(database_url) as world:
+        yield world
+
+
+def new_signer() -> Signer:
+    return Signer(Ed25519PrivateKey.generate())
+
+
+def holds(receipt: IssuedReceipt, signer: Signer) -> bool:
+    """Whether it verifies."""
+    return is_signed(signer.public_key, root_by_path(receipt.hash, receipt.path), receipt.signature)
+
+
+async def settled(world: HoldWorld, *operations: object, signer: Signer | None = None) -> list[Settled]:
+    """Run operations of which all must settle something."""
+    answers = await world.run(*operations, signer=signer)  # type: ignore[arg-type]
+    found = of_type(Settled, answers)
+    assert len(found) == len(operations), answers
+    return found
+
+
+async def test_a_settlement_answers_with_its_receipt(world: HoldWorld) -> None:
+    payer, signer = world.tenant(), new_signer()
+    op = admit(payer)
+    await world.run(op)
+    world.advance(1.5)
+
+    [done] = await settled(world, settle(op.hold_id, 5, cached_tokens=4), signer=signer)
+
+    [receipt] = done.receipts
+    content = receipt.content
+    assert (content.organization_id, content.project_id, content.api_key_id) == (
+        payer.organization_id,
+        payer.project_id,
+        payer.api_key_id,
+    )
+    assert (content.request_id, content.part, content.model, content.outcome) == (op.request_id, 0, "demo", "stop")
+    assert (content.input_token_count, content.cached_input_token_count, content.billed_token_count) == (10, 4, 5)
+    assert (content.price_version, content.currency_code, content.cost_picos) == (world.price_version, "USD", done.cost_picos)
+    assert (content.admitted_at_us, content.settled_at_us) == (micros(NOON), micros(NOON) + 1_500_000)
+    assert (content.sequence, content.previous_hash) == (1, NO_HASH)
+    assert holds(receipt, signer)
+    assert not holds(receipt, new_signer())
+    check_invariants(world.url)
+    check_receipts(world.url)
+
+
+async def test_receipts_of_one_batch_share_a_signature_and_each_verifies(world: HoldWorld) -> None:
+    """Of several projects, each with its own chain."""
+    signer = new_signer()
+    requests = [admit(payer) for payer in (world.tenant("one"), world.tenant("two"), world.tenant("three")) for _ in range(5)]
+    await world.run(*requests)
+
+    done = await settled(world, *(settle(op.hold_id, 3) for op in requests), signer=signer)
+
+    receipts = [receipt for each in done for receipt in each.receipts]
+    assert {receipt.signature for receipt in receipts} == {receipts[0].signature}
+    assert all(holds(receipt, signer) for receipt in receipts)
+    assert sorted(receipt.sequence for receipt in receipts) == sorted([1, 2, 3, 4, 5] * 3)
+    assert world.one("SELECT count(*) FROM receipt_batches") == 1
+    check_invariants(world.url, all_ended=True)
+    check_receipts(world.url)
+
+
+async def test_settling_again_answers_with_the_same_receipt(world: HoldWorld) -> None:
+    """As after an answer that was lost on its way."""
+    signer = new_signer()
+    first, other = admit(world.tenant()), admit(world.tenant("other"))
+    await world.run(first, other)
+    [before, _] = await settled(world, settle(first.hold_id, 5), settle(other.hold_id, 5), signer=signer)
+
+    [again] = await settled(world, settle(first.hold_id, 5), signer=new_signer())
+
+    [receipt], [same] = before.receipts, again.receipts
+    assert same.encoded == receipt.encoded
+    assert (same.hash, same.signature, same.path) == (receipt.hash, receipt.signature, receipt.path)
+    assert len(same.path) == 1
+    assert holds(same, signer)
+
+
+async def test_what_bills_nothing_has_no_receipt(world: HoldWorld) -> None:
+    payer = world.tenant()
+    world.quota(payer, QuotaDimension.CONCURRENT_REQUESTS, 2)
+    voided, expired = admit(payer), admit(payer)
+    answers = await world.run(voided, expired, admit(payer), signer=new_signer())
+    assert len(of_type(QuotaExceeded, answers)) == 1
+    await world.run(Void(voided.hold_id), signer=new_signer())
+    world.advance(120)
+
+    await world.run(Expire(expired.hold_id), signer=new_signer())
+
+    assert world.one("SELECT max(last_sequence) FROM receipt_chains") == 0
+    assert world.one("SELECT count(*) FROM receipt_batches") == 0
+
+
+@pytest.mark.parametrize("outcome", Outcome)
+async def test_every_way_to_end_has_its_receipt(world: HoldWorld, outcome: Outcome) -> None:
+    op = admit(world.tenant())
+    await world.run(op)
+
+    [done] = await settled(world, settle(op.hold_id, 0, input_tokens=0, outcome=outcome))
+
+    [receipt] = done.receipts
+    assert (receipt.content.outcome, receipt.content.cost_picos, receipt.signature) == (outcome, 0, b"")
+    check_invariants(world.url, all_ended=True)
+    check_receipts(world.url)
+
+
+async def test_what_was_found_after_expiry_has_a_receipt_of_its_own(world: HoldWorld) -> None:
+    signer = new_signer()
+    op = admit(world.tenant())
+    await world.run(op)
+    await world.run(Extend(op.hold_id, 3, 0, 10))
+    world.advance(120)
+    assert await sweep_expired_holds(world.url, signer=signer) == 1
+
+    [late] = await settled(world, settle(op.hold_id, 8), signer=signer)
+    [again] = await settled(world, settle(op.hold_id, 8), signer=signer)
+
+    assert [(r.content.part, r.content.billed_token_count, r.sequence) for r in late.receipts] == [(0, 3, 1), (1, 5, 2)]
+    assert [receipt.hash for receipt in again.receipts] == [receipt.hash for receipt in late.receipts]
+    assert all(holds(receipt, signer) for receipt in late.receipts)
+    check_invariants(world.url, all_ended=True)
+    check_receipts(world.url)
+
+
+async def test_recovery_continues_the_chain(world: HoldWorld, tmp_path: Path) -> None:
+    payer, signer, owner_id = world.tenant(), new_signer(), uuid.uuid4()
+    requests = [admit(payer) for _ in range(3)]
+    await world.run(*requests, owner_id=owner_id)
+    await settled(world, settle(requests[0].hold_id, 1))
+    journal = UsageJournal(tmp_path, owner_id)
+    journal.record([Delivered(op.hold_id, 10, 0, 4, 4) for op in requests[1:]])
+    journal.close()
+
+    await recover_journals(tmp_path, world.url, signer=signer)
+
+    assert world.rows("SELECT receipt_sequence, receipt_batch_id IS NOT NULL FROM usage_events ORDER BY 1") == [
+        (1, False),
+        (2, True),
+        (3, True),
+    ]
+    check_invariants(world.url, all_ended=True)
+    check_receipts(world.url)
+
+
+async def test_a_chain_does_not_go_back_in_time(world: HoldWorld) -> None:
+    """So that the receipts of a month are one piece of the chain, whatever transaction began first."""
+    payer = world.tenant()
+    first, second = admit(payer), admit(payer)
+    await world.run(first, second)
+    world.set_time(NOON + timedelta(seconds=10))
+    await settled(world, settle(first.hold_id, 1))
+    world.set_time(NOON + timedelta(seconds=9))
+
+    [done] = await settled(world, settle(second.hold_id, 1))
+
+    assert done.receipts[0].content.settled_at_us == micros(NOON) + 10_000_000
+    assert world.rows("SELECT DISTINCT settled_at FROM usage_events") == [(NOON + timedelta(seconds=10),)]
+
+
+async def test_an_operation_that_breaks_its_batch_leaves_no_gap(world: HoldWorld) -> None:
+    payer = world.tenant()
+    good, bad = admit(payer), admit(payer)
+    await world.run(good, bad)
+    broken = settle(bad.hold_id, 3)
+    object.__setattr__(broken, "timings", {"total_ms": "\0"})  # which the database refuses
+
+    answers = await world.run(settle(good.hold_id, 3), broken)
+
+    assert isinstance(answers[0], Settled)
+    assert world.one("SELECT last_sequence FROM receipt_chains WHERE last_sequence > 0") == 1
+    check_invariants(world.url)
+    check_receipts(world.url)
+
+
+async def test_many_processes_write_one_chain(world: HoldWorld) -> None:
+    """Four of them, one without a key; each batch has requests of the shared project and of others."""
+    payers = [world.tenant("shared"), world.tenant("other"), world.tenant("third")]
+    signers = [new_signer(), new_signer(), new_signer(), None]
+    stores = [HoldStore(world.url, uuid.uuid4(), signer=each) for each in signers]
+    answers: list[Settled] = []
+
+    async def client(store: HoldStore, number: int) -> None:
+        for turn in range(6):
+            op = admit(payers[(number + turn) % 4 % 3])
+            await store.admit(op)
+            answers.append(await store.settle(settle(op.hold_id, turn + 1)))
+
+    async with asyncio.TaskGroup() as tasks:
+        running = [tasks.create_task(store.run()) for store in stores]
+        async with asyncio.TaskGroup() as clients:
+            for number in range(40):
+                clients.create_task(client(stores[number % 4], number))
+        for task in running:
+            task.cancel()
+
+    receipts = [answer.receipts[0] for answer in answers]
+    assert len({(receipt.content.project_id, receipt.sequence) for receipt in receipts}) == len(receipts) == 240
+    by_key = {signer.key_id: signer for signer in signers if signer is not None}
+    assert all(holds(receipt, by_key[receipt.key_id]) for receipt in receipts if receipt.key_id)
+    assert {receipt.key_id for receipt in receipts} == {*by_key, ""}
+    assert world.one("SELECT count(*) FROM receipt_keys") == 3
+    check_invariants(world.url, all_ended=True)
+    check_receipts(world.url)
+
+
+SETTLING = """
+import asyncio, sys, uuid
+from metering.holds.holds import HoldStore
+from metering.operations import Payer
+from metering.receipts.signing import read_key
+from pathlib import Path
+from tests.metering.hold_world import admit, settle
+
+async def main():
+    payer = Payer(*map(uuid.UUID, sys.argv[3:6]), "USD")
+    store = HoldStore(sys.argv[1], uuid.uuid4(), signer=read_key(Path(sys.argv[2])))
+    async def client():
+        while True:
+            op = admit(payer)
+            await store.admit(op)
+            await store.settle(settle(op.hold_id, 3))
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(store.run())
+        for _ in range(8):
+            tasks.create_task(client())
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.faults
+async def test_kill_9_leaves_neither_gap_nor_fork(world: HoldWorld, tmp_path: Path) -> None:
+    payer, key = world.tenant(), tmp_path / "key.pem"
+    ensure_key(key)
+    ids = [str(each) for each in (payer.organization_id, payer.project_id, payer.api_key_id)]
+    children = [
+        await asyncio.create_subprocess_exec(sys.executable, "-c", SETTLING, world.url, str(key), *ids) for _ in range(PROCESSES)
+    ]
+
+    for killed, child in enumerate(children, 1):
+        await until(lambda: sequence(world) >= SETTLED_LEAST * killed, "settlements")  # noqa: B023
+        child.send_signal(signal.SIGKILL)
+        assert await child.wait() == -signal.SIGKILL
+    await until(lambda: backends(world) == 0, "the server to notice")
+
+    assert world.one("SELECT count(*) FROM usage_events") == sequence(world)
+    check_invariants(world.url)
+    check_receipts(world.url)
+
+
+def sequence(world: HoldWorld) -> int:
+    """Where the one chain has come to."""
+    return int(world.one("SELECT last_sequence FROM receipt_chains"))
+
+
+def backends(world: HoldWorld) -> int:
+    """Connections of others to this database."""
+    query = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid()"
+    return int(world.one(f"{query} AND backend_type = 'client backend'"))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "UPDATE receipt_chains SET last_sequence = 0",
+        "UPDATE receipt_chains SET last_hash = decode(repeat('01', 32), 'hex')",
+        "UPDATE receipt_chains SET last_sequence = 2",
+        "UPDATE receipt_chains SET last_settled_at = last_settled_at - interval '1 second'",
+        "DELETE FROM receipt_chains",
+        "TRUNCATE receipt_chains",
+        "UPDATE receipt_batches SET signature = decode(repeat('01', 64), 'hex')",
+        "DELETE FROM receipt_batches",
+        "UPDATE receipt_keys SET public_key = decode(repeat('01', 32), 'hex')",
+        "UPDATE usage_events SET receipt_sequence = 2",
+    ],
+)
+async def test_the_database_refuses_to_rewrite_receipts(world: HoldWorld, change: str) -> None:
+    op = admit(world.tenant())
+    await world.run(op)
+    await settled(world, settle(op.hold_id, 5), signer=new_signer())
+
+    with pytest.raises(psycopg.errors.RestrictViolation):
+        world.execute(change)
+
+
+@pytest.mark.parametrize(
+    ("fault", "told"),
+    [
+        ("UPDATE usage_events SET cost_picos = cost_picos + 1", "has not the hash of what it says"),
+        ("UPDATE usage_events SET receipt_sequence = 2", "are [2], its head is 1"),
+        ("UPDATE usage_events SET previous_receipt_hash = receipt_hash", "does not name the one before"),
+        ("UPDATE receipt_batches SET signature = decode(repeat('01', 64), 'hex')", "is not signed by its key"),
+        ("UPDATE receipt_keys SET public_key = decode(repeat('01', 32), 'hex')", "is not signed by its key"),
+    ],
+)
+async def test_the_checker_of_receipts_sees_planted_faults(world: HoldWorld, fault: str, told: str) -> None:
+    op = admit(world.tenant())
+    await world.run(op)
+    await settled(world, settle(op.hold_id, 5), signer=new_signer())
+    check_receipts(world.url)
+
+    world.execute("SET session_replication_role = replica")  # no triggers
+    world.execute(fault)
+
+    with pytest.raises(AssertionError, match=re.escape(told)):
+        check_receipts(world.url)
