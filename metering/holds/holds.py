@@ -92,6 +92,7 @@ class HoldStore:
         self._connection = HoldConnection(database_url, owner_id, expiry_s=expiry_s, gate=self.gate, signer=signer)
         self._leases = LeaseClock(expiry_s)
         self._standing = StandingHolds(*grace, self._leases) if grace else None
+        self._tending = asyncio.Lock()  # held while holds are being set aside: none may come after all were given back
         self._spared: set[uuid.UUID] = set()
         self._owed: dict[uuid.UUID, Settle | Void] = {}
         self._began_at = self._leases.now()
@@ -189,9 +190,9 @@ class HoldStore:
         """Give back what is set aside and set nothing aside any more, as far as the database answers in time."""
         if self._standing is None:
             return
-        released = self._standing.release_all()
         with contextlib.suppress(TimeoutError, StoreAway):
-            async with asyncio.timeout(self._answer_wait_s):
+            async with asyncio.timeout(self._answer_wait_s), self._tending:
+                released = self._standing.release_all()
                 await asyncio.gather(*(self._commits.submit(Void(hold_id)) for hold_id in released))
 
     def statistics(self) -> HoldStatistics:
@@ -259,13 +260,14 @@ class HoldStore:
             await asyncio.sleep(TEND_INTERVAL_S)
             if self.gate.away_s is not None:
                 continue
-            for hold_id in standing.surplus():
-                self._commits.post(Void(hold_id))
-            due = standing.due()
-            answers = await asyncio.gather(*map(self._commits.submit, due), return_exceptions=True)
-            for op, answer in zip(due, answers, strict=True):
-                if isinstance(answer, Admitted):
-                    standing.taken(op, answer)
+            async with self._tending:
+                for hold_id in standing.surplus():
+                    self._commits.post(Void(hold_id))
+                due = standing.due()
+                answers = await asyncio.gather(*map(self._commits.submit, due), return_exceptions=True)
+                for op, answer in zip(due, answers, strict=True):
+                    if isinstance(answer, Admitted):
+                        standing.taken(op, answer)
 
     async def _execute(self, operations: Sequence[HoldOperation | Probe]) -> Sequence[HoldAnswer | Exception]:
         # The set of live holds is taken here, between batches, when no admission can be half known.

@@ -39,24 +39,31 @@ def window(unit: str, at: str) -> str:
     return f"CASE WHEN {unit} IS NULL THEN 'epoch' ELSE date_trunc({unit}, {at}, 'UTC') END"
 
 
-# Each hold beside each quota that counts it, with what its end counts. An expired hold counts its whole lease, until its owner has
-# told by a further usage event what it delivered.
-CHARGES = f"""
-SELECT h.*, r.quota_id, r.charge, r.unit, h.input_token_count AS sent, h.cached_input_token_count AS cached,
-       h.posted_token_count AS posted, r.quota_id = ANY(h.quota_ids) AS is_charged,
-       CASE r.charge WHEN 'money' THEN p.input_picos_per_token ELSE r.input_weight END AS w_input,
-       CASE r.charge WHEN 'money' THEN p.cached_input_picos_per_token ELSE r.cached_weight END AS w_cached,
-       CASE r.charge WHEN 'money' THEN p.output_picos_per_token ELSE r.output_weight END AS w_output,
-       CASE r.charge WHEN 'money' THEN 1 ELSE 1000 END AS divisor,
-       h.state = 'expired' AND h.parts > CASE WHEN h.delivered_token_count > 0 THEN 1 ELSE 0 END AS told_late
-FROM ({HOLDS_WITH_EVENTS}
-      WHERE h.state = 'held'
-         OR h.charged_at >= (SELECT least(min(window_start), now() - interval '{MONTHS_KEPT}')
-                             FROM quota_counters WHERE window_start > 'epoch')) h
-CROSS JOIN unnest(ARRAY[h.organization_id, h.project_id, h.api_key_id]) AS s (subject_id)
-JOIN rules r ON r.subject_id = s.subject_id AND (r.quota_id = ANY(h.quota_ids) OR (r.counts_past AND r.model IN ('', h.model)))
-JOIN price_versions p ON p.id = h.price_version_id
-"""
+def charges(moved: str, charged: str) -> str:
+    """SQL of each hold beside each quota that counts it, with what its end counts: of some holds, and of some ways to charge.
+
+    An expired hold counts its whole lease, until its owner has told by a further usage event what it delivered. OFFSET 0 keeps the
+    planner from looking up the usage events of each pair: it does not see how many quotas a hold has.
+    """
+    return f"""
+    SELECT h.*, r.quota_id, r.charge, r.unit, h.input_token_count AS sent, h.cached_input_token_count AS cached,
+           h.posted_token_count AS posted, r.quota_id = ANY(h.quota_ids) AS is_charged,
+           CASE r.charge WHEN 'money' THEN p.input_picos_per_token ELSE r.input_weight END AS w_input,
+           CASE r.charge WHEN 'money' THEN p.cached_input_picos_per_token ELSE r.cached_weight END AS w_cached,
+           CASE r.charge WHEN 'money' THEN p.output_picos_per_token ELSE r.output_weight END AS w_output,
+           CASE r.charge WHEN 'money' THEN 1 ELSE 1000 END AS divisor,
+           h.state = 'expired' AND h.parts > CASE WHEN h.delivered_token_count > 0 THEN 1 ELSE 0 END AS told_late
+    FROM ({HOLDS_WITH_EVENTS} WHERE ({LOOKED_AT}) AND {moved} OFFSET 0) h
+    CROSS JOIN unnest(ARRAY[h.organization_id, h.project_id, h.api_key_id]) AS s (subject_id)
+    JOIN rules r ON r.subject_id = s.subject_id AND (r.quota_id = ANY(h.quota_ids) OR (r.counts_past AND r.model IN ('', h.model)))
+        AND {charged}
+    JOIN price_versions p ON p.id = h.price_version_id
+    """
+
+
+# Holds that may count in a window of which the counter is still kept.
+LOOKED_AT = f"""h.state = 'held' OR h.charged_at >= (
+    SELECT least(min(window_start), now() - interval '{MONTHS_KEPT}') FROM quota_counters WHERE window_start > 'epoch')"""
 TOTAL = f"""CASE WHEN state = 'settled' OR told_late THEN {weighed("event_input", "least(cached, event_input)", "event_delivered")}
     WHEN state = 'expired' THEN {weighed("sent", "least(cached, sent)", "leased_token_count")} ELSE 0 END"""
 POSTED = f"CASE WHEN posted > 0 THEN {weighed('sent', 'cached', '(posted - sent)')} ELSE 0 END"
@@ -71,7 +78,7 @@ PLAIN = f"""
 SELECT quota_id, {window("unit", "CASE WHEN charge = 'requests' THEN admitted_at ELSE charged_at END")} AS window_start,
        CASE charge WHEN 'requests' THEN (state <> 'voided')::int WHEN 'running' THEN 0 ELSE greatest({TOTAL}, {POSTED}) END AS used,
        {HELD} AS held, {DOUBTFUL} AS doubtful
-FROM ({CHARGES} WHERE cardinality(h.posted_minutes) = 0 OR r.charge IN ('requests', 'running')) AS charges
+FROM ({charges("true", "(cardinality(h.posted_minutes) = 0 OR r.charge IN ('requests', 'running'))")}) AS charges
 """
 # The others have left in each minute that they were extended in what they had delivered by then.
 MOVED = f"""
@@ -83,7 +90,7 @@ FROM (
            {HELD} AS held, {DOUBTFUL} AS doubtful, CASE WHEN number = 0 THEN greatest({TOTAL}, {POSTED})
            WHEN posted_minutes[number + 1] > 0 THEN {weighed("sent", "cached", "(posted_minutes[number + 1] - sent)")}
            ELSE 0 END AS so_far
-    FROM ({CHARGES} WHERE cardinality(h.posted_minutes) > 0 AND r.charge IN ('tokens', 'money')) AS charges,
+    FROM ({charges("cardinality(h.posted_minutes) > 0", "r.charge IN ('tokens', 'money')")}) AS charges,
          LATERAL (SELECT generate_series(1, cardinality(posted_minutes), 2) UNION ALL SELECT 0) AS mark (number)
 ) AS marks
 WINDOW story AS (PARTITION BY id, quota_id ORDER BY number = 0, number)

@@ -15,10 +15,12 @@ import pytest
 from metering.errors import QuotaExceeded, RequestIdReused, RequestInFlight, StoreAway
 from metering.holds.bindings import Bind, BindingLog, read_bindings
 from metering.holds.hold_connection import HoldConnection
+from metering.holds.hold_rows import QUOTA_LOCK
 from metering.holds.holds import HoldStore
 from metering.holds.standing_holds import GraceTerms
 from metering.models import QuotaDimension
 from metering.operations import Admit, Ended, Expire, HoldAnswer, Payer, Settled
+from metering.store.db import psycopg_conninfo
 from tests.metering.cutting_proxy import CuttingProxy
 from tests.metering.hold_world import HoldWorld, admit, hold_world, settle
 from tests.metering.invariants import check_invariants
@@ -206,6 +208,25 @@ async def test_what_was_set_aside_ends_with_its_expiry(world: HoldWorld, tmp_pat
 
         with pytest.raises(StoreAway):
             await store.admit(admit(payer))
+
+
+async def test_what_is_just_being_set_aside_when_all_is_given_back_goes_too(world: HoldWorld, tmp_path: Path) -> None:
+    payer = world.tenant()
+    with psycopg.connect(psycopg_conninfo(world.url), autocommit=True) as other:
+        async with store_with_grace(world.url, tmp_path) as store:
+            op = admit(payer)
+            await store.admit(op)
+            await store.settle(settle(op.hold_id, 1))
+            other.execute(f"SELECT pg_advisory_lock({QUOTA_LOCK})".encode())
+            await until(lambda: world.one("SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND NOT granted") > 0)
+
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(store.release_standing())
+                await asyncio.sleep(0)
+                other.execute(f"SELECT pg_advisory_unlock({QUOTA_LOCK})".encode())
+            await store.void(uuid.uuid4())  # behind whatever was on its way
+
+            assert world.hold_count() == 0
 
 
 async def test_a_request_that_needs_what_is_set_aside_gets_it(world: HoldWorld, tmp_path: Path) -> None:
