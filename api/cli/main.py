@@ -52,6 +52,7 @@ COMMANDS = {
     "audit": Entry("api.cli.audit:audit", "Read who changed what.", MANAGE),
     "price": Entry("api.cli.prices:price", "Set and list prices.", PAY),
     "report": Entry("api.cli.report:report", "Report usage and money by month.", PAY),
+    "reconcile": Entry("api.cli.reconcile:reconcile", "Compare a month from its usage to the biller's invoice.", PAY),
     "fsck": Entry("api.cli.fsck:fsck", "Prove that the books are right.", PAY),
     "stripe": Entry("api.cli.stripe:stripe", "Bill with Stripe: sync, compare, correct.", PAY),
 }

@@ -1,17 +1,18 @@
-"""Our tokens against Stripe's, per customer and meter, for one month: what was used less what is counted there.
+"""Our tokens against the biller's, per customer, price version and kind, for one month: used, posted, exported, counted.
 
-Hours that are not over yet are left out on both sides. Stripe counts some seconds after it has answered.
+Hours that are not over yet are left out on both sides of the export. Stripe counts some seconds after it has answered.
 """
 
 from __future__ import annotations
 
 import asyncio
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from typing import Any
 
-from sqlalchemy import Row, text
+from sqlalchemy import text
+from sqlalchemy.ext.asyncio import AsyncSession
 
 from metering.billing.pricing import TOKENS_BY_KIND
 from metering.billing.reports import month_bounds
@@ -23,30 +24,114 @@ CALLS_AT_ONCE = 8
 
 OURS = text(f"""
 WITH used AS (
-    SELECT organization_id, price_version_id, kind.token_kind, sum(kind.token_count) AS token_count
+    SELECT price_version_id, kind.token_kind, sum(kind.token_count) AS used,
+           sum(kind.token_count) FILTER (WHERE settled_at < :until) AS due,
+           min(settled_at) FILTER (WHERE rated_at IS NULL) AS unrated_since
     FROM usage_events, {TOKENS_BY_KIND}
     WHERE organization_id = :organization_id AND settled_at >= :begins AND settled_at < :ends
-    GROUP BY 1, 2, 3 HAVING sum(kind.token_count) > 0
+    GROUP BY 1, 2 HAVING sum(kind.token_count) > 0
+), posted AS (
+    SELECT e.price_version_id, e.token_kind, sum(e.token_count) AS posted
+    FROM ledger_transactions t JOIN ledger_entries e ON e.transaction_id = t.id
+    WHERE t.organization_id = :organization_id AND t.kind = 'usage' AND e.token_kind IS NOT NULL
+      AND t.effective_at >= :begins AND t.effective_at < :ends
+    GROUP BY 1, 2 HAVING sum(e.token_count) > 0
 ), batches AS (
-    SELECT organization_id, price_version_id, token_kind,
-           coalesce(sum(token_count) FILTER (WHERE state = 'delivered'), 0) AS delivered,
-           coalesce(sum(token_count) FILTER (WHERE state IN ('pending', 'sent', 'parked', 'cancelling')), 0) AS waiting,
-           coalesce(sum(token_count) FILTER (WHERE state = 'rejected'), 0) AS rejected
-    FROM meter_batches WHERE organization_id = :organization_id AND hour >= :begins AND hour < :ends GROUP BY 1, 2, 3
+    SELECT price_version_id, token_kind,
+           sum(token_count) FILTER (WHERE state <> 'cancelled') AS batched,
+           sum(token_count) FILTER (WHERE state = 'delivered') AS delivered,
+           sum(token_count) FILTER (WHERE state IN ('pending', 'sent', 'parked', 'cancelling')) AS waiting,
+           sum(token_count) FILTER (WHERE state = 'rejected') AS rejected
+    FROM meter_batches WHERE organization_id = :organization_id AND hour >= :begins AND hour < :until GROUP BY 1, 2
 )
-SELECT o.id AS organization_id, o.name, p.model, price_version_id, token_kind, coalesce(used.token_count, 0)::bigint AS used,
-       coalesce(delivered, 0)::bigint AS delivered, coalesce(waiting, 0)::bigint AS waiting,
-       coalesce(rejected, 0)::bigint AS rejected, c.stripe_id AS customer, m.stripe_id AS meter
-FROM used FULL JOIN batches USING (organization_id, price_version_id, token_kind)
-JOIN organizations o ON o.id = organization_id
+SELECT o.id AS organization_id, o.name AS organization, p.model, p.tier, price_version_id AS price_version, token_kind,
+       coalesce(used, 0)::bigint AS used, coalesce(posted, 0)::bigint AS posted, coalesce(due, 0)::bigint AS due,
+       coalesce(batched, 0)::bigint AS batched, coalesce(delivered, 0)::bigint AS delivered,
+       coalesce(waiting, 0)::bigint AS waiting, coalesce(rejected, 0)::bigint AS rejected, unrated_since
+FROM used FULL JOIN posted USING (price_version_id, token_kind) FULL JOIN batches USING (price_version_id, token_kind)
+JOIN organizations o ON o.id = :organization_id
 JOIN price_versions p ON p.id = price_version_id
-LEFT JOIN stripe_objects c ON (c.account, c.kind, c.ref) = (:account, 'customer', o.id::text)
-LEFT JOIN stripe_objects m ON (m.account, m.kind, m.ref) = (:account, 'meter', price_version_id || ':' || token_kind)
-ORDER BY o.name, p.model, price_version_id, token_kind
+ORDER BY p.model, price_version_id, token_kind
+""")
+PLACES = text("""
+SELECT (SELECT stripe_id FROM stripe_objects WHERE (account, kind, ref) = (:account, 'customer', :customer)) AS customer,
+       (SELECT stripe_id FROM stripe_objects WHERE (account, kind, ref) = (:account, 'meter', :meter)) AS meter
 """)
 CLOSED_UNTIL = text("""
 SELECT coalesce((SELECT closed_until FROM export_progress), date_trunc('hour', now() - :close_delay, 'UTC'))
 """)
+
+
+@dataclass(frozen=True, slots=True)
+class StageSum:
+    """Tokens of one customer, price version and kind that were used in a month, as they stand at each stage.
+
+    due: of the used ones those of hours that should have been exported. waiting, rejected: in batches that the biller does not
+    count, or not surely. unrated_since: of the oldest usage event that is not posted.
+    """
+
+    organization_id: uuid.UUID
+    organization: str
+    model: str
+    tier: str
+    price_version: int
+    token_kind: str
+    used: int
+    posted: int
+    due: int
+    batched: int
+    delivered: int
+    waiting: int
+    rejected: int
+    unrated_since: datetime | None
+
+
+@dataclass(frozen=True, slots=True)
+class OurMonth:
+    """Every stage of a month here. until: hours before it are over, and to be exported."""
+
+    begins: datetime
+    ends: datetime
+    until: datetime
+    sums: tuple[StageSum, ...]
+
+
+async def our_month(session: AsyncSession, month: str, organization_ids: Sequence[uuid.UUID] = ()) -> OurMonth:
+    """Of these organizations, or of all. Raises: InvalidValue for a month that is none."""
+    begins, ends = month_bounds(month)
+    closed_until = await session.scalar(CLOSED_UNTIL, {"close_delay": CLOSE_DELAY})
+    assert isinstance(closed_until, datetime)
+    until = max(begins, min(ends, closed_until)).astimezone(UTC)
+    ids = organization_ids or list(await session.scalars(text("SELECT id FROM organizations ORDER BY name")))
+    sums: list[StageSum] = []
+    for organization_id in ids:
+        parameters = {"begins": begins, "ends": ends, "until": until, "organization_id": organization_id}
+        sums += (StageSum(**row._mapping) for row in await session.execute(OURS, parameters))
+    return OurMonth(begins, ends, until, tuple(sums))
+
+
+async def stripe_counts(sessions: Sessions, gateway: StripeGateway, ours: OurMonth) -> list[int]:
+    """What Stripe counts of each sum, in their order. Raises: StripeFailed."""
+    calls = asyncio.Semaphore(CALLS_AT_ONCE)
+
+    async def counted(each: StageSum) -> int:
+        async with calls:
+            async with sessions() as session:
+                names = {"customer": str(each.organization_id), "meter": f"{each.price_version}:{each.token_kind}"}
+                place = (await session.execute(PLACES, names | {"account": gateway.account})).one()
+            if place.customer is None or place.meter is None or ours.until - ours.begins < timedelta(minutes=1):
+                return 0
+            summaries = await gateway.list_all(
+                f"/v1/billing/meters/{place.meter}/event_summaries",
+                customer=place.customer,
+                start_time=int(ours.begins.timestamp()),
+                end_time=int(ours.until.timestamp()),
+            )
+        return sum(int(summary["aggregated_value"]) for summary in summaries)
+
+    async with asyncio.TaskGroup() as tasks:
+        asked = [tasks.create_task(counted(each)) for each in ours.sums]
+    return [task.result() for task in asked]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,44 +171,23 @@ class MeterReconciliation:
 
 async def reconcile(sessions: Sessions, gateway: StripeGateway, month: str) -> MeterReconciliation:
     """Raises: StripeFailed, InvalidValue for a month that is none."""
-    begins, month_ends = month_bounds(month)
     async with sessions() as session:
-        closed_until = await session.scalar(CLOSED_UNTIL, {"close_delay": CLOSE_DELAY})
-        assert isinstance(closed_until, datetime)
-        ends = max(begins, min(month_ends, closed_until))
-        parameters = {"begins": begins, "ends": ends, "account": gateway.account}
-        rows: list[Row[Any]] = []
-        for organization_id in await session.scalars(text("SELECT id FROM organizations ORDER BY name")):
-            rows += (await session.execute(OURS, parameters | {"organization_id": organization_id})).all()
-    calls = asyncio.Semaphore(CALLS_AT_ONCE)
-
-    async def counted(customer: str | None, meter: str | None) -> int:
-        if customer is None or meter is None or ends - begins < timedelta(minutes=1):
-            return 0
-        async with calls:
-            summaries = await gateway.list_all(
-                f"/v1/billing/meters/{meter}/event_summaries",
-                customer=customer,
-                start_time=int(begins.timestamp()),
-                end_time=int(ends.timestamp()),
-            )
-        return sum(int(each["aggregated_value"]) for each in summaries)
-
-    async with asyncio.TaskGroup() as tasks:
-        asked = [tasks.create_task(counted(row.customer, row.meter)) for row in rows]
+        ours = await our_month(session, month)
+    counts = await stripe_counts(sessions, gateway, ours)
     sums = (
         MeterSum(
-            organization_id=row.organization_id,
-            organization=row.name,
-            model=row.model,
-            price_version=row.price_version_id,
-            token_kind=row.token_kind,
-            used=row.used,
-            delivered=row.delivered,
-            waiting=row.waiting,
-            rejected=row.rejected,
-            stripe=task.result(),
+            organization_id=each.organization_id,
+            organization=each.organization,
+            model=each.model,
+            price_version=each.price_version,
+            token_kind=each.token_kind,
+            used=each.due,
+            delivered=each.delivered,
+            waiting=each.waiting,
+            rejected=each.rejected,
+            stripe=count,
         )
-        for row, task in zip(rows, asked, strict=True)
+        for each, count in zip(ours.sums, counts, strict=True)
+        if each.due or each.batched or count
     )
-    return MeterReconciliation(month, ends.astimezone(UTC), tuple(sums))
+    return MeterReconciliation(month, ours.until, tuple(sums))

@@ -1,0 +1,183 @@
+"""A month at every stage: each way in which two stages can differ is planted once and told, with its age and what to do."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+from sqlalchemy import text
+
+from metering.billing.prices import ModelPrice
+from metering.export.batches import form_batches
+from metering.export.deliveries import deliver_pending
+from metering.export.exporting import Stream
+from metering.export.file_exporter import FileExporter, counted
+from metering.export.month_reconciliation import MonthReconciliation, Stage, conclude, differences_here
+from metering.export.reconciliation import our_month
+from metering.models import TokenKind
+from metering.store.db import Sessions
+from tests.metering.books import Consumed, Customer, add_usage, new_customer
+from tests.metering.export_books import hours_ago, use_and_rate
+
+USED = Consumed(1_000, 400, 50, settled_at=hours_ago(3))  # 600 fresh, 400 cached, 50 out: 126 dollars of picos a million
+COST_PICOS = 600 * 150_000 + 400 * 15_000 + 50 * 600_000
+
+
+@pytest.fixture
+def month() -> str:
+    """The month of the usage."""
+    return f"{USED.settled_at:%Y-%m}"
+
+
+@pytest.fixture
+async def exported(sessions: Sessions, customer: Customer, price: ModelPrice, tmp_path: Path) -> Path:
+    """The exporter's file, with all that was used."""
+    await use_and_rate(sessions, customer, price, USED)
+    await form_batches(sessions)
+    file = tmp_path / "usage.jsonl"
+    await deliver_pending(sessions, FileExporter(file))
+    return file
+
+
+async def reconciled(sessions: Sessions, month: str, file: Path) -> MonthReconciliation:
+    """As the command does it."""
+    async with sessions() as session:
+        ours = await our_month(session, month)
+        here = await differences_here(session, ours)
+    totals = counted(file, ours.begins, ours.until)
+    counts = [totals[Stream(each.organization_id, each.price_version, TokenKind(each.token_kind))] for each in ours.sums]
+    return conclude(month, ours, here, counts, "file")
+
+
+async def execute(sessions: Sessions, *statements: str) -> None:
+    """Plant something, past all guards."""
+    async with sessions.begin() as session:
+        await session.execute(text("SET LOCAL session_replication_role = replica"))
+        for statement in statements:
+            await session.execute(text(statement))
+
+
+async def test_a_month_that_is_in_order_has_no_difference_at_any_stage(sessions: Sessions, month: str, exported: Path) -> None:
+    found = await reconciled(sessions, month, exported)
+
+    assert found.balanced
+    assert [(each.token_kind, each.used, each.posted, each.due, each.delivered) for each in found.ours.sums] == [
+        ("cached_input", 400, 400, 400, 400),
+        ("input", 600, 600, 600, 600),
+        ("output", 50, 50, 50, 50),
+    ]
+    assert found.counted == (400, 600, 50)
+
+
+async def test_usage_that_is_not_rated_is_told_with_its_age(
+    sessions: Sessions, month: str, exported: Path, customer: Customer, price: ModelPrice
+) -> None:
+    late = Consumed(output_token_count=7, settled_at=USED.settled_at + timedelta(minutes=1))
+    async with sessions.begin() as session:
+        await add_usage(session, customer, price, [late])
+
+    found = await reconciled(sessions, month, exported)
+
+    assert [(each.stage, each.token_kind, each.token_count) for each in found.differences] == [
+        (Stage.RATING, "output", 7),
+        (Stage.BATCHING, "output", 7),
+    ]
+    assert found.differences[0].since == late.settled_at
+
+
+PLANTED = [
+    ("UPDATE ledger_entries SET token_count = token_count - 5 WHERE token_kind = 'output'", Stage.RATING, 5, "weir fsck"),
+    ("UPDATE meter_batches SET state = 'cancelled' WHERE token_kind = 'output'", Stage.BATCHING, 50, "worker makes batches"),
+    ("UPDATE meter_batches SET token_count = token_count + 5 WHERE token_kind = 'output'", Stage.BATCHING, -5, "weir fsck"),
+    ("UPDATE meter_batches SET state = 'pending' WHERE token_kind = 'output'", Stage.DELIVERY, 50, "WEIR_EXPORT"),
+    ("UPDATE meter_batches SET state = 'parked' WHERE token_kind = 'output'", Stage.DELIVERY, 50, "weir stripe settle"),
+    ("UPDATE meter_batches SET state = 'rejected' WHERE token_kind = 'output'", Stage.DELIVERY, 50, "weir stripe resend"),
+]
+
+
+@pytest.mark.parametrize(("fault", "stage", "token_count", "remedy"), PLANTED)
+async def test_each_planted_difference_is_told_at_its_stage_with_what_to_do(
+    sessions: Sessions, month: str, exported: Path, fault: str, stage: Stage, token_count: int, remedy: str
+) -> None:
+    await execute(sessions, fault)
+
+    found = await reconciled(sessions, month, exported)
+
+    first = found.differences[0]
+    assert (first.stage, first.token_kind, first.token_count) == (stage, "output", token_count)
+    assert remedy in first.remedy
+    assert (first.since is not None) is (stage is Stage.DELIVERY)
+
+
+def drop_first_line(file: Path) -> None:
+    """As if it had never been written."""
+    file.write_bytes(b"".join(file.read_bytes().splitlines(keepends=True)[1:]))
+
+
+async def test_what_the_biller_counts_is_compared_with_what_was_delivered(sessions: Sessions, month: str, exported: Path) -> None:
+    drop_first_line(exported)
+
+    found = await reconciled(sessions, month, exported)
+
+    assert [each.stage for each in found.differences] == [Stage.COUNTING]
+    assert found.differences[0].token_count in (50, 400, 600)
+
+
+async def test_only_the_organization_that_was_asked_for_is_compared(sessions: Sessions, month: str, exported: Path) -> None:
+    async with sessions.begin() as session:
+        other = await new_customer(session, "other")
+        ours = await our_month(session, month, (other.organization_id,))
+
+    assert ours.sums == ()
+
+
+async def invoice(sessions: Sessions, customer: Customer, cents: int, finalized_at: datetime, name: str = "in_1") -> None:
+    """What Stripe told of an invoice of the month of the usage."""
+    begins = USED.settled_at.replace(day=1, hour=0, minute=0)
+    async with sessions.begin() as session:
+        await session.execute(
+            text("""
+            INSERT INTO stripe_invoices (id, organization_id, customer_id, currency_code, period_start, period_end,
+                                         amount_due_minor, amount_paid_minor, finalized_at, told_at)
+            VALUES (:id, :organization_id, 'cus_1', 'USD', :begins, :ends, :cents, 0, :finalized_at, now())
+            """),
+            {
+                "id": name,
+                "organization_id": customer.organization_id,
+                "begins": begins,
+                "ends": begins + timedelta(days=31),
+                "cents": cents,
+                "finalized_at": finalized_at,
+            },
+        )
+
+
+async def test_invoices_of_a_period_are_compared_together_and_may_be_off_by_the_rounding_of_their_lines(
+    sessions: Sessions, month: str, exported: Path, customer: Customer
+) -> None:
+    later = datetime.now(UTC) + timedelta(hours=1)
+    await execute(sessions, "UPDATE meter_batches SET token_count = token_count * 10000")  # 1.26 dollars in three lines
+    await invoice(sessions, customer, 100, later)
+    await invoice(sessions, customer, 27, later, "in_2")
+    within = [each for each in (await reconciled(sessions, month, exported)).differences if each.stage is Stage.INVOICE]
+    await execute(sessions, "UPDATE stripe_invoices SET amount_due_minor = 28 WHERE id = 'in_2'")
+
+    beyond = [each for each in (await reconciled(sessions, month, exported)).differences if each.stage is Stage.INVOICE]
+
+    assert within == []
+    assert [each.amount_picos for each in beyond] == [COST_PICOS * 10_000 - 128 * 10**10]
+    assert "1.26 USD of usage were counted in time, and 1.28 were invoiced (in_1, in_2" in beyond[0].detail
+
+
+async def test_usage_that_reached_the_biller_after_its_invoice_is_told_with_what_to_invoice(
+    sessions: Sessions, month: str, exported: Path, customer: Customer
+) -> None:
+    await invoice(sessions, customer, 0, datetime.now(UTC) - timedelta(hours=1))
+
+    found = await reconciled(sessions, month, exported)
+
+    [late] = found.differences
+    assert (late.stage, late.token_count, late.amount_picos) == (Stage.LATE, 1_050, COST_PICOS)
+    assert "0.000126 USD" in late.remedy
+    assert late.since is not None
