@@ -1,85 +1,204 @@
-"""`BillingService`: month reports."""
+"""`BillingService`: reports, months, invoices, corrections. Reading for `billing` and `admin` keys, changing for `admin` alone."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+import uuid
 
+from sqlalchemy.ext.asyncio import AsyncSession
 from weir.v1 import billing_service_pb2 as pb
 from weir.v1 import billing_service_pb2_grpc as pb_grpc
+from weir.v1 import months_pb2
 
-from api import wire
-from api.auth import Authenticator
+from api.admin_calls import AdminCalls
+from api.billing_wire import adjustment_message, invoice_message, month_message, picos_of, report_message
 from api.interceptor import Context
+from metering.billing import adjustments
+from metering.billing.closing import check_month, close_month
+from metering.billing.invoice_rows import find_invoice_row, invoice_of_month, read_invoice
+from metering.billing.month_list import list_months, month_entry
 from metering.billing.month_reading import month_report
-from metering.billing.reports import MonthReport, ReportLine
-from metering.errors import NotFound
-from metering.models import TokenKind
-from metering.store.db import Sessions
-from metering.tenants.tenants import find_organization
+from metering.billing.month_verification import verify_month
+from metering.billing.report_formats import to_csv, to_json
+from metering.billing.reports import month_bounds
+from metering.errors import InvalidValue, NotFound
+from metering.models import Organization
+from metering.tenants.tenants import Principal, find_organization
 
-SCOPES = ("billing", "admin")
-
-TOKEN_KINDS: Mapping[TokenKind, pb.TokenKind.ValueType] = {
-    TokenKind.INPUT: pb.TOKEN_KIND_INPUT,
-    TokenKind.CACHED_INPUT: pb.TOKEN_KIND_CACHED_INPUT,
-    TokenKind.OUTPUT: pb.TOKEN_KIND_OUTPUT,
-}
+READERS = ("billing", "admin")
+DOCUMENTS = {months_pb2.MONTH_DOCUMENT_FORMAT_JSON: to_json, months_pb2.MONTH_DOCUMENT_FORMAT_CSV: to_csv}
 
 
-class BillingServicer(pb_grpc.BillingServiceServicer):
+class BillingServicer(AdminCalls, pb_grpc.BillingServiceServicer):
     """See `proto/weir/v1/billing_service.proto`."""
 
-    def __init__(self, authenticator: Authenticator, sessions: Sessions) -> None:
-        self._authenticator = authenticator
-        self._sessions = sessions
-
     async def GetMonthReport(self, request: pb.GetMonthReportRequest, context: Context) -> pb.GetMonthReportResponse:
-        """Reports one month of one customer. A `billing` key sees its own; any other one does not exist for it."""
-        principal = await self._authenticator.principal(context, *SCOPES)
+        """Reports one month of one customer."""
+        reader = await self._reader(context)
+        async with self._sessions() as session:
+            organization = await visible(session, reader, request.organization)
+            return report_message(await month_report(session, organization=str(organization.id), month=request.month))
+
+    async def GetMonthDocument(
+        self, request: months_pb2.GetMonthDocumentRequest, context: Context
+    ) -> months_pb2.GetMonthDocumentResponse:
+        """The report as bytes."""
+        reader = await self._reader(context)
+        if (write := DOCUMENTS.get(request.format)) is None:
+            raise InvalidValue("format", "give JSON or CSV")
+        async with self._sessions() as session:
+            organization = await visible(session, reader, request.organization)
+            content = write(await month_report(session, organization=str(organization.id), month=request.month)).encode()
+            entry = await month_entry(session, organization, request.month)
+        closed = entry.json_sha256 if write is to_json else entry.csv_sha256
+        return months_pb2.GetMonthDocumentResponse(
+            content=content, sha256=hashlib.sha256(content).hexdigest(), closed_sha256=closed
+        )
+
+    async def ListMonths(self, request: months_pb2.ListMonthsRequest, context: Context) -> months_pb2.ListMonthsResponse:
+        """Lists the months of a customer."""
+        reader = await self._reader(context)
+        async with self._sessions() as session:
+            organization = await visible(session, reader, request.organization)
+            return months_pb2.ListMonthsResponse(months=map(month_message, await list_months(session, organization)))
+
+    async def CloseMonth(self, request: months_pb2.CloseMonthRequest, context: Context) -> months_pb2.CloseMonthResponse:
+        """Closes a month, or tells what stands in the way."""
+        admin = await self._admin(context)
+        response = months_pb2.CloseMonthResponse()
+        if request.validate_only:
+            found = await check_month(
+                self._sessions, organization=request.organization, month=request.month, leave_running=request.leave_running
+            )
+            for each in found:
+                response.obstacles.add(kind=each.kind, description=each.description)
+        else:
+            result = await close_month(
+                self._sessions,
+                organization=request.organization,
+                month=request.month,
+                actor=admin.key_prefix,
+                leave_running=request.leave_running,
+            )
+            response.already_closed = result.already_closed
         async with self._sessions() as session:
             organization = await find_organization(session, request.organization)
-            if "admin" not in principal.scopes and organization.id != principal.organization_id:
-                raise NotFound("organization", request.organization)
-            report = await month_report(session, organization=str(organization.id), month=request.month)
-        return report_message(report)
+            response.month.CopyFrom(month_message(await month_entry(session, organization, request.month)))
+        return response
+
+    async def VerifyMonth(self, request: months_pb2.VerifyMonthRequest, context: Context) -> months_pb2.VerifyMonthResponse:
+        """Reproduces a closed month."""
+        reader = await self._reader(context)
+        async with self._sessions() as session:
+            organization = await visible(session, reader, request.organization)
+            found = await verify_month(session, organization, request.month)
+            entry = await month_entry(session, organization, request.month)
+        return months_pb2.VerifyMonthResponse(
+            month=month_message(entry),
+            json_sha256=found.digests.json_sha256.hex(),
+            csv_sha256=found.digests.csv_sha256.hex(),
+            reproduced=not found.differences,
+            differences=found.differences,
+        )
+
+    async def GetInvoice(self, request: months_pb2.GetInvoiceRequest, context: Context) -> months_pb2.GetInvoiceResponse:
+        """Reads an invoice with its credit notes."""
+        reader = await self._reader(context)
+        async with self._sessions() as session:
+            if request.number:
+                row = await find_invoice_row(session, request.number)
+                if not may_see(reader, row.organization_id):
+                    raise NotFound("invoice", request.number)
+            else:
+                organization = await visible(session, reader, request.organization)
+                first_day = month_bounds(request.month)[0].date()
+                found = await invoice_of_month(session, organization.id, first_day)
+                if found is None:
+                    raise NotFound("invoice", f"{organization.name} {request.month}")
+                row = found
+            notes = await adjustments.list_adjustments(session, row.organization_id, invoice_id=row.id)
+            return months_pb2.GetInvoiceResponse(
+                invoice=invoice_message(await read_invoice(session, row)),
+                credit_notes=[adjustment_message(each) for each in notes if each.credit_note_number],
+            )
+
+    async def CreateAdjustment(
+        self, request: months_pb2.CreateAdjustmentRequest, context: Context
+    ) -> months_pb2.CreateAdjustmentResponse:
+        """Proposes an adjustment."""
+        async with self._acting(context) as acting:
+            if (earlier := await acting.earlier(request)) is not None:
+                record = await adjustments.find_adjustment(acting.session, uuid.UUID(earlier))
+            else:
+                record = await adjustments.create_adjustment(
+                    acting.session,
+                    organization=request.organization,
+                    amount_picos=picos_of(request.amount),
+                    currency_code=request.amount.currency_code,
+                    reason=request.reason,
+                    actor=acting.actor,
+                )
+                await acting.made(request, record.id)
+            return months_pb2.CreateAdjustmentResponse(adjustment=adjustment_message(record))
+
+    async def CreateCreditNote(
+        self, request: months_pb2.CreateCreditNoteRequest, context: Context
+    ) -> months_pb2.CreateCreditNoteResponse:
+        """Proposes a credit note."""
+        async with self._acting(context) as acting:
+            if (earlier := await acting.earlier(request)) is not None:
+                record = await adjustments.find_adjustment(acting.session, uuid.UUID(earlier))
+            else:
+                record = await adjustments.create_credit_note(
+                    acting.session,
+                    invoice=await find_invoice_row(acting.session, request.invoice_number),
+                    amount_picos=picos_of(request.amount),
+                    currency_code=request.amount.currency_code,
+                    reason=request.reason,
+                    actor=acting.actor,
+                )
+                await acting.made(request, record.id)
+            return months_pb2.CreateCreditNoteResponse(credit_note=adjustment_message(record))
+
+    async def ApproveAdjustment(
+        self, request: months_pb2.ApproveAdjustmentRequest, context: Context
+    ) -> months_pb2.ApproveAdjustmentResponse:
+        """Approves and posts."""
+        async with self._transaction(context) as (session, actor):
+            record = await adjustments.approve(session, adjustment_id=request.adjustment_id, actor=actor)
+            return months_pb2.ApproveAdjustmentResponse(adjustment=adjustment_message(record))
+
+    async def RejectAdjustment(
+        self, request: months_pb2.RejectAdjustmentRequest, context: Context
+    ) -> months_pb2.RejectAdjustmentResponse:
+        """Rejects for good."""
+        async with self._transaction(context) as (session, actor):
+            record = await adjustments.reject(session, adjustment_id=request.adjustment_id, actor=actor)
+            return months_pb2.RejectAdjustmentResponse(adjustment=adjustment_message(record))
+
+    async def ListAdjustments(
+        self, request: months_pb2.ListAdjustmentsRequest, context: Context
+    ) -> months_pb2.ListAdjustmentsResponse:
+        """Lists corrections of a customer."""
+        reader = await self._reader(context)
+        async with self._sessions() as session:
+            organization = await visible(session, reader, request.organization)
+            found = await adjustments.list_adjustments(session, organization.id, undecided_only=request.undecided_only)
+            return months_pb2.ListAdjustmentsResponse(adjustments=map(adjustment_message, found))
+
+    async def _reader(self, context: Context) -> Principal:
+        """Who reads. Raises: Unauthenticated, KeyInvalid, PermissionDenied."""
+        return await self._authenticator.principal(context, *READERS)
 
 
-def report_message(report: MonthReport) -> pb.GetMonthReportResponse:
-    """One month of one organization."""
-    counts, reconciliation = report.request_counts, report.reconciliation
-    return pb.GetMonthReportResponse(
-        organization_name=report.organization_name,
-        organization_id=str(report.organization_id),
-        month=report.month,
-        lines=[line_message(line, report.currency_code) for line in report.lines],
-        request_counts=pb.RequestCounts(
-            total_count=counts.total_count,
-            completed_count=counts.completed_count,
-            cancelled_count=counts.cancelled_count,
-            limited_count=counts.limited_count,
-            failed_count=counts.failed_count,
-        ),
-        total=wire.money(report.currency_code, report.total_picos),
-        total_rounded=wire.money(report.currency_code, report.total_rounded_picos),
-        unrated_event_count=report.unrated_event_count,
-        reconciliation=pb.Reconciliation(
-            usage_token_count=reconciliation.usage_token_count,
-            ledger_token_count=reconciliation.ledger_token_count,
-            unrated_token_count=reconciliation.unrated_token_count,
-            balanced=reconciliation.balanced,
-        ),
-    )
+def may_see(reader: Principal, organization_id: object) -> bool:
+    """A `billing` key sees its own organization; any other one does not exist for it."""
+    return "admin" in reader.scopes or organization_id == reader.organization_id
 
 
-def line_message(line: ReportLine, currency_code: str) -> pb.MonthReportLine:
-    """One line of the month."""
-    return pb.MonthReportLine(
-        model=line.model,
-        token_kind=TOKEN_KINDS[line.token_kind],
-        price_version=line.price_version,
-        request_count=line.request_count,
-        token_count=line.token_count,
-        cancelled_token_count=line.cancelled_token_count,
-        unit_price_picos=line.unit_price_picos,
-        amount=wire.money(currency_code, line.amount_picos),
-    )
+async def visible(session: AsyncSession, reader: Principal, ref: str) -> Organization:
+    """The organization by name or id. Raises: NotFound, also for one that the reader may not see."""
+    organization = await find_organization(session, ref)
+    if not may_see(reader, organization.id):
+        raise NotFound("organization", ref)
+    return organization

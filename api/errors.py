@@ -207,6 +207,9 @@ CODES: tuple[tuple[type[Exception], int], ...] = (
     (metering_errors.PriceMissing, code_pb2.FAILED_PRECONDITION),
     (metering_errors.KeyRevoked, code_pb2.FAILED_PRECONDITION),
     (metering_errors.MonthClosed, code_pb2.FAILED_PRECONDITION),
+    (metering_errors.MonthNotClosable, code_pb2.FAILED_PRECONDITION),
+    (metering_errors.MonthOpen, code_pb2.FAILED_PRECONDITION),
+    (metering_errors.ApprovalRefused, code_pb2.FAILED_PRECONDITION),
     (metering_errors.QuotaExceeded, code_pb2.RESOURCE_EXHAUSTED),
     (CancelledEarly, code_pb2.CANCELLED),
     (CancelledByAdmin, code_pb2.CANCELLED),
@@ -316,6 +319,11 @@ def details_of(error: BaseException) -> list[Message]:
         for violation in violations:
             bad_request.field_violations.add(field=violation.field, description=violation.description)
         details.append(bad_request)
+    if isinstance(error, metering_errors.MonthNotClosable):
+        precondition = error_details_pb2.PreconditionFailure()
+        for each in error.obstacles:
+            precondition.violations.add(type=each.kind, subject="month", description=each.description)
+        details.append(precondition)
     if isinstance(error, metering_errors.QuotaExceeded):
         failure = error_details_pb2.QuotaFailure()
         for state in error.failing:

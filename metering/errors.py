@@ -6,9 +6,24 @@ import math
 import uuid
 from collections.abc import Sequence
 from datetime import date
+from typing import Protocol
 
 from metering.operations import QuotaState, Settled
 from metering.quotas.quota_rules import Claim
+
+
+class ObstacleFacts(Protocol):
+    """What is told of something that stands in the way."""
+
+    @property
+    def kind(self) -> str:
+        """Stable and machine-readable."""
+        ...
+
+    @property
+    def description(self) -> str:
+        """In words, with the remedy."""
+        ...
 
 
 class MeteringError(Exception):
@@ -156,6 +171,28 @@ class MonthClosed(MeteringError):
         )
         self.organization_id = organization_id
         self.month = month
+
+
+class MonthNotClosable(MeteringError):
+    """A month cannot be closed now. `obstacles`: everything that stands in the way, each with a stable kind and a remedy."""
+
+    reason = "MONTH_NOT_CLOSABLE"
+
+    def __init__(self, obstacles: Sequence[ObstacleFacts]) -> None:
+        super().__init__("; ".join(each.description for each in obstacles))
+        self.obstacles = tuple(obstacles)
+
+
+class MonthOpen(MeteringError):
+    """The month is not closed, so there is nothing yet that stays as it is."""
+
+    reason = "MONTH_OPEN"
+
+
+class ApprovalRefused(MeteringError):
+    """Whoever asks may not approve or reject this adjustment, or not any more."""
+
+    reason = "APPROVAL_REFUSED"
 
 
 class InvariantViolated(MeteringError):

@@ -11,6 +11,7 @@ from alembic import context
 from sqlalchemy import create_engine, text
 from sqlalchemy.pool import NullPool
 
+import metering.billing.invoice_models
 import metering.billing.models  # declares its tables on the base
 import metering.control.control_models
 import metering.export.export_models

@@ -145,13 +145,13 @@ def admin_client(address: str | None, api_key: str | None, *, timeout: float = U
 
 
 @contextmanager
-def billing_client(address: str | None, api_key: str | None) -> Iterator[BillingClient]:
-    """A client for the billing API; fails like `inference_client`."""
+def billing_client(address: str | None, api_key: str | None, *, timeout: float = UNARY_TIMEOUT_S) -> Iterator[BillingClient]:
+    """A client for the billing API; fails like `inference_client`. timeout: seconds for each call."""
     with reported(address):
         target = resolve("admin", address, api_key)
         from weir_client import BillingClient
 
-        with reported(target.address), BillingClient(target.address, target.api_key) as client:
+        with reported(target.address), BillingClient(target.address, target.api_key, timeout=timeout) as client:
             yield client
 
 

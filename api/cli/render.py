@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 from weir_client import Money, MonthReport, MonthReportLine, Result, Timings, Usage
 
-from api.cli.amounts import decimal_text, per_million
+from api.cli.amounts import decimal_text, per_million, time_text
 
 FOLDED = ("id", "subject", "organization id", "change")  # columns that may take several lines on a narrow terminal
 ID_WIDTH_MIN = 18  # half a UUID: two lines at most
@@ -164,13 +164,16 @@ def month_report(report: MonthReport) -> RenderableType:
         lines.add_row(
             line.model,
             f"v{line.price_version}",
-            line.token_kind.value.replace("-", " "),
+            line.token_kind.value.replace("-", " ") + (f", late of {line.late_month}" if line.late_month else ""),
             f"{line.request_count:,}",
             f"{line.token_count:,}",
             f"{line.cancelled_token_count:,}",
             decimal_text(per_million(line.unit_price_picos)),
             decimal_text(line.amount.amount, places),
         )
+    for charge in report.charges:
+        counted = f"{charge.token_count:,}" if charge.token_count else ""
+        lines.add_row(charge.description, "", charge.kind, "", counted, "", "", decimal_text(charge.amount.amount, places))
     lines.add_section()
     tokens, cancelled = (sum(pick) for pick in _sums(report.lines))
     lines.add_row("total", "", "", "", f"{tokens:,}", f"{cancelled:,}", "", decimal_text(report.total.amount, places), style="bold")
@@ -190,12 +193,18 @@ def _month_footer(report: MonthReport) -> list[Text]:
     )
     unrated = f"unrated   {report.unrated_event_count:,} usage events are recorded but not yet in the lines above"
     sums = f"usage {check.usage_token_count:,} = ledger {check.ledger_token_count:,} + unrated {check.unrated_token_count:,} tokens"
+    stands = []
+    if report.close_time is not None:
+        invoice = report.invoice_number or "nothing to invoice"
+        stands = [Text(f"closed    {time_text(report.close_time)} by {report.closed_by}, {invoice}")]
+    for note in report.credit_notes:
+        stands.append(Text(f"{note.number} gives back {note.amount} of {note.invoice_number}: {note.reason}"))
     if check.balanced:
         verdict = Text(f"check     {sums}: balanced", style="green")
     else:
         off = check.usage_token_count - check.ledger_token_count - check.unrated_token_count
         verdict = Text(f"check     {sums.replace(' = ', ' ≠ ')}: OFF BY {off:,} TOKENS", style="bold red")
-    return [Text(ended), Text(unrated, style="yellow" if report.unrated_event_count else ""), verdict]
+    return [*stands, Text(ended), Text(unrated, style="yellow" if report.unrated_event_count else ""), verdict]
 
 
 def _places(value: Decimal) -> int:

@@ -13,7 +13,7 @@ from datetime import datetime
 from enum import StrEnum
 
 from metering.billing.reports import ChargeKind, MonthReport, ReportLine
-from metering.models import TokenKind
+from metering.models import ServiceTier, TokenKind
 from metering.money import exact_text
 
 TOKENS_PER_PRICE = 10**6  # prices are told per million tokens, as they are set
@@ -117,7 +117,8 @@ def usage_description(line: ReportLine, currency_code: str) -> str:
     """A line of usage in words: `late usage of 2026-10: demo, output tokens, USD 0.60 per million (price 3)`."""
     late = f"late usage of {line.late_month}: " if line.late_month else ""
     price = exact_text(line.unit_price_picos * TOKENS_PER_PRICE, currency_code)
-    words = f"{line.token_kind.replace('_', ' ')} tokens"
+    tier = "" if line.tier is ServiceTier.INTERACTIVE else f"{line.tier} "
+    words = f"{tier}{line.token_kind.replace('_', ' ')} tokens"
     return f"{late}{line.model}, {words}, {currency_code} {price} per million (price {line.price_version})"
 
 

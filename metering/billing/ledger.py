@@ -61,7 +61,7 @@ class Posting:
 CLOSED = text("""
 SELECT p.organization_id, p.month
 FROM unnest(CAST(:organization_ids AS uuid[]), CAST(:months AS date[])) AS p(organization_id, month)
-JOIN billing_months b ON (b.organization_id, b.month) = (p.organization_id, p.month) AND b.state = 'closed' LIMIT 1
+JOIN billing_months b ON b.organization_id = p.organization_id AND b.month >= p.month AND b.state = 'closed' LIMIT 1
 """)
 # The ids are drawn first, so that legs meet their transaction by its place in the list.
 DRAW_IDS = text(

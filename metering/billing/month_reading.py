@@ -5,14 +5,22 @@ Amounts come from the ledger, never from today's prices.
 
 from __future__ import annotations
 
-from sqlalchemy import text
+from dataclasses import replace
+from datetime import date
+from typing import Any
+
+from sqlalchemy import Row, text
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from metering.billing.models import TransactionKind
+from metering.billing.charges import carried_picos, credit_notes_of, draft_charges, prepaid_credit_of
+from metering.billing.invoice_models import MonthClosing
+from metering.billing.invoice_rows import charges_of, invoice_of_month, read_lines
+from metering.billing.models import BillingMonth, TransactionKind
+from metering.billing.months import month_text
 from metering.billing.pricing import COUNTS_OF_EVENT, TOKENS_BY_KIND
-from metering.billing.reports import MonthReport, Reconciliation, ReportLine, RequestCounts, month_bounds
+from metering.billing.reports import Closed, MonthReport, Reconciliation, ReportLine, RequestCounts, month_bounds
 from metering.errors import InvariantViolated
-from metering.models import TokenKind
+from metering.models import Organization, ServiceTier, TokenKind
 from metering.operations import Outcome
 from metering.tenants.tenants import find_organization
 
@@ -23,18 +31,19 @@ CANCELLED = (Outcome.CANCELLED, Outcome.DEADLINE)
 LIMITED = (Outcome.QUOTA_EXHAUSTED, Outcome.COST_LIMIT, Outcome.SLOW_CONSUMER, Outcome.FILTERED)
 FAILED = (Outcome.FAILED,)
 
+MONTH_OF = "CAST(date_trunc('month', {}, 'UTC') AS date)"
 UNIT_PRICES = " ".join(f"WHEN '{kind}' THEN p.{price}" for kind, (_, price) in COUNTS_OF_EVENT.items())
 # One statement, so that all numbers are of one moment: rating may go on meanwhile. Tokens and amounts are the ledger's; how many
 # requests they were of, and how those ended, is told by the events that point to its transactions.
 MONTH = text(f"""
 WITH transactions AS MATERIALIZED (
-    SELECT id, effective_at FROM ledger_transactions
+    SELECT id, effective_at, {MONTH_OF.format("effective_at")} AS usage_month FROM ledger_transactions
     WHERE organization_id = :organization_id AND billing_month = :month AND kind = '{TransactionKind.USAGE}'
 ), events AS MATERIALIZED (
     SELECT u.* FROM usage_events u LEFT JOIN transactions t ON t.id = u.ledger_transaction_id
     WHERE u.organization_id = :organization_id AND u.settled_at < :ends
       AND u.settled_at >= least(:begins, (SELECT min(effective_at) FROM transactions))
-      AND (t.id IS NOT NULL OR u.rated_at IS NULL AND u.settled_at >= :begins)
+      AND (t.id IS NOT NULL OR :with_unrated AND u.rated_at IS NULL AND u.settled_at >= :begins)
 ), used AS (
     SELECT count(*) FILTER (WHERE part = 0) AS total_count,
            count(*) FILTER (WHERE part = 0 AND outcome = ANY(:completed)) AS completed_count,
@@ -46,18 +55,20 @@ WITH transactions AS MATERIALIZED (
            count(*) FILTER (WHERE rated_at IS NULL) AS unrated_event_count
     FROM events
 ), told AS (
-    SELECT price_version_id, kind.token_kind, count(DISTINCT hold_id) AS request_count,
+    SELECT price_version_id, kind.token_kind, {MONTH_OF.format("settled_at")} AS usage_month,
+           count(DISTINCT hold_id) AS request_count,
            coalesce(sum(kind.token_count) FILTER (WHERE outcome = ANY(:cancelled)), 0) AS cancelled_token_count
-    FROM events, {TOKENS_BY_KIND} WHERE rated_at IS NOT NULL AND kind.token_count > 0 GROUP BY price_version_id, kind.token_kind
+    FROM events, {TOKENS_BY_KIND} WHERE rated_at IS NOT NULL AND kind.token_count > 0 GROUP BY 1, 2, 3
 ), posted AS (
-    SELECT p.model, p.id AS price_version, p.currency_code, e.token_kind, coalesce(told.request_count, 0) AS request_count,
+    SELECT p.model, p.id AS price_version, p.currency_code, p.tier, e.token_kind, coalesce(told.request_count, 0) AS request_count,
            sum(e.token_count) AS token_count, coalesce(told.cancelled_token_count, 0) AS cancelled_token_count,
-           CASE e.token_kind {UNIT_PRICES} END AS unit_price_picos, -sum(e.amount_picos) AS amount_picos
+           CASE e.token_kind {UNIT_PRICES} END AS unit_price_picos, -sum(e.amount_picos) AS amount_picos, t.usage_month
     FROM transactions t
     JOIN ledger_entries e ON e.transaction_id = t.id
     JOIN price_versions p ON p.id = e.price_version_id
-    LEFT JOIN told ON (told.price_version_id, told.token_kind) = (e.price_version_id, e.token_kind)
-    GROUP BY p.id, e.token_kind, told.request_count, told.cancelled_token_count
+    LEFT JOIN told
+        ON (told.price_version_id, told.token_kind, told.usage_month) = (e.price_version_id, e.token_kind, t.usage_month)
+    GROUP BY p.id, e.token_kind, t.usage_month, told.request_count, told.cancelled_token_count
 )
 SELECT used.*, posted.* FROM used LEFT JOIN posted ON true
 """)
@@ -65,13 +76,73 @@ SELECT used.*, posted.* FROM used LEFT JOIN posted ON true
 
 async def month_report(session: AsyncSession, *, organization: str, month: str) -> MonthReport:
     """The report of an organization, given by name or id, for a month `YYYY-MM`. Raises: NotFound, InvalidValue."""
-    begins, ends = month_bounds(month)
-    owner = await find_organization(session, organization)
+    begins, _ = month_bounds(month)
+    return await read_month(session, await find_organization(session, organization), begins.date())
+
+
+async def read_month(session: AsyncSession, owner: Organization, month: date, *, to_close: bool = False) -> MonthReport:
+    """The report of a month, by its first day. Of a closed one it is made of what cannot change, and always the same.
+
+    to_close: as the close sees it, which leaves what is not rated to the next month.
+    """
+    closing = await session.get(MonthClosing, (owner.id, month), populate_existing=True)
+    lines, counts = await _usage(session, owner, month, with_unrated=closing is None and not to_close)
+    report = MonthReport(
+        organization_name=owner.name,
+        organization_id=owner.id,
+        month=month_text(month),
+        currency_code=owner.currency_code,
+        lines=lines,
+        request_counts=RequestCounts(
+            total_count=counts.total_count,
+            completed_count=counts.completed_count,
+            cancelled_count=counts.cancelled_count,
+            limited_count=counts.limited_count,
+            failed_count=counts.failed_count,
+        ),
+        unrated_event_count=counts.unrated_event_count,
+        reconciliation=Reconciliation(
+            usage_token_count=int(counts.usage_token_count),
+            ledger_token_count=sum(line.token_count for line in lines),
+            unrated_token_count=int(counts.unrated_token_count),
+        ),
+        credit=await prepaid_credit_of(session, owner.id, month),
+        credit_notes=await credit_notes_of(session, owner.id, month),
+    )
+    if closing is not None:
+        return await _as_closed(session, report, closing)
+    charges = await draft_charges(session, owner.id, month, lines)
+    return replace(report, charges=charges, carried_in_picos=await carried_picos(session, owner.id))
+
+
+async def _as_closed(session: AsyncSession, report: MonthReport, closing: MonthClosing) -> MonthReport:
+    """With what the close has frozen in place of what may have changed since."""
+    month = await session.get_one(BillingMonth, (closing.organization_id, closing.month), populate_existing=True)
+    assert month.closed_at is not None
+    assert month.closed_by is not None
+    invoice = await invoice_of_month(session, closing.organization_id, closing.month)
+    return replace(
+        report,
+        organization_name=closing.organization_name,
+        currency_code=closing.currency_code,
+        charges=() if invoice is None else charges_of(await read_lines(session, invoice.id)),
+        carried_in_picos=int(closing.carried_in_picos),
+        closed=Closed(month.closed_at, month.closed_by, "" if invoice is None else invoice.number, closing.receipts_root),
+        format_version=closing.report_format,
+    )
+
+
+async def _usage(
+    session: AsyncSession, owner: Organization, month: date, *, with_unrated: bool
+) -> tuple[tuple[ReportLine, ...], Row[Any]]:
+    """The lines of a month, and the numbers beside them. Raises: InvariantViolated for postings in another currency."""
+    begins, ends = month_bounds(month_text(month))
     parameters = {
         "organization_id": owner.id,
-        "month": begins.date(),
+        "month": month,
         "begins": begins,
         "ends": ends,
+        "with_unrated": with_unrated,
         "completed": list(COMPLETED),
         "cancelled": list(CANCELLED),
         "limited": list(LIMITED),
@@ -96,27 +167,9 @@ async def month_report(session: AsyncSession, *, organization: str, month: str) 
                 cancelled_token_count=int(row.cancelled_token_count),
                 unit_price_picos=row.unit_price_picos,
                 amount_picos=int(row.amount_picos),
+                tier=ServiceTier(row.tier),
+                late_month="" if row.usage_month == month else month_text(row.usage_month),
             )
         )
-    lines.sort(key=lambda line: (line.model, line.price_version, TOKEN_KIND_ORDER.index(line.token_kind)))
-    counts = rows[0]
-    return MonthReport(
-        organization_name=owner.name,
-        organization_id=owner.id,
-        month=month,
-        currency_code=owner.currency_code,
-        lines=tuple(lines),
-        request_counts=RequestCounts(
-            total_count=counts.total_count,
-            completed_count=counts.completed_count,
-            cancelled_count=counts.cancelled_count,
-            limited_count=counts.limited_count,
-            failed_count=counts.failed_count,
-        ),
-        unrated_event_count=counts.unrated_event_count,
-        reconciliation=Reconciliation(
-            usage_token_count=int(counts.usage_token_count),
-            ledger_token_count=sum(line.token_count for line in lines),
-            unrated_token_count=int(counts.unrated_token_count),
-        ),
-    )
+    lines.sort(key=lambda line: (line.late_month, line.model, line.price_version, TOKEN_KIND_ORDER.index(line.token_kind)))
+    return tuple(lines), rows[0]

@@ -19,14 +19,10 @@ LANE_LOCK = 1_466_263_923  # first key of the advisory locks, beside that of the
 # The lane of `organization_id` in SQL; the triggers of the ledger say the same.
 LANE_OF = f"get_byte(uuid_send({{organization_id}}), 15) % {LANE_COUNT}"
 
-# The month of use, or the first one after it that is not closed.
+# The month of use, or the one after the last that is closed: months are closed in their order, each with what was left before it.
 POSTING_MONTH = """
-SELECT min(candidate.month)
-FROM (SELECT CAST({month} AS date) AS month UNION ALL
-      SELECT CAST(b.month + interval '1 month' AS date) FROM billing_months b
-      WHERE b.organization_id = {organization_id} AND b.month >= {month} AND b.state = 'closed') candidate
-WHERE NOT EXISTS (SELECT FROM billing_months b
-                  WHERE b.organization_id = {organization_id} AND b.month = candidate.month AND b.state = 'closed')
+SELECT greatest(CAST({month} AS date), (SELECT CAST(max(b.month) + interval '1 month' AS date) FROM billing_months b
+                                        WHERE b.organization_id = {organization_id} AND b.state = 'closed'))
 """
 SHARE_LANES = text(f"SELECT pg_advisory_xact_lock_shared({LANE_LOCK}, lane) FROM unnest(CAST(:lanes AS int[])) AS lane")
 TRY_LANES = text(f"""
@@ -45,6 +41,16 @@ def lane_of(organization_id: uuid.UUID) -> int:
 def month_of(day: date) -> date:
     """The first day of its month."""
     return date(day.year, day.month, 1)
+
+
+def month_after(month: date) -> date:
+    """The first day of the next month."""
+    return date(month.year + month.month // 12, month.month % 12 + 1, 1)
+
+
+def month_text(month: date) -> str:
+    """`YYYY-MM`."""
+    return f"{month:%Y-%m}"
 
 
 async def share_lanes(session: AsyncSession, organization_ids: Collection[uuid.UUID]) -> None:

@@ -10,6 +10,7 @@ price version and kind of token. Each event points to its transaction.
 
 from __future__ import annotations
 
+import uuid
 from dataclasses import dataclass
 
 from sqlalchemy import text
@@ -38,6 +39,7 @@ RATE = text(f"""
 WITH pending AS MATERIALIZED (
     SELECT id, organization_id, CAST(settled_at AT TIME ZONE 'UTC' AS date) AS day, price_version_id, cost_picos, {COUNTS}
     FROM usage_events WHERE rated_at IS NULL AND id > :after_event_id
+      AND (CAST(:organization_id AS uuid) IS NULL OR organization_id = :organization_id)
     ORDER BY id LIMIT :batch_size FOR NO KEY UPDATE SKIP LOCKED
 ), customers AS MATERIALIZED (
     SELECT organization_id, currency_code, {LANE_OF.format(organization_id="organization_id")} = ANY(:lanes) AS may_post,
@@ -81,6 +83,11 @@ SELECT count(*) AS seen_count, (SELECT count(*) FROM marked) AS rated_count, coa
        coalesce(array_agg(id ORDER BY id) FILTER (WHERE NOT is_right), '{{}}') AS misstated,
        count(*) FILTER (WHERE is_right AND may_post AND NOT has_accounts) AS without_accounts_count
 FROM priced
+""")
+LOCK_CUSTOMER = text("""
+SELECT count(*) FROM (
+    SELECT FROM usage_events WHERE rated_at IS NULL AND organization_id = :organization_id FOR NO KEY UPDATE
+) pending
 """)
 # In one order, so that two who open the same ones do not deadlock.
 OPEN_ACCOUNTS = text(f"""
@@ -133,9 +140,34 @@ async def rate_all_pending(sessions: Sessions) -> int:
     return rated_count
 
 
-async def rate_batch(session: AsyncSession, *, limit: int, after_event_id: int = 0) -> RatedBatch:
-    """Price, post and mark the oldest pending events beyond `after_event_id` that nobody else is working on."""
-    parameters = {"batch_size": limit, "after_event_id": after_event_id, "lanes": await try_lanes(session)}
+async def rate_customer(session: AsyncSession, organization_id: uuid.UUID) -> bool:
+    """Rate what one customer has pending, in the caller's transaction, which has its lane alone; whether that was all there is.
+
+    Unlike the others it waits for whoever works on these events: they are rated when it returns, or misstated.
+    """
+    await session.execute(LOCK_CUSTOMER, {"organization_id": organization_id})
+    last_event_id = 0
+    for _ in range(BATCHES_MAX):
+        batch = await rate_batch(session, limit=BATCH_SIZE, after_event_id=last_event_id, organization_id=organization_id)
+        last_event_id = batch.last_event_id
+        if batch.seen_count < BATCH_SIZE:
+            return True
+    return False
+
+
+async def rate_batch(
+    session: AsyncSession, *, limit: int, after_event_id: int = 0, organization_id: uuid.UUID | None = None
+) -> RatedBatch:
+    """Price, post and mark the oldest pending events beyond `after_event_id` that nobody else is working on.
+
+    organization_id: only those of one customer.
+    """
+    parameters = {
+        "batch_size": limit,
+        "after_event_id": after_event_id,
+        "organization_id": organization_id,
+        "lanes": await try_lanes(session),
+    }
     # A statement of its own, after the locks: it sees every month that was closed before they were had.
     found = (await session.execute(RATE, parameters)).one()
     rated_count = found.rated_count

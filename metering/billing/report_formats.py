@@ -32,6 +32,7 @@ CSV_COLUMNS = (
     "currency_code",
     "rounded_amount",
     "late_month",
+    "tier",
     "description",
     "state",
     "invoice_number",
@@ -124,6 +125,7 @@ def line_fields(report: MonthReport, line: ReportLine, rounded_picos: int) -> di
         "amount": _text(report, line.amount_picos),
         "rounded_amount": _text(report, rounded_picos),
         "late_month": line.late_month or None,
+        "tier": line.tier.value,
     }
 
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 import re
 import uuid
 from dataclasses import dataclass
-from datetime import UTC, date, datetime
+from datetime import UTC, datetime
 from enum import StrEnum
 
 from metering.errors import InvalidValue
-from metering.models import TokenKind
+from metering.models import ServiceTier, TokenKind
 from metering.money import round_parts
 
 MONTH_FORM = re.compile(r"([2-9]\d{3})-(0[1-9]|1[0-2])", re.ASCII)
@@ -47,6 +47,7 @@ class ReportLine:
     unit_price_picos: int
     amount_picos: int
     late_month: str = ""
+    tier: ServiceTier = ServiceTier.INTERACTIVE
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,8 +175,3 @@ def month_bounds(month: str) -> tuple[datetime, datetime]:
         raise InvalidValue("month", f"{month!r} is no month: give it as YYYY-MM")
     year, number = int(found[1]), int(found[2])
     return datetime(year, number, 1, tzinfo=UTC), datetime(year + number // 12, number % 12 + 1, 1, tzinfo=UTC)
-
-
-def month_text(first_day: date) -> str:
-    """`YYYY-MM` of its first day."""
-    return f"{first_day:%Y-%m}"

@@ -189,7 +189,7 @@ async def test_a_closed_month_takes_nothing_and_stays_closed(sessions: Sessions,
             assert "append-only" in await refused(session, statement)
         december = await posting_month(session, posted.organization_id, date(2026, 11, 30))
         assert december == date(2026, 12, 1)
-        assert await posting_month(session, posted.organization_id, date(2026, 10, 31)) == date(2026, 10, 1)
+        assert await posting_month(session, posted.organization_id, date(2026, 10, 31)) == december  # closed with it
         await post(session, [adjustment(posted, 1, month=december)])
 
 

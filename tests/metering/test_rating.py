@@ -204,14 +204,14 @@ async def test_a_transaction_is_of_one_customer_and_day_with_a_leg_per_price_and
     ]
 
 
-async def test_late_usage_lands_in_the_first_month_that_is_not_closed(
+async def test_late_usage_lands_in_the_month_after_the_last_that_is_closed(
     sessions: Sessions, customer: Customer, price: ModelPrice
 ) -> None:
     async with sessions.begin() as session:
         await session.execute(
             text("""INSERT INTO billing_months (organization_id, month, state, closed_at, closed_by)
                     SELECT :id, month, 'closed', now(), 'test'
-                    FROM unnest('{2026-09-01,2026-10-01,2026-12-01}'::date[]) AS month"""),
+                    FROM unnest('{2026-09-01,2026-10-01}'::date[]) AS month"""),
             {"id": customer.organization_id},
         )
         await session.execute(
@@ -226,7 +226,7 @@ async def test_late_usage_lands_in_the_first_month_that_is_not_closed(
     await assert_posted_once(sessions, 5)
     async with sessions() as session:
         landed = await session.execute(text("SELECT effective_at, billing_month FROM ledger_transactions ORDER BY 1"))
-    assert [(at.month, month.month) for at, month in landed] == [(8, 8), (9, 11), (10, 11), (11, 11), (12, 1)]
+    assert [(at.month, month.month) for at, month in landed] == [(8, 11), (9, 11), (10, 11), (11, 11), (12, 12)]
 
 
 async def test_a_customer_whose_month_is_being_closed_waits_and_nobody_else(

@@ -55,13 +55,13 @@ def test_csv_is_rfc_4180_with_exact_amounts() -> None:
     acme = "acme,00000000-0000-0000-0000-000000000007,2026-11,UTC"
     assert to_csv(REPORT).split("\r\n") == [
         "record_type,organization_name,organization_id,month,time_zone,model,price_version,token_kind,request_count,token_count,"
-        "cancelled_token_count,unit_price,amount,currency_code,rounded_amount,late_month,description,state,invoice_number,report_format",
-        f"usage,{acme},demo,1,input,3,30000,100,0.00000015,0.0045,USD,0.00,,,open,,2",
-        f"usage,{acme},demo,1,output,2,9000,0,0.0000006,0.005400000001,USD,0.01,,,open,,2",
-        f"total,{acme},,,,3,,,,0.009900000001,USD,,,,open,,2",
-        f"carried_in,{acme},,,,,,,,0.00,USD,,,,open,,2",
-        f"carried_out,{acme},,,,,,,,-0.000099999999,USD,,,,open,,2",
-        f"total_rounded,{acme},,,,,,,,0.01,USD,,,tax not included,open,,2",
+        "cancelled_token_count,unit_price,amount,currency_code,rounded_amount,late_month,tier,description,state,invoice_number,report_format",
+        f"usage,{acme},demo,1,input,3,30000,100,0.00000015,0.0045,USD,0.00,,interactive,,open,,2",
+        f"usage,{acme},demo,1,output,2,9000,0,0.0000006,0.005400000001,USD,0.01,,interactive,,open,,2",
+        f"total,{acme},,,,3,,,,0.009900000001,USD,,,,,open,,2",
+        f"carried_in,{acme},,,,,,,,0.00,USD,,,,,open,,2",
+        f"carried_out,{acme},,,,,,,,-0.000099999999,USD,,,,,open,,2",
+        f"total_rounded,{acme},,,,,,,,0.01,USD,,,,tax not included,open,,2",
         "",
     ]
 

@@ -22,28 +22,30 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
+from weir.v1 import months_pb2 as weir_dot_v1_dot_months__pb2
 from weir.v1 import types_pb2 as weir_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dweir/v1/billing_service.proto\x12\x07weir.v1\x1a\x13weir/v1/types.proto\"<\n\x15GetMonthReportRequest\x12\x14\n\x0corganization\x18\x01 \x01(\t\x12\r\n\x05month\x18\x02 \x01(\t\"\xc8\x02\n\x16GetMonthReportResponse\x12\x19\n\x11organization_name\x18\x01 \x01(\t\x12\x17\n\x0forganization_id\x18\x02 \x01(\t\x12\r\n\x05month\x18\x03 \x01(\t\x12\'\n\x05lines\x18\x04 \x03(\x0b\x32\x18.weir.v1.MonthReportLine\x12.\n\x0erequest_counts\x18\x05 \x01(\x0b\x32\x16.weir.v1.RequestCounts\x12\x1d\n\x05total\x18\x06 \x01(\x0b\x32\x0e.weir.v1.Money\x12%\n\rtotal_rounded\x18\x07 \x01(\x0b\x32\x0e.weir.v1.Money\x12\x1b\n\x13unrated_event_count\x18\x08 \x01(\x03\x12/\n\x0ereconciliation\x18\t \x01(\x0b\x32\x17.weir.v1.Reconciliation\"\x83\x01\n\rRequestCounts\x12\x13\n\x0btotal_count\x18\x01 \x01(\x03\x12\x17\n\x0f\x63ompleted_count\x18\x02 \x01(\x03\x12\x17\n\x0f\x63\x61ncelled_count\x18\x03 \x01(\x03\x12\x15\n\rlimited_count\x18\x04 \x01(\x03\x12\x14\n\x0c\x66\x61iled_count\x18\x05 \x01(\x03\"\xe4\x01\n\x0fMonthReportLine\x12\r\n\x05model\x18\x01 \x01(\t\x12&\n\ntoken_kind\x18\x02 \x01(\x0e\x32\x12.weir.v1.TokenKind\x12\x15\n\rprice_version\x18\x03 \x01(\x03\x12\x15\n\rrequest_count\x18\x04 \x01(\x03\x12\x13\n\x0btoken_count\x18\x05 \x01(\x03\x12\x1d\n\x15\x63\x61ncelled_token_count\x18\x06 \x01(\x03\x12\x18\n\x10unit_price_picos\x18\x07 \x01(\x03\x12\x1e\n\x06\x61mount\x18\x08 \x01(\x0b\x32\x0e.weir.v1.Money\"v\n\x0eReconciliation\x12\x19\n\x11usage_token_count\x18\x01 \x01(\x03\x12\x1a\n\x12ledger_token_count\x18\x02 \x01(\x03\x12\x1b\n\x13unrated_token_count\x18\x03 \x01(\x03\x12\x10\n\x08\x62\x61lanced\x18\x04 \x01(\x08*q\n\tTokenKind\x12\x1a\n\x16TOKEN_KIND_UNSPECIFIED\x10\x00\x12\x14\n\x10TOKEN_KIND_INPUT\x10\x01\x12\x1b\n\x17TOKEN_KIND_CACHED_INPUT\x10\x02\x12\x15\n\x11TOKEN_KIND_OUTPUT\x10\x03\x32\x63\n\x0e\x42illingService\x12Q\n\x0eGetMonthReport\x12\x1e.weir.v1.GetMonthReportRequest\x1a\x1f.weir.v1.GetMonthReportResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dweir/v1/billing_service.proto\x12\x07weir.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x14weir/v1/months.proto\x1a\x13weir/v1/types.proto\"<\n\x15GetMonthReportRequest\x12\x14\n\x0corganization\x18\x01 \x01(\t\x12\r\n\x05month\x18\x02 \x01(\t\"\xe0\x05\n\x16GetMonthReportResponse\x12\x19\n\x11organization_name\x18\x01 \x01(\t\x12\x17\n\x0forganization_id\x18\x02 \x01(\t\x12\r\n\x05month\x18\x03 \x01(\t\x12\'\n\x05lines\x18\x04 \x03(\x0b\x32\x18.weir.v1.MonthReportLine\x12.\n\x0erequest_counts\x18\x05 \x01(\x0b\x32\x16.weir.v1.RequestCounts\x12\x1d\n\x05total\x18\x06 \x01(\x0b\x32\x0e.weir.v1.Money\x12%\n\rtotal_rounded\x18\x07 \x01(\x0b\x32\x0e.weir.v1.Money\x12\x1b\n\x13unrated_event_count\x18\x08 \x01(\x03\x12/\n\x0ereconciliation\x18\t \x01(\x0b\x32\x17.weir.v1.Reconciliation\x12\"\n\x05state\x18\n \x01(\x0e\x32\x13.weir.v1.MonthState\x12\x16\n\x0einvoice_number\x18\x0b \x01(\t\x12.\n\nclose_time\x18\x0c \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x11\n\tclosed_by\x18\r \x01(\t\x12%\n\x07\x63harges\x18\x0e \x03(\x0b\x32\x14.weir.v1.MonthCharge\x12\"\n\ncarried_in\x18\x0f \x01(\x0b\x32\x0e.weir.v1.Money\x12#\n\x0b\x63\x61rried_out\x18\x10 \x01(\x0b\x32\x0e.weir.v1.Money\x12\x35\n\x0eprepaid_credit\x18\x11 \x01(\x0b\x32\x1d.weir.v1.PrepaidCreditSummary\x12\x30\n\x0c\x63redit_notes\x18\x12 \x03(\x0b\x32\x1a.weir.v1.CreditNoteSummary\x12\x10\n\x08tax_note\x18\x13 \x01(\t\x12\x15\n\rreport_format\x18\x14 \x01(\x05\x12\x15\n\rreceipts_root\x18\x15 \x01(\t\"\x83\x01\n\rRequestCounts\x12\x13\n\x0btotal_count\x18\x01 \x01(\x03\x12\x17\n\x0f\x63ompleted_count\x18\x02 \x01(\x03\x12\x17\n\x0f\x63\x61ncelled_count\x18\x03 \x01(\x03\x12\x15\n\rlimited_count\x18\x04 \x01(\x03\x12\x14\n\x0c\x66\x61iled_count\x18\x05 \x01(\x03\"\xae\x02\n\x0fMonthReportLine\x12\r\n\x05model\x18\x01 \x01(\t\x12&\n\ntoken_kind\x18\x02 \x01(\x0e\x32\x12.weir.v1.TokenKind\x12\x15\n\rprice_version\x18\x03 \x01(\x03\x12\x15\n\rrequest_count\x18\x04 \x01(\x03\x12\x13\n\x0btoken_count\x18\x05 \x01(\x03\x12\x1d\n\x15\x63\x61ncelled_token_count\x18\x06 \x01(\x03\x12\x18\n\x10unit_price_picos\x18\x07 \x01(\x03\x12\x1e\n\x06\x61mount\x18\x08 \x01(\x0b\x32\x0e.weir.v1.Money\x12\x12\n\nlate_month\x18\t \x01(\t\x12&\n\x0erounded_amount\x18\n \x01(\x0b\x32\x0e.weir.v1.Money\x12\x0c\n\x04tier\x18\x0b \x01(\t\"v\n\x0eReconciliation\x12\x19\n\x11usage_token_count\x18\x01 \x01(\x03\x12\x1a\n\x12ledger_token_count\x18\x02 \x01(\x03\x12\x1b\n\x13unrated_token_count\x18\x03 \x01(\x03\x12\x10\n\x08\x62\x61lanced\x18\x04 \x01(\x08*q\n\tTokenKind\x12\x1a\n\x16TOKEN_KIND_UNSPECIFIED\x10\x00\x12\x14\n\x10TOKEN_KIND_INPUT\x10\x01\x12\x1b\n\x17TOKEN_KIND_CACHED_INPUT\x10\x02\x12\x15\n\x11TOKEN_KIND_OUTPUT\x10\x03\x32\x98\x07\n\x0e\x42illingService\x12Q\n\x0eGetMonthReport\x12\x1e.weir.v1.GetMonthReportRequest\x1a\x1f.weir.v1.GetMonthReportResponse\x12W\n\x10GetMonthDocument\x12 .weir.v1.GetMonthDocumentRequest\x1a!.weir.v1.GetMonthDocumentResponse\x12\x45\n\nListMonths\x12\x1a.weir.v1.ListMonthsRequest\x1a\x1b.weir.v1.ListMonthsResponse\x12\x45\n\nCloseMonth\x12\x1a.weir.v1.CloseMonthRequest\x1a\x1b.weir.v1.CloseMonthResponse\x12H\n\x0bVerifyMonth\x12\x1b.weir.v1.VerifyMonthRequest\x1a\x1c.weir.v1.VerifyMonthResponse\x12\x45\n\nGetInvoice\x12\x1a.weir.v1.GetInvoiceRequest\x1a\x1b.weir.v1.GetInvoiceResponse\x12W\n\x10\x43reateAdjustment\x12 .weir.v1.CreateAdjustmentRequest\x1a!.weir.v1.CreateAdjustmentResponse\x12W\n\x10\x43reateCreditNote\x12 .weir.v1.CreateCreditNoteRequest\x1a!.weir.v1.CreateCreditNoteResponse\x12Z\n\x11\x41pproveAdjustment\x12!.weir.v1.ApproveAdjustmentRequest\x1a\".weir.v1.ApproveAdjustmentResponse\x12W\n\x10RejectAdjustment\x12 .weir.v1.RejectAdjustmentRequest\x1a!.weir.v1.RejectAdjustmentResponse\x12T\n\x0fListAdjustments\x12\x1f.weir.v1.ListAdjustmentsRequest\x1a .weir.v1.ListAdjustmentsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'weir.v1.billing_service_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_TOKENKIND']._serialized_start=941
-  _globals['_TOKENKIND']._serialized_end=1054
-  _globals['_GETMONTHREPORTREQUEST']._serialized_start=63
-  _globals['_GETMONTHREPORTREQUEST']._serialized_end=123
-  _globals['_GETMONTHREPORTRESPONSE']._serialized_start=126
-  _globals['_GETMONTHREPORTRESPONSE']._serialized_end=454
-  _globals['_REQUESTCOUNTS']._serialized_start=457
-  _globals['_REQUESTCOUNTS']._serialized_end=588
-  _globals['_MONTHREPORTLINE']._serialized_start=591
-  _globals['_MONTHREPORTLINE']._serialized_end=819
-  _globals['_RECONCILIATION']._serialized_start=821
-  _globals['_RECONCILIATION']._serialized_end=939
-  _globals['_BILLINGSERVICE']._serialized_start=1056
-  _globals['_BILLINGSERVICE']._serialized_end=1155
+  _globals['_TOKENKIND']._serialized_start=1478
+  _globals['_TOKENKIND']._serialized_end=1591
+  _globals['_GETMONTHREPORTREQUEST']._serialized_start=118
+  _globals['_GETMONTHREPORTREQUEST']._serialized_end=178
+  _globals['_GETMONTHREPORTRESPONSE']._serialized_start=181
+  _globals['_GETMONTHREPORTRESPONSE']._serialized_end=917
+  _globals['_REQUESTCOUNTS']._serialized_start=920
+  _globals['_REQUESTCOUNTS']._serialized_end=1051
+  _globals['_MONTHREPORTLINE']._serialized_start=1054
+  _globals['_MONTHREPORTLINE']._serialized_end=1356
+  _globals['_RECONCILIATION']._serialized_start=1358
+  _globals['_RECONCILIATION']._serialized_end=1476
+  _globals['_BILLINGSERVICE']._serialized_start=1594
+  _globals['_BILLINGSERVICE']._serialized_end=2514
 # @@protoc_insertion_point(module_scope)

@@ -4,6 +4,7 @@ import grpc
 import warnings
 
 from weir.v1 import billing_service_pb2 as weir_dot_v1_dot_billing__service__pb2
+from weir.v1 import months_pb2 as weir_dot_v1_dot_months__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
 GRPC_VERSION = grpc.__version__
@@ -26,8 +27,8 @@ if _version_not_supported:
 
 
 class BillingServiceStub:
-    """Reads the bill. Calls need a key with the scope `billing` or `admin`; PERMISSION_DENIED otherwise. A `billing` key sees only its own
-    organization.
+    """Reads the bill, and changes it. Reading needs a key with the scope `billing` or `admin`, everything else `admin`; PERMISSION_DENIED
+    otherwise. A `billing` key sees only its own organization.
     """
 
     def __init__(self, channel):
@@ -41,15 +42,137 @@ class BillingServiceStub:
                 request_serializer=weir_dot_v1_dot_billing__service__pb2.GetMonthReportRequest.SerializeToString,
                 response_deserializer=weir_dot_v1_dot_billing__service__pb2.GetMonthReportResponse.FromString,
                 _registered_method=True)
+        self.GetMonthDocument = channel.unary_unary(
+                '/weir.v1.BillingService/GetMonthDocument',
+                request_serializer=weir_dot_v1_dot_months__pb2.GetMonthDocumentRequest.SerializeToString,
+                response_deserializer=weir_dot_v1_dot_months__pb2.GetMonthDocumentResponse.FromString,
+                _registered_method=True)
+        self.ListMonths = channel.unary_unary(
+                '/weir.v1.BillingService/ListMonths',
+                request_serializer=weir_dot_v1_dot_months__pb2.ListMonthsRequest.SerializeToString,
+                response_deserializer=weir_dot_v1_dot_months__pb2.ListMonthsResponse.FromString,
+                _registered_method=True)
+        self.CloseMonth = channel.unary_unary(
+                '/weir.v1.BillingService/CloseMonth',
+                request_serializer=weir_dot_v1_dot_months__pb2.CloseMonthRequest.SerializeToString,
+                response_deserializer=weir_dot_v1_dot_months__pb2.CloseMonthResponse.FromString,
+                _registered_method=True)
+        self.VerifyMonth = channel.unary_unary(
+                '/weir.v1.BillingService/VerifyMonth',
+                request_serializer=weir_dot_v1_dot_months__pb2.VerifyMonthRequest.SerializeToString,
+                response_deserializer=weir_dot_v1_dot_months__pb2.VerifyMonthResponse.FromString,
+                _registered_method=True)
+        self.GetInvoice = channel.unary_unary(
+                '/weir.v1.BillingService/GetInvoice',
+                request_serializer=weir_dot_v1_dot_months__pb2.GetInvoiceRequest.SerializeToString,
+                response_deserializer=weir_dot_v1_dot_months__pb2.GetInvoiceResponse.FromString,
+                _registered_method=True)
+        self.CreateAdjustment = channel.unary_unary(
+                '/weir.v1.BillingService/CreateAdjustment',
+                request_serializer=weir_dot_v1_dot_months__pb2.CreateAdjustmentRequest.SerializeToString,
+                response_deserializer=weir_dot_v1_dot_months__pb2.CreateAdjustmentResponse.FromString,
+                _registered_method=True)
+        self.CreateCreditNote = channel.unary_unary(
+                '/weir.v1.BillingService/CreateCreditNote',
+                request_serializer=weir_dot_v1_dot_months__pb2.CreateCreditNoteRequest.SerializeToString,
+                response_deserializer=weir_dot_v1_dot_months__pb2.CreateCreditNoteResponse.FromString,
+                _registered_method=True)
+        self.ApproveAdjustment = channel.unary_unary(
+                '/weir.v1.BillingService/ApproveAdjustment',
+                request_serializer=weir_dot_v1_dot_months__pb2.ApproveAdjustmentRequest.SerializeToString,
+                response_deserializer=weir_dot_v1_dot_months__pb2.ApproveAdjustmentResponse.FromString,
+                _registered_method=True)
+        self.RejectAdjustment = channel.unary_unary(
+                '/weir.v1.BillingService/RejectAdjustment',
+                request_serializer=weir_dot_v1_dot_months__pb2.RejectAdjustmentRequest.SerializeToString,
+                response_deserializer=weir_dot_v1_dot_months__pb2.RejectAdjustmentResponse.FromString,
+                _registered_method=True)
+        self.ListAdjustments = channel.unary_unary(
+                '/weir.v1.BillingService/ListAdjustments',
+                request_serializer=weir_dot_v1_dot_months__pb2.ListAdjustmentsRequest.SerializeToString,
+                response_deserializer=weir_dot_v1_dot_months__pb2.ListAdjustmentsResponse.FromString,
+                _registered_method=True)
 
 
 class BillingServiceServicer:
-    """Reads the bill. Calls need a key with the scope `billing` or `admin`; PERMISSION_DENIED otherwise. A `billing` key sees only its own
-    organization.
+    """Reads the bill, and changes it. Reading needs a key with the scope `billing` or `admin`, everything else `admin`; PERMISSION_DENIED
+    otherwise. A `billing` key sees only its own organization.
     """
 
     def GetMonthReport(self, request, context):
         """Reports one calendar month (UTC) of one organization from the ledger.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetMonthDocument(self, request, context):
+        """The report of a month as the bytes of a document. Of a closed month these are the same bytes for ever.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListMonths(self, request, context):
+        """Lists the months of an organization, the latest first: which are closed, by whom, with which invoice.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CloseMonth(self, request, context):
+        """Closes a month for good and issues its invoice. What stands in the way: FAILED_PRECONDITION with a PreconditionFailure, one
+        violation each. Closing a closed month again changes nothing and answers the same. Scope `admin`.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def VerifyMonth(self, request, context):
+        """Makes the report of a closed month again from the ledger, and compares it with the digests of its close.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetInvoice(self, request, context):
+        """Reads one invoice. Unknown, or of another organization for a `billing` key: NOT_FOUND.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CreateAdjustment(self, request, context):
+        """Proposes an amount for the next invoice, for somebody else to approve. Scope `admin`.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CreateCreditNote(self, request, context):
+        """Proposes to give back a part of an invoice, for somebody else to approve. Scope `admin`.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ApproveAdjustment(self, request, context):
+        """Approves an adjustment or a credit note, and posts it to the first month that is not closed. By its author:
+        FAILED_PRECONDITION. Scope `admin`.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RejectAdjustment(self, request, context):
+        """Rejects an adjustment or a credit note; its author may do so as well. Scope `admin`.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListAdjustments(self, request, context):
+        """Lists adjustments and credit notes, the latest first.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -63,6 +186,56 @@ def add_BillingServiceServicer_to_server(servicer, server):
                     request_deserializer=weir_dot_v1_dot_billing__service__pb2.GetMonthReportRequest.FromString,
                     response_serializer=weir_dot_v1_dot_billing__service__pb2.GetMonthReportResponse.SerializeToString,
             ),
+            'GetMonthDocument': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetMonthDocument,
+                    request_deserializer=weir_dot_v1_dot_months__pb2.GetMonthDocumentRequest.FromString,
+                    response_serializer=weir_dot_v1_dot_months__pb2.GetMonthDocumentResponse.SerializeToString,
+            ),
+            'ListMonths': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListMonths,
+                    request_deserializer=weir_dot_v1_dot_months__pb2.ListMonthsRequest.FromString,
+                    response_serializer=weir_dot_v1_dot_months__pb2.ListMonthsResponse.SerializeToString,
+            ),
+            'CloseMonth': grpc.unary_unary_rpc_method_handler(
+                    servicer.CloseMonth,
+                    request_deserializer=weir_dot_v1_dot_months__pb2.CloseMonthRequest.FromString,
+                    response_serializer=weir_dot_v1_dot_months__pb2.CloseMonthResponse.SerializeToString,
+            ),
+            'VerifyMonth': grpc.unary_unary_rpc_method_handler(
+                    servicer.VerifyMonth,
+                    request_deserializer=weir_dot_v1_dot_months__pb2.VerifyMonthRequest.FromString,
+                    response_serializer=weir_dot_v1_dot_months__pb2.VerifyMonthResponse.SerializeToString,
+            ),
+            'GetInvoice': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetInvoice,
+                    request_deserializer=weir_dot_v1_dot_months__pb2.GetInvoiceRequest.FromString,
+                    response_serializer=weir_dot_v1_dot_months__pb2.GetInvoiceResponse.SerializeToString,
+            ),
+            'CreateAdjustment': grpc.unary_unary_rpc_method_handler(
+                    servicer.CreateAdjustment,
+                    request_deserializer=weir_dot_v1_dot_months__pb2.CreateAdjustmentRequest.FromString,
+                    response_serializer=weir_dot_v1_dot_months__pb2.CreateAdjustmentResponse.SerializeToString,
+            ),
+            'CreateCreditNote': grpc.unary_unary_rpc_method_handler(
+                    servicer.CreateCreditNote,
+                    request_deserializer=weir_dot_v1_dot_months__pb2.CreateCreditNoteRequest.FromString,
+                    response_serializer=weir_dot_v1_dot_months__pb2.CreateCreditNoteResponse.SerializeToString,
+            ),
+            'ApproveAdjustment': grpc.unary_unary_rpc_method_handler(
+                    servicer.ApproveAdjustment,
+                    request_deserializer=weir_dot_v1_dot_months__pb2.ApproveAdjustmentRequest.FromString,
+                    response_serializer=weir_dot_v1_dot_months__pb2.ApproveAdjustmentResponse.SerializeToString,
+            ),
+            'RejectAdjustment': grpc.unary_unary_rpc_method_handler(
+                    servicer.RejectAdjustment,
+                    request_deserializer=weir_dot_v1_dot_months__pb2.RejectAdjustmentRequest.FromString,
+                    response_serializer=weir_dot_v1_dot_months__pb2.RejectAdjustmentResponse.SerializeToString,
+            ),
+            'ListAdjustments': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListAdjustments,
+                    request_deserializer=weir_dot_v1_dot_months__pb2.ListAdjustmentsRequest.FromString,
+                    response_serializer=weir_dot_v1_dot_months__pb2.ListAdjustmentsResponse.SerializeToString,
+            ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
             'weir.v1.BillingService', rpc_method_handlers)
@@ -72,8 +245,8 @@ def add_BillingServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class BillingService:
-    """Reads the bill. Calls need a key with the scope `billing` or `admin`; PERMISSION_DENIED otherwise. A `billing` key sees only its own
-    organization.
+    """Reads the bill, and changes it. Reading needs a key with the scope `billing` or `admin`, everything else `admin`; PERMISSION_DENIED
+    otherwise. A `billing` key sees only its own organization.
     """
 
     @staticmethod
@@ -93,6 +266,276 @@ class BillingService:
             '/weir.v1.BillingService/GetMonthReport',
             weir_dot_v1_dot_billing__service__pb2.GetMonthReportRequest.SerializeToString,
             weir_dot_v1_dot_billing__service__pb2.GetMonthReportResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetMonthDocument(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weir.v1.BillingService/GetMonthDocument',
+            weir_dot_v1_dot_months__pb2.GetMonthDocumentRequest.SerializeToString,
+            weir_dot_v1_dot_months__pb2.GetMonthDocumentResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListMonths(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weir.v1.BillingService/ListMonths',
+            weir_dot_v1_dot_months__pb2.ListMonthsRequest.SerializeToString,
+            weir_dot_v1_dot_months__pb2.ListMonthsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CloseMonth(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weir.v1.BillingService/CloseMonth',
+            weir_dot_v1_dot_months__pb2.CloseMonthRequest.SerializeToString,
+            weir_dot_v1_dot_months__pb2.CloseMonthResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def VerifyMonth(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weir.v1.BillingService/VerifyMonth',
+            weir_dot_v1_dot_months__pb2.VerifyMonthRequest.SerializeToString,
+            weir_dot_v1_dot_months__pb2.VerifyMonthResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetInvoice(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weir.v1.BillingService/GetInvoice',
+            weir_dot_v1_dot_months__pb2.GetInvoiceRequest.SerializeToString,
+            weir_dot_v1_dot_months__pb2.GetInvoiceResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CreateAdjustment(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weir.v1.BillingService/CreateAdjustment',
+            weir_dot_v1_dot_months__pb2.CreateAdjustmentRequest.SerializeToString,
+            weir_dot_v1_dot_months__pb2.CreateAdjustmentResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CreateCreditNote(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weir.v1.BillingService/CreateCreditNote',
+            weir_dot_v1_dot_months__pb2.CreateCreditNoteRequest.SerializeToString,
+            weir_dot_v1_dot_months__pb2.CreateCreditNoteResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ApproveAdjustment(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weir.v1.BillingService/ApproveAdjustment',
+            weir_dot_v1_dot_months__pb2.ApproveAdjustmentRequest.SerializeToString,
+            weir_dot_v1_dot_months__pb2.ApproveAdjustmentResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RejectAdjustment(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weir.v1.BillingService/RejectAdjustment',
+            weir_dot_v1_dot_months__pb2.RejectAdjustmentRequest.SerializeToString,
+            weir_dot_v1_dot_months__pb2.RejectAdjustmentResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListAdjustments(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weir.v1.BillingService/ListAdjustments',
+            weir_dot_v1_dot_months__pb2.ListAdjustmentsRequest.SerializeToString,
+            weir_dot_v1_dot_months__pb2.ListAdjustmentsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -17,10 +17,27 @@ from weir_client.accounts import (
     RotatedApiKey,
     TokenKind,
 )
-from weir_client.admin import AsyncAdminClient, AsyncBillingClient
-from weir_client.admin_sync import AdminClient, BillingClient
+from weir_client.admin import AsyncAdminClient
+from weir_client.admin_sync import AdminClient
 from weir_client.aio import AsyncClient
+from weir_client.billing import AsyncBillingClient
+from weir_client.billing_sync import BillingClient
 from weir_client.billing_terms import AppliedPrice, PriceList, PriceVersion
+from weir_client.bills import (
+    Adjustment,
+    AdjustmentState,
+    ClosedMonth,
+    CreditNoteSummary,
+    DocumentFormat,
+    Invoice,
+    InvoiceLine,
+    Month,
+    MonthCharge,
+    MonthState,
+    MonthVerification,
+    Obstacle,
+    PrepaidCredit,
+)
 from weir_client.connection import DEFAULT_ADDRESS
 from weir_client.errors import (
     Aborted,
@@ -36,6 +53,7 @@ from weir_client.errors import (
     InvalidRequest,
     NotFound,
     PermissionDenied,
+    PreconditionViolation,
     QuotaExceeded,
     QuotaViolation,
     ResourceExhausted,
@@ -91,6 +109,8 @@ __all__ = [
     "DEFAULT_ADDRESS",
     "PICOS_PER_UNIT",
     "Aborted",
+    "Adjustment",
+    "AdjustmentState",
     "AdminClient",
     "Admitted",
     "AlreadyExists",
@@ -107,11 +127,14 @@ __all__ = [
     "ChangeAction",
     "Choice",
     "Client",
+    "ClosedMonth",
     "ConfigurationChange",
     "ConfigurationMistake",
     "CreatedApiKey",
+    "CreditNoteSummary",
     "DeadlineExceeded",
     "Delta",
+    "DocumentFormat",
     "ErrorDetails",
     "Event",
     "ExceededQuota",
@@ -126,6 +149,8 @@ __all__ = [
     "IncompleteGeneration",
     "Internal",
     "InvalidRequest",
+    "Invoice",
+    "InvoiceLine",
     "KillResult",
     "KilledRequest",
     "LiveOrganization",
@@ -134,12 +159,19 @@ __all__ = [
     "Message",
     "Model",
     "Money",
+    "Month",
+    "MonthCharge",
     "MonthReport",
     "MonthReportLine",
+    "MonthState",
+    "MonthVerification",
     "NotFound",
+    "Obstacle",
     "Organization",
     "Partial",
     "PermissionDenied",
+    "PreconditionViolation",
+    "PrepaidCredit",
     "Price",
     "PriceList",
     "PriceVersion",

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from enum import StrEnum
 
+from weir_client.bills import CreditNoteSummary, MonthCharge, MonthState, PrepaidCredit
 from weir_client.values import Money
 
 
@@ -108,6 +109,9 @@ class MonthReportLine:
     cancelled_token_count: int  # part of `token_count` that belongs to cancelled requests
     unit_price_picos: int  # per token
     amount: Money
+    late_month: str = ""  # YYYY-MM of the use, where that was closed before the usage was posted
+    rounded_amount: Money | None = None  # what of `total_rounded` it is
+    tier: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,3 +137,15 @@ class MonthReport:
     total_rounded: Money  # to the minor unit of the currency
     unrated_event_count: int
     reconciliation: Reconciliation
+    state: MonthState = MonthState.UNSPECIFIED
+    invoice_number: str = ""
+    close_time: datetime | None = None
+    closed_by: str = ""
+    charges: tuple[MonthCharge, ...] = ()
+    carried_in: Money | None = None  # what rounding left of the months before
+    carried_out: Money | None = None  # what it leaves for the next
+    prepaid_credit: PrepaidCredit | None = None
+    credit_notes: tuple[CreditNoteSummary, ...] = ()  # beside the invoice, not in its total
+    tax_note: str = ""
+    report_format: int = 0
+    receipts_root: str = ""

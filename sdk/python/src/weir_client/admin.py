@@ -1,4 +1,4 @@
-"""The asyncio clients of the admin and billing APIs: organizations, projects, keys, quotas, prices, audit, month reports."""
+"""The asyncio client of the admin API: organizations, projects, keys, quotas, prices, audit."""
 
 from __future__ import annotations
 
@@ -7,13 +7,10 @@ from collections.abc import Sequence
 from datetime import datetime, timedelta
 
 from weir.v1 import admin_service_pb2 as admin_pb
-from weir.v1 import billing_service_pb2 as billing_pb
-from weir.v1 import billing_service_pb2_grpc
 
 from weir_client import wire, wire_accounts
-from weir_client.accounts import ApiKey, AuditEntry, CreatedApiKey, MonthReport, Organization, Project, RotatedApiKey
+from weir_client.accounts import ApiKey, AuditEntry, CreatedApiKey, Organization, Project, RotatedApiKey
 from weir_client.admin_prices import AsyncPriceCalls
-from weir_client.unary import UnaryClient
 from weir_client.values import QuotaDimension, QuotaStatus, QuotaSubject
 from weir_client.wire import time_of
 
@@ -217,14 +214,3 @@ class AsyncAdminClient(AsyncPriceCalls):
                 stamp.FromDatetime(time)
         response = await self._call(self._stub.ListAuditEntries, request)
         return [wire_accounts.audit_entry(each) for each in response.entries]
-
-
-class AsyncBillingClient(UnaryClient):
-    """Reads the bill. Needs a key with the scope `billing` (its own organization only) or `admin`."""
-
-    async def get_month_report(self, organization: str, month: str) -> MonthReport:
-        """One calendar month (UTC, `YYYY-MM`) of an organization. Raises: NotFound, InvalidRequest; any WeirError."""
-        request = billing_pb.GetMonthReportRequest(organization=organization, month=month)
-        stub = billing_service_pb2_grpc.BillingServiceStub(self._opened().channel)
-        response = await self._call(stub.GetMonthReport, request)
-        return wire_accounts.month_report(response)

@@ -1,4 +1,4 @@
-"""The blocking twins of the admin and billing clients."""
+"""The blocking twin of the admin client."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from weir_client.accounts import ApiKey, AuditEntry, CreatedApiKey, MonthReport, Organization, Project, RotatedApiKey
-from weir_client.admin import AsyncAdminClient, AsyncBillingClient
+from weir_client.accounts import ApiKey, AuditEntry, CreatedApiKey, Organization, Project, RotatedApiKey
+from weir_client.admin import AsyncAdminClient
 from weir_client.admin_prices import PriceCalls
 from weir_client.connection import UNARY_TIMEOUT_S
 from weir_client.loop_thread import LoopThread
@@ -190,39 +190,6 @@ class AdminClient(PriceCalls):
                 end_time=end_time,
             )
         )
-
-    def __enter__(self) -> Self:
-        self._thread.open()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._thread.close()
-
-
-class BillingClient:
-    """Reads the bill. See `AsyncBillingClient`."""
-
-    def __init__(
-        self,
-        address: str | None = None,
-        api_key: str | None = None,
-        *,
-        tls: bool | None = None,
-        root_certificates: bytes | str | Path | None = None,
-        timeout: float = UNARY_TIMEOUT_S,
-    ) -> None:
-        """Settles where to connect. Raises: Unauthenticated if there is no key."""
-        self._client = AsyncBillingClient(address, api_key, tls=tls, root_certificates=root_certificates, timeout=timeout)
-        self._thread = LoopThread(self._client)
-
-    @property
-    def address(self) -> str:
-        """Where this client connects to."""
-        return self._client.address
-
-    def get_month_report(self, organization: str, month: str) -> MonthReport:
-        """One calendar month (UTC, `YYYY-MM`) of an organization."""
-        return self._thread.run(lambda: self._client.get_month_report(organization, month))
 
     def __enter__(self) -> Self:
         self._thread.open()

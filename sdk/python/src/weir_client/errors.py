@@ -32,6 +32,14 @@ class QuotaViolation:
 
 
 @dataclass(frozen=True, slots=True)
+class PreconditionViolation:
+    """One thing that stands in the way of a call. kind: stable and machine-readable."""
+
+    kind: str
+    description: str
+
+
+@dataclass(frozen=True, slots=True)
 class ExceededQuota:
     """The quota that refused a request. Values are requests, tokens or picos by dimension; None where not told."""
 
@@ -59,6 +67,7 @@ class ErrorDetails:
     quota_violations: tuple[QuotaViolation, ...] = ()
     retry_after_s: float | None = None
     quota: ExceededQuota | None = None
+    preconditions: tuple[PreconditionViolation, ...] = ()
 
 
 class WeirError(Exception):

@@ -86,11 +86,13 @@ def _decode_details(status: status_pb2.Status) -> errors.ErrorDetails:
     metadata: Mapping[str, str] | None = None
     fields: tuple[errors.FieldViolation, ...] = ()
     quotas: tuple[errors.QuotaViolation, ...] = ()
+    preconditions: tuple[errors.PreconditionViolation, ...] = ()
     retry_after_s: float | None = None
     for detail in status.details:
         info = error_details_pb2.ErrorInfo()
         bad = error_details_pb2.BadRequest()
         failure = error_details_pb2.QuotaFailure()
+        precondition = error_details_pb2.PreconditionFailure()
         retry = error_details_pb2.RetryInfo()
         if detail.Unpack(info):
             reason, metadata = info.reason, dict(info.metadata)
@@ -98,6 +100,8 @@ def _decode_details(status: status_pb2.Status) -> errors.ErrorDetails:
             fields = tuple(errors.FieldViolation(each.field, each.description) for each in bad.field_violations)
         elif detail.Unpack(failure):
             quotas = tuple(errors.QuotaViolation(each.subject, each.description) for each in failure.violations)
+        elif detail.Unpack(precondition):
+            preconditions = tuple(errors.PreconditionViolation(each.type, each.description) for each in precondition.violations)
         elif detail.Unpack(retry):
             retry_after_s = retry.retry_delay.seconds + retry.retry_delay.nanos / 1e9
     return errors.ErrorDetails(
@@ -106,6 +110,7 @@ def _decode_details(status: status_pb2.Status) -> errors.ErrorDetails:
         field_violations=fields,
         quota_violations=quotas,
         retry_after_s=retry_after_s,
+        preconditions=preconditions,
         quota=_exceeded_quota(metadata or {}, retry_after_s) if reason == "QUOTA_EXCEEDED" else None,
     )
 

@@ -6,7 +6,7 @@ from weir.v1 import admin_service_pb2 as admin_pb
 from weir.v1 import billing_service_pb2 as billing_pb
 from weir.v1 import types_pb2
 
-from weir_client import accounts
+from weir_client import accounts, wire_bills
 from weir_client.values import QuotaDimension, QuotaSubject
 from weir_client.wire import DIMENSIONS, SUBJECTS, money, time_of
 
@@ -96,6 +96,18 @@ def month_report(message: billing_pb.GetMonthReportResponse) -> accounts.MonthRe
             unrated_token_count=check.unrated_token_count,
             balanced=check.balanced,
         ),
+        state=wire_bills.month_state(message.state),
+        invoice_number=message.invoice_number,
+        close_time=time_of(message.close_time) if message.HasField("close_time") else None,
+        closed_by=message.closed_by,
+        charges=wire_bills.charges(message),
+        carried_in=money(message.carried_in) if message.HasField("carried_in") else None,
+        carried_out=money(message.carried_out) if message.HasField("carried_out") else None,
+        prepaid_credit=wire_bills.prepaid_credit(message.prepaid_credit) if message.HasField("prepaid_credit") else None,
+        credit_notes=wire_bills.credit_notes(message),
+        tax_note=message.tax_note,
+        report_format=message.report_format,
+        receipts_root=message.receipts_root,
     )
 
 
@@ -109,4 +121,7 @@ def _report_line(message: billing_pb.MonthReportLine) -> accounts.MonthReportLin
         cancelled_token_count=message.cancelled_token_count,
         unit_price_picos=message.unit_price_picos,
         amount=money(message.amount),
+        late_month=message.late_month,
+        tier=message.tier,
+        rounded_amount=money(message.rounded_amount) if message.HasField("rounded_amount") else None,
     )

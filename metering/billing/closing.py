@@ -1,0 +1,278 @@
+"""Closing a month of a customer: open → closing → closed, once and for good, whoever does it and however often it is interrupted.
+
+All that a close writes is one transaction, which holds the customer's lane alone (`months.py`): nothing is posted to the month
+meanwhile, and after it nothing can be. Killed anywhere, it leaves a month that is open or closing, and the same call goes on. Two
+at once take turns, and the second finds it closed.
+
+Before it commits, a close reads the report again, as anybody will read it later, and compares the bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import uuid
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
+from datetime import date, datetime, timedelta
+from decimal import Decimal
+
+from sqlalchemy import func, insert, select, text, update
+from sqlalchemy.dialects.postgresql import insert as upsert
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from metering.billing.charges import prepaid_credit_of
+from metering.billing.document_series import draw_number
+from metering.billing.invoice_models import MonthClosing
+from metering.billing.invoice_rows import write_invoice
+from metering.billing.invoices import Series
+from metering.billing.ledger import AccountKey, Leg, Posting, post
+from metering.billing.models import AccountKind, BillingMonth, MonthState, TransactionKind
+from metering.billing.month_reading import read_month
+from metering.billing.months import month_of, take_lane
+from metering.billing.obstacles import GRACE, Obstacle, find_obstacles, month_end
+from metering.billing.rating import rate_all_pending, rate_customer
+from metering.billing.report_formats import digests
+from metering.billing.reports import ChargeKind, Closed, MonthReport, month_bounds
+from metering.errors import InvariantViolated, MonthNotClosable
+from metering.models import Organization
+from metering.money import exact_text
+from metering.store.db import Sessions
+from metering.tenants.audit import record_change
+from metering.tenants.tenants import find_organization
+
+CLOSE_TIMEOUT = text("SET LOCAL statement_timeout = '5min'")  # a month of millions of events is read in one statement
+# Lines of a plan that change what usage costs. Adjustments are posted when they are approved, not here.
+DISCOUNTS = (ChargeKind.ALLOWANCE, ChargeKind.GRADUATED, ChargeKind.VOLUME)
+INSTANT = timedelta(microseconds=1)
+
+Clock = Callable[[AsyncSession], Awaitable[datetime]]
+
+
+@dataclass(frozen=True, slots=True)
+class CloseRequest:
+    """What is to be closed, by whom. month: its first day. leave_running: although requests that were admitted in it still run."""
+
+    organization_id: uuid.UUID
+    month: date
+    actor: str
+    leave_running: bool = False
+    clock: Clock | None = None
+    grace: timedelta = GRACE
+
+    async def now(self, session: AsyncSession) -> datetime:
+        """The moment of the close: the database's, unless a clock was given."""
+        return await (self.clock or database_clock)(session)
+
+
+@dataclass(frozen=True, slots=True)
+class CloseResult:
+    """The report as it is for ever, and whether the month had been closed before."""
+
+    report: MonthReport
+    already_closed: bool
+
+
+async def database_clock(session: AsyncSession) -> datetime:
+    """When the transaction began, by the database's clock."""
+    return (await session.scalars(select(func.now()))).one()
+
+
+async def close_month(
+    sessions: Sessions,
+    *,
+    organization: str,
+    month: str,
+    actor: str,
+    leave_running: bool = False,
+    clock: Clock | None = None,
+    grace: timedelta = GRACE,
+) -> CloseResult:
+    """Close a month `YYYY-MM` of an organization, given by name or id, and issue its invoice if there is anything to invoice.
+
+    Rates first what is pending. Raises: NotFound, InvalidValue; MonthNotClosable with everything that stands in the way.
+    """
+    request = await _request(sessions, organization, month, actor, leave_running, clock, grace)
+    await _rate(sessions)
+    async with sessions.begin() as session:
+        await _refuse_obstacles(session, request)
+        await _mark_closing(session, request)
+    async with sessions.begin() as session:
+        return await _close(session, request)
+
+
+async def check_month(
+    sessions: Sessions,
+    *,
+    organization: str,
+    month: str,
+    leave_running: bool = False,
+    clock: Clock | None = None,
+    grace: timedelta = GRACE,
+) -> list[Obstacle]:
+    """What would stand in the way of a close now; nothing for a closed month. Rates what is pending, as the worker always does.
+
+    Raises: NotFound, InvalidValue.
+    """
+    request = await _request(sessions, organization, month, "", leave_running, clock, grace)
+    await _rate(sessions)
+    async with sessions.begin() as session:
+        return await _obstacles(session, request)
+
+
+async def _request(
+    sessions: Sessions, organization: str, month: str, actor: str, leave_running: bool, clock: Clock | None, grace: timedelta
+) -> CloseRequest:
+    first_day = month_of(month_bounds(month)[0].date())
+    async with sessions() as session:
+        owner = await find_organization(session, organization)
+    return CloseRequest(owner.id, first_day, actor, leave_running, clock, grace)
+
+
+async def _rate(sessions: Sessions) -> None:
+    with contextlib.suppress(InvariantViolated):  # misstated events, of whomever: the obstacles name those of this customer
+        await rate_all_pending(sessions)
+
+
+async def _is_closed(session: AsyncSession, request: CloseRequest) -> bool:
+    row = await session.get(BillingMonth, (request.organization_id, request.month))
+    return row is not None and row.state == MonthState.CLOSED
+
+
+async def _obstacles(session: AsyncSession, request: CloseRequest) -> list[Obstacle]:
+    """What stands in the way once the customer's usage is rated; nothing for a closed month. Has its lane alone from here on."""
+    await session.execute(CLOSE_TIMEOUT)
+    await take_lane(session, request.organization_id)
+    if await _is_closed(session, request):
+        return []
+    all_rated = await rate_customer(session, request.organization_id)
+    return await find_obstacles(
+        session,
+        request.organization_id,
+        request.month,
+        now=await request.now(session),
+        grace=request.grace,
+        leave_running=request.leave_running,
+        all_rated=all_rated,
+    )
+
+
+async def _refuse_obstacles(session: AsyncSession, request: CloseRequest) -> None:
+    if found := await _obstacles(session, request):
+        raise MonthNotClosable(found)
+
+
+async def _mark_closing(session: AsyncSession, request: CloseRequest) -> None:
+    """Say who closes it and since when. Whoever began, stays."""
+    begun = {"state": MonthState.CLOSING, "closing_at": await request.now(session), "closing_by": request.actor}
+    statement = upsert(BillingMonth).values(organization_id=request.organization_id, month=request.month, **begun)
+    await session.execute(
+        statement.on_conflict_do_update(
+            index_elements=["organization_id", "month"], set_=begun, where=BillingMonth.state == MonthState.OPEN
+        )
+    )
+
+
+async def _close(session: AsyncSession, request: CloseRequest) -> CloseResult:
+    """The transaction that closes it. Alone with the organization's ledger from its first statement to its commit."""
+    await _refuse_obstacles(session, request)
+    owner = await session.get_one(Organization, request.organization_id)
+    if await _is_closed(session, request):
+        return CloseResult(await read_month(session, owner, request.month), already_closed=True)
+    now = await request.now(session)
+    draft = await read_month(session, owner, request.month, to_close=True)
+    invoice_id = uuid.uuid4()
+    await post(session, _postings(draft, request.month, invoice_id))
+    closed = Closed(now, request.actor, "", "")
+    if draft.lines or draft.charges:
+        ordinal, number = await draw_number(session, Series.INVOICE)
+        closed = replace(closed, invoice_number=number)
+        await write_invoice(
+            session,
+            draft,
+            invoice_id=invoice_id,
+            month=request.month,
+            ordinal=ordinal,
+            number=number,
+            issued_at=now,
+            issued_by=request.actor,
+        )
+    credit = await prepaid_credit_of(session, owner.id, request.month)
+    report = replace(draft, credit=credit, closed=closed)
+    await _freeze(session, request, report, now)
+    if await read_month(session, owner, request.month) != report:
+        raise InvariantViolated(f"the report of {report.month} of {owner.name} cannot be reproduced: the month is not closed")
+    return CloseResult(report, already_closed=False)
+
+
+def _postings(draft: MonthReport, month: date, invoice_id: uuid.UUID) -> list[Posting]:
+    """What the close adds to the ledger: the plan's lines, the credit that pays, and what rounding moves."""
+    discount, commitment, spent = (
+        sum(each.amount_picos for each in draft.charges if each.kind in kinds)
+        for kinds in (DISCOUNTS, (ChargeKind.COMMITMENT,), (ChargeKind.CREDIT,))
+    )
+    rounded = draft.total_rounded_picos - draft.total_picos
+    moves = (
+        (TransactionKind.PLAN, "plan", ((AccountKind.DISCOUNT, discount), (AccountKind.COMMITMENT, commitment))),
+        (TransactionKind.CREDIT_APPLIED, "prepaid credit", ((AccountKind.PREPAID_CREDIT, spent),)),
+        (TransactionKind.ROUNDING, "rounding", ((AccountKind.ROUNDING, rounded),)),
+    )
+    return [
+        _posting(draft, month, invoice_id, kind, description, amounts)
+        for kind, description, amounts in moves
+        if any(picos for _, picos in amounts)
+    ]
+
+
+def _posting(
+    draft: MonthReport,
+    month: date,
+    invoice_id: uuid.UUID,
+    kind: TransactionKind,
+    description: str,
+    amounts: tuple[tuple[AccountKind, int], ...],
+) -> Posting:
+    """Amounts that the customer owes more, each against its account."""
+    receivable, *others = (
+        AccountKey(draft.organization_id, each, draft.currency_code) for each in (AccountKind.RECEIVABLE, *(a for a, _ in amounts))
+    )
+    total = sum(picos for _, picos in amounts)
+    legs = [Leg(account, -picos) for account, (_, picos) in zip(others, amounts, strict=True) if picos]
+    return Posting(
+        kind=kind,
+        organization_id=draft.organization_id,
+        billing_month=month,
+        effective_at=month_end(month) - INSTANT,
+        description=f"{description} of {draft.month}",
+        source_id=invoice_id,
+        legs=(Leg(receivable, total), *legs),
+    )
+
+
+async def _freeze(session: AsyncSession, request: CloseRequest, report: MonthReport, now: datetime) -> None:
+    """Write down what a later reading needs and compares, and close the month."""
+    digest = digests(report)
+    facts = {
+        "organization_id": request.organization_id,
+        "month": request.month,
+        "organization_name": report.organization_name,
+        "currency_code": report.currency_code,
+        "carried_in_picos": Decimal(report.carried_in_picos),
+        "report_format": report.format_version,
+        "json_sha256": digest.json_sha256,
+        "csv_sha256": digest.csv_sha256,
+    }
+    await session.execute(insert(MonthClosing).values(facts))
+    closed = {"state": MonthState.CLOSED, "closed_at": now, "closed_by": request.actor}
+    key = (BillingMonth.organization_id == request.organization_id, BillingMonth.month == request.month)
+    await session.execute(update(BillingMonth).where(*key).values(closed).execution_options(synchronize_session=False))
+    after = {
+        "organization_id": str(report.organization_id),
+        "month": report.month,
+        "invoice_number": "" if report.closed is None else report.closed.invoice_number,
+        "total": exact_text(report.total_rounded_picos, report.currency_code),
+        "currency_code": report.currency_code,
+        "json_sha256": digest.json_sha256.hex(),
+        "csv_sha256": digest.csv_sha256.hex(),
+    }
+    subject = f"{report.organization_id}/{report.month}"
+    await record_change(session, actor=request.actor, action="month.close", subject_id=subject, before=None, after=after)

@@ -1,0 +1,122 @@
+"""What keeps a month from being closed, each with its remedy. Functions take a session, read and never commit."""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import dataclass
+from datetime import UTC, date, datetime, timedelta
+from enum import StrEnum
+
+from sqlalchemy import text
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from metering.billing.months import month_after, month_text
+from metering.billing.rating import COUNTS, RIGHT_COST
+
+GRACE = timedelta(hours=1)  # after the month's end: what began in it has ended by then, and clocks that differ agree on the month
+NAMED_MAX = 10  # ids that a description names
+
+MISSTATED = text(f"""
+SELECT e.id FROM (SELECT id, cost_picos, price_version_id, {COUNTS} FROM usage_events
+                  WHERE organization_id = :organization_id AND rated_at IS NULL AND settled_at < :ends) e
+JOIN price_versions p ON p.id = e.price_version_id WHERE e.cost_picos <> {RIGHT_COST} ORDER BY e.id
+""")
+# A hold that has its own id as request id was taken in advance for an outage: nothing runs under it.
+RUNNING = text("""
+SELECT request_id FROM holds
+WHERE state = 'held' AND organization_id = :organization_id AND admitted_at < :ends AND request_id <> id ORDER BY admitted_at
+""")
+# The first month that should have been closed before: the one after the last closed, or the first with anything in it.
+BEFORE = text("""
+SELECT max(month) AS last_closed, coalesce(
+    CAST(max(month) + interval '1 month' AS date),
+    (SELECT min(billing_month) FROM ledger_transactions WHERE organization_id = :organization_id)) AS first_open
+FROM billing_months WHERE organization_id = :organization_id AND state = 'closed'
+""")
+
+
+class ObstacleKind(StrEnum):
+    """What stands in the way."""
+
+    MONTH_NOT_OVER = "MONTH_NOT_OVER"
+    EARLIER_MONTH_OPEN = "EARLIER_MONTH_OPEN"
+    LATER_MONTH_CLOSED = "LATER_MONTH_CLOSED"
+    USAGE_MISSTATED = "USAGE_MISSTATED"
+    USAGE_UNRATED = "USAGE_UNRATED"
+    REQUESTS_RUNNING = "REQUESTS_RUNNING"
+
+
+@dataclass(frozen=True, slots=True)
+class Obstacle:
+    """One thing that stands in the way, in words with the remedy."""
+
+    kind: ObstacleKind
+    description: str
+
+
+async def find_obstacles(
+    session: AsyncSession,
+    organization_id: uuid.UUID,
+    month: date,
+    *,
+    now: datetime,
+    grace: timedelta,
+    leave_running: bool,
+    all_rated: bool,
+) -> list[Obstacle]:
+    """All that stands in the way of closing a month, by its first day. now: the moment of the close.
+
+    all_rated: no backlog of usage is left. What has come since is not in the way: it is late usage.
+    """
+    ends = month_end(month)
+    found: list[Obstacle] = []
+    if now < ends + grace:
+        found.append(
+            Obstacle(
+                ObstacleKind.MONTH_NOT_OVER,
+                f"{month_text(month)} can be closed from {ends + grace:%Y-%m-%d %H:%M} UTC on; it is {now:%Y-%m-%d %H:%M} now",
+            )
+        )
+    parameters = {"organization_id": organization_id, "ends": ends, "month": month}
+    before = (await session.execute(BEFORE, parameters)).one()
+    if before.last_closed is not None and before.last_closed >= month:
+        told = f"{month_text(before.last_closed)} is closed, and with it all before: what comes late is in the month after it"
+        found.append(Obstacle(ObstacleKind.LATER_MONTH_CLOSED, told))
+    elif before.first_open is not None and before.first_open < month:
+        told = f"{month_text(before.first_open)} is not closed: months are closed in their order, also those without usage"
+        found.append(Obstacle(ObstacleKind.EARLIER_MONTH_OPEN, told))
+    found += await _misstated(session, parameters)
+    if not all_rated:
+        told = "more usage waits for the ledger than one close rates: let the worker catch up, and try again"
+        found.append(Obstacle(ObstacleKind.USAGE_UNRATED, told))
+    if not leave_running:
+        running = [str(each) for each in (await session.execute(RUNNING, parameters)).scalars()]
+        if running:
+            found.append(
+                Obstacle(
+                    ObstacleKind.REQUESTS_RUNNING,
+                    f"{len(running)} requests that were admitted before the month's end still run: {named(running)}; wait, end "
+                    "them (`weir requests kill`, `weir requests stuck`), or leave them to the month of their end (--leave-running)",
+                )
+            )
+    return found
+
+
+async def _misstated(session: AsyncSession, parameters: dict[str, object]) -> list[Obstacle]:
+    ids = [str(each) for each in (await session.execute(MISSTATED, parameters)).scalars()]
+    if not ids:
+        return []
+    told = f"{len(ids)} usage events do not cost what their tokens cost: {named(ids)}"
+    return [Obstacle(ObstacleKind.USAGE_MISSTATED, f"{told}; they are not billed before somebody has found out why")]
+
+
+def month_end(month: date) -> datetime:
+    """The first moment after a month, UTC."""
+    following = month_after(month)
+    return datetime(following.year, following.month, 1, tzinfo=UTC)
+
+
+def named(ids: list[str]) -> str:
+    """The first few, and how many more there are."""
+    more = f" and {len(ids) - NAMED_MAX} more" if len(ids) > NAMED_MAX else ""
+    return ", ".join(ids[:NAMED_MAX]) + more

@@ -1,0 +1,169 @@
+"""The values of months, invoices and corrections, as the billing API tells them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime
+from enum import StrEnum
+
+from weir_client.values import Money
+
+
+class MonthState(StrEnum):
+    """Where a month stands. CLOSED: nothing of it changes any more."""
+
+    UNSPECIFIED = "unspecified"
+    OPEN = "open"
+    CLOSING = "closing"
+    CLOSED = "closed"
+
+
+class AdjustmentState(StrEnum):
+    """What became of an adjustment or a credit note."""
+
+    UNSPECIFIED = "unspecified"
+    PROPOSED = "proposed"
+    APPROVED = "approved"
+    REJECTED = "rejected"
+
+
+class DocumentFormat(StrEnum):
+    """The form of a report's document."""
+
+    JSON = "json"
+    CSV = "csv"
+
+
+@dataclass(frozen=True, slots=True)
+class Month:
+    """One month of one organization. Digests are SHA-256 in hexadecimal; empty before the close."""
+
+    organization_name: str
+    organization_id: str
+    month: str  # YYYY-MM
+    state: MonthState
+    closing_time: datetime | None
+    closing_by: str
+    close_time: datetime | None
+    closed_by: str
+    invoice_number: str  # empty where there is nothing to invoice
+    total: Money | None  # of the invoice
+    json_sha256: str
+    csv_sha256: str
+    report_format: int
+    receipts_root: str
+
+
+@dataclass(frozen=True, slots=True)
+class Obstacle:
+    """Something that keeps a month from being closed. kind: stable, such as `MONTH_NOT_OVER`."""
+
+    kind: str
+    description: str
+
+
+@dataclass(frozen=True, slots=True)
+class ClosedMonth:
+    """What became of a close. obstacles: only where nothing but a check was asked for."""
+
+    month: Month
+    obstacles: tuple[Obstacle, ...]
+    already_closed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class MonthVerification:
+    """What the ledger makes of a closed month today. differences: in words, empty if it is what it was."""
+
+    month: Month
+    json_sha256: str
+    csv_sha256: str
+    reproduced: bool
+    differences: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class MonthCharge:
+    """A line beside the usage. kind: allowance, graduated, volume, commitment, adjustment or credit."""
+
+    kind: str
+    description: str
+    amount: Money  # exact
+    rounded_amount: Money
+    model: str
+    token_count: int
+    source_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class PrepaidCredit:
+    """Prepaid credit of a month."""
+
+    granted: Money
+    expired: Money
+    left: Money
+
+
+@dataclass(frozen=True, slots=True)
+class CreditNoteSummary:
+    """A credit note in the report of its month; what it gives back is in no invoice's total."""
+
+    number: str
+    invoice_number: str
+    amount: Money
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class InvoiceLine:
+    """A line of an invoice. exact_amount: before rounding; amount: what the customer pays for it."""
+
+    kind: str
+    description: str
+    exact_amount: Money
+    amount: Money
+    model: str
+    price_version: int
+    token_kind: str
+    token_count: int
+    unit_price_picos: int
+    usage_month: str
+    source_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Adjustment:
+    """A correction by hand: a line of the next invoice, or, with an invoice's number, a credit note."""
+
+    adjustment_id: str
+    organization_id: str
+    amount: Money  # what the customer owes more; negative for less
+    reason: str
+    invoice_number: str
+    state: AdjustmentState
+    author: str
+    create_time: datetime | None
+    decided_by: str
+    decide_time: datetime | None
+    billing_month: str  # that it was posted to
+    credit_note_number: str
+
+
+@dataclass(frozen=True, slots=True)
+class Invoice:
+    """What a customer owes for a month. The amounts of its lines add up to `total`."""
+
+    number: str
+    organization_id: str
+    organization_name: str
+    month: str
+    issue_time: datetime | None
+    issued_by: str
+    lines: tuple[InvoiceLine, ...]
+    exact_total: Money
+    carried_in: Money
+    carried_out: Money
+    total: Money
+    credited: Money
+    tax_note: str
+    credit_notes: tuple[Adjustment, ...] = ()

@@ -1,0 +1,117 @@
+"""What tests of closed months share: a clock that they move, prices of the past, and what the ledger must say whatever happened."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+
+from sqlalchemy import insert, text
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from metering.billing import adjustments
+from metering.billing.closing import CloseResult, close_month
+from metering.billing.invoice_rows import find_invoice_row
+from metering.billing.month_reading import month_report
+from metering.billing.month_verification import Verification, verify_month
+from metering.billing.prices import ModelPrice, get_price
+from metering.billing.reports import MonthReport
+from metering.models import PriceVersion
+from metering.store.db import Sessions
+from metering.tenants.tenants import find_organization
+from tests.metering.books import Consumed, Customer, add_usage
+
+LATER = datetime(2025, 12, 15, tzinfo=UTC)  # when the months of most tests are over
+
+
+@dataclass(slots=True)
+class MovableClock:
+    """The moment that a close takes for the present."""
+
+    now: datetime = LATER
+
+    async def __call__(self, session: AsyncSession) -> datetime:
+        """As `closing.database_clock`."""
+        return self.now
+
+
+@dataclass(slots=True)
+class ClosingWorld:
+    """One customer, its prices, and everything that finance does to its months."""
+
+    sessions: Sessions
+    customer: Customer
+    clock: MovableClock = field(default_factory=MovableClock)
+    currency_code: str = "USD"
+
+    async def price(
+        self, begins: datetime, *, model: str = "demo", input_picos: int = 150_000, output_picos: int = 600_000
+    ) -> ModelPrice:
+        """A version that began in the past; cached input costs a tenth of input."""
+        values = {
+            "model": model,
+            "currency_code": self.currency_code,
+            "input_picos_per_token": input_picos,
+            "cached_input_picos_per_token": input_picos // 10,
+            "output_picos_per_token": output_picos,
+            "effective_at": begins,
+        }
+        async with self.sessions.begin() as session:
+            version = (await session.scalars(insert(PriceVersion).values(values).returning(PriceVersion.id))).one()
+            return await get_price(session, version)
+
+    async def use(self, price: ModelPrice, *events: Consumed) -> list[int]:
+        """Usage events, as settlements write them."""
+        async with self.sessions.begin() as session:
+            return await add_usage(session, self.customer, price, events)
+
+    async def close(self, month: str, actor: str = "finance", *, leave_running: bool = False) -> CloseResult:
+        """Close a month at the moment of the clock."""
+        return await close_month(
+            self.sessions,
+            organization=self.customer.name,
+            month=month,
+            actor=actor,
+            leave_running=leave_running,
+            clock=self.clock,
+        )
+
+    async def report(self, month: str) -> MonthReport:
+        """The report as it reads now."""
+        async with self.sessions() as session:
+            return await month_report(session, organization=self.customer.name, month=month)
+
+    async def verify(self, month: str) -> Verification:
+        """The month reproduced and compared."""
+        async with self.sessions() as session:
+            return await verify_month(session, await find_organization(session, self.customer.name), month)
+
+    async def adjust(self, amount_picos: int, reason: str = "an outage") -> adjustments.AdjustmentRecord:
+        """An adjustment that one proposes and another approves."""
+        async with self.sessions.begin() as session:
+            proposed = await adjustments.create_adjustment(
+                session,
+                organization=self.customer.name,
+                amount_picos=amount_picos,
+                currency_code=self.currency_code,
+                reason=reason,
+                actor="ann",
+            )
+            return await adjustments.approve(session, adjustment_id=str(proposed.id), actor="bob", now=self.clock.now)
+
+    async def give_back(self, invoice_number: str, amount_picos: int, reason: str = "a refund") -> adjustments.AdjustmentRecord:
+        """A credit note that one proposes and another approves."""
+        async with self.sessions.begin() as session:
+            proposed = await adjustments.create_credit_note(
+                session,
+                invoice=await find_invoice_row(session, invoice_number),
+                amount_picos=amount_picos,
+                currency_code=self.currency_code,
+                reason=reason,
+                actor="ann",
+            )
+            return await adjustments.approve(session, adjustment_id=str(proposed.id), actor="bob", now=self.clock.now)
+
+    async def ask(self, query: str) -> tuple[object, ...]:
+        """The one row of a query."""
+        async with self.sessions() as session:
+            return tuple((await session.execute(text(query))).one())

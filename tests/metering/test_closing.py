@@ -1,0 +1,336 @@
+"""Closing a month: once, for good, in order, refused with reasons; late usage goes to the next month; the report stays the same."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from datetime import UTC, datetime, timedelta
+
+import pytest
+from sqlalchemy import insert, text
+from sqlalchemy.exc import DBAPIError
+
+from metering.billing.closing import check_month
+from metering.billing.invoice_rows import find_invoice_row, read_invoice
+from metering.billing.invoices import InvoiceLineKind
+from metering.billing.month_list import list_months
+from metering.billing.month_verification import verify_month
+from metering.billing.obstacles import ObstacleKind
+from metering.billing.rating import rate_all_pending
+from metering.billing.report_formats import to_csv, to_json
+from metering.billing.reports import ReportLine
+from metering.errors import MonthNotClosable, MonthOpen, NotFound
+from metering.models import Hold, TokenKind
+from metering.store.db import Sessions
+from metering.tenants.tenants import find_organization
+from tests.metering.books import Consumed, Customer, new_customer
+from tests.metering.closing_world import ClosingWorld
+
+SEPTEMBER, OCTOBER, NOVEMBER = (datetime(2025, month, 10, 12, tzinfo=UTC) for month in (9, 10, 11))
+
+
+@pytest.fixture
+async def world(sessions: Sessions, customer: Customer) -> ClosingWorld:
+    """Customer `acme` in the December of 2025."""
+    return ClosingWorld(sessions, customer)
+
+
+async def refused(world: ClosingWorld, month: str, *, leave_running: bool = False) -> list[ObstacleKind]:
+    """Why a month cannot be closed; the check says the same."""
+    with pytest.raises(MonthNotClosable) as refusal:
+        await world.close(month, leave_running=leave_running)
+    found = await check_month(world.sessions, organization="acme", month=month, leave_running=leave_running, clock=world.clock)
+    assert tuple(found) == refusal.value.obstacles
+    return [each.kind for each in found]
+
+
+async def test_a_month_is_rated_invoiced_and_closed_and_stays_the_same_bytes(world: ClosingWorld) -> None:
+    price = await world.price(SEPTEMBER)
+    await world.use(price, Consumed(1_000_003, 1_000, 10_007, "stop", OCTOBER), Consumed(5, 0, 1, "cancelled", OCTOBER))
+
+    result = await world.close("2025-10")
+    await world.use(price, Consumed(7, 0, 7, "stop", OCTOBER))
+    await rate_all_pending(world.sessions)
+    again = await world.report("2025-10")
+
+    report = result.report
+    assert not result.already_closed
+    assert report.closed is not None
+    assert (report.closed.closed_by, report.closed.closed_at) == ("finance", world.clock.now)
+    assert report.closed.invoice_number == "INV-000001"
+    assert report.total_picos == 999_008 * 150_000 + 1_000 * 15_000 + 10_008 * 600_000
+    assert report.total_rounded_picos == 16 * 10**10
+    assert (to_json(again), to_csv(again)) == (to_json(report), to_csv(report))
+    assert (await world.verify("2025-10")).differences == ()
+    async with world.sessions() as session:
+        invoice = await read_invoice(session, await find_invoice_row(session, "INV-000001"))
+    assert sum(line.amount_picos for line in invoice.lines) == invoice.total_picos == report.total_rounded_picos
+    assert invoice.total_picos + invoice.carried_out_picos == invoice.exact_picos + invoice.carried_in_picos
+
+
+async def test_late_usage_is_a_labelled_line_of_the_next_month(world: ClosingWorld) -> None:
+    price = await world.price(SEPTEMBER)
+    await world.use(price, Consumed(10, 0, 0, settled_at=OCTOBER))
+    await world.close("2025-10")
+    await world.use(price, Consumed(3, 0, 0, settled_at=OCTOBER), Consumed(4, 0, 0, settled_at=NOVEMBER))
+
+    report = (await world.close("2025-11")).report
+
+    version = price.prices.version
+    assert report.lines == (
+        ReportLine("demo", version, TokenKind.INPUT, 1, 4, 0, 150_000, 600_000),
+        ReportLine("demo", version, TokenKind.INPUT, 1, 3, 0, 150_000, 450_000, late_month="2025-10"),
+    )
+    assert report.request_counts.total_count == 2
+    assert report.reconciliation.balanced
+    async with world.sessions() as session:
+        invoice = await read_invoice(session, await find_invoice_row(session, "INV-000002"))
+    assert [(line.kind, line.usage_month) for line in invoice.lines] == [
+        (InvoiceLineKind.USAGE, "2025-11"),
+        (InvoiceLineKind.LATE_USAGE, "2025-10"),
+    ]
+    assert invoice.lines[1].description.startswith("late usage of 2025-10: demo, input tokens")
+
+
+async def test_a_month_without_anything_is_closed_without_an_invoice_and_no_number_is_used_up(world: ClosingWorld) -> None:
+    price = await world.price(SEPTEMBER)
+    await world.use(price, Consumed(33_334, 0, 0, settled_at=SEPTEMBER))
+    september = (await world.close("2025-09")).report
+    october = (await world.close("2025-10")).report
+    await world.use(price, Consumed(1, 0, 0, settled_at=NOVEMBER))
+    november = (await world.close("2025-11")).report
+
+    assert september.carried_out_picos == 33_334 * 150_000 - 10**10 < 0
+    assert october.closed is not None
+    assert (october.closed.invoice_number, october.lines) == ("", ())
+    assert (october.carried_in_picos, october.carried_out_picos) == (september.carried_out_picos,) * 2
+    assert november.closed is not None
+    assert november.closed.invoice_number == "INV-000002"
+    assert november.carried_in_picos == september.carried_out_picos
+    assert (await world.verify("2025-10")).differences == ()
+
+
+async def test_a_month_is_refused_until_it_is_over_by_the_clock(world: ClosingWorld) -> None:
+    world.clock.now = datetime(2025, 12, 1, 0, 59, 59, tzinfo=UTC)
+
+    assert await refused(world, "2025-11") == [ObstacleKind.MONTH_NOT_OVER]
+
+    world.clock.now += timedelta(seconds=1)
+    assert not (await world.close("2025-11")).already_closed
+
+
+async def test_the_databases_clock_counts_where_no_other_is_given(world: ClosingWorld) -> None:
+    async with world.sessions() as session:
+        present = f"{(await session.scalars(text('SELECT now()'))).one():%Y-%m}"
+
+    found = await check_month(world.sessions, organization="acme", month=present)
+
+    assert [each.kind for each in found] == [ObstacleKind.MONTH_NOT_OVER]
+
+
+async def test_months_are_closed_in_order(world: ClosingWorld) -> None:
+    price = await world.price(SEPTEMBER)
+    await world.use(price, Consumed(1, settled_at=SEPTEMBER), Consumed(1, settled_at=NOVEMBER))
+
+    assert await refused(world, "2025-11") == [ObstacleKind.EARLIER_MONTH_OPEN]
+
+    await world.close("2025-09")
+    assert await refused(world, "2025-11") == [ObstacleKind.EARLIER_MONTH_OPEN]
+    await world.close("2025-10")  # nothing was used in it: its plan and its credit may have something to say all the same
+    await world.close("2025-11")
+    assert await refused(world, "2025-08") == [ObstacleKind.LATER_MONTH_CLOSED]
+
+
+async def test_usage_of_before_the_first_closed_month_goes_to_the_first_open_one(world: ClosingWorld) -> None:
+    price = await world.price(SEPTEMBER)
+    await world.close("2025-10")
+    await world.use(price, Consumed(1, settled_at=SEPTEMBER))
+
+    report = (await world.close("2025-11")).report
+
+    assert [line.late_month for line in report.lines] == ["2025-09"]
+
+
+async def test_misstated_usage_is_named_and_keeps_its_own_customers_months_open_only(
+    world: ClosingWorld, sessions: Sessions
+) -> None:
+    async with sessions.begin() as session:
+        other = ClosingWorld(sessions, await new_customer(session, "bolt"), world.clock)
+    price = await world.price(SEPTEMBER)
+    await other.use(price, Consumed(1, settled_at=OCTOBER))
+    (event_id,) = await world.use(price, Consumed(10, settled_at=OCTOBER, cost_picos=1))
+
+    with pytest.raises(MonthNotClosable, match=f"do not cost what their tokens cost: {event_id};"):
+        await world.close("2025-10")
+    assert await refused(world, "2025-10") == [ObstacleKind.USAGE_MISSTATED]
+    assert (await other.close("2025-10")).report.total_picos == 150_000
+
+
+async def test_a_request_that_still_runs_holds_a_month_open_unless_it_is_left_to_the_next(world: ClosingWorld) -> None:
+    price = await world.price(SEPTEMBER)
+    common = {
+        "organization_id": world.customer.organization_id,
+        "project_id": world.customer.key.project_id,
+        "api_key_id": world.customer.key.id,
+        "payload_hash": bytes(32),
+        "model": "demo",
+        "price_version_id": price.prices.version,
+        "labels": {},
+        "owner_id": uuid.uuid4(),
+        "input_token_count": 1,
+        "leased_token_count": 1,
+        "quota_ids": [],
+        "admitted_at": OCTOBER,
+        "expires_at": OCTOBER,
+    }
+    running, standing = uuid.uuid4(), uuid.uuid4()
+    async with world.sessions.begin() as session:
+        holds = [{"id": uuid.uuid4(), "request_id": running}, {"id": standing, "request_id": standing}]
+        await session.execute(insert(Hold), [common | each for each in holds])
+
+    with pytest.raises(MonthNotClosable, match=f"1 requests .* still run: {running};"):
+        await world.close("2025-10")
+
+    assert await refused(world, "2025-10") == [ObstacleKind.REQUESTS_RUNNING]
+    assert not (await world.close("2025-10", leave_running=True)).already_closed
+
+
+async def test_everything_that_stands_in_the_way_is_told_at_once(world: ClosingWorld) -> None:
+    price = await world.price(SEPTEMBER)
+    await world.use(price, Consumed(1, settled_at=OCTOBER), Consumed(10, settled_at=NOVEMBER, cost_picos=1))
+    world.clock.now = NOVEMBER
+
+    assert await refused(world, "2025-11") == [
+        ObstacleKind.MONTH_NOT_OVER,
+        ObstacleKind.EARLIER_MONTH_OPEN,
+        ObstacleKind.USAGE_MISSTATED,
+    ]
+
+
+async def test_closing_again_changes_nothing_and_answers_the_same(world: ClosingWorld) -> None:
+    await world.use(await world.price(SEPTEMBER), Consumed(1, settled_at=OCTOBER))
+
+    first = await world.close("2025-10", "ann")
+    second = await world.close("2025-10", "bob")
+
+    assert (first.already_closed, second.already_closed) == (False, True)
+    assert second.report == first.report
+    assert await world.ask("SELECT count(*) FROM invoices") == (1,)
+
+
+async def test_two_closers_at_once_issue_one_invoice(world: ClosingWorld) -> None:
+    await world.use(await world.price(SEPTEMBER), *[Consumed(1, settled_at=OCTOBER)] * 50)
+
+    results = await asyncio.gather(*(world.close("2025-10", actor) for actor in ("ann", "bob", "cid", "dan")))
+
+    assert sorted(result.already_closed for result in results) == [False, True, True, True]
+    assert len({to_json(result.report) for result in results}) == 1
+    assert await world.ask("SELECT count(*), max(ordinal) FROM invoices") == (1, 1)
+
+
+async def test_many_customers_at_once_get_numbers_without_gaps(sessions: Sessions, world: ClosingWorld) -> None:
+    price = await world.price(SEPTEMBER)
+    worlds = []
+    for name in ("bolt", "cart", "dove", "echo"):
+        async with sessions.begin() as session:
+            worlds.append(ClosingWorld(sessions, await new_customer(session, name), world.clock))
+        await worlds[-1].use(price, Consumed(1, settled_at=OCTOBER))
+
+    await asyncio.gather(*(each.close("2025-10") for each in worlds))
+
+    assert await world.ask("SELECT array_agg(ordinal ORDER BY ordinal) FROM invoices") == ([1, 2, 3, 4],)
+
+
+async def test_months_are_listed_with_their_states_and_digests(world: ClosingWorld) -> None:
+    price = await world.price(SEPTEMBER)
+    await world.use(price, Consumed(100_000, settled_at=SEPTEMBER), Consumed(1, settled_at=OCTOBER))
+    await world.close("2025-09")
+    verification = await world.verify("2025-09")
+
+    async with world.sessions() as session:
+        months = {each.month: each for each in await list_months(session, await find_organization(session, "acme"))}
+
+    assert list(months)[-2:] == ["2025-10", "2025-09"]
+    closed = months["2025-09"]
+    assert (closed.state, closed.invoice_number, closed.total_picos) == ("closed", "INV-000001", 2 * 10**10)
+    assert closed.json_sha256 == verification.digests.json_sha256.hex()
+    assert (months["2025-10"].state, months["2025-10"].json_sha256) == ("open", "")
+
+
+async def test_only_a_closed_month_can_be_verified_and_only_a_known_one_closed(world: ClosingWorld) -> None:
+    with pytest.raises(MonthOpen, match="not closed"):
+        await world.verify("2025-10")
+    world.customer = Customer(uuid.uuid4(), "nobody", world.customer.key, "")
+    with pytest.raises(NotFound):
+        await world.close("2025-10")
+
+
+async def test_a_renamed_customer_keeps_its_old_name_in_closed_months(world: ClosingWorld) -> None:
+    await world.use(await world.price(SEPTEMBER), Consumed(1, settled_at=OCTOBER))
+    before = (await world.close("2025-10")).report
+    async with world.sessions.begin() as session:
+        await session.execute(text("UPDATE organizations SET name = 'zenith'"))
+
+    world.customer = Customer(world.customer.organization_id, "zenith", world.customer.key, "")
+
+    assert await world.report("2025-10") == before
+    assert (await world.verify("2025-10")).differences == ()
+
+
+REFUSED = (
+    "UPDATE invoices SET total_picos = total_picos",
+    "DELETE FROM invoices",
+    "UPDATE invoice_lines SET description = 'x'",
+    "DELETE FROM invoice_lines",
+    "UPDATE month_closings SET organization_name = 'x'",
+    "DELETE FROM month_closings",
+    "DELETE FROM billing_months",
+    "UPDATE billing_months SET state = 'open', closed_at = NULL, closed_by = NULL",
+    "DELETE FROM document_series",
+    "UPDATE document_series SET last_ordinal = 7",
+    "TRUNCATE invoices CASCADE",
+    "INSERT INTO ledger_transactions (organization_id, kind, billing_month, effective_at, description) "
+    "SELECT organization_id, 'adjustment', month, now(), 'late' FROM billing_months",
+    "INSERT INTO ledger_transactions (organization_id, kind, billing_month, effective_at, description) "
+    "SELECT organization_id, 'adjustment', month - interval '3 months', now(), 'very late' FROM billing_months",
+    "INSERT INTO invoice_lines (invoice_id, position, kind, description, exact_picos, amount_picos, model, usage_month) "
+    "SELECT id, 99, 'usage', 'one more', 1, 0, 'demo', '' FROM invoices",
+)
+
+
+async def test_the_database_refuses_to_change_what_is_closed(world: ClosingWorld) -> None:
+    await world.use(await world.price(SEPTEMBER), Consumed(1_000_000, settled_at=OCTOBER))
+    await world.close("2025-10")
+
+    for statement in REFUSED:
+        with pytest.raises(DBAPIError, match=r"append-only|closed|follow each other|add up"):
+            async with world.sessions.begin() as session:
+                await session.execute(text(statement))
+
+    assert (await world.verify("2025-10")).differences == ()
+
+
+TAMPERINGS = (
+    ("invoice_lines", "UPDATE invoice_lines SET description = 'nothing'", "lines of the invoice"),
+    ("month_closings", "UPDATE month_closings SET organization_name = 'zenith'", "as JSON has the SHA-256"),
+    (
+        "ledger_entries",
+        "UPDATE ledger_entries SET amount_picos = 1 - amount_picos WHERE token_kind IS NULL",
+        "on the customer's account",
+    ),
+    ("ledger_entries", "UPDATE ledger_entries SET amount_picos = amount_picos - 1 WHERE token_kind = 'input'", "as CSV"),
+)
+
+
+async def test_verification_finds_what_was_changed_behind_the_triggers(world: ClosingWorld) -> None:
+    await world.use(await world.price(SEPTEMBER), Consumed(1_000_000, settled_at=OCTOBER))
+    await world.close("2025-10")
+
+    for table, change, found in TAMPERINGS:
+        async with world.sessions() as session:
+            for statement in (f"ALTER TABLE {table} DISABLE TRIGGER USER", change):
+                await session.execute(text(statement))
+            verification = await verify_month(session, await find_organization(session, "acme"), "2025-10")
+            await session.rollback()
+        assert any(found in each for each in verification.differences), (change, verification.differences)
+    assert (await world.verify("2025-10")).differences == ()
