@@ -137,6 +137,8 @@ class GenerationRequest:
     all of `stop` for itself; the first is what a single one would be, the others draw from seeds that follow from the request's.
     beam_search: the choices are the best that it finds, the best first. Needs a temperature of 0; excludes stop sequences and a
     response format. Tokens come when all outputs share them that can still be the best, the others with the end.
+    rank: who is next, the lowest first, and of equal ones the first to arrive. In tokens: one that waits takes the place of a
+    running one if its rank is lower by more than its prompt's tokens. Nobody is overtaken without end, whatever the ranks.
     """
 
     sequence_id: SequenceId
@@ -147,6 +149,7 @@ class GenerationRequest:
     response_format: ResponseFormat | None = None
     choice_count: int = 1
     beam_search: BeamSearchParams | None = None
+    rank: float = 0.0
 
 
 class EngineFinishReason(StrEnum):

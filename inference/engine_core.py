@@ -33,10 +33,11 @@ from inference.limits import EngineLimits, request_fault
 from inference.model_runner import ComputeDtype, ModelRunner, kv_block_bytes
 from inference.rope_config import rotation_switch_tokens
 from inference.sampler import Chosen, choice_seed
-from inference.scheduler import Scheduler, StepPlan
+from inference.scheduler import Scheduler
 from inference.sequence import Sequence
 from inference.simulated_runner import SimulatedRunner
 from inference.step_pace import StepPace
+from inference.step_plan import StepPlan
 from inference.tokenizer import Tokenizer
 
 

@@ -60,6 +60,7 @@ class StartSequence(msgspec.Struct, tag="start", array_like=True, frozen=True):
     response_format: ResponseFormat | None = None
     choice_count: int = 1
     beam_search: BeamSearchParams | None = None
+    rank: float = 0.0
 
 
 class CancelSequence(msgspec.Struct, tag="cancel", array_like=True, frozen=True):
@@ -216,6 +217,7 @@ def start_message(number: int, request: GenerationRequest) -> StartSequence:
         response_format=request.response_format,
         choice_count=request.choice_count,
         beam_search=request.beam_search,
+        rank=request.rank,
     )
 
 
@@ -230,6 +232,7 @@ def request_of(message: StartSequence) -> GenerationRequest:
         response_format=message.response_format,
         choice_count=message.choice_count,
         beam_search=message.beam_search,
+        rank=message.rank,
     )
 
 

@@ -47,6 +47,8 @@ def request_fault(request: GenerationRequest, limits: EngineLimits, vocabulary_s
         return f"token ids must be from 0 to {vocabulary_size - 1}"
     if not 1 <= request.choice_count <= CHOICE_COUNT_MAX:
         return f"choice_count must be from 1 to {CHOICE_COUNT_MAX}"
+    if not math.isfinite(request.rank):
+        return "rank must be a number"
     if output_token_count < 1:
         return "max_output_tokens must be at least 1"
     fault = _stop_fault(request.stop, vocabulary_size) or sampling_fault(request.sampling, vocabulary_size)

@@ -24,8 +24,8 @@ from inference.logits import NOT_FINITE, Logits
 from inference.model import Batch, Decoder, Spans, move_batch
 from inference.native.decoder import NativeDecoder, supports
 from inference.sampler import Chosen, choose
-from inference.scheduler import Chunk, StepPlan
 from inference.sequence import Sequence
+from inference.step_plan import Chunk, StepPlan
 from inference.weights import load_weights, move_weights
 
 ComputeDtype = Literal["float32", "bfloat16", "int8"]

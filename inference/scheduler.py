@@ -4,70 +4,32 @@ Owns the waiting queue, the running list and the sequences' use of the block poo
 then `commit`. Rules, in the order in which they are applied:
 
 1. Decoding sequences get their one token first, so a long prompt never stalls running streams; the rest of the step's token
-   budget, or what of it the time allows (`StepPace`), goes to prompts in order of arrival, a long one in several chunks.
-2. A waiting sequence enters in order of arrival, when its tokens and a share of the output that it and all running ones still
-   owe fit the pool. Nobody overtakes one that does not fit, so nobody starves.
-3. One whose next prefix block is being computed by a running sequence is passed over until that block is there: a prefix that
-   fifty requests share is computed once. The wait is bounded, since the running one gets on with every step.
-4. If blocks run out all the same, the youngest running sequence gives its blocks back, waits at its old place, and is computed
-   again later. The oldest is never evicted for others, and `request_fault` has seen to it that it fits alone: no deadlock.
+   budget, or what of it the time allows (`StepPace`), goes to prompts in order of rank and then of arrival, those that run already
+   and those that enter alike; a long one in several chunks.
+2. A waiting sequence enters in that order, when its tokens and a share of the output that it and all running ones still owe fit
+   the pool. Nobody else enters before one that does not fit.
+3. One that finds no place or no blocks takes them from running ones that come after it by more than its own prompt's tokens, the
+   last one first. Their full blocks stay in the prefix cache, so that going on costs them little.
+4. One whose next prefix block is being computed by a running sequence that comes before it is passed over until that block is
+   there: a prefix that fifty requests share is computed once. The wait is bounded, since the running one gets on.
+5. If blocks run out all the same, the last running sequence gives its blocks back, waits at its old place, and is computed again
+   later. The first is never evicted for those after it, and `request_fault` has seen to it that it fits alone: no deadlock.
+6. A sequence that still waits, for a place or for its prompt, is overtaken by at most as many later ones as may wait at once. From
+   then on nobody comes before it who came after it, whatever the ranks: nobody starves.
 """
 
 from __future__ import annotations
 
 import bisect
-import sys
-from dataclasses import dataclass, field
-from typing import NamedTuple
+import heapq
+import math
 
+from inference.commitments import Commitments
 from inference.errors import InvariantViolated
-from inference.kv_cache import KV_BLOCK_TOKENS, BlockKey, BlockPool, PrefixMatch, blocks_for, matchable_block_count
+from inference.kv_cache import KV_BLOCK_TOKENS, BlockKey, BlockPool, PrefixMatch, matchable_block_count
 from inference.limits import EngineLimits
 from inference.sequence import Sequence
-
-
-class Chunk(NamedTuple):
-    """The next `token_count` uncomputed tokens of a sequence, to be computed in this step.
-
-    copied: a KV block and the one that its content goes to before anything is computed: beams share the first and write their own.
-    """
-
-    sequence: Sequence
-    token_count: int
-    copied: tuple[int, int] | None = None
-
-    @property
-    def completes(self) -> bool:
-        """Whether nothing is uncomputed afterwards, so that the next token is wanted."""
-        return self.token_count == self.sequence.uncomputed_token_count
-
-
-@dataclass(slots=True)
-class StepPlan:
-    """What a step computes.
-
-    token_count: rows of the step's batch, at most token_count_max. entered: sequences that left the queue for the first time.
-    """
-
-    token_count_max: int = sys.maxsize
-    chunks: list[Chunk] = field(default_factory=list)
-    entered: list[Sequence] = field(default_factory=list)
-    token_count: int = 0
-
-    def add(self, sequence: Sequence, token_count: int, copied: tuple[int, int] | None = None) -> None:
-        """Compute so many more tokens of a sequence. copied: see `Chunk`."""
-        self.chunks.append(Chunk(sequence, token_count, copied))
-        self.token_count += token_count
-
-    @property
-    def decoded_count(self) -> int:
-        """Sequences of which only the newest token is computed."""
-        return sum(chunk.token_count == 1 for chunk in self.chunks)
-
-    def drop(self, sequence: Sequence) -> None:
-        """Compute nothing of a sequence after all."""
-        self.chunks = [chunk for chunk in self.chunks if chunk.sequence is not sequence]
-        self.token_count = sum(chunk.token_count for chunk in self.chunks)
+from inference.step_plan import StepPlan
 
 
 class Scheduler:
@@ -76,8 +38,8 @@ class Scheduler:
     def __init__(self, pool: BlockPool, limits: EngineLimits) -> None:
         self._pool = pool
         self._limits = limits
-        self._waiting: list[Sequence] = []  # in order of arrival, the preempted ones at their old places
-        self._running: list[Sequence] = []  # in order of arrival
+        self._waiting: list[Sequence] = []  # in order of precedence, the preempted ones too
+        self._running: list[Sequence] = []  # in order of precedence
         self._preemption_count = 0
 
     @property
@@ -87,7 +49,7 @@ class Scheduler:
 
     @property
     def running(self) -> tuple[Sequence, ...]:
-        """Sequences with a place, in order of arrival."""
+        """Sequences with a place, the one that gives it up last first."""
         return tuple(self._running)
 
     @property
@@ -102,9 +64,9 @@ class Scheduler:
         return fresh >= self._limits.waiting_sequence_count_max
 
     def add(self, sequence: Sequence) -> None:
-        """Put a new sequence into the queue at the place that its number gives it: at the end, unless it was long in coming."""
+        """Put a new sequence into the queue, where its rank and its number place it."""
         sequence.prefix_keys = self._prefix_keys(sequence)
-        bisect.insort(self._waiting, sequence, key=lambda waiting: waiting.place)
+        bisect.insort(self._waiting, sequence, key=_precedence)
 
     def remove(self, sequence: Sequence) -> None:
         """Forget a sequence wherever it is, and take its blocks back: it finished or was cancelled."""
@@ -117,7 +79,7 @@ class Scheduler:
         child.block_table = self._pool.share(parent.block_table)
         child.computed_token_count = parent.computed_token_count
         child.registered_block_count, child.registered_tip = parent.registered_block_count, parent.registered_tip
-        bisect.insort(self._running, child, key=lambda running: running.place)
+        bisect.insort(self._running, child, key=_precedence)
 
     def schedule(self, prompt_token_count_max: int | None = None) -> StepPlan:
         """Choose the next step's work and allocate its blocks. Empty only if there is no sequence at all.
@@ -137,10 +99,8 @@ class Scheduler:
                 self._plan_chunk(plan, sequence)
         if plan.chunks and prompt_token_count_max is not None:
             plan.token_count_max = min(plan.token_count_max, plan.token_count + prompt_token_count_max)
-        for sequence in filling:
-            self._plan_chunk(plan, sequence)
-        if self._preemption_count == preemption_count:  # who has just been preempted must not come back at once
-            self._admit(plan)
+        # Who has just been preempted must not come back at once.
+        self._plan_prompts(plan, filling, list(self._waiting) if self._preemption_count == preemption_count else [])
         if not plan.chunks and (self._running or self._waiting):
             raise InvariantViolated("the scheduler found no work although sequences wait")
         return plan
@@ -160,7 +120,7 @@ class Scheduler:
             raise InvariantViolated("a waiting sequence holds KV blocks")
 
     def _plan_chunk(self, plan: StepPlan, sequence: Sequence) -> None:
-        """Add what the budget allows of a running sequence, preempting younger ones while blocks are short."""
+        """Add what the budget allows of a running sequence, preempting those after it while blocks are short."""
         budget = plan.token_count_max - plan.token_count
         token_count = min(sequence.uncomputed_token_count if sequence.may_decode else sequence.fillable_token_count, budget)
         if token_count <= 0 or sequence not in self._running:
@@ -208,29 +168,69 @@ class Scheduler:
             self._release(each)
         waiting = sequence if sequence.group is None else sequence.group.collapse()
         waiting.prefix_keys = self._prefix_keys(waiting)  # its own output may be found again too
-        bisect.insort(self._waiting, waiting, key=lambda waiting: waiting.place)
+        bisect.insort(self._waiting, waiting, key=_precedence)
         return preempted
 
-    def _admit(self, plan: StepPlan) -> None:
-        """Let waiting sequences enter while there are places, budget and blocks."""
-        if not self._waiting:
-            return
-        in_progress = {key for sequence in self._running for key in self._uncomputed_keys(sequence)}
-        owed = sum(self._owed_block_count(sequence, len(sequence.block_table)) for sequence in self._running)
-        for sequence in list(self._waiting):
-            if self._place_count() + sequence.place_count > self._limits.running_sequence_count_max:
-                return
+    def _plan_prompts(self, plan: StepPlan, filling: list[Sequence], waiting: list[Sequence]) -> None:
+        """Compute what the budget allows of prompts that run, and let waiting ones enter while there are places and blocks."""
+        entering, passed_over = set(waiting), set[Sequence]()
+        commitments = Commitments(self._limits)
+        for sequence in self._running if entering else ():
+            commitments.add(sequence)
+        for sequence in heapq.merge(filling, waiting, key=_precedence):
             if plan.token_count >= plan.token_count_max:
                 return
-            match = self._pool.match(sequence.prefix_keys, sequence.cache_salt)
-            if self._next_block_is_in_progress(sequence, match, in_progress):
+            if sequence not in entering:
+                preemption_count = self._preemption_count
+                self._plan_chunk(plan, sequence)
+                if self._preemption_count > preemption_count:
+                    entering.clear()
                 continue
-            wanted = self._owed_block_count(sequence, len(match.blocks)) + self._pool.evictable_count(match)
-            if self._running and owed + wanted > self._pool.block_count_available:
-                return
-            self._enter(sequence, match, plan)
-            in_progress |= self._uncomputed_keys(sequence)
-            owed += self._owed_block_count(sequence, len(sequence.block_table))
+            match = self._pool.match(sequence.prefix_keys, sequence.cache_salt)
+            if commitments.has_in_progress(sequence, match):
+                passed_over.add(sequence)
+            elif sequence is not next(each for each in self._waiting if each not in passed_over):
+                entering.clear()  # another is next by now: it was displaced, or overtaken for the last time
+            elif not self._let_in(sequence, match, plan, commitments):
+                entering.clear()
+
+    def _let_in(self, sequence: Sequence, match: PrefixMatch, plan: StepPlan, commitments: Commitments) -> bool:
+        """Let a waiting sequence enter, if there is room or if it may take that of others."""
+        missing_places = self._place_count() + sequence.place_count - self._limits.running_sequence_count_max
+        wanted = commitments.owed_by(sequence, len(match.blocks)) + self._pool.evictable_count(match)
+        missing_blocks = commitments.owed_block_count + wanted - self._pool.block_count_available if self._running else 0
+        if missing_places > 0 or missing_blocks > 0:
+            displaced = self._displaceable(sequence, match, missing_places, missing_blocks, commitments)
+            if not displaced:
+                return False
+            for each in displaced:
+                commitments.owed_block_count -= commitments.owed_by(each, len(each.block_table))
+                self._preempt(each)
+                plan.drop(each)
+        self._enter(sequence, match, plan)
+        commitments.add(sequence)
+        return True
+
+    def _displaceable(
+        self, sequence: Sequence, match: PrefixMatch, places: int, blocks: int, commitments: Commitments
+    ) -> list[Sequence]:
+        """The last running sequences that give so many places and blocks, if a waiting one may take these; else nobody.
+
+        Beams stay: they would have to be computed anew, all of them.
+        """
+        matched = {block.block_id for block in match.blocks}
+        displaced: list[Sequence] = []
+        for running in reversed(self._running):
+            if places <= 0 and blocks <= 0:
+                return displaced
+            if running.rank <= sequence.request.rank + sequence.prompt_token_count:
+                return []
+            if running.group is None:
+                displaced.append(running)
+                places -= 1
+                blocks -= commitments.owed_by(running, len(running.block_table))
+                blocks -= sum(not self._pool.is_shared(each) and each not in matched for each in running.block_table)
+        return displaced if places <= 0 and blocks <= 0 else []
 
     def _place_count(self) -> int:
         """Places that the running sequences take; beams that are to come have theirs already."""
@@ -238,7 +238,7 @@ class Scheduler:
 
     def _enter(self, sequence: Sequence, match: PrefixMatch, plan: StepPlan) -> None:
         self._waiting.remove(sequence)
-        bisect.insort(self._running, sequence, key=lambda running: running.place)
+        bisect.insort(self._running, sequence, key=_precedence)
         sequence.block_table = self._pool.hold(match)
         sequence.computed_token_count = match.token_count
         sequence.registered_block_count = len(match.blocks)
@@ -246,23 +246,19 @@ class Scheduler:
         if sequence.cached_token_count is None:
             sequence.cached_token_count = match.token_count
             plan.entered.append(sequence)
+        self._note_overtaking(sequence)
         self._plan_chunk(plan, sequence)
 
-    def _next_block_is_in_progress(self, sequence: Sequence, match: PrefixMatch, in_progress: set[int]) -> bool:
-        matched = len(match.blocks)
-        return matched < len(sequence.prefix_keys) and sequence.prefix_keys[matched].key in in_progress
-
-    def _uncomputed_keys(self, sequence: Sequence) -> set[int]:
-        """Keys of the prefix blocks that a running sequence is still to compute."""
-        first = sequence.computed_token_count // KV_BLOCK_TOKENS
-        return {key.key for key in sequence.prefix_keys[first:]}
-
-    def _owed_block_count(self, sequence: Sequence, covered_block_count: int) -> int:
-        """Blocks that a sequence, and beams that it is to have, still need for tokens and the reserved share of future output."""
-        owed_output = min(sequence.owed_output_token_count, self._limits.owed_output_token_count_max)
-        needed = blocks_for(len(sequence.token_ids) + owed_output)
-        of_beams = (sequence.place_count - 1) * (needed - len(sequence.token_ids) // KV_BLOCK_TOKENS)
-        return max(needed - covered_block_count, 0) + of_beams
+    def _note_overtaking(self, entered: Sequence) -> None:
+        """Count for whom a later one has entered first; who was overtaken often enough comes before all that follow."""
+        patient = [*self._waiting, *(sequence for sequence in self._running if not sequence.may_decode)]
+        for sequence in patient:
+            if sequence.number < entered.number and sequence.precedence > entered.precedence:
+                sequence.overtaken_count += 1
+                if sequence.overtaken_count >= self._limits.waiting_sequence_count_max:
+                    sequence.rank = -math.inf
+                    self._waiting.sort(key=_precedence)
+                    self._running.sort(key=_precedence)
 
     def _register(self, sequence: Sequence) -> None:
         full_block_count = sequence.computed_token_count // KV_BLOCK_TOKENS
@@ -285,3 +281,7 @@ class Scheduler:
         sequence.computed_token_count = 0
         sequence.registered_block_count = 0
         sequence.registered_tip = None
+
+
+def _precedence(sequence: Sequence) -> tuple[float, int, int]:
+    return sequence.precedence

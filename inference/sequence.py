@@ -40,7 +40,7 @@ class Sequence:
     number: the order of arrival, and the handle that the host and its parent share; choices of one request share it too.
     end_token_ids: ids that end it, the model's and the request's. seed: the drawn one if the request had none. grammar: its
     response format's. group: those of the beam search that it is one of. rotary_offset: row of the rotation tables that turns its
-    position 0. Times are `time.monotonic()` seconds.
+    position 0. rank: the request's, until it was overtaken often enough (overtaken_count). Times are `time.monotonic()` seconds.
     """
 
     number: int
@@ -61,6 +61,8 @@ class Sequence:
     seen: SeenTokens | None = None
     grammar: Grammar | None = None
     choice_index: int = 0
+    rank: float = field(init=False)
+    overtaken_count: int = 0
     group: BeamGroup | None = None
     rotary_offset: int = 0
     prompt_token_count: int = field(init=False, default=0)
@@ -68,6 +70,7 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.request.prompt_token_ids)
+        self.rank = self.request.rank
         self.prompt_token_count = len(self.token_ids)
         if self.request.sampling.penalises:
             self.seen = SeenTokens(self.token_ids)
@@ -77,6 +80,11 @@ class Sequence:
     def place(self) -> tuple[int, int]:
         """Orders sequences by arrival, and choices among themselves."""
         return self.number, self.choice_index
+
+    @property
+    def precedence(self) -> tuple[float, int, int]:
+        """Orders sequences by rank, and those of equal rank by arrival: the lower, the sooner."""
+        return self.rank, self.number, self.choice_index
 
     @property
     def output_token_count(self) -> int:

@@ -13,8 +13,8 @@ from collections.abc import Callable
 from inference.cost_model import CostModel
 from inference.engine import TokenLogprob, TokenLogprobs
 from inference.sampler import Chosen, uniform
-from inference.scheduler import StepPlan
 from inference.sequence import Sequence
+from inference.step_plan import StepPlan
 from inference.tokenizer import Tokenizer
 
 SENTENCE = "This answer is simulated: no model has computed it. "

@@ -27,7 +27,7 @@ from inference.native import loader
 from inference.weights import DecoderWeights
 
 if TYPE_CHECKING:
-    from inference.scheduler import Chunk
+    from inference.step_plan import Chunk
 
 PANEL_COLUMNS = 64  # as in decoder.cpp: rows of logits are padded to whole panels
 DTYPES = (torch.float32, torch.bfloat16)

@@ -57,6 +57,7 @@ def make_request(
     cache_salt: str = "",
     response_format: ResponseFormat | None = None,
     choice_count: int = 1,
+    rank: float = 0.0,
 ) -> GenerationRequest:
     """A greedy request unless told otherwise."""
     return GenerationRequest(
@@ -67,6 +68,7 @@ def make_request(
         cache_salt=cache_salt,
         response_format=response_format,
         choice_count=choice_count,
+        rank=rank,
     )
 
 

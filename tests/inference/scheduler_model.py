@@ -7,6 +7,7 @@ the scheduler. It compares tokens, all of them, wherever the product compares ha
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -17,12 +18,14 @@ from inference.detokenizer import Detokenizer
 from inference.engine import GenerationRequest
 from inference.kv_cache import KV_BLOCK_TOKENS, BlockKey, BlockPool, CachedBlock, PrefixMatch
 from inference.limits import EngineLimits, request_fault
-from inference.scheduler import Scheduler, StepPlan
+from inference.scheduler import Scheduler
 from inference.sequence import Sequence as EngineSequence
+from inference.step_plan import StepPlan
 
 VOCABULARY_SIZE = 6  # tokens: so few that random prompts share prefixes
 END_TOKEN = VOCABULARY_SIZE  # never in a prompt; ends a sequence before its length does
 
+Precedences = dict[EngineSequence, tuple[float, int, int]]
 Path = tuple[str, tuple[int, ...]]  # a salt, and all tokens from the beginning of the prompt
 
 
@@ -211,11 +214,13 @@ class ModelledEngine:
     So a slot's value names the whole prefix that its KV depends on, and a sequence must find its own prefix in every slot that
     it counts as computed.
 
-    Nobody starves. Each step computes something of the oldest running sequence, which is never preempted, so it ends within as many
-    steps as it has tokens. A sequence therefore waits at most for the tokens of all that arrived before it, and for those of the
-    younger ones that had entered while it waited for a prefix in progress; these are at most as many as may run:
+    Nobody starves. Each step computes something of the first running sequence in order of rank, which loses nothing unless one
+    enters that comes before it. A sequence therefore waits at most for the tokens of all that lived when it arrived, for those that
+    had entered while it waited for a prefix in progress (at most as many as may run), and each later one that overtakes it adds the
+    same once more, its own tokens, and those of the one that it threw back. And no more overtake it than may wait at once:
 
-        steps from arrival to end <= tokens of itself and of all before it + running_sequence_count_max * context window
+        steps from arrival to end <= tokens of itself and of all that live
+            + (1 + overtaken) * (running_sequence_count_max + 2) * context window,  overtaken <= waiting_sequence_count_max
     """
 
     def __init__(
@@ -230,6 +235,10 @@ class ModelledEngine:
         self.deadlines: dict[EngineSequence, int] = {}  # step by which each must have ended
         self.first_cached: dict[EngineSequence, int] = {}  # the model's count when each first entered
         self.values: dict[EngineSequence, list[int]] = {}  # names of all prefixes of each
+        self.ranks: dict[EngineSequence, float] = {}
+        self.overtaken: Counter[EngineSequence] = Counter()
+        self.overtaken_peak = 0
+        self.displaced_count = 0
         self.entered: list[int] = []
         self.step_count = 0
         self.computed_position_count = 0
@@ -237,6 +246,7 @@ class ModelledEngine:
         self.closest_deadline = limits.context_window_tokens * 1000  # steps that were left when one ended
         self.rng = random.Random(0)
         self._known_running: dict[EngineSequence, None] = {}
+        self._undisturbed: list[EngineSequence] = []  # who ran before this step, and has not been displaced in it
 
     def add(self, number: int, request: GenerationRequest) -> None:
         """A request arrives, with as many sequences as it wants choices."""
@@ -252,9 +262,9 @@ class ModelledEngine:
             )
             self.live[number, choice_index] = sequence
             self.values[sequence] = []
+            self.ranks[sequence] = request.rank
             ahead = sum(len(each.token_ids) + each.owed_output_token_count for each in self.live.values())
-            spare = self.limits.running_sequence_count_max * self.limits.context_window_tokens
-            self.deadlines[sequence] = self.step_count + ahead + spare
+            self.deadlines[sequence] = self.step_count + ahead + self._spare
             self.scheduler.add(sequence)
         fresh = sum(sequence.cached_token_count is None for sequence in self.scheduler.waiting)
         assert self.scheduler.waiting_is_full == (fresh >= self.limits.waiting_sequence_count_max)
@@ -270,8 +280,11 @@ class ModelledEngine:
         before = self.scheduler.running
         decoding = [sequence for sequence in before if sequence.uncomputed_token_count == 1]
         self._known_running = dict.fromkeys(before)
+        self._undisturbed = list(before)
+        precedence = {sequence: self.precedence(sequence) for sequence in self.live.values()}
         plan = self.scheduler.schedule(prompt_token_count_max)
         self._judge(plan, before, decoding, prompt_token_count_max)
+        self._judge_order(plan, before, precedence)
         finishing = [chunk.sequence for chunk in plan.chunks if chunk.completes]
         for chunk in plan.chunks:
             self._compute(chunk.sequence, chunk.token_count)
@@ -294,7 +307,7 @@ class ModelledEngine:
     def _judge(
         self, plan: StepPlan, before: tuple[EngineSequence, ...], decoding: list[EngineSequence], prompt_token_count_max: int | None
     ) -> None:
-        """A plan keeps its budget, serves who decodes, takes from the youngest, and leaves the queue in order."""
+        """A plan keeps its budget, loses nobody, and serves who decodes."""
         running, waiting = self.scheduler.running, self.scheduler.waiting
         assert plan.token_count == sum(chunk.token_count for chunk in plan.chunks), "the plan's count is not that of its chunks"
         assert plan.token_count <= self.limits.step_token_count_max, "the step's budget is exceeded"
@@ -303,14 +316,10 @@ class ModelledEngine:
         assert len(rows) == len(plan.chunks), "a sequence has two chunks"
         assert all(count > 0 for count in rows.values()), "a chunk is empty"
         assert all(sequence in running for sequence in rows), "one that does not run is computed"
-        staying = [sequence for sequence in before if sequence in running]
         gone = [sequence for sequence in before if sequence not in running]
         assert all(sequence in waiting and not sequence.block_table for sequence in gone), "a preempted sequence is lost"
-        assert not gone or staying, "everybody gave way"
-        assert all(out.place > in_.place for out in gone for in_ in staying), "an older one gave way to a younger one"
+        assert not gone or running, "everybody gave way"
         assert all(rows[sequence] == 1 for sequence in decoding if sequence in running), "a running decode stalls"
-        assert not staying or rows[min(staying, key=lambda each: each.place)] > 0, "the oldest gets nowhere"
-        assert [each.place for each in waiting] == sorted(each.place for each in waiting), "the queue is out of order"
         cut = [chunk for chunk in plan.chunks if not chunk.completes]
         if not gone:
             budget = self.limits.step_token_count_max
@@ -324,10 +333,58 @@ class ModelledEngine:
             self.cached_token_count += self.first_cached[sequence]
             self.entered.append(sequence.number)
 
+    def _judge_order(self, plan: StepPlan, before: tuple[EngineSequence, ...], precedence: Precedences) -> None:
+        """Who comes first gets on, gives way last, and waits first. precedence: when the step began."""
+        running, waiting = self.scheduler.running, self.scheduler.waiting
+        gone = [sequence for sequence in before if sequence not in running]
+        for out in gone:
+            for in_ in running:
+                first = min(precedence[in_], self.precedence(in_))  # it may have been overtaken for the last time just now
+                assert first < precedence[out], "one gave way to one that comes after it"
+        computed = {chunk.sequence for chunk in plan.chunks}
+        assert not running or min(running, key=precedence.__getitem__) in computed, "the first gets nowhere"
+        assert list(waiting) == sorted(waiting, key=self.precedence), "the queue is out of order"
+
+    def precedence(self, sequence: EngineSequence) -> tuple[float, int, int]:
+        """By rank, unless it was overtaken as often as may be, then by arrival."""
+        exhausted = self.overtaken[sequence] >= self.limits.waiting_sequence_count_max
+        return -math.inf if exhausted else self.ranks[sequence], *sequence.place
+
+    @property
+    def _spare(self) -> int:
+        return (self.limits.running_sequence_count_max + 2) * self.limits.context_window_tokens
+
+    def _judge_entering(self, entered: EngineSequence) -> None:
+        """Nobody who comes before it is left behind, but for a prefix in progress; and whom it overtakes."""
+        running = self.scheduler.running
+        waiting = [sequence for sequence in self.live.values() if sequence not in running]
+        displaced = [each for each in self._undisturbed if each not in running]
+        for each in displaced:  # nobody enters in a step in which blocks ran out, so it was for this one
+            lead = self.ranks[each] - self.ranks[entered]
+            assert lead > len(entered.request.prompt_token_ids), "one that is hardly behind was displaced"
+            self._undisturbed.remove(each)
+        self.displaced_count += len(displaced)
+        for other in waiting:
+            if self.pool.model.exact and self.precedence(other) < self.precedence(entered):
+                assert any(self._computes_for(each, other) for each in running), "one enters before one that comes before it"
+        for other in (*waiting, *(each for each in running if each.uncomputed_token_count > 1)):
+            if other.number < entered.number and self.precedence(entered) < self.precedence(other):
+                self.overtaken[other] += 1
+                self.overtaken_peak = max(self.overtaken_peak, self.overtaken[other])
+                self.deadlines[other] += self._spare
+
+    def _computes_for(self, running: EngineSequence, waiting: EngineSequence) -> bool:
+        """Whether the next block of a waiting sequence's prefix is what a running one, which comes before it, will compute."""
+        salt, tokens = waiting.request.cache_salt, waiting.token_ids
+        end = (len(self.pool.model.longest(salt, tokens, (len(tokens) - 1) // KV_BLOCK_TOKENS)) + 1) * KV_BLOCK_TOKENS
+        same = running.request.cache_salt == salt and running.token_ids[:end] == tokens[:end]
+        return same and running.computed_token_count < end and self.precedence(running) < self.precedence(waiting)
+
     def _note_entering(self, block_ids: list[int]) -> None:
         """The one sequence that runs now and did not before: what it got must be what its own tokens find in the model."""
         [sequence] = [each for each in self.scheduler.running if each not in self._known_running]
         self._known_running[sequence] = None
+        self._judge_entering(sequence)
         tokens, salt = sequence.token_ids, sequence.request.cache_salt
         expected = self.pool.model.longest(salt, tokens, (len(tokens) - 1) // KV_BLOCK_TOKENS)
         if self.pool.model.exact:
@@ -358,4 +415,5 @@ class ModelledEngine:
         assert sequence.cached_token_count == self.first_cached.get(sequence), "the cached count changed after the first entry"
         del self.live[sequence.place], self.deadlines[sequence], self.values[sequence]
         self.first_cached.pop(sequence, None)
+        del self.ranks[sequence], self.overtaken[sequence]
         self.scheduler.remove(sequence)

@@ -5,14 +5,24 @@ The same tests for the torch engine and for the simulated one, each in its child
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import math
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from inference.cost_model import CostModel
-from inference.engine import ChoiceFinished, EngineFinishReason, SamplingParams, SequenceFinished, TokensGenerated
+from inference.engine import (
+    ChoiceFinished,
+    EngineFinishReason,
+    SamplingParams,
+    Scheduled,
+    SequenceFinished,
+    SequenceStream,
+    TokensGenerated,
+)
 from inference.errors import EngineOverloaded, RequestImpossible
 from inference.torch_engine import TorchEngineSettings
 from tests.inference.checkpoints import TinyCheckpoint
@@ -108,6 +118,54 @@ async def test_counts_limits_and_stops_are_exact(backend: Backend) -> None:
     assert again.token_ids == limited.token_ids == other_salt.token_ids
     assert stopped.text == limited.text[: limited.text.index(stop)]
     assert ended.token_ids == limited.token_ids[: limited.token_ids.index(limited.token_ids[3]) + 1]
+
+
+async def test_a_lower_rank_enters_first(backend: Backend) -> None:
+    """Of those that wait for the one place; equal ranks enter in order of arrival."""
+    entered: list[int] = []
+
+    async def follow(index: int, stream: SequenceStream) -> None:
+        async for event in stream:
+            if isinstance(event, Scheduled):
+                entered.append(index)
+
+    async with serving(backend(running_sequence_count_max=1)) as engine, contextlib.AsyncExitStack() as stack:
+        first = await stack.enter_async_context(engine.generate(make_request(prompt(9), LONG, rank=0.0)))
+        await first_tokens(first, 1)
+        streams = [
+            await stack.enter_async_context(engine.generate(make_request(prompt(index), 3, rank=rank)))
+            for index, rank in enumerate([500.0, 900.0, 500.0, 100.0])
+        ]
+        async with asyncio.TaskGroup() as tasks:
+            for index, stream in enumerate(streams):
+                tasks.create_task(follow(index, stream))
+            first.cancel()
+
+    assert entered == [3, 0, 2, 1]
+
+
+async def test_who_is_far_ahead_takes_a_place_and_the_displaced_one_goes_on_as_if_nothing_had_been(backend: Backend) -> None:
+    """No token is lost or repeated, and nothing of the prompt is counted twice."""
+    async with serving(backend(running_sequence_count_max=1)) as engine:
+        alone = await run(engine, make_request(prompt(1, 40), 300, cache_salt="first"))
+        async with engine.generate(make_request(prompt(1, 40), 300, rank=10_000.0)) as displaced:
+            await first_tokens(displaced, 20)
+            quick = await run(engine, make_request(prompt(2, 40), 5, rank=0.0))
+            rest = await read_all(displaced)
+
+        assert engine.statistics().preemption_count == 1
+        assert engine.statistics().kv_block_count_held == 0
+    assert len(quick.token_ids) == 5
+    assert rest.token_ids == alone.token_ids[20:]
+    assert rest.finished is not None
+    assert (rest.finished.cached_token_count, rest.finished.generated_token_count) == (0, 300)
+
+
+async def test_a_rank_must_be_a_number(backend: Backend) -> None:
+    async with serving(backend()) as engine:
+        for rank in (math.nan, math.inf, -math.inf):
+            with pytest.raises(RequestImpossible, match="rank must be"):
+                await run(engine, make_request(prompt(1), 3, rank=rank))
 
 
 async def test_several_choices_end_one_by_one_and_are_counted_together(backend: Backend) -> None:

@@ -61,6 +61,7 @@ def test_a_request_crosses_unchanged_but_for_its_id() -> None:
         cache_salt="tenant",
         response_format=ResponseFormat(GrammarKind.REGEX, "a+"),
         choice_count=3,
+        rank=-2.5,
     )
 
     message = decode_to_host(encode(start_message(9, request))[LENGTH_PREFIX.size :])
@@ -70,7 +71,7 @@ def test_a_request_crosses_unchanged_but_for_its_id() -> None:
     assert crossed.sequence_id == "9"
     assert (crossed.prompt_token_ids, crossed.sampling, crossed.stop) == (request.prompt_token_ids, request.sampling, request.stop)
     assert crossed.cache_salt == "tenant"
-    assert (crossed.response_format, crossed.choice_count) == (request.response_format, 3)
+    assert (crossed.response_format, crossed.choice_count, crossed.rank) == (request.response_format, 3, -2.5)
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,8 @@ from inference.logits import Logits
 from inference.model_runner import ComputeDtype, ModelRunner
 from inference.native import loader
 from inference.native.decoder import TableRows, supports
-from inference.scheduler import Chunk, StepPlan
 from inference.sequence import Sequence as EngineSequence
+from inference.step_plan import Chunk, StepPlan
 from tests.inference.checkpoints import LlamaShape, TinyCheckpoint, make_checkpoint
 from tests.inference.running import make_core, make_request, random_prompt, run_all
 

@@ -30,8 +30,8 @@ from inference.engine_core import EngineCore, NumberedEvent, SequenceBroken
 from inference.logit_rules import SeenTokens
 from inference.model_runner import ModelRunner
 from inference.sampler import Chosen
-from inference.scheduler import StepPlan
 from inference.sequence import Sequence
+from inference.step_plan import StepPlan
 from tests.inference.checkpoints import LlamaShape, TinyCheckpoint, make_checkpoint
 from tests.inference.running import make_core, make_request, random_prompt
 from tests.inference.test_equality import WAYS, choose_way

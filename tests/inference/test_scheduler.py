@@ -7,6 +7,8 @@ from dataclasses import replace
 
 import pytest
 
+from inference.beam_group import BeamGroup
+from inference.engine import BeamSearchParams
 from inference.errors import InvariantViolated
 from inference.limits import EngineLimits
 from tests.inference.running import make_request
@@ -96,6 +98,110 @@ def test_sequences_enter_in_order_of_arrival_even_if_a_later_one_would_fit() -> 
         engine.step()
 
     assert engine.entered == [0, 1, 2]
+
+
+def test_a_lower_rank_enters_first_and_equal_ones_in_order_of_arrival() -> None:
+    engine = ModelledEngine(block_count=100, limits=EngineLimits(256, running_sequence_count_max=1))
+    for number, rank in enumerate([0.0, 50.0, 20.0, 50.0, 20.0]):
+        engine.add(number, make_request([number] * 30, 5, rank=rank))
+
+    while engine.live:
+        engine.step()
+
+    assert engine.entered == [0, 2, 4, 1, 3]
+
+
+def test_a_lower_rank_overtakes_a_prompt_that_is_half_computed() -> None:
+    """It has its first token as soon as if it were alone, though a long prompt had begun before it."""
+    engine = ModelledEngine(block_count=400, limits=EngineLimits(2048, step_token_count_max=64))
+    engine.add(0, make_request([1] * 1500, 5, rank=5000.0))
+    engine.step()
+    engine.add(1, make_request([2] * 100, 5, rank=0.0))
+    late = engine.live[1, 0]
+
+    engine.step()
+    engine.step()
+
+    assert late.output_token_count == 1
+    assert engine.live[0, 0].computed_token_count == 64 + 28
+
+
+@pytest.mark.parametrize(("block_count", "places"), [(100, 2), (9, 8)])
+def test_who_is_far_ahead_takes_the_place_of_the_last_one_which_loses_next_to_nothing(block_count: int, places: int) -> None:
+    """Where places are short, and where blocks are. What the displaced one had computed is found again in the prefix cache."""
+    limits = EngineLimits(128, running_sequence_count_max=places, owed_output_token_count_max=16)
+    engine = ModelledEngine(block_count, limits)
+    for number in range(2):
+        engine.add(number, make_request([number] * 40, 40, rank=1000.0 + number))
+    for _ in range(3):
+        engine.step()
+    last = engine.live[1, 0]
+
+    engine.add(2, make_request([2] * 20, 5, rank=0.0))
+    engine.step()
+
+    assert [sequence.number for sequence in engine.scheduler.running] == [2, 0]
+    assert engine.scheduler.waiting == (last,)
+    while (2, 0) in engine.live:
+        engine.step()
+    if places == 2:
+        while last in engine.scheduler.waiting:
+            engine.step()
+        assert last.computed_token_count >= 40, "full blocks were kept"
+
+
+@pytest.mark.parametrize("rank", [0.0, 995.0, 2000.0])
+def test_who_is_hardly_ahead_waits(rank: float) -> None:
+    engine = ModelledEngine(block_count=100, limits=EngineLimits(256, running_sequence_count_max=1))
+    engine.add(0, make_request([1] * 30, 20, rank=20.0 if rank == 0.0 else 1000.0))
+    engine.step()
+    engine.add(1, make_request([2] * 30, 5, rank=rank))
+
+    while engine.live:
+        engine.step()
+
+    assert engine.entered == [0, 1]
+    assert engine.scheduler.preemption_count == 0
+
+
+def test_nobody_is_overtaken_more_often_than_as_many_may_wait() -> None:
+    """One after another comes with a lower rank than all before it; the first one has its turn all the same, and keeps it."""
+    engine = ModelledEngine(block_count=100, limits=EngineLimits(256, running_sequence_count_max=1, waiting_sequence_count_max=10))
+    engine.add(0, make_request([0] * 30, 20, rank=0.0))
+    for number in range(1, 40):
+        engine.add(number, make_request([number % VOCABULARY_SIZE] * 30, 2, rank=number * -1000.0))
+        while (number, 0) in engine.live and (0, 0) in engine.live:
+            engine.step()
+        if (0, 0) not in engine.live:
+            break
+
+    assert number == 11
+    assert engine.overtaken_peak == 10
+
+
+def test_beams_are_not_displaced() -> None:
+    """They would have to be computed anew, all of them."""
+    engine = ModelledEngine(block_count=100, limits=EngineLimits(256, running_sequence_count_max=2))
+    engine.add(0, replace(make_request([1] * 30, 20, rank=10_000.0), beam_search=BeamSearchParams(2)))
+    engine.step()
+    BeamGroup(engine.live[0, 0], lambda: engine.live[0, 0].detokenizer)
+    engine.add(1, make_request([2] * 30, 5, rank=0.0))
+
+    engine.scheduler.schedule()
+
+    assert [sequence.number for sequence in engine.scheduler.running] == [0]
+
+
+def test_a_shared_prefix_is_not_waited_for_if_whoever_computes_it_comes_later() -> None:
+    """Else the first would wait for the last, whose prompt gets nothing while others come first."""
+    engine = ModelledEngine(block_count=200, limits=EngineLimits(512, step_token_count_max=16, running_sequence_count_max=8))
+    engine.add(0, make_request([1] * 200, 5, rank=9000.0))
+    engine.step()
+    engine.add(1, make_request([1] * 200, 5, rank=0.0))
+
+    engine.step()
+
+    assert engine.live[1, 0].computed_token_count > 0
 
 
 def test_a_plan_without_work_is_reported_not_spun_on() -> None:

@@ -16,7 +16,9 @@ from inference.engine import GenerationRequest
 from inference.errors import InvariantViolated
 from inference.kv_cache import BlockKey, BlockPool, CachedBlock, PrefixMatch
 from inference.limits import EngineLimits
-from inference.scheduler import Scheduler, StepPlan
+from inference.scheduler import Scheduler
+from inference.sequence import Sequence as EngineSequence
+from inference.step_plan import StepPlan
 from tests.inference.running import make_request
 from tests.inference.scheduler_model import VOCABULARY_SIZE, ModelledEngine
 
@@ -36,10 +38,11 @@ class Circumstances:
     running_sequence_count_max: int
     owed_output_token_count_max: int
     collisions: bool
+    ranks: str
 
 
 def circumstances(seed: int) -> Circumstances:
-    """Every second pool is scarce, every fourth hash collides."""
+    """Every second pool is scarce, every fourth hash collides; ranks are equal, random, or each new one is the first."""
     rng = random.Random(seed)
     return Circumstances(
         block_count=rng.choice([7, 8, 12]) if seed % 2 else rng.choice([24, 60]),
@@ -47,17 +50,23 @@ def circumstances(seed: int) -> Circumstances:
         running_sequence_count_max=rng.choice([3, 8]),
         owed_output_token_count_max=rng.choice([1, 16]),
         collisions=seed % 4 == 3,
+        ranks=("equal", "random", "falling")[seed % 3],
     )
 
 
-def random_request(rng: random.Random) -> GenerationRequest:
+def random_rank(rng: random.Random, ranks: str, number: int) -> float:
+    """Steps are about as large as prompts, so that some are displaced and some are not."""
+    return {"equal": 0.0, "random": rng.choice([0.0, 30.0, 60.0, 500.0]), "falling": number * -40.0}[ranks]
+
+
+def random_request(rng: random.Random, rank: float = 0.0) -> GenerationRequest:
     """Short and long, mostly with a beginning that others have too; some prompts end on the border of a block."""
     shared = [rng.randrange(2)] * rng.choice([0, 16, 32, 48])
     own = [rng.randrange(VOCABULARY_SIZE) for _ in range(rng.choice([1, 3, 15, 16, 17, 32]))]
     prompt = shared + own
     room = CONTEXT_TOKENS - len(prompt)
     output = min(rng.choice([1, 16, rng.randrange(1, room + 1), room]), room)
-    return make_request(prompt, output, cache_salt=rng.choice(SALTS), choice_count=rng.choice([1, 1, 1, 1, 2, 3]))
+    return make_request(prompt, output, cache_salt=rng.choice(SALTS), choice_count=rng.choice([1, 1, 1, 1, 2, 3]), rank=rank)
 
 
 def new_engine(seed: int) -> ModelledEngine:
@@ -81,7 +90,7 @@ def drive(engine: ModelledEngine, seed: int, operation_count: int) -> int:
     for _ in range(operation_count):
         act = rng.random()
         if act < 0.15 and len(engine.live) < LIVE_MAX and not engine.scheduler.waiting_is_full:
-            engine.add(number, random_request(rng))
+            engine.add(number, random_request(rng, random_rank(rng, circumstances(seed).ranks, number)))
             number += 1
         elif act < 0.18 and engine.live:
             engine.remove(rng.choice(list(engine.live))[0])
@@ -106,6 +115,8 @@ def test_random_acts_are_as_the_model_says(seed: int) -> None:
     assert engine.cached_token_count > 0
     assert engine.scheduler.preemption_count > 0 or circumstances(seed).block_count > 12
     assert engine.closest_deadline >= 0
+    assert engine.overtaken_peak <= LIVE_MAX
+    assert engine.displaced_count > 0 or circumstances(seed).ranks == "equal"
 
 
 def careless_release(pool: BlockPool, block_ids: Sequence[int]) -> None:
@@ -183,13 +194,27 @@ def shunning_schedule(scheduler: Scheduler, prompt_token_count_max: int | None =
     return original_schedule(scheduler, prompt_token_count_max)
 
 
+def youngest_first_schedule(scheduler: Scheduler, prompt_token_count_max: int | None = None) -> StepPlan:
+    """Who came last enters first."""
+    others, scheduler._waiting[:] = scheduler._waiting[:-1], scheduler._waiting[-1:]
+    plan = original_schedule(scheduler, prompt_token_count_max)
+    scheduler._waiting[:] = sorted(scheduler._waiting + others, key=lambda waiting: waiting.precedence)
+    return plan
+
+
+def eager_displaceable(scheduler: Scheduler, sequence: EngineSequence, *_: object) -> list[EngineSequence]:
+    """Everybody after it gives way, however little lies between."""
+    return [running for running in scheduler._running if running.rank > sequence.rank]
+
+
 def late_forget(pool: BlockPool, block_id: int) -> None:
     """An evicted block can still be found."""
     pool._contents[block_id] = None
 
 
 original_release, original_match, original_schedule = BlockPool.release, BlockPool.match, Scheduler.schedule
-SCARCE, AMPLE, COLLIDING = 1, 2, 3  # seeds
+SCARCE, AMPLE, COLLIDING, FALLING = 1, 6, 3, 5  # seeds
+CROWDED = 51  # collides, so that the order of entering is not judged and only the wait is
 FAULTS: dict[str, tuple[int, str, object, str]] = {
     "a block leaks": (SCARCE, "inference.kv_cache.BlockPool.release", careless_release, "leak"),
     "a hash is believed without its tokens": (
@@ -213,7 +238,12 @@ FAULTS: dict[str, tuple[int, str, object, str]] = {
         "other blocks than|leak|chunk is empty",
     ),
     "a preempted one loses its place": (SCARCE, "inference.scheduler.Scheduler.schedule", forgetful_schedule, "out of order"),
-    "the oldest gives way": (SCARCE, "inference.scheduler.Scheduler.schedule", unjust_schedule, "older one|everybody|oldest"),
+    "the oldest gives way": (
+        SCARCE,
+        "inference.scheduler.Scheduler.schedule",
+        unjust_schedule,
+        "comes after it|everybody|gets nowhere",
+    ),
     "a decode stalls": (AMPLE, "inference.scheduler.Scheduler.schedule", stalling_schedule, "decode stalls"),
     "the budget is forgotten": (AMPLE, "inference.scheduler.Scheduler.schedule", greedy_schedule, "budget is exceeded"),
     "prompts forget their pace": (
@@ -222,7 +252,21 @@ FAULTS: dict[str, tuple[int, str, object, str]] = {
         lambda scheduler, prompt_token_count_max: original_schedule(scheduler),
         "more beside decodes than they may",
     ),
-    "a sequence starves": (AMPLE, "inference.scheduler.Scheduler.schedule", shunning_schedule, "starves"),
+    "one waits for no reason": (AMPLE, "inference.scheduler.Scheduler.schedule", shunning_schedule, "comes before it"),
+    "a sequence starves": (CROWDED, "inference.scheduler.Scheduler.schedule", youngest_first_schedule, "starves"),
+    "ranks are forgotten": (
+        FALLING,
+        "inference.sequence.Sequence.precedence",
+        property(lambda sequence: (0.0, sequence.number, sequence.choice_index)),
+        "comes before it|out of order",
+    ),
+    "overtaking has no end": (
+        FALLING,
+        "inference.scheduler.Scheduler._note_overtaking",
+        lambda *_: None,
+        "out of order|comes before it",
+    ),
+    "a small lead displaces": (FALLING, "inference.scheduler.Scheduler._displaceable", eager_displaceable, "hardly behind"),
     "an evicted block is found": (SCARCE, "inference.kv_cache.BlockPool._forget", late_forget, "of another tenant|findable|prefix"),
 }
 
