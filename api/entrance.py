@@ -74,14 +74,15 @@ class Entrance:
     def wait_s(self, arrival: Arrival, *, keeps_promise: bool = False) -> float | None:
         """How long a request would wait that came now; None before anything was observed. keeps_promise: others wait for it."""
         tier = self._tiers[arrival.tier]
-        if self._lookahead.has_room and not tier.line:
+        rank = tier.line.start(self._line_id(arrival))
+        if self._lookahead.has_room(rank) and not tier.line:
             return 0.0
         tenant = tier.line.find(self._line_id(arrival))
         own = tier.waits.backlog(tenant) if tenant is not None else 0.0
         if not keeps_promise:
             own += self._promises.cost(arrival.tenant_id)
         before = self._units_before(arrival, own)
-        return tier.waits.seconds(before + self._cost(arrival) * self._lookahead.pending_count)
+        return tier.waits.seconds(before + self._cost(arrival) * self._lookahead.count_before(rank))
 
     def _room_fault(self, arrival: Arrival, now: float, *, keeps_promise: bool) -> QueueFull | None:
         """Why there is no place: within the bounds, behind all promises, and no tenant has more places than it leaves free."""

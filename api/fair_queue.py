@@ -1,8 +1,8 @@
 """The queue before one engine: bounded, fair between tenants, honest about its waits.
 
 Each request has a `Place` from before its hold until it ends. Its turn comes in the order of `virtual_tokens.Line` within its
-service tier; `Lookahead` says how many the engine is given at once; `Entrance` refuses at once what would find no place or start
-too late. One event loop uses it, and nothing here awaits.
+service tier, and within the engine in the order of the ranks that it gets here; `Lookahead` says how many the engine is given at
+once; `Entrance` refuses at once what would find no place or start too late. One event loop uses it, and nothing here awaits.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ import time
 from collections.abc import Callable
 
 from api.entrance import Entrance, Tier
-from api.headroom import Headroom
 from api.lookahead import Lookahead
 from api.places import ALL_TENANTS, Arrival, Outlook, Place, QueueLimits, QueueStatistics, ServiceTier, State
 from api.virtual_tokens import INPUT_TOKEN_COST, OUTPUT_TOKEN_COST, Tenant
 from inference.engine import EngineStatistics
+
+BATCH_RANK = 1e15  # units of service that no interactive tenant reaches, at a million per second not in thirty years
 
 
 class FairQueue:
@@ -31,8 +32,7 @@ class FairQueue:
         self._tiers = {tier: Tier() for tier in ServiceTier}
         self._lookahead = Lookahead()
         self._entrance = Entrance(limits, self._tiers, self._lookahead)
-        self._headroom: Headroom[Place] = Headroom(limits.kept_share if limits.fair else 0.0)
-        self._given_count = 0  # sequences that are with the engine
+        self._handed: dict[Place, None] = {}  # with the engine, which has not begun with them, the first given first
         self._number = 0
         self._batch_moved_at = 0.0  # when the batch tier was last given something, or began to wait
 
@@ -64,12 +64,15 @@ class FairQueue:
         """The engine has let a request enter."""
         if place.state is not State.HANDED:
             return
+        assert place.tenant is not None, "only what was handed over begins"
         place.state = State.RUNNING
+        self._tiers[place.arrival.tier].line.begun(place, place.tenant)
         steps = self._engine().step_count - place.handed_at_step
         behind = any(tier.line for tier in self._tiers.values())
-        if not place.arrival.compiles:  # else it was its grammar that it waited for
+        overtakes = next(iter(self._handed)).rank > place.rank
+        if not (place.arrival.compiles or overtakes):  # else it was its grammar that it waited for, or nothing
             self._lookahead.entered(steps, behind=behind)
-        self._lookahead.gone(place.arrival.sequence_count, compiles=place.arrival.compiles)
+        self._take_back(place)
         self._hand_over()
 
     def generated(self, place: Place, token_count: int) -> None:
@@ -80,12 +83,8 @@ class FairQueue:
         if not place.generated_token_count:
             units += INPUT_TOKEN_COST * place.input_token_count
         place.generated_token_count += token_count
-        tier.line.generated(place.tenant, token_count)
+        tier.line.generated(place, place.tenant, token_count)
         tier.waits.rate.served(units, self._clock())
-
-    def look_again(self) -> None:
-        """Time has passed, and with it the claim of tenants that have not come back to the places kept for them."""
-        self._hand_over()
 
     def leave(self, place: Place) -> None:
         """Give a place back."""
@@ -101,13 +100,11 @@ class FairQueue:
                 self._entrance.passed(arrival)
             case State.HANDED | State.RUNNING:
                 assert place.tenant is not None
-                tier.line.ended(place.tenant)
-                self._given_count -= arrival.sequence_count
-                self._note(place, self._clock())
+                tier.line.ended(place, place.tenant)
                 if state is State.HANDED:
-                    self._lookahead.gone(arrival.sequence_count, compiles=arrival.compiles)
+                    self._take_back(place)
                 else:
-                    tier.waits.ended(place.generated_token_count)
+                    tier.waits.ended(place.tenant, place.generated_token_count)
             case State.GONE:
                 return
         self._hand_over()
@@ -118,7 +115,7 @@ class FairQueue:
         for tier in self._tiers.values():
             units, ordered = 0.0, []
             for tenant in tier.line.waiting_tenants():
-                level = tenant.counter
+                level = tenant.rank
                 for place in tenant.waiting:
                     cost = tier.waits.cost(place.input_token_count, place.output_token_count_max)
                     ordered.append((level, place.number, place, cost))
@@ -143,45 +140,42 @@ class FairQueue:
     def _hand_over(self) -> None:
         """Give the engine what it has room for."""
         now, engine = self._clock(), self._engine()
-        while self._lookahead.has_room and (tier := self._next_tier(now)) is not None:
-            tenant = self._next_tenant(tier, engine.running_sequence_count_max, now)
-            if tenant is None:
+        while (turn := self._next_turn(now)) is not None:
+            tier, tenant, rank = turn
+            if not self._lookahead.has_room(rank):
                 break
             if tier is self._tiers[ServiceTier.BATCH]:
                 self._batch_moved_at = now
-            place = tier.line.take(tenant)
-            self._given_count += place.arrival.sequence_count
-            self._note(place, now)
+            place = tier.line.take(tenant, tier.waits.output_tokens(tenant, tenant.first.output_token_count_max))
+            place.rank = rank
             self._entrance.passed(place.arrival)
-            self._lookahead.given(place.arrival.sequence_count, compiles=place.arrival.compiles)
+            self._handed[place] = None
+            self._lookahead.given(rank, place.arrival.sequence_count, compiles=place.arrival.compiles)
             place.handed_at_step = engine.step_count
             place.state = State.HANDED
             place.on_turn()
         for tier in self._tiers.values():
             tier.waits.rate.watch(now, waiting=bool(tier.line))
 
-    def _next_tier(self, now: float) -> Tier | None:
-        """Interactive first, unless the batch tier has waited for so long that the next turn is its own."""
-        interactive, batch = self._tiers[ServiceTier.INTERACTIVE], self._tiers[ServiceTier.BATCH]
-        if not batch.line:
-            return interactive if interactive.line else None
-        if interactive.line and now - self._batch_moved_at < self._limits.batch_wait_s_max:
-            return interactive
-        return batch
+    def _take_back(self, place: Place) -> None:
+        """The engine has begun with a request, or never will."""
+        del self._handed[place]
+        self._lookahead.gone(place.rank, place.arrival.sequence_count, compiles=place.arrival.compiles)
 
-    def _next_tenant(self, tier: Tier, batch_size: int, now: float) -> Tenant[Place] | None:
-        """Whose turn it is; None if what is free is kept for tenants that ask for nothing at the moment."""
-        tenant = tier.line.next_tenant()
-        assert tenant is not None, "something waits in the tier that is next"
-        places = self._headroom.places_for(tenant, batch_size, now)
-        if places is None or not self._given_count or self._given_count + tenant.first.arrival.sequence_count <= places:
-            return tenant
-        first = tenant.first
-        lead_max = self._headroom.most_kept(batch_size) * tier.waits.cost(first.input_token_count, first.output_token_count_max)
-        other = self._headroom.instead_of(tenant, lead_max, now)
-        fits = other is not None and self._given_count + other.first.arrival.sequence_count <= batch_size
-        return other if fits else None
+    def _next_turn(self, now: float) -> tuple[Tier, Tenant[Place], float] | None:
+        """Whose turn it is, and with which rank.
 
-    def _note(self, place: Place, now: float) -> None:
-        if place.arrival.tier is ServiceTier.INTERACTIVE and place.tenant is not None:
-            self._headroom.note(place.tenant, now)
+        Interactive first, unless the batch tier has waited for so long that the next turn is its own: then it is ranked as if it
+        were interactive and came back from idling. Otherwise batch comes after everything interactive in the engine, too.
+        """
+        interactive, batch = self._tiers[ServiceTier.INTERACTIVE].line, self._tiers[ServiceTier.BATCH].line
+        is_overdue = now - self._batch_moved_at >= self._limits.batch_wait_s_max
+        if batch and (is_overdue or not interactive):
+            tenant = batch.next_tenant()
+            assert tenant is not None, "something of the tier waits"
+            rank = interactive.level() if interactive else BATCH_RANK + tenant.rank
+            return self._tiers[ServiceTier.BATCH], tenant, rank if self._limits.fair else 0.0
+        tenant = interactive.next_tenant()
+        if tenant is None:
+            return None
+        return self._tiers[ServiceTier.INTERACTIVE], tenant, tenant.rank if self._limits.fair else 0.0

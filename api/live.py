@@ -11,7 +11,7 @@ import contextlib
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 from typing import TYPE_CHECKING
 
@@ -170,7 +170,7 @@ class LiveRequest:
         try:
             with self._interruptible():
                 await self._wait_for_turn(engine, place)
-            async with engine.generate(request) as sequence:
+            async with engine.generate(replace(request, rank=place.rank)) as sequence:
                 self._sequence = sequence
                 if self._stop_outcome is not None:  # while the engine was taking it
                     sequence.cancel()

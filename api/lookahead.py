@@ -1,16 +1,20 @@
-"""How many sequences wait inside an engine: few enough that the order is decided here, enough that its next batch is never short.
+"""How many sequences wait inside an engine: enough that its next batch is never short, few enough that the order stays ours.
 
 An engine decides by itself what it can run: places in the batch, KV blocks, tokens per step. What it cannot take yet waits in its
-own queue, in order of arrival, beyond the reach of fairness. So the number that waits there is steered by what the engine shows: a
-sequence that enters at the first step which could see it means that the engine might have taken more; one that has to wait several
-steps means that fewer would have done.
+own queue, in order of rank. A rank does not change any more once it is given, while the order here follows what is served. So the
+number that waits there is steered by what the engine shows: a sequence that enters at the first step which could see it means that
+the engine might have taken more; one that has to wait several steps means that fewer would have done. Only those count that come
+before a request: one that is to overtake them is handed over whatever else waits there.
 """
 
 from __future__ import annotations
 
+import bisect
+
 WINDOW_FIRST = 8.0  # sequences: a burst that meets an idle engine fills its first batch within a few steps
 WINDOW_MIN = 1.0
-WINDOW_MAX = 160.0  # sequences: with those below it stays under what engines queue (256)
+WINDOW_MAX = 160.0  # sequences: with those below it, and those that overtake, it stays under what engines queue (256)
+PENDING_MAX = 224  # sequences in all; one request more, of up to 16 choices, still stays under it
 COMPILING_MAX = 32  # sequences with a response format that do not count, since it is their grammar that they wait for
 # Steps: the one under way when a sequence is handed over cannot see it, the one after it is the first that does.
 STEPS_AT_ONCE = 2
@@ -23,32 +27,41 @@ class Lookahead:
 
     def __init__(self) -> None:
         self.window = WINDOW_FIRST
-        self._plain_count = 0
+        self._ranks: list[float] = []  # of those that wait for nothing but room, the lowest first
         self._compiling_count = 0
 
     @property
     def pending_count(self) -> int:
         """Sequences that the engine was given and has not let enter yet."""
-        return self._plain_count + self._compiling_count
+        return len(self._ranks) + self._compiling_count
 
-    @property
-    def has_room(self) -> bool:
-        """Whether the engine may be given one more request."""
-        return self._plain_count + max(0, self._compiling_count - COMPILING_MAX) < int(self.window)
+    def count_before(self, rank: float) -> int:
+        """Those of them that come before a request which would be given now."""
+        return bisect.bisect_right(self._ranks, rank) + max(0, self._compiling_count - COMPILING_MAX)
 
-    def given(self, sequence_count: int, *, compiles: bool) -> None:
+    def has_room(self, rank: float) -> bool:
+        """Whether the engine may be given one more request, of this rank."""
+        return self.count_before(rank) < int(self.window) and self.pending_count < PENDING_MAX
+
+    def given(self, rank: float, sequence_count: int, *, compiles: bool) -> None:
         """The engine has a request more. compiles: it has a response format."""
         if compiles:
             self._compiling_count += sequence_count
         else:
-            self._plain_count += sequence_count
+            at = bisect.bisect_right(self._ranks, rank)
+            self._ranks[at:at] = [rank] * sequence_count
 
-    def gone(self, sequence_count: int, *, compiles: bool) -> None:
+    def gone(self, rank: float, sequence_count: int, *, compiles: bool) -> None:
         """A request that was given has entered or ended."""
-        self.given(-sequence_count, compiles=compiles)
+        if compiles:
+            self._compiling_count -= sequence_count
+        else:
+            at = bisect.bisect_left(self._ranks, rank)
+            assert self._ranks[at : at + sequence_count] == [rank] * sequence_count, "what is gone was given"
+            del self._ranks[at : at + sequence_count]
 
     def entered(self, step_count: int, *, behind: bool) -> None:
-        """A request has entered so many steps after it was given. behind: others wait that would have followed it."""
+        """A request that overtook nobody has entered so many steps after it was given. behind: others wait that would follow it."""
         if step_count < 0:
             return  # the engine was started anew in between
         if step_count <= STEPS_AT_ONCE:

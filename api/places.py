@@ -23,7 +23,6 @@ class QueueLimits:
     request_count_max: int = 2000
     tenant_request_count_max: int = 1000
     batch_wait_s_max: float = 30.0
-    kept_share: float = 1 / 16
     fair: bool = True
 
 
@@ -108,6 +107,7 @@ class Place:
         self.tenant: Tenant[Place] | None = None  # from `join` on
         self.generated_token_count = 0
         self.handed_at_step = 0
+        self.rank = 0.0  # for the engine, from its turn on
         self.on_turn: Callable[[], None] = lambda: None
         self._queue = queue
 

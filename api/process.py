@@ -54,12 +54,10 @@ class Process:
             request.stop(Outcome.FAILED, error)
 
     async def tell_progress_regularly(self) -> None:
-        """Give turns that only time makes free, and send progress frames to whoever still waits, until cancelled."""
+        """Send progress frames to whoever still waits, until cancelled."""
         first = 0
         while True:
             await asyncio.sleep(self.admission.settings.progress_interval_s)
-            for queue in self.queues.values():
-                queue.look_again()
             first = self._tell_progress(first)
 
     def _tell_progress(self, first: int) -> int:
@@ -78,7 +76,6 @@ def queues_of(router: Router, settings: Settings) -> dict[str, FairQueue]:
         request_count_max=settings.queue_requests_max,
         tenant_request_count_max=settings.queue_requests_per_tenant_max,
         batch_wait_s_max=settings.queue_batch_wait_max_s,
-        kept_share=settings.queue_kept_share,
         fair=settings.queue_order == "fair",
     )
     return {engine.model.name: FairQueue(limits, engine.statistics) for engine in router.engines()}

@@ -163,9 +163,6 @@ class Settings:
     queue_requests_per_tenant_max: int = setting("WEIR_QUEUE_REQUESTS_PER_TENANT_MAX", 1000, whole(1, 1_000_000))
     # "fair": the organization that was served least is next. "arrival": first come, first served, whoever it is.
     queue_order: Literal["fair", "arrival"] = setting("WEIR_QUEUE_ORDER", "fair", one_of("fair", "arrival"))
-    # Of an engine's batch: kept for organizations that have just used it and have less of it than the others, so that a flood of
-    # one does not make each request of another wait until something ends. 0 keeps nothing.
-    queue_kept_share: float = setting("WEIR_QUEUE_KEPT_SHARE", 1 / 16, scale(0.5))
     # Organization ids with weights, separated by commas; the others have 1. Twice the weight is twice the service under load.
     queue_weights: Mapping[str, float] = field(
         default_factory=dict, metadata={"variable": "WEIR_QUEUE_WEIGHTS", "parse": weights_by_id}

@@ -251,9 +251,11 @@ class Scheduler:
 
     def _note_overtaking(self, entered: Sequence) -> None:
         """Count for whom a later one has entered first; who was overtaken often enough comes before all that follow."""
-        patient = [*self._waiting, *(sequence for sequence in self._running if not sequence.may_decode)]
-        for sequence in patient:
-            if sequence.number < entered.number and sequence.precedence > entered.precedence:
+        first = entered.precedence
+        after = self._waiting[bisect.bisect(self._waiting, first, key=_precedence) :]
+        after += self._running[bisect.bisect(self._running, first, key=_precedence) :]
+        for sequence in after:
+            if sequence.number < entered.number and not (sequence.block_table and sequence.may_decode):
                 sequence.overtaken_count += 1
                 if sequence.overtaken_count >= self._limits.waiting_sequence_count_max:
                     sequence.rank = -math.inf

@@ -1,7 +1,7 @@
 """A world in virtual time: the real queue before a modelled engine, and tenants that send requests by a plan. Nothing sleeps.
 
-The engine is modelled step by step as ours works: in order of arrival, at most so many sequences at once, decoding first, the rest
-of a step's tokens for prompts. What is handed over while a step runs is seen by the step after it.
+The engine is the product's own scheduler with a clock in the place of the model. What is handed over while a step runs is seen by
+the step after it.
 """
 
 from __future__ import annotations
@@ -10,14 +10,22 @@ import heapq
 import itertools
 import random
 import uuid
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from api.errors import QueueFull, StartsTooLate
 from api.fair_queue import FairQueue
 from api.places import Arrival, Place, QueueLimits, ServiceTier
+from inference.detokenizer import Detokenizer
 from inference.engine import EngineStatistics
+from inference.kv_cache import BlockPool
+from inference.limits import EngineLimits
+from inference.scheduler import Scheduler
+from inference.sequence import Sequence
+from inference.step_plan import StepPlan
+from tests.inference.running import make_request
+from tests.inference.scheduler_model import NoText
 
 
 def tenant_id(name: str) -> uuid.UUID:
@@ -43,8 +51,7 @@ class Request:
     begun_at: float | None = None
     first_token_at: float | None = None
     ended_at: float | None = None
-    uncomputed: int = 0
-    generated: int = 0
+    sequence: Sequence | None = None
     refusals: list[QueueFull | StartsTooLate] = field(default_factory=list)
 
     @property
@@ -60,9 +67,10 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class EngineModel:
-    """What the engine can do. A step takes step_s and token_s for each of its tokens."""
+    """What the engine can do. A step takes step_s and token_s for each of its tokens; kv_block_count of 16 tokens."""
 
     running_max: int = 32
+    kv_block_count: int = 20_000
     step_tokens_max: int = 512
     step_s: float = 0.004
     token_s: float = 0.0001
@@ -78,15 +86,17 @@ class World:
         self.step_count = 0
         self.queue = FairQueue(limits or QueueLimits(), self._statistics, lambda: self.now)
         if not lookahead:
-            self.queue._lookahead.window = 1e9
+            vars(self.queue._lookahead).update(has_room=lambda rank: True)  # instead of its method
         self.service: dict[str, float] = defaultdict(float)  # units by tenant, as they are charged
         self.on_event: Callable[[], None] = lambda: None
         self.with_engine: set[Request] = set()
         self.ended: list[Request] = []
         self.output_tokens = 0
-        self._inbox: deque[Request] = deque()
-        self._waiting: deque[Request] = deque()
-        self._running: list[Request] = []
+        waiting_max = 256 if lookahead else 1 << 20
+        bounds = EngineLimits(1 << 20, self.engine.step_tokens_max, None, self.engine.running_max, waiting_max)
+        self.scheduler = Scheduler(BlockPool(self.engine.kv_block_count), bounds)
+        self._inbox: list[Request] = []
+        self._by_sequence: dict[Sequence, Request] = {}
         self._on_end: dict[Request, Callable[[Request], None]] = {}
         self._stepping = False
         self._agenda: list[tuple[float, int, Callable[[], None]]] = []
@@ -146,9 +156,13 @@ class World:
             self.at(self.now, again)
 
     def _take(self, request: Request, on_end: Callable[[Request], None] | None) -> None:
+        assert request.place is not None
         request.handed_at = self.now
-        request.uncomputed = request.input_tokens
-        self.service[request.tenant] += request.input_tokens
+        number = request.place.number
+        tokens = range(number, number + request.input_tokens)  # nothing shared: each begins with another one
+        made = make_request(tokens, request.output_tokens, rank=request.place.rank)
+        request.sequence = Sequence(number, made, 0, frozenset(), Detokenizer(NoText(), ()))
+        self._by_sequence[request.sequence] = request
         self._inbox.append(request)
         self.with_engine.add(request)
         if on_end is not None:
@@ -159,56 +173,41 @@ class World:
 
     def _step(self) -> None:
         """The next step, up to its report."""
-        self._waiting += self._inbox
+        for request in self._inbox:
+            assert request.sequence is not None
+            self.scheduler.add(request.sequence)
         self._inbox.clear()
-        if not self._waiting and not self._running:
+        if not self._by_sequence:
             self._stepping = False
             return
-        budget = self.engine.step_tokens_max
-        entered: list[Request] = []
-        chunks: list[tuple[Request, int]] = []
-        for request in sorted(self._running, key=lambda each: each.uncomputed > 1):  # a stable sort: decoding first
-            budget -= self._chunk(request, budget, chunks)
-        while self._waiting and len(self._running) < self.engine.running_max and budget > 0:
-            request = self._waiting.popleft()
-            self._running.append(request)
-            entered.append(request)
-            budget -= self._chunk(request, budget, chunks)
-        token_count = self.engine.step_tokens_max - budget
-        duration = self.engine.step_s + self.engine.token_s * token_count
+        plan = self.scheduler.schedule()
+        duration = self.engine.step_s + self.engine.token_s * plan.token_count
         # The host begins its next step before the report of this one has been read.
-        self.at(self.now + duration, lambda: self._report(entered, chunks))
+        self.at(self.now + duration, lambda: self._report(plan))
 
-    def _chunk(self, request: Request, budget: int, chunks: list[tuple[Request, int]]) -> int:
-        count = min(max(request.uncomputed, 1), budget)
-        if count > 0:
-            chunks.append((request, count))
-        return max(count, 0)
-
-    def _report(self, entered: list[Request], chunks: list[tuple[Request, int]]) -> None:
+    def _report(self, plan: StepPlan) -> None:
         self.step_count += 1
-        done, produced = [], []
-        for request, count in chunks:
-            request.uncomputed -= count
-            if request.uncomputed <= 0:
-                request.uncomputed = 1
-                produced.append(request)
-                if request.generated + 1 == request.output_tokens:
-                    done.append(request)
-                    self._running.remove(request)
+        finishing = [chunk.sequence for chunk in plan.chunks if chunk.completes]
+        self.scheduler.commit(plan)
+        done = [sequence for sequence in finishing if sequence.append(0, self.now).finish_reason is not None]
+        for sequence in done:
+            self.scheduler.remove(sequence)
+        requests = [self._by_sequence[sequence] for sequence in finishing]
+        ended = [self._by_sequence.pop(sequence) for sequence in done]
         self.at(self.now, self._step)
-        for request in entered:
+        for sequence in plan.entered:
+            request = self._by_sequence.get(sequence) or next(each for each in ended if each.sequence is sequence)
             assert request.place is not None
             request.begun_at = self.now
+            self.service[request.tenant] += request.input_tokens
             request.place.begun()
-        for request in produced:
+        for request in requests:
             self._produce(request)
-        for request in done:
+        for request in ended:
             self._end(request)
 
     def _produce(self, request: Request) -> None:
         assert request.place is not None
-        request.generated += 1
         self.output_tokens += 1
         self.service[request.tenant] += 2.0
         request.place.generated(1)

@@ -14,8 +14,7 @@ import pytest
 
 from api.errors import QueueFull, StartsTooLate
 from api.fair_queue import FairQueue
-from api.headroom import MEMORY_S
-from api.lookahead import COMPILING_MAX, WINDOW_MAX, Lookahead
+from api.lookahead import COMPILING_MAX, PENDING_MAX, WINDOW_MAX, Lookahead
 from api.places import Arrival, Place, QueueLimits, ServiceTier, State
 from api.promises import Promise, Promises
 from inference.engine import EngineStatistics
@@ -51,7 +50,7 @@ def new_queue(limits: QueueLimits | None = None, clock: Callable[[], float] | No
 
 
 def ttfts(
-    agents: dict[str, int], *, fair: bool = True, engine: EngineModel = WIDE, until: float = 60.0
+    agents: dict[str, int], *, fair: bool = True, engine: EngineModel = WIDE, until: float = 40.0
 ) -> tuple[list[float], float]:
     """Times to first token of the tenant "quiet" after a warm-up, and output tokens per second of all."""
     world = World(QueueLimits(fair=fair), engine, lookahead=fair)
@@ -81,47 +80,18 @@ def test_the_engine_is_as_busy_as_if_it_were_given_everything(input_tokens: int,
     for lookahead in (True, False):
         world = World(QueueLimits(), EngineModel(running_max=64), lookahead=lookahead)
         make = agent("a", random.Random(0), input_tokens=input_tokens, output_tokens=output_tokens)
-        world.keep_busy("a", 200, make, 30.0)
-        world.run(30.0)
+        world.keep_busy("a", 200, make, 15.0)
+        world.run(15.0)
         rates.append(world.output_tokens)
 
     assert rates[0] >= 0.98 * rates[1]
 
 
-def test_nothing_is_kept_from_a_tenant_that_is_alone() -> None:
+def test_a_tenant_that_is_alone_loses_nothing() -> None:
     _, fair = ttfts({"flood": 100}, until=30.0)
     _, given_all = ttfts({"flood": 100}, fair=False, until=30.0)
 
     assert fair >= 0.99 * given_all
-
-
-async def test_what_was_kept_for_a_tenant_that_stays_away_is_free_without_anybody_ending() -> None:
-    """Where all that run are long ones, nothing happens that would give the next turn: time alone has to."""
-    clock = Clock()
-    statistics = EngineStatistics(running_sequence_count_max=64)
-    queue = FairQueue(QueueLimits(), lambda: statistics, clock)
-    given: list[Place] = []
-
-    def ask(name: str) -> Place:
-        place = queue.enter(arrival(name))
-        place.on_turn = lambda: given.append(place)
-        queue.join(place)
-        queue.begun(place)
-        return place
-
-    for place in [ask("quiet") for _ in range(4)]:
-        queue.leave(place)
-    given.clear()
-    for _ in range(64):
-        ask("flood")
-    assert len(given) == 60
-
-    clock.now += MEMORY_S + 1
-    queue.look_again()
-    for place in given[60:]:
-        queue.begun(place)
-
-    assert len(given) == 64
 
 
 @pytest.mark.parametrize("tenant_count", [1, 5])
@@ -156,7 +126,8 @@ def test_whoever_waits_exactly_as_long_as_it_was_told_is_let_in(tenant_count: in
     assert len(returns) > 300
     assert sum(returns) >= 0.95 * len(returns)
     if timeout_s is not None:
-        waits = [each.begun_at - each.joined_at for each in requests if each.begun_at is not None and each.joined_at is not None]
+        observed = [each for each in requests if each.joined_at is not None and each.joined_at > 5.0]
+        waits = [each.begun_at - each.joined_at for each in observed if each.begun_at is not None and each.joined_at is not None]
         assert sum(wait_s > timeout_s for wait_s in waits) <= 0.01 * len(waits)
 
 
@@ -371,7 +342,7 @@ def test_whatever_happens_to_places_the_books_agree(seed: int) -> None:
     for place in alive:
         place.leave()
     statistics = queue.statistics()
-    assert (statistics.waiting_count, statistics.engine_pending_count, queue._given_count) == (0, 0, 0)
+    assert (statistics.waiting_count, statistics.engine_pending_count, len(queue._handed)) == (0, 0, 0)
     assert all(not len(tier.line) for tier in queue._tiers.values())
     assert not queue._entrance._by_tenant
     assert len(refused) > 10
@@ -409,21 +380,33 @@ async def test_a_request_cancelled_while_it_waits_gives_its_place_to_the_next() 
 def test_requests_that_wait_for_their_grammar_do_not_hold_up_the_others() -> None:
     lookahead = Lookahead()
     for _ in range(COMPILING_MAX):
-        lookahead.given(1, compiles=True)
-    assert lookahead.has_room
+        lookahead.given(1.0, 1, compiles=True)
+    assert lookahead.has_room(1.0)
     for _ in range(int(lookahead.window)):
-        assert lookahead.has_room
-        lookahead.given(1, compiles=False)
-    assert not lookahead.has_room
+        assert lookahead.has_room(1.0)
+        lookahead.given(1.0, 1, compiles=False)
+    assert not lookahead.has_room(1.0)
+
+
+def test_who_comes_before_what_the_engine_has_is_handed_over_whatever_waits_there() -> None:
+    lookahead = Lookahead()
+    while lookahead.has_room(5.0):
+        lookahead.given(5.0, 1, compiles=False)
+    assert lookahead.has_room(4.0)
+    lookahead.window = 1e9
+    while lookahead.has_room(4.0):
+        lookahead.given(4.0, 1, compiles=False)
+
+    assert lookahead.pending_count == PENDING_MAX, "as many as the engine takes, and no more"
 
 
 def test_the_window_follows_what_the_engine_takes() -> None:
     lookahead = Lookahead()
     for _ in range(1000):  # entering at once, with others behind
-        while lookahead.has_room:
-            lookahead.given(1, compiles=False)
+        while lookahead.has_room(1.0):
+            lookahead.given(1.0, 1, compiles=False)
         lookahead.entered(1, behind=True)
-        lookahead.gone(1, compiles=False)
+        lookahead.gone(1.0, 1, compiles=False)
     assert lookahead.window == WINDOW_MAX
     for _ in range(1000):
         lookahead.entered(50, behind=True)
