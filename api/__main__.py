@@ -183,7 +183,7 @@ async def serve(settings: Settings) -> None:
     Raises: SettingInvalid, CheckpointInvalid, OSError (address taken).
     """
     owner_id = uuid.uuid4()
-    safety = build_safety(settings)
+    safety, issuer = build_safety(settings), settings.issuer()
     settings.home.mkdir(parents=True, exist_ok=True)
     engines = build_engines(settings)
     router = Router(engines)
@@ -201,7 +201,7 @@ async def serve(settings: Settings) -> None:
         servicers = Servicers(
             InferenceServicer(process, authenticator, sessions),
             AdminServicer(router, authenticator, sessions, settings.database_url, signer),
-            BillingServicer(authenticator, sessions),
+            BillingServicer(authenticator, sessions, issuer),
         )
         server, port = build_server(settings, servicers, health)
         for engine in router.engines():

@@ -1,18 +1,20 @@
-"""`BillingService`: reports, months, invoices, corrections. Reading for `billing` and `admin` keys, changing for `admin` alone."""
+"""`BillingService`: reports, months, invoices, corrections; what a month is made of is told by the class beside it.
+
+Reading is for `billing` and `admin` keys, changing for `admin` alone.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import uuid
 
-from sqlalchemy.ext.asyncio import AsyncSession
 from weir.v1 import billing_service_pb2 as pb
-from weir.v1 import billing_service_pb2_grpc as pb_grpc
 from weir.v1 import months_pb2
 
-from api.admin_calls import AdminCalls
+from api.billing_calls import may_see, visible
 from api.billing_wire import adjustment_message, invoice_message, month_message, picos_of, report_message
 from api.interceptor import Context
+from api.usage_calls import UsageCalls
 from metering.billing import adjustments
 from metering.billing.closing import check_month, close_month
 from metering.billing.invoice_rows import find_invoice_row, invoice_of_month, read_invoice
@@ -22,20 +24,18 @@ from metering.billing.month_verification import verify_month
 from metering.billing.report_formats import to_csv, to_json
 from metering.billing.reports import month_bounds
 from metering.errors import InvalidValue, NotFound
-from metering.models import Organization
-from metering.tenants.tenants import Principal, find_organization
+from metering.tenants.tenants import find_organization
 
-READERS = ("billing", "admin")
 DOCUMENTS = {months_pb2.MONTH_DOCUMENT_FORMAT_JSON: to_json, months_pb2.MONTH_DOCUMENT_FORMAT_CSV: to_csv}
 
 
-class BillingServicer(AdminCalls, pb_grpc.BillingServiceServicer):
+class BillingServicer(UsageCalls):
     """See `proto/weir/v1/billing_service.proto`."""
 
     async def GetMonthReport(self, request: pb.GetMonthReportRequest, context: Context) -> pb.GetMonthReportResponse:
         """Reports one month of one customer."""
         reader = await self._reader(context)
-        async with self._sessions() as session:
+        async with self._reading() as session:
             organization = await visible(session, reader, request.organization)
             return report_message(await month_report(session, organization=str(organization.id), month=request.month))
 
@@ -46,7 +46,7 @@ class BillingServicer(AdminCalls, pb_grpc.BillingServiceServicer):
         reader = await self._reader(context)
         if (write := DOCUMENTS.get(request.format)) is None:
             raise InvalidValue("format", "give JSON or CSV")
-        async with self._sessions() as session:
+        async with self._reading() as session:
             organization = await visible(session, reader, request.organization)
             content = write(await month_report(session, organization=str(organization.id), month=request.month)).encode()
             entry = await month_entry(session, organization, request.month)
@@ -185,20 +185,3 @@ class BillingServicer(AdminCalls, pb_grpc.BillingServiceServicer):
             organization = await visible(session, reader, request.organization)
             found = await adjustments.list_adjustments(session, organization.id, undecided_only=request.undecided_only)
             return months_pb2.ListAdjustmentsResponse(adjustments=map(adjustment_message, found))
-
-    async def _reader(self, context: Context) -> Principal:
-        """Who reads. Raises: Unauthenticated, KeyInvalid, PermissionDenied."""
-        return await self._authenticator.principal(context, *READERS)
-
-
-def may_see(reader: Principal, organization_id: object) -> bool:
-    """A `billing` key sees its own organization; any other one does not exist for it."""
-    return "admin" in reader.scopes or organization_id == reader.organization_id
-
-
-async def visible(session: AsyncSession, reader: Principal, ref: str) -> Organization:
-    """The organization by name or id. Raises: NotFound, also for one that the reader may not see."""
-    organization = await find_organization(session, ref)
-    if not may_see(reader, organization.id):
-        raise NotFound("organization", ref)
-    return organization

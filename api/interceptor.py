@@ -25,7 +25,7 @@ async def abort(context: Context, status: status_pb2.Status) -> None:
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
-    """Wraps unary calls and bidirectional streams; passes on the abort itself and cancellation."""
+    """Wraps calls that answer once, with a stream, or talk both ways; passes on the abort itself and cancellation."""
 
     async def intercept_service(self, continuation: Continuation, details: grpc.HandlerCallDetails) -> Any:
         """See `grpc.aio.ServerInterceptor`."""
@@ -35,6 +35,10 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         if handler.unary_unary is not None:
             return grpc.unary_unary_rpc_method_handler(
                 guarded(handler.unary_unary), tolerant(handler.request_deserializer), handler.response_serializer
+            )
+        if handler.unary_stream is not None and not inspect.isasyncgenfunction(handler.unary_stream):
+            return grpc.unary_stream_rpc_method_handler(
+                guarded(handler.unary_stream), tolerant(handler.request_deserializer), handler.response_serializer
             )
         if handler.stream_stream is not None and not inspect.isasyncgenfunction(handler.stream_stream):  # reflection is one
             return grpc.stream_stream_rpc_method_handler(

@@ -13,9 +13,12 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from metering.billing.invoice_document import Issuer, shown_by_helvetica
+
 Value = TypeVar("Value")
 
 DEMO_MODEL_NAME = "demo"
+TEXT_CHARS_MAX = 1000  # of a letterhead: more would push the invoice off its own page
 WEIGHT_MIN, WEIGHT_MAX = 0.01, 100.0  # beyond these a tenant would as good as stand still, or alone
 
 
@@ -100,6 +103,13 @@ def weights_by_id(text: str) -> dict[str, float]:
     return weights
 
 
+def printable(text: str) -> str:
+    """Parser of text that stands on paper: a line, or several with `|` between."""
+    if not text.isprintable() or len(text) > TEXT_CHARS_MAX:
+        raise ValueError(f"must be at most {TEXT_CHARS_MAX} printable characters, lines separated by |")
+    return text
+
+
 def bundled_models() -> dict[str, Path]:
     """The demo model that comes with Weir."""
     return {DEMO_MODEL_NAME: Path(str(files("inference") / "demo_model" / "weights"))}
@@ -108,6 +118,11 @@ def bundled_models() -> dict[str, Path]:
 def default_home() -> Path:
     """Where state of this machine lives unless said otherwise."""
     return Path.home() / ".weir"
+
+
+def lines_of(text: str) -> tuple[str, ...]:
+    """The lines of a text that has them separated by `|`."""
+    return tuple(filter(None, (line.strip() for line in text.split("|"))))
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,10 +193,44 @@ class Settings:
     drain_s: float = setting("WEIR_DRAIN_S", 30.0, seconds(3600))
     recovery_interval_s: float = setting("WEIR_RECOVERY_INTERVAL_S", 5.0, seconds(3600))
 
+    # Who issues the invoices. Without a name they are statements. Lines of address and payment are separated by `|`.
+    issuer_name: str = setting("WEIR_ISSUER_NAME", "", printable)
+    issuer_address: str = setting("WEIR_ISSUER_ADDRESS", "", printable)
+    issuer_tax_id: str = setting("WEIR_ISSUER_TAX_ID", "", printable)
+    issuer_contact: str = setting("WEIR_ISSUER_CONTACT", "", printable)
+    issuer_payment: str = setting("WEIR_ISSUER_PAYMENT", "", printable)
+    # TrueType files for letters beyond Western Europe's; the bold one is the other if not given.
+    invoice_font: str = setting("WEIR_INVOICE_FONT", "", str)
+    invoice_font_bold: str = setting("WEIR_INVOICE_FONT_BOLD", "", str)
+
     @property
     def journal_directory(self) -> Path:
         """Where usage journals of this machine's processes live."""
         return self.home / "journal"
+
+    def issuer(self) -> Issuer:
+        """The letterhead. Raises: SettingInvalid if it has letters that no font is given for, or the font cannot be read."""
+        for variable, text in (
+            ("WEIR_ISSUER_NAME", self.issuer_name),
+            ("WEIR_ISSUER_ADDRESS", self.issuer_address),
+            ("WEIR_ISSUER_TAX_ID", self.issuer_tax_id),
+            ("WEIR_ISSUER_CONTACT", self.issuer_contact),
+            ("WEIR_ISSUER_PAYMENT", self.issuer_payment),
+        ):
+            if not self.invoice_font and not all(shown_by_helvetica(each) for each in text):
+                raise SettingInvalid(f"{variable}={text!r}: name a TrueType font that has these letters with WEIR_INVOICE_FONT")
+        for variable, file in (("WEIR_INVOICE_FONT", self.invoice_font), ("WEIR_INVOICE_FONT_BOLD", self.invoice_font_bold)):
+            if file and not Path(file).is_file():
+                raise SettingInvalid(f"{variable}={file!r}: there is no such file")
+        return Issuer(
+            name=self.issuer_name,
+            address=lines_of(self.issuer_address),
+            tax_id=self.issuer_tax_id,
+            contact=self.issuer_contact,
+            payment=lines_of(self.issuer_payment),
+            font=Path(self.invoice_font) if self.invoice_font else None,
+            bold_font=Path(self.invoice_font_bold) if self.invoice_font_bold else None,
+        )
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Settings:

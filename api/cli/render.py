@@ -159,7 +159,7 @@ def month_report(report: MonthReport) -> RenderableType:
     title = f"{report.organization_name} · {report.month} (UTC) · amounts in {currency}, before tax"
     numbers = ("requests", "tokens", "cancelled", "per million", "amount")
     lines = table("model", "price", "kind", *numbers, right=numbers, title=title)
-    places = max([2, *(_places(line.amount.amount) for line in report.lines), _places(report.total.amount)])
+    places = max([2, *(decimal_places(line.amount.amount) for line in report.lines), decimal_places(report.total.amount)])
     for line in report.lines:
         lines.add_row(
             line.model,
@@ -207,7 +207,8 @@ def _month_footer(report: MonthReport) -> list[Text]:
     return [*stands, Text(ended), Text(unrated, style="yellow" if report.unrated_event_count else ""), verdict]
 
 
-def _places(value: Decimal) -> int:
+def decimal_places(value: Decimal) -> int:
+    """Digits after the point that matter."""
     return len(f"{value:f}".partition(".")[2].rstrip("0"))
 
 

@@ -6,12 +6,11 @@ Every amount stands in the report already: nothing is priced or rounded here.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from datetime import timedelta
 
 from metering.billing.invoice_document import AmountLine, AmountSection, InvoiceDocument, Issuer, SummaryRow, TokenGroup, TokenLine
 from metering.billing.reports import TAX_NOTE, ChargeKind, MonthReport, month_bounds
-from metering.models import ServiceTier
 from metering.money import exact_text
 
 DRAFT = "DRAFT, month not closed"
@@ -20,8 +19,8 @@ HEADINGS = {ChargeKind.ADJUSTMENT: "Adjustments", ChargeKind.CREDIT: "Prepaid cr
 PLAN_HEADING = "Plan"
 
 
-def invoice_document(report: MonthReport, issuer: Issuer, tiers: Mapping[int, str]) -> InvoiceDocument:
-    """The document of a month. tiers: the service tier of each price version that is not the interactive one."""
+def invoice_document(report: MonthReport, issuer: Issuer) -> InvoiceDocument:
+    """The document of a month."""
     number = report.closed.invoice_number if report.closed else ""
     return InvoiceDocument(
         title=title(report, issuer),
@@ -32,7 +31,7 @@ def invoice_document(report: MonthReport, issuer: Issuer, tiers: Mapping[int, st
         customer_id=str(report.organization_id),
         currency_code=report.currency_code,
         facts=tuple(facts(report, number)),
-        usage=tuple(usage(report, tiers)),
+        usage=tuple(usage(report)),
         sections=tuple(sections(report)),
         summary=tuple(summary(report)),
         notes=tuple(notes(report, issuer)),
@@ -57,14 +56,14 @@ def facts(report: MonthReport, number: str) -> Iterator[tuple[str, str]]:
         yield "Date", f"{report.closed.closed_at:%Y-%m-%d}"
 
 
-def usage(report: MonthReport, tiers: Mapping[int, str]) -> Iterator[TokenGroup]:
+def usage(report: MonthReport) -> Iterator[TokenGroup]:
     """The lines by model, in the order of the report: the month's own usage first, then what came late."""
     groups: dict[tuple[str, str], list[TokenLine]] = defaultdict(list)
     for line, billed_picos in zip(report.lines, report.rounded_parts_picos, strict=False):
         groups[line.late_month, line.model].append(
             TokenLine(
                 token_kind=line.token_kind.value.replace("_", " "),
-                tier=tiers.get(line.price_version, ServiceTier.INTERACTIVE.value),
+                tier=line.tier.value,
                 price_version=line.price_version,
                 unit_price_picos=line.unit_price_picos,
                 token_count=line.token_count,

@@ -119,3 +119,8 @@ def grouped(text: str) -> str:
     whole, point, fraction = digits.partition(".")
     assert len(fraction) <= PICO_DIGITS
     return f"{sign}{int(whole):,}{point}{fraction}"
+
+
+def shown_by_helvetica(character: str) -> bool:
+    """Whether one of PDF's built-in fonts has it: the letters of Western Europe."""
+    return character >= " " and character.encode("cp1252", errors="ignore") != b""

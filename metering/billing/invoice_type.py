@@ -15,7 +15,7 @@ from reportlab.pdfbase import pdfmetrics
 from reportlab.pdfbase.ttfonts import TTFError, TTFont
 from reportlab.platypus import Paragraph, Table
 
-from metering.billing.invoice_document import Issuer
+from metering.billing.invoice_document import Issuer, shown_by_helvetica
 from metering.errors import InvalidValue
 
 MARGIN = 18 * mm
@@ -68,11 +68,6 @@ def load_type(issuer: Issuer) -> Type:
         pdfmetrics.registerFont(font)
         known.append(font.face.charToGlyph)
     return Type("WeirRegular", "WeirBold", lambda character: all(ord(character) in glyphs for glyphs in known))
-
-
-def shown_by_helvetica(character: str) -> bool:
-    """Whether one of PDF's built-in fonts has it: the letters of Western Europe."""
-    return character >= " " and character.encode("cp1252", errors="ignore") != b""
 
 
 def plain_table(

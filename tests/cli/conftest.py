@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner, Result
 
+from api.cli import report as report_module
 from api.cli.main import app
 from tests.cli.scripted_weir import ScriptedAccounts, scripted_inference
 from tests.sdk import scripted
@@ -29,12 +31,13 @@ Run = Callable[..., Result]
 
 @pytest.fixture(autouse=True)
 def terminal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A plain terminal of 100 columns, with no setting from outside."""
+    """A plain terminal of 100 columns, with no setting from outside, in December 2026."""
     for name in ("WEIR_ADDRESS", "WEIR_API_KEY", "WEIR_ADMIN_KEY", "WEIR_ROOT_CERTIFICATES", "FORCE_COLOR", "GITHUB_ACTIONS"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("WEIR_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("COLUMNS", "100")
     monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setattr(report_module, "present_day", lambda: date(2026, 12, 20))
 
 
 @pytest.fixture

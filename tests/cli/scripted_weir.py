@@ -18,6 +18,7 @@ from weir.v1 import admin_service_pb2 as admin_pb
 from weir.v1 import admin_service_pb2_grpc, billing_service_pb2_grpc, prices_pb2, types_pb2
 from weir.v1 import billing_service_pb2 as billing_pb
 from weir.v1 import inference_service_pb2 as pb
+from weir.v1 import usage_reports_pb2 as usage_pb
 
 from tests.sdk import scripted
 from tests.sdk.scripted import ScriptedInference, ServerStream
@@ -185,6 +186,46 @@ REPORT = billing_pb.GetMonthReportResponse(
 )
 
 
+def usage_row(tokens: int, cancelled: int = 0, **keys: Any) -> usage_pb.UsageRow:
+    """A row of so many input tokens, and half as many of the other kinds."""
+
+    def share(requests: int, count: int) -> usage_pb.UsageShare:
+        money = types_pb2.Money(currency_code="USD", picos=count * 150_000)
+        return usage_pb.UsageShare(request_count=requests, token_count=count, amount=money)
+
+    return usage_pb.UsageRow(
+        organization_name="acme",
+        request_count=10,
+        input_token_count=tokens,
+        cached_input_token_count=tokens // 2,
+        output_token_count=tokens // 2,
+        cancelled=share(1 if cancelled else 0, cancelled),
+        limited=share(0, 0),
+        failed=share(0, 0),
+        amount=types_pb2.Money(currency_code="USD", picos=tokens * 150_000),
+        pending_amount=types_pb2.Money(currency_code="USD"),
+        **keys,
+    )
+
+
+USAGE_ROWS = [usage_row(1_000 * day, 7 if day == 3 else 0, day=f"2026-11-{day:02d}") for day in range(1, 19)]
+USAGE_PAGE = usage_pb.GetUsageResponse(rows=USAGE_ROWS, total=usage_row(171_000, 7), time_zone="UTC")
+FORECAST = usage_pb.GetForecastResponse(
+    organization_name="acme",
+    month="2026-11",
+    time_zone="UTC",
+    as_of_time=NOON,
+    so_far=types_pb2.Money(currency_code="USD", units=1_234, picos=567_800_000_000),
+    expected=types_pb2.Money(currency_code="USD", units=2_000),
+    low=types_pb2.Money(currency_code="USD", units=1_900),
+    high=types_pb2.Money(currency_code="USD", units=2_100, picos=500_000_000_000),
+    confidence_percent=80,
+    complete_day_count=28,
+    method="Used so far, plus the mean.",
+    cautions=["No trend."],
+)
+
+
 QUOTE = pb.QuoteResponse(
     input_token_count=1025,
     predicted_cached_token_count=200,
@@ -237,6 +278,8 @@ class ScriptedAccounts:
                 ]
             ),
             REPORT,
+            USAGE_PAGE,
+            FORECAST,
         ]
         self.replies = {type(reply).DESCRIPTOR.name.removesuffix("Response"): reply for reply in replies}
         self.requests: list[Any] = []
@@ -252,6 +295,16 @@ class ScriptedAccounts:
             return self.replies[method]
 
         return answer
+
+    async def ExportMonth(self, request: usage_pb.ExportMonthRequest, context: Any) -> None:
+        """A small file in two pieces."""
+        self.requests.append(request)
+        if self.refusals:
+            await scripted.abort(context, self.refusals.pop(0))
+        await context.write(
+            usage_pb.ExportMonthResponse(file_name="acme.bin", media_type="application/octet-stream", chunk=b"first ")
+        )
+        await context.write(usage_pb.ExportMonthResponse(chunk=b"second"))
 
     def add(self, server: grpc.aio.Server) -> None:
         """Registers it for both services."""

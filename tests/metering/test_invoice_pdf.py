@@ -28,7 +28,7 @@ from metering.billing.reports import (
     RequestCounts,
 )
 from metering.errors import InvalidValue
-from metering.models import TokenKind
+from metering.models import ServiceTier, TokenKind
 
 ISSUER = Issuer("Weir Operations GmbH", ("Brückenstraße 12", "10179 Berlin"), "DE 123", "billing@weir.example", ("IBAN DE02 1005",))
 CLOSED = Closed(datetime(2026, 12, 2, 9, tzinfo=UTC), "key weir_ab12cd", "INV-000042")
@@ -39,7 +39,7 @@ REPORT = MonthReport(
     currency_code="USD",
     lines=(
         ReportLine("demo", 1, TokenKind.INPUT, 3, 41_450_133, 100, 150_000, 41_450_133 * 150_000),
-        ReportLine("demo", 2, TokenKind.OUTPUT, 2, 9_000, 0, 600_001, 9_000 * 600_001),
+        ReportLine("demo", 2, TokenKind.OUTPUT, 2, 9_000, 0, 600_001, 9_000 * 600_001, tier=ServiceTier.BATCH),
         ReportLine("demo", 1, TokenKind.INPUT, 1, 1_000, 0, 150_000, 150_000_000, late_month="2026-10"),
     ),
     request_counts=RequestCounts(1_203, 1_190, 8, 3, 2),
@@ -59,7 +59,7 @@ REPORT = MonthReport(
 
 def pages_of(report: MonthReport, issuer: Issuer = ISSUER) -> list[str]:
     """The text of each page, a line per cell."""
-    reader = PdfReader(io.BytesIO(render_pdf(invoice_document(report, issuer, {2: "batch"}))))
+    reader = PdfReader(io.BytesIO(render_pdf(invoice_document(report, issuer))))
     return ["\n".join(line.strip() for line in page.extract_text().splitlines()) for page in reader.pages]
 
 
@@ -102,7 +102,7 @@ def test_plan_adjustment_credit_and_remainders_lead_to_the_total() -> None:
 
 
 def test_the_same_report_is_the_same_bytes() -> None:
-    document = invoice_document(REPORT, ISSUER, {})
+    document = invoice_document(REPORT, ISSUER)
 
     assert render_pdf(document) == render_pdf(document)
     assert render_pdf(document) != render_pdf(replace(document, reference="INV-000043"))
@@ -179,7 +179,7 @@ def test_a_font_of_the_operator_shows_other_letters_and_a_bad_one_is_named(tmp_p
     vera = Path(reportlab.__file__).parent / "fonts" / "Vera.ttf"
     (tmp_path / "bad.ttf").write_text("no font")
 
-    document = invoice_document(REPORT, replace(ISSUER, font=vera), {})
+    document = invoice_document(REPORT, replace(ISSUER, font=vera))
 
     assert render_pdf(document) == render_pdf(document)
     assert "Brückenstraße 12" in pages_of(REPORT, replace(ISSUER, font=vera))[0]

@@ -5,6 +5,7 @@ import warnings
 
 from weir.v1 import billing_service_pb2 as weir_dot_v1_dot_billing__service__pb2
 from weir.v1 import months_pb2 as weir_dot_v1_dot_months__pb2
+from weir.v1 import usage_reports_pb2 as weir_dot_v1_dot_usage__reports__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
 GRPC_VERSION = grpc.__version__
@@ -41,6 +42,21 @@ class BillingServiceStub:
                 '/weir.v1.BillingService/GetMonthReport',
                 request_serializer=weir_dot_v1_dot_billing__service__pb2.GetMonthReportRequest.SerializeToString,
                 response_deserializer=weir_dot_v1_dot_billing__service__pb2.GetMonthReportResponse.FromString,
+                _registered_method=True)
+        self.GetUsage = channel.unary_unary(
+                '/weir.v1.BillingService/GetUsage',
+                request_serializer=weir_dot_v1_dot_usage__reports__pb2.GetUsageRequest.SerializeToString,
+                response_deserializer=weir_dot_v1_dot_usage__reports__pb2.GetUsageResponse.FromString,
+                _registered_method=True)
+        self.GetForecast = channel.unary_unary(
+                '/weir.v1.BillingService/GetForecast',
+                request_serializer=weir_dot_v1_dot_usage__reports__pb2.GetForecastRequest.SerializeToString,
+                response_deserializer=weir_dot_v1_dot_usage__reports__pb2.GetForecastResponse.FromString,
+                _registered_method=True)
+        self.ExportMonth = channel.unary_stream(
+                '/weir.v1.BillingService/ExportMonth',
+                request_serializer=weir_dot_v1_dot_usage__reports__pb2.ExportMonthRequest.SerializeToString,
+                response_deserializer=weir_dot_v1_dot_usage__reports__pb2.ExportMonthResponse.FromString,
                 _registered_method=True)
         self.GetMonthDocument = channel.unary_unary(
                 '/weir.v1.BillingService/GetMonthDocument',
@@ -101,6 +117,27 @@ class BillingServiceServicer:
 
     def GetMonthReport(self, request, context):
         """Reports one calendar month (UTC) of one organization from the ledger.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetUsage(self, request, context):
+        """Breaks the usage of a month down: by day, project, API key, model, or to single requests.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetForecast(self, request, context):
+        """Tells what the present month has cost so far and what it will have cost by its end.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ExportMonth(self, request, context):
+        """Makes a file of a month: the invoice as PDF, or its charges for FinOps tools.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -186,6 +223,21 @@ def add_BillingServiceServicer_to_server(servicer, server):
                     request_deserializer=weir_dot_v1_dot_billing__service__pb2.GetMonthReportRequest.FromString,
                     response_serializer=weir_dot_v1_dot_billing__service__pb2.GetMonthReportResponse.SerializeToString,
             ),
+            'GetUsage': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetUsage,
+                    request_deserializer=weir_dot_v1_dot_usage__reports__pb2.GetUsageRequest.FromString,
+                    response_serializer=weir_dot_v1_dot_usage__reports__pb2.GetUsageResponse.SerializeToString,
+            ),
+            'GetForecast': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetForecast,
+                    request_deserializer=weir_dot_v1_dot_usage__reports__pb2.GetForecastRequest.FromString,
+                    response_serializer=weir_dot_v1_dot_usage__reports__pb2.GetForecastResponse.SerializeToString,
+            ),
+            'ExportMonth': grpc.unary_stream_rpc_method_handler(
+                    servicer.ExportMonth,
+                    request_deserializer=weir_dot_v1_dot_usage__reports__pb2.ExportMonthRequest.FromString,
+                    response_serializer=weir_dot_v1_dot_usage__reports__pb2.ExportMonthResponse.SerializeToString,
+            ),
             'GetMonthDocument': grpc.unary_unary_rpc_method_handler(
                     servicer.GetMonthDocument,
                     request_deserializer=weir_dot_v1_dot_months__pb2.GetMonthDocumentRequest.FromString,
@@ -266,6 +318,87 @@ class BillingService:
             '/weir.v1.BillingService/GetMonthReport',
             weir_dot_v1_dot_billing__service__pb2.GetMonthReportRequest.SerializeToString,
             weir_dot_v1_dot_billing__service__pb2.GetMonthReportResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetUsage(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weir.v1.BillingService/GetUsage',
+            weir_dot_v1_dot_usage__reports__pb2.GetUsageRequest.SerializeToString,
+            weir_dot_v1_dot_usage__reports__pb2.GetUsageResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetForecast(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weir.v1.BillingService/GetForecast',
+            weir_dot_v1_dot_usage__reports__pb2.GetForecastRequest.SerializeToString,
+            weir_dot_v1_dot_usage__reports__pb2.GetForecastResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ExportMonth(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/weir.v1.BillingService/ExportMonth',
+            weir_dot_v1_dot_usage__reports__pb2.ExportMonthRequest.SerializeToString,
+            weir_dot_v1_dot_usage__reports__pb2.ExportMonthResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -7,6 +7,7 @@ from collections import abc as _abc
 from grpc import aio as _aio
 from weir.v1 import billing_service_pb2 as _billing_service_pb2
 from weir.v1 import months_pb2 as _months_pb2
+from weir.v1 import usage_reports_pb2 as _usage_reports_pb2
 import abc as _abc_1
 import grpc as _grpc
 import sys
@@ -38,6 +39,12 @@ class BillingServiceStub:
     def __new__(cls, channel: _aio.Channel) -> BillingServiceAsyncStub: ...
     GetMonthReport: _grpc.UnaryUnaryMultiCallable[_billing_service_pb2.GetMonthReportRequest, _billing_service_pb2.GetMonthReportResponse]
     """Reports one calendar month (UTC) of one organization from the ledger."""
+    GetUsage: _grpc.UnaryUnaryMultiCallable[_usage_reports_pb2.GetUsageRequest, _usage_reports_pb2.GetUsageResponse]
+    """Breaks the usage of a month down: by day, project, API key, model, or to single requests."""
+    GetForecast: _grpc.UnaryUnaryMultiCallable[_usage_reports_pb2.GetForecastRequest, _usage_reports_pb2.GetForecastResponse]
+    """Tells what the present month has cost so far and what it will have cost by its end."""
+    ExportMonth: _grpc.UnaryStreamMultiCallable[_usage_reports_pb2.ExportMonthRequest, _usage_reports_pb2.ExportMonthResponse]
+    """Makes a file of a month: the invoice as PDF, or its charges for FinOps tools."""
     GetMonthDocument: _grpc.UnaryUnaryMultiCallable[_months_pb2.GetMonthDocumentRequest, _months_pb2.GetMonthDocumentResponse]
     """The report of a month as the bytes of a document. Of a closed month these are the same bytes for ever."""
     ListMonths: _grpc.UnaryUnaryMultiCallable[_months_pb2.ListMonthsRequest, _months_pb2.ListMonthsResponse]
@@ -72,6 +79,12 @@ class BillingServiceAsyncStub(BillingServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     GetMonthReport: _aio.UnaryUnaryMultiCallable[_billing_service_pb2.GetMonthReportRequest, _billing_service_pb2.GetMonthReportResponse]  # type: ignore[assignment]
     """Reports one calendar month (UTC) of one organization from the ledger."""
+    GetUsage: _aio.UnaryUnaryMultiCallable[_usage_reports_pb2.GetUsageRequest, _usage_reports_pb2.GetUsageResponse]  # type: ignore[assignment]
+    """Breaks the usage of a month down: by day, project, API key, model, or to single requests."""
+    GetForecast: _aio.UnaryUnaryMultiCallable[_usage_reports_pb2.GetForecastRequest, _usage_reports_pb2.GetForecastResponse]  # type: ignore[assignment]
+    """Tells what the present month has cost so far and what it will have cost by its end."""
+    ExportMonth: _aio.UnaryStreamMultiCallable[_usage_reports_pb2.ExportMonthRequest, _usage_reports_pb2.ExportMonthResponse]  # type: ignore[assignment]
+    """Makes a file of a month: the invoice as PDF, or its charges for FinOps tools."""
     GetMonthDocument: _aio.UnaryUnaryMultiCallable[_months_pb2.GetMonthDocumentRequest, _months_pb2.GetMonthDocumentResponse]  # type: ignore[assignment]
     """The report of a month as the bytes of a document. Of a closed month these are the same bytes for ever."""
     ListMonths: _aio.UnaryUnaryMultiCallable[_months_pb2.ListMonthsRequest, _months_pb2.ListMonthsResponse]  # type: ignore[assignment]
@@ -109,6 +122,30 @@ class BillingServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_billing_service_pb2.GetMonthReportResponse, _abc.Awaitable[_billing_service_pb2.GetMonthReportResponse]]:
         """Reports one calendar month (UTC) of one organization from the ledger."""
+
+    @_abc_1.abstractmethod
+    def GetUsage(
+        self,
+        request: _usage_reports_pb2.GetUsageRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_usage_reports_pb2.GetUsageResponse, _abc.Awaitable[_usage_reports_pb2.GetUsageResponse]]:
+        """Breaks the usage of a month down: by day, project, API key, model, or to single requests."""
+
+    @_abc_1.abstractmethod
+    def GetForecast(
+        self,
+        request: _usage_reports_pb2.GetForecastRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_usage_reports_pb2.GetForecastResponse, _abc.Awaitable[_usage_reports_pb2.GetForecastResponse]]:
+        """Tells what the present month has cost so far and what it will have cost by its end."""
+
+    @_abc_1.abstractmethod
+    def ExportMonth(
+        self,
+        request: _usage_reports_pb2.ExportMonthRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_usage_reports_pb2.ExportMonthResponse], _abc.AsyncIterator[_usage_reports_pb2.ExportMonthResponse]]:
+        """Makes a file of a month: the invoice as PDF, or its charges for FinOps tools."""
 
     @_abc_1.abstractmethod
     def GetMonthDocument(

@@ -78,6 +78,15 @@ from weir_client.live import (
 from weir_client.prompt import GenerateOptions, Message, Prompt
 from weir_client.quote import Quote
 from weir_client.sync import Client, GenerationStream
+from weir_client.usage import (
+    MonthExportFormat,
+    MonthFile,
+    UsageForecast,
+    UsageGrouping,
+    UsagePage,
+    UsageRow,
+    UsageShare,
+)
 from weir_client.values import (
     PICOS_PER_UNIT,
     Admitted,
@@ -161,6 +170,8 @@ __all__ = [
     "Money",
     "Month",
     "MonthCharge",
+    "MonthExportFormat",
+    "MonthFile",
     "MonthReport",
     "MonthReportLine",
     "MonthState",
@@ -199,6 +210,11 @@ __all__ = [
     "Unauthenticated",
     "Unavailable",
     "Usage",
+    "UsageForecast",
+    "UsageGrouping",
+    "UsagePage",
+    "UsageRow",
+    "UsageShare",
     "UsageUpdate",
     "WeirError",
 ]

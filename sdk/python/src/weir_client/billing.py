@@ -5,27 +5,22 @@ from __future__ import annotations
 import uuid
 
 from weir.v1 import billing_service_pb2 as report_pb
-from weir.v1 import billing_service_pb2_grpc
 from weir.v1 import months_pb2 as pb
 
 from weir_client import wire_accounts, wire_bills
 from weir_client.accounts import MonthReport
+from weir_client.billing_usage import AsyncUsageCalls
 from weir_client.bills import Adjustment, ClosedMonth, DocumentFormat, Invoice, Month, MonthVerification
-from weir_client.unary import UnaryClient
 from weir_client.values import Money
 
 
-class AsyncBillingClient(UnaryClient):
+class AsyncBillingClient(AsyncUsageCalls):
     """Reads the bill, closes months and corrects. Reading needs a key with the scope `billing` (its own organization only) or
     `admin`, everything else `admin`.
 
     Organizations are given by name or id, months as `YYYY-MM` in UTC. Every call raises WeirError: NotFound for what is not there,
     InvalidRequest for a bad value, FailedPrecondition for what is not possible as things stand.
     """
-
-    @property
-    def _stub(self) -> billing_service_pb2_grpc.BillingServiceAsyncStub:
-        return billing_service_pb2_grpc.BillingServiceStub(self._opened().channel)
 
     async def get_month_report(self, organization: str, month: str) -> MonthReport:
         """One month of an organization; of one that is not closed, what the invoice would be now."""

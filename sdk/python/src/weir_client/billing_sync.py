@@ -8,14 +8,17 @@ from typing import Self
 
 from weir_client.accounts import MonthReport
 from weir_client.billing import AsyncBillingClient
+from weir_client.billing_usage import UsageCalls
 from weir_client.bills import Adjustment, ClosedMonth, DocumentFormat, Invoice, Month, MonthVerification
 from weir_client.connection import UNARY_TIMEOUT_S
 from weir_client.loop_thread import LoopThread
 from weir_client.values import Money
 
 
-class BillingClient:
+class BillingClient(UsageCalls):
     """Reads the bill, closes months and corrects. See `AsyncBillingClient` for every call and its errors."""
+
+    _client: AsyncBillingClient
 
     def __init__(
         self,

@@ -9,7 +9,7 @@ import asyncio
 import ipaddress
 import os
 import random
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -157,13 +157,34 @@ class Connection:
         Only an idempotent call is tried again: whether one that creates something was done is not known after UNAVAILABLE.
         Raises: WeirError.
         """
+        return await self._attempt(
+            lambda remaining_s: method(request, timeout=remaining_s, metadata=grpc.aio.Metadata(*self.metadata)),
+            UNARY_TIMEOUT_S if timeout is None else timeout,
+            idempotent=idempotent,
+        )
+
+    async def collect(
+        self, method: grpc.aio.UnaryStreamMultiCallable[_Request, _Response], request: _Request, *, timeout: float
+    ) -> list[_Response]:
+        """All answers of one call that streams them and changes nothing; tried again from the start like `call`.
+
+        Raises: WeirError.
+        """
+
+        async def read(remaining_s: float) -> list[_Response]:
+            stream = method(request, timeout=remaining_s, metadata=grpc.aio.Metadata(*self.metadata))
+            return [response async for response in stream]
+
+        return await self._attempt(read, timeout, idempotent=True)
+
+    async def _attempt(self, call: Callable[[float], Awaitable[_Response]], timeout: float, *, idempotent: bool) -> _Response:
+        """Makes a call of what is left of the time, and again if that may help."""
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + (UNARY_TIMEOUT_S if timeout is None else timeout)
+        deadline = loop.time() + timeout
         attempt = 0
         while True:
             try:
-                remaining_s = max(0.0, deadline - loop.time())
-                return await method(request, timeout=remaining_s, metadata=grpc.aio.Metadata(*self.metadata))
+                return await call(max(0.0, deadline - loop.time()))
             except grpc.aio.AioRpcError as broken:
                 error = error_from_rpc(broken)
                 wait_s = self.settings.retry.wait_s(error, attempt) if idempotent else None

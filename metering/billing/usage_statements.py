@@ -1,0 +1,211 @@
+"""The statements behind `usage_reports.py`: which usage a month charges, and its sums by any grouping, a page at a time.
+
+Every value goes in as a parameter; what is put into the text comes from the tables in this module.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, date, datetime, timedelta
+from enum import StrEnum
+from typing import Any
+
+from sqlalchemy import text
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from metering.billing.models import MonthState, TransactionKind
+from metering.billing.month_reading import CANCELLED, FAILED, LIMITED
+from metering.billing.reports import month_bounds
+from metering.errors import InvalidValue
+
+
+class Grouping(StrEnum):
+    """What rows are for. `request` gives a row for each usage event and goes with no other."""
+
+    ORGANIZATION = "organization"
+    DAY = "day"
+    PROJECT = "project"
+    API_KEY = "api_key"
+    MODEL = "model"
+    REQUEST = "request"
+
+
+@dataclass(frozen=True, slots=True)
+class UsageFilter:
+    """Which usage: of a month `YYYY-MM`, of one organization or all, and only of what is given here. Ids are exact."""
+
+    month: str
+    organization_id: uuid.UUID | None = None
+    day: date | None = None
+    project_id: uuid.UUID | None = None
+    api_key_id: uuid.UUID | None = None
+    model: str = ""
+
+
+KEYS: Mapping[Grouping, str] = {
+    Grouping.ORGANIZATION: "u.organization_id",
+    Grouping.DAY: "CAST(u.settled_at AT TIME ZONE 'UTC' AS date)",
+    Grouping.PROJECT: "u.project_id",
+    Grouping.API_KEY: "u.api_key_id",
+    Grouping.MODEL: "u.model",
+}
+READ_KEY: Mapping[Grouping, Callable[[str], object]] = {
+    Grouping.ORGANIZATION: uuid.UUID,
+    Grouping.DAY: date.fromisoformat,
+    Grouping.PROJECT: uuid.UUID,
+    Grouping.API_KEY: uuid.UUID,
+    Grouping.MODEL: str,
+}
+NAMES: Mapping[Grouping, tuple[str, str]] = {
+    Grouping.PROJECT: ("p.name AS project_name", "JOIN projects p ON p.id = used.project"),
+    Grouping.API_KEY: ("k.name AS api_key_name, k.prefix AS api_key_prefix", "JOIN api_keys k ON k.id = used.api_key"),
+}
+OUTCOMES = {"cancelled": CANCELLED, "limited": LIMITED, "failed": FAILED}
+
+# In two steps: first plain sums by whatever tells rows apart, which is all that is done for each event, then the rows of those few.
+PARTS = """u.outcome, u.rated_at IS NOT NULL AS is_posted, u.settled_at < :begins AS is_late,
+           count(*) FILTER (WHERE u.part = 0) AS request_count, sum(u.input_token_count) AS all_input,
+           sum(u.cached_input_token_count) AS cached_input, sum(u.billed_token_count) AS output, sum(u.cost_picos) AS cost"""
+PART_KEYS = "u.outcome, is_posted, is_late"
+SUMS = ",\n           ".join(
+    [
+        "coalesce(sum(request_count), 0) AS request_count",
+        "coalesce(sum(all_input - cached_input), 0) AS input_token_count",
+        "coalesce(sum(cached_input), 0) AS cached_input_token_count",
+        "coalesce(sum(output), 0) AS output_token_count",
+        "coalesce(sum(cost) FILTER (WHERE is_posted), 0) AS amount_picos",
+        "coalesce(sum(cost) FILTER (WHERE NOT is_posted), 0) AS pending_picos",
+        "coalesce(bool_or(is_late), false) AS late",
+        *(
+            f"coalesce(sum({what}) FILTER (WHERE outcome = ANY(:{name})), 0) AS {name}_{column}"
+            for name in OUTCOMES
+            for column, what in (
+                ("request_count", "request_count"),
+                ("token_count", "all_input + output"),
+                ("amount_picos", "cost"),
+            )
+        ),
+    ]
+)
+# Usage that the month's bill charges. What is not posted yet when a month is closed will be in another one.
+CHARGED = f"""
+    u.settled_at >= :first AND u.settled_at < :ends
+    AND (u.ledger_transaction_id IN (SELECT t.id FROM ledger_transactions t WHERE {{owner}}
+                                     AND t.billing_month = CAST(:month AS date) AND t.kind = '{TransactionKind.USAGE}')
+         OR (u.rated_at IS NULL AND u.settled_at >= :begins
+             AND NOT EXISTS (SELECT FROM billing_months b WHERE b.organization_id = u.organization_id
+                             AND b.month = CAST(:month AS date) AND b.state = '{MonthState.CLOSED}')))
+"""
+
+
+def group_statement(of: UsageFilter, groups: Sequence[Grouping], token: str, parameters: dict[str, Any]) -> str:
+    """The rows of one page: sums by group, then the names of what the rows are for."""
+    after = ""
+    if token:
+        values = decode_token(token, [READ_KEY[group] for group in groups])
+        parameters |= {f"after_{group}": value for group, value in zip(groups, values, strict=True)}
+        bound = ", ".join(f":after_{group}" for group in groups)
+        after = f"AND ({', '.join(KEYS[group] for group in groups)}) > ({bound})"
+    keys = ", ".join(f"{KEYS[group]} AS {group}" for group in groups)
+    names = "".join(f", {NAMES[group][0]}" for group in groups if group in NAMES)
+    joins = "\n".join(NAMES[group][1] for group in groups if group in NAMES)
+    listed = ", ".join(groups)
+    owner = "used.organization" if Grouping.ORGANIZATION in groups else "CAST(:organization_id AS uuid)"
+    return f"""
+WITH parts AS (
+    SELECT {keys}, {PARTS}
+    FROM usage_events u WHERE {where(of, parameters)} {after}
+    GROUP BY {listed}, {PART_KEYS}
+), used AS (
+    SELECT {listed},
+           {SUMS}
+    FROM parts GROUP BY {listed} ORDER BY {listed} LIMIT :limit
+)
+SELECT used.*, o.id AS organization_id, o.name AS organization_name, o.currency_code{names}
+FROM used JOIN organizations o ON o.id = {owner}
+{joins}
+ORDER BY {listed}"""
+
+
+def request_statement(of: UsageFilter, token: str, parameters: dict[str, Any]) -> str:
+    """The usage events of one page, oldest first."""
+    after = ""
+    if token:
+        parameters["after_time"], parameters["after_id"] = decode_token(token, (datetime.fromisoformat, int))
+        after = "AND (u.settled_at, u.id) > (:after_time, :after_id)"
+    return f"""
+WITH page AS MATERIALIZED (
+    SELECT * FROM usage_events u WHERE {where(of, parameters)} {after} ORDER BY u.settled_at, u.id LIMIT :limit
+), used AS (
+    SELECT id, settled_at, day, project, api_key, model, request_id, outcome, {SUMS}
+    FROM (
+        SELECT u.id, u.settled_at, {KEYS[Grouping.DAY]} AS day, u.project_id AS project, u.api_key_id AS api_key, u.model,
+               u.request_id, {PARTS}
+        FROM page u GROUP BY u.id, u.settled_at, u.project_id, u.api_key_id, u.model, u.request_id, u.rated_at, u.outcome
+    ) parts GROUP BY id, settled_at, day, project, api_key, model, request_id, outcome
+)
+SELECT used.*, o.id AS organization_id, o.name AS organization_name, o.currency_code, p.name AS project_name,
+       k.name AS api_key_name, k.prefix AS api_key_prefix
+FROM used JOIN organizations o ON o.id = :organization_id
+JOIN projects p ON p.id = used.project JOIN api_keys k ON k.id = used.api_key
+ORDER BY used.settled_at, used.id"""
+
+
+def total_statement(of: UsageFilter, parameters: dict[str, Any]) -> str:
+    """Everything in one row."""
+    parts = f"SELECT {PARTS} FROM usage_events u WHERE {where(of, parameters)} GROUP BY {PART_KEYS}"
+    return f"SELECT {SUMS}\nFROM ({parts}) parts"
+
+
+# When the usage of a month begins: before the month only where usage was found late.
+FIRST_USE = text(f"""
+SELECT least(CAST(:begins AS timestamptz), min(t.effective_at)) FROM ledger_transactions t
+WHERE (CAST(:organization_id AS uuid) IS NULL OR t.organization_id = :organization_id)
+  AND t.billing_month = CAST(:month AS date) AND t.kind = '{TransactionKind.USAGE}'
+""")
+
+
+def where(of: UsageFilter, parameters: dict[str, Any]) -> str:
+    """The filter as SQL; what it needs is put into the parameters."""
+    conditions = [CHARGED.format(owner="true" if of.organization_id is None else "t.organization_id = :organization_id")]
+    if of.organization_id is not None:
+        conditions.insert(0, "u.organization_id = :organization_id")
+    if of.day is not None:
+        parameters["day_begins"] = datetime(of.day.year, of.day.month, of.day.day, tzinfo=UTC)
+        parameters["day_ends"] = parameters["day_begins"] + timedelta(days=1)
+        conditions.append("u.settled_at >= :day_begins AND u.settled_at < :day_ends")
+    for column, value in (("project_id", of.project_id), ("api_key_id", of.api_key_id), ("model", of.model or None)):
+        if value is not None:
+            parameters[column] = value
+            conditions.append(f"u.{column} = :{column}")
+    return " AND ".join(conditions)
+
+
+async def parameters_of(session: AsyncSession, of: UsageFilter) -> dict[str, Any]:
+    """What every statement needs. Raises: InvalidValue for a bad month.
+
+    The first moment is looked up beforehand, so that the planner knows how much of the index a statement will read.
+    """
+    begins, ends = month_bounds(of.month)
+    month = {"organization_id": of.organization_id, "begins": begins, "ends": ends, "month": begins.date()}
+    first = (await session.execute(FIRST_USE, month)).scalar_one()
+    return month | {"first": first, **{name: [outcome.value for outcome in outcomes] for name, outcomes in OUTCOMES.items()}}
+
+
+def encode_token(values: Sequence[object]) -> str:
+    """The place of a row, for the next page to begin behind it."""
+    return base64.urlsafe_b64encode(json.dumps([str(value) for value in values]).encode()).decode()
+
+
+def decode_token(token: str, readers: Sequence[Callable[[str], object]]) -> list[object]:
+    """The values of a token. Raises: InvalidValue if it is not one of this call."""
+    try:
+        values = json.loads(base64.urlsafe_b64decode(token.encode()))
+        return [read(value) for read, value in zip(readers, values, strict=True)]
+    except (binascii.Error, ValueError, TypeError, AttributeError):
+        raise InvalidValue("page_token", "give the token of the page before, with everything else as it was") from None

@@ -1,0 +1,196 @@
+"""The calls that take a month apart, over the wire: who sees what, pages, the forecast, the files, and refusals."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import AsyncIterator
+from datetime import UTC, datetime
+from pathlib import Path
+
+import grpc.aio
+import pytest
+from pypdf import PdfReader
+from weir.v1 import billing_service_pb2_grpc
+from weir_client import (
+    AsyncBillingClient,
+    InvalidRequest,
+    MonthExportFormat,
+    NotFound,
+    PermissionDenied,
+    Unauthenticated,
+    UsageGrouping,
+)
+
+from api.auth import Authenticator
+from api.billing_service import BillingServicer
+from api.interceptor import ErrorInterceptor
+from metering.billing.invoice_document import Issuer
+from metering.billing.prices import ModelPrice
+from metering.billing.rating import rate_all_pending
+from metering.store.db import Sessions
+from metering.tenants.tenants import create_api_key
+from tests.metering.books import Consumed, Customer, add_usage, new_customer, new_price
+from tests.metering.focus_rules import broken_rules, read
+
+MONTH = "2026-09"  # over, whatever day it is
+FIRST = datetime(2026, 9, 1, tzinfo=UTC)
+DAY, REQUEST = UsageGrouping.DAY, UsageGrouping.REQUEST
+
+
+class Desk:
+    """A billing service on a socket, and clients of it."""
+
+    def __init__(self, sessions: Sessions, address: str, customer: Customer, price: ModelPrice) -> None:
+        self.sessions, self.address, self.customer, self.price = sessions, address, customer, price
+
+    @contextlib.asynccontextmanager
+    async def client(self, secret: str = "") -> AsyncIterator[AsyncBillingClient]:
+        """A client with a key, the customer's admin key if none is given."""
+        async with AsyncBillingClient(self.address, secret or self.customer.secret) as client:
+            yield client
+
+    async def key(self, *scopes: str, organization: str = "acme") -> str:
+        """The secret of a new key."""
+        async with self.sessions.begin() as session:
+            _, secret = await create_api_key(
+                session, organization=organization, project="search", name="-".join(scopes), scopes=scopes, actor="test"
+            )
+        return secret
+
+
+@pytest.fixture
+async def desk(sessions: Sessions, tmp_path: Path) -> AsyncIterator[Desk]:
+    """`acme` and `bolt` with some usage in a month that is over."""
+    async with sessions.begin() as session:
+        acme, bolt = await new_customer(session, "acme"), await new_customer(session, "bolt")
+        price = await new_price(session)
+    async with sessions.begin() as session:
+        await add_usage(session, acme, price, [Consumed(n, 0, n, "stop", FIRST.replace(day=n)) for n in range(1, 6)])
+        await add_usage(session, bolt, price, [Consumed(1_000, 0, 0, "stop", FIRST)])
+    await rate_all_pending(sessions)
+    server = grpc.aio.server(interceptors=[ErrorInterceptor()])
+    servicer = BillingServicer(Authenticator(sessions), sessions, Issuer("Weir Operations GmbH"))
+    billing_service_pb2_grpc.add_BillingServiceServicer_to_server(servicer, server)
+    address = f"unix:{tmp_path}/desk"
+    server.add_insecure_port(address)
+    await server.start()
+    yield Desk(sessions, address, acme, price)
+    await server.stop(None)
+
+
+async def test_pages_follow_each_other_and_the_first_has_the_total(desk: Desk) -> None:
+    async with desk.client() as client:
+        first = await client.get_usage(MONTH, [DAY], organization="acme", page_size=3)
+        second = await client.get_usage(MONTH, [DAY], organization="acme", page_size=3, page_token=first.next_page_token)
+
+    assert [row.day for row in (*first.rows, *second.rows)] == [f"2026-09-0{n}" for n in range(1, 6)]
+    assert second.next_page_token == ""
+    assert first.total is not None
+    assert second.total is None
+    assert first.total.amount.picos == sum(row.amount.picos for row in (*first.rows, *second.rows)) == 15 * 750_000
+    assert (first.total.amount.currency_code, first.total.token_count, first.total.request_count) == ("USD", 30, 5)
+
+
+async def test_a_billing_key_sees_its_own_customer_and_no_other(desk: Desk) -> None:
+    secret = await desk.key("billing")
+    async with desk.client(secret) as client:
+        own = await client.get_usage(MONTH, [UsageGrouping.ORGANIZATION])
+        for ask in (
+            client.get_usage(MONTH, [DAY], organization="bolt"),
+            client.get_forecast("bolt"),
+            client.export_month(MONTH, MonthExportFormat.FOCUS_CSV, organization="bolt"),
+            client.export_month(MONTH, MonthExportFormat.INVOICE_PDF, organization="bolt"),
+            client.get_month_report("bolt", MONTH),
+            client.get_usage(MONTH, [DAY], organization="nobody"),
+        ):
+            with pytest.raises(NotFound):
+                await ask
+
+    assert [row.organization_name for row in own.rows] == ["acme"]
+
+
+async def test_another_customers_project_or_key_is_not_to_be_found(desk: Desk) -> None:
+    bolts = await desk.key("inference", organization="bolt")
+    async with desk.client() as client:
+        for project, key in (("nowhere", ""), ("", bolts[:11]), ("", "wk_00000000")):
+            with pytest.raises(NotFound):
+                await client.get_usage(MONTH, [DAY], organization="acme", project=project, api_key=key)
+        with pytest.raises(InvalidRequest, match="organization"):
+            await client.get_usage(MONTH, [DAY], project="search")
+
+
+async def test_an_admin_key_sees_all_and_a_key_for_inference_nothing(desk: Desk) -> None:
+    async with desk.client() as client:
+        everyone = await client.get_usage(MONTH, [UsageGrouping.ORGANIZATION])
+    async with desk.client(await desk.key("inference")) as client:
+        for ask in (client.get_usage(MONTH, [DAY]), client.get_forecast(), client.export_month(MONTH, MonthExportFormat.FOCUS_CSV)):
+            with pytest.raises(PermissionDenied):
+                await ask
+    async with desk.client("wk_nobody00_" + "0" * 43) as client:
+        with pytest.raises(Unauthenticated):
+            await client.export_month(MONTH, MonthExportFormat.INVOICE_PDF)
+
+    assert {(row.organization_name, row.token_count) for row in everyone.rows} == {("acme", 30), ("bolt", 1_000)}
+    assert everyone.total is None
+
+
+async def test_requests_are_told_without_prompts_or_labels(desk: Desk) -> None:
+    async with desk.client() as client:
+        page = await client.get_usage(MONTH, [REQUEST], organization="acme", day="2026-09-03", project="search")
+
+    (row,) = page.rows
+    assert (row.outcome, row.settle_time, row.output_token_count) == ("STOP", FIRST.replace(day=3), 3)
+    assert row.request_id
+    assert row.api_key_prefix == desk.customer.key.prefix
+
+
+async def test_bad_questions_name_their_field(desk: Desk) -> None:
+    async with desk.client() as client:
+        for ask, field in (
+            (client.get_usage("2026-9", [DAY], organization="acme"), "month"),
+            (client.get_usage(MONTH, [], organization="acme"), "group_by"),
+            (client.get_usage(MONTH, [DAY], organization="acme", day="tuesday"), "day"),
+            (client.get_usage(MONTH, [DAY], organization="acme", page_size=10_001), "page_size"),
+            (client.get_usage(MONTH, [DAY], organization="acme", page_token="x"), "page_token"),
+            (client.get_forecast("acme", "2999-01"), "month"),
+            (client.export_month("2026-99", MonthExportFormat.INVOICE_PDF), "month"),
+        ):
+            with pytest.raises(InvalidRequest, match=field):
+                await ask
+
+
+async def test_a_forecast_of_a_month_that_is_over_and_of_the_present_one(desk: Desk) -> None:
+    async with desk.client() as client:
+        over = await client.get_forecast("acme", MONTH)
+        present = await client.get_forecast()
+
+    assert over.so_far.picos == 15 * 750_000
+    assert over.expected is not None
+    assert over.expected.picos == 0  # 0.00001125 is no coin
+    assert (over.organization_name, over.month, over.confidence_percent) == ("acme", MONTH, 80)
+    assert (present.so_far.picos, present.expected) == (0, None)
+    assert present.month == f"{present.as_of_time.astimezone(UTC):%Y-%m}"
+
+
+async def test_the_files_of_a_month_come_whole(desk: Desk) -> None:
+    async with desk.sessions.begin() as session:
+        key_count = 40
+        for number in range(key_count):
+            key, secret = await create_api_key(
+                session, organization="acme", project="search", name=f"key-{number}", scopes=("inference",), actor="test"
+            )
+            other = Customer(desk.customer.organization_id, "acme", key, secret)
+            await add_usage(session, other, desk.price, [Consumed(5, 1, 5, "stop", FIRST.replace(day=d)) for d in (7, 8)])
+    await rate_all_pending(desk.sessions)
+
+    async with desk.client() as client:
+        focus = await client.export_month(MONTH, MonthExportFormat.FOCUS_CSV, organization="acme")
+        invoice = await client.export_month(MONTH, MonthExportFormat.INVOICE_PDF, organization="acme")
+
+    assert (focus.file_name, focus.media_type) == ("focus-1.4-acme-2026-09.csv", "text/csv; charset=utf-8")
+    assert len(focus.content) > 2 * 64 * 1024
+    assert broken_rules(focus.content.decode()) == []
+    assert len(read(focus.content.decode())) == 5 * 2 + key_count * 2 * 3
+    assert (invoice.file_name, invoice.media_type) == ("draft-acme-2026-09.pdf", "application/pdf")
+    assert "Weir Operations GmbH" in PdfReader(io.BytesIO(invoice.content)).pages[0].extract_text()

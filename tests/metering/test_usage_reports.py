@@ -1,0 +1,229 @@
+"""The breakdown of a month: what each row holds, that rows add up to the bill, pages, late usage, and the plan of the statement."""
+
+from __future__ import annotations
+
+import uuid
+from datetime import UTC, date, datetime, timedelta
+
+import pytest
+from sqlalchemy import text
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from metering.billing.models import BillingMonth, MonthState
+from metering.billing.month_reading import month_report
+from metering.billing.prices import ModelPrice
+from metering.billing.rating import rate_all_pending
+from metering.billing.usage_reports import Share, UsageRow, usage_page, usage_total
+from metering.billing.usage_statements import Grouping, UsageFilter, group_statement, parameters_of
+from metering.errors import InvalidValue
+from metering.store.db import Sessions
+from metering.tenants.tenants import create_api_key, create_project
+from tests.metering.books import Consumed, Customer, add_usage, new_customer, new_price
+
+DAY = Grouping.DAY
+FIRST, SECOND = datetime(2026, 11, 1, tzinfo=UTC), datetime(2026, 11, 2, 23, 59, 59, tzinfo=UTC)
+
+
+def of(customer: Customer, month: str = "2026-11") -> UsageFilter:
+    """All usage of a customer's month."""
+    return UsageFilter(month, customer.organization_id)
+
+
+async def rows(sessions: Sessions, what: UsageFilter, *by: Grouping) -> tuple[UsageRow, ...]:
+    """All rows, in small pages."""
+    found: list[UsageRow] = []
+    token = ""
+    async with sessions() as session:
+        while True:
+            page = await usage_page(session, what, by, page_size=2, token=token)
+            found += page.rows
+            if not (token := page.next_token):
+                return tuple(found)
+
+
+async def second_key(session: AsyncSession) -> Customer:
+    """Another project of `acme`, with a key of its own."""
+    await create_project(session, organization="acme", name="chat", actor="test")
+    key, secret = await create_api_key(
+        session, organization="acme", project="chat", name="bot", scopes=("inference",), actor="test"
+    )
+    return Customer(key.organization_id, "acme", key, secret)
+
+
+async def test_a_row_tells_tokens_by_kind_and_the_ways_requests_ended(
+    sessions: Sessions, customer: Customer, price: ModelPrice
+) -> None:
+    async with sessions.begin() as session:
+        await add_usage(
+            session,
+            customer,
+            price,
+            [
+                Consumed(100, 40, 20, "stop", FIRST),
+                Consumed(10, 0, 7, "cancelled", FIRST),
+                Consumed(50, 50, 0, "deadline", FIRST),
+                Consumed(5, 0, 1, "quota_exhausted", FIRST),
+                Consumed(3, 0, 2, "failed", FIRST),
+            ],
+        )
+        other = await new_customer(session, "bolt")
+        await add_usage(session, other, price, [Consumed(9_999, 0, 9_999, "stop", FIRST)])
+    await rate_all_pending(sessions)
+
+    (row,) = await rows(sessions, of(customer), DAY)
+
+    assert (row.day, row.request_count) == (date(2026, 11, 1), 5)
+    assert (row.input_token_count, row.cached_input_token_count, row.output_token_count) == (78, 90, 30)
+    assert row.token_count == 168 + 30
+    assert row.cancelled == Share(2, 67, 10 * 150_000 + 7 * 600_000 + 50 * 15_000)
+    assert row.limited == Share(1, 6, 5 * 150_000 + 600_000)
+    assert row.failed == Share(1, 5, 3 * 150_000 + 2 * 600_000)
+    assert (row.amount_picos, row.pending_picos) == (78 * 150_000 + 90 * 15_000 + 30 * 600_000, 0)
+    assert (row.organization_name, row.currency_code, row.late) == ("acme", "USD", False)
+
+
+async def test_rows_of_every_grouping_add_up_to_the_bill(sessions: Sessions, customer: Customer, price: ModelPrice) -> None:
+    async with sessions.begin() as session:
+        bot = await second_key(session)
+        dearer = await new_price(session, "large")
+        for who, what in ((customer, price), (customer, dearer), (bot, price)):
+            await add_usage(
+                session, who, what, [Consumed(n, n // 2, n, "stop", FIRST + timedelta(hours=7 * n)) for n in range(1, 30)]
+            )
+    await rate_all_pending(sessions)
+    async with sessions() as session:
+        bill = await month_report(session, organization="acme", month="2026-11")
+        total = await usage_total(session, of(customer))
+
+    for by in ((DAY,), (Grouping.PROJECT, Grouping.API_KEY), (Grouping.MODEL, DAY), (Grouping.API_KEY,), (Grouping.REQUEST,)):
+        found = await rows(sessions, of(customer), *by)
+        assert sum(row.amount_picos for row in found) == bill.total_picos == total.amount_picos
+        assert sum(row.token_count for row in found) == sum(line.token_count for line in bill.lines) == total.token_count
+        assert sum(row.request_count for row in found) == 87 == total.request_count
+    projects = await rows(sessions, of(customer), Grouping.PROJECT, Grouping.API_KEY)
+    assert {(row.project_name, row.api_key_name, row.request_count) for row in projects} == {
+        ("search", "all", 58),
+        ("chat", "bot", 29),
+    }
+
+
+async def test_a_filter_leads_from_the_day_to_the_requests(sessions: Sessions, customer: Customer, price: ModelPrice) -> None:
+    async with sessions.begin() as session:
+        bot = await second_key(session)
+        await add_usage(session, customer, price, [Consumed(1, 0, 1, "stop", FIRST), Consumed(2, 0, 2, "stop", SECOND)])
+        await add_usage(session, bot, price, [Consumed(4, 0, 4, "failed", SECOND), Consumed(8, 0, 8, "stop", SECOND)])
+    await rate_all_pending(sessions)
+
+    key = UsageFilter("2026-11", customer.organization_id, SECOND.date(), bot.key.project_id, bot.key.id, "demo")
+    found = await rows(sessions, key, Grouping.REQUEST)
+
+    assert [(row.outcome, row.output_token_count, row.settled_at) for row in found] == [("failed", 4, SECOND), ("stop", 8, SECOND)]
+    assert len({row.request_id for row in found}) == 2
+    assert {row.api_key_prefix for row in found} == {bot.key.prefix}
+    assert await rows(sessions, UsageFilter("2026-11", customer.organization_id, date(2026, 11, 3)), DAY) == ()
+
+
+async def test_what_is_not_posted_yet_is_pending_and_what_is_found_later_is_no_request(
+    sessions: Sessions, customer: Customer, price: ModelPrice
+) -> None:
+    hold = uuid.uuid4()
+    async with sessions.begin() as session:
+        await add_usage(session, customer, price, [Consumed(1, 0, 1, "failed", FIRST, hold_id=hold)])
+    await rate_all_pending(sessions)
+    async with sessions.begin() as session:
+        await add_usage(session, customer, price, [Consumed(0, 0, 2, "failed", FIRST, hold_id=hold, part=1)])
+
+    (row,) = await rows(sessions, of(customer), DAY)
+
+    assert (row.request_count, row.output_token_count) == (1, 3)
+    assert (row.amount_picos, row.pending_picos) == (750_000, 1_200_000)
+    assert row.failed == Share(1, 4, 1_950_000)
+
+
+async def test_usage_of_a_closed_month_is_told_in_the_month_that_charges_it(
+    sessions: Sessions, customer: Customer, price: ModelPrice
+) -> None:
+    october = datetime(2026, 10, 31, 12, tzinfo=UTC)
+    async with sessions.begin() as session:
+        await add_usage(session, customer, price, [Consumed(1, 0, 1, "stop", october)])
+    await rate_all_pending(sessions)
+    async with sessions.begin() as session:
+        session.add(
+            BillingMonth(
+                organization_id=customer.organization_id,
+                month=date(2026, 10, 1),
+                state=MonthState.CLOSED,
+                closed_at=FIRST,
+                closed_by="test",
+            )
+        )
+    async with sessions.begin() as session:
+        await add_usage(session, customer, price, [Consumed(0, 0, 5, "stop", october), Consumed(0, 0, 7, "stop", FIRST)])
+    assert [row.pending_picos for row in await rows(sessions, of(customer, "2026-10"), DAY)] == [0]  # a closed month takes no more
+    await rate_all_pending(sessions)
+
+    assert [(r.day, r.output_token_count, r.late) for r in await rows(sessions, of(customer, "2026-10"), DAY)] == [
+        (date(2026, 10, 31), 1, False)
+    ]
+    assert [(r.day, r.output_token_count, r.late) for r in await rows(sessions, of(customer), DAY)] == [
+        (date(2026, 10, 31), 5, True),
+        (date(2026, 11, 1), 7, False),
+    ]
+
+
+async def test_all_customers_are_told_apart_with_their_currency(sessions: Sessions, customer: Customer, price: ModelPrice) -> None:
+    async with sessions.begin() as session:
+        bolt = await new_customer(session, "bolt")
+        await add_usage(session, customer, price, [Consumed(1, 0, 1, "stop", FIRST)])
+        await add_usage(session, bolt, price, [Consumed(2, 0, 2, "stop", FIRST), Consumed(2, 0, 2, "stop", SECOND)])
+    await rate_all_pending(sessions)
+
+    found = await rows(sessions, UsageFilter("2026-11"), DAY)
+
+    assert sorted((row.organization_name, str(row.day), row.output_token_count) for row in found) == [
+        ("acme", "2026-11-01", 1),
+        ("bolt", "2026-11-01", 2),
+        ("bolt", "2026-11-02", 2),
+    ]
+
+
+async def test_bad_questions_are_refused_by_name(sessions: Sessions, customer: Customer) -> None:
+    async with sessions() as session:
+        for by, size, token, field in (
+            ((), 0, "", "group_by"),
+            ((DAY, DAY), 0, "", "group_by"),
+            ((Grouping.REQUEST, DAY), 0, "", "group_by"),
+            ((DAY,), 10_001, "", "page_size"),
+            ((DAY,), -1, "", "page_size"),
+            ((DAY,), 0, "%%%", "page_token"),
+            ((DAY,), 0, "WyJ4Il0=", "page_token"),
+            ((DAY,), 0, "e30=", "page_token"),
+            ((Grouping.REQUEST,), 0, "WyIyMDI2LTExLTAxIl0=", "page_token"),
+        ):
+            with pytest.raises(InvalidValue, match=field):
+                await usage_page(session, of(customer), by, page_size=size, token=token)
+        with pytest.raises(InvalidValue, match="group_by"):
+            await usage_page(session, UsageFilter("2026-11"), (Grouping.REQUEST,))
+        with pytest.raises(InvalidValue, match="month"):
+            await usage_page(session, of(customer, "2026-13"), (DAY,))
+
+
+async def test_the_statement_reads_the_index_of_the_customer_and_no_other_time(
+    sessions: Sessions, customer: Customer, price: ModelPrice
+) -> None:
+    """Many customers and months: the plan must bound the scan by customer and time, not filter a scan of everything."""
+    async with sessions.begin() as session:
+        other = await new_customer(session, "bolt")
+        for who, start in ((customer, FIRST), (customer, FIRST - timedelta(days=90)), (other, FIRST), (other, SECOND)):
+            await add_usage(session, who, price, [Consumed(1, 0, 1, "stop", start + timedelta(minutes=n)) for n in range(500)])
+    await rate_all_pending(sessions)
+    async with sessions.begin() as session:
+        await session.execute(text("ANALYZE usage_events"))
+        what, parameters = of(customer), await parameters_of(session, of(customer)) | {"limit": 100}
+        statement = group_statement(what, (DAY,), "", parameters)
+        plan = "\n".join((await session.scalars(text("EXPLAIN " + statement), parameters)).all())
+
+    assert "organization_id_settled_at" in plan
+    condition = next(line for line in plan.splitlines() if "Index Cond" in line and "settled_at" in line)
+    assert "organization_id = " in condition
+    assert "settled_at < " in condition
