@@ -12,11 +12,11 @@ import uuid
 from collections.abc import Sequence
 
 from metering.holds.bindings import Bind
+from metering.holds.counter_rows import lock_counters
 from metering.holds.exchange import Connection, array, bytes_array, exchange, id_array, text_array
 from metering.holds.hold_rows import (
     BatchReads,
     HoldRow,
-    lock_counters,
     read_and_lock,
 )
 from metering.holds.hold_writes import BatchWrites, write_and_commit
@@ -47,9 +47,9 @@ async def execute_binds(connection: Connection, binds: Sequence[Bind]) -> list[H
     One that is bound already is left as it is. One whose request id is in use by another hold stays unbound: what was delivered
     under it is recorded when it is settled, and not billed. Raises whatever the database raises.
     """
-    reads = await read_and_lock(connection, {bind.hold_id for bind in binds}, ())
+    reads = await read_and_lock(connection, {bind.hold_id for bind in binds})
     keys = {key for hold in reads.holds.values() for key in counter_keys(reads, hold)}
-    counters, chains = await lock_counters(connection, reads.now, keys)
+    counters = await lock_counters(connection, reads.now, keys)
     requests = id_array(b.payer.project_id for b in binds), id_array(b.request_id for b in binds)
     [used] = await exchange(connection, [(SELECT_USED_REQUESTS, requests)])
     taken = {(project_id, request_id) for project_id, request_id in used}
@@ -68,7 +68,7 @@ async def execute_binds(connection: Connection, binds: Sequence[Bind]) -> list[H
             answers.append(Ended(done=True))
     if new:
         await exchange(connection, [(BIND_HOLDS, bind_columns(new))])
-    await write_and_commit(connection, NOBODY, 0.0, counters, BatchWrites(chains))
+    await write_and_commit(connection, NOBODY, 0.0, counters, BatchWrites(reads.chains))
     return answers
 
 

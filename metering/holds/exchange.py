@@ -29,25 +29,30 @@ Statement = tuple[str, Sequence[Value]]  # SQL with %s for each value, and the v
 
 _PLACEHOLDER = re.compile(r"%[s%]")
 _numbers = itertools.count(1)
-_prepared: weakref.WeakKeyDictionary[Connection, set[bytes]] = weakref.WeakKeyDictionary()
+# By statement the name that it was prepared under, per connection.
+_prepared: weakref.WeakKeyDictionary[Connection, dict[bytes, bytes]] = weakref.WeakKeyDictionary()
 
 
 async def exchange(connection: Connection, statements: Sequence[Statement]) -> list[list[Row]]:
     """Run the statements in order; the rows of each.
 
+    Statements that neither begin nor commit are one transaction by themselves, committed when this returns.
+
     connection: in autocommit mode and used by nobody else meanwhile. Raises ValueError for text with a NUL, and then nothing was
-    sent; else what the first statement that failed raises, and no later one was run. The connection is of no more use then, nor
-    is it after a cancellation.
+    sent; else what the first statement that failed raises, and no later one was run: nothing is committed then, and a transaction
+    that was begun has to be rolled back. After a cancellation the connection is of no more use.
     """
-    encoded = [(*_named(sql), [_encoded(value) for value in values]) for sql, values in statements]
+    encoded = [(_query(sql), [_encoded(value) for value in values]) for sql, values in statements]
     pgconn = connection.pgconn
-    prepared = _prepared.setdefault(connection, set())
-    new: set[bytes] = set()
+    prepared = _prepared.setdefault(connection, {})
+    new: dict[bytes, bytes] = {}
     pgconn.enter_pipeline_mode()
-    for name, query, values in encoded:
-        if name not in prepared and name not in new:
+    for query, values in encoded:
+        name = prepared.get(query) or new.get(query)
+        if name is None:
+            # Whether a preparation was done before an error is not known, so a name is never used for a second one.
+            name = new[query] = f"weir_{next(_numbers)}".encode()
             pgconn.send_prepare(name, query)
-            new.add(name)
         pgconn.send_query_prepared(name, values, result_format=pq.Format.BINARY)
     pgconn.pipeline_sync()
     results = await connection.wait(_answers(pgconn))
@@ -97,11 +102,10 @@ def _rows(load: Any, result: pq.abc.PGresult) -> list[Row]:
 
 
 @lru_cache(maxsize=256)  # statements are constants
-def _named(sql: str) -> tuple[bytes, bytes]:
-    """The name that a statement is prepared under, and its text as the server takes it."""
+def _query(sql: str) -> bytes:
+    """The text of a statement as the server takes it."""
     numbers = itertools.count(1)
-    query = _PLACEHOLDER.sub(lambda found: "%" if found[0] == "%%" else f"${next(numbers)}", sql)
-    return f"weir_{next(_numbers)}".encode(), query.encode()
+    return _PLACEHOLDER.sub(lambda found: "%" if found[0] == "%%" else f"${next(numbers)}", sql).encode()
 
 
 def _encoded(value: Value) -> bytes | None:

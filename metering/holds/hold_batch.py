@@ -22,17 +22,11 @@ from metering.errors import (
     RequestInFlight,
     RequestSettled,
 )
+from metering.holds.counter_rows import GuardFailed, lock_counters
 from metering.holds.exchange import Connection, exchange, id_array
-from metering.holds.hold_rows import (
-    SELECT_ORPHANS,
-    BatchReads,
-    EventSums,
-    HoldRow,
-    SameRequest,
-    lock_counters,
-    read_and_lock,
-)
+from metering.holds.hold_rows import SELECT_ORPHANS, BatchReads, EventSums, HoldRow, SameRequest, read_and_lock
 from metering.holds.hold_writes import BatchWrites, End, Extension, NewHold, NewUsageEvent, write_and_commit
+from metering.holds.known import known_of
 from metering.models import HoldState
 from metering.operations import (
     Admit,
@@ -76,23 +70,50 @@ async def execute_batch(
     """
     orphans = await find_orphans(connection, operations)
     batch = [*operations, *(Void(hold_id) for hold_id in orphans)]
+    try:
+        reads, answers = await decide_and_commit(connection, batch, owner_id, expiry_s, signer, unread=True)
+    except GuardFailed:  # a counter is not there: with its row locked that is decided about too
+        await exchange(connection, [("ROLLBACK", ())])
+        reads, answers = await decide_and_commit(connection, batch, owner_id, expiry_s, signer, unread=False)
+    if refusals is not None and (refused := refused_of(operations, answers)):
+        await refusals.note(connection, reads.now, refused)
+    return [answers[index] for index in range(len(operations))]
+
+
+async def decide_and_commit(
+    connection: Connection,
+    batch: Sequence[HoldOperation],
+    owner_id: uuid.UUID,
+    expiry_s: float,
+    signer: BatchSigner | None,
+    *,
+    unread: bool,
+) -> tuple[BatchReads, dict[int, HoldAnswer | Exception]]:
+    """One transaction. unread: whether counters may be moved without being read. Raises: GuardFailed if one is missing then."""
     admits = [op for op in batch if isinstance(op, Admit)]
     hold_ids = {op.hold_id for op in batch if not isinstance(op, Admit | Renew)}
-    reads = await read_and_lock(connection, hold_ids, admits)
-    settled_ids = {op.hold_id.int for op in batch if isinstance(op, Settle | Expire)}
-    projects = {hold.project_id for number, hold in reads.holds.items() if number in settled_ids}
-    counters, chains = await lock_counters(connection, reads.now, counter_keys(reads, batch), projects)
-    decisions = Decisions(reads, counters, BatchWrites(chains))
+    billed_ids = {op.hold_id for op in batch if isinstance(op, Settle | Expire)}
+    reads = await read_and_lock(connection, hold_ids, admits, billed_ids)
+    if unread and only_gives_back(reads, batch):
+        counters = Counters(reads.now, unread=True)
+    else:
+        counters = await lock_counters(connection, reads.now, counter_keys(reads, batch))
+    decisions = Decisions(reads, counters, BatchWrites(reads.chains))
     answers: dict[int, HoldAnswer | Exception] = {}
     for index in sorted(range(len(batch)), key=lambda i: ORDER[type(batch[i])]):
         try:
             answers[index] = decisions.decide(batch[index])
         except MeteringError as refusal:
             answers[index] = refusal
-    await write_and_commit(connection, owner_id, expiry_s, decisions.counters, decisions.writes, signer)
-    if refusals is not None and (refused := refused_of(operations, answers)):
-        await refusals.note(connection, reads.now, refused)
-    return [answers[index] for index in range(len(operations))]
+    await write_and_commit(connection, owner_id, expiry_s, counters, decisions.writes, signer)
+    known_of(connection).saw((key, row.used + row.held) for key, row in counters.rows.items())
+    return reads, answers
+
+
+def only_gives_back(reads: BatchReads, batch: Sequence[HoldOperation]) -> bool:
+    """Whether no decision of the batch depends on how full a counter is."""
+    takes = any(isinstance(op, Admit | Extend) for op in batch)
+    return not takes and all(hold.state != HoldState.EXPIRED for hold in reads.holds.values())
 
 
 async def find_orphans(connection: Connection, operations: Sequence[HoldOperation]) -> list[uuid.UUID]:

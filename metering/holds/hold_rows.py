@@ -1,6 +1,7 @@
 """What one batch of hold operations reads and locks. No decisions; `hold_writes.py` writes what was decided.
 
-Statements go out together (`exchange.py`): a batch costs three round trips whatever its size.
+Statements go out together (`exchange.py`), and what the connection knows already is not read again (`known.py`): a batch costs
+two or three round trips whatever its size.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ from datetime import datetime
 from typing import Any, NamedTuple
 
 from metering.billing.pricing import PriceBook, TokenPrices
-from metering.holds.exchange import Connection, Statement, exchange, id_array, text_array
+from metering.holds.exchange import Connection, Row, Statement, array, exchange, id_array, text_array
+from metering.holds.known import SELECT_CHANGES, Terms, earliest, known_of
 from metering.holds.rule_cache import RULE_COLUMNS, rules_of_rows
 from metering.models import HoldState
 from metering.operations import Admit, Payer, Settled
-from metering.quotas.quota_rules import Claim, CounterKey, QuotaRule
-from metering.quotas.quotas import Counter, Counters
+from metering.quotas.quota_rules import Claim, QuotaRule
 from metering.receipts.chaining import Chains, IssuedReceipt
 from metering.receipts.stored import BATCHES_OF_HOLDS, ISSUED_OF_HOLDS, issued_of_rows
 
@@ -54,15 +55,13 @@ LATERAL (SELECT {EVENT_SUMS} FROM usage_events WHERE h.state <> 'held' AND hold_
 WHERE h.state <> 'voided'
 """
 SELECT_LIVE_KEYS = """
-SELECT id FROM api_keys
+SELECT id, expires_at FROM api_keys
 WHERE id = ANY(%s::uuid[]) AND revoked_at IS NULL AND (expires_at IS NULL OR expires_at > now())
 """
 SELECT_RULES = f"""
 SELECT {RULE_COLUMNS} FROM quotas WHERE deleted_at IS NULL AND NOT for_new_keys AND subject_id = ANY(%s::uuid[])
 """
-SELECT_HOLD_RULES = f"""
-SELECT {RULE_COLUMNS} FROM quotas WHERE id IN (SELECT unnest(quota_ids) FROM holds WHERE id = ANY(%s::uuid[]))
-"""
+SELECT_RULES_BY_ID = f"SELECT {RULE_COLUMNS} FROM quotas WHERE id = ANY(%s::uuid[])"
 SELECT_PRICES_IN_FORCE = """
 SELECT DISTINCT ON (p.model, p.currency_code, p.organization_id, p.tier) p.organization_id, p.tier, p.withdrawn, p.model,
        p.id AS version, p.currency_code, p.input_picos_per_token, p.cached_input_picos_per_token, p.output_picos_per_token
@@ -70,24 +69,19 @@ FROM price_versions p JOIN unnest(%s::text[], %s::text[]) AS a(model, currency_c
 WHERE p.effective_at <= now() AND (p.organization_id IS NULL OR p.organization_id = ANY(%s::uuid[]))
 ORDER BY p.model, p.currency_code, p.organization_id, p.tier, p.effective_at DESC
 """
-SELECT_HOLD_PRICES = """
-SELECT model, id AS version, currency_code, input_picos_per_token, cached_input_picos_per_token, output_picos_per_token
-FROM price_versions WHERE id IN (SELECT price_version_id FROM holds WHERE id = ANY(%s::uuid[]))
+SELECT_NEXT_PRICES = """
+SELECT a.model, a.currency_code, (SELECT min(n.effective_at) FROM price_versions n
+    WHERE n.model = a.model AND n.currency_code = a.currency_code AND n.effective_at > now())
+FROM unnest(%s::text[], %s::text[]) AS a(model, currency_code)
 """
-LOCK_COUNTERS = """
-SELECT c.quota_id, c.window_start, c.used, c.held
-FROM quota_counters c JOIN unnest(%s::uuid[], %s::timestamptz[]) AS k(quota_id, window_start) USING (quota_id, window_start)
-ORDER BY c.quota_id, c.window_start FOR UPDATE OF c
+SELECT_PRICES_BY_ID = """
+SELECT id AS version, currency_code, input_picos_per_token, cached_input_picos_per_token, output_picos_per_token
+FROM price_versions WHERE id = ANY(%s::bigint[])
 """
+# After their holds and before any counter, in every process alike.
 LOCK_CHAINS = """
 SELECT uuid_send(project_id), last_sequence, last_hash, last_settled_at
-FROM receipt_chains WHERE project_id = ANY(%s::uuid[]) ORDER BY project_id FOR UPDATE
-"""
-INSERT_COUNTERS = """
-INSERT INTO quota_counters (quota_id, window_start)
-SELECT quota_id, window_start FROM unnest(%s::uuid[], %s::timestamptz[]) AS k(quota_id, window_start)
-ORDER BY quota_id, window_start
-ON CONFLICT DO NOTHING RETURNING quota_id, window_start
+FROM receipt_chains WHERE project_id IN (SELECT project_id FROM holds WHERE id = ANY(%s::uuid[])) ORDER BY project_id FOR UPDATE
 """
 
 
@@ -186,6 +180,7 @@ class BatchReads:
     """What the database holds at the beginning of a batch. Ids are looked up by their numbers, for the reason of `CounterKey`."""
 
     now: datetime
+    chains: Chains
     holds: dict[int, HoldRow] = field(default_factory=dict)
     events: dict[int, EventSums] = field(default_factory=dict)  # by hold
     receipts: dict[int, list[IssuedReceipt]] = field(default_factory=dict)  # by hold
@@ -233,41 +228,65 @@ def payer_rules(rules: tuple[QuotaRule, ...]) -> PayerRules:
     return PayerRules(rules, id_array(rule.id for rule in rules))
 
 
-async def read_and_lock(connection: Connection, hold_ids: Collection[uuid.UUID], admits: Sequence[Admit]) -> BatchReads:
-    """Begin the transaction, lock the holds, read what decides about them and about new ones: in one round trip.
+async def read_and_lock(
+    connection: Connection,
+    hold_ids: Collection[uuid.UUID],
+    admits: Sequence[Admit] = (),
+    billed_ids: Collection[uuid.UUID] = (),
+) -> BatchReads:
+    """Begin the transaction, lock the holds, read what decides about them and about new ones: in one round trip, as a rule.
 
-    Each statement sees what the ones before it have locked.
+    billed_ids: holds that may get a usage event, and with it a receipt: their projects' chains are locked. Each statement sees what
+    the ones before it have locked.
     """
+    known = known_of(connection)
     statements: list[Statement] = [("BEGIN", ()), (BEGIN_ADMITTING if admits else "SELECT now()", ())]
     if hold_ids:
-        holds = id_array(hold_ids)
-        statements += [(SELECT_HOLDS, (holds,)), (SELECT_HOLD_RULES, (holds,)), (SELECT_HOLD_PRICES, (holds,))]
+        statements.append((SELECT_HOLDS, (id_array(hold_ids),)))
+    if billed_ids:
+        statements.append((LOCK_CHAINS, (id_array(billed_ids),)))
+    statements.append((SELECT_CHANGES, (known.snapshot,)))
     if admits:
         statements += admission_reads(admits)
     _, [time], *answers = await exchange(connection, statements)
-    reads = BatchReads(now=time[0])
+    reads = BatchReads(time[0], Chains(time[0]))
     if hold_ids:
-        held, rules, prices, *answers = answers
+        held, *answers = answers
         reads.holds = {row[0].int: HoldRow(*row) for row in held}
-        reads.rules = rules_of_rows(connection, rules)
-        reads.prices = {row[1]: TokenPrices(*row[1:]) for row in prices}
+    if billed_ids:
+        heads, *answers = answers
+        reads.chains = Chains.of_rows(reads.now, heads)
+    [(snapshot, changes)], *answers = answers
+    known.asked(reads.now, snapshot, changes)
     if admits:
-        rules, same, keys, in_force = answers
-        reads.rules |= rules_of_rows(connection, rules)
-        reads.same_requests = {(row[0].int, row[1].int): same_request(row) for row in same}
-        reads.live_keys = {row[0].int for row in keys}
-        for row in in_force:
-            organization_id, tier, withdrawn, model = row[:4]
-            version = TokenPrices(*row[4:])
-            reads.prices_in_force.add(version, model=model, organization_id=organization_id, tier=tier, withdrawn=withdrawn)
+        take_admission_reads(connection, reads, admits, answers)
+    await know_what_holds_need(connection, reads)
     ended = id_array([hold.id for hold in reads.holds.values() if hold.state != HoldState.HELD])
     if ended != NO_IDS:
-        statements = [(query, (ended,)) for query in (SELECT_EVENT_SUMS, ISSUED_OF_HOLDS, BATCHES_OF_HOLDS)]
-        sums, issued, batches = await exchange(connection, statements)
+        sums, issued, batches = await exchange(
+            connection, [(query, (ended,)) for query in (SELECT_EVENT_SUMS, ISSUED_OF_HOLDS, BATCHES_OF_HOLDS)]
+        )
         reads.events = {row[0].int: EventSums(*row[1:]) for row in sums}
         for hold_id, receipt in issued_of_rows(issued, batches):
             reads.receipts.setdefault(hold_id.int, []).append(receipt)
     return reads
+
+
+async def know_what_holds_need(connection: Connection, reads: BatchReads) -> None:
+    """The rules that holds were charged to and their prices: from memory, or read after the holds were locked."""
+    known = known_of(connection)
+    holds = reads.holds.values()
+    quota_ids = known.missing_rules({quota_id for hold in holds for quota_id in hold.quota_ids}, reads.now)
+    versions = {hold.price_version_id for hold in holds} - known.prices.keys()
+    if quota_ids or versions:
+        rules, prices = await exchange(
+            connection, [(SELECT_RULES_BY_ID, (id_array(quota_ids),)), (SELECT_PRICES_BY_ID, (array(versions),))]
+        )
+        known.add_rules(rules_of_rows(connection, rules).values())
+        known.prices |= {row[0]: TokenPrices(*row) for row in prices}
+    for hold in holds:
+        reads.prices[hold.price_version_id] = known.prices[hold.price_version_id]
+        reads.rules |= {quota_id.int: known.rules[quota_id.int] for quota_id in hold.quota_ids}
 
 
 def admission_reads(admits: Sequence[Admit]) -> list[Statement]:
@@ -275,19 +294,36 @@ def admission_reads(admits: Sequence[Admit]) -> list[Statement]:
     payers = {op.payer for op in admits}
     subjects = [subject for each in payers for subject in (each.organization_id, each.project_id, each.api_key_id)]
     wanted = {(op.model, op.payer.currency_code) for op in admits}
+    priced = text_array(model for model, _ in wanted), text_array(currency for _, currency in wanted)
     return [
         (SELECT_RULES, (id_array(subjects),)),
         (SELECT_SAME_REQUEST, (id_array(op.payer.project_id for op in admits), id_array(op.request_id for op in admits))),
         (SELECT_LIVE_KEYS, (id_array(each.api_key_id for each in payers),)),
-        (
-            SELECT_PRICES_IN_FORCE,
-            (
-                text_array(model for model, _ in wanted),
-                text_array(currency for _, currency in wanted),
-                id_array({each.organization_id for each in payers}),
-            ),
-        ),
+        (SELECT_PRICES_IN_FORCE, (*priced, id_array({each.organization_id for each in payers}))),
+        (SELECT_NEXT_PRICES, priced),
     ]
+
+
+def take_admission_reads(connection: Connection, reads: BatchReads, admits: Sequence[Admit], answers: Sequence[list[Row]]) -> None:
+    """The answers to `admission_reads`; the connection goes on knowing them."""
+    rules, same, keys, in_force, next_prices = answers
+    reads.rules = rules_of_rows(connection, rules)
+    reads.same_requests = {(row[0].int, row[1].int): same_request(row) for row in same}
+    expiries = {row[0].int: row[1] for row in keys}
+    reads.live_keys = set(expiries)
+    for organization_id, tier, withdrawn, model, *version in in_force:
+        prices = TokenPrices(*version)
+        reads.prices_in_force.add(prices, model=model, organization_id=organization_id, tier=tier, withdrawn=withdrawn)
+    next_price_at = {(model, currency_code): at for model, currency_code, at in next_prices}
+    known = known_of(connection)
+    for payer, model, tier in {(op.payer, op.model, op.tier) for op in admits}:
+        current = reads.prices_in_force.find(model, payer.currency_code, payer.organization_id, tier)
+        if current is None or payer.api_key_id.int not in expiries:
+            continue
+        found = reads.rules_for(payer, model)
+        ends = [rule.raised_until for rule in found.rules]
+        until = earliest([*ends, expiries[payer.api_key_id.int], next_price_at[model, payer.currency_code]])
+        known.add_terms((payer, model, tier), Terms(found.rules, found.quota_ids, current, until))
 
 
 def same_request(row: tuple[Any, ...]) -> SameRequest:
@@ -295,36 +331,3 @@ def same_request(row: tuple[Any, ...]) -> SameRequest:
     _, _, state, payload_hash, hold_id, currency_code, *sums = row
     settled = None if state == HoldState.HELD else EventSums(*sums).settled(hold_id, currency_code)
     return SameRequest(state, payload_hash, settled)
-
-
-async def lock_counters(
-    connection: Connection, now: datetime, keys: Collection[CounterKey], projects: Collection[bytes] = ()
-) -> tuple[Counters, Chains]:
-    """Lock the counter rows in order, making those of windows that have just begun; then the heads of the projects' chains."""
-    counters, columns = Counters(now), key_columns(keys)
-    statements: list[Statement] = [(LOCK_COUNTERS, columns)] if keys else []
-    if projects:
-        statements.append((LOCK_CHAINS, ("{" + ",".join([project.hex() for project in projects]) + "}",)))
-    answers = await exchange(connection, statements) if statements else []
-    chains = Chains.of_rows(now, answers.pop() if projects else ())
-    if keys:
-        [rows] = answers
-        if len(rows) < len(keys):
-            # Counters after chains is the other way round: who has such a counter in the meantime and waits for the chain is told
-            # of a deadlock, and comes again.
-            inserted, rows = await exchange(connection, [(INSERT_COUNTERS, columns), (LOCK_COUNTERS, columns)])
-            counters.created = frozenset((row[0].int, row[1]) for row in inserted)
-        counters.rows = {(row[0].int, row[1]): Counter(row[2], row[3]) for row in rows}
-    return counters, chains
-
-
-def key_columns(keys: Collection[CounterKey]) -> tuple[str, str]:
-    """The two columns of counter keys."""
-    numbers = ",".join([f"{number:032x}" for number, _ in keys])
-    return "{" + numbers + "}", "{" + ",".join([window_text(start) for _, start in keys]) + "}"
-
-
-@functools.lru_cache(maxsize=64)  # the windows of now
-def window_text(start: datetime) -> str:
-    """The start of a window in an array literal."""
-    return str(start)

@@ -9,23 +9,13 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import NamedTuple
 
+from metering.holds.counter_rows import counter_writes
 from metering.holds.exchange import Connection, Statement, array, bytes_array, exchange, id_array, text_array
-from metering.holds.hold_rows import key_columns
 from metering.models import HoldState
 from metering.operations import Admit, Settled
 from metering.quotas.quotas import Counters
 from metering.receipts.chaining import BatchSigner, Chains, IssuedReceipt, SignedBatch
 
-UPDATE_COUNTERS = """
-UPDATE quota_counters c SET used = v.used, held = v.held
-FROM unnest(%s::uuid[], %s::timestamptz[], %s::bigint[], %s::bigint[]) AS v(quota_id, window_start, used, held)
-WHERE c.quota_id = v.quota_id AND c.window_start = v.window_start
-"""
-COUNT_UNHEEDED = """
-UPDATE quota_counters c SET would_refuse_count = c.would_refuse_count + v.admitted
-FROM unnest(%s::uuid[], %s::timestamptz[], %s::bigint[]) AS v(quota_id, window_start, admitted)
-WHERE c.quota_id = v.quota_id AND c.window_start = v.window_start
-"""
 INSERT_HOLDS = """
 INSERT INTO holds (id, organization_id, project_id, api_key_id, request_id, payload_hash, model, price_version_id, labels,
                    owner_id, input_token_count, leased_token_count, quota_ids, admitted_at, charged_at, expires_at)
@@ -54,10 +44,6 @@ WHERE h.id = v.id
 RENEW_HOLDS = """
 UPDATE holds SET expires_at = now() + make_interval(secs => %s)
 WHERE id IN (SELECT id FROM holds WHERE owner_id = %s AND state = 'held' AND id = ANY(%s::uuid[]) FOR NO KEY UPDATE SKIP LOCKED)
-"""
-DELETE_COUNTERS = """
-DELETE FROM quota_counters c USING unnest(%s::uuid[], %s::timestamptz[]) AS v(quota_id, window_start)
-WHERE c.quota_id = v.quota_id AND c.window_start = v.window_start
 """
 UPDATE_CHAINS = """
 UPDATE receipt_chains c SET last_sequence = v.sequence, last_hash = v.hash, last_settled_at = v.settled_at
@@ -149,15 +135,6 @@ async def write_and_commit(
 ) -> None:
     """Sign the receipts, write all changes and commit, in one round trip."""
     statements: list[Statement] = []
-    if counters.changed:
-        rows = [counters.rows[key] for key in counters.changed]
-        values = (array(row.used for row in rows), array(row.held for row in rows))
-        statements.append((UPDATE_COUNTERS, (*key_columns(counters.changed), *values)))
-    if counters.would_refuse:
-        unheeded = (*key_columns(counters.would_refuse), array(counters.would_refuse.values()))
-        statements.append((COUNT_UNHEEDED, unheeded))
-    if untouched := counters.created - counters.changed:  # a refused request leaves no trace
-        statements.append((DELETE_COUNTERS, key_columns(untouched)))
     if writes.holds:
         statements.append((INSERT_HOLDS, (expiry_s, *new_hold_columns(owner_id, writes.holds))))
     if writes.extensions:
@@ -170,7 +147,7 @@ async def write_and_commit(
         statements.append((INSERT_USAGE_EVENTS, (*batch_values(signed), *usage_event_columns(writes.events))))
     for renewing_owner_id, hold_ids in writes.renewed:
         statements.append((RENEW_HOLDS, (expiry_s, str(renewing_owner_id), id_array(hold_ids))))
-    await exchange(connection, [*statements, ("COMMIT", ())])
+    await exchange(connection, [*statements, *counter_writes(counters), ("COMMIT", ())])
 
 
 def new_hold_columns(owner_id: uuid.UUID, holds: Sequence[NewHold]) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import random
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import structlog
@@ -39,6 +39,7 @@ from metering.store.store_gate import StoreGate
 
 RENEW_INTERVAL_S = 15.0  # a quarter of the expiry: three renewals may fail before anything is lost
 WAITING_COUNT_MAX = 10_000  # admissions beyond this wait longer than a client would
+SPLIT_COUNT_MIN = 16  # operations; in smaller batches the statements themselves cost more than the wait that is saved
 SETTLE_RETRY_MAX_S = 5.0
 ANSWER_WAIT_S = 5.0  # a client that waits longer for its admission has lost the good of an exact answer
 PROBE_INTERVAL_S = 1.0  # so soon an idle process finds out that the database is away
@@ -63,6 +64,9 @@ class HoldStatistics:
 @dataclass(frozen=True, slots=True)
 class Probe:
     """Asks whether the database answers at all."""
+
+
+Execute = Callable[[Sequence[HoldOperation | Probe]], Awaitable[Sequence[HoldAnswer | Exception]]]
 
 
 class HoldStore:
@@ -90,6 +94,9 @@ class HoldStore:
         self._expiry_s = expiry_s
         self._answer_wait_s = answer_wait_s
         self._connection = HoldConnection(database_url, owner_id, expiry_s=expiry_s, gate=self.gate, signer=signer)
+        # Admissions have a connection of their own: one batch of them and one of all else are under way at the same time.
+        self._admitting = HoldConnection(database_url, owner_id, expiry_s=expiry_s, gate=self.gate, signer=signer)
+        self._admission_turn, self._turn = asyncio.Lock(), asyncio.Lock()  # who needs both takes them in this order
         self._leases = LeaseClock(expiry_s)
         self._standing = StandingHolds(*grace, self._leases) if grace else None
         self._tending = asyncio.Lock()  # held while holds are being set aside: none may come after all were given back
@@ -99,28 +106,40 @@ class HoldStore:
         self._answered_at: float | None = None
         self._answering = asyncio.Event()
         self._closed = False
-        self._commits: GroupCommit[HoldOperation | Probe, HoldAnswer] = GroupCommit(
-            self._execute,
+        self._commits = self._group_commit(self._execute)
+        self._admissions = self._group_commit(self._execute_admissions)
+
+    def _group_commit(self, execute: Execute) -> GroupCommit[HoldOperation | Probe, HoldAnswer]:
+        return GroupCommit(
+            execute,
             orphaned=self._orphaned,
             droppable=lambda op: isinstance(op, Admit | Extend),
             batch_size_max=BATCH_SIZE_MAX,
             waiting_count_max=WAITING_COUNT_MAX,
             overflow=lambda: StoreAway("the database does not keep up with admissions"),
+            fair_share=self._fair_share,
         )
+
+    def _fair_share(self) -> int:
+        """Half of all that is open: while one half is in the database, the answers of the other are taken and new work is made."""
+        return max((self._commits.open_count + self._admissions.open_count + 1) // 2, SPLIT_COUNT_MIN)
 
     async def run(self) -> None:
         """Run batches and renew expiries until cancelled; whoever still waits then is told `StoreAway`."""
         try:
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._run_batches(), name="hold batches")
+                tasks.create_task(self._run_batches(self._commits), name="hold batches")
+                tasks.create_task(self._run_batches(self._admissions), name="admission batches")
                 tasks.create_task(self._renew_regularly(), name="hold renewal")
                 tasks.create_task(self._probe_regularly(), name="store probe")
                 if self._standing is not None:
                     tasks.create_task(self._tend_regularly(self._standing), name="standing holds")
         finally:
             self._closed = True
-            self._commits.close(StoreAway("this process is shutting down"))
-            await self._connection.close()
+            for commits in (self._commits, self._admissions):
+                commits.close(StoreAway("this process is shutting down"))
+            for connection in (self._connection, self._admitting):
+                await connection.close()
 
     async def admit(self, op: Admit) -> Admitted:
         """Take a hold: from the database, or while that is away from what was set aside.
@@ -134,8 +153,7 @@ class HoldStore:
         except QuotaExceeded:
             if not (released := self._standing.release(op.payer.organization_id)):
                 raise
-            for hold_id in released:
-                self._commits.post(Void(hold_id))
+            await self._void_all(released)
             admitted = await self._admit(op)
         except StoreAway:
             return self._standing.give(op)
@@ -192,19 +210,25 @@ class HoldStore:
             return
         with contextlib.suppress(TimeoutError, StoreAway):
             async with asyncio.timeout(self._answer_wait_s), self._tending:
-                released = self._standing.release_all()
-                await asyncio.gather(*(self._commits.submit(Void(hold_id)) for hold_id in released))
+                await self._void_all(self._standing.release_all())
 
     def statistics(self) -> HoldStatistics:
         """Never blocks."""
         standing_count = self._standing.standing_count if self._standing else 0
-        return HoldStatistics(len(self._leases), standing_count, self._commits.statistics(), self._connection.refusals.counts)
+        commits = self._commits.statistics().plus(self._admissions.statistics())
+        return HoldStatistics(len(self._leases), standing_count, commits, self._admitting.refusals.counts)
+
+    async def _void_all(self, hold_ids: Sequence[uuid.UUID]) -> None:
+        """As far as the database answers in time."""
+        with contextlib.suppress(TimeoutError, StoreAway):
+            async with asyncio.timeout(self._answer_wait_s):
+                await asyncio.gather(*(self._commits.submit(Void(hold_id)) for hold_id in hold_ids))
 
     async def _admit(self, op: Admit) -> Admitted:
         self.gate.check()
         try:
             async with asyncio.timeout(self._answer_wait_s):
-                answer = await self._commits.submit(op)
+                answer = await self._admissions.submit(op)
         except TimeoutError:
             raise StoreAway(f"the quota store has not answered within {self._answer_wait_s:g} s") from None
         assert isinstance(answer, Admitted)
@@ -230,9 +254,9 @@ class HoldStore:
                 raise
             delay_s = min(delay_s * 2, SETTLE_RETRY_MAX_S)
 
-    async def _run_batches(self) -> None:
+    async def _run_batches(self, commits: GroupCommit[HoldOperation | Probe, HoldAnswer]) -> None:
         while True:
-            await self._commits.run_batch()
+            await commits.run_batch()
 
     async def _renew_regularly(self) -> None:
         while True:
@@ -247,7 +271,8 @@ class HoldStore:
 
     async def _probe_regularly(self) -> None:
         """See to it that an idle process, too, knows whether the database answers, and that someone tries while nobody asks."""
-        self._commits.post(Probe())
+        for commits in (self._commits, self._admissions):
+            commits.post(Probe())
         while True:
             await asyncio.sleep(PROBE_INTERVAL_S if self.gate.away_s is None else self.gate.pause_s)
             quiet = self._answered_at is None or self._leases.now() - self._answered_at >= PROBE_INTERVAL_S / 2
@@ -264,19 +289,37 @@ class HoldStore:
                 for hold_id in standing.surplus():
                     self._commits.post(Void(hold_id))
                 due = standing.due()
-                answers = await asyncio.gather(*map(self._commits.submit, due), return_exceptions=True)
+                answers = await asyncio.gather(*map(self._admissions.submit, due), return_exceptions=True)
                 for op, answer in zip(due, answers, strict=True):
                     if isinstance(answer, Admitted):
                         standing.taken(op, answer)
 
     async def _execute(self, operations: Sequence[HoldOperation | Probe]) -> Sequence[HoldAnswer | Exception]:
-        # The set of live holds is taken here, between batches, when no admission can be half known.
-        renewal = Renew(self.owner_id, frozenset(self._leases.hold_ids), frozenset(self._spared))
+        """A batch of all but admissions."""
+        if not (self._has_given() or any(isinstance(op, Renew) for op in operations)):
+            async with self._turn:
+                return await self._execute_on(self._connection, operations)
+        # Whoever renews ends what nobody knows of: no admission may be half known then.
+        async with self._admission_turn, self._turn:
+            if not await self._bind():
+                return [StoreAway("the database does not answer")] * len(operations)
+            return await self._execute_on(self._connection, operations)
+
+    async def _execute_admissions(self, operations: Sequence[HoldOperation | Probe]) -> Sequence[HoldAnswer | Exception]:
+        async with self._admission_turn:
+            if self._has_given():
+                async with self._turn:
+                    if not await self._bind():
+                        return [StoreAway("the database does not answer")] * len(operations)
+            return await self._execute_on(self._admitting, operations)
+
+    async def _execute_on(
+        self, connection: HoldConnection, operations: Sequence[HoldOperation | Probe]
+    ) -> Sequence[HoldAnswer | Exception]:
+        renewal = self._renewal()
         sent_at = self._leases.now()
-        if self._standing is not None and self._standing.given and not await self._bind(self._standing, renewal):
-            return [StoreAway("the database does not answer")] * len(operations)
         batch = [renewal if isinstance(op, Renew) else op for op in operations if not isinstance(op, Probe)]
-        answers = iter(await self._connection.execute(batch))
+        answers = iter(await connection.execute(batch))
         self._note_answer()
         there = Ended(done=self.gate.away_s is None)
         result = [there if isinstance(op, Probe) else next(answers) for op in operations]
@@ -301,7 +344,8 @@ class HoldStore:
             case Admit(), Admitted():
                 self._leases.begin(answer.hold_id, sent_at)
             case Extend(), Extended():
-                self._leases.begin(op.hold_id, sent_at)
+                if op.hold_id in self._leases.hold_ids:  # its settlement may have been answered before
+                    self._leases.begin(op.hold_id, sent_at)
             case Renew(), Ended():
                 self._leases.renew(op.hold_ids, sent_at)
             case (Settle() | Void(), _) if not isinstance(answer, StoreAway):
@@ -312,12 +356,24 @@ class HoldStore:
                     # Voiding it would lose what was delivered, renewing it would hold its quotas for ever.
                     self._spared.add(op.hold_id)
 
-    async def _bind(self, standing: StandingHolds, renewal: Renew) -> bool:
+    def _renewal(self) -> Renew:
+        """Of all holds that are live now."""
+        return Renew(self.owner_id, frozenset(self._leases.hold_ids), frozenset(self._spared))
+
+    def _has_given(self) -> bool:
+        """Whether requests were let in that the database does not know of yet."""
+        return self._standing is not None and bool(self._standing.given)
+
+    async def _bind(self) -> bool:
         """After an outage, before all else: tell the database which request has which hold. Whether it was told.
 
-        The renewal comes first: it voids what admissions obtained whose answers were lost, under the same request ids.
+        The renewal comes first: it voids what admissions obtained whose answers were lost, under the same request ids. So nothing
+        else may be under way.
         """
-        answers = await self._connection.execute([renewal])
+        standing = self._standing
+        if standing is None or not standing.given:
+            return True
+        answers = await self._connection.execute([self._renewal()])
         given = standing.given
         answers += await self._connection.bind(given) if not isinstance(answers[0], StoreAway) else answers
         if any(isinstance(answer, StoreAway) for answer in answers):

@@ -31,6 +31,7 @@ class Counters:
     """The locked counter rows of one batch, at one database time. created: those that the batch itself has inserted, empty.
 
     would_refuse: admissions of this batch that went past a quota which is not enforced, by counter.
+    unread: no row was read or locked; what is added is kept in `moves`, by counter: used and held. Enough for what only gives back.
     """
 
     now: datetime
@@ -38,10 +39,16 @@ class Counters:
     changed: set[CounterKey] = field(default_factory=set)
     created: frozenset[CounterKey] = frozenset()
     would_refuse: dict[CounterKey, int] = field(default_factory=dict)
+    unread: bool = False
+    moves: dict[CounterKey, tuple[int, int]] = field(default_factory=dict)
 
     def add(self, key: CounterKey, *, used: int = 0, held: int = 0) -> None:
         """Move a counter. Going below zero is a bug of the caller and would break conservation."""
         if not used and not held:
+            return
+        if self.unread:
+            before = self.moves.get(key, (0, 0))
+            self.moves[key] = before[0] + used, before[1] + held
             return
         row = self.rows[key]
         row.used += used

@@ -26,6 +26,16 @@ class GroupCommitStatistics:
     waiting_count_peak: int
     batch_size_peak: int
 
+    def plus(self, other: GroupCommitStatistics) -> GroupCommitStatistics:
+        """Of both together; of the peaks the higher."""
+        return GroupCommitStatistics(
+            self.operation_count + other.operation_count,
+            self.batch_count + other.batch_count,
+            self.waiting_count + other.waiting_count,
+            max(self.waiting_count_peak, other.waiting_count_peak),
+            max(self.batch_size_peak, other.batch_size_peak),
+        )
+
 
 @dataclass(slots=True)
 class Waiting(Generic[Op, Result]):
@@ -47,6 +57,7 @@ class GroupCommit(Generic[Op, Result]):
     orphaned: told of each answer, result or error, that nobody takes: of a posted operation, or of one whose caller was cancelled
     after its batch began. So nothing that it obtained is lost, and nothing that it had to do.
     droppable: whether an operation may be left out when its caller was cancelled before its batch began.
+    fair_share: how many operations the next batch may take, where the rest is better left for the one after; None: all that wait.
     """
 
     def __init__(
@@ -58,6 +69,7 @@ class GroupCommit(Generic[Op, Result]):
         batch_size_max: int,
         waiting_count_max: int,
         overflow: Callable[[], Exception],
+        fair_share: Callable[[], int] | None = None,
     ) -> None:
         self._execute = execute
         self._orphaned = orphaned
@@ -65,6 +77,8 @@ class GroupCommit(Generic[Op, Result]):
         self._batch_size_max = batch_size_max
         self._waiting_count_max = waiting_count_max
         self._overflow = overflow
+        self._fair_share = fair_share
+        self._under_way_count = 0
         self._queue: deque[Waiting[Op, Result]] = deque()
         self._arrived = asyncio.Event()
         self._closed: Exception | None = None
@@ -121,6 +135,7 @@ class GroupCommit(Generic[Op, Result]):
         self._batch_count += 1
         self._operation_count += len(batch)
         self._batch_size_peak = max(self._batch_size_peak, len(batch))
+        self._under_way_count = len(batch)
         try:
             results = await self._execute([waiting.op for waiting in batch])
         except Exception as error:
@@ -128,12 +143,19 @@ class GroupCommit(Generic[Op, Result]):
         except BaseException:
             self._queue.extendleft(reversed(batch))  # for `close` to answer
             raise
+        finally:
+            self._under_way_count = 0
         for waiting, result in zip(batch, results, strict=True):
             self._answer(waiting, result)
 
     def empty(self) -> bool:
         """Whether nothing waits."""
         return not self._queue
+
+    @property
+    def open_count(self) -> int:
+        """Operations that wait or are under way."""
+        return len(self._queue) + self._under_way_count
 
     def statistics(self) -> GroupCommitStatistics:
         """Counts and peaks so far."""
@@ -148,7 +170,8 @@ class GroupCommit(Generic[Op, Result]):
     def _take(self) -> list[Waiting[Op, Result]]:
         """The next batch, without operations that nobody waits for any more."""
         batch: list[Waiting[Op, Result]] = []
-        while self._queue and len(batch) < self._batch_size_max:
+        size_max = self._batch_size_max if self._fair_share is None else min(self._batch_size_max, self._fair_share())
+        while self._queue and len(batch) < size_max:
             waiting = self._queue.popleft()
             if not (waiting.cancelled and self._droppable(waiting.op)):
                 batch.append(waiting)

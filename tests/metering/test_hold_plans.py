@@ -8,8 +8,8 @@ from types import ModuleType
 import psycopg
 import pytest
 
-from metering.holds import bind_batch, hold_rows, hold_writes
-from metering.holds.exchange import _named
+from metering.holds import bind_batch, counter_rows, hold_rows, hold_writes, known, quick_admissions
+from metering.holds.exchange import _query
 from metering.holds.hold_connection import PLANS
 from metering.store.db import connection_options, psycopg_conninfo
 
@@ -22,12 +22,14 @@ def statements(module: ModuleType) -> list[tuple[str, str]]:
     return [(name, value) for name, value in constants if STATEMENT.match(value)]
 
 
-ALL = [case for module in (hold_rows, hold_writes, bind_batch) for case in statements(module)]
+ALL = [
+    case for module in (hold_rows, hold_writes, bind_batch, counter_rows, known, quick_admissions) for case in statements(module)
+]
 
 
 def plan(database_url: str, sql: str, options: tuple[str, ...]) -> str:
     with psycopg.connect(psycopg_conninfo(database_url), options=connection_options(options)) as connection:
-        rows = connection.execute(b"EXPLAIN (GENERIC_PLAN) " + _named(sql)[1]).fetchall()
+        rows = connection.execute(b"EXPLAIN (GENERIC_PLAN) " + _query(sql)).fetchall()
     return "\n".join(row[0] for row in rows)
 
 
