@@ -9,6 +9,7 @@ GUARDS = {
     "adjustment_decisions_append_only": "refuse_change",
     "adjustments_append_only": "refuse_change",
     "api_keys_are_kept": "refuse_deletion",
+    "api_keys_update_told": "api_keys_update_told",
     "audit_log_append_only": "refuse_change",
     "billing_months_append_only": "refuse_change",
     "billing_months_close_in_order": "billing_months_close_in_order",
@@ -31,8 +32,12 @@ GUARDS = {
     "month_closings_append_only": "refuse_change",
     "organizations_are_kept": "refuse_deletion",
     "price_versions_append_only": "refuse_change",
+    "price_versions_insert_told": "price_versions_insert_told",
     "projects_are_kept": "refuse_deletion",
     "projects_have_receipt_chains": "create_receipt_chain",
+    "quotas_delete_told": "quotas_delete_told",
+    "quotas_insert_told": "quotas_insert_told",
+    "quotas_update_told": "quotas_update_told",
     "receipt_batches_append_only": "refuse_change",
     "receipt_chains_go_forward": "refuse_chain_going_back",
     "receipt_chains_kept": "refuse_change",
@@ -48,7 +53,7 @@ EXPECTED = ", ".join(f"('{trigger}', '{function}')" for trigger, function in GUA
 
 GUARDS_STAND = Check(
     "guards-stand",
-    "The triggers that keep journals append-only, holds ended and transactions balanced are there and switched on.",
+    "The triggers that keep journals append-only, holds ended and transactions balanced, and tell of changes, are there and on.",
     f"""
     SELECT concat('trigger ', g.name) AS subject,
            CASE WHEN t.tgname IS NULL THEN 'is missing' WHEN t.tgenabled NOT IN ('O', 'A') THEN 'is switched off'

@@ -16,7 +16,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from metering.billing.prices import checked_model
 from metering.errors import InvalidValue, NotFound
-from metering.models import ApiKey, Organization, Project, Quota, QuotaCounter, QuotaDimension, QuotaSubject
+from metering.models import ApiKey, Organization, Project, Quota, QuotaCounter, QuotaDimension, QuotaSubject, RuleChange
 from metering.operations import QuotaState
 from metering.quotas.quota_recount import Uncounted, recount
 from metering.quotas.quota_rules import DIMENSIONS, PLAIN, Kind, Unit, Weights, token_scale
@@ -134,8 +134,10 @@ async def delete_quota(session: AsyncSession, *, quota_id: str, actor: str) -> N
 async def delete_past_counters(session: AsyncSession) -> int:
     """Delete the counters of windows that ended long ago, of which nothing is held any more; tells how many.
 
-    Long ago is a day after the end of a minute or a day, two months after that of a month: no request runs for so long.
+    Long ago is a day after the end of a minute or a day, two months after that of a month: no request runs for so long. With them
+    go the marks of changes that nobody asks for any more (`holds/known.py`).
     """
+    await session.execute(delete(RuleChange).where(RuleChange.changed_at < func.now() - PAST_DAYS_KEPT))
     ages = {
         dimension: PAST_MONTHS_KEPT if unit is Unit.MONTH else PAST_DAYS_KEPT
         for dimension, (_, unit, *_) in DIMENSIONS.items()

@@ -7,10 +7,10 @@ import uuid
 from datetime import UTC, datetime, timedelta
 
 import pytest
-from sqlalchemy import insert, select
+from sqlalchemy import func, insert, select, update
 
 from metering.errors import InvalidValue, NotFound
-from metering.models import QuotaCounter, QuotaDimension, QuotaSubject
+from metering.models import QuotaCounter, QuotaDimension, QuotaSubject, RuleChange
 from metering.quotas.quota_admin import delete_past_counters, delete_quota, set_quota
 from metering.quotas.quota_rules import window_start
 from metering.quotas.quota_states import list_quotas, quotas_for
@@ -176,9 +176,13 @@ async def test_only_counters_that_nothing_can_touch_any_more_are_deleted(session
             await session.execute(insert(QuotaCounter).values(**counter, used=1, held=held))
 
     async with sessions.begin() as session:
+        await session.execute(update(RuleChange).values(changed_at=now - timedelta(days=3)).where(RuleChange.id % 2 == 0))
+        change_count = await session.scalar(select(func.count()).select_from(RuleChange))
         deleted_count = await delete_past_counters(session)
 
     async with sessions() as session:
+        assert change_count
+        assert await session.scalar(select(func.count()).select_from(RuleChange)) == (change_count + 1) // 2
         left = {(row.quota_id, row.held) for row in await session.scalars(select(QuotaCounter))}
     assert deleted_count == 2
     assert left == {

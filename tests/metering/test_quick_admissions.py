@@ -1,0 +1,285 @@
+"""What goes in one round trip is decided as it would be the long way, whatever has changed since the connection last looked."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import replace
+
+import psycopg
+import pytest
+
+from metering.errors import InvariantViolated, KeyInvalid, QuotaExceeded, RequestIdReused, RequestInFlight
+from metering.holds import hold_batch, hold_rows
+from metering.holds.hold_connection import HoldConnection
+from metering.holds.known import known_of
+from metering.models import QuotaDimension, QuotaSubject
+from metering.operations import Admit, Admitted, Ended, HoldAnswer, Payer, Renew, Void
+from metering.store.db import psycopg_conninfo
+from tests.metering.hold_world import HoldWorld, admit, hold_world, settle
+from tests.metering.invariants import check_invariants
+
+LIMIT = 100  # requests; each holds 10 + 20 tokens
+
+
+@pytest.fixture
+def world(database_url: str) -> Iterator[HoldWorld]:
+    with hold_world(database_url) as world:
+        yield world
+
+
+@pytest.fixture
+async def holds(world: HoldWorld) -> AsyncIterator[HoldConnection]:
+    async with HoldConnection(world.url, uuid.uuid4()) as opened:
+        yield opened
+
+
+@pytest.fixture
+def long_ways(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The sizes of batches that went the long way."""
+    sizes: list[int] = []
+    read_and_lock = hold_rows.read_and_lock
+
+    async def counted(connection: object, hold_ids: object, admits: Sequence[Admit] = (), billed_ids: object = ()) -> object:
+        sizes.append(len(admits))
+        return await read_and_lock(connection, hold_ids, admits, billed_ids)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(hold_batch, "read_and_lock", counted)
+    return sizes
+
+
+async def one(holds: HoldConnection, op: Admit) -> HoldAnswer | Exception:
+    [answer] = await holds.execute([op])
+    return answer
+
+
+def tenant(world: HoldWorld, name: str = "acme") -> tuple[Payer, dict[QuotaDimension, uuid.UUID]]:
+    """With a limit on each level."""
+    payer = world.tenant(name)
+    levels = {
+        QuotaDimension.CONCURRENT_REQUESTS: QuotaSubject.API_KEY,
+        QuotaDimension.REQUESTS_PER_MINUTE: QuotaSubject.PROJECT,
+        QuotaDimension.TOKENS_PER_MONTH: QuotaSubject.ORGANIZATION,
+    }
+    room = {QuotaDimension.TOKENS_PER_MONTH: 30 * LIMIT}
+    return payer, {each: world.quota(payer, each, room.get(each, LIMIT), subject=level) for each, level in levels.items()}
+
+
+async def test_the_second_admission_of_a_key_takes_the_quick_way_and_counts_the_same(
+    world: HoldWorld, holds: HoldConnection, long_ways: list[int]
+) -> None:
+    payer, quotas = tenant(world)
+
+    first = await one(holds, admit(payer))
+    quick = await holds.execute([admit(payer) for _ in range(3)])
+
+    assert long_ways == [1]
+    for count, answer in enumerate([first, *quick], 1):
+        assert isinstance(answer, Admitted)
+        assert {(state.rule.dimension, state.used, state.held) for state in answer.quotas} == {
+            (QuotaDimension.CONCURRENT_REQUESTS, 0, count),
+            (QuotaDimension.REQUESTS_PER_MINUTE, count, 0),
+            (QuotaDimension.TOKENS_PER_MONTH, 0, 30 * count),
+        }
+        assert answer.admitted_at == world.now
+    assert world.counters(quotas[QuotaDimension.TOKENS_PER_MONTH]) == [(0, 120)]
+    check_invariants(world.url)
+
+
+def revoke(world: HoldWorld, payer: Payer) -> None:
+    world.execute("UPDATE api_keys SET revoked_at = now() WHERE id = %s", payer.api_key_id)
+
+
+def expire_key(world: HoldWorld, payer: Payer) -> None:
+    """It expires while the rest of the minute is still to come."""
+    world.advance(1)
+
+
+def lower(world: HoldWorld, payer: Payer) -> None:
+    world.execute("UPDATE quotas SET limit_value = 1 WHERE subject_id = %s", payer.api_key_id)
+
+
+def add_quota(world: HoldWorld, payer: Payer) -> None:
+    world.quota(payer, QuotaDimension.TOKENS_PER_DAY, 5)
+
+
+def fill_elsewhere(world: HoldWorld, payer: Payer) -> None:
+    world.execute("UPDATE quota_counters SET used = used + %s", 30 * LIMIT)
+
+
+def end_raise(world: HoldWorld, payer: Payer) -> None:
+    """A raise of before had let more in."""
+    world.advance(10)
+
+
+CHANGES: list[tuple[Callable[[HoldWorld, Payer], None], type[Exception]]] = [
+    (revoke, KeyInvalid),
+    (expire_key, KeyInvalid),
+    (lower, QuotaExceeded),
+    (add_quota, QuotaExceeded),
+    (fill_elsewhere, QuotaExceeded),
+    (end_raise, QuotaExceeded),
+]
+
+
+@pytest.mark.parametrize(("change", "refusal"), CHANGES, ids=[change.__name__ for change, _ in CHANGES])
+async def test_a_change_counts_for_the_very_next_admission(
+    world: HoldWorld, holds: HoldConnection, change: Callable[[HoldWorld, Payer], None], refusal: type[Exception]
+) -> None:
+    payer, quotas = tenant(world)
+    if change is expire_key:
+        world.execute("UPDATE api_keys SET expires_at = now() + interval '1 second' WHERE id = %s", payer.api_key_id)
+    if change is end_raise:
+        world.execute(
+            "UPDATE quotas SET limit_value = 1, raised_limit_value = 50, raised_until = now() + interval '10 seconds', "
+            "raise_reason = 'test' WHERE id = %s",
+            quotas[QuotaDimension.CONCURRENT_REQUESTS],
+        )
+    for _ in range(3):
+        assert isinstance(await one(holds, admit(payer)), Admitted)
+
+    change(world, payer)
+
+    assert isinstance(await one(holds, admit(payer)), refusal)
+    assert world.hold_count() == 3
+
+
+async def test_a_new_price_counts_for_the_very_next_admission(world: HoldWorld, holds: HoldConnection) -> None:
+    payer, _ = tenant(world)
+    for _ in range(2):
+        await one(holds, admit(payer))
+
+    version = world.set_price(5, 5, 5)
+
+    answer = await one(holds, admit(payer))
+    assert isinstance(answer, Admitted)
+    assert answer.prices.version == version
+
+
+async def test_a_price_that_was_set_for_later_counts_from_its_time_on(world: HoldWorld, holds: HoldConnection) -> None:
+    payer, _ = tenant(world)
+    world.execute(
+        "INSERT INTO price_versions (model, currency_code, input_picos_per_token, cached_input_picos_per_token, "
+        "output_picos_per_token, effective_at) VALUES ('demo', 'USD', 5, 5, 5, now() + interval '2 seconds')"
+    )
+    for _ in range(2):
+        before = await one(holds, admit(payer))
+
+    world.advance(2)
+    after = await one(holds, admit(payer))
+
+    assert isinstance(before, Admitted)
+    assert isinstance(after, Admitted)
+    assert (before.prices.input_picos_per_token, after.prices.input_picos_per_token) == (3, 5)
+
+
+async def test_another_minute_counts_in_its_own_window(world: HoldWorld, holds: HoldConnection) -> None:
+    payer, quotas = tenant(world)
+    for _ in range(2):
+        await one(holds, admit(payer))
+
+    world.advance(60)
+    await one(holds, admit(payer))
+    await one(holds, admit(payer))
+
+    assert world.counters(quotas[QuotaDimension.REQUESTS_PER_MINUTE]) == [(2, 0), (2, 0)]
+    check_invariants(world.url)
+
+
+async def test_a_request_id_is_taken_once_also_within_one_batch(world: HoldWorld, holds: HoldConnection) -> None:
+    payer, _ = tenant(world)
+    op = admit(payer)
+    await one(holds, op)
+
+    again = replace(op, hold_id=uuid.uuid4())
+    other = replace(op, hold_id=uuid.uuid4(), payload_hash=b"x" * 32)
+    twice = admit(payer)
+    answers = await holds.execute([again, other, twice, replace(twice, hold_id=uuid.uuid4()), admit(payer)])
+
+    assert [type(each) for each in answers] == [RequestInFlight, RequestIdReused, Admitted, RequestInFlight, Admitted]
+    check_invariants(world.url)
+
+
+async def test_who_does_not_fit_is_refused_and_keeps_nobody_else_out(
+    world: HoldWorld, holds: HoldConnection, long_ways: list[int]
+) -> None:
+    (full, _), (roomy, _) = tenant(world, "full"), tenant(world, "roomy")
+    world.execute("UPDATE quotas SET limit_value = 2 WHERE subject_id = %s", full.api_key_id)
+    await holds.execute([admit(full), admit(roomy)])
+    await holds.execute([admit(full), admit(roomy)])
+    long_ways.clear()
+
+    answers = await holds.execute([admit(payer) for payer in (full, roomy, full, roomy)])
+
+    assert [type(each) for each in answers] == [QuotaExceeded, Admitted, QuotaExceeded, Admitted]
+    assert long_ways == [2]
+    check_invariants(world.url)
+
+
+async def test_a_change_that_is_committed_after_a_later_one_is_seen(world: HoldWorld, holds: HoldConnection) -> None:
+    """Transactions end in another order than they begin: what is asked for is what could not be seen, not what is newer."""
+    (first, _), (second, _) = tenant(world, "first"), tenant(world, "second")
+    await holds.execute([admit(first), admit(second)])
+    with psycopg.connect(psycopg_conninfo(world.url)) as slow:
+        slow.execute("UPDATE quotas SET limit_value = 1 WHERE subject_id = %s", (first.api_key_id,))
+        lower(world, second)
+        assert isinstance(await one(holds, admit(second)), QuotaExceeded)
+        assert isinstance(await one(holds, admit(first)), Admitted)  # what is not committed does not count
+        slow.commit()
+
+    assert isinstance(await one(holds, admit(first)), QuotaExceeded)
+
+
+async def test_ends_of_a_hold_follow_weights_that_were_changed_while_it_ran(world: HoldWorld, holds: HoldConnection) -> None:
+    """As a recount leaves it: the counters were written anew by the new weights, with the holds under lock."""
+    payer, quotas = tenant(world)
+    op = admit(payer)
+    await one(holds, admit(payer))
+    await one(holds, op)
+    quota = quotas[QuotaDimension.TOKENS_PER_MONTH]
+    world.execute("UPDATE quotas SET output_weight_milli = 2000 WHERE id = %s", quota)
+    world.execute("UPDATE quota_counters SET held = 2 * (10 + 2 * 20) WHERE quota_id = %s", quota)
+
+    await holds.execute([settle(op.hold_id, 5)])
+
+    assert world.counters(quota) == [(10 + 2 * 5, 10 + 2 * 20)]
+
+
+async def test_an_end_whose_counter_is_gone_takes_no_other_down_with_it(world: HoldWorld, holds: HoldConnection) -> None:
+    (gone, quotas), (there, _) = tenant(world, "gone"), tenant(world, "there")
+    ops = [admit(gone), admit(there)]
+    await holds.execute(ops)
+    world.execute("DELETE FROM quota_counters WHERE quota_id = %s", quotas[QuotaDimension.REQUESTS_PER_MINUTE])
+
+    answers = await holds.execute([Void(op.hold_id) for op in ops])
+
+    assert [type(each) for each in answers] == [InvariantViolated, Ended]
+    assert world.hold_count("voided") == 1
+
+
+async def test_after_a_long_silence_everything_is_read_again(world: HoldWorld, holds: HoldConnection, long_ways: list[int]) -> None:
+    """Rows of changes are not kept for ever."""
+    payer, _ = tenant(world)
+    await holds.execute([admit(payer)])
+    assert holds._connection is not None
+    known = known_of(holds._connection)
+    known.clock = lambda: known._asked_at_s + 3600
+    lower(world, payer)
+    world.execute("DELETE FROM rule_changes")
+    world.advance(3600)
+
+    assert isinstance(await one(holds, admit(payer)), QuotaExceeded)
+    assert long_ways == [1, 1]
+
+
+async def test_what_a_renewal_does_not_know_of_is_voided_however_it_was_admitted(world: HoldWorld) -> None:
+    payer, quotas = tenant(world)
+    owner_id = uuid.uuid4()
+    async with HoldConnection(world.url, owner_id) as holds:
+        await holds.execute([admit(payer)])
+        await holds.execute([admit(payer), admit(payer)])
+        await holds.execute([Renew(owner_id, frozenset())])
+
+    assert world.hold_count("voided") == 3
+    assert world.counters(quotas[QuotaDimension.REQUESTS_PER_MINUTE]) == [(0, 0)]
+    check_invariants(world.url, all_ended=True)
