@@ -18,6 +18,7 @@ from psycopg import sql
 
 from metering.billing.pricing import TokenPrices
 from metering.holds.hold_connection import HoldConnection
+from metering.holds.holds import HoldStore
 from metering.models import QuotaDimension, QuotaSubject, ServiceTier
 from metering.operations import Admit, HoldAnswer, HoldOperation, Outcome, Payer, Settle
 from metering.receipts.signing import Signer
@@ -248,6 +249,13 @@ def settle(
 def of_type(kind: type[Any], answers: Iterable[object]) -> list[Any]:
     """The answers of one type."""
     return [answer for answer in answers if isinstance(answer, kind)]
+
+
+async def until_idle(store: HoldStore, payer: Payer) -> None:
+    """Until what was asked or posted before has been done in both queues, and what followed from an admission too."""
+    op = admit(payer)
+    await store.admit(op)
+    await store.void(op.hold_id)
 
 
 @contextlib.contextmanager

@@ -17,9 +17,9 @@ import pytest
 from metering.errors import HoldEnded, MeteringError, QuotaExceeded, RequestIdReused, RequestInFlight, RequestSettled
 from metering.holds.holds import HoldStore
 from metering.models import QuotaDimension, QuotaSubject
-from metering.operations import Admit, Admitted, Expire, Extend, Outcome, Payer, Renew, Settle, Settled
+from metering.operations import Admit, Admitted, Expire, Extend, Outcome, Renew, Settle, Settled
 from metering.store.db import psycopg_conninfo
-from tests.metering.hold_world import INPUT_PICOS, OUTPUT_PICOS, HoldWorld, admit, hold_world, of_type, settle
+from tests.metering.hold_world import INPUT_PICOS, OUTPUT_PICOS, HoldWorld, admit, hold_world, of_type, settle, until_idle
 from tests.metering.invariants import check_invariants
 
 
@@ -251,13 +251,6 @@ async def waiting_for_locks(world: HoldWorld, count: int) -> None:
     async with asyncio.timeout(10):
         while world.one(query) != count:  # noqa: ASYNC110 another process's doing: nothing here could set an event
             await asyncio.sleep(0.001)
-
-
-async def until_idle(store: HoldStore, payer: Payer) -> None:
-    """Until what was asked or posted before has been done in both queues, and what followed from an admission too."""
-    op = admit(payer)
-    await store.admit(op)
-    await store.void(op.hold_id)
 
 
 @pytest.mark.parametrize("act", ["admit", "extend", "settle", "void"])
