@@ -14,14 +14,15 @@ import socket
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from api.chaos.processes import CRASH_SETTINGS, children_of, crash_postgres
-from api.cli.bootstrap import Connection, bootstrap
-from api.cli.stack import Child, StackFailed, is_serving
+from api.cli.bootstrap import Connection, bootstrap, ensure_receipt_key
+from api.cli.stack import Child, StackFailed, child_environment, is_serving
 from api.settings import Settings
+from metering.receipts.signing import KEY_FILE
 from metering.store import embedded_postgres
 from metering.store.embedded_postgres import EmbeddedPostgres
 from metering.store.migrations_runner import migrate
@@ -191,9 +192,11 @@ async def running_system(directory: Path, settings: Settings, *, with_redis: boo
         postgres = await asyncio.to_thread(embedded_postgres.start, directory / "postgres", CRASH_SETTINGS)
         cleanup.push_async_callback(asyncio.to_thread, postgres.stop)
         await asyncio.to_thread(migrate, postgres.url)
+        settings = replace(settings, database_url=postgres.url, home=directory)
+        ensure_receipt_key(settings)
         connection = await bootstrap(postgres.url, directory, settings.models.keys())
         redis = broker(directory) if with_redis else None
-        environment = {**os.environ, **settings.to_environment(), "WEIR_DATABASE_URL": postgres.url, "WEIR_HOME": str(directory)}
+        environment = {**child_environment(settings), "WEIR_RECEIPT_KEY_FILE": str(directory / KEY_FILE)}
         environment |= {"WEIR_EXPORT": "file", "WEIR_EXPORT_FILE": str(directory / EXPORT_FILE)}
         if redis is not None:
             environment["WEIR_BROKER_URL"] = f"redis+socket://{directory / 'redis.sock'}"
