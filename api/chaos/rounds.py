@@ -108,7 +108,7 @@ async def run_rounds(directory: Path, settings: Settings, plan: Plan, tell: Tell
             outcomes, wrong = await asyncio.to_thread(audit, system.postgres.url, directory, asked.asked)
             report.outcomes = outcomes
             report.wrong += wrong + [death for part in system.parts for death in part.deaths]
-            names = ", ".join(kill.kind for kill in kills)
+            names = "; ".join(kill.kind for kill in kills)
             tell(f"round {number + 1}: {names}; {len(asked.asked):,} requests, {asked.received:,} tokens received so far")
             if report.wrong:
                 break
