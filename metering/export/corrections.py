@@ -31,6 +31,8 @@ async def resend(sessions: Sessions, gateway: StripeGateway, batch_id: uuid.UUID
     """
     async with sessions.begin() as session:
         batch = await _locked(session, batch_id)
+        if batch.late_item_id is not None:
+            raise InvalidValue("batch", f"{batch_id} is invoiced by an item of its own: sent again, it would be invoiced twice")
         state = BatchState(batch.state)
         if state is BatchState.REJECTED:
             await _give_up(session, batch)

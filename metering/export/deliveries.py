@@ -22,7 +22,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from metering.export.export_models import BatchState
 from metering.export.exporting import Answer, Exporter, Quantity, Stream, Verdict
 from metering.models import TokenKind
-from metering.store.db import Sessions
+from metering.store.db import Sessions, lock_holder
 
 log = logging.getLogger(__name__)
 
@@ -119,15 +119,11 @@ async def deliver_pending(sessions: Sessions, exporter: Exporter, budget_s: floa
     async with sessions() as session:
         if await session.scalar(PAUSED):
             return run
-    async with sessions() as locks:
-        await locks.connection(execution_options={"isolation_level": "AUTOCOMMIT"})
-        try:
-            while run.goes_on and (streams := await _lock_streams(locks, exporter.account)):
-                async with asyncio.TaskGroup() as tasks:
-                    for stream in streams:
-                        tasks.create_task(_deliver_stream(run, stream), name=stream.lock_name)
-                await locks.execute(UNLOCK)
-        finally:
+    async with lock_holder(sessions) as locks:
+        while run.goes_on and (streams := await _lock_streams(locks, exporter.account)):
+            async with asyncio.TaskGroup() as tasks:
+                for stream in streams:
+                    tasks.create_task(_deliver_stream(run, stream), name=stream.lock_name)
             await locks.execute(UNLOCK)
     await _note(run)
     return run

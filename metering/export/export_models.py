@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import uuid
 from datetime import datetime
+from decimal import Decimal
 from enum import StrEnum
 from typing import Any
 
-from sqlalchemy import CheckConstraint, ForeignKey, Index, Integer, SmallInteger, UniqueConstraint, func, text
+from sqlalchemy import CheckConstraint, ForeignKey, Identity, Index, Integer, SmallInteger, UniqueConstraint, func, text
 from sqlalchemy.orm import Mapped, mapped_column
 
 from metering.models import Base, TokenKind, one_of
@@ -65,13 +66,42 @@ class MeterBatch(Base):
     sent_at: Mapped[datetime | None]
     delivered_at: Mapped[datetime | None]
     last_error: Mapped[str | None]
+    late_item_id: Mapped[uuid.UUID | None] = mapped_column(ForeignKey("stripe_late_items.id"))
+    created_at: Mapped[datetime] = mapped_column(server_default=func.now())
+
+
+class StripeLateItem(Base):
+    """Usage that Stripe was told of after the invoice of its period: what it owes, and the invoice item that says so, once created.
+
+    Exact and carried amounts are in picos; what rounding leaves of both is carried into the organization's next item. `number` is
+    their order.
+    """
+
+    __tablename__ = "stripe_late_items"
+    __table_args__ = (
+        CheckConstraint("token_count > 0 AND exact_picos >= 0 AND amount_minor >= 0", name="not_negative"),
+        Index("ix_stripe_late_items_organization_id", "organization_id"),
+    )
+
+    id: Mapped[uuid.UUID] = mapped_column(primary_key=True, server_default=text("gen_random_uuid()"))
+    number: Mapped[int] = mapped_column(Identity(always=True), unique=True)
+    organization_id: Mapped[uuid.UUID] = mapped_column(ForeignKey("organizations.id"))
+    currency_code: Mapped[str]
+    period_start: Mapped[datetime]
+    period_end: Mapped[datetime]
+    token_count: Mapped[int]
+    exact_picos: Mapped[Decimal]
+    carried_in_picos: Mapped[Decimal]
+    amount_minor: Mapped[int]
+    stripe_id: Mapped[str | None]
     created_at: Mapped[datetime] = mapped_column(server_default=func.now())
 
 
 class ExportProgress(Base):
     """How far batches are made, and whether the biller is given a rest. One row.
 
-    closed_until: all hours before it have their batches, but for usage that was rated after `scanned_until`.
+    closed_until: all hours before it have their batches, but for usage that was rated after `scanned_until`. late_items_since: late
+    usage of invoices that were finalised before it is left to a person.
     """
 
     __tablename__ = "export_progress"
@@ -83,6 +113,7 @@ class ExportProgress(Base):
     failure_count: Mapped[int] = mapped_column(Integer(), server_default="0")
     paused_until: Mapped[datetime | None]
     pause_reason: Mapped[str | None]
+    late_items_since: Mapped[datetime] = mapped_column(server_default=func.now())
 
 
 class StripeObject(Base):

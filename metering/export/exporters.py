@@ -24,9 +24,11 @@ async def export_usage(sessions: Sessions, environment: Mapping[str, str]) -> No
         await deliver_pending(sessions, FileExporter(settings.file))
         return
     # Imported here: it takes a second, and only those who bill with Stripe have to wait for it.
+    from metering.export.late_items import invoice_late_usage
     from metering.export.stripe_gateway import StripeGateway
     from metering.export.stripe_inbox import handle_events
 
     gateway = StripeGateway(settings.stripe)
     await deliver_pending(sessions, gateway)
     await handle_events(sessions, gateway)
+    await invoice_late_usage(sessions, gateway)

@@ -5,12 +5,14 @@ Administration and reports use sessions; the hot path (`holds.py`) uses psycopg 
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
 import psycopg
-from sqlalchemy import URL, event, make_url
+from sqlalchemy import URL, event, make_url, text
 from sqlalchemy.engine import ExceptionContext
+from sqlalchemy.exc import PendingRollbackError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker, create_async_engine
 from sqlalchemy.pool import AsyncAdaptedQueuePool, ConnectionPoolEntry
@@ -112,3 +114,15 @@ def connection_options(extra: Sequence[str] = ()) -> str:
 def create_sessions(engine: AsyncEngine) -> Sessions:
     """Sessions whose objects stay readable after commit; nothing loads lazily."""
     return async_sessionmaker(engine, expire_on_commit=False)
+
+
+@contextlib.asynccontextmanager
+async def lock_holder(sessions: Sessions) -> AsyncIterator[AsyncSession]:
+    """A session outside any transaction, for advisory locks that last as long as the block. Those of a lost connection are gone."""
+    async with sessions() as session:
+        await session.connection(execution_options={"isolation_level": "AUTOCOMMIT"})
+        try:
+            yield session
+        finally:
+            with contextlib.suppress(StoreAway, PendingRollbackError):  # of a broken connection; the server frees its locks
+                await session.execute(text("SELECT pg_advisory_unlock_all()"))

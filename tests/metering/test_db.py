@@ -7,7 +7,7 @@ from sqlalchemy import text
 from sqlalchemy.exc import IntegrityError
 
 from metering.errors import StoreAway
-from metering.store.db import Sessions, create_engine, create_sessions
+from metering.store.db import Sessions, create_engine, create_sessions, lock_holder
 
 
 async def test_a_database_that_cannot_be_reached_is_away() -> None:
@@ -37,3 +37,21 @@ async def test_a_statement_that_takes_too_long_is_an_outage_and_a_broken_rule_is
     async with sessions() as session:
         with pytest.raises(IntegrityError):
             await session.execute(text("INSERT INTO organizations (name, currency_code) VALUES ('UPPER', 'USD')"))
+
+
+async def test_locks_end_with_their_block_and_a_connection_that_broke_in_it_hides_nothing(sessions: Sessions) -> None:
+    taken, free = text("SELECT pg_try_advisory_lock(7)"), text("SELECT count(*) FROM pg_locks WHERE locktype = 'advisory'")
+    async with lock_holder(sessions) as locks:
+        assert await locks.scalar(taken)
+    async with sessions() as session:
+        assert await session.scalar(free) == 0
+
+    with pytest.raises(StoreAway):
+        await break_while_locked(sessions)
+
+
+async def break_while_locked(sessions: Sessions) -> None:
+    """The server ends the connection that holds a lock."""
+    async with lock_holder(sessions) as locks:
+        await locks.execute(text("SELECT pg_advisory_lock(7)"))
+        await locks.execute(text("SELECT pg_terminate_backend(pg_backend_pid())"))

@@ -1,0 +1,135 @@
+"""Usage that Stripe was told of after it had finalised the invoice of its period: invoiced by an item of its own, once.
+
+Stripe counts such usage in the old period and puts it on no invoice. Here it becomes an invoice item, which Stripe adds to the
+customer's next invoice. What is late is worked out from the rows; which batches an item is for is written down with the item, in
+the transaction that makes it; and it is created at Stripe only if none there carries its id, whatever became of earlier answers.
+
+An item is in whole minor units. What rounding leaves is carried to the customer's next item.
+"""
+
+from __future__ import annotations
+
+import logging
+from datetime import datetime, timedelta
+from typing import Any
+
+from sqlalchemy import Row, text
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from metering.billing.pricing import COUNTS_OF_EVENT
+from metering.errors import StripeFailed
+from metering.export.stripe_gateway import StripeGateway
+from metering.money import PICOS_PER_UNIT, minor_digits, round_to_minor_unit
+from metering.store.db import Sessions, lock_holder
+
+# A batch that was first handed over so long after the invoice was finalised cannot be on it, whatever the two clocks say. One in
+# between may be, so a person decides: `weir reconcile` names it.
+SURELY_LATE = timedelta(minutes=5)
+METADATA = "weir_late_item"
+LOCK_NAME = "late invoice items"
+
+log = logging.getLogger(__name__)
+
+PRICE = " ".join(f"WHEN '{kind}' THEN p.{price}" for kind, (_, price) in COUNTS_OF_EVENT.items())
+LOCK = text("SELECT pg_try_advisory_lock(hashtextextended(:name, 0))")
+# Invoices from before there were such items may have been corrected by hand: they are left alone.
+LATE = text(f"""
+SELECT i.organization_id, i.currency_code, i.period_start, i.period_end, array_agg(b.id) AS batch_ids,
+       sum(b.token_count)::bigint AS token_count, sum(b.token_count::numeric * CASE b.token_kind {PRICE} END) AS picos
+FROM (
+    SELECT organization_id, currency_code, period_start, period_end, max(finalized_at) AS finalized_at
+    FROM stripe_invoices
+    WHERE period_end > period_start AND finalized_at >= (SELECT late_items_since FROM export_progress)
+      AND organization_id IN (SELECT ref::uuid FROM stripe_objects WHERE account = :account AND kind = 'customer')
+    GROUP BY 1, 2, 3, 4
+) i
+JOIN meter_batches b ON b.organization_id = i.organization_id AND b.hour >= i.period_start AND b.hour < i.period_end
+JOIN price_versions p ON p.id = b.price_version_id AND p.currency_code = i.currency_code
+WHERE b.state = 'delivered' AND b.late_item_id IS NULL AND b.sent_at > i.finalized_at + :margin
+GROUP BY 1, 2, 3, 4 ORDER BY 1, 3
+""")
+CARRIED = text("""
+SELECT coalesce((SELECT exact_picos + carried_in_picos - amount_minor * :minor_picos FROM stripe_late_items
+                 WHERE organization_id = :organization_id AND currency_code = :currency_code ORDER BY number DESC LIMIT 1), 0)
+""")
+MAKE = text("""
+INSERT INTO stripe_late_items (organization_id, currency_code, period_start, period_end, token_count, exact_picos, carried_in_picos,
+                               amount_minor)
+VALUES (:organization_id, :currency_code, :period_start, :period_end, :token_count, :picos, :carried, :amount_minor) RETURNING id
+""")
+BELONG = text("UPDATE meter_batches SET late_item_id = :item_id WHERE id = ANY(:batch_ids)")
+UNINVOICED = text("""
+SELECT t.id, t.currency_code, t.period_start, t.period_end, t.token_count, t.amount_minor, c.stripe_id AS customer
+FROM stripe_late_items t
+JOIN stripe_objects c ON (c.account, c.kind, c.ref) = (:account, 'customer', t.organization_id::text)
+WHERE t.stripe_id IS NULL AND t.amount_minor > 0 ORDER BY t.created_at, t.id
+""")
+RECORD = text("UPDATE stripe_late_items SET stripe_id = :stripe_id WHERE id = :id")
+
+
+async def invoice_late_usage(sessions: Sessions, gateway: StripeGateway) -> int:
+    """Make the items that are missing, here and at Stripe; tells how many were created there. One worker at a time does it."""
+    async with lock_holder(sessions) as locks:
+        if not await locks.scalar(LOCK, {"name": LOCK_NAME}):
+            return 0
+        async with sessions.begin() as session:
+            for row in (await session.execute(LATE, {"account": gateway.account, "margin": SURELY_LATE})).all():
+                await make_item(session, row)
+        return await create_items(sessions, gateway)
+
+
+async def make_item(session: AsyncSession, row: Row[Any]) -> None:
+    """Write down what one period still owes, with the batches that it is for."""
+    minor_picos = PICOS_PER_UNIT // 10 ** minor_digits(row.currency_code)
+    owner = {"organization_id": row.organization_id, "currency_code": row.currency_code}
+    carried = int(await session.scalar(CARRIED, owner | {"minor_picos": minor_picos}) or 0)
+    rounded = max(round_to_minor_unit(int(row.picos) + carried, row.currency_code), 0)
+    facts = owner | {"period_start": row.period_start, "period_end": row.period_end, "token_count": row.token_count}
+    values = facts | {"picos": int(row.picos), "carried": carried, "amount_minor": rounded // minor_picos}
+    item_id = await session.scalar(MAKE, values)
+    await session.execute(BELONG, {"item_id": item_id, "batch_ids": row.batch_ids})
+
+
+async def create_items(sessions: Sessions, gateway: StripeGateway) -> int:
+    """Create at Stripe what is not there. What fails is told in the log, and tried again at the next run."""
+    async with sessions() as session:
+        waiting = (await session.execute(UNINVOICED, {"account": gateway.account})).all()
+    created = 0
+    for row in waiting:
+        try:
+            stripe_id = await find_item(gateway, row) or await create_item(gateway, row)
+        except StripeFailed as failed:
+            log.warning("late usage is not invoiced yet: %s", failed)
+            continue
+        async with sessions.begin() as session:
+            await session.execute(RECORD, {"id": row.id, "stripe_id": stripe_id})
+        created += 1
+    return created
+
+
+async def find_item(gateway: StripeGateway, row: Row[Any]) -> str | None:
+    """The item at Stripe that carries our id: an earlier call's, whose answer was lost. Raises: StripeFailed."""
+    for item in await gateway.list_all("/v1/invoiceitems", customer=row.customer):
+        if (item.get("metadata") or {}).get(METADATA) == str(row.id):
+            return str(item["id"])
+    return None
+
+
+async def create_item(gateway: StripeGateway, row: Row[Any]) -> str:
+    """Add it to the customer's next invoice; its id. Raises: StripeFailed."""
+    item = await gateway.call(
+        "post",
+        "/v1/invoiceitems",
+        f"late-item-{row.id}",
+        customer=row.customer,
+        amount=row.amount_minor,
+        currency=row.currency_code.lower(),
+        description=f"Late usage of {span(row.period_start, row.period_end)}: {row.token_count:,} tokens",
+        metadata={METADATA: str(row.id)},
+    )
+    return str(item["id"])
+
+
+def span(begins: datetime, ends: datetime) -> str:
+    """A period in words."""
+    return f"{begins:%Y-%m-%d} to {ends - timedelta(seconds=1):%Y-%m-%d}"

@@ -1,0 +1,175 @@
+"""Usage that came after Stripe's invoice: one invoice item for each token of it, whatever gets lost on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+
+import pytest
+from sqlalchemy import text
+
+from metering.billing.prices import ModelPrice
+from metering.errors import InvalidValue
+from metering.export.batches import form_batches
+from metering.export.corrections import resend
+from metering.export.deliveries import deliver_pending
+from metering.export.export_settings import stripe_settings
+from metering.export.late_items import METADATA, invoice_late_usage
+from metering.export.month_reconciliation import Stage, differences_here
+from metering.export.reconciliation import our_month
+from metering.export.stripe_gateway import StripeGateway
+from metering.store.db import Sessions
+from tests.metering.books import Consumed, Customer
+from tests.metering.export_books import hours_ago, known_to_stripe, use_and_rate
+from tests.stripe_double.server import StripeDouble, stripe_double
+
+USED = Consumed(output_token_count=12_345_678, settled_at=hours_ago(3))  # 7.4074068 dollars
+MORE = Consumed(output_token_count=10_000_000, settled_at=hours_ago(3))  # 6 dollars
+
+
+@pytest.fixture
+def double() -> Iterator[StripeDouble]:
+    with stripe_double() as running:
+        yield running
+
+
+@pytest.fixture
+async def gateway(double: StripeDouble, sessions: Sessions, customer: Customer, price: ModelPrice) -> StripeGateway:
+    """To a Stripe that knows the customer, from an installation that makes items since yesterday."""
+    async with sessions.begin() as session:
+        await known_to_stripe(session, double.account, customer, price)
+    await form_batches(sessions)
+    async with sessions.begin() as session:
+        await session.execute(text("UPDATE export_progress SET late_items_since = now() - interval '1 day'"))
+    return StripeGateway(stripe_settings(double.environment))
+
+
+async def deliver(sessions: Sessions, gateway: StripeGateway, customer: Customer, price: ModelPrice, used: Consumed) -> None:
+    """Usage of an hour that is over, counted at Stripe now."""
+    await use_and_rate(sessions, customer, price, used)
+    await form_batches(sessions)
+    await deliver_pending(sessions, gateway)
+
+
+async def finalise(sessions: Sessions, customer: Customer, ago: timedelta) -> None:
+    """The invoice of the month of the usage."""
+    begins = USED.settled_at.replace(day=1, hour=0, minute=0)
+    async with sessions.begin() as session:
+        await session.execute(
+            text("""
+            INSERT INTO stripe_invoices (id, organization_id, customer_id, currency_code, period_start, period_end,
+                                         amount_due_minor, amount_paid_minor, finalized_at, told_at)
+            VALUES ('in_1', :organization_id, 'cus_1', 'USD', :begins, :ends, 0, 0, :finalized_at, now())
+            """),
+            {
+                "organization_id": customer.organization_id,
+                "begins": begins,
+                "ends": begins + timedelta(days=31),
+                "finalized_at": datetime.now(UTC) - ago,
+            },
+        )
+
+
+def amounts(double: StripeDouble) -> list[int]:
+    """Of the items at Stripe, in cents."""
+    return [item["amount"] for item in double.account.of("invoiceitems").values()]
+
+
+async def late_tokens(sessions: Sessions) -> int:
+    """What the reconciliation says is on no invoice."""
+    async with sessions() as session:
+        found = await differences_here(session, await our_month(session, f"{USED.settled_at:%Y-%m}"))
+    return sum(each.token_count for each in found if each.stage is Stage.LATE)
+
+
+async def test_late_usage_becomes_one_item_and_what_rounding_leaves_goes_into_the_next(
+    sessions: Sessions, customer: Customer, price: ModelPrice, double: StripeDouble, gateway: StripeGateway
+) -> None:
+    await finalise(sessions, customer, timedelta(hours=1))
+    await deliver(sessions, gateway, customer, price, USED)
+    before = await late_tokens(sessions)
+
+    created = [await invoice_late_usage(sessions, gateway) for _ in range(2)]
+    after = await late_tokens(sessions)
+    await deliver(sessions, gateway, customer, price, MORE)
+    created.append(await invoice_late_usage(sessions, gateway))
+
+    assert (before, after) == (12_345_678, 0)
+    assert created == [1, 0, 1]
+    assert amounts(double) == [741, 600]
+    first, _ = double.account.of("invoiceitems").values()
+    assert first["description"].startswith("Late usage of ")
+    assert first["description"].endswith(": 12,345,678 tokens")
+    async with sessions() as session:
+        query = "SELECT exact_picos, carried_in_picos FROM stripe_late_items ORDER BY number"
+        rows = [tuple(map(int, row)) for row in await session.execute(text(query))]
+    assert rows == [(7_407_406_800_000, 0), (6_000_000_000_000, 7_407_406_800_000 - 7_410_000_000_000)]
+
+
+async def test_an_item_whose_answer_was_lost_is_found_and_not_made_again(
+    sessions: Sessions, customer: Customer, price: ModelPrice, double: StripeDouble, gateway: StripeGateway
+) -> None:
+    await finalise(sessions, customer, timedelta(hours=1))
+    await deliver(sessions, gateway, customer, price, USED)
+    double.bad_key = True
+    refused = await invoice_late_usage(sessions, gateway)
+    async with sessions() as session:
+        item_id = await session.scalar(text("SELECT id FROM stripe_late_items"))
+    [customer_id] = double.account.of("customers")
+    lost = double.account.create("invoiceitems", {"customer": customer_id, "amount": 741, "metadata": {METADATA: str(item_id)}})
+    double.bad_key = False
+
+    created = await invoice_late_usage(sessions, gateway)
+
+    assert (refused, created) == (0, 1)
+    assert amounts(double) == [741]
+    async with sessions() as session:
+        assert await session.scalar(text("SELECT stripe_id FROM stripe_late_items")) == lost["id"]
+
+
+@pytest.mark.parametrize(
+    ("finalised_ago", "items_since"),
+    [(timedelta(minutes=2), "now() - interval '1 day'"), (timedelta(hours=1), "now()")],
+    ids=["nobody knows which was first", "before there were such items"],
+)
+async def test_what_may_be_on_the_invoice_or_was_corrected_by_hand_is_left_to_a_person(
+    sessions: Sessions,
+    customer: Customer,
+    price: ModelPrice,
+    double: StripeDouble,
+    gateway: StripeGateway,
+    finalised_ago: timedelta,
+    items_since: str,
+) -> None:
+    async with sessions.begin() as session:
+        await session.execute(text(f"UPDATE export_progress SET late_items_since = {items_since}"))
+    await finalise(sessions, customer, finalised_ago)
+    await deliver(sessions, gateway, customer, price, USED)
+
+    created = await invoice_late_usage(sessions, gateway)
+
+    assert (created, amounts(double)) == (0, [])
+    assert await late_tokens(sessions) == 12_345_678
+
+
+async def test_a_batch_that_is_invoiced_by_an_item_is_not_sent_again(
+    sessions: Sessions, customer: Customer, price: ModelPrice, gateway: StripeGateway
+) -> None:
+    await finalise(sessions, customer, timedelta(hours=1))
+    await deliver(sessions, gateway, customer, price, USED)
+    await invoice_late_usage(sessions, gateway)
+    async with sessions() as session:
+        batch_id = await session.scalar(text("SELECT id FROM meter_batches"))
+
+    with pytest.raises(InvalidValue, match="invoiced twice"):
+        await resend(sessions, gateway, batch_id)
+
+
+async def test_usage_that_was_counted_in_time_is_on_the_invoice_and_gets_no_item(
+    sessions: Sessions, customer: Customer, price: ModelPrice, double: StripeDouble, gateway: StripeGateway
+) -> None:
+    await deliver(sessions, gateway, customer, price, USED)
+    await finalise(sessions, customer, -timedelta(minutes=1))
+
+    assert await invoice_late_usage(sessions, gateway) == 0
+    assert amounts(double) == []
