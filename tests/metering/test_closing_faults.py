@@ -1,0 +1,210 @@
+"""Closes that fail, are killed, or race with rating: a month is closed with all that belongs to it, or nothing has happened."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import psycopg
+import pytest
+from sqlalchemy import event
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from metering.billing.rating import rate_all_pending
+from metering.billing.report_formats import to_json
+from metering.store.db import Sessions, create_engine, create_sessions
+from tests.metering.books import Consumed, Customer
+from tests.metering.closing_world import ClosingWorld
+from tests.metering.workers import wait_until
+
+SEPTEMBER, OCTOBER, NOVEMBER = (datetime(2025, month, 10, 12, tzinfo=UTC) for month in (9, 10, 11))
+STATEMENTS_MAX = 200  # far above what a close sends: a test that reaches it does not end
+
+# A close in a process of its own, of the month and customer in its arguments.
+CLOSER = """
+import asyncio, sys
+from datetime import UTC, datetime
+from metering.billing.closing import close_month
+from metering.store.db import create_engine, create_sessions
+
+async def late(session):
+    return datetime(2025, 12, 15, tzinfo=UTC)
+
+async def close(url, organization, month):
+    engine = create_engine(url)
+    result = await close_month(create_sessions(engine), organization=organization, month=month, actor="finance", clock=late)
+    print("closed before" if result.already_closed else "closed")
+    await engine.dispose()
+
+asyncio.run(close(*sys.argv[1:]))
+"""
+
+
+class Planted(Exception):
+    """The fault of a test."""
+
+
+@contextmanager
+def fault_at(engine: AsyncEngine, position: int) -> Iterator[list[str]]:
+    """Let the statement of this number, from 0, fail before it is sent. Tells the statements that were sent."""
+    sent: list[str] = []
+
+    def count(connection: Any, cursor: Any, statement: str, *rest: Any) -> None:
+        if len(sent) == position:
+            raise Planted(statement)
+        sent.append(statement)
+
+    event.listen(engine.sync_engine, "before_cursor_execute", count)
+    try:
+        yield sent
+    finally:
+        event.remove(engine.sync_engine, "before_cursor_execute", count)
+
+
+async def books(world: ClosingWorld) -> tuple[object, ...]:
+    """What a close writes, all of it."""
+    return await world.ask("""
+        SELECT (SELECT count(*) FROM billing_months WHERE state = 'closed'), (SELECT count(*) FROM month_closings),
+               (SELECT count(*) FROM invoices), (SELECT count(*) FROM invoice_lines),
+               (SELECT count(*) FROM ledger_transactions WHERE kind = 'rounding'),
+               (SELECT count(*) FROM audit_log WHERE action = 'month.close'),
+               (SELECT coalesce(max(last_ordinal), 0) FROM document_series)
+    """)
+
+
+async def assert_each_event_invoiced_once(world: ClosingWorld) -> None:
+    """The tokens of all events that are in closed months are on invoices, those of the others are not, and none is twice."""
+    used = await world.ask("""
+        SELECT coalesce(sum(e.input_token_count + e.billed_token_count), 0) FROM usage_events e
+        JOIN ledger_transactions t ON t.id = e.ledger_transaction_id
+        JOIN billing_months b ON (b.organization_id, b.month) = (t.organization_id, t.billing_month) WHERE b.state = 'closed'
+    """)
+    invoiced = await world.ask("SELECT coalesce(sum(token_count), 0) FROM invoice_lines WHERE kind IN ('usage', 'late_usage')")
+    assert used == invoiced
+
+
+async def test_a_close_that_fails_at_any_statement_has_done_nothing_and_goes_on_later(
+    sessions: Sessions, customer: Customer, database_url: str
+) -> None:
+    world = ClosingWorld(sessions, customer)
+    await world.use(await world.price(SEPTEMBER), Consumed(1_000_001, 7, 3, settled_at=OCTOBER))
+    await rate_all_pending(sessions)
+    await world.adjust(-5)
+    engine = create_engine(database_url)
+    faulty = ClosingWorld(create_sessions(engine), customer)
+    failed: list[str] = []
+
+    for position in range(STATEMENTS_MAX):
+        before = await books(world)
+        with fault_at(engine, position) as sent:
+            try:
+                closed = await faulty.close("2025-10")
+            except Planted as fault:
+                failed.append(str(fault))
+                assert await books(world) == before == (0, 0, 0, 0, 0, 0, 0)
+                continue
+        break
+    else:
+        pytest.fail("the close never got through")
+    await engine.dispose()
+
+    assert len(failed) == len(sent) > 20
+    assert any("INSERT INTO invoice_lines" in statement for statement in failed)
+    assert any("UPDATE billing_months" in statement for statement in failed)
+    assert await books(world) == (1, 1, 1, 4, 1, 1, 1)
+    assert closed.report.closed is not None
+    assert closed.report.closed.invoice_number == "INV-000001"
+    assert (await world.verify("2025-10")).differences == ()
+    await assert_each_event_invoiced_once(world)
+
+
+BLOCKED = {
+    "before anything is posted": "LOCK TABLE ledger_accounts IN SHARE MODE",
+    "before the invoice": "LOCK TABLE invoices IN SHARE MODE",
+    "before the state": "LOCK TABLE month_closings IN SHARE MODE",
+}
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("lock", BLOCKED.values(), ids=BLOCKED)
+async def test_a_close_that_is_killed_leaves_nothing_behind_and_nobody_waiting(
+    sessions: Sessions, customer: Customer, database_url: str, lock: str
+) -> None:
+    world = ClosingWorld(sessions, customer)
+    await world.use(await world.price(SEPTEMBER), Consumed(1_000_001, 7, 3, settled_at=OCTOBER))
+    await rate_all_pending(sessions)
+    waiting = "SELECT count(*) FROM pg_locks WHERE NOT granted AND locktype = 'relation'"
+    command = [sys.executable, "-c", CLOSER, database_url, customer.name, "2025-10"]
+
+    with psycopg.connect(database_url) as blocking, psycopg.connect(database_url, autocommit=True) as watching:
+        blocking.execute(lock.encode())
+        killed = await asyncio.create_subprocess_exec(*command)
+        try:
+            await asyncio.to_thread(
+                wait_until, lambda: watching.execute(waiting.encode()).fetchone() != (0,), "the close to be in the middle"
+            )
+        finally:
+            killed.kill()
+            await killed.wait()
+    left = await books(world)
+    [state] = await world.ask("SELECT state FROM billing_months")
+    second = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+    told, _ = await second.communicate()
+
+    assert left == (0, 0, 0, 0, 0, 0, 0)
+    assert state == "closing"
+    assert told == b"closed\n"
+    assert (await world.verify("2025-10")).differences == ()
+    await assert_each_event_invoiced_once(world)
+
+
+async def test_usage_and_rating_go_on_beside_a_year_of_closes(sessions: Sessions, customer: Customer, database_url: str) -> None:
+    """Whatever is settled and rated beside the closes is on one invoice: of its month, or of a later one as late usage."""
+    world = ClosingWorld(sessions, customer)
+    price = await world.price(SEPTEMBER)
+    engine = create_engine(database_url)
+    rating = create_sessions(engine)
+    over = asyncio.Event()
+    world.clock.now = datetime(2026, 10, 1, tzinfo=UTC)
+    months = [datetime(2025 + index // 12, index % 12 + 1, 10, tzinfo=UTC) for index in range(8, 16)]
+
+    async def keep_rating() -> int:
+        rounds = 0
+        while not over.is_set():
+            await rate_all_pending(rating)
+            rounds += 1
+        return rounds
+
+    async def keep_using() -> None:
+        for index in range(40):
+            settled = [months[(index + step) % len(months)] + timedelta(minutes=index) for step in (0, 3)]
+            await world.use(price, *(Consumed(1_000 + index, 10, index, settled_at=at) for at in settled))
+
+    async def close_all() -> None:
+        for month in months:
+            await asyncio.gather(*(world.close(f"{month:%Y-%m}", actor) for actor in ("ann", "bob")))
+
+    async with asyncio.TaskGroup() as group:
+        raters = [group.create_task(keep_rating()) for _ in range(2)]
+        await asyncio.gather(keep_using(), close_all())
+        over.set()
+    await engine.dispose()
+    await world.use(price, Consumed(1, settled_at=months[0]))
+    last = await world.close("2026-05")
+
+    assert all(rater.result() for rater in raters)
+    assert last.report.lines[0].late_month == "2025-09"
+    assert await world.ask("SELECT count(*) FROM usage_events WHERE rated_at IS NULL") == (0,)
+    await assert_each_event_invoiced_once(world)
+    assert await world.ask("SELECT sum(input_token_count + billed_token_count) FROM usage_events") == await world.ask(
+        "SELECT sum(token_count) FROM invoice_lines WHERE kind IN ('usage', 'late_usage')"
+    )
+    assert await world.ask("SELECT count(*) = max(ordinal) FROM invoices") == (True,)
+    for month in months:
+        verification = await world.verify(f"{month:%Y-%m}")
+        assert verification.differences == ()
+        assert to_json(verification.report) == to_json(await world.report(f"{month:%Y-%m}"))
