@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from datetime import date, datetime, timedelta
 from decimal import Decimal
 
-from sqlalchemy import func, insert, select, text, update
+from sqlalchemy import func, insert, select, update
 from sqlalchemy.dialects.postgresql import insert as upsert
 from sqlalchemy.ext.asyncio import AsyncSession
 
@@ -27,7 +27,7 @@ from metering.billing.invoice_rows import write_invoice
 from metering.billing.invoices import Series
 from metering.billing.ledger import AccountKey, Leg, Posting, post
 from metering.billing.models import AccountKind, BillingMonth, MonthState, TransactionKind
-from metering.billing.month_reading import read_month
+from metering.billing.month_reading import LONG_READ_S, read_month, read_patiently
 from metering.billing.months import month_of, take_lane
 from metering.billing.obstacles import GRACE, Obstacle, find_obstacles, month_end
 from metering.billing.rating import rate_all_pending, rate_customer
@@ -36,11 +36,11 @@ from metering.billing.reports import ChargeKind, Closed, MonthReport, month_boun
 from metering.errors import InvariantViolated, MonthNotClosable
 from metering.models import Organization
 from metering.money import exact_text
+from metering.store.bounded_connection import patience
 from metering.store.db import Sessions
 from metering.tenants.audit import record_change
 from metering.tenants.tenants import find_organization
 
-CLOSE_TIMEOUT = text("SET LOCAL statement_timeout = '5min'")  # a month of millions of events is read in one statement
 # Lines of a plan that change what usage costs. Adjustments are posted when they are approved, not here.
 DISCOUNTS = (ChargeKind.ALLOWANCE, ChargeKind.GRADUATED, ChargeKind.VOLUME)
 INSTANT = timedelta(microseconds=1)
@@ -93,11 +93,12 @@ async def close_month(
     """
     request = await _request(sessions, organization, month, actor, leave_running, clock, grace)
     await _rate(sessions)
-    async with sessions.begin() as session:
-        await _refuse_obstacles(session, request)
-        await _mark_closing(session, request)
-    async with sessions.begin() as session:
-        return await _close(session, request)
+    with patience(LONG_READ_S):
+        async with sessions.begin() as session:
+            await _refuse_obstacles(session, request)
+            await _mark_closing(session, request)
+        async with sessions.begin() as session:
+            return await _close(session, request)
 
 
 async def check_month(
@@ -115,8 +116,9 @@ async def check_month(
     """
     request = await _request(sessions, organization, month, "", leave_running, clock, grace)
     await _rate(sessions)
-    async with sessions.begin() as session:
-        return await _obstacles(session, request)
+    with patience(LONG_READ_S):
+        async with sessions.begin() as session:
+            return await _obstacles(session, request)
 
 
 async def _request(
@@ -140,7 +142,7 @@ async def _is_closed(session: AsyncSession, request: CloseRequest) -> bool:
 
 async def _obstacles(session: AsyncSession, request: CloseRequest) -> list[Obstacle]:
     """What stands in the way once the customer's usage is rated; nothing for a closed month. Has its lane alone from here on."""
-    await session.execute(CLOSE_TIMEOUT)
+    await read_patiently(session)
     await take_lane(session, request.organization_id)
     if await _is_closed(session, request):
         return []

@@ -5,6 +5,7 @@ Amounts come from the ledger, never from today's prices.
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from datetime import date
 from typing import Any
@@ -17,7 +18,7 @@ from metering.billing.invoice_models import MonthClosing
 from metering.billing.invoice_rows import charges_of, invoice_of_month, read_lines
 from metering.billing.models import BillingMonth, TransactionKind
 from metering.billing.months import month_text
-from metering.billing.pricing import COUNTS_OF_EVENT, TOKENS_BY_KIND
+from metering.billing.pricing import COUNTS_OF_EVENT
 from metering.billing.reports import Closed, MonthReport, Reconciliation, ReportLine, RequestCounts, month_bounds
 from metering.errors import InvariantViolated
 from metering.models import Organization, ServiceTier, TokenKind
@@ -31,47 +32,86 @@ CANCELLED = (Outcome.CANCELLED, Outcome.DEADLINE)
 LIMITED = (Outcome.QUOTA_EXHAUSTED, Outcome.COST_LIMIT, Outcome.SLOW_CONSUMER, Outcome.FILTERED)
 FAILED = (Outcome.FAILED,)
 
+
+def _of(row: str, count: str) -> str:
+    """SQL of an event's tokens, as columns of one of two events."""
+    return re.sub(r"[a-z_]+", lambda column: f"{row}.{column[0]}", count)
+
+
+LONG_READ_S = 300.0  # some ten million events; one takes a few microseconds
+LONG_STATEMENTS = text(f"SET LOCAL statement_timeout = '{LONG_READ_S:.0f}s'")
 MONTH_OF = "CAST(date_trunc('month', {}, 'UTC') AS date)"
 UNIT_PRICES = " ".join(f"WHEN '{kind}' THEN p.{price}" for kind, (_, price) in COUNTS_OF_EVENT.items())
+SUMS = ", ".join(
+    f"sum({count}) AS {kind}_tokens, count(*) FILTER (WHERE {count} > 0) AS {kind}_requests"
+    for kind, (count, _) in COUNTS_OF_EVENT.items()
+)
+ALL_TOKENS = " + ".join(f"{kind}_tokens" for kind in COUNTS_OF_EVENT)
+BY_KIND = "LATERAL (VALUES {}) AS of_kind (token_kind, token_count, request_count)".format(
+    ", ".join(f"('{kind}', {kind}_tokens, {kind}_requests)" for kind in COUNTS_OF_EVENT)
+)
+BOTH_HAVE = ", ".join(
+    f"('{kind}', {_of('first', count)} > 0 AND {_of('second', count)} > 0)" for kind, (count, _) in COUNTS_OF_EVENT.items()
+)
 # One statement, so that all numbers are of one moment: rating may go on meanwhile. Tokens and amounts are the ledger's; how many
-# requests they were of, and how those ended, is told by the events that point to its transactions.
+# requests they were of, and how those ended, is told by the events that point to its transactions. Events are read once, into sums.
+# A request whose part 1 adds to what its part 0 has of a kind is counted once.
 MONTH = text(f"""
 WITH transactions AS MATERIALIZED (
     SELECT id, effective_at, {MONTH_OF.format("effective_at")} AS usage_month FROM ledger_transactions
     WHERE organization_id = :organization_id AND billing_month = :month AND kind = '{TransactionKind.USAGE}'
 ), events AS MATERIALIZED (
-    SELECT u.* FROM usage_events u LEFT JOIN transactions t ON t.id = u.ledger_transaction_id
+    SELECT u.price_version_id, {MONTH_OF.format("u.settled_at")} AS usage_month, u.outcome, u.part,
+           u.rated_at IS NULL AS is_unrated, count(*) AS event_count, array_agg(u.hold_id) FILTER (WHERE u.part > 0) AS hold_ids, {SUMS}
+    FROM usage_events u LEFT JOIN transactions t ON t.id = u.ledger_transaction_id
     WHERE u.organization_id = :organization_id AND u.settled_at < :ends
       AND u.settled_at >= least(:begins, (SELECT min(effective_at) FROM transactions))
       AND (t.id IS NOT NULL OR :with_unrated AND u.rated_at IS NULL AND u.settled_at >= :begins)
+    GROUP BY 1, 2, 3, 4, 5
 ), used AS (
-    SELECT count(*) FILTER (WHERE part = 0) AS total_count,
-           count(*) FILTER (WHERE part = 0 AND outcome = ANY(:completed)) AS completed_count,
-           count(*) FILTER (WHERE part = 0 AND outcome = ANY(:cancelled)) AS cancelled_count,
-           count(*) FILTER (WHERE part = 0 AND outcome = ANY(:limited)) AS limited_count,
-           count(*) FILTER (WHERE part = 0 AND outcome = ANY(:failed)) AS failed_count,
-           coalesce(sum(input_token_count + billed_token_count), 0) AS usage_token_count,
-           coalesce(sum(input_token_count + billed_token_count) FILTER (WHERE rated_at IS NULL), 0) AS unrated_token_count,
-           count(*) FILTER (WHERE rated_at IS NULL) AS unrated_event_count
+    SELECT coalesce(sum(event_count) FILTER (WHERE part = 0), 0)::bigint AS total_count,
+           coalesce(sum(event_count) FILTER (WHERE part = 0 AND outcome = ANY(:completed)), 0)::bigint AS completed_count,
+           coalesce(sum(event_count) FILTER (WHERE part = 0 AND outcome = ANY(:cancelled)), 0)::bigint AS cancelled_count,
+           coalesce(sum(event_count) FILTER (WHERE part = 0 AND outcome = ANY(:limited)), 0)::bigint AS limited_count,
+           coalesce(sum(event_count) FILTER (WHERE part = 0 AND outcome = ANY(:failed)), 0)::bigint AS failed_count,
+           coalesce(sum({ALL_TOKENS}), 0) AS usage_token_count,
+           coalesce(sum({ALL_TOKENS}) FILTER (WHERE is_unrated), 0) AS unrated_token_count,
+           coalesce(sum(event_count) FILTER (WHERE is_unrated), 0)::bigint AS unrated_event_count
     FROM events
+), repeated AS (
+    SELECT second.price_version_id, kind.token_kind, {MONTH_OF.format("second.settled_at")} AS usage_month,
+           count(*) AS request_count
+    FROM (SELECT unnest(hold_ids) AS hold_id FROM events) late
+    JOIN usage_events second ON second.hold_id = late.hold_id AND second.part > 0
+    JOIN transactions ON transactions.id = second.ledger_transaction_id
+    JOIN usage_events first ON first.hold_id = late.hold_id AND first.part = 0
+         AND {MONTH_OF.format("first.settled_at")} = {MONTH_OF.format("second.settled_at")}
+    JOIN transactions earlier ON earlier.id = first.ledger_transaction_id,
+         LATERAL (VALUES {BOTH_HAVE}) AS kind (token_kind, both_have)
+    WHERE kind.both_have GROUP BY 1, 2, 3
 ), told AS (
-    SELECT price_version_id, kind.token_kind, {MONTH_OF.format("settled_at")} AS usage_month,
-           count(DISTINCT hold_id) AS request_count,
-           coalesce(sum(kind.token_count) FILTER (WHERE outcome = ANY(:cancelled)), 0) AS cancelled_token_count
-    FROM events, {TOKENS_BY_KIND} WHERE rated_at IS NOT NULL AND kind.token_count > 0 GROUP BY 1, 2, 3
+    SELECT price_version_id, of_kind.token_kind, usage_month, sum(of_kind.request_count) AS request_count,
+           coalesce(sum(of_kind.token_count) FILTER (WHERE outcome = ANY(:cancelled)), 0) AS cancelled_token_count
+    FROM events, {BY_KIND} WHERE NOT is_unrated GROUP BY 1, 2, 3
 ), posted AS (
-    SELECT p.model, p.id AS price_version, p.currency_code, p.tier, e.token_kind, coalesce(told.request_count, 0) AS request_count,
-           sum(e.token_count) AS token_count, coalesce(told.cancelled_token_count, 0) AS cancelled_token_count,
-           CASE e.token_kind {UNIT_PRICES} END AS unit_price_picos, -sum(e.amount_picos) AS amount_picos, t.usage_month
-    FROM transactions t
-    JOIN ledger_entries e ON e.transaction_id = t.id
-    JOIN price_versions p ON p.id = e.price_version_id
-    LEFT JOIN told
-        ON (told.price_version_id, told.token_kind, told.usage_month) = (e.price_version_id, e.token_kind, t.usage_month)
-    GROUP BY p.id, e.token_kind, t.usage_month, told.request_count, told.cancelled_token_count
+    SELECT e.price_version_id, e.token_kind, t.usage_month, sum(e.token_count) AS token_count, -sum(e.amount_picos) AS amount_picos
+    FROM transactions t JOIN ledger_entries e ON e.transaction_id = t.id WHERE e.token_kind IS NOT NULL GROUP BY 1, 2, 3
+), lines AS (
+    SELECT p.model, p.id AS price_version, p.currency_code, p.tier, posted.token_kind, posted.usage_month,
+           (coalesce(told.request_count, 0) - coalesce(repeated.request_count, 0))::bigint AS request_count,
+           posted.token_count, coalesce(told.cancelled_token_count, 0) AS cancelled_token_count,
+           CASE posted.token_kind {UNIT_PRICES} END AS unit_price_picos, posted.amount_picos
+    FROM posted JOIN price_versions p ON p.id = posted.price_version_id
+    LEFT JOIN told USING (price_version_id, token_kind, usage_month)
+    LEFT JOIN repeated USING (price_version_id, token_kind, usage_month)
 )
-SELECT used.*, posted.* FROM used LEFT JOIN posted ON true
+SELECT used.*, lines.* FROM used LEFT JOIN lines ON true
 """)
+
+
+async def read_patiently(session: AsyncSession) -> None:
+    """Let the statements of this transaction take minutes: for reading a month of millions of events. Inside `patience`."""
+    await session.execute(LONG_STATEMENTS)
 
 
 async def month_report(session: AsyncSession, *, organization: str, month: str) -> MonthReport:

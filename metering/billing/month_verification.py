@@ -15,13 +15,14 @@ from metering.billing.invoice_models import MonthClosing
 from metering.billing.invoice_rows import invoice_of_month, read_lines
 from metering.billing.invoices import invoice_lines
 from metering.billing.models import AccountKind
-from metering.billing.month_reading import read_month
+from metering.billing.month_reading import LONG_READ_S, read_month, read_patiently
 from metering.billing.months import month_of
 from metering.billing.report_formats import Digests, digests
 from metering.billing.reports import MonthReport, month_bounds
 from metering.errors import MonthOpen
 from metering.models import Organization
 from metering.money import exact_text
+from metering.store.bounded_connection import patience
 
 OWED = text(f"""
 SELECT coalesce(sum(e.amount_picos), 0) FROM ledger_transactions t JOIN ledger_entries e ON e.transaction_id = t.id
@@ -45,7 +46,9 @@ async def verify_month(session: AsyncSession, organization: Organization, month:
     closing = await session.get(MonthClosing, (organization.id, first_day))
     if closing is None:
         raise MonthOpen(f"{month} of {organization.name} is not closed: there is nothing to compare it with")
-    report = await read_month(session, organization, first_day)
+    await read_patiently(session)
+    with patience(LONG_READ_S):
+        report = await read_month(session, organization, first_day)
     found = digests(report)
     differences: list[str] = []
     for name, now, then in (
