@@ -62,7 +62,8 @@ WITH transactions AS MATERIALIZED (
     WHERE organization_id = :organization_id AND billing_month = :month AND kind = '{TransactionKind.USAGE}'
 ), events AS MATERIALIZED (
     SELECT u.price_version_id, {MONTH_OF.format("u.settled_at")} AS usage_month, u.outcome, u.part,
-           u.rated_at IS NULL AS is_unrated, count(*) AS event_count, array_agg(u.hold_id) FILTER (WHERE u.part > 0) AS hold_ids, {SUMS}
+           u.rated_at IS NULL AS is_unrated, count(*) AS event_count,
+           array_agg(u.hold_id) FILTER (WHERE u.part > 0) AS hold_ids, {SUMS}
     FROM usage_events u LEFT JOIN transactions t ON t.id = u.ledger_transaction_id
     WHERE u.organization_id = :organization_id AND u.settled_at < :ends
       AND u.settled_at >= least(:begins, (SELECT min(effective_at) FROM transactions))
