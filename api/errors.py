@@ -210,6 +210,7 @@ CODES: tuple[tuple[type[Exception], int], ...] = (
     (metering_errors.MonthNotClosable, code_pb2.FAILED_PRECONDITION),
     (metering_errors.MonthOpen, code_pb2.FAILED_PRECONDITION),
     (metering_errors.ApprovalRefused, code_pb2.FAILED_PRECONDITION),
+    (metering_errors.InsufficientCredit, code_pb2.FAILED_PRECONDITION),
     (metering_errors.QuotaExceeded, code_pb2.RESOURCE_EXHAUSTED),
     (CancelledEarly, code_pb2.CANCELLED),
     (CancelledByAdmin, code_pb2.CANCELLED),

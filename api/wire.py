@@ -70,6 +70,7 @@ DIMENSIONS: Mapping[QuotaDimension, types_pb2.QuotaDimension.ValueType] = {
     QuotaDimension.INPUT_TOKENS_PER_MINUTE: types_pb2.QUOTA_DIMENSION_INPUT_TOKENS_PER_MINUTE,
     QuotaDimension.OUTPUT_TOKENS_PER_MINUTE: types_pb2.QUOTA_DIMENSION_OUTPUT_TOKENS_PER_MINUTE,
     QuotaDimension.COST_PICOS_PER_DAY: types_pb2.QUOTA_DIMENSION_COST_PICOS_PER_DAY,
+    QuotaDimension.PREPAID_CREDIT_PICOS: types_pb2.QUOTA_DIMENSION_PREPAID_CREDIT_PICOS,
 }
 FINISH_REASONS: Mapping[Outcome, types_pb2.FinishReason.ValueType] = {
     Outcome.STOP: types_pb2.FINISH_REASON_STOP,

@@ -6,6 +6,7 @@ import math
 import uuid
 from collections.abc import Sequence
 from datetime import date
+from decimal import Decimal
 from typing import Protocol
 
 from metering.operations import QuotaState, Settled
@@ -130,6 +131,28 @@ class QuotaExceeded(MeteringError):
     def retry_after_s(self) -> float:
         """How long to wait: the hint, or until the last failing limit has reset; a moment where there is neither."""
         return max(state.resets_in_s or 1.0 for state in self.failing) if self.hint_s is None else self.hint_s
+
+
+class InsufficientCredit(QuotaExceeded):
+    """A prepaid organization has not the credit that the request asks for at least. Waiting does not help.
+
+    failing: the credit in front, as a quota, and whatever else does not fit.
+    """
+
+    reason = "INSUFFICIENT_CREDIT"
+
+    def __init__(self, failing: Sequence[QuotaState], requested: Sequence[int], currency_code: str) -> None:
+        super().__init__(failing, requested)
+        units, left = (Decimal(picos).scaleb(-12).normalize() for picos in (requested[0], max(failing[0].remaining, 0)))
+        self.args = (
+            f"the prepaid credit does not cover this request: it needs {units:f} {currency_code} at least, and {left:f} "
+            "is left that no running request holds: add credit",
+        )
+
+    @property
+    def retry_helps(self) -> bool:
+        """Never by waiting: credit has to be added."""
+        return False
 
 
 class RequestIdReused(MeteringError):

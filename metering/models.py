@@ -55,6 +55,7 @@ class QuotaDimension(StrEnum):
     TOKENS_PER_MONTH = "tokens_per_month"
     COST_PICOS_PER_DAY = "cost_picos_per_day"
     COST_PICOS_PER_MONTH = "cost_picos_per_month"
+    PREPAID_CREDIT_PICOS = "prepaid_credit_picos"  # for ever: `billing/prepaid.py` moves the limit with what is granted and billed
 
 
 class HoldState(StrEnum):

@@ -9,7 +9,7 @@ from weir_client import Money, Price, QuotaDimension
 
 TOKENS_PER_PRICE = 1_000_000  # prices are shown per million tokens, as customers compare them
 INT64_MAX = 2**63 - 1  # the wire's limit for one value
-MONEY = (QuotaDimension.COST_PER_DAY, QuotaDimension.COST_PER_MONTH)
+MONEY = (QuotaDimension.COST_PER_DAY, QuotaDimension.COST_PER_MONTH, QuotaDimension.PREPAID_CREDIT)
 
 
 def duration_text(seconds: float) -> str:

@@ -36,6 +36,7 @@ async def apply_quotas(
     defaults: what a key has got without being asked; those are as wanted as they are above it, and are left alone.
     """
     query = select(Quota).where(Quota.subject_id == subject_id, Quota.deleted_at.is_(None)).order_by(Quota.created_at, Quota.id)
+    query = query.where(Quota.dimension != QuotaDimension.PREPAID_CREDIT_PICOS)  # which follows from grants
     rows = {place_of(row): row for row in await work.session.scalars(query.execution_options(populate_existing=True))}
     listed = list(wanted)
     work.mistakes += named_twice(f"{path}.quotas", "dimension", [place for place, _ in listed])

@@ -20,7 +20,7 @@ from metering.configuration.configuration import (
     QuotaPlace,
     QuotaSpec,
 )
-from metering.models import ApiKey, Organization, Project, Quota
+from metering.models import ApiKey, Organization, Project, Quota, QuotaDimension
 from metering.tenants.tenants import find_organization
 
 Quotas = Mapping[uuid.UUID, tuple[tuple[QuotaPlace, QuotaSpec], ...]]
@@ -73,6 +73,7 @@ def key_specs(keys: Iterable[ApiKey], quotas: Quotas) -> tuple[KeySpec, ...]:
 async def quotas_of(session: AsyncSession, subject_ids: list[uuid.UUID], now: datetime) -> Quotas:
     """The limits of each subject, in the order in which they were set."""
     query = select(Quota).where(Quota.subject_id.in_(subject_ids), Quota.deleted_at.is_(None))
+    query = query.where(Quota.dimension != QuotaDimension.PREPAID_CREDIT_PICOS)  # which follows from grants
     found: dict[uuid.UUID, list[tuple[QuotaPlace, QuotaSpec]]] = defaultdict(list)
     for quota in await session.scalars(query.order_by(Quota.created_at, Quota.id)):
         found[quota.subject_id].append((place_of(quota), QuotaSpec.of(quota, now)))

@@ -15,7 +15,8 @@ DIMENSIONS = """(VALUES
     ('tokens_per_minute', 'tokens', 'minute', 1, 1), ('input_tokens_per_minute', 'tokens', 'minute', 1, 0),
     ('output_tokens_per_minute', 'tokens', 'minute', 0, 1), ('tokens_per_day', 'tokens', 'day', 1, 1),
     ('tokens_per_month', 'tokens', 'month', 1, 1), ('cost_picos_per_day', 'money', 'day', 1, 1),
-    ('cost_picos_per_month', 'money', 'month', 1, 1)) AS d (dimension, charge, unit, counts_input, counts_output)"""
+    ('cost_picos_per_month', 'money', 'month', 1, 1), ('prepaid_credit_picos', 'money', NULL, 1, 1))
+    AS d (dimension, charge, unit, counts_input, counts_output)"""
 MONTHS_KEPT, DAYS_KEPT = "93 days", "2 days"  # so old counters of months, and of minutes and days, get before they are deleted
 
 # A quota counts what was used before it was there if an admin has set it, and from then on what it is charged.
@@ -62,7 +63,9 @@ def charges(moved: str, charged: str) -> str:
 
 
 # Holds that may count in a window of which the counter is still kept.
-LOOKED_AT = f"""h.state = 'held' OR h.charged_at >= (
+LOOKED_AT = f"""h.state = 'held'
+    OR h.organization_id IN (SELECT subject_id FROM quotas WHERE dimension = 'prepaid_credit_picos' AND deleted_at IS NULL)
+    OR h.charged_at >= (
     SELECT least(min(window_start), now() - interval '{MONTHS_KEPT}') FROM quota_counters WHERE window_start > 'epoch')"""
 TOTAL = f"""CASE WHEN state = 'settled' OR told_late THEN {weighed("event_input", "least(cached, event_input)", "event_delivered")}
     WHEN state = 'expired' THEN {weighed("sent", "least(cached, sent)", "leased_token_count")} ELSE 0 END"""
@@ -135,7 +138,8 @@ LIMITS_HOLD = Check(
     rows_with(
         "concat('counter of quota ', quota_id, ' (', dimension, ') from ', window_start)",
         """
-        SELECT c.*, q.dimension, CASE WHEN q.raised_until > coalesce(nullif(c.window_start, 'epoch'), running.since)
+        SELECT c.*, q.dimension, CASE WHEN q.raised_until IS NOT NULL AND q.dimension = 'prepaid_credit_picos'
+                                        OR q.raised_until > coalesce(nullif(c.window_start, 'epoch'), running.since)
                                       THEN q.raised_limit_value ELSE q.limit_value END AS bound
         FROM quota_counters c JOIN quotas q ON q.id = c.quota_id,
         LATERAL (SELECT min(admitted_at) AS since FROM holds

@@ -170,7 +170,13 @@ async def find_subject(session: AsyncSession, subject: QuotaSubject, ref: str) -
 NO_RAISE: dict[str, object] = {"raised_limit_value": None, "raised_until": None, "raise_reason": None}
 
 
+SETTABLE = tuple(each for each in QuotaDimension if each is not QuotaDimension.PREPAID_CREDIT_PICOS)
+OF_CREDIT = "prepaid credit is no limit to set: grant credit, or let the organization no longer be prepaid only"
+
+
 def _check_values(subject: QuotaSubject, dimension: QuotaDimension, limit_value: int, *, for_new_keys: bool) -> None:
+    if dimension is QuotaDimension.PREPAID_CREDIT_PICOS:
+        raise InvalidValue("dimension", OF_CREDIT)
     if not 0 <= limit_value <= LIMIT_MAX:
         raise InvalidValue("limit_value", f"give 0 to {LIMIT_MAX}")
     if for_new_keys and subject is QuotaSubject.API_KEY:
@@ -202,6 +208,8 @@ async def _standing(session: AsyncSession, quota_id: str) -> Quota:
     quota = None if key is None else await session.get(Quota, key)
     if quota is None:
         raise NotFound("quota", quota_id)
+    if quota.dimension == QuotaDimension.PREPAID_CREDIT_PICOS:
+        raise InvalidValue("quota_id", OF_CREDIT)
     await _lock_subject(session, QuotaSubject(quota.subject), quota.subject_id)
     await session.refresh(quota)
     if quota.deleted_at is not None:

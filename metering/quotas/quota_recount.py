@@ -205,7 +205,8 @@ async def _write(session: AsyncSession, quota: Quota, organization_id: uuid.UUID
 async def _ended_long_ago(session: AsyncSession, quota: Quota, organization_id: uuid.UUID) -> Charges:
     """The part of a long window that can be summed up while others admit."""
     dimension = QuotaDimension(quota.dimension)
-    if DIMENSIONS[dimension][1] not in (Unit.DAY, Unit.MONTH):
+    kind, unit, *_ = DIMENSIONS[dimension]
+    if unit is Unit.MINUTE or (unit is None and kind is not Kind.MONEY):
         return Charges()
     now = await _clock(session)
     windows = _windows_about(dimension, now)

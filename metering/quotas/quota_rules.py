@@ -62,6 +62,7 @@ DIMENSIONS: dict[QuotaDimension, tuple[Kind, Unit | None, bool, bool]] = {
     QuotaDimension.TOKENS_PER_MONTH: (Kind.TOKENS, Unit.MONTH, True, True),
     QuotaDimension.COST_PICOS_PER_DAY: (Kind.MONEY, Unit.DAY, True, True),
     QuotaDimension.COST_PICOS_PER_MONTH: (Kind.MONEY, Unit.MONTH, True, True),
+    QuotaDimension.PREPAID_CREDIT_PICOS: (Kind.MONEY, None, True, True),
 }
 
 

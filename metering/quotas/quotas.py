@@ -11,7 +11,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 
-from metering.errors import QuotaExceeded
+from metering.errors import InsufficientCredit, QuotaExceeded
+from metering.models import QuotaDimension
 from metering.operations import QuotaState
 from metering.quotas.quota_rules import NO_WINDOW, Claim, CounterKey, Kind, QuotaRule, window_end
 
@@ -94,7 +95,9 @@ def admit(counters: Counters, rules: Sequence[QuotaRule], claim: Claim, wanted_t
     if failing:
         error = refusal(counters, failing, smallest)
         error.claim = claim._replace(leased_token_count=wanted_token_count)
-        error.met = tuple((counters.state(rule), demand(rule, smallest)) for rule in rules if rule.enforced)
+        # Of credit nothing is promised: no time brings it back.
+        met = (rule for rule in rules if rule.enforced and rule.dimension is not QuotaDimension.PREPAID_CREDIT_PICOS)
+        error.met = tuple((counters.state(rule), demand(rule, smallest)) for rule in met)
         raise error
     admitted = claim._replace(leased_token_count=lease)
     now = counters.now
@@ -212,6 +215,16 @@ def demand(rule: QuotaRule, claim: Claim) -> int:
 
 
 def refusal(counters: Counters, failing: Sequence[QuotaRule], claim: Claim) -> QuotaExceeded:
-    """The error for rules that do not fit: first the one that resets first, concurrency before all."""
-    ordered = sorted(failing, key=lambda rule: (window_end(rule.dimension, counters.now) or NO_WINDOW, str(rule.id)))
-    return QuotaExceeded([counters.state(rule) for rule in ordered], [demand(rule, claim) for rule in ordered])
+    """The error for rules that do not fit: credit first, which no time brings back; then the one that resets first, concurrency
+    before all.
+    """
+    credit = QuotaDimension.PREPAID_CREDIT_PICOS
+
+    def order(rule: QuotaRule) -> tuple[bool, datetime, str]:
+        return rule.dimension is not credit, window_end(rule.dimension, counters.now) or NO_WINDOW, str(rule.id)
+
+    ordered = sorted(failing, key=order)
+    states, amounts = [counters.state(rule) for rule in ordered], [demand(rule, claim) for rule in ordered]
+    if ordered[0].dimension is credit:
+        return InsufficientCredit(states, amounts, claim.prices.currency_code)
+    return QuotaExceeded(states, amounts)

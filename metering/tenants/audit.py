@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Collection, Sequence
-from datetime import datetime
+from datetime import date, datetime
 from typing import Any
 
 from sqlalchemy import insert, or_, select
@@ -72,7 +72,7 @@ def _json_value(value: object) -> object:
     match value:
         case uuid.UUID():
             return str(value)
-        case datetime():
+        case date():  # a time, too
             return value.isoformat()
         case _:
             return value

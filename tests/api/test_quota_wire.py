@@ -38,7 +38,7 @@ def test_quotas_are_told_in_the_order_of_the_contract() -> None:
 
     subjects = [each.subject for each in told]
     assert subjects == sorted(subjects)
-    assert [types_pb2.QuotaDimension.Name(each.dimension).removeprefix("QUOTA_DIMENSION_").lower() for each in told[:9]] == [
+    assert [types_pb2.QuotaDimension.Name(each.dimension).removeprefix("QUOTA_DIMENSION_").lower() for each in told[:10]] == [
         *QuotaDimension
     ]
 

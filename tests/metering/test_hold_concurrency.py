@@ -56,6 +56,7 @@ ROOM_FOR_50 = {
     QuotaDimension.TOKENS_PER_DAY: 50 * 30,
     QuotaDimension.TOKENS_PER_MONTH: 50 * 30,
     QuotaDimension.COST_PICOS_PER_DAY: 50 * (10 * INPUT_PICOS + 20 * OUTPUT_PICOS),
+    QuotaDimension.PREPAID_CREDIT_PICOS: 50 * (10 * INPUT_PICOS + 20 * OUTPUT_PICOS),
     QuotaDimension.COST_PICOS_PER_MONTH: 50 * (10 * INPUT_PICOS + 20 * OUTPUT_PICOS),
 }
 
@@ -150,6 +151,7 @@ async def test_invariants_hold_under_any_mix_of_operations_from_several_processe
         QuotaDimension.CONCURRENT_REQUESTS: 12,
         QuotaDimension.REQUESTS_PER_MINUTE: 25,
         QuotaDimension.COST_PICOS_PER_DAY: 6_000,
+        QuotaDimension.PREPAID_CREDIT_PICOS: 9_000,
         QuotaDimension.COST_PICOS_PER_MONTH: 6_000,
     }
     for payer in payers[:3]:

@@ -11,7 +11,8 @@ from sqlalchemy import func, insert, select, update
 
 from metering.errors import InvalidValue, NotFound
 from metering.models import QuotaCounter, QuotaDimension, QuotaSubject, RuleChange
-from metering.quotas.quota_admin import delete_past_counters, delete_quota, set_quota
+from metering.operations import QuotaState
+from metering.quotas.quota_admin import SETTABLE, delete_past_counters, delete_quota, set_quota
 from metering.quotas.quota_rules import window_start
 from metering.quotas.quota_states import list_quotas, quotas_for
 from metering.store.db import Sessions
@@ -158,11 +159,11 @@ async def test_bad_values_are_named(sessions: Sessions, customer: Customer) -> N
 async def test_only_counters_that_nothing_can_touch_any_more_are_deleted(sessions: Sessions, customer: Customer) -> None:
     now = datetime.now(UTC)
     async with sessions.begin() as session:
-        quotas = {
+        quotas: dict[QuotaDimension, QuotaState] = {
             dimension: await set_quota(
                 session, subject=QuotaSubject.ORGANIZATION, subject_ref="acme", dimension=dimension, limit_value=9, actor="ann"
             )
-            for dimension in QuotaDimension
+            for dimension in SETTABLE
         }
         for dimension, age, held in (
             (QuotaDimension.TOKENS_PER_MINUTE, timedelta(days=3), 0),

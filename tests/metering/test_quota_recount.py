@@ -14,7 +14,7 @@ from sqlalchemy import select
 from metering.errors import QuotaExceeded
 from metering.models import Quota, QuotaDimension, QuotaSubject
 from metering.operations import Expire, Extend, Payer, QuotaState, Void
-from metering.quotas.quota_admin import delete_quota, set_quota
+from metering.quotas.quota_admin import SETTABLE, delete_quota, set_quota
 from metering.quotas.quota_rules import Weights
 from metering.store.db import Sessions
 from tests.metering.hold_world import MODEL, HoldWorld, admit, hold_world, of_type, settle
@@ -94,7 +94,7 @@ async def test_a_new_limit_counts_what_was_used_and_is_held_in_its_window(
     await busy(world, payer)
     check_invariants(world.url)
 
-    states = [await set_limit(sessions, payer, dimension, subject=subject) for dimension in QuotaDimension]
+    states = [await set_limit(sessions, payer, dimension, subject=subject) for dimension in SETTABLE]
 
     told = {state.dimension: (state.used, state.held) for state in states}
     # This minute: settled 10+7, expired with its lease 10+25, posted 10+0, the long one posted 5 and holds 50-14 more; the live one
@@ -216,7 +216,7 @@ async def test_limits_set_in_any_order_while_requests_run_are_exact_at_every_com
 
         async def admin() -> None:
             nonlocal made
-            dimension = chance.choice(list(QuotaDimension))
+            dimension = chance.choice(SETTABLE)
             weights = Weights(*(chance.choice([0, 250, 1000, 3000]) for _ in range(3)))
             plain = dimension not in (
                 QuotaDimension.TOKENS_PER_MINUTE,

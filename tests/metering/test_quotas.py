@@ -42,6 +42,7 @@ LABELS = {
     QuotaDimension.TOKENS_PER_MONTH: MONTH,
     QuotaDimension.COST_PICOS_PER_DAY: DAY,
     QuotaDimension.COST_PICOS_PER_MONTH: MONTH,
+    QuotaDimension.PREPAID_CREDIT_PICOS: "for ever",
 }
 TOKEN_KINDS = {  # which tokens a dimension counts: input, output
     QuotaDimension.TOKENS_PER_MINUTE: (1, 1),
@@ -50,7 +51,7 @@ TOKEN_KINDS = {  # which tokens a dimension counts: input, output
     QuotaDimension.TOKENS_PER_DAY: (1, 1),
     QuotaDimension.TOKENS_PER_MONTH: (1, 1),
 }
-MONEY = (QuotaDimension.COST_PICOS_PER_DAY, QuotaDimension.COST_PICOS_PER_MONTH)
+MONEY = (QuotaDimension.COST_PICOS_PER_DAY, QuotaDimension.COST_PICOS_PER_MONTH, QuotaDimension.PREPAID_CREDIT_PICOS)
 
 Box = tuple[uuid.UUID, str]  # a quota and the name of a window
 
@@ -367,7 +368,7 @@ def test_a_window_contains_its_moment_and_the_next_one_begins_where_it_ends(
 
     assert start == window_start(dimension, start)
     if end is None:
-        assert dimension is QuotaDimension.CONCURRENT_REQUESTS
+        assert dimension in (QuotaDimension.CONCURRENT_REQUESTS, QuotaDimension.PREPAID_CREDIT_PICOS)
         return
     assert start <= moment < end
     assert window_start(dimension, end) == end

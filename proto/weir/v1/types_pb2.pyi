@@ -125,6 +125,10 @@ class _QuotaDimensionEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_QuotaD
     """Output tokens in a calendar minute, by their weight."""
     QUOTA_DIMENSION_COST_PICOS_PER_DAY: _QuotaDimension.ValueType  # 9
     """Money in a calendar day, UTC; the limit is in picos of the organization's currency."""
+    QUOTA_DIMENSION_PREPAID_CREDIT_PICOS: _QuotaDimension.ValueType  # 10
+    """The credit of an organization that pays in advance. Not to be set: it follows from what is granted. The limit is what was used
+    before this month and the credit that this month may spend, in picos; what remains of it is the credit that is left.
+    """
 
 class QuotaDimension(_QuotaDimension, metaclass=_QuotaDimensionEnumTypeWrapper):
     """What a quota counts, and over which time."""
@@ -149,6 +153,10 @@ QUOTA_DIMENSION_OUTPUT_TOKENS_PER_MINUTE: QuotaDimension.ValueType  # 8
 """Output tokens in a calendar minute, by their weight."""
 QUOTA_DIMENSION_COST_PICOS_PER_DAY: QuotaDimension.ValueType  # 9
 """Money in a calendar day, UTC; the limit is in picos of the organization's currency."""
+QUOTA_DIMENSION_PREPAID_CREDIT_PICOS: QuotaDimension.ValueType  # 10
+"""The credit of an organization that pays in advance. Not to be set: it follows from what is granted. The limit is what was used
+before this month and the credit that this month may spend, in picos; what remains of it is the credit that is left.
+"""
 Global___QuotaDimension: _TypeAlias = QuotaDimension  # noqa: Y015
 
 @_typing.final

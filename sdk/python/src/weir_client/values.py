@@ -69,6 +69,7 @@ class QuotaDimension(StrEnum):
     TOKENS_PER_DAY = "tokens-per-day"
     TOKENS_PER_MONTH = "tokens-per-month"
     COST_PER_DAY = "cost-per-day"
+    PREPAID_CREDIT = "prepaid-credit"  # of an organization that pays in advance; follows from what is granted
     COST_PER_MONTH = "cost-per-month"
 
 

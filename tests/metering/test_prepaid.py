@@ -1,0 +1,305 @@
+"""Organizations that pay in advance: no request is let in, and no stream goes on, beyond the credit; and none is refused within it.
+
+Prices are 3 picos per input token, 1 cached, 7 output.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncIterator, Iterator
+from datetime import UTC, date, datetime, timedelta
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from sqlalchemy import text
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from metering.billing.credits import Grant, expire, grant_credit, list_grants, spend, usable_grants
+from metering.billing.plan_admin import assign_plan, create_plan
+from metering.billing.plan_rules import Allowance, PlanRules, Selector
+from metering.billing.plans import apply_credit
+from metering.billing.prepaid import Owed, credit_balance, left_for, refresh, refresh_for_the_month, set_prepaid
+from metering.billing.rating import rate_all_pending
+from metering.errors import InsufficientCredit, InvalidValue, QuotaExceeded
+from metering.holds.sweeping import sweep_expired_holds
+from metering.models import QuotaDimension, QuotaSubject
+from metering.operations import Admitted, Extend, Extended, Payer, Settled, Void
+from metering.quotas.quota_admin import delete_quota, raise_quota, set_quota
+from metering.quotas.quota_states import quotas_for
+from metering.store.db import Sessions, create_engine, create_sessions
+from tests.metering.hold_world import NOON, HoldWorld, admit, hold_world, of_type, settle
+from tests.metering.invariants import check_invariants
+
+NOVEMBER, DECEMBER, JANUARY = date(2026, 11, 1), date(2026, 12, 1), date(2027, 1, 1)
+EACH = 10 * 3 + 20 * 7  # what `admit` asks for
+
+
+@pytest.fixture
+def world(database_url: str) -> Iterator[HoldWorld]:
+    with hold_world(database_url) as world:
+        yield world
+
+
+@pytest.fixture
+async def books(world: HoldWorld) -> AsyncIterator[Sessions]:
+    """Sessions that live at the time of the world."""
+    engine = create_engine(world.url)
+    yield create_sessions(engine)
+    await engine.dispose()
+
+
+async def prepaid(books: Sessions, world: HoldWorld, amount: int, *, last_month: date = DECEMBER) -> Payer:
+    """A prepaid organization with credit."""
+    payer = world.tenant()
+    async with books.begin() as session:
+        await set_prepaid(session, organization="acme", prepaid=True, actor="test")
+        if amount:
+            await grant(session, amount, last_month=last_month)
+    return payer
+
+
+async def grant(session: AsyncSession, amount: int, *, last_month: date, first_month: date | None = None) -> Grant:
+    made = await grant_credit(
+        session,
+        organization="acme",
+        amount_picos=amount,
+        first_month=first_month,
+        last_month=last_month,
+        reason="paid",
+        actor="test",
+    )
+    await refresh(session, made.organization_id, actor="test")
+    return made
+
+
+async def available(books: Sessions) -> int:
+    async with books() as session:
+        return (await credit_balance(session, organization="acme")).available_picos
+
+
+async def remaining(books: Sessions, payer: Payer) -> int:
+    async with books() as session:
+        states = await quotas_for(session, subject_ids=payer.subject_ids)
+    [credit] = [each for each in states if each.dimension is QuotaDimension.PREPAID_CREDIT_PICOS]
+    return credit.remaining
+
+
+async def test_credit_for_fifty_lets_in_fifty_of_two_hundred_over_twenty_connections(world: HoldWorld, books: Sessions) -> None:
+    payer = await prepaid(books, world, 50 * EACH + EACH - 1)
+
+    batches = [[admit(payer, least_tokens=20) for _ in range(10)] for _ in range(20)]
+    answers = await asyncio.gather(*(world.run(*batch) for batch in batches))
+
+    admitted = of_type(Admitted, [answer for each in answers for answer in each])
+    refused = of_type(InsufficientCredit, [answer for each in answers for answer in each])
+    assert (len(admitted), len(refused)) == (50, 150)
+    assert not any(each.retry_helps for each in refused)
+    assert await available(books) == await remaining(books, payer) == EACH - 1
+    await world.run(*(settle(each.hold_id, 20) for each in admitted))
+    assert isinstance((await world.run(admit(payer, least_tokens=20)))[0], InsufficientCredit)
+    check_invariants(world.url)
+
+
+async def test_a_stream_ends_where_the_credit_does_and_goes_on_after_a_grant(world: HoldWorld, books: Sessions) -> None:
+    payer = await prepaid(books, world, EACH + 5 * 7)
+    [admitted] = await world.run(admit(payer))
+    assert isinstance(admitted, Admitted)
+
+    extend = Extend(admitted.hold_id, 20, 0, 20)
+    [first] = await world.run(extend)
+    [refused] = await world.run(Extend(admitted.hold_id, 25, 0, 20))
+    async with books.begin() as session:
+        await grant(session, 2 * 7, last_month=DECEMBER)
+    [second] = await world.run(Extend(admitted.hold_id, 25, 0, 20))
+    [settled] = await world.run(settle(admitted.hold_id, 26))
+
+    assert first == Extended(25)
+    assert isinstance(refused, InsufficientCredit)
+    assert isinstance(refused, QuotaExceeded)  # whoever streams ends with QUOTA_EXHAUSTED, as for any quota
+    assert second == Extended(27)
+    assert isinstance(settled, Settled)
+    assert await available(books) == 7
+    check_invariants(world.url)
+
+
+async def test_nothing_is_let_in_without_credit_and_the_error_says_what_is_missing(world: HoldWorld, books: Sessions) -> None:
+    payer = await prepaid(books, world, 0)
+    world.quota(payer, QuotaDimension.REQUESTS_PER_MINUTE, 0)
+
+    [refused] = await world.run(admit(payer))
+
+    assert isinstance(refused, InsufficientCredit)
+    assert [each.dimension for each in refused.failing] == [
+        QuotaDimension.PREPAID_CREDIT_PICOS,
+        QuotaDimension.REQUESTS_PER_MINUTE,
+    ]
+    assert "it needs 0.000000000037 USD at least, and 0 is left" in str(refused)
+    assert world.rows("SELECT used, held FROM quota_counters") == []
+
+
+async def test_what_ran_and_runs_counts_from_the_moment_of_the_change(world: HoldWorld, books: Sessions) -> None:
+    """Usage of before is owed first; what runs holds credit at once."""
+    payer = world.tenant()
+    [done, runs] = of_type(Admitted, await world.run(admit(payer), admit(payer)))
+    await world.run(settle(done.hold_id, 20))
+    async with books.begin() as session:
+        await grant_credit(session, organization="acme", amount_picos=3 * EACH, last_month=DECEMBER, reason="paid", actor="test")
+        await set_prepaid(session, organization="acme", prepaid=True, actor="test")
+        _, again = await set_prepaid(session, organization="acme", prepaid=True, actor="test")
+
+    answers = await world.run(admit(payer, least_tokens=20), admit(payer, least_tokens=20))
+
+    assert again
+    assert [type(each) for each in answers] == [Admitted, InsufficientCredit]
+    await rate_all_pending(books)
+    assert await available(books) == await remaining(books, payer) == 0
+    await world.run(settle(runs.hold_id, 1))
+    assert await available(books) == await remaining(books, payer) == 19 * 7
+    check_invariants(world.url)
+    async with books.begin() as session:
+        await set_prepaid(session, organization="acme", prepaid=False, actor="test")
+    assert of_type(Admitted, await world.run(*(admit(payer) for _ in range(5))))
+    check_invariants(world.url)
+
+
+async def test_credit_ends_with_its_month_by_the_clock_and_the_rest_goes_on(world: HoldWorld, books: Sessions) -> None:
+    """Also before a worker has looked; what runs over the border is paid by the new month."""
+    payer = await prepaid(books, world, 3 * EACH, last_month=NOVEMBER)
+    async with books.begin() as session:
+        await grant(session, EACH, last_month=DECEMBER)
+        await grant(session, EACH, first_month=DECEMBER, last_month=JANUARY)
+    assert await remaining(books, payer) == 4 * EACH
+    [done, runs] = of_type(Admitted, await world.run(admit(payer), admit(payer)))
+    await world.run(settle(done.hold_id, 20))
+
+    world.set_time(datetime(2026, 12, 1, tzinfo=UTC) + timedelta(microseconds=1))
+    unlooked = await remaining(books, payer)
+    refreshed = await refresh_for_the_month(books)
+
+    assert unlooked == EACH - EACH - EACH  # what lasts, less what was used and is held: no more than there is, until a worker looks
+    assert refreshed == 1
+    assert await refresh_for_the_month(books) == 0
+    # November owes one request, which its own credit pays; the rest of that is gone, and the running one holds December's.
+    assert await available(books) == await remaining(books, payer) == 2 * EACH - EACH
+    await world.run(settle(runs.hold_id, 20))
+    await rate_all_pending(books)
+    async with books.begin() as session:
+        await refresh(session, payer.organization_id, actor="test")
+    assert await available(books) == await remaining(books, payer) == EACH
+    check_invariants(world.url)
+
+
+async def test_a_close_changes_nothing_of_what_is_available(world: HoldWorld, books: Sessions) -> None:
+    """What was worked out for the open month is what its close does: by hand here, as `credits.py` says a close must."""
+    payer = await prepaid(books, world, 3 * EACH, last_month=NOVEMBER)
+    async with books.begin() as session:
+        await grant(session, 2 * EACH, last_month=DECEMBER)
+    for each in of_type(Admitted, await world.run(*(admit(payer) for _ in range(4)))):
+        await world.run(settle(each.hold_id, 20))
+    world.set_time(datetime(2026, 12, 2, tzinfo=UTC))
+    await refresh_for_the_month(books)
+    await rate_all_pending(books)
+    before = await available(books), await remaining(books, payer)
+
+    async with books.begin() as session:
+        spent = apply_credit(await usable_grants(session, payer.organization_id, NOVEMBER), 4 * EACH)
+        await spend(session, NOVEMBER, spent)
+        assert await expire(session, payer.organization_id, NOVEMBER, at=datetime(2026, 11, 30, tzinfo=UTC)) == []
+        await session.execute(
+            text(
+                "INSERT INTO billing_months (organization_id, month, state, closing_at, closing_by, closed_at, closed_by) "
+                "VALUES (:id, '2026-11-01', 'closed', now(), 'test', now(), 'test')"
+            ),
+            {"id": payer.organization_id},
+        )
+        await refresh(session, payer.organization_id, actor="test")
+
+    assert before == (await available(books), await remaining(books, payer)) == (EACH, EACH)
+    async with books() as session:
+        assert [each.remaining_picos for each in await list_grants(session, organization="acme")] == [0, EACH]
+
+
+async def test_a_lost_request_keeps_what_it_may_have_delivered(world: HoldWorld, books: Sessions) -> None:
+    payer = await prepaid(books, world, EACH)
+    [lost] = of_type(Admitted, await world.run(admit(payer)))
+    world.advance(61)
+
+    await sweep_expired_holds(world.url)
+    [refused] = await world.run(admit(payer))
+    await world.run(settle(lost.hold_id, 10, recovered=True))
+
+    assert isinstance(refused, InsufficientCredit)
+    assert await remaining(books, payer) == 10 * 7
+    check_invariants(world.url)
+
+
+async def test_a_voided_request_gives_all_back(world: HoldWorld, books: Sessions) -> None:
+    payer = await prepaid(books, world, EACH)
+    [admitted] = of_type(Admitted, await world.run(admit(payer)))
+
+    await world.run(Void(admitted.hold_id))
+
+    assert await remaining(books, payer) == EACH
+
+
+async def test_plans_and_limits_by_hand_are_refused_with_the_remedy(world: HoldWorld, books: Sessions) -> None:
+    await prepaid(books, world, EACH)
+    quota_id = str(world.one("SELECT id FROM quotas"))
+    async with books.begin() as session:
+        await create_plan(session, name="some", rules=PlanRules((Allowance(Selector(), 5),)), actor="test")
+        await create_plan(session, name="nothing", rules=PlanRules(), actor="test")
+        with pytest.raises(InvalidValue, match="acme is prepaid only"):
+            await assign_plan(session, organization="acme", plan="some", actor="test")
+        await assign_plan(session, organization="acme", plan="nothing", actor="test")
+        with pytest.raises(InvalidValue, match="grant credit"):
+            await delete_quota(session, quota_id=quota_id, actor="test")
+        with pytest.raises(InvalidValue, match="grant credit"):
+            await raise_quota(session, quota_id=quota_id, limit_value=9, until=NOON, reason="no", actor="test")
+        with pytest.raises(InvalidValue, match="grant credit"):
+            await set_quota(
+                session,
+                subject=QuotaSubject.ORGANIZATION,
+                subject_ref="acme",
+                dimension=QuotaDimension.PREPAID_CREDIT_PICOS,
+                limit_value=5,
+                actor="test",
+            )
+        await set_prepaid(session, organization="acme", prepaid=False, actor="test")
+        await assign_plan(session, organization="acme", plan="some", first_month=DECEMBER, actor="test")
+        with pytest.raises(InvalidValue, match="has the plan some"):
+            await set_prepaid(session, organization="acme", prepaid=True, actor="test")
+
+
+months = st.sampled_from([date(2026, month, 1) for month in range(9, 13)])
+
+
+@st.composite
+def grants(draw: st.DrawFn) -> list[Grant]:
+    """Some credit, each for some months."""
+    found = []
+    for index in range(draw(st.integers(0, 4))):
+        first, last = sorted([draw(months), draw(months)])
+        amount = draw(st.integers(1, 100))
+        found.append(Grant(uuid.UUID(int=index), uuid.UUID(int=99), "USD", amount, first, last, "", "", NOON))
+    return found
+
+
+@given(grants(), st.dictionaries(months, st.integers(0, 150)))
+def test_open_months_leave_what_their_closes_will_leave(found: list[Grant], due: dict[date, int]) -> None:
+    """One close after the other, as the ledger will see it; and never more than there was."""
+    now = date(2026, 12, 1)
+    left = {each.id: each.amount_picos for each in found}
+    for month in sorted(due):
+        if month < now:
+            rest = due[month]
+            for each in sorted(found, key=lambda grant: (grant.last_month, grant.id)):
+                if each.first_month <= month <= each.last_month:
+                    taken = min(rest, left[each.id])
+                    left[each.id] -= taken
+                    rest -= taken
+
+    worked_out = left_for(now, found, [Owed(month, picos, 0, 0) for month, picos in due.items() if month < now])
+
+    assert {grant.id: picos for grant, picos in worked_out} == {each.id: left[each.id] for each in found if each.last_month >= now}
