@@ -139,6 +139,7 @@ class GenerationRequest:
     response format. Tokens come when all outputs share them that can still be the best, the others with the end.
     rank: who is next, the lowest first, and of equal ones the first to arrive. In tokens: one that waits takes the place of a
     running one if its rank is lower by more than its prompt's tokens. Nobody is overtaken without end, whatever the ranks.
+    adapter: which of the engine's LoRA adapters changes the model; empty for none.
     """
 
     sequence_id: SequenceId
@@ -150,6 +151,7 @@ class GenerationRequest:
     choice_count: int = 1
     beam_search: BeamSearchParams | None = None
     rank: float = 0.0
+    adapter: str = ""
 
 
 class EngineFinishReason(StrEnum):

@@ -11,14 +11,12 @@ import argparse
 import gc
 import logging
 import os
-import queue
 import signal
 import socket
 import sys
-import threading
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 from inference.engine import (
     ChoiceFinished,
@@ -31,6 +29,7 @@ from inference.engine import (
     TokensGenerated,
 )
 from inference.errors import CheckpointInvalid, EngineStartFailed, RequestImpossible
+from inference.host_inbox import EXIT_LOAD_FAILED, EXIT_PARENT_GONE, EXIT_PROTOCOL_BROKEN, Inbox, Message
 from inference.host_protocol import (
     CancelSequence,
     Event,
@@ -43,16 +42,14 @@ from inference.host_protocol import (
     Shutdown,
     StartSequence,
     StepReport,
-    ToHost,
     ToParent,
-    decode_to_host,
     encode,
-    receive,
     request_of,
     statistics_list,
     wire_event,
 )
 from inference.native.loader import load as load_native
+from inference.tensorrt.settings import LoadTensorRt
 
 if TYPE_CHECKING:
     from inference.engine_core import EngineCore, SequenceBroken
@@ -60,53 +57,8 @@ if TYPE_CHECKING:
     from inference.grammar_thread import Compiled, GrammarThread
 
 IMPORT_FRACTION = 0.4  # share of loading that importing torch takes, measured on a 5M-parameter model; larger ones read longer
-EXIT_PARENT_GONE = 0
-EXIT_PROTOCOL_BROKEN = 3
-EXIT_LOAD_FAILED = 4
 
 _log = logging.getLogger("weir.inference.host")
-
-Message: TypeAlias = "ToHost | Compiled"
-
-
-class Inbox:
-    """Messages from the parent with the time of their arrival, and compiled grammars. Other threads put, the main thread takes.
-
-    Bounded by the parent: it sends no more sequences than the waiting queue takes.
-    """
-
-    def __init__(self, connection: socket.socket) -> None:
-        self._connection = connection
-        self._messages: queue.SimpleQueue[tuple[float, Message]] = queue.SimpleQueue()
-        threading.Thread(target=self._read, name="weir-host-reader", daemon=True).start()
-
-    def wait(self) -> tuple[float, Message]:
-        """The next message, when it comes, and its arrival in `time.monotonic()` seconds."""
-        return self._messages.get()
-
-    def take_all(self) -> list[tuple[float, Message]]:
-        """What has come so far."""
-        taken = []
-        while not self._messages.empty():
-            taken.append(self._messages.get())
-        return taken
-
-    def put(self, compiled: Compiled) -> None:
-        """A grammar is there, or the reason why not. Called by the thread that compiles."""
-        self._messages.put((time.monotonic(), compiled))
-
-    def _read(self) -> None:
-        code = EXIT_PARENT_GONE
-        try:
-            while (body := receive(self._connection)) is not None:
-                self._messages.put((time.monotonic(), decode_to_host(body)))
-        except OSError:
-            pass  # a reset is an end too
-        except ProtocolBroken as error:
-            print(f"weir host: the parent broke the protocol: {error}", file=sys.stderr, flush=True)
-            code = EXIT_PROTOCOL_BROKEN
-        # Not sys.exit: that would end this thread alone, and the main one may be deep inside a step.
-        os._exit(code)
 
 
 class Host:
@@ -194,7 +146,7 @@ class Host:
                     self._cancel_compiling(number)
                 core.cancel_all()
                 self._shutting_down = True
-            case LoadModel():
+            case LoadModel() | LoadTensorRt():
                 raise ProtocolBroken("a host loads one model in its life")
             case _:
                 self._take_compiled(core, message)

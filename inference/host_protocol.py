@@ -32,6 +32,8 @@ from inference.engine import (
     TokensGenerated,
 )
 from inference.limits import EngineLimits
+from inference.tensorrt.kv_events import KvCacheChange
+from inference.tensorrt.settings import LoadTensorRt
 
 MESSAGE_BYTES_MAX = 64 << 20  # bytes: a prompt of 10 million tokens; more is a broken peer, not a request
 LENGTH_PREFIX = struct.Struct(">I")
@@ -61,6 +63,7 @@ class StartSequence(msgspec.Struct, tag="start", array_like=True, frozen=True):
     choice_count: int = 1
     beam_search: BeamSearchParams | None = None
     rank: float = 0.0
+    adapter: str = ""
 
 
 class CancelSequence(msgspec.Struct, tag="cancel", array_like=True, frozen=True):
@@ -73,7 +76,7 @@ class Shutdown(msgspec.Struct, tag="shutdown", array_like=True, frozen=True):
     """Cancel everything, report it, and exit."""
 
 
-ToHost = LoadModel | StartSequence | CancelSequence | Shutdown
+ToHost = LoadModel | LoadTensorRt | StartSequence | CancelSequence | Shutdown
 
 
 class Loading(msgspec.Struct, tag="loading", array_like=True, frozen=True):
@@ -157,7 +160,7 @@ class StepReport(msgspec.Struct, tag="step", array_like=True, frozen=True):
     statistics: list[int]
 
 
-ToParent = Loading | Ready | LoadFailed | StepReport
+ToParent = Loading | Ready | LoadFailed | StepReport | KvCacheChange
 
 _encoder = msgspec.msgpack.Encoder()
 _to_host_decoder: msgspec.msgpack.Decoder[ToHost] = msgspec.msgpack.Decoder(ToHost)
@@ -218,6 +221,7 @@ def start_message(number: int, request: GenerationRequest) -> StartSequence:
         choice_count=request.choice_count,
         beam_search=request.beam_search,
         rank=request.rank,
+        adapter=request.adapter,
     )
 
 
@@ -233,6 +237,7 @@ def request_of(message: StartSequence) -> GenerationRequest:
         choice_count=message.choice_count,
         beam_search=message.beam_search,
         rank=message.rank,
+        adapter=message.adapter,
     )
 
 

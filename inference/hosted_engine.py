@@ -42,6 +42,7 @@ from inference.host_protocol import (
 from inference.limits import EngineLimits, request_fault
 from inference.prefix_hint import PrefixHint
 from inference.sequence_stream import BufferedStream
+from inference.tensorrt.kv_events import KvCacheChange
 from inference.watchdog import Watchdog
 
 _log = logging.getLogger("weir.inference.engine")
@@ -225,9 +226,13 @@ class HostedEngine:
             self._set_condition(EngineCondition(EngineState.RESTARTING, retry_after_s=self._load_time_s, reason=reason))
         if not self._close_requested.is_set():
             _log.error("engine %s: %s", self._model.name, reason)
-        self._hint.clear()
+        self._forget_cache()
         self._statistics = EngineStatistics()
         self._fail_streams(reason)
+
+    def _forget_cache(self) -> None:
+        """The child is gone, and its cache with it."""
+        self._hint.clear()
 
     async def _load(self, host: HostProcess) -> None:
         loop = asyncio.get_running_loop()
@@ -279,6 +284,8 @@ class HostedEngine:
             case LoadFailed():
                 self._load_failure_count += 1
                 self._set_condition(EngineCondition(EngineState.FAILED, reason=message.message))
+            case KvCacheChange():
+                pass  # of a backend that does not tell whose blocks they are
             case _:
                 assert_never(message)
 

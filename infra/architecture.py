@@ -128,7 +128,7 @@ BORDERS = (
         save_for=("inference/classifier_host.py", "bench/engine.py"),
         why="an optional package: the classifiers' own process alone needs it",
     ),
-    Border(("tensorrt_llm",), inside=PRODUCT, save_for=("inference/trtllm_engine.py",), why="one adapter wraps TensorRT-LLM"),
+    Border(("tensorrt_llm",), inside=PRODUCT, save_for=("inference/tensorrt/library.py",), why="one adapter wraps TensorRT-LLM"),
     Border(
         ("celery", "kombu"),
         inside=PRODUCT,

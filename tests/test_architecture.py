@@ -93,7 +93,7 @@ def test_a_crossed_border_is_reported(path: str, text: str, name: str) -> None:
         ("api/cli/up.py", "from inference.torch_engine import TorchEngine"),
         ("inference/scheduler.py", "import torch\nfrom inference.kv_cache import BlockPool\nfrom . import kv_cache"),
         ("inference/remote_engine.py", "import grpc"),
-        ("inference/trtllm_engine.py", "def build():\n    import tensorrt_llm"),
+        ("inference/tensorrt/library.py", "def build():\n    import tensorrt_llm"),
         ("metering/tasks.py", "from celery import shared_task\nimport kombu"),
         ("metering/export/stripe_gateway.py", "import stripe"),
         ("migrations/env.py", "from metering.models import Base"),
@@ -107,8 +107,8 @@ def test_what_the_layers_allow_is_not_reported(path: str, text: str) -> None:
 
 
 def test_tensorrt_imported_with_its_module_is_reported() -> None:
-    early = Source("inference/trtllm_engine.py", "try:\n    from tensorrt_llm import LLM\nexcept ImportError:\n    pass")
-    late = Source("inference/trtllm_engine.py", "class Engine:\n    def __init__(self):\n        from tensorrt_llm import LLM")
+    early = Source("inference/tensorrt/library.py", "try:\n    from tensorrt_llm import LLM\nexcept ImportError:\n    pass")
+    late = Source("inference/tensorrt/library.py", "class Engine:\n    def __init__(self):\n        from tensorrt_llm import LLM")
 
     assert [found.what for found in architecture.tensorrt_is_imported_late(early)]
     assert list(architecture.tensorrt_is_imported_late(late)) == []

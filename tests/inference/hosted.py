@@ -9,6 +9,9 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from inference.engine import GenerationRequest, Scheduled, SequenceFinished, SequenceStream, TokensGenerated
+from inference.hosted_engine import HostedEngine
+from inference.tensorrt.engine import TensorRtEngine
+from inference.tensorrt.settings import TensorRtSettings
 from inference.torch_engine import TorchEngine, TorchEngineSettings
 from tests.inference.checkpoints import TinyCheckpoint
 from tests.inference.running import Outcome, random_prompt
@@ -24,9 +27,9 @@ def settings_for(checkpoint: TinyCheckpoint, **changes: Any) -> TorchEngineSetti
 
 
 @contextlib.asynccontextmanager
-async def serving(settings: TorchEngineSettings, *, started: bool = True) -> AsyncIterator[TorchEngine]:
+async def serving(settings: TorchEngineSettings | TensorRtSettings, *, started: bool = True) -> AsyncIterator[HostedEngine]:
     """An engine with its task, closed at the end."""
-    engine = TorchEngine(settings)
+    engine = TorchEngine(settings) if isinstance(settings, TorchEngineSettings) else TensorRtEngine(settings)
     async with asyncio.timeout(4 * WAIT_S), asyncio.TaskGroup() as tasks:
         tasks.create_task(engine.serve())
         try:
@@ -55,7 +58,7 @@ async def read_all(stream: SequenceStream) -> Outcome:
     return outcome
 
 
-async def run(engine: TorchEngine, request: GenerationRequest) -> Outcome:
+async def run(engine: HostedEngine, request: GenerationRequest) -> Outcome:
     """Run one request to its end."""
     async with engine.generate(request) as stream:
         return await read_all(stream)

@@ -21,9 +21,10 @@ from inference.engine import (
     SamplingParams,
 )
 from inference.errors import EngineFailed, EngineStartFailed, EngineUnavailable
-from inference.host import EXIT_PROTOCOL_BROKEN
+from inference.host_inbox import EXIT_PROTOCOL_BROKEN
 from inference.host_process import CHILD_ENVIRONMENT, open_host
 from inference.host_protocol import FinishedEvent, LoadModel, Ready, StepReport, start_message
+from inference.hosted_engine import HostedEngine
 from inference.limits import EngineLimits
 from inference.torch_engine import TorchEngine
 from tests.inference.checkpoints import TinyCheckpoint, make_checkpoint
@@ -31,7 +32,7 @@ from tests.inference.hosted import LONG, WAIT_S, first_tokens, prompt, read_all,
 from tests.inference.running import make_core, make_request, run_all
 
 
-def kill_host(engine: TorchEngine) -> None:
+def kill_host(engine: HostedEngine) -> None:
     assert engine.host_pid is not None
     os.kill(engine.host_pid, signal.SIGKILL)
 
@@ -159,12 +160,12 @@ async def test_closing_does_not_wait_for_loading_nor_need_a_start(tiny: TinyChec
         await starting
 
 
-async def expect_start_to_fail(engine: TorchEngine) -> None:
+async def expect_start_to_fail(engine: HostedEngine) -> None:
     with pytest.raises(EngineStartFailed, match="status -9"):
         await engine.start()
 
 
-async def expect_unavailable(engine: TorchEngine) -> None:
+async def expect_unavailable(engine: HostedEngine) -> None:
     with pytest.raises(EngineUnavailable):
         await engine.start()
 

@@ -1,0 +1,246 @@
+"""The sequences of one TensorRT-LLM engine: which wait here, which are in it, and what they tell. No process around it, no socket.
+
+The engine admits first come, first served, and a sequence that is aborted in its queue never answers. So no more are submitted than
+have a place in its batch, and the order among those that wait is ours. Everything runs on one event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import logging
+import secrets
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from inference.detokenizer import Detokenizer, TextDecoder
+from inference.engine import EngineFinishReason, EngineStatistics, GenerationRequest, SequenceEvent, TokensGenerated
+from inference.errors import EngineFailed
+from inference.limits import EngineLimits
+from inference.sampler import choice_seed
+from inference.tensorrt.library import TensorRtLibrary
+from inference.tensorrt.sequence import Choice, Request
+from inference.tensorrt.settings import TensorRtOptions
+
+_log = logging.getLogger("weir.inference.tensorrt")
+
+Failure = str  # why a request cannot go on, the engine being to blame
+Tell = Callable[[int, SequenceEvent | Failure], None]
+
+
+class TensorRtCore:
+    """Requests in, events out through `tell`, in order for each request. `broken`: the whole engine cannot go on."""
+
+    def __init__(
+        self,
+        library: TensorRtLibrary,
+        llm: Any,
+        *,
+        decoder: TextDecoder,
+        model_end_token_ids: frozenset[int],
+        vocabulary_size: int,
+        limits: EngineLimits,
+        options: TensorRtOptions,
+        adapters: Mapping[str, Any],
+        tell: Tell,
+        broken: Callable[[str], None],
+        tasks: asyncio.TaskGroup,
+    ) -> None:
+        self._library = library
+        self._llm = llm
+        self._decoder = decoder
+        self._model_end_token_ids = model_end_token_ids
+        self._vocabulary_size = vocabulary_size
+        self._limits = limits
+        self._options = options
+        self._tell = tell
+        self._broken = broken
+        self._tasks = tasks
+        self._adapters = adapters
+        self._requests: dict[int, Request] = {}
+        self._waiting: list[tuple[int, int, Choice]] = []  # a heap: the first to arrive is the next
+        self._inside: dict[Choice, asyncio.Task[None]] = {}
+        self._empty_answer_count = 0
+        self._prompt_token_count = self._cached_token_count = self._output_token_count = 0
+        self.engine_statistics: dict[str, Any] = {}  # the last that the engine told
+
+    @property
+    def idle(self) -> bool:
+        """Whether the engine has nothing to do for us."""
+        return not self._inside and not self._waiting
+
+    @property
+    def inside(self) -> Iterator[Choice]:
+        """The choices that the engine has."""
+        return iter(tuple(self._inside))
+
+    def add(self, number: int, request: GenerationRequest, arrived_at_s: float) -> None:
+        """Queue a request that its limits allow. number: above all earlier ones."""
+        ends = frozenset() if request.stop.ignore_eos else self._model_end_token_ids
+        seed = secrets.randbits(63) if request.sampling.seed is None else request.sampling.seed
+        added = Request(number, request, ends | request.stop.stop_token_ids, arrived_at_s)
+        added.choices = [
+            Choice(added, index, choice_seed(seed, index), Detokenizer(self._decoder.open(), request.stop.stop_sequences))
+            for index in range(request.choice_count)
+        ]
+        self._requests[number] = added
+        self._enter(added.choices[0])
+
+    def cancel(self, number: int) -> None:
+        """End a request: at once where it waits, when the engine says so where it runs. Unknown numbers have ended already."""
+        request = self._requests.get(number)
+        for choice in () if request is None else tuple(request.choices):
+            if choice.ended is not None:
+                continue
+            if choice in self._inside and self._abort(choice):
+                continue  # its final count comes with the engine's answer, or when that was waited for long enough
+            choice.ended = EngineFinishReason.CANCELLED
+            self._report_end(choice)
+
+    def cancel_all(self) -> None:
+        """End every request."""
+        for number in tuple(self._requests):
+            self.cancel(number)
+
+    def fail(self, choice: Choice, why: str) -> None:
+        """Its request cannot go on, and the engine is to blame."""
+        request = self._requests.pop(choice.number, None)
+        if request is None:
+            return
+        self._tell(choice.number, why)
+        for other in request.choices:
+            if other.ended is None:
+                other.ended = EngineFinishReason.CANCELLED
+                self._abort(other)
+
+    def statistics(self) -> EngineStatistics:
+        """Counts of sequences are ours, of blocks and steps the engine's last."""
+        told = self.engine_statistics
+        blocks: dict[str, Any] = told.get("kvCacheStats") or {}
+        return EngineStatistics(
+            waiting_sequence_count=sum(choice.ended is None for *_, choice in self._waiting),
+            running_sequence_count=sum(choice.ended is None for choice in self._inside),
+            kv_block_count_total=blocks.get("maxNumBlocks", 0),
+            kv_block_count_free=blocks.get("freeNumBlocks", 0),
+            kv_block_count_held=blocks.get("usedNumBlocks", 0),
+            step_count=told.get("iter", 0),
+            prompt_token_count=self._prompt_token_count,
+            cached_token_count=self._cached_token_count,
+            output_token_count=self._output_token_count,
+            running_sequence_count_max=self._limits.running_sequence_count_max,
+        )
+
+    def _enter(self, *choices: Choice) -> None:
+        for choice in choices:
+            heapq.heappush(self._waiting, (choice.number, choice.index, choice))
+        self._fill()
+
+    def _fill(self) -> None:
+        while self._waiting and len(self._inside) < self._limits.running_sequence_count_max:
+            *_, choice = heapq.heappop(self._waiting)
+            if choice.ended is None:
+                self._submit(choice)
+
+    def _submit(self, choice: Choice) -> None:
+        wanted = choice.request.wanted
+        choice.silent_since_s = time.monotonic()
+        try:
+            sampling = self._library.sampling(wanted, choice.seed, choice.request.end_token_ids, self._vocabulary_size)
+            adapter = self._adapters[wanted.adapter] if wanted.adapter else None
+            choice.result = self._library.submit(self._llm, wanted, sampling, adapter)
+        except (self._library.RequestError, ValueError, TypeError) as error:
+            _log.exception("request %d was refused by the engine", choice.number)
+            self.fail(choice, f"the engine refused the request: {error}")
+            return
+        except Exception as error:  # "LLM is shutting down", or whatever a dead executor raises
+            self._broken(f"nothing can be submitted any more: {error!r}")
+            return
+        if choice.request.submitted_at_s is None:
+            choice.request.submitted_at_s = choice.silent_since_s
+        self._inside[choice] = self._tasks.create_task(self._follow(choice))
+
+    async def _follow(self, choice: Choice) -> None:
+        """Read a sequence to its end in the engine, which may be later than the end that was reported."""
+        try:
+            async for response in choice.result:
+                self._take(choice, response)
+        except self._library.RequestError as error:
+            self.fail(choice, f"the engine gave the sequence up: {error}")
+        except (AssertionError, EngineFailed) as error:
+            _log.error("sequence %d: %r", choice.number, error)
+            self.fail(choice, f"the engine's answer cannot be: {error}")
+        except asyncio.CancelledError:
+            pass  # its final answer was waited for long enough
+        except Exception as error:  # the library shuts the engine down with it, and tells nobody else
+            self._broken(f"the engine broke: {error!r}")
+            return
+        finally:
+            self._inside.pop(choice, None)
+        if choice.ended is None:  # the abort was not answered, or the engine let it go without a word
+            choice.ended = EngineFinishReason.CANCELLED
+            if not choice.aborted:
+                self.fail(choice, "the engine ended the sequence without saying how")
+        self._report_end(choice)
+        self._fill()
+
+    def _take(self, choice: Choice, response: Any) -> None:
+        now_s = choice.silent_since_s = time.monotonic()
+        output, request = response.outputs[0], choice.request
+        if self._requests.get(choice.number) is not request or choice.index in request.ends:
+            if output.token_ids and choice.first_token_at_s is None:
+                choice.first_token_at_s = now_s
+            self._abort(choice)  # put off until it had its first token
+            return
+        if output.token_ids:
+            for event in request.schedule(response.cached_tokens):
+                self._prompt_token_count += len(request.wanted.prompt_token_ids)
+                self._cached_token_count += response.cached_tokens
+                self._tell(choice.number, event)
+                # The others find the prompt in the cache now, as the first one has just computed it.
+                self._enter(*request.choices[1:])
+        for event in choice.take(output, now_s):
+            assert isinstance(event, TokensGenerated)
+            self._output_token_count += len(event.token_ids)
+            self._tell(choice.number, event)
+        if choice.ended is not None:
+            self._count_empty(choice)
+            self._report_end(choice)
+            if output.finish_reason is None:
+                self._abort(choice)  # a stop sequence is ours: the engine would go on to its own limit
+
+    def _abort(self, choice: Choice) -> bool:
+        """Tell the engine to stop a sequence that it has; False if it may not be told, now or ever."""
+        if choice.aborted:
+            return True
+        task = self._inside.get(choice)
+        begun = choice.first_token_at_s is not None or self._options.abort_prefill
+        # An abort while log-probabilities are streamed has crashed the engine (NVIDIA/TensorRT-LLM#10810).
+        if task is None or not self._options.abort_running or not begun or choice.request.wanted.sampling.top_logprobs is not None:
+            return False
+        choice.aborted = True
+        try:
+            choice.result.abort()
+        except Exception as error:  # an AssertionError or AttributeError where the executor is gone
+            self._broken(f"a sequence cannot be aborted: {error!r}")
+            return False
+        asyncio.get_running_loop().call_later(self._options.abort_drain_s, task.cancel)
+        return True
+
+    def _report_end(self, choice: Choice) -> None:
+        request = choice.request
+        if self._requests.get(request.number) is not request or choice.index in request.ends:
+            return
+        for event in request.finish(choice, time.monotonic()):
+            self._tell(request.number, event)
+        if len(request.ends) == request.wanted.choice_count:
+            del self._requests[request.number]
+
+    def _count_empty(self, choice: Choice) -> None:
+        """Orphaned cache blocks make every answer end at once, and nothing says so (NVIDIA/TensorRT-LLM#12933, #15018)."""
+        if choice.ended is EngineFinishReason.CANCELLED:
+            return
+        is_empty = choice.token_count <= 1 and choice.ended is EngineFinishReason.STOP
+        self._empty_answer_count = self._empty_answer_count + 1 if is_empty else 0
+        if self._empty_answer_count >= self._options.empty_answer_count_max:
+            self._broken(f"{self._empty_answer_count} answers in a row were empty")

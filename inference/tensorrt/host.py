@@ -1,0 +1,284 @@
+"""The child process of a TensorRT-LLM engine: `python -m inference.tensorrt.host --fd N`.
+
+Speaks the protocol of `inference/host_protocol.py`. The engine is built on the main thread, then one event loop runs everything.
+When the engine is found to be dead or stuck, the process ends: the library cannot build another engine after a crash, the parent
+starts a new process. The processes that the library started are killed with it, or they would keep the GPU's memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from inference.checkpoint import read_config
+from inference.detokenizer import TextDecoder
+from inference.engine import SequenceEvent
+from inference.errors import CheckpointInvalid, EngineStartFailed
+from inference.host_inbox import EXIT_LOAD_FAILED, EXIT_PARENT_GONE, EXIT_PROTOCOL_BROKEN, Inbox, Message
+from inference.host_protocol import (
+    CancelSequence,
+    Event,
+    LoadFailed,
+    Loading,
+    ProtocolBroken,
+    Ready,
+    RefusedEvent,
+    Shutdown,
+    StartSequence,
+    StepReport,
+    ToParent,
+    encode,
+    request_of,
+    statistics_list,
+    wire_event,
+)
+from inference.kv_cache import KV_BLOCK_TOKENS
+from inference.limits import request_fault
+from inference.tensorrt.core import Failure, TensorRtCore
+from inference.tensorrt.kv_events import KvEventReader
+from inference.tensorrt.library import TensorRtLibrary
+from inference.tensorrt.settings import LoadTensorRt
+from inference.tensorrt.watch import EngineWatch, descendants
+from inference.tokenizer import Tokenizer
+
+EXIT_ENGINE_BROKEN = 5
+EXIT_RECYCLED = 6
+REPORT_EVERY_S = 1.0  # at least, while sequences run: a sign of life of this process, whatever the engine does
+POLL_TIMEOUT_S = 0.2  # an idle engine lets its iterators end after so long
+POLL_PAUSE_S = 0.05
+SHUTDOWN_TIMEOUT_S = 10.0  # the library's own has hung
+
+_log = logging.getLogger("weir.inference.tensorrt")
+
+
+class TensorRtHost:
+    """One engine between inbox and socket."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._inbox = Inbox(connection, before_exit=kill_workers)
+        self._unsent: list[Event] = []
+        self._flushing = False
+        self._llm: Any = None
+        self._core: TensorRtCore
+        self._vocabulary_size = 0
+        self._block_count = 0
+        self._load: LoadTensorRt
+        self._ended: asyncio.Event
+
+    def run(self) -> int:
+        """Load, then serve until told to stop; returns the exit status."""
+        _, message = self._inbox.wait()
+        if not isinstance(message, LoadTensorRt):
+            _log.error("the first message must be LoadTensorRt, not %s", type(message).__name__)
+            return EXIT_PROTOCOL_BROKEN
+        self._load = message
+        self._send(Loading("import", 0.0))
+        failures: tuple[Exception, ...] = ()
+        try:
+            library = TensorRtLibrary()
+            self._send(Loading("engine", 0.1))
+            self._llm = library.build(message.directory, message.limits, message.options)
+            asyncio.run(self._serve(library))
+        except* (CheckpointInvalid, EngineStartFailed) as group:
+            failures = tuple(leaves(group))
+        if failures:
+            _log.error("loading failed: %s", failures[0])
+            self._send(LoadFailed(str(failures[0])))
+            return EXIT_LOAD_FAILED
+        self._shut_down()
+        return 0
+
+    async def _serve(self, library: TensorRtLibrary) -> None:
+        """Everything of the engine's asynchronous side, on the one loop that it may know."""
+        directory, options = Path(self._load.directory), self._load.options
+        config, tokenizer = read_config(directory), Tokenizer(directory)
+        self._vocabulary_size = config.vocabulary_size
+        self._ended = asyncio.Event()
+        adapters = library.adapters(options)
+        async with asyncio.TaskGroup() as tasks:
+            self._core = TensorRtCore(
+                library,
+                self._llm,
+                decoder=TextDecoder(tokenizer.backend, tokenizer.special_token_ids, str(directory / "tokenizer.json")),
+                model_end_token_ids=config.end_token_ids,
+                vocabulary_size=config.vocabulary_size,
+                limits=self._load.limits,
+                options=options,
+                adapters=adapters,
+                tell=self._tell,
+                broken=self._broken,
+                tasks=tasks,
+            )
+            watch = EngineWatch(library, self._llm, self._core, options, broken=self._broken, recycle=self._recycle)
+            if (fault := await watch.canary_fault()) is not None:
+                raise EngineStartFailed(f"the engine was loaded, but {fault}")
+            await self._read_first_statistics()
+            duties = [watch.run(), self._poll_statistics(), self._beat()]
+            if options.kv_event_count_max:
+                duties.append(self._poll_kv_events())
+            background = [tasks.create_task(duty) for duty in duties]
+            self._send(Ready(self._block_count))
+            threading.Thread(target=self._pump, args=(asyncio.get_running_loop(),), name="weir-host-pump", daemon=True).start()
+            await self._ended.wait()
+            for task in background:
+                task.cancel()
+
+    def _pump(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Carry messages from the reader's thread to the loop."""
+        while True:
+            arrived_at_s, message = self._inbox.wait()
+            with contextlib.suppress(RuntimeError):  # the loop has ended, and so will this process
+                loop.call_soon_threadsafe(self._handle, message, arrived_at_s)
+
+    def _handle(self, message: Message, arrived_at_s: float) -> None:
+        match message:
+            case StartSequence():
+                request = request_of(message)
+                reason = request_fault(request, self._load.limits, self._vocabulary_size, self._block_count)
+                if reason is not None:
+                    self._queue(RefusedEvent(message.number, overloaded=False, message=reason))
+                else:
+                    self._core.add(message.number, request, arrived_at_s)
+            case CancelSequence():
+                self._core.cancel(message.number)
+            case Shutdown():
+                self._core.cancel_all()
+                asyncio.get_running_loop().call_later(self._load.options.abort_drain_s, self._end)
+                if self._core.idle:
+                    self._end()
+            case _:
+                raise ProtocolBroken("a host loads one model in its life")
+
+    def _end(self) -> None:
+        self._flush()
+        self._ended.set()
+
+    def _tell(self, number: int, event: SequenceEvent | Failure) -> None:
+        if isinstance(event, str):
+            self._queue(RefusedEvent(number, overloaded=False, message=event, failed=True))
+        else:
+            self._queue(wire_event(number, event))
+
+    def _queue(self, event: Event) -> None:
+        """Send it with all else that this round of the loop brings: responses of one step arrive together."""
+        self._unsent.append(event)
+        if not self._flushing:
+            self._flushing = True
+            asyncio.get_running_loop().call_soon(self._flush)
+
+    def _flush(self) -> None:
+        self._flushing = False
+        events, self._unsent = self._unsent, []
+        self._send(StepReport(events, statistics_list(self._core.statistics())))
+
+    async def _beat(self) -> None:
+        while True:
+            await asyncio.sleep(REPORT_EVERY_S)
+            if not self._core.idle:
+                self._flush()
+
+    async def _read_first_statistics(self) -> None:
+        """How many blocks there are: the engine tells only after it has computed something."""
+        async with asyncio.timeout(self._load.options.canary_timeout_s):
+            while not self._core.engine_statistics:
+                await self._take_statistics()
+        blocks = self._core.engine_statistics["kvCacheStats"]
+        self._block_count = blocks["maxNumBlocks"] * blocks["tokensPerBlock"] // KV_BLOCK_TOKENS
+
+    async def _poll_statistics(self) -> None:
+        """Keep reading, also what nobody wants: what is not read stays in memory."""
+        while True:
+            await self._take_statistics()
+
+    async def _take_statistics(self) -> None:
+        async for entry in self._llm.get_stats_async(POLL_TIMEOUT_S):
+            self._core.engine_statistics = entry
+            if self._core.idle and self._block_count:
+                self._flush()  # nothing else would tell that the blocks are free again
+        await asyncio.sleep(POLL_PAUSE_S)  # the iterator ends at once until something is submitted again
+
+    async def _poll_kv_events(self) -> None:
+        reader = KvEventReader()
+        while True:
+            async for told in self._llm.get_kv_cache_events_async(POLL_TIMEOUT_S):
+                for change in reader.read(told if isinstance(told, list) else [told]):
+                    self._send(change)
+            await asyncio.sleep(POLL_PAUSE_S)
+
+    def _broken(self, reason: str) -> None:
+        """The engine cannot go on: nothing that it still says can be trusted, so what it owes is failed by the parent."""
+        _log.error("the engine is given up: %s", reason)
+        self._leave(EXIT_ENGINE_BROKEN)
+
+    def _recycle(self, reason: str) -> None:
+        _log.warning("the engine is started anew: %s", reason)
+        self._leave(EXIT_RECYCLED)
+
+    def _leave(self, status: int) -> None:
+        with contextlib.suppress(OSError):
+            self._flush()
+        kill_workers()
+        os._exit(status)
+
+    def _shut_down(self) -> None:
+        """Give the library its time to free the GPU, and no more than that."""
+        farewell = threading.Thread(target=self._llm.shutdown, name="weir-shutdown", daemon=True)
+        farewell.start()
+        farewell.join(SHUTDOWN_TIMEOUT_S)
+        kill_workers()
+
+    def _send(self, message: ToParent) -> None:
+        # Blocks while the parent does not read: its buffers then bound what is in flight.
+        self._connection.sendall(encode(message))
+
+
+def leaves(group: BaseExceptionGroup[Exception]) -> Iterator[Exception]:
+    """The errors of a group that are not groups themselves."""
+    for error in group.exceptions:
+        if isinstance(error, BaseExceptionGroup):
+            yield from leaves(error)
+        else:
+            yield error
+
+
+def kill_workers() -> None:
+    """End every process that was started from here, at once."""
+    for pid in descendants(os.getpid()):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def main() -> int:
+    """Entry point of the child process. The library starts processes of its own, which import this module and must not run it."""
+    parser = argparse.ArgumentParser(
+        prog="python -m inference.tensorrt.host", description="Engine host; the API process starts it."
+    )
+    parser.add_argument("--fd", type=int, required=True, help="the inherited socket to the parent")
+    arguments = parser.parse_args()
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    connection = socket.socket(fileno=arguments.fd)
+    connection.setblocking(True)
+    try:
+        return TensorRtHost(connection).run()
+    except ConnectionError:
+        return EXIT_PARENT_GONE
+
+
+if __name__ == "__main__":
+    # Not sys.exit: the library's own exit handlers have hung.
+    status = main()
+    sys.stderr.flush()
+    os._exit(status)

@@ -1,0 +1,155 @@
+"""The only place that imports TensorRT-LLM: building its engine, its parameters, and submitting to it.
+
+Everything of the library that the adapter touches passes here, so that what 1.2.1 wants, and what it must not be given, is in one
+place. The library is imported when an engine is built, never earlier: that takes seconds, loads compiled code, and needs a GPU.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from inference.engine import GenerationRequest, GrammarKind
+from inference.errors import EngineStartFailed
+from inference.limits import EngineLimits
+from inference.tensorrt.settings import TensorRtOptions
+
+VERSION = "1.2.1"  # 1.2.0 corrupts its KV cache under block reuse (NVIDIA/TensorRT-LLM#12770); later ones have another interface
+NO_END_TOKEN = -1  # no token has this id: for checkpoints that name no end token, so that the engine asks no tokenizer for one
+
+
+class TensorRtLibrary:
+    """TensorRT-LLM, imported and found to be the release that this adapter was written for."""
+
+    def __init__(self) -> None:
+        """Raises: EngineStartFailed with what to install."""
+        try:
+            import tensorrt_llm
+            from tensorrt_llm import llmapi
+        except ImportError as error:
+            remedy = "use the image in infra/images/tensorrt, or pip install 'weir[tensorrt]' on a machine with a GPU"
+            raise EngineStartFailed(f"TensorRT-LLM cannot be imported ({error}): {remedy}") from error
+        if tensorrt_llm.__version__ != VERSION:
+            raise EngineStartFailed(f"TensorRT-LLM {tensorrt_llm.__version__} is installed: Weir needs {VERSION}")
+        self._sampling_type: Any = tensorrt_llm.SamplingParams
+        self._llm_type: Any = tensorrt_llm.LLM
+        self._api: Any = llmapi
+        self.RequestError: type[Exception] = llmapi.RequestError
+
+    def build(self, directory: str, limits: EngineLimits, options: TensorRtOptions) -> Any:
+        """Load a checkpoint; blocks until the engine takes requests. Every limit is said, since the defaults hide what they are."""
+        api = self._api
+        arguments: dict[str, Any] = {
+            "dtype": options.dtype,
+            "tensor_parallel_size": options.tensor_parallel_size,
+            "pipeline_parallel_size": options.pipeline_parallel_size,
+            "max_batch_size": limits.running_sequence_count_max + options.spare_place_count,
+            "max_num_tokens": limits.step_token_count_max,
+            "max_seq_len": limits.context_window_tokens,
+            "enable_chunked_prefill": True,  # otherwise a prompt longer than a step is refused
+            "kv_cache_config": api.KvCacheConfig(
+                enable_block_reuse=options.block_reuse,
+                free_gpu_memory_fraction=options.kv_cache_memory_fraction,
+                tokens_per_block=options.block_tokens,
+                event_buffer_max_size=options.kv_event_count_max,
+                dtype=options.kv_cache_dtype,
+            ),
+            "scheduler_config": api.SchedulerConfig(
+                capacity_scheduler_policy=api.CapacitySchedulerPolicy(options.capacity_policy),
+            ),
+            "guided_decoding_backend": options.guided_decoding_backend,
+            "enable_iter_perf_stats": True,
+            "stream_interval": 1,  # more at once loses spaces between tokens (NVIDIA/TensorRT-LLM#14312)
+            "num_postprocess_workers": 0,  # with any, the count of cached tokens never comes
+        }
+        if options.expert_parallel_size is not None:
+            arguments["moe_expert_parallel_size"] = options.expert_parallel_size
+        if options.adapters:
+            arguments["enable_lora"] = True
+        try:
+            return self._llm_type(directory, **arguments)
+        except Exception as error:  # a bad checkpoint, too few GPUs, too little memory: whatever it is, a person has to see it
+            raise EngineStartFailed(f"TensorRT-LLM cannot load {directory}: {error}") from error
+
+    def sampling(self, request: GenerationRequest, seed: int, end_token_ids: frozenset[int], vocabulary_size: int) -> Any:
+        """Fresh parameters for one sequence; the engine changes what it is given, so they serve once.
+
+        seed: of this choice. end_token_ids: all that end it. Stop sequences stay with us: the engine would go on behind a match.
+        """
+        sampling, stop = request.sampling, request.stop
+        first_end, *more_ends = sorted(end_token_ids) or [NO_END_TOKEN]
+        values: dict[str, Any] = {
+            "max_tokens": stop.max_output_tokens,
+            "n": 1,
+            "end_id": first_end,
+            "pad_id": max(first_end, 0),
+            "stop_token_ids": more_ends or None,
+            "include_stop_str_in_output": True,  # else the id that ended it is taken back from what was streamed
+            "ignore_eos": not end_token_ids,
+            "min_tokens": stop.min_output_tokens or None,
+            "detokenize": False,
+            "add_special_tokens": False,
+        }
+        if sampling.temperature > 0:
+            # Only here: none of the three means greedy.
+            values |= {
+                "temperature": sampling.temperature,
+                "top_p": sampling.top_p,
+                "top_k": sampling.top_k,
+                "seed": seed & (2**63 - 1),
+            }
+            if sampling.min_p:
+                values["min_p"] = sampling.min_p
+        if sampling.repetition_penalty != 1.0:
+            values["repetition_penalty"] = sampling.repetition_penalty
+        if sampling.presence_penalty:
+            values["presence_penalty"] = sampling.presence_penalty
+        if sampling.frequency_penalty:
+            values["frequency_penalty"] = sampling.frequency_penalty
+        if sampling.top_logprobs is not None:
+            values["logprobs"] = max(sampling.top_logprobs, 1)
+        if sampling.logit_bias:
+            import torch
+
+            values["embedding_bias"] = bias = torch.zeros(vocabulary_size)
+            for token_id, addend in sampling.logit_bias:
+                bias[token_id] = addend
+        if request.response_format is not None:
+            values["guided_decoding"] = self._guide(request)
+        return self._sampling_type(**values)
+
+    def submit(self, llm: Any, request: GenerationRequest, sampling: Any, adapter: Any) -> Any:
+        """Hand a sequence to the engine; returns the result to be iterated. Needs the running loop that all others had."""
+        return llm.generate_async(
+            list(request.prompt_token_ids),
+            sampling,
+            lora_request=adapter,
+            streaming=True,
+            # An empty salt is a group too: everybody without a salt of his own.
+            cache_salt=request.cache_salt or None,
+        )
+
+    def adapters(self, options: TensorRtOptions) -> dict[str, Any]:
+        """The LoRA checkpoints as what is given with requests, by name. Raises: EngineStartFailed."""
+        found = {}
+        for number, (name, directory) in enumerate(sorted(options.adapters.items()), 1):
+            try:
+                found[name] = self._api.LoRARequest(name, number, directory)
+            except ValueError as error:
+                raise EngineStartFailed(f"adapter {name}: {error}") from error
+        return found
+
+    def canary(self, llm: Any, token_id: int) -> Any:
+        """One token from a prompt of one."""
+        sampling = self._sampling_type(max_tokens=1, end_id=NO_END_TOKEN, pad_id=0, ignore_eos=True, detokenize=False)
+        return llm.generate_async([token_id], sampling, streaming=True, cache_salt="weir-canary")
+
+    def _guide(self, request: GenerationRequest) -> Any:
+        response_format = request.response_format
+        assert response_format is not None
+        match response_format.kind:
+            case GrammarKind.JSON_SCHEMA:
+                return self._api.GuidedDecodingParams(json=response_format.source)
+            case GrammarKind.REGEX:
+                return self._api.GuidedDecodingParams(regex=response_format.source)
+            case GrammarKind.LARK:
+                return self._api.GuidedDecodingParams(grammar=response_format.source)

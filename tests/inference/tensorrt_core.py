@@ -1,0 +1,140 @@
+"""A TensorRT-LLM core over the stand-in in this process, for tests: what it tells is kept, by request."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from inference.checkpoint import read_config
+from inference.detokenizer import TextDecoder
+from inference.engine import ChoiceFinished, GenerationRequest, Scheduled, SequenceEvent, SequenceFinished, TokensGenerated
+from inference.limits import EngineLimits
+from inference.tensorrt.core import TensorRtCore
+from inference.tensorrt.library import TensorRtLibrary
+from inference.tensorrt.settings import TensorRtOptions
+from inference.tensorrt.watch import EngineWatch
+from inference.tokenizer import Tokenizer
+from tests.inference.running import Outcome
+from tests.inference.tensorrt_hosted import DOUBLE, OPTIONS
+
+LIMITS = EngineLimits(context_window_tokens=2048, step_token_count_max=256, running_sequence_count_max=4)
+WAIT_S = 60.0
+
+
+@contextlib.contextmanager
+def double_imported(monkeypatch: pytest.MonkeyPatch, faults: str = "") -> Iterator[Any]:
+    """The stand-in as the module `tensorrt_llm` of this process."""
+    monkeypatch.setenv("TENSORRT_DOUBLE", faults)
+    monkeypatch.syspath_prepend(str(DOUBLE))
+    importlib.invalidate_caches()
+    try:
+        yield importlib.import_module("tensorrt_llm")
+    finally:
+        for name in [name for name in sys.modules if name.partition(".")[0] == "tensorrt_llm"]:
+            del sys.modules[name]
+
+
+@dataclass
+class World:
+    """A core, its engine, and what came of each request."""
+
+    library: TensorRtLibrary
+    llm: Any
+    options: TensorRtOptions
+    tasks: asyncio.TaskGroup
+    outcomes: dict[int, Outcome] = field(default_factory=dict)
+    ends_of_choices: dict[int, list[int]] = field(default_factory=dict)
+    failures: dict[int, str] = field(default_factory=dict)
+    broken: list[str] = field(default_factory=list)
+    recycled: list[str] = field(default_factory=list)
+    core: TensorRtCore = field(init=False)
+
+    def tell(self, number: int, event: SequenceEvent | str) -> None:
+        outcome = self.outcomes.setdefault(number, Outcome())
+        assert outcome.finished is None, "nothing follows the last event"
+        assert number not in self.failures
+        match event:
+            case str():
+                self.failures[number] = event
+            case Scheduled():
+                assert outcome.token_ids == []
+                outcome.cached_token_count = event.cached_token_count
+            case TokensGenerated():
+                assert outcome.cached_token_count is not None
+                outcome.token_ids += event.token_ids
+                outcome.text += event.text
+                outcome.logprobs += event.logprobs
+            case ChoiceFinished():
+                self.ends_of_choices.setdefault(number, []).append(event.choice_index)
+            case SequenceFinished():
+                outcome.finished = event
+                outcome.text += event.text
+
+    def add(self, number: int, request: GenerationRequest) -> None:
+        self.core.add(number, request, asyncio.get_running_loop().time())
+
+    async def run(self, number: int, request: GenerationRequest) -> Outcome:
+        self.add(number, request)
+        return await self.end(number)
+
+    async def end(self, number: int) -> Outcome:
+        await until(lambda: self.outcomes.get(number, Outcome()).finished is not None, f"the end of request {number}")
+        return self.outcomes[number]
+
+    async def first_token(self, number: int) -> None:
+        await until(lambda: bool(self.outcomes.get(number, Outcome()).token_ids), f"the first token of request {number}")
+
+    def watch(self) -> EngineWatch:
+        return EngineWatch(self.library, self.llm, self.core, self.options, broken=self.broken.append, recycle=self.recycled.append)
+
+
+async def until(condition: Callable[[], bool], what: str) -> None:
+    """Wait for what comes from the engine's thread."""
+    try:
+        async with asyncio.timeout(WAIT_S):
+            while not condition():  # noqa: ASYNC110 - the world offers nothing to wait on
+                await asyncio.sleep(0.002)
+    except TimeoutError:
+        raise AssertionError(f"waited in vain for {what}") from None
+
+
+@contextlib.asynccontextmanager
+async def core_world(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, *, faults: str = "lonely", limits: EngineLimits = LIMITS, **options: Any
+) -> AsyncIterator[World]:
+    """A core on a checkpoint; shut down at the end."""
+    config, tokenizer = read_config(directory), Tokenizer(directory)
+    chosen = replace(OPTIONS, **options)
+    with double_imported(monkeypatch, faults):
+        library = TensorRtLibrary()
+        adapters = library.adapters(chosen)
+        llm = library.build(str(directory), limits, chosen)
+        async with asyncio.TaskGroup() as tasks:
+            world = World(library, llm, chosen, tasks)
+            world.core = TensorRtCore(
+                library,
+                llm,
+                decoder=TextDecoder(tokenizer.backend, tokenizer.special_token_ids, "tokenizer.json"),
+                model_end_token_ids=config.end_token_ids,
+                vocabulary_size=config.vocabulary_size,
+                limits=limits,
+                options=chosen,
+                adapters=adapters,
+                tell=world.tell,
+                broken=world.broken.append,
+                tasks=tasks,
+            )
+            try:
+                yield world
+            finally:
+                for task in list(world.core._inside.values()):
+                    task.cancel()
+                llm.shutdown()

@@ -1,0 +1,32 @@
+"""TensorRT-LLM engines over the stand-in, for tests."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from inference.tensorrt.settings import TensorRtOptions, TensorRtSettings
+from tests.inference.checkpoints import TinyCheckpoint
+
+DOUBLE = Path(__file__).parent.parent / "tensorrt_double"
+OPTIONS = TensorRtOptions(block_tokens=16, abort_drain_s=0.5, canary_timeout_s=20.0)
+
+
+def tensorrt_settings(
+    checkpoint: TinyCheckpoint, *, faults: str = "", version: str = "", options: dict[str, Any] | None = None, **changes: Any
+) -> TensorRtSettings:
+    """Small pools and short pauses. faults: for `TENSORRT_DOUBLE`. options: changes of `TensorRtOptions`."""
+    environment = {"TENSORRT_DOUBLE": faults, "OMP_NUM_THREADS": "1"} | ({"TENSORRT_DOUBLE_VERSION": version} if version else {})
+    defaults: dict[str, Any] = {"step_token_count_max": 256, "running_sequence_count_max": 16, "restart_delay_s_min": 0.05}
+    settings = TensorRtSettings(directory=checkpoint.directory, name="tiny", options=replace(OPTIONS, **(options or {})))
+    return replace(settings, environment=environment, **(defaults | changes))
+
+
+def find_double(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let child processes find the stand-in."""
+    root = str(Path(__file__).parent.parent.parent)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(DOUBLE), root, os.environ.get("PYTHONPATH", "")))))

@@ -1,0 +1,90 @@
+"""The stand-in is no invention: names, parameters and defaults are those of the interface that NVIDIA published with 1.2.1."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.inference.tensorrt_core import double_imported
+from tests.inference.tensorrt_hosted import DOUBLE
+
+PUBLISHED: dict[str, Any] = json.loads((DOUBLE / "api.json").read_text())["classes"]
+METHODS = [name for name, spec in PUBLISHED.items() if "." in name and "params" in spec]
+HOMES = {"GenerationResult": ("results", "RequestOutput"), "IterationResult": ("results", "IterationResult"), "LLM": ("llm", "LLM")}
+CLASSES = ["SamplingParams", "GuidedDecodingParams", "KvCacheConfig", "SchedulerConfig", "LoRARequest"]
+
+
+@pytest.fixture
+def double(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    with double_imported(monkeypatch) as module:
+        yield module
+
+
+def differences(function: Any, published: dict[str, Any]) -> list[str]:
+    """What a function's parameters do not have in common with those of the published one."""
+    ours = [parameter for name, parameter in inspect.signature(function).parameters.items() if name != "self"]
+    theirs = published["params"]
+    found = []
+    if [parameter.name for parameter in ours] != [spec["name"].lstrip("*") for spec in theirs]:
+        found.append(f"parameters {[parameter.name for parameter in ours]}, published {[spec['name'] for spec in theirs]}")
+    for parameter, spec in zip(ours, theirs, strict=False):
+        default = None if parameter.default is inspect.Parameter.empty else repr(parameter.default)
+        if default != spec["default"]:
+            found.append(f"{parameter.name} = {default}, published {spec['default']}")
+    if inspect.iscoroutinefunction(function) != published["async"]:
+        found.append("one is a coroutine function, the other is not")
+    return found
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_methods_are_the_published_ones(double: Any, name: str) -> None:
+    owner, _, method = name.partition(".")
+    module, own_name = HOMES[owner]
+    home = getattr(__import__(f"tensorrt_llm.{module}", fromlist=[own_name]), own_name)
+
+    assert differences(getattr(home, method), PUBLISHED[name]) == []
+
+
+def test_a_difference_is_found() -> None:
+    def generate_async(self: Any, inputs: Any, priority: int = 0) -> None: ...
+
+    assert differences(generate_async, PUBLISHED["LLM.generate_async"])
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_parameter_classes_have_the_published_fields(double: Any, name: str) -> None:
+    from tensorrt_llm import llmapi
+
+    fields = {field.name: field for field in dataclasses.fields(getattr(llmapi, name))}
+
+    assert list(fields) == list(PUBLISHED[name]["fields"])
+    for field_name, spec in PUBLISHED[name]["fields"].items():
+        if spec["default"] is not None and not spec["default"].startswith(("factory:", "CapacitySchedulerPolicy")):
+            assert repr(fields[field_name].default) == spec["default"], field_name
+
+
+def test_all_that_the_adapter_imports_is_exported_by_the_release(double: Any) -> None:
+    exports = json.loads((DOUBLE / "api.json").read_text())["exports"]["tensorrt_llm.llmapi"]
+    from tensorrt_llm import llmapi
+
+    assert set(llmapi.__all__) <= set(exports)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [{"top_p": 1.5}, {"top_k": -1}, {"temperature": -0.1}, {"n": 2}, {"best_of": 1, "n": 2, "temperature": 1.0}, {"surprise": 1}],
+)
+def test_parameters_are_refused_where_the_release_refuses_them(double: Any, values: dict[str, Any]) -> None:
+    with pytest.raises((ValueError, TypeError)):
+        double.SamplingParams(**values)
+
+
+@pytest.mark.parametrize("argument", ["batching_type", "build_config", "cache_salt"])
+def test_arguments_that_the_release_refuses_are_refused(double: Any, argument: str) -> None:
+    with pytest.raises(ValueError, match=argument):
+        double.LLM("nowhere", **{argument: None})

@@ -1,0 +1,378 @@
+"""The LLM of the stand-in: the torch engine's core on a thread of its own, and a worker process without which it is dead."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+from inference.checkpoint import read_config
+from inference.engine import (
+    EngineFinishReason,
+    GenerationRequest,
+    GrammarKind,
+    ResponseFormat,
+    Scheduled,
+    SequenceFinished,
+    SequenceId,
+    StopCriteria,
+    TokensGenerated,
+)
+from inference.engine import SamplingParams as CoreSampling
+from inference.engine_core import EngineCore, EngineOptions, SequenceBroken
+from inference.kv_cache import KV_BLOCK_TOKENS
+from inference.limits import EngineLimits
+from inference.tokenizer import Tokenizer
+
+from .faults import Faults
+from .parameters import PUBLISHED, KvCacheConfig, SamplingParams
+from .results import IterationResult, Logprob, RequestError, RequestOutput, Response
+
+KV_BYTES = 8 << 20
+REASONS = {
+    EngineFinishReason.STOP: "stop",
+    EngineFinishReason.STOP_SEQUENCE: "stop",
+    EngineFinishReason.LENGTH: "length",
+    EngineFinishReason.CANCELLED: "cancelled",
+}
+
+
+class Running:
+    """A request in the engine."""
+
+    def __init__(self, result: RequestOutput, sampling: Any, prompt: list[int]) -> None:
+        self.result = result
+        self.sampling = sampling
+        self.prompt = prompt
+        self.token_ids: list[int] = []
+        self.logprobs: list[Any] = []
+        self.cached_tokens = 0
+        self.scheduled = False
+        self.is_cut = False  # its text has stopped it for the client, while the engine goes on
+
+    def response(self, finish_reason: str | None = None, stop_reason: int | str | None = None, text: str = "") -> Response:
+        return Response(list(self.token_ids), list(self.logprobs), self.cached_tokens, text, finish_reason, stop_reason)
+
+
+class LLM:
+    """See the package. The constructor blocks; `generate_async` is a plain function that needs a running loop."""
+
+    def __init__(
+        self,
+        model: str | Path,
+        tokenizer: Any = None,
+        tokenizer_mode: str = "auto",
+        skip_tokenizer_init: bool = False,
+        trust_remote_code: bool = False,
+        tensor_parallel_size: int = 1,
+        dtype: str = "auto",
+        revision: str | None = None,
+        tokenizer_revision: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        known = {*PUBLISHED["classes"]["BaseLlmArgs"]["fields"], *PUBLISHED["classes"]["TorchLlmArgs"]["fields"]}
+        for name in kwargs:
+            if name in PUBLISHED["trt_only_args_rejected_by_LLM"]:
+                raise ValueError(f"{name} is only supported by the TensorRT engine")
+            if name not in known:
+                raise ValueError(f"LLM got invalid argument: {name}")
+        if tensor_parallel_size > 1 or kwargs.get("pipeline_parallel_size", 1) > 1:
+            raise RuntimeError("Only 1 GPUs are available, but more are required.")
+        self.kwargs = kwargs
+        self._faults = Faults()
+        self._config = read_config(Path(model))
+        self._tokenizer = Tokenizer(Path(model))
+        self._max_seq_len = kwargs["max_seq_len"]
+        limits = EngineLimits(
+            context_window_tokens=self._max_seq_len,
+            step_token_count_max=kwargs["max_num_tokens"],
+            running_sequence_count_max=kwargs["max_batch_size"],
+            waiting_sequence_count_max=100_000,
+        )
+        self._kv: Any = kwargs.get("kv_cache_config") or KvCacheConfig()
+        self._core = EngineCore(EngineOptions(Path(model), limits, kv_cache_bytes=KV_BYTES))
+        self._running: dict[int, Running] = {}
+        self._orders: list[Any] = []
+        self._changed = threading.Condition()
+        self._next_id = 0
+        self._is_shut = False
+        self._wedged = False
+        self._submitted = False
+        self._statistics, self._events = IterationResult(), IterationResult()
+        self._event_id = 0
+        self._stored: dict[tuple[int, ...], int] = {}
+        self._random = random.Random(7)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        # The worker process of a rank. Nobody tells the client when it dies.
+        waiting = [sys.executable, "-c", "import sys; sys.stdin.read()"]
+        self._worker = None if self._faults.has("lonely") else subprocess.Popen(waiting, stdin=subprocess.PIPE)
+        self._thread = threading.Thread(target=self._run, name="double-executor", daemon=True)
+        self._thread.start()
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Of the checkpoint."""
+        return self._tokenizer
+
+    def generate_async(
+        self,
+        inputs: Any,
+        sampling_params: Any = None,
+        lora_request: Any = None,
+        prompt_adapter_request: Any = None,
+        streaming: bool = False,
+        kv_cache_retention_config: Any = None,
+        disaggregated_params: Any = None,
+        trace_headers: Any = None,
+        _postproc_params: Any = None,
+        scheduling_params: Any = None,
+        cache_salt: str | None = None,
+    ) -> RequestOutput:
+        """Submits and returns at once. Changes the parameters that it is given."""
+        if self._is_shut:
+            raise RuntimeError("LLM is shutting down")
+        if not isinstance(inputs, list) or not all(isinstance(token, int) for token in inputs):
+            raise TypeError("The inputs must be type list of int, but got something else.")
+        sampling = SamplingParams() if sampling_params is None else sampling_params
+        if not isinstance(sampling, SamplingParams):
+            raise TypeError("The sampling_params must be type SamplingParams or None")
+        loop = asyncio.get_running_loop()
+        if self._loop not in (None, loop):
+            raise RuntimeError("the loop is not the one that all others had")
+        self._loop = loop
+        self._change(sampling)
+        result = RequestOutput(self._next_id, list(inputs), self._abort)
+        self._next_id += 1
+        request = self._request(result, sampling, cache_salt)
+        with self._changed:
+            self._submitted = True
+            self._statistics.mark_undone()
+            self._events.mark_undone()
+            self._orders.append((result, sampling, request))
+            self._changed.notify()
+        return result
+
+    def get_stats(self, timeout: float | None = 2) -> list[dict[str, Any]]:
+        """What has come so far; nothing before the first request."""
+        return self._statistics.get_results()
+
+    def get_stats_async(self, timeout: float | None = 2) -> IterationResult:
+        """The one iterator of statistics."""
+        self._statistics.set_timeout(timeout or 0.0)
+        return self._statistics
+
+    def get_kv_cache_events(self, timeout: float | None = 2) -> list[dict[str, Any]]:
+        """What has come so far."""
+        assert self._submitted, "generate was not called yet"
+        return self._events.get_results()
+
+    def get_kv_cache_events_async(self, timeout: float | None = 2) -> IterationResult:
+        """The one iterator of events."""
+        assert self._submitted, "generate was not called yet"
+        self._events.set_timeout(timeout or 0.0)
+        return self._events
+
+    def shutdown(self) -> None:
+        """May be called again."""
+        with self._changed:
+            self._is_shut = True
+            self._changed.notify()
+        self._thread.join()
+        if self._worker is not None:
+            assert self._worker.stdin is not None
+            self._worker.stdin.close()
+            self._worker.kill()
+            self._worker.wait()
+
+    def _check_health(self) -> bool:
+        """True for a dead engine too."""
+        return not self._is_shut
+
+    def _change(self, sampling: Any) -> None:
+        if sampling.end_id is None:
+            ends = sorted(self._config.end_token_ids)
+            sampling.end_id = ends[0]
+            sampling.pad_id = ends[0]
+            sampling.stop_token_ids = [*(sampling.stop_token_ids or []), *ends[1:]]
+        elif sampling.stop:
+            raise RuntimeError("stop words were not processed by tokenizer")
+
+    def _request(self, result: RequestOutput, sampling: Any, cache_salt: str | None) -> GenerationRequest:
+        prompt = result.prompt_token_ids
+        limit = self._max_seq_len - len(prompt)
+        if limit < 1:
+            self._wedged = True  # the engine hangs for everybody (NVIDIA/TensorRT-LLM#4441)
+            limit = 1
+        ends = frozenset(() if sampling.ignore_eos else (sampling.end_id,)) | frozenset(sampling.stop_token_ids or ())
+        guide, response_format = sampling.guided_decoding, None
+        if guide is not None:
+            assert self.kwargs.get("guided_decoding_backend"), "guided decoding is off"
+            kinds = ((GrammarKind.JSON_SCHEMA, guide.json), (GrammarKind.REGEX, guide.regex), (GrammarKind.LARK, guide.grammar))
+            response_format = next(ResponseFormat(kind, source) for kind, source in kinds if source)
+        bias = () if sampling.embedding_bias is None else tuple(enumerate(map(float, sampling.embedding_bias)))
+        return GenerationRequest(
+            SequenceId(str(result.request_id)),
+            tuple(prompt),
+            CoreSampling(
+                temperature=0.0 if sampling.is_greedy else float(sampling.temperature),
+                top_p=sampling.top_p or 1.0,
+                top_k=sampling.top_k or 0,
+                seed=sampling.seed,
+                min_p=sampling.min_p or 0.0,
+                repetition_penalty=sampling.repetition_penalty or 1.0,
+                presence_penalty=sampling.presence_penalty or 0.0,
+                frequency_penalty=sampling.frequency_penalty or 0.0,
+                logit_bias=tuple(pair for pair in bias if pair[1]),
+                top_logprobs=sampling.logprobs,
+            ),
+            StopCriteria(
+                min(sampling.max_tokens, limit),  # clamped, with a warning that nobody reads
+                stop_token_ids=frozenset() if guide else frozenset(end for end in ends if end >= 0),
+                ignore_eos=guide is None,
+                min_output_tokens=min(sampling.min_tokens or 0, limit),
+            ),
+            cache_salt=cache_salt or "",
+            response_format=response_format,
+        )
+
+    def _abort(self, result: RequestOutput) -> None:
+        assert not self._is_shut, "the executor is gone"
+        if self._faults.has("mute_abort"):
+            return
+        with self._changed:
+            self._orders.append(result)
+            self._changed.notify()
+
+    def _run(self) -> None:
+        while not self._is_shut:
+            with self._changed:
+                while not self._orders and self._core.idle and not self._is_shut:
+                    self._changed.wait()
+                orders, self._orders = self._orders, []
+            if self._wedged or (self._worker is not None and self._worker.poll() is not None):
+                return  # the thread dies, and everybody waits
+            for order in orders:
+                self._obey(order)
+            for number, event in self._core.step():
+                if number in self._running:
+                    self._tell(number, self._running[number], event)
+            self._statistics.put(self._entry())
+
+    def _obey(self, order: Any) -> None:
+        if isinstance(order, RequestOutput):
+            running = self._running.get(order.request_id)
+            if running is not None and not running.scheduled:
+                del self._running[order.request_id]  # dropped from the queue: no answer, ever
+            self._core.cancel(order.request_id)
+            return
+        result, sampling, request = order
+        self._running[result.request_id] = Running(result, sampling, result.prompt_token_ids)
+        self._core.add(result.request_id, request)
+
+    def _tell(self, number: int, running: Running, event: Any) -> None:
+        result, prompt = running.result, running.prompt
+        match event:
+            case Scheduled():
+                running.scheduled, running.cached_tokens = True, event.cached_token_count
+                if self._faults.strikes("wedge", prompt):
+                    self._wedged = True
+            case TokensGenerated():
+                running.token_ids += event.token_ids
+                for logprobs in event.logprobs:
+                    ranked = {entry.token_id: Logprob(entry.logprob, rank) for rank, entry in enumerate(logprobs.top, 1)}
+                    running.logprobs.append({logprobs.chosen.token_id: Logprob(logprobs.chosen.logprob), **ranked})
+                if self._faults.strikes("swallow_logprobs", prompt):
+                    running.logprobs.clear()
+                if self._struck(number, running):
+                    return
+                if self._random.random() < 0.7:  # the others wait for the next response: a step may bring several tokens, or none
+                    result.put(running.response())
+                elif self._random.random() < 0.2:
+                    result.put(Response(running.token_ids[:-1], running.logprobs[:-1], running.cached_tokens))
+            case SequenceFinished():
+                del self._running[number]
+                self._finish(running, event)
+            case SequenceBroken():
+                del self._running[number]
+                result.put(Response([], [], 0, error=RequestError(event.message)))
+
+    def _struck(self, number: int, running: Running) -> bool:
+        """Plant what is wanted; True if the response must not be sent."""
+        prompt, count = running.prompt, len(running.token_ids)
+        if self._faults.strikes("empty", prompt):
+            del self._running[number]
+            self._core.cancel(number)
+            running.token_ids, running.logprobs = [running.sampling.end_id], running.logprobs[:1]
+            running.result.put(running.response("stop"))
+            return True
+        if self._faults.strikes("error", prompt) and count > 2:
+            del self._running[number]
+            self._core.cancel(number)
+            running.result.put(Response([], [], 0, error=RequestError("the worker failed this request")))
+            return True
+        if self._faults.strikes("fatal", prompt) and count > 2:
+            self._is_shut = True
+            running.result.put(Response([], [], 0, error=OSError("CUDA error: an illegal memory access was encountered")))
+            return True
+        return self._faults.strikes("stuck", prompt) and count > 2
+
+    def _finish(self, running: Running, event: SequenceFinished) -> None:
+        self._store(running)
+        sampling, stop_reason = running.sampling, None
+        if self._faults.strikes("stuck", running.prompt) and event.reason is not EngineFinishReason.CANCELLED:
+            return
+        if event.reason is EngineFinishReason.STOP and running.token_ids:
+            last = running.token_ids[-1]
+            if last == sampling.end_id:
+                if self._faults.has("end_omitted"):
+                    del running.token_ids[-1:], running.logprobs[-1:]
+            elif sampling.guided_decoding is None:
+                stop_reason = last
+                if not sampling.include_stop_str_in_output:
+                    del running.token_ids[-1:], running.logprobs[-1:]
+        running.result.put(running.response(REASONS[event.reason], stop_reason))
+
+    def _store(self, running: Running) -> None:
+        """Events of the blocks that a request has filled."""
+        if not self._kv.event_buffer_max_size:
+            return
+        tokens = (running.prompt + running.token_ids)[:-1]
+        parent = None
+        for end in range(KV_BLOCK_TOKENS, len(tokens) + 1, KV_BLOCK_TOKENS):
+            key = tuple(tokens[:end])
+            if key not in self._stored:
+                self._stored[key] = len(self._stored) + 1000
+                block = {
+                    "type": "stored_block",
+                    "block_hash": self._stored[key],
+                    "tokens": [{"token_id": token, "token_extra_id": 0} for token in key[-KV_BLOCK_TOKENS:]],
+                    "cache_level": 0,
+                    "priority": 35,
+                }
+                self._publish({"type": "stored", "parent_hash": parent, "blocks": [block]})
+            parent = self._stored[key]
+
+    def _publish(self, data: dict[str, Any]) -> None:
+        self._events.put({"event_id": self._event_id, "data": data, "window_size": self._max_seq_len})
+        self._event_id += 1
+
+    def _entry(self) -> dict[str, Any]:
+        told = self._core.statistics()
+        return {
+            "iter": told.step_count,
+            "iterLatencyMS": 1.0,
+            "numActiveRequests": told.running_sequence_count,
+            "numQueuedRequests": told.waiting_sequence_count,
+            "kvCacheStats": {
+                "maxNumBlocks": told.kv_block_count_total,
+                "freeNumBlocks": told.kv_block_count_total - told.kv_block_count_held,
+                "usedNumBlocks": told.kv_block_count_held,
+                "tokensPerBlock": KV_BLOCK_TOKENS,
+                "cacheHitRate": 0.0,
+            },
+            "inflightBatchingStats": {"numScheduledRequests": told.running_sequence_count, "numPausedRequests": 0},
+        }
