@@ -171,7 +171,7 @@ async def test_an_error_that_takes_the_engine_down_is_noticed_by_whoever_hears_i
 
 
 async def test_a_sequence_that_sticks_fails_alone_while_others_go_on(tiny: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with core_world(tiny.directory, monkeypatch, faults="lonely,stuck:9", inter_token_timeout_s=1.0) as world:
+    async with core_world(tiny.directory, monkeypatch, faults="lonely,stuck:9", inter_token_timeout_s=4.0) as world:
         world.add(1, beginning_with(9, 1000))
         await world.first_token(1)
         watching = world.tasks.create_task(world.watch().run())

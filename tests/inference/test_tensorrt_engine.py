@@ -1,0 +1,140 @@
+"""The TensorRT-LLM engine in its child process: started anew when it is dead, refused when it cannot be, and what it says it holds."""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from inference.engine import BeamSearchParams, EngineState, GenerationRequest, GrammarKind, ResponseFormat
+from inference.errors import EngineFailed, EngineStartFailed, RequestImpossible
+from inference.tensorrt.engine import format_fault
+from inference.tensorrt.kv_events import KvCacheChange, KvEventIndex, KvEventReader
+from inference.tensorrt.settings import TensorRtOptions
+from inference.tensorrt.watch import descendants
+from tests.inference.checkpoints import TinyCheckpoint
+from tests.inference.hosted import LONG, first_tokens, prompt, read_all, run, serving, until
+from tests.inference.running import make_request
+from tests.inference.tensorrt_hosted import find_double, tensorrt_settings
+
+
+@pytest.fixture(autouse=True)
+def double(monkeypatch: pytest.MonkeyPatch) -> None:
+    find_double(monkeypatch)
+
+
+async def test_a_dead_worker_fails_its_waiters_and_the_engine_comes_back(tiny: TinyCheckpoint) -> None:
+    async with serving(tensorrt_settings(tiny)) as engine:
+        whole = await run(engine, make_request(prompt(1), 5))
+        pid = engine.host_pid
+        assert pid is not None
+        (worker,) = descendants(pid)
+        async with engine.generate(make_request(prompt(1), LONG)) as stream:
+            await first_tokens(stream, 2)
+            os.kill(worker, signal.SIGKILL)
+            with pytest.raises(EngineFailed):
+                await read_all(stream)
+        await until(lambda: engine.condition().state is EngineState.READY and engine.host_pid != pid)
+
+        again = await run(engine, make_request(prompt(1), 5))
+
+    assert again.token_ids == whole.token_ids
+    assert again.cached_token_count == 0, "its cache went with it"
+
+
+async def test_what_it_holds_is_predicted_from_its_own_events_and_beams_are_refused(tiny: TinyCheckpoint) -> None:
+    tokens = tuple(prompt(1, 64))
+    async with serving(tensorrt_settings(tiny)) as engine:
+        assert engine.predict_cached_token_count(tokens, "") == 0
+        await run(engine, make_request(tokens, 5))
+        await until(lambda: engine.predict_cached_token_count(tokens, "") == 48)
+        assert engine.predict_cached_token_count(tokens, "another tenant") == 0
+
+        found = await run(engine, make_request(tokens, 5))
+        with pytest.raises(RequestImpossible) as refused:
+            async with engine.generate(beams()):
+                pass
+        model, workers = engine.model, descendants(engine.host_pid or 0)
+
+    assert found.cached_token_count == 48
+    assert refused.value.field == "beam_search"
+    assert model.engine == "tensorrt_llm"
+    assert not any(os.path.exists(f"/proc/{pid}") for pid in workers), "a worker that outlives its host keeps the GPU's memory"
+
+
+def beams() -> GenerationRequest:
+    return replace(make_request(prompt(1), 5), beam_search=BeamSearchParams(width=2))
+
+
+async def test_an_engine_that_cannot_be_says_why_and_what_to_do(tiny: TinyCheckpoint) -> None:
+    settings = tensorrt_settings(tiny, options={"tensor_parallel_size": 2})
+    async with serving(settings, started=False) as engine:
+        with pytest.raises(EngineStartFailed, match="GPUs"):
+            await engine.start()
+        assert engine.condition().state is EngineState.FAILED
+
+
+@pytest.mark.parametrize(
+    "values",
+    [{"tensor_parallel_size": 0}, {"expert_parallel_size": 0}, {"kv_cache_memory_fraction": 1.0}, {"spare_place_count": -1}],
+)
+def test_options_that_no_engine_has_are_refused_by_name(values: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match=next(iter(values))):
+        TensorRtOptions(**values)  # type: ignore[arg-type]
+
+
+def test_a_grammar_needs_the_backend_that_knows_it() -> None:
+    lark = make_request(prompt(1), 5, ignore_eos=False, response_format=ResponseFormat(GrammarKind.LARK, "start: /a/"))
+
+    assert format_fault(lark, TensorRtOptions()) is None
+    refused = format_fault(lark, TensorRtOptions(guided_decoding_backend="xgrammar"))
+    assert refused is not None
+    assert refused.field == "response_format.lark"
+
+
+def stored(event_id: int, parent: int | None, block: int, tokens: list[int]) -> dict[str, object]:
+    blocks = [{"block_hash": block, "tokens": [{"token_id": token, "token_extra_id": 0} for token in tokens]}]
+    return {"event_id": event_id, "data": {"type": "stored", "parent_hash": parent, "blocks": blocks}}
+
+
+def test_lost_events_empty_the_index() -> None:
+    """The engine's buffer is bounded: a gap in the numbers says that it has overflowed."""
+    reader, index = KvEventReader(), KvEventIndex()
+    first = [stored(0, None, 5, [1, 2]), stored(1, 5, 6, [3, 4])]
+    for change in reader.read(first):
+        index.apply(change)
+    assert index.matched_token_count([1, 2, 3, 4, 5]) == 4
+
+    for change in reader.read([stored(7, None, 8, [9, 9])]):
+        index.apply(change)
+
+    assert index.matched_token_count([1, 2, 3, 4, 5]) == 0
+    assert index.matched_token_count([9, 9, 1]) == 2
+
+
+blocks = st.lists(st.tuples(st.booleans(), st.integers(1, 12), st.integers(0, 12), st.integers(0, 2)), max_size=60)
+
+
+@given(blocks, st.lists(st.integers(0, 2), max_size=8))
+def test_the_index_equals_a_walk_over_all_blocks(acts: list[tuple[bool, int, int, int]], token_ids: list[int]) -> None:
+    index = KvEventIndex()
+    held: dict[int, tuple[int, int]] = {}
+    for stores, block, parent, token in acts:
+        if stores and block not in held and (parent, token) not in held.values():
+            held[block] = (parent, token)
+            index.apply(KvCacheChange(False, [(parent, block, [token])], []))
+        elif not stores:
+            held.pop(block, None)
+            index.apply(KvCacheChange(False, [], [block]))
+
+    count, at = 0, 0
+    by_place = {place: block for block, place in held.items()}
+    while any(held) and count + 1 < len(token_ids) and (at, token_ids[count]) in by_place:
+        at = by_place[(at, token_ids[count])]
+        count += 1
+    assert index.matched_token_count(token_ids) == count
+    assert len(index) == len(held)
