@@ -22,6 +22,7 @@ from api.admission import Admission, Capacity
 from api.auth import Authenticator
 from api.billing_service import BillingServicer
 from api.endpoint import write_endpoint
+from api.engines import build_engines
 from api.errors import Draining
 from api.health import keep_health
 from api.inference_service import InferenceServicer
@@ -31,14 +32,12 @@ from api.process import Process
 from api.server import Health, Servicers, build_server
 from api.settings import SettingInvalid, Settings
 from inference.classifier_process import ClassifierProcess
-from inference.cost_model import CostModel
 from inference.engine import Engine
 from inference.errors import EngineError
 from inference.router import Router
 from inference.safety import SafetyRulesInvalid
 from inference.safety_file import Safety, read_safety
 from inference.tokenizer import Tokenizer
-from inference.torch_engine import TorchEngine, TorchEngineSettings
 from metering.control.control_channel import ControlChannel
 from metering.errors import InvalidValue, StoreAway
 from metering.holds.holds import HoldStore
@@ -53,34 +52,6 @@ HEALTH_INTERVAL_S = 0.2
 SETTLE_GRACE_S = 10.0  # after the drain time, for the settlement of what was still running
 
 log = structlog.get_logger(__name__)
-
-
-def build_engines(settings: Settings) -> dict[str, Engine]:
-    """One engine per model. Raises: CheckpointInvalid naming the file."""
-    return {name: TorchEngine(engine_settings(settings, name, directory)) for name, directory in settings.models.items()}
-
-
-def engine_settings(settings: Settings, name: str, directory: Path) -> TorchEngineSettings:
-    """How to run a model, or, for load tests, how to act as if it ran."""
-    if settings.engine_device == "simulated":
-        log.warning("engine_simulated", model=name, time_scale=settings.simulated_time_scale)
-        return TorchEngineSettings(
-            directory=directory,
-            name=name,
-            step_token_count_max=8192,  # TensorRT-LLM's default
-            running_sequence_count_max=512,
-            waiting_sequence_count_max=settings.requests_per_process_max,  # what is to be tested stands before the engine
-            torch_thread_count=1,
-            simulation=CostModel(time_scale=settings.simulated_time_scale),
-        )
-    return TorchEngineSettings(
-        directory=directory,
-        name=name,
-        compute_dtype=settings.engine_dtype,
-        device=settings.engine_device,
-        kv_cache_bytes=settings.kv_cache_bytes,
-        torch_thread_count=settings.engine_thread_count,
-    )
 
 
 def build_safety(settings: Settings) -> Safety:

@@ -136,6 +136,8 @@ class Settings:
     safety_rules: str = setting("WEIR_SAFETY_RULES", "", str)  # a file for `inference.safety_file`; empty: nothing is checked
     # The private key that signs receipts. Empty: that of the home directory, if there is one; "off": none, they are chained only.
     receipt_key_file: str = setting("WEIR_RECEIPT_KEY_FILE", "", str)
+    # "tensorrt" serves all models on GPUs by TensorRT-LLM; "torch" on whatever this machine has.
+    engine_backend: Literal["torch", "tensorrt"] = setting("WEIR_ENGINE", "torch", one_of("torch", "tensorrt"))
     # "int8" stores matrices in 8 bits: a quarter of the memory of float32, and answers that differ a little.
     engine_dtype: Literal["float32", "bfloat16", "int8"] = setting(
         "WEIR_ENGINE_DTYPE", "float32", one_of("float32", "bfloat16", "int8")
@@ -145,6 +147,23 @@ class Settings:
     simulated_time_scale: float = setting("WEIR_SIMULATED_TIME_SCALE", 1.0, scale(1000))  # 0: no time passes
     engine_thread_count: int = setting("WEIR_ENGINE_THREADS", 0, whole(0, 1024))  # 0: as many as there are cores
     kv_cache_bytes: int = setting("WEIR_KV_CACHE_BYTES", 2**30, whole(2**20, 2**44))  # reserved, used as far as needed
+
+    # Of TensorRT-LLM: GPUs that share each matrix, that share the layers, and that share the experts (0: the engine decides).
+    tensorrt_tensor_parallel: int = setting("WEIR_TENSORRT_TENSOR_PARALLEL", 1, whole(1, 1024))
+    tensorrt_pipeline_parallel: int = setting("WEIR_TENSORRT_PIPELINE_PARALLEL", 1, whole(1, 1024))
+    tensorrt_expert_parallel: int = setting("WEIR_TENSORRT_EXPERT_PARALLEL", 0, whole(0, 1024))
+    tensorrt_batch_max: int = setting("WEIR_TENSORRT_BATCH_MAX", 256, whole(1, 4096))
+    tensorrt_kv_cache_dtype: Literal["auto", "fp8"] = setting("WEIR_TENSORRT_KV_CACHE_DTYPE", "auto", one_of("auto", "fp8"))
+    # Of the memory that is free after the weights; the rest is for activations and what else runs on the GPU.
+    tensorrt_kv_cache_fraction: float = setting("WEIR_TENSORRT_KV_CACHE_FRACTION", 0.9, scale(0.99))
+    # Aborts during prefill have hung engines: "running" puts them off until the first token. "never" lets cancelled ones run out.
+    tensorrt_abort: Literal["running", "always", "never"] = setting(
+        "WEIR_TENSORRT_ABORT", "running", one_of("running", "always", "never")
+    )
+    # LoRA checkpoints as model:adapter=directory pairs, separated by commas; clients call them model:adapter.
+    lora_adapters: Mapping[str, Path] = field(
+        default_factory=dict, metadata={"variable": "WEIR_LORA_ADAPTERS", "parse": paths_by_name}
+    )
 
     # The first slice covers most answers without a second write; extensions come in the same size.
     lease_slice_tokens: int = setting("WEIR_LEASE_SLICE_TOKENS", 128, whole(1, 65_536))

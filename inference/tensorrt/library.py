@@ -26,7 +26,7 @@ class TensorRtLibrary:
             import tensorrt_llm
             from tensorrt_llm import llmapi
         except ImportError as error:
-            remedy = "use the image in infra/images/tensorrt, or pip install 'weir[tensorrt]' on a machine with a GPU"
+            remedy = "build infra/images/tensorrt.Dockerfile, or pip install 'weir[tensorrt]' on a machine with a GPU"
             raise EngineStartFailed(f"TensorRT-LLM cannot be imported ({error}): {remedy}") from error
         if tensorrt_llm.__version__ != VERSION:
             raise EngineStartFailed(f"TensorRT-LLM {tensorrt_llm.__version__} is installed: Weir needs {VERSION}")

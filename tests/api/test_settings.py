@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from api.__main__ import build_engines
+from api.engines import build_engines
 from api.settings import SettingInvalid, Settings
 
 SPECS = {spec.metadata["variable"]: spec for spec in fields(Settings)}
@@ -80,7 +80,7 @@ def test_a_word_that_is_no_choice_is_refused_with_those_that_are(name: str) -> N
 
 
 def test_type_and_device_reach_the_engines(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("api.__main__.TorchEngine", lambda settings: settings)
+    monkeypatch.setattr("api.engines.TorchEngine", lambda settings: settings)
     settings = Settings.from_environment({"WEIR_ENGINE_DTYPE": "int8", "WEIR_ENGINE_DEVICE": "cuda", "WEIR_MODELS": "a=/x"})
 
     engine: Any = build_engines(settings)["a"]
@@ -89,7 +89,7 @@ def test_type_and_device_reach_the_engines(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_simulated_engine_is_asked_for_by_name_and_announced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("api.__main__.TorchEngine", lambda settings: settings)
+    monkeypatch.setattr("api.engines.TorchEngine", lambda settings: settings)
     settings = {"WEIR_MODELS": "a=/x", "WEIR_SIMULATED_TIME_SCALE": "0"}
 
     plain: Any = build_engines(Settings.from_environment(settings))["a"]
@@ -99,6 +99,35 @@ def test_a_simulated_engine_is_asked_for_by_name_and_announced(monkeypatch: pyte
     assert plain.simulation is None
     assert simulated.simulation.time_scale == 0
     assert [(line["event"], line["log_level"]) for line in logs] == [("engine_simulated", "warning")]
+
+
+def test_tensorrt_gets_its_sizes_and_its_adapters_are_models_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("api.engines.TensorRtEngine", lambda settings: settings)
+    monkeypatch.setattr("api.engines.AdapterView", lambda base, adapter: (base, adapter))
+    environment = {
+        "WEIR_ENGINE": "tensorrt",
+        "WEIR_MODELS": "a=/x",
+        "WEIR_LORA_ADAPTERS": "a:support=/lora",
+        "WEIR_TENSORRT_TENSOR_PARALLEL": "8",
+        "WEIR_TENSORRT_EXPERT_PARALLEL": "4",
+        "WEIR_TENSORRT_ABORT": "never",
+    }
+
+    engines: Any = build_engines(Settings.from_environment(environment))
+
+    options = engines["a"].options
+    assert (options.tensor_parallel_size, options.expert_parallel_size, options.abort_running) == (8, 4, False)
+    assert options.adapters == {"support": "/lora"}
+    assert engines["a:support"] == (engines["a"], "support")
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [{"WEIR_LORA_ADAPTERS": "demo:x=/y"}, {"WEIR_ENGINE": "tensorrt", "WEIR_LORA_ADAPTERS": "other:x=/y"}],
+)
+def test_adapters_that_nothing_could_serve_are_refused(environment: dict[str, str]) -> None:
+    with pytest.raises(SettingInvalid, match="WEIR_LORA_ADAPTERS"):
+        build_engines(Settings.from_environment(environment))
 
 
 CASES: list[dict[str, Any]] = [

@@ -19,7 +19,7 @@ from google.protobuf.duration_pb2 import Duration
 from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import types_pb2
 
-import api.__main__ as api_main
+import api.engines as api_engines
 from api.service_rate import ServiceRate
 from metering.models import QuotaDimension
 from tests.conftest import new_database
@@ -38,9 +38,9 @@ async def inside(
     """A server with a short queue."""
     with new_database(postgres_server, template=template_database) as url, pytest.MonkeyPatch.context() as monkeypatch:
         service = Service(tmp_path_factory.mktemp("inside"), url, model, queue_requests_max=QUEUE_MAX, progress_interval_s=0.05)
-        build = api_main.engine_settings
+        build = api_engines.torch_settings
         monkeypatch.setattr(
-            api_main, "engine_settings", lambda *given: replace(build(*given), running_sequence_count_max=RUNNING_MAX)
+            api_engines, "torch_settings", lambda *given: replace(build(*given), running_sequence_count_max=RUNNING_MAX)
         )
         async with run_inside(service, monkeypatch) as inside:
             yield inside

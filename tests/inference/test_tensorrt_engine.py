@@ -1,4 +1,4 @@
-"""The TensorRT-LLM engine in its child process: started anew when it is dead, refused when it cannot be, and what it says it holds."""
+"""The TensorRT-LLM engine in its child process: started anew when it is dead, refused when it cannot be, what it says it holds."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from inference.errors import EngineFailed, EngineStartFailed, RequestImpossible
 from inference.tensorrt.engine import format_fault
 from inference.tensorrt.kv_events import KvCacheChange, KvEventIndex, KvEventReader
 from inference.tensorrt.settings import TensorRtOptions
-from inference.tensorrt.watch import descendants
+from inference.tensorrt.watch import alive, descendants
 from tests.inference.checkpoints import TinyCheckpoint
 from tests.inference.hosted import LONG, first_tokens, prompt, read_all, run, serving, until
 from tests.inference.running import make_request
@@ -63,7 +63,7 @@ async def test_what_it_holds_is_predicted_from_its_own_events_and_beams_are_refu
     assert found.cached_token_count == 48
     assert refused.value.field == "beam_search"
     assert model.engine == "tensorrt_llm"
-    assert not any(os.path.exists(f"/proc/{pid}") for pid in workers), "a worker that outlives its host keeps the GPU's memory"
+    assert not any(alive(pid) for pid in workers), "a worker that outlives its host keeps the GPU's memory"
 
 
 def beams() -> GenerationRequest:

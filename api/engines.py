@@ -1,0 +1,89 @@
+"""The engines that a process serves, built from its settings. One of the two places of the API that know concrete engines."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import structlog
+
+from api.settings import SettingInvalid, Settings
+from inference.adapter_view import AdapterView
+from inference.cost_model import CostModel
+from inference.engine import Engine
+from inference.tensorrt.engine import TensorRtEngine
+from inference.tensorrt.settings import TensorRtOptions, TensorRtSettings
+from inference.torch_engine import TorchEngine, TorchEngineSettings
+
+log = structlog.get_logger(__name__)
+
+
+def build_engines(settings: Settings) -> dict[str, Engine]:
+    """One engine per model, one more name per adapter. Raises: CheckpointInvalid naming the file, SettingInvalid."""
+    if settings.engine_backend == "torch":
+        if settings.lora_adapters:
+            raise SettingInvalid("WEIR_LORA_ADAPTERS needs WEIR_ENGINE=tensorrt: the torch engine serves no adapters")
+        return {name: TorchEngine(torch_settings(settings, name, directory)) for name, directory in settings.models.items()}
+    engines: dict[str, Engine] = {}
+    adapters = adapters_by_model(settings)
+    for name, directory in settings.models.items():
+        base = engines[name] = TensorRtEngine(tensorrt_settings(settings, name, directory, adapters[name]))
+        engines |= {f"{name}:{adapter}": AdapterView(base, adapter) for adapter in adapters[name]}
+    return engines
+
+
+def adapters_by_model(settings: Settings) -> dict[str, dict[str, str]]:
+    """Directories of adapters by model and name. Raises: SettingInvalid for one of a model that is not served."""
+    found: dict[str, dict[str, str]] = {name: {} for name in settings.models}
+    for key, directory in settings.lora_adapters.items():
+        model, _, adapter = key.rpartition(":")
+        if model not in found or not adapter:
+            raise SettingInvalid(f"WEIR_LORA_ADAPTERS: {key!r} must be model:adapter, with a model of WEIR_MODELS")
+        found[model][adapter] = str(directory)
+    return found
+
+
+def tensorrt_settings(settings: Settings, name: str, directory: Path, adapters: dict[str, str]) -> TensorRtSettings:
+    """How to run a model on TensorRT-LLM. Raises: SettingInvalid."""
+    try:
+        options = TensorRtOptions(
+            kv_cache_dtype=settings.tensorrt_kv_cache_dtype,
+            tensor_parallel_size=settings.tensorrt_tensor_parallel,
+            pipeline_parallel_size=settings.tensorrt_pipeline_parallel,
+            expert_parallel_size=settings.tensorrt_expert_parallel or None,
+            kv_cache_memory_fraction=settings.tensorrt_kv_cache_fraction,
+            adapters=adapters,
+            abort_running=settings.tensorrt_abort != "never",
+            abort_prefill=settings.tensorrt_abort == "always",
+        )
+    except ValueError as error:
+        raise SettingInvalid(f"WEIR_TENSORRT_*: {error}") from error
+    return TensorRtSettings(
+        directory=directory,
+        name=name,
+        options=options,
+        running_sequence_count_max=settings.tensorrt_batch_max,
+        waiting_sequence_count_max=settings.requests_per_process_max,
+    )
+
+
+def torch_settings(settings: Settings, name: str, directory: Path) -> TorchEngineSettings:
+    """How to run a model, or, for load tests, how to act as if it ran."""
+    if settings.engine_device == "simulated":
+        log.warning("engine_simulated", model=name, time_scale=settings.simulated_time_scale)
+        return TorchEngineSettings(
+            directory=directory,
+            name=name,
+            step_token_count_max=8192,  # TensorRT-LLM's default
+            running_sequence_count_max=512,
+            waiting_sequence_count_max=settings.requests_per_process_max,  # what is to be tested stands before the engine
+            torch_thread_count=1,
+            simulation=CostModel(time_scale=settings.simulated_time_scale),
+        )
+    return TorchEngineSettings(
+        directory=directory,
+        name=name,
+        compute_dtype=settings.engine_dtype,
+        device=settings.engine_device,
+        kv_cache_bytes=settings.kv_cache_bytes,
+        torch_thread_count=settings.engine_thread_count,
+    )
