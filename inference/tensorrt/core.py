@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 import logging
+import math
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -59,7 +60,7 @@ class TensorRtCore:
         self._tasks = tasks
         self._adapters = adapters
         self._requests: dict[int, Request] = {}
-        self._waiting: list[tuple[int, int, Choice]] = []  # a heap: the first to arrive is the next
+        self._waiting: list[tuple[float, int, int, Choice]] = []  # a heap: by rank, then by arrival
         self._inside: dict[Choice, asyncio.Task[None]] = {}
         self._empty_answer_count = 0
         self._prompt_token_count = self._cached_token_count = self._output_token_count = 0
@@ -133,14 +134,27 @@ class TensorRtCore:
 
     def _enter(self, *choices: Choice) -> None:
         for choice in choices:
-            heapq.heappush(self._waiting, (choice.number, choice.index, choice))
+            heapq.heappush(self._waiting, (choice.rank, choice.number, choice.index, choice))
         self._fill()
 
     def _fill(self) -> None:
         while self._waiting and len(self._inside) < self._limits.running_sequence_count_max:
             *_, choice = heapq.heappop(self._waiting)
             if choice.ended is None:
+                self._note_overtaking(choice)
                 self._submit(choice)
+
+    def _note_overtaking(self, entering: Choice) -> None:
+        """Nobody starves, whatever the ranks: who was overtaken by as many as may wait at once comes before all that follow."""
+        if not self._waiting or min(number for _, number, _, _ in self._waiting) > entering.number:
+            return
+        for *_, choice in self._waiting:
+            if choice.number < entering.number:
+                choice.overtaken_count += 1
+                if choice.overtaken_count >= self._limits.waiting_sequence_count_max:
+                    choice.rank = -math.inf
+        self._waiting = [(choice.rank, choice.number, choice.index, choice) for *_, choice in self._waiting]
+        heapq.heapify(self._waiting)
 
     def _submit(self, choice: Choice) -> None:
         wanted = choice.request.wanted

@@ -63,6 +63,11 @@ class Choice:
     token_count: int = 0
     ended: EngineFinishReason | None = None
     aborted: bool = False
+    rank: float = field(init=False)
+    overtaken_count: int = 0
+
+    def __post_init__(self) -> None:
+        self.rank = self.request.wanted.rank
 
     @property
     def number(self) -> int:

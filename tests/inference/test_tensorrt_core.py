@@ -259,6 +259,34 @@ async def test_no_more_are_submitted_than_have_a_place_in_the_batch(tiny: TinyCh
         assert world.llm.kwargs["max_batch_size"] > LIMITS.running_sequence_count_max
 
 
+async def test_who_waits_is_next_by_rank_and_is_overtaken_only_so_often(
+    tiny: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = replace(LIMITS, running_sequence_count_max=1, waiting_sequence_count_max=3)
+    async with core_world(tiny.directory, monkeypatch, limits=limits) as world:
+        ends: list[int] = []
+        tell = world.tell
+
+        def note(number: int, event: Any) -> None:
+            tell(number, event)
+            if world.outcomes[number].finished is not None:
+                ends.append(number)
+                if number < 9:  # a flood of those who would always be next
+                    world.add(number + 10, replace(make_request(prompt(number), 4), rank=-1.0))
+
+        world.core._tell = note
+        world.add(0, make_request(prompt(0), 60))
+        world.add(1, replace(make_request(prompt(1), 4), rank=5.0))
+        world.add(2, replace(make_request(prompt(2), 4), rank=1.0))
+        for number in range(3, 9):
+            world.add(number, replace(make_request(prompt(number), 4), rank=0.0))
+        await world.end(1)
+        overtaken = ends.index(1) - 1
+
+    assert ends[:4] == [0, 3, 4, 5] or ends[1] == 10, ends
+    assert overtaken <= 3 + 2, "three may wait at once, and those that came before count for none"
+
+
 async def test_choices_follow_the_first_and_have_its_prompt_in_the_cache(
     tiny: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
