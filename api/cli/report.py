@@ -26,7 +26,6 @@ report = typer.Typer(help="Report usage and money by month.", no_args_is_help=Tr
 FILE_WIDTH = 120  # columns of a table that goes to a file
 TABLE_ROWS_MAX = 1_000  # beyond it nobody reads a table
 PAGE_ROWS = 5_000  # a page of a sheet: far below the size of a message
-ALL = "all"  # in place of an organization
 GROUPINGS = {
     "org": UsageGrouping.ORGANIZATION,
     "day": UsageGrouping.DAY,
@@ -62,6 +61,7 @@ def month(
     day: Annotated[str, typer.Option("--day", help="With --by: only of this day, YYYY-MM-DD in UTC.")] = "",
     project: Annotated[str, typer.Option("--project", help="With --by: only of this project.")] = "",
     key: Annotated[str, typer.Option("--key", help="With --by: only of this API key, by prefix or id.")] = "",
+    everyone: Annotated[bool, typer.Option("--all-orgs", help="With --by: of all organizations. Needs an admin key.")] = False,
     plot: Annotated[
         bool | None, typer.Option("--plot/--no-plot", help="Draw the tokens of each day. Else on a terminal only.")
     ] = None,
@@ -75,10 +75,12 @@ def month(
     groups = parse_groups(by)
     if groups and (pdf or form is Format.FOCUS):
         raise typer.BadParameter("--pdf and --format focus are of the whole month: leave --by away", param_hint="--by")
-    if not groups and (day or project or key):
-        raise typer.BadParameter("--day, --project and --key need --by", param_hint="--by")
+    if not groups and (day or project or key or everyone):
+        raise typer.BadParameter("--day, --project, --key and --all-orgs need --by", param_hint="--by")
+    if everyone and organization:
+        raise typer.BadParameter("give --org or --all-orgs", param_hint="--all-orgs")
     with billing_client(address, api_key) as client:
-        owner = "" if organization == ALL and groups else organization_or_default(organization, client.address)
+        owner = "" if everyone else organization_or_default(organization, client.address)
         if groups:
             write_usage(client, form, output, pages(client, month, groups, owner, day, project, key), groups, month)
         elif pdf is not None:

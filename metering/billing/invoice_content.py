@@ -126,7 +126,8 @@ def notes(report: MonthReport, issuer: Issuer) -> Iterator[str]:
     if report.closed is None:
         yield "The month is not closed: amounts may change, and the total is what the invoice would be now."
     if report.unrated_event_count:
-        yield f"{report.unrated_event_count:,} usage events are recorded but not posted yet, and not in these lines."
+        of = "1 usage event is" if report.unrated_event_count == 1 else f"{report.unrated_event_count:,} usage events are"
+        yield f"{of} recorded but not posted yet, and not in these lines."
     if not report.reconciliation.balanced:
         check = report.reconciliation
         yield (

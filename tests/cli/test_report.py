@@ -55,7 +55,7 @@ def test_groupings_and_filters_go_to_the_server(weir: Run, server: ScriptedWeir)
     assert list(request.group_by) == [pb.USAGE_GROUPING_PROJECT, pb.USAGE_GROUPING_API_KEY]
     assert (request.day, request.project, request.api_key) == ("2026-11-03", "search", "wk_12345678")
 
-    weir("report", "month", "2026-11", "--org", "all", "--by", "org")
+    weir("report", "month", "2026-11", "--all-orgs", "--by", "org")
     assert asked(server).organization == ""
 
 
@@ -128,7 +128,13 @@ def test_without_history_no_forecast_is_claimed(weir: Run, server: ScriptedWeir)
 
 
 def test_wrong_options_are_refused_before_anything_is_asked(weir: Run, server: ScriptedWeir) -> None:
-    for wrong in (("--by", "hour"), ("--by", "day", "--pdf", "x"), ("--by", "day", "--format", "focus"), ("--day", "2026-11-01")):
+    for wrong in (
+        ("--by", "hour"),
+        ("--by", "day", "--pdf", "x"),
+        ("--by", "day", "--format", "focus"),
+        ("--day", "2026-11-01"),
+        ("--all-orgs", "--by", "org"),
+    ):
         assert weir(*ACME, *wrong).exit_code == 2
     assert server.accounts.requests == []
 
