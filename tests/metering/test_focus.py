@@ -175,6 +175,15 @@ async def test_without_an_issuer_the_product_provides_and_an_empty_month_is_a_he
     assert broken_rules(file) == []
 
 
+async def test_what_is_not_posted_yet_is_no_charge(used: Sessions, customer: Customer, price: ModelPrice) -> None:
+    before = await file_of(used, await report_of(used))
+
+    async with used.begin() as session:
+        await add_usage(session, customer, price, [Consumed(1_000, 0, 1_000, "stop", FIRST)])
+
+    assert await file_of(used, await report_of(used)) == before
+
+
 async def test_the_same_month_is_the_same_bytes(used: Sessions) -> None:
     report = await report_of(used)
 
