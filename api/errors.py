@@ -147,6 +147,29 @@ class StartsTooLate(ApiError):
         self.retry_after_s = retry_after_s
 
 
+class EngineLost(ApiError):
+    """The engine broke before anything of the request was delivered: nothing is billed, and the same request may come again."""
+
+    reason = "ENGINE_FAILED"
+
+    def __init__(self, retry_after_s: float) -> None:
+        super().__init__("the engine broke before the first token: nothing is billed, send the same request again")
+        self.retry_after_s = retry_after_s
+
+
+class EngineLostMidway(ApiError):
+    """The engine broke after tokens had been delivered, which are billed: under this id the request is over."""
+
+    reason = "ENGINE_FAILED_MIDWAY"
+
+    def __init__(self, delivered_token_count: int) -> None:
+        super().__init__(
+            f"the engine broke after {delivered_token_count} tokens, which are delivered and billed: ask for the rest, or for all "
+            "of it, under a new request_id; this one answers with its usage from now on"
+        )
+        self.delivered_token_count = delivered_token_count
+
+
 class CancelledEarly(ApiError):
     """The client cancelled before the request was admitted."""
 
@@ -193,11 +216,13 @@ CODES: tuple[tuple[type[Exception], int], ...] = (
     (StartsTooLate, code_pb2.UNAVAILABLE),
     (metering_errors.StoreAway, code_pb2.UNAVAILABLE),
     (metering_errors.StripeFailed, code_pb2.UNAVAILABLE),
+    (EngineLost, code_pb2.UNAVAILABLE),
     (engine_errors.EngineOverloaded, code_pb2.UNAVAILABLE),
     (engine_errors.EngineUnavailable, code_pb2.UNAVAILABLE),
     (engine_errors.EngineStartFailed, code_pb2.UNAVAILABLE),
     (engine_errors.SafetyUnavailable, code_pb2.UNAVAILABLE),
     (engine_errors.CheckpointInvalid, code_pb2.UNAVAILABLE),
+    (EngineLostMidway, code_pb2.ABORTED),
     (metering_errors.RequestInFlight, code_pb2.ABORTED),
     (metering_errors.HoldEnded, code_pb2.ABORTED),
     (RequestUnderWay, code_pb2.ALREADY_EXISTS),
@@ -263,6 +288,10 @@ def metadata_of(error: BaseException) -> dict[str, str]:
             }
         case PromptFiltered():
             return {"rule": error.rule}
+        case EngineLostMidway():
+            return {"delivered_token_count": str(error.delivered_token_count), "retry_with": "new_request_id"}
+        case EngineLost():
+            return {"retry_with": "same_request_id"}
         case StartsTooLate():
             return {"estimated_wait_s": f"{error.wait_s:.3f}"}
         case ModelUnknown() | metering_errors.PriceMissing():

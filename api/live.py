@@ -19,7 +19,7 @@ import structlog
 
 from api import frames
 from api.admission import Lease
-from api.errors import CancelledEarly, DeadlineBeforeStart, status_of
+from api.errors import CancelledEarly, DeadlineBeforeStart, EngineLost, EngineLostMidway, status_of
 from api.outbox import Outbox, UsageSoFar
 from api.places import Outlook, Place
 from api.preparation import admission_request, arrival_of, prepare
@@ -38,10 +38,13 @@ from inference.engine import (
 )
 from inference.errors import EngineFailed, EngineStartFailed
 from metering.errors import RequestSettled
-from metering.operations import Outcome, Payer
+from metering.operations import Outcome, Payer, Settled
 
 if TYPE_CHECKING:
     from api.process import Process
+
+
+RETRY_S_MIN = 0.1  # seconds: below it a client that was told of a broken engine would be back before anybody noticed
 
 
 class Phase(Enum):
@@ -139,11 +142,20 @@ class LiveRequest:
             self._reply.push(frames.finished(lease, self._watch.timings(), self._reply.exhausted, ends))
         except RequestSettled as error:
             self._reply.push(frames.failed(status_of(error), error.settled))
+        except EngineFailed:  # its own log says why
+            settled = lease.settled if lease else None
+            self._reply.push(frames.failed(status_of(self._engine_loss(settled)), settled))
         except Exception as error:
             self._reply.push(frames.failed(status_of(error), lease.settled if lease else None))
         finally:
             self._process.ended(self)
             self._on_end(self)
+
+    def _engine_loss(self, settled: Settled | None) -> EngineLost | EngineLostMidway:
+        """What the client is told of an engine that broke: whether anything is billed decides with which id it may try again."""
+        if settled is not None:
+            return EngineLostMidway(settled.delivered_token_count)
+        return EngineLost(max(self._process.router.choose(self.start.model).condition().retry_after_s, RETRY_S_MIN))
 
     async def _prepare(self) -> tuple[Engine, GenerationRequest]:
         process, model = self._process, self.start.model

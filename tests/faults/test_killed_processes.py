@@ -20,7 +20,7 @@ from metering.models import QuotaDimension
 from metering.store.db import create_engine, create_sessions
 from tests.faults.conftest import Start
 from tests.metering.invariants import check_invariants
-from tests.service import PATIENCE_S, Service, Stream, Tenant, start, until
+from tests.service import MODEL, PATIENCE_S, Service, Stream, Tenant, start, until
 
 pytestmark = pytest.mark.faults
 
@@ -134,7 +134,9 @@ async def test_a_killed_engine_ends_its_requests_settled_and_comes_back(launch: 
 
         for request_id in request_ids:
             refusal = await stream.failed(request_id)
-            assert refusal.code in (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNAVAILABLE)
+            assert (refusal.code, refusal.reason) == (grpc.StatusCode.ABORTED, "ENGINE_FAILED_MIDWAY")
+            assert refusal.info.metadata["retry_with"] == "new_request_id"
+            assert refusal.info.metadata["delivered_token_count"] == str(len(stream.token_ids(request_id)))
             assert refusal.frame is not None
             assert refusal.frame.usage.delivered_token_count == len(stream.token_ids(request_id))
             event = service.books.event(tenant, request_id)
@@ -149,24 +151,57 @@ async def test_a_killed_engine_ends_its_requests_settled_and_comes_back(launch: 
     check_invariants(service.database_url, all_ended=True)
 
 
-async def test_an_engine_that_dies_before_the_first_token_bills_nothing(launch: Start) -> None:
+async def test_an_engine_that_dies_before_the_first_token_bills_nothing_and_the_same_request_may_come_again(launch: Start) -> None:
     service = launch()
     tenant = await service.tenant(LIMITS)
     async with service.stream(tenant.secret) as stream:
         host_pid = service.host_pid
         assert host_pid is not None
         os.kill(host_pid, signal.SIGSTOP)
-        request_ids = [await stream.begin() for _ in range(5)]
-        for request_id in request_ids:
-            await stream.first(request_id, "admitted")
+        started = [start() for _ in range(5)]
+        await stream.send(*started)
+        for frame in started:
+            await stream.first(frame.request_id, "admitted")
 
         os.kill(host_pid, signal.SIGKILL)
 
-        for request_id in request_ids:
-            refusal = await stream.failed(request_id)
-            assert refusal.code in (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNAVAILABLE)
+        for frame in started:
+            refusal = await stream.failed(frame.request_id)
+            assert (refusal.code, refusal.reason) == (grpc.StatusCode.UNAVAILABLE, "ENGINE_FAILED")
+            assert refusal.info.metadata["retry_with"] == "same_request_id"
+            assert refusal.retry_after_s is not None
+            assert refusal.retry_after_s > 0
     assert service.books.holds(tenant) == {"voided": 5}
     assert service.books.events(tenant) == []
+    async with service.stream(tenant.secret) as again:
+        await again.send(*started)
+        for frame in started:
+            await again.finished(frame.request_id)
+    assert len(service.books.events(tenant)) == 5
+    check_invariants(service.database_url, all_ended=True)
+
+
+async def test_the_client_library_tries_again_where_an_engine_died_before_the_first_token(launch: Start) -> None:
+    service = launch()
+    tenant = await service.tenant(LIMITS)
+    host_pid = service.host_pid
+    assert host_pid is not None
+    os.kill(host_pid, signal.SIGSTOP)
+    async with (
+        service.client(tenant.secret) as client,
+        client.generate(MODEL, token_ids=[9] * 20, max_output_tokens=5, max_retries=2) as generation,
+    ):
+
+        async def read() -> int:
+            return sum([len(delta.token_ids) async for delta in generation])
+
+        async with asyncio.TaskGroup() as tasks:
+            reading = tasks.create_task(read())
+            await until(lambda: service.books.holds(tenant) == {"held": 1}, "its hold")
+            os.kill(host_pid, signal.SIGKILL)
+
+    assert reading.result() >= 1
+    assert service.books.holds(tenant) == {"settled": 1, "voided": 1}
     check_invariants(service.database_url, all_ended=True)
 
 
