@@ -100,9 +100,13 @@ class AdminServicer(TenantCalls, ConfigurationCalls, PriceCalls, LiveCalls):
     async def DeleteQuota(self, request: pb.DeleteQuotaRequest, context: Context) -> pb.DeleteQuotaResponse:
         """Removes a limit."""
         async with self._transaction(context) as (session, actor):
-            with contextlib.suppress(*([NotFound] if request.allow_missing else [])):
+            try:
                 await quota_admin.delete_quota(session, quota_id=request.quota_id, actor=actor)
-            return pb.DeleteQuotaResponse()
+            except NotFound:
+                if not request.allow_missing:
+                    raise
+                return pb.DeleteQuotaResponse(deleted=False)
+            return pb.DeleteQuotaResponse(deleted=True)
 
     async def ListQuotas(self, request: pb.ListQuotasRequest, context: Context) -> pb.ListQuotasResponse:
         """Lists limits."""

@@ -87,6 +87,7 @@ class LiveRequest:
         self._task: asyncio.Task[None] | None = None
         self._can_be_interrupted = False
         self._sequence: SequenceStream | None = None
+        self._lease: Lease | None = None  # while the request waits or runs under it
         self._stop_outcome: Outcome | None = None
         self._stop_error: Exception | None = None
 
@@ -176,12 +177,13 @@ class LiveRequest:
         """Run the request under its hold, and leave `lease` with how it ended. Raises what breaks it."""
         self._reply.open(lease, self._process.admission.settings, self._process.safety)
         self._reply.delivery.fence = lambda: self._may_send(lease)
+        self._lease = lease
         predicted = engine.predict_cached_token_count(request.prompt_token_ids, request.cache_salt)
         self._reply.push(frames.admitted(lease.admitted, len(request.prompt_token_ids), predicted))
         timer = self._start_timer()
         try:
             with self._interruptible():
-                await self._wait_for_turn(engine, place)
+                await self._wait_for_turn(engine, place, lease)
             async with engine.generate(replace(request, rank=place.rank)) as sequence:
                 self._sequence = sequence
                 if self._stop_outcome is not None:  # while the engine was taking it
@@ -192,7 +194,7 @@ class LiveRequest:
             lease.outcome = self._stop_outcome
             return
         finally:
-            self._sequence = None
+            self._sequence = self._lease = None
             if timer is not None:
                 timer.cancel()
             place.leave()  # the engine is done with it; settling it is nothing that others wait for
@@ -207,12 +209,17 @@ class LiveRequest:
         self._watch.lap("client_stall")
         lease.timings = self._watch.timings()
 
-    def _may_send(self, lease: Lease) -> bool:
-        """Whether tokens may leave. A request whose hold has lapsed ends, whatever it was about to do."""
-        lapse = lease.lapse()
-        if lapse is not None:
+    def end_if_lapsed(self) -> None:
+        """End the request if its hold has lapsed, whatever it was about to do."""
+        if self._lease is not None and (lapse := self._lease.lapse()) is not None:
             self.stop(Outcome.FAILED, lapse)
-        return lapse is None
+
+    def _may_send(self, lease: Lease) -> bool:
+        """Whether tokens may leave. Where one hold has lapsed, most have: this process was asleep."""
+        lapsed = lease.lapse() is not None
+        if lapsed and self._stop_outcome is None:
+            self._process.end_lapsed()
+        return not lapsed
 
     def _start_timer(self) -> asyncio.TimerHandle | None:
         """End the request as `DEADLINE` if the engine has not begun with it in time, wherever it waits then."""
@@ -225,7 +232,7 @@ class LiveRequest:
         if not self.usage.input_token_count:
             self.stop(Outcome.DEADLINE)
 
-    async def _wait_for_turn(self, engine: Engine, place: Place) -> None:
+    async def _wait_for_turn(self, engine: Engine, place: Place, lease: Lease) -> None:
         """Wait for the engine, and for the turn with it."""
         await self._wait_until_ready(engine)
         self._watch.lap("cold_start")
@@ -235,6 +242,9 @@ class LiveRequest:
         await self._wait_until_ready(engine)  # it may have gone meanwhile
         self._watch.lap("cold_start")
         self.phase = Phase.QUEUED
+        # This process may have slept while the request waited: then the engine is to spend nothing on it.
+        if (lapse := lease.lapse()) is not None:
+            raise lapse
 
     async def _wait_until_ready(self, engine: Engine) -> None:
         if engine.healthy():

@@ -53,11 +53,17 @@ class Process:
         for request in list(self._live):
             request.stop(Outcome.FAILED, error)
 
+    def end_lapsed(self) -> None:
+        """Stop every request whose hold has lapsed, the latest first: else the engine would begin with what waits for the others."""
+        for request in reversed(list(self._live)):
+            request.end_if_lapsed()
+
     async def tell_progress_regularly(self) -> None:
-        """Send progress frames to whoever still waits, until cancelled."""
+        """Send progress frames to whoever still waits, and end what this process has slept too long for, until cancelled."""
         first = 0
         while True:
             await asyncio.sleep(self.admission.settings.progress_interval_s)
+            self.end_lapsed()
             first = self._tell_progress(first)
 
     def _tell_progress(self, first: int) -> int:

@@ -150,11 +150,11 @@ def delete_quota(
 ) -> None:
     """Remove one limit."""
     with admin_client(address, api_key) as client:
-        client.delete_quota(quota_id, allow_missing=if_exists)
+        deleted = client.delete_quota(quota_id, allow_missing=if_exists)
     if as_json:
-        print_json({"quota_id": quota_id, "deleted": True})
+        print_json({"quota_id": quota_id, "deleted": deleted})
     else:
-        note(f"limit {quota_id} is removed")
+        note(f"limit {quota_id} is removed" if deleted else f"there is no limit {quota_id}: nothing was removed")
 
 
 def show_one(status: QuotaStatus, *, as_json: bool) -> None:

@@ -259,7 +259,7 @@ class ScriptedAccounts:
             admin_pb.ListApiKeysResponse(api_keys=[KEY]),
             admin_pb.SetQuotaResponse(quota=QUOTA),
             admin_pb.RaiseQuotaResponse(quota=RAISED),
-            admin_pb.DeleteQuotaResponse(),
+            admin_pb.DeleteQuotaResponse(deleted=True),
             admin_pb.ListQuotasResponse(quotas=[BUDGET, QUOTA]),
             admin_pb.SetPriceResponse(version=2, versions=[LISTED, OWN_BATCH]),
             prices_pb2.WithdrawPriceResponse(versions=[ENDED]),

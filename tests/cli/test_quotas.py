@@ -118,3 +118,17 @@ def test_a_quote_of_what_would_be_refused_says_so_and_exits_with_3(
     assert result.exit_code == 3
     assert "would be refused by tokens-per-minute of the project" in result.stderr
     assert advice in result.stderr
+
+
+def test_a_removal_says_whether_there_was_anything_to_remove(weir: Run, server: ScriptedWeir) -> None:
+    removed = weir("quota", "delete", "q1", "--if-exists")
+    server.accounts.replies["DeleteQuota"] = admin_pb.DeleteQuotaResponse(deleted=False)
+    missing = weir("quota", "delete", "abc", "--if-exists")
+    told = weir("quota", "delete", "abc", "--if-exists", "--json")
+    older = weir("quota", "delete", "q1")  # a server that does not tell refuses what it has not
+
+    assert "limit q1 is removed" in removed.output
+    assert "there is no limit abc: nothing was removed" in missing.output
+    assert json.loads(told.stdout) == {"quota_id": "abc", "deleted": False}
+    assert "limit q1 is removed" in older.output
+    assert [each.exit_code for each in (removed, missing, told, older)] == [0, 0, 0, 0]

@@ -125,14 +125,16 @@ async def test_a_limit_is_set_changed_and_removed(service: Service, admin: Admin
         raised = (await admin.call("SetQuota", **fields, limit_value=100)).quota
         await stream.finished(await stream.begin(max_output_tokens=20))
         [listed] = (await admin.call("ListQuotas", organization=tenant.name)).quotas
-        await admin.call("DeleteQuota", quota_id=quota.quota_id)
+        deleted = await admin.call("DeleteQuota", quota_id=quota.quota_id)
         await stream.finished(await stream.begin(max_output_tokens=200))
 
     assert refusal.info.metadata["limit"] == "25"
     assert (raised.quota_id, raised.limit_value) == (quota.quota_id, 100)
     assert (listed.used_value, listed.held_value, listed.remaining_value) == (30, 0, 70)
     assert (await admin.refused("DeleteQuota", quota_id=quota.quota_id)).code is StatusCode.NOT_FOUND
-    await admin.call("DeleteQuota", quota_id=quota.quota_id, allow_missing=True)
+    assert deleted.deleted
+    for missing in (quota.quota_id, "abc"):
+        assert not (await admin.call("DeleteQuota", quota_id=missing, allow_missing=True)).deleted
     actions = [entry.action for entry in await admin.audit(quota.quota_id)]
     assert actions == ["quota.set", "quota.set", "quota.delete"]
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 
@@ -189,12 +191,20 @@ async def test_a_raised_limit_counts_at_once(service: Service) -> None:
 
 
 async def test_a_limit_raised_in_mid_stream_lets_it_go_on(service: Service) -> None:
+    """Let in under the lower limit, which would end it at 1,500 tokens. The engine stands still until the limit is raised."""
     tenant = await service.tenant({QuotaDimension.TOKENS_PER_MONTH: 10 + 1500})
+    host_pid = service.host_pid
+    assert host_pid is not None
 
     async with service.stream(tenant.secret) as stream:
-        request_id = await stream.begin(max_output_tokens=2500)
-        await stream.received(request_id, 1)
-        await service.set_limit(tenant, QuotaDimension.TOKENS_PER_MONTH, 100_000)
+        await spend(stream, 20)  # the engine is there
+        os.kill(host_pid, signal.SIGSTOP)
+        try:
+            request_id = await stream.begin(max_output_tokens=2500)
+            await stream.first(request_id, "admitted")
+            await service.set_limit(tenant, QuotaDimension.TOKENS_PER_MONTH, 100_000)
+        finally:
+            os.kill(host_pid, signal.SIGCONT)
         finished = await stream.finished(request_id)
 
     assert finished.reason == types_pb2.FINISH_REASON_LENGTH

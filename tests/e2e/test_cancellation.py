@@ -19,6 +19,7 @@ from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import inference_service_pb2_grpc as pb_grpc
 from weir.v1 import types_pb2
 
+from metering.holds.lease_clock import boot_time_s
 from metering.models import QuotaDimension
 from tests.conftest import new_database
 from tests.service import (
@@ -177,6 +178,35 @@ async def test_a_cancel_in_the_queue_of_the_engine_bills_nothing(inside: Inside,
     billed = {str(event["request_id"]) for event in service.books.events(tenant)}
     assert billed == {frame.request_id for frame in crowd}
     assert service.books.holds(tenant) == {"settled": len(billed), "voided": len(crowd) + 5 - len(billed)}
+
+
+async def test_what_waits_when_the_process_has_slept_too_long_costs_the_engine_nothing(
+    inside: Inside, service: Service, tenant: Tenant, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All holds lapse at once, as after a pause. Neither what waits here nor what the engine was given begins any more."""
+    [queue] = inside.process.queues.values()
+    leases = inside.process.admission.holds._leases
+    async with service.stream(tenant.secret) as stream:
+        crowd = [start(max_output_tokens=3000) for _ in range(RUNNING_MAX)]
+        await stream.send(*crowd)
+        for frame in crowd:
+            await stream.received(frame.request_id, 1)
+        waiting = [start(max_output_tokens=50, prompt=random.Random(index).choices(PLAIN_IDS, k=500)) for index in range(40)]
+        await stream.send(*waiting)
+        for frame in waiting:
+            await stream.first(frame.request_id, "progress")
+        assert queue.statistics().waiting_count > 0
+        assert queue.statistics().engine_pending_count > 0
+        computed = inside.engine.statistics().prompt_token_count
+
+        with monkeypatch.context() as awake:
+            awake.setattr(leases, "now", lambda: boot_time_s() + 3600)
+            for frame in (*crowd, *waiting):
+                refusal = await stream.failed(frame.request_id)
+                assert (refusal.code, refusal.reason) == (grpc.StatusCode.ABORTED, "HOLD_ENDED")
+
+    assert inside.engine.statistics().prompt_token_count == computed
+    await service.no_hold_left(tenant)
 
 
 async def test_a_voided_request_may_come_again(service: Service, tenant: Tenant) -> None:

@@ -173,10 +173,11 @@ class AsyncAdminClient(AsyncPriceCalls):
         response = await self._call(self._stub.RaiseQuota, admin_pb.RaiseQuotaRequest(quota_id=quota_id))
         return wire.quota(response.quota)
 
-    async def delete_quota(self, quota_id: str, *, allow_missing: bool = False) -> None:
-        """Removes one limit. allow_missing: or finds it gone."""
+    async def delete_quota(self, quota_id: str, *, allow_missing: bool = False) -> bool:
+        """Removes one limit, and tells whether it was there. allow_missing: instead of raising NotFound if it was not."""
         request = admin_pb.DeleteQuotaRequest(quota_id=quota_id, allow_missing=allow_missing)
-        await self._call(self._stub.DeleteQuota, request, idempotent=allow_missing)
+        response = await self._call(self._stub.DeleteQuota, request, idempotent=allow_missing)
+        return response.deleted or not allow_missing  # older servers do not tell
 
     async def list_quotas(self, organization: str = "") -> list[QuotaStatus]:
         """The limits of one organization with its projects and keys, or all, with what is left of each."""

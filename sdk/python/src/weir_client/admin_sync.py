@@ -155,9 +155,9 @@ class AdminClient(PriceCalls):
         """Ends a raise before its time."""
         return self._thread.run(lambda: self._client.end_quota_raise(quota_id))
 
-    def delete_quota(self, quota_id: str, *, allow_missing: bool = False) -> None:
-        """Removes one limit."""
-        self._thread.run(lambda: self._client.delete_quota(quota_id, allow_missing=allow_missing))
+    def delete_quota(self, quota_id: str, *, allow_missing: bool = False) -> bool:
+        """Removes one limit, and tells whether it was there."""
+        return self._thread.run(lambda: self._client.delete_quota(quota_id, allow_missing=allow_missing))
 
     def list_quotas(self, organization: str = "") -> list[QuotaStatus]:
         """The limits of one organization with its projects and keys, or all."""
