@@ -54,7 +54,7 @@ class Process:
             request.stop(Outcome.FAILED, error)
 
     def end_lapsed(self) -> None:
-        """Stop every request whose hold has lapsed, the latest first: else the engine would begin with what waits for the others."""
+        """Stop every request whose hold has lapsed, the latest first: else the engine would begin with what waits for others."""
         for request in reversed(list(self._live)):
             request.end_if_lapsed()
 
