@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from datetime import UTC, datetime
 from typing import Annotated
 
@@ -13,9 +15,18 @@ from api.cli.audit import parse_time
 from api.cli.local import HomeOption, clear_failures
 from api.cli.local_store import domain_errors, local_database
 from api.cli.output import JsonOption, make_console, print_json
+from metering.billing.month_verification import changed_months
 from metering.proof.checks import Check, Moment
-from metering.proof.fsck import CHECKS, SAMPLE_MAX, Verdict, chosen_checks
+from metering.proof.fsck import CHECKS, SAMPLE_MAX, Verdict, Violation, chosen_checks
 from metering.proof.fsck import fsck as run_checks
+from metering.store.db import create_engine, create_sessions
+
+# The one check that SQL cannot make: a report is written by the code that wrote it at the close.
+REPRODUCED = Check(
+    "closed-months-reproduce",
+    "The report of every closed month is made again byte for byte, with the digests that its close froze.",
+    sql="",
+)
 
 
 def fsck(
@@ -38,14 +49,19 @@ def fsck(
         return
     begins = parse_time(since, datetime.now(UTC), "--since")
     moments = tuple(Moment) if at_rest else (Moment.ALWAYS, Moment.SOON)
+    names = [name for name in check or () if name != REPRODUCED.name]
     verdicts: list[Verdict] = []
     with clear_failures(), domain_errors():
-        checks = chosen_checks(check or (), moments)
+        checks = chosen_checks(names, moments) if names or not check else ()
         with local_database(home) as url:
             for verdict in run_checks(url, checks, since=begins, sample_max=sample):
                 verdicts.append(verdict)
                 if not as_json:
                     tell(verdict)
+            if not check or REPRODUCED.name in check:
+                verdicts.append(asyncio.run(reproduce_months(url, sample)))
+                if not as_json:
+                    tell(verdicts[-1])
     wrong = [verdict for verdict in verdicts if verdict.violation_count]
     if as_json:
         print_json({"sound": not wrong, "since": begins, "checks": [document(verdict) for verdict in verdicts]})
@@ -53,6 +69,18 @@ def fsck(
         conclude(verdicts, wrong)
     if wrong:
         raise typer.Exit(1)
+
+
+async def reproduce_months(database_url: str, sample_max: int) -> Verdict:
+    """Make the report of every closed month again, and compare it with what its close froze."""
+    began_at = time.monotonic()
+    engine = create_engine(database_url, pool_size=1)
+    try:
+        async with create_sessions(engine)() as session:
+            found = [Violation(f"{name}, {month}", problem) async for name, month, problem in changed_months(session)]
+    finally:
+        await engine.dispose()
+    return Verdict(REPRODUCED, len(found), tuple(found[:sample_max]), time.monotonic() - began_at)
 
 
 def tell(verdict: Verdict) -> None:
@@ -90,11 +118,12 @@ def document(verdict: Verdict) -> dict[str, object]:
 
 def tell_checks(as_json: bool) -> None:
     """Every check with what it proves, and when that must hold."""
+    checks = (*CHECKS, REPRODUCED)
     if as_json:
-        print_json([{"name": each.name, "moment": each.moment, "proves": each.proves} for each in CHECKS])
+        print_json([{"name": each.name, "moment": each.moment, "proves": each.proves} for each in checks])
         return
     console = make_console()
-    for each in CHECKS:
+    for each in checks:
         console.print(f"[bold]{each.name}[/bold] [dim]({when(each)})[/dim]\n    {escape(each.proves)}")
 
 

@@ -6,9 +6,10 @@ posted to the customer's account with what was invoiced.
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
-from sqlalchemy import text
+from sqlalchemy import select, text
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from metering.billing.invoice_models import MonthClosing
@@ -16,7 +17,7 @@ from metering.billing.invoice_rows import invoice_of_month, read_lines
 from metering.billing.invoices import invoice_lines
 from metering.billing.models import AccountKind
 from metering.billing.month_reading import LONG_READ_S, read_month, read_patiently
-from metering.billing.months import month_of
+from metering.billing.months import month_of, month_text
 from metering.billing.report_formats import Digests, digests
 from metering.billing.reports import MonthReport, month_bounds
 from metering.errors import MonthOpen
@@ -38,6 +39,15 @@ class Verification:
     report: MonthReport
     digests: Digests
     differences: tuple[str, ...]
+
+
+async def changed_months(session: AsyncSession) -> AsyncIterator[tuple[str, str, str]]:
+    """Of every closed month, what is not as it was closed: name of the organization, month, and what differs in words."""
+    closed = select(MonthClosing.organization_id, MonthClosing.month).order_by(MonthClosing.month, MonthClosing.organization_id)
+    for organization_id, month in (await session.execute(closed)).all():
+        owner = await session.get_one(Organization, organization_id)
+        for difference in (await verify_month(session, owner, month_text(month))).differences:
+            yield owner.name, month_text(month), difference
 
 
 async def verify_month(session: AsyncSession, organization: Organization, month: str) -> Verification:

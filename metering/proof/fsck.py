@@ -11,7 +11,16 @@ from typing import Any
 import psycopg
 
 from metering.errors import InvalidValue
-from metering.proof import counter_checks, export_checks, hold_checks, ledger_checks, receipt_checks, schema_checks, usage_checks
+from metering.proof import (
+    counter_checks,
+    export_checks,
+    hold_checks,
+    invoice_checks,
+    ledger_checks,
+    receipt_checks,
+    schema_checks,
+    usage_checks,
+)
 from metering.proof.checks import Check, Moment
 from metering.store.db import psycopg_conninfo
 from metering.store.store_gate import CONNECT_TIMEOUT_S
@@ -23,6 +32,7 @@ CHECKS: tuple[Check, ...] = (
     *usage_checks.CHECKS,
     *receipt_checks.CHECKS,
     *ledger_checks.CHECKS,
+    *invoice_checks.CHECKS,
     *export_checks.CHECKS,
 )
 SAMPLE_MAX = 10  # violations told of each check; their number is always told
