@@ -163,15 +163,20 @@ def store_pair(store: Store) -> Pair:
     return pair
 
 
-async def measure(pair: Pair, tenants: list[Payer], concurrency: int, seconds: float, database: list[int]) -> Result:
-    """So many clients at once, each doing pairs for tenants in turn until the time is over. database: its processes."""
+async def measure(
+    pair: Pair, tenants: list[Payer], concurrency: int, seconds: float, database: list[int], pair_count_min: int = 0
+) -> Result:
+    """So many clients at once, each doing pairs for tenants in turn until the time is over. database: its processes.
+
+    pair_count_min: goes on until so many pairs are done.
+    """
     payers = itertools.cycle(tenants)
     admit_s: list[float] = []
     settle_s: list[float] = []
     database_cpu, begin, cpu = cpu_s(database), time.perf_counter(), time.process_time()
 
     async def client() -> None:
-        while time.perf_counter() - begin < seconds:
+        while time.perf_counter() - begin < seconds or len(admit_s) < pair_count_min:
             admitted, settled = await pair(next(payers))
             admit_s.append(admitted)
             settle_s.append(settled)
@@ -203,10 +208,14 @@ class Cases:
         store = HoldStore(self._url, uuid.uuid4())
         async with asyncio.TaskGroup() as tasks:
             running = tasks.create_task(store.run())
-            await measure(store_pair(store), tenants, concurrency, self._seconds / 5, [])  # plans and pages are warm then
+            await self._warm_up(store_pair(store), tenants, concurrency)
             result = await measure(store_pair(store), tenants, concurrency, self._seconds, self._database())
             running.cancel()
         return result
+
+    async def _warm_up(self, pair: Pair, tenants: list[Payer], concurrency: int) -> None:
+        """So that plans and pages are warm, and each tenant is one that was here before."""
+        await measure(pair, tenants, concurrency, self._seconds / 5, [], pair_count_min=len(tenants))
 
     async def plain(self, tenants: list[Payer], concurrency: int) -> Result:
         """With a transaction for each request."""
@@ -215,7 +224,7 @@ class Cases:
             for _ in range(concurrency):
                 connection = await psycopg.AsyncConnection.connect(psycopg_conninfo(self._url), autocommit=True)
                 idle.put_nowait(await stack.enter_async_context(connection))
-            await measure(plain_pair(idle), tenants, concurrency, self._seconds / 5, [])
+            await self._warm_up(plain_pair(idle), tenants, concurrency)
             return await measure(plain_pair(idle), tenants, concurrency, self._seconds, self._database())
 
     def pgbench(self, binary: Path, tenants: list[Payer], concurrency: int) -> Result:

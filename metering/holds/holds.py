@@ -39,7 +39,7 @@ from metering.store.store_gate import StoreGate
 
 RENEW_INTERVAL_S = 15.0  # a quarter of the expiry: three renewals may fail before anything is lost
 WAITING_COUNT_MAX = 10_000  # admissions beyond this wait longer than a client would
-SPLIT_COUNT_MIN = 16  # operations; in smaller batches the statements themselves cost more than the wait that is saved
+SPLIT_COUNT_MIN = 32  # operations; in smaller batches the statements themselves cost more than the wait that is saved
 SETTLE_RETRY_MAX_S = 5.0
 ANSWER_WAIT_S = 5.0  # a client that waits longer for its admission has lost the good of an exact answer
 PROBE_INTERVAL_S = 1.0  # so soon an idle process finds out that the database is away
