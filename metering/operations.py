@@ -230,6 +230,21 @@ class Settled:
     outcome: str
     receipts: tuple[IssuedReceipt, ...] = field(default=(), compare=False)  # beside the usage, which is what it is
 
+    def receipted(self, receipt: IssuedReceipt) -> Settled:
+        """With its receipt; `dataclasses.replace` takes six times as long, for each request."""
+        return Settled(
+            self.hold_id,
+            self.input_token_count,
+            self.cached_input_token_count,
+            self.generated_token_count,
+            self.delivered_token_count,
+            self.billed_token_count,
+            self.cost_picos,
+            self.currency_code,
+            self.outcome,
+            (receipt,),
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Ended:

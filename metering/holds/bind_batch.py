@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from metering.holds.bindings import Bind
 from metering.holds.counter_rows import lock_counters
-from metering.holds.exchange import Connection, array, bytes_array, exchange, id_array, text_array
+from metering.holds.exchange import Connection, Value, array, bytes_array, exchange, id_array, text_array
 from metering.holds.hold_rows import (
     BatchReads,
     HoldRow,
@@ -91,7 +91,7 @@ def shrink(reads: BatchReads, counters: Counters, hold: HoldRow, bind: Bind) -> 
         counters.add(rule.key(before.charged_at), held=after.held(rule) - before.held(rule))
 
 
-def bind_columns(binds: Sequence[Bind]) -> tuple[str, ...]:
+def bind_columns(binds: Sequence[Bind]) -> tuple[Value, ...]:
     """One list per column of BIND_HOLDS."""
     return (
         id_array(bind.hold_id for bind in binds),

@@ -7,13 +7,12 @@ limit has room (`quick_admissions.py`). Rows are locked in the order of (quota, 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Collection
 from datetime import datetime
 
 import psycopg
 
-from metering.holds.exchange import Connection, Statement, array, exchange
+from metering.holds.exchange import Connection, Packed, Statement, array, exchange, id_number_array, time_array
 from metering.quotas.quota_rules import CounterKey
 from metering.quotas.quotas import Counter, Counters
 
@@ -67,16 +66,9 @@ async def lock_counters(connection: Connection, now: datetime, keys: Collection[
     return counters
 
 
-def key_columns(keys: Collection[CounterKey]) -> tuple[str, str]:
+def key_columns(keys: Collection[CounterKey]) -> tuple[Packed, Packed]:
     """The two columns of counter keys."""
-    numbers = ",".join([f"{number:032x}" for number, _ in keys])
-    return "{" + numbers + "}", "{" + ",".join([window_text(start) for _, start in keys]) + "}"
-
-
-@functools.lru_cache(maxsize=64)  # the windows of now
-def window_text(start: datetime) -> str:
-    """The start of a window in an array literal."""
-    return str(start)
+    return id_number_array([number for number, _ in keys]), time_array([start for _, start in keys])
 
 
 def counter_writes(counters: Counters) -> list[Statement]:

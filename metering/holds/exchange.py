@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import itertools
 import re
+import struct
 import uuid
 import weakref
 from collections.abc import Generator, Iterable, Sequence
-from datetime import datetime
+from datetime import UTC, datetime, timedelta
 from functools import lru_cache
 from typing import Any
 
@@ -24,9 +25,21 @@ from psycopg.waiting import Ready, Wait
 
 Connection = psycopg.AsyncConnection[tuple[Any, ...]]
 Row = tuple[Any, ...]
-Value = str | int | float | None
+
+
+class Packed(bytes):
+    """A value in the server's own binary form, which it need not parse."""
+
+
+Value = str | int | float | Packed | None
 Statement = tuple[str, Sequence[Value]]  # SQL with %s for each value, and the values
 
+UUID_OID, BYTEA_OID, TIMESTAMPTZ_OID = 2950, 17, 1184  # of the server's types: the same in all versions
+_HEAD = struct.Struct(">iiiii")  # dimensions, whether there is a NULL, type, length, lower bound
+_TIME = struct.Struct(">iq")
+_LENGTH_16 = 16 << 128  # before an id's number
+_POSTGRES_EPOCH = datetime(2000, 1, 1, tzinfo=UTC)
+_MICROSECOND = timedelta(microseconds=1)
 _PLACEHOLDER = re.compile(r"%[s%]")
 _numbers = itertools.count(1)
 # By statement the name that it was prepared under, per connection.
@@ -53,7 +66,8 @@ async def exchange(connection: Connection, statements: Sequence[Statement]) -> l
             # Whether a preparation was done before an error is not known, so a name is never used for a second one.
             name = new[query] = f"weir_{next(_numbers)}".encode()
             pgconn.send_prepare(name, query)
-        pgconn.send_query_prepared(name, values, result_format=pq.Format.BINARY)
+        formats = [pq.Format.BINARY if type(value) is Packed else pq.Format.TEXT for value in values]
+        pgconn.send_query_prepared(name, values, formats, result_format=pq.Format.BINARY)
     pgconn.pipeline_sync()
     results = await connection.wait(_answers(pgconn))
     prepared |= new
@@ -109,8 +123,8 @@ def _query(sql: str) -> bytes:
 
 
 def _encoded(value: Value) -> bytes | None:
-    if value is None:
-        return None
+    if value is None or type(value) is Packed:
+        return value
     encoded = str(value).encode()
     if b"\0" in encoded:  # the protocol would end the value there
         raise ValueError("text for the database must not contain NUL")
@@ -122,9 +136,30 @@ def array(values: Iterable[int | bool | datetime | str]) -> str:
     return "{" + ",".join(map(str, values)) + "}"
 
 
-def id_array(ids: Iterable[uuid.UUID]) -> str:
-    """An array literal of ids; written without dashes, in a quarter of the time."""
-    return "{" + ",".join([f"{each.int:032x}" for each in ids]) + "}"
+def id_array(ids: Iterable[uuid.UUID]) -> Packed:
+    """An array of ids. In text the server would take longer to read them than to do anything else with them."""
+    return id_number_array([each.int for each in ids])
+
+
+def id_number_array(numbers: Sequence[int]) -> Packed:
+    """The same of the ids' numbers."""
+    return _packed_array(UUID_OID, [(_LENGTH_16 | number).to_bytes(20, "big") for number in numbers])
+
+
+def time_array(times: Iterable[datetime]) -> Packed:
+    """An array of times."""
+    return _packed_array(TIMESTAMPTZ_OID, [_packed_time(at) for at in times])
+
+
+@lru_cache(maxsize=256)  # the windows of now
+def _packed_time(at: datetime) -> bytes:
+    """Its length and itself: microseconds since 2000."""
+    return _TIME.pack(8, (at - _POSTGRES_EPOCH) // _MICROSECOND)
+
+
+def _packed_array(oid: int, elements: Sequence[bytes]) -> Packed:
+    """One dimension from 1 on, without NULL; each element is its length and itself."""
+    return Packed(_HEAD.pack(1 if elements else 0, 0, oid, len(elements), 1)[: None if elements else 12] + b"".join(elements))
 
 
 def text_array(texts: Iterable[str | None]) -> str:
@@ -132,9 +167,9 @@ def text_array(texts: Iterable[str | None]) -> str:
     return "{" + ",".join(["NULL" if text is None else _quoted(text) for text in texts]) + "}"
 
 
-def bytes_array(values: Iterable[bytes]) -> str:
-    """An array literal of bytea."""
-    return "{" + ",".join([f'"\\\\x{value.hex()}"' for value in values]) + "}"
+def bytes_array(values: Iterable[bytes]) -> Packed:
+    """An array of bytea."""
+    return _packed_array(BYTEA_OID, [len(value).to_bytes(4, "big") + value for value in values])
 
 
 def _quoted(text: str) -> str:

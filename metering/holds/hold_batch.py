@@ -304,7 +304,7 @@ class Decisions:
         self.writes.events.append(NewUsageEvent(part, known.part_count, timings, recovered, receipt, settled_at))
         self.reads.events[part.hold_id.int] = known.plus(part)
         self.reads.receipts.setdefault(part.hold_id.int, []).append(receipt)
-        return replace(part, receipts=(receipt,))
+        return part.receipted(receipt)
 
     def known(self, hold_id: uuid.UUID) -> HoldRow:
         """The hold, in whatever state."""

@@ -216,16 +216,16 @@ class BatchReads:
 
 
 class PayerRules(NamedTuple):
-    """The rules that requests of one payer for one model are charged to. quota_ids: theirs, as an array literal."""
+    """The rules that requests of one payer for one model are charged to. quota_ids: the numbers of theirs."""
 
     rules: tuple[QuotaRule, ...]
-    quota_ids: str
+    quota_ids: tuple[int, ...]
 
 
 @functools.lru_cache(maxsize=32_768)  # a payer's rules are the same objects from batch to batch
 def payer_rules(rules: tuple[QuotaRule, ...]) -> PayerRules:
     """With their ids written out."""
-    return PayerRules(rules, id_array(rule.id for rule in rules))
+    return PayerRules(rules, tuple(rule.number for rule in rules))
 
 
 async def read_and_lock(
@@ -276,17 +276,18 @@ async def know_what_holds_need(connection: Connection, reads: BatchReads) -> Non
     """The rules that holds were charged to and their prices: from memory, or read after the holds were locked."""
     known = known_of(connection)
     holds = reads.holds.values()
-    quota_ids = known.missing_rules({quota_id for hold in holds for quota_id in hold.quota_ids}, reads.now)
+    rules, missing = known.rules_for((quota_id for hold in holds for quota_id in hold.quota_ids), reads.now)
     versions = {hold.price_version_id for hold in holds} - known.prices.keys()
-    if quota_ids or versions:
-        rules, prices = await exchange(
-            connection, [(SELECT_RULES_BY_ID, (id_array(quota_ids),)), (SELECT_PRICES_BY_ID, (array(versions),))]
+    if missing or versions:
+        rule_rows, prices = await exchange(
+            connection, [(SELECT_RULES_BY_ID, (id_array(missing),)), (SELECT_PRICES_BY_ID, (array(versions),))]
         )
-        known.add_rules(rules_of_rows(connection, rules).values())
+        read = rules_of_rows(connection, rule_rows)
+        known.add_rules(read.values())
         known.prices |= {row[0]: TokenPrices(*row) for row in prices}
-    for hold in holds:
-        reads.prices[hold.price_version_id] = known.prices[hold.price_version_id]
-        reads.rules |= {quota_id.int: known.rules[quota_id.int] for quota_id in hold.quota_ids}
+        rules |= read
+    reads.rules |= rules
+    reads.prices |= {hold.price_version_id: known.prices[hold.price_version_id] for hold in holds}
 
 
 def admission_reads(admits: Sequence[Admit]) -> list[Statement]:
@@ -323,7 +324,7 @@ def take_admission_reads(connection: Connection, reads: BatchReads, admits: Sequ
         found = reads.rules_for(payer, model)
         ends = [rule.raised_until for rule in found.rules]
         until = earliest([*ends, expiries[payer.api_key_id.int], next_price_at[model, payer.currency_code]])
-        known.add_terms((payer, model, tier), Terms(found.rules, found.quota_ids, current, until))
+        known.add_terms((payer, model, tier), Terms.of(found.rules, found.quota_ids, current, until))
 
 
 def same_request(row: tuple[Any, ...]) -> SameRequest:

@@ -10,7 +10,17 @@ from datetime import datetime
 from typing import NamedTuple
 
 from metering.holds.counter_rows import counter_writes
-from metering.holds.exchange import Connection, Statement, array, bytes_array, exchange, id_array, text_array
+from metering.holds.exchange import (
+    Connection,
+    Statement,
+    Value,
+    array,
+    bytes_array,
+    exchange,
+    id_array,
+    id_number_array,
+    text_array,
+)
 from metering.models import HoldState
 from metering.operations import Admit, Settled
 from metering.quotas.quotas import Counters
@@ -20,12 +30,12 @@ INSERT_HOLDS = """
 INSERT INTO holds (id, organization_id, project_id, api_key_id, request_id, payload_hash, model, price_version_id, labels,
                    owner_id, input_token_count, leased_token_count, quota_ids, admitted_at, charged_at, expires_at)
 SELECT id, organization_id, project_id, api_key_id, request_id, payload_hash, model, price_version_id, labels::jsonb,
-       owner_id, input_token_count, leased_token_count, quota_ids::uuid[], now(), now(),
+       %s::uuid, input_token_count, leased_token_count, (%s::uuid[])[quotas_from:quotas_to], now(), now(),
        now() + make_interval(secs => %s)
 FROM unnest(%s::uuid[], %s::uuid[], %s::uuid[], %s::uuid[], %s::uuid[], %s::bytea[], %s::text[], %s::bigint[], %s::text[],
-            %s::uuid[], %s::bigint[], %s::bigint[], %s::text[])
-    AS v(id, organization_id, project_id, api_key_id, request_id, payload_hash, model, price_version_id, labels, owner_id,
-         input_token_count, leased_token_count, quota_ids)
+            %s::bigint[], %s::bigint[], %s::int[], %s::int[])
+    AS v(id, organization_id, project_id, api_key_id, request_id, payload_hash, model, price_version_id, labels,
+         input_token_count, leased_token_count, quotas_from, quotas_to)
 """
 EXTEND_HOLDS = """
 UPDATE holds h SET cached_input_token_count = v.cached, leased_token_count = v.leased, delivered_token_count = v.delivered,
@@ -94,12 +104,12 @@ class End(NamedTuple):
 
 
 class NewHold(NamedTuple):
-    """A hold to insert. quota_ids: as an array literal."""
+    """A hold to insert. quota_ids: as numbers."""
 
     admit: Admit
     price_version: int
     leased_token_count: int
-    quota_ids: str
+    quota_ids: tuple[int, ...]
 
 
 class NewUsageEvent(NamedTuple):
@@ -136,7 +146,7 @@ async def write_and_commit(
     """Sign the receipts, write all changes and commit, in one round trip."""
     statements: list[Statement] = []
     if writes.holds:
-        statements.append((INSERT_HOLDS, (expiry_s, *new_hold_columns(owner_id, writes.holds))))
+        statements.append(insertion(owner_id, expiry_s, writes.holds))
     if writes.extensions:
         statements.append((EXTEND_HOLDS, (expiry_s, *extension_columns(list(writes.extensions.values())))))
     if writes.ends:
@@ -150,27 +160,37 @@ async def write_and_commit(
     await exchange(connection, [*statements, *counter_writes(counters), ("COMMIT", ())])
 
 
-def new_hold_columns(owner_id: uuid.UUID, holds: Sequence[NewHold]) -> tuple[str, ...]:
-    """One list per column of INSERT_HOLDS."""
+def insertion(owner_id: uuid.UUID, expiry_s: float, holds: Sequence[NewHold]) -> Statement:
+    """INSERT_HOLDS with its values: the quotas of all payers once, then one list per column; a hold tells which are its own."""
+    quota_ids: list[int] = []
+    places: dict[tuple[int, ...], tuple[int, int]] = {}
+    for hold in holds:
+        if hold.quota_ids not in places:
+            places[hold.quota_ids] = len(quota_ids) + 1, len(quota_ids) + len(hold.quota_ids)
+            quota_ids += hold.quota_ids
     admits = [hold.admit for hold in holds]
-    return (
-        id_array(op.hold_id for op in admits),
-        id_array(op.payer.organization_id for op in admits),
-        id_array(op.payer.project_id for op in admits),
-        id_array(op.payer.api_key_id for op in admits),
-        id_array(op.request_id for op in admits),
-        bytes_array(op.payload_hash for op in admits),
-        text_array(op.model for op in admits),
-        array(hold.price_version for hold in holds),
-        text_array(json.dumps(op.labels) for op in admits),
-        id_array(owner_id for _ in holds),
-        array(op.input_token_count for op in admits),
-        array(hold.leased_token_count for hold in holds),
-        text_array(hold.quota_ids for hold in holds),
+    payers = [op.payer for op in admits]
+    return INSERT_HOLDS, (
+        str(owner_id),
+        id_number_array(quota_ids),
+        expiry_s,
+        id_array([op.hold_id for op in admits]),
+        id_array([payer.organization_id for payer in payers]),
+        id_array([payer.project_id for payer in payers]),
+        id_array([payer.api_key_id for payer in payers]),
+        id_array([op.request_id for op in admits]),
+        bytes_array([op.payload_hash for op in admits]),
+        text_array([op.model for op in admits]),
+        array([hold.price_version for hold in holds]),
+        text_array([json.dumps(op.labels) if op.labels else "{}" for op in admits]),
+        array([op.input_token_count for op in admits]),
+        array([hold.leased_token_count for hold in holds]),
+        array([places[hold.quota_ids][0] for hold in holds]),
+        array([places[hold.quota_ids][1] for hold in holds]),
     )
 
 
-def extension_columns(extensions: Sequence[Extension]) -> tuple[str, ...]:
+def extension_columns(extensions: Sequence[Extension]) -> tuple[Value, ...]:
     """One list per column of EXTEND_HOLDS."""
     return (
         id_array(each.hold_id for each in extensions),
@@ -184,7 +204,7 @@ def extension_columns(extensions: Sequence[Extension]) -> tuple[str, ...]:
     )
 
 
-def end_columns(ends: Sequence[End]) -> tuple[str, ...]:
+def end_columns(ends: Sequence[End]) -> tuple[Value, ...]:
     """One list per column of END_HOLDS."""
     return (
         id_array(each.hold_id for each in ends),
@@ -194,7 +214,7 @@ def end_columns(ends: Sequence[End]) -> tuple[str, ...]:
     )
 
 
-def chain_columns(chains: Chains) -> tuple[str, ...]:
+def chain_columns(chains: Chains) -> tuple[Value, ...]:
     """One list per column of UPDATE_CHAINS."""
     heads = [chains.heads[project_id] for project_id in chains.changed]
     return (
@@ -210,7 +230,7 @@ def batch_values(batch: SignedBatch | None) -> tuple[str, str, str]:
     return ("", "", "") if batch is None else (batch.key_id, b"".join(batch.hashes).hex(), batch.signature.hex())
 
 
-def usage_event_columns(events: Sequence[NewUsageEvent]) -> tuple[str, ...]:
+def usage_event_columns(events: Sequence[NewUsageEvent]) -> tuple[Value, ...]:
     """One list per column of INSERT_USAGE_EVENTS."""
     settled = [event.settled for event in events]
     return (

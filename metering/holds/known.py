@@ -12,13 +12,14 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
+from typing import NamedTuple
 
 from metering.billing.pricing import TokenPrices
 from metering.holds.exchange import Connection
 from metering.holds.lease_clock import boot_time_s
 from metering.models import ServiceTier
 from metering.operations import Payer
-from metering.quotas.quota_rules import CounterKey, QuotaRule
+from metering.quotas.quota_rules import CounterKey, Kind, QuotaRule
 
 # One row: the snapshot to ask with next time, and whom changes were about since the one asked with; NULL: all.
 SELECT_CHANGES = """
@@ -33,14 +34,46 @@ COUNT_MAX = 65_536  # of each kind: some 30 MB; beyond it all is read anew
 TermsKey = tuple[Payer, str, ServiceTier]
 
 
+class Weighing(NamedTuple):
+    """What a new claim is charged by one rule: `fixed`, or tokens by these factors, rounded up. window: see `QuotaRule`."""
+
+    number: int
+    window: int
+    limit_value: int
+    is_used_at_once: bool
+    fixed: int
+    per_input: int
+    per_output: int
+    divisor: int
+
+    @classmethod
+    def of(cls, rule: QuotaRule, prices: TokenPrices) -> Weighing:
+        """Worked out once, and then the same as `Claim.held` of a claim of which nothing is posted."""
+        place = rule.number, rule.window, rule.limit_value or 0
+        if rule.kind in (Kind.CONCURRENCY, Kind.REQUESTS):
+            return cls(*place, rule.kind is Kind.REQUESTS, 1, 0, 0, 1)
+        scale = rule.scale(prices)
+        return cls(*place, False, 0, max(scale.input, scale.cached_input), scale.output, scale.divisor)
+
+    def amount(self, input_token_count: int, output_token_count: int) -> int:
+        """For so many tokens."""
+        return self.fixed or -(-(input_token_count * self.per_input + output_token_count * self.per_output) // self.divisor)
+
+
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What decides about admissions of one key for one model and tier. quota_ids: an array literal. until: None: for ever."""
+    """What decides about admissions of one key for one model and tier. quota_ids: as numbers. until: None: for ever."""
 
     rules: tuple[QuotaRule, ...]
-    quota_ids: str
+    quota_ids: tuple[int, ...]
     prices: TokenPrices
     until: datetime | None
+    weighings: tuple[Weighing, ...]
+
+    @classmethod
+    def of(cls, rules: tuple[QuotaRule, ...], quota_ids: tuple[int, ...], prices: TokenPrices, until: datetime | None) -> Terms:
+        """With what follows from these."""
+        return cls(rules, quota_ids, prices, until, tuple(Weighing.of(rule, prices) for rule in rules))
 
 
 @dataclass(slots=True)
@@ -98,10 +131,17 @@ class Known:
             self.totals.clear()
         self.totals.update(totals)
 
-    def missing_rules(self, quota_ids: Iterable[uuid.UUID], now: datetime) -> set[uuid.UUID]:
-        """Which of these rules have to be read: also those whose raise has just ended."""
-        rules = self.rules
-        return {each for each in quota_ids if (rule := rules.get(each.int)) is None or has_lapsed(rule, now)}
+    def rules_for(self, quota_ids: Iterable[uuid.UUID], now: datetime) -> tuple[dict[int, QuotaRule], set[uuid.UUID]]:
+        """Rules that are known, and which of these have to be read: also those whose raise has just ended."""
+        found: dict[int, QuotaRule] = {}
+        missing: set[uuid.UUID] = set()
+        for quota_id in quota_ids:
+            rule = self.rules.get(quota_id.int)
+            if rule is None or (rule.raised_until is not None and rule.raised_until <= now):
+                missing.add(quota_id)
+            else:
+                found[rule.number] = rule
+        return found, missing
 
     def _forget(self, subject: int) -> None:
         for key in self._terms_of.pop(subject, ()):
@@ -112,11 +152,6 @@ class Known:
     def _forget_all(self) -> None:
         for each in (self.terms, self.rules, self._terms_of, self._rules_of):
             each.clear()
-
-
-def has_lapsed(rule: QuotaRule, now: datetime) -> bool:
-    """Whether the limit in force is another one by now."""
-    return rule.raised_until is not None and rule.raised_until <= now
 
 
 def earliest(times: Sequence[datetime | None]) -> datetime | None:

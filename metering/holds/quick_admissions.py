@@ -17,10 +17,10 @@ from datetime import datetime, timedelta
 from metering.holds.counter_rows import key_columns
 from metering.holds.exchange import Connection, Statement, array, exchange
 from metering.holds.hold_rows import BEGIN_ADMITTING
-from metering.holds.hold_writes import INSERT_HOLDS, NewHold, new_hold_columns
+from metering.holds.hold_writes import NewHold, insertion
 from metering.holds.known import Known, Terms
 from metering.operations import Admit, Admitted, QuotaState
-from metering.quotas.quota_rules import Claim, CounterKey, Kind, QuotaRule, window_starts
+from metering.quotas.quota_rules import CounterKey, QuotaRule, window_starts
 
 MINUTE = timedelta(minutes=1)
 # After the lock that whoever sets a quota holds alone, and in a statement of its own: it sees what was committed meanwhile.
@@ -95,15 +95,13 @@ def plan(known: Known, operations: Sequence[Admit]) -> Plan | None:
 
 def charges_of(known: Known, op: Admit, terms: Terms, starts: tuple[datetime, ...]) -> list[tuple[CounterKey, bool, int]] | None:
     """What one admission with its whole first slice adds to each counter; None if that may not fit, or a counter is not known."""
-    claim = Claim(terms.prices, op.input_token_count, 0, op.first_slice_token_count, 0, starts[0], starts[0])
-    totals = known.totals
+    sent, lease, totals = op.input_token_count, op.first_slice_token_count, known.totals
     charges: list[tuple[CounterKey, bool, int]] = []
-    for rule in terms.rules:
-        key = (rule.number, starts[rule.window])
-        is_used_at_once = rule.kind is Kind.REQUESTS
-        amount = 1 if is_used_at_once else claim.held(rule)
+    for number, window, limit, is_used_at_once, fixed, per_input, per_output, divisor in terms.weighings:
+        key = (number, starts[window])
+        amount = fixed or -(-(sent * per_input + lease * per_output) // divisor)  # `Weighing.amount`, without the call
         total = totals.get(key)
-        if total is None or rule.limit_value is None or total + amount > rule.limit_value:
+        if total is None or total + amount > limit:
             return None
         charges.append((key, is_used_at_once, amount))
     return charges
@@ -131,7 +129,7 @@ async def admit_planned(
     ]
     if charges:  # before the holds: whoever waits for a request id of another has its counters, like everybody else
         statements.append((CHARGE_COUNTERS, (*columns, len(keys))))
-    statements.append((INSERT_HOLDS, (expiry_s, *new_hold_columns(owner_id, holds))))
+    statements.append(insertion(owner_id, expiry_s, holds))
     [(now, _)], [(snapshot, _)], *charged, _ = await exchange(connection, statements)
     known.asked(now, snapshot, ())
     for place, used, held, _ in charged[0] if charged else ():

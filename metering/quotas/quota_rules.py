@@ -236,9 +236,13 @@ class Claim(NamedTuple):
         kind = rule.kind
         if kind is Kind.CONCURRENCY or kind is Kind.REQUESTS:
             return 0
-        scale = rule.scale(self.prices)
+        return self.consumed_by(rule.scale(self.prices), input_token_count, delivered_token_count)
+
+    def consumed_by(self, scale: Scale, input_token_count: int, delivered_token_count: int) -> int:
+        """The same for what counts tokens."""
         cached = min(self.cached_input_token_count, input_token_count)
-        return max(scale.amount(input_token_count, cached, delivered_token_count) - self.posted(scale), 0)
+        amount = scale.amount(input_token_count, cached, delivered_token_count)
+        return max(amount - self.posted(scale), 0) if self.posted_token_count else amount
 
     def most_output(self, rule: QuotaRule, room: int) -> int | None:
         """The largest lease whose charge is at most `room`; None if the quota does not count output."""

@@ -14,7 +14,7 @@ from datetime import datetime
 from metering.errors import InsufficientCredit, QuotaExceeded
 from metering.models import QuotaDimension
 from metering.operations import QuotaState
-from metering.quotas.quota_rules import NO_WINDOW, Claim, CounterKey, Kind, QuotaRule, window_end
+from metering.quotas.quota_rules import NO_WINDOW, Claim, CounterKey, Kind, QuotaRule, money_scale, window_end, window_starts
 
 Tokens = tuple[int, int]  # input and output
 
@@ -169,10 +169,15 @@ def extend(
 
 def end(counters: Counters, rules: Iterable[QuotaRule], claim: Claim, input_token_count: int, delivered_token_count: int) -> None:
     """Give back what the claim holds and leave what it consumed in `used`."""
+    starts, money = window_starts(claim.charged_at), money_scale(claim.prices)
     for rule in rules:
-        if rule.kind is not Kind.REQUESTS:
-            used = claim.consumed(rule, input_token_count, delivered_token_count)
-            counters.add(rule.key(claim.charged_at), used=used, held=-claim.held(rule))
+        kind = rule.kind
+        if kind is Kind.CONCURRENCY:
+            counters.add((rule.number, starts[rule.window]), held=-1)
+        elif kind is not Kind.REQUESTS:
+            scale = rule.token_scale or money
+            used = claim.consumed_by(scale, input_token_count, delivered_token_count)
+            counters.add((rule.number, starts[rule.window]), used=used, held=-claim.charge(scale, claim.leased_token_count))
 
 
 def give_back(counters: Counters, rules: Iterable[QuotaRule], claim: Claim, charged: Tokens, consumed: Tokens) -> None:

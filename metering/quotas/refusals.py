@@ -15,7 +15,7 @@ import psycopg
 import structlog
 
 from metering.errors import QuotaExceeded
-from metering.holds.exchange import Connection, id_array
+from metering.holds.exchange import Connection
 from metering.models import QuotaDimension, QuotaSubject
 from metering.operations import Admit, HoldAnswer, HoldOperation
 from metering.quotas.quota_rules import Claim, QuotaRule
@@ -147,7 +147,7 @@ class Refusals:
         histories = await read_histories(connection, {organization_id for _, _, organization_id in stale.values()})
         running: defaultdict[uuid.UUID, list[RunningRequest]] = defaultdict(list)
         owners: defaultdict[uuid.UUID, set[uuid.UUID]] = defaultdict(set)
-        cursor = await connection.execute(SELECT_RUNNING, (id_array(stale), RUNNING_COUNT_MAX))
+        cursor = await connection.execute(SELECT_RUNNING, (list(stale), RUNNING_COUNT_MAX))
         for quota_id, owner_id, age_s, *amounts, admitted_at, charged_at in await cursor.fetchall():
             sent, cached, leased, posted = amounts
             claim = Claim(stale[quota_id][1].prices, sent, cached, leased, posted, admitted_at, charged_at)
@@ -160,7 +160,7 @@ class Refusals:
 
 async def read_histories(connection: Connection, organization_ids: Collection[uuid.UUID]) -> dict[uuid.UUID, History]:
     """How the latest requests of organizations ran."""
-    cursor = await connection.execute(SELECT_HISTORY, (id_array(organization_ids), HISTORY_COUNT))
+    cursor = await connection.execute(SELECT_HISTORY, (list(organization_ids), HISTORY_COUNT))
     durations: defaultdict[uuid.UUID, list[float]] = defaultdict(list)
     outputs: defaultdict[uuid.UUID, list[int]] = defaultdict(list)
     for organization_id, duration_s, output in await cursor.fetchall():

@@ -8,13 +8,18 @@ from dataclasses import replace
 
 import psycopg
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from metering.billing.pricing import TokenPrices
 from metering.errors import InvariantViolated, KeyInvalid, QuotaExceeded, RequestIdReused, RequestInFlight
 from metering.holds import hold_batch, hold_rows
 from metering.holds.hold_connection import HoldConnection
-from metering.holds.known import known_of
+from metering.holds.known import Weighing, known_of
 from metering.models import QuotaDimension, QuotaSubject
 from metering.operations import Admit, Admitted, Ended, HoldAnswer, Payer, Renew, Void
+from metering.quotas import quotas
+from metering.quotas.quota_rules import NO_WINDOW, Claim, QuotaRule, Weights
 from metering.store.db import psycopg_conninfo
 from tests.metering.hold_world import HoldWorld, admit, hold_world, settle
 from tests.metering.invariants import check_invariants
@@ -283,3 +288,18 @@ async def test_what_a_renewal_does_not_know_of_is_voided_however_it_was_admitted
     assert world.hold_count("voided") == 3
     assert world.counters(quotas[QuotaDimension.REQUESTS_PER_MINUTE]) == [(0, 0)]
     check_invariants(world.url, all_ended=True)
+
+
+@given(
+    dimension=st.sampled_from(QuotaDimension),
+    weights=st.builds(Weights, st.integers(0, 3000), st.integers(0, 3000), st.integers(0, 3000)),
+    prices=st.builds(TokenPrices, st.just(1), st.just("USD"), st.integers(0, 9), st.integers(0, 9), st.integers(0, 9)),
+    tokens=st.tuples(st.integers(0, 5000), st.integers(0, 5000)),
+)
+def test_a_rule_weighs_a_new_claim_as_the_long_way_does(
+    dimension: QuotaDimension, weights: Weights, prices: TokenPrices, tokens: tuple[int, int]
+) -> None:
+    rule = QuotaRule(uuid.uuid4(), QuotaSubject.API_KEY, uuid.uuid4(), "", dimension, 10, weights)
+    claim = Claim(prices, tokens[0], 0, tokens[1], 0, NO_WINDOW, NO_WINDOW)
+
+    assert Weighing.of(rule, prices).amount(*tokens) == quotas.demand(rule, claim)
