@@ -120,6 +120,15 @@ def default_home() -> Path:
     return Path.home() / ".weir"
 
 
+def is_truetype(path: Path) -> bool:
+    """Whether the file begins as a TrueType font does; others, such as those with PostScript outlines, cannot be drawn with."""
+    try:
+        with path.open("rb") as file:
+            return file.read(4) in (b"\x00\x01\x00\x00", b"true")
+    except OSError:
+        return False
+
+
 def lines_of(text: str) -> tuple[str, ...]:
     """The lines of a text that has them separated by `|`."""
     return tuple(filter(None, (line.strip() for line in text.split("|"))))
@@ -239,8 +248,8 @@ class Settings:
             if not self.invoice_font and not all(shown_by_helvetica(each) for each in text):
                 raise SettingInvalid(f"{variable}={text!r}: name a TrueType font that has these letters with WEIR_INVOICE_FONT")
         for variable, file in (("WEIR_INVOICE_FONT", self.invoice_font), ("WEIR_INVOICE_FONT_BOLD", self.invoice_font_bold)):
-            if file and not Path(file).is_file():
-                raise SettingInvalid(f"{variable}={file!r}: there is no such file")
+            if file and not is_truetype(Path(file)):
+                raise SettingInvalid(f"{variable}={file!r}: give a TrueType font, a file that ends in .ttf")
         return Issuer(
             name=self.issuer_name,
             address=lines_of(self.issuer_address),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import tempfile
 from collections.abc import AsyncIterator, Mapping
 from datetime import UTC, date, datetime
@@ -18,12 +17,12 @@ from api import wire
 from api.auth import Authenticator
 from api.billing_calls import BillingCalls, visible_or_own
 from api.interceptor import Context
+from api.invoice_drawing import InvoiceDrawer
 from metering.billing.focus import FOCUS_VERSION
 from metering.billing.focus_export import focus_csv
 from metering.billing.forecast import CONFIDENCE, Forecast, forecast
 from metering.billing.invoice_content import invoice_document
 from metering.billing.invoice_document import Issuer
-from metering.billing.invoice_pdf import render_pdf
 from metering.billing.month_reading import month_report
 from metering.billing.months import month_text
 from metering.billing.reports import MonthReport, month_bounds
@@ -53,7 +52,7 @@ class UsageCalls(BillingCalls, pb_grpc.BillingServiceServicer):
     def __init__(self, authenticator: Authenticator, sessions: Sessions, issuer: Issuer) -> None:
         super().__init__(authenticator, sessions)
         self._issuer = issuer
-        self._drawing = asyncio.Semaphore(1)  # one at a time: drawing takes the interpreter from the streams of this process
+        self._drawer = InvoiceDrawer()
 
     async def GetUsage(self, request: pb.GetUsageRequest, context: Context) -> pb.GetUsageResponse:
         """Tells a page of a month's usage by group."""
@@ -103,9 +102,7 @@ class UsageCalls(BillingCalls, pb_grpc.BillingServiceServicer):
                     case _:
                         raise InvalidValue("format", "give the format of the file")
             if request.format == pb.MONTH_EXPORT_FORMAT_INVOICE_PDF:
-                async with self._drawing:
-                    document = invoice_document(report, self._issuer)
-                    file.write(await asyncio.to_thread(render_pdf, document))
+                file.write(await self._drawer.draw(invoice_document(report, self._issuer)))
             file.seek(0)
             await context.write(pb.ExportMonthResponse(file_name=name, media_type=media_type, chunk=file.read(CHUNK_BYTES)))
             while chunk := file.read(CHUNK_BYTES):

@@ -1,11 +1,15 @@
 """Draws an `InvoiceDocument` as PDF: letterhead, table of lines with repeated head, sums, notes, page x of y.
 
-The same document gives the same bytes: no clock, no random ids. Nothing is computed here but what a page needs.
+The same document gives the same bytes: no clock, no random ids. Nothing is computed here but what a page needs. Run as a program it
+reads a pickled document from the process that started it, and writes the file.
 """
 
 from __future__ import annotations
 
 import io
+import os
+import pickle
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,6 +22,7 @@ from metering.billing.invoice_document import InvoiceDocument
 from metering.billing.invoice_tables import closing, lines, sections
 from metering.billing.invoice_type import AMBER, GREY, MARGIN, RULE, WIDTH, Type, load_type, plain_table
 
+NICENESS = 10  # whoever waits for tokens goes first
 HEAD = 10 * mm  # kept free on later pages for the running head
 FOOT, BOTTOM = 10 * mm, 10 * mm  # for the foot of each page, and below it
 
@@ -122,3 +127,15 @@ def parties(document: InvoiceDocument, type_: Type) -> Iterator[Flowable]:
     facts = plain_table(rows, (WIDTH * 0.17, WIDTH * 0.31), tight)
     yield plain_table([[customer, facts]], (WIDTH * 0.52, WIDTH * 0.48), [("VALIGN", (0, 0), (-1, -1), "TOP")])
     yield Spacer(0, 7 * mm)
+
+
+def main() -> None:
+    """Draw for the process that started this one, at a priority below its own."""
+    os.nice(NICENESS)
+    document = pickle.load(sys.stdin.buffer)
+    assert isinstance(document, InvoiceDocument)
+    sys.stdout.buffer.write(render_pdf(document))
+
+
+if __name__ == "__main__":
+    main()

@@ -12,6 +12,7 @@ from structlog.testing import capture_logs
 
 from api.engines import build_engines
 from api.settings import SettingInvalid, Settings
+from metering.billing.invoice_document import Issuer
 
 SPECS = {spec.metadata["variable"]: spec for spec in fields(Settings)}
 NUMBERS = [name for name, spec in SPECS.items() if isinstance(spec.default, int | float)]
@@ -150,3 +151,32 @@ def test_other_variables_are_nobodys_business() -> None:
 
 def test_the_journal_is_in_the_home() -> None:
     assert Settings(home=Path("/h")).journal_directory == Path("/h/journal")
+
+
+def test_the_letterhead_is_read_line_by_line() -> None:
+    settings = Settings.from_environment(
+        {
+            "WEIR_ISSUER_NAME": "Weir Operations GmbH",
+            "WEIR_ISSUER_ADDRESS": "Brückenstraße 12 | 10179 Berlin||",
+            "WEIR_ISSUER_TAX_ID": "DE 1",
+        }
+    )
+
+    assert settings.issuer() == Issuer("Weir Operations GmbH", ("Brückenstraße 12", "10179 Berlin"), "DE 1")
+    assert Settings.from_environment(settings.to_environment()) == settings
+    assert Settings().issuer() == Issuer()
+
+
+def test_a_letterhead_that_could_not_be_drawn_is_refused_at_the_start(tmp_path: Path) -> None:
+    (tmp_path / "outlines.otf").write_bytes(b"OTTO....")
+    for environment, named in (
+        ({"WEIR_ISSUER_NAME": "株式会社"}, "WEIR_INVOICE_FONT"),
+        ({"WEIR_ISSUER_PAYMENT": "Łódź"}, "WEIR_ISSUER_PAYMENT"),
+        ({"WEIR_INVOICE_FONT": str(tmp_path / "outlines.otf")}, "WEIR_INVOICE_FONT"),
+        ({"WEIR_INVOICE_FONT_BOLD": str(tmp_path / "gone.ttf")}, "WEIR_INVOICE_FONT_BOLD"),
+    ):
+        with pytest.raises(SettingInvalid, match=named):
+            Settings.from_environment(environment).issuer()
+    for bad in ("two\nlines", "x" * 1001):
+        with pytest.raises(SettingInvalid, match="WEIR_ISSUER_NAME"):
+            Settings.from_environment({"WEIR_ISSUER_NAME": bad})
