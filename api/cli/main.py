@@ -35,6 +35,7 @@ COMMANDS = {
     "serve": Entry("api.cli.serve:serve", "Start one API server.", SERVE),
     "demo": Entry("api.cli.demo:demo", "Show the whole path of a request, live.", SERVE),
     "chaos": Entry("api.cli.chaos:chaos", "Break a Weir of its own, and account for every token.", SERVE),
+    "doctor": Entry("api.cli.doctor:doctor", "Look at what this machine really does.", SERVE),
     "migrate": Entry("api.cli.migrate:migrate", "Bring the database to the current schema.", SERVE),
     "init": Entry("api.cli.init:init", "Create the first organization and admin key.", SERVE),
     "generate": Entry("api.cli.generate:generate", "Stream a model's answer to the terminal.", ASK),

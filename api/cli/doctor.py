@@ -1,0 +1,52 @@
+"""`weir doctor`: looks at what this machine really does, where Weir relies on what others have written down."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from api.cli.local import clear_failures
+from api.cli.output import JsonOption, print_json, show
+
+doctor = typer.Typer(help="Look at what this machine really does.", no_args_is_help=True)
+
+
+@doctor.callback()
+def group() -> None:
+    """Look at what this machine really does."""
+
+
+@doctor.command()
+def tensorrt(
+    model: Annotated[Path, typer.Option("--model", help="A checkpoint in Hugging Face layout.", exists=True, file_okay=False)],
+    tensor_parallel: Annotated[int, typer.Option("--tensor-parallel", min=1, help="GPUs that share each matrix.")] = 1,
+    batch: Annotated[int, typer.Option("--batch", min=1, help="Sequences at once.")] = 16,
+    as_json: JsonOption = False,
+) -> None:
+    """Put a list of questions to TensorRT-LLM on this machine, and show the answers. Takes the GPU for a few minutes.
+
+    Exit code 1 if something is so that the engine of Weir would not work here.
+    """
+    from rich.table import Table
+
+    from inference.checkpoint import read_config
+    from inference.limits import EngineLimits
+    from inference.tensorrt.doctor import Verdict, examine
+    from inference.tensorrt.settings import TensorRtOptions
+
+    with clear_failures():
+        config = read_config(model)
+        window = min(config.context_window_tokens, 8192)
+        limits = EngineLimits(context_window_tokens=window, step_token_count_max=2048, running_sequence_count_max=batch)
+        options = TensorRtOptions(tensor_parallel_size=tensor_parallel)
+        found = examine(str(model), config.vocabulary_size, limits, options)
+    if as_json:
+        print_json(found)
+    else:
+        table = Table("question", "verdict", "seen", title="TensorRT-LLM on this machine", title_justify="left")
+        for observation in found:
+            table.add_row(observation.question, observation.verdict.value, observation.seen)
+        show(table)
+    raise typer.Exit(any(observation.verdict is Verdict.BAD for observation in found))
