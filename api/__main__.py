@@ -29,6 +29,7 @@ from api.inference_service import InferenceServicer
 from api.live_control import obey, process_name, report
 from api.logs import configure_logs
 from api.process import Process
+from api.receipt_service import ReceiptServicer
 from api.server import Health, Servicers, build_server
 from api.settings import SettingInvalid, Settings
 from inference.classifier_process import ClassifierProcess
@@ -173,6 +174,7 @@ async def serve(settings: Settings) -> None:
             InferenceServicer(process, authenticator, sessions),
             AdminServicer(router, authenticator, sessions, settings.database_url, signer),
             BillingServicer(authenticator, sessions, issuer),
+            ReceiptServicer(authenticator, sessions),
         )
         server, port = build_server(settings, servicers, health)
         for engine in router.engines():

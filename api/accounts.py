@@ -12,8 +12,10 @@ from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import types_pb2
 
 from api import wire
+from api.receipt_wire import receipt_messages
 from metering.errors import NotFound
 from metering.models import Hold, HoldState, PriceVersion, UsageEvent
+from metering.receipts.months import receipts_of_hold
 
 STATES = {
     HoldState.HELD: pb.Generation.STATE_RUNNING,
@@ -39,6 +41,7 @@ async def find_generation(session: AsyncSession, project_id: uuid.UUID, request_
         admit_time=wire.timestamp(hold.admitted_at),
         usage=running_usage(hold) if hold.state == HoldState.HELD else total_usage(events),
         labels={str(key): str(value) for key, value in hold.labels.items()},
+        receipts=receipt_messages(await receipts_of_hold(session, hold.id)),
     )
     if hold.ended_at is not None:
         generation.settle_time.CopyFrom(wire.timestamp(hold.ended_at) or Timestamp())

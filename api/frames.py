@@ -12,6 +12,7 @@ from api import wire
 from api.admission import Lease
 from api.outbox import Delivery
 from api.quota_wire import quota_statuses
+from api.receipt_wire import receipt_messages
 from inference.engine import TokenLogprobs
 from metering.billing.pricing import TokenPrices
 from metering.operations import Admitted, Outcome, QuotaState, Settled
@@ -92,6 +93,7 @@ def finished(
             cost=wire.money(currency_code, lease.settled.cost_picos if lease.settled else 0),
             timings=types_pb2.Timings(**timings),
             exhausted_quotas=quota_statuses(exhausted),
+            receipts=receipt_messages(lease.settled.receipts) if lease.settled else (),
             choices=[
                 pb.ChoiceEnd(choice_index=index, reason=wire.FINISH_REASONS[end]) for index, end in sorted(choice_ends.items())
             ],
@@ -105,4 +107,5 @@ def failed(status: status_pb2.Status, settled: Settled | None, *, duplicate_star
     if settled is not None:
         frame.usage.CopyFrom(settled_usage(settled))
         frame.cost.CopyFrom(wire.money(settled.currency_code, settled.cost_picos))
+        frame.receipts.extend(receipt_messages(settled.receipts))
     return pb.ServerFrame(failed=frame)

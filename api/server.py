@@ -16,12 +16,15 @@ from weir.v1 import (
     billing_service_pb2_grpc,
     inference_service_pb2,
     inference_service_pb2_grpc,
+    receipt_service_pb2,
+    receipt_service_pb2_grpc,
 )
 
 from api.admin_service import AdminServicer
 from api.billing_service import BillingServicer
 from api.inference_service import InferenceServicer
 from api.interceptor import ErrorInterceptor
+from api.receipt_service import ReceiptServicer
 from api.settings import Settings
 
 SERVICES = tuple(
@@ -30,6 +33,7 @@ SERVICES = tuple(
         (inference_service_pb2, "InferenceService"),
         (admin_service_pb2, "AdminService"),
         (billing_service_pb2, "BillingService"),
+        (receipt_service_pb2, "ReceiptService"),
     )
 )
 INFERENCE_SERVICE = SERVICES[0]
@@ -40,11 +44,12 @@ CLIENT_PING_INTERVAL_MS_MIN = 10_000  # clients may ping this often, also withou
 
 @dataclass(frozen=True, slots=True)
 class Servicers:
-    """The three services."""
+    """All services."""
 
     inference: InferenceServicer
     admin: AdminServicer
     billing: BillingServicer
+    receipts: ReceiptServicer
 
 
 class Health:
@@ -83,6 +88,7 @@ def build_server(settings: Settings, servicers: Servicers, health: Health) -> tu
     inference_service_pb2_grpc.add_InferenceServiceServicer_to_server(servicers.inference, server)
     admin_service_pb2_grpc.add_AdminServiceServicer_to_server(servicers.admin, server)
     billing_service_pb2_grpc.add_BillingServiceServicer_to_server(servicers.billing, server)
+    receipt_service_pb2_grpc.add_ReceiptServiceServicer_to_server(servicers.receipts, server)
     health_pb2_grpc.add_HealthServicer_to_server(health.servicer, server)
     reflection.enable_server_reflection(
         (*SERVICES, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME), server

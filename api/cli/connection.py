@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
 import typer
 
 if TYPE_CHECKING:
-    from weir_client import AdminClient, BillingClient, Client
+    from weir_client import AdminClient, BillingClient, Client, ReceiptClient
 
 Role = Literal["inference", "admin"]
 KEY_VARIABLES: Mapping[Role, tuple[str, ...]] = {
@@ -152,6 +152,17 @@ def billing_client(address: str | None, api_key: str | None, *, timeout: float =
         from weir_client import BillingClient
 
         with reported(target.address), BillingClient(target.address, target.api_key, timeout=timeout) as client:
+            yield client
+
+
+@contextmanager
+def receipt_client(address: str | None, api_key: str | None) -> Iterator[ReceiptClient]:
+    """A client for the receipt API; fails like `inference_client`."""
+    with reported(address):
+        target = resolve("admin", address, api_key)
+        from weir_client import ReceiptClient
+
+        with reported(target.address), ReceiptClient(target.address, target.api_key) as client:
             yield client
 
 

@@ -58,6 +58,7 @@ COMMANDS = {
     "report": Entry("api.cli.report:report", "Report usage and money by month.", PAY),
     "reconcile": Entry("api.cli.reconcile:reconcile", "Compare a month from its usage to the biller's invoice.", PAY),
     "fsck": Entry("api.cli.fsck:fsck", "Prove that the books are right.", PAY),
+    "receipt": Entry("api.cli.receipts:receipt", "Export receipts and verify them.", PAY),
     "stripe": Entry("api.cli.stripe:stripe", "Bill with Stripe: sync, compare, correct.", PAY),
 }
 

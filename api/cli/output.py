@@ -24,12 +24,17 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON documen
 def jsonable(value: Any) -> Any:
     """A value of the client as plain JSON types.
 
-    Money becomes `{"currency_code", "amount", "picos"}` with the exact amount as text; times are ISO 8601 in UTC with `Z`.
+    Money becomes `{"currency_code", "amount", "picos"}` with the exact amount as text; times are ISO 8601 in UTC with `Z`; bytes
+    are hexadecimal; a receipt is what `weir receipt verify` reads.
     """
-    from weir_client import Money
+    from weir_client import Money, Receipt
 
     if isinstance(value, Money):
         return {"currency_code": value.currency_code, "amount": f"{value.amount:f}", "picos": value.picos}
+    if isinstance(value, Receipt):
+        return json.loads(value.to_json())
+    if isinstance(value, bytes):
+        return value.hex()
     if is_dataclass(value) and not isinstance(value, type):
         return {field.name: jsonable(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, datetime):

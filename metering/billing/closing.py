@@ -36,6 +36,7 @@ from metering.billing.reports import ChargeKind, Closed, MonthReport, month_boun
 from metering.errors import InvariantViolated, MonthNotClosable
 from metering.models import Organization
 from metering.money import exact_text
+from metering.receipts.months import receipt_month, seal_month
 from metering.store.bounded_connection import patience
 from metering.store.db import Sessions
 from metering.tenants.audit import record_change
@@ -97,6 +98,7 @@ async def close_month(
         async with sessions.begin() as session:
             await _refuse_obstacles(session, request)
             await _mark_closing(session, request)
+            await seal_month(session, request.organization_id, request.month)
         async with sessions.begin() as session:
             return await _close(session, request)
 
@@ -184,7 +186,8 @@ async def _close(session: AsyncSession, request: CloseRequest) -> CloseResult:
     draft = await read_month(session, owner, request.month, to_close=True)
     invoice_id = uuid.uuid4()
     await post(session, _postings(draft, request.month, invoice_id))
-    closed = Closed(now, request.actor, "", "")
+    receipts = await receipt_month(session, owner.id, request.month)
+    closed = Closed(now, request.actor, "", receipts.root.hex() if receipts.receipt_count else "")
     if draft.lines or draft.charges:
         ordinal, number = await draw_number(session, Series.INVOICE)
         closed = replace(closed, invoice_number=number)
@@ -262,6 +265,7 @@ async def _freeze(session: AsyncSession, request: CloseRequest, report: MonthRep
         "report_format": report.format_version,
         "json_sha256": digest.json_sha256,
         "csv_sha256": digest.csv_sha256,
+        "receipts_root": "" if report.closed is None else report.closed.receipts_root,
     }
     await session.execute(insert(MonthClosing).values(facts))
     closed = {"state": MonthState.CLOSED, "closed_at": now, "closed_by": request.actor}

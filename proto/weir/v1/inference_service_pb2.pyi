@@ -11,6 +11,7 @@ from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.rpc import status_pb2 as _status_pb2
+from weir.v1 import receipts_pb2 as _receipts_pb2
 from weir.v1 import types_pb2 as _types_pb2
 import builtins as _builtins
 import sys
@@ -923,6 +924,7 @@ class FinishedFrame(_message.Message):
     TIMINGS_FIELD_NUMBER: _builtins.int
     EXHAUSTED_QUOTAS_FIELD_NUMBER: _builtins.int
     CHOICES_FIELD_NUMBER: _builtins.int
+    RECEIPTS_FIELD_NUMBER: _builtins.int
     reason: _types_pb2.FinishReason.ValueType
     """Why it ended."""
     @_builtins.property
@@ -945,6 +947,10 @@ class FinishedFrame(_message.Message):
     def choices(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChoiceEnd]:
         """How each choice ended, in the order of their indices, if there is more than one; else empty. `reason` is then the first one's."""
 
+    @_builtins.property
+    def receipts(self) -> _containers.RepeatedCompositeFieldContainer[_receipts_pb2.Receipt]:
+        """The receipt of what is billed. None for a request that was cancelled before anything was to be billed."""
+
     def __init__(
         self,
         *,
@@ -954,10 +960,11 @@ class FinishedFrame(_message.Message):
         timings: _types_pb2.Timings | None = ...,
         exhausted_quotas: _abc.Iterable[_types_pb2.QuotaStatus] | None = ...,
         choices: _abc.Iterable[Global___ChoiceEnd] | None = ...,
+        receipts: _abc.Iterable[_receipts_pb2.Receipt] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["cost", b"cost", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["choices", b"choices", "cost", b"cost", "exhausted_quotas", b"exhausted_quotas", "reason", b"reason", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choices", b"choices", "cost", b"cost", "exhausted_quotas", b"exhausted_quotas", "reason", b"reason", "receipts", b"receipts", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -999,6 +1006,7 @@ class FailedFrame(_message.Message):
     USAGE_FIELD_NUMBER: _builtins.int
     COST_FIELD_NUMBER: _builtins.int
     DUPLICATE_START_FIELD_NUMBER: _builtins.int
+    RECEIPTS_FIELD_NUMBER: _builtins.int
     duplicate_start: _builtins.bool
     """True if this refuses a second `start` of an id that runs on this very stream: that request goes on, and its own end still comes."""
     @_builtins.property
@@ -1015,6 +1023,10 @@ class FailedFrame(_message.Message):
     def cost(self) -> _types_pb2.Money:
         """Set if `usage` is."""
 
+    @_builtins.property
+    def receipts(self) -> _containers.RepeatedCompositeFieldContainer[_receipts_pb2.Receipt]:
+        """The receipt of `usage`; none if that is not set, and for a request that had ended before: GetGeneration has it."""
+
     def __init__(
         self,
         *,
@@ -1022,10 +1034,11 @@ class FailedFrame(_message.Message):
         usage: _types_pb2.Usage | None = ...,
         cost: _types_pb2.Money | None = ...,
         duplicate_start: _builtins.bool = ...,
+        receipts: _abc.Iterable[_receipts_pb2.Receipt] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["cost", b"cost", "status", b"status", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cost", b"cost", "duplicate_start", b"duplicate_start", "status", b"status", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cost", b"cost", "duplicate_start", b"duplicate_start", "receipts", b"receipts", "status", b"status", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1499,6 +1512,7 @@ class Generation(_message.Message):
     TIMINGS_FIELD_NUMBER: _builtins.int
     OUTCOME_FIELD_NUMBER: _builtins.int
     LABELS_FIELD_NUMBER: _builtins.int
+    RECEIPTS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The id the client minted."""
     state: Global___Generation.State.ValueType
@@ -1531,6 +1545,10 @@ class Generation(_message.Message):
     def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """The labels of the request."""
 
+    @_builtins.property
+    def receipts(self) -> _containers.RepeatedCompositeFieldContainer[_receipts_pb2.Receipt]:
+        """Its receipts: none while it runs, one for each part of its usage then."""
+
     def __init__(
         self,
         *,
@@ -1544,10 +1562,11 @@ class Generation(_message.Message):
         timings: _types_pb2.Timings | None = ...,
         outcome: _builtins.str = ...,
         labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        receipts: _abc.Iterable[_receipts_pb2.Receipt] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["admit_time", b"admit_time", "cost", b"cost", "settle_time", b"settle_time", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admit_time", b"admit_time", "cost", b"cost", "labels", b"labels", "model", b"model", "outcome", b"outcome", "request_id", b"request_id", "settle_time", b"settle_time", "state", b"state", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admit_time", b"admit_time", "cost", b"cost", "labels", b"labels", "model", b"model", "outcome", b"outcome", "receipts", b"receipts", "request_id", b"request_id", "settle_time", b"settle_time", "state", b"state", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -77,6 +77,20 @@ from weir_client.live import (
 )
 from weir_client.prompt import GenerateOptions, Message, Prompt
 from weir_client.quote import Quote
+from weir_client.receipt_client import AsyncReceiptClient, ReceiptClient
+from weir_client.receipt_months import ReceiptVerdict, verify_receipts
+from weir_client.receipts import (
+    Fault,
+    Receipt,
+    ReceiptChain,
+    ReceiptInvalid,
+    ReceiptKey,
+    ReceiptMonth,
+    ReceiptProblem,
+    ReceiptStep,
+    public_keys,
+    verify_receipt,
+)
 from weir_client.sync import Client, GenerationStream
 from weir_client.usage import (
     MonthExportFormat,
@@ -130,6 +144,7 @@ __all__ = [
     "AsyncBillingClient",
     "AsyncClient",
     "AsyncGeneration",
+    "AsyncReceiptClient",
     "AuditEntry",
     "BillingClient",
     "Cancelled",
@@ -148,6 +163,7 @@ __all__ = [
     "Event",
     "ExceededQuota",
     "FailedPrecondition",
+    "Fault",
     "FieldChange",
     "FieldViolation",
     "FinishReason",
@@ -195,6 +211,15 @@ __all__ = [
     "QuotaSubject",
     "QuotaViolation",
     "Quote",
+    "Receipt",
+    "ReceiptChain",
+    "ReceiptClient",
+    "ReceiptInvalid",
+    "ReceiptKey",
+    "ReceiptMonth",
+    "ReceiptProblem",
+    "ReceiptStep",
+    "ReceiptVerdict",
     "Reconciliation",
     "RequestCounts",
     "RequestPhase",
@@ -217,4 +242,7 @@ __all__ = [
     "UsageShare",
     "UsageUpdate",
     "WeirError",
+    "public_keys",
+    "verify_receipt",
+    "verify_receipts",
 ]

@@ -14,6 +14,7 @@ from typing import Protocol
 from weir.v1 import inference_service_pb2 as pb
 
 from weir_client import errors, wire
+from weir_client.receipts import Receipt
 from weir_client.status import error_from_status
 from weir_client.values import (
     Admitted,
@@ -29,6 +30,7 @@ from weir_client.values import (
     Usage,
     UsageUpdate,
 )
+from weir_client.wire_receipts import receipts
 
 EVENTS_MAX = 65_536  # one delta per token: more than any context window in use; a reader that far behind is gone
 CHOICES_MAX = 1024  # far above what a server allows: a wrong index must not take all memory
@@ -87,6 +89,7 @@ class Exchange:
         self._usage: Usage | None = None
         self._cost: Money | None = None
         self._timings: Timings | None = None
+        self._receipts: tuple[Receipt, ...] = ()
         self._carrier: Carrier | None = None
         self._timers: list[asyncio.TimerHandle] = []
 
@@ -169,6 +172,7 @@ class Exchange:
             cost=self._cost,
             timings=self._timings,
             admitted=self.admitted,
+            receipts=self._receipts,
         )
 
     def _receive_delta(self, frame: pb.DeltaFrame) -> None:
@@ -192,6 +196,7 @@ class Exchange:
         self._usage, self._cost = wire.usage(frame.usage), wire.money(frame.cost)
         reason = wire.finish_reason(frame.reason)
         timings = self._timings = wire.timings(frame.timings)
+        self._receipts = receipts(frame.receipts)
         if reason is FinishReason.DEADLINE or (self.expired and reason is FinishReason.CANCELLED):
             self._end(self._deadline_error())
             return
@@ -212,12 +217,14 @@ class Exchange:
                 exhausted_quotas=exhausted,
                 logprobs=choices[0].logprobs,
                 choices=choices,
+                receipts=self._receipts,
             )
         )
 
     def _receive_failed(self, frame: pb.FailedFrame) -> None:
         if frame.HasField("usage"):
             self._usage, self._cost = wire.usage(frame.usage), wire.money(frame.cost)
+            self._receipts = receipts(frame.receipts)
         error = error_from_status(frame.status, request_id=self.request_id, partial=self.partial())
         self._end(self._deadline_error() if self.expired and isinstance(error, errors.Cancelled) else error)
 

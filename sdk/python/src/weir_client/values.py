@@ -12,6 +12,8 @@ from datetime import datetime
 from decimal import Decimal
 from enum import StrEnum
 
+from weir_client.receipts import Receipt
+
 PICOS_PER_UNIT = 10**12  # one unit of a currency, the scale that all prices and costs are kept at
 
 
@@ -242,6 +244,7 @@ class Result:
     exhausted_quotas: tuple[QuotaStatus, ...] = ()  # which quota ran out, for QUOTA_EXHAUSTED
     logprobs: tuple[TokenLogprobs, ...] = ()  # one per token, if `top_logprobs` was given
     choices: tuple[Choice, ...] = ()
+    receipts: tuple[Receipt, ...] = ()  # one, unless nothing was to be billed; `verify_receipt` checks it
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,6 +262,7 @@ class Partial:
     cost: Money | None = None
     timings: Timings | None = None
     admitted: Admitted | None = None
+    receipts: tuple[Receipt, ...] = ()  # of `usage`, if that is final
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,3 +315,4 @@ class Generation:
     timings: Timings | None  # None while it runs, and after a recovery
     outcome: str  # a finish reason or the name of a status code; empty while it runs
     labels: Mapping[str, str]
+    receipts: tuple[Receipt, ...] = ()  # one per part of its usage; none while it runs

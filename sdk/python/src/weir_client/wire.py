@@ -11,6 +11,7 @@ from weir.v1 import types_pb2
 
 from weir_client import values
 from weir_client.quote import Quote
+from weir_client.wire_receipts import receipts
 
 _FINISH_REASONS = {
     number: values.FinishReason(name.removeprefix("FINISH_REASON_")) for name, number in types_pb2.FinishReason.items()
@@ -206,4 +207,5 @@ def generation(message: pb.Generation) -> values.Generation:
         timings=timings(message.timings) if message.HasField("timings") else None,
         outcome=message.outcome,
         labels=dict(message.labels),
+        receipts=receipts(message.receipts),
     )

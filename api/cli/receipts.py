@@ -1,0 +1,212 @@
+"""`weir receipt`: the receipts of a month, the public keys that verify them, and the check itself, which needs no server."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Annotated
+
+import typer
+from rich.table import Table
+from weir_client import Receipt, ReceiptKey, ReceiptVerdict, public_keys, verify_receipts
+
+from api.cli.connection import AddressOption, KeyOption, fail, organization_or_default, receipt_client
+from api.cli.output import JsonOption, jsonable, note, print_json, show
+from api.cli.receipt_files import FileInvalid, ReportedMonth, keys_document, read_keys, read_receipts, read_report
+from api.cli.tenants import OrganizationOption
+
+receipt = typer.Typer(help="Export receipts and verify them.", no_args_is_help=True)
+
+PROBLEMS_TOLD_MAX = 50
+MonthArgument = Annotated[str, typer.Argument(help="The month in UTC, as YYYY-MM.")]
+
+
+@receipt.command("keys")
+def keys(as_json: JsonOption = False, address: AddressOption = None, api_key: KeyOption = None) -> None:
+    """List the public keys that receipts were signed with. Keep `--json` in a file, and verify with it offline."""
+    with receipt_client(address, api_key) as client:
+        found = client.list_receipt_keys()
+    if as_json:
+        typer.echo(keys_document(found), nl=False)
+        return
+    table = Table("key", "public key (Ed25519)")
+    for each in found:
+        table.add_row(each.key_id, each.public_key.hex())
+    show(table)
+
+
+@receipt.command("export")
+def export(
+    month: MonthArgument,
+    organization: OrganizationOption = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write to this file instead of stdout.")] = None,
+    address: AddressOption = None,
+    api_key: KeyOption = None,
+) -> None:
+    """Write all receipts of a month as JSON lines, one receipt each, in the order of time."""
+    checked_month(month)
+    count = 0
+    with receipt_client(address, api_key) as client, written_to(output) as file:
+        for each in client.list_receipts(organization_or_default(organization, client.address), month):
+            file.write(each.to_json() + "\n")
+            count += 1
+    note(f"{count:,} receipts of {month}")
+
+
+@receipt.command("month")
+def month_(
+    month: MonthArgument,
+    organization: OrganizationOption = None,
+    as_json: JsonOption = False,
+    address: AddressOption = None,
+    api_key: KeyOption = None,
+) -> None:
+    """Show the root over a month's receipts, and where the chain of each project begins and ends in it."""
+    checked_month(month)
+    with receipt_client(address, api_key) as client:
+        found = client.get_receipt_month(organization_or_default(organization, client.address), month)
+    if as_json:
+        print_json(found)
+        return
+    table = Table("project", "first", "last", "receipts", "hash of the last")
+    for each in found.chains:
+        counts = (f"{each.first_sequence:,}", f"{each.last_sequence:,}", f"{each.receipt_count:,}")
+        table.add_row(each.project_id, *counts, each.last_hash.hex())
+    show(table)
+    typer.echo(f"{found.receipt_count:,} receipts, root {found.root.hex()}")
+    if found.unreceipted_count:
+        note(f"{found.unreceipted_count:,} usage events are from before there were receipts")
+
+
+@receipt.command("verify")
+def verify(
+    file: Annotated[str, typer.Argument(help="Receipts as JSON lines: from `export`, or of single requests. `-` for stdin.")],
+    keys: Annotated[
+        Path | None, typer.Option("--keys", help="Public keys: what `weir receipt keys --json` wrote. Else the server is asked.")
+    ] = None,
+    month: Annotated[str, typer.Option("--month", help="The file is the whole month YYYY-MM: no receipt may be missing.")] = "",
+    report: Annotated[
+        Path | None, typer.Option("--report", help="The month's report as JSON: sums must be equal, and the root if it has one.")
+    ] = None,
+    root: Annotated[str, typer.Option("--root", help="The root that the month must have, in hexadecimal.")] = "",
+    as_json: JsonOption = False,
+    address: AddressOption = None,
+    api_key: KeyOption = None,
+) -> None:
+    """Verify receipts offline: nothing was changed, a known key signed them, and none of the chain is missing.
+
+    Exit code 1 if anything is wrong; everything that is wrong is told.
+    """
+    try:
+        with opened(file) as lines:
+            receipts = list(read_receipts(lines))
+        known = read_keys(keys) if keys is not None else fetched_keys(receipts, address, api_key)
+        reported = read_report(report) if report is not None else ReportedMonth(month=month)
+        if month and reported.month != month:
+            fail(f"{report} is the report of {reported.month}, not of {month}", 2)
+        if month or reported.month:
+            checked_month(reported.month)
+        expected = bytes.fromhex(root) if root else reported.root
+        verdict = verify_receipts(
+            receipts,
+            public_keys(known),
+            month=reported.month,
+            organization_id=reported.organization_id,
+            root=expected,
+            totals=reported.totals,
+        )
+    except (FileInvalid, ValueError, ImportError) as error:
+        fail(str(error), 2)
+    except OSError as error:
+        fail(f"{error.filename} cannot be read: {error.strerror}", 2)
+    tell(verdict, reported, expected, as_json=as_json)
+    if not verdict.valid:
+        raise typer.Exit(1)
+
+
+@receipt.command("rotate")
+def rotate() -> None:
+    """Make a new key that signs receipts, in the place of the old one on this machine, which is deleted.
+
+    Servers use it from their next start. Receipts that the old key signed stay valid: its public half is kept.
+    """
+    from api.cli.local import fail as fail_locally
+    from api.cli.local import read_settings
+    from metering.receipts.signing import key_path, replace_key
+
+    path = key_path(read_settings().to_environment())
+    if path is None:
+        fail_locally("WEIR_RECEIPT_KEY_FILE says off: name a file there to sign receipts", 2)
+    try:
+        signer = replace_key(path)
+    except OSError as error:
+        fail_locally(f"{path} cannot be written: {error.strerror}")
+    typer.echo(signer.key_id)
+    note(f"{path} holds the new key: copy it to the other machines that serve, and restart the servers")
+
+
+def checked_month(month: str) -> None:
+    """Raises: typer.BadParameter."""
+    if not re.fullmatch(r"\d{4}-(0[1-9]|1[0-2])", month):
+        raise typer.BadParameter(f"{month!r} is not a month: write it as YYYY-MM", param_hint="MONTH")
+
+
+def fetched_keys(receipts: list[Receipt], address: str | None, api_key: str | None) -> list[ReceiptKey]:
+    """The server's own public keys, if any receipt is signed at all."""
+    if not any(each.key_id for each in receipts):
+        return []
+    with receipt_client(address, api_key) as client:
+        note(f"public keys from {client.address}; give --keys to verify without trusting the server")
+        return client.list_receipt_keys()
+
+
+def tell(verdict: ReceiptVerdict, reported: ReportedMonth, expected_root: bytes | None, *, as_json: bool) -> None:
+    """What was checked, and all that is wrong."""
+    counts = f"{verdict.receipt_count:,} receipts of {verdict.project_count} projects, {verdict.signed_count:,} signed"
+    if as_json:
+        print_json({"valid": verdict.valid, **jsonable(verdict)})
+        return
+    for problem in verdict.problems[:PROBLEMS_TOLD_MAX]:
+        typer.secho(f"✗ {problem}", fg="red")
+    if len(verdict.problems) > PROBLEMS_TOLD_MAX:
+        typer.secho(f"✗ and {len(verdict.problems) - PROBLEMS_TOLD_MAX:,} more", fg="red")
+    if verdict.problems:
+        typer.echo(f"{counts}: {len(verdict.problems):,} problems")
+        return
+    typer.secho(f"✓ {counts}: nothing was changed", fg="green")
+    if reported.month and expected_root is None:
+        note("not checked: whether the first and last receipts of the month are here; --root tells, or --report of a closed month")
+    if expected_root is not None:
+        typer.secho(f"✓ complete: the root is {verdict.root.hex()}", fg="green")
+    if reported.totals is not None:
+        typer.secho(f"✓ the sums are those of the report of {reported.month}", fg="green")
+
+
+@contextmanager
+def opened(file: str) -> Iterator[IO[str]]:
+    """A file to read, or stdin."""
+    if file == "-":
+        yield sys.stdin
+        return
+    with Path(file).open(encoding="utf-8") as lines:
+        yield lines
+
+
+@contextmanager
+def written_to(output: Path | None) -> Iterator[IO[str]]:
+    """A file to write, or stdout. A file that was not finished does not stay."""
+    if output is None:
+        yield sys.stdout
+        return
+    unfinished = output.with_name(output.name + ".part")
+    try:
+        with unfinished.open("w", encoding="utf-8") as file:
+            yield file
+        unfinished.replace(output)
+    except OSError as error:
+        fail(f"{output} cannot be written: {error.strerror}")
+    finally:
+        unfinished.unlink(missing_ok=True)

@@ -1,0 +1,168 @@
+"""The receipts of an organization's month: their root, where each chain stands, page by page, and the seal after which none comes.
+
+A receipt belongs to the calendar month (UTC) in which it was settled. Since no chain goes back in time, the month of a project is
+one piece of its chain. Functions take a session and never commit.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, date, datetime
+
+from sqlalchemy import text
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from metering.errors import InvalidValue
+from metering.receipts.chaining import IssuedReceipt
+from metering.receipts.encoding import NO_HASH
+from metering.receipts.merkle import RunningRoot
+from metering.receipts.stored import BATCHES, ISSUED, issued_of_rows, split
+
+PAGE_SIZE_MAX = 1000
+OF_MONTH = "organization_id = :organization_id AND settled_at >= :begins AND settled_at < :ends"
+# The hashes of each chain as one value, in pieces of two megabytes: a row for each receipt would cost far more than its hash.
+HASHES = text(f"""
+SELECT project_id, min(receipt_sequence) AS first_sequence, max(receipt_sequence) AS last_sequence, count(*) AS receipt_count,
+       (array_agg(previous_receipt_hash ORDER BY receipt_sequence))[1] AS previous_hash,
+       string_agg(receipt_hash, ''::bytea ORDER BY receipt_sequence) AS hashes
+FROM usage_events WHERE {OF_MONTH} AND receipt_sequence IS NOT NULL
+GROUP BY project_id, receipt_sequence / 65536 ORDER BY project_id, receipt_sequence / 65536
+""")
+COUNT_UNRECEIPTED = text(f"SELECT count(*) FROM usage_events WHERE {OF_MONTH} AND receipt_sequence IS NULL")
+PAGE = text(f"""
+{ISSUED} AND e.organization_id = :organization_id AND e.settled_at >= :begins AND e.settled_at < :ends
+    AND e.settled_at >= :after_time
+    AND (e.settled_at, e.project_id, e.receipt_sequence) > (:after_time, :after_project, :after_sequence)
+ORDER BY e.settled_at, e.project_id, e.receipt_sequence LIMIT :page_size
+""")
+OF_HOLD = text(f"{ISSUED} AND e.hold_id = :hold_id ORDER BY e.part")
+SELECT_BATCHES = text(f"{BATCHES} WHERE id = ANY(:ids)")
+SEAL = text("""
+UPDATE receipt_chains c SET last_settled_at = :ends
+FROM (SELECT c.project_id FROM receipt_chains c JOIN projects p ON p.id = c.project_id
+      WHERE p.organization_id = :organization_id AND c.last_settled_at < :ends ORDER BY c.project_id FOR UPDATE OF c) AS open
+WHERE c.project_id = open.project_id AND :ends <= now()
+""")
+
+
+@dataclass(slots=True)
+class ChainPiece:
+    """The receipts of one project in a month. previous_hash: of the receipt before the first."""
+
+    project_id: uuid.UUID
+    first_sequence: int
+    last_sequence: int
+    receipt_count: int
+    previous_hash: bytes
+    last_hash: bytes
+
+
+@dataclass(slots=True)
+class ReceiptMonth:
+    """All receipts of an organization in a month. unreceipted_count: usage events of before there were receipts."""
+
+    root: bytes
+    receipt_count: int
+    chains: list[ChainPiece] = field(default_factory=list)
+    unreceipted_count: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PageMark:
+    """The last receipt of a page: the next one begins after it."""
+
+    settled_at: datetime
+    project_id: uuid.UUID
+    sequence: int
+
+    def __str__(self) -> str:
+        return f"{self.settled_at.astimezone(UTC).isoformat()}_{self.project_id}_{self.sequence}"
+
+    @classmethod
+    def parse(cls, token: str) -> PageMark:
+        """Raises: InvalidValue."""
+        try:
+            at, project_id, sequence = token.split("_")
+            mark = cls(datetime.fromisoformat(at), uuid.UUID(project_id), int(sequence))
+        except ValueError:
+            mark = None
+        if mark is None or str(mark) != token:
+            raise InvalidValue("page_token", "give `next_page_token` of the page before, as it came")
+        return mark
+
+
+BEGINNING = PageMark(datetime(1970, 1, 1, tzinfo=UTC), uuid.UUID(int=0), 0)
+
+
+def bounds(organization_id: uuid.UUID, month: date) -> dict[str, object]:
+    """What the queries select by: the organization, the first moment of the month, and that of the next."""
+    begins = datetime(month.year, month.month, 1, tzinfo=UTC)
+    ends = datetime(month.year + month.month // 12, month.month % 12 + 1, 1, tzinfo=UTC)
+    return {"organization_id": organization_id, "begins": begins, "ends": ends}
+
+
+async def month_root(session: AsyncSession, organization_id: uuid.UUID, month: date) -> bytes:
+    """Merkle root over the receipts of a month, by project id and place in the chain; 32 bytes. month: any day of it.
+
+    The same for ever once the month is sealed.
+    """
+    return (await receipt_month(session, organization_id, month)).root
+
+
+async def receipt_month(session: AsyncSession, organization_id: uuid.UUID, month: date) -> ReceiptMonth:
+    """The same, with where each chain begins and ends."""
+    selected = bounds(organization_id, month)
+    root, chains = RunningRoot(), dict[uuid.UUID, ChainPiece]()
+    for row in await session.execute(HASHES, selected):
+        hashes = split(bytes(row.hashes))
+        for each in hashes:
+            root.push(each)
+        piece = chains.setdefault(
+            row.project_id, ChainPiece(row.project_id, row.first_sequence, 0, 0, bytes(row.previous_hash), NO_HASH)
+        )
+        piece.last_sequence, piece.last_hash = row.last_sequence, hashes[-1]
+        piece.receipt_count += row.receipt_count
+    unreceipted_count: int = (await session.execute(COUNT_UNRECEIPTED, selected)).scalar_one()
+    return ReceiptMonth(root.root, root.count, list(chains.values()), unreceipted_count)
+
+
+async def seal_month(session: AsyncSession, organization_id: uuid.UUID, month: date) -> None:
+    """See to it that no receipt is ever added to a month that is over: whatever is settled later belongs to a later one.
+
+    For a close, in a short transaction of its own before it reads the month: it waits for settlements that are under way, and
+    those that come wait for its commit. Does nothing to a month that is not over by the database's clock.
+    """
+    selected = bounds(organization_id, month)
+    await session.execute(SEAL, {"organization_id": organization_id, "ends": selected["ends"]})
+
+
+async def receipts_page(
+    session: AsyncSession, organization_id: uuid.UUID, month: date, *, after: PageMark = BEGINNING, page_size: int = 500
+) -> tuple[list[IssuedReceipt], PageMark | None]:
+    """Receipts of a month in the order of time, and the mark for the next page; None if this is the last one.
+
+    Raises: InvalidValue.
+    """
+    if not 1 <= page_size <= PAGE_SIZE_MAX:
+        raise InvalidValue("page_size", f"must be between 1 and {PAGE_SIZE_MAX}")
+    position = {"after_time": after.settled_at, "after_project": after.project_id, "after_sequence": after.sequence}
+    rows = (await session.execute(PAGE, bounds(organization_id, month) | position | {"page_size": page_size + 1})).all()
+    receipts = await with_batches(session, rows[:page_size])
+    if len(rows) <= page_size:
+        return receipts, None
+    last = receipts[-1].content
+    return receipts, PageMark(rows[page_size - 1].settled_at, last.project_id, last.sequence)
+
+
+async def receipts_of_hold(session: AsyncSession, hold_id: uuid.UUID) -> list[IssuedReceipt]:
+    """The receipts of one request, by part."""
+    return await with_batches(session, (await session.execute(OF_HOLD, {"hold_id": hold_id})).all())
+
+
+async def with_batches(session: AsyncSession, rows: Sequence[Sequence[object]]) -> list[IssuedReceipt]:
+    """Receipts from rows of ISSUED, with the signatures of their batches, each of which is read once."""
+    ids = sorted({row[-1] for row in rows if isinstance(row[-1], int)})
+    batches = (await session.execute(SELECT_BATCHES, {"ids": ids})).all() if ids else []
+    return [receipt for _, receipt in issued_of_rows(rows, batches)]

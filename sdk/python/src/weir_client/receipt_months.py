@@ -1,0 +1,237 @@
+"""The check of many receipts at once: each chain complete, each signature good, the sums and the root those of the month's report.
+
+Everything that is wrong is told, not only the first of it. Pure.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from weir_client.receipts import (
+    ID_FIELDS,
+    NUMBER_FIELDS,
+    TEXT_FIELDS,
+    Fault,
+    PublicKeys,
+    Receipt,
+    ReceiptProblem,
+    content_hash,
+    is_signed,
+    node,
+    root_of,
+)
+
+SEARCHED_COUNT_MAX = 8  # altered receipts of which the field is searched: each takes up to a tenth of a second
+SEARCHED_NUMBER_MAX = 10_000  # values of a count that are tried
+NUMBERS_BEGIN = 16 + 4 * 16  # bytes of the encoding before the first number
+FIRST_PREVIOUS_HASH = bytes(32)
+
+# Tokens by model, price version and kind of token; and picos by model and price version.
+Totals = Mapping[tuple[str, ...], int]
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiptVerdict:
+    """What was found. root: over all receipts, by project and place. proven_by: what vouches for the unsigned ones, if anything."""
+
+    receipt_count: int
+    signed_count: int
+    project_count: int
+    key_ids: tuple[str, ...]
+    root: bytes
+    problems: tuple[ReceiptProblem, ...]
+
+    @property
+    def valid(self) -> bool:
+        """Whether nothing is wrong."""
+        return not self.problems
+
+
+def verify_receipts(
+    receipts: Iterable[Receipt],
+    keys: PublicKeys,
+    *,
+    month: str = "",
+    organization_id: str = "",
+    root: bytes | None = None,
+    totals: Totals | None = None,
+) -> ReceiptVerdict:
+    """Check receipts of one organization, in any order; of a whole month if `month` (YYYY-MM) is given.
+
+    root, totals: what the month's report says; then nothing can be missing. Without a month single receipts are checked, and the
+    chains only between receipts that follow each other. Raises: ImportError without the package `cryptography`.
+    """
+    ordered = sorted(receipts, key=lambda receipt: (receipt.project_id, receipt.sequence, receipt.hash))
+    found = merkle_root([receipt.hash for receipt in ordered])
+    problems = [*content_problems(ordered), *signature_problems(ordered, keys)]
+    problems += chain_problems(ordered, complete=bool(month))
+    if root != found or problems:  # a root that is right vouches for what is not signed
+        problems += unsigned_problems(ordered)
+    if month:
+        problems += foreign_problems(ordered, month, organization_id or (ordered[0].organization_id if ordered else ""))
+    if totals is not None:
+        problems += total_problems(ordered, totals)
+    if root is not None and root != found:
+        text = f"the root over these receipts is {found.hex()}, the report says {root.hex()}: some are missing, or not of it"
+        problems.append(ReceiptProblem(Fault.ROOT_DIFFERS, text))
+    return ReceiptVerdict(
+        receipt_count=len(ordered),
+        signed_count=sum(1 for receipt in ordered if receipt.key_id),
+        project_count=len({receipt.project_id for receipt in ordered}),
+        key_ids=tuple(sorted({receipt.key_id for receipt in ordered if receipt.key_id})),
+        root=found,
+        problems=tuple(problems),
+    )
+
+
+def merkle_root(hashes: Sequence[bytes]) -> bytes:
+    """The one hash that stands for all, in this order; that of nothing for none."""
+    level = list(hashes)
+    while len(level) > 1:
+        pairs = [node(left, right) for left, right in zip(level[::2], level[1::2], strict=False)]
+        level = pairs + level[len(pairs) * 2 :]
+    return level[0] if level else hashlib.sha256(b"").digest()
+
+
+def content_problems(ordered: Sequence[Receipt]) -> Iterator[ReceiptProblem]:
+    """Receipts that do not say what was hashed, and which field it is, where that can be found by trying."""
+    altered = [receipt for receipt in ordered if content_hash(receipt) != receipt.hash]
+    for count, receipt in enumerate(altered):
+        told = altered_field(receipt, ordered) if count < SEARCHED_COUNT_MAX else ""
+        text = told or "what it says does not have the hash that it shows"
+        yield ReceiptProblem(Fault.ALTERED, f"{receipt} was altered: {text}")
+
+
+def altered_field(receipt: Receipt, others: Iterable[Receipt]) -> str:
+    """Which single field was changed and what it was, if it was a value of another receipt or a small number; else empty."""
+    known = list(others)
+    for name in (*ID_FIELDS, *TEXT_FIELDS, "previous_hash", *NUMBER_FIELDS):
+        values = {getattr(other, name) for other in known}
+        if name == "previous_hash":
+            values |= {other.hash for other in known} | {FIRST_PREVIOUS_HASH}
+        for value in values - {getattr(receipt, name)}:
+            if content_hash(replace(receipt, **{name: value})) == receipt.hash:
+                return told_change(receipt, name, value)
+    for name in NUMBER_FIELDS:
+        if (number := original_number(receipt, name)) is not None:
+            return told_change(receipt, name, number)
+    return ""
+
+
+def original_number(receipt: Receipt, name: str) -> int | None:
+    """The small number that a field must have had, if there is one that gives the receipt its hash."""
+    try:
+        encoded = receipt.encoded()
+    except (ValueError, OverflowError):
+        return None
+    at = NUMBERS_BEGIN + 8 * NUMBER_FIELDS.index(name)
+    before, after = encoded[:at], encoded[at + 8 :]
+    for number in range(SEARCHED_NUMBER_MAX):
+        if hashlib.sha256(before + number.to_bytes(8, "big") + after).digest() == receipt.hash:
+            return number
+    return None
+
+
+def told_change(receipt: Receipt, name: str, value: object) -> str:
+    """What was changed, in words."""
+    now, was = (each.hex() if isinstance(each, bytes) else each for each in (getattr(receipt, name), value))
+    return f"{name} is {now}, and was {was} when it was made"
+
+
+def signature_problems(ordered: Sequence[Receipt], keys: PublicKeys) -> Iterator[ReceiptProblem]:
+    """Signed receipts whose signature does not hold; each signature over a root is checked once."""
+    checked: dict[tuple[str, bytes, bytes], bool] = {}
+    for receipt in ordered:
+        if not receipt.key_id:
+            continue
+        if receipt.key_id not in keys:
+            text = f"{receipt} is signed by key {receipt.key_id}, which is not among the public keys"
+            yield ReceiptProblem(Fault.KEY_UNKNOWN, text)
+            continue
+        signed = (receipt.key_id, root_of(receipt), receipt.signature)
+        if signed not in checked:
+            checked[signed] = is_signed(keys[receipt.key_id], *signed[1:])
+        if not checked[signed]:
+            text = f"{receipt} is not signed by key {receipt.key_id}: its signature or path was altered, or another key made it"
+            yield ReceiptProblem(Fault.SIGNATURE_WRONG, text)
+
+
+def unsigned_problems(ordered: Sequence[Receipt]) -> Iterator[ReceiptProblem]:
+    """Receipts that no key signed, and after which none of their chain was signed that would vouch for them."""
+    last_signed: dict[str, int] = {}
+    for receipt in ordered:
+        if receipt.key_id:
+            last_signed[receipt.project_id] = receipt.sequence
+    for receipt in ordered:
+        if not receipt.key_id and last_signed.get(receipt.project_id, 0) < receipt.sequence:
+            text = f"{receipt} is not signed, nor is any later one of its chain here"
+            yield ReceiptProblem(Fault.NOT_SIGNED, text)
+
+
+def chain_problems(ordered: Sequence[Receipt], *, complete: bool) -> Iterator[ReceiptProblem]:
+    """Where a chain is broken. complete: also where receipts are missing between two that are there."""
+    for before, receipt in pairwise(ordered):
+        if receipt.project_id != before.project_id:
+            continue
+        if receipt.sequence == before.sequence:
+            if receipt.hash == before.hash:
+                yield ReceiptProblem(Fault.REPEATED, f"{receipt} is here twice")
+            else:
+                text = f"fork: requests {before.request_id} and {receipt.request_id} both have {receipt}".rpartition(" (")[0]
+                yield ReceiptProblem(Fault.FORK, text)
+            continue
+        if receipt.sequence > before.sequence + 1:
+            if complete:
+                first, last = before.sequence + 1, receipt.sequence - 1
+                missing = f"receipt {first} is" if first == last else f"receipts {first} to {last} are"
+                yield ReceiptProblem(Fault.GAP, f"gap: {missing} missing of project {receipt.project_id}")
+            continue
+        if receipt.previous_hash != before.hash:
+            yield ReceiptProblem(Fault.NOT_NEXT, f"{receipt} does not name the hash of receipt {before.sequence} before it")
+        if receipt.settled_at_us < before.settled_at_us:
+            yield ReceiptProblem(Fault.TIME_BACK, f"{receipt} is settled before receipt {before.sequence}")
+    for receipt in ordered:
+        if receipt.sequence < 1 or (receipt.sequence == 1) != (receipt.previous_hash == FIRST_PREVIOUS_HASH):
+            text = f"{receipt} cannot stand there: the first receipt of a chain, and no other, has none before it"
+            yield ReceiptProblem(Fault.NOT_NEXT, text)
+
+
+def foreign_problems(ordered: Sequence[Receipt], month: str, organization_id: str) -> Iterator[ReceiptProblem]:
+    """Receipts of another month or another customer."""
+    for receipt in ordered:
+        if receipt.month != month:
+            yield ReceiptProblem(Fault.OTHER_MONTH, f"{receipt} belongs to {receipt.month}, not to {month}")
+        if receipt.organization_id != organization_id:
+            text = f"{receipt} is of organization {receipt.organization_id}, not of {organization_id}"
+            yield ReceiptProblem(Fault.OTHER_ORGANIZATION, text)
+
+
+def totals_of(receipts: Iterable[Receipt]) -> Counter[tuple[str, ...]]:
+    """Tokens and picos that receipts add up to, as a report has them by line."""
+    totals: Counter[tuple[str, ...]] = Counter()
+    for receipt in receipts:
+        priced = (receipt.model, str(receipt.price_version))
+        totals[(*priced, "input")] += receipt.input_token_count - receipt.cached_input_token_count
+        totals[(*priced, "cached_input")] += receipt.cached_input_token_count
+        totals[(*priced, "output")] += receipt.billed_token_count
+        totals[(*priced, "embedding")] += receipt.embedding_token_count
+        totals[priced] += receipt.cost_picos
+    return +totals
+
+
+def total_problems(ordered: Sequence[Receipt], totals: Totals) -> Iterator[ReceiptProblem]:
+    """Where the report has other sums than the receipts."""
+    found = totals_of(ordered)
+    for place in sorted({*found, *(place for place, total in totals.items() if total)}):
+        if found[place] != totals.get(place, 0):
+            model, price_version, *kind = place
+            what = f"{kind[0].replace('_', ' ')} tokens" if kind else "picos"
+            text = (
+                f"{model}, price version {price_version}: the receipts add up to {found[place]:,} {what}, "
+                f"the report says {totals.get(place, 0):,}"
+            )
+            yield ReceiptProblem(Fault.TOTALS_DIFFER, text)

@@ -1,0 +1,282 @@
+"""Receipts: what a request used and cost, and the check of a single one with nothing but a public key.
+
+`docs/receipts.md` of the server specifies the bytes; this is one of several programs that follow it. Signatures need the package
+`cryptography`, which `pip install weir-client[receipts]` brings.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import uuid
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from datetime import UTC, datetime, timedelta
+from enum import StrEnum
+from typing import Any, get_type_hints
+
+VERSION = 1
+MAGIC = b"weir.receipt.v1\n"
+SIGNED_PREFIX = b"weir.receipt.batch.v1\n"
+EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+ID_FIELDS = ("organization_id", "project_id", "api_key_id", "request_id")
+NUMBER_FIELDS = (
+    "part",
+    "input_token_count",
+    "cached_input_token_count",
+    "billed_token_count",
+    "embedding_token_count",
+    "price_version",
+    "cost_picos",
+    "admitted_at_us",
+    "settled_at_us",
+    "sequence",
+)
+TEXT_FIELDS = ("currency_code", "model", "outcome")
+
+PublicKeys = Mapping[str, bytes]  # the 32 bytes of each key by its id
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiptStep:
+    """One step from a receipt to the root that was signed."""
+
+    on_left: bool  # whether the neighbour stands on the left
+    hash: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiptKey:
+    """The public half of a key that receipts were signed with."""
+
+    key_id: str
+    public_key: bytes
+    first_used_at_us: int = 0  # microseconds since 1970
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiptChain:
+    """The receipts of one project in a month."""
+
+    project_id: str
+    first_sequence: int
+    last_sequence: int
+    previous_hash: bytes  # of the receipt before the first
+    last_hash: bytes
+    receipt_count: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiptMonth:
+    """All receipts of a month in a few numbers; the root changes until the month is over and closed."""
+
+    organization_id: str
+    month: str
+    root: bytes
+    receipt_count: int
+    chains: tuple[ReceiptChain, ...]
+    unreceipted_count: int  # usage from before there were receipts
+
+
+@dataclass(frozen=True, slots=True)
+class Receipt:
+    """What one request used and cost, its place in the chain of its project, and what proves both.
+
+    Times are microseconds since 1970 (UTC), costs picos of `currency_code`. `verify_receipt` checks it.
+    """
+
+    organization_id: str
+    project_id: str
+    api_key_id: str
+    request_id: str
+    part: int  # 1: found after the request had been settled as part 0
+    input_token_count: int  # cached ones included
+    cached_input_token_count: int
+    billed_token_count: int  # output
+    embedding_token_count: int
+    price_version: int
+    cost_picos: int  # before plan and tax
+    admitted_at_us: int
+    settled_at_us: int
+    sequence: int  # from 1
+    previous_hash: bytes
+    currency_code: str
+    model: str
+    outcome: str
+    hash: bytes
+    key_id: str = ""  # empty: not signed
+    signature: bytes = b""
+    path: tuple[ReceiptStep, ...] = ()
+    version: int = VERSION
+
+    @property
+    def admit_time(self) -> datetime:
+        """When the request was admitted."""
+        return EPOCH + timedelta(microseconds=self.admitted_at_us)
+
+    @property
+    def settle_time(self) -> datetime:
+        """When it was settled."""
+        return EPOCH + timedelta(microseconds=self.settled_at_us)
+
+    @property
+    def month(self) -> str:
+        """The calendar month (UTC) that it belongs to, as YYYY-MM."""
+        return f"{self.settle_time:%Y-%m}"
+
+    def __str__(self) -> str:
+        return f"receipt {self.sequence} of project {self.project_id} (request {self.request_id})"
+
+    def encoded(self) -> bytes:
+        """The bytes that are hashed. Raises: ValueError for an id that is no UUID, OverflowError for a number beyond 64 bits."""
+        ids = [uuid.UUID(getattr(self, name)).bytes for name in ID_FIELDS]
+        numbers = [getattr(self, name).to_bytes(8, "big", signed=True) for name in NUMBER_FIELDS]
+        texts = [getattr(self, name).encode() for name in TEXT_FIELDS]
+        lengths_and_texts = [part for text in texts for part in (len(text).to_bytes(8, "big"), text)]
+        return b"".join((MAGIC, *ids, *numbers, self.previous_hash, *lengths_and_texts))
+
+    def to_json(self) -> str:
+        """One line of JSON: hashes and signature in hexadecimal, steps as `L` or `R` with the neighbour's hash."""
+        values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
+        for name in ("previous_hash", "hash", "signature"):
+            values[name] = values[name].hex()
+        values["path"] = [("L" if step.on_left else "R") + step.hash.hex() for step in self.path]
+        return json.dumps({"version": values.pop("version"), **values}, ensure_ascii=False, separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, line: str) -> Receipt:
+        """The receipt of one line. Raises: ValueError naming the field that is missing or not what it should be."""
+        values = json.loads(line)
+        if not isinstance(values, dict):
+            raise ValueError("a receipt is a JSON object")
+        if values.get("version") != VERSION:
+            raise ValueError(f"version: {values.get('version')!r} is not {VERSION}, the version that this program knows")
+        types = get_type_hints(cls)
+        for name in (*ID_FIELDS, *TEXT_FIELDS, "key_id", *NUMBER_FIELDS):
+            if type(values.get(name)) is not types[name]:
+                raise ValueError(f"{name}: {values.get(name)!r} is not {'a number' if types[name] is int else 'a text'}")
+        for name in ("previous_hash", "hash", "signature"):
+            values[name] = _from_hex(name, values.get(name))
+        path = values.get("path", [])
+        if not isinstance(path, list) or not all(isinstance(step, str) and step[:1] in ("L", "R") for step in path):
+            raise ValueError("path: must be a list of steps, each L or R with a hash")
+        values["path"] = tuple(ReceiptStep(step[0] == "L", _from_hex("path", step[1:])) for step in path)
+        unknown = values.keys() - types.keys()
+        if unknown:
+            raise ValueError(f"{min(unknown)}: no such field in a receipt of version {VERSION}")
+        return cls(**values)
+
+
+def _from_hex(name: str, text: object) -> bytes:
+    try:
+        return bytes.fromhex(str(text))
+    except ValueError:
+        raise ValueError(f"{name}: {text!r} is not hexadecimal") from None
+
+
+class Fault(StrEnum):
+    """What can be wrong with a receipt or a month of them."""
+
+    ALTERED = "altered"  # what it says is not what was hashed
+    SIGNATURE_WRONG = "signature_wrong"  # not made by the key that it names
+    KEY_UNKNOWN = "key_unknown"
+    NOT_SIGNED = "not_signed"
+    OTHER_ORGANIZATION = "other_organization"
+    OTHER_MONTH = "other_month"
+    REPEATED = "repeated"  # the same receipt twice
+    FORK = "fork"  # two receipts for one place
+    GAP = "gap"
+    NOT_NEXT = "not_next"  # it does not name the one before it
+    TIME_BACK = "time_back"
+    TOTALS_DIFFER = "totals_differ"  # from the report
+    ROOT_DIFFERS = "root_differs"  # from the report
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiptProblem:
+    """One thing that is wrong, in words."""
+
+    fault: Fault
+    message: str
+
+    def __str__(self) -> str:
+        return self.message
+
+
+class ReceiptInvalid(Exception):
+    """A receipt that does not verify. `problem` says why."""
+
+    def __init__(self, problem: ReceiptProblem) -> None:
+        super().__init__(problem.message)
+        self.problem = problem
+
+
+def verify_receipt(receipt: Receipt, keys: PublicKeys) -> None:
+    """Check one receipt offline: that nothing of it was changed, and that one of the keys signed it.
+
+    keys: as `public_keys` gives them, from a source that you trust. Raises: ReceiptInvalid saying what is wrong; ImportError
+    without the package `cryptography`.
+    """
+    for problem in receipt_problems(receipt, keys):
+        raise ReceiptInvalid(problem)
+
+
+def receipt_problems(receipt: Receipt, keys: PublicKeys) -> Iterable[ReceiptProblem]:
+    """What is wrong with a receipt by itself."""
+    if content_hash(receipt) != receipt.hash:
+        yield ReceiptProblem(Fault.ALTERED, f"{receipt} was altered: what it says does not have the hash that it shows")
+    elif not receipt.key_id:
+        yield ReceiptProblem(Fault.NOT_SIGNED, f"{receipt} is not signed")
+    elif receipt.key_id not in keys:
+        yield ReceiptProblem(Fault.KEY_UNKNOWN, f"{receipt} is signed by key {receipt.key_id}, which is not among the public keys")
+    elif not is_signed(keys[receipt.key_id], root_of(receipt), receipt.signature):
+        text = f"{receipt} is not signed by key {receipt.key_id}: its signature or path was altered, or another key made it"
+        yield ReceiptProblem(Fault.SIGNATURE_WRONG, text)
+
+
+def content_hash(receipt: Receipt) -> bytes | None:
+    """SHA-256 of what a receipt says; None if that cannot be encoded."""
+    try:
+        return hashlib.sha256(receipt.encoded()).digest()
+    except (ValueError, OverflowError):
+        return None
+
+
+def root_of(receipt: Receipt) -> bytes:
+    """The root to which its path leads: what is signed."""
+    at = receipt.hash
+    for step in receipt.path:
+        at = node(step.hash, at) if step.on_left else node(at, step.hash)
+    return at
+
+
+def node(left: bytes, right: bytes) -> bytes:
+    """The hash above two others in a tree."""
+    return hashlib.sha256(b"\1" + left + right).digest()
+
+
+def is_signed(public_key: bytes, root: bytes, signature: bytes) -> bool:
+    """Whether the key made the signature over the root. Raises: ImportError without the package `cryptography`."""
+    try:
+        from cryptography.exceptions import InvalidSignature
+        from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+    except ImportError as missing:
+        raise ImportError("signatures need the package `cryptography`: pip install weir-client[receipts]") from missing
+    try:
+        Ed25519PublicKey.from_public_bytes(public_key).verify(signature, SIGNED_PREFIX + root)
+    except (InvalidSignature, ValueError):
+        return False
+    return True
+
+
+def key_id_of(public_key: bytes) -> str:
+    """The id that a public key must have."""
+    return hashlib.sha256(public_key).hexdigest()[:16]
+
+
+def public_keys(keys: Iterable[ReceiptKey]) -> dict[str, bytes]:
+    """Keys by id, for the checks. Raises: ValueError for one whose id does not follow from it."""
+    for key in keys:
+        if key_id_of(key.public_key) != key.key_id:
+            raise ValueError(f"key {key.key_id} is not what its id says: its id would be {key_id_of(key.public_key)}")
+    return {key.key_id: key.public_key for key in keys}

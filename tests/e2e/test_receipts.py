@@ -1,0 +1,245 @@
+"""Receipts as customers get them: with the end of a request, by its id, and by the month; and what the commands make of them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+from weir_client import (
+    AsyncReceiptClient,
+    FinishReason,
+    InvalidRequest,
+    NotFound,
+    PermissionDenied,
+    Receipt,
+    public_keys,
+    verify_receipt,
+    verify_receipts,
+)
+from weir_client.receipt_months import totals_of
+
+from api.cli.main import app
+from metering.billing.rating import rate_all_pending
+from metering.models import QuotaDimension
+from metering.store.db import create_engine, create_sessions
+from tests.service import Service, Tenant, picos
+
+LIMITS = {QuotaDimension.TOKENS_PER_MONTH: 100_000}
+Command = Callable[..., Awaitable[Result]]
+
+
+def client(service: Service, secret: str) -> AsyncReceiptClient:
+    """The SDK's client."""
+    return AsyncReceiptClient(service.address, secret, tls=False)
+
+
+async def keys_of(service: Service, secret: str) -> dict[str, bytes]:
+    """The service's public keys."""
+    async with client(service, secret) as receipts:
+        return public_keys(await receipts.list_receipt_keys())
+
+
+async def test_a_result_has_a_receipt_that_verifies(service: Service) -> None:
+    tenant = await service.tenant(LIMITS)
+
+    async with service.client(tenant.secret) as weir:
+        result = await weir.complete("tiny", "Which hotel has a garden?", max_output_tokens=8, ignore_eos=True)
+        generation = await weir.get_generation(result.request_id)
+
+    [receipt] = result.receipts
+    verify_receipt(receipt, await keys_of(service, tenant.secret))
+    assert (receipt.request_id, receipt.model, receipt.outcome) == (result.request_id, result.model, "length")
+    assert (receipt.organization_id, receipt.project_id) == (str(tenant.organization_id), str(tenant.project_id))
+    assert receipt.api_key_id == str(tenant.key.id)
+    assert receipt.input_token_count == result.usage.input_token_count
+    assert receipt.cached_input_token_count == result.usage.cached_input_token_count
+    assert receipt.billed_token_count == result.usage.billed_token_count == 8
+    assert (receipt.currency_code, receipt.cost_picos) == (result.cost.currency_code, result.cost.picos)
+    assert (receipt.admit_time, receipt.settle_time) == (generation.admit_time, generation.settle_time)
+    assert generation.receipts == (receipt,)
+
+
+async def test_every_request_at_once_gets_its_own_place_in_the_chain(service: Service) -> None:
+    """Some are cancelled on the way."""
+    tenant = await service.tenant(LIMITS)
+
+    async with service.stream(tenant.secret) as stream:
+        request_ids = [await stream.begin(max_output_tokens=40) for _ in range(12)]
+        for request_id in request_ids[::3]:
+            await stream.received(request_id, 1)
+        await stream.cancel(*request_ids[::3])
+        ends = [await stream.finished(request_id) for request_id in request_ids]
+    async with client(service, (await service.new_key(tenant, "billing"))[1]) as receipts:
+        month = ends[0].receipts[0].settle_time.ToDatetime().strftime("%Y-%m")
+        listed = [each async for each in receipts.list_receipts(tenant.name, month)]
+        summary = await receipts.get_receipt_month(tenant.name, month)
+
+    assert sorted(end.receipts[0].sequence for end in ends) == list(range(1, 13))
+    assert all(end.receipts[0].cost_picos == picos(end.cost) for end in ends)
+    assert {each.outcome for each in listed} == {"length", "cancelled"}
+    verdict = verify_receipts(
+        listed,
+        await keys_of(service, tenant.secret),
+        month=month,
+        organization_id=str(tenant.organization_id),
+        root=summary.root,
+        totals=totals_of(listed),
+    )
+    assert verdict.problems == ()
+    assert (verdict.receipt_count, verdict.signed_count) == (12, 12)
+    [chain] = summary.chains
+    assert (chain.first_sequence, chain.last_sequence, chain.receipt_count) == (1, 12, 12)
+
+
+async def test_a_request_that_used_nothing_has_no_receipt(service: Service) -> None:
+    tenant = await service.tenant({QuotaDimension.CONCURRENT_REQUESTS: 0})
+
+    async with service.stream(tenant.secret) as stream:
+        end = await stream.end(await stream.begin())
+
+    assert end.WhichOneof("kind") == "failed"
+    assert not end.failed.receipts
+
+
+async def test_receipts_are_for_finance_and_public_keys_for_everyone(service: Service) -> None:
+    tenant, other = await service.tenant(), await service.tenant()
+    _, billing = await service.new_key(tenant, "billing")
+    _, admin = await service.new_key(other, "admin")
+
+    async with client(service, tenant.secret) as inference:
+        assert await inference.list_receipt_keys()
+        with pytest.raises(PermissionDenied):
+            await inference.list_receipt_page(tenant.name, "2026-11")
+        with pytest.raises(PermissionDenied):
+            await inference.get_receipt_month(tenant.name, "2026-11")
+    async with client(service, billing) as finance:
+        assert await finance.list_receipt_page(tenant.name, "2026-11") == ([], "")
+        for call in (finance.list_receipt_page, finance.get_receipt_month):
+            with pytest.raises(NotFound):
+                await call(other.name, "2026-11")
+            with pytest.raises(InvalidRequest, match="month"):
+                await call(tenant.name, "2026-13")
+        with pytest.raises(InvalidRequest, match="page_token"):
+            await finance.list_receipt_page(tenant.name, "2026-11", "here")
+    async with client(service, admin) as operator:
+        assert (await operator.get_receipt_month(tenant.name, "2026-11")).receipt_count == 0
+
+
+@dataclass(frozen=True, slots=True)
+class Month:
+    """Some receipts of a tenant as finance has them: in files."""
+
+    tenant: Tenant
+    month: str
+    receipts: Path
+    keys: Path
+    report: Path
+    weir: Command
+
+
+@pytest.fixture
+async def month(service: Service, tmp_path: Path) -> Month:
+    """Five requests, rated, exported by the commands."""
+    tenant = await service.tenant(LIMITS)
+    _, admin = await service.new_key(tenant, "admin")
+    environment = {"WEIR_ADDRESS": service.address, "WEIR_API_KEY": admin, "WEIR_HOME": str(tmp_path), "COLUMNS": "200"}
+
+    async def weir(*arguments: str, stdin: str = "", address: str = "") -> Result:
+        # In a thread: the command has an event loop of its own.
+        runner = CliRunner(env=environment | ({"WEIR_ADDRESS": address} if address else {}))
+        return await asyncio.to_thread(runner.invoke, app, arguments, input=stdin, catch_exceptions=False)
+
+    async with service.client(tenant.secret) as inference:
+        results = [
+            await inference.complete("tiny", "Which hotel?", max_output_tokens=tokens, ignore_eos=True) for tokens in range(1, 6)
+        ]
+    engine = create_engine(service.database_url, pool_size=1)
+    await rate_all_pending(create_sessions(engine))
+    await engine.dispose()
+    name = results[0].receipts[0].month
+    files = Month(tenant, name, tmp_path / "receipts.jsonl", tmp_path / "keys.json", tmp_path / "report.json", weir)
+    org = ("--org", tenant.name)
+    assert (await weir("receipt", "export", name, *org, "--output", str(files.receipts))).exit_code == 0
+    files.keys.write_text((await weir("receipt", "keys", "--json")).stdout)
+    await weir("report", "month", name, *org, "--format", "json", "--output", str(files.report))
+    assert [result.finish_reason for result in results] == [FinishReason.LENGTH] * 5
+    return files
+
+
+def problems(done: Result) -> list[str]:
+    """What was told as wrong."""
+    return [line.removeprefix("✗ ") for line in done.stdout.splitlines() if line.startswith("✗")]
+
+
+async def test_a_month_is_verified_without_a_server(month: Month) -> None:
+    shown = json.loads((await month.weir("receipt", "month", month.month, "--org", month.tenant.name, "--json")).stdout)
+    files = ("--keys", str(month.keys), "--report", str(month.report), "--root", shown["root"])
+
+    done = await month.weir("receipt", "verify", str(month.receipts), *files, address="127.0.0.1:1")
+    document = await month.weir("receipt", "verify", "-", *files, "--json", stdin=month.receipts.read_text(), address="127.0.0.1:1")
+
+    assert done.exit_code == 0, done.stdout
+    assert "✓ 5 receipts of 1 projects, 5 signed: nothing was changed" in done.stdout
+    assert f"✓ complete: the root is {shown['root']}" in done.stdout
+    assert f"✓ the sums are those of the report of {month.month}" in done.stdout
+    assert json.loads(document.stdout)["valid"] is True
+
+
+async def test_what_is_wrong_is_told_precisely(month: Month) -> None:
+    lines = month.receipts.read_text().splitlines()
+    second = Receipt.from_json(lines[1])
+
+    async def told(*changed: str, **options: str) -> list[str]:
+        arguments = [part for name, value in options.items() for part in (f"--{name}", value)]
+        files = ("--keys", str(month.keys), *arguments)
+        done = await month.weir("receipt", "verify", "-", *files, stdin="\n".join(changed))
+        assert done.exit_code == 1, done.stdout + done.stderr
+        return problems(done)
+
+    altered = lines[1].replace('"billed_token_count":2', '"billed_token_count":1')
+    [problem] = await told(lines[0], altered, *lines[2:])
+    assert problem == f"{second} was altered: billed_token_count is 1, and was 2 when it was made"
+    [gap] = await told(lines[0], *lines[3:], month=month.month)
+    assert gap == f"gap: receipts 2 to 3 are missing of project {second.project_id}"
+    assert all("belongs to" in each for each in await told(*lines, month="2020-01"))
+    assert any("was altered" in each for each in await told(*lines[:4], lines[4].replace('"model":"', '"model":"x')))
+    [root] = await told(*lines[:-1], root="00" * 32)
+    assert root.startswith("the root over these receipts is")
+    sums = await told(*lines[1:], report=str(month.report))
+    assert any("output tokens, the report says 15" in each for each in sums)
+    stranger = re.sub(r'"public_key": "..', '"public_key": "00', month.keys.read_text())
+    (month.keys.parent / "other.json").write_text(stranger)
+    refused = await month.weir("receipt", "verify", str(month.receipts), "--keys", str(month.keys.parent / "other.json"))
+    assert refused.exit_code == 2
+    assert "is not what its id says" in refused.stderr
+
+
+async def test_files_that_are_none_are_refused_by_line_and_remedy(month: Month, tmp_path: Path) -> None:
+    for arguments, stdin, told in (
+        (("-", "--keys", str(month.keys)), "\n{}\n", "line 2 is no receipt: version"),
+        ((str(tmp_path / "none"),), "", "none cannot be read"),
+        ((str(month.receipts), "--keys", str(month.receipts)), "", "write it with `weir receipt keys --json`"),
+        ((str(month.receipts), "--report", str(month.keys)), "", "write it with `weir report month"),
+        ((str(month.receipts), "--keys", str(month.keys), "--root", "xyz"), "", "non-hexadecimal"),
+    ):
+        done = await month.weir("receipt", "verify", *arguments, stdin=stdin)
+        assert done.exit_code == 2, done.stdout
+        assert told in done.stderr
+
+
+async def test_a_request_is_verified_from_its_trace(month: Month) -> None:
+    last = Receipt.from_json(month.receipts.read_text().splitlines()[-1])
+
+    traced = json.loads((await month.weir("trace", last.request_id, "--json", "--api-key", month.tenant.secret)).stdout)
+    line = json.dumps(traced["receipts"][0])
+    done = await month.weir("receipt", "verify", "-", stdin=line)  # keys from the server
+
+    assert Receipt.from_json(line) == last
+    assert done.exit_code == 0
+    assert "public keys from" in done.stderr

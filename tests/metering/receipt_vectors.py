@@ -1,0 +1,76 @@
+"""The receipts of `docs/receipts_example.jsonl`, made by the product with a key that is no secret. Run it to write them anew."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from metering.receipts.chaining import IssuedReceipt, SignedBatch
+from metering.receipts.encoding import Receipt, hash_of
+from metering.receipts.merkle import RunningRoot
+from metering.receipts.signing import Signer
+from tests.metering.test_receipt_encoding import KNOWN
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+SIGNER = Signer(Ed25519PrivateKey.from_private_bytes(bytes(range(32))))  # the seed of the test vectors
+
+
+def vectors() -> list[IssuedReceipt]:
+    """One receipt alone in its batch, three of the next batch, one without a signature, and one that vouches for it."""
+    changes: list[dict[str, object]] = [
+        {},
+        {"cached_input_token_count": 0, "cost_picos": 243_750_000},
+        {"outcome": "cancelled", "billed_token_count": 0, "cost_picos": 153_750_000},
+        {"model": "modèle", "outcome": "length", "currency_code": "EUR"},
+        {"part": 1, "input_token_count": 0, "cached_input_token_count": 0, "outcome": "failed", "cost_picos": 90_000_000},
+        {"input_token_count": 0, "cached_input_token_count": 0, "billed_token_count": 0, "embedding_token_count": 512},
+    ]
+    made: list[IssuedReceipt] = []
+    previous = KNOWN.previous_hash
+    for index, change in enumerate(changes):
+        content: Receipt = replace(
+            KNOWN,
+            **change,  # type: ignore[arg-type]
+            sequence=index + 1,
+            settled_at_us=KNOWN.settled_at_us + index * 1_000_003,
+            previous_hash=previous,
+        )
+        encoded = content.encoded
+        previous = hash_of(encoded)
+        made.append(IssuedReceipt(encoded, content.sequence, content.previous_hash, previous))
+    for batch in (made[:1], made[1:4], made[5:]):
+        signed = SignedBatch.sign(SIGNER, [receipt.hash for receipt in batch])
+        for receipt in batch:
+            receipt.batch = signed
+    return made
+
+
+def root_of_vectors() -> bytes:
+    """The root over all of them."""
+    running = RunningRoot()
+    for receipt in vectors():
+        running.push(receipt.hash)
+    return running.root
+
+
+def json_lines() -> str:
+    """As `weir receipt export` writes them."""
+    from weir_client.wire_receipts import receipt
+
+    from api.receipt_wire import receipt_message
+
+    return "".join(receipt(receipt_message(each)).to_json() + "\n" for each in vectors())
+
+
+def keys_json() -> str:
+    """As `weir receipt keys --json` writes them."""
+    return json.dumps({"keys": [{"key_id": SIGNER.key_id, "public_key": SIGNER.public_key.hex()}]}, indent=2) + "\n"
+
+
+if __name__ == "__main__":
+    (DOCS / "receipts_example.jsonl").write_text(json_lines())
+    (DOCS / "receipts_example_keys.json").write_text(keys_json())
+    print(KNOWN.encoded.hex(), hash_of(KNOWN.encoded).hex(), root_of_vectors().hex())

@@ -1,0 +1,209 @@
+"""The receipts of a month: their root, their pages, and the seal after which none comes."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Iterator
+from datetime import UTC, date, datetime, timedelta
+from pathlib import Path
+
+import pytest
+from weir_client import verify_receipts, wire_receipts
+
+from api.cli.receipt_files import read_report
+from api.receipt_wire import receipt_message
+from metering.billing.closing import close_month
+from metering.billing.report_formats import to_json
+from metering.errors import InvalidValue
+from metering.holds.hold_connection import HoldConnection
+from metering.operations import Payer, Settled
+from metering.receipts.chaining import IssuedReceipt
+from metering.receipts.encoding import micros
+from metering.receipts.merkle import EMPTY_ROOT
+from metering.receipts.months import PageMark, month_root, receipt_month, receipts_page, seal_month
+from metering.store.db import Sessions
+from tests.metering.hold_world import HoldWorld, admit, hold_world, settle
+from tests.metering.invariants import check_invariants
+from tests.metering.receipt_invariants import root
+
+NOVEMBER, DECEMBER = date(2026, 11, 1), date(2026, 12, 1)
+NOVEMBER_ENDS = datetime(2026, 12, 1, tzinfo=UTC)
+
+
+@pytest.fixture
+def world(database_url: str) -> Iterator[HoldWorld]:
+    with hold_world(database_url) as world:
+        yield world
+
+
+async def used(world: HoldWorld, payer: Payer, *times: datetime) -> list[IssuedReceipt]:
+    """A request settled at each of the times."""
+    receipts: list[IssuedReceipt] = []
+    for time in times:
+        op = admit(payer)
+        await world.run(op)
+        world.set_time(time)
+        [done] = await world.run(settle(op.hold_id, 1))
+        assert isinstance(done, Settled)
+        receipts += done.receipts
+    return receipts
+
+
+async def test_the_root_is_over_all_receipts_by_project_and_place(world: HoldWorld, sessions: Sessions) -> None:
+    payer, stranger = world.tenant(), world.tenant("stranger")
+    project = world.one("INSERT INTO projects (organization_id, name) VALUES (%s, 'other') RETURNING id", payer.organization_id)
+    second = Payer(payer.organization_id, project, world.key(project), "USD")
+    before = NOVEMBER_ENDS - timedelta(microseconds=1)
+    kept = await used(world, payer, world.now, world.now + timedelta(days=1))
+    kept += await used(world, second, world.now + timedelta(hours=1))
+    await used(world, stranger, world.now)
+    kept += await used(world, payer, before)
+    later = await used(world, payer, NOVEMBER_ENDS)
+
+    async with sessions() as session:
+        found = await receipt_month(session, payer.organization_id, NOVEMBER)
+        december = await month_root(session, payer.organization_id, date(2026, 12, 24))
+
+    by_place = sorted(kept, key=lambda receipt: (receipt.content.project_id.bytes, receipt.sequence))
+    assert found.root == root([receipt.hash for receipt in by_place])
+    assert december == later[0].hash
+    assert (found.receipt_count, found.unreceipted_count) == (4, 0)
+    spans = {piece.project_id: (piece.first_sequence, piece.last_sequence, piece.receipt_count) for piece in found.chains}
+    assert spans == {payer.project_id: (1, 3, 3), second.project_id: (1, 1, 1)}
+    assert later[0].previous_hash == next(piece.last_hash for piece in found.chains if piece.project_id == payer.project_id)
+
+
+async def test_a_month_without_receipts_has_the_root_of_nothing(world: HoldWorld, sessions: Sessions) -> None:
+    async with sessions() as session:
+        found = await receipt_month(session, world.tenant().organization_id, NOVEMBER)
+
+    assert (found.root, found.receipt_count, found.chains) == (EMPTY_ROOT, 0, [])
+
+
+async def test_pages_hold_each_receipt_once_in_the_order_of_its_chain(world: HoldWorld, sessions: Sessions) -> None:
+    """Many are of one moment."""
+    payer = world.tenant()
+    requests = [admit(payer) for _ in range(11)]
+    await world.run(*requests)
+    await world.run(*(settle(op.hold_id, 1) for op in requests))
+
+    async with sessions() as session:
+        for page_size in (1, 4, 11, 12):
+            found: list[IssuedReceipt] = []
+            mark: PageMark | None = PageMark.parse(str(PageMark(datetime(2026, 11, 1, tzinfo=UTC), uuid.UUID(int=0), 0)))
+            while mark is not None:
+                page, mark = await receipts_page(
+                    session, payer.organization_id, NOVEMBER, after=PageMark.parse(str(mark)), page_size=page_size
+                )
+                found += page
+            assert [receipt.sequence for receipt in found] == list(range(1, 12))
+
+
+@pytest.mark.parametrize("token", ["x", "a_b_c", "2026-11-01_00000000-0000-0000-0000-000000000000_1", "1_2"])
+def test_a_page_token_that_nobody_gave_is_refused(token: str) -> None:
+    with pytest.raises(InvalidValue, match="page_token"):
+        PageMark.parse(token)
+
+
+async def test_nothing_is_settled_in_a_month_that_is_sealed(world: HoldWorld, sessions: Sessions) -> None:
+    """Also not by a transaction that began before the seal, and waited."""
+    payer, stranger = world.tenant(), world.tenant("stranger")
+    late, other = admit(payer), admit(stranger)
+    await world.run(late, other)
+    await used(world, payer, NOVEMBER_ENDS - timedelta(seconds=10))
+    world.set_time(NOVEMBER_ENDS + timedelta(hours=1))
+
+    async with sessions.begin() as session:
+        await seal_month(session, payer.organization_id, NOVEMBER)
+        before = await month_root(session, payer.organization_id, NOVEMBER)
+    world.set_time(NOVEMBER_ENDS - timedelta(seconds=1))  # as a transaction sees it that began then
+    [done, of_other] = await world.run(settle(late.hold_id, 5), settle(other.hold_id, 5))
+
+    assert isinstance(done, Settled)
+    assert isinstance(of_other, Settled)
+    assert done.receipts[0].content.settled_at_us == micros(NOVEMBER_ENDS)
+    assert of_other.receipts[0].content.settled_at_us == micros(NOVEMBER_ENDS) - 1_000_000
+    async with sessions() as session:
+        assert await month_root(session, payer.organization_id, NOVEMBER) == before
+        assert await month_root(session, payer.organization_id, DECEMBER) == done.receipts[0].hash
+    check_invariants(world.url, all_ended=True)
+
+
+async def test_a_month_that_is_not_over_is_not_sealed(world: HoldWorld, sessions: Sessions) -> None:
+    payer = world.tenant()
+    async with sessions.begin() as session:
+        await seal_month(session, payer.organization_id, NOVEMBER)
+
+    [receipt] = await used(world, payer, world.now)
+
+    assert receipt.content.settled_at_us == micros(world.now)
+
+
+async def test_a_seal_waits_for_settlements_and_settlements_wait_for_it(world: HoldWorld, sessions: Sessions) -> None:
+    payer = world.tenant()
+    requests = [admit(payer) for _ in range(20)]
+    await world.run(*requests)
+    world.set_time(NOVEMBER_ENDS)
+
+    async def settle_one(hold_id: uuid.UUID) -> None:
+        async with HoldConnection(world.url, uuid.uuid4()) as holds:
+            await holds.execute([settle(hold_id, 1)])
+
+    async def seal() -> bytes:
+        async with sessions.begin() as session:
+            await seal_month(session, payer.organization_id, NOVEMBER)
+        async with sessions() as session:
+            return await month_root(session, payer.organization_id, NOVEMBER)
+
+    async with asyncio.TaskGroup() as tasks:
+        for op in requests:
+            tasks.create_task(settle_one(op.hold_id))
+        sealing = tasks.create_task(seal())
+
+    async with sessions() as session:
+        assert await month_root(session, payer.organization_id, NOVEMBER) == sealing.result()
+    check_invariants(world.url, all_ended=True)
+
+
+async def test_a_closed_month_has_root_and_sums_of_its_receipts(world: HoldWorld, sessions: Sessions, tmp_path: Path) -> None:
+    """And they stay: what runs on into the next month is settled there."""
+    payer, late = world.tenant(), None
+    kept = await used(world, payer, world.now, world.now + timedelta(days=1))
+    late = admit(payer)
+    await world.run(late)
+    world.set_time(NOVEMBER_ENDS + timedelta(days=2))
+
+    closed = await close_month(sessions, organization="acme", month="2026-11", actor="ann", leave_running=True)
+    world.set_time(NOVEMBER_ENDS - timedelta(seconds=1))
+    await world.run(settle(late.hold_id, 5))
+
+    report = tmp_path / "report.json"
+    report.write_text(to_json(closed.report))
+    reported = read_report(report)
+    assert closed.report.closed is not None
+    assert closed.report.closed.receipts_root == root([receipt.hash for receipt in kept]).hex()
+    async with sessions() as session:
+        assert await month_root(session, payer.organization_id, NOVEMBER) == reported.root
+        receipts, _ = await receipts_page(session, payer.organization_id, NOVEMBER)
+    verdict = verify_receipts(
+        [wire_receipts.receipt(receipt_message(each)) for each in receipts],
+        {},
+        month=reported.month,
+        organization_id=reported.organization_id,
+        root=reported.root,
+        totals=reported.totals,
+    )
+    assert verdict.problems == (), "not signed, but the root vouches for all"
+    assert verdict.receipt_count == 2
+    check_invariants(world.url, all_ended=True)
+
+
+async def test_a_month_without_receipts_is_closed_without_a_root(world: HoldWorld, sessions: Sessions) -> None:
+    world.tenant()
+    world.set_time(NOVEMBER_ENDS + timedelta(days=2))
+
+    closed = await close_month(sessions, organization="acme", month="2026-11", actor="ann")
+
+    assert closed.report.closed is not None
+    assert closed.report.closed.receipts_root == ""

@@ -1,0 +1,286 @@
+"""The check of receipts: one by one, and a month of them; each fault is told by its name, and any changed bit is one."""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import replace
+from datetime import UTC, datetime
+
+import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from weir_client import Fault, Receipt, ReceiptInvalid, ReceiptKey, ReceiptStep, public_keys, verify_receipt, verify_receipts
+from weir_client.receipt_months import merkle_root, totals_of
+from weir_client.receipts import EPOCH, content_hash, key_id_of, node
+
+ORGANIZATION, PROJECTS = str(uuid.UUID(int=1)), (str(uuid.UUID(int=2)), str(uuid.UUID(int=3)))
+SIGNING_KEY = Ed25519PrivateKey.from_private_bytes(bytes(32))
+PUBLIC_KEY = SIGNING_KEY.public_key().public_bytes_raw()
+KEYS = {key_id_of(PUBLIC_KEY): PUBLIC_KEY}
+NOVEMBER = (datetime(2026, 11, 15, tzinfo=UTC) - EPOCH).days * 86_400 * 10**6
+
+
+def chain(project_id: str, count: int) -> list[Receipt]:
+    """So many receipts of a project, not signed."""
+    made: list[Receipt] = []
+    for sequence in range(1, count + 1):
+        made.append(
+            resealed(
+                Receipt(
+                    organization_id=ORGANIZATION,
+                    project_id=project_id,
+                    api_key_id=str(uuid.UUID(int=4)),
+                    request_id=str(uuid.UUID(int=sequence * 1000)),
+                    part=0,
+                    input_token_count=100 + sequence,
+                    cached_input_token_count=sequence,
+                    billed_token_count=20,
+                    embedding_token_count=0,
+                    price_version=7,
+                    cost_picos=10**9 + sequence,
+                    admitted_at_us=NOVEMBER,
+                    settled_at_us=NOVEMBER + sequence,
+                    sequence=sequence,
+                    previous_hash=made[-1].hash if made else bytes(32),
+                    currency_code="USD",
+                    model="demo",
+                    outcome="stop",
+                    hash=b"",
+                )
+            )
+        )
+    return made
+
+
+def resealed(receipt: Receipt) -> Receipt:
+    """With the hash of what it says."""
+    return replace(receipt, hash=content_hash(receipt) or b"")
+
+
+def signed(receipt: Receipt) -> Receipt:
+    """By itself."""
+    signature = SIGNING_KEY.sign(b"weir.receipt.batch.v1\n" + receipt.hash)
+    return replace(receipt, key_id=key_id_of(PUBLIC_KEY), signature=signature, path=())
+
+
+def signed_pair(left: Receipt, right: Receipt) -> list[Receipt]:
+    """Two that share a signature."""
+    signature = SIGNING_KEY.sign(b"weir.receipt.batch.v1\n" + node(left.hash, right.hash))
+    paths = (ReceiptStep(False, right.hash),), (ReceiptStep(True, left.hash),)
+    key_id = key_id_of(PUBLIC_KEY)
+    return [replace(each, key_id=key_id, signature=signature, path=path) for each, path in zip((left, right), paths, strict=True)]
+
+
+def month() -> list[Receipt]:
+    """Of two projects; of the first one the first two share a signature, and the third has none."""
+    one, two, three, four = chain(PROJECTS[0], 4)
+    return [*signed_pair(one, two), three, signed(four), *map(signed, chain(PROJECTS[1], 2))]
+
+
+def faults(receipts: list[Receipt], **more: object) -> set[Fault]:
+    """What is found wrong with them as the whole of November."""
+    verdict = verify_receipts(receipts, KEYS, month="2026-11", **more)  # type: ignore[arg-type]
+    return {problem.fault for problem in verdict.problems}
+
+
+def test_a_whole_month_verifies_in_any_order() -> None:
+    receipts = month()
+
+    verdict = verify_receipts(
+        reversed(receipts),
+        KEYS,
+        month="2026-11",
+        organization_id=ORGANIZATION,
+        root=merkle_root([receipt.hash for receipt in receipts]),
+        totals=totals_of(receipts),
+    )
+
+    assert verdict.problems == ()
+    assert verdict.valid
+    assert (verdict.receipt_count, verdict.signed_count, verdict.project_count) == (6, 5, 2)
+    assert verdict.key_ids == tuple(KEYS)
+
+
+def test_a_single_receipt_verifies_and_tells_why_not() -> None:
+    receipt = month()[0]
+
+    verify_receipt(receipt, KEYS)
+
+    for wrong, fault in (
+        (replace(receipt, cost_picos=0), Fault.ALTERED),
+        (replace(receipt, request_id="no uuid"), Fault.ALTERED),
+        (replace(receipt, part=2**63), Fault.ALTERED),
+        (replace(receipt, signature=bytes(64)), Fault.SIGNATURE_WRONG),
+        (replace(receipt, path=()), Fault.SIGNATURE_WRONG),
+        (replace(receipt, key_id="0" * 16), Fault.KEY_UNKNOWN),
+        (replace(receipt, key_id=""), Fault.NOT_SIGNED),
+    ):
+        with pytest.raises(ReceiptInvalid) as refused:
+            verify_receipt(wrong, KEYS)
+        assert refused.value.problem.fault is fault
+
+
+FIELDS = st.sampled_from(
+    [name for name in Receipt.__dataclass_fields__ if name not in ("version", "path", "hash", "key_id", "signature")]
+)
+
+
+@given(st.integers(0, 5), FIELDS, st.integers(0, 255))
+@settings(max_examples=60, deadline=None)
+def test_any_changed_bit_of_any_field_is_caught_and_named(index: int, field: str, bit: int) -> None:
+    receipts = month()
+    was = getattr(receipts[index], field)
+    if isinstance(was, int):
+        now: object = was ^ (1 << bit % 62)
+    elif isinstance(was, bytes):
+        now = (int.from_bytes(was, "big") ^ (1 << bit)).to_bytes(32, "big")
+    elif field.endswith("_id"):
+        now = str(uuid.UUID(int=uuid.UUID(was).int ^ (1 << bit % 128)))
+    else:
+        place = bit % len(was)
+        now = was[:place] + chr(ord(was[place]) ^ 1) + was[place + 1 :]
+    receipts[index] = replace(receipts[index], **{field: now})  # type: ignore[arg-type]
+
+    problems = [str(problem) for problem in verify_receipts(receipts, KEYS).problems if problem.fault is Fault.ALTERED]
+
+    assert len(problems) == 1
+    if field not in ("request_id", "cost_picos", "settled_at_us"):  # of which no other receipt has the right one
+        assert f"{field} is " in problems[0]
+
+
+@given(st.integers(0, 5), st.integers(0, 511))
+@settings(max_examples=15, deadline=None)
+def test_any_changed_bit_of_hash_signature_or_path_is_caught(index: int, bit: int) -> None:
+    good = month()
+    receipt = good[index]
+    changed: list[Receipt] = [replace(receipt, hash=flipped(receipt.hash, bit % 256))]
+    if receipt.signature:
+        changed.append(replace(receipt, signature=flipped(receipt.signature, bit)))
+    if receipt.path:
+        [step] = receipt.path
+        changed += [
+            replace(receipt, path=(replace(step, hash=flipped(step.hash, bit % 256)),)),
+            replace(receipt, path=(replace(step, on_left=not step.on_left),)),
+        ]
+    for wrong in changed:
+        assert not verify_receipts([*good[:index], wrong, *good[index + 1 :]], KEYS).valid
+
+
+def flipped(data: bytes, bit: int) -> bytes:
+    """With one bit changed."""
+    return (int.from_bytes(data, "big") ^ (1 << bit)).to_bytes(len(data), "big")
+
+
+@pytest.mark.parametrize(("removed", "told"), [(1, "gap: receipt 2 is missing"), (2, "gap: receipt 3 is missing")])
+def test_a_missing_receipt_is_a_gap(removed: int, told: str) -> None:
+    receipts = month()
+    del receipts[removed]
+
+    verdict = verify_receipts(receipts, KEYS, month="2026-11")
+
+    assert [problem.message for problem in verdict.problems] == [f"{told} of project {PROJECTS[0]}"]
+    assert verify_receipts(receipts, KEYS).valid, "single receipts need not be complete"
+
+
+def test_missing_receipts_at_the_ends_show_in_root_and_sums() -> None:
+    receipts = month()
+    root, totals = merkle_root([receipt.hash for receipt in receipts]), totals_of(receipts)
+
+    assert faults(receipts[:-1], root=root) == {Fault.ROOT_DIFFERS}
+    assert faults(receipts[:-1], totals=totals) == {Fault.TOTALS_DIFFER}
+    assert faults([], root=root, totals=totals) == {Fault.ROOT_DIFFERS, Fault.TOTALS_DIFFER}
+
+
+def test_two_receipts_for_one_place_are_a_fork() -> None:
+    """As a server makes them that was restored from a backup, or that lies."""
+    receipts = month()
+    other = signed(resealed(replace(receipts[-1], request_id=str(uuid.UUID(int=99)))))
+
+    verdict = verify_receipts([*receipts, other], KEYS, month="2026-11")
+
+    assert [problem.fault for problem in verdict.problems] == [Fault.FORK]
+    assert str(uuid.UUID(int=99)) in verdict.problems[0].message
+    assert faults([*receipts, receipts[-1]]) == {Fault.REPEATED}
+
+
+def test_a_replaced_receipt_breaks_the_chain_though_it_is_signed() -> None:
+    receipts = month()
+    receipts[1] = signed(resealed(replace(receipts[1], billed_token_count=1)))
+
+    assert faults(receipts) == {Fault.NOT_NEXT}
+
+
+def test_other_months_customers_and_times_are_told() -> None:
+    receipts = month()
+    october = signed(resealed(replace(receipts[-1], settled_at_us=NOVEMBER - 20 * 86_400 * 10**6)))
+    stranger = signed(resealed(replace(receipts[-1], organization_id=str(uuid.UUID(int=9)))))
+
+    assert faults([*receipts[:-1], october]) == {Fault.OTHER_MONTH, Fault.TIME_BACK}
+    assert faults([*receipts[:-1], stranger]) == {Fault.OTHER_ORGANIZATION}
+
+
+def test_what_is_not_signed_needs_somebody_to_vouch_for_it() -> None:
+    receipts = [replace(receipt, key_id="", signature=b"", path=()) for receipt in month()]
+
+    assert faults(receipts) == {Fault.NOT_SIGNED}
+    assert faults(receipts, root=merkle_root([receipt.hash for receipt in receipts])) == set()
+    assert faults([*receipts[:3], *month()[3:]]) == set(), "the fourth vouches for the three before it"
+
+
+def test_a_chain_begins_with_one() -> None:
+    [first] = chain(PROJECTS[0], 1)
+
+    for wrong in (replace(first, sequence=0), replace(first, sequence=2), replace(first, previous_hash=bytes([1] * 32))):
+        assert Fault.NOT_NEXT in {problem.fault for problem in verify_receipts([signed(resealed(wrong))], KEYS).problems}
+
+
+def test_sums_that_differ_name_model_price_and_kind() -> None:
+    receipts = month()
+    totals = totals_of(receipts) | {("demo", "7", "output"): 121}
+
+    verdict = verify_receipts(receipts, KEYS, month="2026-11", totals=totals)
+
+    assert [str(problem) for problem in verdict.problems] == [
+        "demo, price version 7: the receipts add up to 120 output tokens, the report says 121"
+    ]
+
+
+def test_a_key_must_be_what_its_id_says() -> None:
+    assert public_keys([ReceiptKey(key_id_of(PUBLIC_KEY), PUBLIC_KEY)]) == KEYS
+    with pytest.raises(ValueError, match="is not what its id says"):
+        public_keys([ReceiptKey("0" * 16, PUBLIC_KEY)])
+
+
+def test_receipts_survive_json() -> None:
+    for receipt in month():
+        assert Receipt.from_json(receipt.to_json()) == receipt
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("[]", "a receipt is a JSON object"),
+        ("{}", "version: None is not 1"),
+        ('{"version": 2}', "version: 2 is not 1"),
+        ('{"version": 1}', "organization_id: None is not a text"),
+        ("no json", "Expecting value"),
+    ],
+)
+def test_what_is_no_receipt_is_refused_by_field(text: str, told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        Receipt.from_json(text)
+
+
+def test_fields_of_the_wrong_kind_are_refused_by_name() -> None:
+    line = month()[0].to_json()
+
+    for wrong, told in (
+        (line.replace('"part":0', '"part":"0"'), "part: '0' is not a number"),
+        (line.replace('"part":0', '"part":true'), "part: True is not a number"),
+        (line.replace('"path":["R', '"path":["X'), "path: "),
+        (line.replace('"signature":"', '"signature":"zz'), "signature: .* is not hexadecimal"),
+        (line.replace('"part":0', '"part":0,"bonus":1'), "bonus: no such field"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            Receipt.from_json(wrong)
