@@ -43,8 +43,8 @@ async def export_for_ever(database_url: str, path: Path) -> None:
     while True:
         try:
             await export_running_hour(sessions, exporter)
-        except (StoreAway, psycopg.OperationalError) as away:
-            print(f"the database is away: {away}", flush=True)
+        except* (StoreAway, psycopg.OperationalError):
+            print("the database is away", flush=True)
         await asyncio.sleep(EVERY_S)
 
 

@@ -39,10 +39,12 @@ USAGE_PARTS = Check(
     rows_with(
         "concat('hold ', hold_id)",
         f"""
-        SELECT hold_id, count(*) AS parts, min(part) AS first, max(part) AS last FROM usage_events
-        WHERE hold_id IN (SELECT hold_id FROM usage_events WHERE part <> 0)
-           OR hold_id IN (SELECT hold_id FROM usage_events WHERE settled_at >= {SINCE} GROUP BY hold_id HAVING count(*) > 1)
-        GROUP BY hold_id
+        SELECT suspect.hold_id, told.* FROM (
+            SELECT hold_id FROM usage_events WHERE settled_at >= {SINCE} GROUP BY hold_id
+            HAVING min(part) <> 0 OR max(part) > 1 OR count(*) <> max(part) + 1
+        ) AS suspect, LATERAL (
+            SELECT count(*) AS parts, min(part) AS first, max(part) AS last FROM usage_events e WHERE e.hold_id = suspect.hold_id
+        ) AS told
         """,
         {
             "first <> 0 OR last > 1 OR parts <> last + 1": "concat('has the parts ', first, ' to ', last, ' in ', "
