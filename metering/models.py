@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 from sqlalchemy import (
     BigInteger,
     CheckConstraint,
+    Column,
     DateTime,
     ForeignKey,
     Identity,
@@ -25,6 +26,7 @@ from sqlalchemy import (
     MetaData,
     Numeric,
     SmallInteger,
+    Table,
     Text,
     UniqueConstraint,
     Uuid,
@@ -354,14 +356,17 @@ class UsageEvent(Base):
 
     `part` 0 is the settlement. `part` 1 exists only where a hold had expired before its owner's journal was found, and carries the
     tokens beyond part 0, so that the parts of a hold add up to what was delivered. A trigger on each INSERT sees that its hold
-    exists and has the same key and price version. Rating sets `rated_at` and `ledger_transaction_id` together, once; a trigger sees
-    that the transaction is there, is of the same organization, and debits what its events cost. `receipt_hash` is that of the
-    event's receipt, the rest of which is in the other columns; events of before there were receipts have none.
+    exists, has ended and has the same key and price version, and that no month has the part already; it puts the event into
+    `unrated_usage`. Rating sets `rated_at` and `ledger_transaction_id` together, once; a trigger sees that the transaction is
+    there, is of the same organization, and debits what its events cost. `receipt_hash` is that of the event's receipt, the rest of which is in the other
+    columns; events of before there were receipts have none.
+
+    One partition per month of `settled_at` (UTC). The primary key has that in it because PostgreSQL wants it there; `id` has no
+    index, and is the order in which events were written. Pages are left half free for what rating writes (`usage_by_month`).
     """
 
     __tablename__ = "usage_events"
     __table_args__ = (
-        UniqueConstraint("hold_id", "part"),
         CheckConstraint("cached_input_token_count BETWEEN 0 AND input_token_count", name="cached_within_input"),
         CheckConstraint("delivered_token_count BETWEEN 0 AND generated_token_count", name="delivered_within_generated"),
         CheckConstraint("billed_token_count BETWEEN 0 AND delivered_token_count", name="billed_within_delivered"),
@@ -370,14 +375,14 @@ class UsageEvent(Base):
             "num_nulls(receipt_sequence, previous_receipt_hash, receipt_hash) IN (0, 3) AND receipt_sequence > 0",
             name="receipt_complete",
         ),
-        Index("ix_usage_events_unrated", "id", postgresql_where=text("rated_at IS NULL")),
         Index("ix_usage_events_organization_id_settled_at", "organization_id", "settled_at"),
         Index("ix_usage_events_rated_at", "rated_at", postgresql_using="brin", postgresql_with={"autosummarize": "true"}),
+        {"postgresql_partition_by": "RANGE (settled_at)"},
     )
 
-    id: Mapped[int] = mapped_column(Identity(always=True), primary_key=True)
-    hold_id: Mapped[uuid.UUID]
-    part: Mapped[int] = mapped_column(SmallInteger(), server_default="0")
+    id: Mapped[int] = mapped_column(Identity(always=True))
+    hold_id: Mapped[uuid.UUID] = mapped_column(primary_key=True)
+    part: Mapped[int] = mapped_column(SmallInteger(), server_default="0", primary_key=True)
     organization_id: Mapped[uuid.UUID]
     project_id: Mapped[uuid.UUID]
     api_key_id: Mapped[uuid.UUID]
@@ -395,13 +400,26 @@ class UsageEvent(Base):
     labels: Mapped[dict[str, Any]]
     recovered: Mapped[bool] = mapped_column(server_default=text("false"))
     admitted_at: Mapped[datetime]
-    settled_at: Mapped[datetime] = mapped_column(server_default=func.now())
+    settled_at: Mapped[datetime] = mapped_column(server_default=func.now(), primary_key=True)
     rated_at: Mapped[datetime | None]
     ledger_transaction_id: Mapped[int | None]
     receipt_sequence: Mapped[int | None]
     previous_receipt_hash: Mapped[bytes | None]
     receipt_hash: Mapped[bytes | None]
     receipt_batch_id: Mapped[int | None]
+
+
+# The usage events that are not rated, by their keys: a list that rating reads from the front and takes rows out of. A trigger puts
+# each event in as it is written. No index, so that an event's way through it costs next to nothing.
+unrated_usage = Table(
+    "unrated_usage",
+    Base.metadata,
+    Column("event_id", BigInteger(), nullable=False),
+    Column("hold_id", Uuid(), nullable=False),
+    Column("part", SmallInteger(), nullable=False),
+    Column("settled_at", DateTime(timezone=True), nullable=False),
+    Column("organization_id", Uuid(), nullable=False),
+)
 
 
 class AuditEntry(Base):

@@ -6,6 +6,7 @@ An advisory lock makes two migrating processes take turns; time-outs keep a migr
 from __future__ import annotations
 
 import os
+import re
 
 from alembic import context
 from sqlalchemy import create_engine, text
@@ -21,6 +22,10 @@ from metering.models import Base
 from metering.store.db import sqlalchemy_url
 
 MIGRATION_LOCK_ID = 7_355_608  # any fixed number; it only has to be ours
+# Of usage events there is a partition per month. They are no tables of the models, and are made ahead of their time.
+PARTITION = re.compile(r"usage_events_(\d{4}_\d{2}|default)")
+MONTHS_AHEAD = 3  # a worker makes them, too: so long nobody notices that none runs
+CAN_MAKE_PARTITIONS = "SELECT to_regprocedure('create_usage_partitions(int)') IS NOT NULL"
 TIMEOUTS = "SET lock_timeout = '5s'; SET statement_timeout = '10min'"
 
 
@@ -32,6 +37,11 @@ def database_url() -> str:
     return str(url)
 
 
+def is_no_partition(name: str | None, type_: str, parent_names: object) -> bool:
+    """Whether what stands in the database is compared with the models."""
+    return type_ != "table" or name is None or PARTITION.fullmatch(name) is None
+
+
 def run_migrations() -> None:
     engine = create_engine(sqlalchemy_url(database_url()), poolclass=NullPool)
     with engine.connect() as connection:
@@ -39,9 +49,15 @@ def run_migrations() -> None:
         connection.execute(text("SELECT pg_advisory_lock(:id)"), {"id": MIGRATION_LOCK_ID})
         connection.execute(text(TIMEOUTS))
         connection.commit()
-        context.configure(connection=connection, target_metadata=Base.metadata, transaction_per_migration=True)
+        context.configure(
+            connection=connection, target_metadata=Base.metadata, transaction_per_migration=True, include_name=is_no_partition
+        )
         with context.begin_transaction():
             context.run_migrations()
+        connection.commit()
+        if connection.execute(text(CAN_MAKE_PARTITIONS)).scalar_one():
+            connection.execute(text("SELECT create_usage_partitions(:months_ahead)"), {"months_ahead": MONTHS_AHEAD})
+            connection.commit()
     engine.dispose()
 
 

@@ -101,7 +101,11 @@ class LedgerTransaction(Base):
 
 
 class LedgerEntry(Base):
-    """One leg of a transaction, in picos. Revenue legs of usage carry the tokens they are for; other legs carry none."""
+    """One leg of a transaction, in picos. Revenue legs of usage carry the tokens they are for; other legs carry none.
+
+    A trigger on each INSERT sees that transaction and account exist and are of one organization, that the price version exists and
+    has the account's currency, and that each transaction sums to zero.
+    """
 
     __tablename__ = "ledger_entries"
     __table_args__ = (
@@ -114,12 +118,12 @@ class LedgerEntry(Base):
     )
 
     id: Mapped[int] = mapped_column(Identity(always=True), primary_key=True)
-    transaction_id: Mapped[int] = mapped_column(ForeignKey("ledger_transactions.id"))
-    account_id: Mapped[int] = mapped_column(ForeignKey("ledger_accounts.id"))
+    transaction_id: Mapped[int]
+    account_id: Mapped[int]
     amount_picos: Mapped[Decimal]
     token_kind: Mapped[str | None]
     token_count: Mapped[int | None]
-    price_version_id: Mapped[int | None] = mapped_column(ForeignKey("price_versions.id"))
+    price_version_id: Mapped[int | None]
 
 
 class BillingMonth(Base):

@@ -20,8 +20,8 @@ WITH known AS (
     SELECT min(month) AS first, max(month) AS last FROM (
         SELECT billing_month AS month FROM ledger_transactions WHERE organization_id = :organization_id
         UNION ALL SELECT month FROM billing_months WHERE organization_id = :organization_id
-        UNION ALL SELECT CAST(date_trunc('month', settled_at, 'UTC') AS date) FROM usage_events
-        WHERE organization_id = :organization_id AND rated_at IS NULL
+        UNION ALL SELECT CAST(date_trunc('month', settled_at, 'UTC') AS date) FROM unrated_usage
+        WHERE organization_id = :organization_id
         UNION ALL SELECT CAST(date_trunc('month', now(), 'UTC') AS date)
     ) months
 )

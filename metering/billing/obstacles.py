@@ -11,15 +11,15 @@ from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from metering.billing.months import month_after, month_text
-from metering.billing.rating import COUNTS, RIGHT_COST
+from metering.billing.rating import RIGHT_COST
 
 GRACE = timedelta(hours=1)  # after the month's end: what began in it has ended by then, and clocks that differ agree on the month
 NAMED_MAX = 10  # ids that a description names
 
 MISSTATED = text(f"""
-SELECT e.id FROM (SELECT id, cost_picos, price_version_id, {COUNTS} FROM usage_events
-                  WHERE organization_id = :organization_id AND rated_at IS NULL AND settled_at < :ends) e
-JOIN price_versions p ON p.id = e.price_version_id WHERE e.cost_picos <> {RIGHT_COST} ORDER BY e.id
+SELECT e.id FROM unrated_usage w JOIN usage_events e USING (hold_id, part, settled_at)
+JOIN price_versions p ON p.id = e.price_version_id
+WHERE w.organization_id = :organization_id AND settled_at < :ends AND e.cost_picos <> {RIGHT_COST} ORDER BY e.id
 """)
 # A hold that has its own id as request id was taken in advance for an outage: nothing runs under it.
 RUNNING = text("""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import uuid
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, NamedTuple
@@ -43,15 +43,15 @@ SELECT id, state, owner_id, price_version_id, input_token_count, cached_input_to
        uuid_send(organization_id) || uuid_send(project_id) || uuid_send(api_key_id) || uuid_send(request_id), model
 FROM holds WHERE id = ANY(%s::uuid[]) ORDER BY id FOR UPDATE
 """
-# A statement of its own, after the holds are locked: joined to the locking one it would see the events as they were before the
-# lock was waited for, and a hold that another process has just ended would look as if nothing had been used.
+# It looks into all months, so it is asked only where something has ended before. A statement of its own, after the holds are locked:
+# joined to the locking one it would see the events as they were before the lock was waited for, and a hold that another process has
+# just ended would look as if nothing had been used.
 SELECT_EVENT_SUMS = f"SELECT hold_id, {EVENT_SUMS} FROM usage_events WHERE hold_id = ANY(%s) GROUP BY hold_id"
 SELECT_ORPHANS = "SELECT id FROM holds WHERE owner_id = %s AND state = 'held' AND id <> ALL(%s)"
-SELECT_SAME_REQUEST = f"""
-SELECT h.project_id, h.request_id, h.state, h.payload_hash, h.id, p.currency_code, e.*
+SELECT_SAME_REQUEST = """
+SELECT h.project_id, h.request_id, h.state, h.payload_hash, h.id, p.currency_code
 FROM holds h JOIN unnest(%s::uuid[], %s::uuid[]) AS a(project_id, request_id) USING (project_id, request_id)
-JOIN price_versions p ON p.id = h.price_version_id,
-LATERAL (SELECT {EVENT_SUMS} FROM usage_events WHERE h.state <> 'held' AND hold_id = h.id) e
+JOIN price_versions p ON p.id = h.price_version_id
 WHERE h.state <> 'voided'
 """
 SELECT_LIVE_KEYS = """
@@ -250,6 +250,7 @@ async def read_and_lock(
         statements += admission_reads(admits)
     _, [time], *answers = await exchange(connection, statements)
     reads = BatchReads(time[0], Chains(time[0]))
+    same: list[Row] = []
     if hold_ids:
         held, *answers = answers
         reads.holds = {row[0].int: HoldRow(*row) for row in held}
@@ -259,9 +260,10 @@ async def read_and_lock(
     [(snapshot, changes)], *answers = answers
     known.asked(reads.now, snapshot, changes)
     if admits:
-        take_admission_reads(connection, reads, admits, answers)
+        same = take_admission_reads(connection, reads, admits, answers)
     await know_what_holds_need(connection, reads)
-    ended = id_array([hold.id for hold in reads.holds.values() if hold.state != HoldState.HELD])
+    ended_holds = [hold.id for hold in reads.holds.values() if hold.state != HoldState.HELD]
+    ended = id_array([*ended_holds, *(row[4] for row in same if row[2] != HoldState.HELD)])
     if ended != NO_IDS:
         sums, issued, batches = await exchange(
             connection, [(query, (ended,)) for query in (SELECT_EVENT_SUMS, ISSUED_OF_HOLDS, BATCHES_OF_HOLDS)]
@@ -269,6 +271,7 @@ async def read_and_lock(
         reads.events = {row[0].int: EventSums(*row[1:]) for row in sums}
         for hold_id, receipt in issued_of_rows(issued, batches):
             reads.receipts.setdefault(hold_id.int, []).append(receipt)
+    reads.same_requests = {(row[0].int, row[1].int): same_request(row, reads.events) for row in same}
     return reads
 
 
@@ -305,11 +308,12 @@ def admission_reads(admits: Sequence[Admit]) -> list[Statement]:
     ]
 
 
-def take_admission_reads(connection: Connection, reads: BatchReads, admits: Sequence[Admit], answers: Sequence[list[Row]]) -> None:
-    """The answers to `admission_reads`; the connection goes on knowing them."""
+def take_admission_reads(
+    connection: Connection, reads: BatchReads, admits: Sequence[Admit], answers: Sequence[list[Row]]
+) -> list[Row]:
+    """The answers to `admission_reads`; the connection goes on knowing them. Returns the rows of SELECT_SAME_REQUEST."""
     rules, same, keys, in_force, next_prices = answers
     reads.rules = rules_of_rows(connection, rules)
-    reads.same_requests = {(row[0].int, row[1].int): same_request(row) for row in same}
     expiries = {row[0].int: row[1] for row in keys}
     reads.live_keys = set(expiries)
     for organization_id, tier, withdrawn, model, *version in in_force:
@@ -325,10 +329,11 @@ def take_admission_reads(connection: Connection, reads: BatchReads, admits: Sequ
         ends = [rule.raised_until for rule in found.rules]
         until = earliest([*ends, expiries[payer.api_key_id.int], next_price_at[model, payer.currency_code]])
         known.add_terms((payer, model, tier), Terms.of(found.rules, found.quota_ids, current, until))
+    return same
 
 
-def same_request(row: tuple[Any, ...]) -> SameRequest:
-    """One row of SELECT_SAME_REQUEST."""
-    _, _, state, payload_hash, hold_id, currency_code, *sums = row
-    settled = None if state == HoldState.HELD else EventSums(*sums).settled(hold_id, currency_code)
+def same_request(row: tuple[Any, ...], events: Mapping[int, EventSums]) -> SameRequest:
+    """One row of SELECT_SAME_REQUEST. events: of the holds that have ended."""
+    _, _, state, payload_hash, hold_id, currency_code = row
+    settled = None if state == HoldState.HELD else events.get(hold_id.int, EventSums()).settled(hold_id, currency_code)
     return SameRequest(state, payload_hash, settled)

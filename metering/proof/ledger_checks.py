@@ -100,6 +100,22 @@ TRANSACTIONS_BALANCE = Check(
     """,
 )
 
+UNRATED_IS_LISTED = Check(
+    "unrated-is-listed",
+    "The list of what waits for rating is exactly the usage events that are not rated, each once.",
+    f"""
+    SELECT concat('usage event ', e.id) AS subject, 'is not rated, and not in the list of what waits for it' AS problem
+    FROM usage_events e LEFT JOIN unrated_usage w USING (hold_id, part, settled_at)
+    WHERE e.rated_at IS NULL AND w.event_id IS NULL AND e.settled_at >= {SINCE}
+    UNION ALL
+    SELECT concat('usage event ', w.event_id), concat('is ', count(*), ' times in the list of what waits for rating')
+    FROM unrated_usage w LEFT JOIN usage_events e
+        ON (e.id, e.hold_id, e.part, e.settled_at, e.organization_id)
+            = (w.event_id, w.hold_id, w.part, w.settled_at, w.organization_id) AND e.rated_at IS NULL
+    GROUP BY w.event_id HAVING count(*) > 1 OR count(e.id) = 0
+    """,
+)
+
 USAGE_IS_RATED = Check(
     "usage-is-rated",
     f"No usage event is unrated {UNRATED_FOR} after it was written: somebody rates, and nothing stands in the way.",
@@ -117,4 +133,12 @@ ALL_IS_RATED = Check(
     Moment.AT_REST,
 )
 
-CHECKS = (RATED_IS_POSTED, POSTINGS_ARE_THEIR_USAGE, USAGE_EQUALS_LEDGER, TRANSACTIONS_BALANCE, USAGE_IS_RATED, ALL_IS_RATED)
+CHECKS = (
+    UNRATED_IS_LISTED,
+    RATED_IS_POSTED,
+    POSTINGS_ARE_THEIR_USAGE,
+    USAGE_EQUALS_LEDGER,
+    TRANSACTIONS_BALANCE,
+    USAGE_IS_RATED,
+    ALL_IS_RATED,
+)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from metering.proof.checks import Check
+from metering.proof.checks import Check, Moment
 
 # Each guard with its function. A migrated database has exactly these; a test compares them.
 GUARDS = {
@@ -54,6 +54,7 @@ GUARDS = {
     "stripe_late_items_guarded": "stripe_late_item_keeps_amount",
     "usage_events_append_only": "refuse_change",
     "usage_events_are_of_their_holds": "usage_events_are_of_their_holds",
+    "usage_events_partition": "refuse_partition",
     "usage_events_posted": "usage_events_posted",
     "usage_events_rated_once": "usage_event_changed",
 }
@@ -84,4 +85,30 @@ CONSTRAINTS_APPLY = Check(
     """,
 )
 
-CHECKS = (GUARDS_STAND, CONSTRAINTS_APPLY)
+PARTITIONS_ARE_GUARDED = Check(
+    "partitions-are-guarded",
+    "No partition of the usage events can be written by its own name, past the guards of the whole.",
+    """
+    SELECT concat('partition ', inhrelid::regclass) AS subject, 'has no guard, or it is switched off' AS problem
+    FROM pg_inherits WHERE inhparent = 'usage_events'::regclass AND NOT EXISTS (
+        SELECT FROM pg_trigger WHERE tgrelid = inhrelid AND tgname = 'usage_events_partition' AND tgenabled IN ('O', 'A'))
+    """,
+)
+
+PARTITIONS_ARE_AHEAD = Check(
+    "partitions-are-ahead",
+    "Every usage event is in the partition of its month, and there is one for this month and the next.",
+    """
+    SELECT concat('usage events of ', to_char(settled_at AT TIME ZONE 'UTC', 'YYYY-MM')) AS subject,
+           concat(count(*), ' are in the default partition') AS problem FROM usage_events_default GROUP BY 1
+    UNION ALL
+    SELECT concat('partition usage_events_', to_char(month, 'YYYY_MM')), 'is missing'
+    FROM (SELECT date_trunc('month', now() AT TIME ZONE 'UTC') + ahead * interval '1 month' AS month
+          FROM generate_series(0, 1) ahead) m
+    WHERE NOT EXISTS (SELECT FROM pg_inherits JOIN pg_class c ON c.oid = inhrelid
+                      WHERE inhparent = 'usage_events'::regclass AND relname = 'usage_events_' || to_char(month, 'YYYY_MM'))
+    """,
+    Moment.SOON,
+)
+
+CHECKS = (GUARDS_STAND, CONSTRAINTS_APPLY, PARTITIONS_ARE_GUARDED, PARTITIONS_ARE_AHEAD)

@@ -132,12 +132,12 @@ async def test_a_cost_beyond_64_bits_is_misstated_and_breaks_no_batch(sessions: 
             actor="test",
         )
     async with sessions.begin() as session:
-        wrong, right = await add_usage(session, customer, dear, [Consumed(2**40, 0, 2**40, cost_picos=7), Consumed(900_000)])
+        wrong, _ = await add_usage(session, customer, dear, [Consumed(2**40, 0, 2**40, cost_picos=7), Consumed(900_000)])
 
     async with sessions.begin() as session:
         batch = await rate_batch(session, limit=10)
 
-    assert (batch.rated_count, batch.misstated, batch.last_event_id) == (1, (wrong,), right)
+    assert (batch.rated_count, batch.misstated) == (1, (wrong,))
 
 
 async def test_raters_at_the_same_time_share_the_work(sessions: Sessions, customer: Customer, price: ModelPrice) -> None:
