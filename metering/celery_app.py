@@ -35,6 +35,7 @@ warnings.filterwarnings("ignore", category=SecurityWarning, message="You're runn
 
 RATE_EVERY_S = 1.0  # how old usage gets before it is in the ledger
 DELETE_COUNTERS_EVERY_S = 3600.0  # a quota per minute leaves 1,440 rows a day
+KEEP_PARTITIONS_EVERY_S = 3600.0  # they are made months ahead; soon again where a lock was not had
 SWEEP_EVERY_S = 10.0  # a small part of a hold's life of a minute
 EXPORT_EVERY_S = 15.0  # usage is exported by the hour, and a failed call comes round again soon
 TIME_LIMIT_S = 60.0  # of one task: it stops by itself far earlier, so reaching this means that something hangs
@@ -73,6 +74,11 @@ def configuration(environment: Mapping[str, str]) -> dict[str, Any]:
                 "task": "weir.delete_past_counters",
                 "schedule": DELETE_COUNTERS_EVERY_S,
                 "options": {"expires": 2 * DELETE_COUNTERS_EVERY_S},
+            },
+            "keep_partitions": {
+                "task": "weir.keep_partitions",
+                "schedule": KEEP_PARTITIONS_EVERY_S,
+                "options": {"expires": 2 * KEEP_PARTITIONS_EVERY_S},
             },
             "export_usage": {"task": "weir.export_usage", "schedule": EXPORT_EVERY_S, "options": {"expires": 2 * EXPORT_EVERY_S}},
             "sweep_expired_holds": {

@@ -358,8 +358,8 @@ class UsageEvent(Base):
     tokens beyond part 0, so that the parts of a hold add up to what was delivered. A trigger on each INSERT sees that its hold
     exists, has ended and has the same key and price version, and that no month has the part already; it puts the event into
     `unrated_usage`. Rating sets `rated_at` and `ledger_transaction_id` together, once; a trigger sees that the transaction is
-    there, is of the same organization, and debits what its events cost. `receipt_hash` is that of the event's receipt, the rest of which is in the other
-    columns; events of before there were receipts have none.
+    there, is of the same organization, and debits what its events cost. `receipt_hash` is that of the event's receipt, the rest of
+    which is in the other columns; events of before there were receipts have none.
 
     One partition per month of `settled_at` (UTC). The primary key has that in it because PostgreSQL wants it there; `id` has no
     index, and is the order in which events were written. Pages are left half free for what rating writes (`usage_by_month`).

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Coroutine
 
 import psycopg
 
+from metering.billing import usage_partitions
 from metering.billing.rating import rate_all_pending
 from metering.celery_app import TIME_LIMIT_S, task
 from metering.errors import InvalidValue, StoreAway
@@ -50,6 +51,17 @@ def delete_past_counters() -> None:
 async def _delete_past_counters() -> None:
     async with open_sessions() as sessions, sessions.begin() as session:
         await quota_admin.delete_past_counters(session)
+
+
+@task("weir.keep_partitions")
+def keep_partitions() -> None:
+    """Make the partitions of coming months, before anything is used in them."""
+    run(_keep_partitions())
+
+
+async def _keep_partitions() -> None:
+    async with open_sessions() as sessions, sessions.begin() as session:
+        await usage_partitions.keep_ahead(session)
 
 
 @task("weir.export_usage")

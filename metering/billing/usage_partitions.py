@@ -40,7 +40,7 @@ async def keep_ahead(session: AsyncSession) -> UsagePartitions:
     """
     await session.execute(text("SELECT set_config('lock_timeout', :timeout, true)"), {"timeout": LOCK_TIMEOUT})
     created = tuple((await session.execute(CREATE, {"months_ahead": MONTHS_AHEAD})).scalars())
-    stray = dict((await session.execute(STRAY)).tuples().all())
+    stray = {row.month: row.event_count for row in await session.execute(STRAY)}
     if created:
         log.info("partitions of usage events made for %s", ", ".join(created))
     if stray:

@@ -43,9 +43,9 @@ SELECT id, state, owner_id, price_version_id, input_token_count, cached_input_to
        uuid_send(organization_id) || uuid_send(project_id) || uuid_send(api_key_id) || uuid_send(request_id), model
 FROM holds WHERE id = ANY(%s::uuid[]) ORDER BY id FOR UPDATE
 """
-# It looks into all months, so it is asked only where something has ended before. A statement of its own, after the holds are locked:
-# joined to the locking one it would see the events as they were before the lock was waited for, and a hold that another process has
-# just ended would look as if nothing had been used.
+# Looks into all months, so it is asked only where something has ended. A statement of its own, after the holds are locked: joined
+# to the locking one it would see the events as they were before the lock was waited for, and a hold that another process has just
+# ended would look as if nothing had been used.
 SELECT_EVENT_SUMS = f"SELECT hold_id, {EVENT_SUMS} FROM usage_events WHERE hold_id = ANY(%s) GROUP BY hold_id"
 SELECT_ORPHANS = "SELECT id FROM holds WHERE owner_id = %s AND state = 'held' AND id <> ALL(%s)"
 SELECT_SAME_REQUEST = """

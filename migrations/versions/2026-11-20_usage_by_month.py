@@ -89,17 +89,25 @@ BEGIN
     RETURN true;
 END $$
 """
+# The lock first: who reads the default partition and then waits would wait for who has the lock and wants that partition alone.
 CREATE_USAGE_PARTITIONS = """
-CREATE FUNCTION create_usage_partitions(months_ahead int) RETURNS SETOF date LANGUAGE sql AS $$
-    SELECT month FROM (
-        SELECT DISTINCT date_trunc('month', settled_at AT TIME ZONE 'UTC')::date AS month FROM usage_events_default
+CREATE FUNCTION create_usage_partitions(months_ahead int) RETURNS SETOF date LANGUAGE plpgsql AS $$
+DECLARE wanted date[]; month date;
+BEGIN
+    PERFORM pg_advisory_xact_lock(1466263922, 2);
+    wanted := ARRAY(
+        SELECT date_trunc('month', settled_at AT TIME ZONE 'UTC')::date FROM usage_events_default
         WHERE settled_at < now() + make_interval(months => months_ahead)
         UNION
         SELECT (date_trunc('month', now() AT TIME ZONE 'UTC') + make_interval(months => ahead))::date
         FROM generate_series(0, months_ahead) ahead
-        ORDER BY 1
-    ) wanted WHERE create_usage_partition(month)
-$$
+        ORDER BY 1);
+    FOREACH month IN ARRAY wanted LOOP
+        IF create_usage_partition(month) THEN
+            RETURN NEXT month;
+        END IF;
+    END LOOP;
+END $$
 """
 REFUSE_PARTITION = """
 CREATE FUNCTION refuse_partition() RETURNS trigger LANGUAGE plpgsql AS $$
