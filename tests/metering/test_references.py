@@ -51,6 +51,7 @@ def test_a_hold_of_parts_that_do_not_belong_together_is_refused(world: HoldWorld
 )
 def test_a_usage_event_that_is_not_of_its_hold_is_refused(world: HoldWorld, column: str, value: str) -> None:
     world.execute(PLANT_HOLD, *hold_of(world))
+    world.execute("UPDATE holds SET state = 'settled', ended_at = now()")
     right = {"hold_id": "id", "project_id": "project_id", "price_version_id": "price_version_id"}
 
     with pytest.raises(psycopg.errors.ForeignKeyViolation, match="no such hold"):
