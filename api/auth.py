@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from api.errors import PermissionDenied, Unauthenticated
 from api.interceptor import Context
+from api.shared_lookups import SharedLookups
 from metering.errors import KeyInvalid, StoreAway
 from metering.holds.lease_clock import boot_time_s
 from metering.operations import Payer
@@ -23,6 +24,7 @@ REMEMBERED_COUNT_MAX = 10_000  # keys, of 64 bytes each and what they may
 
 class Authenticator:
     """Checks the API key of a call against the database. Nothing is cached: a revoked key is refused from its next call on.
+    Calls that come with one key at the same time share a check that began after the last of them had come.
 
     What was found is remembered only to let calls in while the database is away, if the deployment wants that.
     """
@@ -32,6 +34,7 @@ class Authenticator:
         self._sessions = sessions
         self._answer_wait_s = answer_wait_s
         self._grace_s = grace_s
+        self._lookups: SharedLookups[Principal] = SharedLookups()  # by hash of the secret: streams come by the thousand
         self._remembered: OrderedDict[bytes, tuple[float, Principal]] = (
             OrderedDict()
         )  # by hash of the secret; checked last stands last
@@ -54,12 +57,15 @@ class Authenticator:
         for digest in [digest for digest, (_, principal) in self._remembered.items() if principal.api_key_id == api_key_id]:
             del self._remembered[digest]
 
+    async def _check(self, secret: str) -> Principal:
+        with patience(self._answer_wait_s):
+            async with self._sessions() as session:
+                return await authenticate(session, secret)
+
     async def _look_up(self, secret: str) -> Principal:
-        digest = hashlib.sha256(secret.encode(errors="replace")).digest() if self._grace_s else b""
+        digest = hashlib.sha256(secret.encode(errors="replace")).digest()
         try:
-            with patience(self._answer_wait_s):
-                async with self._sessions() as session:
-                    principal = await authenticate(session, secret)
+            principal = await self._lookups.ask(digest, lambda: self._check(secret))
         except StoreAway:
             checked_at, known = self._remembered.get(digest, (0.0, None))
             if known is None:

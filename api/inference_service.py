@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import time
 from collections.abc import AsyncIterator
 
@@ -11,8 +13,10 @@ from weir.v1 import inference_service_pb2_grpc as pb_grpc
 from api import wire
 from api.accounts import find_generation
 from api.auth import Authenticator
+from api.errors import Overloaded
 from api.generation import ClientStream
 from api.interceptor import Context
+from api.open_streams import OpenStreams
 from api.process import Process
 from api.quota_wire import effective_quota_statuses
 from api.quoting import quote
@@ -22,6 +26,7 @@ from metering.quotas.quota_states import quotas_for
 from metering.store.db import Sessions
 
 SCOPE = "inference"
+FIRST_MESSAGE_WAIT_S = 5.0  # for that of a stream that is refused: it is on its way, from a client that opens thousands
 
 
 class InferenceServicer(pb_grpc.InferenceServiceServicer):
@@ -31,15 +36,25 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
         self._process = process
         self._authenticator = authenticator
         self._sessions = sessions
+        self._open_streams = OpenStreams(process.admission.settings.streams_per_connection_max)
 
     async def Generate(  # type: ignore[override]  # the stubs know only generators, grpc.aio also takes writers
         self, requests: AsyncIterator[pb.GenerateRequest], context: Context
     ) -> None:
         """Runs requests over one stream."""
         opened_at = time.monotonic()
-        principal = await self._authenticator.principal(context, SCOPE)
-        auth_ms = (time.monotonic() - opened_at) * 1000
-        await ClientStream(self._process, principal, auth_ms).serve(requests, context)
+        try:
+            place = self._open_streams.take(context.peer())
+        except Overloaded:
+            # A client that is refused while it still writes is told by its library of a broken stream, and not why.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(FIRST_MESSAGE_WAIT_S):
+                    await anext(aiter(requests), None)
+            raise
+        with place:
+            principal = await self._authenticator.principal(context, SCOPE)
+            auth_ms = (time.monotonic() - opened_at) * 1000
+            await ClientStream(self._process, principal, auth_ms).serve(requests, context)
 
     async def CountTokens(self, request: pb.CountTokensRequest, context: Context) -> pb.CountTokensResponse:
         """Counts a prompt's tokens."""

@@ -37,6 +37,9 @@ SERVICES = tuple(
     )
 )
 INFERENCE_SERVICE = SERVICES[0]
+# Beyond its own limit the transport resets streams without a word, if they come before the client knows it, and lets later ones
+# wait for ever. So it takes more than the service does, which refuses them with a reason and a wait.
+REFUSABLE_STREAMS_FACTOR = 16
 KEEPALIVE_MS = 30_000  # finds a client that vanished without a word; most load balancers close idle connections after a minute
 KEEPALIVE_TIMEOUT_MS = 10_000
 CLIENT_PING_INTERVAL_MS_MIN = 10_000  # clients may ping this often, also without a call: proxies between us want it
@@ -77,7 +80,7 @@ def build_server(settings: Settings, servicers: Servicers, health: Health) -> tu
         interceptors=(ErrorInterceptor(),),
         options=(
             ("grpc.max_receive_message_length", settings.message_bytes_max),
-            ("grpc.max_concurrent_streams", settings.streams_per_connection_max),
+            ("grpc.max_concurrent_streams", REFUSABLE_STREAMS_FACTOR * settings.streams_per_connection_max),
             ("grpc.keepalive_time_ms", KEEPALIVE_MS),
             ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
             ("grpc.http2.min_recv_ping_interval_without_data_ms", CLIENT_PING_INTERVAL_MS_MIN),

@@ -197,7 +197,8 @@ class Settings:
 
     # 4 MiB hold a prompt of some hundred thousand tokens in any encoding; beyond it parsing alone would stall the others.
     message_bytes_max: int = setting("WEIR_MESSAGE_BYTES_MAX", 4 * 2**20, whole(1024, 2**30))
-    streams_per_connection_max: int = setting("WEIR_STREAMS_PER_CONNECTION_MAX", 100, whole(1, 100_000))
+    # Some 40 kB and a check of the key each. One stream carries many requests, so that a client needs few.
+    streams_per_connection_max: int = setting("WEIR_STREAMS_PER_CONNECTION_MAX", 1000, whole(1, 100_000))
     requests_per_stream_max: int = setting("WEIR_REQUESTS_PER_STREAM_MAX", 1000, whole(1, 1_000_000))
     requests_per_process_max: int = setting("WEIR_REQUESTS_PER_PROCESS_MAX", 2000, whole(1, 1_000_000))
     # Per model. A queue as long as this takes minutes to work off: whoever came later would rather know.

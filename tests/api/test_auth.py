@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 from dataclasses import replace
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 
 from api import auth
 from api.auth import Authenticator
-from metering.errors import StoreAway
+from metering.errors import KeyInvalid, StoreAway
 from metering.store.db import create_engine, create_sessions
 from metering.tenants.tenants import Principal
 
@@ -84,3 +85,90 @@ async def test_a_replaced_secret_is_not_good_beyond_its_overlap(monkeypatch: pyt
     world.now += 10
     with pytest.raises(StoreAway):
         await world.call()
+
+
+class SlowKeys:
+    """A database of one key, which answers when it is let: as things stood when it was asked."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.principal: Principal | None = ALICE
+        self.asked: list[asyncio.Event] = []
+        monkeypatch.setattr(auth, "authenticate", self._authenticate)
+        self.authenticator = Authenticator(create_sessions(create_engine("postgresql://nobody@localhost/nothing")))
+
+    async def _authenticate(self, session: Any, secret: str) -> Principal:
+        found, answer = self.principal, asyncio.Event()
+        self.asked.append(answer)
+        await answer.wait()
+        if found is None:
+            raise KeyInvalid("the API key is not valid")
+        return found
+
+    def call(self, tasks: asyncio.TaskGroup) -> asyncio.Task[Principal | KeyInvalid]:
+        """A call with the key, and what came of it."""
+
+        async def attempt() -> Principal | KeyInvalid:
+            context: Any = Context()
+            try:
+                return await self.authenticator.principal(context, "inference")
+            except KeyInvalid as refusal:
+                return refusal
+
+        return tasks.create_task(attempt())
+
+    async def settle(self) -> None:
+        """Let everybody get as far as they can."""
+        for _ in range(10):
+            await asyncio.sleep(0)
+
+
+async def test_calls_that_come_at_once_share_one_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = SlowKeys(monkeypatch)
+    async with asyncio.TaskGroup() as tasks:
+        calls = [keys.call(tasks)]
+        await keys.settle()
+        calls += [keys.call(tasks) for _ in range(500)]
+        await keys.settle()
+        assert len(keys.asked) == 1
+        keys.asked[0].set()
+        await keys.settle()
+        assert calls[0].done()
+        assert not calls[1].done(), "the first check began before it came"
+        keys.asked[1].set()
+
+    assert [call.result() for call in calls] == [ALICE] * 501
+    assert len(keys.asked) == 2
+    assert not len(keys.authenticator._lookups)
+
+
+async def test_a_call_after_the_revocation_is_refused_whatever_check_is_under_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    keys = SlowKeys(monkeypatch)
+    async with asyncio.TaskGroup() as tasks:
+        before = keys.call(tasks)
+        await keys.settle()
+        keys.principal = None
+        after = [keys.call(tasks) for _ in range(3)]
+        await keys.settle()
+        keys.asked[0].set()
+        await keys.settle()
+        keys.asked[1].set()
+
+    assert before.result() == ALICE
+    assert [type(call.result()) for call in after] == [KeyInvalid] * 3
+
+
+async def test_who_asks_for_others_may_go_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = SlowKeys(monkeypatch)
+    async with asyncio.TaskGroup() as tasks:
+        first = keys.call(tasks)
+        await keys.settle()
+        second, third = keys.call(tasks), keys.call(tasks)
+        first.cancel()
+        await keys.settle()
+        second.cancel()
+        await keys.settle()
+        keys.asked[-1].set()
+
+    assert (first.cancelled(), second.cancelled(), third.result()) == (True, True, ALICE)

@@ -1,0 +1,76 @@
+"""Streams that are opened all at once: each is served, or refused with a reason and a time to come again."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+from weir.v1 import inference_service_pb2 as pb
+from weir.v1 import inference_service_pb2_grpc as pb_grpc
+
+from metering.models import QuotaDimension
+from tests.conftest import new_database
+from tests.service import Refusal, Service, Tenant, bearer, running, start
+
+STREAM_COUNT = int(os.environ.get("WEIR_TEST_STREAMS", "400"))
+STREAMS_MAX = STREAM_COUNT // 4
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory, model: Path, postgres_server: str, template_database: str) -> Iterator[Service]:
+    """A service that lets a connection have few streams."""
+    home = tmp_path_factory.mktemp("small")
+    with (
+        new_database(postgres_server, template=template_database) as url,
+        running(Service(home, url, model, streams_per_connection_max=STREAMS_MAX)) as service,
+    ):
+        yield service
+
+
+async def one_request(channel: grpc.aio.Channel, tenant: Tenant) -> str | Refusal:
+    """A stream with one request: how it ended, or how the stream was refused."""
+    call = pb_grpc.InferenceServiceStub(channel).Generate(metadata=bearer(tenant.secret))
+    kinds: list[str] = []
+    try:
+        await call.write(pb.GenerateRequest(frames=[start(max_output_tokens=1)]))
+        await call.done_writing()
+        while isinstance(message := await call.read(), pb.GenerateResponse):
+            kinds += [frame.WhichOneof("kind") or "" for frame in message.frames]
+    except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as ended:  # gRPC's client says the latter of a stream that has ended
+        print(ended)
+    if (code := await call.code()) is grpc.StatusCode.OK:
+        return kinds[-1]
+    return Refusal.of(grpc.aio.AioRpcError(code, await call.initial_metadata(), await call.trailing_metadata()))
+
+
+async def test_more_streams_than_a_connection_may_have_are_refused_with_a_reason(small: Service) -> None:
+    tenant = await small.tenant({QuotaDimension.TOKENS_PER_MONTH: 10**9})
+    async with grpc.aio.insecure_channel(small.address) as channel:
+        ends = await asyncio.gather(*(one_request(channel, tenant) for _ in range(STREAM_COUNT)))
+        refused = [end for end in ends if isinstance(end, Refusal)]
+        served = [end for end in ends if not isinstance(end, Refusal)]
+        again = await one_request(channel, tenant)
+
+    assert {(each.code, each.reason) for each in refused} <= {(grpc.StatusCode.UNAVAILABLE, "OVERLOADED")}
+    assert all(each.retry_after_s for each in refused)
+    assert served == ["finished"] * len(served)
+    assert len(served) >= STREAMS_MAX
+    assert refused, "more than there may be were open at once"
+    assert again == "finished"
+    await small.no_hold_left(tenant)
+
+
+async def test_a_refused_stream_that_sends_nothing_hears_why_all_the_same(small: Service) -> None:
+    """The refusal waits for the first message, so that writing it does not fail, but not for ever."""
+    tenant = await small.tenant()
+    async with grpc.aio.insecure_channel(small.address) as channel:
+        stub = pb_grpc.InferenceServiceStub(channel)
+        silent = [stub.Generate(metadata=bearer(tenant.secret)) for _ in range(STREAMS_MAX + 3)]
+        done, _ = await asyncio.wait([asyncio.ensure_future(call.code()) for call in silent], return_when=asyncio.FIRST_COMPLETED)
+        assert {task.result() for task in done} == {grpc.StatusCode.UNAVAILABLE}
+        for call in silent:
+            call.cancel()
