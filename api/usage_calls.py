@@ -29,6 +29,7 @@ from metering.billing.reports import MonthReport, month_bounds
 from metering.billing.usage_reports import Share, UsageRow, daily_costs, usage_page, usage_total
 from metering.billing.usage_statements import Grouping, UsageFilter
 from metering.errors import InvalidValue, NotFound
+from metering.models import TokenKind
 from metering.money import round_to_minor_unit
 from metering.store.db import Sessions
 from metering.tenants.tenants import Principal, find_api_key, find_project
@@ -44,6 +45,10 @@ GROUPINGS: Mapping[int, Grouping] = {
     pb.USAGE_GROUPING_MODEL: Grouping.MODEL,
     pb.USAGE_GROUPING_REQUEST: Grouping.REQUEST,
 }
+
+
+# Every kind of token has its field: one without would be billed and not told.
+COUNT_FIELDS: Mapping[TokenKind, str] = {kind: f"{kind}_token_count" for kind in TokenKind}
 
 
 class UsageCalls(BillingCalls, pb_grpc.BillingServiceServicer):
@@ -159,9 +164,7 @@ def usage_row(row: UsageRow, currency_code: str) -> pb.UsageRow:
         settle_time=wire.timestamp(row.settled_at),
         late=row.late,
         request_count=row.request_count,
-        input_token_count=row.input_token_count,
-        cached_input_token_count=row.cached_input_token_count,
-        output_token_count=row.output_token_count,
+        **{COUNT_FIELDS[kind]: count for kind, count in row.token_counts.items()},
         cancelled=usage_share(row.cancelled, currency_code),
         limited=usage_share(row.limited, currency_code),
         failed=usage_share(row.failed, currency_code),

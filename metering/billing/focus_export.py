@@ -16,7 +16,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from metering.billing.focus import COLUMNS, FocusMonth, UsageCharge
 from metering.billing.pricing import COUNTS_OF_EVENT
 from metering.billing.reports import MonthReport
-from metering.billing.usage_statements import KEYS, Grouping, UsageFilter, parameters_of, where
+from metering.billing.usage_statements import KEYS, Grouping, UsageFilter, parameters_of, utc_date, where
 from metering.models import ServiceTier
 
 BATCH_ROWS = 500  # groups read and written at a time: some milliseconds of work
@@ -44,7 +44,7 @@ JOIN price_versions v ON v.id = used.price_version_id
 LEFT JOIN LATERAL (
     SELECT * FROM price_versions l
     WHERE v.organization_id IS NOT NULL AND l.organization_id IS NULL AND l.model = v.model AND l.currency_code = v.currency_code
-      AND l.tier IN (v.tier, '{interactive}') AND l.effective_at < (used.day + 1) AT TIME ZONE 'UTC'
+      AND l.tier IN (v.tier, '{interactive}') AND l.effective_at < used.day + interval '1 day'
     ORDER BY l.tier = v.tier DESC, l.effective_at DESC LIMIT 1
 ) l ON true
 ORDER BY used.day, used.project_id, used.api_key_id, used.price_version_id
@@ -72,7 +72,7 @@ def charges_of(row: Row[Any]) -> Iterator[UsageCharge]:
     for kind in COUNTS_OF_EVENT:
         if token_count := int(found[f"{kind}_tokens"]):
             yield UsageCharge(
-                day=row.day,
+                day=utc_date(row.day),
                 project_id=row.project_id,
                 project_name=row.project_name,
                 api_key_id=row.api_key_id,

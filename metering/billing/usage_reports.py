@@ -8,7 +8,7 @@ settlement, in UTC. Statements are sets over the index on (organization_id, sett
 from __future__ import annotations
 
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, date, datetime, timedelta
 from typing import Any
@@ -17,6 +17,7 @@ from sqlalchemy import Row, text
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from metering.billing.forecast import WINDOW_DAYS
+from metering.billing.pricing import COUNTS_OF_EVENT
 from metering.billing.usage_statements import (
     KEYS,
     OUTCOMES,
@@ -27,8 +28,10 @@ from metering.billing.usage_statements import (
     parameters_of,
     request_statement,
     total_statement,
+    utc_date,
 )
 from metering.errors import InvalidValue
+from metering.models import TokenKind
 
 DAILY_COSTS = text(f"""
 SELECT {KEYS[Grouping.DAY]} AS day, sum(u.cost_picos) AS cost FROM usage_events u
@@ -50,7 +53,7 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class UsageRow:
-    """Usage of one group; what it is not grouped by is None. Tokens by kind as they are billed: computed and cached input apart.
+    """Usage of one group; what it is not grouped by is None. token_counts: by kind as they are billed, cached input apart.
 
     amount_picos: as posted to the ledger. pending_picos: of events that are recorded and not posted yet. late: used in a month that
     was closed before. A request whose rest was found later has a second row, which counts no request.
@@ -71,9 +74,7 @@ class UsageRow:
     settled_at: datetime | None
     late: bool
     request_count: int
-    input_token_count: int
-    cached_input_token_count: int
-    output_token_count: int
+    token_counts: Mapping[TokenKind, int]
     cancelled: Share
     limited: Share
     failed: Share
@@ -83,7 +84,7 @@ class UsageRow:
     @property
     def token_count(self) -> int:
         """Of all kinds."""
-        return self.input_token_count + self.cached_input_token_count + self.output_token_count
+        return sum(self.token_counts.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +132,7 @@ async def daily_costs(session: AsyncSession, organization_id: uuid.UUID, month_b
     """Picos by day of use (UTC), posted or not: of a month until now, and of the four weeks before that a forecast looks at."""
     first = min(month_begins, now - timedelta(days=WINDOW_DAYS)).astimezone(UTC)
     parameters = {"organization_id": organization_id, "first": datetime(first.year, first.month, first.day, tzinfo=UTC), "now": now}
-    return {row.day: int(row.cost) for row in await session.execute(DAILY_COSTS, parameters)}
+    return {utc_date(row.day): int(row.cost) for row in await session.execute(DAILY_COSTS, parameters)}
 
 
 def checked_page_size(page_size: int) -> int:
@@ -162,7 +163,7 @@ def usage_row(row: Row[Any]) -> UsageRow:
         organization_id=found.get("organization_id"),
         organization_name=found.get("organization_name"),
         currency_code=found.get("currency_code"),
-        day=found.get("day"),
+        day=utc_date(found["day"]) if "day" in found else None,
         project_id=found.get("project"),
         project_name=found.get("project_name"),
         api_key_id=found.get("api_key"),
@@ -174,9 +175,7 @@ def usage_row(row: Row[Any]) -> UsageRow:
         settled_at=found.get("settled_at"),
         late=found["late"],
         request_count=int(found["request_count"]),
-        input_token_count=int(found["input_token_count"]),
-        cached_input_token_count=int(found["cached_input_token_count"]),
-        output_token_count=int(found["output_token_count"]),
+        token_counts={kind: int(found[f"{kind}_tokens"]) for kind in COUNTS_OF_EVENT},
         cancelled=shares["cancelled"],
         limited=shares["limited"],
         failed=shares["failed"],

@@ -20,6 +20,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from metering.billing.models import MonthState, TransactionKind
 from metering.billing.month_reading import CANCELLED, FAILED, LIMITED
+from metering.billing.pricing import COUNTS_OF_EVENT
 from metering.billing.reports import month_bounds
 from metering.errors import InvalidValue
 
@@ -49,14 +50,14 @@ class UsageFilter:
 
 KEYS: Mapping[Grouping, str] = {
     Grouping.ORGANIZATION: "u.organization_id",
-    Grouping.DAY: "CAST(u.settled_at AT TIME ZONE 'UTC' AS date)",
+    Grouping.DAY: "date_bin('1 day', u.settled_at, TIMESTAMPTZ '2000-01-01 00:00:00+00')",  # no time zone to be looked up for each
     Grouping.PROJECT: "u.project_id",
     Grouping.API_KEY: "u.api_key_id",
     Grouping.MODEL: "u.model",
 }
 READ_KEY: Mapping[Grouping, Callable[[str], object]] = {
     Grouping.ORGANIZATION: uuid.UUID,
-    Grouping.DAY: date.fromisoformat,
+    Grouping.DAY: datetime.fromisoformat,
     Grouping.PROJECT: uuid.UUID,
     Grouping.API_KEY: uuid.UUID,
     Grouping.MODEL: str,
@@ -68,16 +69,15 @@ NAMES: Mapping[Grouping, tuple[str, str]] = {
 OUTCOMES = {"cancelled": CANCELLED, "limited": LIMITED, "failed": FAILED}
 
 # In two steps: first plain sums by whatever tells rows apart, which is all that is done for each event, then the rows of those few.
-PARTS = """u.outcome, u.rated_at IS NOT NULL AS is_posted, u.settled_at < :begins AS is_late,
-           count(*) FILTER (WHERE u.part = 0) AS request_count, sum(u.input_token_count) AS all_input,
-           sum(u.cached_input_token_count) AS cached_input, sum(u.billed_token_count) AS output, sum(u.cost_picos) AS cost"""
+KINDS = ", ".join(f"sum({count}) AS {kind}" for kind, (count, _) in COUNTS_OF_EVENT.items())
+PARTS = f"""u.outcome, u.rated_at IS NOT NULL AS is_posted, u.settled_at < :begins AS is_late,
+           count(*) FILTER (WHERE u.part = 0) AS request_count, sum(u.cost_picos) AS cost, {KINDS}"""
+ALL_KINDS = " + ".join(COUNTS_OF_EVENT)
 PART_KEYS = "u.outcome, is_posted, is_late"
 SUMS = ",\n           ".join(
     [
         "coalesce(sum(request_count), 0) AS request_count",
-        "coalesce(sum(all_input - cached_input), 0) AS input_token_count",
-        "coalesce(sum(cached_input), 0) AS cached_input_token_count",
-        "coalesce(sum(output), 0) AS output_token_count",
+        *(f"coalesce(sum({kind}), 0) AS {kind}_tokens" for kind in COUNTS_OF_EVENT),
         "coalesce(sum(cost) FILTER (WHERE is_posted), 0) AS amount_picos",
         "coalesce(sum(cost) FILTER (WHERE NOT is_posted), 0) AS pending_picos",
         "coalesce(bool_or(is_late), false) AS late",
@@ -86,7 +86,7 @@ SUMS = ",\n           ".join(
             for name in OUTCOMES
             for column, what in (
                 ("request_count", "request_count"),
-                ("token_count", "all_input + output"),
+                ("token_count", ALL_KINDS),
                 ("amount_picos", "cost"),
             )
         ),
@@ -195,6 +195,11 @@ async def parameters_of(session: AsyncSession, of: UsageFilter) -> dict[str, Any
     month = {"organization_id": of.organization_id, "begins": begins, "ends": ends, "month": begins.date()}
     first = (await session.execute(FIRST_USE, month)).scalar_one()
     return month | {"first": first, **{name: [outcome.value for outcome in outcomes] for name, outcomes in OUTCOMES.items()}}
+
+
+def utc_date(moment: datetime) -> date:
+    """The day that begins then."""
+    return moment.astimezone(UTC).date()
 
 
 def encode_token(values: Sequence[object]) -> str:

@@ -12,6 +12,7 @@ import grpc.aio
 import pytest
 from pypdf import PdfReader
 from weir.v1 import billing_service_pb2_grpc
+from weir.v1 import usage_reports_pb2 as pb
 from weir_client import (
     AsyncBillingClient,
     InvalidRequest,
@@ -25,9 +26,12 @@ from weir_client import (
 from api.auth import Authenticator
 from api.billing_service import BillingServicer
 from api.interceptor import ErrorInterceptor
+from api.usage_calls import COUNT_FIELDS
 from metering.billing.invoice_document import Issuer
 from metering.billing.prices import ModelPrice
+from metering.billing.pricing import COUNTS_OF_EVENT
 from metering.billing.rating import rate_all_pending
+from metering.models import TokenKind
 from metering.store.db import Sessions
 from metering.tenants.tenants import create_api_key
 from tests.metering.books import Consumed, Customer, add_usage, new_customer, new_price
@@ -194,3 +198,8 @@ async def test_the_files_of_a_month_come_whole(desk: Desk) -> None:
     assert len(read(focus.content.decode())) == 5 * 2 + key_count * 2 * 3
     assert (invoice.file_name, invoice.media_type) == ("draft-acme-2026-09.pdf", "application/pdf")
     assert "Weir Operations GmbH" in PdfReader(io.BytesIO(invoice.content)).pages[0].extract_text()
+
+
+def test_every_kind_of_token_has_a_field_of_its_own() -> None:
+    assert set(COUNT_FIELDS.values()) <= set(pb.UsageRow.DESCRIPTOR.fields_by_name)
+    assert set(COUNT_FIELDS) == set(TokenKind) == set(COUNTS_OF_EVENT)

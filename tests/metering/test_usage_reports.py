@@ -16,6 +16,7 @@ from metering.billing.rating import rate_all_pending
 from metering.billing.usage_reports import Share, UsageRow, usage_page, usage_total
 from metering.billing.usage_statements import Grouping, UsageFilter, group_statement, parameters_of
 from metering.errors import InvalidValue
+from metering.models import TokenKind
 from metering.store.db import Sessions
 from metering.tenants.tenants import create_api_key, create_project
 from tests.metering.books import Consumed, Customer, add_usage, new_customer, new_price
@@ -73,7 +74,7 @@ async def test_a_row_tells_tokens_by_kind_and_the_ways_requests_ended(
     (row,) = await rows(sessions, of(customer), DAY)
 
     assert (row.day, row.request_count) == (date(2026, 11, 1), 5)
-    assert (row.input_token_count, row.cached_input_token_count, row.output_token_count) == (78, 90, 30)
+    assert row.token_counts == {TokenKind.INPUT: 78, TokenKind.CACHED_INPUT: 90, TokenKind.OUTPUT: 30}
     assert row.token_count == 168 + 30
     assert row.cancelled == Share(2, 67, 10 * 150_000 + 7 * 600_000 + 50 * 15_000)
     assert row.limited == Share(1, 6, 5 * 150_000 + 600_000)
@@ -117,7 +118,10 @@ async def test_a_filter_leads_from_the_day_to_the_requests(sessions: Sessions, c
     key = UsageFilter("2026-11", customer.organization_id, SECOND.date(), bot.key.project_id, bot.key.id, "demo")
     found = await rows(sessions, key, Grouping.REQUEST)
 
-    assert [(row.outcome, row.output_token_count, row.settled_at) for row in found] == [("failed", 4, SECOND), ("stop", 8, SECOND)]
+    assert [(row.outcome, row.token_counts[TokenKind.OUTPUT], row.settled_at) for row in found] == [
+        ("failed", 4, SECOND),
+        ("stop", 8, SECOND),
+    ]
     assert len({row.request_id for row in found}) == 2
     assert {row.api_key_prefix for row in found} == {bot.key.prefix}
     assert await rows(sessions, UsageFilter("2026-11", customer.organization_id, date(2026, 11, 3)), DAY) == ()
@@ -135,7 +139,7 @@ async def test_what_is_not_posted_yet_is_pending_and_what_is_found_later_is_no_r
 
     (row,) = await rows(sessions, of(customer), DAY)
 
-    assert (row.request_count, row.output_token_count) == (1, 3)
+    assert (row.request_count, row.token_counts[TokenKind.OUTPUT]) == (1, 3)
     assert (row.amount_picos, row.pending_picos) == (750_000, 1_200_000)
     assert row.failed == Share(1, 4, 1_950_000)
 
@@ -162,10 +166,10 @@ async def test_usage_of_a_closed_month_is_told_in_the_month_that_charges_it(
     assert [row.pending_picos for row in await rows(sessions, of(customer, "2026-10"), DAY)] == [0]  # a closed month takes no more
     await rate_all_pending(sessions)
 
-    assert [(r.day, r.output_token_count, r.late) for r in await rows(sessions, of(customer, "2026-10"), DAY)] == [
+    assert [(r.day, r.token_counts[TokenKind.OUTPUT], r.late) for r in await rows(sessions, of(customer, "2026-10"), DAY)] == [
         (date(2026, 10, 31), 1, False)
     ]
-    assert [(r.day, r.output_token_count, r.late) for r in await rows(sessions, of(customer), DAY)] == [
+    assert [(r.day, r.token_counts[TokenKind.OUTPUT], r.late) for r in await rows(sessions, of(customer), DAY)] == [
         (date(2026, 10, 31), 5, True),
         (date(2026, 11, 1), 7, False),
     ]
@@ -180,7 +184,7 @@ async def test_all_customers_are_told_apart_with_their_currency(sessions: Sessio
 
     found = await rows(sessions, UsageFilter("2026-11"), DAY)
 
-    assert sorted((row.organization_name, str(row.day), row.output_token_count) for row in found) == [
+    assert sorted((row.organization_name, str(row.day), row.token_counts[TokenKind.OUTPUT]) for row in found) == [
         ("acme", "2026-11-01", 1),
         ("bolt", "2026-11-01", 2),
         ("bolt", "2026-11-02", 2),
