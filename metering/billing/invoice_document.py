@@ -32,7 +32,7 @@ class Issuer:
 
 @dataclass(frozen=True, slots=True)
 class TokenLine:
-    """Tokens of one kind at one price. billed_picos: what this line adds to the rounded total; None while it is not rounded."""
+    """Tokens of one kind at one price. billed_picos: what this line adds to the rounded total."""
 
     token_kind: str
     tier: str
@@ -40,7 +40,7 @@ class TokenLine:
     unit_price_picos: int
     token_count: int
     amount_picos: int
-    billed_picos: int | None = None
+    billed_picos: int
 
     @property
     def price_per_million_picos(self) -> int:
@@ -59,7 +59,10 @@ class TokenGroup:
 
 @dataclass(frozen=True, slots=True)
 class AmountLine:
-    """An amount with its reason: a discount of the plan, an adjustment, an applied credit. detail stands below it, smaller."""
+    """An amount with its reason: a discount of the plan, an adjustment, an applied credit. detail stands below it, smaller.
+
+    billed_picos: what it adds to the rounded total; None for what is no part of it.
+    """
 
     description: str
     amount_picos: int
@@ -105,12 +108,6 @@ class InvoiceDocument:
     sections: tuple[AmountSection, ...]
     summary: tuple[SummaryRow, ...]
     notes: tuple[str, ...]
-
-    @property
-    def is_rounded(self) -> bool:
-        """Whether the lines say what part of the rounded total they are."""
-        lines = [line for group in self.usage for line in group.lines]
-        return bool(lines) and all(line.billed_picos is not None for line in lines)
 
 
 def grouped(text: str) -> str:

@@ -14,40 +14,43 @@ from metering.billing.invoice_type import GREY, INK, PADDED, PALE, RULE, WIDTH, 
 from metering.money import exact_text
 
 TOGETHER_LINES_MAX = 12  # lines of a model that stay on one page with its name; of more, each such part repeats the name
-ROUNDED_COLUMNS = (27, 18, 12, 22, 24, 24, 28, 19)  # millimetres; they fill the width
-EXACT_COLUMNS = (30, 20, 14, 24, 26, 26, 34)
+COLUMNS = (27, 18, 12, 22, 24, 24, 28, 19)  # millimetres; they fill the width
 
 
 def lines(document: InvoiceDocument, type_: Type) -> Iterator[Flowable]:
-    """The table of usage: a heading per model, its lines below it, the head of the table on every page."""
+    """The table of usage: a heading per model with its sums, its lines below it, the head of the table on every page."""
     if not document.usage:
         yield type_.paragraph("No usage in this period.", 9, color=GREY)
         return
-    rounded, currency = document.is_rounded, document.currency_code
     places = decimal_places(document)
-    heads = ["Tokens", "Tier", "Price", "Per million", "Per token", "Quantity", "Exact amount" if rounded else "Amount"]
-    widths = [each * mm for each in (ROUNDED_COLUMNS if rounded else EXACT_COLUMNS)]
-    if rounded:
-        heads.append("Amount")
+    heads = ("Tokens", "Tier", "Price", "Per million", "Per token", "Quantity", "Exact amount", "Amount")
     rows: list[list[Any]] = [
         [type_.paragraph(head, 7.5, bold=True, right=index > 2, color=GREY) for index, head in enumerate(heads)]
     ]
     look: list[tuple[Any, ...]] = [("LINEBELOW", (0, 0), (-1, 0), 0.8, INK), ("VALIGN", (0, 0), (-1, -1), "BOTTOM")]
     for group, part, of in parts(document.usage):
         begin = len(rows)
-        rows.append([type_.paragraph(heading(group, part, of), 8.5, bold=True), *[""] * (len(heads) - 1)])
-        rows.extend(token_cells(line, places, currency, type_) for line in of)
-        look += [("SPAN", (0, begin), (-1, begin)), ("BACKGROUND", (0, begin), (-1, begin), PALE)]
+        with_sums = len(group.lines) > 1 and part == 0
+        rows.append(sum_cells(heading(group, part), group.lines if with_sums else (), places, document.currency_code, type_))
+        rows.extend(token_cells(line, places, document.currency_code, type_) for line in of)
+        look += [("SPAN", (0, begin), (4, begin)), ("BACKGROUND", (0, begin), (-1, begin), PALE)]
         look += [("LINEBELOW", (0, begin + 1), (-1, len(rows) - 1), 0.25, RULE), ("NOSPLIT", (0, begin), (-1, len(rows) - 1))]
-    total = sum(line.amount_picos for group in document.usage for line in group.lines)
-    quantity = sum(line.token_count for group in document.usage for line in group.lines)
-    sums = ["All usage", "", "", "", "", f"{quantity:,}", aligned(total, places.amount)]
-    if rounded:
-        sums.append(grouped(exact_text(sum(line.billed_picos or 0 for group in document.usage for line in group.lines), currency)))
-    rows.append([type_.paragraph(each, 8, bold=True, right=index > 2) for index, each in enumerate(sums)])
-    look += [("LINEABOVE", (0, -1), (-1, -1), 0.8, INK), ("NOSPLIT", (0, -2), (-1, -1))]
-    yield plain_table(rows, widths, [*PADDED, *look], repeat=1)
+    every = [line for group in document.usage for line in group.lines]
+    rows.append(sum_cells("All usage", every, places, document.currency_code, type_))
+    look += [("SPAN", (0, -1), (4, -1)), ("LINEABOVE", (0, -1), (-1, -1), 0.8, INK), ("NOSPLIT", (0, -2), (-1, -1))]
+    yield plain_table(rows, [each * mm for each in COLUMNS], [*PADDED, *look], repeat=1)
     yield Spacer(0, 5 * mm)
+
+
+def sum_cells(name: str, of: Sequence[TokenLine], places: Places, currency: str, type_: Type) -> list[Any]:
+    """A row with a name, and the sums of some lines if there are any."""
+    sums = ["", "", ""]
+    if of:
+        billed = sum(line.billed_picos for line in of)
+        sums = [f"{sum(line.token_count for line in of):,}", aligned(sum(line.amount_picos for line in of), places.amount)]
+        sums.append(grouped(exact_text(billed, currency)))
+    right = [type_.paragraph(each, 7.8, bold=True, right=True) for each in sums]
+    return [type_.paragraph(name, 8.5, bold=True), "", "", "", "", *right]
 
 
 def parts(usage: Sequence[TokenGroup]) -> Iterator[tuple[TokenGroup, int, tuple[TokenLine, ...]]]:
@@ -57,7 +60,7 @@ def parts(usage: Sequence[TokenGroup]) -> Iterator[tuple[TokenGroup, int, tuple[
             yield group, part, group.lines[start : start + TOGETHER_LINES_MAX]
 
 
-def heading(group: TokenGroup, part: int, _: object = None) -> str:
+def heading(group: TokenGroup, part: int) -> str:
     """The model, and the month of use if that was another one."""
     late = f"Late usage of {group.late_month} · " if group.late_month else ""
     return f"{late}{group.model}{' (continued)' if part else ''}"
@@ -105,9 +108,8 @@ def token_cells(line: TokenLine, places: Places, currency: str, type_: Type) -> 
         aligned(line.unit_price_picos, places.token),
         f"{line.token_count:,}",
         aligned(line.amount_picos, places.amount),
+        grouped(exact_text(line.billed_picos, currency)),
     ]
-    if line.billed_picos is not None:
-        cells.append(grouped(exact_text(line.billed_picos, currency)))
     return [type_.paragraph(each, 7.8, right=index > 2) for index, each in enumerate(cells)]
 
 
@@ -121,7 +123,7 @@ def sections(document: InvoiceDocument, type_: Type) -> Iterator[Flowable]:
 
 def section_table(section: AmountSection, document: InvoiceDocument, type_: Type) -> Table:
     """Amounts with their reasons; the heading is repeated on the next page."""
-    currency, rounded = document.currency_code, document.is_rounded
+    currency = document.currency_code
     rows: list[list[Any]] = [[type_.paragraph(section.heading, 8.5, bold=True), "", ""]]
     for line in section.lines:
         reason = [type_.paragraph(line.description, 8)]
@@ -130,7 +132,7 @@ def section_table(section: AmountSection, document: InvoiceDocument, type_: Type
         billed = grouped(exact_text(line.billed_picos, currency)) if line.billed_picos is not None else ""
         rows.append([reason, exact, type_.paragraph(billed, 7.8, right=True)])
     look = [("BACKGROUND", (0, 0), (-1, 0), PALE), ("LINEBELOW", (0, 1), (-1, -1), 0.25, RULE), ("VALIGN", (0, 0), (-1, -1), "TOP")]
-    last = ROUNDED_COLUMNS[-1] * mm if rounded else 0.1
+    last = COLUMNS[-1] * mm
     return plain_table(rows, (WIDTH - 34 * mm - last, 34 * mm, last), [*PADDED, *look], repeat=1)
 
 

@@ -85,6 +85,16 @@ def test_each_line_has_both_prices_the_quantity_and_both_amounts() -> None:
     assert "6.217519950" in said
 
 
+def test_each_model_with_several_lines_has_its_sums() -> None:
+    said = pages_of(REPORT)[0].splitlines()
+
+    demo = said.index("demo")
+    assert said[demo + 1 : demo + 4] == ["41,459,133", "6.222919959", "6.23"]
+    assert said[said.index("Late usage of 2026-10 · demo") + 1] == "input"  # one line is its own sum
+    every = said.index("All usage")
+    assert said[every + 1 : every + 4] == ["41,460,133", "6.223069959", "6.23"]
+
+
 def test_plan_adjustment_credit_and_remainders_lead_to_the_total() -> None:
     said = pages_of(REPORT)[0].splitlines()
 
