@@ -24,6 +24,7 @@ from metering.billing.invoices import Series
 from metering.billing.ledger import AccountKey, Leg, Posting, post
 from metering.billing.models import AccountKind, TransactionKind
 from metering.billing.months import month_of, month_text, posting_month, share_lanes
+from metering.billing.prepaid import refresh
 from metering.errors import ApprovalRefused, InvalidValue, NotFound
 from metering.money import exact_text, round_to_minor_unit
 from metering.tenants.audit import record_change
@@ -113,6 +114,7 @@ async def approve(session: AsyncSession, *, adjustment_id: str, actor: str, now:
         invoice = (await session.scalars(select(InvoiceRow).where(InvoiceRow.id == row.invoice_id).with_for_update())).one()
         await check_credit_left(session, invoice, -int(row.amount_picos))
     await post(session, [_posting(record, month, decided_at)])
+    await refresh(session, row.organization_id, actor=actor)  # of one that pays in advance, the limit has changed
     if row.invoice_id is not None:
         decision.credit_note_ordinal, decision.credit_note_number = await draw_number(session, Series.CREDIT_NOTE)
     session.add(decision)

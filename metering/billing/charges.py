@@ -9,11 +9,15 @@ import uuid
 from collections.abc import Sequence
 from datetime import date
 
-from sqlalchemy import text
+from sqlalchemy import select, text
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from metering.billing.credits import grants_of, usable_grants
 from metering.billing.models import AccountKind, TransactionKind
+from metering.billing.plan_admin import rules_in_force
+from metering.billing.plans import MonthUsage, apply_credit, plan_lines
 from metering.billing.reports import Charge, ChargeKind, CreditNoteIssued, PrepaidCredit, ReportLine
+from metering.models import PriceVersion
 
 # Postings by hand, but for those of credit notes, which are documents of their own.
 ADJUSTMENTS = text(f"""
@@ -51,8 +55,44 @@ async def draft_charges(
     session: AsyncSession, organization_id: uuid.UUID, month: date, lines: Sequence[ReportLine]
 ) -> tuple[Charge, ...]:
     """The charges as they are now, in the order of the invoice: plan, adjustments, then the credit that pays what is due."""
-    charges = await adjustment_charges(session, organization_id, month)
-    return tuple(charges)
+    charges = await plan_charges(session, organization_id, month, lines)
+    charges += await adjustment_charges(session, organization_id, month)
+    due_picos = sum(line.amount_picos for line in lines) + sum(charge.amount_picos for charge in charges)
+    return (*charges, *await credit_charges(session, organization_id, month, due_picos))
+
+
+async def plan_charges(session: AsyncSession, organization_id: uuid.UUID, month: date, lines: Sequence[ReportLine]) -> list[Charge]:
+    """What the plan of the month makes of its usage, late usage included."""
+    versions = select(PriceVersion).where(PriceVersion.id.in_({line.price_version for line in lines}))
+    begins = {version.id: version.effective_at for version in await session.scalars(versions)}
+    usage = [
+        MonthUsage(
+            model=line.model,
+            price_version=line.price_version,
+            tier=line.tier,
+            token_kind=line.token_kind,
+            token_count=line.token_count,
+            unit_price_picos=line.unit_price_picos,
+            effective_at=begins[line.price_version],
+        )
+        for line in lines
+    ]
+    rules = await rules_in_force(session, organization_id, month)
+    return [
+        Charge(
+            ChargeKind(line.kind.value), line.description, line.amount_picos, line.model, line.token_kind, line.token_count or None
+        )
+        for line in plan_lines(rules, usage)
+    ]
+
+
+async def credit_charges(session: AsyncSession, organization_id: uuid.UUID, month: date, due_picos: int) -> list[Charge]:
+    """What prepaid credit pays of an amount, a line per grant: those that end first, first."""
+    reasons = {grant.id: grant.reason for grant in await grants_of(session, organization_id)}
+    return [
+        Charge(ChargeKind.CREDIT, f"prepaid credit: {reasons[spent.grant_id]}", -spent.amount_picos, source_id=spent.grant_id)
+        for spent in apply_credit(await usable_grants(session, organization_id, month), due_picos)
+    ]
 
 
 async def adjustment_charges(session: AsyncSession, organization_id: uuid.UUID, month: date) -> list[Charge]:

@@ -21,6 +21,7 @@ from sqlalchemy.dialects.postgresql import insert as upsert
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from metering.billing.charges import prepaid_credit_of
+from metering.billing.credits import expire, spend
 from metering.billing.document_series import draw_number
 from metering.billing.invoice_models import MonthClosing
 from metering.billing.invoice_rows import write_invoice
@@ -30,6 +31,7 @@ from metering.billing.models import AccountKind, BillingMonth, MonthState, Trans
 from metering.billing.month_reading import LONG_READ_S, read_month, read_patiently
 from metering.billing.months import month_of, take_lane
 from metering.billing.obstacles import GRACE, Obstacle, find_obstacles, month_end
+from metering.billing.plans import CreditApplication
 from metering.billing.rating import rate_all_pending, rate_customer
 from metering.billing.report_formats import digests
 from metering.billing.reports import ChargeKind, Closed, MonthReport, month_bounds
@@ -186,6 +188,8 @@ async def _close(session: AsyncSession, request: CloseRequest) -> CloseResult:
     draft = await read_month(session, owner, request.month, to_close=True)
     invoice_id = uuid.uuid4()
     await post(session, _postings(draft, request.month, invoice_id))
+    await spend(session, request.month, spent_credit(draft))
+    await expire(session, owner.id, request.month, at=month_end(request.month) - INSTANT)
     receipts = await receipt_month(session, owner.id, request.month)
     closed = Closed(now, request.actor, "", receipts.root.hex() if receipts.receipt_count else "")
     if draft.lines or draft.charges:
@@ -207,6 +211,15 @@ async def _close(session: AsyncSession, request: CloseRequest) -> CloseResult:
     if await read_month(session, owner, request.month) != report:
         raise InvariantViolated(f"the report of {report.month} of {owner.name} cannot be reproduced: the month is not closed")
     return CloseResult(report, already_closed=False)
+
+
+def spent_credit(draft: MonthReport) -> list[CreditApplication]:
+    """What the month takes of which grant."""
+    return [
+        CreditApplication(each.source_id, -each.amount_picos)
+        for each in draft.charges
+        if each.kind is ChargeKind.CREDIT and each.source_id is not None
+    ]
 
 
 def _postings(draft: MonthReport, month: date, invoice_id: uuid.UUID) -> list[Posting]:

@@ -19,6 +19,7 @@ MONTHS = text("""
 WITH known AS (
     SELECT min(month) AS first, max(month) AS last FROM (
         SELECT billing_month AS month FROM ledger_transactions WHERE organization_id = :organization_id
+        UNION ALL SELECT first_month FROM plan_assignments WHERE organization_id = :organization_id AND first_month <= now()
         UNION ALL SELECT month FROM billing_months WHERE organization_id = :organization_id
         UNION ALL SELECT CAST(date_trunc('month', settled_at, 'UTC') AS date) FROM unrated_usage
         WHERE organization_id = :organization_id

@@ -19,7 +19,7 @@ from metering.billing.invoice_rows import charges_of, invoice_of_month, read_lin
 from metering.billing.models import BillingMonth, TransactionKind
 from metering.billing.months import month_text
 from metering.billing.pricing import COUNTS_OF_EVENT
-from metering.billing.reports import Closed, MonthReport, Reconciliation, ReportLine, RequestCounts, month_bounds
+from metering.billing.reports import ChargeKind, Closed, MonthReport, Reconciliation, ReportLine, RequestCounts, month_bounds
 from metering.errors import InvariantViolated
 from metering.models import Organization, ServiceTier, TokenKind
 from metering.operations import Outcome
@@ -153,7 +153,9 @@ async def read_month(session: AsyncSession, owner: Organization, month: date, *,
     if closing is not None:
         return await _as_closed(session, report, closing)
     charges = await draft_charges(session, owner.id, month, lines)
-    return replace(report, charges=charges, carried_in_picos=await carried_picos(session, owner.id))
+    spent = sum(charge.amount_picos for charge in charges if charge.kind is ChargeKind.CREDIT)
+    credit = replace(report.credit, left_picos=report.credit.left_picos + spent)
+    return replace(report, charges=charges, credit=credit, carried_in_picos=await carried_picos(session, owner.id))
 
 
 async def _as_closed(session: AsyncSession, report: MonthReport, closing: MonthClosing) -> MonthReport:

@@ -30,7 +30,10 @@ WHERE state = 'held' AND organization_id = :organization_id AND admitted_at < :e
 BEFORE = text("""
 SELECT max(month) AS last_closed, coalesce(
     CAST(max(month) + interval '1 month' AS date),
-    (SELECT min(billing_month) FROM ledger_transactions WHERE organization_id = :organization_id)) AS first_open
+    (SELECT min(month) FROM (
+        SELECT billing_month FROM ledger_transactions WHERE organization_id = :organization_id
+        UNION ALL SELECT first_month FROM plan_assignments WHERE organization_id = :organization_id AND plan_version_id IS NOT NULL
+    ) AS used (month))) AS first_open
 FROM billing_months WHERE organization_id = :organization_id AND state = 'closed'
 """)
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import uuid
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from datetime import UTC, date, datetime
 
 from sqlalchemy import insert, text
 from sqlalchemy.ext.asyncio import AsyncSession
@@ -11,11 +12,16 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from metering.billing import adjustments
 from metering.billing.closing import CloseResult, close_month
 from metering.billing.invoice_rows import find_invoice_row
+from metering.billing.ledger import AccountKey, Leg, Posting, post
+from metering.billing.models import AccountKind, TransactionKind
 from metering.billing.month_reading import month_report
 from metering.billing.month_verification import Verification, verify_month
+from metering.billing.plan_admin import assign_plan, create_plan
+from metering.billing.plan_models import CreditGrant
+from metering.billing.plan_rules import PlanRules
 from metering.billing.prices import ModelPrice, get_price
 from metering.billing.reports import MonthReport
-from metering.models import PriceVersion
+from metering.models import PriceVersion, ServiceTier
 from metering.store.db import Sessions
 from metering.tenants.tenants import find_organization
 from tests.metering.books import Consumed, Customer, add_usage
@@ -44,7 +50,13 @@ class ClosingWorld:
     currency_code: str = "USD"
 
     async def price(
-        self, begins: datetime, *, model: str = "demo", input_picos: int = 150_000, output_picos: int = 600_000
+        self,
+        begins: datetime,
+        *,
+        model: str = "demo",
+        input_picos: int = 150_000,
+        output_picos: int = 600_000,
+        tier: ServiceTier = ServiceTier.INTERACTIVE,
     ) -> ModelPrice:
         """A version that began in the past; cached input costs a tenth of input."""
         values = {
@@ -54,10 +66,33 @@ class ClosingWorld:
             "cached_input_picos_per_token": input_picos // 10,
             "output_picos_per_token": output_picos,
             "effective_at": begins,
+            "tier": tier,
         }
         async with self.sessions.begin() as session:
             version = (await session.scalars(insert(PriceVersion).values(values).returning(PriceVersion.id))).one()
             return await get_price(session, version)
+
+    async def plan(self, name: str, first_month: date, rules: PlanRules) -> None:
+        """Rules that hold from a month on."""
+        async with self.sessions.begin() as session:
+            await create_plan(session, name=name, currency_code=self.currency_code, rules=rules, actor="ann")
+            await assign_plan(session, organization=self.customer.name, plan=name, first_month=first_month, actor="ann")
+
+    async def grant(self, amount_picos: int, first_month: date, last_month: date, reason: str) -> uuid.UUID:
+        """Prepaid credit of the past, as `credits.grant_credit` writes it in the present."""
+        owner = self.customer.organization_id
+        values = {"organization_id": owner, "currency_code": self.currency_code, "amount_picos": amount_picos, "granted_by": "ann"}
+        async with self.sessions.begin() as session:
+            months = {"first_month": first_month, "last_month": last_month, "reason": reason}
+            grant_id = (await session.scalars(insert(CreditGrant).values(values | months).returning(CreditGrant.id))).one()
+            funding, prepaid = (
+                AccountKey(owner, kind, self.currency_code) for kind in (AccountKind.CREDIT_FUNDING, AccountKind.PREPAID_CREDIT)
+            )
+            legs = (Leg(funding, amount_picos), Leg(prepaid, -amount_picos))
+            at = datetime(first_month.year, first_month.month, 1, tzinfo=UTC)
+            kind = TransactionKind.CREDIT_GRANTED
+            await post(session, [Posting(kind, owner, first_month, at, reason, grant_id, legs)])
+        return grant_id
 
     async def use(self, price: ModelPrice, *events: Consumed) -> list[int]:
         """Usage events, as settlements write them."""

@@ -50,6 +50,7 @@ async def test_a_month_is_rated_invoiced_and_closed_and_stays_the_same_bytes(wor
 
     result = await world.close("2025-10")
     await world.use(price, Consumed(7, 0, 7, "stop", OCTOBER))
+    before_rating = await world.report("2025-10")
     await rate_all_pending(world.sessions)
     again = await world.report("2025-10")
 
@@ -61,6 +62,7 @@ async def test_a_month_is_rated_invoiced_and_closed_and_stays_the_same_bytes(wor
     assert report.total_picos == 999_008 * 150_000 + 1_000 * 15_000 + 10_008 * 600_000
     assert report.total_rounded_picos == 16 * 10**10
     assert (to_json(again), to_csv(again)) == (to_json(report), to_csv(report))
+    assert before_rating == report
     assert (await world.verify("2025-10")).differences == ()
     async with world.sessions() as session:
         invoice = await read_invoice(session, await find_invoice_row(session, "INV-000001"))
