@@ -45,6 +45,7 @@ from metering.holds.holds import HoldStore
 from metering.holds.journal import UsageJournal
 from metering.holds.recovery import recover_journals
 from metering.holds.standing_holds import GraceTerms
+from metering.holds.usage_notices import UsageNotices
 from metering.receipts.signing import Signer, load_signer
 from metering.store.db import Sessions, create_engine, create_sessions
 from metering.store.store_gate import StoreGate
@@ -104,7 +105,9 @@ async def recover_regularly(settings: Settings, gate: StoreGate, signer: Signer 
         await asyncio.sleep(settings.recovery_interval_s)
 
 
-def open_holds(settings: Settings, journal: UsageJournal, gate: StoreGate, signer: Signer | None) -> HoldStore:
+def open_holds(
+    settings: Settings, journal: UsageJournal, gate: StoreGate, signer: Signer | None, notices: UsageNotices
+) -> HoldStore:
     """The holds of this process, under the deployment's policy for a database that is away."""
     terms = GraceTerms(settings.grace_holds_per_key, settings.grace_input_tokens, settings.lease_slice_tokens)
     return HoldStore(
@@ -115,6 +118,7 @@ def open_holds(settings: Settings, journal: UsageJournal, gate: StoreGate, signe
         gate=gate,
         grace=(terms, journal.bindings) if settings.store_away_policy == "grace" else None,
         signer=signer,
+        used=notices.used,
     )
 
 
@@ -165,8 +169,8 @@ async def serve(settings: Settings) -> None:
     stopping = asyncio.Event()
     store = create_engine(settings.database_url, pool_size=settings.database_connections_max, gate=gate)
     sessions = create_sessions(store)
-    journal = UsageJournal(settings.journal_directory, owner_id)
-    holds = open_holds(settings, journal, gate, signer)
+    journal, notices = UsageJournal(settings.journal_directory, owner_id), UsageNotices(sessions)
+    holds = open_holds(settings, journal, gate, signer, notices)
     capacity, health, authenticator = Capacity(settings.requests_per_process_max), Health(), open_door(settings, sessions)
     async with asyncio.TaskGroup() as tasks:
         process = Process(Admission(settings, capacity, holds, journal, tasks), router, tokenizers, safety.checker)
@@ -190,6 +194,7 @@ async def serve(settings: Settings) -> None:
         background = [
             tasks.create_task(control.run(), name="control channel"),
             tasks.create_task(holds.run(), name="holds"),
+            tasks.create_task(notices.run(), name="usage notices"),
             tasks.create_task(recover_regularly(settings, gate, signer), name="recovery"),
             tasks.create_task(process.tell_progress_regularly(), name="progress"),
         ]

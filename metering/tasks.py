@@ -12,7 +12,7 @@ import psycopg
 
 from metering.billing import usage_partitions
 from metering.billing.rating import rate_all_pending
-from metering.celery_app import TIME_LIMIT_S, task
+from metering.celery_app import TIME_LIMIT_S, rating_hurry, task
 from metering.errors import InvalidValue, StoreAway
 from metering.export.exporters import export_usage
 from metering.holds.sweeping import sweep_expired_holds
@@ -28,6 +28,7 @@ EXPORT_CONNECTIONS = 3  # one holds the locks; the others take turns, for a mill
 @task("weir.rate_pending")
 def rate_pending() -> None:
     """Post to the ledger what has been used since the last time."""
+    rating_hurry.begun()
     run(_rate_pending())
 
 

@@ -82,12 +82,13 @@ class HoldStore:
         gate: StoreGate | None = None,
         grace: tuple[GraceTerms, Bindings] | None = None,
         signer: BatchSigner | None = None,
+        used: Callable[[], None] = lambda: None,
     ) -> None:
         """gate: shared with all others of this process that connect to the same database.
 
         answer_wait_s: how long an admission or an extension waits for a database that does not answer.
         grace: what is set aside to let requests in while the database is away, and where that is written down; None: nothing is.
-        signer: of the receipts; None: they are not signed.
+        signer: of the receipts; None: they are not signed. used: called when usage has been written; must not block.
         """
         self.owner_id = owner_id
         self.gate = gate or StoreGate()
@@ -102,6 +103,7 @@ class HoldStore:
         self._tending = asyncio.Lock()  # held while holds are being set aside: none may come after all were given back
         self._spared: set[uuid.UUID] = set()
         self._owed: dict[uuid.UUID, Settle | Void] = {}
+        self._used = used
         self._began_at = self._leases.now()
         self._answered_at: float | None = None
         self._answering = asyncio.Event()
@@ -350,6 +352,8 @@ class HoldStore:
                 self._leases.renew(op.hold_ids, sent_at)
             case (Settle() | Void(), _) if not isinstance(answer, StoreAway):
                 self._leases.end(op.hold_id)
+                if isinstance(answer, Settled):
+                    self._used()
                 if self._standing is not None:
                     self._standing.ended(op.hold_id)
                 if isinstance(answer, InvariantViolated):

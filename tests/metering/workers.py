@@ -41,12 +41,15 @@ class Worker:
 
 
 @contextmanager
-def worker(home: Path, database_url: str, broker: Mapping[str, str], name: str = "worker") -> Iterator[Worker]:
-    """A worker for the block. Its log must hold no complaint at the end, if it was not killed."""
+def worker(
+    home: Path, database_url: str, broker: Mapping[str, str], name: str = "worker", *, clock: bool = True
+) -> Iterator[Worker]:
+    """A worker for the block. Its log must hold no complaint at the end, if it was not killed. clock: whether it has a schedule."""
+    command = [part for part in worker_command() if clock or part != "--clock"]
     log = home / f"{name}.log"
     environment = {**os.environ, "WEIR_HOME": str(home), "WEIR_DATABASE_URL": database_url, **broker}
     with log.open("wb") as file:
-        process = subprocess.Popen(worker_command(), env=environment, cwd=Path.cwd(), stdout=file, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(command, env=environment, cwd=Path.cwd(), stdout=file, stderr=subprocess.STDOUT)
     running = Worker(process, log)
     try:
         yield running
