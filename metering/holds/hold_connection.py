@@ -22,7 +22,7 @@ from metering.holds.exchange import Connection
 from metering.holds.hold_batch import execute_batch
 from metering.holds.known import known_of
 from metering.holds.quick_admissions import admit_planned, plan
-from metering.operations import Admit, HoldAnswer, HoldOperation
+from metering.operations import Admit, Admitted, HoldAnswer, HoldOperation
 from metering.quotas.refusals import Refusals
 from metering.receipts.chaining import BatchSigner
 from metering.store.bounded_connection import KEEPALIVES, BoundedConnection
@@ -118,9 +118,14 @@ class HoldConnection:
 
         quick = await self._admit_quickly(batch)
         if len(quick) == len(batch) > 0:
-            return [quick[place] for place in range(len(batch))]
-        slow = iter(await self._execute(run, [op for place, op in enumerate(batch) if place not in quick]))
-        return [quick[place] if place in quick else next(slow) for place in range(len(batch))]
+            answers = [quick[place] for place in range(len(batch))]
+        else:
+            slow = iter(await self._execute(run, [op for place, op in enumerate(batch) if place not in quick]))
+            answers = [quick[place] if place in quick else next(slow) for place in range(len(batch))]
+        for op, answer in zip(batch, answers, strict=True) if self.refusals.awaits_returns else ():
+            if isinstance(op, Admit) and isinstance(answer, Admitted):
+                self.refusals.let_in((op.payer.project_id, op.request_id))
+        return answers
 
     async def _admit_quickly(self, batch: Sequence[HoldOperation]) -> dict[int, HoldAnswer | Exception]:
         """The answers of admissions that could be done in one round trip, by their places.

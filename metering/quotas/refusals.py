@@ -5,6 +5,7 @@ A refusal leaves no trace in the database. What is counted and promised here is 
 
 from __future__ import annotations
 
+import math
 import uuid
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
@@ -18,8 +19,9 @@ from metering.errors import QuotaExceeded
 from metering.holds.exchange import Connection
 from metering.models import QuotaDimension, QuotaSubject
 from metering.operations import Admit, HoldAnswer, HoldOperation
+from metering.quotas.promise_keeping import Asker, PromiseKeeping, RequestKey
 from metering.quotas.quota_rules import Claim, QuotaRule
-from metering.quotas.retry_hints import PROMISE_COUNT_MAX, Forecast, History, RunningRequest, promise
+from metering.quotas.retry_hints import NOBODY, PROMISE_COUNT_MAX, Forecast, History, RunningRequest, promise
 
 REFRESH_S = 0.25  # how old what is known of running requests may be: refusals come in floods, and each look costs a query
 FORECAST_COUNT_MAX = 10_000  # quotas that refuse at the same time; beyond it the promises of all are forgotten
@@ -42,8 +44,6 @@ FROM unnest(%s::uuid[]) AS o(id), LATERAL (
 
 log = structlog.get_logger(__name__)
 
-RequestKey = tuple[uuid.UUID, uuid.UUID]  # project and request id
-
 
 class Refused(NamedTuple):
     """An admission that does not fit a quota."""
@@ -51,6 +51,7 @@ class Refused(NamedTuple):
     organization_id: uuid.UUID
     error: QuotaExceeded
     request: RequestKey | None = None  # None: no promise is remembered for it
+    api_key_id: uuid.UUID = NOBODY
 
 
 class Told(NamedTuple):
@@ -65,7 +66,7 @@ def refused_of(operations: Sequence[HoldOperation], answers: Mapping[int, HoldAn
     found: list[Refused] = []
     for index, op in enumerate(operations):
         if isinstance(op, Admit) and isinstance(answer := answers[index], QuotaExceeded):
-            found.append(Refused(op.payer.organization_id, answer, (op.payer.project_id, op.request_id)))
+            found.append(Refused(op.payer.organization_id, answer, (op.payer.project_id, op.request_id), op.payer.api_key_id))
     return found
 
 
@@ -76,11 +77,17 @@ class Refusals:
         self._counts: Counter[tuple[QuotaDimension, QuotaSubject]] = Counter()
         self._forecasts: dict[uuid.UUID, Forecast] = {}
         self._told: dict[RequestKey, Told] = {}  # the latest last
+        self._keeping = PromiseKeeping()
 
     @property
     def counts(self) -> Mapping[tuple[QuotaDimension, QuotaSubject], int]:
         """Refused admissions since the start, by the quota that stood in front."""
         return dict(self._counts)
+
+    @property
+    def awaits_returns(self) -> bool:
+        """Whether any request was told to come back."""
+        return bool(self._told)
 
     async def note(self, connection: Connection, now: datetime, refused: Sequence[Refused]) -> None:
         """Count refusals of one batch, and tell each when to try again. Never fails for want of an answer of the database."""
@@ -99,20 +106,34 @@ class Refusals:
         error, request, now_s = refused.error, refused.request, now.timestamp()
         quota_ids = frozenset(state.quota_id for state in error.failing)
         told = self._told.pop(request, None) if request is not None else None
+        if request is not None:
+            self._keeping.returned(request, now_s)
         if told is None or told.at_s <= now_s or told.quota_ids != quota_ids:
-            self.promise(error, now)
+            asker = Asker(refused.organization_id, refused.api_key_id)
+            may = request is None or self._keeping.may_have_one_more(asker, now_s)
+            self.promise(error, now, refused.api_key_id if may else None)
             told = Told(now_s + error.retry_after_s, quota_ids)
+            if may and request is not None and error.retry_helps:
+                self._keeping.made(request, asker, now_s, told.at_s)
         error.hint_s = told.at_s - now_s
         if request is not None and error.retry_helps:
             self._told[request] = told
             if len(self._told) > PROMISE_COUNT_MAX:
                 del self._told[next(iter(self._told))]
 
-    def promise(self, error: QuotaExceeded, now: datetime) -> None:
-        """Tell one refused request when all quotas that it meets will have room, by what is known already."""
+    def let_in(self, request: RequestKey) -> None:
+        """A request was admitted: if it was told to come back, it has."""
+        if self._told.pop(request, None) is not None:
+            self._keeping.returned(request, math.inf)
+
+    def promise(self, error: QuotaExceeded, now: datetime, api_key_id: uuid.UUID | None = NOBODY) -> None:
+        """Tell one refused request when all quotas that it meets will have room, by what is known already.
+
+        api_key_id: see `retry_hints.promise`.
+        """
         assert error.claim is not None
         wanted = [(self._forecasts[state.quota_id], state, asked) for state, asked in error.met]
-        error.hint_s = promise(wanted, error.claim, now.timestamp())
+        error.hint_s = promise(wanted, error.claim, now.timestamp(), api_key_id)
 
     def learn(
         self,
@@ -122,19 +143,19 @@ class Refusals:
         process_count: int,
         running: Sequence[RunningRequest],
     ) -> None:
-        """Take what is known of a quota now; what was promised of it stands.
+        """Take what is known of a quota now; what was promised of it stands, but to keys that mostly do not come back.
 
         Processes whose requests have all ended still promise: as many are reckoned with as there ever were.
         """
         known = self._forecasts.get(rule.id)
-        promises = known.promises if known is not None else []
+        promises = [each for each in known.promises if not self._keeping.is_doubted(each[2])] if known is not None else []
         processes = max(process_count, known.process_count if known is not None else 1)
         self._forecasts[rule.id] = Forecast(rule, now.timestamp(), history, processes, running, promises)
 
     async def _refresh(self, connection: Connection, now: datetime, refused: Sequence[Refused]) -> None:
         """Look at the running requests of the quotas that refuse, if the last look is too long ago."""
         stale: dict[uuid.UUID, tuple[QuotaRule, Claim, uuid.UUID]] = {}
-        for organization_id, error, _ in refused:
+        for organization_id, error, *_ in refused:
             for state, _ in error.met:
                 known = self._forecasts.get(state.quota_id)
                 age_s = now.timestamp() - known.at_s if known is not None and known.rule is state.rule else REFRESH_S

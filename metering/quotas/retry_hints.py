@@ -11,6 +11,7 @@ from __future__ import annotations
 import bisect
 import math
 import statistics
+import uuid
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -31,6 +32,7 @@ SPREAD_SHARE, SPREAD_MAX_S = 0.1, 5.0  # of a window's beginning, over which ret
 GOLDEN = 0.6180339887498949  # multiples of it, without their whole part, fill an interval evenly from the first one on
 WINDOW_COUNT_MAX = 1000  # promises reach no further; who would come later still is told the last one
 ROUND_COUNT_MAX = 50  # of looking for a time that suits all quotas
+NOBODY = uuid.UUID(int=0)  # whose a promise is of which nobody asks who has it
 PROMISE_COUNT_MAX = 10_000  # of one quota: beyond it nothing is remembered, and hints repeat the last one
 
 
@@ -81,7 +83,8 @@ class Forecast:
     history: History
     process_count: int
     running: Sequence[RunningRequest]
-    promises: list[tuple[float, int]] = field(default_factory=list)  # when a client was told to return, and with how much
+    # When a client was told to return, with how much, and by which key.
+    promises: list[tuple[float, int, uuid.UUID]] = field(default_factory=list)
     _places: list[float] = field(default_factory=list)  # when each is expected to be left
     _releases: list[tuple[float, int]] = field(default_factory=list)  # when, and how much will have come back by then
     _promised: Counter[datetime] = field(default_factory=Counter)  # by the start of the window
@@ -102,7 +105,7 @@ class Forecast:
             for at, amount in sorted(released):
                 total += amount
                 self._releases.append((at, total))
-        for at, amount in self.promises:
+        for at, amount, _ in self.promises:
             self._lay_aside(at, amount)
 
     def earliest(self, state: QuotaState, asked: int, amount: int, from_s: float) -> float:
@@ -121,10 +124,10 @@ class Forecast:
         limit = self.rule.limit_at(datetime.fromtimestamp(at, UTC))
         return math.inf if limit is None or asked > limit else at  # a raise may end before there is room
 
-    def promise(self, at_s: float, amount: int) -> None:
+    def promise(self, at_s: float, amount: int, api_key_id: uuid.UUID = NOBODY) -> None:
         """Remember that a client was told to come then."""
         if len(self.promises) < PROMISE_COUNT_MAX:
-            bisect.insort(self.promises, (at_s, amount))
+            bisect.insort(self.promises, (at_s, amount, api_key_id))
             self._lay_aside(at_s, amount)
 
     def amount(self, claim: Claim, asked: int) -> int:
@@ -156,7 +159,7 @@ class Forecast:
     def _apart(self, at_s: float) -> float:
         """The first time from then on that keeps a distance to every promise: who comes all at once needs all places free."""
         gap_s = APART_SHARE * (self.history.mean_s + self._margin_s) * self.process_count / (self.rule.limit_value or 1)
-        index = bisect.bisect_right(self.promises, (at_s - gap_s, 0))
+        index = bisect.bisect_right(self.promises, (at_s - gap_s, 0, NOBODY))
         while index < len(self.promises) and self.promises[index][0] < at_s + gap_s:
             at_s = max(at_s, self.promises[index][0] + gap_s)
             index += 1
@@ -213,10 +216,13 @@ class Forecast:
         return end.timestamp()
 
 
-def promise(wanted: Sequence[tuple[Forecast, QuotaState, int]], claim: Claim, now_s: float) -> float:
+def promise(
+    wanted: Sequence[tuple[Forecast, QuotaState, int]], claim: Claim, now_s: float, api_key_id: uuid.UUID | None = NOBODY
+) -> float:
     """Seconds after which all quotas have room for a claim, which is promised then; infinite if they never have.
 
     wanted: each enforced quota that the request meets, and what it asks of it at least. claim: with the lease that it would get.
+    api_key_id: whom it is promised to; None lays nothing aside, so that the next one is told the same.
     """
     at = now_s
     needs = [(plan, state, asked, plan.amount(claim, asked)) for plan, state, asked in wanted]
@@ -227,6 +233,6 @@ def promise(wanted: Sequence[tuple[Forecast, QuotaState, int]], claim: Claim, no
         at = suits
     if suits == math.inf:
         return math.inf
-    for plan, _, _, amount in needs:
-        plan.promise(at, amount)
+    for plan, _, _, amount in needs if api_key_id is not None else ():
+        plan.promise(at, amount, api_key_id or NOBODY)
     return at - now_s

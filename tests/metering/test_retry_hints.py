@@ -20,9 +20,16 @@ from metering.holds.hold_connection import HoldConnection
 from metering.models import QuotaDimension, QuotaSubject
 from metering.operations import Admitted, Extend, QuotaState
 from metering.quotas import quotas
+from metering.quotas.promise_keeping import (
+    DOUBTED_PROMISES_MAX,
+    KEY_PROMISES_MAX,
+    ORGANIZATION_PROMISES_MAX,
+    Asker,
+    PromiseKeeping,
+)
 from metering.quotas.quota_rules import Claim, CounterKey, QuotaRule
 from metering.quotas.quotas import Counter, Counters
-from metering.quotas.refusals import REFRESH_S, Refusals
+from metering.quotas.refusals import REFRESH_S, Refusals, Refused
 from metering.quotas.retry_hints import DURATION_UNKNOWN_S, Forecast, History, RunningRequest, promise
 from tests.metering.hold_world import NOON, HoldWorld, admit, hold_world, of_type, settle
 from tests.metering.invariants import check_invariants
@@ -246,6 +253,79 @@ def test_what_was_promised_on_a_guess_does_not_put_off_those_who_ask_once_more_i
 
     assert guessed[-1] > 100 * DURATION_UNKNOWN_S / 2
     assert [round(hint, 1) for hint in hints] == [0.8, 1.6, 2.4, 3.2]
+
+
+def refused(rule: QuotaRule, now: datetime) -> QuotaExceeded:
+    """A request for one of all places, which are taken."""
+    state = QuotaState(rule, 0, rule.limit_value or 0, now)
+    claim = Claim(PRICES, SENT, 0, LEAST, 0, now, now)
+    error = QuotaExceeded([state], [1])
+    error.claim, error.met = claim, ((state, 1),)
+    return error
+
+
+@dataclass(slots=True)
+class Asking:
+    """Refused requests of several keys of one organization at one quota, whose places are all taken all the time."""
+
+    rule: QuotaRule
+    now: datetime = NOON
+    refusals: Refusals = field(default_factory=Refusals)
+    organization_id: uuid.UUID = field(default_factory=uuid.uuid4)
+
+    def hint_s(self, api_key_id: uuid.UUID, request_id: uuid.UUID | None = None) -> float:
+        """What one request is told now."""
+        running = [RunningRequest(Claim(PRICES, SENT, 0, SLICE, 0, NOON, NOON), 1.0) for _ in range(self.rule.limit_value or 0)]
+        self.refusals.learn(self.rule, self.now, History([2.0] * 64, [20] * 64), 1, running)
+        error = refused(self.rule, self.now)
+        request = (self.organization_id, request_id or uuid.uuid4())
+        self.refusals._tell(Refused(self.organization_id, error, request, api_key_id), self.now)
+        return error.retry_after_s
+
+
+def test_who_mints_requests_and_does_not_come_back_puts_nobody_off_for_long() -> None:
+    """A hundred new ids a second, none of which ever comes back, while another key's clients do as they are told."""
+    asking, attacker, honest = Asking(a_rule(CONCURRENT, 10)), uuid.uuid4(), uuid.uuid4()
+    hints = []
+    for step in range(2000):
+        asking.now = NOON + timedelta(seconds=step / 100)
+        asking.hint_s(attacker)
+        if step % 20 == 0:
+            hints.append(asking.hint_s(honest))
+
+    # Of 10 places for 2 s each, 16 promises are some 4 s, and so are those of the honest key itself in as much time.
+    assert max(hints[-20:]) < 30
+    assert len(asking.refusals._forecasts[asking.rule.id].promises) <= KEY_PROMISES_MAX + DOUBTED_PROMISES_MAX
+
+
+def test_a_crowd_behind_one_key_that_comes_back_is_believed() -> None:
+    """Each of 300 clients is told a time of its own, round after round."""
+    asking, key = Asking(a_rule(CONCURRENT, 10)), uuid.uuid4()
+    clients = [uuid.uuid4() for _ in range(300)]
+    for _ in range(3):
+        told = sorted((asking.hint_s(key, client), client) for client in clients)
+        assert len({hint_s for hint_s, _ in told}) == len(clients)
+        began = asking.now
+        for hint_s, client in told:
+            asking.now = began + timedelta(seconds=hint_s)
+            asking.refusals.let_in((asking.organization_id, client))
+
+    assert not asking.refusals._keeping.is_doubted(key)
+    assert not asking.refusals._keeping._outstanding
+
+
+def test_many_keys_of_one_organization_are_bounded_together() -> None:
+    keeping, organization_id = PromiseKeeping(), uuid.uuid4()
+    for _ in range(10):
+        asker = Asker(organization_id, uuid.uuid4())
+        while keeping.may_have_one_more(asker, 0.0):
+            keeping.made((uuid.uuid4(), uuid.uuid4()), asker, 0.0, 100.0)
+    other = Asker(uuid.uuid4(), uuid.uuid4())
+
+    assert len(keeping._outstanding) == ORGANIZATION_PROMISES_MAX
+    assert keeping.may_have_one_more(other, 0.0)
+    keeping._note_broken(150.0)
+    assert not keeping._outstanding
 
 
 @pytest.fixture
