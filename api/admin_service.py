@@ -18,6 +18,7 @@ from api.admin_configuration import ConfigurationCalls
 from api.admin_live import LiveCalls
 from api.admin_prices import PriceCalls
 from api.admin_tenants import TenantCalls
+from api.admin_terms import TermCalls
 from api.auth import Authenticator
 from api.interceptor import Context
 from api.quota_wire import effective_quota_statuses, quota_status
@@ -32,7 +33,7 @@ from metering.tenants import audit
 from metering.tenants.tenants import KeyRecord, find_api_key, find_organization, find_project
 
 
-class AdminServicer(TenantCalls, ConfigurationCalls, PriceCalls, LiveCalls):
+class AdminServicer(TenantCalls, ConfigurationCalls, PriceCalls, TermCalls, LiveCalls):
     """See `proto/weir/v1/admin_service.proto`. One call, one transaction."""
 
     def __init__(

@@ -39,6 +39,7 @@ DELETE_COUNTERS_EVERY_S = 3600.0  # a quota per minute leaves 1,440 rows a day
 KEEP_PARTITIONS_EVERY_S = 3600.0  # they are made months ahead; soon again where a lock was not had
 SWEEP_EVERY_S = 10.0  # a small part of a hold's life of a minute
 EXPORT_EVERY_S = 15.0  # usage is exported by the hour, and a failed call comes round again soon
+PREPAID_EVERY_S = 5.0  # how late credit that begins with a month may come; one small query but in the first seconds of a month
 TIME_LIMIT_S = 60.0  # of one task: it stops by itself far earlier, so reaching this means that something hangs
 POLLING_INTERVAL_S = 0.05  # of the embedded broker, and so how late usage may be rated; looking into an empty directory costs 20 us
 CLOCK_TICK_MAX_S = 1.0  # how long the clock may sleep, and so how long it may take to stop
@@ -80,6 +81,11 @@ def configuration(environment: Mapping[str, str]) -> dict[str, Any]:
                 "task": "weir.keep_partitions",
                 "schedule": KEEP_PARTITIONS_EVERY_S,
                 "options": {"expires": 2 * KEEP_PARTITIONS_EVERY_S},
+            },
+            "refresh_prepaid": {
+                "task": "weir.refresh_prepaid",
+                "schedule": PREPAID_EVERY_S,
+                "options": {"expires": 2 * PREPAID_EVERY_S},
             },
             "export_usage": {"task": "weir.export_usage", "schedule": EXPORT_EVERY_S, "options": {"expires": 2 * EXPORT_EVERY_S}},
             "sweep_expired_holds": {

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Coroutine
 import psycopg
 
 from metering.billing import usage_partitions
+from metering.billing.prepaid import refresh_for_the_month
 from metering.billing.rating import rate_all_pending
 from metering.celery_app import TIME_LIMIT_S, rating_hurry, task
 from metering.errors import InvalidValue, StoreAway
@@ -63,6 +64,17 @@ def keep_partitions() -> None:
 async def _keep_partitions() -> None:
     async with open_sessions() as sessions, sessions.begin() as session:
         await usage_partitions.keep_ahead(session)
+
+
+@task("weir.refresh_prepaid")
+def refresh_prepaid() -> None:
+    """After a month's begin: let prepaid organizations use the credit that begins with it."""
+    run(_refresh_prepaid())
+
+
+async def _refresh_prepaid() -> None:
+    async with open_sessions() as sessions:
+        await refresh_for_the_month(sessions)
 
 
 @task("weir.export_usage")

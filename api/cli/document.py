@@ -46,8 +46,11 @@ class Document:
         return FileMistake(line, place, message)
 
 
-def read_document(content: str, *, prune: bool) -> Document:
-    """What a file says. prune: ask for the removal of what its lists do not name; lists that it does not have are left alone."""
+def read_document(content: str, *, prune: bool, section: Section = DOCUMENT) -> Document:
+    """What a file says. section: which kind of file it is.
+
+    prune: ask for the removal of what its lists do not name; lists that it does not have are left alone.
+    """
     document = Document()
     try:
         root = yaml.compose(content, Loader=yaml.SafeLoader)
@@ -57,11 +60,13 @@ def read_document(content: str, *, prune: bool) -> Document:
         document.mistakes.append(FileMistake(mark.line + 1 if mark else 1, "", f"this is no YAML: {what}"))
         return document
     if root is None:
-        document.mistakes.append(FileMistake(1, "", "the file says nothing: begin with `organizations:` or see `weir export`"))
+        document.mistakes.append(
+            FileMistake(1, "", f"the file says nothing: begin with `{next(iter(section.keys))}:` or see `weir export`")
+        )
         return document
     reader = Reader(document, prune)
     try:
-        document.configuration = reader.mapping(root, DOCUMENT, "", "", is_root=True)
+        document.configuration = reader.mapping(root, section, "", "", is_root=True)
     except TooLarge:
         document.mistakes.append(FileMistake(1, "", f"it comes to more than {NODES_MAX:,} values: split it by organization"))
     document.mistakes.sort(key=lambda mistake: mistake.line)

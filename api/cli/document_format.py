@@ -11,11 +11,11 @@ from datetime import UTC, datetime
 from decimal import Decimal
 from typing import Any
 
-from weir_client import QuotaDimension
+from weir_client import Money, QuotaDimension
 from weir_client.wire import DIMENSIONS
 from weir_client.wire_accounts import DIMENSION_NUMBERS
 
-from api.cli.amounts import decimal_text, dimension_amount, parse_amount, parse_limit, parse_price, per_million
+from api.cli.amounts import decimal_text, dimension_amount, parse_amount, parse_limit, parse_price, per_million, units_to_picos
 
 Json = Any  # a value of the JSON mapping of a message
 Texts = Mapping[str, str]  # the scalars of one mapping of the file, by key
@@ -124,6 +124,30 @@ def price(name: str) -> Scalar:
     )
 
 
+def amount(name: str) -> Scalar:
+    """An amount in units of the currency."""
+
+    def read(given: str, _: Texts) -> int:
+        picos = units_to_picos(parse_amount(given))
+        if picos < 0:
+            raise ValueError("give 0 or more")
+        return picos
+
+    return Scalar(name, read, lambda value, _: decimal_text(Money("", int(value)).amount).replace(",", "_"), "float")
+
+
+def count(name: str) -> Scalar:
+    """A whole number of 1 or more."""
+
+    def read(given: str, _: Texts) -> int:
+        number = parse_amount(given)
+        if number < 1 or number != number.to_integral_value():
+            raise ValueError("write a whole number of 1 or more")
+        return int(number)
+
+    return Scalar(name, read, lambda value, _: f"{int(value):_}", "int")
+
+
 def dimension(name: str) -> Scalar:
     """What a limit counts."""
     names = [str(each) for each in QuotaDimension if each is not QuotaDimension.UNSPECIFIED]
@@ -191,6 +215,28 @@ DOCUMENT = Section(
     {"organizations": Sections("organizations", ORGANIZATION), "prices": Sections("prices", PRICE)},
     required=(),
 )
+SELECTOR = {
+    "model": text("selector.model"),
+    "token_kind": text("selector.token_kind"),
+    "tier": text("selector.tier"),
+}
+ALLOWANCE = Section({**SELECTOR, "tokens": count("token_count")}, required=("tokens",))
+STEP = Section(
+    {"up_to": count("up_to_token_count"), "price": price("price_picos"), "share": thousandths("price_milli")}, required=()
+)
+TIERED_PRICE = Section({**SELECTOR, "kind": text("kind"), "steps": Sections("steps", STEP)}, required=("kind", "steps"))
+PLAN = Section(
+    {
+        "name": text("name"),
+        "currency": text("currency_code"),
+        "allowances": Sections("allowances", ALLOWANCE),
+        "tiered_prices": Sections("tiered_prices", TIERED_PRICE),
+        "commitment": amount("commitment_picos"),
+        "organizations": Words("organizations"),
+    },
+    required=("name",),
+)
+PROPOSAL = Section({"prices": Sections("prices", PRICE), "plans": Sections("plans", PLAN)}, required=())
 # By what the answer calls the kinds of things.
 SECTIONS = {"organization": ORGANIZATION, "project": PROJECT, "key": KEY, "quota": QUOTA, "price": PRICE}
 

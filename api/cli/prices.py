@@ -15,8 +15,10 @@ from api.cli.amounts import decimal_text, parse_amount, parse_price, per_million
 from api.cli.connection import AddressOption, KeyOption, admin_client
 from api.cli.output import JsonOption, note, print_json, show
 from api.cli.render import table
+from api.cli.simulations import simulate
 
-price = typer.Typer(help="Set and list prices: of the list, and of single customers.", no_args_is_help=True)
+price = typer.Typer(help="Set, list and try out prices: of the list, and of single customers.", no_args_is_help=True)
+price.command("simulate")(simulate)
 
 TIME_FORMATS = ["%Y-%m-%d", "%Y-%m-%dT%H:%M:%S", "%Y-%m-%dT%H:%M:%SZ"]
 ModelArgument = Annotated[str, typer.Argument(help="The model; it need not exist yet.")]

@@ -56,7 +56,8 @@ SELECT greatest(date_trunc('month', settled_at AT TIME ZONE 'UTC')::date,
                  WHERE organization_id = :organization_id AND state = '{MonthState.CLOSED}')),
        coalesce(sum(cost_picos) FILTER (WHERE settled_at >= :begins), 0),
        coalesce(sum(cost_picos) FILTER (WHERE settled_at < :begins), 0), 0
-FROM usage_events WHERE organization_id = :organization_id AND rated_at IS NULL GROUP BY 1
+FROM unrated_usage u JOIN usage_events USING (hold_id, part, settled_at)
+WHERE u.organization_id = :organization_id AND rated_at IS NULL GROUP BY 1
 """)
 CLOSED = text(f"SELECT month FROM billing_months WHERE organization_id = :organization_id AND state = '{MonthState.CLOSED}'")
 

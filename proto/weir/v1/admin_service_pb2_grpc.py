@@ -6,6 +6,7 @@ import warnings
 from weir.v1 import admin_service_pb2 as weir_dot_v1_dot_admin__service__pb2
 from weir.v1 import configuration_pb2 as weir_dot_v1_dot_configuration__pb2
 from weir.v1 import live_requests_pb2 as weir_dot_v1_dot_live__requests__pb2
+from weir.v1 import plans_pb2 as weir_dot_v1_dot_plans__pb2
 from weir.v1 import prices_pb2 as weir_dot_v1_dot_prices__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
@@ -121,6 +122,46 @@ class AdminServiceStub:
                 '/weir.v1.AdminService/WithdrawPrice',
                 request_serializer=weir_dot_v1_dot_prices__pb2.WithdrawPriceRequest.SerializeToString,
                 response_deserializer=weir_dot_v1_dot_prices__pb2.WithdrawPriceResponse.FromString,
+                _registered_method=True)
+        self.SimulatePrices = channel.unary_unary(
+                '/weir.v1.AdminService/SimulatePrices',
+                request_serializer=weir_dot_v1_dot_plans__pb2.SimulatePricesRequest.SerializeToString,
+                response_deserializer=weir_dot_v1_dot_plans__pb2.SimulatePricesResponse.FromString,
+                _registered_method=True)
+        self.CreatePlan = channel.unary_unary(
+                '/weir.v1.AdminService/CreatePlan',
+                request_serializer=weir_dot_v1_dot_plans__pb2.CreatePlanRequest.SerializeToString,
+                response_deserializer=weir_dot_v1_dot_plans__pb2.CreatePlanResponse.FromString,
+                _registered_method=True)
+        self.ListPlans = channel.unary_unary(
+                '/weir.v1.AdminService/ListPlans',
+                request_serializer=weir_dot_v1_dot_plans__pb2.ListPlansRequest.SerializeToString,
+                response_deserializer=weir_dot_v1_dot_plans__pb2.ListPlansResponse.FromString,
+                _registered_method=True)
+        self.AssignPlan = channel.unary_unary(
+                '/weir.v1.AdminService/AssignPlan',
+                request_serializer=weir_dot_v1_dot_plans__pb2.AssignPlanRequest.SerializeToString,
+                response_deserializer=weir_dot_v1_dot_plans__pb2.AssignPlanResponse.FromString,
+                _registered_method=True)
+        self.GrantCredit = channel.unary_unary(
+                '/weir.v1.AdminService/GrantCredit',
+                request_serializer=weir_dot_v1_dot_plans__pb2.GrantCreditRequest.SerializeToString,
+                response_deserializer=weir_dot_v1_dot_plans__pb2.GrantCreditResponse.FromString,
+                _registered_method=True)
+        self.ListCreditGrants = channel.unary_unary(
+                '/weir.v1.AdminService/ListCreditGrants',
+                request_serializer=weir_dot_v1_dot_plans__pb2.ListCreditGrantsRequest.SerializeToString,
+                response_deserializer=weir_dot_v1_dot_plans__pb2.ListCreditGrantsResponse.FromString,
+                _registered_method=True)
+        self.GetCreditBalance = channel.unary_unary(
+                '/weir.v1.AdminService/GetCreditBalance',
+                request_serializer=weir_dot_v1_dot_plans__pb2.GetCreditBalanceRequest.SerializeToString,
+                response_deserializer=weir_dot_v1_dot_plans__pb2.GetCreditBalanceResponse.FromString,
+                _registered_method=True)
+        self.SetPrepaid = channel.unary_unary(
+                '/weir.v1.AdminService/SetPrepaid',
+                request_serializer=weir_dot_v1_dot_plans__pb2.SetPrepaidRequest.SerializeToString,
+                response_deserializer=weir_dot_v1_dot_plans__pb2.SetPrepaidResponse.FromString,
                 _registered_method=True)
         self.ListAuditEntries = channel.unary_unary(
                 '/weir.v1.AdminService/ListAuditEntries',
@@ -276,6 +317,62 @@ class AdminServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SimulatePrices(self, request, context):
+        """Tells what a past month would have come to with other prices or plans. Changes nothing.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CreatePlan(self, request, context):
+        """Makes a plan, or the next version of one. Customers keep the version that they were assigned.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListPlans(self, request, context):
+        """Lists plans and who has which.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def AssignPlan(self, request, context):
+        """Gives an organization a plan from a month on.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GrantCredit(self, request, context):
+        """Grants an organization credit.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListCreditGrants(self, request, context):
+        """Lists credit, spent and left.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetCreditBalance(self, request, context):
+        """Tells what there is of an organization's credit at this moment.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SetPrepaid(self, request, context):
+        """Keeps an organization to its credit, or no longer.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListAuditEntries(self, request, context):
         """Reads the audit log, newest first.
         """
@@ -400,6 +497,46 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.WithdrawPrice,
                     request_deserializer=weir_dot_v1_dot_prices__pb2.WithdrawPriceRequest.FromString,
                     response_serializer=weir_dot_v1_dot_prices__pb2.WithdrawPriceResponse.SerializeToString,
+            ),
+            'SimulatePrices': grpc.unary_unary_rpc_method_handler(
+                    servicer.SimulatePrices,
+                    request_deserializer=weir_dot_v1_dot_plans__pb2.SimulatePricesRequest.FromString,
+                    response_serializer=weir_dot_v1_dot_plans__pb2.SimulatePricesResponse.SerializeToString,
+            ),
+            'CreatePlan': grpc.unary_unary_rpc_method_handler(
+                    servicer.CreatePlan,
+                    request_deserializer=weir_dot_v1_dot_plans__pb2.CreatePlanRequest.FromString,
+                    response_serializer=weir_dot_v1_dot_plans__pb2.CreatePlanResponse.SerializeToString,
+            ),
+            'ListPlans': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListPlans,
+                    request_deserializer=weir_dot_v1_dot_plans__pb2.ListPlansRequest.FromString,
+                    response_serializer=weir_dot_v1_dot_plans__pb2.ListPlansResponse.SerializeToString,
+            ),
+            'AssignPlan': grpc.unary_unary_rpc_method_handler(
+                    servicer.AssignPlan,
+                    request_deserializer=weir_dot_v1_dot_plans__pb2.AssignPlanRequest.FromString,
+                    response_serializer=weir_dot_v1_dot_plans__pb2.AssignPlanResponse.SerializeToString,
+            ),
+            'GrantCredit': grpc.unary_unary_rpc_method_handler(
+                    servicer.GrantCredit,
+                    request_deserializer=weir_dot_v1_dot_plans__pb2.GrantCreditRequest.FromString,
+                    response_serializer=weir_dot_v1_dot_plans__pb2.GrantCreditResponse.SerializeToString,
+            ),
+            'ListCreditGrants': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListCreditGrants,
+                    request_deserializer=weir_dot_v1_dot_plans__pb2.ListCreditGrantsRequest.FromString,
+                    response_serializer=weir_dot_v1_dot_plans__pb2.ListCreditGrantsResponse.SerializeToString,
+            ),
+            'GetCreditBalance': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetCreditBalance,
+                    request_deserializer=weir_dot_v1_dot_plans__pb2.GetCreditBalanceRequest.FromString,
+                    response_serializer=weir_dot_v1_dot_plans__pb2.GetCreditBalanceResponse.SerializeToString,
+            ),
+            'SetPrepaid': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetPrepaid,
+                    request_deserializer=weir_dot_v1_dot_plans__pb2.SetPrepaidRequest.FromString,
+                    response_serializer=weir_dot_v1_dot_plans__pb2.SetPrepaidResponse.SerializeToString,
             ),
             'ListAuditEntries': grpc.unary_unary_rpc_method_handler(
                     servicer.ListAuditEntries,
@@ -869,6 +1006,222 @@ class AdminService:
             '/weir.v1.AdminService/WithdrawPrice',
             weir_dot_v1_dot_prices__pb2.WithdrawPriceRequest.SerializeToString,
             weir_dot_v1_dot_prices__pb2.WithdrawPriceResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SimulatePrices(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weir.v1.AdminService/SimulatePrices',
+            weir_dot_v1_dot_plans__pb2.SimulatePricesRequest.SerializeToString,
+            weir_dot_v1_dot_plans__pb2.SimulatePricesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CreatePlan(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weir.v1.AdminService/CreatePlan',
+            weir_dot_v1_dot_plans__pb2.CreatePlanRequest.SerializeToString,
+            weir_dot_v1_dot_plans__pb2.CreatePlanResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListPlans(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weir.v1.AdminService/ListPlans',
+            weir_dot_v1_dot_plans__pb2.ListPlansRequest.SerializeToString,
+            weir_dot_v1_dot_plans__pb2.ListPlansResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AssignPlan(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weir.v1.AdminService/AssignPlan',
+            weir_dot_v1_dot_plans__pb2.AssignPlanRequest.SerializeToString,
+            weir_dot_v1_dot_plans__pb2.AssignPlanResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GrantCredit(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weir.v1.AdminService/GrantCredit',
+            weir_dot_v1_dot_plans__pb2.GrantCreditRequest.SerializeToString,
+            weir_dot_v1_dot_plans__pb2.GrantCreditResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListCreditGrants(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weir.v1.AdminService/ListCreditGrants',
+            weir_dot_v1_dot_plans__pb2.ListCreditGrantsRequest.SerializeToString,
+            weir_dot_v1_dot_plans__pb2.ListCreditGrantsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetCreditBalance(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weir.v1.AdminService/GetCreditBalance',
+            weir_dot_v1_dot_plans__pb2.GetCreditBalanceRequest.SerializeToString,
+            weir_dot_v1_dot_plans__pb2.GetCreditBalanceResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetPrepaid(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weir.v1.AdminService/SetPrepaid',
+            weir_dot_v1_dot_plans__pb2.SetPrepaidRequest.SerializeToString,
+            weir_dot_v1_dot_plans__pb2.SetPrepaidResponse.FromString,
             options,
             channel_credentials,
             insecure,

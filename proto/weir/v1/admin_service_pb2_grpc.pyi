@@ -8,6 +8,7 @@ from grpc import aio as _aio
 from weir.v1 import admin_service_pb2 as _admin_service_pb2
 from weir.v1 import configuration_pb2 as _configuration_pb2
 from weir.v1 import live_requests_pb2 as _live_requests_pb2
+from weir.v1 import plans_pb2 as _plans_pb2
 from weir.v1 import prices_pb2 as _prices_pb2
 import abc as _abc_1
 import grpc as _grpc
@@ -77,6 +78,22 @@ class AdminServiceStub:
     """Tells what an organization, or the list, pays for which model and tier, where that comes from and since when."""
     WithdrawPrice: _grpc.UnaryUnaryMultiCallable[_prices_pb2.WithdrawPriceRequest, _prices_pb2.WithdrawPriceResponse]
     """Ends an organization's own price of a model: from then on it pays as the list says."""
+    SimulatePrices: _grpc.UnaryUnaryMultiCallable[_plans_pb2.SimulatePricesRequest, _plans_pb2.SimulatePricesResponse]
+    """Tells what a past month would have come to with other prices or plans. Changes nothing."""
+    CreatePlan: _grpc.UnaryUnaryMultiCallable[_plans_pb2.CreatePlanRequest, _plans_pb2.CreatePlanResponse]
+    """Makes a plan, or the next version of one. Customers keep the version that they were assigned."""
+    ListPlans: _grpc.UnaryUnaryMultiCallable[_plans_pb2.ListPlansRequest, _plans_pb2.ListPlansResponse]
+    """Lists plans and who has which."""
+    AssignPlan: _grpc.UnaryUnaryMultiCallable[_plans_pb2.AssignPlanRequest, _plans_pb2.AssignPlanResponse]
+    """Gives an organization a plan from a month on."""
+    GrantCredit: _grpc.UnaryUnaryMultiCallable[_plans_pb2.GrantCreditRequest, _plans_pb2.GrantCreditResponse]
+    """Grants an organization credit."""
+    ListCreditGrants: _grpc.UnaryUnaryMultiCallable[_plans_pb2.ListCreditGrantsRequest, _plans_pb2.ListCreditGrantsResponse]
+    """Lists credit, spent and left."""
+    GetCreditBalance: _grpc.UnaryUnaryMultiCallable[_plans_pb2.GetCreditBalanceRequest, _plans_pb2.GetCreditBalanceResponse]
+    """Tells what there is of an organization's credit at this moment."""
+    SetPrepaid: _grpc.UnaryUnaryMultiCallable[_plans_pb2.SetPrepaidRequest, _plans_pb2.SetPrepaidResponse]
+    """Keeps an organization to its credit, or no longer."""
     ListAuditEntries: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.ListAuditEntriesRequest, _admin_service_pb2.ListAuditEntriesResponse]
     """Reads the audit log, newest first."""
     ListLiveRequests: _grpc.UnaryUnaryMultiCallable[_live_requests_pb2.ListLiveRequestsRequest, _live_requests_pb2.ListLiveRequestsResponse]
@@ -136,6 +153,22 @@ class AdminServiceAsyncStub(AdminServiceStub):
     """Tells what an organization, or the list, pays for which model and tier, where that comes from and since when."""
     WithdrawPrice: _aio.UnaryUnaryMultiCallable[_prices_pb2.WithdrawPriceRequest, _prices_pb2.WithdrawPriceResponse]  # type: ignore[assignment]
     """Ends an organization's own price of a model: from then on it pays as the list says."""
+    SimulatePrices: _aio.UnaryUnaryMultiCallable[_plans_pb2.SimulatePricesRequest, _plans_pb2.SimulatePricesResponse]  # type: ignore[assignment]
+    """Tells what a past month would have come to with other prices or plans. Changes nothing."""
+    CreatePlan: _aio.UnaryUnaryMultiCallable[_plans_pb2.CreatePlanRequest, _plans_pb2.CreatePlanResponse]  # type: ignore[assignment]
+    """Makes a plan, or the next version of one. Customers keep the version that they were assigned."""
+    ListPlans: _aio.UnaryUnaryMultiCallable[_plans_pb2.ListPlansRequest, _plans_pb2.ListPlansResponse]  # type: ignore[assignment]
+    """Lists plans and who has which."""
+    AssignPlan: _aio.UnaryUnaryMultiCallable[_plans_pb2.AssignPlanRequest, _plans_pb2.AssignPlanResponse]  # type: ignore[assignment]
+    """Gives an organization a plan from a month on."""
+    GrantCredit: _aio.UnaryUnaryMultiCallable[_plans_pb2.GrantCreditRequest, _plans_pb2.GrantCreditResponse]  # type: ignore[assignment]
+    """Grants an organization credit."""
+    ListCreditGrants: _aio.UnaryUnaryMultiCallable[_plans_pb2.ListCreditGrantsRequest, _plans_pb2.ListCreditGrantsResponse]  # type: ignore[assignment]
+    """Lists credit, spent and left."""
+    GetCreditBalance: _aio.UnaryUnaryMultiCallable[_plans_pb2.GetCreditBalanceRequest, _plans_pb2.GetCreditBalanceResponse]  # type: ignore[assignment]
+    """Tells what there is of an organization's credit at this moment."""
+    SetPrepaid: _aio.UnaryUnaryMultiCallable[_plans_pb2.SetPrepaidRequest, _plans_pb2.SetPrepaidResponse]  # type: ignore[assignment]
+    """Keeps an organization to its credit, or no longer."""
     ListAuditEntries: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.ListAuditEntriesRequest, _admin_service_pb2.ListAuditEntriesResponse]  # type: ignore[assignment]
     """Reads the audit log, newest first."""
     ListLiveRequests: _aio.UnaryUnaryMultiCallable[_live_requests_pb2.ListLiveRequestsRequest, _live_requests_pb2.ListLiveRequestsResponse]  # type: ignore[assignment]
@@ -288,6 +321,70 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_prices_pb2.WithdrawPriceResponse, _abc.Awaitable[_prices_pb2.WithdrawPriceResponse]]:
         """Ends an organization's own price of a model: from then on it pays as the list says."""
+
+    @_abc_1.abstractmethod
+    def SimulatePrices(
+        self,
+        request: _plans_pb2.SimulatePricesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_plans_pb2.SimulatePricesResponse, _abc.Awaitable[_plans_pb2.SimulatePricesResponse]]:
+        """Tells what a past month would have come to with other prices or plans. Changes nothing."""
+
+    @_abc_1.abstractmethod
+    def CreatePlan(
+        self,
+        request: _plans_pb2.CreatePlanRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_plans_pb2.CreatePlanResponse, _abc.Awaitable[_plans_pb2.CreatePlanResponse]]:
+        """Makes a plan, or the next version of one. Customers keep the version that they were assigned."""
+
+    @_abc_1.abstractmethod
+    def ListPlans(
+        self,
+        request: _plans_pb2.ListPlansRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_plans_pb2.ListPlansResponse, _abc.Awaitable[_plans_pb2.ListPlansResponse]]:
+        """Lists plans and who has which."""
+
+    @_abc_1.abstractmethod
+    def AssignPlan(
+        self,
+        request: _plans_pb2.AssignPlanRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_plans_pb2.AssignPlanResponse, _abc.Awaitable[_plans_pb2.AssignPlanResponse]]:
+        """Gives an organization a plan from a month on."""
+
+    @_abc_1.abstractmethod
+    def GrantCredit(
+        self,
+        request: _plans_pb2.GrantCreditRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_plans_pb2.GrantCreditResponse, _abc.Awaitable[_plans_pb2.GrantCreditResponse]]:
+        """Grants an organization credit."""
+
+    @_abc_1.abstractmethod
+    def ListCreditGrants(
+        self,
+        request: _plans_pb2.ListCreditGrantsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_plans_pb2.ListCreditGrantsResponse, _abc.Awaitable[_plans_pb2.ListCreditGrantsResponse]]:
+        """Lists credit, spent and left."""
+
+    @_abc_1.abstractmethod
+    def GetCreditBalance(
+        self,
+        request: _plans_pb2.GetCreditBalanceRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_plans_pb2.GetCreditBalanceResponse, _abc.Awaitable[_plans_pb2.GetCreditBalanceResponse]]:
+        """Tells what there is of an organization's credit at this moment."""
+
+    @_abc_1.abstractmethod
+    def SetPrepaid(
+        self,
+        request: _plans_pb2.SetPrepaidRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_plans_pb2.SetPrepaidResponse, _abc.Awaitable[_plans_pb2.SetPrepaidResponse]]:
+        """Keeps an organization to its credit, or no longer."""
 
     @_abc_1.abstractmethod
     def ListAuditEntries(

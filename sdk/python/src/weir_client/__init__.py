@@ -22,7 +22,17 @@ from weir_client.admin_sync import AdminClient
 from weir_client.aio import AsyncClient
 from weir_client.billing import AsyncBillingClient
 from weir_client.billing_sync import BillingClient
-from weir_client.billing_terms import AppliedPrice, PriceList, PriceVersion
+from weir_client.billing_terms import (
+    AppliedPrice,
+    CreditBalance,
+    CreditGrant,
+    Plan,
+    PlanAssignment,
+    PlanList,
+    PriceList,
+    PriceVersion,
+    SimulatedCustomer,
+)
 from weir_client.bills import (
     Adjustment,
     AdjustmentState,
@@ -155,6 +165,8 @@ __all__ = [
     "ConfigurationChange",
     "ConfigurationMistake",
     "CreatedApiKey",
+    "CreditBalance",
+    "CreditGrant",
     "CreditNoteSummary",
     "DeadlineExceeded",
     "Delta",
@@ -197,6 +209,9 @@ __all__ = [
     "Organization",
     "Partial",
     "PermissionDenied",
+    "Plan",
+    "PlanAssignment",
+    "PlanList",
     "PreconditionViolation",
     "PrepaidCredit",
     "Price",
@@ -226,6 +241,7 @@ __all__ = [
     "ResourceExhausted",
     "Result",
     "RotatedApiKey",
+    "SimulatedCustomer",
     "Stage",
     "Timings",
     "TokenCount",

@@ -10,12 +10,12 @@ from weir.v1 import admin_service_pb2 as admin_pb
 
 from weir_client import wire, wire_accounts
 from weir_client.accounts import ApiKey, AuditEntry, CreatedApiKey, Organization, Project, RotatedApiKey
-from weir_client.admin_prices import AsyncPriceCalls
+from weir_client.admin_terms import AsyncTermCalls
 from weir_client.values import QuotaDimension, QuotaStatus, QuotaSubject
 from weir_client.wire import time_of
 
 
-class AsyncAdminClient(AsyncPriceCalls):
+class AsyncAdminClient(AsyncTermCalls):
     """Manages who may use the service, and how much. Needs a key with the scope `admin`.
 
     Organizations, projects and keys are named as the admin API takes them: a name or an id, `organization/project`, a key's

@@ -10,13 +10,13 @@ from typing import Self
 
 from weir_client.accounts import ApiKey, AuditEntry, CreatedApiKey, Organization, Project, RotatedApiKey
 from weir_client.admin import AsyncAdminClient
-from weir_client.admin_prices import PriceCalls
+from weir_client.admin_terms import TermCalls
 from weir_client.connection import UNARY_TIMEOUT_S
 from weir_client.loop_thread import LoopThread
 from weir_client.values import QuotaDimension, QuotaStatus, QuotaSubject
 
 
-class AdminClient(PriceCalls):
+class AdminClient(TermCalls):
     """Manages who may use the service, and how much. See `AsyncAdminClient` for every call and its errors."""
 
     _client: AsyncAdminClient

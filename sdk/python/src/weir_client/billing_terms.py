@@ -1,9 +1,13 @@
-"""What customers pay, as values: price versions, and who pays which."""
+"""What customers pay, as values: prices and who pays which, plans, prepaid credit, simulations."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
+from typing import Any
+
+from weir_client.values import Money
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,3 +45,80 @@ class PriceList:
 
     prices: tuple[AppliedPrice, ...]
     versions: tuple[PriceVersion, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One version of a plan. configuration: JSON mapping of `weir.v1.PlanConfiguration`."""
+
+    name: str
+    version: int
+    configuration: Mapping[str, Any]
+    create_time: datetime | None
+    existed: bool = False  # True if making it found it there
+
+
+@dataclass(frozen=True, slots=True)
+class PlanAssignment:
+    """The plan of an organization from a month on; an empty name for none."""
+
+    organization_id: str
+    organization_name: str
+    first_month: str  # YYYY-MM
+    plan: str
+    version: int
+    assigned_by: str
+    existed: bool = False  # True if it was so before
+
+
+@dataclass(frozen=True, slots=True)
+class PlanList:
+    """Plans, and who has which."""
+
+    plans: tuple[Plan, ...]
+    assignments: tuple[PlanAssignment, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CreditGrant:
+    """Credit for what is billed in some months. `remaining` is by the months that are closed."""
+
+    grant_id: str
+    organization_id: str
+    organization_name: str
+    amount: Money
+    spent: Money
+    expired: Money
+    remaining: Money
+    first_month: str  # YYYY-MM
+    last_month: str
+    reason: str
+    granted_by: str
+    create_time: datetime | None
+
+
+@dataclass(frozen=True, slots=True)
+class CreditBalance:
+    """What there is of an organization's credit at a moment."""
+
+    organization_id: str
+    organization_name: str
+    prepaid: bool  # it is let in only as far as its credit reaches
+    left: Money  # of grants for this month and later ones, by the months that are closed
+    unbilled: Money  # what open months come to so far
+    held: Money  # by running requests, of a prepaid organization
+    available: Money  # what this month may still spend
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedCustomer:
+    """What a month came to for an organization, and would have come to."""
+
+    organization_id: str
+    organization_name: str
+    token_count: int
+    old_amount: Money
+    new_amount: Money
+    difference: Money
+    old_plan: str
+    new_plan: str
