@@ -54,7 +54,7 @@ def reconcile(
     as_csv: Annotated[bool, typer.Option("--csv", help="Print the differences as CSV.")] = False,
     home: HomeOption = None,
 ) -> None:
-    """Compare usage, ledger, exported batches, the biller's own count and its invoices. Changes nothing.
+    """Compare usage, ledger, our invoices, exported batches, the biller's own count and its invoices. Changes nothing.
 
     Where WEIR_EXPORT is file, the biller's count is the file's. Exit code 1 on any difference.
     """
@@ -105,11 +105,24 @@ async def biller_counts(
 
 def tell(found: MonthReconciliation, now: datetime) -> None:
     """The sums of each stage, then what differs, how old it is and what to do."""
-    heads = ["organization", "model", "tier", "price version", "tokens", "used", "posted", "due", "batched", "delivered", "biller"]
+    heads = [
+        "organization",
+        "model",
+        "tier",
+        "price version",
+        "tokens",
+        "used",
+        "posted",
+        "invoiced",
+        "due",
+        "batched",
+        "delivered",
+        "biller",
+    ]
     made = table(*heads, right=heads[5:], title=f"{found.month}, hours until {found.ours.until:%Y-%m-%d %H:%M} UTC are due")
     counts = found.counted or [None] * len(found.ours.sums)
     for each, count in zip(found.ours.sums, counts, strict=True):
-        numbers = (each.used, each.posted, each.due, each.batched, each.delivered)
+        numbers = (each.used, each.posted, each.invoiced, each.due, each.batched, each.delivered)
         told = "not asked" if count is None else f"{count:,}"
         made.add_row(
             each.organization, each.model, each.tier, str(each.price_version), each.token_kind, *(f"{n:,}" for n in numbers), told

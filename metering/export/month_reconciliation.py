@@ -1,7 +1,8 @@
 """A month from its usage to the biller: where two stages differ, since when, and what to do about it.
 
-Used = posted to the ledger = in batches = delivered = counted by the biller, per customer, price version and kind of token; and
-what Stripe invoiced. Whatever is on its way is a difference too, with its age: nothing is left out because it will probably pass.
+Used = posted to the ledger = on the invoices of closed months, and = in batches = delivered = counted by the biller, per customer,
+price version and kind of token; and what Stripe invoiced. Whatever is on its way is a difference too, with its age: nothing is left
+out because it will probably pass.
 """
 
 from __future__ import annotations
@@ -84,6 +85,7 @@ class Stage(StrEnum):
     """Between which stages a difference lies."""
 
     RATING = "usage to ledger"
+    INVOICING = "ledger to invoice"
     BATCHING = "ledger to batches"
     DELIVERY = "batches to biller"
     COUNTING = "biller's own count"
@@ -144,7 +146,7 @@ def conclude(
     here: those between the stages after the ledger. counted: what the biller counts of each sum; None where it was not asked.
     biller: what is exported to, or empty where nothing is.
     """
-    found = [*rating(ours), *here, *(counting(ours, counted, biller) if counted is not None else ())]
+    found = [*rating(ours), *invoicing(ours), *here, *(counting(ours, counted, biller) if counted is not None else ())]
     order = list(Stage)
     found.sort(key=lambda each: (order.index(each.stage), each.organization, each.model, each.price_version or 0, each.token_kind))
     return MonthReconciliation(month, ours, None if counted is None else tuple(counted), tuple(found), biller)
@@ -161,6 +163,15 @@ def rating(ours: OurMonth) -> Iterator[Difference]:
         else:
             detail, remedy = "ledger and usage events say different things", "find out where with: weir fsck"
         yield place(each, Stage.RATING, each.used - each.posted, detail, remedy, each.unrated_since)
+
+
+def invoicing(ours: OurMonth) -> Iterator[Difference]:
+    """Posted to months that are closed, and on no invoice of theirs."""
+    for each in ours.sums:
+        if each.billed != each.invoiced:
+            detail = f"{each.billed:,} are posted to closed months, and their invoices have {each.invoiced:,}"
+            remedy = "a closed month never changes: find out what did with weir fsck, and correct it by an adjustment"
+            yield place(each, Stage.INVOICING, each.billed - each.invoiced, detail, remedy)
 
 
 def batching(ours: OurMonth) -> Iterator[Difference]:

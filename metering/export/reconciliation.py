@@ -31,11 +31,17 @@ WITH used AS (
     WHERE organization_id = :organization_id AND settled_at >= :begins AND settled_at < :ends
     GROUP BY 1, 2 HAVING sum(kind.token_count) > 0
 ), posted AS (
-    SELECT e.price_version_id, e.token_kind, sum(e.token_count) AS posted
+    SELECT e.price_version_id, e.token_kind, sum(e.token_count) AS posted,
+           sum(e.token_count) FILTER (WHERE m.state = 'closed') AS billed
     FROM ledger_transactions t JOIN ledger_entries e ON e.transaction_id = t.id
+    LEFT JOIN billing_months m ON m.organization_id = t.organization_id AND m.month = t.billing_month
     WHERE t.organization_id = :organization_id AND t.kind = 'usage' AND e.token_kind IS NOT NULL
       AND t.effective_at >= :begins AND t.effective_at < :ends
     GROUP BY 1, 2 HAVING sum(e.token_count) > 0
+), invoiced AS (
+    SELECT l.price_version_id, l.token_kind, sum(l.token_count) AS invoiced
+    FROM invoices i JOIN invoice_lines l ON l.invoice_id = i.id
+    WHERE i.organization_id = :organization_id AND l.kind IN ('usage', 'late_usage') AND l.usage_month = :month GROUP BY 1, 2
 ), batches AS (
     SELECT price_version_id, token_kind,
            sum(token_count) FILTER (WHERE state <> 'cancelled') AS batched,
@@ -45,10 +51,12 @@ WITH used AS (
     FROM meter_batches WHERE organization_id = :organization_id AND hour >= :begins AND hour < :until GROUP BY 1, 2
 )
 SELECT o.id AS organization_id, o.name AS organization, p.model, p.tier, price_version_id AS price_version, token_kind,
-       coalesce(used, 0)::bigint AS used, coalesce(posted, 0)::bigint AS posted, coalesce(due, 0)::bigint AS due,
+       coalesce(used, 0)::bigint AS used, coalesce(posted, 0)::bigint AS posted, coalesce(billed, 0)::bigint AS billed,
+       coalesce(invoiced, 0)::bigint AS invoiced, coalesce(due, 0)::bigint AS due,
        coalesce(batched, 0)::bigint AS batched, coalesce(delivered, 0)::bigint AS delivered,
        coalesce(waiting, 0)::bigint AS waiting, coalesce(rejected, 0)::bigint AS rejected, unrated_since
-FROM used FULL JOIN posted USING (price_version_id, token_kind) FULL JOIN batches USING (price_version_id, token_kind)
+FROM used FULL JOIN posted USING (price_version_id, token_kind) FULL JOIN invoiced USING (price_version_id, token_kind)
+FULL JOIN batches USING (price_version_id, token_kind)
 JOIN organizations o ON o.id = :organization_id
 JOIN price_versions p ON p.id = price_version_id
 ORDER BY p.model, price_version_id, token_kind
@@ -66,8 +74,9 @@ SELECT coalesce((SELECT closed_until FROM export_progress), date_trunc('hour', n
 class StageSum:
     """Tokens of one customer, price version and kind that were used in a month, as they stand at each stage.
 
-    due: of the used ones those of hours that should have been exported. waiting, rejected: in batches that the biller does not
-    count, or not surely. unrated_since: of the oldest usage event that is not posted.
+    billed, invoiced: of the posted ones those in closed months, and what stands on the invoices of these, whichever month billed
+    them. due: of the used ones those of hours that should have been exported. waiting, rejected: in batches that the biller does
+    not count, or not surely. unrated_since: of the oldest usage event that is not posted.
     """
 
     organization_id: uuid.UUID
@@ -78,6 +87,8 @@ class StageSum:
     token_kind: str
     used: int
     posted: int
+    billed: int
+    invoiced: int
     due: int
     batched: int
     delivered: int
@@ -105,7 +116,7 @@ async def our_month(session: AsyncSession, month: str, organization_ids: Sequenc
     ids = organization_ids or list(await session.scalars(text("SELECT id FROM organizations ORDER BY name")))
     sums: list[StageSum] = []
     for organization_id in ids:
-        parameters = {"begins": begins, "ends": ends, "until": until, "organization_id": organization_id}
+        parameters = {"begins": begins, "ends": ends, "until": until, "month": month, "organization_id": organization_id}
         sums += (StageSum(**row._mapping) for row in await session.execute(OURS, parameters))
     return OurMonth(begins, ends, until, tuple(sums))
 

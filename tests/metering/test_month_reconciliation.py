@@ -18,6 +18,7 @@ from metering.export.reconciliation import our_month
 from metering.models import TokenKind
 from metering.store.db import Sessions
 from tests.metering.books import Consumed, Customer, add_usage, new_customer
+from tests.metering.closing_world import ClosingWorld
 from tests.metering.export_books import hours_ago, use_and_rate
 
 USED = Consumed(1_000, 400, 50, settled_at=hours_ago(3))  # 600 fresh, 400 cached, 50 out: 126 dollars of picos a million
@@ -181,3 +182,30 @@ async def test_usage_that_reached_the_biller_after_its_invoice_is_told_with_what
     assert (late.stage, late.token_count, late.amount_picos) == (Stage.LATE, 1_050, COST_PICOS)
     assert "0.000126 USD" in late.remedy
     assert late.since is not None
+
+
+async def test_what_closed_months_were_invoiced_is_what_was_posted_to_them(sessions: Sessions, customer: Customer) -> None:
+    """Usage of September: in its own month, and late in the next one."""
+    world = ClosingWorld(sessions, customer)
+    september = datetime(2025, 9, 10, 12, tzinfo=UTC)
+    price = await world.price(september)
+    await world.use(price, Consumed(1_000, 0, 50, settled_at=september))
+    await world.close("2025-09")
+    await world.use(price, Consumed(7, 0, 0, settled_at=september))
+    async with sessions() as session:
+        open_yet = conclude("2025-09", await our_month(session, "2025-09"))
+    await world.close("2025-10")
+    async with sessions() as session:
+        closed = conclude("2025-09", await our_month(session, "2025-09"))
+    await execute(sessions, "UPDATE invoice_lines SET token_count = token_count - 3 WHERE kind = 'late_usage'")
+
+    async with sessions() as session:
+        changed = conclude("2025-09", await our_month(session, "2025-09"))
+
+    assert {each.stage for each in open_yet.differences} == {Stage.RATING}
+    assert [(each.token_kind, each.billed, each.invoiced) for each in closed.ours.sums] == [
+        ("input", 1_007, 1_007),
+        ("output", 50, 50),
+    ]
+    assert closed.balanced
+    assert [(each.stage, each.token_kind, each.token_count) for each in changed.differences] == [(Stage.INVOICING, "input", 3)]
