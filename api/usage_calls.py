@@ -23,6 +23,7 @@ from metering.billing.focus_export import focus_csv
 from metering.billing.forecast import CONFIDENCE, Forecast, forecast
 from metering.billing.invoice_content import invoice_document
 from metering.billing.invoice_document import Issuer
+from metering.billing.letterheads import letterhead_of
 from metering.billing.month_reading import month_report
 from metering.billing.months import month_text
 from metering.billing.reports import MonthReport, month_bounds
@@ -93,9 +94,11 @@ class UsageCalls(BillingCalls, pb_grpc.BillingServiceServicer):
     ) -> None:
         """Makes a file of a month and sends it in pieces. No transaction stays open while they travel."""
         principal = await self._reader(context)
+        async with self._sessions.begin() as session:
+            owner = await visible_or_own(session, principal, request.organization)
+            issuer = await letterhead_of(session, owner.id, request.month, self._issuer)
         with tempfile.SpooledTemporaryFile(max_size=FILE_BYTES_IN_MEMORY) as file:
             async with self._reading() as session:
-                owner = await visible_or_own(session, principal, request.organization)
                 report = await month_report(session, organization=str(owner.id), month=request.month)
                 match request.format:
                     case pb.MONTH_EXPORT_FORMAT_INVOICE_PDF:
@@ -103,11 +106,11 @@ class UsageCalls(BillingCalls, pb_grpc.BillingServiceServicer):
                     case pb.MONTH_EXPORT_FORMAT_FOCUS_CSV:
                         name = f"focus-{FOCUS_VERSION}-{report.organization_name}-{report.month}.csv"
                         media_type = "text/csv; charset=utf-8"
-                        await write_pieces(file, focus_csv(session, report, self._issuer.name))
+                        await write_pieces(file, focus_csv(session, report, issuer.name))
                     case _:
                         raise InvalidValue("format", "give the format of the file")
             if request.format == pb.MONTH_EXPORT_FORMAT_INVOICE_PDF:
-                file.write(await self._drawer.draw(invoice_document(report, self._issuer)))
+                file.write(await self._drawer.draw(invoice_document(report, issuer)))
             file.seek(0)
             await context.write(pb.ExportMonthResponse(file_name=name, media_type=media_type, chunk=file.read(CHUNK_BYTES)))
             while chunk := file.read(CHUNK_BYTES):

@@ -13,6 +13,7 @@ from sqlalchemy import create_engine, text
 from sqlalchemy.pool import NullPool
 
 import metering.billing.invoice_models
+import metering.billing.letterheads
 import metering.billing.models  # declares its tables on the base
 import metering.billing.plan_models
 import metering.control.control_models

@@ -23,6 +23,7 @@ GUARDS = {
     "holds_belong_together": "holds_belong_together",
     "holds_end_once": "hold_ends_once",
     "invoice_lines_add_up": "invoice_adds_up",
+    "invoice_letterheads_append_only": "refuse_change",
     "invoice_lines_append_only": "refuse_change",
     "invoices_append_only": "refuse_change",
     "ledger_accounts_append_only": "refuse_change",

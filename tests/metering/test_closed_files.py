@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 from datetime import UTC, date, datetime
 from decimal import Decimal
+from pathlib import Path
 
 import pytest
 from pypdf import PdfReader
+from sqlalchemy.exc import DBAPIError
 
 from metering.billing.focus_export import focus_csv
 from metering.billing.invoice_content import invoice_document
@@ -15,6 +18,7 @@ from metering.billing.invoice_document import Issuer
 from metering.billing.invoice_pdf import render_pdf
 from metering.billing.invoice_rows import find_invoice_row, read_invoice
 from metering.billing.invoices import Invoice
+from metering.billing.letterheads import letterhead_of
 from metering.billing.rating import rate_all_pending
 from metering.billing.usage_reports import usage_page, usage_total
 from metering.billing.usage_statements import Grouping, UsageFilter
@@ -94,3 +98,21 @@ async def test_what_comes_later_changes_nothing_of_a_closed_month(world: Closing
     await rate_all_pending(world.sessions)
 
     assert before == unrated == (await files(world, "2025-10"), await files(world, "2025-11"))
+
+
+async def test_an_invoice_keeps_the_letterhead_of_its_first_document(world: ClosingWorld) -> None:
+    owner, moved = world.customer.organization_id, Issuer("Weir SE", ("Neue Straße 1",), font=Path("other.ttf"))
+
+    async def letterhead(month: str, issuer: Issuer) -> Issuer:
+        async with world.sessions.begin() as session:
+            return await letterhead_of(session, owner, month, issuer)
+
+    assert await letterhead("2025-10", Issuer()) == Issuer()  # nothing to keep yet
+    assert await letterhead("2025-10", ISSUER) == ISSUER
+    assert await letterhead("2025-10", moved) == replace(ISSUER, font=moved.font)
+    assert await letterhead("2025-10", Issuer()) == ISSUER
+    assert await letterhead("2025-11", moved) == moved
+    assert await letterhead("2025-12", ISSUER) == ISSUER  # no invoice, nothing kept
+    assert await letterhead("2025-12", moved) == moved
+    with pytest.raises(DBAPIError, match="append-only"):
+        await world.ask("DELETE FROM invoice_letterheads RETURNING name")
