@@ -36,7 +36,7 @@ coalesce((array_agg(outcome ORDER BY part DESC))[1], '') AS outcome
 # Admissions share this lock, and whoever makes a quota count what was used before it holds it alone: no request can be admitted
 # by the rules of before while its usage is summed up. 0x57656972 is "Weir".
 QUOTA_LOCK = "1466263922, 1"
-BEGIN_ADMITTING = f"SELECT now(), pg_advisory_xact_lock_shared({QUOTA_LOCK})"
+BEGIN_ADMITTING = f"SELECT pg_advisory_xact_lock_shared({QUOTA_LOCK})"
 SELECT_HOLDS = """
 SELECT id, state, owner_id, price_version_id, input_token_count, cached_input_token_count, leased_token_count,
        delivered_token_count, posted_token_count, posted_minutes, quota_ids, admitted_at, charged_at, expires_at, request_id,
@@ -240,7 +240,9 @@ async def read_and_lock(
     the ones before it have locked.
     """
     known = known_of(connection)
-    statements: list[Statement] = [("BEGIN", ()), (BEGIN_ADMITTING if admits else "SELECT now()", ())]
+    statements: list[Statement] = [("BEGIN", ())]
+    if admits:
+        statements.append((BEGIN_ADMITTING, ()))
     if hold_ids:
         statements.append((SELECT_HOLDS, (id_array(hold_ids),)))
     if billed_ids:
@@ -248,19 +250,18 @@ async def read_and_lock(
     statements.append((SELECT_CHANGES, (known.snapshot,)))
     if admits:
         statements += admission_reads(admits)
-    _, [time], *answers = await exchange(connection, statements)
-    reads = BatchReads(time[0], Chains(time[0]))
-    same: list[Row] = []
-    if hold_ids:
-        held, *answers = answers
-        reads.holds = {row[0].int: HoldRow(*row) for row in held}
-    if billed_ids:
-        heads, *answers = answers
-        reads.chains = Chains.of_rows(reads.now, heads)
-    [(snapshot, changes)], *answers = answers
-    known.asked(reads.now, snapshot, changes)
+    answers = iter(await exchange(connection, statements))
+    next(answers)
     if admits:
-        same = take_admission_reads(connection, reads, admits, answers)
+        next(answers)
+    held = next(answers) if hold_ids else []
+    heads = next(answers) if billed_ids else []
+    [(now, snapshot, changes)] = next(answers)
+    reads = BatchReads(now, Chains.of_rows(now, heads), {row[0].int: HoldRow(*row) for row in held})
+    known.asked(now, snapshot, changes)
+    same: list[Row] = []
+    if admits:
+        same = take_admission_reads(connection, reads, admits, list(answers))
     await know_what_holds_need(connection, reads)
     ended_holds = [hold.id for hold in reads.holds.values() if hold.state != HoldState.HELD]
     ended = id_array([*ended_holds, *(row[4] for row in same if row[2] != HoldState.HELD)])

@@ -21,9 +21,9 @@ from metering.models import ServiceTier
 from metering.operations import Payer
 from metering.quotas.quota_rules import CounterKey, Kind, QuotaRule
 
-# One row: the snapshot to ask with next time, and whom changes were about since the one asked with; NULL: all.
+# One row: the time, the snapshot to ask with next time, and whom changes were about since the one asked with; NULL: all.
 SELECT_CHANGES = """
-SELECT pg_current_snapshot()::text, ARRAY(
+SELECT now(), pg_current_snapshot()::text, ARRAY(
     SELECT subject_id FROM rule_changes, (VALUES (%s::pg_snapshot)) AS s(before)
     WHERE transaction_id >= pg_snapshot_xmin(before)::text::bigint
         AND NOT pg_visible_in_snapshot(transaction_id::text::xid8, before))

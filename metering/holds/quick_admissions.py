@@ -25,7 +25,7 @@ from metering.quotas.quota_rules import CounterKey, QuotaRule, window_starts
 MINUTE = timedelta(minutes=1)
 # After the lock that whoever sets a quota holds alone, and in a statement of its own: it sees what was committed meanwhile.
 CHECK_KNOWN = """
-SELECT pg_current_snapshot()::text, 1 / (now() >= %s::timestamptz AND now() < %s::timestamptz AND NOT EXISTS (
+SELECT now(), pg_current_snapshot()::text, 1 / (now() >= %s::timestamptz AND now() < %s::timestamptz AND NOT EXISTS (
     SELECT FROM rule_changes, (VALUES (%s::pg_snapshot)) AS s(before)
     WHERE transaction_id >= pg_snapshot_xmin(before)::text::bigint
         AND NOT pg_visible_in_snapshot(transaction_id::text::xid8, before)))::int
@@ -130,7 +130,7 @@ async def admit_planned(
     if charges:  # before the holds: whoever waits for a request id of another has its counters, like everybody else
         statements.append((CHARGE_COUNTERS, (*columns, len(keys))))
     statements.append(insertion(owner_id, expiry_s, holds))
-    [(now, _)], [(snapshot, _)], *charged, _ = await exchange(connection, statements)
+    _, [(now, snapshot, _)], *charged, _ = await exchange(connection, statements)
     known.asked(now, snapshot, ())
     for place, used, held, _ in charged[0] if charged else ():
         charges[place - 1].used, charges[place - 1].held = used, held
