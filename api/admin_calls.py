@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Protocol
 
-from sqlalchemy import func, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from api import wire
@@ -16,11 +15,10 @@ from api.auth import Authenticator
 from api.interceptor import Context
 from metering.store.db import Sessions
 from metering.tenants import admin_requests
+from metering.tenants.changes_lock import take_changes_lock
 from metering.tenants.tenants import Principal
 
 SCOPE = "admin"
-# Any fixed number that is ours. Changes share it, a whole configuration takes it alone: so its plan is exact at its commit.
-CHANGES_LOCK_ID = 7_355_609
 
 
 class Repeatable(Protocol):
@@ -74,9 +72,8 @@ class AdminCalls:
     async def _acting(self, context: Context, *, alone: bool = False) -> AsyncIterator[Acting]:
         """A transaction that commits at the end of the block. alone: no other change is made meanwhile."""
         principal = await self._admin(context)
-        lock = func.pg_advisory_xact_lock if alone else func.pg_advisory_xact_lock_shared
         async with self._sessions.begin() as session:
-            await session.execute(select(lock(CHANGES_LOCK_ID)))
+            await take_changes_lock(session, alone=alone)
             yield Acting(session, principal)
 
     @contextlib.asynccontextmanager

@@ -215,6 +215,7 @@ CODES: tuple[tuple[type[Exception], int], ...] = (
     (QueueFull, code_pb2.UNAVAILABLE),
     (StartsTooLate, code_pb2.UNAVAILABLE),
     (metering_errors.StoreAway, code_pb2.UNAVAILABLE),
+    (metering_errors.ChangesUnderWay, code_pb2.UNAVAILABLE),
     (metering_errors.StripeFailed, code_pb2.UNAVAILABLE),
     (EngineLost, code_pb2.UNAVAILABLE),
     (engine_errors.EngineOverloaded, code_pb2.UNAVAILABLE),

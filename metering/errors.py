@@ -98,6 +98,16 @@ class PriceMissing(MeteringError):
         self.model = model
 
 
+class ChangesUnderWay(MeteringError):
+    """A configuration is being applied, or other changes keep one from beginning: nothing was changed by this call."""
+
+    reason = "CHANGES_UNDER_WAY"
+    retry_after_s = 5.0
+
+    def __init__(self) -> None:
+        super().__init__("another configuration is being applied, or other changes are under way: nothing was changed, try again")
+
+
 class QuotaExceeded(MeteringError):
     """The request does not fit. `failing` are the limits it does not fit, the one that resets first in front.
 

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
+import psycopg
 import pytest
 from google.protobuf.json_format import MessageToDict, ParseDict
 from google.protobuf.timestamp_pb2 import Timestamp
@@ -17,6 +18,8 @@ from weir.v1 import admin_service_pb2 as admin_pb
 from weir.v1 import admin_service_pb2_grpc as pb_grpc
 from weir.v1 import configuration_pb2 as pb
 
+from metering.store.db import psycopg_conninfo
+from metering.tenants.changes_lock import CHANGES_LOCK_ID
 from tests.service import MODEL, Service, Tenant, bearer, refused
 
 LATER = (datetime.now(UTC) + timedelta(days=30)).replace(microsecond=0)
@@ -278,3 +281,24 @@ async def test_applying_needs_the_scope_of_an_admin(service: Service, admin: Adm
     broken = pb.Configuration(organizations=[pb.OrganizationConfiguration(name="x", quotas=[impossible])])
     answer = await admin.stub.ApplyConfiguration(pb.ApplyConfigurationRequest(configuration=broken), metadata=bearer(admin.secret))
     assert "organizations[0].quotas[0].raised_limit_value" in {mistake.field for mistake in answer.mistakes}
+
+
+async def test_who_waits_for_a_long_configuration_is_told_so_and_not_that_the_database_is_away(
+    service: Service, admin: Admin
+) -> None:
+    """The lock of one that is being applied stands in the way of another, and of single changes, for longer than they wait."""
+    document = pb.ApplyConfigurationRequest(
+        configuration=ParseDict({"organizations": [{"name": admin.tenant.name}]}, pb.Configuration())
+    )
+    with psycopg.connect(psycopg_conninfo(service.database_url)) as applying:
+        applying.execute("SELECT pg_advisory_xact_lock(%s)", (CHANGES_LOCK_ID,))
+        whole, single = await asyncio.gather(
+            refused(admin.stub.ApplyConfiguration(document, metadata=bearer(admin.secret))),
+            refused(admin.stub.CreateOrganization(admin_pb.CreateOrganizationRequest(name="o"), metadata=bearer(admin.secret))),
+        )
+
+    for refusal in (whole, single):
+        assert (refusal.code, refusal.reason) == (StatusCode.UNAVAILABLE, "CHANGES_UNDER_WAY")
+        assert refusal.retry_after_s == 5.0
+        assert "another configuration is being applied" in refusal.status.message
+    await admin.apply()
