@@ -32,6 +32,7 @@ from metering.billing.month_reading import LONG_READ_S, read_month, read_patient
 from metering.billing.months import month_of, take_lane
 from metering.billing.obstacles import GRACE, Obstacle, find_obstacles, month_end
 from metering.billing.plans import CreditApplication
+from metering.billing.prepaid import refresh
 from metering.billing.rating import rate_all_pending, rate_customer
 from metering.billing.report_formats import digests
 from metering.billing.reports import ChargeKind, Closed, MonthReport, month_bounds
@@ -208,6 +209,7 @@ async def _close(session: AsyncSession, request: CloseRequest) -> CloseResult:
     credit = await prepaid_credit_of(session, owner.id, request.month)
     report = replace(draft, credit=credit, closed=closed)
     await _freeze(session, request, report, now)
+    await refresh(session, owner.id, actor=request.actor)  # of one that pays in advance, the limit is that of what is left
     if await read_month(session, owner, request.month) != report:
         raise InvariantViolated(f"the report of {report.month} of {owner.name} cannot be reproduced: the month is not closed")
     return CloseResult(report, already_closed=False)

@@ -13,13 +13,12 @@ from datetime import UTC, date, datetime, timedelta
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from metering.billing.credits import Grant, expire, grant_credit, list_grants, spend, usable_grants
+from metering.billing.closing import close_month
+from metering.billing.credits import Grant, grant_credit, list_grants
 from metering.billing.plan_admin import assign_plan, create_plan
 from metering.billing.plan_rules import Allowance, PlanRules, Selector
-from metering.billing.plans import apply_credit
 from metering.billing.prepaid import Owed, credit_balance, left_for, refresh, refresh_for_the_month, set_prepaid
 from metering.billing.rating import rate_all_pending
 from metering.errors import InsufficientCredit, InvalidValue, QuotaExceeded
@@ -192,33 +191,27 @@ async def test_credit_ends_with_its_month_by_the_clock_and_the_rest_goes_on(worl
 
 
 async def test_a_close_changes_nothing_of_what_is_available(world: HoldWorld, books: Sessions) -> None:
-    """What was worked out for the open month is what its close does: by hand here, as `credits.py` says a close must."""
-    payer = await prepaid(books, world, 3 * EACH, last_month=NOVEMBER)
+    """What was worked out for the open month is what its close does; what ends with it is gone before and after."""
+    payer = await prepaid(books, world, 3 * EACH + 5, last_month=NOVEMBER)
     async with books.begin() as session:
         await grant(session, 2 * EACH, last_month=DECEMBER)
     for each in of_type(Admitted, await world.run(*(admit(payer) for _ in range(4)))):
         await world.run(settle(each.hold_id, 20))
-    world.set_time(datetime(2026, 12, 2, tzinfo=UTC))
+    world.set_time(datetime(2026, 12, 3, tzinfo=UTC))
     await refresh_for_the_month(books)
-    await rate_all_pending(books)
     before = await available(books), await remaining(books, payer)
 
-    async with books.begin() as session:
-        spent = apply_credit(await usable_grants(session, payer.organization_id, NOVEMBER), 4 * EACH)
-        await spend(session, NOVEMBER, spent)
-        assert await expire(session, payer.organization_id, NOVEMBER, at=datetime(2026, 11, 30, tzinfo=UTC)) == []
-        await session.execute(
-            text(
-                "INSERT INTO billing_months (organization_id, month, state, closing_at, closing_by, closed_at, closed_by) "
-                "VALUES (:id, '2026-11-01', 'closed', now(), 'test', now(), 'test')"
-            ),
-            {"id": payer.organization_id},
-        )
-        await refresh(session, payer.organization_id, actor="test")
+    await close_month(books, organization="acme", month="2026-11", actor="test")
 
-    assert before == (await available(books), await remaining(books, payer)) == (EACH, EACH)
+    assert before == (await available(books), await remaining(books, payer)) == (EACH + 5, EACH + 5)
     async with books() as session:
-        assert [each.remaining_picos for each in await list_grants(session, organization="acme")] == [0, EACH]
+        found = await list_grants(session, organization="acme")
+    assert [(each.spent_picos, each.expired_picos, each.remaining_picos) for each in found] == [
+        (3 * EACH + 5, 0, 0),
+        (EACH - 5, 0, EACH + 5),
+    ]
+    assert of_type(Admitted, await world.run(admit(payer, least_tokens=20), admit(payer, least_tokens=20)))
+    check_invariants(world.url)
 
 
 async def test_a_lost_request_keeps_what_it_may_have_delivered(world: HoldWorld, books: Sessions) -> None:
