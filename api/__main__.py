@@ -32,6 +32,7 @@ from api.process import Process
 from api.receipt_service import ReceiptServicer
 from api.server import Health, Servicers, build_server
 from api.settings import SettingInvalid, Settings
+from api.statistics_log import log_statistics_regularly
 from inference.classifier_process import ClassifierProcess
 from inference.engine import Engine
 from inference.errors import EngineError
@@ -197,6 +198,8 @@ async def serve(settings: Settings) -> None:
             tasks.create_task(notices.run(), name="usage notices"),
             tasks.create_task(recover_regularly(settings, gate, signer), name="recovery"),
             tasks.create_task(process.tell_progress_regularly(), name="progress"),
+            tasks.create_task(log_statistics_regularly(process), name="statistics log"),
+            tasks.create_task(log_statistics_regularly(process), name="statistics log"),
         ]
         if safety.classifiers is not None:
             background.append(tasks.create_task(safety.classifiers.serve(), name="classifiers"))

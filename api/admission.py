@@ -169,6 +169,7 @@ class Admission:
         self.holds = holds
         self.journal = journal
         self.tasks = tasks
+        self.admitted_count = 0  # since the start
 
     @contextlib.asynccontextmanager
     async def admit(self, request: AdmissionRequest, usage: UsageSoFar) -> AsyncIterator[Lease]:
@@ -193,6 +194,7 @@ class Admission:
                     tier=request.tier,
                 )
             )
+            self.admitted_count += 1
             lease = Lease(self, request, admitted, usage)
             try:
                 yield lease

@@ -126,7 +126,7 @@ class FairQueue:
         return found
 
     def statistics(self) -> QueueStatistics:
-        """Never blocks."""
+        """Never blocks; takes time in proportion to how many wait."""
         entrance = self._entrance
         return QueueStatistics(
             waiting_count=entrance.waiting_count,
@@ -135,6 +135,7 @@ class FairQueue:
             refused_count=entrance.refused_count,
             engine_pending_count=self._lookahead.pending_count,
             engine_window=int(self._lookahead.window),
+            longest_wait_s=max((each.wait_s for each in self.outlook() if each.wait_s is not None), default=None),
         )
 
     def _hand_over(self) -> None:

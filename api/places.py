@@ -57,7 +57,10 @@ class Outlook:
 
 @dataclass(frozen=True, slots=True)
 class QueueStatistics:
-    """Counts of requests, but for the engine's, which are in sequences. peak: the most that ever waited."""
+    """Counts of requests, but for the engine's, which are in sequences. peak: the most that ever waited.
+
+    longest_wait_s: what the last of those that wait may expect; None where nothing waits, or nothing was observed yet.
+    """
 
     waiting_count: int
     waiting_count_peak: int
@@ -65,6 +68,7 @@ class QueueStatistics:
     refused_count: int
     engine_pending_count: int
     engine_window: int
+    longest_wait_s: float | None = None
 
 
 class State(Enum):

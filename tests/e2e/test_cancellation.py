@@ -5,12 +5,15 @@ everything that the request held is given back. Here the server runs in this pro
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import grpc
 import pytest
@@ -19,6 +22,7 @@ from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import inference_service_pb2_grpc as pb_grpc
 from weir.v1 import types_pb2
 
+from api import statistics_log
 from metering.holds.lease_clock import boot_time_s
 from metering.models import QuotaDimension
 from tests.conftest import new_database
@@ -207,6 +211,33 @@ async def test_what_waits_when_the_process_has_slept_too_long_costs_the_engine_n
 
     assert inside.engine.statistics().prompt_token_count == computed
     await service.no_hold_left(tenant)
+
+
+async def test_the_log_tells_admissions_refusals_and_what_waits(
+    inside: Inside, service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once for each change, by the limit that stood in the way."""
+    one_at_once = await service.tenant({QuotaDimension.CONCURRENT_REQUESTS: 1})
+    told: list[dict[str, Any]] = []
+    monkeypatch.setattr(statistics_log, "log", SimpleNamespace(info=lambda event, **facts: told.append(facts)))
+    before = statistics_log.statistics_of(inside.process)
+    limit = "concurrent_requests/organization"
+
+    async with service.stream(one_at_once.secret) as stream:
+        running = await stream.begin(max_output_tokens=3000)
+        await stream.received(running, 1)
+        await stream.failed(await stream.begin())
+        telling = asyncio.ensure_future(statistics_log.log_statistics_regularly(inside.process, interval_s=0.001))
+        await until(lambda: bool(told), "the event")
+        await stream.cancel(running)
+        await stream.finished(running)
+        telling.cancel()
+
+    assert told[0]["admitted_count"] == before["admitted_count"] + 1
+    assert told[0]["quota_refusals"][limit] == before["quota_refusals"].get(limit, 0) + 1
+    assert told[0]["live_request_count"] == 1
+    assert told[0]["queues"]["tiny"]["waiting_count"] == 0
+    assert all(now != then for then, now in itertools.pairwise(told))
 
 
 async def test_a_voided_request_may_come_again(service: Service, tenant: Tenant) -> None:
