@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import Annotated
 
+import psycopg.errors
 import typer
 from rich.markup import escape
 
 from api.cli.amounts import duration_text
 from api.cli.audit import parse_time
-from api.cli.local import HomeOption, clear_failures
+from api.cli.local import HomeOption, clear_failures, fail
 from api.cli.local_store import domain_errors, local_database
 from api.cli.output import JsonOption, make_console, print_json
 from metering.billing.month_verification import changed_months
@@ -51,7 +54,7 @@ def fsck(
     moments = tuple(Moment) if at_rest else (Moment.ALWAYS, Moment.SOON)
     names = [name for name in check or () if name != REPRODUCED.name]
     verdicts: list[Verdict] = []
-    with clear_failures(), domain_errors():
+    with clear_failures(), domain_errors(), schema_of_this_version():
         checks = chosen_checks(names, moments) if names or not check else ()
         with local_database(home) as url:
             for verdict in run_checks(url, checks, since=begins, sample_max=sample):
@@ -69,6 +72,16 @@ def fsck(
         conclude(verdicts, wrong)
     if wrong:
         raise typer.Exit(1)
+
+
+@contextlib.contextmanager
+def schema_of_this_version() -> Iterator[None]:
+    """A database that this version's checks cannot read, without a traceback."""
+    try:
+        yield
+    except (psycopg.errors.UndefinedTable, psycopg.errors.UndefinedColumn) as error:
+        what = str(error).partition("\n")[0]
+        fail(f"the database is at another schema than this version of Weir ({what}): run weir migrate first")
 
 
 async def reproduce_months(database_url: str, sample_max: int) -> Verdict:

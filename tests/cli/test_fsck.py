@@ -69,6 +69,16 @@ def test_an_unknown_check_is_refused_with_the_names_of_all(bare_weir: Run, datab
     assert "holds-end-once" in result.stderr
 
 
+def test_a_database_of_another_version_is_refused_with_what_to_do(bare_weir: Run, database: str) -> None:
+    with psycopg.connect(psycopg_conninfo(database)) as connection:
+        connection.execute("ALTER TABLE holds RENAME quota_ids TO limits")
+
+    result = bare_weir("fsck")
+
+    assert result.exit_code == 1
+    assert "run weir migrate first" in result.stderr
+
+
 def test_the_checks_are_listed_with_what_they_prove(bare_weir: Run) -> None:
     result = bare_weir("fsck", "--list")
 
