@@ -57,7 +57,7 @@ def apply(
 
 
 def export(
-    organization: Annotated[str, typer.Option("--org", help="Only this organization, by name or id, and no prices.")] = "",
+    organization: Annotated[str, typer.Option("--org", help="Only this organization, by name or id, with its own prices.")] = "",
     as_json: JsonOption = False,
     address: AddressOption = None,
     api_key: KeyOption = None,

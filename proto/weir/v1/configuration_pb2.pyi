@@ -538,7 +538,7 @@ class ExportConfigurationRequest(_message.Message):
 
     ORGANIZATION_FIELD_NUMBER: _builtins.int
     organization: _builtins.str
-    """Name or id of an organization; empty: all, and the prices in force."""
+    """Name or id of an organization: it and its own prices. Empty: all, and the prices in force."""
     def __init__(
         self,
         *,
