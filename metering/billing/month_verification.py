@@ -1,7 +1,7 @@
 """Whether a closed month is still what it was: its report is made again from the ledger and compared with what the close froze.
 
-Reads only. Three things are compared: the documents with their digests, the invoice's lines with the report's, and what the month
-posted to the customer's account with what was invoiced.
+Reads only. Four things are compared: the documents with their digests, the receipts with their root, the invoice's lines with the
+report's, and what the month posted to the customer's account with what was invoiced.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from metering.billing.reports import MonthReport, month_bounds
 from metering.errors import MonthOpen
 from metering.models import Organization
 from metering.money import exact_text
+from metering.receipts.months import month_root
 from metering.store.bounded_connection import patience
 
 OWED = text(f"""
@@ -71,6 +72,9 @@ async def verify_month(session: AsyncSession, organization: Organization, month:
     lines = () if invoice is None else await read_lines(session, invoice.id)
     if lines != invoice_lines(report):
         differences.append("the lines of the invoice are not those of the report")
+    root = (await month_root(session, organization.id, first_day)).hex()
+    if closing.receipts_root and root != closing.receipts_root:
+        differences.append(f"the root of the receipts is {root}, and was {closing.receipts_root} at the close")
     given_back = sum(note.amount_picos for note in report.credit_notes)
     owed = int((await session.execute(OWED, {"organization_id": organization.id, "month": first_day})).scalar_one())
     if owed != report.total_rounded_picos - given_back:

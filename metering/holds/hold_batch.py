@@ -292,16 +292,14 @@ class Decisions:
     def record(self, hold: HoldRow, part: Settled, timings: dict[str, float] | None, *, recovered: bool) -> Settled:
         """Write the next usage event of a hold, and its receipt."""
         known = self.standing(part.hold_id)
-        chains = self.writes.chains
-        settled_at = chains.settled_at(hold.project_id)
-        receipt = chains.append(
+        receipt = self.writes.chains.append(
             hold.receipt_ids,
             (known.part_count, part.input_token_count, part.cached_input_token_count, part.billed_token_count, 0),
             (hold.price_version_id, part.cost_picos),
             hold.admitted_at,
             (part.currency_code, hold.model, part.outcome),
         )
-        self.writes.events.append(NewUsageEvent(part, known.part_count, timings, recovered, receipt, settled_at))
+        self.writes.events.append(NewUsageEvent(part, known.part_count, timings, recovered, receipt))
         self.reads.events[part.hold_id.int] = known.plus(part)
         self.reads.receipts.setdefault(part.hold_id.int, []).append(receipt)
         return part.receipted(receipt)

@@ -20,6 +20,7 @@ from metering.holds.exchange import (
     id_array,
     id_number_array,
     text_array,
+    time_array,
 )
 from metering.models import HoldState
 from metering.operations import Admit, Settled
@@ -120,7 +121,6 @@ class NewUsageEvent(NamedTuple):
     timings: dict[str, float] | None
     recovered: bool
     receipt: IssuedReceipt
-    settled_at: datetime
 
 
 @dataclass(slots=True)
@@ -245,7 +245,7 @@ def usage_event_columns(events: Sequence[NewUsageEvent]) -> tuple[Value, ...]:
         array(usage.cost_picos for usage in settled),
         text_array(None if event.timings is None else json.dumps(event.timings) for event in events),
         array(event.recovered for event in events),
-        array(event.settled_at for event in events),
+        time_array(event.receipt.settled_at for event in events),
         array(event.receipt.sequence for event in events),
         bytes_array(event.receipt.previous_hash for event in events),
         bytes_array(event.receipt.hash for event in events),

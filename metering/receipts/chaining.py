@@ -7,9 +7,9 @@ per project without gap or fork. Pure but for the signature; the rows are read a
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from metering.receipts.encoding import Receipt, decode, encode, hash_of, micros, texts
 from metering.receipts.merkle import Step, Tree
@@ -60,6 +60,7 @@ class IssuedReceipt:
     """A receipt as it was made. batch: None where no key signs."""
 
     encoded: bytes
+    settled_at: datetime
     sequence: int
     previous_hash: bytes
     hash: bytes
@@ -86,32 +87,36 @@ class IssuedReceipt:
         return self.batch.path(self.hash) if self.batch else ()
 
 
-class ChainHead(NamedTuple):
-    """The last receipt of a project. project_id: its 16 bytes."""
+@dataclass(slots=True)
+class ChainHead:
+    """The last receipt of a project. project_id: its 16 bytes. settled_at_us: the same time in microseconds."""
 
     project_id: bytes
     sequence: int
     hash: bytes
     settled_at: datetime
+    settled_at_us: int
 
 
-@dataclass(slots=True)
 class Chains:
-    """The chains that a batch continues, by project, and the receipts that it adds. now: of the transaction."""
+    """The chains that a batch continues, by project, and the receipts that it adds."""
 
-    now: datetime
-    heads: dict[bytes, ChainHead] = field(default_factory=dict)
-    changed: set[bytes] = field(default_factory=set)
-    added: list[IssuedReceipt] = field(default_factory=list)
+    def __init__(self) -> None:
+        self.heads: dict[bytes, ChainHead] = {}
+        self.changed: set[bytes] = set()
+        self.added: list[IssuedReceipt] = []
 
     @classmethod
     def of_rows(cls, now: datetime, rows: Iterable[tuple[bytes, int, bytes, datetime]]) -> Chains:
-        """From the locked rows."""
-        return cls(now, {row[0]: ChainHead(*row) for row in rows})
+        """From the locked rows; now: of the transaction.
 
-    def settled_at(self, project_id: bytes) -> datetime:
-        """The time of the project's next receipt: never before the last one's, so that a month is one piece of the chain."""
-        return max(self.now, self.heads[project_id].settled_at)
+        No receipt is settled before the last one, so that a month is one piece of the chain.
+        """
+        chains = cls()
+        for project_id, sequence, last_hash, settled_at in rows:
+            later = max(now, settled_at)
+            chains.heads[project_id] = ChainHead(project_id, sequence, last_hash, later, micros(later))
+        return chains
 
     def append(
         self,
@@ -127,12 +132,12 @@ class Chains:
         ends: currency code, model, outcome.
         """
         project_id = ids[16:32]
-        head, settled_at = self.heads[project_id], self.settled_at(project_id)
-        sequence = head.sequence + 1
-        numbers = (*counts, *price, micros(admitted_at), micros(settled_at), sequence)
-        encoded = encode(ids, numbers, head.hash, texts(*ends))
-        receipt = IssuedReceipt(encoded, sequence, head.hash, hash_of(encoded))
-        self.heads[project_id] = ChainHead(project_id, sequence, receipt.hash, settled_at)
+        head = self.heads[project_id]
+        previous_hash, head.sequence = head.hash, head.sequence + 1
+        numbers = (*counts, *price, micros(admitted_at), head.settled_at_us, head.sequence)
+        encoded = encode(ids, numbers, previous_hash, texts(*ends))
+        head.hash = hash_of(encoded)
+        receipt = IssuedReceipt(encoded, head.settled_at, head.sequence, previous_hash, head.hash)
         self.changed.add(project_id)
         self.added.append(receipt)
         return receipt

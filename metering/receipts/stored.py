@@ -54,7 +54,7 @@ class IssuedRow(NamedTuple):
         """The receipt."""
         numbers = (*self[2:9], micros(self.admitted_at), micros(self.settled_at), self.sequence)
         encoded = encode(bytes(self.ids), numbers, bytes(self.previous_hash), texts(self.currency_code, self.model, self.outcome))
-        return IssuedReceipt(encoded, self.sequence, bytes(self.previous_hash), bytes(self.hash), batch)
+        return IssuedReceipt(encoded, self.settled_at, self.sequence, bytes(self.previous_hash), bytes(self.hash), batch)
 
 
 def issued_of_rows(issued: Iterable[Row], batches: Iterable[Row]) -> Iterator[tuple[uuid.UUID, IssuedReceipt]]:

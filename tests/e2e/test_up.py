@@ -61,6 +61,10 @@ def test_everything_on_one_machine(environment: dict[str, str], postgres_home: P
         answer = json.loads(streamed.stdout)
         traced = weir("trace", answer["request_id"]).stdout
         report = report_of(weir, expected_requests=1)
+        month = report["month"]
+        weir("report", "month", month, "--json", "--output", str(home / "report.json"))
+        weir("receipt", "export", month, "--output", str(home / "receipts.jsonl"))
+        receipts = weir("receipt", "verify", str(home / "receipts.jsonl"), "--report", str(home / "report.json")).stdout
         postmaster = int((home / "postgres" / "postmaster.pid").read_text().split()[0])
         processes = {postmaster, *descendants(postmaster), *descendants(up.pid)}
         assert len(processes) >= 4, "PostgreSQL, api server, engine host, worker"
@@ -75,6 +79,8 @@ def test_everything_on_one_machine(environment: dict[str, str], postgres_home: P
 
     wait_for(lambda: not any(map(alive, processes)), "every process to end")
     assert "prefill" in traced
+    assert "✓ 1 receipts of 1 projects, 1 signed" in receipts
+    assert (home / "receipt-key.pem").stat().st_mode & 0o077 == 0
     assert answer["usage"]["delivered_token_count"] <= 12
     assert report["reconciliation"]["balanced"] is True
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from metering.receipts.chaining import IssuedReceipt, SignedBatch
-from metering.receipts.encoding import Receipt, hash_of
+from metering.receipts.encoding import EPOCH, Receipt, hash_of
 from metering.receipts.merkle import RunningRoot
 from metering.receipts.signing import Signer
 from tests.metering.test_receipt_encoding import KNOWN
@@ -40,7 +41,11 @@ def vectors() -> list[IssuedReceipt]:
         )
         encoded = content.encoded
         previous = hash_of(encoded)
-        made.append(IssuedReceipt(encoded, content.sequence, content.previous_hash, previous))
+        made.append(
+            IssuedReceipt(
+                encoded, EPOCH + timedelta(microseconds=content.settled_at_us), content.sequence, content.previous_hash, previous
+            )
+        )
     for batch in (made[:1], made[1:4], made[5:]):
         signed = SignedBatch.sign(SIGNER, [receipt.hash for receipt in batch])
         for receipt in batch:

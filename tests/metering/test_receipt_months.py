@@ -14,6 +14,7 @@ from weir_client import verify_receipts, wire_receipts
 from api.cli.receipt_files import read_report
 from api.receipt_wire import receipt_message
 from metering.billing.closing import close_month
+from metering.billing.month_verification import verify_month
 from metering.billing.report_formats import to_json
 from metering.errors import InvalidValue
 from metering.holds.hold_connection import HoldConnection
@@ -23,6 +24,7 @@ from metering.receipts.encoding import micros
 from metering.receipts.merkle import EMPTY_ROOT
 from metering.receipts.months import PageMark, month_root, receipt_month, receipts_page, seal_month
 from metering.store.db import Sessions
+from metering.tenants.tenants import find_organization
 from tests.metering.hold_world import HoldWorld, admit, hold_world, settle
 from tests.metering.invariants import check_invariants
 from tests.metering.receipt_invariants import root
@@ -197,6 +199,15 @@ async def test_a_closed_month_has_root_and_sums_of_its_receipts(world: HoldWorld
     assert verdict.problems == (), "not signed, but the root vouches for all"
     assert verdict.receipt_count == 2
     check_invariants(world.url, all_ended=True)
+
+    async with sessions() as session:
+        owner = await find_organization(session, "acme")
+        assert (await verify_month(session, owner, "2026-11")).differences == ()
+    world.execute("SET session_replication_role = replica")  # no triggers
+    world.execute("UPDATE usage_events SET receipt_hash = previous_receipt_hash WHERE receipt_sequence = 2")
+    async with sessions() as session:
+        [difference] = (await verify_month(session, owner, "2026-11")).differences
+    assert difference.startswith("the root of the receipts is ")
 
 
 async def test_a_month_without_receipts_is_closed_without_a_root(world: HoldWorld, sessions: Sessions) -> None:
