@@ -1,0 +1,278 @@
+"""From settlement to ledger: usage events per second and core, beside plain multi-row inserts of the same rows on the same server.
+
+    .venv/bin/python -m bench.billing [--events 200000] [--organizations 1 10 1000] [--directory /dev/shm | --database-url URL]
+
+A case writes usage events as settlements would, then rates and posts all of them, as one task of a worker after the other. "Plain"
+copies the same rows into a table with the same indexes, a thousand rows to each INSERT and a commit for each: what PostgreSQL takes
+to write them down once, without a ledger. Rates are by the clock and by CPU time, of the server and of this process together: the
+latter is what one core does in a second, and says something on a busy machine, too.
+
+Then one worker on the embedded broker: seconds from the end of a request to its ledger row, while the worker is idle, with the
+notice that an api process sends. Last the export: seconds from a closed hour of usage to its meter events in a file. An hour is
+closed two minutes after it is over, so this comes on top of that wait.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import os
+import subprocess
+import tempfile
+import time
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psycopg
+from psycopg.types.json import Json
+
+from bench.admission import Cases, create_tenants, new_admit, quantile_ms, server
+from bench.admission_peers import INPUT_TOKENS, OUTPUT_TOKENS
+from bench.processes import children_of, cpu_s, postgres_pid
+from metering.billing.rating import rate_all_pending
+from metering.export.exporters import export_usage
+from metering.holds.holds import HoldStore
+from metering.holds.usage_notices import NOTICE_INTERVAL_S, UsageNotices
+from metering.operations import Outcome, Payer, Settle
+from metering.store.db import create_engine, create_sessions, psycopg_conninfo
+from metering.store.migrations_runner import migrate
+from metering.usage_listener import APPLICATION
+from metering.worker_command import worker_command
+
+PLAIN_ROWS = 1_000  # of one INSERT
+POLL_S = 0.002
+PATIENCE_S = 60.0
+
+COLUMNS = """hold_id, organization_id, project_id, api_key_id, request_id, model, outcome, input_token_count,
+    cached_input_token_count, generated_token_count, delivered_token_count, billed_token_count, price_version_id, cost_picos,
+    timings, labels, admitted_at, settled_at"""
+TIMINGS = '{"auth_ms": 0.1, "admission_ms": 0.9, "queue_ms": 0.2, "prefill_ms": 33.1, "decode_ms": 812.5, "ttft_ms": 41.5}'
+# Requests of all tenants in turn, in holds that have ended, and their usage events, as a settlement writes both.
+HOLDS = """
+INSERT INTO holds (id, organization_id, project_id, api_key_id, request_id, payload_hash, model, price_version_id, labels, state,
+                   owner_id, input_token_count, cached_input_token_count, leased_token_count, delivered_token_count, quota_ids,
+                   admitted_at, expires_at, ended_at)
+SELECT gen_random_uuid(), k.organization_id, k.project_id, k.id, gen_random_uuid(), sha256(''), p.model, p.id, '{}', 'settled',
+       gen_random_uuid(), 800 + i %% 400, i %% 200, 100 + i %% 100, 100 + i %% 100, '{}', %(at)s, %(at)s, %(at)s
+FROM generate_series(1, %(count)s) i
+JOIN (SELECT a.id, a.project_id, j.organization_id, row_number() OVER (ORDER BY a.id) - 1 AS number
+      FROM api_keys a JOIN projects j ON j.id = a.project_id WHERE j.organization_id = ANY(%(owners)s)) k
+    ON k.number = i %% %(owner_count)s
+CROSS JOIN (SELECT id, model FROM price_versions ORDER BY id LIMIT 1) p
+"""
+EVENTS = f"""
+INSERT INTO usage_events ({COLUMNS})
+SELECT h.id, h.organization_id, h.project_id, h.api_key_id, h.request_id, h.model, 'stop', h.input_token_count,
+       h.cached_input_token_count, h.delivered_token_count, h.delivered_token_count, h.delivered_token_count, p.id,
+       (h.input_token_count - h.cached_input_token_count) * p.input_picos_per_token
+           + h.cached_input_token_count * p.cached_input_picos_per_token + h.delivered_token_count * p.output_picos_per_token,
+       '{TIMINGS}', h.labels, h.admitted_at, h.ended_at
+FROM holds h JOIN price_versions p ON p.id = h.price_version_id
+WHERE h.state = 'settled' AND NOT EXISTS (SELECT FROM usage_events u WHERE u.hold_id = h.id)
+ORDER BY h.request_id
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What a number of rows took. cpu_s: of the server and of this process."""
+
+    row_count: int
+    wall_s: float
+    cpu_s: float
+
+    @property
+    def per_core_s(self) -> float:
+        """Rows in a second of one core."""
+        return self.row_count / max(self.cpu_s, 1e-9)
+
+    def __str__(self) -> str:
+        return f"{self.row_count / self.wall_s:>9,.0f} {self.per_core_s:>10,.0f} {self.wall_s:>8.2f}"
+
+
+class Meter:
+    """Measures the time and the CPU time of a block."""
+
+    def __init__(self, database_url: str) -> None:
+        self._postgres = postgres_pid(database_url)
+
+    def _now(self) -> tuple[float, float]:
+        return time.perf_counter(), time.process_time() + cpu_s([self._postgres, *children_of(self._postgres)])
+
+    @contextlib.contextmanager
+    def costs(self, row_count: int) -> Iterator[list[Cost]]:
+        """A list that holds the cost when the block has ended."""
+        found: list[Cost] = []
+        wall_s, cpu = self._now()
+        yield found
+        ends_s, cpu_ends = self._now()
+        found.append(Cost(row_count, ends_s - wall_s, cpu_ends - cpu))
+
+
+def use(database_url: str, owners: list[Payer], count: int, at: str) -> None:
+    """Write usage events of these customers, settled at a time in SQL."""
+    with psycopg.connect(psycopg_conninfo(database_url)) as connection:
+        row = connection.execute(f"SELECT {at}".encode()).fetchone()
+        assert row is not None
+        ids = [payer.organization_id for payer in owners]
+        connection.execute(HOLDS.encode(), {"count": count, "owners": ids, "owner_count": len(ids), "at": row[0]})
+        connection.execute(EVENTS.encode())
+    with psycopg.connect(psycopg_conninfo(database_url), autocommit=True) as connection:
+        connection.execute("VACUUM ANALYZE usage_events")  # as autovacuum does after so many rows
+
+
+def insert_plainly(database_url: str, meter: Meter) -> Cost:
+    """What is in `usage_events` and not rated, written once more into a table of its own."""
+    with psycopg.connect(psycopg_conninfo(database_url), autocommit=True) as connection:
+        connection.execute("DROP TABLE IF EXISTS bench_plain")
+        connection.execute("CREATE TABLE bench_plain (LIKE usage_events INCLUDING DEFAULTS INCLUDING CONSTRAINTS)")
+        connection.execute("ALTER TABLE bench_plain ADD id_plain bigint GENERATED ALWAYS AS IDENTITY, ALTER id DROP NOT NULL")
+        connection.execute("ALTER TABLE bench_plain ADD PRIMARY KEY (hold_id, part, settled_at)")
+        connection.execute("CREATE INDEX ON bench_plain (organization_id, settled_at)")
+        cursor = connection.execute(f"SELECT {COLUMNS} FROM usage_events WHERE rated_at IS NULL".encode())
+        rows = [tuple(Json(v) if isinstance(v, dict) else v for v in row) for row in cursor]
+        with psycopg.ClientCursor(connection) as literal:
+            width = "(" + ", ".join(["%s"] * len(rows[0])) + ")"
+            written = [literal.mogrify(width, row) for row in rows]  # what a client pays to write values down is left out
+        batches = [",".join(written[start : start + PLAIN_ROWS]) for start in range(0, len(written), PLAIN_ROWS)]
+        with meter.costs(len(rows)) as found:
+            for batch in batches:
+                connection.execute(f"INSERT INTO bench_plain ({COLUMNS}) VALUES {batch}".encode())
+        connection.execute("DROP TABLE bench_plain")
+    return found[0]
+
+
+async def drain(database_url: str, meter: Meter, count: int) -> Cost:
+    """Rate and post all that waits."""
+    engine = create_engine(database_url, pool_size=1)
+    sessions, rated = create_sessions(engine), 0
+    with meter.costs(count) as found:
+        while (done := await rate_all_pending(sessions)) > 0:
+            rated += done
+    await engine.dispose()
+    assert rated == count, f"{rated} of {count} events were rated"
+    return found[0]
+
+
+def count_of(connection: psycopg.Connection[tuple[int]], query: str) -> int:
+    """The one number of a query."""
+    row = connection.execute(query.encode()).fetchone()
+    assert row is not None
+    return row[0]
+
+
+def wait_until(connection: psycopg.Connection[tuple[int]], query: str, wanted: int) -> None:
+    """Wait for a number. Raises: TimeoutError."""
+    deadline = time.monotonic() + PATIENCE_S
+    while count_of(connection, query) != wanted:
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"waited in vain for {query} to be {wanted}")
+        time.sleep(POLL_S)
+
+
+@contextlib.contextmanager
+def idle_worker(database_url: str) -> Iterator[None]:
+    """A worker on the embedded broker, which listens when the block begins."""
+    listening = f"SELECT count(*) FROM pg_stat_activity WHERE application_name = '{APPLICATION}'"
+    with tempfile.TemporaryDirectory() as home, psycopg.connect(psycopg_conninfo(database_url), autocommit=True) as looking:
+        environment = {**os.environ, "WEIR_HOME": home, "WEIR_DATABASE_URL": database_url, "WEIR_BROKER_URL": ""}
+        worker = subprocess.Popen(worker_command(), env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        try:
+            wait_until(looking, listening, 1)
+            yield
+        finally:
+            worker.terminate()
+            worker.wait()
+
+
+async def seconds_to_ledger(database_url: str, payer: Payer, request_count: int) -> list[float]:
+    """From the answer to a settlement until the event is rated, one request at a time."""
+    engine = create_engine(database_url, pool_size=2)
+    notices, waits = UsageNotices(create_sessions(engine)), []
+    store = HoldStore(database_url, uuid.uuid4(), used=notices.used)
+    with psycopg.connect(psycopg_conninfo(database_url), autocommit=True) as looking:
+        async with asyncio.TaskGroup() as tasks:
+            running = [tasks.create_task(store.run()), tasks.create_task(notices.run())]
+            for _ in range(request_count):
+                op = new_admit(payer)
+                await store.admit(op)
+                await store.settle(Settle(op.hold_id, INPUT_TOKENS, 0, OUTPUT_TOKENS, OUTPUT_TOKENS, Outcome.STOP))
+                begin = time.perf_counter()
+                await asyncio.to_thread(wait_until, looking, "SELECT count(*) FROM unrated_usage", 0)
+                waits.append(time.perf_counter() - begin)
+                await asyncio.sleep(2 * NOTICE_INTERVAL_S)  # the next one finds the worker idle and a notice due at once
+            for task in running:
+                task.cancel()
+    await engine.dispose()
+    return waits
+
+
+async def seconds_to_meter_events(database_url: str) -> tuple[float, int]:
+    """From rated usage of hours that are over to its meter events in a file; how many there are."""
+    engine = create_engine(database_url, pool_size=3)
+    with tempfile.TemporaryDirectory() as home:
+        target = Path(home) / "usage.jsonl"
+        begin = time.perf_counter()
+        await export_usage(create_sessions(engine), {"WEIR_EXPORT": "file", "WEIR_EXPORT_FILE": str(target), "WEIR_HOME": home})
+        took_s = time.perf_counter() - begin
+        written = len(target.read_text().splitlines()) if target.exists() else 0
+    await engine.dispose()
+    return took_s, written
+
+
+async def settle(database_url: str, payers: list[Payer], seconds: float) -> tuple[Cost, int]:
+    """Admit and settle, 64 at once; what a pair takes, and how many usage events were written in all."""
+    result = await Cases(database_url, seconds).group_commit(payers, 64)
+    with psycopg.connect(psycopg_conninfo(database_url)) as connection:
+        written = count_of(connection, "SELECT count(*) FROM unrated_usage")
+    return Cost(result.pair_count, result.wall_s, result.cpu_s + result.database_cpu_s), written
+
+
+def run(database_url: str, organizations: list[int], event_count: int, request_count: int) -> None:
+    """Measure every case and print the table."""
+    meter = Meter(database_url)
+    print(f"{event_count:,} usage events{'':18}{'events/s':>9} {'per core/s':>10} {'wall s':>8}")
+    payers: list[Payer] = []
+    for organization_count in organizations:
+        payers += create_tenants(database_url, organization_count - len(payers))
+        name = f"{organization_count:>5} organizations"
+        settled, written = asyncio.run(settle(database_url, payers, 1.0))
+        asyncio.run(drain(database_url, meter, written))
+        use(database_url, payers, event_count, "now()")
+        plain = insert_plainly(database_url, meter)
+        rated = asyncio.run(drain(database_url, meter, event_count))
+        whole = 1 / (1 / settled.per_core_s + 1 / rated.per_core_s)
+        print(f"{name}  plain inserts      {plain}")
+        print(f"{name}  rated and posted   {rated}   {rated.per_core_s / plain.per_core_s:.2f}x plain per core")
+        print(f"{name}  admitted, settled  {settled}")
+        print(f"{name}  all of it          {'':>9} {whole:>10,.0f}", flush=True)
+    with idle_worker(database_url):
+        waits = asyncio.run(seconds_to_ledger(database_url, payers[0], request_count))
+    p50_ms, p90_ms = quantile_ms(waits, 0.5), quantile_ms(waits, 0.9)
+    print(f"request's end to ledger row, {len(waits)} requests: p50 {p50_ms:.0f} ms, p90 {p90_ms:.0f} ms")
+    before_count = min(event_count, 10_000)
+    use(database_url, payers, before_count, "date_trunc('hour', now()) - interval '90 minutes'")
+    asyncio.run(drain(database_url, meter, before_count))
+    took_s, made = asyncio.run(seconds_to_meter_events(database_url))
+    print(f"closed hours to meter events in a file: {made:,} in {took_s:.2f} s, after the hour's end and two minutes")
+
+
+def main() -> None:
+    """Read the options and measure."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--events", type=int, default=200_000, help="per case (default: %(default)s)")
+    parser.add_argument("--organizations", type=int, nargs="+", default=[1, 10, 1000], help="per case, in rising order")
+    parser.add_argument("--requests", type=int, default=20, help="whose way to the ledger is timed (default: %(default)s)")
+    parser.add_argument("--database-url", help="an empty database may be named; it is filled")
+    parser.add_argument("--directory", help="where a server of our own keeps its data (default: that of temporary files)")
+    options = parser.parse_args()
+    with server(options.database_url, options.directory) as url:
+        migrate(url)
+        run(url, sorted(options.organizations), options.events, options.requests)
+
+
+if __name__ == "__main__":
+    main()
