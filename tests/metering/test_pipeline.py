@@ -15,6 +15,8 @@ import pytest
 
 from metering.billing.prices import ModelPrice
 from metering.celery_app import VISIBILITY_TIMEOUT_S, configuration
+from metering.proof import ledger_checks
+from metering.proof.fsck import fsck
 from metering.store import embedded_postgres
 from metering.store.db import Sessions, create_engine, create_sessions
 from metering.store.migrations_runner import migrate
@@ -184,6 +186,26 @@ async def test_a_redis_that_dies_and_comes_back_empty_holds_up_nothing(
                 assert running.stop() == 0
 
     books.assert_posted_once(20)
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("table", ["usage_events", "ledger_transactions", "unrated_usage"])
+async def test_a_worker_killed_at_any_write_of_a_batch_loses_and_doubles_nothing(
+    tmp_path: Path, database_url: str, sessions: Sessions, customer: Customer, price: ModelPrice, table: str
+) -> None:
+    await use(sessions, customer, price, 300)
+    books = Books(database_url)
+    waiting = f"SELECT count(*) FROM pg_locks WHERE NOT granted AND relation = '{table}'::regclass"
+
+    with psycopg.connect(database_url) as blocking, worker(tmp_path, database_url, {}, "killed") as running:
+        blocking.execute(f"LOCK TABLE {table} IN SHARE MODE".encode())
+        wait_until(lambda: books.ask(waiting) != (0,), "the worker to be in the middle of a batch")
+        running.kill()
+    with worker(tmp_path, database_url, {}, "next"):
+        wait_until(books.drained, "the next worker to rate everything")
+
+    books.assert_posted_once(300)
+    assert not [verdict for verdict in fsck(database_url, ledger_checks.CHECKS) if verdict.violation_count]
 
 
 @pytest.mark.faults
