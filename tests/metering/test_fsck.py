@@ -63,6 +63,7 @@ async def test_a_database_in_order_has_no_violations(world: HoldWorld) -> None:
 
 RAISED = "UPDATE quotas SET limit_value = 5, raised_limit_value = 6, raise_reason = 'test', raised_until ="
 FAULTS = [
+    ("DELETE FROM unrated_usage", "not in the list of what waits"),
     ("UPDATE quota_counters SET held = held + 1 WHERE held > 0", "held"),
     ("UPDATE quota_counters SET used = used + 1 WHERE used > 0", "used"),
     ("UPDATE quota_counters SET used = used - 1 WHERE used > 0", "but holds left"),
@@ -124,6 +125,7 @@ FAULTS = [
 
 
 LEDGER_FAULTS = [
+    ("INSERT INTO unrated_usage SELECT id, hold_id, part, settled_at, organization_id FROM usage_events", "1 times in the list"),
     ("UPDATE usage_events SET rated_at = NULL WHERE id = (SELECT min(id) FROM usage_events)", "is not rated and stands in"),
     ("UPDATE usage_events SET rated_at = NULL, ledger_transaction_id = NULL", "0 tokens for 0 picos used"),
     ("UPDATE ledger_transactions SET kind = 'plan'", "or not for usage"),
@@ -142,6 +144,7 @@ LEDGER_FAULTS = [
     ("DELETE FROM meter_batches WHERE token_kind = 'output'", "closed-hours-are-exported"),
 ]
 SCHEMA_FAULTS = [
+    ("ALTER TABLE usage_events_default DISABLE TRIGGER usage_events_partition", "has no guard"),
     ("ALTER TABLE ledger_entries DISABLE TRIGGER ledger_entries_append_only", "is switched off"),
     ("DROP TRIGGER holds_end_once ON holds", "is missing"),
     (
