@@ -280,6 +280,7 @@ class HoldStore:
             quiet = self._answered_at is None or self._leases.now() - self._answered_at >= PROBE_INTERVAL_S / 2
             if quiet and self._commits.empty():
                 self._commits.post(Probe())
+                self._admissions.post(Probe())
 
     async def _tend_regularly(self, standing: StandingHolds) -> None:
         """Keep enough set aside for each key in use."""
@@ -338,6 +339,7 @@ class HoldStore:
         self._answered_at = self._leases.now()
         self._answering.set()
         if was_away:
+            self._admissions.post(Probe())  # a connection that the outage has broken is found before a request finds it
             self._renew()
 
     def _note(self, op: HoldOperation | Probe, answer: HoldAnswer | Exception, sent_at: float) -> None:
