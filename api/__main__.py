@@ -199,7 +199,6 @@ async def serve(settings: Settings) -> None:
             tasks.create_task(recover_regularly(settings, gate, signer), name="recovery"),
             tasks.create_task(process.tell_progress_regularly(), name="progress"),
             tasks.create_task(log_statistics_regularly(process), name="statistics log"),
-            tasks.create_task(log_statistics_regularly(process), name="statistics log"),
         ]
         if safety.classifiers is not None:
             background.append(tasks.create_task(safety.classifiers.serve(), name="classifiers"))

@@ -106,7 +106,8 @@ async def decide_and_commit(
         except MeteringError as refusal:
             answers[index] = refusal
     await write_and_commit(connection, owner_id, expiry_s, counters, decisions.writes, signer)
-    known_of(connection).saw((key, row.used + row.held) for key, row in counters.rows.items())
+    gone = counters.created - counters.changed
+    known_of(connection).saw((key, row.used + row.held) for key, row in counters.rows.items() if key not in gone)
     return reads, answers
 
 

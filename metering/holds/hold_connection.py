@@ -145,6 +145,12 @@ class HoldConnection:
             except (*CONFLICTS, psycopg.DataError, psycopg.IntegrityError, ValueError) as unforeseen:
                 log.debug("admissions_go_the_long_way", cause=type(unforeseen).__name__, operation_count=len(operations))
                 return []
+            except AWAY:
+                raise
+            except Exception as broken:  # the plan is of all together: only the long way can find out whom it is about
+                log.warning("admissions_go_the_long_way", cause=repr(broken), operation_count=len(operations))
+                await self.close()
+                return []
 
         answers = await self._execute(run, [op for op, _, _ in planned.admissions])
         return dict(zip(planned.places, answers, strict=False))

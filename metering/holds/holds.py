@@ -394,6 +394,8 @@ class HoldStore:
     def _orphaned(self, op: HoldOperation | Probe, answer: HoldAnswer | Exception) -> None:
         """Nobody takes the answer: end what an admission obtained, and do later what could not be done now."""
         if isinstance(answer, Admitted):
+            # Not ours any more: a renewal voids it too, before its request can be bound to what was given to it meanwhile.
+            self._leases.end(answer.hold_id)
             self._commits.post(Void(answer.hold_id))
         elif isinstance(op, Settle | Void) and isinstance(answer, StoreAway):
             self._owed[op.hold_id] = op

@@ -146,6 +146,9 @@ class Known:
     def _forget(self, subject: int) -> None:
         for key in self._terms_of.pop(subject, ()):
             self.terms.pop(key, None)
+            for other in key[0].subject_ids:  # else keys that were revoked would be listed under their organization for ever
+                if (listed := self._terms_of.get(other.int)) is not None:
+                    listed.discard(key)
         for number in self._rules_of.pop(subject, ()):
             self.rules.pop(number, None)
 

@@ -70,6 +70,8 @@ class PromiseKeeping:
         self._by_key[asker.api_key_id] += 1
         self._by_organization[asker.organization_id] += 1
         heapq.heappush(self._due, (at_s + max(GRACE_S_MIN, GRACE_SHARE * (at_s - now_s)), at_s, request))
+        if len(self._due) > 2 * len(self._outstanding) + REMEMBERED_MAX:
+            self._drop_past()
 
     def returned(self, request: RequestKey, now_s: float) -> None:
         """A request asks again, or was let in. Too early is not yet kept."""
@@ -85,6 +87,15 @@ class PromiseKeeping:
             if standing is not None and standing[0] == at_s:
                 self._forget(request)
                 self._count(standing[1].api_key_id, kept=False)
+
+    def _drop_past(self) -> None:
+        """Of promises that were kept, or given again with another time, nothing is due: some would be so for a month only."""
+        due: dict[RequestKey, tuple[float, float, RequestKey]] = {}
+        for each in sorted(self._due):
+            standing = self._outstanding.get(each[2])
+            if standing is not None and standing[0] == each[1]:
+                due.setdefault(each[2], each)
+        self._due = list(due.values())  # sorted, and so a heap
 
     def _count(self, api_key_id: uuid.UUID, *, kept: bool) -> None:
         record = self._records.pop(api_key_id, None) or Record()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import psycopg
 import pytest
@@ -13,9 +14,10 @@ from hypothesis import strategies as st
 
 from metering.billing.pricing import TokenPrices
 from metering.errors import InvariantViolated, KeyInvalid, QuotaExceeded, RequestIdReused, RequestInFlight
-from metering.holds import hold_batch, hold_rows
+from metering.holds import hold_batch, hold_connection, hold_rows
 from metering.holds.hold_connection import HoldConnection
 from metering.holds.known import Weighing, known_of
+from metering.holds.quick_admissions import admit_planned
 from metering.models import QuotaDimension, QuotaSubject
 from metering.operations import Admit, Admitted, Ended, HoldAnswer, Payer, Renew, Void
 from metering.quotas import quotas
@@ -288,6 +290,60 @@ async def test_what_a_renewal_does_not_know_of_is_voided_however_it_was_admitted
     assert world.hold_count("voided") == 3
     assert world.counters(quotas[QuotaDimension.REQUESTS_PER_MINUTE]) == [(0, 0)]
     check_invariants(world.url, all_ended=True)
+
+
+async def test_a_counter_that_nothing_was_charged_to_keeps_nobody_else_from_the_quick_way(
+    world: HoldWorld, holds: HoldConnection, long_ways: list[int]
+) -> None:
+    """What costs nothing leaves no row in a quota on money, so there is none to move."""
+    world.set_price(0, 0, 0)
+    free, other = world.tenant("free"), world.tenant("other")
+    world.quota(free, QuotaDimension.COST_PICOS_PER_MONTH, 1000)
+    world.quota(other, QuotaDimension.REQUESTS_PER_MINUTE, LIMIT)
+    await holds.execute([admit(free), admit(other)])
+    long_ways.clear()
+
+    answers = await holds.execute([admit(free), admit(other)])
+
+    assert [type(each) for each in answers] == [Admitted, Admitted]
+    assert long_ways == [1]
+    check_invariants(world.url)
+
+
+async def test_an_error_that_nobody_foresaw_gives_each_admission_its_own_hold(
+    world: HoldWorld, holds: HoldConnection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The quick way is one for all: tried again for a single one, it would answer with the hold of another."""
+    (first, _), (second, _) = tenant(world, "first"), tenant(world, "second")
+    await holds.execute([admit(first), admit(second)])
+    failures = [psycopg.errors.InternalError_("tuple concurrently updated")] * 2
+
+    async def failing(*arguments: Any) -> list[Admitted]:
+        if failures:
+            raise failures.pop()
+        return await admit_planned(*arguments)
+
+    monkeypatch.setattr(hold_connection, "admit_planned", failing)
+    ops = [admit(first), admit(second), admit(first)]
+    answers = await holds.execute(ops)
+
+    assert [each.hold_id for each in answers if isinstance(each, Admitted)] == [op.hold_id for op in ops]
+    assert world.hold_count() == 5
+    check_invariants(world.url)
+
+
+async def test_keys_that_were_revoked_are_forgotten(world: HoldWorld, holds: HoldConnection) -> None:
+    payer, _ = tenant(world)
+    for _ in range(3):
+        key = replace(payer, api_key_id=world.key(payer.project_id))
+        assert isinstance(await one(holds, admit(key)), Admitted)
+        revoke(world, key)
+    await one(holds, admit(payer))
+
+    assert holds._connection is not None
+    known = known_of(holds._connection)
+    assert {key for keys in known._terms_of.values() for key in keys} == known.terms.keys()
+    assert len(known.terms) == 1
 
 
 @given(

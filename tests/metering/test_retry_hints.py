@@ -328,6 +328,20 @@ def test_many_keys_of_one_organization_are_bounded_together() -> None:
     assert not keeping._outstanding
 
 
+def test_promises_that_are_given_again_with_another_time_leave_nothing_behind() -> None:
+    """A month may pass until the first would have been broken."""
+    keeping, asker = PromiseKeeping(), Asker(uuid.uuid4(), uuid.uuid4())
+    requests = [(uuid.uuid4(), uuid.uuid4()) for _ in range(10)]
+    for second in range(1000):
+        for request in requests:
+            keeping.made(request, asker, float(second), 2e6 + second % 2)
+
+    assert len(keeping._due) < 100
+    keeping._note_broken(4e6)
+    assert not keeping._outstanding
+    assert keeping.is_doubted(asker.api_key_id)
+
+
 @pytest.fixture
 def world(database_url: str) -> Iterator[HoldWorld]:
     with hold_world(database_url) as world:

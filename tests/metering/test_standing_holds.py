@@ -196,6 +196,27 @@ async def test_what_was_set_aside_lets_requests_in_while_the_database_is_away(wo
     check_invariants(world.url, all_ended=True)
 
 
+async def test_an_admission_that_comes_too_late_does_not_take_the_request_from_what_was_given_to_it(
+    world: HoldWorld, tmp_path: Path
+) -> None:
+    """The database is slow, not away: it admits the request after the client was let in without it."""
+    payer = world.tenant()
+    async with store_with_grace(world.url, tmp_path) as store:
+        await in_use(store, payer)
+        op = admit(payer)
+        with psycopg.connect(psycopg_conninfo(world.url)) as slow:
+            slow.execute(f"SELECT pg_advisory_xact_lock({QUOTA_LOCK})".encode())
+            given = await store.admit(op)
+        await store.settle(settle(given.hold_id, 5))
+
+        assert given.hold_id != op.hold_id
+        assert world.rows(
+            "SELECT request_id, input_token_count, billed_token_count FROM usage_events WHERE hold_id = %s", given.hold_id
+        ) == [(op.request_id, 10, 5)]
+        await until(lambda: world.rows("SELECT state FROM holds WHERE id = %s", op.hold_id) == [("voided",)])
+        check_invariants(world.url)
+
+
 async def test_what_was_set_aside_ends_with_its_expiry(world: HoldWorld, tmp_path: Path) -> None:
     payer = world.tenant()
     async with CuttingProxy(world.url).listening() as proxy, store_with_grace(proxy.url, tmp_path, expiry_s=4.0) as store:
