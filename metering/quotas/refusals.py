@@ -90,16 +90,20 @@ class Refusals:
         return bool(self._told)
 
     async def note(self, connection: Connection, now: datetime, refused: Sequence[Refused]) -> None:
-        """Count refusals of one batch, and tell each when to try again. Never fails for want of an answer of the database."""
+        """Count refusals of one batch, and tell each when to try again.
+
+        Never fails: the batch is committed, and its answers must go out.
+        """
         self._counts.update((each.error.failing[0].dimension, each.error.failing[0].subject) for each in refused)
         waiting = [each for each in refused if each.error.retry_helps and each.error.claim is not None]
         try:
             await self._refresh(connection, now, waiting)
-        except psycopg.Error as away:  # the batch is committed, and its answers must go out
+            for each in waiting:
+                self._tell(each, now)
+        except psycopg.Error as away:
             log.info("retry_hints_unknown", cause=str(away).strip())
-            return
-        for each in waiting:
-            self._tell(each, now)
+        except Exception:  # whoever else is in the batch has nothing to do with it
+            log.exception("retry_hints_failed")
 
     def _tell(self, refused: Refused, now: datetime) -> None:
         """Promise room, but to a request only once: who comes too early is told the same time again, not a place farther behind."""

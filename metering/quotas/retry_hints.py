@@ -85,7 +85,8 @@ class Forecast:
     running: Sequence[RunningRequest]
     # When a client was told to return, with how much, and by which key.
     promises: list[tuple[float, int, uuid.UUID]] = field(default_factory=list)
-    _places: list[float] = field(default_factory=list)  # when each is expected to be left
+    # When each is expected to be left; of those that are free no more than are promised, since a limit may be any number.
+    _places: list[float] = field(default_factory=list)
     _releases: list[tuple[float, int]] = field(default_factory=list)  # when, and how much will have come back by then
     _promised: Counter[datetime] = field(default_factory=Counter)  # by the start of the window
     _remaining: int | None = None  # in the window of now, when the forecast was made
@@ -98,7 +99,7 @@ class Forecast:
             limit = self.rule.limit_value or 0
             # Running beyond a limit that was lowered: the first that end make no room.
             ends = ends[max(len(ends) - limit, 0) :]
-            self._places = [self.at_s] * (limit - len(ends)) + ends
+            self._places = [self.at_s] * min(limit - len(ends), PROMISE_COUNT_MAX) + ends
         else:
             total = 0
             released = ((self.at_s + self.history.left_s(each.age_s), self._comes_back(each.claim)) for each in self.running)

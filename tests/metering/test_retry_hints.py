@@ -19,7 +19,7 @@ from metering.errors import QuotaExceeded
 from metering.holds.hold_connection import HoldConnection
 from metering.models import QuotaDimension, QuotaSubject
 from metering.operations import Admitted, Extend, QuotaState
-from metering.quotas import quotas
+from metering.quotas import quotas, refusals
 from metering.quotas.promise_keeping import (
     DOUBTED_PROMISES_MAX,
     KEY_PROMISES_MAX,
@@ -346,6 +346,32 @@ def test_promises_that_are_given_again_with_another_time_leave_nothing_behind() 
 def world(database_url: str) -> Iterator[HoldWorld]:
     with hold_world(database_url) as world:
         yield world
+
+
+async def test_a_limit_of_any_size_costs_nobody_an_answer(world: HoldWorld) -> None:
+    """That of another dimension refuses; a place for each of so many requests would not fit any memory."""
+    payer, other = world.tenant(), world.tenant("other")
+    world.quota(payer, CONCURRENT, 2**62)
+    world.quota(payer, QuotaDimension.REQUESTS_PER_MINUTE, 1)
+    async with HoldConnection(world.url, uuid.uuid4()) as holds:
+        await holds.execute([admit(payer)])
+        refused, admitted = await holds.execute([admit(payer), admit(other)])
+
+    assert isinstance(admitted, Admitted)
+    assert isinstance(refused, QuotaExceeded)
+    assert 0 < refused.retry_after_s < 70
+
+
+async def test_a_hint_that_cannot_be_worked_out_costs_nobody_an_answer(world: HoldWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*arguments: object) -> float:
+        raise AssertionError("a mistake in the forecast")
+
+    monkeypatch.setattr(refusals, "promise", fails)
+    payer, other = world.tenant(), world.tenant("other")
+    world.quota(payer, CONCURRENT, 1)
+    answers = await world.run(admit(payer), admit(payer), admit(other))
+
+    assert [type(each) for each in answers] == [Admitted, QuotaExceeded, Admitted]
 
 
 async def test_clients_of_a_real_database_that_wait_as_they_are_told_are_let_in(world: HoldWorld) -> None:
