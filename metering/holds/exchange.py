@@ -12,7 +12,7 @@ import re
 import struct
 import uuid
 import weakref
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from datetime import UTC, datetime, timedelta
 from functools import lru_cache
 from typing import Any
@@ -63,20 +63,25 @@ async def exchange(connection: Connection, statements: Sequence[Statement]) -> l
     for query, values in encoded:
         name = prepared.get(query) or new.get(query)
         if name is None:
-            # Whether a preparation was done before an error is not known, so a name is never used for a second one.
+            # Whether a preparation was done is not known before its answer, so a name is never used for a second one.
             name = new[query] = f"weir_{next(_numbers)}".encode()
             pgconn.send_prepare(name, query)
         formats = [pq.Format.BINARY if type(value) is Packed else pq.Format.TEXT for value in values]
         pgconn.send_query_prepared(name, values, formats, result_format=pq.Format.BINARY)
     pgconn.pipeline_sync()
-    results = await connection.wait(_answers(pgconn))
-    prepared |= new
+    results = await connection.wait(_answers(pgconn, prepared, iter(new.items())))
     load: Any = Transformer(connection)  # a class of psycopg's that it gives no type
     return [_rows(load, result) for result in results]
 
 
-def _answers(pgconn: pq.abc.PGconn) -> Generator[Wait, Ready | int, list[pq.abc.PGresult]]:
-    """Send what is to be sent and collect one result per executed statement, up to the end of the pipeline."""
+def _answers(
+    pgconn: pq.abc.PGconn, prepared: dict[bytes, bytes], new: Iterator[tuple[bytes, bytes]]
+) -> Generator[Wait, Ready | int, list[pq.abc.PGresult]]:
+    """Send what is to be sent and collect one result per executed statement, up to the end of the pipeline.
+
+    new: what is being prepared, in order. It goes to `prepared` as the server answers, also before an error: else a batch that
+    fails again and again would leave statements there that nobody uses.
+    """
     while pgconn.flush():
         if (yield Wait.RW) & Ready.R:
             pgconn.consume_input()
@@ -95,8 +100,11 @@ def _answers(pgconn: pq.abc.PGconn) -> Generator[Wait, Ready | int, list[pq.abc.
             case pq.ExecStatus.TUPLES_OK:
                 results.append(result)
             case pq.ExecStatus.COMMAND_OK:
-                if result.command_status:  # not the answer to a preparation
+                if result.command_status:
                     results.append(result)
+                else:  # the answer to a preparation
+                    query, name = next(new)
+                    prepared[query] = name
             case pq.ExecStatus.FATAL_ERROR:
                 error = error or error_from_result(result)
             case _:

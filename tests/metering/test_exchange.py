@@ -80,3 +80,14 @@ async def test_a_connection_that_goes_away_is_told(postgres_server: str) -> None
     async with await psycopg.AsyncConnection.connect(psycopg_conninfo(postgres_server), autocommit=True) as opened:
         with pytest.raises(psycopg.OperationalError):
             await exchange(opened, [("SELECT pg_terminate_backend(pg_backend_pid())", ()), ("SELECT 1", ())])
+
+
+async def test_statements_that_fail_again_and_again_leave_nothing_behind_on_the_server(connection: Connection) -> None:
+    failing = [("SELECT 1", ()), ("SELECT 1 / %s::int", (0,)), ("SELECT 2", ())]
+    for _ in range(5):
+        with pytest.raises(psycopg.errors.DivisionByZero):
+            await exchange(connection, failing)
+
+    [[(count,)]] = await exchange(connection, [("SELECT count(*)::int FROM pg_prepared_statements", ())])
+    assert count == 3  # the two that got so far, and this one
+    assert await exchange(connection, [failing[0], ("SELECT 1 / %s::int", (1,)), failing[2]]) == [[(1,)], [(1,)], [(2,)]]
