@@ -32,16 +32,20 @@ log = logging.getLogger(__name__)
 
 PRICE = " ".join(f"WHEN '{kind}' THEN p.{price}" for kind, (_, price) in COUNTS_OF_EVENT.items())
 LOCK = text("SELECT pg_try_advisory_lock(hashtextextended(:name, 0))")
-# Invoices from before there were such items may have been corrected by hand: they are left alone.
+# Invoices from before there were such items may have been corrected by hand: they are left alone. Subscriptions to metered prices
+# end with the calendar month: an invoice that ends otherwise is of something else. A customer may have several of one month, of
+# several subscriptions; usage is late if it came after the last of them.
 LATE = text(f"""
 SELECT i.organization_id, i.currency_code, i.period_start, i.period_end, array_agg(b.id) AS batch_ids,
        sum(b.token_count)::bigint AS token_count, sum(b.token_count::numeric * CASE b.token_kind {PRICE} END) AS picos
 FROM (
-    SELECT organization_id, currency_code, period_start, period_end, max(finalized_at) AS finalized_at
+    SELECT organization_id, currency_code, period_end, max(finalized_at) AS finalized_at,
+           greatest(min(period_start), date_trunc('month', period_end - interval '1 microsecond', 'UTC')) AS period_start
     FROM stripe_invoices
-    WHERE period_end > period_start AND finalized_at >= (SELECT late_items_since FROM export_progress)
+    WHERE period_end > period_start AND period_end = date_trunc('month', period_end, 'UTC')
+      AND finalized_at >= (SELECT late_items_since FROM export_progress)
       AND organization_id IN (SELECT ref::uuid FROM stripe_objects WHERE account = :account AND kind = 'customer')
-    GROUP BY 1, 2, 3, 4
+    GROUP BY organization_id, currency_code, period_end
 ) i
 JOIN meter_batches b ON b.organization_id = i.organization_id AND b.hour >= i.period_start AND b.hour < i.period_end
 JOIN price_versions p ON p.id = b.price_version_id AND p.currency_code = i.currency_code

@@ -64,7 +64,7 @@ async def finalise(sessions: Sessions, customer: Customer, ago: timedelta) -> No
             {
                 "organization_id": customer.organization_id,
                 "begins": begins,
-                "ends": begins + timedelta(days=31),
+                "ends": (begins + timedelta(days=31)).replace(day=1),
                 "finalized_at": datetime.now(UTC) - ago,
             },
         )
@@ -173,3 +173,27 @@ async def test_usage_that_was_counted_in_time_is_on_the_invoice_and_gets_no_item
 
     assert await invoice_late_usage(sessions, gateway) == 0
     assert amounts(double) == []
+
+
+async def test_invoices_whose_periods_overlap_make_one_item_and_those_of_other_periods_none(
+    sessions: Sessions, customer: Customer, price: ModelPrice, double: StripeDouble, gateway: StripeGateway
+) -> None:
+    """A year's invoice that ends with this month, and one of a contract that ends within it."""
+    await finalise(sessions, customer, timedelta(hours=1))
+    async with sessions.begin() as session:
+        for number, (begins, ends) in enumerate(
+            (("period_start - interval '330 days'", "period_end"), ("period_start", "period_end + interval '10 days'")), 2
+        ):
+            await session.execute(
+                text(f"""
+                INSERT INTO stripe_invoices (id, organization_id, customer_id, currency_code, period_start, period_end,
+                                             amount_due_minor, amount_paid_minor, finalized_at, told_at)
+                SELECT 'in_{number}', organization_id, customer_id, currency_code, {begins}, {ends}, 0, 0, finalized_at, told_at
+                FROM stripe_invoices WHERE id = 'in_1'
+                """)
+            )
+    await deliver(sessions, gateway, customer, price, USED)
+
+    created = [await invoice_late_usage(sessions, gateway) for _ in range(2)]
+
+    assert (created, amounts(double)) == ([1, 0], [741])
