@@ -41,7 +41,7 @@ ENDS_WITH_THE_MONTH = "prepaid credit that ends with the month"
 LIMIT_MAX = 2**63 - 1  # what the column holds
 
 # What is owed by the month that bills it: usage of that month and of earlier ones, and all else. What is not rated yet will be
-# billed in its month, or the first open one after it.
+# billed in its month, or the first open one after it. What a credit note gives back is paid out: nothing more to spend.
 OWED = text(f"""
 SELECT month, coalesce(sum(picos) FILTER (WHERE is_usage AND effective_at >= :begins), 0) AS usage_now,
        coalesce(sum(picos) FILTER (WHERE is_usage AND effective_at < :begins), 0) AS usage_before,
@@ -49,7 +49,9 @@ SELECT month, coalesce(sum(picos) FILTER (WHERE is_usage AND effective_at >= :be
 FROM (SELECT t.billing_month, t.kind = '{TransactionKind.USAGE}', t.effective_at, e.amount_picos
       FROM ledger_transactions t JOIN ledger_entries e ON e.transaction_id = t.id
       JOIN ledger_accounts a ON a.id = e.account_id AND a.kind = '{AccountKind.RECEIVABLE}'
-      WHERE t.organization_id = :organization_id) AS posted (month, is_usage, effective_at, picos) GROUP BY 1
+      WHERE t.organization_id = :organization_id
+        AND NOT EXISTS (SELECT FROM adjustments n WHERE n.id = t.source_id AND n.invoice_id IS NOT NULL)
+) AS posted (month, is_usage, effective_at, picos) GROUP BY 1
 UNION ALL
 SELECT greatest(date_trunc('month', settled_at AT TIME ZONE 'UTC')::date,
                 (SELECT (max(month) + interval '1 month')::date FROM billing_months

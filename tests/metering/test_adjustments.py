@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from datetime import UTC, datetime
+from datetime import UTC, date, datetime
 
 import pytest
 from sqlalchemy import text
@@ -20,16 +20,20 @@ from metering.billing.adjustments import (
     minor_unit,
     reject,
 )
+from metering.billing.credits import grant_credit
 from metering.billing.invoice_rows import find_invoice_row, read_invoice
+from metering.billing.prepaid import credit_balance, refresh, set_prepaid
 from metering.billing.rating import rate_all_pending
 from metering.errors import ApprovalRefused, InvalidValue, NotFound
 from metering.money import PICOS_PER_UNIT
 from metering.store.db import Sessions
+from metering.tenants.tenants import find_organization
 from tests.metering.books import Consumed, Customer
 from tests.metering.closing_world import ClosingWorld
 
 SEPTEMBER, OCTOBER, NOVEMBER = (datetime(2025, month, 10, 12, tzinfo=UTC) for month in (9, 10, 11))
 CENT = PICOS_PER_UNIT // 100
+FAR = date(2099, 12, 1)
 
 
 @pytest.fixture
@@ -207,3 +211,29 @@ async def test_the_database_refuses_to_change_or_to_approve_alone(world: Closing
 @pytest.mark.parametrize(("currency_code", "picos"), [("USD", 10**10), ("JPY", 10**12), ("KWD", 10**9), ("CLF", 10**8)])
 def test_the_smallest_coin_of_a_currency(currency_code: str, picos: int) -> None:
     assert minor_unit(currency_code) == picos
+
+
+async def test_what_a_credit_note_pays_back_is_not_prepaid_credit_as_well(world: ClosingWorld) -> None:
+    await world.close("2025-11")
+    world.clock.now = datetime.now(UTC)
+    async with world.sessions.begin() as session:
+        await set_prepaid(session, organization="acme", prepaid=True, actor="ann")
+        await grant_credit(session, organization="acme", amount_picos=100 * CENT, last_month=FAR, reason="paid", actor="ann")
+    before = await credit_left(world)
+
+    await world.give_back("INV-000001", 10 * CENT)
+    with_note = await credit_left(world)
+    await world.adjust(-10 * CENT)
+
+    assert with_note == before
+    assert await credit_left(world) == (before[0] + 10 * CENT, before[1] + 10 * CENT), "an adjustment is on the next invoice"
+
+
+async def credit_left(world: ClosingWorld) -> tuple[int, object]:
+    """What may be spent as it is told; and the limit that holds, but for what credit gives that ends this month."""
+    async with world.sessions.begin() as session:
+        owner = (await find_organization(session, "acme")).id
+        await refresh(session, owner, actor="ann")
+        available = (await credit_balance(session, organization="acme")).available_picos
+        limit = await session.scalar(text("SELECT limit_value FROM quotas WHERE dimension = 'prepaid_credit_picos'"))
+    return available, limit
