@@ -20,6 +20,7 @@ from metering.billing.plan_documents import rules_document, rules_of
 from metering.billing.plan_models import PlanAssignment, PlanVersion, PrepaidOrganization
 from metering.billing.plan_rules import PlanRules
 from metering.errors import AlreadyExists, InvalidValue, MonthClosed, NotFound
+from metering.models import Organization
 from metering.money import checked_currency
 from metering.tenants.audit import record_change, snapshot
 from metering.tenants.tenants import checked_name, find_organization
@@ -100,6 +101,8 @@ async def assign_plan(
     chosen = await find_plan(session, plan, version) if plan else None
     month = await _month(session, first_month)
     await share_lanes(session, (owner.id,))
+    # In turn with whoever makes it pay in advance, which goes with no plan.
+    await session.execute(select(Organization.id).where(Organization.id == owner.id).with_for_update(key_share=True))
     if (closed := await _closed_from(session, owner.id, month)) is not None:
         raise MonthClosed(owner.id, closed)
     if chosen is not None and chosen.currency_code != owner.currency_code:

@@ -30,6 +30,7 @@ from metering.quotas.quota_states import quotas_for
 from metering.store.db import Sessions, create_engine, create_sessions
 from tests.metering.hold_world import NOON, HoldWorld, admit, hold_world, of_type, settle
 from tests.metering.invariants import check_invariants
+from tests.metering.workers import wait_until
 
 NOVEMBER, DECEMBER, JANUARY = date(2026, 11, 1), date(2026, 12, 1), date(2027, 1, 1)
 EACH = 10 * 3 + 20 * 7  # what `admit` asks for
@@ -296,3 +297,17 @@ def test_open_months_leave_what_their_closes_will_leave(found: list[Grant], due:
     worked_out = left_for(now, found, [Owed(month, picos, 0, 0) for month, picos in due.items() if month < now])
 
     assert {grant.id: picos for grant, picos in worked_out} == {each.id: left[each.id] for each in found if each.last_month >= now}
+
+
+async def test_who_gives_a_plan_and_who_makes_pay_in_advance_take_turns(world: HoldWorld, books: Sessions) -> None:
+    world.tenant()
+    async with books.begin() as session:
+        await create_plan(session, name="free", rules=PlanRules(allowances=(Allowance(Selector(), 5),)), actor="test")
+    async with books() as first, books() as second:
+        await assign_plan(first, organization="acme", plan="free", actor="test")
+        pays = asyncio.create_task(set_prepaid(second, organization="acme", prepaid=True, actor="test"))
+        waiting = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"
+        await asyncio.to_thread(wait_until, lambda: world.one(waiting) == 1, "the second of them to wait")
+        await first.commit()
+        with pytest.raises(InvalidValue, match="has the plan free"):
+            await pays
