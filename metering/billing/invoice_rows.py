@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import uuid
 from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import date, datetime
 from decimal import Decimal
 
-from sqlalchemy import func, insert, select
+from sqlalchemy import func, insert, select, text
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from metering.billing.invoice_models import Adjustment, AdjustmentDecision, InvoiceLineRow, InvoiceRow
@@ -17,6 +18,9 @@ from metering.billing.months import month_text
 from metering.billing.reports import Charge, ChargeKind, MonthReport
 from metering.errors import NotFound
 from metering.models import TokenKind
+
+# One statement for all lines: a trigger sees that they add up to the invoice. One parameter, since a statement has 65,535 at most.
+WRITE_LINES = text("INSERT INTO invoice_lines SELECT * FROM jsonb_populate_recordset(NULL::invoice_lines, CAST(:lines AS jsonb))")
 
 
 async def write_invoice(
@@ -49,17 +53,14 @@ async def write_invoice(
         "total_picos": Decimal(report.total_rounded_picos),
     }
     await session.execute(insert(InvoiceRow).values(row))
-    # One statement for all lines: a trigger sees that they add up to the invoice.
-    await session.execute(
-        insert(InvoiceLineRow).values([_line_values(invoice_id, position, line) for position, line in enumerate(lines)])
-    )
+    values = [_line_values(invoice_id, position, line) for position, line in enumerate(lines)]
+    await session.execute(WRITE_LINES, {"lines": json.dumps(values)})
 
 
 def _line_values(invoice_id: uuid.UUID, position: int, line: InvoiceLine) -> dict[str, object]:
-    values = asdict(line) | {"invoice_id": invoice_id, "position": position, "kind": str(line.kind)}
+    values = asdict(line) | {"invoice_id": str(invoice_id), "position": position}
     values["price_version_id"] = values.pop("price_version")
-    values["token_kind"] = None if line.token_kind is None else str(line.token_kind)
-    return values | {"exact_picos": Decimal(line.exact_picos), "amount_picos": Decimal(line.amount_picos)}
+    return values | {"source_id": None if line.source_id is None else str(line.source_id)}
 
 
 async def find_invoice_row(session: AsyncSession, number: str) -> InvoiceRow:
