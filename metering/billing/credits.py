@@ -20,7 +20,8 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from metering.billing.ledger import AccountKey, Leg, Posting, post
 from metering.billing.models import AccountKind, TransactionKind
-from metering.billing.months import month_of, posting_month
+from metering.billing.months import month_of, posting_month, share_lanes
+from metering.billing.obstacles import first_open_month
 from metering.billing.plan_models import CreditApplication, CreditGrant
 from metering.billing.plans import CreditApplication as Spent
 from metering.billing.plans import UsableGrant
@@ -108,7 +109,10 @@ async def grant_credit(
     }
     row = (await session.scalars(insert(CreditGrant).values(values).returning(CreditGrant))).one()
     grant = Grant(row.id, owner.id, owner.currency_code, amount_picos, begins, ends, row.reason, actor, row.created_at)
-    month = await posting_month(session, owner.id, this_month)
+    # No later than the first month that may spend it, so that no month has spent what it did not have.
+    await share_lanes(session, (owner.id,))
+    first_open = await first_open_month(session, owner.id) or this_month
+    month = await posting_month(session, owner.id, min(this_month, max(begins, first_open)))
     moved = (AccountKind.CREDIT_FUNDING, AccountKind.PREPAID_CREDIT)
     await post(session, [_posting(grant, TransactionKind.CREDIT_GRANTED, month, now, amount_picos, moved)])
     await record_change(session, actor=actor, action="credit.grant", subject_id=str(row.id), before=None, after=snapshot(row))

@@ -105,6 +105,12 @@ async def find_obstacles(
     return found
 
 
+async def first_open_month(session: AsyncSession, organization_id: uuid.UUID) -> date | None:
+    """The month that has to be closed next, by its first day; None for a customer that nothing was posted to yet."""
+    found: date | None = (await session.execute(BEFORE, {"organization_id": organization_id})).one().first_open
+    return found
+
+
 async def _misstated(session: AsyncSession, parameters: dict[str, object]) -> list[Obstacle]:
     ids = [str(each) for each in (await session.execute(MISSTATED, parameters)).scalars()]
     if not ids:

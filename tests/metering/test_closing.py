@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import uuid
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
 import pytest
 from sqlalchemy import insert, text
 from sqlalchemy.exc import DBAPIError
 
-from metering.billing.closing import check_month
+from metering.billing.closing import check_month, close_month
+from metering.billing.credits import grant_credit
 from metering.billing.invoice_rows import find_invoice_row, read_invoice
 from metering.billing.invoices import InvoiceLineKind
 from metering.billing.month_list import list_months
@@ -18,12 +20,12 @@ from metering.billing.month_verification import verify_month
 from metering.billing.obstacles import ObstacleKind
 from metering.billing.rating import rate_all_pending
 from metering.billing.report_formats import to_csv, to_json
-from metering.billing.reports import ReportLine
+from metering.billing.reports import PrepaidCredit, ReportLine
 from metering.errors import MonthNotClosable, MonthOpen, NotFound
 from metering.models import Hold, TokenKind
 from metering.store.db import Sessions
 from metering.tenants.tenants import find_organization
-from tests.metering.books import Consumed, Customer, new_customer
+from tests.metering.books import Consumed, Customer, add_usage, new_customer
 from tests.metering.closing_world import ClosingWorld
 
 SEPTEMBER, OCTOBER, NOVEMBER = (datetime(2025, month, 10, 12, tzinfo=UTC) for month in (9, 10, 11))
@@ -336,3 +338,43 @@ async def test_verification_finds_what_was_changed_behind_the_triggers(world: Cl
             await session.rollback()
         assert any(found in each for each in verification.differences), (change, verification.differences)
     assert (await world.verify("2025-10")).differences == ()
+
+
+async def test_credit_that_is_granted_for_a_month_that_is_over_is_in_that_month(sessions: Sessions, customer: Customer) -> None:
+    """So that the month does not spend what its report says it never had."""
+    world = ClosingWorld(sessions, customer)
+    world.clock.now = datetime.now(UTC)
+    this_month = world.clock.now.date().replace(day=1)
+    last_month = (this_month - timedelta(days=1)).replace(day=1)
+    used_at = datetime(last_month.year, last_month.month, 10, tzinfo=UTC)
+    await world.use(await world.price(used_at), Consumed(1_000_000, settled_at=used_at))
+    await rate_all_pending(sessions)
+    async with sessions.begin() as session:
+        months = {"first_month": last_month.replace(year=last_month.year - 1), "last_month": this_month}
+        await grant_credit(session, organization="acme", amount_picos=10**12, reason="goodwill", actor="ann", **months)
+
+    month = f"{last_month:%Y-%m}"
+    closed = await close_month(sessions, organization="acme", month=month, actor="ann", clock=world.clock, grace=timedelta(0))
+
+    assert closed.report.credit == PrepaidCredit(granted_picos=10**12, left_picos=10**12 - 150_000_000_000)
+    assert closed.report.total_picos == 0
+
+
+async def test_an_invoice_may_have_more_lines_than_a_statement_has_parameters(sessions: Sessions, customer: Customer) -> None:
+    world = ClosingWorld(sessions, customer)
+    price = await world.price(OCTOBER - timedelta(days=30))
+    version_count = 1_700
+    async with sessions.begin() as session:
+        columns = "currency_code, input_picos_per_token, cached_input_picos_per_token, output_picos_per_token, effective_at, tier"
+        copies = text(f"""
+            INSERT INTO price_versions (model, {columns})
+            SELECT 'demo-' || n, {columns} FROM price_versions, generate_series(1, :count) n RETURNING id
+        """)
+        for version in list((await session.scalars(copies, {"count": version_count})).all()):
+            of_version = replace(price, prices=replace(price.prices, version=version))
+            await add_usage(session, customer, of_version, [Consumed(100, 10, 5, settled_at=OCTOBER)])
+
+    closed = await world.close("2025-10")
+
+    assert len(closed.report.lines) == 3 * version_count
+    assert not (await world.verify("2025-10")).differences
