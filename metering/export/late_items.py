@@ -4,7 +4,7 @@ Stripe counts such usage in the old period and puts it on no invoice. Here it be
 customer's next invoice. What is late is worked out from the rows; which batches an item is for is written down with the item, in
 the transaction that makes it; and it is created at Stripe only if none there carries its id, whatever became of earlier answers.
 
-An item is in whole minor units. What rounding leaves is carried to the customer's next item.
+An item is in whole minor units of Stripe's. What rounding leaves is carried to the customer's next item.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from metering.billing.pricing import COUNTS_OF_EVENT
 from metering.errors import StripeFailed
 from metering.export.stripe_gateway import StripeGateway
-from metering.money import PICOS_PER_UNIT, minor_digits, round_to_minor_unit
+from metering.export.stripe_prices import minor_unit_picos
+from metering.money import round_to_minor_unit
 from metering.store.db import Sessions, lock_holder
 
 # A batch that was first handed over so long after the invoice was finalised cannot be on it, whatever the two clocks say. One in
@@ -84,7 +85,7 @@ async def invoice_late_usage(sessions: Sessions, gateway: StripeGateway) -> int:
 
 async def make_item(session: AsyncSession, row: Row[Any]) -> None:
     """Write down what one period still owes, with the batches that it is for."""
-    minor_picos = PICOS_PER_UNIT // 10 ** minor_digits(row.currency_code)
+    minor_picos = minor_unit_picos(row.currency_code)
     owner = {"organization_id": row.organization_id, "currency_code": row.currency_code}
     carried = int(await session.scalar(CARRIED, owner | {"minor_picos": minor_picos}) or 0)
     rounded = max(round_to_minor_unit(int(row.picos) + carried, row.currency_code), 0)

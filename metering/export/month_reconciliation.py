@@ -19,7 +19,8 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from metering.billing.pricing import COUNTS_OF_EVENT
 from metering.export.reconciliation import OurMonth, StageSum
-from metering.money import PICOS_PER_UNIT, exact_text, minor_digits
+from metering.export.stripe_prices import minor_unit_picos
+from metering.money import exact_text
 
 NAMED_MAX = 5  # batches named in a difference; `weir stripe status` lists them all
 
@@ -234,7 +235,7 @@ def invoiced(row: Row[Any]) -> Iterator[Difference]:
         "organization": row.organization,
         "currency_code": row.currency_code,
     }
-    minor_picos = PICOS_PER_UNIT // 10 ** minor_digits(row.currency_code)
+    minor_picos = minor_unit_picos(row.currency_code)
     due_picos, late = row.amount_due_minor * minor_picos, int(row.late_picos)
     in_time = int(row.in_time_picos) + row.item_minor * minor_picos
     invoices = f"{', '.join(row.ids)}, finalised {row.finalized_at:%Y-%m-%d %H:%M} UTC"

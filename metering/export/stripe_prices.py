@@ -26,6 +26,12 @@ def stripe_digits(currency_code: str) -> int:
     raise InvalidValue("currency_code", f"Stripe does not bill in {currency_code}: give the organization another currency")
 
 
+def minor_unit_picos(currency_code: str) -> int:
+    """What Stripe counts amounts in. Raises: InvalidValue for a currency that it does not bill."""
+    picos: int = 10 ** (PICO_DIGITS - stripe_digits(currency_code))
+    return picos
+
+
 def unit_amount_decimal(picos_per_token: int, currency_code: str) -> str:
     """The price of one token in minor units: 150,000 picos of USD are `0.000015`.
 

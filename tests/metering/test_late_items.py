@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
+from types import SimpleNamespace
 
 import pytest
 from sqlalchemy import text
@@ -14,10 +15,11 @@ from metering.export.batches import form_batches
 from metering.export.corrections import resend
 from metering.export.deliveries import deliver_pending
 from metering.export.export_settings import stripe_settings
-from metering.export.late_items import METADATA, invoice_late_usage
-from metering.export.month_reconciliation import Stage, differences_here
+from metering.export.late_items import METADATA, invoice_late_usage, make_item
+from metering.export.month_reconciliation import Stage, differences_here, invoiced
 from metering.export.reconciliation import our_month
 from metering.export.stripe_gateway import StripeGateway
+from metering.export.stripe_prices import minor_unit_picos
 from metering.store.db import Sessions
 from tests.metering.books import Consumed, Customer
 from tests.metering.export_books import hours_ago, known_to_stripe, use_and_rate
@@ -197,3 +199,40 @@ async def test_invoices_whose_periods_overlap_make_one_item_and_those_of_other_p
     created = [await invoice_late_usage(sessions, gateway) for _ in range(2)]
 
     assert (created, amounts(double)) == ([1, 0], [741])
+
+
+@pytest.mark.parametrize(("currency_code", "amount"), [("USD", 1235), ("ISK", 1200), ("MGA", 12), ("JPY", 12), ("KWD", 12346)])
+async def test_items_are_in_the_units_that_stripe_counts_the_currency_in(
+    sessions: Sessions, customer: Customer, currency_code: str, amount: int
+) -> None:
+    """Which are not those of ISO 4217 for all; what is less than one of them is carried."""
+    picos = 12_345_600_000_000
+    late = SimpleNamespace(
+        organization_id=customer.organization_id,
+        currency_code=currency_code,
+        period_start=USED.settled_at,
+        period_end=USED.settled_at + timedelta(days=1),
+        token_count=1,
+        picos=picos,
+        batch_ids=[],
+    )
+    async with sessions.begin() as session:
+        await make_item(session, late)  # type: ignore[arg-type]
+        await make_item(session, late)  # type: ignore[arg-type]
+        rows = await session.execute(text("SELECT amount_minor, carried_in_picos FROM stripe_late_items ORDER BY number"))
+        (first, nothing), (_, carried) = rows.all()
+
+    assert (first, nothing, carried) == (amount, 0, picos - amount * minor_unit_picos(currency_code))
+    invoice = SimpleNamespace(
+        organization_id=customer.organization_id,
+        organization="acme",
+        currency_code=currency_code,
+        ids=["in_1"],
+        finalized_at=USED.settled_at,
+        amount_due_minor=amount,
+        in_time_picos=amount * minor_unit_picos(currency_code),
+        item_minor=0,
+        late_picos=0,
+        line_count=2,
+    )
+    assert not list(invoiced(invoice))  # type: ignore[arg-type]
