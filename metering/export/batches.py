@@ -13,6 +13,7 @@ from datetime import datetime, timedelta
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from metering.billing.months import LANE_LOCK
 from metering.billing.pricing import TOKENS_BY_KIND
 from metering.store.db import Sessions
 
@@ -59,6 +60,11 @@ LATE = text("""
 SELECT DISTINCT organization_id, date_trunc('hour', settled_at, 'UTC') AS hour FROM usage_events
 WHERE rated_at >= :since AND settled_at < :closed_until ORDER BY 2, 1
 """)
+# A close rates as well, in a transaction that may last for longer than the margin.
+CLOSING = text(f"""
+SELECT EXISTS (SELECT FROM pg_locks WHERE locktype = 'advisory' AND classid = {LANE_LOCK} AND objsubid = 2 AND granted
+               AND mode = 'ExclusiveLock' AND database = (SELECT oid FROM pg_database WHERE datname = current_database()))
+""")
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,12 +102,14 @@ async def form(session: AsyncSession, begins: datetime, ends: datetime, organiza
 
 
 async def _form_late(session: AsyncSession, standing: _Standing) -> int:
+    closing = await session.scalar(CLOSING)  # beforehand: what a close commits after this is looked for again, or begins later
     parameters = {"since": standing.scanned_until - SCAN_MARGIN, "closed_until": standing.closed_until}
     late = (await session.execute(LATE, parameters)).all()
     formed = 0
     for organization_id, hour in late:
         formed += await form(session, hour, hour + timedelta(hours=1), organization_id)
-    await session.execute(text("UPDATE export_progress SET scanned_until = :now"), {"now": standing.now})
+    if not closing:
+        await session.execute(text("UPDATE export_progress SET scanned_until = :now"), {"now": standing.now})
     return formed
 
 

@@ -19,8 +19,10 @@ from hypothesis import strategies as st
 from sqlalchemy import text
 from sqlalchemy.exc import DBAPIError
 
+from metering.billing.months import take_lane
 from metering.billing.prices import ModelPrice
-from metering.export import stripe_gateway
+from metering.billing.rating import rate_customer
+from metering.export import batches, stripe_gateway
 from metering.export.batches import form_batches
 from metering.export.deliveries import deliver_pending
 from metering.export.export_models import BatchState
@@ -30,7 +32,7 @@ from metering.export.file_exporter import FileExporter
 from metering.export.stripe_gateway import StripeGateway
 from metering.models import TokenKind
 from metering.store.db import Sessions, create_engine, create_sessions
-from tests.metering.books import Consumed, Customer, new_customer, new_price
+from tests.metering.books import Consumed, Customer, add_usage, new_customer, new_price
 from tests.metering.export_books import (
     check_delivered,
     hours_ago,
@@ -430,3 +432,20 @@ def test_in_whatever_order_usage_comes_each_token_is_exported_once(
 
     asyncio.run(play())
     check_export(database_url)
+
+
+async def test_what_a_close_rates_is_exported_however_long_the_close_takes(
+    sessions: Sessions, customer: Customer, price: ModelPrice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a margin, every close takes longer than it."""
+    monkeypatch.setattr(batches, "SCAN_MARGIN", timedelta(0))
+    await form_batches(sessions)
+    async with sessions.begin() as session:
+        await add_usage(session, customer, price, [Consumed(100, 10, 5, settled_at=hours_ago(3))])
+
+    async with sessions.begin() as closing:
+        await take_lane(closing, customer.organization_id)
+        await rate_customer(closing, customer.organization_id)
+        assert await form_batches(sessions) == 0
+
+    assert await form_batches(sessions) == 3
