@@ -20,6 +20,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from metering.billing.models import MonthState, TransactionKind
 from metering.billing.month_reading import CANCELLED, FAILED, LIMITED
+from metering.billing.prices import checked_model
 from metering.billing.pricing import COUNTS_OF_EVENT
 from metering.billing.reports import month_bounds
 from metering.errors import InvalidValue
@@ -60,7 +61,7 @@ READ_KEY: Mapping[Grouping, Callable[[str], object]] = {
     Grouping.DAY: datetime.fromisoformat,
     Grouping.PROJECT: uuid.UUID,
     Grouping.API_KEY: uuid.UUID,
-    Grouping.MODEL: str,
+    Grouping.MODEL: checked_model,
 }
 NAMES: Mapping[Grouping, tuple[str, str]] = {
     Grouping.PROJECT: ("p.name AS project_name", "JOIN projects p ON p.id = used.project"),
@@ -187,11 +188,13 @@ def where(of: UsageFilter, parameters: dict[str, Any]) -> str:
 
 
 async def parameters_of(session: AsyncSession, of: UsageFilter) -> dict[str, Any]:
-    """What every statement needs. Raises: InvalidValue for a bad month.
+    """What every statement needs. Raises: InvalidValue for a bad month, or a name that no model has.
 
     The first moment is looked up beforehand, so that the planner knows how much of the index a statement will read.
     """
     begins, ends = month_bounds(of.month)
+    if of.model:
+        checked_model(of.model)
     month = {"organization_id": of.organization_id, "begins": begins, "ends": ends, "month": begins.date()}
     first = (await session.execute(FIRST_USE, month)).scalar_one()
     return month | {"first": first, **{name: [outcome.value for outcome in outcomes] for name, outcomes in OUTCOMES.items()}}
@@ -212,5 +215,5 @@ def decode_token(token: str, readers: Sequence[Callable[[str], object]]) -> list
     try:
         values = json.loads(base64.urlsafe_b64decode(token.encode()))
         return [read(value) for read, value in zip(readers, values, strict=True)]
-    except (binascii.Error, ValueError, TypeError, AttributeError):
+    except (binascii.Error, ValueError, TypeError, AttributeError, InvalidValue):
         raise InvalidValue("page_token", "give the token of the page before, with everything else as it was") from None

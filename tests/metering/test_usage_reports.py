@@ -14,7 +14,7 @@ from metering.billing.month_reading import month_report
 from metering.billing.prices import ModelPrice
 from metering.billing.rating import rate_all_pending
 from metering.billing.usage_reports import Share, UsageRow, usage_page, usage_total
-from metering.billing.usage_statements import Grouping, UsageFilter, group_statement, parameters_of
+from metering.billing.usage_statements import Grouping, UsageFilter, encode_token, group_statement, parameters_of
 from metering.errors import InvalidValue
 from metering.models import TokenKind
 from metering.store.db import Sessions
@@ -231,3 +231,12 @@ async def test_the_statement_reads_the_index_of_the_customer_and_no_other_time(
     condition = next(line for line in plan.splitlines() if "Index Cond" in line and "settled_at" in line)
     assert "organization_id = " in condition
     assert "settled_at < " in condition
+
+
+async def test_names_that_no_model_has_are_refused_before_the_database_refuses_them(sessions: Sessions, customer: Customer) -> None:
+    owner = customer.organization_id
+    async with sessions() as session:
+        with pytest.raises(InvalidValue, match="model"):
+            await usage_page(session, UsageFilter("2025-10", owner, model="a\0"), [Grouping.DAY])
+        with pytest.raises(InvalidValue, match="page_token"):
+            await usage_page(session, UsageFilter("2025-10", owner), [Grouping.MODEL], token=encode_token(["a\0"]))
