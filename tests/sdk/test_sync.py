@@ -111,6 +111,15 @@ def test_timeouts_and_errors_are_raised_as_they_are(address: str) -> None:
     assert caught.value.partial.text == "slow answer "
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Python's own handling of Ctrl-C, which a process that was started in the background does not have."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_of_the_waiting_thread_cancels_the_request(address: str) -> None:
     """Ctrl-C arrives while the main thread waits for a token that does not come."""
     with Client(address, "key") as client:
