@@ -57,7 +57,7 @@ class Tenant(Generic[Item]):
     """One tenant's part of a line.
 
     counter: service so far, in units by weight. handed: taken out, and the engine has not begun with them; owed: units that those
-    and the ones that run will still cost, by request. floor: the last rank that was given while the engine had anything of it.
+    and the ones that run will still cost, by request. ranks: what those were given, which grows from one to the next.
     output_tokens_mean: of its requests, as far as any have ended.
     """
 
@@ -70,7 +70,7 @@ class Tenant(Generic[Item]):
     handed: set[Item] = field(default_factory=set)
     owed: dict[Item, float] = field(default_factory=dict)
     owed_units: float = 0.0
-    floor: float = 0.0
+    ranks: dict[Item, float] = field(default_factory=dict)
     output_tokens_mean: float | None = None
 
     @property
@@ -81,7 +81,7 @@ class Tenant(Generic[Item]):
     @property
     def rank(self) -> float:
         """Where its next request starts: never before one that the engine has."""
-        return max(self.counter + self.owed_units / self.weight, self.floor)
+        return max(self.counter + self.owed_units / self.weight, next(reversed(self.ranks.values()), 0.0))
 
 
 class Line(Generic[Item]):
@@ -150,7 +150,7 @@ class Line(Generic[Item]):
         output_token_count: what it will probably generate.
         """
         item = tenant.first
-        tenant.floor = tenant.rank
+        tenant.ranks[item] = tenant.rank
         self.leave(item, tenant)
         tenant.handed.add(item)
         tenant.owed[item] = units = INPUT_TOKEN_COST * item.input_token_count + OUTPUT_TOKEN_COST * output_token_count
@@ -170,11 +170,12 @@ class Line(Generic[Item]):
     def ended(self, item: Item, tenant: Tenant[Item]) -> None:
         """A request that was taken out has ended; what it did not cost is owed no more."""
         tenant.handed.discard(item)
+        del tenant.ranks[item]
         tenant.owed_units -= tenant.owed.pop(item)
         if not tenant.owed:
-            tenant.owed_units = tenant.floor = 0.0  # sums of fractions may be off by some bits
-            if tenant.waiting:
-                self._turns.note(tenant)
+            tenant.owed_units = 0.0  # sums of fractions may be off by some bits
+        if tenant.waiting:
+            self._turns.note(tenant)
 
     def level(self) -> float:
         """Where a tenant starts that comes back: with the least served of those that wait, else with the last that did."""

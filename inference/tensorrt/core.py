@@ -65,6 +65,7 @@ class TensorRtCore:
         self._empty_answer_count = 0
         self._prompt_token_count = self._cached_token_count = self._output_token_count = 0
         self.engine_statistics: dict[str, Any] = {}  # the last that the engine told
+        self.moved_at_s = 0.0  # when the last token of anybody came
 
     @property
     def idle(self) -> bool:
@@ -215,6 +216,7 @@ class TensorRtCore:
                 self._enter(*request.choices[1:])
         for event in choice.take(output, now_s):
             assert isinstance(event, TokensGenerated)
+            self.moved_at_s = now_s
             self._output_token_count += len(event.token_ids)
             self._tell(choice.number, event)
         if choice.ended is not None:

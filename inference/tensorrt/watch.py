@@ -93,7 +93,7 @@ class EngineWatch:
 
     def _stuck(self) -> str | None:
         now_s = time.monotonic()
-        stuck, moving = [], 0
+        stuck, shortest_s = [], self._options.first_token_timeout_s
         for choice in self._core.inside:
             first = choice.first_token_at_s is None
             limit_s = self._options.first_token_timeout_s if first else self._options.inter_token_timeout_s
@@ -101,15 +101,15 @@ class EngineWatch:
                 continue  # it is waited for by another clock
             if now_s - choice.silent_since_s > limit_s:
                 stuck.append(choice)
-            elif now_s - choice.silent_since_s < limit_s / 2 and not first:
-                moving += 1
+                shortest_s = min(shortest_s, limit_s)
         if not stuck:
             return None
         self._stall_count += len(stuck)
+        moving = now_s - self._core.moved_at_s < shortest_s / 2
         if not moving or self._stall_count >= STALLS_MAX:
             return f"{len(stuck)} sequences have been silent for too long"
         for choice in stuck:
-            _log.error("sequence %d is stuck while %d others go on", choice.number, moving)
+            _log.error("sequence %d is stuck while others go on", choice.number)
             self._core.fail(choice, "the engine has stopped generating this sequence")
         return None
 

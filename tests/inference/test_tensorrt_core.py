@@ -109,8 +109,8 @@ async def test_a_cancel_before_the_first_token_is_answered_at_once_and_aborts_at
 async def test_an_abort_that_is_never_answered_is_waited_for_only_so_long(
     tiny: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with core_world(tiny.directory, monkeypatch, faults="lonely,mute_abort", abort_drain_s=0.2) as world:
-        world.add(0, make_request(prompt(1), LONG))
+    async with core_world(tiny.directory, monkeypatch, faults="lonely,mute_abort,stuck:9", abort_drain_s=0.2) as world:
+        world.add(0, beginning_with(9, LONG))
         await world.first_token(0)
         world.core.cancel(0)
         ended = await world.end(0)
