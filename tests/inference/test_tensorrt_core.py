@@ -177,7 +177,7 @@ async def test_a_sequence_that_sticks_fails_alone_while_others_go_on(tiny: TinyC
         watching = world.tasks.create_task(world.watch().run())
         number = 10
         while 1 not in world.failures:
-            await world.run(number, make_request(prompt(number), 200))
+            await world.run(number, make_request([20, *prompt(number)], 200))
             number += 1
         watching.cancel()
 
