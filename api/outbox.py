@@ -102,12 +102,15 @@ class Outbox:
             await delivery.sent.wait()
 
     def discard(self, delivery: Delivery) -> None:
-        """Forget what of the request has not been handed to the transport: it was not delivered."""
-        kept = deque(pending for pending in self._pending if pending.delivery is not delivery)
-        for pending in self._pending:
-            if pending.delivery is delivery:
-                delivery.unsent_frame_count -= 1
-        self._pending = kept
+        """Forget what of the request has not been handed to the transport: it was not delivered.
+
+        But for its admission: whoever hears of an end has heard of that first.
+        """
+        before = len(self._pending)
+        self._pending = deque(
+            pending for pending in self._pending if pending.delivery is not delivery or pending.frame.HasField("admitted")
+        )
+        delivery.unsent_frame_count -= before - len(self._pending)
         self._taken.set()
         delivery.queued_token_count = delivery.usage.delivered_token_count
         if not delivery.unsent_frame_count:

@@ -235,3 +235,23 @@ def test_any_order_of_acts_delivers_no_more_than_was_pushed_and_frees_every_wait
                 assert one.unsent_token_count == 0
 
     asyncio.run(scenario())
+
+
+async def test_a_discarded_request_keeps_its_admission_before_its_end(journal: UsageJournal) -> None:
+    """A cancel may come before the admission was written; the client would hear of the end of something that never began."""
+    outbox, request = Outbox(journal), delivery()
+    kinds: list[str | None] = []
+
+    async def write(message: pb.GenerateResponse) -> None:
+        kinds.extend(frame.WhichOneof("kind") for frame in message.frames)
+
+    outbox.push(request, pb.ServerFrame(admitted=pb.AdmittedFrame()))
+    outbox.push(request, delta(1), 2)
+    outbox.discard(request)
+    outbox.push(request, pb.ServerFrame(finished=pb.FinishedFrame()))
+    outbox.close()
+    await outbox.write_all(write)
+
+    assert kinds == ["admitted", "finished"]
+    assert request.unsent_frame_count == 0
+    assert request.usage.delivered_token_count == 0
