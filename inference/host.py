@@ -7,11 +7,9 @@ since nothing here is worth saving. It is started before torch is imported for t
 
 from __future__ import annotations
 
-import argparse
 import gc
 import logging
 import os
-import signal
 import socket
 import sys
 import time
@@ -29,7 +27,7 @@ from inference.engine import (
     TokensGenerated,
 )
 from inference.errors import CheckpointInvalid, EngineStartFailed, RequestImpossible
-from inference.host_inbox import EXIT_LOAD_FAILED, EXIT_PARENT_GONE, EXIT_PROTOCOL_BROKEN, Inbox, Message
+from inference.host_inbox import EXIT_LOAD_FAILED, EXIT_PROTOCOL_BROKEN, Inbox, Message, serve_parent
 from inference.host_protocol import (
     CancelSequence,
     Event,
@@ -201,20 +199,7 @@ def event_message(number: int, event: SequenceEvent | SequenceBroken) -> Event:
 
 def main() -> int:
     """Entry point of the child process."""
-    parser = argparse.ArgumentParser(prog="python -m inference.host", description="Engine host; started by the API process.")
-    parser.add_argument("--fd", type=int, required=True, help="the inherited socket to the parent")
-    arguments = parser.parse_args()
-    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
-    # A signal to the whole process group (Ctrl-C, a service manager) is the parent's to handle: it drains first, and this process
-    # ends when the parent does.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    connection = socket.socket(fileno=arguments.fd)
-    connection.setblocking(True)
-    try:
-        return Host(connection).run()
-    except ConnectionError:
-        return EXIT_PARENT_GONE
+    return serve_parent("inference.host", lambda connection: Host(connection).run())
 
 
 if __name__ == "__main__":

@@ -1,12 +1,15 @@
-"""What an engine host receives: a thread that reads the parent's messages, and ends the process when the parent is gone.
+"""How an engine host begins and what it receives: a thread reads messages, and ends the process when the parent is gone.
 
 At once, in mid-load and in mid-step, since nothing here is worth saving. No torch: it is started before that is imported.
 """
 
 from __future__ import annotations
 
+import argparse
+import logging
 import os
 import queue
+import signal
 import socket
 import sys
 import threading
@@ -67,3 +70,21 @@ class Inbox:
         self._before_exit()
         # Not sys.exit: that would end this thread alone, and the main one may be deep inside a step.
         os._exit(code)
+
+
+def serve_parent(module: str, run: Callable[[socket.socket], int]) -> int:
+    """Be a host to the parent whose socket `--fd` names; the exit status. run: does all that a host does."""
+    parser = argparse.ArgumentParser(prog=f"python -m {module}", description="Engine host; the API process starts it.")
+    parser.add_argument("--fd", type=int, required=True, help="the inherited socket to the parent")
+    arguments = parser.parse_args()
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    # A signal to the whole process group (Ctrl-C, a service manager) is the parent's to handle: it drains first, and this process
+    # ends when the parent does.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    connection = socket.socket(fileno=arguments.fd)
+    connection.setblocking(True)
+    try:
+        return run(connection)
+    except ConnectionError:
+        return EXIT_PARENT_GONE

@@ -7,7 +7,6 @@ starts a new process. The processes that the library started are killed with it,
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import logging
@@ -24,7 +23,7 @@ from inference.checkpoint import read_config
 from inference.detokenizer import TextDecoder
 from inference.engine import SequenceEvent
 from inference.errors import CheckpointInvalid, EngineStartFailed
-from inference.host_inbox import EXIT_LOAD_FAILED, EXIT_PARENT_GONE, EXIT_PROTOCOL_BROKEN, Inbox, Message
+from inference.host_inbox import EXIT_LOAD_FAILED, EXIT_PROTOCOL_BROKEN, Inbox, Message, serve_parent
 from inference.host_protocol import (
     CancelSequence,
     Event,
@@ -261,20 +260,7 @@ def kill_workers() -> None:
 
 def main() -> int:
     """Entry point of the child process. The library starts processes of its own, which import this module and must not run it."""
-    parser = argparse.ArgumentParser(
-        prog="python -m inference.tensorrt.host", description="Engine host; the API process starts it."
-    )
-    parser.add_argument("--fd", type=int, required=True, help="the inherited socket to the parent")
-    arguments = parser.parse_args()
-    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    connection = socket.socket(fileno=arguments.fd)
-    connection.setblocking(True)
-    try:
-        return TensorRtHost(connection).run()
-    except ConnectionError:
-        return EXIT_PARENT_GONE
+    return serve_parent("inference.tensorrt.host", lambda connection: TensorRtHost(connection).run())
 
 
 if __name__ == "__main__":
