@@ -84,7 +84,8 @@ async def test_streams_outwait_a_restart_of_the_database_at_the_end_of_their_lea
     service = launch(database_url=postgres.url, store_answer_wait_s=PATIENCE_S)
     tenant = await service.tenant(LIMITS)
     async with service.stream(tenant.secret) as stream:
-        starts = [start(max_output_tokens=300) for _ in range(4)]
+        # Far more than a fast machine generates while the database stops: each has an extension to ask for when it is away.
+        starts = [start(max_output_tokens=1500) for _ in range(4)]
         await stream.send(*starts)
         for frame in starts:
             await stream.received(frame.request_id, 5)
@@ -96,7 +97,7 @@ async def test_streams_outwait_a_restart_of_the_database_at_the_end_of_their_lea
         await asyncio.to_thread(restart, postgres)
 
         for frame in starts:
-            assert (await stream.finished(frame.request_id)).usage.delivered_token_count == 300
+            assert (await stream.finished(frame.request_id)).usage.delivered_token_count == 1500
     assert service.books.holds(tenant) == {"settled": 4}
     check_invariants(postgres.url, all_ended=True)
 
