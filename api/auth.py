@@ -1,4 +1,4 @@
-"""From call metadata to a principal, and what its scopes allow."""
+"""From the secret that a call brings to a principal, and what its scopes allow."""
 
 from __future__ import annotations
 
@@ -40,11 +40,15 @@ class Authenticator:
         )  # by hash of the secret; checked last stands last
 
     async def principal(self, context: Context, *scopes: str) -> Principal:
-        """Who calls. scopes: any one of them is enough.
+        """Who calls over gRPC. scopes and errors: see `principal_of`; Unauthenticated if the call brings no secret."""
+        return await self.principal_of(bearer_token(context), *scopes)
 
-        Raises: Unauthenticated, PermissionDenied, StoreAway; KeyInvalid for an unknown, expired or revoked key.
+    async def principal_of(self, secret: str, *scopes: str) -> Principal:
+        """Who has this secret, whatever wire it came over. scopes: any one of them is enough.
+
+        Raises: PermissionDenied, StoreAway; KeyInvalid for an unknown, expired or revoked key.
         """
-        principal = await self._look_up(bearer_token(context))
+        principal = await self._look_up(secret)
         if principal.scopes.isdisjoint(scopes):
             raise PermissionDenied(
                 f"key {principal.key_prefix} has the scopes {', '.join(sorted(principal.scopes))}; this call needs "
