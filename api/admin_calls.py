@@ -18,8 +18,6 @@ from metering.tenants import admin_requests
 from metering.tenants.changes_lock import take_changes_lock
 from metering.tenants.tenants import Principal
 
-SCOPE = "admin"
-
 
 class Repeatable(Protocol):
     """A request with an id that its client minted."""
@@ -32,7 +30,7 @@ class Repeatable(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Acting:
-    """One transaction of an admin. actor: as the audit log names them."""
+    """One transaction of a caller. actor: as the audit log names them."""
 
     session: AsyncSession
     principal: Principal
@@ -64,14 +62,14 @@ class AdminCalls:
         self._authenticator = authenticator
         self._sessions = sessions
 
-    async def _admin(self, context: Context) -> Principal:
+    async def _caller(self, context: Context) -> Principal:
         """Who calls. Raises: Unauthenticated, KeyInvalid, PermissionDenied."""
-        return await self._authenticator.principal(context, SCOPE)
+        return await self._authenticator.principal(context)
 
     @contextlib.asynccontextmanager
     async def _acting(self, context: Context, *, alone: bool = False) -> AsyncIterator[Acting]:
         """A transaction that commits at the end of the block. alone: no other change is made meanwhile."""
-        principal = await self._admin(context)
+        principal = await self._caller(context)
         async with self._sessions.begin() as session:
             await take_changes_lock(session, alone=alone)
             yield Acting(session, principal)

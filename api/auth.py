@@ -7,8 +7,9 @@ import uuid
 from collections import OrderedDict
 from dataclasses import replace
 
-from api.errors import PermissionDenied, Unauthenticated
-from api.interceptor import Context
+from api.errors import ModelNotAllowed, PermissionDenied, Unauthenticated
+from api.interceptor import METHOD, Context
+from api.scopes import SCOPES
 from api.shared_lookups import SharedLookups
 from metering.errors import KeyInvalid, StoreAway
 from metering.holds.lease_clock import boot_time_s
@@ -39,20 +40,22 @@ class Authenticator:
             OrderedDict()
         )  # by hash of the secret; checked last stands last
 
-    async def principal(self, context: Context, *scopes: str) -> Principal:
-        """Who calls over gRPC. scopes and errors: see `principal_of`; Unauthenticated if the call brings no secret."""
-        return await self.principal_of(bearer_token(context), *scopes)
+    async def principal(self, context: Context) -> Principal:
+        """Who calls over gRPC. Raises as `principal_of`, and Unauthenticated if the call brings no secret."""
+        return await self.principal_of(bearer_token(context), method=METHOD.get())
 
-    async def principal_of(self, secret: str, *scopes: str) -> Principal:
-        """Who has this secret, whatever wire it came over. scopes: any one of them is enough.
+    async def principal_of(self, secret: str, *, method: str) -> Principal:
+        """Who has this secret, whatever wire it came over, if it is good for the call.
 
+        method: path of the call in the contract, as in `api/scopes.py`; another wire names the call that it stands for.
         Raises: PermissionDenied, StoreAway; KeyInvalid for an unknown, expired or revoked key.
         """
+        needed = SCOPES[method]  # a call that is missing there is nobody's
         principal = await self._look_up(secret)
-        if principal.scopes.isdisjoint(scopes):
+        if principal.scopes.isdisjoint(needed):
             raise PermissionDenied(
                 f"key {principal.key_prefix} has the scopes {', '.join(sorted(principal.scopes))}; this call needs "
-                f"{' or '.join(scopes)}"
+                f"{' or '.join(sorted(needed))}"
             )
         return principal
 
@@ -95,6 +98,12 @@ def bearer_token(context: Context) -> str:
         if key == "authorization" and isinstance(value, str) and value.lower().startswith(BEARER):
             return value[len(BEARER) :].strip()
     raise Unauthenticated("no API key: send the metadata `authorization: Bearer <API key>`")
+
+
+def check_model(principal: Principal, model: str) -> None:
+    """Raises: ModelNotAllowed."""
+    if not principal.may_use(model):
+        raise ModelNotAllowed(principal.key_prefix, model)
 
 
 def payer(principal: Principal) -> Payer:

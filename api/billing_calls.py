@@ -9,22 +9,17 @@ from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from api.admin_calls import AdminCalls
-from api.interceptor import Context
+from api.scopes import Scope
 from metering.errors import NotFound
 from metering.models import Organization
 from metering.store.bounded_connection import patience
 from metering.tenants.tenants import Principal, find_organization
 
-READERS = ("billing", "admin")
 REPORT_S = 25.0  # a month of many millions of requests is summed up in some seconds; clients give a call half a minute
 
 
 class BillingCalls(AdminCalls):
-    """Reading for `billing` and `admin` keys, beside what admins may do."""
-
-    async def _reader(self, context: Context) -> Principal:
-        """Who reads. Raises: Unauthenticated, KeyInvalid, PermissionDenied."""
-        return await self._authenticator.principal(context, *READERS)
+    """Reading for `billing` and `admin` keys, beside what admins may do: `api/scopes.py` says which call is which."""
 
     @contextlib.asynccontextmanager
     async def _reading(self) -> AsyncIterator[AsyncSession]:
@@ -38,7 +33,7 @@ class BillingCalls(AdminCalls):
 
 def may_see(reader: Principal, organization_id: object) -> bool:
     """A `billing` key sees its own organization; any other one does not exist for it."""
-    return "admin" in reader.scopes or organization_id == reader.organization_id
+    return Scope.ADMIN in reader.scopes or organization_id == reader.organization_id
 
 
 async def visible(session: AsyncSession, reader: Principal, ref: str) -> Organization:

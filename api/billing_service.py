@@ -34,7 +34,7 @@ class BillingServicer(UsageCalls):
 
     async def GetMonthReport(self, request: pb.GetMonthReportRequest, context: Context) -> pb.GetMonthReportResponse:
         """Reports one month of one customer."""
-        reader = await self._reader(context)
+        reader = await self._caller(context)
         async with self._reading() as session:
             organization = await visible(session, reader, request.organization)
             return report_message(await month_report(session, organization=str(organization.id), month=request.month))
@@ -43,7 +43,7 @@ class BillingServicer(UsageCalls):
         self, request: months_pb2.GetMonthDocumentRequest, context: Context
     ) -> months_pb2.GetMonthDocumentResponse:
         """The report as bytes."""
-        reader = await self._reader(context)
+        reader = await self._caller(context)
         if (write := DOCUMENTS.get(request.format)) is None:
             raise InvalidValue("format", "give JSON or CSV")
         async with self._reading() as session:
@@ -57,14 +57,14 @@ class BillingServicer(UsageCalls):
 
     async def ListMonths(self, request: months_pb2.ListMonthsRequest, context: Context) -> months_pb2.ListMonthsResponse:
         """Lists the months of a customer."""
-        reader = await self._reader(context)
+        reader = await self._caller(context)
         async with self._sessions() as session:
             organization = await visible(session, reader, request.organization)
             return months_pb2.ListMonthsResponse(months=map(month_message, await list_months(session, organization)))
 
     async def CloseMonth(self, request: months_pb2.CloseMonthRequest, context: Context) -> months_pb2.CloseMonthResponse:
         """Closes a month, or tells what stands in the way."""
-        admin = await self._admin(context)
+        admin = await self._caller(context)
         response = months_pb2.CloseMonthResponse()
         if request.validate_only:
             found = await check_month(
@@ -88,7 +88,7 @@ class BillingServicer(UsageCalls):
 
     async def VerifyMonth(self, request: months_pb2.VerifyMonthRequest, context: Context) -> months_pb2.VerifyMonthResponse:
         """Reproduces a closed month."""
-        reader = await self._reader(context)
+        reader = await self._caller(context)
         async with self._sessions() as session:
             organization = await visible(session, reader, request.organization)
             found = await verify_month(session, organization, request.month)
@@ -103,7 +103,7 @@ class BillingServicer(UsageCalls):
 
     async def GetInvoice(self, request: months_pb2.GetInvoiceRequest, context: Context) -> months_pb2.GetInvoiceResponse:
         """Reads an invoice with its credit notes."""
-        reader = await self._reader(context)
+        reader = await self._caller(context)
         async with self._sessions() as session:
             if request.number:
                 row = await find_invoice_row(session, request.number)
@@ -180,7 +180,7 @@ class BillingServicer(UsageCalls):
         self, request: months_pb2.ListAdjustmentsRequest, context: Context
     ) -> months_pb2.ListAdjustmentsResponse:
         """Lists corrections of a customer."""
-        reader = await self._reader(context)
+        reader = await self._caller(context)
         async with self._sessions() as session:
             organization = await visible(session, reader, request.organization)
             found = await adjustments.list_adjustments(session, organization.id, undecided_only=request.undecided_only)

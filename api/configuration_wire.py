@@ -67,6 +67,7 @@ class Parsing:
             name=message.name,
             prefix=message.prefix,
             scopes=tuple(sorted(set(message.scopes))) or ("inference",),
+            models=tuple(sorted(set(message.models))),
             expires_at=wire.parse_timestamp(message.expire_time, f"{path}.expire_time") if ends else None,
             quotas=self.quotas(path, message.quotas),
             prune_quotas=message.prune_quotas,
@@ -146,6 +147,7 @@ def project_message(project: ProjectSpec) -> pb.ProjectConfiguration:
             name=key.name,
             prefix=key.prefix,
             scopes=key.scopes,
+            models=key.models,
             expire_time=wire.timestamp(key.expires_at),
             quotas=map(quota_message, key.quotas),
         )

@@ -45,6 +45,16 @@ class PermissionDenied(ApiError):
     reason = "PERMISSION_DENIED"
 
 
+class ModelNotAllowed(ApiError):
+    """The key is limited to other models. Whether there is one of this name is not told."""
+
+    reason = "MODEL_NOT_ALLOWED"
+
+    def __init__(self, key_prefix: str, model: str) -> None:
+        super().__init__(f"key {key_prefix} may not use the model {model!r}: ListModels tells those that it may use")
+        self.model = model
+
+
 @dataclass(frozen=True, slots=True)
 class FieldViolation:
     """One field that is wrong, and what would be right."""
@@ -200,6 +210,7 @@ CODES: tuple[tuple[type[Exception], int], ...] = (
     (metering_errors.KeyInvalid, code_pb2.UNAUTHENTICATED),
     (KeyRevokedMidway, code_pb2.UNAUTHENTICATED),
     (PermissionDenied, code_pb2.PERMISSION_DENIED),
+    (ModelNotAllowed, code_pb2.PERMISSION_DENIED),
     (InvalidRequest, code_pb2.INVALID_ARGUMENT),
     (PromptTooLong, code_pb2.INVALID_ARGUMENT),
     (PromptFiltered, code_pb2.INVALID_ARGUMENT),
@@ -295,7 +306,7 @@ def metadata_of(error: BaseException) -> dict[str, str]:
             return {"retry_with": "same_request_id"}
         case StartsTooLate():
             return {"estimated_wait_s": f"{error.wait_s:.3f}"}
-        case ModelUnknown() | metering_errors.PriceMissing():
+        case ModelUnknown() | ModelNotAllowed() | metering_errors.PriceMissing():
             return {"model": error.model}
         case metering_errors.MonthClosed():
             return {"organization_id": str(error.organization_id), "month": f"{error.month:%Y-%m}"}

@@ -15,7 +15,7 @@ import grpc
 from weir.v1 import inference_service_pb2 as pb
 
 from api import frames
-from api.auth import payer
+from api.auth import check_model, payer
 from api.errors import FieldViolation, InvalidRequest, Overloaded, RequestUnderWay, Unauthenticated, UnknownRequest, status_of
 from api.live import Caller, LiveRequest
 from api.outbox import Delivery, Outbox, UsageSoFar
@@ -110,6 +110,7 @@ class ClientStream:
             if lifetime_s is not None and time.monotonic() >= self._opened_at + lifetime_s:
                 raise Unauthenticated("the API key of this stream has expired or was rotated: open a stream with the new secret")
             start = parse_start(frame.request_id, frame.start)
+            check_model(self._principal, start.model)
             request_id = start.request_id
             if (running := self._running.get(request_id)) is not None:
                 self._start_again(running, start)

@@ -12,7 +12,7 @@ from weir.v1 import inference_service_pb2_grpc as pb_grpc
 
 from api import wire
 from api.accounts import find_generation
-from api.auth import Authenticator
+from api.auth import Authenticator, check_model
 from api.errors import Overloaded
 from api.generation import ClientStream
 from api.interceptor import Context
@@ -25,7 +25,6 @@ from metering.billing.prices import customer_prices, versions_in_force
 from metering.quotas.quota_states import quotas_for
 from metering.store.db import Sessions
 
-SCOPE = "inference"
 FIRST_MESSAGE_WAIT_S = 5.0  # for that of a stream that is refused: it is on its way, from a client that opens thousands
 
 
@@ -52,34 +51,36 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
                     await anext(aiter(requests), None)
             raise
         with place:
-            principal = await self._authenticator.principal(context, SCOPE)
+            principal = await self._authenticator.principal(context)
             auth_ms = (time.monotonic() - opened_at) * 1000
             await ClientStream(self._process, principal, auth_ms).serve(requests, context)
 
     async def CountTokens(self, request: pb.CountTokensRequest, context: Context) -> pb.CountTokensResponse:
         """Counts a prompt's tokens."""
-        await self._authenticator.principal(context, SCOPE)
+        principal = await self._authenticator.principal(context)
         prompt = wire.parse_count_tokens(request)
+        check_model(principal, request.model)
         engine = self._process.router.choose(request.model)
         token_ids = await tokenize(self._process.tokenizers[request.model], prompt)
         return pb.CountTokensResponse(input_token_count=len(token_ids), context_window_tokens=engine.model.context_window_tokens)
 
     async def ListModels(self, request: pb.ListModelsRequest, context: Context) -> pb.ListModelsResponse:
         """Lists models with what the caller pays for them."""
-        principal = await self._authenticator.principal(context, SCOPE)
+        principal = await self._authenticator.principal(context)
         async with self._sessions() as session:
             owner = principal.organization_id
             found = await versions_in_force(session, currency_code=principal.currency_code, organization_id=owner)
         paid = customer_prices(found, owner)
-        models = self._process.router.models()
+        models = [model for model in self._process.router.models() if principal.may_use(model.name)]
         return pb.ListModelsResponse(
             models=[wire.model_message(model, [each for each in paid if each.price.model == model.name]) for model in models]
         )
 
     async def GetQuota(self, request: pb.GetQuotaRequest, context: Context) -> pb.GetQuotaResponse:
         """Tells the caller's quotas."""
-        principal = await self._authenticator.principal(context, SCOPE)
+        principal = await self._authenticator.principal(context)
         if request.model:
+            check_model(principal, request.model)
             self._process.router.choose(request.model)
         subject_ids = (principal.organization_id, principal.project_id, principal.api_key_id)
         async with self._sessions() as session:
@@ -88,12 +89,12 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
 
     async def Quote(self, request: pb.QuoteRequest, context: Context) -> pb.QuoteResponse:
         """Tells what a request would be."""
-        principal = await self._authenticator.principal(context, SCOPE)
+        principal = await self._authenticator.principal(context)
         return await quote(self._process, self._sessions, principal, request)
 
     async def GetGeneration(self, request: pb.GetGenerationRequest, context: Context) -> pb.GetGenerationResponse:
         """Looks up one request."""
-        principal = await self._authenticator.principal(context, SCOPE)
+        principal = await self._authenticator.principal(context)
         request_id = wire.parse_request_id(request.request_id)
         async with self._sessions() as session:
             generation = await find_generation(session, principal.project_id, request_id)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable
+from contextvars import ContextVar
 from typing import Any
 
 import grpc
@@ -15,6 +16,8 @@ from api.errors import STATUS_DETAILS_KEY, MessageUnreadable, status_of
 CODES = {code.value[0]: code for code in grpc.StatusCode}
 
 Context = grpc.aio.ServicerContext[Any, Any]
+
+METHOD: ContextVar[str] = ContextVar("method")  # the path of the call that this task answers; gRPC's context does not tell
 
 Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[Any]]
 
@@ -34,23 +37,24 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
             return None
         if handler.unary_unary is not None:
             return grpc.unary_unary_rpc_method_handler(
-                guarded(handler.unary_unary), tolerant(handler.request_deserializer), handler.response_serializer
+                guarded(handler.unary_unary, details.method), tolerant(handler.request_deserializer), handler.response_serializer
             )
         if handler.unary_stream is not None and not inspect.isasyncgenfunction(handler.unary_stream):
             return grpc.unary_stream_rpc_method_handler(
-                guarded(handler.unary_stream), tolerant(handler.request_deserializer), handler.response_serializer
+                guarded(handler.unary_stream, details.method), tolerant(handler.request_deserializer), handler.response_serializer
             )
         if handler.stream_stream is not None and not inspect.isasyncgenfunction(handler.stream_stream):  # reflection is one
             return grpc.stream_stream_rpc_method_handler(
-                guarded(handler.stream_stream), tolerant(handler.request_deserializer), handler.response_serializer
+                guarded(handler.stream_stream, details.method), tolerant(handler.request_deserializer), handler.response_serializer
             )
         return handler
 
 
-def guarded(handle: Callable[..., Any]) -> Callable[[Any, Any], Awaitable[Any]]:
-    """A handler whose errors become statuses."""
+def guarded(handle: Callable[..., Any], method: str) -> Callable[[Any, Any], Awaitable[Any]]:
+    """A handler of the call at this path, whose errors become statuses."""
 
     async def guard(request: Any, context: Context) -> Any:
+        METHOD.set(method)
         try:
             return await handle(readable(request), context)
         except (grpc.aio.AbortError, asyncio.CancelledError):

@@ -8,6 +8,7 @@ import uuid
 from weir.v1 import inference_service_pb2 as pb
 
 from api import wire
+from api.auth import check_model
 from api.preparation import prepare
 from api.process import Process
 from api.quota_wire import effective_quota_statuses, quota_status
@@ -20,6 +21,7 @@ from metering.tenants.tenants import Principal
 async def quote(process: Process, sessions: Sessions, principal: Principal, message: pb.QuoteRequest) -> pb.QuoteResponse:
     """Answer one call. Raises what the same request would be refused with, but for quotas."""
     start = wire.parse_start(str(uuid.uuid4()), message.start)
+    check_model(principal, start.model)
     engine = process.router.choose(start.model)
     salt = str(principal.organization_id)
     request = await prepare(start, engine, process.tokenizers[start.model], process.safety, salt)

@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 from sqlalchemy import select
-from sqlalchemy.ext.asyncio import AsyncSession
 from weir.v1 import receipt_service_pb2 as pb
 from weir.v1 import receipt_service_pb2_grpc as pb_grpc
 from weir.v1 import receipts_pb2
 
 from api import wire
 from api.auth import Authenticator
+from api.billing_calls import visible
 from api.interceptor import Context
 from api.receipt_wire import chain_message, receipt_messages
 from metering.billing.reports import month_bounds
-from metering.errors import NotFound
-from metering.models import Organization
 from metering.receipts.models import ReceiptKey
 from metering.receipts.months import BEGINNING, PageMark, receipt_month, receipts_page
 from metering.store.db import Sessions
-from metering.tenants.tenants import Principal, find_organization
 
-SCOPES = ("billing", "admin")
-ANY_SCOPE = ("inference", *SCOPES)
 PAGE_SIZE = 500
 
 
@@ -34,7 +29,7 @@ class ReceiptServicer(pb_grpc.ReceiptServiceServicer):
 
     async def ListReceiptKeys(self, request: pb.ListReceiptKeysRequest, context: Context) -> pb.ListReceiptKeysResponse:
         """All public keys: they are no secret."""
-        await self._authenticator.principal(context, *ANY_SCOPE)
+        await self._authenticator.principal(context)
         async with self._sessions() as session:
             keys = (await session.scalars(select(ReceiptKey).order_by(ReceiptKey.created_at, ReceiptKey.id))).all()
         return pb.ListReceiptKeysResponse(
@@ -46,21 +41,21 @@ class ReceiptServicer(pb_grpc.ReceiptServiceServicer):
 
     async def ListReceipts(self, request: pb.ListReceiptsRequest, context: Context) -> pb.ListReceiptsResponse:
         """A page of a month."""
-        principal = await self._authenticator.principal(context, *SCOPES)
+        principal = await self._authenticator.principal(context)
         month = month_bounds(request.month)[0].date()
         after = PageMark.parse(request.page_token) if request.page_token else BEGINNING
         async with self._sessions() as session:
-            owner = await visible_organization(session, principal, request.organization)
+            owner = await visible(session, principal, request.organization)
             page_size = request.page_size or PAGE_SIZE
             receipts, last = await receipts_page(session, owner.id, month, after=after, page_size=page_size)
         return pb.ListReceiptsResponse(receipts=receipt_messages(receipts), next_page_token="" if last is None else str(last))
 
     async def GetReceiptMonth(self, request: pb.GetReceiptMonthRequest, context: Context) -> pb.GetReceiptMonthResponse:
         """The sum of a month."""
-        principal = await self._authenticator.principal(context, *SCOPES)
+        principal = await self._authenticator.principal(context)
         month = month_bounds(request.month)[0].date()
         async with self._sessions() as session:
-            owner = await visible_organization(session, principal, request.organization)
+            owner = await visible(session, principal, request.organization)
             found = await receipt_month(session, owner.id, month)
         return pb.GetReceiptMonthResponse(
             organization_id=str(owner.id),
@@ -70,11 +65,3 @@ class ReceiptServicer(pb_grpc.ReceiptServiceServicer):
             chains=[chain_message(piece) for piece in found.chains],
             unreceipted_count=found.unreceipted_count,
         )
-
-
-async def visible_organization(session: AsyncSession, principal: Principal, ref: str) -> Organization:
-    """The organization of a name or id. A `billing` key sees its own; any other one does not exist for it. Raises: NotFound."""
-    organization = await find_organization(session, ref)
-    if "admin" not in principal.scopes and organization.id != principal.organization_id:
-        raise NotFound("organization", ref)
-    return organization

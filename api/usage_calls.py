@@ -62,7 +62,7 @@ class UsageCalls(BillingCalls, pb_grpc.BillingServiceServicer):
 
     async def GetUsage(self, request: pb.GetUsageRequest, context: Context) -> pb.GetUsageResponse:
         """Tells a page of a month's usage by group."""
-        principal = await self._reader(context)
+        principal = await self._caller(context)
         if any(each not in GROUPINGS for each in request.group_by):
             raise InvalidValue("group_by", "give what the rows are for")
         by = [GROUPINGS[each] for each in request.group_by]
@@ -77,7 +77,7 @@ class UsageCalls(BillingCalls, pb_grpc.BillingServiceServicer):
 
     async def GetForecast(self, request: pb.GetForecastRequest, context: Context) -> pb.GetForecastResponse:
         """Tells what a month has cost so far and will have cost by its end."""
-        principal = await self._reader(context)
+        principal = await self._caller(context)
         async with self._reading() as session:
             owner = await visible_or_own(session, principal, request.organization)
             now = (await session.execute(select(func.now()))).scalar_one()
@@ -93,7 +93,7 @@ class UsageCalls(BillingCalls, pb_grpc.BillingServiceServicer):
         self, request: pb.ExportMonthRequest, context: Context
     ) -> None:
         """Makes a file of a month and sends it in pieces. No transaction stays open while they travel."""
-        principal = await self._reader(context)
+        principal = await self._caller(context)
         async with self._sessions.begin() as session:
             owner = await visible_or_own(session, principal, request.organization)
             issuer = await letterhead_of(session, owner.id, request.month, self._issuer)

@@ -152,6 +152,7 @@ class ApiKey(Base):
     __table_args__ = (
         CheckConstraint("octet_length(secret_hash) = 32", name="secret_hash_size"),
         CheckConstraint("scopes <@ ARRAY['inference', 'admin', 'billing'] AND scopes <> '{}'", name="scopes_known"),
+        CheckConstraint("array_position(models, '') IS NULL", name="models_named"),
         Index("ix_api_keys_project_id", "project_id"),
     )
 
@@ -161,6 +162,7 @@ class ApiKey(Base):
     prefix: Mapped[str] = mapped_column(unique=True)
     secret_hash: Mapped[bytes] = mapped_column(unique=True)
     scopes: Mapped[list[str]]
+    models: Mapped[list[str]] = mapped_column(server_default=text("'{}'"))  # that it may use; none: every one
     created_at: Mapped[datetime] = mapped_column(server_default=func.now())
     expires_at: Mapped[datetime | None]
     revoked_at: Mapped[datetime | None]

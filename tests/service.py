@@ -247,7 +247,9 @@ class Service:
                 )
         return Tenant(name, organization.id, project.id, key, secret)
 
-    async def new_key(self, tenant: Tenant, *scopes: str, lifetime: timedelta | None = None) -> tuple[KeyRecord, str]:
+    async def new_key(
+        self, tenant: Tenant, *scopes: str, models: Sequence[str] = (), lifetime: timedelta | None = None
+    ) -> tuple[KeyRecord, str]:
         """Another key of the tenant's project."""
         async with self.session() as session:
             return await create_api_key(
@@ -256,6 +258,7 @@ class Service:
                 project="main",
                 name="more",
                 scopes=scopes or ("inference",),
+                models=models,
                 lifetime=lifetime,
                 actor="test",
             )

@@ -186,7 +186,14 @@ QUOTA = Section(
 )
 QUOTAS = Sections("quotas", QUOTA, prune="prune_quotas")
 KEY = Section(
-    {"name": text("name"), "prefix": text("prefix"), "scopes": Words("scopes"), "expires": moment("expire_time"), "quotas": QUOTAS},
+    {
+        "name": text("name"),
+        "prefix": text("prefix"),
+        "scopes": Words("scopes"),
+        "models": Words("models"),
+        "expires": moment("expire_time"),
+        "quotas": QUOTAS,
+    },
     required=("name",),
 )
 PROJECT = Section(

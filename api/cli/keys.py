@@ -18,6 +18,9 @@ from api.cli.tenants import OrganizationOption
 
 key = typer.Typer(help="Create, rotate, change, revoke and list API keys.", no_args_is_help=True)
 
+ModelsOption = Annotated[
+    list[str] | None, typer.Option(help="A model that it may use; may be given several times. None: every model.")
+]
 KeyArgument = Annotated[str, typer.Argument(metavar="KEY", help="Id of the key, or its prefix as shown.")]
 
 UNITS = {"m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
@@ -31,6 +34,7 @@ def create_key(
     scope: Annotated[
         list[str] | None, typer.Option(help="inference, admin or billing; may be given several times. Default: inference.")
     ] = None,
+    model: ModelsOption = None,
     expires_in: Annotated[str | None, typer.Option(help="How long it works, as 90m, 12h, 30d or 4w. Default: for ever.")] = None,
     if_missing: Annotated[
         bool, typer.Option("--if-missing", help="Do nothing if the project has a working key of this name and these scopes.")
@@ -47,6 +51,7 @@ def create_key(
             project_or_default(project, client.address),
             name,
             scopes=scope or ("inference",),
+            models=model or (),
             lifetime=lifetime,
             allow_existing=if_missing,
         )
@@ -58,7 +63,8 @@ def create_key(
         note(f"key {made.name} ({made.prefix}) is there already; its secret was shown once: `weir key rotate` makes another")
         return
     until = f" until {time_text(made.expire_time)}" if made.expire_time else ""
-    note(f"key {made.name} ({made.prefix}) for {', '.join(made.scopes)}{until}, id {made.api_key_id}")
+    models = f", models {', '.join(made.models)}" if made.models else ""
+    note(f"key {made.name} ({made.prefix}) for {', '.join(made.scopes)}{models}{until}, id {made.api_key_id}")
     show_secret(created.secret)
 
 
@@ -90,20 +96,28 @@ def update_key(
     scope: Annotated[
         list[str] | None, typer.Option(help="inference, admin or billing; may be given several times. Replaces all scopes.")
     ] = None,
+    model: ModelsOption = None,
+    all_models: Annotated[bool, typer.Option("--all-models", help="Let it use every model.")] = False,
     expires_in: Annotated[str | None, typer.Option(help="Let it end in so long, as 90m, 12h, 30d or 4w; 0 ends it now.")] = None,
     never_expires: Annotated[bool, typer.Option("--never-expires", help="Let it work for ever.")] = False,
     as_json: JsonOption = False,
     address: AddressOption = None,
     api_key: KeyOption = None,
 ) -> None:
-    """Change name, scopes or end of a key. What is not given stays."""
-    if name is None and not scope and expires_in is None and not never_expires:
-        raise typer.BadParameter("say what to change: --name, --scope, --expires-in or --never-expires")
+    """Change name, scopes, models or end of a key. What is not given stays."""
+    if name is None and not (scope or model or all_models or never_expires) and expires_in is None:
+        raise typer.BadParameter("say what to change: --name, --scope, --model, --all-models, --expires-in or --never-expires")
     span = None if expires_in is None else timedelta(0) if expires_in == "0" else parse_span(expires_in, "--expires-in")
     expire_time = None if span is None else datetime.now(UTC) + span
     with admin_client(address, api_key) as client:
         changed = client.update_api_key(
-            api_key_ref, name=name, scopes=scope or (), expire_time=expire_time, never_expires=never_expires
+            api_key_ref,
+            name=name,
+            scopes=scope or (),
+            models=model or (),
+            all_models=all_models,
+            expire_time=expire_time,
+            never_expires=never_expires,
         )
     if as_json:
         print_json(changed)
@@ -171,8 +185,9 @@ def key_state(key: ApiKey, now: datetime) -> str:
 
 def keys_table(keys: list[ApiKey], now: datetime) -> RenderableType:
     """Keys with their scopes and state at `now`."""
-    made = table("key", "prefix", "scopes", "state", "created", "id")
+    made = table("key", "prefix", "scopes", "models", "state", "created", "id")
     for each in keys:
         scopes = " ".join(each.scopes)
-        made.add_row(each.name, each.prefix, scopes, key_state(each, now), time_text(each.create_time), each.api_key_id)
+        models = " ".join(each.models) or "all"
+        made.add_row(each.name, each.prefix, scopes, models, key_state(each, now), time_text(each.create_time), each.api_key_id)
     return made

@@ -142,6 +142,8 @@ class Application:
     async def _key(self, path: str, wanted: KeySpec, keys: Keys, of_name: list[str]) -> None:
         """One key; it is taken out of those left. of_name: the prefixes of those that have its name and are not named by prefix."""
         shown = f"{keys.owner_name}/{wanted.name}"
+        for model in sorted(set(wanted.models) - set(self.work.models)):
+            self.work.wrong(f"{path}.models", f"no model {model!r} is served: give some of {', '.join(sorted(self.work.models))}")
         standing: ApiKey | None = None
         if wanted.prefix:
             if (standing := keys.left.pop(wanted.prefix, None)) is None:
@@ -181,6 +183,7 @@ class Application:
                 project=str(owner.id),
                 name=wanted.name,
                 scopes=wanted.scopes,
+                models=wanted.models,
                 lifetime=None if wanted.expires_at is None else wanted.expires_at - self.work.now,
                 actor=self.work.actor,
             ),
@@ -189,12 +192,12 @@ class Application:
             return None
         record, secret = made
         self.work.created.add(record.id)
-        says = differences(None, record, ("scopes", "expires_at"))
+        says = differences(None, record, ("scopes", "models", "expires_at"))
         self.work.changes.append(Change(Action.CREATE, "key", shown, says, key_prefix=record.prefix, secret=secret))
         return await self.work.session.get_one(ApiKey, record.id)
 
     async def _changed_key(self, path: str, shown: str, wanted: KeySpec, standing: ApiKey) -> None:
-        changes = differences(standing, wanted, ("name", "scopes", "expires_at"))
+        changes = differences(standing, wanted, ("name", "scopes", "models", "expires_at"))
         if not changes:
             return
         if standing.id == self.own_key_id and (
@@ -210,6 +213,8 @@ class Application:
                 api_key=str(standing.id),
                 name=wanted.name,
                 scopes=wanted.scopes,
+                models=wanted.models,
+                all_models=not wanted.models,
                 expires_at=wanted.expires_at,
                 never_expires=wanted.expires_at is None,
                 actor=self.work.actor,

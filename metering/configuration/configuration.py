@@ -67,6 +67,7 @@ class KeySpec:
     name: str
     prefix: str = ""
     scopes: tuple[str, ...] = ("inference",)
+    models: tuple[str, ...] = ()
     expires_at: datetime | None = None
     quotas: tuple[tuple[QuotaPlace, QuotaSpec], ...] = ()
     prune_quotas: bool = False
@@ -154,7 +155,7 @@ def differences(before: object | None, after: object, names: Collection[str]) ->
     """The named fields in which two values differ; of something new, those that say something."""
     pairs = ((name, value_of(before, name), value_of(after, name)) for name in names)
     return tuple(
-        FieldChange(name, old, new) for name, old, new in pairs if old != new and not (before is None and new in (None, ""))
+        FieldChange(name, old, new) for name, old, new in pairs if old != new and not (before is None and new in (None, "", []))
     )
 
 

@@ -63,6 +63,7 @@ def key_specs(keys: Iterable[ApiKey], quotas: Quotas) -> tuple[KeySpec, ...]:
             name=key.name,
             prefix=key.prefix if count[key.name] > 1 else "",
             scopes=tuple(sorted(key.scopes)),
+            models=tuple(sorted(key.models)),
             expires_at=key.expires_at,
             quotas=quotas.get(key.id, ()),
         )

@@ -13,10 +13,10 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from metering.errors import AlreadyExists
 from metering.models import ApiKey, Organization, Project
+from metering.tenants.key_rules import checked_models, checked_scopes
 from metering.tenants.tenants import (
     KeyRecord,
     checked_name,
-    checked_scopes,
     create_api_key,
     create_organization,
     create_project,
@@ -56,12 +56,13 @@ async def ensure_api_key(
     project: str,
     name: str,
     scopes: Collection[str] = ("inference",),
+    models: Collection[str] = (),
     lifetime: timedelta | None = None,
     actor: str,
 ) -> tuple[KeyRecord, str, bool]:
     """The project's working key of this name; its secret only if it is new, else empty.
 
-    Raises: NotFound, InvalidValue; AlreadyExists if its scopes are others, or if several keys have the name.
+    Raises: NotFound, InvalidValue; AlreadyExists if its scopes or models are others, or if several keys have the name.
     """
     owner = await find_project(session, project, organization=organization)
     # Scripts that say the same at the same time take turns; admissions refer to the row and do not wait.
@@ -75,7 +76,14 @@ async def ensure_api_key(
     found = (await session.scalars(working)).all()
     if not found:
         key, secret = await create_api_key(
-            session, organization=organization, project=project, name=name, scopes=scopes, lifetime=lifetime, actor=actor
+            session,
+            organization=organization,
+            project=project,
+            name=name,
+            scopes=scopes,
+            models=models,
+            lifetime=lifetime,
+            actor=actor,
         )
         return key, secret, False
     if len(found) > 1:
@@ -83,4 +91,7 @@ async def ensure_api_key(
     standing = await find_api_key(session, str(found[0]))
     if sorted(standing.scopes) != checked_scopes(scopes):
         raise AlreadyExists("API key", name, f"with the scopes {', '.join(standing.scopes)}: change them with UpdateApiKey")
+    if sorted(standing.models) != checked_models(models):
+        shown = ", ".join(standing.models) or "every model"
+        raise AlreadyExists("API key", name, f"for {shown}: change that with UpdateApiKey")
     return standing, "", True

@@ -18,8 +18,9 @@ from metering.control.control_models import SupersededSecret
 from metering.errors import InvalidValue, KeyRevoked
 from metering.models import ApiKey
 from metering.tenants.audit import record_change, snapshot
+from metering.tenants.key_rules import checked_key_name, checked_models, checked_scopes
 from metering.tenants.key_secrets import hash_of, new_secret
-from metering.tenants.tenants import KeyRecord, change_key, checked_key_name, checked_scopes, find_api_key, locked_key
+from metering.tenants.tenants import KeyRecord, change_key, find_api_key, locked_key
 
 OVERLAP = timedelta(hours=24)  # a working day to put the new secret in place
 OVERLAP_MAX = timedelta(days=30)  # a leaked secret that works for longer is not rotated, only doubled
@@ -64,6 +65,8 @@ async def update_api_key(
     api_key: str,
     name: str | None = None,
     scopes: Collection[str] = (),
+    models: Collection[str] = (),
+    all_models: bool = False,
     expires_at: datetime | None = None,
     never_expires: bool = False,
     actor: str,
@@ -72,6 +75,8 @@ async def update_api_key(
 
     Raises: NotFound, InvalidValue, KeyRevoked.
     """
+    if all_models and models:
+        raise InvalidValue("all_models", "name models or say that it is good for all, not both")
     if never_expires and expires_at is not None:
         raise InvalidValue("never_expires", "give a time or say that there is none, not both")
     if expires_at is not None and not EXPIRY_MIN <= expires_at <= EXPIRY_MAX:
@@ -81,13 +86,20 @@ async def update_api_key(
     wanted = {
         "name": key.name if name is None else checked_key_name(name),
         "scopes": checked_scopes(scopes) if scopes else list(key.scopes),
+        "models": checked_models(models) if models or all_models else list(key.models),
         "expires_at": None if never_expires else (expires_at or key.expires_at),
     }
     values = {column: value for column, value in wanted.items() if getattr(key, column) != value}
     if not values:
         return found
     changed = await change_key(session, key, actor, "api_key.update", **values)
-    return replace(found, name=changed.name, scopes=tuple(changed.scopes), expires_at=changed.expires_at)
+    return replace(
+        found,
+        name=changed.name,
+        scopes=tuple(changed.scopes),
+        models=tuple(changed.models),
+        expires_at=changed.expires_at,
+    )
 
 
 async def _changeable(session: AsyncSession, found: KeyRecord) -> ApiKey:

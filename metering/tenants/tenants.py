@@ -24,17 +24,19 @@ from metering.models import ApiKey, Organization, Project
 from metering.money import checked_currency
 from metering.quotas.quota_defaults import limit_new_key
 from metering.tenants.audit import record_change, snapshot
+from metering.tenants.key_rules import checked_key_name, checked_models, checked_scopes, model_allowed
 from metering.tenants.key_secrets import PREFIX_FORM, PREFIX_LENGTH, SECRET_FORM, hash_of, new_secret, prefix_of
 
 NAME_FORM = re.compile(r"[a-z][a-z0-9-]{0,62}", re.ASCII)
-KEY_NAME_MAX_CHARS = 100
-SCOPES = frozenset({"inference", "admin", "billing"})
 LIFETIME_MAX = timedelta(days=36_500)  # a century; keeps the sum inside what a timestamp can hold
 
 
 @dataclass(frozen=True, slots=True)
 class Principal:
-    """Who calls, as its key says. secret_lifetime_s: how long this secret of the key works from now on; None: for ever."""
+    """Who calls, as its key says. secret_lifetime_s: how long this secret of the key works from now on; None: for ever.
+
+    models: those that it may use; none: every one.
+    """
 
     api_key_id: uuid.UUID
     key_prefix: str
@@ -43,11 +45,19 @@ class Principal:
     currency_code: str
     scopes: frozenset[str]
     secret_lifetime_s: float | None = None
+    models: frozenset[str] = frozenset()
+
+    def may_use(self, model: str) -> bool:
+        """Whether the key is good for the model of this name."""
+        return model_allowed(self.models, model)
 
 
 @dataclass(frozen=True, slots=True)
 class KeyRecord:
-    """An API key as it may be shown: all but its secret. overlap_ends_at: until when a replaced secret works too."""
+    """An API key as it may be shown: all but its secret. overlap_ends_at: until when a replaced secret works too.
+
+    models: those that it may use; none: every one.
+    """
 
     id: uuid.UUID
     organization_id: uuid.UUID
@@ -59,6 +69,7 @@ class KeyRecord:
     expires_at: datetime | None
     revoked_at: datetime | None
     overlap_ends_at: datetime | None = None
+    models: tuple[str, ...] = ()
 
 
 async def create_organization(session: AsyncSession, *, name: str, currency_code: str = "USD", actor: str) -> Organization:
@@ -102,10 +113,11 @@ async def create_api_key(
     project: str,
     name: str,
     scopes: Collection[str] = ("inference",),
+    models: Collection[str] = (),
     lifetime: timedelta | None = None,
     actor: str,
 ) -> tuple[KeyRecord, str]:
-    """A new key and its secret, which cannot be had again. No scopes means "inference"; no lifetime means for ever.
+    """A new key and its secret, which cannot be had again. No scopes means "inference"; no models all; no lifetime for ever.
 
     It gets the limits that its project and organization keep for new keys. Raises: NotFound, InvalidValue.
     """
@@ -114,6 +126,7 @@ async def create_api_key(
         "project_id": owner.id,
         "name": checked_key_name(name),
         "scopes": checked_scopes(scopes),
+        "models": checked_models(models),
         "expires_at": None if lifetime is None else func.now() + _checked_lifetime(lifetime),
     }
     while True:  # until a prefix is free, which the first one is but for one time in millions
@@ -167,7 +180,10 @@ async def list_api_keys(session: AsyncSession, *, organization: str | None = Non
 
 
 async def authenticate(session: AsyncSession, secret: str) -> Principal:
-    """Who the secret belongs to, by the database's clock. Raises: KeyInvalid, the same for unknown, revoked and expired."""
+    """Who the secret belongs to, by the database's clock. Raises: KeyInvalid, the same for unknown, revoked and expired.
+
+    No time tells them apart: one statement answers all, and it compares SHA-256s by index, which says nothing of the secret.
+    """
     refusal = KeyInvalid("the API key is not valid: it is unknown, revoked or expired")
     if SECRET_FORM.fullmatch(secret) is None:
         raise refusal
@@ -182,6 +198,7 @@ async def authenticate(session: AsyncSession, secret: str) -> Principal:
             Organization.currency_code,
             ApiKey.scopes,
             cast(func.extract("epoch", ends_at - func.now()), Double),
+            ApiKey.models,
         )
         .join(Project, Project.id == ApiKey.project_id)
         .join(Organization, Organization.id == Project.organization_id)
@@ -194,7 +211,7 @@ async def authenticate(session: AsyncSession, secret: str) -> Principal:
     )
     if (row := (await session.execute(query)).one_or_none()) is None:
         raise refusal
-    return Principal(row[0], row[1], row[2], row[3], row[4], frozenset(row[5]), row[6])
+    return Principal(row[0], row[1], row[2], row[3], row[4], frozenset(row[5]), row[6], frozenset(row[7]))
 
 
 async def find_organization(session: AsyncSession, ref: str) -> Organization:
@@ -250,20 +267,6 @@ def checked_name(name: str) -> str:
     return name
 
 
-def checked_key_name(name: str) -> str:
-    """A name that a key may have. Raises: InvalidValue."""
-    if not 1 <= len(name) <= KEY_NAME_MAX_CHARS or not name.isprintable():
-        raise InvalidValue("name", f"give 1 to {KEY_NAME_MAX_CHARS} printable characters")
-    return name
-
-
-def checked_scopes(scopes: Collection[str]) -> list[str]:
-    """Scopes in order, each once; none means "inference". Raises: InvalidValue."""
-    if unknown := set(scopes) - SCOPES:
-        raise InvalidValue("scopes", f"{sorted(unknown)} unknown: choose from {sorted(SCOPES)}")
-    return sorted(set(scopes)) or ["inference"]
-
-
 def _checked_lifetime(lifetime: timedelta) -> timedelta:
     if not timedelta(0) < lifetime <= LIFETIME_MAX:
         raise InvalidValue(
@@ -293,6 +296,7 @@ def _key_record(key: ApiKey, organization_id: uuid.UUID, overlap_ends_at: dateti
         expires_at=key.expires_at,
         revoked_at=key.revoked_at,
         overlap_ends_at=overlap_ends_at,
+        models=tuple(key.models),
     )
 
 

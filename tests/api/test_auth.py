@@ -11,6 +11,7 @@ import pytest
 
 from api import auth
 from api.auth import Authenticator
+from api.interceptor import METHOD
 from metering.errors import KeyInvalid, StoreAway
 from metering.store.db import create_engine, create_sessions
 from metering.tenants.tenants import Principal
@@ -18,6 +19,9 @@ from metering.tenants.tenants import Principal
 SECRET = "wk_12345678_" + "a" * 43
 ALICE = Principal(uuid.uuid4(), "wk_12345678", uuid.uuid4(), uuid.uuid4(), "USD", frozenset({"inference"}))
 GRACE_S = 100.0
+
+
+METHOD.set("/weir.v1.InferenceService/GetQuota")
 
 
 class Context:
@@ -46,7 +50,7 @@ class World:
     async def call(self) -> Principal:
         """A call with the key."""
         context: Any = Context()
-        return await self.authenticator.principal(context, "inference")
+        return await self.authenticator.principal(context)
 
 
 async def test_a_known_key_is_good_for_the_grace_and_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,7 +114,7 @@ class SlowKeys:
         async def attempt() -> Principal | KeyInvalid:
             context: Any = Context()
             try:
-                return await self.authenticator.principal(context, "inference")
+                return await self.authenticator.principal(context)
             except KeyInvalid as refusal:
                 return refusal
 

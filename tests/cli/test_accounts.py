@@ -18,12 +18,15 @@ from tests.cli.scripted_weir import QUOTA, REPORT
 
 
 def test_the_secret_of_a_key_is_alone_on_stdout_and_warned_about(weir: Run, server: ScriptedWeir) -> None:
-    result = weir("key", "create", "laptop", "--org", "acme", "--project", "web", "--scope", "admin", "--expires-in", "30d")
+    result = weir(
+        "key", "create", "laptop", "--org", "acme", "--project", "web", "--scope", "admin", "--model", "demo", "--expires-in", "30d"
+    )
 
     assert result.stdout == "weir_ab12cd_topsecret\n"
     assert "This is the only time that the secret is shown" in result.stderr
     request = server.accounts.requests[0]
     assert (request.organization, request.project, list(request.scopes)) == ("acme", "web", ["admin"])
+    assert list(request.models) == ["demo"]
     assert request.lifetime.seconds == 30 * 86_400
     assert server.accounts.keys == ["Bearer weir_admin"]
 
@@ -32,7 +35,7 @@ def test_keys_are_listed_without_secrets_and_revoked(weir: Run) -> None:
     listed = weir("key", "list")
     revoked = weir("key", "revoke", "weir_ab12cd")
 
-    assert "laptop  weir_ab12cd  inference  active  2026-11-20 12:00:00Z" in listed.stdout
+    assert "laptop  weir_ab12cd  inference  all     active  2026-11-20 12:00:00Z" in listed.stdout
     assert "secret" not in listed.output
     assert revoked.stderr == "key laptop (weir_ab12cd) is revoked since 2026-11-20 12:00:00Z\n"
     assert json.loads(weir("key", "create", "k", "--org", "a", "--project", "b", "--json").stdout)["secret"]

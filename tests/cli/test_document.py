@@ -215,6 +215,7 @@ keys = st.fixed_dictionaries(
     optional={
         "prefix": st.just("wk_12345678"),
         "scopes": st.lists(st.sampled_from(["admin", "billing", "inference"]), unique=True, min_size=1),
+        "models": st.lists(st.sampled_from(["demo", "large@2"]), unique=True, min_size=1),
         "expire_time": times,
         "quotas": st.lists(quotas, min_size=1, max_size=2),
     },

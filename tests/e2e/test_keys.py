@@ -12,9 +12,11 @@ from google.protobuf.duration_pb2 import Duration
 from grpc import StatusCode
 from weir.v1 import admin_service_pb2 as pb
 from weir.v1 import admin_service_pb2_grpc as pb_grpc
+from weir.v1 import inference_service_pb2 as inference_pb
+from weir.v1 import inference_service_pb2_grpc as inference_pb_grpc
 from weir.v1 import types_pb2
 
-from tests.service import PATIENCE_S, Service, bearer, refused, until
+from tests.service import MODEL, PATIENCE_S, Service, bearer, refused, start, until
 
 
 class Admin:
@@ -140,3 +142,45 @@ async def test_what_exists_is_as_good_as_created_where_the_caller_says_so(servic
     assert "USD" in currency.status.message
     assert "inference" in scopes.status.message
     assert len((await admin.call("ListApiKeys", organization=name)).api_keys) == 1
+
+
+async def test_a_key_for_other_models_is_refused_by_name_and_sees_its_own_alone(service: Service) -> None:
+    tenant = await service.tenant()
+    key, secret = await service.new_key(tenant, models=["large@7"])
+
+    async with service.channel() as channel, service.stream(secret) as stream:
+        stub, who = inference_pb_grpc.InferenceServiceStub(channel), bearer(secret)
+        listed = await stub.ListModels(inference_pb.ListModelsRequest(), metadata=who)
+        refusals = [
+            await stream.failed(await stream.begin()),
+            await stream.failed(await stream.begin(model="nobody-has-this")),
+            await refused(stub.CountTokens(inference_pb.CountTokensRequest(model=MODEL, text="a"), metadata=who)),
+            await refused(stub.Quote(inference_pb.QuoteRequest(start=start().start), metadata=who)),
+            await refused(stub.GetQuota(inference_pb.GetQuotaRequest(model=MODEL), metadata=who)),
+        ]
+
+    assert [(refusal.code, refusal.reason) for refusal in refusals] == [(StatusCode.PERMISSION_DENIED, "MODEL_NOT_ALLOWED")] * 5
+    assert [refusal.info.metadata["model"] for refusal in refusals] == [MODEL, "nobody-has-this", MODEL, MODEL, MODEL]
+    assert all(key.prefix in refusal.status.message for refusal in refusals)
+    assert list(listed.models) == []
+    assert service.books.events(tenant) == []
+
+
+async def test_models_of_a_key_are_set_changed_and_lifted(service: Service, admin: Admin) -> None:
+    tenant = await service.tenant()
+    asked = {"organization": tenant.name, "project": "main", "name": "bot"}
+    created = await admin.call("CreateApiKey", **asked, models=[MODEL, MODEL])
+    other = await refused(admin.call("CreateApiKey", **asked, allow_existing=True))
+    again = await admin.call("CreateApiKey", **asked, models=[MODEL], allow_existing=True)
+    unknown = await refused(admin.call("CreateApiKey", **asked, models=["larg"]))
+    both = await refused(admin.call("UpdateApiKey", api_key=created.api_key.prefix, models=[MODEL], all_models=True))
+    async with service.stream(created.secret) as stream:
+        await stream.finished(await stream.begin())
+    lifted = await admin.call("UpdateApiKey", api_key=created.api_key.prefix, all_models=True)
+    kept = await admin.call("UpdateApiKey", api_key=created.api_key.prefix, name="robot")
+    limited = await admin.call("UpdateApiKey", api_key=created.api_key.prefix, models=[MODEL])
+
+    assert [list(each.api_key.models) for each in (created, again, lifted, kept, limited)] == [[MODEL], [MODEL], [], [], [MODEL]]
+    assert (other.code, unknown.code, unknown.reason) == (StatusCode.ALREADY_EXISTS, StatusCode.NOT_FOUND, "MODEL_UNKNOWN")
+    assert "tiny" in other.status.message
+    assert (both.code, both.fields) == (StatusCode.INVALID_ARGUMENT, ["all_models"])

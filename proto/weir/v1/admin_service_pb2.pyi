@@ -110,6 +110,7 @@ class ApiKey(_message.Message):
     REVOKE_TIME_FIELD_NUMBER: _builtins.int
     ORGANIZATION_ID_FIELD_NUMBER: _builtins.int
     OVERLAP_END_TIME_FIELD_NUMBER: _builtins.int
+    MODELS_FIELD_NUMBER: _builtins.int
     api_key_id: _builtins.str
     """Server-minted UUID."""
     project_id: _builtins.str
@@ -140,6 +141,10 @@ class ApiKey(_message.Message):
     def overlap_end_time(self) -> _timestamp_pb2.Timestamp:
         """Until when the secret that the last rotation replaced works. Unset: only one secret works."""
 
+    @_builtins.property
+    def models(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The models that it may use, by name; a name stands for all versions of the model. Empty: every model."""
+
     def __init__(
         self,
         *,
@@ -153,10 +158,11 @@ class ApiKey(_message.Message):
         revoke_time: _timestamp_pb2.Timestamp | None = ...,
         organization_id: _builtins.str = ...,
         overlap_end_time: _timestamp_pb2.Timestamp | None = ...,
+        models: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "expire_time", b"expire_time", "overlap_end_time", b"overlap_end_time", "revoke_time", b"revoke_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["api_key_id", b"api_key_id", "create_time", b"create_time", "expire_time", b"expire_time", "name", b"name", "organization_id", b"organization_id", "overlap_end_time", b"overlap_end_time", "prefix", b"prefix", "project_id", b"project_id", "revoke_time", b"revoke_time", "scopes", b"scopes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["api_key_id", b"api_key_id", "create_time", b"create_time", "expire_time", b"expire_time", "models", b"models", "name", b"name", "organization_id", b"organization_id", "overlap_end_time", b"overlap_end_time", "prefix", b"prefix", "project_id", b"project_id", "revoke_time", b"revoke_time", "scopes", b"scopes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -386,6 +392,7 @@ class CreateApiKeyRequest(_message.Message):
     LIFETIME_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     ALLOW_EXISTING_FIELD_NUMBER: _builtins.int
+    MODELS_FIELD_NUMBER: _builtins.int
     organization: _builtins.str
     """Name or id of the organization. Unknown: NOT_FOUND."""
     project: _builtins.str
@@ -404,6 +411,10 @@ class CreateApiKeyRequest(_message.Message):
     def lifetime(self) -> _duration_pb2.Duration:
         """How long it works. Unset: for ever. Zero or negative: INVALID_ARGUMENT."""
 
+    @_builtins.property
+    def models(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """See `ApiKey.models`. Unknown: NOT_FOUND. A call for another model gets PERMISSION_DENIED."""
+
     def __init__(
         self,
         *,
@@ -414,10 +425,11 @@ class CreateApiKeyRequest(_message.Message):
         lifetime: _duration_pb2.Duration | None = ...,
         request_id: _builtins.str = ...,
         allow_existing: _builtins.bool = ...,
+        models: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["lifetime", b"lifetime"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["allow_existing", b"allow_existing", "lifetime", b"lifetime", "name", b"name", "organization", b"organization", "project", b"project", "request_id", b"request_id", "scopes", b"scopes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["allow_existing", b"allow_existing", "lifetime", b"lifetime", "models", b"models", "name", b"name", "organization", b"organization", "project", b"project", "request_id", b"request_id", "scopes", b"scopes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -532,12 +544,16 @@ class UpdateApiKeyRequest(_message.Message):
     SCOPES_FIELD_NUMBER: _builtins.int
     EXPIRE_TIME_FIELD_NUMBER: _builtins.int
     NEVER_EXPIRES_FIELD_NUMBER: _builtins.int
+    MODELS_FIELD_NUMBER: _builtins.int
+    ALL_MODELS_FIELD_NUMBER: _builtins.int
     api_key: _builtins.str
     """Its id, or its prefix as shown. Unknown: NOT_FOUND."""
     name: _builtins.str
     """New name, 1 to 100 characters."""
     never_expires: _builtins.bool
     """Let it work for ever. With `expire_time`: INVALID_ARGUMENT."""
+    all_models: _builtins.bool
+    """Let it use every model. With `models`: INVALID_ARGUMENT."""
     @_builtins.property
     def scopes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """New scopes. Empty: they stay."""
@@ -545,6 +561,10 @@ class UpdateApiKeyRequest(_message.Message):
     @_builtins.property
     def expire_time(self) -> _timestamp_pb2.Timestamp:
         """When it shall stop working; a time that has passed ends it now."""
+
+    @_builtins.property
+    def models(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """New models. Empty: they stay. See `CreateApiKeyRequest.models`."""
 
     def __init__(
         self,
@@ -554,10 +574,12 @@ class UpdateApiKeyRequest(_message.Message):
         scopes: _abc.Iterable[_builtins.str] | None = ...,
         expire_time: _timestamp_pb2.Timestamp | None = ...,
         never_expires: _builtins.bool = ...,
+        models: _abc.Iterable[_builtins.str] | None = ...,
+        all_models: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_name", b"_name", "expire_time", b"expire_time", "name", b"name"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_name", b"_name", "api_key", b"api_key", "expire_time", b"expire_time", "name", b"name", "never_expires", b"never_expires", "scopes", b"scopes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_name", b"_name", "all_models", b"all_models", "api_key", b"api_key", "expire_time", b"expire_time", "models", b"models", "name", b"name", "never_expires", b"never_expires", "scopes", b"scopes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__name: _TypeAlias = _typing.Literal["name"]  # noqa: Y015
     _WhichOneofArgType__name: _TypeAlias = _typing.Literal["_name", b"_name"]  # noqa: Y015

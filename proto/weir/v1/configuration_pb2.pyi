@@ -147,6 +147,7 @@ class ApiKeyConfiguration(_message.Message):
     EXPIRE_TIME_FIELD_NUMBER: _builtins.int
     QUOTAS_FIELD_NUMBER: _builtins.int
     PRUNE_QUOTAS_FIELD_NUMBER: _builtins.int
+    MODELS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """See `CreateApiKeyRequest.name`."""
     prefix: _builtins.str
@@ -165,6 +166,10 @@ class ApiKeyConfiguration(_message.Message):
     def quotas(self) -> _containers.RepeatedCompositeFieldContainer[Global___QuotaConfiguration]:
         """Limits on the key."""
 
+    @_builtins.property
+    def models(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """See `ApiKey.models`. Empty: every model."""
+
     def __init__(
         self,
         *,
@@ -174,10 +179,11 @@ class ApiKeyConfiguration(_message.Message):
         expire_time: _timestamp_pb2.Timestamp | None = ...,
         quotas: _abc.Iterable[Global___QuotaConfiguration] | None = ...,
         prune_quotas: _builtins.bool = ...,
+        models: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["expire_time", b"expire_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["expire_time", b"expire_time", "name", b"name", "prefix", b"prefix", "prune_quotas", b"prune_quotas", "quotas", b"quotas", "scopes", b"scopes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["expire_time", b"expire_time", "models", b"models", "name", b"name", "prefix", b"prefix", "prune_quotas", b"prune_quotas", "quotas", b"quotas", "scopes", b"scopes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -53,6 +53,7 @@ class ApiKey:
     expire_time: datetime | None  # None: never
     revoke_time: datetime | None  # None: it is not revoked
     overlap_end_time: datetime | None = None  # until when a replaced secret works too; None: only one works
+    models: tuple[str, ...] = ()  # that it may use; empty: every one
 
 
 @dataclass(frozen=True, slots=True)

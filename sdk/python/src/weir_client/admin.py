@@ -65,20 +65,22 @@ class AsyncAdminClient(AsyncTermCalls):
         name: str,
         *,
         scopes: Sequence[str] = ("inference",),
+        models: Sequence[str] = (),
         lifetime: timedelta | None = None,
         allow_existing: bool = False,
         request_id: str = "",
     ) -> CreatedApiKey:
         """A new key; its secret is told here and never again. `lifetime` None: it works until it is revoked.
 
-        allow_existing: or the working key of this name and these scopes, without its secret. request_id: a UUID of your own; the
-        same call with it again makes nothing new, and tells no secret.
+        models: those that it may use, by name; none: every one. allow_existing: or the working key of this name, these scopes and
+        models, without its secret. request_id: a UUID of your own; the same call with it again makes nothing new, tells no secret.
         """
         request = admin_pb.CreateApiKeyRequest(
             organization=organization,
             project=project,
             name=name,
             scopes=scopes,
+            models=models,
             allow_existing=allow_existing,
             request_id=request_id,
         )
@@ -105,11 +107,15 @@ class AsyncAdminClient(AsyncTermCalls):
         *,
         name: str | None = None,
         scopes: Sequence[str] = (),
+        models: Sequence[str] = (),
+        all_models: bool = False,
         expire_time: datetime | None = None,
         never_expires: bool = False,
     ) -> ApiKey:
         """Changes what is given of a key, by id or prefix. A time that has passed ends it now."""
-        request = admin_pb.UpdateApiKeyRequest(api_key=api_key, name=name, scopes=scopes, never_expires=never_expires)
+        request = admin_pb.UpdateApiKeyRequest(
+            api_key=api_key, name=name, scopes=scopes, models=models, all_models=all_models, never_expires=never_expires
+        )
         if expire_time is not None:
             request.expire_time.FromDatetime(expire_time)
         response = await self._call(self._stub.UpdateApiKey, request)

@@ -72,6 +72,7 @@ class AdminClient(TermCalls):
         name: str,
         *,
         scopes: Sequence[str] = ("inference",),
+        models: Sequence[str] = (),
         lifetime: timedelta | None = None,
         allow_existing: bool = False,
         request_id: str = "",
@@ -83,6 +84,7 @@ class AdminClient(TermCalls):
                 project,
                 name,
                 scopes=scopes,
+                models=models,
                 lifetime=lifetime,
                 allow_existing=allow_existing,
                 request_id=request_id,
@@ -99,13 +101,21 @@ class AdminClient(TermCalls):
         *,
         name: str | None = None,
         scopes: Sequence[str] = (),
+        models: Sequence[str] = (),
+        all_models: bool = False,
         expire_time: datetime | None = None,
         never_expires: bool = False,
     ) -> ApiKey:
         """Changes what is given of a key."""
         return self._thread.run(
             lambda: self._client.update_api_key(
-                api_key, name=name, scopes=scopes, expire_time=expire_time, never_expires=never_expires
+                api_key,
+                name=name,
+                scopes=scopes,
+                models=models,
+                all_models=all_models,
+                expire_time=expire_time,
+                never_expires=never_expires,
             )
         )
 

@@ -56,6 +56,7 @@ def api_key(message: admin_pb.ApiKey) -> accounts.ApiKey:
         expire_time=time_of(message.expire_time) if message.HasField("expire_time") else None,
         revoke_time=time_of(message.revoke_time) if message.HasField("revoke_time") else None,
         overlap_end_time=time_of(message.overlap_end_time) if message.HasField("overlap_end_time") else None,
+        models=tuple(message.models),
     )
 
 

@@ -1,0 +1,48 @@
+"""The table of scopes and the contract name the same calls."""
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Iterator
+from importlib import import_module
+
+import weir.v1
+
+from api.scopes import BY_SERVICE, SCOPES, Scope
+from api.server import SERVICES
+from metering.tenants.key_rules import SCOPES as SCOPES_OF_KEYS
+
+
+def methods_of_the_contract() -> Iterator[str]:
+    """Paths of all calls of all services."""
+    for module in pkgutil.iter_modules(weir.v1.__path__):
+        if module.name.endswith("_pb2"):
+            descriptor = import_module(f"weir.v1.{module.name}").DESCRIPTOR
+            for service in descriptor.services_by_name.values():
+                yield from (f"/{service.full_name}/{method.name}" for method in service.methods)
+
+
+def test_every_call_of_the_contract_has_its_scopes_and_no_other_call_has() -> None:
+    in_contract = set(methods_of_the_contract())
+
+    assert len(in_contract) > 50, "a walk that finds nothing proves nothing"
+    assert set(SCOPES) == in_contract
+    assert all(SCOPES.values()), "a call that needs no scope would be open to every key"
+
+
+def test_no_call_stands_in_two_places() -> None:
+    names = [name for groups in BY_SERVICE.values() for group in groups.values() for name in group]
+
+    assert len(names) == len(SCOPES)
+    assert set(BY_SERVICE) == set(SERVICES)
+
+
+def test_keys_can_have_these_scopes_and_no_others() -> None:
+    assert {str(scope) for scope in Scope} == SCOPES_OF_KEYS
+
+
+def test_finance_changes_nothing() -> None:
+    """By the words that calls begin with: whoever adds one that finance may call meets this rule."""
+    for path, scopes in SCOPES.items():
+        if Scope.BILLING in scopes:
+            assert path.rpartition("/")[2].startswith(("Get", "List", "Export", "Verify")), path
