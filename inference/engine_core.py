@@ -32,8 +32,9 @@ from inference.kv_cache import BlockPool, blocks_for
 from inference.limits import EngineLimits, request_fault
 from inference.model_runner import ComputeDtype, ModelRunner, kv_block_bytes
 from inference.rope_config import rotation_switch_tokens
-from inference.sampler import Chosen, choice_seed
+from inference.sampler import Chosen
 from inference.scheduler import Scheduler
+from inference.seeds import choice_seed
 from inference.sequence import Sequence
 from inference.simulated_runner import SimulatedRunner
 from inference.step_pace import StepPace

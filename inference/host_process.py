@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 from inference.child_process import ChildProcess, open_child
-from inference.engine import GenerationRequest
-from inference.errors import RequestImpossible
+from inference.engine_life import LifeWaits
 from inference.host_protocol import ToHost, ToParent, decode_to_parent, encode
 
 # Settings of the C library, read before main: they cannot be made inside the child. Each can be overridden from outside.
@@ -25,8 +24,8 @@ CHILD_ENVIRONMENT = {
 }
 
 
-class HostWaits(Protocol):
-    """How long what may take, in seconds; part of every backend's settings."""
+class HostWaits(LifeWaits, Protocol):
+    """How long what may take, in seconds; part of every such backend's settings."""
 
     @property
     def load_timeout_s(self) -> float:
@@ -36,39 +35,17 @@ class HostWaits(Protocol):
     def step_timeout_s(self) -> float:
         """Without a report while sequences run: the host hangs, and is killed."""
 
-    @property
-    def close_timeout_s(self) -> float:
-        """For the last step to end."""
-
-    @property
-    def restart_delay_s_min(self) -> float:
-        """Before the first new start; doubled by each that fails."""
-
-    @property
-    def restart_delay_s_max(self) -> float:
-        """The longest pause."""
-
-    @property
-    def stable_after_s(self) -> float:
-        """Of service, after which the restart delay begins anew."""
-
-
-def takes_all(request: GenerationRequest) -> RequestImpossible | None:
-    """Of a backend that serves whatever fits its limits."""
-    return None
-
 
 @dataclass(frozen=True, slots=True)
 class HostKind:
     """What sets one backend apart: the module that is run and the environment it needs, its first message, the tokens of a block of
-    its prefix cache, and what it cannot serve.
+    its prefix cache.
     """
 
     module: str
     environment: Mapping[str, str]
     load: ToHost
     block_tokens: int
-    unserved: Callable[[GenerationRequest], RequestImpossible | None] = takes_all
 
 
 class HostProcess(ChildProcess):

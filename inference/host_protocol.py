@@ -31,8 +31,8 @@ from inference.engine import (
     TokenLogprobs,
     TokensGenerated,
 )
+from inference.kv_event_index import KvCacheChange
 from inference.limits import EngineLimits
-from inference.tensorrt.kv_events import KvCacheChange
 from inference.tensorrt.settings import LoadTensorRt
 
 MESSAGE_BYTES_MAX = 64 << 20  # bytes: a prompt of 10 million tokens; more is a broken peer, not a request

@@ -19,8 +19,7 @@ from inference.grammar import Grammar, PendingMasks
 from inference.logit_rules import SeenTokens, apply_rules
 from inference.logprobs import LogprobReport
 from inference.row_sampler import draw_token
-
-_MASK = (1 << 64) - 1
+from inference.seeds import uniform
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,20 +75,3 @@ def sample(logits: Tensor, draws: Sequence[Draw]) -> list[int]:
         else:
             chosen.append(int(row.argmax()))
     return chosen
-
-
-def uniform(seed: int, index: int) -> float:
-    """A number in [0, 1) with 53 random bits, the same for the same arguments. SplitMix64, Steele et al. 2014."""
-    return (_mix(_mix(seed & _MASK) ^ (index * 0x9E3779B97F4A7C15 & _MASK)) >> 11) * 2.0**-53
-
-
-def choice_seed(seed: int, choice_index: int) -> int:
-    """The seed of one of several choices; the first one's is the request's own."""
-    return seed if choice_index == 0 else _mix(_mix(seed & _MASK) + choice_index)
-
-
-def _mix(value: int) -> int:
-    value = (value + 0x9E3779B97F4A7C15) & _MASK
-    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
-    return value ^ (value >> 31)

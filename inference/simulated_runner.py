@@ -12,7 +12,8 @@ from collections.abc import Callable
 
 from inference.cost_model import CostModel
 from inference.engine import TokenLogprob, TokenLogprobs
-from inference.sampler import Chosen, uniform
+from inference.sampler import Chosen
+from inference.seeds import uniform
 from inference.sequence import Sequence
 from inference.step_plan import StepPlan
 from inference.tokenizer import Tokenizer

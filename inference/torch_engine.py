@@ -7,7 +7,7 @@ import os
 from inference.checkpoint import read_model_info
 from inference.engine import GenerationRequest
 from inference.errors import RequestImpossible
-from inference.host_process import CHILD_ENVIRONMENT, HostKind, takes_all
+from inference.host_process import CHILD_ENVIRONMENT, HostKind
 from inference.host_protocol import LoadModel
 from inference.hosted_engine import HostedEngine
 from inference.kv_cache import KV_BLOCK_TOKENS
@@ -47,13 +47,12 @@ class TorchEngine(HostedEngine):
             device=settings.device,
             simulation=settings.simulation,
         )
-        unserved = takes_all if settings.simulation is None else _not_simulated
-        super().__init__(model, limits, settings, HostKind("inference.host", CHILD_ENVIRONMENT, load, KV_BLOCK_TOKENS, unserved))
+        super().__init__(model, limits, settings, HostKind("inference.host", CHILD_ENVIRONMENT, load, KV_BLOCK_TOKENS))
+        self._simulated = settings.simulation is not None
 
-
-def _not_simulated(request: GenerationRequest) -> RequestImpossible | None:
-    if request.response_format is not None:
-        return RequestImpossible("the simulated engine keeps no response format", request.response_format.field)
-    if request.beam_search is not None:
-        return RequestImpossible("the simulated engine has nothing to search for", "beam_search")
-    return None
+    def _unserved(self, request: GenerationRequest) -> RequestImpossible | None:
+        if self._simulated and request.response_format is not None:
+            return RequestImpossible("the simulated engine keeps no response format", request.response_format.field)
+        if self._simulated and request.beam_search is not None:
+            return RequestImpossible("the simulated engine has nothing to search for", "beam_search")
+        return None

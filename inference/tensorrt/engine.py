@@ -8,8 +8,8 @@ from inference.errors import RequestImpossible
 from inference.host_process import HostKind
 from inference.host_protocol import ToParent
 from inference.hosted_engine import HostedEngine
+from inference.kv_event_index import KvCacheChange, KvEventIndex
 from inference.limits import EngineLimits
-from inference.tensorrt.kv_events import KvCacheChange, KvEventIndex
 from inference.tensorrt.settings import LoadTensorRt, TensorRtOptions, TensorRtSettings
 
 
@@ -36,7 +36,7 @@ class TensorRtEngine(HostedEngine):
         self._options = settings.options
         self._blocks = KvEventIndex()
         load = LoadTensorRt(model.directory, limits, settings.options)
-        kind = HostKind("inference.tensorrt.host", settings.environment, load, settings.options.block_tokens, self._unserved)
+        kind = HostKind("inference.tensorrt.host", settings.environment, load, settings.options.block_tokens)
         super().__init__(model, limits, settings, kind)
 
     def predict_cached_token_count(self, prompt_token_ids: tuple[int, ...], cache_salt: str) -> int:

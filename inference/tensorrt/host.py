@@ -21,8 +21,8 @@ from typing import Any
 
 from inference.checkpoint import read_config
 from inference.detokenizer import TextDecoder
-from inference.engine import SequenceEvent
-from inference.errors import CheckpointInvalid, EngineStartFailed
+from inference.engine import EngineStatistics, SequenceEvent
+from inference.errors import CheckpointInvalid, EngineError, EngineStartFailed
 from inference.host_inbox import EXIT_LOAD_FAILED, EXIT_PROTOCOL_BROKEN, Inbox, Message, serve_parent
 from inference.host_protocol import (
     CancelSequence,
@@ -43,7 +43,8 @@ from inference.host_protocol import (
 )
 from inference.kv_cache import KV_BLOCK_TOKENS
 from inference.limits import request_fault
-from inference.tensorrt.core import Failure, TensorRtCore
+from inference.outside.core import OutsideCore
+from inference.tensorrt.answers import Submission
 from inference.tensorrt.kv_events import KvEventReader
 from inference.tensorrt.library import TensorRtLibrary
 from inference.tensorrt.settings import LoadTensorRt
@@ -69,9 +70,10 @@ class TensorRtHost:
         self._unsent: list[Event] = []
         self._flushing = False
         self._llm: Any = None
-        self._core: TensorRtCore
+        self._core: OutsideCore
         self._vocabulary_size = 0
         self._block_count = 0
+        self._told: dict[str, Any] = {}  # the engine's last statistics
         self._load: LoadTensorRt
         self._ended: asyncio.Event
 
@@ -106,15 +108,12 @@ class TensorRtHost:
         self._ended = asyncio.Event()
         adapters = library.adapters(options)
         async with asyncio.TaskGroup() as tasks:
-            self._core = TensorRtCore(
-                library,
-                self._llm,
+            self._core = OutsideCore(
+                Submission(library, self._llm, config.vocabulary_size, adapters).submit,
                 decoder=TextDecoder(tokenizer.backend, tokenizer.special_token_ids, str(directory / "tokenizer.json")),
                 model_end_token_ids=config.end_token_ids,
-                vocabulary_size=config.vocabulary_size,
                 limits=self._load.limits,
-                options=options,
-                adapters=adapters,
+                handling=options,
                 tell=self._tell,
                 broken=self._broken,
                 tasks=tasks,
@@ -163,9 +162,9 @@ class TensorRtHost:
         self._flush()
         self._ended.set()
 
-    def _tell(self, number: int, event: SequenceEvent | Failure) -> None:
-        if isinstance(event, str):
-            self._queue(RefusedEvent(number, overloaded=False, message=event, failed=True))
+    def _tell(self, number: int, event: SequenceEvent | EngineError) -> None:
+        if isinstance(event, EngineError):
+            self._queue(RefusedEvent(number, overloaded=False, message=str(event), failed=True))
         else:
             self._queue(wire_event(number, event))
 
@@ -190,9 +189,9 @@ class TensorRtHost:
     async def _read_first_statistics(self) -> None:
         """How many blocks there are: the engine tells only after it has computed something."""
         async with asyncio.timeout(self._load.options.canary_timeout_s):
-            while not self._core.engine_statistics:
+            while not self._told:
                 await self._take_statistics()
-        blocks = self._core.engine_statistics["kvCacheStats"]
+        blocks = self._told["kvCacheStats"]
         self._block_count = blocks["maxNumBlocks"] * blocks["tokensPerBlock"] // KV_BLOCK_TOKENS
 
     async def _poll_statistics(self) -> None:
@@ -202,7 +201,14 @@ class TensorRtHost:
 
     async def _take_statistics(self) -> None:
         async for entry in self._llm.get_stats_async(POLL_TIMEOUT_S):
-            self._core.engine_statistics = entry
+            self._told = entry
+            blocks: dict[str, Any] = entry.get("kvCacheStats") or {}
+            self._core.told = EngineStatistics(
+                kv_block_count_total=blocks.get("maxNumBlocks", 0),
+                kv_block_count_free=blocks.get("freeNumBlocks", 0),
+                kv_block_count_held=blocks.get("usedNumBlocks", 0),
+                step_count=entry.get("iter", 0),
+            )
             if self._core.idle and self._block_count:
                 self._flush()  # nothing else would tell that the blocks are free again
         await asyncio.sleep(POLL_PAUSE_S)  # the iterator ends at once until something is submitted again

@@ -21,13 +21,11 @@ class TensorRtOptions:
     buffer of cache events; 0 asks for none. spare_place_count: places of the engine's batch that are never asked for, for
     sequences that are being given up. adapters: LoRA checkpoints by the name that requests give.
 
-    abort_running: whether a sequence is aborted in the engine; otherwise one that is cancelled runs on unseen. abort_prefill: even
-    before its first token, where aborts have hung engines; otherwise it is aborted at its first token. abort_drain_s: how long the
-    final count is waited for, since an abort may never be answered. first_token_timeout_s, inter_token_timeout_s: silence of one
+    abort_...: see `outside.core.Handling`. Aborts before the first token have hung engines, and aborts while log-probabilities are
+    streamed have crashed them (NVIDIA/TensorRT-LLM#10810). first_token_timeout_s, inter_token_timeout_s: silence of one
     sequence after which it, or the engine, is taken for stuck. canary_interval_s: of idleness after which one token is generated
-    as a test, which may take canary_timeout_s. empty_answer_count_max: so many answers without a token, one after the other, are
-    taken for a broken cache. host_memory_bytes_max: of this process; beyond it the engine is started anew when it is idle; 0 for
-    no limit.
+    as a test, which may take canary_timeout_s. host_memory_bytes_max: of this process; beyond it the engine is started
+    anew when it is idle; 0 for no limit.
     """
 
     dtype: Literal["auto", "float16", "bfloat16", "float32"] = "auto"
@@ -45,6 +43,7 @@ class TensorRtOptions:
     adapters: dict[str, str] = field(default_factory=dict)
     abort_running: bool = True
     abort_prefill: bool = False
+    abort_with_logprobs: bool = False
     abort_drain_s: float = 1.5
     first_token_timeout_s: float = 120.0
     inter_token_timeout_s: float = 30.0

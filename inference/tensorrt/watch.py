@@ -14,12 +14,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from inference.tensorrt.core import TensorRtCore
+from inference.outside.core import OutsideCore
+from inference.outside.stalls import StallWatch
 from inference.tensorrt.library import TensorRtLibrary
 from inference.tensorrt.settings import TensorRtOptions
 
 LOOK_EVERY_S = 0.5
-STALLS_MAX = 3  # single sequences that stuck while others went on: after so many it is the engine
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 _log = logging.getLogger("weir.inference.tensorrt")
@@ -32,7 +32,7 @@ class EngineWatch:
         self,
         library: TensorRtLibrary,
         llm: Any,
-        core: TensorRtCore,
+        core: OutsideCore,
         options: TensorRtOptions,
         *,
         broken: Callable[[str], None],
@@ -45,14 +45,14 @@ class EngineWatch:
         self._broken = broken
         self._recycle = recycle
         self._workers = descendants(os.getpid())
-        self._stall_count = 0
+        self._stalls = StallWatch(core, options.first_token_timeout_s, options.inter_token_timeout_s)
         self._busy_at_s = time.monotonic()
 
     async def run(self) -> None:
         """Look until cancelled."""
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
-            reason = self._dead() or self._stuck()
+            reason = self._dead() or self._stalls.look()
             if reason is not None:
                 self._broken(reason)
                 return
@@ -90,28 +90,6 @@ class EngineWatch:
             return "the engine says that it is shutting down"
         gone = [pid for pid in self._workers if not alive(pid)]
         return f"the engine's process {gone[0]} is gone" if gone else None
-
-    def _stuck(self) -> str | None:
-        now_s = time.monotonic()
-        stuck, shortest_s = [], self._options.first_token_timeout_s
-        for choice in self._core.inside:
-            first = choice.first_token_at_s is None
-            limit_s = self._options.first_token_timeout_s if first else self._options.inter_token_timeout_s
-            if choice.aborted:
-                continue  # it is waited for by another clock
-            if now_s - choice.silent_since_s > limit_s:
-                stuck.append(choice)
-                shortest_s = min(shortest_s, limit_s)
-        if not stuck:
-            return None
-        self._stall_count += len(stuck)
-        moving = now_s - self._core.moved_at_s < shortest_s / 2
-        if not moving or self._stall_count >= STALLS_MAX:
-            return f"{len(stuck)} sequences have been silent for too long"
-        for choice in stuck:
-            _log.error("sequence %d is stuck while others go on", choice.number)
-            self._core.fail(choice, "the engine has stopped generating this sequence")
-        return None
 
 
 def descendants(pid: int) -> list[int]:

@@ -16,8 +16,10 @@ import pytest
 from inference.checkpoint import read_config
 from inference.detokenizer import TextDecoder
 from inference.engine import ChoiceFinished, GenerationRequest, Scheduled, SequenceEvent, SequenceFinished, TokensGenerated
+from inference.errors import EngineError
 from inference.limits import EngineLimits
-from inference.tensorrt.core import TensorRtCore
+from inference.outside.core import OutsideCore
+from inference.tensorrt.answers import Submission
 from inference.tensorrt.library import TensorRtLibrary
 from inference.tensorrt.settings import TensorRtOptions
 from inference.tensorrt.watch import EngineWatch
@@ -55,15 +57,15 @@ class World:
     failures: dict[int, str] = field(default_factory=dict)
     broken: list[str] = field(default_factory=list)
     recycled: list[str] = field(default_factory=list)
-    core: TensorRtCore = field(init=False)
+    core: OutsideCore = field(init=False)
 
-    def tell(self, number: int, event: SequenceEvent | str) -> None:
+    def tell(self, number: int, event: SequenceEvent | EngineError) -> None:
         outcome = self.outcomes.setdefault(number, Outcome())
         assert outcome.finished is None, "nothing follows the last event"
         assert number not in self.failures
         match event:
-            case str():
-                self.failures[number] = event
+            case EngineError():
+                self.failures[number] = str(event)
             case Scheduled():
                 assert outcome.token_ids == []
                 outcome.cached_token_count = event.cached_token_count
@@ -119,15 +121,12 @@ async def core_world(
         llm = library.build(str(directory), limits, chosen)
         async with asyncio.TaskGroup() as tasks:
             world = World(library, llm, chosen, tasks)
-            world.core = TensorRtCore(
-                library,
-                llm,
+            world.core = OutsideCore(
+                Submission(library, llm, config.vocabulary_size, adapters).submit,
                 decoder=TextDecoder(tokenizer.backend, tokenizer.special_token_ids, "tokenizer.json"),
                 model_end_token_ids=config.end_token_ids,
-                vocabulary_size=config.vocabulary_size,
                 limits=limits,
-                options=chosen,
-                adapters=adapters,
+                handling=chosen,
                 tell=world.tell,
                 broken=world.broken.append,
                 tasks=tasks,

@@ -21,7 +21,7 @@ from inference.engine import (
 )
 from inference.engine_core import EngineCore, NumberedEvent, SequenceBroken
 from inference.kv_cache import KV_BLOCK_TOKENS
-from inference.sampler import choice_seed
+from inference.seeds import choice_seed
 from inference.tokenizer import Tokenizer
 from tests.inference.checkpoints import TinyCheckpoint
 from tests.inference.running import make_core, make_request, random_prompt, run_all

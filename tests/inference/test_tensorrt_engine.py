@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from inference.engine import BeamSearchParams, EngineState, GenerationRequest, GrammarKind, ResponseFormat
 from inference.errors import EngineFailed, EngineStartFailed, RequestImpossible
+from inference.kv_event_index import KvCacheChange, KvEventIndex
 from inference.tensorrt.engine import format_fault
-from inference.tensorrt.kv_events import KvCacheChange, KvEventIndex, KvEventReader
+from inference.tensorrt.kv_events import KvEventReader
 from inference.tensorrt.settings import TensorRtOptions
 from inference.tensorrt.watch import alive, descendants
 from tests.inference.checkpoints import TinyCheckpoint

@@ -1,7 +1,7 @@
-"""The sequences of one TensorRT-LLM engine: which wait here, which are in it, and what they tell. No process around it, no socket.
+"""The sequences of one engine that is not ours: which wait here, which are in it, and what they tell.
 
-The engine admits first come, first served, and a sequence that is aborted in its queue never answers. So no more are submitted than
-have a place in its batch, and the order among those that wait is ours. Everything runs on one event loop.
+Such an engine admits first come, first served, and a sequence that is aborted in its queue may never answer. So no more are
+submitted than have a place in its batch, and the order among those that wait is ours. Everything runs on one event loop.
 """
 
 from __future__ import annotations
@@ -12,59 +12,95 @@ import logging
 import math
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import aclosing
+from dataclasses import replace
+from typing import NamedTuple, Protocol
 
 from inference.detokenizer import Detokenizer, TextDecoder
 from inference.engine import EngineFinishReason, EngineStatistics, GenerationRequest, SequenceEvent, TokensGenerated
-from inference.errors import EngineFailed
+from inference.errors import EngineError, EngineFailed
 from inference.limits import EngineLimits
-from inference.sampler import choice_seed
-from inference.tensorrt.library import TensorRtLibrary
-from inference.tensorrt.sequence import Choice, Request
-from inference.tensorrt.settings import TensorRtOptions
+from inference.outside.sequence import Choice, Output, Request
+from inference.seeds import choice_seed
 
-_log = logging.getLogger("weir.inference.tensorrt")
+_log = logging.getLogger("weir.inference.outside")
 
-Failure = str  # why a request cannot go on, the engine being to blame
-Tell = Callable[[int, SequenceEvent | Failure], None]
+Tell = Callable[[int, SequenceEvent | EngineError], None]
 
 
-class TensorRtCore:
-    """Requests in, events out through `tell`, in order for each request. `broken`: the whole engine cannot go on."""
+class Answer(NamedTuple):
+    """What the engine says of a sequence at one moment. cached_token_count: of its prompt, served from the engine's cache."""
+
+    output: Output
+    cached_token_count: int
+
+
+class Answers(Protocol):
+    """One sequence in the engine."""
+
+    def read(self) -> AsyncGenerator[Answer, None]:
+        """Its answers, in order. Raises: an `EngineError` where this sequence cannot go on; anything else ends the engine."""
+        ...
+
+    def abort(self) -> None:
+        """Ask the engine to stop it; never blocks. Raises whatever shows that the engine is dead."""
+        ...
+
+
+class Handling(Protocol):
+    """What an engine may be asked, and for how long it is waited for.
+
+    abort_running: whether a sequence is aborted in the engine; otherwise one that is cancelled runs on unseen. abort_prefill: even
+    before its first token; otherwise at it. abort_with_logprobs: also one that reports log-probabilities. abort_drain_s: how long
+    the final count is waited for, since an abort may never be answered. empty_answer_count_max: so many answers without a token,
+    one after the other, are taken for a broken cache; 0 for no limit.
+    """
+
+    @property
+    def abort_running(self) -> bool: ...
+    @property
+    def abort_prefill(self) -> bool: ...
+    @property
+    def abort_with_logprobs(self) -> bool: ...
+    @property
+    def abort_drain_s(self) -> float: ...
+    @property
+    def empty_answer_count_max(self) -> int: ...
+
+
+class OutsideCore:
+    """Requests in, events out through `tell`, in order for each request. `broken`: the whole engine cannot go on.
+
+    submit: hands a choice to the engine. Raises an `EngineError` where the engine refuses this one; anything else ends the engine.
+    """
 
     def __init__(
         self,
-        library: TensorRtLibrary,
-        llm: Any,
+        submit: Callable[[Choice], Answers],
         *,
         decoder: TextDecoder,
         model_end_token_ids: frozenset[int],
-        vocabulary_size: int,
         limits: EngineLimits,
-        options: TensorRtOptions,
-        adapters: Mapping[str, Any],
+        handling: Handling,
         tell: Tell,
         broken: Callable[[str], None],
         tasks: asyncio.TaskGroup,
     ) -> None:
-        self._library = library
-        self._llm = llm
+        self._submit_choice = submit
         self._decoder = decoder
         self._model_end_token_ids = model_end_token_ids
-        self._vocabulary_size = vocabulary_size
         self._limits = limits
-        self._options = options
+        self._handling = handling
         self._tell = tell
         self._broken = broken
         self._tasks = tasks
-        self._adapters = adapters
         self._requests: dict[int, Request] = {}
         self._waiting: list[tuple[float, int, int, Choice]] = []  # a heap: by rank, then by arrival
         self._inside: dict[Choice, asyncio.Task[None]] = {}
         self._empty_answer_count = 0
         self._prompt_token_count = self._cached_token_count = self._output_token_count = 0
-        self.engine_statistics: dict[str, Any] = {}  # the last that the engine told
+        self.told = EngineStatistics()  # of blocks and steps: the last that the engine told
         self.moved_at_s = 0.0  # when the last token of anybody came
 
     @property
@@ -105,8 +141,13 @@ class TensorRtCore:
         for number in tuple(self._requests):
             self.cancel(number)
 
-    def fail(self, choice: Choice, why: str) -> None:
-        """Its request cannot go on, and the engine is to blame."""
+    def abandon(self) -> None:
+        """Forget all requests: somebody else tells what became of them. Nothing is submitted any more."""
+        self._requests.clear()
+        self._waiting.clear()
+
+    def fail(self, choice: Choice, why: EngineError) -> None:
+        """Its request cannot go on."""
         request = self._requests.pop(choice.number, None)
         if request is None:
             return
@@ -118,15 +159,10 @@ class TensorRtCore:
 
     def statistics(self) -> EngineStatistics:
         """Counts of sequences are ours, of blocks and steps the engine's last."""
-        told = self.engine_statistics
-        blocks: dict[str, Any] = told.get("kvCacheStats") or {}
-        return EngineStatistics(
+        return replace(
+            self.told,
             waiting_sequence_count=sum(choice.ended is None for *_, choice in self._waiting),
             running_sequence_count=sum(choice.ended is None for choice in self._inside),
-            kv_block_count_total=blocks.get("maxNumBlocks", 0),
-            kv_block_count_free=blocks.get("freeNumBlocks", 0),
-            kv_block_count_held=blocks.get("usedNumBlocks", 0),
-            step_count=told.get("iter", 0),
             prompt_token_count=self._prompt_token_count,
             cached_token_count=self._cached_token_count,
             output_token_count=self._output_token_count,
@@ -158,33 +194,32 @@ class TensorRtCore:
         heapq.heapify(self._waiting)
 
     def _submit(self, choice: Choice) -> None:
-        wanted = choice.request.wanted
         choice.silent_since_s = time.monotonic()
         try:
-            sampling = self._library.sampling(wanted, choice.seed, choice.request.end_token_ids, self._vocabulary_size)
-            adapter = self._adapters[wanted.adapter] if wanted.adapter else None
-            choice.result = self._library.submit(self._llm, wanted, sampling, adapter)
-        except (self._library.RequestError, ValueError, TypeError) as error:
+            answers = choice.answers = self._submit_choice(choice)
+        except EngineError as error:
             _log.exception("request %d was refused by the engine", choice.number)
-            self.fail(choice, f"the engine refused the request: {error}")
+            self.fail(choice, error)
             return
         except Exception as error:  # "LLM is shutting down", or whatever a dead executor raises
             self._broken(f"nothing can be submitted any more: {error!r}")
             return
         if choice.request.submitted_at_s is None:
             choice.request.submitted_at_s = choice.silent_since_s
-        self._inside[choice] = self._tasks.create_task(self._follow(choice))
+        self._inside[choice] = self._tasks.create_task(self._follow(choice, answers))
 
-    async def _follow(self, choice: Choice) -> None:
+    async def _follow(self, choice: Choice, answers: Answers) -> None:
         """Read a sequence to its end in the engine, which may be later than the end that was reported."""
         try:
-            async for response in choice.result:
-                self._take(choice, response)
-        except self._library.RequestError as error:
-            self.fail(choice, f"the engine gave the sequence up: {error}")
-        except (AssertionError, EngineFailed) as error:
+            async with aclosing(answers.read()) as told:
+                async for answer in told:
+                    self._take(choice, answer)
+        except EngineError as error:
             _log.error("sequence %d: %r", choice.number, error)
-            self.fail(choice, f"the engine's answer cannot be: {error}")
+            self.fail(choice, error)
+        except AssertionError as error:
+            _log.exception("sequence %d", choice.number)
+            self.fail(choice, EngineFailed(f"the engine's answer cannot be: {error}"))
         except asyncio.CancelledError:
             pass  # its final answer was waited for long enough
         except Exception as error:  # the library shuts the engine down with it, and tells nobody else
@@ -195,22 +230,22 @@ class TensorRtCore:
         if choice.ended is None:  # the abort was not answered, or the engine let it go without a word
             choice.ended = EngineFinishReason.CANCELLED
             if not choice.aborted:
-                self.fail(choice, "the engine ended the sequence without saying how")
+                self.fail(choice, EngineFailed("the engine ended the sequence without saying how"))
         self._report_end(choice)
         self._fill()
 
-    def _take(self, choice: Choice, response: Any) -> None:
+    def _take(self, choice: Choice, answer: Answer) -> None:
         now_s = choice.silent_since_s = time.monotonic()
-        output, request = response.outputs[0], choice.request
+        output, request = answer.output, choice.request
         if self._requests.get(choice.number) is not request or choice.index in request.ends:
             if output.token_ids and choice.first_token_at_s is None:
                 choice.first_token_at_s = now_s
             self._abort(choice)  # put off until it had its first token
             return
         if output.token_ids:
-            for event in request.schedule(response.cached_tokens):
+            for event in request.schedule(answer.cached_token_count):
                 self._prompt_token_count += len(request.wanted.prompt_token_ids)
-                self._cached_token_count += response.cached_tokens
+                self._cached_token_count += answer.cached_token_count
                 self._tell(choice.number, event)
                 # The others find the prompt in the cache now, as the first one has just computed it.
                 self._enter(*request.choices[1:])
@@ -230,17 +265,17 @@ class TensorRtCore:
         if choice.aborted:
             return True
         task = self._inside.get(choice)
-        begun = choice.first_token_at_s is not None or self._options.abort_prefill
-        # An abort while log-probabilities are streamed has crashed the engine (NVIDIA/TensorRT-LLM#10810).
-        if task is None or not self._options.abort_running or not begun or choice.request.wanted.sampling.top_logprobs is not None:
+        begun = choice.first_token_at_s is not None or self._handling.abort_prefill
+        told_apart = choice.request.wanted.sampling.top_logprobs is None or self._handling.abort_with_logprobs
+        if task is None or choice.answers is None or not (self._handling.abort_running and begun and told_apart):
             return False
         choice.aborted = True
         try:
-            choice.result.abort()
+            choice.answers.abort()
         except Exception as error:  # an AssertionError or AttributeError where the executor is gone
             self._broken(f"a sequence cannot be aborted: {error!r}")
             return False
-        asyncio.get_running_loop().call_later(self._options.abort_drain_s, task.cancel)
+        asyncio.get_running_loop().call_later(self._handling.abort_drain_s, task.cancel)
         return True
 
     def _report_end(self, choice: Choice) -> None:
@@ -258,5 +293,5 @@ class TensorRtCore:
             return
         is_empty = choice.token_count <= 1 and choice.ended is EngineFinishReason.STOP
         self._empty_answer_count = self._empty_answer_count + 1 if is_empty else 0
-        if self._empty_answer_count >= self._options.empty_answer_count_max:
+        if 0 < self._handling.empty_answer_count_max <= self._empty_answer_count:
             self._broken(f"{self._empty_answer_count} answers in a row were empty")

@@ -1,6 +1,6 @@
-"""One output of one request on TensorRT-LLM: what its responses say, as events of the engine protocol. Pure: no library, no clock.
+"""One output of one request on an engine that is not ours: what its answers say, as events of the engine protocol. No clock.
 
-The engine's lists are cumulative and may shrink, several tokens may come at once and none may; so what is new is counted here. Text
+Its lists are cumulative and may shrink, several tokens may come at once and none may; so what is new is counted here. Text
 is made here too, from the ids: it is final when it is given out, and a stop sequence is found wherever tokens meet in it.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from inference.detokenizer import Detokenizer
 from inference.engine import (
@@ -25,9 +25,12 @@ from inference.engine import (
 )
 from inference.errors import EngineFailed
 
+if TYPE_CHECKING:
+    from inference.outside.core import Answers
+
 
 class Output(Protocol):
-    """What is read of a `CompletionOutput`."""
+    """What is read of one output; the names are those of TensorRT-LLM's `CompletionOutput`."""
 
     @property
     def token_ids(self) -> Sequence[int]:
@@ -48,7 +51,7 @@ class Output(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Choice:
-    """One output while it runs. result: the engine's handle, once it was submitted. silent_since_s: of its last sign of life.
+    """One output while it runs. answers: the engine's, once it was submitted. silent_since_s: of its last sign of life.
 
     ended: how, once it was reported; the engine may still be busy with it. aborted: it was told to stop.
     """
@@ -57,7 +60,7 @@ class Choice:
     index: int
     seed: int
     detokenizer: Detokenizer
-    result: Any = None
+    answers: Answers | None = None
     silent_since_s: float = 0.0
     first_token_at_s: float | None = None
     token_count: int = 0
@@ -138,6 +141,8 @@ class Choice:
             case "length":
                 self.ended = EngineFinishReason.LENGTH
             case "cancelled":
+                if not self.aborted:
+                    raise EngineFailed("the engine cancelled a sequence that nobody had cancelled")
                 self.ended = EngineFinishReason.CANCELLED
             case other:
                 raise EngineFailed(f"the engine ended a sequence for a reason that it was not asked for: {other}")
@@ -166,11 +171,16 @@ class Request:
     ends: dict[int, EngineFinishReason] = field(default_factory=dict)
 
     def schedule(self, cached_token_count: int) -> list[SequenceEvent]:
-        """The engine has answered for the first time. cached_token_count: of the prompt, as far as the first choice found it."""
+        """The engine has answered for the first time. cached_token_count: of the prompt, as far as the first choice found it.
+
+        Raises: EngineFailed for a count that cannot be: it is billed.
+        """
         if self.cached_token_count is not None:
             return []
-        self.cached_token_count = min(cached_token_count, len(self.wanted.prompt_token_ids))
-        return [Scheduled(self.cached_token_count)]
+        if not 0 <= cached_token_count <= (prompt_token_count := len(self.wanted.prompt_token_ids)):
+            raise EngineFailed(f"the engine says that {cached_token_count} of {prompt_token_count} prompt tokens were cached")
+        self.cached_token_count = cached_token_count
+        return [Scheduled(cached_token_count)]
 
     def finish(self, choice: Choice, now_s: float) -> list[SequenceEvent]:
         """A choice has ended, as its `ended` says; with the last one the request."""

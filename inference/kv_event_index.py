@@ -1,0 +1,65 @@
+"""Which prefixes an engine says that it holds: its KV cache events, kept as an index over token ids.
+
+The engine's hashes are its own, so blocks are told apart by their place in its tree. The index says what is there for anybody;
+where caches are kept apart by salt, it is only together with what was sent under a salt a guess of what a request will find.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+
+class KvCacheChange(msgspec.Struct, tag="kv_cache", array_like=True, frozen=True):
+    """Blocks that came and went, in order: first all of `reset`, then `stored` as (parent, block, tokens), then `removed`.
+
+    reset: events were lost, so nothing that was known before holds. A parent of 0 is the root.
+    """
+
+    reset: bool
+    stored: list[tuple[int, int, list[int]]]
+    removed: list[int]
+
+
+class KvEventIndex:
+    """The blocks that an engine holds, as a tree. Bounded by the engine's own blocks, of which it tells."""
+
+    def __init__(self) -> None:
+        self._children: dict[tuple[int, tuple[int, ...]], int] = {}  # a block by its parent and its tokens
+        self._places: dict[int, tuple[int, tuple[int, ...]]] = {}
+        self._block_tokens = 0
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def apply(self, change: KvCacheChange) -> None:
+        """Take a change in."""
+        if change.reset:
+            self.clear()
+        for parent, block, tokens in change.stored:
+            place = (parent, tuple(tokens))
+            self._block_tokens = max(self._block_tokens, len(tokens))
+            if (old := self._places.get(block)) is not None:
+                self._children.pop(old, None)
+            self._places[block] = place
+            self._children[place] = block
+        for block in change.removed:
+            removed = self._places.pop(block, None)
+            if removed is not None and self._children.get(removed) == block:
+                del self._children[removed]
+
+    def clear(self) -> None:
+        """Nothing is held any more."""
+        self._children.clear()
+        self._places.clear()
+
+    def matched_token_count(self, token_ids: Sequence[int]) -> int:
+        """Leading tokens that are held in whole blocks, never all of them."""
+        count, parent = 0, 0
+        while self._block_tokens and count + self._block_tokens < len(token_ids):
+            block = self._children.get((parent, tuple(token_ids[count : count + self._block_tokens])))
+            if block is None:
+                break
+            count, parent = count + self._block_tokens, block
+        return count
