@@ -73,7 +73,7 @@ lock: ## pin all dependencies anew; KEEP=1 moves no pin that still fits
 	@$(PYTHON) -m infra.lock_dependencies --pip $(PIP_VERSION) $(if $(KEEP),--keep)
 
 clean: ## remove the virtual environment, the demo's data and all caches
-	rm -rf $(VENV) .weir build dist *.egg-info sdk/python/src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .weir build dist *.egg-info sdk/python/src/*.egg-info sdk/typescript/node_modules sdk/typescript/dist sdk/typescript/src/gen .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +
 
 # A stamp is written after its install has succeeded, so an interrupted one is simply done again.
@@ -81,6 +81,7 @@ $(VENV)/.installed: $(LOCK) pyproject.toml sdk/python/pyproject.toml
 	@$(PYTHON) -m infra.install $(VENV) --pip $(PIP_VERSION)
 	@touch $@
 
-$(VENV)/.installed-dev: $(VENV)/.installed
+$(VENV)/.installed-dev: $(VENV)/.installed sdk/typescript/package-lock.json
 	@$(PYTHON) -m infra.install $(VENV) --pip $(PIP_VERSION) --dev
+	@$(BIN)/python -m infra.typescript_sdk --install
 	@touch $@

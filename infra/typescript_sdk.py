@@ -1,0 +1,72 @@
+"""Set up and build the TypeScript client: `sdk/typescript`.
+
+    python -m infra.typescript_sdk --install    what it needs, pinned by its lock file; says so and goes on where there is no Node
+    python -m infra.typescript_sdk --build      generate the messages of the contract, and compile
+
+The generated code is not kept: the package carries what was compiled from it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from infra.generate_proto import protoc
+
+SDK = Path(__file__).resolve().parent.parent / "sdk" / "typescript"
+CONTRACT = ("weir/v1/inference_service.proto", "weir/v1/receipts.proto", "weir/v1/types.proto")
+ERRORS = ("google/rpc/error_details.proto", "google/rpc/status.proto")
+
+
+def missing() -> str | None:
+    """Why the client cannot be built here; None if it can."""
+    if shutil.which("node") is None or shutil.which("npm") is None:
+        return "Node.js with npm is not installed"
+    if not (SDK / "node_modules" / ".bin" / "tsc").exists():
+        return "its packages are not installed: run make setup-dev where the npm registry can be reached"
+    return None
+
+
+def install() -> None:
+    """Install exactly what the lock file says. Without Node or a registry there is no client here, and all else works."""
+    if shutil.which("npm") is None:
+        print("TypeScript client: Node.js with npm is not installed, so it is not set up")
+        return
+    done = subprocess.run(["npm", "ci", "--ignore-scripts", "--silent"], cwd=SDK, capture_output=True, text=True)
+    if done.returncode != 0:
+        print(f"TypeScript client: npm could not install its packages, so it is not set up:\n{done.stderr[-2000:]}")
+
+
+def build() -> None:
+    """Generate and compile into `sdk/typescript/dist`. Raises: CalledProcessError; what is wrong stands on the terminal."""
+    generated = SDK / "src" / "gen"
+    shutil.rmtree(generated, ignore_errors=True)
+    generated.mkdir(parents=True)
+    plugin = SDK / "node_modules" / ".bin" / "protoc-gen-es"
+    options = [f"--plugin=protoc-gen-es={plugin}", f"--es_out={generated}", "--es_opt=target=ts,import_extension=js"]
+    protoc([*options, *CONTRACT, *ERRORS])
+    shutil.rmtree(SDK / "dist", ignore_errors=True)
+    subprocess.run([SDK / "node_modules" / ".bin" / "tsc", "--project", SDK / "tsconfig.json"], check=True)
+
+
+def main() -> int:
+    """The exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--install", action="store_true")
+    parser.add_argument("--build", action="store_true")
+    asked = parser.parse_args()
+    if asked.install:
+        install()
+    if asked.build:
+        if (why := missing()) is not None:
+            print(f"the TypeScript client cannot be built: {why}", file=sys.stderr)
+            return 1
+        build()
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,109 @@
+/** The client of the inference API. */
+
+import { toBinary } from "@bufbuild/protobuf";
+import { type CallOptionsOf, type ClientOptions, Connection, RetryPolicy, resolveSettings } from "./connection.js";
+import { InvalidRequest, NO_DETAILS } from "./errors.js";
+import { ClientFrameSchema, InferenceService } from "./gen/weir/v1/inference_service_pb.js";
+import { Generation } from "./generation.js";
+import { buildStart, conversation, type GenerateOptions, invalid, type Prompt } from "./prompt.js";
+import { SharedStream } from "./stream.js";
+import type { Generation as RecordedGeneration, Model, QuotaStatus, Quote, Result, TokenCount } from "./values.js";
+import * as wire from "./wire.js";
+
+const FRAMING_BYTES = 16; // what a message adds to its only frame, at most
+
+/**
+ * A connection to the inference API. All generations of a client share one stream; run as many at once as you like.
+ *
+ * `close` it at the end, or declare it with `await using`.
+ */
+export class WeirClient implements AsyncDisposable {
+  private readonly connection: Connection;
+  private readonly stream: SharedStream;
+
+  /**
+   * Settles where to connect; the connection itself is made when it is first used.
+   *
+   * @throws Unauthenticated if there is no key.
+   */
+  constructor(options: ClientOptions = {}) {
+    this.connection = new Connection(resolveSettings(options));
+    this.stream = new SharedStream(() => this.connection.openGenerate());
+  }
+
+  /** Where this client connects to. */
+  get address(): string {
+    return this.connection.settings.address;
+  }
+
+  /**
+   * A streamed answer. Everything that can go wrong at the server is thrown where the answer is read.
+   *
+   * @throws InvalidRequest for a request that cannot be written down or is larger than `maxMessageBytes`.
+   */
+  generate(model: string, options: GenerateOptions): Generation {
+    const frame = buildStart(model, options);
+    const { retry, maxMessageBytes } = this.connection.settings;
+    const size = toBinary(ClientFrameSchema, frame).length + FRAMING_BYTES;
+    if (size > maxMessageBytes) {
+      // Sent all the same, it would end the shared stream, and every other request with it.
+      const description = `the request has ${size} bytes, and the limit is ${maxMessageBytes}`;
+      const details = { ...NO_DETAILS, fieldViolations: [{ field: "prompt", description }] };
+      throw new InvalidRequest(description, { reason: "MESSAGE_TOO_LARGE", requestId: frame.requestId, details });
+    }
+    return new Generation((exchange, start) => this.stream.start(exchange, start), frame, model, {
+      timeoutMs: options.timeoutMs,
+      retry: new RetryPolicy(options.maxRetries ?? retry.maxRetries, retry.waitMaxMs),
+      signal: options.signal,
+    });
+  }
+
+  /** The whole answer at once. Takes what `generate` takes. Throws a WeirError. */
+  async complete(model: string, options: GenerateOptions): Promise<Result> {
+    return await this.generate(model, options).result();
+  }
+
+  /** The size of a prompt as admission counts it, without running or billing anything. Throws NotFound for an unknown model. */
+  async countTokens(model: string, input: { prompt: Prompt } | { text: string }, call: CallOptionsOf = {}): Promise<TokenCount> {
+    const prompt =
+      "prompt" in input
+        ? ({ case: "conversation", value: conversation(input.prompt) } as const)
+        : ({ case: "text", value: input.text } as const);
+    const response = await this.connection.call(InferenceService.method.countTokens, { model, prompt }, call);
+    return { inputTokenCount: wire.count(response.inputTokenCount), contextWindowTokens: wire.count(response.contextWindowTokens) };
+  }
+
+  /** What the same call of `generate` would count and cost, and whether it would be let in, without running it. */
+  async quote(model: string, options: GenerateOptions, call: CallOptionsOf = {}): Promise<Quote> {
+    const { kind } = buildStart(model, options);
+    if (kind.case !== "start") throw invalid("start", "is missing");
+    return wire.quote(await this.connection.call(InferenceService.method.quote, { start: kind.value }, call));
+  }
+
+  /** The models that the key may use, by name. */
+  async listModels(call: CallOptionsOf = {}): Promise<Model[]> {
+    return (await this.connection.call(InferenceService.method.listModels, {}, call)).models.map(wire.model);
+  }
+
+  /** Every limit that applies to the key, or to the key and one model. Empty: unlimited. */
+  async getQuota(model = "", call: CallOptionsOf = {}): Promise<QuotaStatus[]> {
+    return (await this.connection.call(InferenceService.method.getQuota, { model }, call)).quotas.map(wire.quota);
+  }
+
+  /** What is recorded of one request of the key's project. Throws NotFound. */
+  async getGeneration(requestId: string, call: CallOptionsOf = {}): Promise<RecordedGeneration> {
+    const response = await this.connection.call(InferenceService.method.getGeneration, { requestId }, call);
+    if (response.generation === undefined) throw new Error("the server answered without a generation");
+    return wire.generation(response.generation);
+  }
+
+  /** Cancels what runs, waits at most a few seconds for its settlement, and closes the connection. */
+  async close(): Promise<void> {
+    await this.stream.close();
+    this.connection.close();
+  }
+
+  async [Symbol.asyncDispose](): Promise<void> {
+    await this.close();
+  }
+}

@@ -1,0 +1,265 @@
+/** How a client reaches the server: address, TLS, API key, channel options, and one unary call with typed errors. */
+
+import { readFileSync } from "node:fs";
+import { BlockList, isIP } from "node:net";
+import { setTimeout as sleep } from "node:timers/promises";
+import { create, type DescMethodUnary, fromBinary, type MessageInitShape, type MessageShape, toBinary } from "@bufbuild/protobuf";
+import {
+  type CallOptions,
+  type ChannelOptions,
+  Client,
+  type ClientDuplexStream,
+  credentials,
+  Metadata,
+  type ServiceError,
+} from "@grpc/grpc-js";
+import { Cancelled, QuotaExceeded, Unauthenticated, Unavailable, WeirError } from "./errors.js";
+import {
+  type GenerateRequest,
+  GenerateRequestSchema,
+  type GenerateResponse,
+  GenerateResponseSchema,
+} from "./gen/weir/v1/inference_service_pb.js";
+import { errorFromRpc } from "./status.js";
+
+/** Where a server listens unless told otherwise. */
+export const DEFAULT_ADDRESS = "127.0.0.1:8443";
+const UNARY_TIMEOUT_MS = 30_000; // look-ups answer in milliseconds
+const MESSAGE_BYTES_MAX = 4 * 1024 * 1024; // gRPC's own default for what a server accepts
+const RECEIVE_BYTES_MAX = 32 * 1024 * 1024; // batched deltas of many requests; far above what a server sends at once
+const KEEPALIVE_MS = 60_000; // below the idle limit of common load balancers (60 to 350 s); Weir's server allows pings each 10 s
+const KEEPALIVE_TIMEOUT_MS = 20_000; // a peer that does not answer a ping for so long is gone
+const RETRY_BASE_MS = 100; // first back-off where the server gives no hint; doubles each time
+const RETRY_WAIT_MAX_MS = 10_000; // a longer wait is the caller's decision, so the error is thrown instead
+
+/** What a client is made with. */
+export interface ClientOptions {
+  /** `host:port`, `unix:/path`, or either after `https://` or `http://`; else `WEIR_ADDRESS`, else this machine. */
+  readonly address?: string;
+  /** Else `WEIR_API_KEY`; empty: call without one. */
+  readonly apiKey?: string;
+  /** On unless the address is this machine (loopback, unix socket). */
+  readonly tls?: boolean;
+  /** PEM bytes, or a file of them, to trust instead of the system's roots; also `WEIR_ROOT_CERTIFICATES`. */
+  readonly rootCertificates?: Buffer | string;
+  /** PEM bytes, or a file of them, for servers that ask clients for a certificate. Needs `clientKey`. */
+  readonly clientCertificate?: Buffer | string;
+  /** The private key of `clientCertificate`. */
+  readonly clientKey?: Buffer | string;
+  /**
+   * Further attempts for UNAVAILABLE, and for a quota that frees itself within `retryWaitMaxMs`: only before the first token, with
+   * the same request id, honouring the server's hint. Default 2.
+   */
+  readonly maxRetries?: number;
+  /** The longest wait before a further attempt. Default 10,000. */
+  readonly retryWaitMaxMs?: number;
+  /** The largest request that is sent; the server has its own limit. Default 4 MiB. */
+  readonly maxMessageBytes?: number;
+  /** Between pings on a silent connection. Default 60,000. */
+  readonly keepaliveMs?: number;
+}
+
+/** When to try again: at most `maxRetries` times, never after a wait of more than `waitMaxMs`. */
+export class RetryPolicy {
+  constructor(
+    readonly maxRetries: number,
+    readonly waitMaxMs: number,
+  ) {}
+
+  /**
+   * Milliseconds to wait before retry number `attempt` (from 0), with jitter; absent if the error is to be thrown.
+   *
+   * A hint of the server is a lower bound, and the jitter comes on top, so that refused clients do not return all at once.
+   */
+  waitMs(error: WeirError, attempt: number): number | undefined {
+    if (attempt >= this.maxRetries) return undefined;
+    const hint = error.retryAfterMs;
+    if (error instanceof QuotaExceeded) {
+      if (hint === undefined || !error.retryHelps) return undefined;
+    } else if (!(error instanceof Unavailable)) {
+      return undefined;
+    }
+    if ((hint ?? 0) > this.waitMaxMs) return undefined;
+    const spread = RETRY_BASE_MS * 2 ** attempt;
+    return hint === undefined ? spread * (0.5 + Math.random() / 2) : hint + spread * Math.random();
+  }
+}
+
+/** Where the server is and how to talk to it. */
+export interface ConnectionSettings {
+  readonly address: string;
+  readonly apiKey: string;
+  readonly tls: boolean;
+  readonly rootCertificates: Buffer | undefined;
+  readonly clientCertificate: Buffer | undefined;
+  readonly clientKey: Buffer | undefined;
+  readonly maxMessageBytes: number;
+  readonly keepaliveMs: number;
+  readonly retry: RetryPolicy;
+}
+
+/**
+ * Fills in what is not given from the environment.
+ *
+ * @throws Unauthenticated if there is no key.
+ */
+export function resolveSettings(options: ClientOptions, environment = process.env): ConnectionSettings {
+  let address = options.address || environment["WEIR_ADDRESS"] || DEFAULT_ADDRESS;
+  let tls = options.tls;
+  for (const [scheme, secure] of [["https://", true], ["http://", false]] as const) {
+    if (!address.startsWith(scheme)) continue;
+    address = address.slice(scheme.length).replace(/\/+$/, "");
+    tls ??= secure;
+  }
+  const apiKey = options.apiKey ?? environment["WEIR_API_KEY"];
+  if (apiKey === undefined) throw new Unauthenticated("no API key: pass apiKey or set WEIR_API_KEY");
+  if (!/^[\x00-\x7f]*$/.test(apiKey)) throw new Unauthenticated("the API key holds characters that no key has; was it copied in full?");
+  const roots = options.rootCertificates ?? environment["WEIR_ROOT_CERTIFICATES"];
+  return {
+    address,
+    apiKey: apiKey.trim(),
+    tls: tls ?? (options.rootCertificates !== undefined || !isLocal(address)),
+    rootCertificates: pem(roots),
+    clientCertificate: pem(options.clientCertificate),
+    clientKey: pem(options.clientKey),
+    maxMessageBytes: options.maxMessageBytes ?? MESSAGE_BYTES_MAX,
+    keepaliveMs: options.keepaliveMs ?? KEEPALIVE_MS,
+    retry: new RetryPolicy(options.maxRetries ?? 2, options.retryWaitMaxMs ?? RETRY_WAIT_MAX_MS),
+  };
+}
+
+function pem(value: Buffer | string | undefined): Buffer | undefined {
+  return typeof value === "string" ? (value ? readFileSync(value) : undefined) : value;
+}
+
+const LOOPBACK = new BlockList();
+LOOPBACK.addSubnet("127.0.0.0", 8);
+LOOPBACK.addAddress("::1", "ipv6");
+
+/** Whether an address never leaves this machine: a unix socket, `localhost`, or a loopback IP. */
+export function isLocal(address: string): boolean {
+  if (address.startsWith("unix:") || address.startsWith("unix-abstract:")) return true;
+  const hostAndPort = address.slice(address.lastIndexOf("/") + 1);
+  const host = hostAndPort.slice(0, Math.max(0, hostAndPort.lastIndexOf(":"))).replace(/^\[|\]$/g, "");
+  const version = isIP(host);
+  return version === 0 ? host === "localhost" : LOOPBACK.check(host, version === 6 ? "ipv6" : "ipv4");
+}
+
+/** One open `Generate` call. */
+export type GenerateCall = ClientDuplexStream<GenerateRequest, GenerateResponse>;
+
+/** One channel with its credentials. */
+export class Connection {
+  private readonly client: Client;
+
+  constructor(readonly settings: ConnectionSettings) {
+    const { tls, rootCertificates, clientKey, clientCertificate } = settings;
+    const security = tls
+      ? credentials.createSsl(rootCertificates ?? null, clientKey ?? null, clientCertificate ?? null)
+      : credentials.createInsecure();
+    this.client = new Client(settings.address, security, channelOptions(settings));
+  }
+
+  /** Closes the channel. */
+  close(): void {
+    this.client.close();
+  }
+
+  /** Opens the stream that all requests of a client share. */
+  openGenerate(): GenerateCall {
+    return this.client.makeBidiStreamRequest(
+      "/weir.v1.InferenceService/Generate",
+      (message: GenerateRequest) => Buffer.from(toBinary(GenerateRequestSchema, message)),
+      (bytes: Buffer) => fromBinary(GenerateResponseSchema, bytes),
+      this.metadata(),
+    );
+  }
+
+  /**
+   * One unary call that may be repeated; `timeoutMs` covers the retries too, and is 30 s if absent.
+   *
+   * @throws WeirError
+   */
+  async call<Method extends DescMethodUnary>(
+    method: Method,
+    init: MessageInitShape<Method["input"]>,
+    { timeoutMs = UNARY_TIMEOUT_MS, signal }: CallOptionsOf = {},
+  ): Promise<MessageShape<Method["output"]>> {
+    const deadline = performance.now() + timeoutMs;
+    const request = toBinary(method.input, create(method.input, init));
+    for (let attempt = 0; ; attempt += 1) {
+      try {
+        return await this.attempt(method, request, Math.max(0, deadline - performance.now()), signal);
+      } catch (error) {
+        const waitMs = error instanceof WeirError ? this.settings.retry.waitMs(error, attempt) : undefined;
+        if (waitMs === undefined || performance.now() + waitMs >= deadline) throw error;
+        await sleep(waitMs, undefined, signal ? { signal } : {}).catch(() => {
+          throw new Cancelled("cancelled while waiting to try again");
+        });
+      }
+    }
+  }
+
+  private attempt<Method extends DescMethodUnary>(
+    method: Method,
+    request: Uint8Array,
+    remainingMs: number,
+    signal: AbortSignal | undefined,
+  ): Promise<MessageShape<Method["output"]>> {
+    return new Promise((resolve, reject) => {
+      if (signal?.aborted) {
+        reject(new Cancelled("the call was aborted before it began"));
+        return;
+      }
+      const options: CallOptions = { deadline: Date.now() + remainingMs };
+      const call = this.client.makeUnaryRequest(
+        `/${method.parent.typeName}/${method.name}`,
+        (message: Uint8Array) => Buffer.from(message),
+        (bytes: Buffer) => fromBinary(method.output, bytes) as MessageShape<Method["output"]>,
+        request,
+        this.metadata(),
+        options,
+        (error: ServiceError | null, response?: MessageShape<Method["output"]>) => {
+          signal?.removeEventListener("abort", abort);
+          if (error) reject(errorFromRpc(error));
+          else resolve(response as MessageShape<Method["output"]>);
+        },
+      );
+      const abort = (): void => call.cancel();
+      signal?.addEventListener("abort", abort, { once: true });
+    });
+  }
+
+  private metadata(): Metadata {
+    const metadata = new Metadata();
+    if (this.settings.apiKey) metadata.set("authorization", `Bearer ${this.settings.apiKey}`);
+    return metadata;
+  }
+}
+
+/** What every unary call takes. */
+export interface CallOptionsOf {
+  /** For the call, retries included. Default 30,000. */
+  readonly timeoutMs?: number | undefined;
+  /** Cancels the call. */
+  readonly signal?: AbortSignal | undefined;
+}
+
+
+function channelOptions(settings: ConnectionSettings): ChannelOptions {
+  return {
+    "grpc.primary_user_agent": "weir-client-node/0.1.0",
+    "grpc.max_send_message_length": settings.maxMessageBytes,
+    "grpc.max_receive_message_length": Math.max(RECEIVE_BYTES_MAX, settings.maxMessageBytes),
+    "grpc.keepalive_time_ms": settings.keepaliveMs,
+    "grpc.keepalive_timeout_ms": KEEPALIVE_TIMEOUT_MS,
+    "grpc.keepalive_permit_without_calls": 0,
+    // A restarted server is found again quickly: gRPC would wait a second before the second attempt and minutes later on.
+    "grpc.initial_reconnect_backoff_ms": 100,
+    "grpc.max_reconnect_backoff_ms": 5000,
+    // Clients in one process keep their own connections, so that one's back-off or GOAWAY is not the other's.
+    "grpc.use_local_subchannel_pool": 1,
+    "grpc.enable_retries": 0, // this client's own retries know what was delivered
+    ...(isLocal(settings.address) ? { "grpc.enable_http_proxy": 0 } : {}),
+  };
+}

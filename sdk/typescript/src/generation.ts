@@ -1,0 +1,187 @@
+/** One request as its caller sees it: iterate it, cancel it, await its result. Retries what was refused before the first token. */
+
+import { setTimeout as sleep } from "node:timers/promises";
+import type { RetryPolicy } from "./connection.js";
+import { Aborted, AlreadyExists, Cancelled, WeirError } from "./errors.js";
+import { Exchange } from "./exchange.js";
+import type { ClientFrame } from "./gen/weir/v1/inference_service_pb.js";
+import type { Admitted, Delta, Event, Partial, Result } from "./values.js";
+
+/** Puts an exchange on the shared stream; throws a WeirError if the client does not take it. */
+export type Submit = (exchange: Exchange, frame: ClientFrame) => void;
+
+/** How one generation is to be run. */
+export interface GenerationTerms {
+  readonly timeoutMs: number | undefined;
+  readonly retry: RetryPolicy;
+  readonly signal: AbortSignal | undefined;
+}
+
+/**
+ * A streamed answer. Made by `WeirClient.generate`; nothing is sent before it is iterated or waited for.
+ *
+ * `for await (const delta of generation)` gives the output; leaving the loop early cancels the request. `await generation.result()`
+ * gives the whole answer with usage and cost. `await using` cancels what still runs at the end of the block.
+ */
+export class Generation implements AsyncIterable<Delta>, AsyncDisposable {
+  readonly requestId: string;
+  readonly model: string;
+
+  private exchange: Exchange | undefined;
+  private attempt = 0;
+  private deadline: number | undefined;
+  private failure: WeirError | undefined; // of the attempt before the running one
+  private error: WeirError | undefined; // the final one
+  private readonly cancelling = new AbortController();
+  private unread: Event[] = [];
+
+  constructor(
+    private readonly submit: Submit,
+    private readonly frame: ClientFrame,
+    model: string,
+    private readonly terms: GenerationTerms,
+  ) {
+    this.requestId = frame.requestId;
+    this.model = model;
+  }
+
+  /** What admission told: input tokens, and every quota with what is left of it. Undefined until it comes. */
+  get admitted(): Admitted | undefined {
+    return this.exchange?.admitted;
+  }
+
+  /** What has arrived so far, whether or not the request has ended. */
+  get partial(): Partial {
+    return (this.exchange ?? new Exchange(this.requestId, this.model)).partial();
+  }
+
+  /** Sends the request if that was not done yet; the time of `timeoutMs` begins here. Throws a WeirError if it is not taken. */
+  start(): this {
+    if (this.exchange !== undefined || this.error !== undefined) return this;
+    if (this.terms.timeoutMs !== undefined) this.deadline = performance.now() + this.terms.timeoutMs;
+    const { signal } = this.terms;
+    if (signal?.aborted) throw this.fail(new Cancelled("aborted before it was sent", { requestId: this.requestId, cause: signal.reason }));
+    this.beginAttempt();
+    const abort = (): void => this.cancel();
+    signal?.addEventListener("abort", abort, { once: true });
+    this.cancelling.signal.addEventListener("abort", () => signal?.removeEventListener("abort", abort));
+    return this;
+  }
+
+  /** Asks the server to stop, without waiting. Iteration then ends after what was delivered meanwhile. */
+  cancel(): void {
+    this.cancelling.abort();
+    this.exchange?.cancel();
+  }
+
+  /** Cancels the request if it runs, and waits until its end is known (at most 2 s). Never throws a WeirError. */
+  async close(): Promise<void> {
+    if (this.exchange === undefined || this.error !== undefined || isResult(this.exchange.outcome)) return;
+    this.cancel();
+    await this.exchange.waitEnded();
+    if (this.exchange.outcome instanceof WeirError) this.error = this.exchange.outcome;
+  }
+
+  /**
+   * The whole answer with finish reason, usage and cost; after a cancel, what was delivered until then. Waits for the end.
+   *
+   * @throws WeirError that the request ended with.
+   */
+  async result(): Promise<Result> {
+    while ((await this.take()).length > 0);
+    const outcome = this.exchange?.outcome;
+    if (!isResult(outcome)) throw new Error("the generation has no outcome"); // `take` returns nothing only after the end
+    return outcome;
+  }
+
+  /** Everything as it comes: `Admitted`, `Progress`, `Delta`, `UsageUpdate`. Leaving the loop early cancels the request. */
+  async *events(): AsyncGenerator<Event, void, void> {
+    let ended = false;
+    try {
+      for (let event = await this.next(); event !== undefined; event = await this.next()) yield event;
+      ended = true;
+    } finally {
+      if (!ended) this.cancel();
+    }
+  }
+
+  /** The deltas. Leaving the loop early (`break`, an exception in its body) cancels the request. */
+  async *[Symbol.asyncIterator](): AsyncGenerator<Delta, void, void> {
+    for await (const event of this.events()) {
+      if (event.type === "delta") yield event;
+    }
+  }
+
+  async [Symbol.asyncDispose](): Promise<void> {
+    await this.close();
+  }
+
+  private async next(): Promise<Event | undefined> {
+    if (this.unread.length === 0) this.unread = (await this.take()).reverse();
+    return this.unread.pop();
+  }
+
+  /** All events that have arrived, at least one; none at the end of the request. */
+  private async take(): Promise<Event[]> {
+    this.start();
+    for (;;) {
+      if (this.error !== undefined) throw this.error;
+      const exchange = this.exchange!;
+      await exchange.wait();
+      const events = exchange.take();
+      if (events.length > 0 || isResult(exchange.outcome)) return events;
+      await this.retryOrThrow(exchange.outcome as WeirError);
+    }
+  }
+
+  private beginAttempt(): void {
+    const exchange = new Exchange(this.requestId, this.model);
+    if (this.deadline !== undefined) exchange.expireIn(Math.max(0, this.deadline - performance.now()));
+    this.exchange = exchange;
+    try {
+      this.submit(exchange, this.frame);
+    } catch (error) {
+      throw error instanceof WeirError ? this.fail(error) : error;
+    }
+  }
+
+  /**
+   * Begins the next attempt after the wait that is due, or makes `error` the end of the request and throws it.
+   *
+   * Only before the first token, and with the same request id: a refused request left no trace, and one that got in unseen is
+   * answered with ALREADY_EXISTS or ABORTED instead of being run and billed again. That answer to a retry is about our own first
+   * attempt, so the failure of that attempt is what is thrown.
+   */
+  private async retryOrThrow(error: WeirError): Promise<void> {
+    const waitMs = this.retryWaitMs(error);
+    if (waitMs === undefined) {
+      const about = this.failure !== undefined && (error instanceof AlreadyExists || error instanceof Aborted);
+      throw this.fail(about ? this.failure! : error);
+    }
+    this.failure = error;
+    this.attempt += 1;
+    try {
+      await sleep(waitMs, undefined, { signal: this.cancelling.signal });
+    } catch {
+      throw this.fail(new Cancelled("cancelled while waiting to try again", { requestId: this.requestId }));
+    }
+    this.beginAttempt();
+  }
+
+  private retryWaitMs(error: WeirError): number | undefined {
+    const billed = error.partial?.usage !== undefined;
+    if (this.cancelling.signal.aborted || this.exchange!.delivered || billed) return undefined;
+    const waitMs = this.terms.retry.waitMs(error, this.attempt);
+    if (waitMs === undefined || (this.deadline !== undefined && performance.now() + waitMs >= this.deadline)) return undefined;
+    return waitMs;
+  }
+
+  private fail(error: WeirError): WeirError {
+    this.error = error;
+    return error;
+  }
+}
+
+function isResult(outcome: Result | WeirError | undefined): outcome is Result {
+  return outcome !== undefined && !(outcome instanceof WeirError);
+}

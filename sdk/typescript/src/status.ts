@@ -1,0 +1,127 @@
+/**
+ * From `google.rpc.Status` and from a broken RPC to the typed errors: the only place that reads error details.
+ *
+ * The status of a whole RPC travels in the trailing metadata `grpc-status-details-bin`, that of one request in its `failed` frame.
+ */
+
+import { fromBinary } from "@bufbuild/protobuf";
+import { anyUnpack } from "@bufbuild/protobuf/wkt";
+import { type ServiceError, status as grpcStatus } from "@grpc/grpc-js";
+import * as errors from "./errors.js";
+import {
+  BadRequestSchema,
+  ErrorInfoSchema,
+  PreconditionFailureSchema,
+  QuotaFailureSchema,
+  RetryInfoSchema,
+} from "./gen/google/rpc/error_details_pb.js";
+import { type Status, StatusSchema } from "./gen/google/rpc/status_pb.js";
+import type { Partial } from "./values.js";
+import { durationMs } from "./wire.js";
+
+const STATUS_DETAILS_KEY = "grpc-status-details-bin";
+
+type ErrorClass = new (message: string, options?: errors.ErrorOptions) => errors.WeirError;
+
+const CLASSES: Readonly<Record<string, ErrorClass>> = {
+  UNAUTHENTICATED: errors.Unauthenticated,
+  PERMISSION_DENIED: errors.PermissionDenied,
+  INVALID_ARGUMENT: errors.InvalidRequest,
+  OUT_OF_RANGE: errors.InvalidRequest,
+  NOT_FOUND: errors.NotFound,
+  ALREADY_EXISTS: errors.AlreadyExists,
+  FAILED_PRECONDITION: errors.FailedPrecondition,
+  ABORTED: errors.Aborted,
+  RESOURCE_EXHAUSTED: errors.ResourceExhausted,
+  UNAVAILABLE: errors.Unavailable,
+  DEADLINE_EXCEEDED: errors.DeadlineExceeded,
+  CANCELLED: errors.Cancelled,
+  INTERNAL: errors.Internal,
+  DATA_LOSS: errors.Internal,
+};
+
+/** The typed error for a status, with its details decoded. An unknown code gives a plain `WeirError`. */
+export function errorFromStatus(status: Status, requestId = "", partial?: Partial): errors.WeirError {
+  const details = decodeDetails(status);
+  return typedError(grpcStatus[status.code] ?? "UNKNOWN", status.message, details, requestId, partial);
+}
+
+/** The typed error for an RPC that failed, from its status details where the server sent them. */
+export function errorFromRpc(error: ServiceError, requestId = ""): errors.WeirError {
+  for (const value of error.metadata?.get(STATUS_DETAILS_KEY) ?? []) {
+    if (typeof value === "string") continue;
+    try {
+      const status = fromBinary(StatusSchema, value);
+      if (status.code) return errorFromStatus(status, requestId);
+    } catch {
+      break; // a proxy mangled it: the plain status below still tells what is known
+    }
+  }
+  return typedError(grpcStatus[error.code] ?? "UNKNOWN", error.details || error.message, errors.NO_DETAILS, requestId);
+}
+
+/** A new error of the same kind for another request: one object thrown in many places would mix their stack traces. */
+export function copyError(error: errors.WeirError, requestId: string): errors.WeirError {
+  const { code, reason, details, cause } = error;
+  const kind = error.constructor as ErrorClass;
+  return new kind(error.plainMessage, { code, reason, details, requestId, cause });
+}
+
+function typedError(
+  code: string,
+  message: string,
+  details: errors.ErrorDetails,
+  requestId: string,
+  partial?: Partial,
+): errors.WeirError {
+  const isQuota = details.quota !== undefined || details.quotaViolations.length > 0;
+  const kind = code === "RESOURCE_EXHAUSTED" && isQuota ? errors.QuotaExceeded : (CLASSES[code] ?? errors.WeirError);
+  const text = message || code.toLowerCase().replaceAll("_", " ");
+  return new kind(text, { code, details, partial, requestId: requestId || details.metadata["request_id"] });
+}
+
+function decodeDetails(status: Status): errors.ErrorDetails {
+  const found = { ...errors.NO_DETAILS };
+  for (const detail of status.details) {
+    const info = anyUnpack(detail, ErrorInfoSchema);
+    if (info) Object.assign(found, { reason: info.reason, metadata: info.metadata });
+    const bad = anyUnpack(detail, BadRequestSchema);
+    if (bad) {
+      const fieldViolations = bad.fieldViolations.map(({ field, description }) => ({ field, description }));
+      Object.assign(found, { fieldViolations });
+    }
+    const failure = anyUnpack(detail, QuotaFailureSchema);
+    if (failure) {
+      const quotaViolations = failure.violations.map(({ subject, description }) => ({ subject, description }));
+      Object.assign(found, { quotaViolations });
+    }
+    const precondition = anyUnpack(detail, PreconditionFailureSchema);
+    if (precondition) {
+      const preconditions = precondition.violations.map(({ type, description }) => ({ kind: type, description }));
+      Object.assign(found, { preconditions });
+    }
+    const retry = anyUnpack(detail, RetryInfoSchema);
+    if (retry) Object.assign(found, { retryAfterMs: durationMs(retry.retryDelay) });
+  }
+  if (found.reason !== "QUOTA_EXCEEDED") return found;
+  return { ...found, quota: exceededQuota(found.metadata, found.retryAfterMs) };
+}
+
+function exceededQuota(metadata: Readonly<Record<string, string>>, retryAfterMs: number | undefined): errors.ExceededQuota {
+  const whole = (key: string): bigint | undefined => (/^-?\d+$/.test(metadata[key] ?? "") ? BigInt(metadata[key]!) : undefined);
+  const reset = new Date(metadata["reset_time"] ?? Number.NaN);
+  return {
+    quotaId: metadata["quota_id"] ?? "",
+    subject: metadata["subject"] ?? "",
+    subjectId: metadata["subject_id"] ?? "",
+    model: metadata["model"] ?? "",
+    dimension: metadata["dimension"] ?? "",
+    limit: whole("limit"),
+    used: whole("used"),
+    held: whole("held"),
+    remaining: whole("remaining"),
+    requested: whole("requested"),
+    resetTime: Number.isNaN(reset.getTime()) ? undefined : reset,
+    retryHelps: (metadata["retry_helps"] ?? String(retryAfterMs !== undefined)).toLowerCase() === "true",
+  };
+}

@@ -1,0 +1,189 @@
+/** From the messages of the wire to the values of the client: the only place that reads proto fields of answers. */
+
+import { type Duration, type Timestamp, timestampMs } from "@bufbuild/protobuf/wkt";
+import {
+  type AdmittedFrame,
+  type DeltaFrame,
+  type Generation as GenerationMessage,
+  Generation_State,
+  type Model as ModelMessage,
+  type ProgressFrame,
+  ProgressFrame_Stage,
+  type QuoteResponse,
+} from "./gen/weir/v1/inference_service_pb.js";
+import {
+  FinishReason as FinishReasonMessage,
+  type Money as MoneyMessage,
+  QuotaDimension,
+  type QuotaStatus as QuotaMessage,
+  QuotaSubject as QuotaSubjectMessage,
+  type Timings as TimingsMessage,
+  type Usage as UsageMessage,
+} from "./gen/weir/v1/types_pb.js";
+import {
+  type Admitted,
+  type Delta,
+  type FinishReason,
+  type Generation,
+  type GenerationState,
+  type Model,
+  Money,
+  PICOS_PER_UNIT,
+  type Price,
+  type Progress,
+  type QuotaStatus,
+  type QuotaSubject,
+  type Quote,
+  type Stage,
+  type Timings,
+  type TokenLogprobs,
+  type Usage,
+} from "./values.js";
+
+/** A count of tokens or frames as a plain number: exact, or an error. */
+export function count(value: bigint): number {
+  const number = Number(value);
+  if (!Number.isSafeInteger(number)) throw new RangeError(`${value} is more than a number can hold exactly`);
+  return number;
+}
+
+/** A duration in milliseconds. */
+export function durationMs(value: Duration | undefined): number | undefined {
+  return value === undefined ? undefined : count(value.seconds) * 1000 + value.nanos / 1e6;
+}
+
+function date(value: Timestamp | undefined): Date | undefined {
+  return value === undefined ? undefined : new Date(timestampMs(value));
+}
+
+// A name that this version of the client does not know is told as UNSPECIFIED.
+function name<Name extends string>(names: Record<number, string>, value: number): Name {
+  return (names[value] ?? "UNSPECIFIED") as Name;
+}
+
+export function finishReason(value: FinishReasonMessage): FinishReason {
+  return name<FinishReason>(FinishReasonMessage, value);
+}
+
+export function money(value: MoneyMessage | undefined): Money {
+  return value === undefined ? new Money("", 0n) : new Money(value.currencyCode, value.units * PICOS_PER_UNIT + value.picos);
+}
+
+export function usage(value: UsageMessage | undefined): Usage {
+  return {
+    inputTokenCount: count(value?.inputTokenCount ?? 0n),
+    cachedInputTokenCount: count(value?.cachedInputTokenCount ?? 0n),
+    generatedTokenCount: count(value?.generatedTokenCount ?? 0n),
+    deliveredTokenCount: count(value?.deliveredTokenCount ?? 0n),
+    billedTokenCount: count(value?.billedTokenCount ?? 0n),
+  };
+}
+
+export function timings(value: TimingsMessage): Timings {
+  const { authMs, tokenizeMs, admissionMs, queueMs, coldStartMs, prefillMs, decodeMs, clientStallMs, settleMs, ttftMs, totalMs } =
+    value;
+  return { authMs, tokenizeMs, admissionMs, queueMs, coldStartMs, prefillMs, decodeMs, clientStallMs, settleMs, ttftMs, totalMs };
+}
+
+export function quota(value: QuotaMessage): QuotaStatus {
+  return {
+    quotaId: value.quotaId,
+    subject: name<QuotaSubject>(QuotaSubjectMessage, value.subject),
+    subjectId: value.subjectId,
+    model: value.model,
+    dimension: name<string>(QuotaDimension, value.dimension),
+    limitValue: value.limitValue,
+    usedValue: value.usedValue,
+    heldValue: value.heldValue,
+    remainingValue: value.remainingValue,
+    resetTime: date(value.resetTime),
+    enforced: value.enforced,
+  };
+}
+
+export function admitted(frame: AdmittedFrame): Admitted {
+  return {
+    type: "admitted",
+    inputTokenCount: count(frame.inputTokenCount),
+    predictedCachedTokenCount: count(frame.predictedCachedTokenCount),
+    quotas: frame.quotas.map(quota),
+    priceVersion: count(frame.priceVersion),
+  };
+}
+
+export function progress(frame: ProgressFrame): Progress {
+  return {
+    type: "progress",
+    stage: name<Stage>(ProgressFrame_Stage, frame.stage),
+    queuePosition: count(frame.queuePosition),
+    estimatedWaitMs: durationMs(frame.estimatedWait),
+  };
+}
+
+export function delta(frame: DeltaFrame): Delta {
+  return {
+    type: "delta",
+    seq: count(frame.seq),
+    text: frame.text,
+    tokenIds: frame.tokenIds,
+    logprobs: frame.logprobs.map(
+      (each): TokenLogprobs => ({
+        chosen: { tokenId: each.chosen?.tokenId ?? 0, logprob: each.chosen?.logprob ?? 0 },
+        top: each.top.map(({ tokenId, logprob }) => ({ tokenId, logprob })),
+      }),
+    ),
+    choiceIndex: frame.choiceIndex,
+  };
+}
+
+export function model(value: ModelMessage): Model {
+  const price: Price | undefined = value.price && {
+    version: count(value.price.version),
+    currencyCode: value.price.currencyCode,
+    inputPicosPerToken: value.price.inputPicosPerToken,
+    cachedInputPicosPerToken: value.price.cachedInputPicosPerToken,
+    outputPicosPerToken: value.price.outputPicosPerToken,
+    embeddingPicosPerToken: value.price.embeddingPicosPerToken,
+    effectiveTime: date(value.price.effectiveTime),
+  };
+  return {
+    name: value.name,
+    architecture: value.architecture,
+    contextWindowTokens: count(value.contextWindowTokens),
+    vocabularySize: count(value.vocabularySize),
+    engine: value.engine,
+    price,
+  };
+}
+
+export function quote(value: QuoteResponse): Quote {
+  return {
+    inputTokenCount: count(value.inputTokenCount),
+    predictedCachedTokenCount: count(value.predictedCachedTokenCount),
+    maxOutputTokenCount: count(value.maxOutputTokenCount),
+    expectedOutputTokenCount: count(value.expectedOutputTokenCount),
+    worstCost: money(value.worstCost),
+    expectedCost: money(value.expectedCost),
+    priceVersion: count(value.priceVersion),
+    wouldAdmit: value.wouldAdmit,
+    retryHelps: value.retryHelps,
+    retryDelayMs: durationMs(value.retryDelay),
+    failingQuotas: value.failingQuotas.map(quota),
+    quotas: value.quotas.map(quota),
+  };
+}
+
+export function generation(value: GenerationMessage): Generation {
+  return {
+    requestId: value.requestId,
+    state: name<GenerationState>(Generation_State, value.state),
+    model: value.model,
+    admitTime: date(value.admitTime),
+    settleTime: date(value.settleTime),
+    usage: usage(value.usage),
+    cost: value.cost && money(value.cost),
+    timings: value.timings && timings(value.timings),
+    outcome: value.outcome,
+    labels: value.labels,
+  };
+}

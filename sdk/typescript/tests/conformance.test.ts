@@ -1,0 +1,278 @@
+/** What `sdk/conformance.json` promises, against a running server. Its address and keys come from the environment. */
+
+import assert from "node:assert/strict";
+import { randomUUID } from "node:crypto";
+import { once } from "node:events";
+import { connect, createServer, type Server, type Socket } from "node:net";
+import { test } from "node:test";
+import {
+  AlreadyExists,
+  DeadlineExceeded,
+  type GenerateOptions,
+  InvalidRequest,
+  NotFound,
+  QuotaExceeded,
+  Unauthenticated,
+  Unavailable,
+  type UsageUpdate,
+  WeirClient,
+} from "../src/index.js";
+
+const MODEL = environment("WEIR_TEST_MODEL");
+const ADDRESS = environment("WEIR_ADDRESS");
+const LIMITED_KEY = environment("WEIR_TEST_LIMITED_KEY"); // of an organization with 40 tokens per month
+const INPUT_PICOS = 150_000n; // the test server's prices
+const CACHED_PICOS = 15_000n;
+const OUTPUT_PICOS = 600_000n;
+const PATIENCE_MS = 60_000;
+
+const LONG: GenerateOptions = { tokenIds: [7, 8, 9, 10], maxOutputTokens: 3000, ignoreEos: true };
+const SHORT: GenerateOptions = { tokenIds: [7, 8, 9, 10], maxOutputTokens: 12, ignoreEos: true };
+
+function environment(name: string): string {
+  const value = process.env[name];
+  assert.ok(value, `${name} is not set: run these tests as tests/sdk/test_typescript.py does`);
+  return value;
+}
+
+/** A test with a client of its own. */
+function promise(id: string, body: (client: WeirClient) => Promise<void>): void {
+  test(id, { timeout: PATIENCE_MS }, async () => {
+    await using client = new WeirClient();
+    await body(client);
+  });
+}
+
+async function until<Value>(look: () => Promise<Value>, holds: (value: Value) => boolean): Promise<Value> {
+  const deadline = Date.now() + PATIENCE_MS;
+  for (;;) {
+    const value = await look();
+    if (holds(value)) return value;
+    assert.ok(Date.now() < deadline, "waited in vain");
+    await new Promise((resolve) => setTimeout(resolve, 20));
+  }
+}
+
+promise("streams-in-order", async (client) => {
+  const generation = client.generate(MODEL, SHORT);
+  const seqs: number[] = [];
+  let text = "";
+  let tokenCount = 0;
+  for await (const delta of generation) {
+    seqs.push(delta.seq);
+    text += delta.text;
+    tokenCount += delta.tokenIds.length;
+  }
+  const result = await generation.result();
+  assert.deepEqual(seqs, Array.from(seqs, (_, index) => index + 1));
+  assert.equal(text, result.text);
+  assert.equal(tokenCount, 12);
+  assert.equal(result.usage.deliveredTokenCount, 12);
+  assert.equal(result.finishReason, "LENGTH");
+  assert.equal(result.admitted?.inputTokenCount, 4);
+});
+
+promise("tells-the-exact-bill", async (client) => {
+  const result = await client.complete(MODEL, SHORT);
+  const { inputTokenCount, cachedInputTokenCount, billedTokenCount } = result.usage;
+  const uncached = BigInt(inputTokenCount - cachedInputTokenCount);
+  const expected = uncached * INPUT_PICOS + BigInt(cachedInputTokenCount) * CACHED_PICOS + BigInt(billedTokenCount) * OUTPUT_PICOS;
+  assert.equal(result.cost.picos, expected);
+  const recorded = await client.getGeneration(result.requestId);
+  assert.equal(recorded.state, "SETTLED");
+  assert.deepEqual(recorded.usage, result.usage);
+  assert.deepEqual(recorded.cost, result.cost);
+  assert.equal(`${result.cost}`, "0.0000078 USD");
+});
+
+promise("runs-many-at-once", async (client) => {
+  const alone = await client.complete(MODEL, { ...SHORT, tokenIds: [20, 21, 22] });
+  const prompts = Array.from({ length: 20 }, (_, index) => [20 + index, 21, 22]);
+  const results = await Promise.all(prompts.map((tokenIds) => client.complete(MODEL, { ...SHORT, tokenIds })));
+  assert.equal(new Set(results.map((result) => result.requestId)).size, 20);
+  assert.deepEqual(results[0]?.tokenIds, alone.tokenIds);
+  for (const result of results) assert.equal(result.usage.deliveredTokenCount, 12);
+});
+
+promise("leaving-the-loop-cancels", async (client) => {
+  const generation = client.generate(MODEL, LONG);
+  for await (const delta of generation) if (delta.seq === 3) break;
+  const recorded = await until(() => client.getGeneration(generation.requestId), ({ state }) => state === "SETTLED");
+  assert.equal(recorded.outcome, "CANCELLED");
+  const { finishReason, usage } = await generation.result();
+  assert.equal(finishReason, "CANCELLED");
+  assert.deepEqual(usage, recorded.usage);
+  assert.ok(usage.deliveredTokenCount >= 3 && usage.deliveredTokenCount < 3000);
+});
+
+promise("cancels-from-outside", async (client) => {
+  const controller = new AbortController();
+  const generation = client.generate(MODEL, { ...LONG, signal: controller.signal });
+  const first = await generation[Symbol.asyncIterator]().next();
+  assert.equal(first.value?.seq, 1);
+  controller.abort();
+  const result = await generation.result();
+  assert.equal(result.finishReason, "CANCELLED");
+  assert.equal(result.usage.deliveredTokenCount, result.tokenIds.length);
+
+  const aborted = client.generate(MODEL, { ...LONG, signal: controller.signal });
+  await assert.rejects(aborted.result(), { name: "Cancelled" });
+});
+
+promise("times-out", async (client) => {
+  const generation = client.generate(MODEL, { ...LONG, timeoutMs: 400 });
+  await assert.rejects(generation.result(), (error: unknown) => {
+    assert.ok(error instanceof DeadlineExceeded);
+    assert.equal(error.partial?.usage?.deliveredTokenCount ?? 0, error.partial?.usage ? error.partial.tokenIds.length : 0);
+    return true;
+  });
+});
+
+promise("refuses-a-bad-key", async () => {
+  await using stranger = new WeirClient({ apiKey: "weir_nobody" });
+  await assert.rejects(stranger.complete(MODEL, SHORT), Unauthenticated);
+  await assert.rejects(stranger.listModels(), Unauthenticated);
+});
+
+promise("names-an-unknown-model", async (client) => {
+  await assert.rejects(client.complete("nothing", SHORT), NotFound);
+  await assert.rejects(client.countTokens("nothing", { text: "x" }), NotFound);
+});
+
+promise("names-the-wrong-field", async (client) => {
+  await assert.rejects(client.complete(MODEL, { ...SHORT, temperature: 9 }), (error: unknown) => {
+    assert.ok(error instanceof InvalidRequest);
+    assert.match(error.fieldViolations.map(({ field }) => field).join(), /temperature/);
+    return true;
+  });
+  assert.throws(() => client.generate(MODEL, { text: "a", tokenIds: [7] }), InvalidRequest);
+});
+
+promise("tells-the-limit-that-was-hit", async () => {
+  await using limited = new WeirClient({ apiKey: LIMITED_KEY });
+  await assert.rejects(limited.complete(MODEL, { tokenIds: Array.from({ length: 50 }, () => 7), maxOutputTokens: 5 }), (error) => {
+    assert.ok(error instanceof QuotaExceeded);
+    assert.equal(error.quota?.limit, 40n);
+    assert.equal(error.quota?.dimension.toLowerCase().replaceAll("_", "-"), "tokens-per-month");
+    assert.equal(error.retryHelps, false);
+    return true;
+  });
+});
+
+promise("never-bills-twice", async (client) => {
+  const requestId = randomUUID();
+  const first = await client.complete(MODEL, { ...SHORT, requestId });
+  await assert.rejects(client.complete(MODEL, { ...SHORT, requestId }), (error: unknown) => {
+    assert.ok(error instanceof AlreadyExists);
+    assert.equal(error.reason, "REQUEST_SETTLED");
+    assert.deepEqual(error.partial?.usage, first.usage);
+    return true;
+  });
+});
+
+promise("refuses-too-large-requests-itself", async () => {
+  await using client = new WeirClient({ maxMessageBytes: 10_000 });
+  const running = client.complete(MODEL, SHORT);
+  assert.throws(() => client.generate(MODEL, { text: "x".repeat(20_000) }), { name: "InvalidRequest", reason: "MESSAGE_TOO_LARGE" });
+  assert.equal((await running).usage.deliveredTokenCount, 12);
+});
+
+promise("keeps-response-formats", async (client) => {
+  const jsonSchema = { type: "object", properties: { ok: { type: "boolean" } }, required: ["ok"], additionalProperties: false };
+  const result = await client.complete(MODEL, { tokenIds: [7, 8, 9], maxOutputTokens: 200, jsonSchema });
+  if (result.finishReason === "STOP") assert.equal(typeof (JSON.parse(result.text) as { ok: unknown }).ok, "boolean");
+  else assert.match(result.text, /^\s*\{/);
+});
+
+promise("returns-choices-and-logprobs", async (client) => {
+  const result = await client.complete(MODEL, { ...SHORT, choiceCount: 3, temperature: 1, seed: 5, topLogprobs: 2 });
+  assert.deepEqual(result.choices.map(({ index }) => index), [0, 1, 2]);
+  for (const choice of result.choices) {
+    assert.equal(choice.tokenIds.length, 12);
+    assert.deepEqual(choice.logprobs.map(({ chosen }) => chosen.tokenId), choice.tokenIds);
+    for (const { chosen, top } of choice.logprobs) assert.ok(chosen.logprob <= 0 && top.length === 2);
+  }
+  assert.equal(result.usage.billedTokenCount, 36);
+});
+
+promise("shows-running-usage", async (client) => {
+  const updates: UsageUpdate[] = [];
+  for await (const event of client.generate(MODEL, { ...SHORT, usageIntervalTokens: 4 }).events()) {
+    if (event.type === "usage") updates.push(event);
+  }
+  const counts = updates.map(({ usage }) => usage.deliveredTokenCount);
+  assert.ok(counts.length >= 1);
+  assert.deepEqual(counts, [...counts].sort((one, other) => one - other));
+});
+
+promise("looks-up", async (client) => {
+  const models = await client.listModels();
+  const price = models.find(({ name }) => name === MODEL)?.price;
+  assert.equal(price?.outputPicosPerToken, OUTPUT_PICOS);
+  assert.equal((await client.countTokens(MODEL, { text: "a pool" })).inputTokenCount > 0, true);
+  const quote = await client.quote(MODEL, SHORT);
+  assert.equal(quote.inputTokenCount, 4);
+  assert.equal(quote.maxOutputTokenCount, 12);
+  assert.ok(quote.wouldAdmit && quote.worstCost.picos >= quote.expectedCost.picos);
+  assert.deepEqual(await client.getQuota(), []);
+  await using limited = new WeirClient({ apiKey: LIMITED_KEY });
+  assert.equal((await limited.getQuota(MODEL))[0]?.limitValue, 40n);
+  await assert.rejects(client.getGeneration(randomUUID()), NotFound);
+});
+
+promise("retries-what-was-not-taken", async () => {
+  // A door that is shut at first: the first connections are closed before a byte went through.
+  let closedCount = 0;
+  const { address, server } = await gate((socket) => {
+    closedCount += 1;
+    if (closedCount > 1) return true;
+    socket.destroy();
+    return false;
+  });
+  const client = new WeirClient({ address, maxRetries: 5 });
+  const result = await client.complete(MODEL, SHORT);
+  assert.equal(result.usage.deliveredTokenCount, 12);
+  assert.ok(closedCount >= 2);
+  await client.close();
+  server.close();
+});
+
+promise("says-that-nobody-answers", async () => {
+  const { address, server } = await gate(() => true);
+  server.close();
+  await once(server, "close");
+  await using client = new WeirClient({ address, maxRetries: 0 });
+  await assert.rejects(client.complete(MODEL, SHORT), Unavailable);
+  await assert.rejects(client.listModels({ timeoutMs: 5000 }), Unavailable);
+});
+
+promise("settles-at-close", async (client) => {
+  const other = new WeirClient();
+  const generations = [1, 2, 3].map(() => other.generate(MODEL, LONG).start());
+  const firsts = generations.map((generation) => generation.events().next());
+  await Promise.all(firsts);
+  await other.close();
+  for (const { requestId } of generations) {
+    const recorded = await until(() => client.getGeneration(requestId), ({ state }) => state !== "RUNNING");
+    assert.ok(recorded.outcome === "CANCELLED" || recorded.state === "VOIDED");
+  }
+});
+
+/** A TCP door before the server that lets those connections through that `admit` says yes to. */
+async function gate(admit: (socket: Socket) => boolean): Promise<{ address: string; server: Server }> {
+  const [host, port] = [ADDRESS.slice(0, ADDRESS.lastIndexOf(":")), Number(ADDRESS.slice(ADDRESS.lastIndexOf(":") + 1))];
+  const server = createServer((socket) => {
+    socket.on("error", () => {});
+    if (!admit(socket)) return;
+    const behind = connect(port, host);
+    behind.on("error", () => socket.destroy());
+    socket.on("close", () => behind.destroy());
+    behind.on("close", () => socket.destroy());
+    socket.pipe(behind).pipe(socket);
+  });
+  server.listen(0, "127.0.0.1");
+  await once(server, "listening");
+  const address = server.address();
+  assert.ok(address !== null && typeof address === "object");
+  return { address: `127.0.0.1:${address.port}`, server };
+}

@@ -1,0 +1,260 @@
+"""What `sdk/conformance.json` promises, kept by the Python client against a running server: a test per promise, of its name.
+
+`sdk/typescript/tests/conformance.test.ts` does the same for the other client.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import uuid
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+from weir_client import (
+    AlreadyExists,
+    AsyncClient,
+    DeadlineExceeded,
+    FinishReason,
+    GenerationState,
+    InvalidRequest,
+    NotFound,
+    QuotaExceeded,
+    Unauthenticated,
+    Unavailable,
+    UsageUpdate,
+)
+
+from metering.models import QuotaDimension
+from tests.conftest import new_database
+from tests.sdk.tcp_door import TcpDoor
+from tests.service import CACHED_PICOS, INPUT_PICOS, MODEL, OUTPUT_PICOS, POLL_S, Service, make_model, running
+
+CONFORMANCE = Path(__file__).resolve().parents[2] / "sdk" / "conformance.json"
+PROMPT = (7, 8, 9, 10)
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory, postgres_server: str, template_database: str) -> Iterator[Service]:
+    """A server of its own."""
+    model = make_model(tmp_path_factory.mktemp("model"))
+    with new_database(postgres_server, template=template_database) as url:
+        with running(Service(tmp_path_factory.mktemp("home"), url, model)) as service:
+            yield service
+            assert service.stop() == 0, service.log[-4000:]
+        assert service.books.held_hold_count() == 0
+
+
+@pytest.fixture
+async def client(service: Service) -> AsyncIterator[AsyncClient]:
+    """With the key of a tenant of its own."""
+    async with AsyncClient(service.address, (await service.tenant()).secret) as client:
+        yield client
+
+
+@pytest.fixture
+async def limited(service: Service) -> AsyncIterator[AsyncClient]:
+    """Of an organization with 40 tokens per month."""
+    tenant = await service.tenant({QuotaDimension.TOKENS_PER_MONTH: 40})
+    async with AsyncClient(service.address, tenant.secret) as client:
+        yield client
+
+
+async def settled(client: AsyncClient, request_id: str) -> str:
+    """Wait until the server has recorded the end of a request; its outcome, or the state where nothing was billed."""
+    while (recorded := await client.get_generation(request_id)).state is GenerationState.RUNNING:  # noqa: ASYNC110  # at the server
+        await asyncio.sleep(POLL_S)
+    return recorded.outcome or recorded.state
+
+
+def test_each_promise_has_a_test_here() -> None:
+    promises = {each["id"].replace("-", "_") for each in json.loads(CONFORMANCE.read_text())}
+    assert promises <= {name.removeprefix("test_") for name in globals()}
+
+
+async def test_streams_in_order(client: AsyncClient) -> None:
+    async with client.generate(MODEL, token_ids=PROMPT, max_output_tokens=12, ignore_eos=True) as generation:
+        deltas = [delta async for delta in generation]
+    result = generation.result
+    assert [delta.seq for delta in deltas] == list(range(1, len(deltas) + 1))
+    assert "".join(delta.text for delta in deltas) == result.text
+    assert sum(len(delta.token_ids) for delta in deltas) == result.usage.delivered_token_count == 12
+    assert result.finish_reason is FinishReason.LENGTH
+    assert result.admitted is not None
+    assert result.admitted.input_token_count == 4
+
+
+async def test_tells_the_exact_bill(client: AsyncClient) -> None:
+    result = await client.complete(MODEL, token_ids=PROMPT, max_output_tokens=12, ignore_eos=True)
+    usage = result.usage
+    uncached = usage.input_token_count - usage.cached_input_token_count
+    picos = uncached * INPUT_PICOS + usage.cached_input_token_count * CACHED_PICOS + usage.billed_token_count * OUTPUT_PICOS
+    recorded = await client.get_generation(result.request_id)
+    assert result.cost.picos == picos
+    assert (recorded.usage, recorded.cost, recorded.state) == (usage, result.cost, GenerationState.SETTLED)
+    assert str(result.cost) == "0.0000078 USD"
+
+
+async def test_runs_many_at_once(client: AsyncClient) -> None:
+    alone = await client.complete(MODEL, token_ids=(20, 21, 22), max_output_tokens=12, ignore_eos=True)
+    calls = [client.complete(MODEL, token_ids=(20 + n, 21, 22), max_output_tokens=12, ignore_eos=True) for n in range(20)]
+    results = await asyncio.gather(*calls)
+    assert len({result.request_id for result in results}) == 20
+    assert results[0].token_ids == alone.token_ids
+    assert {result.usage.delivered_token_count for result in results} == {12}
+
+
+async def test_leaving_the_loop_cancels(client: AsyncClient) -> None:
+    generation = client.generate(MODEL, token_ids=PROMPT, max_output_tokens=3000, ignore_eos=True)
+    async for delta in generation:
+        if delta.seq == 3:
+            break
+    assert await settled(client, generation.request_id) == "CANCELLED"
+    result = await generation.wait()
+    recorded = await client.get_generation(generation.request_id)
+    assert result.finish_reason is FinishReason.CANCELLED
+    assert result.usage == recorded.usage
+    assert 3 <= result.usage.delivered_token_count < 3000
+
+
+async def test_cancels_from_outside(client: AsyncClient) -> None:
+    generation = client.generate(MODEL, token_ids=PROMPT, max_output_tokens=3000, ignore_eos=True)
+    assert (await anext(generation)).seq == 1
+    generation.cancel()
+    result = await generation.wait()
+    assert result.finish_reason is FinishReason.CANCELLED
+    assert result.usage.delivered_token_count == len(result.token_ids)
+
+
+async def test_times_out(client: AsyncClient) -> None:
+    with pytest.raises(DeadlineExceeded) as caught:
+        await client.complete(MODEL, token_ids=PROMPT, max_output_tokens=3000, ignore_eos=True, timeout=0.4)
+    partial = caught.value.partial
+    assert partial is not None
+    assert partial.usage is None or partial.usage.delivered_token_count == len(partial.token_ids)
+
+
+async def test_refuses_a_bad_key(service: Service) -> None:
+    async with AsyncClient(service.address, "weir_nobody") as stranger:
+        with pytest.raises(Unauthenticated):
+            await stranger.complete(MODEL, token_ids=PROMPT)
+        with pytest.raises(Unauthenticated):
+            await stranger.list_models()
+
+
+async def test_names_an_unknown_model(client: AsyncClient) -> None:
+    with pytest.raises(NotFound):
+        await client.complete("nothing", token_ids=PROMPT)
+    with pytest.raises(NotFound):
+        await client.count_tokens("nothing", text="x")
+
+
+async def test_names_the_wrong_field(client: AsyncClient) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        await client.complete(MODEL, token_ids=PROMPT, temperature=9)
+    assert any("temperature" in each.field for each in caught.value.field_violations)
+    with pytest.raises(InvalidRequest):
+        client.generate(MODEL, text="a", token_ids=(7,))
+
+
+async def test_tells_the_limit_that_was_hit(limited: AsyncClient) -> None:
+    with pytest.raises(QuotaExceeded) as caught:
+        await limited.complete(MODEL, token_ids=(7,) * 50, max_output_tokens=5)
+    quota = caught.value.quota
+    assert quota is not None
+    assert (quota.limit, quota.dimension.lower().replace("_", "-")) == (40, "tokens-per-month")
+    assert not caught.value.retry_helps
+
+
+async def test_never_bills_twice(client: AsyncClient) -> None:
+    request_id = str(uuid.uuid4())
+    first = await client.complete(MODEL, token_ids=PROMPT, max_output_tokens=12, ignore_eos=True, request_id=request_id)
+    with pytest.raises(AlreadyExists) as caught:
+        await client.complete(MODEL, token_ids=PROMPT, max_output_tokens=12, ignore_eos=True, request_id=request_id)
+    assert caught.value.reason == "REQUEST_SETTLED"
+    assert caught.value.partial is not None
+    assert caught.value.partial.usage == first.usage
+
+
+async def test_refuses_too_large_requests_itself(service: Service) -> None:
+    tenant = await service.tenant()
+    async with AsyncClient(service.address, tenant.secret, max_message_bytes=10_000) as client:
+        generation = client.generate(MODEL, token_ids=PROMPT, max_output_tokens=12, ignore_eos=True)
+        generation.start()
+        with pytest.raises(InvalidRequest) as caught:
+            client.generate(MODEL, text="x" * 20_000)
+        assert (await generation.wait()).usage.delivered_token_count == 12
+    assert caught.value.reason == "MESSAGE_TOO_LARGE"
+
+
+async def test_keeps_response_formats(client: AsyncClient) -> None:
+    schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"], "additionalProperties": False}
+    result = await client.complete(MODEL, token_ids=(7, 8, 9), max_output_tokens=200, json_schema=schema)
+    if result.finish_reason is FinishReason.STOP:
+        assert isinstance(json.loads(result.text)["ok"], bool)
+    else:
+        assert result.text.lstrip().startswith("{")
+
+
+async def test_returns_choices_and_logprobs(client: AsyncClient) -> None:
+    result = await client.complete(
+        MODEL, token_ids=PROMPT, max_output_tokens=12, ignore_eos=True, choice_count=3, temperature=1.0, seed=5, top_logprobs=2
+    )
+    assert [choice.index for choice in result.choices] == [0, 1, 2]
+    for choice in result.choices:
+        assert tuple(each.chosen.token_id for each in choice.logprobs) == choice.token_ids
+        assert all(each.chosen.logprob <= 0 and len(each.top) == 2 for each in choice.logprobs)
+    assert result.usage.billed_token_count == 36
+
+
+async def test_shows_running_usage(client: AsyncClient) -> None:
+    asked = client.generate(MODEL, token_ids=PROMPT, max_output_tokens=12, ignore_eos=True, usage_interval_tokens=4)
+    async with asked as generation:
+        counts = [event.usage.delivered_token_count async for event in generation.events() if isinstance(event, UsageUpdate)]
+    assert counts
+    assert counts == sorted(counts)
+
+
+async def test_looks_up(client: AsyncClient, limited: AsyncClient) -> None:
+    [price] = [model.price for model in await client.list_models() if model.name == MODEL]
+    quote = await client.quote(MODEL, token_ids=PROMPT, max_output_tokens=12)
+    assert price is not None
+    assert price.output_picos_per_token == OUTPUT_PICOS
+    assert (await client.count_tokens(MODEL, text="a pool")).input_token_count > 0
+    assert (quote.input_token_count, quote.max_output_token_count, quote.would_admit) == (4, 12, True)
+    assert await client.get_quota() == []
+    assert (await limited.get_quota(MODEL))[0].limit_value == 40
+    with pytest.raises(NotFound):
+        await client.get_generation(str(uuid.uuid4()))
+
+
+async def test_retries_what_was_not_taken(service: Service) -> None:
+    tenant = await service.tenant()
+    door = TcpDoor(service.address)
+    door.shut_count = 1
+    async with door.open(), AsyncClient(door.address, tenant.secret, max_retries=5) as client:
+        result = await client.complete(MODEL, token_ids=PROMPT, max_output_tokens=12, ignore_eos=True)
+    assert door.come_count >= 2
+    assert result.usage.delivered_token_count == 12
+    assert service.books.delivered(tenant) == {result.request_id: 12}
+
+
+async def test_says_that_nobody_answers() -> None:
+    async with TcpDoor("127.0.0.1:1").open() as door:
+        address = door.address
+    async with AsyncClient(address, "key", max_retries=0) as client:
+        with pytest.raises(Unavailable):
+            await client.complete(MODEL, token_ids=PROMPT)
+        with pytest.raises(Unavailable):
+            await client.list_models(timeout=5)
+
+
+async def test_settles_at_close(service: Service) -> None:
+    tenant = await service.tenant()
+    async with AsyncClient(service.address, tenant.secret) as other:
+        generations = [other.generate(MODEL, token_ids=PROMPT, max_output_tokens=3000, ignore_eos=True) for _ in range(3)]
+        for generation in generations:
+            await anext(generation)
+    async with AsyncClient(service.address, tenant.secret) as client:
+        assert {await settled(client, generation.request_id) for generation in generations} == {"CANCELLED"}
