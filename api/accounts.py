@@ -55,6 +55,8 @@ async def find_generation(session: AsyncSession, project_id: uuid.UUID, request_
 
 def running_usage(hold: Hold) -> types_pb2.Usage:
     """What the database knows of a request that runs: the counts of its last extension."""
+    if hold.embedding:
+        return types_pb2.Usage(embedding_token_count=hold.input_token_count)
     return types_pb2.Usage(
         input_token_count=hold.input_token_count,
         cached_input_token_count=hold.cached_input_token_count,
@@ -72,4 +74,5 @@ def total_usage(events: Sequence[UsageEvent]) -> types_pb2.Usage:
         usage.generated_token_count += event.generated_token_count
         usage.delivered_token_count += event.delivered_token_count
         usage.billed_token_count += event.billed_token_count
+        usage.embedding_token_count += event.embedding_token_count
     return usage

@@ -20,6 +20,7 @@ TOKEN_KINDS: Mapping[TokenKind, pb.TokenKind.ValueType] = {
     TokenKind.INPUT: pb.TOKEN_KIND_INPUT,
     TokenKind.CACHED_INPUT: pb.TOKEN_KIND_CACHED_INPUT,
     TokenKind.OUTPUT: pb.TOKEN_KIND_OUTPUT,
+    TokenKind.EMBEDDING: pb.TOKEN_KIND_EMBEDDING,
 }
 MONTH_STATES: Mapping[str, months_pb2.MonthState.ValueType] = {
     MonthState.OPEN: months_pb2.MONTH_STATE_OPEN,

@@ -327,6 +327,7 @@ def settled_metadata(settled: Settled) -> dict[str, str]:
         "generated_token_count": str(settled.generated_token_count),
         "delivered_token_count": str(settled.delivered_token_count),
         "billed_token_count": str(settled.billed_token_count),
+        "embedding_token_count": str(settled.embedding_token_count),
         "cost_picos": str(settled.cost_picos),
         "currency_code": settled.currency_code,
     }

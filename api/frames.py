@@ -76,6 +76,7 @@ def settled_usage(settled: Settled) -> types_pb2.Usage:
         generated_token_count=settled.generated_token_count,
         delivered_token_count=settled.delivered_token_count,
         billed_token_count=settled.billed_token_count,
+        embedding_token_count=settled.embedding_token_count,
     )
 
 

@@ -82,6 +82,7 @@ class TokenKind(StrEnum):
     INPUT = "input"
     CACHED_INPUT = "cached_input"
     OUTPUT = "output"
+    EMBEDDING = "embedding"
 
 
 def one_of(column: str, values: type[StrEnum]) -> str:
@@ -301,11 +302,12 @@ class RuleChange(Base):
 class Hold(Base):
     """One request's claim on its quotas.
 
-    For the token quotas it holds input + leased output - posted tokens, all in the window of `charged_at`; an extension posts
-    what was delivered to the window it was charged to and moves the rest into the window of the moment. `quota_ids` are the
-    quotas charged. `posted_minutes` has a pair for each minute (since 1970) whose charge was moved on: the minute, and the tokens
-    that were posted up to its end; so what a hold used in any window can be told at any later time. That key, project, organization
-    and price version exist and belong together is seen to by a trigger on each INSERT, at a fraction of the cost of foreign keys.
+    For the token quotas it holds input + leased output - posted tokens, all in the window of `charged_at`; an extension posts what
+    was delivered to the window it was charged to and moves the rest into the window of the moment. `quota_ids` are the quotas
+    charged. `posted_minutes` has a pair for each minute (since 1970) whose charge was moved on: the minute, and the tokens that
+    were posted up to its end; so what a hold used in any window can be told at any later time. Of an `embedding` the input is what
+    is embedded: quotas on tokens count it as input, those on money at its own price. That key, project, organization and price
+    version exist and belong together is seen to by a trigger on each INSERT, at a fraction of the cost of foreign keys.
     """
 
     __tablename__ = "holds"
@@ -317,6 +319,7 @@ class Hold(Base):
         CheckConstraint("delivered_token_count BETWEEN 0 AND leased_token_count", name="delivered_within_lease"),
         CheckConstraint("cached_input_token_count BETWEEN 0 AND input_token_count", name="cached_within_input"),
         CheckConstraint("posted_token_count BETWEEN 0 AND input_token_count + delivered_token_count", name="posted_sane"),
+        CheckConstraint("NOT embedding OR leased_token_count + cached_input_token_count = 0", name="embedding_has_no_output"),
         Index("ix_holds_owner_held", "owner_id", postgresql_where=text("state = 'held'")),
         # Charged to quotas without a usage event that would tell: rare, and looked for when a quota is set.
         Index(
@@ -337,6 +340,7 @@ class Hold(Base):
     model: Mapped[str]
     price_version_id: Mapped[int]
     labels: Mapped[dict[str, Any]]
+    embedding: Mapped[bool] = mapped_column(server_default=text("false"))
     state: Mapped[str] = mapped_column(server_default="held")
     owner_id: Mapped[uuid.UUID]
     input_token_count: Mapped[int]
@@ -356,12 +360,13 @@ class Hold(Base):
 class UsageEvent(Base):
     """What one request consumed: the row that is billed. Written in the transaction that ends the hold.
 
-    `part` 0 is the settlement. `part` 1 exists only where a hold had expired before its owner's journal was found, and carries the
-    tokens beyond part 0, so that the parts of a hold add up to what was delivered. A trigger on each INSERT sees that its hold
-    exists, has ended and has the same key and price version, and that no month has the part already; it puts the event into
-    `unrated_usage`. Rating sets `rated_at` and `ledger_transaction_id` together, once; a trigger sees that the transaction is
-    there, is of the same organization, and debits what its events cost. `receipt_hash` is that of the event's receipt, the rest of
-    which is in the other columns; events of before there were receipts have none.
+    Tokens that were embedded are counted apart, and an event that has some has no others. `part` 0 is the settlement. `part` 1
+    exists only where a hold had expired before its owner's journal was found, and carries the tokens beyond part 0, so that the
+    parts of a hold add up to what was delivered. A trigger on each INSERT sees that its hold exists, has ended and has the same key
+    and price version, and that no month has the part already; it puts the event into `unrated_usage`. Rating sets `rated_at` and
+    `ledger_transaction_id` together, once; a trigger sees that the transaction is there, is of the same organization, and debits
+    what its events cost. `receipt_hash` is that of the event's receipt, the rest of which is in the other columns; events of before
+    there were receipts have none.
 
     One partition per month of `settled_at` (UTC). The primary key has that in it because PostgreSQL wants it there; `id` has no
     index, and is the order in which events were written. Pages are left half free for what rating writes (`usage_by_month`).
@@ -372,6 +377,10 @@ class UsageEvent(Base):
         CheckConstraint("cached_input_token_count BETWEEN 0 AND input_token_count", name="cached_within_input"),
         CheckConstraint("delivered_token_count BETWEEN 0 AND generated_token_count", name="delivered_within_generated"),
         CheckConstraint("billed_token_count BETWEEN 0 AND delivered_token_count", name="billed_within_delivered"),
+        CheckConstraint(
+            "embedding_token_count = 0 OR embedding_token_count > 0 AND input_token_count + generated_token_count = 0",
+            name="embedding_alone",
+        ),
         CheckConstraint("(rated_at IS NULL) = (ledger_transaction_id IS NULL)", name="rated_and_posted"),
         CheckConstraint(
             "num_nulls(receipt_sequence, previous_receipt_hash, receipt_hash) IN (0, 3) AND receipt_sequence > 0",
@@ -396,6 +405,7 @@ class UsageEvent(Base):
     generated_token_count: Mapped[int]
     delivered_token_count: Mapped[int]
     billed_token_count: Mapped[int]
+    embedding_token_count: Mapped[int] = mapped_column(server_default="0")
     price_version_id: Mapped[int]
     cost_picos: Mapped[int]
     timings: Mapped[dict[str, Any] | None]

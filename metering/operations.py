@@ -118,7 +118,7 @@ class Admit:
 
     payload_hash: 32 bytes over everything that makes the request what it is; the same id with another hash is refused.
     first_slice_token_count: output tokens to lease at first, if they fit; at least `least_slice_token_count`. tier: whose price it
-    has.
+    has. embedding: the input is to be embedded, at the price of that; both slices are 0 then.
     """
 
     hold_id: uuid.UUID
@@ -131,6 +131,7 @@ class Admit:
     least_slice_token_count: int
     labels: dict[str, str] = field(default_factory=dict)
     tier: ServiceTier = ServiceTier.INTERACTIVE
+    embedding: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +148,8 @@ class Extend:
 class Settle:
     """End a hold with what was delivered, and write the usage event. Answers `Settled`; doing it again answers the same.
 
-    input_token_count: prompt tokens to bill: all, or 0 if the engine never began.
+    input_token_count: prompt tokens to bill: all, or 0 if the engine never began. Of an embedding: those embedded, which the usage
+    event has as embedded tokens, not as input.
     """
 
     hold_id: uuid.UUID
@@ -228,6 +230,7 @@ class Settled:
     cost_picos: int
     currency_code: str
     outcome: str
+    embedding_token_count: int = 0
     receipts: tuple[IssuedReceipt, ...] = field(default=(), compare=False)  # beside the usage, which is what it is
 
     def receipted(self, receipt: IssuedReceipt) -> Settled:
@@ -242,6 +245,7 @@ class Settled:
             self.cost_picos,
             self.currency_code,
             self.outcome,
+            self.embedding_token_count,
             (receipt,),
         )
 

@@ -35,7 +35,7 @@ WAITING: Mapping[str, LiteralString] = {
     "unrated usage events": "SELECT count(*) FROM usage_events WHERE rated_at IS NULL",
     "batches that are not delivered": "SELECT count(*) FROM meter_batches WHERE state <> 'delivered'",
     "tokens that are not in batches": """
-        SELECT (SELECT coalesce(sum(input_token_count + billed_token_count), 0) FROM usage_events)
+        SELECT (SELECT coalesce(sum(input_token_count + billed_token_count + embedding_token_count), 0) FROM usage_events)
              - (SELECT coalesce(sum(token_count), 0) FROM meter_batches)
     """,
 }
@@ -43,7 +43,7 @@ EVENTS: LiteralString = """
 SELECT request_id, sum(delivered_token_count)::bigint FROM usage_events WHERE request_id <> hold_id GROUP BY 1
 """
 TOTALS: LiteralString = """
-SELECT (SELECT coalesce(sum(input_token_count + billed_token_count), 0)::bigint FROM usage_events),
+SELECT (SELECT coalesce(sum(input_token_count + billed_token_count + embedding_token_count), 0)::bigint FROM usage_events),
        (SELECT coalesce(sum(token_count), 0)::bigint FROM ledger_entries),
        (SELECT coalesce(sum(token_count), 0)::bigint FROM meter_batches WHERE state = 'delivered')
 """

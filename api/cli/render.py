@@ -97,7 +97,10 @@ def printable(text: str) -> str:
 def usage_line(usage: Usage, cost: Money | None, timings: Timings | None, request_id: str = "") -> str:
     """What one request used, in one line."""
     cached = f" ({usage.cached_input_token_count:,} cached)" if usage.cached_input_token_count else ""
-    parts = [f"{usage.input_token_count:,} in{cached}", f"{usage.billed_token_count:,} out"]
+    if usage.embedding_token_count:
+        parts = [f"{usage.embedding_token_count:,} embedded"]
+    else:
+        parts = [f"{usage.input_token_count:,} in{cached}", f"{usage.billed_token_count:,} out"]
     if cost is not None:
         parts.append(str(cost))
     if timings is not None and timings.ttft_ms:

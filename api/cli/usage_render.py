@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from decimal import Decimal
 
 from rich.console import RenderableType
@@ -22,6 +22,12 @@ KEY_COLUMNS: dict[UsageGrouping, tuple[str, Callable[[UsageRow], str]]] = {
     UsageGrouping.PROJECT: ("project", lambda row: row.project_name),
     UsageGrouping.API_KEY: ("key", lambda row: f"{row.api_key_name} ({row.api_key_prefix})"),
     UsageGrouping.MODEL: ("model", lambda row: row.model),
+}
+KIND_COLUMNS: Mapping[str, Callable[[UsageRow], int]] = {
+    "input": lambda row: row.input_token_count,
+    "cached": lambda row: row.cached_input_token_count,
+    "output": lambda row: row.output_token_count,
+    "embedded": lambda row: row.embedding_token_count,
 }
 CSV_FIELDS: tuple[tuple[str, Field], ...] = (
     ("organization", lambda row: row.organization_name),
@@ -54,6 +60,7 @@ CSV_FIELDS: tuple[tuple[str, Field], ...] = (
     ("amount", lambda row: plain(row.amount)),
     ("pending_amount", lambda row: plain(row.pending_amount)),
     ("currency_code", lambda row: row.amount.currency_code),
+    ("embedding_token_count", lambda row: row.embedding_token_count),
 )
 
 
@@ -69,16 +76,21 @@ def usage_table(rows: Sequence[UsageRow], by: Sequence[UsageGrouping], total: Us
     shown = [*rows, *([total] if total else [])]
     places, pending = money_places(shown), any(row.pending_amount.picos for row in shown)
     late, currencies = any(row.late for row in rows), len({row.amount.currency_code for row in rows}) > 1
-    numbers = ["requests", "input", "cached", "output", "cancelled", "limited", "failed", "amount"]
+    kinds = kinds_of(shown)
+    numbers = ["requests", *kinds, "cancelled", "limited", "failed", "amount"]
     numbers += ["pending"] if pending else []
     extra = ["currency"] if currencies else []
     drawn = table(*(KEY_COLUMNS[each][0] for each in by), *numbers, *extra, right=numbers, title=title)
 
     def numbers_of(row: UsageRow) -> list[str]:
-        counts = (row.request_count, row.input_token_count, row.cached_input_token_count, row.output_token_count)
         shares = (row.cancelled.request_count, row.limited.request_count, row.failed.request_count)
         amounts = [row.amount, *([row.pending_amount] if pending else [])]
-        return [*(f"{each:,}" for each in (*counts, *shares)), *(decimal_text(each.amount, places) for each in amounts)]
+        return [
+            f"{row.request_count:,}",
+            *token_cells(row, kinds),
+            *(f"{each:,}" for each in shares),
+            *(decimal_text(each.amount, places) for each in amounts),
+        ]
 
     for row in rows:
         keys = [KEY_COLUMNS[each][1](row) for each in by]
@@ -93,16 +105,21 @@ def usage_table(rows: Sequence[UsageRow], by: Sequence[UsageGrouping], total: Us
 
 def request_table(rows: Sequence[UsageRow], total: UsageRow | None, title: str) -> RenderableType:
     """Single requests, oldest first."""
-    numbers = ("input", "cached", "output", "amount")
-    places = money_places([*rows, *([total] if total else [])])
+    shown = [*rows, *([total] if total else [])]
+    kinds, places = kinds_of(shown), money_places(shown)
+    numbers = (*kinds, "amount")
     drawn = table("settled", "id", "project", "key", "model", "outcome", *numbers, right=numbers, title=title)
     for row in rows:
         picked = (time_text(row.settle_time), row.request_id, row.project_name, row.api_key_prefix, row.model, row.outcome)
-        drawn.add_row(*picked, *token_cells(row), decimal_text(total_of(row), places))
+        drawn.add_row(*picked, *token_cells(row, kinds), decimal_text(total_of(row), places))
     if total is not None:
         drawn.add_section()
         drawn.add_row(
-            "total", f"{total.request_count:,} requests", *[""] * 4, *token_cells(total), decimal_text(total_of(total), places)
+            "total",
+            f"{total.request_count:,} requests",
+            *[""] * 4,
+            *token_cells(total, kinds),
+            decimal_text(total_of(total), places),
         )
     return drawn
 
@@ -112,9 +129,14 @@ def total_of(row: UsageRow) -> Decimal:
     return Money(row.amount.currency_code, row.amount.picos + row.pending_amount.picos).amount
 
 
-def token_cells(row: UsageRow) -> tuple[str, ...]:
+def kinds_of(rows: Iterable[UsageRow]) -> Mapping[str, Callable[[UsageRow], int]]:
+    """The columns of tokens: what most customers have none of is left out where nobody has any."""
+    return KIND_COLUMNS if any(row.embedding_token_count for row in rows) else dict(list(KIND_COLUMNS.items())[:-1])
+
+
+def token_cells(row: UsageRow, kinds: Mapping[str, Callable[[UsageRow], int]]) -> tuple[str, ...]:
     """Tokens by kind."""
-    return tuple(f"{each:,}" for each in (row.input_token_count, row.cached_input_token_count, row.output_token_count))
+    return tuple(f"{count(row):,}" for count in kinds.values())
 
 
 def money_places(rows: Iterable[UsageRow]) -> int:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import uuid
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from metering.models import ServiceTier, TokenKind
 
@@ -13,6 +14,7 @@ COUNTS_OF_EVENT = {
     TokenKind.INPUT: ("input_token_count - cached_input_token_count", "input_picos_per_token"),
     TokenKind.CACHED_INPUT: ("cached_input_token_count", "cached_input_picos_per_token"),
     TokenKind.OUTPUT: ("billed_token_count", "output_picos_per_token"),
+    TokenKind.EMBEDDING: ("embedding_token_count", "embedding_picos_per_token"),
 }
 # A join that makes of each usage event one row per kind of token.
 TOKENS_BY_KIND = "LATERAL (VALUES {}) AS kind (token_kind, token_count)".format(
@@ -42,14 +44,24 @@ class TokenPrices:
             + embedding_token_count * self.embedding_picos_per_token
         )
 
-    def lines(self, input_token_count: int, cached_input_token_count: int, output_token_count: int) -> Iterator[PricedTokens]:
+    def lines(
+        self, input_token_count: int, cached_input_token_count: int, output_token_count: int, embedding_token_count: int = 0
+    ) -> Iterator[PricedTokens]:
         """The cost by kind of token, in the order of `TokenKind`; kinds without tokens are left out."""
         counts = (
             (TokenKind.INPUT, input_token_count - cached_input_token_count, self.input_picos_per_token),
             (TokenKind.CACHED_INPUT, cached_input_token_count, self.cached_input_picos_per_token),
             (TokenKind.OUTPUT, output_token_count, self.output_picos_per_token),
+            (TokenKind.EMBEDDING, embedding_token_count, self.embedding_picos_per_token),
         )
         return (PricedTokens(kind, count, price) for kind, count, price in counts if count)
+
+
+@functools.lru_cache(maxsize=4096)
+def embedding_terms(prices: TokenPrices) -> TokenPrices:
+    """The same version for a request whose input is embedded: that is all it has, cached or not, and costs the embedding price."""
+    each = prices.embedding_picos_per_token
+    return replace(prices, input_picos_per_token=each, cached_input_picos_per_token=each)
 
 
 @dataclass(frozen=True, slots=True)

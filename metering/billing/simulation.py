@@ -29,11 +29,11 @@ from metering.tenants.tenants import find_organization
 # By the month in which it was settled, rated or not: what was used, whichever month bills it.
 USED = text("""
 SELECT o.id AS organization_id, o.name, o.currency_code, p.id AS price_version, p.model, p.tier, p.effective_at, kind.token_kind,
-       p.organization_id IS NOT NULL AS is_own,       kind.unit_price_picos, sums.token_counts[kind.place] AS token_count
+       p.organization_id IS NOT NULL AS is_own, kind.unit_price_picos, sums.token_counts[kind.place] AS token_count
 FROM (
     SELECT organization_id, price_version_id,
            ARRAY[sum(input_token_count - cached_input_token_count), sum(cached_input_token_count),
-                 sum(billed_token_count)]::bigint[] AS token_counts
+                 sum(billed_token_count), sum(embedding_token_count)]::bigint[] AS token_counts
     FROM usage_events
     WHERE settled_at >= :begins AND settled_at < :ends
       AND (CAST(:organization_id AS uuid) IS NULL OR organization_id = :organization_id)
@@ -41,12 +41,13 @@ FROM (
 ) sums
 JOIN organizations o ON o.id = sums.organization_id JOIN price_versions p ON p.id = sums.price_version_id,
 LATERAL (VALUES ('input', 1, p.input_picos_per_token), ('cached_input', 2, p.cached_input_picos_per_token),
-                ('output', 3, p.output_picos_per_token)) AS kind (token_kind, place, unit_price_picos)
+                ('output', 3, p.output_picos_per_token), ('embedding', 4, p.embedding_picos_per_token))
+    AS kind (token_kind, place, unit_price_picos)
 WHERE sums.token_counts[kind.place] > 0
 ORDER BY o.name, o.id, p.id, kind.place
 """)
 TIMEOUT = text("SET LOCAL statement_timeout = '5min'")  # a month of millions of events is read in one statement
-RATE_OF = {TokenKind.INPUT: 0, TokenKind.CACHED_INPUT: 1, TokenKind.OUTPUT: 2}  # place in RATES
+RATE_OF = {TokenKind.INPUT: 0, TokenKind.CACHED_INPUT: 1, TokenKind.OUTPUT: 2, TokenKind.EMBEDDING: 3}  # place in RATES
 
 
 @dataclass(frozen=True, slots=True)

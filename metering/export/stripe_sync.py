@@ -35,12 +35,13 @@ ORGANIZATIONS = text("SELECT id, name, currency_code FROM organizations ORDER BY
 # customer's own price bills nobody.
 VERSIONS = text("""
 SELECT id, model, currency_code, organization_id, tier, input_picos_per_token AS input,
-       cached_input_picos_per_token AS cached_input, output_picos_per_token AS output, coalesce(used.by, '{}') AS used_by,
+       cached_input_picos_per_token AS cached_input, output_picos_per_token AS output,
+       embedding_picos_per_token AS embedding, coalesce(used.embedded, false) AS embedded, coalesce(used.by, '{}') AS used_by,
        withdrawn OR coalesce(lead(effective_at) OVER (
            PARTITION BY model, currency_code, organization_id, tier ORDER BY effective_at) <= now(), false) AS past
 FROM price_versions
-LEFT JOIN (SELECT price_version_id, array_agg(DISTINCT organization_id) AS by FROM meter_batches
-           WHERE hour >= now() - interval '35 days' GROUP BY 1) used ON used.price_version_id = id
+LEFT JOIN (SELECT price_version_id, array_agg(DISTINCT organization_id) AS by, bool_or(token_kind = 'embedding') AS embedded
+           FROM meter_batches WHERE hour >= now() - interval '35 days' GROUP BY 1) used ON used.price_version_id = id
 ORDER BY id
 """)
 KNOWN = text("SELECT kind, ref, stripe_id FROM stripe_objects WHERE account = :account")
@@ -265,6 +266,8 @@ async def read_book(sessions: Sessions) -> PriceBook:
                 tier=ServiceTier(row.tier),
             )
             for kind in TokenKind
+            # A subscription has few places: a model that embeds nothing, or for nothing, takes none for it.
+            if kind is not TokenKind.EMBEDDING or row.embedding or row.embedded
         ]
         metered += kinds
         for organization_id, _, currency_code in organizations:

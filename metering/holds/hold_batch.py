@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from metering.billing.pricing import TokenPrices
+from metering.billing.pricing import TokenPrices, embedding_terms
 from metering.errors import (
     HoldEnded,
     InvariantViolated,
@@ -183,7 +183,10 @@ class Decisions:
         if prices is None:
             raise PriceMissing(op.model, op.payer.currency_code)
         rules, quota_ids = self.reads.rules_for(op.payer, op.model)
-        claim = Claim(prices, op.input_token_count, 0, 0, 0, admitted_at=self.reads.now, charged_at=self.reads.now)
+        if op.embedding and (op.first_slice_token_count or op.least_slice_token_count):
+            raise InvariantViolated(f"hold {op.hold_id}: an embedding has no output to lease")
+        charged = embedding_terms(prices) if op.embedding else prices
+        claim = Claim(charged, op.input_token_count, 0, 0, 0, admitted_at=self.reads.now, charged_at=self.reads.now)
         claim = quotas.admit(self.counters, rules, claim, op.first_slice_token_count, op.least_slice_token_count)
         self.writes.holds.append(NewHold(op, prices.version, claim.leased_token_count, quota_ids))
         self.reads.same_requests[request_key] = SameRequest(HoldState.HELD, op.payload_hash, None)
@@ -198,6 +201,8 @@ class Decisions:
                 f"hold {hold.id}: {op.delivered_token_count} delivered, which was {hold.delivered_token_count} before, "
                 f"of {hold.leased_token_count} leased"
             )
+        if hold.embedding:
+            raise InvariantViolated(f"hold {hold.id}: an embedding has no output to lease")
         claim = hold.claim(self.reads.prices[hold.price_version_id], op.cached_input_token_count)
         claim = quotas.extend(self.counters, self.reads.rules_of(hold), claim, op.delivered_token_count, op.wanted_token_count)
         self.extended(hold, claim, op.delivered_token_count)
@@ -209,6 +214,8 @@ class Decisions:
         prices = self.reads.prices[hold.price_version_id]
         if hold.unbound:
             op = replace(op, input_token_count=0, cached_input_token_count=0)
+        elif hold.embedding:
+            op = replace(op, cached_input_token_count=0)
         if op.delivered_token_count > hold.leased_token_count:
             raise InvariantViolated(f"hold {hold.id}: {op.delivered_token_count} delivered of {hold.leased_token_count} leased")
         if hold.state == HoldState.VOIDED:
@@ -237,12 +244,12 @@ class Decisions:
             return self.standing_usage(hold, prices)
         rest = replace(
             op,
-            input_token_count=max(op.input_token_count - known.input_token_count, 0),
+            input_token_count=max(op.input_token_count - known.sent_token_count, 0),
             cached_input_token_count=max(op.cached_input_token_count - known.cached_input_token_count, 0),
             generated_token_count=max(op.generated_token_count - known.generated_token_count, 0),
             delivered_token_count=max(op.delivered_token_count - known.delivered_token_count, 0),
         )
-        consumed = known.input_token_count + rest.input_token_count, known.delivered_token_count + rest.delivered_token_count
+        consumed = known.sent_token_count + rest.input_token_count, known.delivered_token_count + rest.delivered_token_count
         charged = hold.input_token_count, hold.leased_token_count
         quotas.give_back(self.counters, self.reads.rules_of(hold), hold.claim(prices), charged, consumed)
         self.record(hold, priced_usage(hold, prices, rest), op.timings, recovered=True)
@@ -295,7 +302,13 @@ class Decisions:
         known = self.standing(part.hold_id)
         receipt = self.writes.chains.append(
             hold.receipt_ids,
-            (known.part_count, part.input_token_count, part.cached_input_token_count, part.billed_token_count, 0),
+            (
+                known.part_count,
+                part.input_token_count,
+                part.cached_input_token_count,
+                part.billed_token_count,
+                part.embedding_token_count,
+            ),
             (hold.price_version_id, part.cost_picos),
             hold.admitted_at,
             (part.currency_code, hold.model, part.outcome),
@@ -355,17 +368,22 @@ def same_request_error(op: Admit, same: SameRequest) -> MeteringError:
 
 
 def priced_usage(hold: HoldRow, prices: TokenPrices, op: Settle) -> Settled:
-    """The usage event of a settlement. Billed is what was delivered; nothing if the request is billed under another hold."""
+    """The usage event of a settlement. Billed is what was delivered; nothing if the request is billed under another hold.
+
+    Of an embedding the input is what was embedded, a kind of token of its own.
+    """
     billed_token_count = 0 if hold.unbound else op.delivered_token_count
-    cached = min(op.cached_input_token_count, op.input_token_count)
+    input_token_count, embedding_token_count = (0, op.input_token_count) if hold.embedding else (op.input_token_count, 0)
+    cached = min(op.cached_input_token_count, input_token_count)
     return Settled(
         hold_id=hold.id,
-        input_token_count=op.input_token_count,
+        input_token_count=input_token_count,
         cached_input_token_count=cached,
         generated_token_count=max(op.generated_token_count, op.delivered_token_count),
         delivered_token_count=op.delivered_token_count,
         billed_token_count=billed_token_count,
-        cost_picos=prices.cost_picos(op.input_token_count, cached, billed_token_count),
+        cost_picos=prices.cost_picos(input_token_count, cached, billed_token_count, embedding_token_count),
         currency_code=prices.currency_code,
         outcome=op.outcome,
+        embedding_token_count=embedding_token_count,
     )

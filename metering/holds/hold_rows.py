@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, NamedTuple
 
-from metering.billing.pricing import PriceBook, TokenPrices
+from metering.billing.pricing import PriceBook, TokenPrices, embedding_terms
 from metering.holds.exchange import Connection, Row, Statement, array, exchange, id_array, text_array
 from metering.holds.known import SELECT_CHANGES, Terms, earliest, known_of
 from metering.holds.rule_cache import RULE_COLUMNS, rules_of_rows
@@ -31,7 +31,8 @@ coalesce(sum(cached_input_token_count), 0)::bigint AS cached_input_token_count,
 coalesce(sum(generated_token_count), 0)::bigint AS generated_token_count,
 coalesce(sum(delivered_token_count), 0)::bigint AS delivered_token_count,
 coalesce(sum(billed_token_count), 0)::bigint AS billed_token_count, coalesce(sum(cost_picos), 0)::bigint AS cost_picos,
-coalesce((array_agg(outcome ORDER BY part DESC))[1], '') AS outcome
+coalesce((array_agg(outcome ORDER BY part DESC))[1], '') AS outcome,
+coalesce(sum(embedding_token_count), 0)::bigint AS embedding_token_count
 """
 # Admissions share this lock, and whoever makes a quota count what was used before it holds it alone: no request can be admitted
 # by the rules of before while its usage is summed up. 0x57656972 is "Weir".
@@ -40,7 +41,8 @@ BEGIN_ADMITTING = f"SELECT pg_advisory_xact_lock_shared({QUOTA_LOCK})"
 SELECT_HOLDS = """
 SELECT id, state, owner_id, price_version_id, input_token_count, cached_input_token_count, leased_token_count,
        delivered_token_count, posted_token_count, posted_minutes, quota_ids, admitted_at, charged_at, expires_at, request_id,
-       uuid_send(organization_id) || uuid_send(project_id) || uuid_send(api_key_id) || uuid_send(request_id), model
+       uuid_send(organization_id) || uuid_send(project_id) || uuid_send(api_key_id) || uuid_send(request_id), model,
+       embedding
 FROM holds WHERE id = ANY(%s::uuid[]) ORDER BY id FOR UPDATE
 """
 # Looks into all months, so it is asked only where something has ended. A statement of its own, after the holds are locked: joined
@@ -64,7 +66,8 @@ SELECT {RULE_COLUMNS} FROM quotas WHERE deleted_at IS NULL AND NOT for_new_keys 
 SELECT_RULES_BY_ID = f"SELECT {RULE_COLUMNS} FROM quotas WHERE id = ANY(%s::uuid[])"
 SELECT_PRICES_IN_FORCE = """
 SELECT DISTINCT ON (p.model, p.currency_code, p.organization_id, p.tier) p.organization_id, p.tier, p.withdrawn, p.model,
-       p.id AS version, p.currency_code, p.input_picos_per_token, p.cached_input_picos_per_token, p.output_picos_per_token
+       p.id AS version, p.currency_code, p.input_picos_per_token, p.cached_input_picos_per_token, p.output_picos_per_token,
+       p.embedding_picos_per_token
 FROM price_versions p JOIN unnest(%s::text[], %s::text[]) AS a(model, currency_code) USING (model, currency_code)
 WHERE p.effective_at <= now() AND (p.organization_id IS NULL OR p.organization_id = ANY(%s::uuid[]))
 ORDER BY p.model, p.currency_code, p.organization_id, p.tier, p.effective_at DESC
@@ -75,7 +78,8 @@ SELECT a.model, a.currency_code, (SELECT min(n.effective_at) FROM price_versions
 FROM unnest(%s::text[], %s::text[]) AS a(model, currency_code)
 """
 SELECT_PRICES_BY_ID = """
-SELECT id AS version, currency_code, input_picos_per_token, cached_input_picos_per_token, output_picos_per_token
+SELECT id AS version, currency_code, input_picos_per_token, cached_input_picos_per_token, output_picos_per_token,
+       embedding_picos_per_token
 FROM price_versions WHERE id = ANY(%s::bigint[])
 """
 # After their holds and before any counter, in every process alike.
@@ -106,6 +110,7 @@ class HoldRow:
     request_id: uuid.UUID
     receipt_ids: bytes
     model: str
+    embedding: bool
 
     @property
     def project_id(self) -> bytes:
@@ -126,7 +131,7 @@ class HoldRow:
         if cached_input_token_count is not None and not self.posted_token_count:
             cached = max(cached, cached_input_token_count)
         return Claim(
-            prices,
+            embedding_terms(prices) if self.embedding else prices,
             self.input_token_count,
             cached,
             self.leased_token_count,
@@ -148,10 +153,16 @@ class EventSums(NamedTuple):
     billed_token_count: int = 0
     cost_picos: int = 0
     outcome: str = ""
+    embedding_token_count: int = 0
+
+    @property
+    def sent_token_count(self) -> int:
+        """Tokens of the request's input, to be continued or to be embedded."""
+        return self.input_token_count + self.embedding_token_count
 
     def settled(self, hold_id: uuid.UUID, currency_code: str, receipts: tuple[IssuedReceipt, ...] = ()) -> Settled:
         """The usage that stands."""
-        return Settled(hold_id, *self[1:7], currency_code=currency_code, outcome=self.outcome, receipts=receipts)
+        return Settled(hold_id, *self[1:7], currency_code, self.outcome, self.embedding_token_count, receipts)
 
     def plus(self, part: Settled) -> EventSums:
         """With one more part."""
@@ -164,6 +175,7 @@ class EventSums(NamedTuple):
             self.billed_token_count + part.billed_token_count,
             self.cost_picos + part.cost_picos,
             part.outcome,
+            self.embedding_token_count + part.embedding_token_count,
         )
 
 
@@ -322,14 +334,15 @@ def take_admission_reads(
         reads.prices_in_force.add(prices, model=model, organization_id=organization_id, tier=tier, withdrawn=withdrawn)
     next_price_at = {(model, currency_code): at for model, currency_code, at in next_prices}
     known = known_of(connection)
-    for payer, model, tier in {(op.payer, op.model, op.tier) for op in admits}:
+    for payer, model, tier, embedding in {(op.payer, op.model, op.tier, op.embedding) for op in admits}:
         current = reads.prices_in_force.find(model, payer.currency_code, payer.organization_id, tier)
         if current is None or payer.api_key_id.int not in expiries:
             continue
         found = reads.rules_for(payer, model)
         ends = [rule.raised_until for rule in found.rules]
         until = earliest([*ends, expiries[payer.api_key_id.int], next_price_at[model, payer.currency_code]])
-        known.add_terms((payer, model, tier), Terms.of(found.rules, found.quota_ids, current, until))
+        terms = Terms.of(found.rules, found.quota_ids, current, until, embedding=embedding)
+        known.add_terms((payer, model, tier, embedding), terms)
     return same
 
 

@@ -29,14 +29,14 @@ from metering.receipts.chaining import BatchSigner, Chains, IssuedReceipt, Signe
 
 INSERT_HOLDS = """
 INSERT INTO holds (id, organization_id, project_id, api_key_id, request_id, payload_hash, model, price_version_id, labels,
-                   owner_id, input_token_count, leased_token_count, quota_ids, admitted_at, charged_at, expires_at)
+                   owner_id, input_token_count, leased_token_count, quota_ids, admitted_at, charged_at, expires_at, embedding)
 SELECT id, organization_id, project_id, api_key_id, request_id, payload_hash, model, price_version_id, labels::jsonb,
        %s::uuid, input_token_count, leased_token_count, (%s::uuid[])[quotas_from:quotas_to], now(), now(),
-       now() + make_interval(secs => %s)
+       now() + make_interval(secs => %s), embedding
 FROM unnest(%s::uuid[], %s::uuid[], %s::uuid[], %s::uuid[], %s::uuid[], %s::bytea[], %s::text[], %s::bigint[], %s::text[],
-            %s::bigint[], %s::bigint[], %s::int[], %s::int[])
+            %s::bigint[], %s::bigint[], %s::int[], %s::int[], %s::bool[])
     AS v(id, organization_id, project_id, api_key_id, request_id, payload_hash, model, price_version_id, labels,
-         input_token_count, leased_token_count, quotas_from, quotas_to)
+         input_token_count, leased_token_count, quotas_from, quotas_to, embedding)
 """
 EXTEND_HOLDS = """
 UPDATE holds h SET cached_input_token_count = v.cached, leased_token_count = v.leased, delivered_token_count = v.delivered,
@@ -70,14 +70,15 @@ WITH signed AS (
 INSERT INTO usage_events (hold_id, part, organization_id, project_id, api_key_id, request_id, model, outcome, input_token_count,
     cached_input_token_count, generated_token_count, delivered_token_count, billed_token_count, price_version_id, cost_picos,
     timings, labels, recovered, admitted_at, settled_at, receipt_sequence, previous_receipt_hash, receipt_hash,
-    receipt_batch_id)
+    embedding_token_count, receipt_batch_id)
 SELECT h.id, v.part, h.organization_id, h.project_id, h.api_key_id, h.request_id, h.model, v.outcome, v.input, v.cached,
     v.generated, v.delivered, v.billed, h.price_version_id, v.cost, v.timings::jsonb, h.labels, v.recovered, h.admitted_at,
-    v.settled_at, v.sequence, v.previous_hash, v.hash, (SELECT id FROM signed)
+    v.settled_at, v.sequence, v.previous_hash, v.hash, v.embedding, (SELECT id FROM signed)
 FROM unnest(%s::uuid[], %s::smallint[], %s::text[], %s::bigint[], %s::bigint[], %s::bigint[], %s::bigint[], %s::bigint[],
-            %s::bigint[], %s::text[], %s::bool[], %s::timestamptz[], %s::bigint[], %s::bytea[], %s::bytea[])
+            %s::bigint[], %s::text[], %s::bool[], %s::timestamptz[], %s::bigint[], %s::bytea[], %s::bytea[],
+            %s::bigint[])
     AS v(hold_id, part, outcome, input, cached, generated, delivered, billed, cost, timings, recovered, settled_at, sequence,
-         previous_hash, hash)
+         previous_hash, hash, embedding)
 JOIN holds h ON h.id = v.hold_id
 """
 
@@ -187,6 +188,7 @@ def insertion(owner_id: uuid.UUID, expiry_s: float, holds: Sequence[NewHold]) ->
         array([hold.leased_token_count for hold in holds]),
         array([places[hold.quota_ids][0] for hold in holds]),
         array([places[hold.quota_ids][1] for hold in holds]),
+        array([op.embedding for op in admits]),
     )
 
 
@@ -249,4 +251,5 @@ def usage_event_columns(events: Sequence[NewUsageEvent]) -> tuple[Value, ...]:
         array(event.receipt.sequence for event in events),
         bytes_array(event.receipt.previous_hash for event in events),
         bytes_array(event.receipt.hash for event in events),
+        array(usage.embedding_token_count for usage in settled),
     )

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import NamedTuple
 
-from metering.billing.pricing import TokenPrices
+from metering.billing.pricing import TokenPrices, embedding_terms
 from metering.holds.exchange import Connection
 from metering.holds.lease_clock import boot_time_s
 from metering.models import ServiceTier
@@ -31,7 +31,7 @@ SELECT now(), pg_current_snapshot()::text, ARRAY(
 AGE_MAX = timedelta(hours=1)  # far less than rows of `rule_changes` are kept
 COUNT_MAX = 65_536  # of each kind: some 30 MB; beyond it all is read anew
 
-TermsKey = tuple[Payer, str, ServiceTier]
+TermsKey = tuple[Payer, str, ServiceTier, bool]  # the last: of requests to embed
 
 
 class Weighing(NamedTuple):
@@ -62,7 +62,7 @@ class Weighing(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What decides about admissions of one key for one model and tier. quota_ids: as numbers. until: None: for ever."""
+    """What decides about admissions of a key for a model and tier, to embed or not. quota_ids: numbers. until: None: for ever."""
 
     rules: tuple[QuotaRule, ...]
     quota_ids: tuple[int, ...]
@@ -71,9 +71,18 @@ class Terms:
     weighings: tuple[Weighing, ...]
 
     @classmethod
-    def of(cls, rules: tuple[QuotaRule, ...], quota_ids: tuple[int, ...], prices: TokenPrices, until: datetime | None) -> Terms:
+    def of(
+        cls,
+        rules: tuple[QuotaRule, ...],
+        quota_ids: tuple[int, ...],
+        prices: TokenPrices,
+        until: datetime | None,
+        *,
+        embedding: bool = False,
+    ) -> Terms:
         """With what follows from these."""
-        return cls(rules, quota_ids, prices, until, tuple(Weighing.of(rule, prices) for rule in rules))
+        charged = embedding_terms(prices) if embedding else prices
+        return cls(rules, quota_ids, prices, until, tuple(Weighing.of(rule, charged) for rule in rules))
 
 
 @dataclass(slots=True)

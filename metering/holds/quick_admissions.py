@@ -71,7 +71,7 @@ def plan(known: Known, operations: Sequence[Admit]) -> Plan | None:
     planned = Plan(minute, minute + MINUTE, known.snapshot)
     starts = window_starts(minute)
     for place, op in enumerate(operations):
-        terms = known.terms.get((op.payer, op.model, op.tier))
+        terms = known.terms.get((op.payer, op.model, op.tier, op.embedding))
         if terms is None or (terms.until is not None and terms.until <= now):
             continue
         charges = charges_of(known, op, terms, starts)

@@ -21,7 +21,7 @@ from metering.holds.lease_clock import LeaseClock
 from metering.models import ServiceTier
 from metering.operations import Admit, Admitted, Payer
 
-UserKey = tuple[uuid.UUID, str, ServiceTier]
+UserKey = tuple[uuid.UUID, str, ServiceTier, bool]
 USER_COUNT_MAX = 1000  # keys and models for which something stands; beyond it the one that was quiet longest has to go
 QUIET_MAX_S = 60.0  # a key that asked for nothing for so long gives back what stands for it
 AGE_MAX_S = 60.0  # a hold counts in the windows of its start: each minute another one takes its place
@@ -58,11 +58,12 @@ class Standing:
 
 @dataclass(slots=True)
 class User:
-    """One key, model and tier: who pays, when it last asked, whether its limits have room, and what stands for it."""
+    """One key, model and tier, to embed or not: who pays, when it last asked, whether its limits have room, what stands for it."""
 
     payer: Payer
     model: str
     tier: ServiceTier
+    embedding: bool
     asked_at: float
     roomy: bool
     standing: list[Standing] = field(default_factory=list)
@@ -94,7 +95,7 @@ class StandingHolds:
     def admitted(self, op: Admit, answer: Admitted) -> None:
         """The database has let a request in: its key is in use, and how full its limits are is known."""
         self._runs(op)
-        user = self._users.setdefault(user_key(op), User(op.payer, op.model, op.tier, 0.0, roomy=False))
+        user = self._users.setdefault(user_key(op), User(op.payer, op.model, op.tier, op.embedding, 0.0, roomy=False))
         self._users.move_to_end(user_key(op))
         user.asked_at, user.roomy = self._leases.now(), has_room(answer)
         if not user.roomy:
@@ -185,6 +186,7 @@ class StandingHolds:
 
     def _admit(self, user: User) -> Admit:
         hold_id = uuid.uuid4()
+        output_token_count = 0 if user.embedding else self._terms.output_token_count
         return Admit(
             hold_id=hold_id,
             payer=user.payer,
@@ -192,9 +194,10 @@ class StandingHolds:
             payload_hash=bytes(32),
             model=user.model,
             input_token_count=self._terms.input_token_count,
-            first_slice_token_count=self._terms.output_token_count,
-            least_slice_token_count=self._terms.output_token_count,
+            first_slice_token_count=output_token_count,
+            least_slice_token_count=output_token_count,
             tier=user.tier,
+            embedding=user.embedding,
         )
 
     def _fits(self, standing: Standing, op: Admit) -> bool:
@@ -218,8 +221,8 @@ class StandingHolds:
 
 
 def user_key(op: Admit) -> UserKey:
-    """For whom a hold could stand: another tier has another price."""
-    return op.payer.api_key_id, op.model, op.tier
+    """For whom a hold could stand: another tier has another price, and so has an embedding."""
+    return op.payer.api_key_id, op.model, op.tier, op.embedding
 
 
 def has_room(admitted: Admitted) -> bool:

@@ -16,6 +16,7 @@ TOKEN_KINDS = {
     "input": ("input_token_count - cached_input_token_count", "input_picos_per_token"),
     "cached_input": ("cached_input_token_count", "cached_input_picos_per_token"),
     "output": ("billed_token_count", "output_picos_per_token"),
+    "embedding": ("embedding_token_count", "embedding_picos_per_token"),
 }
 # Of usage events: one sum for each kind.
 KIND_SUMS = ", ".join(f"sum({count}) AS {kind}" for kind, (count, _) in TOKEN_KINDS.items())

@@ -49,8 +49,10 @@ def charges(moved: str, charged: str) -> str:
     return f"""
     SELECT h.*, r.quota_id, r.charge, r.unit, h.input_token_count AS sent, h.cached_input_token_count AS cached,
            h.posted_token_count AS posted, r.quota_id = ANY(h.quota_ids) AS is_charged,
-           CASE r.charge WHEN 'money' THEN p.input_picos_per_token ELSE r.input_weight END AS w_input,
-           CASE r.charge WHEN 'money' THEN p.cached_input_picos_per_token ELSE r.cached_weight END AS w_cached,
+           CASE WHEN r.charge <> 'money' THEN r.input_weight WHEN h.embedding THEN p.embedding_picos_per_token
+                ELSE p.input_picos_per_token END AS w_input,
+           CASE WHEN r.charge <> 'money' THEN r.cached_weight WHEN h.embedding THEN p.embedding_picos_per_token
+                ELSE p.cached_input_picos_per_token END AS w_cached,
            CASE r.charge WHEN 'money' THEN p.output_picos_per_token ELSE r.output_weight END AS w_output,
            CASE r.charge WHEN 'money' THEN 1 ELSE 1000 END AS divisor,
            h.state = 'expired' AND h.parts > CASE WHEN h.delivered_token_count > 0 THEN 1 ELSE 0 END AS told_late

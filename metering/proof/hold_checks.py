@@ -10,9 +10,11 @@ OVERDUE = "10 minutes"  # sixty sweeps: whoever has not come by then does not co
 HOLDS_WITH_EVENTS = """
 SELECT h.id, h.organization_id, h.project_id, h.api_key_id, h.model, h.price_version_id, h.state, h.quota_ids, h.admitted_at,
        h.charged_at, h.ended_at, h.input_token_count, h.cached_input_token_count, h.leased_token_count, h.delivered_token_count,
-       h.posted_token_count, h.posted_minutes,
+       h.posted_token_count, h.posted_minutes, h.embedding,
        num_nonnulls(first.id, second.id) AS parts,
-       coalesce(first.input_token_count, 0) + coalesce(second.input_token_count, 0) AS event_input,
+       coalesce(first.input_token_count + first.embedding_token_count, 0)
+       + coalesce(second.input_token_count + second.embedding_token_count, 0) AS event_input,
+       coalesce(first.embedding_token_count, 0) + coalesce(second.embedding_token_count, 0) AS event_embedding,
        coalesce(first.delivered_token_count, 0) + coalesce(second.delivered_token_count, 0) AS event_delivered
 FROM holds h
 LEFT JOIN usage_events first ON first.hold_id = h.id AND first.part = 0
@@ -36,6 +38,8 @@ HOLDS_END_ONCE = Check(
             "leased_token_count)",
             "state = 'expired' AND parts > 1 AND delivered_token_count = 0": "concat(parts, "
             "' usage events, though nothing was known when it expired')",
+            "event_embedding <> CASE WHEN embedding THEN event_input ELSE 0 END": "concat(event_embedding, ' embedded tokens of ', "
+            "event_input, CASE WHEN embedding THEN ' to be embedded' ELSE ' to be continued' END)",
             "event_input NOT IN (0, input_token_count)": "concat(event_input, ' input tokens in usage events, ', "
             "input_token_count, ' in the request')",
         },

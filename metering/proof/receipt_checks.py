@@ -12,7 +12,7 @@ NUMBERS = (
     "e.input_token_count",
     "e.cached_input_token_count",
     "e.billed_token_count",
-    "0",  # embedded tokens, of which there are none yet
+    "e.embedding_token_count",
     "e.price_version_id",
     "e.cost_picos",
     "extract(epoch FROM e.admitted_at) * 1000000",

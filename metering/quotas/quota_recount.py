@@ -80,12 +80,13 @@ def posted_at(border: str) -> str:
 # it delivered.
 COLUMNS = """
     h.state, h.posted_minutes, h.posted_token_count AS posted_tokens, h.admitted_at, h.charged_at, h.input_token_count AS sent,
-    h.cached_input_token_count AS cached, h.leased_token_count AS leased, h.price_version_id,
+    h.cached_input_token_count AS cached, h.leased_token_count AS leased, h.price_version_id, h.embedding,
 """
 OF_SUBJECT = "h.{subject_column} = :subject_id AND (:model = '' OR h.model = :model)"
 CHARGES = f"""
 WITH charged_holds AS (
-    SELECT {COLUMNS} true AS told, e.input_token_count AS told_input, e.delivered_token_count AS told_output
+    SELECT {COLUMNS}
+        true AS told, e.input_token_count + e.embedding_token_count AS told_input, e.delivered_token_count AS told_output
     FROM usage_events e JOIN holds h ON h.id = e.hold_id
     WHERE e.organization_id = :organization_id AND e.settled_at >= :since AND e.settled_at < :until AND e.part = 0
         AND h.state = 'settled' AND {OF_SUBJECT}
@@ -99,13 +100,16 @@ WITH charged_holds AS (
         WHERE organization_id = :organization_id AND (state = 'expired' OR (state = 'voided' AND posted_token_count > 0))
             AND ended_at >= :since AND ended_at < :until
     ) h,
-    LATERAL (SELECT count(*) AS parts, coalesce(sum(input_token_count), 0)::bigint AS input,
+    LATERAL (SELECT count(*) AS parts, coalesce(sum(input_token_count + embedding_token_count), 0)::bigint AS input,
                     coalesce(sum(delivered_token_count), 0)::bigint AS delivered
              FROM usage_events WHERE hold_id = h.id) e
     WHERE {OF_SUBJECT}
 ), found AS (
-    SELECT c.*, coalesce(CAST(:input AS bigint), p.input_picos_per_token) AS w_input,
-        coalesce(CAST(:cached AS bigint), p.cached_input_picos_per_token) AS w_cached,
+    SELECT c.*,
+        coalesce(CAST(:input AS bigint), CASE WHEN embedding THEN p.embedding_picos_per_token ELSE p.input_picos_per_token END)
+            AS w_input,
+        coalesce(CAST(:cached AS bigint),
+                 CASE WHEN embedding THEN p.embedding_picos_per_token ELSE p.cached_input_picos_per_token END) AS w_cached,
         coalesce(CAST(:output AS bigint), p.output_picos_per_token) AS w_output
     FROM charged_holds c JOIN price_versions p ON p.id = c.price_version_id
 )

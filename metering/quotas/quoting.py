@@ -77,7 +77,7 @@ async def expected_output(session: AsyncSession, payer: Payer, model: str) -> in
     recent = of_organization.order_by(UsageEvent.settled_at.desc()).limit(RECENT_EVENT_COUNT).subquery()
     of_project = (
         select(recent.c.delivered_token_count)
-        .where(recent.c.project_id == payer.project_id, recent.c.model == model)
+        .where(recent.c.project_id == payer.project_id, recent.c.model == model, recent.c.embedding_token_count == 0)
         .order_by(recent.c.settled_at.desc())
         .limit(EXPECTED_FROM_COUNT)
         .subquery()

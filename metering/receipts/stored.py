@@ -15,9 +15,9 @@ from metering.receipts.encoding import HASH_SIZE, encode, micros, texts
 
 ISSUED = """
 SELECT e.hold_id, uuid_send(e.organization_id) || uuid_send(e.project_id) || uuid_send(e.api_key_id) || uuid_send(e.request_id),
-    e.part, e.input_token_count, e.cached_input_token_count, e.billed_token_count, 0::bigint, e.price_version_id, e.cost_picos,
-    e.admitted_at, e.settled_at, e.receipt_sequence, e.previous_receipt_hash, p.currency_code, e.model, e.outcome, e.receipt_hash,
-    e.receipt_batch_id
+    e.part, e.input_token_count, e.cached_input_token_count, e.billed_token_count, e.embedding_token_count, e.price_version_id,
+    e.cost_picos, e.admitted_at, e.settled_at, e.receipt_sequence, e.previous_receipt_hash, p.currency_code, e.model, e.outcome,
+    e.receipt_hash, e.receipt_batch_id
 FROM usage_events e JOIN price_versions p ON p.id = e.price_version_id
 WHERE e.receipt_sequence IS NOT NULL
 """

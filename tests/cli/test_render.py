@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal
 
 import pytest
-from weir_client import ApiKey, Generation, GenerationState, Money, QuotaDimension, Timings, Usage
+from weir_client import (
+    ApiKey,
+    Generation,
+    GenerationState,
+    Money,
+    QuotaDimension,
+    Timings,
+    Usage,
+    UsageGrouping,
+    UsageRow,
+    UsageShare,
+)
 
 from api.cli.amounts import decimal_text, duration_text, parse_limit, parse_price, units_to_picos
 from api.cli.audit import changed
@@ -14,6 +26,7 @@ from api.cli.failures import flag_of
 from api.cli.keys import key_state, parse_span
 from api.cli.render import printable, table, to_text, tokens_per_second, usage_line, waterfall
 from api.cli.trace import traced
+from api.cli.usage_render import usage_csv, usage_table
 
 
 @pytest.mark.parametrize(
@@ -81,6 +94,21 @@ def test_speed_is_told_only_where_it_is_known() -> None:
     assert tokens_per_second(Usage(generated_token_count=1), Timings(decode_ms=1000)) is None
     assert tokens_per_second(Usage(generated_token_count=11), None) is None
     assert usage_line(Usage(input_token_count=3), None, None) == "3 in · 0 out"
+    assert usage_line(Usage(embedding_token_count=3), None, None) == "3 embedded"
+
+
+def test_embedded_tokens_have_a_column_where_there_are_some() -> None:
+    share, nothing = UsageShare(0, 0, Money("USD", 0)), Money("USD", 0)
+    names = ("", "acme", "2026-11-01", "", "search", "", "bot", "wk", "demo", "", "stop")
+    plain = UsageRow(*names, None, False, 1, 10, 2, 5, share, share, share, nothing, nothing)
+    by = [UsageGrouping.DAY]
+
+    shown = to_text(usage_table([plain, replace(plain, embedding_token_count=1_234)], by, None, ""))
+
+    assert "embedded" in shown
+    assert "1,234" in shown
+    assert "embedded" not in to_text(usage_table([plain], by, None, ""))
+    assert usage_csv([replace(plain, embedding_token_count=1_234)], header=False).rstrip().endswith(",1234")
 
 
 @pytest.mark.parametrize(

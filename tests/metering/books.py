@@ -48,17 +48,19 @@ class Consumed:
     cost_picos: int | None = None
     hold_id: uuid.UUID | None = None
     part: int = 0
+    embedding_token_count: int = 0
 
     @property
     def token_count(self) -> int:
         """Of all kinds."""
-        return self.input_token_count + self.output_token_count
+        return self.input_token_count + self.output_token_count + self.embedding_token_count
 
     def cost(self, price: ModelPrice) -> int:
         """What the event says it costs."""
         if self.cost_picos is not None:
             return self.cost_picos
-        return price.prices.cost_picos(self.input_token_count, self.cached_input_token_count, self.output_token_count)
+        counts = self.input_token_count, self.cached_input_token_count, self.output_token_count, self.embedding_token_count
+        return price.prices.cost_picos(*counts)
 
 
 async def new_customer(session: AsyncSession, name: str, currency_code: str = "USD") -> Customer:
@@ -107,6 +109,8 @@ async def add_usage(session: AsyncSession, customer: Customer, price: ModelPrice
                 | {
                     "id": hold_id,
                     "payload_hash": bytes(32),
+                    "embedding": event.embedding_token_count > 0,
+                    "input_token_count": event.input_token_count + event.embedding_token_count,
                     "state": HoldState.SETTLED,
                     "owner_id": uuid.uuid4(),
                     "leased_token_count": event.output_token_count,
@@ -125,6 +129,7 @@ async def add_usage(session: AsyncSession, customer: Customer, price: ModelPrice
                 "generated_token_count": event.output_token_count,
                 "delivered_token_count": event.output_token_count,
                 "billed_token_count": event.output_token_count,
+                "embedding_token_count": event.embedding_token_count,
                 "cost_picos": event.cost(price),
                 "settled_at": event.settled_at,
             }

@@ -57,6 +57,7 @@ class ClosingWorld:
         input_picos: int = 150_000,
         output_picos: int = 600_000,
         tier: ServiceTier = ServiceTier.INTERACTIVE,
+        embedding_picos: int = 0,
     ) -> ModelPrice:
         """A version that began in the past; cached input costs a tenth of input."""
         values = {
@@ -65,6 +66,7 @@ class ClosingWorld:
             "input_picos_per_token": input_picos,
             "cached_input_picos_per_token": input_picos // 10,
             "output_picos_per_token": output_picos,
+            "embedding_picos_per_token": embedding_picos,
             "effective_at": begins,
             "tier": tier,
         }

@@ -26,7 +26,7 @@ from metering.store.db import psycopg_conninfo
 
 MODEL = "demo"
 NOON = datetime(2026, 11, 20, 12, tzinfo=UTC)
-INPUT_PICOS, CACHED_PICOS, OUTPUT_PICOS = 3, 1, 7
+INPUT_PICOS, CACHED_PICOS, OUTPUT_PICOS, EMBEDDING_PICOS = 3, 1, 7, 2
 TABLES = (
     "organizations",
     "projects",
@@ -107,13 +107,14 @@ class HoldWorld:
             self.one(
                 """
                 INSERT INTO price_versions (model, currency_code, input_picos_per_token, cached_input_picos_per_token,
-                                            output_picos_per_token, effective_at)
-                VALUES (%s, 'USD', %s, %s, %s, %s) RETURNING id
+                                            output_picos_per_token, embedding_picos_per_token, effective_at)
+                VALUES (%s, 'USD', %s, %s, %s, %s, %s) RETURNING id
                 """,
                 MODEL,
                 input_picos,
                 cached_picos,
                 output_picos,
+                EMBEDDING_PICOS,
                 self._now - timedelta(days=1000) + timedelta(microseconds=int(self.one("SELECT count(*) FROM price_versions"))),
             )
         )
@@ -121,7 +122,7 @@ class HoldWorld:
     @property
     def prices(self) -> TokenPrices:
         """The first price version."""
-        return TokenPrices(self.price_version, "USD", INPUT_PICOS, CACHED_PICOS, OUTPUT_PICOS)
+        return TokenPrices(self.price_version, "USD", INPUT_PICOS, CACHED_PICOS, OUTPUT_PICOS, EMBEDDING_PICOS)
 
     def tenant(self, name: str = "acme") -> Payer:
         """An organization with one project and one key."""
@@ -218,8 +219,9 @@ def admit(
     payload: bytes = b"p",
     hold_id: uuid.UUID | None = None,
     tier: ServiceTier = ServiceTier.INTERACTIVE,
+    embedding: bool = False,
 ) -> Admit:
-    """A request for the model."""
+    """A request for the model. One to embed has no output."""
     return Admit(
         hold_id=hold_id or uuid.uuid4(),
         payer=payer,
@@ -227,9 +229,10 @@ def admit(
         payload_hash=payload.ljust(32, b"."),
         model=MODEL,
         input_token_count=input_tokens,
-        first_slice_token_count=slice_tokens,
-        least_slice_token_count=least_tokens,
+        first_slice_token_count=0 if embedding else slice_tokens,
+        least_slice_token_count=0 if embedding else least_tokens,
         tier=tier,
+        embedding=embedding,
     )
 
 

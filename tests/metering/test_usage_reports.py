@@ -74,7 +74,7 @@ async def test_a_row_tells_tokens_by_kind_and_the_ways_requests_ended(
     (row,) = await rows(sessions, of(customer), DAY)
 
     assert (row.day, row.request_count) == (date(2026, 11, 1), 5)
-    assert row.token_counts == {TokenKind.INPUT: 78, TokenKind.CACHED_INPUT: 90, TokenKind.OUTPUT: 30}
+    assert row.token_counts == {TokenKind.INPUT: 78, TokenKind.CACHED_INPUT: 90, TokenKind.OUTPUT: 30, TokenKind.EMBEDDING: 0}
     assert row.token_count == 168 + 30
     assert row.cancelled == Share(2, 67, 10 * 150_000 + 7 * 600_000 + 50 * 15_000)
     assert row.limited == Share(1, 6, 5 * 150_000 + 600_000)

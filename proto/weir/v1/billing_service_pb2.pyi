@@ -36,6 +36,8 @@ class _TokenKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_TokenKind.V
     """Input from the prefix cache."""
     TOKEN_KIND_OUTPUT: _TokenKind.ValueType  # 3
     """Output."""
+    TOKEN_KIND_EMBEDDING: _TokenKind.ValueType  # 4
+    """Input that was embedded."""
 
 class TokenKind(_TokenKind, metaclass=_TokenKindEnumTypeWrapper):
     """What a token is billed as."""
@@ -48,6 +50,8 @@ TOKEN_KIND_CACHED_INPUT: TokenKind.ValueType  # 2
 """Input from the prefix cache."""
 TOKEN_KIND_OUTPUT: TokenKind.ValueType  # 3
 """Output."""
+TOKEN_KIND_EMBEDDING: TokenKind.ValueType  # 4
+"""Input that was embedded."""
 Global___TokenKind: _TypeAlias = TokenKind  # noqa: Y015
 
 @_typing.final

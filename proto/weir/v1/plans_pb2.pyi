@@ -34,7 +34,7 @@ class TokenSelector(_message.Message):
     model: _builtins.str
     """The model."""
     token_kind: _builtins.str
-    """What the tokens are billed as: "input", "cached_input" or "output". Another word: INVALID_ARGUMENT."""
+    """What the tokens are billed as: "input", "cached_input", "output" or "embedding". Another word: INVALID_ARGUMENT."""
     tier: _inference_service_pb2.ServiceTier.ValueType
     """The service tier."""
     def __init__(

@@ -200,6 +200,7 @@ class Usage(_message.Message):
     GENERATED_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     DELIVERED_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     BILLED_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    EMBEDDING_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     input_token_count: _builtins.int
     """Tokens of the prompt, cached ones included."""
     cached_input_token_count: _builtins.int
@@ -210,6 +211,8 @@ class Usage(_message.Message):
     """Output tokens that were handed to the transport."""
     billed_token_count: _builtins.int
     """Output tokens that are billed: the delivered ones."""
+    embedding_token_count: _builtins.int
+    """Tokens that were embedded, billed at their own price. A request that has some has no others."""
     def __init__(
         self,
         *,
@@ -218,10 +221,11 @@ class Usage(_message.Message):
         generated_token_count: _builtins.int = ...,
         delivered_token_count: _builtins.int = ...,
         billed_token_count: _builtins.int = ...,
+        embedding_token_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["billed_token_count", b"billed_token_count", "cached_input_token_count", b"cached_input_token_count", "delivered_token_count", b"delivered_token_count", "generated_token_count", b"generated_token_count", "input_token_count", b"input_token_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["billed_token_count", b"billed_token_count", "cached_input_token_count", b"cached_input_token_count", "delivered_token_count", b"delivered_token_count", "embedding_token_count", b"embedding_token_count", "generated_token_count", b"generated_token_count", "input_token_count", b"input_token_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

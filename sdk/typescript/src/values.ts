@@ -67,6 +67,8 @@ export interface Usage {
   readonly deliveredTokenCount: number;
   /** Output tokens on the bill: the delivered ones. */
   readonly billedTokenCount: number;
+  /** Embedded, at their own price. A request that has some has no others. */
+  readonly embeddingTokenCount: number;
 }
 
 /** Where the time of one request went, in milliseconds. The stages follow each other and sum up to `totalMs`. */

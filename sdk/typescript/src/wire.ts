@@ -76,6 +76,7 @@ export function usage(value: UsageMessage | undefined): Usage {
     generatedTokenCount: count(value?.generatedTokenCount ?? 0n),
     deliveredTokenCount: count(value?.deliveredTokenCount ?? 0n),
     billedTokenCount: count(value?.billedTokenCount ?? 0n),
+    embeddingTokenCount: count(value?.embeddingTokenCount ?? 0n),
   };
 }
 

@@ -17,6 +17,7 @@ class TokenKind(StrEnum):
     INPUT = "input"
     CACHED_INPUT = "cached-input"
     OUTPUT = "output"
+    EMBEDDING = "embedding"
 
 
 @dataclass(frozen=True, slots=True)

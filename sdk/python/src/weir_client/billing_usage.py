@@ -161,6 +161,7 @@ def usage_row(message: pb.UsageRow) -> UsageRow:
         failed=usage_share(message.failed),
         amount=money(message.amount),
         pending_amount=money(message.pending_amount),
+        embedding_token_count=message.embedding_token_count,
     )
 
 

@@ -66,11 +66,12 @@ class UsageRow:
     failed: UsageShare
     amount: Money
     pending_amount: Money
+    embedding_token_count: int = 0
 
     @property
     def token_count(self) -> int:
         """Of all kinds."""
-        return self.input_token_count + self.cached_input_token_count + self.output_token_count
+        return self.input_token_count + self.cached_input_token_count + self.output_token_count + self.embedding_token_count
 
 
 @dataclass(frozen=True, slots=True)

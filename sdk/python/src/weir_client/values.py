@@ -103,6 +103,7 @@ class Usage:
     generated_token_count: int = 0  # produced by the engine
     delivered_token_count: int = 0  # handed to the transport
     billed_token_count: int = 0  # output tokens on the bill: the delivered ones
+    embedding_token_count: int = 0  # embedded, at their own price; a request that has some has no others
 
 
 @dataclass(frozen=True, slots=True)

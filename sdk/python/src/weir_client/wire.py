@@ -60,6 +60,7 @@ def usage(message: types_pb2.Usage) -> values.Usage:
         generated_token_count=message.generated_token_count,
         delivered_token_count=message.delivered_token_count,
         billed_token_count=message.billed_token_count,
+        embedding_token_count=message.embedding_token_count,
     )
 
 

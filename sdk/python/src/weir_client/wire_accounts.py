@@ -14,6 +14,7 @@ _TOKEN_KINDS = {
     billing_pb.TOKEN_KIND_INPUT: accounts.TokenKind.INPUT,
     billing_pb.TOKEN_KIND_CACHED_INPUT: accounts.TokenKind.CACHED_INPUT,
     billing_pb.TOKEN_KIND_OUTPUT: accounts.TokenKind.OUTPUT,
+    billing_pb.TOKEN_KIND_EMBEDDING: accounts.TokenKind.EMBEDDING,
 }
 SUBJECT_NUMBERS = {QuotaSubject.UNSPECIFIED: types_pb2.QUOTA_SUBJECT_UNSPECIFIED} | {
     subject: number for number, subject in SUBJECTS.items()
