@@ -140,6 +140,10 @@ class GenerationRequest:
     rank: who is next, the lowest first, and of equal ones the first to arrive. In tokens: one that waits takes the place of a
     running one if its rank is lower by more than its prompt's tokens. Nobody is overtaken without end, whatever the ranks.
     adapter: which of the engine's LoRA adapters changes the model; empty for none.
+    output_token_ids: output that was generated elsewhere; the sequence goes on after it as if it had generated it here. It counts
+    in all limits, penalties and counts, and as places in the random sequence; events tell of what follows only. Needs
+    `ModelInfo.continues_output`; excludes a response format, beam search and several choices.
+    regions: where it may run, the first preferred; empty for anywhere. For sets of replicas; an engine is where it is.
     """
 
     sequence_id: SequenceId
@@ -152,6 +156,13 @@ class GenerationRequest:
     beam_search: BeamSearchParams | None = None
     rank: float = 0.0
     adapter: str = ""
+    output_token_ids: tuple[int, ...] = ()
+    regions: tuple[str, ...] = ()
+
+    @property
+    def may_be_continued(self) -> bool:
+        """Whether another engine could go on with it in mid-output: one output, and no state beside its tokens."""
+        return self.choice_count == 1 and self.beam_search is None and self.response_format is None
 
 
 class EngineFinishReason(StrEnum):
@@ -227,7 +238,8 @@ class SequenceFinished:
     text: what was still held back and turned out to be output; a matched stop sequence is never in it.
     generated_token_count: all tokens of the sequence's `TokensGenerated`, for a cancelled one those too that nobody has
     read; of a beam search those of all beams. Of several choices it is the sum, comes after the last of them, reason and timings
-    are the first one's, and text is empty.
+    are the first one's, and text is empty. migration_count: how often it went on elsewhere after its first token, since an
+    engine was lost; the counts are those of the whole sequence all the same, every token once.
     """
 
     reason: EngineFinishReason
@@ -236,6 +248,7 @@ class SequenceFinished:
     cached_token_count: int
     generated_token_count: int
     timings: EngineTimings
+    migration_count: int = 0
 
 
 SequenceEvent = Scheduled | TokensGenerated | ChoiceFinished | SequenceFinished
@@ -264,7 +277,9 @@ class SequenceStream(Protocol):
 class EngineStatistics:
     """What the engine told after its last step. Counts in blocks, sequences and tokens.
 
-    running_sequence_count_max: places in the batch; 0 where they are not known.
+    running_sequence_count_max: places in the batch; 0 where they are not known. replica_count: engines that take requests now and
+    whose counts these are the sums of; step_count is then their mean pace. migration_count: sequences that went on elsewhere after
+    their first token; replacement_count: that began anew elsewhere before it.
     """
 
     waiting_sequence_count: int = 0
@@ -279,13 +294,17 @@ class EngineStatistics:
     output_token_count: int = 0
     preemption_count: int = 0
     running_sequence_count_max: int = 0
+    replica_count: int = 1
+    migration_count: int = 0
+    replacement_count: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
     """What the API needs to know of a loaded checkpoint.
 
-    directory holds tokenizer and chat template, so that the API can tokenize without the engine.
+    directory holds tokenizer and chat template, so that the API can tokenize without the engine. continues_output: whether the
+    engine takes requests with `output_token_ids`.
     """
 
     name: str
@@ -295,6 +314,7 @@ class ModelInfo:
     vocabulary_size: int
     directory: str
     default_sampling: SamplingParams = field(default_factory=SamplingParams)
+    continues_output: bool = False
 
 
 class EngineState(StrEnum):

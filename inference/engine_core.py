@@ -186,6 +186,9 @@ class EngineCore:
         for sequence in sequences:
             sequence.rotary_offset = self._rotary_offset(sequence)
             self._scheduler.add(sequence)
+        if sequences[0].ended_before is not None:  # it is continued, and only its end had not been told
+            self._events.append((number, Scheduled(0)))
+            self._end(sequences[0], sequences[0].ended_before, arrived_at_s)
         return True
 
     def cancel(self, number: int) -> None:
@@ -276,9 +279,12 @@ class EngineCore:
         logprobs = () if token.logprobs is None else (token.logprobs,)
         generated = TokensGenerated((token.token_id,), appended.text, logprobs, sequence.choice_index)
         self._events.append((sequence.number, generated))
-        if appended.finish_reason is None:
-            return
-        reason, rest = appended.finish_reason, ""
+        if appended.finish_reason is not None:
+            self._end(sequence, appended.finish_reason, now_s)
+
+    def _end(self, sequence: Sequence, reason: EngineFinishReason, now_s: float) -> None:
+        """A choice has ended by itself: its last token, or what stood at its end, says why."""
+        rest = ""
         if reason is not EngineFinishReason.STOP_SEQUENCE:
             piece = sequence.detokenizer.finish()
             # Bytes that only the end makes final may complete a stop sequence; it is cut off like any other.

@@ -259,7 +259,7 @@ class EngineLife(ABC):
     def _take(self, stream: BufferedStream, event: SequenceEvent) -> None:
         """The engine tells of a sequence."""
         request = stream.request
-        if isinstance(event, TokensGenerated) and not any(stream.outputs):
+        if isinstance(event, TokensGenerated) and not stream.has_output:
             self._hint.note(request.prompt_token_ids, request.cache_salt)
         stream.put(event)
         if isinstance(event, SequenceFinished):

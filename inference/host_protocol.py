@@ -64,6 +64,7 @@ class StartSequence(msgspec.Struct, tag="start", array_like=True, frozen=True):
     beam_search: BeamSearchParams | None = None
     rank: float = 0.0
     adapter: str = ""
+    output_token_ids: list[int] = []  # a Struct copies its empty default
 
 
 class CancelSequence(msgspec.Struct, tag="cancel", array_like=True, frozen=True):
@@ -222,6 +223,7 @@ def start_message(number: int, request: GenerationRequest) -> StartSequence:
         beam_search=request.beam_search,
         rank=request.rank,
         adapter=request.adapter,
+        output_token_ids=list(request.output_token_ids),
     )
 
 
@@ -238,6 +240,7 @@ def request_of(message: StartSequence) -> GenerationRequest:
         beam_search=message.beam_search,
         rank=message.rank,
         adapter=message.adapter,
+        output_token_ids=tuple(message.output_token_ids),
     )
 
 

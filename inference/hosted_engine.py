@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import replace
 from typing import assert_never
 
 from inference.engine import EngineCondition, EngineState, EngineStatistics, ModelInfo
@@ -41,7 +42,7 @@ class HostedEngine(EngineLife):
 
     def __init__(self, model: ModelInfo, limits: EngineLimits, waits: HostWaits, kind: HostKind) -> None:
         """Starts nothing."""
-        super().__init__(model, limits, waits, kind.block_tokens)
+        super().__init__(replace(model, continues_output=True), limits, waits, kind.block_tokens)
         self._settings = waits
         self._kind = kind
         self._host: HostProcess | None = None

@@ -54,6 +54,10 @@ def request_fault(request: GenerationRequest, limits: EngineLimits, vocabulary_s
     fault = _stop_fault(request.stop, vocabulary_size) or sampling_fault(request.sampling, vocabulary_size)
     if fault is not None:
         return fault
+    if request.output_token_ids:
+        fault = _continuation_fault(request, vocabulary_size)
+        if fault is not None:
+            return fault
     if request.response_format is not None and not request.stop.leaves_end_open:
         return "a response format excludes ignore_eos, min_output_tokens and stop_token_ids"
     total = len(prompt) + output_token_count
@@ -62,6 +66,29 @@ def request_fault(request: GenerationRequest, limits: EngineLimits, vocabulary_s
     if blocks_for(total) > block_count:
         return f"{total} tokens need {blocks_for(total)} KV blocks, the engine has {block_count}"
     return None if request.beam_search is None else _beam_fault(request, limits, block_count)
+
+
+def _continuation_fault(request: GenerationRequest, vocabulary_size: int) -> str | None:
+    output = request.output_token_ids
+    if not request.may_be_continued:
+        return "output_token_ids exclude a response format, beam search and several choices"
+    if min(output) < 0 or max(output) >= vocabulary_size:
+        return f"output_token_ids must be from 0 to {vocabulary_size - 1}"
+    if len(output) > request.stop.max_output_tokens:
+        return f"output_token_ids are {len(output)}, more than max_output_tokens, {request.stop.max_output_tokens}"
+    return None
+
+
+def outside_continuation_fault(request: GenerationRequest) -> str | None:
+    """Why output begun elsewhere would go on otherwise on an engine that can only be given it as a part of the prompt."""
+    sampling = request.sampling
+    if not request.output_token_ids:
+        return None
+    if sampling.presence_penalty or sampling.frequency_penalty:
+        return "this engine cannot count output that was generated elsewhere"
+    if sampling.temperature > 0 and sampling.seed is not None:
+        return "this engine cannot enter a random sequence in its middle"
+    return None
 
 
 def _beam_fault(request: GenerationRequest, limits: EngineLimits, block_count: int) -> str | None:

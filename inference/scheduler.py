@@ -244,7 +244,7 @@ class Scheduler:
         sequence.registered_block_count = len(match.blocks)
         sequence.registered_tip = match.blocks[-1] if match.blocks else None
         if sequence.cached_token_count is None:
-            sequence.cached_token_count = match.token_count
+            sequence.cached_token_count = min(match.token_count, sequence.prompt_token_count)  # of output too, if it is continued
             plan.entered.append(sequence)
         self._note_overtaking(sequence)
         self._plan_chunk(plan, sequence)

@@ -40,7 +40,8 @@ class Sequence:
     number: the order of arrival, and the handle that the host and its parent share; choices of one request share it too.
     end_token_ids: ids that end it, the model's and the request's. seed: the drawn one if the request had none. grammar: its
     response format's. group: those of the beam search that it is one of. rotary_offset: row of the rotation tables that turns its
-    position 0. rank: the request's, until it was overtaken often enough (overtaken_count). Times are `time.monotonic()` seconds.
+    position 0. rank: the request's, until it was overtaken often enough (overtaken_count). ended_before: why nothing is left to
+    generate of a sequence that is continued. Times are `time.monotonic()` seconds.
     """
 
     number: int
@@ -65,6 +66,7 @@ class Sequence:
     overtaken_count: int = 0
     group: BeamGroup | None = None
     rotary_offset: int = 0
+    ended_before: EngineFinishReason | None = field(init=False, default=None)
     prompt_token_count: int = field(init=False, default=0)
     takes_best: bool = field(init=False, default=False)
 
@@ -75,6 +77,9 @@ class Sequence:
         if self.request.sampling.penalises:
             self.seen = SeenTokens(self.token_ids)
         self.takes_best = self.request.sampling.takes_best and self.grammar is None and self.request.beam_search is None
+        for token_id in self.request.output_token_ids:
+            # Its text was given out where the token was generated; what was held back there is held back here.
+            self.ended_before = self._take_output(token_id).finish_reason
 
     @property
     def place(self) -> tuple[int, int]:
@@ -162,11 +167,14 @@ class Sequence:
 
     def append(self, token_id: int, now_s: float) -> AppendedToken:
         """Take the next output token and decide whether it is the last."""
-        self.take(token_id)
         if self.grammar is not None:
             self.grammar.advance(token_id)
         if self.first_token_at_s is None:
             self.first_token_at_s = now_s
+        return self._take_output(token_id)
+
+    def _take_output(self, token_id: int) -> AppendedToken:
+        self.take(token_id)
         if token_id in self.end_token_ids:
             return AppendedToken("", EngineFinishReason.STOP)
         piece = self.detokenizer.push(token_id, may_stop=self.output_token_count > self.request.stop.min_output_tokens)

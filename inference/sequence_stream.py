@@ -21,7 +21,9 @@ class BufferedStream:
         self.request = request
         self.scheduled = False
         self.ended = False
-        self.outputs: list[list[int]] = [[] for _ in range(request.choice_count)]  # token ids by choice
+        self.has_output = False
+        # Token ids by choice, those from before a continuation included.
+        self.outputs: list[list[int]] = [list(request.output_token_ids) for _ in range(request.choice_count)]
         self._cancel = cancel
         self._cancel_sent = False
         self._events: deque[SequenceEvent] = deque()
@@ -54,6 +56,7 @@ class BufferedStream:
         """Called by the engine: the sequence's next event."""
         match event:
             case TokensGenerated():
+                self.has_output = True
                 self.outputs[event.choice_index] += event.token_ids
             case Scheduled():
                 self.scheduled = True

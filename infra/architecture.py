@@ -122,6 +122,7 @@ BORDERS = (
     Border(
         ("torch",), inside=PRODUCT, save_for=("inference/", "bench/engine.py", "bench/steps.py"), why="tensors live in the engine"
     ),
+    Border(("torch", "tensorrt_llm"), inside=("inference/fleet/",), why="a set of engines places sequences and computes nothing"),
     Border(
         ("transformers",),
         inside=PRODUCT,

@@ -123,7 +123,12 @@ class OutsideCore:
             for index in range(request.choice_count)
         ]
         self._requests[number] = added
-        self._enter(added.choices[0])
+        if added.choices[0].ended is None:
+            self._enter(added.choices[0])
+            return
+        for event in added.schedule(0):  # it is continued, and only its end had not been told
+            self._tell(number, event)
+        self._report_end(added.choices[0])
 
     def cancel(self, number: int) -> None:
         """End a request: at once where it waits, when the engine says so where it runs. Unknown numbers have ended already."""

@@ -70,7 +70,11 @@ class Choice:
     overtaken_count: int = 0
 
     def __post_init__(self) -> None:
-        self.rank = self.request.wanted.rank
+        wanted = self.request.wanted
+        self.rank = wanted.rank
+        for count, token_id in enumerate(wanted.output_token_ids, 1):
+            # Its text was given out where the token was generated; what was held back there is held back here.
+            self._take_token(token_id, count)
 
     @property
     def number(self) -> int:
@@ -79,7 +83,7 @@ class Choice:
 
     def take(self, output: Output, now_s: float) -> list[SequenceEvent]:
         """What a response adds. Sets `ended` if the output is over by it. Raises: EngineFailed if the response cannot be."""
-        stop, new_ids = self.request.wanted.stop, list(output.token_ids[self.token_count :])
+        before, new_ids = len(self.request.wanted.output_token_ids), list(output.token_ids[self.token_count :])
         # Whether the end token itself is in the list is not documented; here it always is.
         ended_silently = (output.finish_reason == "stop" and not (new_ids or self.token_count)) or self._lacks_end(output, new_ids)
         if ended_silently and (end := self._end_token(output)) is not None:
@@ -88,17 +92,8 @@ class Choice:
         text = ""
         for token_id in new_ids:
             taken.append(token_id)
-            count = self.token_count + len(taken)
-            if token_id in self.request.end_token_ids:
-                self.ended = EngineFinishReason.STOP
-                break
-            piece = self.detokenizer.push(token_id, may_stop=count > stop.min_output_tokens)
-            text += piece.text
-            if piece.stopped:
-                self.ended = EngineFinishReason.STOP_SEQUENCE
-                break
-            if count >= stop.max_output_tokens:
-                self.ended = EngineFinishReason.LENGTH
+            text += self._take_token(token_id, before + self.token_count + len(taken))
+            if self.ended is not None:
                 break
         if not taken:
             self._take_end(output)
@@ -110,6 +105,19 @@ class Choice:
         if self.ended is None:
             self._take_end(output)
         return [TokensGenerated(tuple(taken), text, logprobs, self.index)]
+
+    def _take_token(self, token_id: int, count: int) -> str:
+        """The text that a token lets go; sets `ended` if it is the last. count: of the output's tokens, with this one."""
+        stop = self.request.wanted.stop
+        if token_id in self.request.end_token_ids:
+            self.ended = EngineFinishReason.STOP
+            return ""
+        piece = self.detokenizer.push(token_id, may_stop=count > stop.min_output_tokens)
+        if piece.stopped:
+            self.ended = EngineFinishReason.STOP_SEQUENCE
+        elif count >= stop.max_output_tokens:
+            self.ended = EngineFinishReason.LENGTH
+        return piece.text
 
     def rest(self) -> str:
         """What was held back, at the end. Bytes that only the end makes final may complete a stop sequence."""
@@ -177,10 +185,13 @@ class Request:
         """
         if self.cached_token_count is not None:
             return []
-        if not 0 <= cached_token_count <= (prompt_token_count := len(self.wanted.prompt_token_ids)):
-            raise EngineFailed(f"the engine says that {cached_token_count} of {prompt_token_count} prompt tokens were cached")
-        self.cached_token_count = cached_token_count
-        return [Scheduled(cached_token_count)]
+        prompt_token_count, before = len(self.wanted.prompt_token_ids), len(self.wanted.output_token_ids)
+        if not 0 <= cached_token_count <= prompt_token_count + before:
+            raise EngineFailed(
+                f"the engine says that {cached_token_count} of {prompt_token_count + before} prompt tokens were cached"
+            )
+        self.cached_token_count = min(cached_token_count, prompt_token_count)
+        return [Scheduled(self.cached_token_count)]
 
     def finish(self, choice: Choice, now_s: float) -> list[SequenceEvent]:
         """A choice has ended, as its `ended` says; with the last one the request."""
@@ -204,7 +215,7 @@ class Request:
             text=text,
             prompt_token_count=len(self.wanted.prompt_token_ids),
             cached_token_count=self.cached_token_count or 0,
-            generated_token_count=sum(choice.token_count for choice in self.choices),
+            generated_token_count=len(self.wanted.output_token_ids) + sum(choice.token_count for choice in self.choices),
             timings=EngineTimings(
                 queue_ms=(submitted_s - self.arrived_at_s) * 1e3,
                 prefill_ms=(first_token_s - submitted_s) * 1e3,

@@ -9,7 +9,7 @@ from inference.host_process import HostKind
 from inference.host_protocol import ToParent
 from inference.hosted_engine import HostedEngine
 from inference.kv_event_index import KvCacheChange, KvEventIndex
-from inference.limits import EngineLimits
+from inference.limits import EngineLimits, outside_continuation_fault
 from inference.tensorrt.settings import LoadTensorRt, TensorRtOptions, TensorRtSettings
 
 
@@ -61,6 +61,8 @@ class TensorRtEngine(HostedEngine):
             return RequestImpossible("this model's engine does no beam search", "beam_search")
         if request.adapter and request.adapter not in self._options.adapters:
             return RequestImpossible(f"this model has no adapter {request.adapter!r}")
+        if (fault := outside_continuation_fault(request)) is not None:
+            return RequestImpossible(fault, "output_token_ids")
         return format_fault(request, self._options)
 
 

@@ -75,17 +75,17 @@ class TensorRtLibrary:
 
         seed: of this choice. end_token_ids: all that end it. Stop sequences stay with us: the engine would go on behind a match.
         """
-        sampling, stop = request.sampling, request.stop
+        sampling, stop, before = request.sampling, request.stop, len(request.output_token_ids)
         first_end, *more_ends = sorted(end_token_ids) or [NO_END_TOKEN]
         values: dict[str, Any] = {
-            "max_tokens": stop.max_output_tokens,
+            "max_tokens": stop.max_output_tokens - before,
             "n": 1,
             "end_id": first_end,
             "pad_id": max(first_end, 0),
             "stop_token_ids": more_ends or None,
             "include_stop_str_in_output": True,  # else the id that ended it is taken back from what was streamed
             "ignore_eos": not end_token_ids,
-            "min_tokens": stop.min_output_tokens or None,
+            "min_tokens": max(stop.min_output_tokens - before, 0) or None,
             "detokenize": False,
             "add_special_tokens": False,
         }
@@ -120,7 +120,7 @@ class TensorRtLibrary:
     def submit(self, llm: Any, request: GenerationRequest, sampling: Any, adapter: Any) -> Any:
         """Hand a sequence to the engine; returns the result to be iterated. Needs the running loop that all others had."""
         return llm.generate_async(
-            list(request.prompt_token_ids),
+            [*request.prompt_token_ids, *request.output_token_ids],
             sampling,
             lora_request=adapter,
             streaming=True,

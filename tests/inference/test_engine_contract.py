@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -192,3 +193,29 @@ async def test_several_choices_end_one_by_one_and_are_counted_together(backend: 
     assert tokens == {0: 10, 1: 10, 2: 10}
     assert sorted(ends) == [0, 1, 2]
     assert finished.generated_token_count == 30
+
+
+async def test_output_that_was_begun_elsewhere_is_continued(backend: Backend) -> None:
+    """Only what follows is told, and the whole is counted, wherever the seam is; an end that was not told any more is told."""
+    async with serving(backend()) as engine:
+        whole = await run(engine, make_request(prompt(1, 40), 17))
+        stops = (whole.text[4:12],)
+        stopped = await run(engine, make_request(prompt(1, 40), 17, stop_sequences=stops))
+        for before in (1, 7, 16, 17):
+            begun = tuple(whole.token_ids[:before])
+            rest = await run(engine, replace(make_request(prompt(1, 40), 17), output_token_ids=begun))
+            assert begun + tuple(rest.token_ids) == tuple(whole.token_ids)
+            assert whole.text.endswith(rest.text)
+            assert rest.finished is not None
+            assert rest.finished.reason is EngineFinishReason.LENGTH
+            assert (rest.finished.prompt_token_count, rest.finished.generated_token_count) == (40, 17)
+        for before in range(1, len(stopped.token_ids) + 1):
+            begun = tuple(stopped.token_ids[:before])
+            rest = await run(engine, replace(make_request(prompt(1, 40), 17, stop_sequences=stops), output_token_ids=begun))
+            assert begun + tuple(rest.token_ids) == tuple(stopped.token_ids)
+            assert stopped.text.endswith(rest.text)
+            assert rest.finished is not None
+            assert rest.finished.reason is EngineFinishReason.STOP_SEQUENCE
+        with pytest.raises(RequestImpossible, match="more than max_output_tokens"):
+            await run(engine, replace(make_request(prompt(1, 40), 2), output_token_ids=(9, 9, 9)))
+        assert engine.model.continues_output

@@ -1,0 +1,294 @@
+"""One served model as several replicas, each an engine of its own: placing, losing, draining. Implements `Engine`.
+
+It decides only where a sequence runs. How replicas are started, restarted and stopped is theirs; how many are kept warm is told.
+Nothing here runs by itself but what `serve` runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+
+from inference.engine import (
+    EngineCondition,
+    EngineState,
+    EngineStatistics,
+    GenerationRequest,
+    ModelInfo,
+    SequenceEvent,
+    SequenceStream,
+)
+from inference.errors import EngineError, EngineOverloaded, EngineStartFailed, EngineUnavailable
+from inference.fleet.attempt import Attempt
+from inference.fleet.fleet_stream import FleetStream
+from inference.fleet.placement import PlacementPolicy, PrefixAware, Work
+from inference.fleet.replica import Replica, ReplicaReport
+from inference.fleet.set_statistics import SetStatistics
+
+RECOVERY_WAIT_S = 10.0  # seconds: a small model's process is back by then, and a client would rather wait than ask anew
+OUTPUT_TOKENS_FIRST = 128  # tokens: what an answer is taken to have before any has ended
+OUTPUT_MEMORY = 32  # answers after which a change of their lengths is mostly noticed
+START_PAUSE_S = 0.05  # seconds between looks at replicas that are ready and may not be used yet
+
+# The more a state promises, the later it stands.
+_PROMISE = (
+    EngineState.CLOSED,
+    EngineState.FAILED,
+    EngineState.COLD,
+    EngineState.RESTARTING,
+    EngineState.LOADING,
+    EngineState.READY,
+)
+
+
+class ReplicaSet:
+    """Several replicas as one engine. See `Engine` for the contract.
+
+    `start` returns as soon as one replica takes requests; the first `warm_count` are started by then or on their way, the others
+    when somebody starts them. A sequence whose replica is lost waits up to `recovery_wait_s` for another place.
+    """
+
+    def __init__(
+        self,
+        model: ModelInfo,
+        replicas: Sequence[Replica],
+        policy: PlacementPolicy | None = None,
+        *,
+        warm_count: int | None = None,
+        recovery_wait_s: float = RECOVERY_WAIT_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """model: as it is called outside, whatever its replicas call it. warm_count: all of them if it is None."""
+        assert replicas, "a set has replicas"
+        assert len({replica.name for replica in replicas}) == len(replicas), "replicas have names of their own"
+        self._model = model
+        self._replicas = tuple(replicas)
+        self._policy: PlacementPolicy = policy or PrefixAware()
+        self._warm_count = len(replicas) if warm_count is None else warm_count
+        self.recovery_wait_s = recovery_wait_s
+        self.clock = clock
+        self.is_closing = False
+        self._start_requested = asyncio.Event()
+        self._placement_count = 0
+        self._output_token_count = float(OUTPUT_TOKENS_FIRST)
+        self._migration_count = self._replacement_count = 0
+        self._statistics = SetStatistics(len(replicas))
+
+    @property
+    def model(self) -> ModelInfo:
+        """See `Engine.model`."""
+        return self._model
+
+    @property
+    def replicas(self) -> tuple[Replica, ...]:
+        """All of them, the warm ones first."""
+        return self._replicas
+
+    def reports(self) -> list[ReplicaReport]:
+        """How each replica stands; never blocks."""
+        now_s = self.clock()
+        return [replica.report(now_s) for replica in self._replicas]
+
+    async def serve(self) -> None:
+        """See `Engine.serve`: all replicas' lives."""
+        async with asyncio.TaskGroup() as tasks:
+            for replica in self._replicas:
+                tasks.create_task(replica.engine.serve(), name=f"replica {replica.name}")
+            for replica in self._replicas[: self._warm_count]:
+                tasks.create_task(self._warm(replica), name=f"replica start {replica.name}")
+
+    async def start(self) -> None:
+        """See `Engine.start`."""
+        self._start_requested.set()
+        while not self.healthy():
+            await self._first_start()
+            if not self.healthy():  # ready, and still kept out after it had failed
+                waits = [replica.breaker.wait_s(self.clock()) for replica in self._replicas if replica.engine.healthy()]
+                await asyncio.sleep(max(min(waits, default=0.0), START_PAUSE_S))
+
+    @contextlib.asynccontextmanager
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[SequenceStream]:
+        """See `Engine.generate`."""
+        stream = FleetStream(self, request)
+        try:
+            await stream.open()
+            yield stream
+        finally:
+            await stream.close()
+
+    def predict_cached_token_count(self, prompt_token_ids: tuple[int, ...], cache_salt: str) -> int:
+        """See `Engine.predict_cached_token_count`: by the replica that a request would be given to now."""
+        now_s = self.clock()
+        candidates = [replica for replica in self._replicas if replica.takes(now_s)] or list(self._replicas)
+        work = self._policy.work_of(prompt_token_ids, cache_salt)
+        chosen = self._policy.choose(candidates, work)
+        return chosen.engine.predict_cached_token_count(prompt_token_ids, cache_salt)
+
+    def statistics(self) -> EngineStatistics:
+        """See `Engine.statistics`: sums, but for the steps."""
+        ready_count = sum(replica.engine.healthy() for replica in self._replicas)
+        told = [replica.engine.statistics() for replica in self._replicas]
+        return self._statistics.sum_of(told, ready_count, (self._migration_count, self._replacement_count))
+
+    def healthy(self) -> bool:
+        """See `Engine.healthy`."""
+        now_s = self.clock()
+        return not self.is_closing and any(replica.takes(now_s) for replica in self._replicas)
+
+    def condition(self) -> EngineCondition:
+        """See `Engine.condition`: that of the replica that is likeliest to take requests first."""
+        if self.is_closing:
+            return EngineCondition(EngineState.CLOSED, reason="closed")
+        if self.healthy():
+            return EngineCondition(EngineState.READY, loading_fraction=1.0)
+        told = [self._condition_of(replica) for replica in self._replicas]
+        return max(told, key=lambda each: (_PROMISE.index(each.state), each.loading_fraction, -each.retry_after_s))
+
+    async def close(self) -> None:
+        """See `Engine.close`."""
+        self.is_closing = True
+        self._start_requested.set()
+        async with asyncio.TaskGroup() as tasks:
+            for replica in self._replicas:
+                tasks.create_task(replica.engine.close(), name=f"replica close {replica.name}")
+
+    async def drain(self, name: str) -> None:
+        """Give a replica nothing new from now on; returns when it has nothing left. Raises: KeyError for an unknown name."""
+        replica = self._named(name)
+        replica.is_draining = True
+        await replica.empty()
+
+    def resume(self, name: str) -> None:
+        """End a drain. Raises: KeyError for an unknown name."""
+        self._named(name).is_draining = False
+
+    async def enter(
+        self, request: GenerationRequest, avoided: Sequence[Replica] = ()
+    ) -> tuple[Attempt, AsyncIterator[SequenceEvent]]:
+        """Place a sequence: the attempt and its events. avoided: replicas to be asked last.
+
+        Raises as `Engine.generate`; a replica that refuses is passed over as long as there is another.
+        """
+        work = self._policy.work_of(request.prompt_token_ids, request.cache_salt, request.output_token_ids)
+        refusals: list[EngineError] = []
+        for tier in self._tiers(request, avoided):
+            left = list(tier)
+            while left := [replica for replica in left if replica.takes(self.clock())]:
+                replica = self._choose(left, request, work)
+                left.remove(replica)
+                try:
+                    return await self._enter(replica, request, work)
+                except (EngineOverloaded, EngineUnavailable, EngineStartFailed) as refusal:
+                    refusals.append(refusal)
+        raise self._refusal(request, refusals)
+
+    def note_output(self, token_count: int) -> None:
+        """A sequence has ended with so many tokens."""
+        self._output_token_count += (token_count - self._output_token_count) / OUTPUT_MEMORY
+
+    def note_moved(self, *, migrated: bool) -> None:
+        """A sequence has found another place. migrated: after its first token."""
+        if migrated:
+            self._migration_count += 1
+        else:
+            self._replacement_count += 1
+
+    def _choose(self, candidates: list[Replica], request: GenerationRequest, work: Work) -> Replica:
+        """As the policy says; where the engine knows better what it has cached, what the policy knows is mended first."""
+        token_ids = (*request.prompt_token_ids, *request.output_token_ids)
+        while True:
+            chosen = self._policy.choose(candidates, work)
+            found = chosen.prefixes.find(work.keys)
+            if len(candidates) == 1 or not found.computed:
+                return chosen
+            told = chosen.engine.predict_cached_token_count(token_ids, request.cache_salt)
+            if not chosen.prefixes.found_missing(found, told):
+                return chosen
+
+    async def _enter(
+        self, replica: Replica, request: GenerationRequest, work: Work
+    ) -> tuple[Attempt, AsyncIterator[SequenceEvent]]:
+        self._placement_count += 1
+        replica.placed_at = self._placement_count
+        replica.refresh()
+        left = request.stop.max_output_tokens - len(request.output_token_ids)
+        output = min(max(round(self._output_token_count), 1), max(left, 1))
+        output *= request.choice_count if request.beam_search is None else request.beam_search.width
+        attempt = Attempt(replica, request, work, output, self.clock())
+        return attempt, await attempt.enter()
+
+    def _tiers(self, request: GenerationRequest, avoided: Sequence[Replica]) -> Iterator[list[Replica]]:
+        """Those that may be asked, in groups: by region in the order of preference, and all avoided ones after all others."""
+        allowed = [replica for replica in self._replicas if not request.output_token_ids or replica.engine.model.continues_output]
+        for is_avoided in (False, True):
+            rest = [replica for replica in allowed if (replica in avoided) is is_avoided]
+            if not request.regions:
+                yield rest
+            for region in request.regions:
+                # One that is nowhere in particular is everywhere, and asked once.
+                near = (region, "") if region == request.regions[0] else (region,)
+                yield [replica for replica in rest if replica.region in near]
+
+    def _refusal(self, request: GenerationRequest, refusals: Sequence[EngineError]) -> EngineError:
+        """Why nobody took it."""
+        overloads = [refusal.retry_after_s for refusal in refusals if isinstance(refusal, EngineOverloaded)]
+        if overloads:
+            return EngineOverloaded("the queues of all replicas are full", min(overloads))
+        allowed = {replica for tier in self._tiers(request, ()) for replica in tier}
+        told = [self._condition_of(replica) for replica in self._replicas if replica in allowed]
+        if not told:
+            return EngineUnavailable(f"no replica in {', '.join(request.regions) or 'this set'} could go on with it", 0.0)
+        best = max(told, key=lambda each: _PROMISE.index(each.state))
+        if best.state is EngineState.FAILED:
+            return EngineStartFailed(best.reason)
+        wait_s = min((each.retry_after_s for each in told if each.state is best.state), default=0.0)
+        return EngineUnavailable(f"no replica takes requests; the first is {best.state.value}: {best.reason}", wait_s)
+
+    def _condition_of(self, replica: Replica) -> EngineCondition:
+        """A replica's condition, where READY means that it may be used."""
+        condition, now_s = replica.engine.condition(), self.clock()
+        if condition.state is not EngineState.READY or replica.takes(now_s):
+            return condition
+        wait_s = replica.breaker.wait_s(now_s)
+        reason = "it is being drained" if replica.is_draining else "sequences were lost on it one after the other"
+        return EngineCondition(EngineState.RESTARTING, retry_after_s=wait_s, reason=reason)
+
+    def _named(self, name: str) -> Replica:
+        return {replica.name: replica for replica in self._replicas}[name]
+
+    async def _warm(self, replica: Replica) -> None:
+        """Start a replica once the set is asked to start. Its failure is its own to tell."""
+        await self._start_requested.wait()
+        if not self.is_closing:
+            with contextlib.suppress(EngineError):
+                await replica.engine.start()
+
+    async def _first_start(self) -> None:
+        """Wait until the first of those that are to be warm is ready. Raises the first error once none of them can be."""
+        if self.is_closing:
+            raise EngineUnavailable("the engine is closed", retry_after_s=0.0)
+        usable = [replica for replica in self._replicas if not replica.is_draining]
+        waited_for = [replica for replica in usable if replica in self._replicas[: max(self._warm_count, 1)]] or usable[:1]
+        if not waited_for:
+            raise EngineUnavailable("all replicas are being drained", retry_after_s=0.0)
+        errors: list[EngineError] = []
+        decided = asyncio.Event()
+
+        async def start(replica: Replica) -> None:
+            try:
+                await replica.engine.start()
+            except EngineError as error:
+                errors.append(error)
+                if len(errors) < len(waited_for):
+                    return
+            decided.set()
+
+        async with asyncio.TaskGroup() as tasks:
+            starting = [tasks.create_task(start(replica)) for replica in waited_for]
+            await decided.wait()
+            for task in starting:
+                task.cancel()
+        if len(errors) == len(waited_for):
+            raise errors[0]

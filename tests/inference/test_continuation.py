@@ -1,0 +1,236 @@
+"""A sequence whose engine is lost goes on elsewhere as if nothing had happened, wherever in it that was."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from inference.cost_model import CostModel
+from inference.engine import (
+    EngineFinishReason,
+    GenerationRequest,
+    GrammarKind,
+    ResponseFormat,
+    SamplingParams,
+    Scheduled,
+    SequenceFinished,
+)
+from inference.engine_core import EngineCore, EngineOptions
+from inference.errors import EngineFailed, EngineOverloaded
+from inference.fleet.replica import Replica
+from inference.fleet.replica_set import ReplicaSet
+from inference.limits import EngineLimits
+from tests.inference.checkpoints import TinyCheckpoint
+from tests.inference.core_engine import CoreEngine
+from tests.inference.hosted import LONG, first_tokens, prompt, read_all, until
+from tests.inference.running import Outcome, make_core, make_request
+
+TOKENS = 12
+SAMPLED = SamplingParams(temperature=1.0, seed=5, top_p=0.95)
+PENALISED = SamplingParams(temperature=0.8, seed=9, presence_penalty=1.5, frequency_penalty=0.7, repetition_penalty=1.2)
+REQUESTS = {
+    "greedy": make_request(prompt(1), TOKENS),
+    "seeded": make_request(prompt(2), TOKENS, sampling=SAMPLED),
+    "penalised": make_request(prompt(3), TOKENS, sampling=PENALISED),
+    "log-probabilities": make_request(prompt(4), TOKENS, sampling=replace(SAMPLED, top_logprobs=2)),
+    "not before": make_request(prompt(5), TOKENS, sampling=SAMPLED, ignore_eos=False, min_output_tokens=TOKENS - 2),
+}
+
+
+@pytest.fixture(params=["torch", "simulated"])
+def core(request: pytest.FixtureRequest, tiny: TinyCheckpoint) -> EngineCore:
+    """Shared by the replicas of a test: what one of them cached is there for the other, and changes nothing but the time."""
+    if request.param == "torch":
+        return make_core(tiny.directory)
+    limits = EngineLimits(context_window_tokens=2048, step_token_count_max=256)
+    return EngineCore(EngineOptions(tiny.directory, limits, simulation=CostModel(time_scale=0)))
+
+
+@contextlib.asynccontextmanager
+async def fleet(engines: Sequence[CoreEngine], **options: Any) -> AsyncIterator[ReplicaSet]:
+    """Started."""
+    replicas = [Replica(f"r{index}", engine) for index, engine in enumerate(engines)]
+    replica_set = ReplicaSet(engines[0].model, replicas, **options)
+    async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
+        tasks.create_task(replica_set.serve())
+        await replica_set.start()
+        for engine in engines:
+            await engine.start()
+        failure = None
+        try:
+            yield replica_set
+        except Exception as error:  # to be raised as itself, and not as one of a group
+            failure = error
+        await replica_set.close()
+    if failure is not None:
+        raise failure
+
+
+async def run_losing(
+    tiny: TinyCheckpoint, core: EngineCore, request: GenerationRequest, lose_at: Sequence[int | None], **options: Any
+) -> tuple[Outcome, ReplicaSet, list[CoreEngine]]:
+    """Run on as many replicas as there are entries, of which each is lost after so many tokens."""
+    engines = [CoreEngine(tiny, lambda: core) for _ in lose_at]
+    for engine, tokens in zip(engines, lose_at, strict=True):
+        engine.lose_at = tokens
+    async with fleet(engines, **options) as replica_set:
+        async with replica_set.generate(request) as stream:
+            outcome = await read_all(stream)
+        assert [report.outstanding_token_count for report in replica_set.reports()] == [0] * len(engines)
+    return outcome, replica_set, engines
+
+
+def same(outcome: Outcome, undisturbed: Outcome) -> None:
+    """Everything that is told, but for times and whether it moved."""
+    assert (outcome.token_ids, outcome.text) == (undisturbed.token_ids, undisturbed.text)
+    assert outcome.finished is not None
+    assert undisturbed.finished is not None
+    for name in ("reason", "prompt_token_count", "generated_token_count"):
+        assert getattr(outcome.finished, name) == getattr(undisturbed.finished, name), name
+    assert outcome.finished.cached_token_count == outcome.cached_token_count, "as the first engine counted"
+
+
+@pytest.mark.parametrize("kind", REQUESTS)
+async def test_a_sequence_that_is_lost_after_any_token_is_the_same(tiny: TinyCheckpoint, core: EngineCore, kind: str) -> None:
+    request = REQUESTS[kind]
+    undisturbed, _, _ = await run_losing(tiny, core, request, [None])
+    assert undisturbed.finished is not None
+    count = len(undisturbed.token_ids)
+
+    for lost_at in range(count + 1):
+        outcome, replica_set, engines = await run_losing(tiny, core, request, [lost_at, None])
+
+        same(outcome, undisturbed)
+        assert outcome.finished is not None
+        assert outcome.finished.migration_count == (lost_at > 0)  # after the last token its end was still to be told
+        assert replica_set.statistics().replacement_count == (lost_at == 0)
+        assert [request.output_token_ids for request in engines[1].requests] == [tuple(undisturbed.token_ids[:lost_at])]
+
+
+async def test_a_stop_sequence_is_found_across_the_seam(tiny: TinyCheckpoint, core: EngineCore) -> None:
+    """Wherever a loss cuts the output, also in the middle of a stop sequence or of a character, of which some was held back."""
+    plain, _, _ = await run_losing(tiny, core, make_request(prompt(6), 30), [None])
+    for begin in range(2, 20, 3):
+        stops = (plain.text[begin : begin + 7], plain.text[begin + 1 : begin + 4] + "never")
+        request = make_request(prompt(6), 30, stop_sequences=stops)
+        undisturbed, _, _ = await run_losing(tiny, core, request, [None])
+        assert undisturbed.finished is not None
+        assert undisturbed.finished.reason is EngineFinishReason.STOP_SEQUENCE
+        for lost_at in range(1, len(undisturbed.token_ids) + 1):
+            outcome, _, _ = await run_losing(tiny, core, request, [lost_at, None])
+
+            same(outcome, undisturbed)
+
+
+async def test_a_sequence_survives_one_loss_after_the_other_up_to_a_bound(tiny: TinyCheckpoint, core: EngineCore) -> None:
+    """It may be the sequence that breaks the engines; it is not to break all of them."""
+    request = make_request(prompt(1), TOKENS)
+    undisturbed, _, _ = await run_losing(tiny, core, request, [None])
+
+    outcome, _, _ = await run_losing(tiny, core, request, [3, 4, None])
+
+    same(outcome, undisturbed)
+    assert outcome.finished is not None
+    assert outcome.finished.migration_count == 2
+    engines = [CoreEngine(tiny, lambda: core) for _ in range(4)]
+    async with fleet(engines) as replica_set:
+        for engine in engines:
+            engine.lose_at = 1
+        with pytest.raises(EngineFailed):
+            async with replica_set.generate(request) as stream:
+                await read_all(stream)
+    assert [len(engine.requests) for engine in engines] == [1, 1, 1, 0]
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        make_request(prompt(1), TOKENS, ignore_eos=False, response_format=ResponseFormat(GrammarKind.REGEX, "[a-z ]{30,60}")),
+        make_request(prompt(1), TOKENS, choice_count=2, sampling=SAMPLED),
+    ],
+    ids=["response format", "choices"],
+)
+async def test_what_cannot_be_continued_fails_after_its_first_token_and_is_replaced_before(
+    tiny: TinyCheckpoint, request_: GenerationRequest
+) -> None:
+    core = make_core(tiny.directory)
+    with pytest.raises(EngineFailed):
+        await run_losing(tiny, core, request_, [2, None])
+
+    engines = [CoreEngine(tiny, lambda: core) for _ in range(2)]
+    engines[0].lose_at = 0
+    async with fleet(engines) as replica_set, replica_set.generate(request_) as stream:
+        events = [event async for event in stream]
+    assert len([event for event in events if isinstance(event, Scheduled)]) == 1
+    assert isinstance(events[-1], SequenceFinished)
+    assert replica_set.statistics().replacement_count == 1
+
+
+async def test_a_cancelled_sequence_whose_engine_is_lost_is_cancelled(tiny: TinyCheckpoint) -> None:
+    core = make_core(tiny.directory)
+    engines = [CoreEngine(tiny, lambda: core) for _ in range(2)]
+    async with fleet(engines) as replica_set, replica_set.generate(make_request(prompt(1), LONG)) as stream:
+        await first_tokens(stream, 3)
+        engines[0].lose()
+        stream.cancel()
+        outcome = await read_all(stream)
+
+    assert outcome.finished is not None
+    assert outcome.finished.reason is EngineFinishReason.CANCELLED
+    assert outcome.finished.generated_token_count == 3 + len(outcome.token_ids)
+    assert not engines[1].requests
+
+
+async def test_a_sequence_is_continued_when_its_replica_is_closed_and_ends_with_the_set(tiny: TinyCheckpoint) -> None:
+    core = make_core(tiny.directory)
+    engines = [CoreEngine(tiny, lambda: core) for _ in range(2)]
+    async with fleet(engines) as replica_set, replica_set.generate(make_request(prompt(1), LONG)) as stream:
+        await first_tokens(stream, 3)
+        await engines[0].close()
+        await first_tokens(stream, 3)
+        await replica_set.close()
+        outcome = await read_all(stream)
+
+    assert outcome.finished is not None
+    assert outcome.finished.reason is EngineFinishReason.CANCELLED
+    assert outcome.finished.migration_count == 1
+
+
+async def test_a_sequence_waits_for_its_own_replica_to_come_back(tiny: TinyCheckpoint, core: EngineCore) -> None:
+    request = make_request(prompt(1), TOKENS)
+    undisturbed, _, _ = await run_losing(tiny, core, request, [None])
+    engine = CoreEngine(tiny, lambda: core)
+
+    async def restart() -> None:
+        await until(lambda: engine.core is None)
+        engine.lose_at = None
+        await engine.start()
+
+    engine.lose_at = 5
+    async with fleet([engine]) as replica_set, asyncio.TaskGroup() as tasks:
+        tasks.create_task(restart())
+        async with replica_set.generate(request) as stream:
+            outcome = await read_all(stream)
+    same(outcome, undisturbed)
+
+    with pytest.raises(EngineFailed):
+        await run_losing(tiny, core, request, [5], recovery_wait_s=0.0)
+
+
+async def test_a_full_queue_is_passed_over_and_told_when_all_are_full(tiny: TinyCheckpoint, core: EngineCore) -> None:
+    engines = [CoreEngine(tiny, lambda: core) for _ in range(2)]
+    async with fleet(engines) as replica_set:
+        engines[0].queue_is_full = True
+        async with replica_set.generate(make_request(prompt(1), 3)) as stream:
+            await read_all(stream)
+        engines[1].queue_is_full = True
+        with pytest.raises(EngineOverloaded):
+            async with replica_set.generate(make_request(prompt(1), 3)):
+                pass
+
+    assert [len(engine.requests) for engine in engines] == [0, 1]
