@@ -21,7 +21,7 @@ from api.admin_service import AdminServicer
 from api.admission import Admission, Capacity
 from api.auth import Authenticator
 from api.billing_service import BillingServicer
-from api.endpoint import write_endpoint
+from api.endpoint import Endpoint
 from api.engines import build_engines
 from api.errors import Draining
 from api.health import keep_health
@@ -33,6 +33,7 @@ from api.receipt_service import ReceiptServicer
 from api.server import Health, Servicers, build_server
 from api.settings import SettingInvalid, Settings
 from api.statistics_log import log_statistics_regularly
+from api.tls import open_tls
 from inference.classifier_process import ClassifierProcess
 from inference.engine import Engine
 from inference.errors import EngineError
@@ -160,7 +161,7 @@ async def serve(settings: Settings) -> None:
     Raises: SettingInvalid, CheckpointInvalid, OSError (address taken).
     """
     owner_id = uuid.uuid4()
-    safety, issuer = build_safety(settings), settings.issuer()
+    tls, safety, issuer = open_tls(settings), build_safety(settings), settings.issuer()
     settings.home.mkdir(parents=True, exist_ok=True)
     engines = build_engines(settings)
     router = Router(engines)
@@ -181,7 +182,8 @@ async def serve(settings: Settings) -> None:
             BillingServicer(authenticator, sessions, issuer),
             ReceiptServicer(authenticator, sessions),
         )
-        server, port = build_server(settings, servicers, health)
+        server, port = build_server(settings, servicers, health, tls)
+        endpoint = Endpoint(settings.home, settings.listen_address, port, tls=tls is not None)
         for engine in router.engines():
             tasks.create_task(engine.serve(), name=f"engine {engine.model.name}")
             tasks.create_task(start_engine(engine), name=f"engine start {engine.model.name}")
@@ -203,11 +205,10 @@ async def serve(settings: Settings) -> None:
         if safety.classifiers is not None:
             background.append(tasks.create_task(safety.classifiers.serve(), name="classifiers"))
             await start_classifiers(safety.classifiers)
-        health_task = tasks.create_task(keep_health(health, router, holds, settings, stopping), name="health")
         gc.freeze()  # what stands now stands to the end: a full collection that looked at it again would stop all streams for 5 ms
         await server.start()
-        write_endpoint(settings.home, f"{settings.listen_address.rpartition(':')[0]}:{port}")
-        log.info("listening", address=settings.listen_address, port=port, models=sorted(engines))
+        health_task = tasks.create_task(keep_health(health, endpoint, router, holds, settings, stopping), name="health")
+        log.info("listening", address=settings.listen_address, port=port, tls=tls is not None, models=sorted(engines))
         with stop_signals(stopping):
             await stopping.wait()
         log.info("draining", running_request_count=capacity.taken_count)

@@ -1,29 +1,57 @@
-"""Where the api process of this machine listens: told to other local processes by a file."""
+"""Where the api process of this machine listens, and whether it serves: told to other local processes by a file."""
 
 from __future__ import annotations
 
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 ENDPOINT_FILE = "serve.json"
+LOOPBACK = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "[::]": "[::1]"}  # of those that listen everywhere
 
 
-def write_endpoint(home: Path, address: str) -> None:
-    """Store the address, whole or not at all."""
-    unfinished = home / f"{ENDPOINT_FILE}.{os.getpid()}"
-    unfinished.write_text(json.dumps({"address": address, "pid": os.getpid()}))
-    unfinished.replace(home / ENDPOINT_FILE)
+class Endpoint:
+    """What this process tells."""
+
+    def __init__(self, home: Path, listen_address: str, port: int, *, tls: bool) -> None:
+        """port: the one that it is bound to."""
+        host = listen_address.rpartition(":")[0]
+        local = listen_address if listen_address.startswith("unix") else f"{LOOPBACK.get(host, host)}:{port}"
+        self.address = f"https://{local}" if tls else local
+        self._home = home
+        self._serving: bool | None = None
+
+    def tell(self, *, serving: bool) -> None:
+        """Store it, whole or not at all, if it has changed."""
+        if serving is self._serving:
+            return
+        self._serving = serving
+        unfinished = self._home / f"{ENDPOINT_FILE}.{os.getpid()}"
+        unfinished.write_text(json.dumps({"address": self.address, "pid": os.getpid(), "serving": serving}))
+        unfinished.replace(self._home / ENDPOINT_FILE)
 
 
 def read_endpoint(home: Path) -> str | None:
     """Where the process that wrote last listens; None if none has."""
-    try:
-        return str(json.loads((home / ENDPOINT_FILE).read_text())["address"])
-    except (OSError, ValueError, KeyError):
-        return None
+    address = _told(home).get("address")
+    return None if address is None else str(address)
+
+
+def serving_endpoint(home: Path) -> str | None:
+    """The same once it takes requests."""
+    told = _told(home)
+    return str(told["address"]) if told.get("serving") and "address" in told else None
 
 
 def forget_endpoint(home: Path) -> None:
     """Before a start: what an earlier process wrote is not true any more."""
     (home / ENDPOINT_FILE).unlink(missing_ok=True)
+
+
+def _told(home: Path) -> dict[str, Any]:
+    try:
+        told = json.loads((home / ENDPOINT_FILE).read_text())
+    except (OSError, ValueError):
+        return {}
+    return told if isinstance(told, dict) else {}

@@ -38,6 +38,7 @@ class ClientStream:
         self._process = process
         self._principal = principal
         self._auth_ms = auth_ms
+        self._frames_max = process.admission.settings.frames_per_message_max
         self._opened_at = time.monotonic()
         self._outbox = Outbox(process.admission.journal)
         self._running: dict[uuid.UUID, LiveRequest] = {}
@@ -91,6 +92,9 @@ class ClientStream:
             received_at = time.monotonic() - auth_ms / 1000
             if not message.frames:
                 raise InvalidRequest([FieldViolation("frames", "a message must hold at least one frame")])
+            if len(message.frames) > self._frames_max:
+                wrong = f"a message may hold {self._frames_max} frames, not {len(message.frames)}: send several messages"
+                raise InvalidRequest([FieldViolation("frames", wrong)])
             for index, frame in enumerate(message.frames):
                 match frame.WhichOneof("kind"):
                     case "start":

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 
 import structlog
 
+from api.endpoint import Endpoint
 from api.server import INFERENCE_SERVICE, SERVICES, Health
 from api.settings import Settings
 from inference.router import Router
@@ -23,8 +24,10 @@ STORE = "quota-store"
 log = structlog.get_logger(__name__)
 
 
-async def keep_health(health: Health, router: Router, holds: HoldStore, settings: Settings, stopping: asyncio.Event) -> None:
-    """Tell what is so until the process drains; from then on nothing serves."""
+async def keep_health(
+    health: Health, endpoint: Endpoint, router: Router, holds: HoldStore, settings: Settings, stopping: asyncio.Event
+) -> None:
+    """Tell clients and this machine what is so until the process drains; from then on nothing serves."""
     told: Mapping[str, bool] = {}
     while not stopping.is_set():
         parts = {STORE: store_is_well(holds, settings)}
@@ -34,9 +37,11 @@ async def keep_health(health: Health, router: Router, holds: HoldStore, settings
             log.warning("part_recovered" if parts[name] else "part_failed", part=name, serving=serving[""])
         told = parts
         await health.tell(parts | serving)
+        endpoint.tell(serving=serving[""])
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(stopping.wait(), INTERVAL_S)
     await health.tell(dict.fromkeys(("", *SERVICES), False))
+    endpoint.tell(serving=False)
 
 
 def services(parts: Mapping[str, bool], may_admit_without_store: bool) -> dict[str, bool]:

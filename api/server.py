@@ -26,6 +26,7 @@ from api.inference_service import InferenceServicer
 from api.interceptor import ErrorInterceptor
 from api.receipt_service import ReceiptServicer
 from api.settings import Settings
+from api.tls import Tls
 
 SERVICES = tuple(
     module.DESCRIPTOR.services_by_name[name].full_name
@@ -71,23 +72,12 @@ class Health:
                 await self.servicer.set(name, status)
 
 
-def build_server(settings: Settings, servicers: Servicers, health: Health) -> tuple[grpc.aio.Server, int]:
-    """The server and the port that it is bound to, which is chosen if the setting says 0.
+def build_server(settings: Settings, servicers: Servicers, health: Health, tls: Tls | None = None) -> tuple[grpc.aio.Server, int]:
+    """The server and the port that it is bound to, which is chosen if the setting says 0. tls: None for plaintext.
 
     Raises: OSError if the address cannot be bound.
     """
-    server = grpc.aio.server(
-        interceptors=(ErrorInterceptor(),),
-        options=(
-            ("grpc.max_receive_message_length", settings.message_bytes_max),
-            ("grpc.max_concurrent_streams", REFUSABLE_STREAMS_FACTOR * settings.streams_per_connection_max),
-            ("grpc.keepalive_time_ms", KEEPALIVE_MS),
-            ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
-            ("grpc.http2.min_recv_ping_interval_without_data_ms", CLIENT_PING_INTERVAL_MS_MIN),
-            ("grpc.keepalive_permit_without_calls", 1),
-            ("grpc.so_reuseport", 0),  # a second server on the same port is a mistake until it is asked for
-        ),
-    )
+    server = grpc.aio.server(interceptors=(ErrorInterceptor(),), options=options(settings))
     inference_service_pb2_grpc.add_InferenceServiceServicer_to_server(servicers.inference, server)
     admin_service_pb2_grpc.add_AdminServiceServicer_to_server(servicers.admin, server)
     billing_service_pb2_grpc.add_BillingServiceServicer_to_server(servicers.billing, server)
@@ -97,7 +87,34 @@ def build_server(settings: Settings, servicers: Servicers, health: Health) -> tu
         (*SERVICES, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME), server
     )
     try:
-        port = server.add_insecure_port(settings.listen_address)
+        if tls is None:
+            port = server.add_insecure_port(settings.listen_address)
+        else:
+            port = server.add_secure_port(settings.listen_address, tls.grpc_credentials())
     except RuntimeError as error:
         raise OSError(f"cannot listen on {settings.listen_address}: {error}") from error
     return server, port
+
+
+def options(settings: Settings) -> tuple[tuple[str, int], ...]:
+    """What the transport bears."""
+    return (
+        ("grpc.max_receive_message_length", settings.message_bytes_max),
+        # Both bounds the same: between them the transport would throw dice for each call.
+        ("grpc.max_metadata_size", settings.metadata_bytes_max),
+        ("grpc.absolute_max_metadata_size", settings.metadata_bytes_max),
+        ("grpc.max_concurrent_streams", REFUSABLE_STREAMS_FACTOR * settings.streams_per_connection_max),
+        ("grpc.max_connection_idle_ms", milliseconds(settings.connection_idle_max_s)),
+        ("grpc.max_connection_age_ms", milliseconds(settings.connection_age_max_s)),
+        ("grpc.server_handshake_timeout_ms", milliseconds(settings.handshake_max_s)),
+        ("grpc.keepalive_time_ms", KEEPALIVE_MS),
+        ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
+        ("grpc.http2.min_recv_ping_interval_without_data_ms", CLIENT_PING_INTERVAL_MS_MIN),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.so_reuseport", 0),  # a second server on the same port is a mistake until it is asked for
+    )
+
+
+def milliseconds(seconds: float) -> int:
+    """As the transport counts, which takes 32 bits."""
+    return min(max(1, int(seconds * 1000)), 2**31 - 1)

@@ -7,75 +7,20 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
+from api.door_settings import DoorSettings
+from api.setting_values import SettingInvalid as SettingInvalid  # told to whoever reads settings
+from api.setting_values import one_of, scale, seconds, setting, whole
 from metering.billing.invoice_document import Issuer, shown_by_helvetica
-
-Value = TypeVar("Value")
 
 DEMO_MODEL_NAME = "demo"
 TEXT_CHARS_MAX = 1000  # of a letterhead: more would push the invoice off its own page
 WEIGHT_MIN, WEIGHT_MAX = 0.01, 100.0  # beyond these a tenant would as good as stand still, or alone
-
-
-class SettingInvalid(ValueError):
-    """An environment variable holds something that cannot be used; the message names it and says what would do."""
-
-
-def setting(variable: str, default: Value, parse: Callable[[str], Value]) -> Any:
-    """A field that `from_environment` fills from the variable."""
-    return field(default=default, metadata={"variable": variable, "parse": parse})
-
-
-def whole(least: int, most: int) -> Callable[[str], int]:
-    """Parser of a whole number between two bounds."""
-
-    def parse(text: str) -> int:
-        value = int(text)
-        if not least <= value <= most:
-            raise ValueError(f"must be between {least} and {most}")
-        return value
-
-    return parse
-
-
-def seconds(most: float) -> Callable[[str], float]:
-    """Parser of a duration in seconds."""
-
-    def parse(text: str) -> float:
-        value = float(text)
-        if not 0 < value <= most:
-            raise ValueError(f"must be more than 0 and at most {most}")
-        return value
-
-    return parse
-
-
-def scale(most: float) -> Callable[[str], float]:
-    """Parser of a factor, which may be 0."""
-
-    def parse(text: str) -> float:
-        value = float(text)
-        if not 0 <= value <= most:
-            raise ValueError(f"must be between 0 and {most}")
-        return value
-
-    return parse
-
-
-def one_of(*choices: str) -> Callable[[str], str]:
-    """Parser of one word among several."""
-
-    def parse(text: str) -> str:
-        if text not in choices:
-            raise ValueError(f"must be one of {', '.join(choices)}")
-        return text
-
-    return parse
 
 
 def paths_by_name(text: str) -> dict[str, Path]:
@@ -135,12 +80,11 @@ def lines_of(text: str) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class Settings(DoorSettings):
     """Everything that an api process can be told. Durations in seconds, sizes in bytes."""
 
     database_url: str = setting("WEIR_DATABASE_URL", "", str)
     home: Path = field(default_factory=default_home, metadata={"variable": "WEIR_HOME", "parse": Path})
-    listen_address: str = setting("WEIR_LISTEN", "127.0.0.1:8443", str)
     models: Mapping[str, Path] = field(default_factory=bundled_models, metadata={"variable": "WEIR_MODELS", "parse": paths_by_name})
     safety_rules: str = setting("WEIR_SAFETY_RULES", "", str)  # a file for `inference.safety_file`; empty: nothing is checked
     # The private key that signs receipts. Empty: that of the home directory, if there is one; "off": none, they are chained only.
@@ -195,10 +139,6 @@ class Settings:
     grace_holds_per_key: int = setting("WEIR_GRACE_HOLDS_PER_KEY", 4, whole(1, 1000))
     grace_input_tokens: int = setting("WEIR_GRACE_INPUT_TOKENS", 2048, whole(1, 10_000_000))
 
-    # 4 MiB hold a prompt of some hundred thousand tokens in any encoding; beyond it parsing alone would stall the others.
-    message_bytes_max: int = setting("WEIR_MESSAGE_BYTES_MAX", 4 * 2**20, whole(1024, 2**30))
-    # Some 40 kB and a check of the key each. One stream carries many requests, so that a client needs few.
-    streams_per_connection_max: int = setting("WEIR_STREAMS_PER_CONNECTION_MAX", 1000, whole(1, 100_000))
     requests_per_stream_max: int = setting("WEIR_REQUESTS_PER_STREAM_MAX", 1000, whole(1, 1_000_000))
     requests_per_process_max: int = setting("WEIR_REQUESTS_PER_PROCESS_MAX", 2000, whole(1, 1_000_000))
     # Per model. A queue as long as this takes minutes to work off: whoever came later would rather know.

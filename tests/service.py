@@ -142,6 +142,7 @@ class Service:
         self.tokenizer = Tokenizer(model)
         self.process: subprocess.Popen[bytes] | None = None
         self.address = ""
+        self.credentials: grpc.ChannelCredentials | None = None  # of its clients, where it speaks TLS
         self._priced = False
 
     @property
@@ -185,7 +186,11 @@ class Service:
 
     def serving(self, name: str = "") -> bool:
         """What the health service says of the whole, a service, or a part."""
-        with grpc.insecure_channel(self.address) as channel:
+        if self.credentials is None:
+            opened = grpc.insecure_channel(self.address)
+        else:
+            opened = grpc.secure_channel(self.address, self.credentials)
+        with opened as channel:
             try:
                 answer = health_check(channel)(health_pb2.HealthCheckRequest(service=name), timeout=5)
             except grpc.RpcError:
@@ -195,7 +200,8 @@ class Service:
     def _endpoint(self) -> str | None:
         assert self.process is not None
         assert self.process.poll() is None, f"the api process ended:\n{self.log[-4000:]}"
-        return read_endpoint(self.home)
+        told = read_endpoint(self.home)
+        return None if told is None else told.removeprefix("https://")
 
     def terminate(self) -> None:
         """Ask it to drain."""
@@ -294,7 +300,11 @@ class Service:
     async def channel(self, *options: tuple[str, Any]) -> AsyncIterator[grpc.aio.Channel]:
         """A connection of its own."""
         alone = ("grpc.use_local_subchannel_pool", 1)
-        async with grpc.aio.insecure_channel(self.address, options=[alone, *options]) as channel:
+        if self.credentials is None:
+            opened = grpc.aio.insecure_channel(self.address, options=[alone, *options])
+        else:
+            opened = grpc.aio.secure_channel(self.address, self.credentials, options=[alone, *options])
+        async with opened as channel:
             yield channel
 
     @contextlib.asynccontextmanager

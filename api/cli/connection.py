@@ -31,7 +31,8 @@ RETRY_WAIT_MAX_S = 1.0  # a person at a terminal is told to wait rather than lef
 AddressOption = Annotated[
     str | None,
     typer.Option(
-        "--address", help="Server to connect to: host:port or unix:/path. Else $WEIR_ADDRESS, else what `weir up` started."
+        "--address",
+        help="Server to connect to: host:port, https://host:port or unix:/path. Else $WEIR_ADDRESS, else what `weir up` started.",
     ),
 ]
 KeyOption = Annotated[

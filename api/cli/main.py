@@ -9,7 +9,8 @@ import os
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -110,8 +111,21 @@ app = typer.Typer(
 
 
 @app.callback()
-def weir() -> None:
+def weir(
+    ca: Annotated[
+        Path | None,
+        typer.Option("--ca", help="PEM file of the authorities to trust. Else $WEIR_ROOT_CERTIFICATES, else the system's."),
+    ] = None,
+    client_certificate: Annotated[
+        Path | None, typer.Option(help="PEM file, for servers that want to see one. Else $WEIR_CLIENT_CERTIFICATE.")
+    ] = None,
+    client_key: Annotated[Path | None, typer.Option(help="PEM file of its key. Else $WEIR_CLIENT_KEY.")] = None,
+) -> None:
     """Weir: language models as a metered stream, from a key to an invoice."""
+    given = {"WEIR_ROOT_CERTIFICATES": ca, "WEIR_CLIENT_CERTIFICATE": client_certificate, "WEIR_CLIENT_KEY": client_key}
+    for variable, path in given.items():
+        if path is not None:  # the SDK reads them there, whichever client a command uses
+            os.environ |= {variable: str(path), "WEIR_TLS": "1"}
 
 
 def main() -> None:

@@ -19,7 +19,7 @@ import grpc
 from grpc_health.v1 import health_pb2
 
 from api.cli.bootstrap import Connection, bootstrap, ensure_receipt_key
-from api.endpoint import forget_endpoint, read_endpoint
+from api.endpoint import forget_endpoint, serving_endpoint
 from api.settings import Settings
 from metering.errors import InvalidValue
 from metering.export.export_settings import export_settings, webhook_settings
@@ -158,8 +158,7 @@ async def wait_until_serving(home: Path, api: Child) -> str:
     while time.monotonic() < deadline:
         if api.process is None or api.process.returncode is not None:
             raise StackFailed(f"the api server did not start:\n{api.log_tail()}")
-        address = read_endpoint(home)
-        if address is not None and await is_serving(address):
+        if (address := serving_endpoint(home)) is not None:
             return address
         await asyncio.sleep(0.05)
     raise StackFailed(f"the api server is not ready after {READY_TIMEOUT_S:.0f} s:\n{api.log_tail()}")

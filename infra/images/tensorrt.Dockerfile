@@ -26,4 +26,5 @@ RUN pip freeze --exclude-editable | grep -E '^[A-Za-z0-9._-]+==' > image.txt \
 VOLUME /var/lib/weir
 EXPOSE 8443
 ENTRYPOINT ["weir"]
+# Reachable from outside the container, so it wants WEIR_TLS_CERTIFICATE and WEIR_TLS_KEY, or WEIR_ALLOW_PLAINTEXT=1.
 CMD ["serve", "--listen", "0.0.0.0:8443"]

@@ -6,8 +6,9 @@ from decimal import Decimal
 from pathlib import Path
 
 import pytest
-from weir_client import AsyncClient, ErrorDetails, Money, QuotaExceeded, Unauthenticated, Unavailable
+from weir_client import AsyncClient, ErrorDetails, InvalidRequest, Money, QuotaExceeded, Unauthenticated, Unavailable
 from weir_client.connection import ConnectionSettings, RetryPolicy, is_local
+from weir_client.tls import Tls, TlsOptions
 
 from tests.sdk import scripted
 from tests.sdk.scripted import ScriptedInference
@@ -41,12 +42,15 @@ def test_only_what_never_leaves_the_machine_is_local(address: str, local: bool) 
         ("weir.example.com:80", False, False),
         ("https://127.0.0.1:443", None, True),
         ("http://weir.internal:80/", None, False),
+        ("grpcs://127.0.0.1:443", None, True),
+        ("grpc://weir.internal:80", None, False),
+        ("https://weir.internal:80", False, False),
     ],
 )
 def test_tls_is_on_unless_the_address_is_local_or_says_otherwise(address: str, tls: bool | None, expected: bool) -> None:
     settings = ConnectionSettings.resolve(address, "key", tls=tls)
 
-    assert settings.tls is expected
+    assert (settings.tls is not None) is expected
     assert "//" not in settings.address
     assert not settings.address.endswith("/")
 
@@ -57,8 +61,43 @@ def test_root_certificates_mean_tls_and_come_as_bytes_or_file(tmp_path: Path) ->
     from_file = ConnectionSettings.resolve("127.0.0.1:1", "key", root_certificates=tmp_path / "roots.pem")
     from_bytes = ConnectionSettings.resolve("127.0.0.1:1", "key", root_certificates=b"pem")
 
-    assert (from_file.tls, from_file.root_certificates) == (True, b"pem")
+    assert from_file.tls == Tls(b"pem")
     assert from_bytes == from_file
+
+
+def test_client_certificates_come_as_files_from_the_environment_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable, name in (("WEIR_CLIENT_CERTIFICATE", "certificate"), ("WEIR_CLIENT_KEY", "key")):
+        (tmp_path / name).write_bytes(name.encode())
+        monkeypatch.setenv(variable, str(tmp_path / name))
+
+    settings = ConnectionSettings.resolve("weir.example.com:443", "key", root_certificates=b"roots")
+
+    assert settings.tls == Tls(b"roots", b"certificate", b"key")
+    assert "key" not in repr(settings.tls)
+    assert ConnectionSettings.resolve("127.0.0.1:1", "key").tls is None, "the environment alone encrypts nothing on this machine"
+    monkeypatch.setenv("WEIR_TLS", "1")
+    assert ConnectionSettings.resolve("127.0.0.1:1", "key").tls == Tls(None, b"certificate", b"key")
+    assert ConnectionSettings.resolve("http://127.0.0.1:1", "key").tls is None, "the address says what it is"
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"root_certificates": "/no/such/roots.pem"}, "root_certificates: /no/such/roots.pem cannot be read"),
+        ({"client_certificate": b"c"}, "client_key .WEIR_CLIENT_KEY. is missing"),
+        ({"client_key": b"k", "tls": True}, "client_certificate .WEIR_CLIENT_CERTIFICATE. is missing"),
+    ],
+)
+def test_certificates_that_cannot_be_used_are_told_by_name(options: TlsOptions, told: str) -> None:
+    with pytest.raises(InvalidRequest, match=told):
+        ConnectionSettings.resolve("127.0.0.1:1", "key", **options)
+
+
+def test_a_switch_for_tls_is_1_or_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WEIR_TLS", "yes")
+
+    with pytest.raises(InvalidRequest, match="WEIR_TLS='yes': must be 1 or 0"):
+        ConnectionSettings.resolve("127.0.0.1:1", "key")
 
 
 def test_the_environment_fills_in_what_is_not_given(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import datetime, timedelta
-from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Self, Unpack
 
 from weir_client.accounts import ApiKey, AuditEntry, CreatedApiKey, Organization, Project, RotatedApiKey
 from weir_client.admin import AsyncAdminClient
 from weir_client.admin_terms import TermCalls
 from weir_client.connection import UNARY_TIMEOUT_S
 from weir_client.loop_thread import LoopThread
+from weir_client.tls import TlsOptions
 from weir_client.values import QuotaDimension, QuotaStatus, QuotaSubject
 
 
@@ -26,12 +26,11 @@ class AdminClient(TermCalls):
         address: str | None = None,
         api_key: str | None = None,
         *,
-        tls: bool | None = None,
-        root_certificates: bytes | str | Path | None = None,
         timeout: float = UNARY_TIMEOUT_S,
+        **tls: Unpack[TlsOptions],
     ) -> None:
         """Settles where to connect. Raises: Unauthenticated if there is no key."""
-        self._client = AsyncAdminClient(address, api_key, tls=tls, root_certificates=root_certificates, timeout=timeout)
+        self._client = AsyncAdminClient(address, api_key, timeout=timeout, **tls)
         self._thread = LoopThread(self._client)
 
     @property

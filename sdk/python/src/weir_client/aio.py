@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 from types import TracebackType
 from typing import Self, Unpack
 
@@ -24,6 +23,7 @@ from weir_client.generation import AsyncGeneration
 from weir_client.prompt import GenerateOptions, Prompt, build_start, conversation
 from weir_client.quote import Quote
 from weir_client.stream import Call, SharedStream
+from weir_client.tls import TlsOptions
 from weir_client.values import Generation, Model, QuotaStatus, Result, TokenCount
 
 
@@ -38,34 +38,31 @@ class AsyncClient:
         address: str | None = None,
         api_key: str | None = None,
         *,
-        tls: bool | None = None,
-        root_certificates: bytes | str | Path | None = None,
         max_retries: int = 2,
         retry_wait_max_s: float = RETRY_WAIT_MAX_S,
         max_message_bytes: int = MESSAGE_BYTES_MAX,
         keepalive_s: float = KEEPALIVE_S,
+        **tls: Unpack[TlsOptions],
     ) -> None:
         """Settles where to connect; the connection itself is made when it is first used.
 
         address: `host:port`, `unix:/path`, or either after `https://` or `http://`; else `WEIR_ADDRESS`, else this machine.
+        tls: see `TlsOptions`: TLS is on unless the address is this machine; whom to trust; a client certificate.
         api_key: else `WEIR_API_KEY`; empty: call without one.
-        tls: on unless the address is this machine (loopback, unix socket).
-        root_certificates: PEM bytes or a file of them, to trust instead of the system's; also `WEIR_ROOT_CERTIFICATES`.
         max_retries: further attempts for UNAVAILABLE, and for a quota that frees itself within `retry_wait_max_s` seconds;
             only before the first token, with the same request id, honouring the server's hint.
         max_message_bytes: the largest request that is sent; the server has its own limit.
         keepalive_s: seconds between pings on a silent connection.
 
-        Raises: Unauthenticated if there is no key.
+        Raises: Unauthenticated if there is no key; InvalidRequest for certificates that cannot be used.
         """
         self._settings = ConnectionSettings.resolve(
             address,
             api_key,
-            tls=tls,
-            root_certificates=root_certificates,
             max_message_bytes=max_message_bytes,
             keepalive_s=keepalive_s,
             retry=RetryPolicy(max_retries, retry_wait_max_s),
+            **tls,
         )
         self._connection: Connection | None = None
         self._tasks: asyncio.TaskGroup | None = None

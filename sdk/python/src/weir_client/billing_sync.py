@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Self, Unpack
 
 from weir_client.accounts import MonthReport
 from weir_client.billing import AsyncBillingClient
@@ -12,6 +11,7 @@ from weir_client.billing_usage import UsageCalls
 from weir_client.bills import Adjustment, ClosedMonth, DocumentFormat, Invoice, Month, MonthVerification
 from weir_client.connection import UNARY_TIMEOUT_S
 from weir_client.loop_thread import LoopThread
+from weir_client.tls import TlsOptions
 from weir_client.values import Money
 
 
@@ -25,12 +25,11 @@ class BillingClient(UsageCalls):
         address: str | None = None,
         api_key: str | None = None,
         *,
-        tls: bool | None = None,
-        root_certificates: bytes | str | Path | None = None,
         timeout: float = UNARY_TIMEOUT_S,
+        **tls: Unpack[TlsOptions],
     ) -> None:
         """Settles where to connect. Raises: Unauthenticated if there is no key."""
-        self._client = AsyncBillingClient(address, api_key, tls=tls, root_certificates=root_certificates, timeout=timeout)
+        self._client = AsyncBillingClient(address, api_key, timeout=timeout, **tls)
         self._thread = LoopThread(self._client)
 
     @property

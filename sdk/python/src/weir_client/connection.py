@@ -12,14 +12,13 @@ import random
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, Unpack
 
-import grpc
 import grpc.aio
 
 from weir_client import errors
 from weir_client.status import error_from_rpc
+from weir_client.tls import Tls, TlsOptions, resolve_tls, without_scheme
 
 DEFAULT_ADDRESS = "127.0.0.1:8443"  # where a server listens unless told otherwise
 UNARY_TIMEOUT_S = 30.0  # look-ups answer in milliseconds; a report over a large month may take seconds
@@ -72,8 +71,7 @@ class ConnectionSettings:
 
     address: str
     api_key: str = field(repr=False)
-    tls: bool
-    root_certificates: bytes | None = field(repr=False)
+    tls: Tls | None
     max_message_bytes: int = MESSAGE_BYTES_MAX
     keepalive_s: float = KEEPALIVE_S
     retry: RetryPolicy = RetryPolicy()
@@ -85,33 +83,25 @@ class ConnectionSettings:
         api_key: str | None,
         *,
         key_variables: Sequence[str] = ("WEIR_API_KEY",),
-        tls: bool | None = None,
-        root_certificates: bytes | str | Path | None = None,
         max_message_bytes: int = MESSAGE_BYTES_MAX,
         keepalive_s: float = KEEPALIVE_S,
         retry: RetryPolicy | None = None,
+        **tls: Unpack[TlsOptions],
     ) -> ConnectionSettings:
         """Fills in what is not given from the environment.
 
-        Raises: Unauthenticated if no key is given and none of `key_variables` is set (an empty key means: call without one).
+        Raises: Unauthenticated if no key is given and none of `key_variables` is set (an empty key means: call without one);
+        InvalidRequest for certificates that cannot be used.
         """
-        target = address or os.environ.get("WEIR_ADDRESS") or DEFAULT_ADDRESS
-        for scheme, secure in (("https://", True), ("http://", False)):
-            if target.startswith(scheme):
-                target = target.removeprefix(scheme).rstrip("/")
-                tls = secure if tls is None else tls
+        target, scheme = without_scheme(address or os.environ.get("WEIR_ADDRESS") or DEFAULT_ADDRESS)
         if api_key is None:
             api_key = next((os.environ[name] for name in key_variables if os.environ.get(name)), None)
         if api_key is None:
             raise errors.Unauthenticated(f"no API key: pass api_key= or set {' or '.join(key_variables)}")
         if not api_key.isascii():
             raise errors.Unauthenticated("the API key holds characters that no key has; was it copied in full?")
-        roots = root_certificates or os.environ.get("WEIR_ROOT_CERTIFICATES")
-        if isinstance(roots, str | Path):
-            roots = Path(roots).read_bytes()
-        if tls is None:
-            tls = root_certificates is not None or not is_local(target)
-        return cls(target, api_key.strip(), tls, roots or None, max_message_bytes, keepalive_s, retry or RetryPolicy())
+        resolved = resolve_tls(tls, scheme=scheme, local=is_local(target))
+        return cls(target, api_key.strip(), resolved, max_message_bytes, keepalive_s, retry or RetryPolicy())
 
 
 def is_local(address: str) -> bool:
@@ -134,9 +124,8 @@ class Connection:
         if settings.api_key:
             self.metadata = (("authorization", f"Bearer {settings.api_key}"),)
         options = _channel_options(settings)
-        if settings.tls:
-            credentials = grpc.ssl_channel_credentials(settings.root_certificates)
-            self.channel = grpc.aio.secure_channel(settings.address, credentials, options)
+        if settings.tls is not None:
+            self.channel = grpc.aio.secure_channel(settings.address, settings.tls.credentials(), options)
         else:
             self.channel = grpc.aio.insecure_channel(settings.address, options)
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Self, Unpack
 
 from weir.v1 import receipt_service_pb2 as pb
 from weir.v1 import receipt_service_pb2_grpc as pb_grpc
@@ -14,6 +13,7 @@ from weir_client import wire_receipts
 from weir_client.connection import UNARY_TIMEOUT_S
 from weir_client.loop_thread import LoopThread
 from weir_client.receipts import Receipt, ReceiptKey, ReceiptMonth
+from weir_client.tls import TlsOptions
 from weir_client.unary import UnaryClient
 
 PAGE_SIZE = 1000
@@ -61,12 +61,11 @@ class ReceiptClient:
         address: str | None = None,
         api_key: str | None = None,
         *,
-        tls: bool | None = None,
-        root_certificates: bytes | str | Path | None = None,
         timeout: float = UNARY_TIMEOUT_S,
+        **tls: Unpack[TlsOptions],
     ) -> None:
         """Settles where to connect. Raises: Unauthenticated if there is no key."""
-        self._client = AsyncReceiptClient(address, api_key, tls=tls, root_certificates=root_certificates, timeout=timeout)
+        self._client = AsyncReceiptClient(address, api_key, timeout=timeout, **tls)
         self._thread = LoopThread(self._client)
 
     @property

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from pathlib import Path
 from types import TracebackType
 from typing import Self, Unpack
 
@@ -14,6 +13,7 @@ from weir_client.generation import AsyncGeneration
 from weir_client.loop_thread import LoopThread
 from weir_client.prompt import GenerateOptions, Prompt
 from weir_client.quote import Quote
+from weir_client.tls import TlsOptions
 from weir_client.values import Admitted, Delta, Event, Generation, Model, Partial, QuotaStatus, Result, TokenCount
 
 
@@ -131,23 +131,21 @@ class Client:
         address: str | None = None,
         api_key: str | None = None,
         *,
-        tls: bool | None = None,
-        root_certificates: bytes | str | Path | None = None,
         max_retries: int = 2,
         retry_wait_max_s: float = RETRY_WAIT_MAX_S,
         max_message_bytes: int = MESSAGE_BYTES_MAX,
         keepalive_s: float = KEEPALIVE_S,
+        **tls: Unpack[TlsOptions],
     ) -> None:
         """Settles where to connect. Raises: Unauthenticated if there is no key."""
         self._client = AsyncClient(
             address,
             api_key,
-            tls=tls,
-            root_certificates=root_certificates,
             max_retries=max_retries,
             retry_wait_max_s=retry_wait_max_s,
             max_message_bytes=max_message_bytes,
             keepalive_s=keepalive_s,
+            **tls,
         )
         self._thread = LoopThread(self._client)
 

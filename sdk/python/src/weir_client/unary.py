@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import TracebackType
-from typing import ClassVar, Self, TypeVar
+from typing import ClassVar, Self, TypeVar, Unpack
 
 from grpc.aio import UnaryUnaryMultiCallable
 
 from weir_client.connection import UNARY_TIMEOUT_S, Connection, ConnectionSettings
+from weir_client.tls import TlsOptions
 
 _Request = TypeVar("_Request")
 _Response = TypeVar("_Response")
@@ -24,17 +24,14 @@ class UnaryClient:
         address: str | None = None,
         api_key: str | None = None,
         *,
-        tls: bool | None = None,
-        root_certificates: bytes | str | Path | None = None,
         timeout: float = UNARY_TIMEOUT_S,
+        **tls: Unpack[TlsOptions],
     ) -> None:
         """Settles where to connect: see `AsyncClient`. The key comes from `WEIR_ADMIN_KEY` first, then `WEIR_API_KEY`.
 
         timeout: seconds for each call, retries included. Raises: Unauthenticated if there is no key.
         """
-        self._settings = ConnectionSettings.resolve(
-            address, api_key, key_variables=self.key_variables, tls=tls, root_certificates=root_certificates
-        )
+        self._settings = ConnectionSettings.resolve(address, api_key, key_variables=self.key_variables, **tls)
         self._timeout_s = timeout
         self._connection: Connection | None = None
 

@@ -1,0 +1,57 @@
+"""Settings of the door: where a process listens, by which certificate, and what it bears from those who knock.
+
+Every bound that protects the service from its clients stands here with its reason.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from api.setting_values import SettingInvalid, seconds, setting, truth, whole
+
+
+@dataclass(frozen=True, slots=True)
+class DoorSettings:
+    """What holds before anybody is let in. Durations in seconds, sizes in bytes."""
+
+    listen_address: str = setting("WEIR_LISTEN", "127.0.0.1:8443", str)
+    # PEM files; both or none. A renewed certificate counts from the next connection on, without a restart.
+    tls_certificate: str = setting("WEIR_TLS_CERTIFICATE", "", str)  # the server's own first, then those between it and its root
+    tls_key: str = setting("WEIR_TLS_KEY", "", str)  # not encrypted: nobody is there to type a passphrase
+    # PEM file of authorities. If it is given, a client needs a certificate of theirs to be listened to at all, beside its key.
+    tls_client_ca: str = setting("WEIR_TLS_CLIENT_CA", "", str)
+    # Keys and prompts would travel in the clear: only behind a proxy that speaks TLS, or in a network that nobody else is in.
+    allow_plaintext: bool = setting("WEIR_ALLOW_PLAINTEXT", False, truth)
+
+    # Failed authentications that one address (IPv6: one /64) may have at once and per minute. Nobody guesses 256 bits: this keeps
+    # a flood of wrong keys from the database. Keys that were good a while ago pass in any case. 0: no bound, for servers behind a
+    # proxy, which see one address only.
+    auth_failures_per_minute: int = setting("WEIR_AUTH_FAILURES_PER_MINUTE", 60, whole(0, 1_000_000))
+
+    # 4 MiB hold a prompt of some hundred thousand tokens in any encoding; beyond it parsing alone would stall the others.
+    message_bytes_max: int = setting("WEIR_MESSAGE_BYTES_MAX", 4 * 2**20, whole(1024, 2**30))
+    # All frames of a message are begun with in one go, and no other stream is served meanwhile.
+    frames_per_message_max: int = setting("WEIR_FRAMES_PER_MESSAGE_MAX", 1000, whole(1, 1_000_000))
+    # Of one call, as HPACK counts it. A key, a deadline and a tracing context take a tenth of it.
+    metadata_bytes_max: int = setting("WEIR_METADATA_BYTES_MAX", 16 * 2**10, whole(1024, 2**20))
+    # Some 40 kB and a check of the key each. One stream carries many requests, so that a client needs few.
+    streams_per_connection_max: int = setting("WEIR_STREAMS_PER_CONNECTION_MAX", 1000, whole(1, 100_000))
+    # A connection without a call is closed after so long; a client that comes again connects anew and notices nothing.
+    connection_idle_max_s: float = setting("WEIR_CONNECTION_IDLE_MAX_S", 1800.0, seconds(86_400))
+    # After so long a connection takes no new calls, and the client connects anew: so load finds new servers, and a client
+    # certificate is looked at again. Calls that run go on to their end.
+    connection_age_max_s: float = setting("WEIR_CONNECTION_AGE_MAX_S", 86_400.0, seconds(31_536_000))
+    # TLS and HTTP/2 must have shaken hands by then: whoever connects and says nothing costs a file descriptor.
+    handshake_max_s: float = setting("WEIR_HANDSHAKE_MAX_S", 10.0, seconds(3600))
+
+    def tls_files(self) -> tuple[Path, Path, Path | None] | None:
+        """Certificate, key and client authorities; None without TLS. Raises: SettingInvalid for a half of it."""
+        if not self.tls_certificate and not self.tls_key:
+            if self.tls_client_ca:
+                raise SettingInvalid("WEIR_TLS_CLIENT_CA: clients show certificates over TLS alone: give WEIR_TLS_CERTIFICATE too")
+            return None
+        for variable, value in (("WEIR_TLS_CERTIFICATE", self.tls_certificate), ("WEIR_TLS_KEY", self.tls_key)):
+            if not value:
+                raise SettingInvalid(f"{variable} is not set: a certificate and its key go together")
+        return Path(self.tls_certificate), Path(self.tls_key), Path(self.tls_client_ca) if self.tls_client_ca else None

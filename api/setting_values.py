@@ -1,0 +1,72 @@
+"""How a setting is declared, and the parsers of its values. `settings.py` and `door_settings.py` are made of these."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import field
+from typing import Any, TypeVar
+
+Value = TypeVar("Value")
+
+
+class SettingInvalid(ValueError):
+    """An environment variable holds something that cannot be used; the message names it and says what would do."""
+
+
+def setting(variable: str, default: Value, parse: Callable[[str], Value]) -> Any:
+    """A field that `from_environment` fills from the variable."""
+    return field(default=default, metadata={"variable": variable, "parse": parse})
+
+
+def whole(least: int, most: int) -> Callable[[str], int]:
+    """Parser of a whole number between two bounds."""
+
+    def parse(text: str) -> int:
+        value = int(text)
+        if not least <= value <= most:
+            raise ValueError(f"must be between {least} and {most}")
+        return value
+
+    return parse
+
+
+def seconds(most: float) -> Callable[[str], float]:
+    """Parser of a duration in seconds."""
+
+    def parse(text: str) -> float:
+        value = float(text)
+        if not 0 < value <= most:
+            raise ValueError(f"must be more than 0 and at most {most}")
+        return value
+
+    return parse
+
+
+def scale(most: float) -> Callable[[str], float]:
+    """Parser of a factor, which may be 0."""
+
+    def parse(text: str) -> float:
+        value = float(text)
+        if not 0 <= value <= most:
+            raise ValueError(f"must be between 0 and {most}")
+        return value
+
+    return parse
+
+
+def one_of(*choices: str) -> Callable[[str], str]:
+    """Parser of one word among several."""
+
+    def parse(text: str) -> str:
+        if text not in choices:
+            raise ValueError(f"must be one of {', '.join(choices)}")
+        return text
+
+    return parse
+
+
+def truth(text: str) -> bool:
+    """Parser of a yes or no."""
+    if text.lower() not in ("1", "true", "0", "false"):
+        raise ValueError("must be 1 or 0")
+    return text.lower() in ("1", "true")

@@ -1,0 +1,92 @@
+"""Whether a connection is encrypted, whom it trusts, and how the client shows who it is."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypedDict
+
+import grpc
+
+from weir_client import errors
+
+Pem = bytes | str | Path
+SCHEMES = (("https://", True), ("grpcs://", True), ("http://", False), ("grpc://", False))
+
+
+class TlsOptions(TypedDict, total=False):
+    """What every client takes about TLS. Certificates and keys are PEM: bytes, or the path of a file.
+
+    tls: on or off. Else as the address says (`https://`, `grpcs://`, `http://`, `grpc://`), else `WEIR_TLS` (1 or 0), else on where
+        certificates are given here or the address is not this machine (loopback, unix socket).
+    root_certificates: whom to trust instead of the system's authorities; else `WEIR_ROOT_CERTIFICATES`, a file.
+    client_certificate, client_key: for servers that want to see one; else `WEIR_CLIENT_CERTIFICATE`, `WEIR_CLIENT_KEY`, files.
+    """
+
+    tls: bool | None
+    root_certificates: Pem | None
+    client_certificate: Pem | None
+    client_key: Pem | None
+
+
+@dataclass(frozen=True, slots=True)
+class Tls:
+    """The certificates of one connection, read."""
+
+    root_certificates: bytes | None = field(default=None, repr=False)
+    client_certificate: bytes | None = field(default=None, repr=False)
+    client_key: bytes | None = field(default=None, repr=False)
+
+    def credentials(self) -> grpc.ChannelCredentials:
+        """As gRPC takes them."""
+        return grpc.ssl_channel_credentials(self.root_certificates, self.client_key, self.client_certificate)
+
+
+def without_scheme(address: str) -> tuple[str, bool | None]:
+    """The address as gRPC takes it, and whether its scheme wants TLS; None if it has none."""
+    for scheme, secure in SCHEMES:
+        if address.startswith(scheme):
+            return address.removeprefix(scheme).rstrip("/"), secure
+    return address, None
+
+
+def resolve_tls(options: TlsOptions, *, scheme: bool | None, local: bool) -> Tls | None:
+    """The certificates to use; None for plaintext. scheme: what the address says; local: whether it is on this machine.
+
+    Raises: InvalidRequest for a file that cannot be read, and for a half of certificate and key.
+    """
+    wanted = options.get("tls")
+    if wanted is None:
+        wanted = scheme
+    if wanted is None and (said := os.environ.get("WEIR_TLS")):
+        if said not in ("0", "1"):
+            raise errors.InvalidRequest(f"WEIR_TLS={said!r}: must be 1 or 0", reason="FIELD_INVALID")
+        wanted = said == "1"
+    if wanted is None:
+        given = options.get("root_certificates") is not None or options.get("client_certificate") is not None
+        wanted = given or not local
+    if not wanted:
+        return None
+    tls = Tls(
+        _read("root_certificates", options.get("root_certificates"), "WEIR_ROOT_CERTIFICATES"),
+        _read("client_certificate", options.get("client_certificate"), "WEIR_CLIENT_CERTIFICATE"),
+        _read("client_key", options.get("client_key"), "WEIR_CLIENT_KEY"),
+    )
+    if (tls.client_certificate is None) != (tls.client_key is None):
+        missing = "client_key (WEIR_CLIENT_KEY)" if tls.client_key is None else "client_certificate (WEIR_CLIENT_CERTIFICATE)"
+        raise errors.InvalidRequest(f"{missing} is missing: a certificate and its key go together", reason="FIELD_INVALID")
+    return tls
+
+
+def _read(name: str, given: Pem | None, variable: str) -> bytes | None:
+    """PEM bytes. Raises: InvalidRequest saying where the path came from."""
+    if isinstance(given, bytes):
+        return given or None
+    where, path = (name, given) if given else (variable, os.environ.get(variable))
+    if not path:
+        return None
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise errors.InvalidRequest(f"{where}: {path} cannot be read ({error.strerror})", reason="FIELD_INVALID") from error

@@ -1,0 +1,177 @@
+"""Certificates: who is let in, what is refused at start and why, and that a renewed one counts without a restart."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc import StatusCode
+
+from api.setting_values import SettingInvalid
+from api.settings import Settings
+from api.tls import Tls, open_tls
+from tests.api.bare_server import TIMEOUT_S, bare_server, check, connection
+from tests.certificates import Certificate, new_certificate
+
+
+@dataclass(frozen=True)
+class World:
+    """One authority, what it has signed, and where the server's files are."""
+
+    authority: Certificate
+    client: Certificate
+    stranger: Certificate
+    directory: Path
+    certificate: Path
+    key: Path
+    client_ca: Path
+
+    def credentials(self, shown: Certificate | None = None) -> grpc.ChannelCredentials:
+        """Of a client that trusts the authority, and may show a certificate."""
+        key, certificate = (None, None) if shown is None else (shown.key_pem, shown.pem)
+        return grpc.ssl_channel_credentials(self.authority.pem, key, certificate)
+
+    def renew(self, issuer: Certificate) -> Certificate:
+        """Another certificate in the same files."""
+        renewed = new_certificate("server", issuer)
+        renewed.write(self.directory, "server")
+        return renewed
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    authority = new_certificate("authority", authority=True)
+    certificate, key = new_certificate("server", authority).write(tmp_path, "server")
+    client_ca, _ = authority.write(tmp_path, "authority")
+    client = new_certificate("client", authority)
+    stranger = new_certificate("client", new_certificate("authority", authority=True))
+    return World(authority, client, stranger, tmp_path, certificate, key, client_ca)
+
+
+async def presented(address: str) -> str:
+    """The certificate that a server shows."""
+    host, _, port = address.partition(":")
+    return await asyncio.to_thread(ssl.get_server_certificate, (host, int(port)), timeout=TIMEOUT_S)
+
+
+async def test_a_connection_is_encrypted_and_trusts_its_authority_alone(world: World) -> None:
+    strange = grpc.ssl_channel_credentials(world.stranger.pem)
+    async with bare_server(Settings(), Tls(world.certificate, world.key, None)) as address:
+        async with connection(address, world.credentials()) as channel:
+            assert await check(channel) is StatusCode.OK
+        async with connection(address, strange) as channel:
+            assert await check(channel) is StatusCode.UNAVAILABLE
+        async with connection(address) as channel:
+            assert await check(channel) is StatusCode.UNAVAILABLE, "in the clear"
+
+
+async def test_with_client_authorities_only_their_certificates_are_listened_to(world: World) -> None:
+    async with bare_server(Settings(), Tls(world.certificate, world.key, world.client_ca)) as address:
+        for shown, code in (
+            (world.client, StatusCode.OK),
+            (world.stranger, StatusCode.UNAVAILABLE),
+            (None, StatusCode.UNAVAILABLE),
+        ):
+            async with connection(address, world.credentials(shown)) as channel:
+                assert await check(channel) is code
+
+
+async def test_a_renewed_certificate_counts_from_the_next_connection_on(world: World) -> None:
+    async with (
+        bare_server(Settings(), Tls(world.certificate, world.key, None)) as address,
+        connection(address, world.credentials()) as before,
+    ):
+        assert await check(before) is StatusCode.OK
+        renewed = world.renew(world.authority)
+
+        assert await presented(address) == renewed.pem.decode()
+        assert await check(before) is StatusCode.OK, "those who are connected notice nothing"
+        again = world.renew(world.authority)
+        assert await presented(address) == again.pem.decode()
+
+
+async def test_a_renewal_that_cannot_be_used_leaves_the_one_before(world: World) -> None:
+    tls = Tls(world.certificate, world.key, None)
+    first = world.certificate.read_text()
+    async with bare_server(Settings(), tls) as address:
+        world.key.write_bytes(new_certificate("other").key_pem)
+        assert await presented(address) == first, "a key of another certificate"
+        world.certificate.write_bytes(b"half of a")
+        assert await presented(address) == first
+        world.certificate.unlink()
+        assert await presented(address) == first
+        renewed = world.renew(world.authority)
+        assert await presented(address) == renewed.pem.decode()
+
+
+async def test_other_servers_of_the_process_take_the_same_certificate(world: World) -> None:
+    """By Python's own TLS, renewed and with client certificates all the same; gRPC hears of a renewal that the other saw first."""
+    tls = Tls(world.certificate, world.key, world.client_ca)
+    trusting = ssl.create_default_context(cadata=world.authority.pem.decode())
+    showing = ssl.create_default_context(cadata=world.authority.pem.decode())
+    showing.set_alpn_protocols(["http/1.1"])
+    showing.load_cert_chain(*world.client.write(world.directory, "client"))
+
+    async def answer(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"here")
+        writer.close()
+
+    async def ask(port: int, context: ssl.SSLContext) -> tuple[bytes, bytes | None, str | None]:
+        """What is said, the certificate that is shown, and the protocol."""
+        reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context)
+        connection_ = writer.get_extra_info("ssl_object")
+        try:  # by TLS 1.3 a client hears only now that its certificate was not liked
+            said = await reader.read()
+        except (ssl.SSLError, ConnectionError):
+            said = b""
+        writer.close()
+        return said, connection_.getpeercert(binary_form=True), connection_.selected_alpn_protocol()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0, ssl=tls.ssl_context(("h2", "http/1.1")))
+    async with bare_server(Settings(), tls) as address, server:
+        port = server.sockets[0].getsockname()[1]
+        first = ssl.PEM_cert_to_DER_cert(world.certificate.read_text())
+        assert await ask(port, showing) == (b"here", first, "http/1.1")
+        assert (await ask(port, trusting))[0] == b""
+        renewed = world.renew(world.authority)
+        said, shown, _ = await ask(port, showing)
+        assert (said, shown) == (b"here", ssl.PEM_cert_to_DER_cert(renewed.pem.decode()))
+        assert (await ask(port, trusting))[0] == b""
+        assert await presented(address) == renewed.pem.decode()
+
+
+def test_files_that_cannot_be_used_are_refused_at_start_by_name(world: World) -> None:
+    encrypted = world.directory / "encrypted.key"
+    encrypted.write_bytes(world.client.encrypted_key_pem(b"secret"))
+    nonsense = world.directory / "nonsense"
+    nonsense.write_text("no certificate")
+    certificate, key = str(world.certificate), str(world.key)
+    for fields, told in (
+        ({"tls_certificate": certificate}, "WEIR_TLS_KEY is not set"),
+        ({"tls_key": key}, "WEIR_TLS_CERTIFICATE is not set"),
+        ({"tls_client_ca": certificate}, "WEIR_TLS_CLIENT_CA: .* WEIR_TLS_CERTIFICATE too"),
+        ({"tls_certificate": certificate, "tls_key": "/no/such/key"}, "WEIR_TLS_KEY.*No such file.*/no/such/key"),
+        ({"tls_certificate": certificate, "tls_key": str(encrypted)}, "WEIR_TLS_KEY='.*encrypted.key'"),
+        ({"tls_certificate": key, "tls_key": certificate}, "a certificate and its own key"),
+        ({"tls_certificate": certificate, "tls_key": key, "tls_client_ca": str(nonsense)}, "WEIR_TLS_CLIENT_CA='.*nonsense'"),
+    ):
+        with pytest.raises(SettingInvalid, match=told):
+            open_tls(Settings(**fields))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("address", ["0.0.0.0:8443", "[::]:8443", ":8443", "weir.example.com:8443", "10.1.2.3:8443"])
+def test_nothing_that_others_reach_is_in_the_clear_unless_somebody_says_so(address: str) -> None:
+    with pytest.raises(SettingInvalid, match=r"WEIR_LISTEN=.*WEIR_TLS_CERTIFICATE.*127\.0\.0\.1.*WEIR_ALLOW_PLAINTEXT=1"):
+        open_tls(Settings(listen_address=address))
+    said = Settings.from_environment({"WEIR_LISTEN": address, "WEIR_ALLOW_PLAINTEXT": "1"})
+    assert open_tls(said) is None
+    assert Settings.from_environment(said.to_environment()) == said
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:8443", "localhost:0", "[::1]:1", "unix:/run/weir.sock"])
+def test_what_stays_on_this_machine_may_be_in_the_clear(address: str) -> None:
+    assert open_tls(Settings(listen_address=address)) is None

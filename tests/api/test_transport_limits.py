@@ -1,0 +1,75 @@
+"""What the transport bears of a client, at each bound and just beyond it."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import grpc
+from grpc import StatusCode
+
+from api.settings import Settings
+from tests.api.bare_server import TIMEOUT_S, bare_server, check, connection
+
+METADATA_BYTES = 4096
+OVERHEAD_BYTES = 1024  # what gRPC itself puts beside, and 32 bytes per entry
+
+
+async def test_metadata_passes_to_the_bound_and_not_a_byte_beyond() -> None:
+    """The bound is on all of it, gRPC's own entries too: where it lies is searched for, and it is sharp."""
+    async with bare_server(Settings(metadata_bytes_max=METADATA_BYTES)) as address, connection(address) as channel:
+
+        async def passes(size: int) -> bool:
+            code = await check(channel, (("x", "a" * size),))
+            assert code in (StatusCode.OK, StatusCode.RESOURCE_EXHAUSTED)
+            return code is StatusCode.OK
+
+        most, least_refused = 0, METADATA_BYTES
+        assert await passes(most)
+        assert not await passes(least_refused)
+        while least_refused - most > 1:
+            middle = (most + least_refused) // 2
+            most, least_refused = (middle, least_refused) if await passes(middle) else (most, middle)
+        assert METADATA_BYTES - OVERHEAD_BYTES < most < METADATA_BYTES
+        assert await passes(most), "the connection has borne it all"
+        assert not await passes(most + 1)
+
+
+async def wait_until_left(channel: grpc.aio.Channel) -> None:
+    """Wait until the server has ended the connection."""
+    async with asyncio.timeout(TIMEOUT_S):
+        while (state := channel.get_state()) is grpc.ChannelConnectivity.READY:
+            await channel.wait_for_state_change(state)
+
+
+async def test_a_connection_without_calls_is_closed_and_opened_again_when_it_is_used() -> None:
+    async with bare_server(Settings(connection_idle_max_s=0.2)) as address, connection(address) as channel:
+        assert await check(channel) is StatusCode.OK
+
+        await wait_until_left(channel)
+
+        assert await check(channel) is StatusCode.OK
+
+
+async def test_an_old_connection_takes_no_new_calls_and_those_that_run_go_on() -> None:
+    """The watcher's stream is still there when the next call has gone over another connection."""
+    async with bare_server(Settings(connection_age_max_s=0.2)) as address, connection(address) as channel:
+        watching: Any = channel.unary_stream("/grpc.health.v1.Health/Watch")
+        watch = watching(b"")
+        assert await watch.read() is not grpc.aio.EOF
+
+        await wait_until_left(channel)
+
+        assert await check(channel) is StatusCode.OK
+        assert not watch.done()
+        watch.cancel()
+
+
+async def test_who_connects_and_says_nothing_is_hung_up_on() -> None:
+    async with bare_server(Settings(handshake_max_s=0.2)) as address:
+        host, _, port = address.partition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        async with asyncio.timeout(TIMEOUT_S):
+            while await reader.read(1000):
+                pass
+        writer.close()

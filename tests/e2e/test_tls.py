@@ -1,0 +1,104 @@
+"""A whole service behind client certificates, reached by SDK and command line; and none in the clear where others listen."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+import pytest
+from weir_client import AsyncClient, Unavailable
+
+from api.endpoint import read_endpoint, serving_endpoint
+from tests.certificates import Certificate, new_certificate
+from tests.conftest import new_database
+from tests.service import MODEL, PATIENCE_S, Service, running, wait_for
+
+
+@dataclass(frozen=True)
+class Locked:
+    """A service that speaks to those whom its authority has certified."""
+
+    service: Service
+    authority: Certificate
+    ca: Path
+    client_certificate: Path
+    client_key: Path
+
+
+@pytest.fixture(scope="module")
+def locked(tmp_path_factory: pytest.TempPathFactory, model: Path, postgres_server: str, template_database: str) -> Iterator[Locked]:
+    home = tmp_path_factory.mktemp("locked")
+    authority = new_certificate("authority", authority=True)
+    ca, _ = authority.write(home, "authority")
+    certificate, key = new_certificate("server", authority).write(home, "server")
+    client = new_certificate("client", authority)
+    files = {"tls_certificate": str(certificate), "tls_key": str(key), "tls_client_ca": str(ca)}
+    with new_database(postgres_server, template=template_database) as url:
+        service = Service(home, url, model, **files)
+        service.credentials = grpc.ssl_channel_credentials(authority.pem, client.key_pem, client.pem)
+        with running(service):
+            yield Locked(service, authority, ca, *client.write(home, "client"))
+            assert service.stop() == 0, service.log[-4000:]
+
+
+async def test_the_sdk_shows_its_certificate_and_is_served(locked: Locked) -> None:
+    tenant = await locked.service.tenant()
+    address = f"https://{locked.service.address}"
+    shown = {"client_certificate": locked.client_certificate, "client_key": locked.client_key.read_bytes()}
+
+    async with AsyncClient(address, tenant.secret, root_certificates=locked.ca, **shown) as client:  # type: ignore[arg-type]
+        answer = await client.generate(MODEL, token_ids=[9, 10, 11], max_output_tokens=5, ignore_eos=True).wait()
+    assert answer.usage.billed_token_count == 5
+    async with AsyncClient(address, tenant.secret, root_certificates=locked.ca, max_retries=0) as client:
+        with pytest.raises(Unavailable):
+            await client.list_models()
+    async with AsyncClient(f"http://{locked.service.address}", tenant.secret, max_retries=0) as client:
+        with pytest.raises(Unavailable):
+            await client.list_models()
+
+
+async def test_the_command_line_is_told_by_flags(locked: Locked) -> None:
+    tenant = await locked.service.tenant()
+    trusting = ("--ca", str(locked.ca))
+    showing = ("--client-certificate", str(locked.client_certificate), "--client-key", str(locked.client_key))
+    asked = ("models", "--address", locked.service.address, "--api-key", tenant.secret)
+
+    served = await weir(*trusting, *showing, *asked)
+    hidden, halved = await weir(*trusting, *asked), await weir(*trusting, *showing[:2], *asked)
+
+    assert (served.returncode, MODEL in served.stdout) == (0, True), served.stderr
+    assert hidden.returncode == halved.returncode == 1
+    assert "WEIR_CLIENT_KEY" in halved.stderr
+
+
+def test_others_on_this_machine_are_told_to_use_tls(locked: Locked) -> None:
+    home, address = locked.service.home, f"https://{locked.service.address}"
+
+    assert read_endpoint(home) == wait_for(lambda: serving_endpoint(home), "the file to say so") == address
+
+
+async def test_a_server_for_others_does_not_start_in_the_clear(locked: Locked) -> None:
+    environment = {"WEIR_DATABASE_URL": locked.service.database_url}
+
+    refused = await weir("serve", "--listen", "0.0.0.0:0", "--home", str(locked.service.home / "other"), **environment)
+
+    assert refused.returncode == 1
+    assert "WEIR_TLS_CERTIFICATE" in refused.stderr
+    assert "Traceback" not in refused.stderr
+
+
+async def weir(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """What the program does, in a process of its own."""
+    command = [sys.executable, "-m", "api.cli.main", *arguments]
+
+    def run() -> subprocess.CompletedProcess[str]:
+        variables = {**os.environ, **environment}
+        return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+
+    return await asyncio.to_thread(run)
