@@ -118,7 +118,12 @@ BORDERS = (
     ),
     Border(("api", "inference", "weir"), inside=("migrations/env.py",), why="env.py reads the models and nothing else of ours"),
     Border(("api", "inference", "metering", "migrations"), inside=("sdk/",), why="the SDK installs alone"),
-    Border(("weir",), inside=PRODUCT, save_for=("api/", "sdk/", "bench/front_load.py"), why="generated messages stay at the edge"),
+    Border(
+        ("weir",),
+        inside=PRODUCT,
+        save_for=("api/", "sdk/", "bench/front_load.py", "bench/streams_load.py"),
+        why="generated messages stay at the edge",
+    ),
     Border(
         ("torch",), inside=PRODUCT, save_for=("inference/", "bench/engine.py", "bench/steps.py"), why="tensors live in the engine"
     ),

@@ -1,0 +1,191 @@
+"""What a token costs on its way through the service, and what it does to the first one: server CPU per delivered token and added
+time to first token at 1, 50 and 500 streams, beside a bare `grpc.aio` server that sends the same messages.
+
+    python -m bench.streams [--seconds 6] [--streams 1,50,500] [--directory /dev/shm]
+
+One api process on a core of its own; on another core PostgreSQL, the simulated engine's host and the client. So many answers are
+being decoded, each on a connection of its own, one token per engine step; the last case has 500 on one stream, where a step is one
+message. Then probes beside them ask for short answers all the time: their time to first token, less that of the bare server, is
+what Weir adds. The step of both is that of the simulated engine at this batch. "late" is how much later than usual a message came
+after the one before it, p99.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from api.settings import Settings, bundled_models
+from bench.admission import server
+from bench.admission_peers import MODEL
+from bench.front import Processes, api_process, create_keys, on_core
+from bench.processes import cpu_s
+from inference.cost_model import CostModel
+from metering.store.migrations_runner import migrate
+
+STEP_MS = 20.0  # of a small batch: 50 tokens per second and stream
+PROMPT_TOKENS, DECODED_TOKENS_MEAN = 25, 200  # positions that are attended to on average, about
+WARM_UP_S = 1.5
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """So many answers at once, each on a connection of its own, or all on one stream."""
+
+    stream_count: int
+    shared: bool = False
+
+    @property
+    def name(self) -> str:
+        """For the table."""
+        return f"{self.stream_count} on one stream" if self.shared else f"{self.stream_count} streams"
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What one case came to. CPU of the server in µs."""
+
+    token_us: float
+    message_us: float
+    ttft_p50_ms: float
+    ttft_p99_ms: float
+    late_p99_ms: float
+    tokens_per_s: float
+    busy: float
+    client_busy: float
+
+
+def scale() -> float:
+    """Time scale of the simulated engine at which a small batch takes `STEP_MS`."""
+    return STEP_MS / CostModel().weights_ms
+
+
+def step_s(case: Case) -> float:
+    """How long the simulated engine takes for a step of this case."""
+    return CostModel(time_scale=scale()).step_s(case.stream_count, case.stream_count * (PROMPT_TOKENS + DECODED_TOKENS_MEAN))
+
+
+@contextlib.contextmanager
+def echo_process(core: int, case: Case) -> Iterator[tuple[str, Processes]]:
+    """The baseline."""
+    command = [sys.executable, "-m", "bench.streams_load", "echo", json.dumps({"step_s": step_s(case)})]
+    process = on_core(core, command, stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    try:
+        yield process.stdout.readline().decode().strip(), {"api": lambda: [process.pid]}
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def run(case: Case, address: str, processes: Processes, key: str, seconds: float) -> Result:
+    """Load a server; the client runs where this process does. Raises: RuntimeError if the client fails."""
+    load = {
+        "address": address,
+        "model": MODEL,
+        "prompt": " ".join(["hotel"] * PROMPT_TOKENS),
+        "api_key": key,
+        "stream_count": case.stream_count,
+        "shared": case.shared,
+        "step_s": step_s(case),
+        "warm_up_s": WARM_UP_S,
+        "seconds": seconds,
+    }
+    with subprocess.Popen(
+        [sys.executable, "-m", "bench.streams_load", "client", json.dumps(load)], stdout=subprocess.PIPE, text=True
+    ) as client:
+        assert client.stdout is not None
+        marks = []
+        for _ in range(2):
+            client.stdout.readline()  # "begin", then "end"
+            marks.append(cpu_s(processes["api"]()))
+        out = client.stdout.read()
+    if client.returncode or not out:
+        raise RuntimeError("the client failed")
+    seen = json.loads(out)
+    if seen["failures"]:
+        raise RuntimeError(f"{len(seen['failures'])} requests failed, the first with: {seen['failures'][0]}")
+    return summary(case, seen, (marks[1] - marks[0]) * 1e6, seconds)
+
+
+def summary(case: Case, seen: dict[str, Any], cpu_us: float, seconds: float) -> Result:
+    """The numbers of one run."""
+    ttft = statistics.quantiles(seen["ttft_ms"], n=100)
+    gaps = statistics.quantiles(seen["gap_ms"], n=100)
+    return Result(
+        token_us=cpu_us / seen["token_count"],
+        message_us=cpu_us / seen["message_count"],
+        ttft_p50_ms=ttft[49],
+        ttft_p99_ms=ttft[98],
+        late_p99_ms=gaps[98] - gaps[49],
+        tokens_per_s=seen["token_count"] / seconds,
+        busy=cpu_us / 1e6 / seconds,
+        client_busy=seen["cpu_s"] / seconds,
+    )
+
+
+def row(name: str, result: Result, beside: Result | None) -> str:
+    """One line of the table; `beside`: the bare server's."""
+    more = ""
+    if beside is not None:
+        more = f" {result.token_us / beside.token_us:>6.1f}x {result.ttft_p50_ms - beside.ttft_p50_ms:>+8.2f}"
+        more += f" {result.ttft_p99_ms - beside.ttft_p99_ms:>+8.2f}"
+    return (
+        f"{name:<30}{result.tokens_per_s:>9,.0f} {result.token_us:>9.1f} {result.message_us:>8.1f} {result.busy:>6.0%} "
+        f"{result.client_busy:>6.0%} {result.ttft_p50_ms:>8.2f} {result.ttft_p99_ms:>8.2f} {result.late_p99_ms:>8.2f}{more}"
+    )
+
+
+def measure(options: argparse.Namespace, url: str, core: int, other_core: int) -> None:
+    """Every case on both servers, and the table."""
+    migrate(url)
+    [key] = create_keys(url, 1)
+    counts = [int(each) for each in options.streams.split(",")]
+    cases = [*(Case(count) for count in counts), Case(max(counts), shared=True)]
+    print(f"{'':<30}{'tokens/s':>9} {'µs/token':>9} {'µs/msg':>8} {'busy':>6} {'client':>6}", end=" ")
+    print(f"{'ttft50':>8} {'99 ms':>8} {'late 99':>8} {'ratio':>7} {'+ttft50':>8} {'99 ms':>8}")
+    with contextlib.ExitStack() as stack:
+        home = stack.enter_context(tempfile.TemporaryDirectory(prefix="weir-bench-", dir=options.directory))
+        settings = Settings(
+            database_url=url,
+            home=Path(home),
+            listen_address="127.0.0.1:0",
+            models={MODEL: next(iter(bundled_models().values()))},
+            engine_device="simulated",
+            simulated_time_scale=scale(),
+        )
+        address, processes = stack.enter_context(api_process(settings, core, other_core, None))
+        for case in cases:
+            with echo_process(core, case) as bare:
+                beside = run(case, *bare, key, options.seconds)
+            print(row(f"bare grpc.aio, {case.name}", beside, None), flush=True)
+            print(row(f"Weir, {case.name}", run(case, address, processes, key, options.seconds), beside), flush=True)
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=6.0, help="per case (default: %(default)s)")
+    parser.add_argument("--streams", default="1,50,500", help="how many at once (default: %(default)s)")
+    parser.add_argument("--directory", help="where the database of this run is (default: that of temporary files)")
+    options = parser.parse_args()
+    core, *_, other_core = sorted(os.sched_getaffinity(0)) * 2
+    if core == other_core:
+        print("there is one core only: client and database share it with the api process")
+    os.sched_setaffinity(0, {other_core})  # what is started here and says nothing else inherits it
+    with server(None, options.directory) as url:
+        measure(options, url, core, other_core)
+
+
+if __name__ == "__main__":
+    main()
