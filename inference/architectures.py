@@ -76,12 +76,18 @@ _WITHOUT_EFFECT = """
     repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size num_return_sequences
     remove_invalid_values return_dict_in_generate output_scores max_new_tokens
 """
-_COMMON_ENTRIES = frozenset(f"{_READ} {_WITHOUT_EFFECT}".split())
+_ENTRIES_WITHOUT_EFFECT = frozenset(_WITHOUT_EFFECT.split())
+_COMMON_ENTRIES = frozenset(_READ.split())
 
 
 def refuse_unknown_entries(raw: Mapping[str, Any], architecture: str, path: Path) -> None:
     """Raises `CheckpointInvalid` with the first entry that this engine does not understand, and its value."""
-    known = _COMMON_ENTRIES | ARCHITECTURES[architecture].entries
+    refuse_entries_beside(_COMMON_ENTRIES | ARCHITECTURES[architecture].entries, raw, architecture, path)
+
+
+def refuse_entries_beside(known: frozenset[str], raw: Mapping[str, Any], architecture: str, path: Path) -> None:
+    """Raises `CheckpointInvalid` with the first entry that is neither known nor without effect on what a model computes."""
+    known |= _ENTRIES_WITHOUT_EFFECT
     for name, value in raw.items():
         # Empty objects and lists configure nothing, and a leading underscore marks a note of the library to itself.
         off = value is None or value is False or value in ({}, [])

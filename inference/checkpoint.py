@@ -147,15 +147,27 @@ def read_model_info(directory: Path, *, name: str, engine: str, context_window_t
 
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file. Raises `CheckpointInvalid` if it is absent or not an object."""
+    value = _read_json_value(path)
+    if not isinstance(value, dict):
+        raise CheckpointInvalid(str(path), "the file does not hold a JSON object")
+    return value
+
+
+def read_json_list(path: Path) -> list[dict[str, Any]]:
+    """A list of JSON objects from a file. Raises `CheckpointInvalid` if it is absent or something else."""
+    value = _read_json_value(path)
+    if not (isinstance(value, list) and all(isinstance(each, dict) for each in value)):
+        raise CheckpointInvalid(str(path), "the file does not hold a list of JSON objects")
+    return value
+
+
+def _read_json_value(path: Path) -> object:
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise CheckpointInvalid(str(path), "the file is missing") from error
     except (OSError, ValueError) as error:
         raise CheckpointInvalid(str(path), f"the file cannot be read as JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise CheckpointInvalid(str(path), "the file does not hold a JSON object")
-    return value
 
 
 def _end_token_ids(directory: Path, raw: Mapping[str, Any]) -> frozenset[int]:

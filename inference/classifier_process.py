@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from inference.batch_queue import BatchQueue
 from inference.child_process import ChildProcess, open_child
 from inference.classifier_protocol import (
     BatchScored,
@@ -58,13 +58,6 @@ class ClassifierStatistics:
     restart_count: int
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Waiting:
-    index: int
-    text: str
-    scores: asyncio.Future[list[float]]
-
-
 class _Child(ChildProcess):
     def send(self, message: ToClassifiers) -> None:
         self.write(encode(message))
@@ -82,10 +75,8 @@ class ClassifierProcess:
         self._directories = tuple(directories)
         self._timeout_s = timeout_s
         self._child: _Child | None = None
-        self._waiting: deque[_Waiting] = deque()
-        self._under_way: list[_Waiting] = []
-        self._number = 0
-        self._waiting_count_peak = self._scored_count = self._restart_count = 0
+        self._queue: BatchQueue[tuple[int, str], list[float]] = BatchQueue(BATCH_CHARS_MAX)
+        self._restart_count = 0
         self._reason = "they are being loaded"
         self._first_load: asyncio.Future[str | None] | None = None
         self._watchdog = Watchdog(HANG_TIMEOUTS * timeout_s, self._kill_hanging)
@@ -97,32 +88,27 @@ class ClassifierProcess:
 
     def statistics(self) -> ClassifierStatistics:
         """As of now."""
+        queue = self._queue
         return ClassifierStatistics(
-            len(self._waiting), self._waiting_count_peak, self._scored_count, self._number, self._restart_count
+            queue.waiting_count, queue.waiting_count_peak, queue.done_count, queue.batch_count, self._restart_count
         )
 
     async def score(self, asks: Sequence[tuple[int, str]]) -> list[list[float]]:
         """Scores of each text by the classifier of that index. Raises `SafetyUnavailable`."""
-        if len(self._waiting) + len(asks) > WAITING_COUNT_MAX:
-            raise SafetyUnavailable(f"{len(self._waiting)} texts wait for the safety classifiers", self._timeout_s)
-        loop = asyncio.get_running_loop()
-        waiting = [_Waiting(index, text, loop.create_future()) for index, text in asks]
-        self._waiting.extend(waiting)
-        self._waiting_count_peak = max(self._waiting_count_peak, len(self._waiting))
+        if self._queue.waiting_count + len(asks) > WAITING_COUNT_MAX:
+            raise SafetyUnavailable(f"{self._queue.waiting_count} texts wait for the safety classifiers", self._timeout_s)
+        waiting = self._queue.put((ask, len(ask[1])) for ask in asks)
         self._send_next()
         try:
             async with asyncio.timeout(self._timeout_s):
-                return await asyncio.gather(*(each.scores for each in waiting))
+                return await asyncio.gather(*(each.result for each in waiting))
         except TimeoutError:
             why = "they are slow" if self._child is not None else self._reason
             raise SafetyUnavailable(
                 f"the safety classifiers have not answered within {self._timeout_s:g} s: {why}", self._timeout_s
             ) from None
         finally:
-            for each in waiting:
-                each.scores.cancel()
-            # What nobody waits for any more is not computed.
-            self._waiting = deque(each for each in self._waiting if not each.scores.done())
+            self._queue.drop(waiting)
 
     async def loaded(self) -> str | None:
         """Wait until the first attempt to load is over, which `serve` makes; why it failed, None if it did not."""
@@ -186,52 +172,35 @@ class ClassifierProcess:
         return False
 
     def _take(self, message: FromClassifiers) -> None:
-        if not isinstance(message, BatchScored) or message.number != self._number:
+        if not isinstance(message, BatchScored) or message.number != self._queue.batch_count:
             raise ProtocolBroken(f"unexpected: {message!r}"[:200])
-        if message.fault is None and len(message.scores) != len(self._under_way):
-            raise ProtocolBroken(f"{len(message.scores)} scores for {len(self._under_way)} texts")
+        if message.fault is None and len(message.scores) != self._queue.under_way_count:
+            raise ProtocolBroken(f"{len(message.scores)} scores for {self._queue.under_way_count} texts")
         self._watchdog.heard()
-        done, self._under_way = self._under_way, []
         if message.fault is None:
-            self._scored_count += len(done)
-        for place, each in enumerate(done):
-            if each.scores.done():
-                continue  # its caller has left
-            if message.fault is None:
-                each.scores.set_result(message.scores[place])
-            else:
-                each.scores.set_exception(self._unavailable(message.fault))
+            self._queue.answer(message.scores)
+        else:
+            fault = message.fault
+            self._queue.fail_batch(lambda: self._unavailable(fault))
         self._send_next()
 
     def _send_next(self) -> None:
         """Send what waits, as far as it fits one batch, unless a batch is under way."""
-        if self._child is None or self._under_way:
-            return
-        char_count = 0
-        while self._waiting and (not self._under_way or char_count + len(self._waiting[0].text) <= BATCH_CHARS_MAX):
-            each = self._waiting.popleft()
-            if not each.scores.done():
-                self._under_way.append(each)
-                char_count += len(each.text)
-        if self._under_way:
-            self._number += 1
+        if self._child is not None and (batch := self._queue.take_batch()):
             self._watchdog.heard()
-            self._child.send(ClassifyBatch(self._number, [(each.index, each.text) for each in self._under_way]))
+            self._child.send(ClassifyBatch(self._queue.batch_count, batch))
 
     def _lose(self, child: _Child) -> None:
         """The child is gone: what it had fails, since it may be the cause; what waits goes on waiting for the next one."""
         if self._child is child:
             self._child = None
             self._watchdog.disarm()
-        lost, self._under_way = self._under_way, []
-        for each in lost:
-            if not each.scores.done():
-                each.scores.set_exception(self._unavailable("their process ended"))
+        self._queue.fail_batch(lambda: self._unavailable("their process ended"))
 
     def _unavailable(self, why: str) -> SafetyUnavailable:
         return SafetyUnavailable(f"the safety classifiers have not answered: {why}", self._timeout_s)
 
     def _kill_hanging(self, silence_s: float) -> None:
-        if self._child is not None and self._under_way:
+        if self._child is not None and self._queue.under_way_count:
             _log.error("classifiers: no answer for %.0f s, killing the process", silence_s)
             self._child.kill()

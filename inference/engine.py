@@ -1,7 +1,8 @@
 """The engine protocol: all that the rest of Weir may know about how tokens are made.
 
 Values are frozen and valid by construction where a plain check can make them so; the API parses client input before it
-builds them. Implementations: `torch_engine.TorchEngine` (a child process around the step loop).
+builds them. Implementations: `torch_engine.TorchEngine` (a child process around the step loop). `Encoder` stands beside `Engine`,
+for models that embed; `Backend` is what both have in common.
 
 Life of an engine: the composition root runs `serve` as a task of its `TaskGroup`, so that everything an engine does in the
 background has a parent. The first `start` loads the model, `close` ends it, and `serve` returns.
@@ -16,11 +17,12 @@ background has a parent. The first `start` loads the model, `close` ends it, and
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from array import array
+from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import NewType, Protocol
+from typing import NewType, Protocol, TypeAlias
 
 SequenceId = NewType("SequenceId", str)
 
@@ -304,7 +306,8 @@ class ModelInfo:
     """What the API needs to know of a loaded checkpoint.
 
     directory holds tokenizer and chat template, so that the API can tokenize without the engine. continues_output: whether the
-    engine takes requests with `output_token_ids`.
+    engine takes requests with `output_token_ids`. embedding_dimension: floats of a vector; 0 of a model that generates. Of one that
+    embeds, context_window_tokens bounds each text.
     """
 
     name: str
@@ -315,6 +318,7 @@ class ModelInfo:
     directory: str
     default_sampling: SamplingParams = field(default_factory=SamplingParams)
     continues_output: bool = False
+    embedding_dimension: int = 0
 
 
 class EngineState(StrEnum):
@@ -344,12 +348,12 @@ class EngineCondition:
     reason: str = ""
 
 
-class Engine(Protocol):
-    """One model on one backend."""
+class Backend(Protocol):
+    """One model somewhere, whatever it does: what health checks, routing and supervision need to know."""
 
     @property
     def model(self) -> ModelInfo:
-        """The checkpoint that this engine serves; known before `start`."""
+        """The checkpoint that is served; known before `start`."""
         ...
 
     async def serve(self) -> None:
@@ -368,18 +372,6 @@ class Engine(Protocol):
         """
         ...
 
-    def generate(self, request: GenerationRequest) -> AbstractAsyncContextManager[SequenceStream]:
-        """Run one sequence. Leaving the block cancels what still runs and forgets it; nothing leaks on any exit.
-
-        Raises on entering: `RequestImpossible` if it could never run here, `EngineOverloaded` if the engine's queue is full,
-        `EngineUnavailable` while it is down (cold, loading, restarting), `EngineStartFailed` if it needs a person.
-        """
-        ...
-
-    def predict_cached_token_count(self, prompt_token_ids: tuple[int, ...], cache_salt: str) -> int:
-        """Prompt tokens that the prefix cache would probably serve now: a hint from what was sent before."""
-        ...
-
     def statistics(self) -> EngineStatistics:
         """The last that the engine told; never blocks."""
         ...
@@ -395,6 +387,65 @@ class Engine(Protocol):
     async def close(self) -> None:
         """Cancel everything and give all memory back; idempotent.
 
-        Running streams end with `SequenceFinished(CANCELLED)`. A closed engine is not started again: build a new one.
+        What runs ends as `generate` and `embed` say. A closed engine is not started again: build a new one.
+        """
+        ...
+
+
+class Engine(Backend, Protocol):
+    """One model that generates, on one backend."""
+
+    def generate(self, request: GenerationRequest) -> AbstractAsyncContextManager[SequenceStream]:
+        """Run one sequence. Leaving the block cancels what still runs and forgets it; nothing leaks on any exit.
+
+        Raises on entering: `RequestImpossible` if it could never run here, `EngineOverloaded` if the engine's queue is full,
+        `EngineUnavailable` while it is down (cold, loading, restarting), `EngineStartFailed` if it needs a person. Running streams
+        of an engine that is closed end with `SequenceFinished(CANCELLED)`.
+        """
+        ...
+
+    def predict_cached_token_count(self, prompt_token_ids: tuple[int, ...], cache_salt: str) -> int:
+        """Prompt tokens that the prefix cache would probably serve now: a hint from what was sent before."""
+        ...
+
+
+Vector: TypeAlias = "array[float]"  # of the type code "f": four bytes a float
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingRequest:
+    """Texts to embed, as token ids with all special tokens.
+
+    rank: who is next, the lowest first, and of equal ones the first to arrive. on_begin: called once, when the encoder begins with
+    the first of them.
+    """
+
+    inputs: tuple[tuple[int, ...], ...]
+    rank: float = 0.0
+    on_begin: Callable[[], None] = lambda: None
+
+
+@dataclass(frozen=True, slots=True)
+class Embeddings:
+    """One vector for each text, in their order. Durations in ms: until the encoder began with the first text; from then on."""
+
+    vectors: tuple[Vector, ...]
+    queue_ms: float
+    encode_ms: float
+
+
+class Encoder(Backend, Protocol):
+    """One model that embeds, on one backend.
+
+    `model.context_window_tokens` bounds each text, and `model.embedding_dimension` is above 0. `statistics` counts texts as
+    sequences, batches as steps, and embedded tokens as those of prompts.
+    """
+
+    async def embed(self, request: EmbeddingRequest) -> Embeddings:
+        """Embed all texts of a request, in batches with those of others. Cancelled, it takes out what has not begun.
+
+        Raises: `RequestImpossible` with the text's field if one could never run here, `EngineOverloaded` if the queue is full,
+        `EngineUnavailable` while the encoder is down or when it is closed, `EngineStartFailed` if it needs a person, `EngineFailed`
+        if it broke; then nothing was embedded.
         """
         ...

@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from inference.encoder.protocol import EncodeBatch, LoadEncoder
 from inference.engine import (
     ChoiceFinished,
     EngineFinishReason,
@@ -144,7 +145,7 @@ class Host:
                     self._cancel_compiling(number)
                 core.cancel_all()
                 self._shutting_down = True
-            case LoadModel() | LoadTensorRt():
+            case LoadModel() | LoadTensorRt() | LoadEncoder() | EncodeBatch():
                 raise ProtocolBroken("a host loads one model in its life")
             case _:
                 self._take_compiled(core, message)

@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+from inference.backend_life import LifeWaits
 from inference.child_process import ChildProcess, open_child
-from inference.engine_life import LifeWaits
 from inference.host_protocol import ToHost, ToParent, decode_to_parent, encode
 
 # Settings of the C library, read before main: they cannot be made inside the child. Each can be overridden from outside.
@@ -39,13 +39,13 @@ class HostWaits(LifeWaits, Protocol):
 @dataclass(frozen=True, slots=True)
 class HostKind:
     """What sets one backend apart: the module that is run and the environment it needs, its first message, the tokens of a block of
-    its prefix cache.
+    its prefix cache, if it has one.
     """
 
     module: str
     environment: Mapping[str, str]
     load: ToHost
-    block_tokens: int
+    block_tokens: int = 1
 
 
 class HostProcess(ChildProcess):

@@ -14,6 +14,7 @@ from typing import Literal
 import msgspec
 
 from inference.cost_model import CostModel
+from inference.encoder.protocol import BatchEncoded, EncodeBatch, LoadEncoder
 from inference.engine import (
     BeamSearchParams,
     ChoiceFinished,
@@ -77,7 +78,7 @@ class Shutdown(msgspec.Struct, tag="shutdown", array_like=True, frozen=True):
     """Cancel everything, report it, and exit."""
 
 
-ToHost = LoadModel | LoadTensorRt | StartSequence | CancelSequence | Shutdown
+ToHost = LoadModel | LoadTensorRt | LoadEncoder | StartSequence | CancelSequence | EncodeBatch | Shutdown
 
 
 class Loading(msgspec.Struct, tag="loading", array_like=True, frozen=True):
@@ -161,7 +162,7 @@ class StepReport(msgspec.Struct, tag="step", array_like=True, frozen=True):
     statistics: list[int]
 
 
-ToParent = Loading | Ready | LoadFailed | StepReport | KvCacheChange
+ToParent = Loading | Ready | LoadFailed | StepReport | KvCacheChange | BatchEncoded
 
 _encoder = msgspec.msgpack.Encoder()
 _to_host_decoder: msgspec.msgpack.Decoder[ToHost] = msgspec.msgpack.Decoder(ToHost)

@@ -63,6 +63,15 @@ class Tokenizer:
         [encoding] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return tuple(encoding.ids)
 
+    def encode_within(self, text: str, token_count_max: int) -> tuple[int, ...]:
+        """As `encode`, but of a longer text the end is left out, and what the model expects around it is not."""
+        token_ids = self.encode(text)
+        if len(token_ids) <= token_count_max:
+            return token_ids
+        encoding = self._backend.encode(text, add_special_tokens=False)
+        encoding.truncate(max(token_count_max - self._backend.num_special_tokens_to_add(is_pair=False), 0))
+        return tuple(self._backend.post_process(encoding).ids)
+
     def count(self, text: str, *, add_special_tokens: bool = True) -> int:
         """How many tokens `encode` would return."""
         return len(self._backend.encode(text, add_special_tokens=add_special_tokens))

@@ -1,0 +1,198 @@
+"""The life of every backend that may come and go: started on demand, lost, started again after a pause, closed.
+
+What it is asked, and who waits for its answers, is each kind's own: `engine_life.py` streams sequences, `encoder/engine.py` sends
+batches. Everything runs on the caller's event loop: `serve` is all that runs in the background, a task of the caller's `TaskGroup`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from abc import ABC, abstractmethod
+from typing import Protocol
+
+from inference.engine import EngineCondition, EngineState, EngineStatistics, ModelInfo
+from inference.errors import EngineError, EngineFailed, EngineStartFailed, EngineUnavailable
+
+_log = logging.getLogger("weir.inference.engine")
+
+_CLOSED = EngineCondition(EngineState.CLOSED, reason="closed")
+
+
+class LifeWaits(Protocol):
+    """How long what may take, in seconds; part of every backend's settings."""
+
+    @property
+    def close_timeout_s(self) -> float:
+        """For the running sequences to end when the engine is closed."""
+
+    @property
+    def restart_delay_s_min(self) -> float:
+        """Before the first new start; doubled by each that fails."""
+
+    @property
+    def restart_delay_s_max(self) -> float:
+        """The longest pause."""
+
+    @property
+    def stable_after_s(self) -> float:
+        """Of service, after which the restart delay begins anew."""
+
+
+class BackendLife(ABC):
+    """One model on a backend that is started, lost, and started again. See `Backend` for the contract."""
+
+    def __init__(self, model: ModelInfo, waits: LifeWaits) -> None:
+        """Starts nothing."""
+        self._model = model
+        self._waits = waits
+        self._condition = EngineCondition(EngineState.COLD, reason="not started yet")
+        self._changed = asyncio.Event()
+        self._start_requested = asyncio.Event()
+        self._close_requested = asyncio.Event()
+        self._served = asyncio.Event()
+        self._serving = False
+        self._load_failure_count = 0
+        self._load_time_s = 2.0  # seconds: what loading took last; before the first time, what the demo model takes
+        self._statistics = EngineStatistics()
+
+    @property
+    def model(self) -> ModelInfo:
+        """See `Backend.model`."""
+        return self._model
+
+    def healthy(self) -> bool:
+        """See `Backend.healthy`."""
+        return self._condition.state is EngineState.READY
+
+    def condition(self) -> EngineCondition:
+        """See `Backend.condition`."""
+        return self._condition
+
+    def statistics(self) -> EngineStatistics:
+        """See `Backend.statistics`."""
+        return self._statistics
+
+    async def start(self) -> None:
+        """See `Backend.start`."""
+        failures_before = self._load_failure_count
+        self._start_requested.set()
+        while self._condition.state is not EngineState.READY:
+            if self._condition.state is EngineState.CLOSED:
+                raise EngineUnavailable("the engine is closed", retry_after_s=0.0)
+            if self._condition.state is EngineState.FAILED or self._load_failure_count > failures_before:
+                raise EngineStartFailed(self._condition.reason)
+            await self._changed.wait()
+
+    async def close(self) -> None:
+        """See `Backend.close`."""
+        healthy, closing = self.healthy(), self._close_requested.is_set()
+        self._set_condition(_CLOSED)  # before the first wait, so that nobody enters any more
+        self._close_requested.set()
+        self._start_requested.set()
+        if not self._serving:
+            return
+        if healthy:
+            self._say_farewell()
+        if healthy or closing:  # a second close gives the first one's farewell its time
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._waits.close_timeout_s):
+                    await self._served.wait()
+        self._end_at_once()
+        await self._served.wait()
+
+    async def serve(self) -> None:
+        """See `Backend.serve`."""
+        assert not self._serving, "an engine is served once"
+        if self._close_requested.is_set():
+            return
+        self._serving = True
+        delay_s = self._waits.restart_delay_s_min
+        clock = asyncio.get_running_loop().time
+        try:
+            await self._start_requested.wait()
+            while not self._close_requested.is_set() and self._condition.state is not EngineState.FAILED:
+                started_at_s = clock()
+                self._set_condition(EngineCondition(EngineState.LOADING, 0.0, "process", self._load_time_s, "loading"))
+                self._lost(await self._run())
+                if clock() - started_at_s > self._waits.stable_after_s:
+                    delay_s = self._waits.restart_delay_s_min
+                if self._condition.state is EngineState.RESTARTING and not self._close_requested.is_set():
+                    await self._pause(delay_s)
+                    delay_s = min(delay_s * 2, self._waits.restart_delay_s_max)
+            await self._close_requested.wait()
+        finally:
+            self._set_condition(_CLOSED)
+            self._fail_waiting("the engine was closed")
+            self._served.set()
+
+    @abstractmethod
+    async def _run(self) -> str:
+        """One life of the engine: begin, say when it is ready, serve until it is gone. Returns why it is gone."""
+
+    @abstractmethod
+    def _reachable(self) -> bool:
+        """Whether a READY engine can be told anything now; it may be gone already."""
+
+    @abstractmethod
+    def _say_farewell(self) -> None:
+        """Ask the engine to end all sequences and then itself; never blocks."""
+
+    @abstractmethod
+    def _end_at_once(self) -> None:
+        """`_run` must return now, whatever still runs."""
+
+    @abstractmethod
+    def _fail_waiting(self, reason: str) -> None:
+        """The engine is gone, with all that it knew: whoever waits for it is told, by a `_loss` each."""
+
+    def _check_ready(self) -> None:
+        """Raises: EngineUnavailable while the engine is down, EngineStartFailed if it needs a person."""
+        condition = self._condition
+        if condition.state is EngineState.FAILED:
+            raise EngineStartFailed(condition.reason)
+        if condition.state is not EngineState.READY or not self._reachable():
+            raise EngineUnavailable(f"the engine is {condition.state.value}: {condition.reason}", condition.retry_after_s)
+
+    def _now_ready(self, loading_time_s: float) -> None:
+        """The engine takes requests."""
+        self._load_time_s = loading_time_s
+        self._set_condition(EngineCondition(EngineState.READY, loading_fraction=1.0))
+
+    def _lost(self, reason: str) -> None:
+        """A life of the engine is over. Leaves the condition FAILED or RESTARTING."""
+        if self._condition.state is EngineState.LOADING:
+            self._load_failure_count += 1
+        if self._condition.state is not EngineState.FAILED:
+            self._set_condition(EngineCondition(EngineState.RESTARTING, retry_after_s=self._load_time_s, reason=reason))
+        if not self._close_requested.is_set():
+            _log.error("engine %s: %s", self._model.name, reason)
+        self._statistics = EngineStatistics()
+        self._fail_waiting(reason)
+
+    async def _pause(self, delay_s: float) -> None:
+        """Wait before the next attempt; a close ends the wait."""
+        self._set_condition(
+            EngineCondition(EngineState.RESTARTING, retry_after_s=delay_s + self._load_time_s, reason=self._condition.reason)
+        )
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(delay_s):
+                await self._close_requested.wait()
+
+    def _cannot_start(self, reason: str) -> None:
+        """A person has to see to it: no retry would help."""
+        self._load_failure_count += 1
+        self._set_condition(EngineCondition(EngineState.FAILED, reason=reason))
+
+    def _loss(self, reason: str) -> EngineError:
+        """What one is told whose answer will never come."""
+        closed = self._condition.state is EngineState.CLOSED
+        return EngineUnavailable(reason, retry_after_s=0.0) if closed else EngineFailed(reason)
+
+    def _set_condition(self, condition: EngineCondition) -> None:
+        if self._condition.state is EngineState.CLOSED:
+            return  # the end of a life; what the engine still does changes nothing
+        self._condition = condition
+        self._changed.set()
+        self._changed = asyncio.Event()

@@ -1,0 +1,129 @@
+"""Work that waits for a child process which takes it batch by batch: the queue, the batch under way, and the end of each piece.
+
+The parent's half of dynamic batching: while the child computes one batch, the next one gathers here. So what nobody waits for any
+more is never sent. Knows nothing of processes; belongs to one event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+Payload = TypeVar("Payload")
+Result = TypeVar("Result")
+
+
+@dataclass(slots=True, eq=False)
+class Piece(Generic[Payload, Result]):
+    """One thing to be computed. Its future is the caller's to wait for. waits: it is in the queue, and somebody waits for it."""
+
+    rank: float
+    number: int
+    size: int
+    payload: Payload
+    result: asyncio.Future[Result]
+    waits: bool = True
+
+    def __lt__(self, other: Piece[Payload, Result]) -> bool:
+        return (self.rank, self.number) < (other.rank, other.number)
+
+
+class BatchQueue(Generic[Payload, Result]):
+    """Pieces in order of rank and then of arrival."""
+
+    def __init__(self, batch_size_max: int, on_taken: Callable[[Piece[Payload, Result]], None] = lambda piece: None) -> None:
+        """batch_size_max: of a batch of more than one piece, in the unit of the pieces' sizes. on_taken: a batch has this piece."""
+        self._batch_size_max = batch_size_max
+        self._on_taken = on_taken
+        self._waiting: list[Piece[Payload, Result]] = []  # a heap; what was dropped from it may still be there
+        self._under_way: list[Piece[Payload, Result]] = []
+        self._number = 0
+        self.waiting_count = 0
+        self.waiting_size = 0
+        self.waiting_count_peak = 0
+        self.batch_count = 0  # the number of the batch under way, or of the last one
+        self.done_count = 0
+
+    @property
+    def under_way_count(self) -> int:
+        """Pieces that the child has; 0 while no batch is under way."""
+        return len(self._under_way)
+
+    def put(self, payloads: Iterable[tuple[Payload, int]], rank: float = 0.0) -> list[Piece[Payload, Result]]:
+        """Add pieces, each with its size."""
+        loop = asyncio.get_running_loop()
+        added: list[Piece[Payload, Result]] = []
+        for payload, size in payloads:
+            self._number += 1
+            piece: Piece[Payload, Result] = Piece(rank, self._number, size, payload, loop.create_future())
+            heapq.heappush(self._waiting, piece)
+            added.append(piece)
+        self.waiting_count += len(added)
+        self.waiting_size += sum(piece.size for piece in added)
+        self.waiting_count_peak = max(self.waiting_count_peak, self.waiting_count)
+        return added
+
+    def drop(self, pieces: Sequence[Piece[Payload, Result]]) -> None:
+        """Nobody waits for these any more; those that have ended are no error."""
+        for piece in pieces:
+            piece.result.cancel()
+            self._leave(piece)
+        if len(self._waiting) > 2 * self.waiting_count:
+            self._waiting = [piece for piece in self._waiting if piece.waits]
+            heapq.heapify(self._waiting)
+
+    def take_batch(self) -> list[Payload]:
+        """What the child is to compute next, as far as it fits one batch; nothing while a batch is under way."""
+        if self._under_way:
+            return []
+        size = 0
+        while (piece := self._first()) is not None and (not self._under_way or size + piece.size <= self._batch_size_max):
+            heapq.heappop(self._waiting)
+            self._leave(piece)
+            self._under_way.append(piece)
+            size += piece.size
+        if self._under_way:
+            self.batch_count += 1
+        for piece in self._under_way:
+            self._on_taken(piece)
+        return [piece.payload for piece in self._under_way]
+
+    def answer(self, results: Sequence[Result]) -> None:
+        """The results of the batch under way, piece by piece."""
+        done, self._under_way = self._under_way, []
+        self.done_count += len(done)
+        for piece, result in zip(done, results, strict=True):
+            if not piece.result.done():
+                piece.result.set_result(result)
+
+    def fail_batch(self, error: Callable[[], Exception]) -> None:
+        """The batch under way has no results. error: makes one for each of its pieces."""
+        lost, self._under_way = self._under_way, []
+        self._fail(lost, error)
+
+    def fail_all(self, error: Callable[[], Exception]) -> None:
+        """Nothing that is here will be computed."""
+        self.fail_batch(error)
+        lost, self._waiting = self._waiting, []
+        self._fail(lost, error)
+
+    def _fail(self, lost: Sequence[Piece[Payload, Result]], error: Callable[[], Exception]) -> None:
+        for piece in lost:
+            self._leave(piece)
+            if not piece.result.done():
+                piece.result.set_exception(error())
+
+    def _first(self) -> Piece[Payload, Result] | None:
+        """The next one that somebody waits for. One whose caller was cancelled may not have been dropped yet."""
+        while self._waiting and not (self._waiting[0].waits and not self._waiting[0].result.done()):
+            self._leave(heapq.heappop(self._waiting))
+        return self._waiting[0] if self._waiting else None
+
+    def _leave(self, piece: Piece[Payload, Result]) -> None:
+        if piece.waits:
+            piece.waits = False
+            self.waiting_count -= 1
+            self.waiting_size -= piece.size

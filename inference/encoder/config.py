@@ -1,0 +1,257 @@
+"""What an encoder's checkpoint directory says about itself: sizes, positions, and how token vectors become one.
+
+Reads the JSON files of the Hugging Face layout and of sentence-transformers, never the weights, and imports no torch. What this
+encoder would compute wrongly is refused here by name: a wrong vector looks as good as a right one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from inference.architectures import refuse_entries_beside
+from inference.checkpoint import read_json, read_json_list
+from inference.engine import ModelInfo
+from inference.errors import CheckpointInvalid
+
+ACTIVATIONS = ("gelu", "gelu_new", "gelu_pytorch_tanh", "relu")
+
+
+class Pooling(StrEnum):
+    """How the vectors of a text's tokens become one."""
+
+    MEAN = "mean"
+    CLS = "cls"
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderFamily:
+    """One architecture: how its entries in config.json and its tensors are called, and where positions begin.
+
+    prefix: of the tensors, where the file holds the encoder within another model. sizes: entries by the name that BERT gives them;
+    entries: all that are understood. skips_padding_positions: positions begin behind that of the padding token.
+    """
+
+    prefix: str
+    sizes: Mapping[str, str]
+    entries: str
+    skips_padding_positions: bool = False
+
+
+_BERT_SIZES = {
+    name: name
+    for name in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "hidden_act", "type_vocab_size")
+}
+_BERT_ENTRIES = """
+    hidden_size intermediate_size num_hidden_layers num_attention_heads hidden_act type_vocab_size layer_norm_eps
+    hidden_dropout_prob attention_probs_dropout_prob classifier_dropout position_embedding_type directionality pooler_fc_size
+    pooler_num_attention_heads pooler_num_fc_layers pooler_size_per_head pooler_type output_past gradient_checkpointing
+"""
+_DISTIL_SIZES = {
+    "hidden_size": "dim",
+    "intermediate_size": "hidden_dim",
+    "num_hidden_layers": "n_layers",
+    "num_attention_heads": "n_heads",
+    "hidden_act": "activation",
+}
+_DISTIL_ENTRIES = """
+    dim hidden_dim n_layers n_heads activation sinusoidal_pos_embds dropout attention_dropout qa_dropout seq_classif_dropout
+    tie_weights_
+"""
+FAMILIES: dict[str, EncoderFamily] = {
+    "bert": EncoderFamily("bert.", _BERT_SIZES, _BERT_ENTRIES),
+    "roberta": EncoderFamily("roberta.", _BERT_SIZES, _BERT_ENTRIES, skips_padding_positions=True),
+    "xlm-roberta": EncoderFamily("roberta.", _BERT_SIZES, _BERT_ENTRIES, skips_padding_positions=True),
+    "distilbert": EncoderFamily("distilbert.", _DISTIL_SIZES, _DISTIL_ENTRIES),
+}
+# Of every family; the last two are about heads that no vector depends on.
+_ENTRIES = """
+    architectures model_type vocab_size max_position_embeddings pad_token_id quantization_config tie_word_embeddings eos_token_id
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderConfig:
+    """Sizes of an encoder, in heads, layers, floats and tokens.
+
+    directory: where tokenizer and weights are. input_tokens_max: of one text, special tokens included. position_offset: the row of
+    the first position in the table. token_type_count: rows of the table of token types; 0 where there is none.
+    """
+
+    directory: Path
+    architecture: str
+    model_type: str
+    vocabulary_size: int
+    hidden_size: int
+    intermediate_size: int
+    layer_count: int
+    head_count: int
+    activation: str
+    layer_norm_eps: float
+    position_count: int
+    position_offset: int
+    token_type_count: int
+    input_tokens_max: int
+    pooling: Pooling
+    normalized: bool
+
+    @property
+    def prefix(self) -> str:
+        """Of tensors in a file that holds the encoder within another model."""
+        return FAMILIES[self.model_type].prefix
+
+
+def read_encoder_config(directory: Path) -> EncoderConfig:
+    """Read a directory in the layout of sentence-transformers. Raises `CheckpointInvalid` naming the file and what to mend."""
+    modules = _Modules.read(directory)
+    path = modules.transformer / "config.json"
+    raw = read_json(path)
+    try:
+        config = _read_config(modules, raw, path)
+    except KeyError as error:
+        raise CheckpointInvalid(str(path), f"entry {error.args[0]} is missing") from error
+    except (TypeError, ValueError) as error:
+        raise CheckpointInvalid(str(path), f"an entry has a wrong type: {error}") from error
+    if config.hidden_size % config.head_count:
+        raise CheckpointInvalid(str(path), f"{config.head_count} heads cannot share {config.hidden_size} floats evenly")
+    if modules.dimension not in (None, config.hidden_size):
+        raise CheckpointInvalid(str(modules.pooling_path), f"dimension {modules.dimension} is not hidden_size {config.hidden_size}")
+    return config
+
+
+def read_encoder_info(directory: Path, *, name: str) -> ModelInfo:
+    """What the API tells of an encoder before it is loaded. Raises `CheckpointInvalid`."""
+    config = read_encoder_config(directory)
+    return ModelInfo(
+        name=name,
+        architecture=config.architecture,
+        engine="torch",
+        context_window_tokens=config.input_tokens_max,
+        vocabulary_size=config.vocabulary_size,
+        directory=str(config.directory),
+        embedding_dimension=config.hidden_size,
+    )
+
+
+def _read_config(modules: _Modules, raw: Mapping[str, Any], path: Path) -> EncoderConfig:
+    model_type = raw.get("model_type", "(none)")
+    family = FAMILIES.get(model_type)
+    if family is None:
+        raise CheckpointInvalid(str(path), f"model_type {model_type} is not supported; supported: {', '.join(FAMILIES)}")
+    if raw.get("quantization_config"):
+        raise CheckpointInvalid(str(path), "quantized checkpoints are not supported; use the unquantized one")
+    refuse_entries_beside(frozenset(f"{_ENTRIES} {family.entries}".split()), raw, model_type, path)
+    # Positions that are learnt as vectors and added; other kinds change what attention computes.
+    if raw.get("position_embedding_type", "absolute") != "absolute" or raw.get("sinusoidal_pos_embds"):
+        kind = raw.get("position_embedding_type", "sinusoidal")
+        raise CheckpointInvalid(str(path), f"position embeddings of the kind {kind!r} are not supported; supported: 'absolute'")
+    activation = str(raw[family.sizes["hidden_act"]])
+    if activation not in ACTIVATIONS:
+        raise CheckpointInvalid(str(path), f"activation {activation} is not supported; supported: {', '.join(ACTIVATIONS)}")
+    sizes = {name: int(raw[entry]) for name, entry in family.sizes.items() if name not in ("hidden_act", "type_vocab_size")}
+    sizes |= {name: int(raw[name]) for name in ("vocab_size", "max_position_embeddings")}
+    for name, value in sizes.items():
+        if value < 1:
+            raise CheckpointInvalid(str(path), f"entry {family.sizes.get(name, name)} = {value!r} is not a count of at least 1")
+    offset = int(raw["pad_token_id"]) + 1 if family.skips_padding_positions else 0
+    positions = sizes["max_position_embeddings"] - offset
+    if positions < 1:
+        raise CheckpointInvalid(str(path), f"max_position_embeddings leaves {positions} positions behind pad_token_id")
+    named = raw.get("architectures") or [model_type]
+    return EncoderConfig(
+        directory=modules.transformer,
+        architecture=str(named[0]),
+        model_type=model_type,
+        vocabulary_size=sizes["vocab_size"],
+        hidden_size=sizes["hidden_size"],
+        intermediate_size=sizes["intermediate_size"],
+        layer_count=sizes["num_hidden_layers"],
+        head_count=sizes["num_attention_heads"],
+        activation=activation,
+        layer_norm_eps=float(raw.get("layer_norm_eps", 1e-12)),
+        position_count=sizes["max_position_embeddings"],
+        position_offset=offset,
+        token_type_count=int(raw.get("type_vocab_size", 2)) if "type_vocab_size" in family.sizes else 0,
+        input_tokens_max=min(modules.input_tokens_max or positions, positions),
+        pooling=modules.pooling,
+        normalized=modules.normalized,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Modules:
+    """What modules.json and the files that it names say: where the encoder is, and what follows it."""
+
+    transformer: Path
+    pooling_path: Path
+    pooling: Pooling
+    dimension: int | None
+    normalized: bool
+    input_tokens_max: int | None
+
+    @classmethod
+    def read(cls, directory: Path) -> _Modules:
+        """Raises `CheckpointInvalid` for modules other than an encoder, its pooling and a normalization."""
+        path = directory / "modules.json"
+        if not path.exists():
+            why = "it says how token vectors become one; save the model by sentence-transformers"
+            raise CheckpointInvalid(str(path), f"the file is missing: {why}")
+        modules = read_json_list(path)
+        kinds = [str(module.get("type", "")).rpartition(".")[2] for module in modules]
+        if kinds not in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]):
+            raise CheckpointInvalid(
+                str(path),
+                f"modules {', '.join(kinds)} are not supported; supported: Transformer, Pooling, and Normalize after them",
+            )
+        places = [_inside(directory, str(module.get("path", "")), path) for module in modules]
+        pooling_path = places[1] / "config.json"
+        pooling, dimension = _read_pooling(pooling_path)
+        _refuse_prompt(directory / "config_sentence_transformers.json")
+        return cls(places[0], pooling_path, pooling, dimension, len(kinds) == 3, _read_input_limit(places[0]))
+
+
+def _inside(directory: Path, place: str, path: Path) -> Path:
+    """A module's directory. modules.json is input: it must not reach files elsewhere."""
+    if Path(place).is_absolute() or ".." in Path(place).parts:
+        raise CheckpointInvalid(str(path), f"path {place!r} is outside the checkpoint")
+    return directory / place
+
+
+def _read_pooling(path: Path) -> tuple[Pooling, int | None]:
+    raw = read_json(path)
+    dimension = raw.get("word_embedding_dimension", raw.get("embedding_dimension"))
+    known = {"word_embedding_dimension", "embedding_dimension", "include_prompt"}
+    modes = {name: value for name, value in raw.items() if name not in known and value}
+    if modes in ({"pooling_mode_mean_tokens": True}, {"pooling_mode": "mean"}):
+        return Pooling.MEAN, dimension
+    if modes in ({"pooling_mode_cls_token": True}, {"pooling_mode": "cls"}):
+        return Pooling.CLS, dimension
+    shown = ", ".join(f"{name} = {value!r}" for name, value in modes.items()) or "none"
+    raise CheckpointInvalid(str(path), f"pooling by {shown} is not supported; supported: the mean of all tokens, or the first one")
+
+
+def _read_input_limit(directory: Path) -> int | None:
+    """Tokens of a text at most, where the checkpoint says so."""
+    path = directory / "sentence_bert_config.json"
+    if not path.exists():
+        return None
+    raw = read_json(path)
+    if raw.get("do_lower_case"):
+        raise CheckpointInvalid(str(path), "do_lower_case = True is not supported: let the tokenizer's normalizer do it")
+    limit = raw.get("max_seq_length")
+    if limit is not None and (not isinstance(limit, int) or limit < 1):
+        raise CheckpointInvalid(str(path), f"entry max_seq_length = {limit!r} is not a count of tokens")
+    return limit
+
+
+def _refuse_prompt(path: Path) -> None:
+    """A text that is put before every other one is the client's to send: it would be billed, and nobody would see why."""
+    raw = read_json(path) if path.exists() else {}
+    name, prompts = raw.get("default_prompt_name"), raw.get("prompts") or {}
+    if name is not None and prompts.get(name):
+        raise CheckpointInvalid(
+            str(path), f"default_prompt_name = {name!r} is not supported: let clients put that text before theirs"
+        )

@@ -1,0 +1,165 @@
+"""An encoder in a child process, as the API process sees it: the queue of texts, the batches, and who waits for which vectors."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from array import array
+from dataclasses import dataclass
+
+from inference.batch_queue import BatchQueue, Piece
+from inference.encoder.config import read_encoder_info
+from inference.encoder.protocol import BatchEncoded, EncodeBatch, LoadEncoder
+from inference.encoder.settings import EncoderSettings
+from inference.engine import EmbeddingRequest, Embeddings, EngineStatistics, Vector
+from inference.errors import EngineError, EngineFailed, EngineOverloaded, RequestImpossible
+from inference.host_process import CHILD_ENVIRONMENT, HostKind
+from inference.host_protocol import ProtocolBroken, Ready, ToParent
+from inference.hosted_life import HostedLife
+
+OVERLOAD_WAIT_S_MIN = 0.5  # below it callers would spin
+
+
+@dataclass(slots=True, eq=False)
+class _Call:
+    """One `embed`. began_at_s: when a batch first had a text of it, by the loop's clock."""
+
+    request: EmbeddingRequest
+    came_at_s: float
+    began_at_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Text:
+    token_ids: tuple[int, ...]
+    call: _Call
+
+
+class TorchEncoder(HostedLife):
+    """One encoder on torch. See `Encoder` for the contract."""
+
+    def __init__(self, settings: EncoderSettings) -> None:
+        """Reads the checkpoint's configuration and starts nothing. Raises `CheckpointInvalid`."""
+        load = LoadEncoder(
+            str(settings.directory), settings.compute_dtype, settings.device, settings.torch_thread_count or os.cpu_count() or 1
+        )
+        self._kind = HostKind("inference.encoder.host", CHILD_ENVIRONMENT, load)
+        super().__init__(read_encoder_info(settings.directory, name=settings.name), settings)
+        self._options = settings
+        self._queue: BatchQueue[_Text, Vector] = BatchQueue(settings.batch_token_count_max, self._taken)
+        self._window: asyncio.TimerHandle | None = None
+        self._batch_token_count = 0  # of the batch under way
+        self._token_count = 0  # embedded since the child's start
+        self._tokens_per_s = 0.0  # of the last full batch; 0 before one
+        self._sent_at_s = 0.0
+
+    def statistics(self) -> EngineStatistics:
+        """See `Encoder`."""
+        return EngineStatistics(
+            waiting_sequence_count=self._queue.waiting_count,
+            running_sequence_count=self._queue.under_way_count,
+            step_count=self._queue.batch_count,
+            prompt_token_count=self._token_count,
+        )
+
+    async def embed(self, request: EmbeddingRequest) -> Embeddings:
+        """See `Encoder.embed`."""
+        self._check_ready()
+        if (fault := self._fault(request)) is not None:
+            raise fault
+        if self._queue.waiting_size >= self._options.waiting_token_count_max:
+            raise EngineOverloaded("the encoder's queue is full", self._overload_wait_s())
+        clock = asyncio.get_running_loop().time
+        call = _Call(request, clock())
+        pieces = self._queue.put([(_Text(token_ids, call), len(token_ids)) for token_ids in request.inputs], request.rank)
+        self._send_soon()
+        try:
+            vectors = await _all_of(pieces)
+        finally:
+            self._queue.drop(pieces)
+        assert call.began_at_s is not None, "what is done was begun"
+        queue_ms = (call.began_at_s - call.came_at_s) * 1e3
+        return Embeddings(vectors, queue_ms, (clock() - call.began_at_s) * 1e3)
+
+    def _fault(self, request: EmbeddingRequest) -> RequestImpossible | None:
+        """Why a request could never run here; None if it could."""
+        limit, size = self._model.context_window_tokens, self._model.vocabulary_size
+        for index, token_ids in enumerate(request.inputs):
+            if not 1 <= len(token_ids) <= limit:
+                return RequestImpossible(f"a text must have 1 to {limit} tokens, not {len(token_ids)}", f"inputs[{index}]")
+            if min(token_ids) < 0 or max(token_ids) >= size:
+                return RequestImpossible(f"token ids must be from 0 to {size - 1}", f"inputs[{index}]")
+        return None
+
+    def _overload_wait_s(self) -> float:
+        """What it takes to embed half of what waits, at the pace of the last batch."""
+        if not self._tokens_per_s:
+            return OVERLOAD_WAIT_S_MIN
+        return max(self._queue.waiting_size / 2 / self._tokens_per_s, OVERLOAD_WAIT_S_MIN)
+
+    def _send_soon(self) -> None:
+        """Send a batch: at once if it is full, else when those had time to come that are on their way."""
+        if self._queue.under_way_count:
+            return
+        if self._queue.waiting_size >= self._options.batch_token_count_max:
+            self._send_batch()
+        elif self._window is None:
+            self._window = asyncio.get_running_loop().call_later(self._options.batch_window_s, self._send_batch)
+
+    def _send_batch(self) -> None:
+        if self._window is not None:
+            self._window.cancel()
+            self._window = None
+        if self._host is None or not self.healthy() or not (batch := self._queue.take_batch()):
+            return
+        self._watchdog.heard()
+        self._sent_at_s = asyncio.get_running_loop().time()
+        self._batch_token_count = sum(len(text.token_ids) for text in batch)
+        self._host.send(EncodeBatch(self._queue.batch_count, [text.token_ids for text in batch]))
+
+    def _taken(self, piece: Piece[_Text, Vector]) -> None:
+        call = piece.payload.call
+        if call.began_at_s is None:
+            call.began_at_s = asyncio.get_running_loop().time()
+            call.request.on_begin()
+
+    def _receive(self, message: ToParent) -> None:
+        if not isinstance(message, BatchEncoded) or message.number != self._queue.batch_count:
+            raise ProtocolBroken(f"unexpected: {message!r}"[:200])
+        self._watchdog.heard()
+        if (fault := message.fault) is not None:
+            self._queue.fail_batch(lambda: EngineFailed(f"the encoder gave no vectors: {fault}"))
+        else:
+            if len(message.vectors) != self._queue.under_way_count:
+                raise ProtocolBroken(f"{len(message.vectors)} vectors for {self._queue.under_way_count} texts")
+            elapsed_s = asyncio.get_running_loop().time() - self._sent_at_s
+            self._tokens_per_s = self._batch_token_count / max(elapsed_s, 1e-6)
+            self._token_count += self._batch_token_count
+            self._queue.answer([vector_of(each) for each in message.vectors])
+        self._send_batch()
+
+    def _host_ready(self, message: Ready, loading_time_s: float) -> None:
+        self._now_ready(loading_time_s)
+
+    def _owes_answers(self) -> bool:
+        return bool(self._queue.under_way_count)
+
+    def _fail_waiting(self, reason: str) -> None:
+        def loss() -> EngineError:
+            return self._loss(reason)
+
+        self._token_count = 0
+        self._queue.fail_all(loss)
+
+
+async def _all_of(pieces: list[Piece[_Text, Vector]]) -> tuple[Vector, ...]:
+    """All vectors of a call. Raises the first fault, and leaves no other unlooked at."""
+    vectors = await asyncio.gather(*(piece.result for piece in pieces))
+    return tuple(vectors)
+
+
+def vector_of(floats: bytes) -> Vector:
+    """Four bytes a float."""
+    vector = array("f")
+    vector.frombytes(floats)
+    return vector

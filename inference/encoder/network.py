@@ -1,0 +1,139 @@
+"""The encoder's arithmetic: token ids to one vector per text.
+
+Nothing is padded. All tokens of a batch are rows of one matrix, so that each multiplication by weights runs over the whole batch;
+attention, the one place where texts must be kept apart, runs over all texts of equal length at once. So what a text is batched with
+changes its vector by no more than the rounding of a matrix product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+from torch import Tensor
+from torch.nn.functional import gelu, layer_norm, normalize, relu, scaled_dot_product_attention
+
+from inference.encoder.config import EncoderConfig, Pooling
+from inference.encoder.weights import EncoderLayerWeights, EncoderWeights, NormWeights
+from inference.linear import LinearWeights, project
+
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": gelu,
+    "gelu_new": lambda rows: gelu(rows, approximate="tanh"),
+    "gelu_pytorch_tanh": lambda rows: gelu(rows, approximate="tanh"),
+    "relu": relu,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Texts of one length in a batch: rows [begin, end) hold text after text."""
+
+    begin: int
+    end: int
+    text_count: int
+    length: int
+
+
+class EncoderNetwork:
+    """A loaded encoder. One thread uses it."""
+
+    def __init__(self, config: EncoderConfig, weights: EncoderWeights, device: torch.device) -> None:
+        self._config = config
+        self._device = device
+        self._weights = _moved(weights, device)
+        self._activation = _ACTIVATIONS[config.activation]
+
+    @torch.inference_mode()
+    def embed(self, texts: Sequence[Sequence[int]]) -> Tensor:
+        """Vectors of texts: (texts, hidden) on the CPU in fp32, in their order. Each text has 1 to `input_tokens_max` tokens."""
+        order = sorted(range(len(texts)), key=lambda index: len(texts[index]))
+        groups = _groups([len(texts[index]) for index in order])
+        rows = self._embed_tokens([texts[index] for index in order])
+        for layer in self._weights.layers:
+            rows = self._run_layer(layer, rows, groups)
+        pooled = torch.cat([self._pool(rows[group.begin : group.end].float(), group) for group in groups])
+        if self._config.normalized:
+            pooled = normalize(pooled, dim=-1)
+        vectors = torch.empty(pooled.shape, dtype=torch.float32)
+        vectors[torch.tensor(order)] = pooled.cpu()
+        return vectors
+
+    def _embed_tokens(self, texts: list[Sequence[int]]) -> Tensor:
+        """(tokens, hidden): words, positions and the token type of a first sentence."""
+        weights, offset = self._weights, self._config.position_offset
+        token_ids = torch.tensor([token_id for text in texts for token_id in text], device=self._device)
+        positions = torch.cat([torch.arange(offset, offset + len(text)) for text in texts]).to(self._device)
+        rows = weights.words[token_ids] + weights.positions[positions]
+        if weights.token_type is not None:
+            rows += weights.token_type
+        return self._norm(rows, weights.embedding_norm)
+
+    def _run_layer(self, layer: EncoderLayerWeights, rows: Tensor, groups: list[_Group]) -> Tensor:
+        """(tokens, hidden) -> (tokens, hidden)."""
+        attended = project(self._attend(layer, rows, groups), layer.attention_out)
+        rows = self._norm(attended + rows, layer.attention_norm)
+        widened = self._activation(project(rows, layer.up))
+        return self._norm(project(widened, layer.down) + rows, layer.output_norm)
+
+    def _attend(self, layer: EncoderLayerWeights, rows: Tensor, groups: list[_Group]) -> Tensor:
+        """(tokens, hidden): each token's mixture of the values of its own text."""
+        query, key, value = (project(rows, weights) for weights in (layer.query, layer.key, layer.value))
+        mixed = torch.empty_like(query)
+        for group in groups:
+            q, k, v = (self._heads(each[group.begin : group.end], group) for each in (query, key, value))
+            heads = scaled_dot_product_attention(q, k, v)  # (texts, heads, length, head size)
+            mixed[group.begin : group.end] = heads.transpose(1, 2).reshape(group.end - group.begin, -1)
+        return mixed
+
+    def _heads(self, rows: Tensor, group: _Group) -> Tensor:
+        """(texts x length, hidden) -> (texts, heads, length, head size)."""
+        return rows.view(group.text_count, group.length, self._config.head_count, -1).transpose(1, 2)
+
+    def _pool(self, rows: Tensor, group: _Group) -> Tensor:
+        """(texts x length, hidden) -> (texts, hidden)."""
+        by_text = rows.view(group.text_count, group.length, -1)
+        return by_text[:, 0] if self._config.pooling is Pooling.CLS else by_text.mean(dim=1)
+
+    def _norm(self, rows: Tensor, norm: NormWeights) -> Tensor:
+        return layer_norm(rows, rows.shape[-1:], norm.weight, norm.bias, self._config.layer_norm_eps)
+
+
+def _groups(lengths: list[int]) -> list[_Group]:
+    """Texts in order of their lengths, by length."""
+    groups: list[_Group] = []
+    begin = 0
+    for length, same in groupby(lengths):
+        text_count = len(list(same))
+        groups.append(_Group(begin, begin + text_count * length, text_count, length))
+        begin += text_count * length
+    return groups
+
+
+def _moved(weights: EncoderWeights, device: torch.device) -> EncoderWeights:
+    """The same on another device; tensors that are there already stay where they lie."""
+
+    def linear(each: LinearWeights) -> LinearWeights:
+        scales = None if each.scales is None else each.scales.to(device)
+        return LinearWeights(each.weight.to(device), None if each.bias is None else each.bias.to(device), scales)
+
+    def norm(each: NormWeights) -> NormWeights:
+        return NormWeights(each.weight.to(device), each.bias.to(device))
+
+    layers = tuple(
+        EncoderLayerWeights(
+            query=linear(layer.query),
+            key=linear(layer.key),
+            value=linear(layer.value),
+            attention_out=linear(layer.attention_out),
+            attention_norm=norm(layer.attention_norm),
+            up=linear(layer.up),
+            down=linear(layer.down),
+            output_norm=norm(layer.output_norm),
+        )
+        for layer in weights.layers
+    )
+    token_type = None if weights.token_type is None else weights.token_type.to(device)
+    return EncoderWeights(weights.words.to(device), weights.positions.to(device), token_type, norm(weights.embedding_norm), layers)
