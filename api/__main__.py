@@ -127,7 +127,12 @@ def open_holds(
 def open_door(settings: Settings, sessions: Sessions) -> Authenticator:
     """Who checks the keys, under the same policy."""
     grace_s = settings.hold_expiry_s if settings.store_away_policy == "grace" else 0.0
-    return Authenticator(sessions, answer_wait_s=settings.store_answer_wait_s, grace_s=grace_s)
+    return Authenticator(
+        sessions,
+        answer_wait_s=settings.store_answer_wait_s,
+        grace_s=grace_s,
+        failures_per_minute=settings.auth_failures_per_minute,
+    )
 
 
 async def drain(settings: Settings, capacity: Capacity, process: Process) -> None:

@@ -11,6 +11,7 @@ from api.errors import ModelNotAllowed, PermissionDenied, Unauthenticated
 from api.interceptor import METHOD, Context
 from api.scopes import SCOPES
 from api.shared_lookups import SharedLookups
+from api.throttle import Throttle
 from metering.errors import KeyInvalid, StoreAway
 from metering.holds.lease_clock import boot_time_s
 from metering.operations import Payer
@@ -27,14 +28,26 @@ class Authenticator:
     """Checks the API key of a call against the database. Nothing is cached: a revoked key is refused from its next call on.
     Calls that come with one key at the same time share a check that began after the last of them had come.
 
-    What was found is remembered only to let calls in while the database is away, if the deployment wants that.
+    What was found is remembered for two things: to let calls in while the database is away, if the deployment wants that, and to
+    look at keys that were good before, whatever else comes from their address.
     """
 
-    def __init__(self, sessions: Sessions, *, answer_wait_s: float = ANSWER_WAIT_S, grace_s: float = 0.0) -> None:
-        """grace_s: for so long after its last check a key is good while the database is away."""
+    def __init__(
+        self,
+        sessions: Sessions,
+        *,
+        answer_wait_s: float = ANSWER_WAIT_S,
+        grace_s: float = 0.0,
+        failures_per_minute: int = 0,
+    ) -> None:
+        """grace_s: for so long after its last check a key is good while the database is away.
+
+        failures_per_minute: that one address may have; 0: any number.
+        """
         self._sessions = sessions
         self._answer_wait_s = answer_wait_s
         self._grace_s = grace_s
+        self._throttle = Throttle(failures_per_minute)
         self._lookups: SharedLookups[Principal] = SharedLookups()  # by hash of the secret: streams come by the thousand
         self._remembered: OrderedDict[bytes, tuple[float, Principal]] = (
             OrderedDict()
@@ -42,16 +55,17 @@ class Authenticator:
 
     async def principal(self, context: Context) -> Principal:
         """Who calls over gRPC. Raises as `principal_of`, and Unauthenticated if the call brings no secret."""
-        return await self.principal_of(bearer_token(context), method=METHOD.get())
+        return await self.principal_of(bearer_token(context), method=METHOD.get(), peer=context.peer())
 
-    async def principal_of(self, secret: str, *, method: str) -> Principal:
+    async def principal_of(self, secret: str, *, method: str, peer: str) -> Principal:
         """Who has this secret, whatever wire it came over, if it is good for the call.
 
         method: path of the call in the contract, as in `api/scopes.py`; another wire names the call that it stands for.
-        Raises: PermissionDenied, StoreAway; KeyInvalid for an unknown, expired or revoked key.
+        peer: who has connected, as gRPC names it: `ipv4:192.0.2.1:4711`.
+        Raises: PermissionDenied, StoreAway, AuthenticationThrottled; KeyInvalid for an unknown, expired or revoked key.
         """
         needed = SCOPES[method]  # a call that is missing there is nobody's
-        principal = await self._look_up(secret)
+        principal = await self._look_up(secret, peer)
         if principal.scopes.isdisjoint(needed):
             raise PermissionDenied(
                 f"key {principal.key_prefix} has the scopes {', '.join(sorted(principal.scopes))}; this call needs "
@@ -69,11 +83,14 @@ class Authenticator:
             async with self._sessions() as session:
                 return await authenticate(session, secret)
 
-    async def _look_up(self, secret: str) -> Principal:
+    async def _look_up(self, secret: str, peer: str) -> Principal:
         digest = hashlib.sha256(secret.encode(errors="replace")).digest()
         try:
-            principal = await self._lookups.ask(digest, lambda: self._check(secret))
+            async with self._throttle.attempt(peer, lambda: digest in self._remembered):
+                principal = await self._lookups.ask(digest, lambda: self._check(secret))
         except StoreAway:
+            if not self._grace_s:
+                raise
             checked_at, known = self._remembered.get(digest, (0.0, None))
             if known is None:
                 raise
@@ -84,11 +101,10 @@ class Authenticator:
         except KeyInvalid:
             self._remembered.pop(digest, None)
             raise
-        if self._grace_s:
-            self._remembered[digest] = boot_time_s(), principal
-            self._remembered.move_to_end(digest)
-            if len(self._remembered) > REMEMBERED_COUNT_MAX:
-                self._remembered.popitem(last=False)
+        self._remembered[digest] = boot_time_s(), principal
+        self._remembered.move_to_end(digest)
+        if len(self._remembered) > REMEMBERED_COUNT_MAX:
+            self._remembered.popitem(last=False)
         return principal
 
 

@@ -39,6 +39,19 @@ class Unauthenticated(ApiError):
     reason = "UNAUTHENTICATED"
 
 
+class AuthenticationThrottled(ApiError):
+    """So many authentications of this address have failed that no more are tried. retry_after_s: until one is."""
+
+    reason = "AUTHENTICATION_THROTTLED"
+
+    def __init__(self, retry_after_s: float) -> None:
+        super().__init__(
+            f"too many API keys from this address were not valid: the next one is looked at in {retry_after_s:.1f} s; "
+            "keys that were good lately are served meanwhile"
+        )
+        self.retry_after_s = retry_after_s
+
+
 class PermissionDenied(ApiError):
     """The key is good, but not for this."""
 
@@ -249,6 +262,7 @@ CODES: tuple[tuple[type[Exception], int], ...] = (
     (metering_errors.ApprovalRefused, code_pb2.FAILED_PRECONDITION),
     (metering_errors.InsufficientCredit, code_pb2.FAILED_PRECONDITION),
     (metering_errors.QuotaExceeded, code_pb2.RESOURCE_EXHAUSTED),
+    (AuthenticationThrottled, code_pb2.RESOURCE_EXHAUSTED),
     (CancelledEarly, code_pb2.CANCELLED),
     (CancelledByAdmin, code_pb2.CANCELLED),
     (DeadlineBeforeStart, code_pb2.DEADLINE_EXCEEDED),

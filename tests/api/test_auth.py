@@ -30,6 +30,9 @@ class Context:
     def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
         return (("authorization", f"Bearer {SECRET}"),)
 
+    def peer(self) -> str:
+        return "ipv4:192.0.2.1:4711"
+
 
 class World:
     """A database that answers or does not, and a clock."""

@@ -1,4 +1,4 @@
-"""A whole service behind client certificates, reached by SDK and command line; and none in the clear where others listen."""
+"""A whole service behind client certificates that bears few wrong keys, by SDK and command line; none in the clear for others."""
 
 from __future__ import annotations
 
@@ -6,18 +6,23 @@ import asyncio
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Awaitable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
 import pytest
+from grpc import StatusCode
+from weir.v1 import inference_service_pb2 as pb
+from weir.v1 import inference_service_pb2_grpc as pb_grpc
 from weir_client import AsyncClient, Unavailable
 
 from api.endpoint import read_endpoint, serving_endpoint
 from tests.certificates import Certificate, new_certificate
 from tests.conftest import new_database
-from tests.service import MODEL, PATIENCE_S, Service, running, wait_for
+from tests.service import MODEL, PATIENCE_S, Service, bearer, refused, running, wait_for
+
+FAILURES_MAX = 5  # per minute and address
 
 
 @dataclass(frozen=True)
@@ -39,8 +44,9 @@ def locked(tmp_path_factory: pytest.TempPathFactory, model: Path, postgres_serve
     certificate, key = new_certificate("server", authority).write(home, "server")
     client = new_certificate("client", authority)
     files = {"tls_certificate": str(certificate), "tls_key": str(key), "tls_client_ca": str(ca)}
+    bounds = {"auth_failures_per_minute": FAILURES_MAX}
     with new_database(postgres_server, template=template_database) as url:
-        service = Service(home, url, model, **files)
+        service = Service(home, url, model, **files, **bounds)
         service.credentials = grpc.ssl_channel_credentials(authority.pem, client.key_pem, client.pem)
         with running(service):
             yield Locked(service, authority, ca, *client.write(home, "client"))
@@ -91,6 +97,35 @@ async def test_a_server_for_others_does_not_start_in_the_clear(locked: Locked) -
     assert refused.returncode == 1
     assert "WEIR_TLS_CERTIFICATE" in refused.stderr
     assert "Traceback" not in refused.stderr
+
+
+async def test_wrong_keys_are_throttled_and_a_good_one_passes_from_the_same_address(locked: Locked) -> None:
+    service, tenant = locked.service, await locked.service.tenant()
+    async with service.channel() as channel:
+        stub = pb_grpc.InferenceServiceStub(channel)
+
+        def ask(secret: str) -> Awaitable[object]:
+            return stub.ListModels(pb.ListModelsRequest(), metadata=bearer(secret))
+
+        await ask(tenant.secret)
+        wrong = [f"{tenant.key.prefix}_{number:043d}" for number in range(10 * FAILURES_MAX)]
+        refusals = [await refused(ask(secret)) for secret in wrong]
+        async with asyncio.timeout(PATIENCE_S):
+            while await how_a_stream_ends(service, wrong[0]) is not StatusCode.RESOURCE_EXHAUSTED:
+                pass  # one failure may have drained meanwhile
+        await ask(tenant.secret)
+
+    assert [refusal.code for refusal in refusals[:FAILURES_MAX]] == [StatusCode.UNAUTHENTICATED] * FAILURES_MAX
+    throttled = [refusal for refusal in refusals if refusal.code is StatusCode.RESOURCE_EXHAUSTED]
+    assert throttled, "or the fifty took half a minute, in which one drains each twelve seconds"
+    assert {refusal.reason for refusal in throttled} == {"AUTHENTICATION_THROTTLED"}
+    assert all(0 < (refusal.retry_after_s or 0) <= 60 / FAILURES_MAX for refusal in throttled)
+
+
+async def how_a_stream_ends(service: Service, secret: str) -> StatusCode:
+    """Its status."""
+    async with service.stream(secret) as stream:
+        return await stream.closed()
 
 
 async def weir(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:

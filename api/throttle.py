@@ -1,0 +1,138 @@
+"""Failed authentications by address: so many at once and per minute, and then nothing is looked up for it any more.
+
+It keeps floods of wrong keys from the database. Nobody guesses a secret of 256 bits, so no key is ever locked, and keys that were
+good before pass whatever comes from their address: behind one address there may be a whole company. Owns the counts of this
+process, for so many addresses and no more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import time
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable
+from urllib.parse import unquote
+
+import structlog
+
+from api.errors import AuthenticationThrottled
+from metering.errors import KeyInvalid
+
+ADDRESSES_MAX = 10_000  # some 500 bytes each; beyond it the address that came least recently is forgotten
+NETWORK_BITS = 64  # of an IPv6 address: one customer of a provider has all addresses behind them
+ROUNDING = 1e-6  # failures: who comes when it was told must not be early by the last digit of a float
+
+log = structlog.get_logger(__name__)
+
+
+class Bucket:
+    """One address. failure_count: those that have not drained yet; under_way_count: attempts that may still fail."""
+
+    def __init__(self, now: float) -> None:
+        self.failure_count = 0.0
+        self.under_way_count = 0
+        self.drained_at = now
+        self.is_refused = False
+        self._changed = asyncio.Event()
+
+    def drain(self, now: float, per_s: float) -> None:
+        """Let failures go as time passes."""
+        self.failure_count = max(0.0, self.failure_count - (now - self.drained_at) * per_s)
+        self.drained_at = now
+
+    async def change(self) -> None:
+        """Wait until an attempt has ended."""
+        await self._changed.wait()
+
+    def ended(self) -> None:
+        """An attempt is over, whichever way."""
+        self.under_way_count -= 1
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+
+class Throttle:
+    """The counts of one process."""
+
+    def __init__(self, per_minute: int, clock: Callable[[], float] = time.monotonic) -> None:
+        """per_minute: failures that an address may have, all at once or one by one; 0: any number."""
+        self._most = per_minute
+        self._per_s = per_minute / 60
+        self._clock = clock
+        self._buckets: OrderedDict[str, Bucket] = OrderedDict()  # the one that came last stands last
+
+    def __len__(self) -> int:
+        return len(self._buckets)
+
+    @contextlib.asynccontextmanager
+    async def attempt(self, peer: str, is_known: Callable[[], bool]) -> AsyncIterator[None]:
+        """A block in which a secret is looked up; KeyInvalid out of it counts against the address.
+
+        peer: as gRPC names it. is_known: whether the secret was good before, which may turn out while others are waited for, since
+        no more attempts are under way than may fail. Raises: AuthenticationThrottled.
+        """
+        if not self._most:
+            yield
+            return
+        address = address_of(peer)
+        bucket = self._bucket(address)
+        counted = await self._enter(address, bucket, is_known)
+        try:
+            yield
+        except KeyInvalid:
+            bucket.drain(self._clock(), self._per_s)
+            bucket.failure_count = min(bucket.failure_count + 1, float(self._most))
+            raise
+        finally:
+            if counted:
+                bucket.ended()
+            if not bucket.under_way_count and not bucket.failure_count:
+                self._buckets.pop(address, None)
+
+    async def _enter(self, address: str, bucket: Bucket, is_known: Callable[[], bool]) -> bool:
+        """Wait for room among the attempts of the address; whether this one is counted among them.
+
+        Raises: AuthenticationThrottled.
+        """
+        while not is_known():
+            bucket.drain(self._clock(), self._per_s)
+            room = self._most - bucket.failure_count
+            if room < 1 - ROUNDING:
+                if not bucket.is_refused:
+                    bucket.is_refused = True
+                    log.warning("authentication_throttled", address=address, failures_per_minute=self._most)
+                raise AuthenticationThrottled((1 - room) / self._per_s)
+            bucket.is_refused = bucket.is_refused and room < self._most / 2  # logged again once it was quiet for a while
+            if bucket.under_way_count < int(room + ROUNDING):
+                bucket.under_way_count += 1
+                return True
+            await bucket.change()
+        return False
+
+    def _bucket(self, address: str) -> Bucket:
+        bucket = self._buckets.get(address)
+        if bucket is None:
+            bucket = self._buckets[address] = Bucket(self._clock())
+            if len(self._buckets) > ADDRESSES_MAX:
+                self._buckets.popitem(last=False)
+        self._buckets.move_to_end(address)
+        return bucket
+
+
+def address_of(peer: str) -> str:
+    """The address of a peer as gRPC names it, without its port; of IPv6 the network. All sockets of this machine are one."""
+    kind, _, rest = peer.partition(":")
+    if kind not in ("ipv4", "ipv6"):
+        return kind
+    host = unquote(rest).rpartition(":")[0].strip("[]").partition("%")[0]
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return host
+    if isinstance(address, ipaddress.IPv6Address):
+        if address.ipv4_mapped is not None:
+            return str(address.ipv4_mapped)
+        return str(ipaddress.ip_network((address, NETWORK_BITS), strict=False))
+    return str(address)

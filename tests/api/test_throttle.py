@@ -1,0 +1,197 @@
+"""Failed authentications: what an address may have of them, what is looked up then, and who passes all the same."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from structlog.testing import capture_logs
+
+from api import auth, throttle
+from api.auth import Authenticator
+from api.errors import AuthenticationThrottled
+from api.throttle import ADDRESSES_MAX, Throttle, address_of
+from metering.errors import KeyInvalid, StoreAway
+from metering.store.db import create_engine, create_sessions
+from metering.tenants.tenants import Principal
+
+METHOD = "/weir.v1.InferenceService/GetQuota"
+ALICE = Principal(uuid.uuid4(), "wk_12345678", uuid.uuid4(), uuid.uuid4(), "USD", frozenset({"inference"}))
+HOME, ELSEWHERE = "ipv4:192.0.2.1:4711", "ipv4:192.0.2.2:4711"
+MOST = 6  # failures per minute: one drains in 10 s
+
+
+class Door:
+    """An authenticator before a database that knows some secrets and counts what it is asked; and a clock."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, good: Sequence[str] = ()) -> None:
+        self.good = set(good)
+        self.asked: list[str] = []
+        self.now = 1000.0
+        self.held: asyncio.Event | None = None  # answers wait for it
+        self.away = False
+        monkeypatch.setattr(auth, "authenticate", self._authenticate)
+        self.authenticator = Authenticator(
+            create_sessions(create_engine("postgresql://nobody@localhost/nothing")), failures_per_minute=MOST
+        )
+        self.throttle = Throttle(MOST, clock=lambda: self.now)
+        monkeypatch.setattr(self.authenticator, "_throttle", self.throttle)
+
+    async def _authenticate(self, session: Any, secret: str) -> Principal:
+        self.asked.append(secret)
+        if self.held is not None:
+            await self.held.wait()
+        if self.away:
+            raise StoreAway("the database does not answer")
+        if secret not in self.good:
+            raise KeyInvalid("the API key is not valid")
+        return ALICE
+
+    async def knock(self, secret: str, peer: str = HOME) -> type[Exception] | None:
+        """What comes of a call; None if it was let in."""
+        try:
+            await self.authenticator.principal_of(secret, method=METHOD, peer=peer)
+        except (KeyInvalid, AuthenticationThrottled, StoreAway) as refusal:
+            return type(refusal)
+        return None
+
+    async def exhaust(self, peer: str = HOME) -> None:
+        """Fail as often as may be."""
+        for number in range(MOST):
+            assert await self.knock(f"wrong {number}", peer) is KeyInvalid
+
+
+async def test_beyond_its_failures_an_address_reaches_the_database_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    door = Door(monkeypatch)
+    await door.exhaust()
+
+    with capture_logs() as logs:
+        refusals = [await door.knock(f"more {number}") for number in range(5)]
+
+    assert refusals == [AuthenticationThrottled] * 5
+    assert len(door.asked) == MOST
+    assert [line["event"] for line in logs] == ["authentication_throttled"], "told once, and not by each attempt"
+    assert await door.knock("wrong", ELSEWHERE) is KeyInvalid, "others are others"
+
+
+async def test_who_comes_when_it_was_told_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    door = Door(monkeypatch, good=["new"])
+    await door.exhaust()
+    with pytest.raises(AuthenticationThrottled) as refused:
+        await door.authenticator.principal_of("new", method=METHOD, peer=HOME)
+
+    door.now += refused.value.retry_after_s
+
+    assert refused.value.retry_after_s == pytest.approx(10)
+    assert await door.knock("new") is None
+    assert await door.knock("wrong") is KeyInvalid
+    assert await door.knock("wrong") is AuthenticationThrottled
+
+
+async def test_a_key_that_was_good_before_passes_whatever_comes_from_its_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    door = Door(monkeypatch, good=["good", "unseen"])
+    assert await door.knock("good", ELSEWHERE) is None, "wherever it was good"
+    await door.exhaust()
+
+    assert await door.knock("good") is None
+    assert await door.knock("unseen") is AuthenticationThrottled
+    door.good.remove("good")
+    assert await door.knock("good") is KeyInvalid, "it is looked at each time"
+    assert await door.knock("good") is AuthenticationThrottled, "and was good no longer"
+
+
+async def test_success_and_an_absent_database_count_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    door = Door(monkeypatch, good=[f"good {number}" for number in range(3 * MOST)])
+    assert {await door.knock(secret) for secret in sorted(door.good)} == {None}
+    door.away = True
+    assert {await door.knock(f"any {number}") for number in range(3 * MOST)} == {StoreAway}
+    door.away = False
+
+    await door.exhaust()
+    assert await door.knock("wrong") is AuthenticationThrottled
+
+
+async def test_many_good_keys_at_once_all_pass_and_many_wrong_ones_are_not_all_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that has just started knows no key: those that come at once wait for one another, and none is turned away."""
+    door = Door(monkeypatch, good=[f"good {number}" for number in range(100)])
+    door.held = asyncio.Event()
+    async with asyncio.TaskGroup() as tasks:
+        good = [tasks.create_task(door.knock(secret)) for secret in sorted(door.good)]
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert len(door.asked) == MOST, "no more at a time than may fail"
+        door.held.set()
+    assert [task.result() for task in good] == [None] * 100
+
+    door.asked.clear()
+    async with asyncio.TaskGroup() as tasks:
+        wrong = [tasks.create_task(door.knock(f"wrong {number}")) for number in range(100)]
+    results = [task.result() for task in wrong]
+    assert (results.count(KeyInvalid), results.count(AuthenticationThrottled)) == (MOST, 100 - MOST)
+    assert len(door.asked) == MOST
+
+
+async def test_one_new_key_on_many_streams_is_not_held_up_behind_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    door = Door(monkeypatch, good=["good"])
+    async with asyncio.TaskGroup() as tasks:
+        calls = [tasks.create_task(door.knock("good")) for _ in range(1000)]
+
+    assert {call.result() for call in calls} == {None}
+    assert len(door.asked) < 10
+    assert not len(door.throttle), "an address without failures costs nothing"
+
+
+async def test_who_waits_may_go_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    door = Door(monkeypatch, good=[f"good {number}" for number in range(3 * MOST)])
+    door.held = asyncio.Event()
+    async with asyncio.TaskGroup() as tasks:
+        calls = [tasks.create_task(door.knock(secret)) for secret in sorted(door.good)]
+        for _ in range(10):
+            await asyncio.sleep(0)
+        for call in calls[::2]:  # some that are looked up and some that wait
+            call.cancel()
+        door.held.set()
+
+    assert {call.result() for call in calls if not call.cancelled()} == {None}
+    assert not len(door.throttle)
+
+
+async def test_addresses_beyond_the_bound_are_forgotten_the_oldest_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(throttle, "ADDRESSES_MAX", 3)
+    door = Door(monkeypatch)
+    await door.exhaust("ipv4:10.0.0.0:1")
+    for number in range(1, 4):
+        await door.knock("wrong", f"ipv4:10.0.0.{number}:1")
+
+    assert len(door.throttle) == 3
+    assert await door.knock("wrong", "ipv4:10.0.0.0:1") is KeyInvalid
+    assert ADDRESSES_MAX == 10_000
+
+
+async def test_without_a_bound_nothing_is_counted() -> None:
+    unbounded = Throttle(0)
+    for _ in range(100):
+        with pytest.raises(KeyInvalid):
+            async with unbounded.attempt(HOME, lambda: False):
+                raise KeyInvalid("the API key is not valid")
+    assert not len(unbounded)
+
+
+@pytest.mark.parametrize(
+    ("peer", "address"),
+    [
+        ("ipv4:192.0.2.1:4711", "192.0.2.1"),
+        ("ipv6:%5B::1%5D:4711", "::/64"),
+        ("ipv6:[2001:db8:1:2:3:4:5:6]:4711", "2001:db8:1:2::/64"),
+        ("ipv6:%5Bfe80::1%25eth0%5D:4711", "fe80::/64"),
+        ("ipv6:[::ffff:192.0.2.1]:4711", "192.0.2.1"),
+        ("unix:", "unix"),
+        ("unix:/run/weir.sock", "unix"),
+        ("", ""),
+    ],
+)
+def test_a_peer_is_its_address_and_of_ipv6_its_network(peer: str, address: str) -> None:
+    assert address_of(peer) == address
