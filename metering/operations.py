@@ -185,7 +185,7 @@ class Expire:
 
 @dataclass(frozen=True, slots=True)
 class Renew:
-    """Prove that the owner of these holds lives: moves their expiry. Answers `Ended`.
+    """Prove that the owner of these holds lives: moves their expiry. Answers `Renewed`.
 
     Holds of the same owner that are neither among them nor spared are voided: their admission was committed but its answer lost.
     spared_ids: holds that delivered something and whose end was refused; expiry takes them.
@@ -257,4 +257,11 @@ class Ended:
     done: bool
 
 
-HoldAnswer = Admitted | Extended | Settled | Ended
+@dataclass(frozen=True, slots=True)
+class Renewed:
+    """The expiry of these holds was moved. The others have ended, or somebody is about to end them."""
+
+    hold_ids: frozenset[uuid.UUID]
+
+
+HoldAnswer = Admitted | Extended | Settled | Ended | Renewed

@@ -39,6 +39,7 @@ from metering.operations import (
     HoldOperation,
     Outcome,
     Renew,
+    Renewed,
     Settle,
     Settled,
     Void,
@@ -105,7 +106,9 @@ async def decide_and_commit(
             answers[index] = decisions.decide(batch[index])
         except MeteringError as refusal:
             answers[index] = refusal
-    await write_and_commit(connection, owner_id, expiry_s, counters, decisions.writes, signer)
+    renewals = [index for index in sorted(answers) if isinstance(batch[index], Renew)]
+    renewed = await write_and_commit(connection, owner_id, expiry_s, counters, decisions.writes, signer)
+    answers.update(zip(renewals, map(Renewed, renewed), strict=True))
     gone = counters.created - counters.changed
     known_of(connection).saw((key, row.used + row.held) for key, row in counters.rows.items() if key not in gone)
     return reads, answers
@@ -170,7 +173,7 @@ class Decisions:
                 return self.expire(op.hold_id)
             case Renew():
                 self.writes.renewed.append((op.owner_id, op.hold_ids))
-                return Ended(done=True)
+                return Renewed(frozenset())  # which ones only the write will tell
 
     def admit(self, op: Admit) -> Admitted:
         """Take a hold, or refuse without a trace."""

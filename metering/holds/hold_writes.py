@@ -55,6 +55,7 @@ WHERE h.id = v.id
 RENEW_HOLDS = """
 UPDATE holds SET expires_at = now() + make_interval(secs => %s)
 WHERE id IN (SELECT id FROM holds WHERE owner_id = %s AND state = 'held' AND id = ANY(%s::uuid[]) FOR NO KEY UPDATE SKIP LOCKED)
+RETURNING id
 """
 UPDATE_CHAINS = """
 UPDATE receipt_chains c SET last_sequence = v.sequence, last_hash = v.hash, last_settled_at = v.settled_at
@@ -143,8 +144,8 @@ async def write_and_commit(
     counters: Counters,
     writes: BatchWrites,
     signer: BatchSigner | None = None,
-) -> None:
-    """Sign the receipts, write all changes and commit, in one round trip."""
+) -> list[frozenset[uuid.UUID]]:
+    """Sign the receipts, write all changes and commit, in one round trip. Returns the holds that each renewal moved."""
     statements: list[Statement] = []
     if writes.holds:
         statements.append(insertion(owner_id, expiry_s, writes.holds))
@@ -156,9 +157,11 @@ async def write_and_commit(
         signed = writes.chains.sign(signer)
         statements.append((UPDATE_CHAINS, chain_columns(writes.chains)))
         statements.append((INSERT_USAGE_EVENTS, (*batch_values(signed), *usage_event_columns(writes.events))))
+    first_renewal = len(statements)
     for renewing_owner_id, hold_ids in writes.renewed:
         statements.append((RENEW_HOLDS, (expiry_s, str(renewing_owner_id), id_array(hold_ids))))
-    await exchange(connection, [*statements, *counter_writes(counters), ("COMMIT", ())])
+    rows = await exchange(connection, [*statements, *counter_writes(counters), ("COMMIT", ())])
+    return [frozenset(row[0] for row in found) for found in rows[first_renewal : len(statements)]]
 
 
 def insertion(owner_id: uuid.UUID, expiry_s: float, holds: Sequence[NewHold]) -> Statement:

@@ -29,6 +29,7 @@ from metering.operations import (
     HoldAnswer,
     HoldOperation,
     Renew,
+    Renewed,
     Settle,
     Settled,
     Void,
@@ -350,8 +351,8 @@ class HoldStore:
             case Extend(), Extended():
                 if op.hold_id in self._leases.hold_ids:  # its settlement may have been answered before
                     self._leases.begin(op.hold_id, sent_at)
-            case Renew(), Ended():
-                self._leases.renew(op.hold_ids, sent_at)
+            case Renew(), Renewed():
+                self._leases.renew(answer.hold_ids, sent_at)
             case (Settle() | Void(), _) if not isinstance(answer, StoreAway):
                 self._leases.end(op.hold_id)
                 if isinstance(answer, Settled):

@@ -34,6 +34,7 @@ from metering.operations import (
     Outcome,
     Payer,
     Renew,
+    Renewed,
     Settle,
     Settled,
     Void,
@@ -161,6 +162,8 @@ def told(answer: HoldAnswer | Exception) -> str:
             return used(answer)
         case Ended():
             return "done" if answer.done else "nothing"
+        case Renewed():
+            return "done"
         case QuotaExceeded():
             return f"refused {' '.join(sorted(state.dimension for state in answer.failing))}"
         case RequestSettled():

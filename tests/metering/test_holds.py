@@ -9,13 +9,15 @@ import uuid
 from collections.abc import Iterator
 from dataclasses import replace
 
+import psycopg
 import pytest
 
 from metering.errors import InvariantViolated, KeyInvalid, PriceMissing, QuotaExceeded, RequestSettled
 from metering.holds.sweeping import sweep_expired_holds
 from metering.models import QuotaDimension, QuotaSubject
-from metering.operations import Ended, Extend, Outcome, Renew, Settled, Void
+from metering.operations import Ended, Extend, Outcome, Renew, Renewed, Settled, Void
 from metering.quotas.quota_admin import SETTABLE
+from metering.store.db import psycopg_conninfo
 from tests.metering.hold_scenarios import run
 from tests.metering.hold_world import HoldWorld, admit, hold_world, settle
 from tests.metering.invariants import check_invariants
@@ -465,6 +467,21 @@ async def test_a_renewal_keeps_what_is_named_or_spared_and_voids_the_rest_of_tha
     assert states[lost.hold_id].startswith("voided")
     assert states[foreign.hold_id] == "held 30"
     check_invariants(world.url)
+
+
+async def test_a_renewal_tells_which_holds_it_moved(world: HoldWorld) -> None:
+    """Not those that have ended, nor those that somebody else is about to end: their owner must not go on under them."""
+    payer, owner = world.tenant(), uuid.uuid4()
+    kept, ended, being_ended = (admit(payer) for _ in range(3))
+    await world.run(kept, ended, being_ended, owner_id=owner)
+    await world.run(settle(ended.hold_id, 1))
+    hold_ids = frozenset({kept.hold_id, ended.hold_id, being_ended.hold_id})
+    with psycopg.connect(psycopg_conninfo(world.url)) as sweeper:
+        sweeper.execute("SELECT FROM holds WHERE id = %s FOR UPDATE", (being_ended.hold_id,))
+
+        assert await world.run(Renew(owner, hold_ids), owner_id=owner) == [Renewed(frozenset({kept.hold_id}))]
+
+    assert await world.run(Renew(owner, hold_ids), owner_id=owner) == [Renewed(frozenset({kept.hold_id, being_ended.hold_id}))]
 
 
 async def test_a_hold_with_delivered_tokens_is_never_voided(world: HoldWorld) -> None:
