@@ -1,0 +1,283 @@
+"""Every call of every service, with keys that it is not for: nothing is read, nothing is changed, and the status says why.
+
+The calls come from the contract. Each request is filled with what is somebody else's, by the names of its fields: a call with a
+field that is not known here fails the walk until somebody has said what of a victim's belongs there.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf.descriptor import Descriptor, FieldDescriptor, MethodDescriptor
+from google.protobuf.descriptor_pool import Default
+from google.protobuf.message_factory import GetMessageClass
+from grpc import StatusCode
+from weir.v1 import billing_service_pb2_grpc, months_pb2, types_pb2, usage_reports_pb2
+from weir.v1 import inference_service_pb2 as pb
+
+from api.server import SERVICES
+from metering.models import QuotaDimension
+from metering.tenants.key_secrets import new_secret
+from tests.metering.books import Consumed, Customer, add_usage, new_price
+from tests.service import MODEL, Refusal, Service, Tenant, bearer, cancel, start
+
+PAST = datetime(2025, 10, 10, 12, tzinfo=UTC)
+MONTH = "2025-10"
+# How the scopes are meant, said once more and in another way than the product's own table.
+CHANGING_MONEY = {"CloseMonth", "CreateAdjustment", "CreateCreditNote", "ApproveAdjustment", "RejectAdjustment"}
+# Own things of a victim that its own keys must be shown, or the walk would prove nothing.
+SHOWN_TO_THEIR_OWNER = {
+    *("GetGeneration", "GetQuota"),
+    *("GetMonthReport", "GetUsage", "GetForecast", "ExportMonth", "GetMonthDocument", "GetInvoice", "ListAdjustments"),
+    *("ListMonths", "ListReceipts", "GetReceiptMonth"),
+}
+
+
+@dataclass(frozen=True)
+class Victim:
+    """Somebody with one of everything.
+
+    things: by the name of the field in which others would give them; marks: what is found nowhere else.
+    """
+
+    tenant: Tenant
+    things: dict[str, str]
+    marks: tuple[str, ...]
+
+
+def methods() -> Iterator[MethodDescriptor]:
+    """All calls of the contract."""
+    for name in SERVICES:
+        yield from Default().FindServiceByName(name).methods
+
+
+def scopes_of(method: MethodDescriptor) -> set[str]:
+    """Who may call."""
+    if method.name == "ListReceiptKeys":
+        return {"inference", "billing", "admin"}
+    match method.containing_service.name:
+        case "InferenceService":
+            return {"inference"}
+        case "BillingService" | "ReceiptService" if method.name not in CHANGING_MONEY:
+            return {"billing", "admin"}
+        case _:
+            return {"admin"}
+
+
+@pytest.fixture
+async def victim(service: Service) -> Victim:
+    """A customer with requests, a closed month, an invoice and an adjustment."""
+    tenant = await service.tenant({QuotaDimension.TOKENS_PER_MONTH: 1_234_567})
+    label = f"label-{uuid.uuid4().hex}"
+    async with service.session() as session:
+        price = await new_price(session, f"m-{uuid.uuid4()}")
+        customer = Customer(tenant.organization_id, tenant.name, tenant.key, tenant.secret)
+        await add_usage(session, customer, price, [Consumed(1_000_003, 1_000, 10_007, "stop", PAST)])
+    async with service.stream(tenant.secret) as stream:
+        request_id = await stream.begin(labels={"team": label})
+        await stream.finished(request_id)
+    _, admin = await service.new_key(tenant, "admin")
+    async with service.channel() as channel:
+        billing, who = billing_service_pb2_grpc.BillingServiceStub(channel), bearer(admin)
+        closed = await billing.CloseMonth(months_pb2.CloseMonthRequest(organization=tenant.name, month=MONTH), metadata=who)
+        amount = types_pb2.Money(currency_code="USD", units=1)
+        asked = months_pb2.CreateAdjustmentRequest(organization=tenant.name, amount=amount, reason="good will")
+        adjustment = (await billing.CreateAdjustment(asked, metadata=who)).adjustment
+    [quota] = service.books.rows("SELECT id FROM quotas WHERE subject_id = %s", tenant.organization_id)
+    number = closed.month.invoice_number
+    things = {
+        "organization": tenant.name,
+        "project": f"{tenant.name}/main",
+        "api_key": tenant.key.prefix,
+        "request_id": request_id,
+        "quota_id": str(quota["id"]),
+        "number": number,
+        "invoice_number": number,
+        "adjustment_id": adjustment.adjustment_id,
+        "subject_ref": tenant.name,
+        "subject": tenant.key.prefix,
+        "actor": tenant.key.prefix,
+    }
+    ids = (tenant.organization_id, tenant.project_id, tenant.key.id, quota["id"])
+    marks = {*things.values(), label, *map(str, ids)} - {things["project"]}
+    return Victim(tenant, things, tuple(sorted(marks)))
+
+
+# What is nobody's: filled in so that nothing but the key is wrong.
+COMMON = {
+    "model": MODEL,
+    "month": MONTH,
+    "day": "",
+    "reason": "none",
+    "name": "theirs",
+    "currency_code": "USD",
+    "page_token": "",
+    "action_prefix": "",
+    "plan": "none",
+    "first_month": "2026-12",
+    "last_month": "2026-12",
+    "scopes": "inference",
+    "models": MODEL,
+    "text": "x",
+}
+
+
+def requests_for(method: MethodDescriptor, victim: Victim) -> list[Any]:
+    """Requests that ask for what is the victim's: by names, by ids, and without saying whose it is."""
+    by_id = {
+        "organization": str(victim.tenant.organization_id),
+        "project": str(victim.tenant.project_id),
+        "api_key": str(victim.tenant.key.id),
+    }
+    present = {"month": f"{datetime.now(UTC):%Y-%m}"}
+    others: list[dict[str, str]] = [{}, by_id, {"organization": ""}, by_id | present]
+    return [filled(method.input_type, COMMON | victim.things | other) for other in others]
+
+
+def filled(kind: Descriptor, values: Mapping[str, str]) -> Any:
+    """A message with every text in it set. Raises: KeyError for a field that nobody has thought of."""
+    message: Any = GetMessageClass(kind)()
+    for field in kind.fields:
+        if field.name == "start" and field.message_type is pb.StartFrame.DESCRIPTOR:
+            message.start.CopyFrom(start().start)
+        elif field.type == FieldDescriptor.TYPE_STRING:
+            if field.is_repeated:
+                getattr(message, field.name).append(values[field.name])
+            else:
+                setattr(message, field.name, values[field.name])
+        elif field.type == FieldDescriptor.TYPE_ENUM:
+            if field.is_repeated:
+                getattr(message, field.name).append(usage_reports_pb2.USAGE_GROUPING_PROJECT)
+            else:
+                setattr(message, field.name, 1)
+    return message
+
+
+async def call(channel: grpc.aio.Channel, method: MethodDescriptor, request: Any, secret: str | None) -> Refusal | bytes:
+    """How a call ends, or all that it answers."""
+    path = f"/{method.containing_service.full_name}/{method.name}"
+    send: Any = type(request).SerializeToString
+    parts: list[bytes] = []
+    try:
+        if method.client_streaming:
+            opened: Any = channel.stream_stream(path, request_serializer=send)(metadata=bearer(secret))
+            await opened.done_writing()
+        elif method.server_streaming:
+            opened = channel.unary_stream(path, request_serializer=send)(request, metadata=bearer(secret))
+        else:
+            unary: Any = channel.unary_unary(path, request_serializer=send)
+            return bytes(await unary(request, metadata=bearer(secret)))
+        async for part in opened:
+            parts.append(bytes(part))  # what came before an error counts too
+    except grpc.aio.AioRpcError as error:
+        assert not parts, "an answer, and then a refusal"
+        return Refusal.of(error)
+    return b"".join(parts)
+
+
+def rows_of(service: Service, victim: Victim) -> dict[str, list[str]]:
+    """All rows of all tables in which something of the victim's stands."""
+    tables = (
+        "SELECT relname FROM pg_class WHERE relkind IN ('r', 'p') AND NOT relispartition AND relnamespace = 'public'::regnamespace"
+    )
+    patterns, found = [f"%{mark}%" for mark in victim.marks], {}
+    for table in (row["relname"] for row in service.books.rows(tables)):
+        query = f'SELECT t::text AS row FROM "{table}" t WHERE t::text LIKE ANY(%s) ORDER BY 1'
+        found[table] = [row["row"] for row in service.books.rows(query, patterns)]
+    return found
+
+
+def marks_in(answer: bytes, victim: Victim) -> list[str]:
+    """What of the victim's stands in an answer."""
+    return [mark for mark in victim.marks if mark.encode() in answer]
+
+
+async def test_a_key_of_another_organization_gets_nothing_from_any_call(service: Service, victim: Victim) -> None:
+    stranger = await service.tenant()
+    keys = {
+        ("inference",): stranger.secret,
+        ("billing",): (await service.new_key(stranger, "billing"))[1],
+    }
+    before = rows_of(service, victim)
+    walked = 0
+
+    async with service.channel() as channel:
+        for method in methods():
+            for request in requests_for(method, victim):
+                for scopes, secret in keys.items():
+                    answer = await call(channel, method, request, secret)
+                    walked += 1
+                    where = f"{method.full_name} with {scopes}: {answer!r}"
+                    if not scopes_of(method) & set(scopes):
+                        assert isinstance(answer, Refusal), where
+                        assert (answer.code, answer.reason) == (StatusCode.PERMISSION_DENIED, "PERMISSION_DENIED"), where
+                    elif isinstance(answer, bytes):
+                        assert marks_in(answer, victim) == [], where
+                    else:
+                        assert answer.code in (StatusCode.NOT_FOUND, StatusCode.INVALID_ARGUMENT), where
+
+    assert walked >= 4 * 2 * 50, "a walk that finds nothing proves nothing"
+    assert rows_of(service, victim) == before
+    assert {len(rows) for table, rows in before.items() if table in ("usage_events", "invoices", "receipts")} != {0}
+
+
+async def test_without_a_good_key_no_call_is_answered(service: Service, victim: Victim) -> None:
+    revoked, secret = await service.new_key(victim.tenant, "inference", "billing", "admin")
+    await service.revoke(revoked)
+    before = rows_of(service, victim)
+
+    async with service.channel() as channel:
+        for method in methods():
+            request = requests_for(method, victim)[0]
+            for wrong in (None, "", "nonsense", new_secret(victim.tenant.key.prefix), secret):
+                answer = await call(channel, method, request, wrong)
+                assert isinstance(answer, Refusal), method.full_name
+                assert (answer.code, answer.reason) == (StatusCode.UNAUTHENTICATED, "UNAUTHENTICATED"), (method.full_name, wrong)
+
+    assert rows_of(service, victim) == before
+
+
+async def test_their_owner_is_shown_what_others_are_not(service: Service, victim: Victim) -> None:
+    """The same requests with the victim's own keys: else the walk might ask for nothing at all."""
+    own = {"inference": victim.tenant.secret, "billing": (await service.new_key(victim.tenant, "billing"))[1]}
+    shown: set[str] = set()
+
+    async with service.channel() as channel:
+        for method in methods():
+            for scope in scopes_of(method) & own.keys():
+                for request in requests_for(method, victim):
+                    answer = await call(channel, method, request, own[scope])
+                    if isinstance(answer, bytes) and marks_in(answer, victim):
+                        shown.add(method.name)
+
+    assert shown >= SHOWN_TO_THEIR_OWNER, SHOWN_TO_THEIR_OWNER - shown
+
+
+async def test_no_frame_reaches_a_running_request_of_another_organization(service: Service) -> None:
+    """Every kind of frame that a client may send, with the id of somebody else's request, while it runs."""
+    one, other = await service.tenant(), await service.tenant()
+    async with service.stream(one.secret) as stream, service.stream(other.secret) as theirs:
+        request_id = await stream.begin(max_output_tokens=300)
+        await stream.received(request_id, 1)
+        frames = {"cancel": cancel(request_id), "start": start(request_id, max_output_tokens=3)}
+        kinds = [field.name for field in pb.ClientFrame.DESCRIPTOR.oneofs_by_name["kind"].fields]
+        for kind in sorted(kinds):  # `start` last: from then on the id is one of their own, too
+            frame = frames.get(kind) or pb.ClientFrame(request_id=request_id)
+            if kind not in frames:
+                getattr(frame, kind).SetInParent()
+            await theirs.send(frame)
+            if kind != "start":
+                assert (await theirs.failed(request_id)).code is StatusCode.NOT_FOUND, kind
+                theirs.frames.clear()
+        finished = await theirs.finished(request_id)
+
+        assert finished.usage.delivered_token_count == 3, "their own, under the same id"
+        assert (await stream.finished(request_id)).usage.delivered_token_count == 300
+    assert service.books.event(one, request_id)["api_key_id"] == one.key.id
+    assert service.books.event(other, request_id)["api_key_id"] == other.key.id
