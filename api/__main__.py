@@ -14,6 +14,7 @@ import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+import grpc.aio
 import structlog
 import uvloop
 
@@ -135,9 +136,23 @@ def open_door(settings: Settings, sessions: Sessions) -> Authenticator:
     )
 
 
-async def drain(settings: Settings, capacity: Capacity, process: Process) -> None:
-    """Let running requests finish within the drain time; the rest ends settled."""
+async def drain(settings: Settings, capacity: Capacity, process: Process, server: grpc.aio.Server) -> None:
+    """Let running requests finish within the drain time; the rest ends settled. Clients are sent to other servers meanwhile."""
     capacity.drain()
+    async with asyncio.TaskGroup() as tasks:
+        sending_away = tasks.create_task(send_away(settings, server), name="sending away")
+        await finish(settings, capacity, process)
+        sending_away.cancel()
+
+
+async def send_away(settings: Settings, server: grpc.aio.Server) -> None:
+    """Take no connections any more, and no calls on those there are. Streams go on; what they begin is refused."""
+    await asyncio.sleep(settings.drain_notice_s)
+    await server.stop(grace=settings.drain_s + SETTLE_GRACE_S)
+
+
+async def finish(settings: Settings, capacity: Capacity, process: Process) -> None:
+    """Wait for what runs, and end what takes too long."""
     try:
         async with asyncio.timeout(settings.drain_s):
             await capacity.idle()
@@ -218,7 +233,7 @@ async def serve(settings: Settings) -> None:
             await stopping.wait()
         log.info("draining", running_request_count=capacity.taken_count)
         await health_task
-        await drain(settings, capacity, process)
+        await drain(settings, capacity, process, server)
         await holds.release_standing()
         await server.stop(grace=1.0)
         for engine in router.engines():

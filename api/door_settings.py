@@ -16,6 +16,9 @@ class DoorSettings:
     """What holds before anybody is let in. Durations in seconds, sizes in bytes."""
 
     listen_address: str = setting("WEIR_LISTEN", "127.0.0.1:8443", str)
+    # Lets several processes of one machine listen on one port; the kernel gives each connection to one of them. Without it a second
+    # server on the same port is the mistake that it mostly is.
+    share_port: bool = setting("WEIR_SHARE_PORT", False, truth)
     # PEM files; both or none. A renewed certificate counts from the next connection on, without a restart.
     tls_certificate: str = setting("WEIR_TLS_CERTIFICATE", "", str)  # the server's own first, then those between it and its root
     tls_key: str = setting("WEIR_TLS_KEY", "", str)  # not encrypted: nobody is there to type a passphrase

@@ -111,7 +111,7 @@ def options(settings: Settings) -> tuple[tuple[str, int], ...]:
         ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
         ("grpc.http2.min_recv_ping_interval_without_data_ms", CLIENT_PING_INTERVAL_MS_MIN),
         ("grpc.keepalive_permit_without_calls", 1),
-        ("grpc.so_reuseport", 0),  # a second server on the same port is a mistake until it is asked for
+        ("grpc.so_reuseport", int(settings.share_port)),
     )
 
 

@@ -160,6 +160,9 @@ class Settings(DoorSettings):
     progress_interval_s: float = setting("WEIR_PROGRESS_INTERVAL_S", 0.5, seconds(60))
     cold_start_wait_s: float = setting("WEIR_COLD_START_WAIT_S", 120.0, seconds(3600))
     drain_s: float = setting("WEIR_DRAIN_S", 30.0, seconds(3600))
+    # After SIGTERM a process that runs requests listens for so long, and says that it drains: until load balancers have noticed.
+    # Then it takes no more connections, and those that it has are to be made elsewhere for new calls.
+    drain_notice_s: float = setting("WEIR_DRAIN_NOTICE_S", 1.0, seconds(3600))
     recovery_interval_s: float = setting("WEIR_RECOVERY_INTERVAL_S", 5.0, seconds(3600))
 
     # Who issues the invoices. Without a name they are statements. Lines of address and payment are separated by `|`.

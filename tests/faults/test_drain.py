@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from dataclasses import replace
+from pathlib import Path
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2
 from weir.v1 import types_pb2
+from weir_client import AsyncClient, Result
 
 from api.chaos.processes import alive
 from metering.models import QuotaDimension
 from tests.faults.conftest import Start
 from tests.metering.invariants import check_invariants
-from tests.service import Refusal, Stream, health_check, log_events, start, until
+from tests.service import MODEL, PLAIN_IDS, Refusal, Stream, health_check, log_events, start, until
 
 pytestmark = pytest.mark.faults
 
@@ -21,7 +25,7 @@ LIMITS = {QuotaDimension.TOKENS_PER_MONTH: 10**9, QuotaDimension.CONCURRENT_REQU
 
 
 async def test_running_requests_finish_and_new_ones_are_sent_away(launch: Start) -> None:
-    service = launch()
+    service = launch(drain_notice_s=30)  # the connection takes calls until it has been looked at
     tenant = await service.tenant(LIMITS)
     host_pid = service.host_pid
     assert host_pid is not None
@@ -115,3 +119,50 @@ async def test_a_client_that_does_not_read_does_not_hold_up_the_drain(launch: St
         assert await asyncio.to_thread(service.wait_ended) == 0
     assert "held" not in service.books.holds(tenant)
     check_invariants(service.database_url, all_ended=True)
+
+
+async def test_new_connections_go_elsewhere_while_old_streams_finish(launch: Start) -> None:
+    service = launch(drain_notice_s=0.01)
+    tenant = await service.tenant(LIMITS)
+    async with service.stream(tenant.secret) as stream:
+        request_id = await stream.begin(max_output_tokens=1500)
+        await stream.received(request_id, 1)
+
+        service.terminate()
+        await until(lambda: not service.serving(), "the door to be shut")
+
+        assert (await stream.finished(request_id)).usage.delivered_token_count == 1500
+        assert await asyncio.to_thread(service.wait_ended) == 0
+    check_invariants(service.database_url, all_ended=True)
+
+
+async def test_a_rolling_restart_of_two_processes_on_one_port_loses_no_request(launch: Start, tmp_path: Path) -> None:
+    first = launch(share_port=True, home=tmp_path / "first")
+    first.settings = replace(first.settings, listen_address=first.address)
+    second = launch(share_port=True, home=tmp_path / "second", serving=False, listen_address=first.address)
+    tenant = await first.tenant(LIMITS)
+    restarted = asyncio.Event()
+    results: list[Result] = []
+
+    async def load(client: AsyncClient) -> None:
+        while not restarted.is_set():
+            results.append(await client.complete(MODEL, token_ids=PLAIN_IDS[:10], max_output_tokens=60, ignore_eos=True))
+
+    async with contextlib.AsyncExitStack() as stack, asyncio.TaskGroup() as tasks:
+        for _ in range(4):
+            client = await stack.enter_async_context(AsyncClient(first.address, tenant.secret, max_retries=20))
+            for _ in range(4):
+                tasks.create_task(load(client))
+        for service in (first, second):
+            before = len(results)
+            await until(lambda before=before: len(results) > before + 16, "requests to flow")  # type: ignore[misc]
+            assert await asyncio.to_thread(service.stop) == 0
+            await asyncio.to_thread(service.start)
+        before = len(results)
+        await until(lambda: len(results) > before + 16, "requests to flow")
+        restarted.set()
+
+    assert {result.usage.delivered_token_count for result in results} == {60}
+    assert first.books.delivered(tenant) == {result.request_id: 60 for result in results}
+    assert first.books.holds(tenant)["settled"] == len(results)
+    check_invariants(first.database_url, all_ended=True)
