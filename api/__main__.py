@@ -206,7 +206,8 @@ async def serve(settings: Settings) -> None:
         endpoint = Endpoint(settings.home, settings.listen_address, port, tls=tls is not None)
         for engine in router.engines():
             tasks.create_task(engine.serve(), name=f"engine {engine.model.name}")
-            tasks.create_task(start_engine(engine), name=f"engine start {engine.model.name}")
+            if not engine.condition().starts_on_demand:
+                tasks.create_task(start_engine(engine), name=f"engine start {engine.model.name}")
         control = ControlChannel(
             settings.database_url,
             owner_id,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import structlog
@@ -10,6 +11,9 @@ from api.settings import SettingInvalid, Settings
 from inference.adapter_view import AdapterView
 from inference.cost_model import CostModel
 from inference.engine import Engine
+from inference.fleet.memory_budget import BudgetTooSmall, MemoryBudget
+from inference.fleet.memory_estimate import stored_bytes, torch_memory_bytes
+from inference.fleet.on_demand import OnDemandEngine, SlotTerms
 from inference.tensorrt.engine import TensorRtEngine
 from inference.tensorrt.settings import TensorRtOptions, TensorRtSettings
 from inference.torch_engine import TorchEngine, TorchEngineSettings
@@ -19,16 +23,36 @@ log = structlog.get_logger(__name__)
 
 def build_engines(settings: Settings) -> dict[str, Engine]:
     """One engine per model, one more name per adapter. Raises: CheckpointInvalid naming the file, SettingInvalid."""
-    if settings.engine_backend == "torch":
-        if settings.lora_adapters:
-            raise SettingInvalid("WEIR_LORA_ADAPTERS needs WEIR_ENGINE=tensorrt: the torch engine serves no adapters")
-        return {name: TorchEngine(torch_settings(settings, name, directory)) for name, directory in settings.models.items()}
+    if settings.engine_backend == "torch" and settings.lora_adapters:
+        raise SettingInvalid("WEIR_LORA_ADAPTERS needs WEIR_ENGINE=tensorrt: the torch engine serves no adapters")
+    budget = MemoryBudget(settings.engine_memory_bytes or None)
+    slots: dict[str, OnDemandEngine] = {}
     engines: dict[str, Engine] = {}
     adapters = adapters_by_model(settings)
     for name, directory in settings.models.items():
-        base = engines[name] = TensorRtEngine(tensorrt_settings(settings, name, directory, adapters[name]))
-        engines |= {f"{name}:{adapter}": AdapterView(base, adapter) for adapter in adapters[name]}
+        base = slots[name] = build_slot(settings, budget, name, directory, adapters[name])
+        engines |= {name: base} | {f"{name}:{adapter}": AdapterView(base, adapter) for adapter in adapters[name]}
+    try:
+        budget.check(slots.values())
+    except BudgetTooSmall as error:
+        raise SettingInvalid(
+            f"WEIR_ENGINE_MEMORY_BYTES={settings.engine_memory_bytes}: {error}; allow at least {error.needed_bytes:,}, or lower "
+            "WEIR_KV_CACHE_BYTES"
+        ) from error
     return engines
+
+
+def build_slot(settings: Settings, budget: MemoryBudget, name: str, directory: Path, adapters: dict[str, str]) -> OnDemandEngine:
+    """A model's place for an engine, which runs while it is wanted. Raises: CheckpointInvalid, SettingInvalid."""
+    build: Callable[[], Engine]
+    if settings.engine_backend == "torch":
+        torch = torch_settings(settings, name, directory)
+        build, memory_bytes = lambda: TorchEngine(torch), torch_memory_bytes(directory, torch.compute_dtype, torch.kv_cache_bytes)
+    else:
+        tensorrt = tensorrt_settings(settings, name, directory, adapters)
+        build, memory_bytes = lambda: TensorRtEngine(tensorrt), stored_bytes(directory)
+    terms = SlotTerms(settings.model_idle_timeout_s, keep_warm=settings.min_replicas > 0, memory_bytes=memory_bytes)
+    return OnDemandEngine(build, terms, budget)
 
 
 def adapters_by_model(settings: Settings) -> dict[str, dict[str, str]]:

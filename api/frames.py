@@ -13,7 +13,7 @@ from api.admission import Lease
 from api.outbox import Delivery
 from api.quota_wire import quota_statuses
 from api.receipt_wire import receipt_messages
-from inference.engine import TokenLogprobs
+from inference.engine import EngineCondition, TokenLogprobs
 from metering.billing.pricing import TokenPrices
 from metering.operations import Admitted, Outcome, QuotaState, Settled
 
@@ -37,10 +37,15 @@ def queued(position: int, estimated_wait_s: float | None) -> pb.ServerFrame:
     return pb.ServerFrame(progress=frame)
 
 
-def loading(estimated_wait_s: float) -> pb.ServerFrame:
+def loading(engine: EngineCondition) -> pb.ServerFrame:
     """The request waits for an engine that is being started."""
-    wait = wire.duration(estimated_wait_s) if estimated_wait_s > 0 else None
-    return pb.ServerFrame(progress=pb.ProgressFrame(stage=pb.ProgressFrame.STAGE_ENGINE_LOADING, estimated_wait=wait))
+    frame = pb.ProgressFrame(
+        stage=pb.ProgressFrame.STAGE_ENGINE_LOADING,
+        estimated_wait=wire.duration(engine.retry_after_s) if engine.retry_after_s > 0 else None,
+        loading_fraction=engine.loading_fraction,
+        loading_stage=engine.loading_stage,
+    )
+    return pb.ServerFrame(progress=frame)
 
 
 def delta(seq: int, choice_index: int, text: str, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> pb.ServerFrame:

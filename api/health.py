@@ -15,6 +15,7 @@ import structlog
 from api.endpoint import Endpoint
 from api.server import INFERENCE_SERVICE, SERVICES, Health
 from api.settings import Settings
+from inference.engine import Engine
 from inference.router import Router
 from metering.holds.holds import HoldStore
 
@@ -31,7 +32,7 @@ async def keep_health(
     told: Mapping[str, bool] = {}
     while not stopping.is_set():
         parts = {STORE: store_is_well(holds, settings)}
-        parts |= {f"engine/{engine.model.name}": engine.healthy() for engine in router.engines()}
+        parts |= {f"engine/{engine.model.name}": serves(engine) for engine in router.engines()}
         serving = services(parts, may_admit_without_store(holds, settings))
         for name in (name for name, well in parts.items() if told.get(name, well) is not well):
             log.warning("part_recovered" if parts[name] else "part_failed", part=name, serving=serving[""])
@@ -42,6 +43,11 @@ async def keep_health(
             await asyncio.wait_for(stopping.wait(), INTERVAL_S)
     await health.tell(dict.fromkeys(("", *SERVICES), False))
     endpoint.tell(serving=False)
+
+
+def serves(engine: Engine) -> bool:
+    """Whether requests of its model are served: at once, or after a start that each of them waits for."""
+    return engine.healthy() or engine.condition().starts_on_demand
 
 
 def services(parts: Mapping[str, bool], may_admit_without_store: bool) -> dict[str, bool]:

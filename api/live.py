@@ -250,11 +250,16 @@ class LiveRequest:
         if engine.healthy():
             return
         self.phase = Phase.LOADING
+        self.tell_progress(None)
         try:
             async with asyncio.timeout(self._process.admission.settings.cold_start_wait_s):
                 await engine.start()
         except TimeoutError:
-            raise EngineStartFailed(f"the engine of model {self.start.model!r} is still not ready") from None
+            condition = engine.condition()
+            raise EngineStartFailed(
+                f"the engine of model {self.start.model!r} is still not ready: {condition.reason or condition.state.value}",
+                max(condition.retry_after_s, RETRY_S_MIN),
+            ) from None
 
     async def _stream(self, sequence: SequenceStream, request: GenerationRequest, place: Place) -> Outcome:
         """Hand on what the engine generates; the outcome as the engine saw it."""
@@ -318,7 +323,7 @@ class LiveRequest:
         if self.phase is Phase.LOADING:  # so the model exists
             condition = self._process.router.choose(self.start.model).condition()
             if condition.state is not EngineState.READY:
-                self._reply.push(frames.loading(condition.retry_after_s))
+                self._reply.push(frames.loading(condition))
         elif self.phase is Phase.QUEUED:
             position, wait_s = (outlook.position, outlook.wait_s) if outlook is not None else (0, None)
             self._reply.push(frames.queued(position, wait_s))

@@ -101,6 +101,13 @@ class Settings(DoorSettings):
     engine_thread_count: int = setting("WEIR_ENGINE_THREADS", 0, whole(0, 1024))  # 0: as many as there are cores
     kv_cache_bytes: int = setting("WEIR_KV_CACHE_BYTES", 2**30, whole(2**20, 2**44))  # reserved, used as far as needed
 
+    # Of each model's engine: 0 replicas leaves it cold until a request comes. More are kept loaded whatever happens.
+    min_replicas: int = setting("WEIR_MIN_REPLICAS", 1, whole(0, 64))
+    # Without a request for so long, an engine that need not be kept is stopped and gives its memory back. 0: never.
+    model_idle_timeout_s: float = setting("WEIR_MODEL_IDLE_TIMEOUT_S", 0.0, scale(86_400))
+    # For all engines of this process: one that does not fit waits, and those that are idle give way. 0: no limit.
+    engine_memory_bytes: int = setting("WEIR_ENGINE_MEMORY_BYTES", 0, whole(0, 2**50))
+
     # Of TensorRT-LLM: GPUs that share each matrix, that share the layers, and that share the experts (0: the engine decides).
     tensorrt_tensor_parallel: int = setting("WEIR_TENSORRT_TENSOR_PARALLEL", 1, whole(1, 1024))
     tensorrt_pipeline_parallel: int = setting("WEIR_TENSORRT_PIPELINE_PARALLEL", 1, whole(1, 1024))

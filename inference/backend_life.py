@@ -81,8 +81,10 @@ class BackendLife(ABC):
         while self._condition.state is not EngineState.READY:
             if self._condition.state is EngineState.CLOSED:
                 raise EngineUnavailable("the engine is closed", retry_after_s=0.0)
-            if self._condition.state is EngineState.FAILED or self._load_failure_count > failures_before:
+            if self._condition.state is EngineState.FAILED:
                 raise EngineStartFailed(self._condition.reason)
+            if self._load_failure_count > failures_before:
+                raise EngineStartFailed(self._condition.reason, self._condition.retry_after_s)
             await self._changed.wait()
 
     async def close(self) -> None:

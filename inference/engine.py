@@ -339,6 +339,7 @@ class EngineCondition:
     LOADING also holds while a restarted engine loads again; RESTARTING is the pause before that. FAILED needs a person: the
     checkpoint is unusable, and no retry is under way. loading_fraction: 0 to 1, 1 when READY. loading_stage: what is being
     loaded, one word. retry_after_s: the engine's own guess of when it takes requests. reason: why it is not READY.
+    starts_on_demand: it is COLD or LOADING by design, and whoever calls `start` now will be served.
     """
 
     state: EngineState
@@ -346,6 +347,7 @@ class EngineCondition:
     loading_stage: str = ""
     retry_after_s: float = 0.0
     reason: str = ""
+    starts_on_demand: bool = False
 
 
 class Backend(Protocol):

@@ -10,9 +10,16 @@ class EngineError(Exception):
 
 
 class EngineStartFailed(EngineError):
-    """The engine host did not come up: the checkpoint is unusable, or the process died while loading."""
+    """The engine host did not come up: the checkpoint is unusable, or the process died while loading.
+
+    retry_after_s: when it will have been tried again; None where only a person can help.
+    """
 
     reason = "ENGINE_START_FAILED"
+
+    def __init__(self, message: str, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 class EngineFailed(EngineError):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import signal
 from abc import abstractmethod
 
 from inference.backend_life import BackendLife
@@ -29,6 +30,7 @@ class HostedLife(BackendLife):
         self._settings = waits
         self._host: HostProcess | None = None
         self._began_at_s = 0.0
+        self._hung = False
         self._watchdog = Watchdog(waits.step_timeout_s, self._kill_hanging_host)
 
     @property
@@ -61,6 +63,7 @@ class HostedLife(BackendLife):
 
     async def _run(self) -> str:
         """One life of a child: start, load, serve, until it is gone."""
+        self._hung = False
         try:
             async with open_host(self._kind.module, self._kind.environment) as host:
                 if self._close_requested.is_set():
@@ -96,6 +99,10 @@ class HostedLife(BackendLife):
         if self._condition.state is EngineState.FAILED:
             return self._condition.reason
         await host.wait_gone(self._settings.close_timeout_s)
+        if self._hung:
+            return "the engine process hung, and was ended"
+        if host.exit_status == -signal.SIGKILL:
+            return "the engine process was killed: the system ends so what takes more memory than there is"
         return f"the engine process ended with status {host.exit_status}"
 
     def _handle(self, message: ToParent) -> None:
@@ -115,4 +122,5 @@ class HostedLife(BackendLife):
         """A host that owes events and sends none is killed; its end is then handled like any other crash."""
         if self._host is not None and self._owes_answers():
             _log.error("engine %s: no report for %.0f s, killing the process", self._model.name, silence_s)
+            self._hung = True
             self._host.kill()

@@ -242,7 +242,10 @@ def progress_text(progress: Progress) -> str:
     wait = f", about {duration_text(progress.estimated_wait_s)}" if progress.estimated_wait_s is not None else ""
     match progress.stage:
         case Stage.ENGINE_LOADING:
-            return f"the model is being loaded{wait}"
+            if progress.loading_stage == "memory":
+                return f"waiting until another model has given its memory back{wait}"
+            done = f", {progress.loading_fraction:.0%} done" if progress.loading_fraction > 0 else ""
+            return f"the model is being loaded{done}{wait}"
         case Stage.QUEUED:
             return f"in the queue, {progress.queue_position} ahead{wait}"
         case _:

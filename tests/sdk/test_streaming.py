@@ -97,7 +97,7 @@ async def test_events_tell_admission_progress_and_running_usage() -> None:
         frame = await stream.read_start()
         request_id = frame.request_id
         assert frame.start.usage_interval_tokens == 1
-        loading = pb.ProgressFrame(stage=pb.ProgressFrame.STAGE_ENGINE_LOADING)
+        loading = pb.ProgressFrame(stage=pb.ProgressFrame.STAGE_ENGINE_LOADING, loading_fraction=0.25, loading_stage="weights")
         loading.estimated_wait.FromMilliseconds(1500)
         running = pb.UsageFrame(usage=scripted.usage(1), cost=scripted.COST)
         await stream.send(scripted.admitted(request_id), pb.ServerFrame(request_id=request_id, progress=loading))
@@ -109,7 +109,7 @@ async def test_events_tell_admission_progress_and_running_usage() -> None:
         events = [event async for event in client.generate("demo", "Hi", usage_interval_tokens=1).events()]
 
     assert [type(event) for event in events] == [Admitted, Progress, Delta, UsageUpdate]
-    assert events[1] == Progress(Stage.ENGINE_LOADING, 0, 1.5)
+    assert events[1] == Progress(Stage.ENGINE_LOADING, 0, 1.5, 0.25, "weights")
 
 
 async def test_every_option_reaches_the_start_frame() -> None:

@@ -761,10 +761,20 @@ class ProgressFrame(_message.Message):
     STAGE_FIELD_NUMBER: _builtins.int
     QUEUE_POSITION_FIELD_NUMBER: _builtins.int
     ESTIMATED_WAIT_FIELD_NUMBER: _builtins.int
+    LOADING_FRACTION_FIELD_NUMBER: _builtins.int
+    LOADING_STAGE_FIELD_NUMBER: _builtins.int
     stage: Global___ProgressFrame.Stage.ValueType
     """What it waits for."""
     queue_position: _builtins.int
     """Requests ahead of it. Only in STAGE_QUEUED."""
+    loading_fraction: _builtins.float
+    """How much of the engine is loaded, from 0 to 1; begins again where loading failed and is tried once more. Only in
+    STAGE_ENGINE_LOADING.
+    """
+    loading_stage: _builtins.str
+    """What is being done to start the engine: `memory` (waiting until another model has given its memory back), `process`, `import`,
+    `weights`; others may follow. Empty where there is nothing to tell. Only in STAGE_ENGINE_LOADING.
+    """
     @_builtins.property
     def estimated_wait(self) -> _duration_pb2.Duration:
         """Expected wait. Unset where unknown."""
@@ -775,10 +785,12 @@ class ProgressFrame(_message.Message):
         stage: Global___ProgressFrame.Stage.ValueType = ...,
         queue_position: _builtins.int = ...,
         estimated_wait: _duration_pb2.Duration | None = ...,
+        loading_fraction: _builtins.float = ...,
+        loading_stage: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["estimated_wait", b"estimated_wait"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["estimated_wait", b"estimated_wait", "queue_position", b"queue_position", "stage", b"stage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["estimated_wait", b"estimated_wait", "loading_fraction", b"loading_fraction", "loading_stage", b"loading_stage", "queue_position", b"queue_position", "stage", b"stage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -173,6 +173,8 @@ class Progress:
     stage: Stage
     queue_position: int  # requests ahead of it, only while QUEUED
     estimated_wait_s: float | None  # None: unknown
+    loading_fraction: float = 0.0  # of the engine, 0 to 1, only while ENGINE_LOADING
+    loading_stage: str = ""  # what is done to start it: memory, process, import, weights, or newer
 
 
 @dataclass(frozen=True, slots=True)

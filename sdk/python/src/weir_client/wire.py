@@ -156,6 +156,8 @@ def progress(frame: pb.ProgressFrame) -> values.Progress:
         stage=_STAGES.get(frame.stage, values.Stage.UNSPECIFIED),
         queue_position=frame.queue_position,
         estimated_wait_s=seconds_of(frame.estimated_wait) if frame.HasField("estimated_wait") else None,
+        loading_fraction=frame.loading_fraction,
+        loading_stage=frame.loading_stage,
     )
 
 

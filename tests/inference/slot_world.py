@@ -1,0 +1,236 @@
+"""Slots for tests: engines whose loading ends when the test says so, on an event loop whose time is the test's."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from inference.engine import (
+    EngineCondition,
+    EngineFinishReason,
+    EngineState,
+    EngineStatistics,
+    EngineTimings,
+    GenerationRequest,
+    ModelInfo,
+    SequenceEvent,
+    SequenceFinished,
+    SequenceStream,
+)
+from inference.errors import CheckpointInvalid, EngineStartFailed, EngineUnavailable
+from inference.fleet.memory_budget import MemoryBudget
+from inference.fleet.on_demand import OnDemandEngine, SlotTerms
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """Time stands still unless `advance` moves it; what is run in threads runs at once."""
+
+    def __init__(self) -> None:
+        self._now_s = 1000.0
+        super().__init__()
+        self.set_default_executor(AtOnce())
+
+    def time(self) -> float:
+        return self._now_s
+
+    def settle(self) -> None:
+        """Run until nothing happens any more by itself."""
+
+        async def turns() -> None:
+            for _ in range(60):  # more than any chain of wake-ups here is long
+                await asyncio.sleep(0)
+
+        self.run_until_complete(turns())
+
+    def advance(self, seconds: float) -> None:
+        """Let time pass; what was due meanwhile runs at the end of it."""
+        self._now_s += seconds
+        self.settle()
+
+
+class AtOnce(ThreadPoolExecutor):
+    """Runs what it is given on the spot."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        try:
+            future.set_result(fn(*args, **kwargs))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+
+class FakeStream:
+    """A sequence that ends when it is cancelled, or when its engine says so."""
+
+    def __init__(self) -> None:
+        self.ended = asyncio.Event()
+
+    def cancel(self) -> None:
+        self.ended.set()
+
+    async def __aiter__(self) -> AsyncIterator[SequenceEvent]:
+        await self.ended.wait()
+        yield SequenceFinished(EngineFinishReason.STOP, "", 1, 0, 0, EngineTimings(0, 0, 0))
+
+
+class FakeEngine:
+    """As `HostedEngine` behaves, by command: `load`, `fail`, `break_for_good`."""
+
+    def __init__(self, name: str, world: World) -> None:
+        self._world = world
+        self.model = ModelInfo(name, "fake", "fake", 100, 100, "/nowhere")
+        self.state = EngineState.COLD
+        self.reason = ""
+        self.failure_count = 0
+        self.streams: set[FakeStream] = set()
+        self.start_requested = False
+        self._changed = asyncio.Event()
+        self._closing = asyncio.Event()
+        self._may_close = asyncio.Event()
+
+    def tell(self, state: EngineState, reason: str = "") -> None:
+        if self.state is not EngineState.CLOSED:
+            self.state, self.reason = state, reason
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def load(self) -> None:
+        self.tell(EngineState.READY)
+
+    def fail(self, reason: str) -> None:
+        self.failure_count += 1
+        self.tell(EngineState.RESTARTING, reason)
+
+    def break_for_good(self, reason: str) -> None:
+        self.failure_count += 1
+        self.tell(EngineState.FAILED, reason)
+
+    def end_close(self) -> None:
+        self._may_close.set()
+
+    async def serve(self) -> None:
+        self._world.lives(self)
+        try:
+            await self._closing.wait()
+            if self._world.slow_close:
+                await self._may_close.wait()
+        finally:
+            self.tell(EngineState.CLOSED)
+            self._world.dies(self)
+
+    async def start(self) -> None:
+        failures_before = self.failure_count
+        if not self.start_requested:
+            self.start_requested = True
+            self.tell(EngineState.LOADING)
+        while self.state is not EngineState.READY:
+            if self.state is EngineState.CLOSED:
+                raise EngineUnavailable("the engine is closed", 0.0)
+            if self.state is EngineState.FAILED or self.failure_count > failures_before:
+                raise EngineStartFailed(self.reason)
+            await self._changed.wait()
+
+    @contextlib.asynccontextmanager
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[SequenceStream]:
+        if self.state is not EngineState.READY:
+            raise EngineUnavailable(f"the engine is {self.state}", 0.0)
+        stream = FakeStream()
+        self.streams.add(stream)
+        try:
+            yield stream
+        finally:
+            self.streams.discard(stream)
+
+    def predict_cached_token_count(self, prompt_token_ids: tuple[int, ...], cache_salt: str) -> int:
+        return 7
+
+    def statistics(self) -> EngineStatistics:
+        return EngineStatistics(running_sequence_count=len(self.streams))
+
+    def healthy(self) -> bool:
+        return self.state is EngineState.READY
+
+    def condition(self) -> EngineCondition:
+        return EngineCondition(self.state, 0.5, "weights", 3.0, self.reason)
+
+    async def close(self) -> None:
+        assert not self.streams or self._world.closing, "an engine with running sequences is not closed"
+        self.tell(EngineState.CLOSED)
+        self._closing.set()
+
+
+class World:
+    """All slots of a budget, and what lives in them."""
+
+    def __init__(self, loop: VirtualLoop, total_bytes: int | None = None, *, slow_close: bool = False) -> None:
+        self.loop = loop
+        self.total_bytes = total_bytes
+        self.slow_close = slow_close
+        self.closing = False
+        self.budget = MemoryBudget(total_bytes, loop.time)
+        self.slots: dict[str, OnDemandEngine] = {}
+        self.alive: dict[str, FakeEngine] = {}  # by slot
+        self.most_bytes = 0
+        self.unbuildable: set[str] = set()
+        self._tasks: list[asyncio.Task[Any]] = []
+
+    def add(self, name: str, terms: SlotTerms) -> OnDemandEngine:
+        slot = OnDemandEngine(lambda: self._build(name), terms, self.budget, self.loop.time)
+        self.slots[name] = slot
+        self.run(slot.serve())
+        return slot
+
+    def run(self, work: Any) -> asyncio.Task[Any]:
+        """Begin something, and let it get as far as it can."""
+        task = self.loop.create_task(work)
+        self._tasks.append(task)
+        self.loop.settle()
+        return task
+
+    def _build(self, name: str) -> FakeEngine:
+        if name in self.unbuildable:
+            raise CheckpointInvalid(f"/models/{name}", "the directory is gone")
+        return FakeEngine(name, self)
+
+    def lives(self, engine: FakeEngine) -> None:
+        assert engine.model.name not in self.alive, "two engines in one slot"
+        self.alive[engine.model.name] = engine
+        used = sum(self.slots[name].memory_bytes for name in self.alive)
+        assert self.total_bytes is None or used <= self.total_bytes, "the budget is exceeded"
+
+    def dies(self, engine: FakeEngine) -> None:
+        assert self.alive.pop(engine.model.name) is engine
+
+    def close(self) -> None:
+        """End it all."""
+        self.closing = True
+        for slot in self.slots.values():
+            self.run(slot.close())
+        for engine in list(self.alive.values()):
+            engine.end_close()
+        self.loop.settle()
+        left = [task for task in self._tasks if not task.done()]
+        assert not left, f"left over: {left}"
+        assert not self.alive
+        assert self.budget.held_bytes == 0
+
+
+@contextlib.contextmanager
+def slot_world(total_bytes: int | None = None, *, slow_close: bool = False) -> Iterator[World]:
+    """A world of its own time."""
+    loop = VirtualLoop()
+    asyncio.set_event_loop(loop)
+    try:
+        world = World(loop, total_bytes, slow_close=slow_close)
+        yield world
+        world.close()
+    finally:
+        for task in asyncio.all_tasks(loop):  # of a test that failed
+            task.cancel()
+        loop.settle()
+        asyncio.set_event_loop(None)
+        loop.close()

@@ -1,0 +1,308 @@
+"""A slot from cold to cold: who starts it, who closes it, and that nobody is lost between two lives."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from inference.engine import EngineState
+from inference.errors import EngineStartFailed, EngineUnavailable
+from inference.fleet.memory_budget import HANDOVER_S, BudgetTooSmall, MemoryBudget
+from inference.fleet.on_demand import FAULT_STANDS_S, OnDemandEngine, SlotTerms
+from tests.inference.running import make_request
+from tests.inference.slot_world import FakeEngine, World, slot_world
+
+IDLE_S = 10.0
+
+
+async def ask(slot: OnDemandEngine, until: asyncio.Event | None = None) -> str:
+    """One request, that holds its sequence until told."""
+    async with slot.generate(make_request([1])) as stream:
+        if until is not None:
+            await until.wait()
+        stream.cancel()
+        async for _ in stream:
+            pass
+    return "served"
+
+
+def state(slot: OnDemandEngine) -> EngineState:
+    return slot.condition().state
+
+
+def test_it_starts_for_the_first_request_and_stops_when_idle() -> None:
+    with slot_world() as world:
+        slot = world.add("a", SlotTerms(idle_timeout_s=IDLE_S))
+        assert state(slot) is EngineState.COLD
+        assert slot.condition().starts_on_demand
+        assert not world.alive
+
+        waiters = [world.run(ask(slot)) for _ in range(20)]
+        assert state(slot) is EngineState.LOADING
+        assert slot.condition().starts_on_demand
+        assert not slot.healthy()
+        world.loop.advance(4.0)
+        world.alive["a"].load()
+        world.loop.settle()
+        assert [waiter.result() for waiter in waiters] == ["served"] * 20
+        assert slot.healthy()
+        assert slot.predict_cached_token_count((1,), "") == 7
+
+        world.loop.advance(IDLE_S - 0.1)
+        assert slot.healthy()
+        world.run(ask(slot))
+        world.loop.advance(IDLE_S - 0.1)
+        assert slot.healthy(), "a request begins the idle time anew"
+        world.loop.advance(0.2)
+        assert not world.alive
+        assert state(slot) is EngineState.COLD
+        assert slot.condition().retry_after_s == pytest.approx(4.0), "what loading took last"
+
+        again = world.run(ask(slot))
+        assert slot.condition().retry_after_s == pytest.approx(4.0)
+        world.loop.advance(1.5)
+        assert slot.condition().retry_after_s == pytest.approx(2.5)
+        world.alive["a"].load()
+        world.loop.settle()
+        assert again.result() == "served"
+
+
+def test_a_request_that_comes_while_it_closes_is_served_by_the_next_engine() -> None:
+    with slot_world(slow_close=True) as world:
+        slot = world.add("a", SlotTerms(idle_timeout_s=IDLE_S))
+        first = world.run(ask(slot))
+        world.alive["a"].load()
+        world.loop.settle()
+        assert first.done()
+        world.loop.advance(IDLE_S)
+        closing = world.alive["a"]
+        assert closing.state is EngineState.CLOSED
+
+        late = world.run(ask(slot))
+        assert state(slot) is EngineState.LOADING
+        closing.end_close()
+        world.loop.settle()
+        assert world.alive["a"] is not closing
+        world.alive["a"].load()
+        world.loop.settle()
+        assert late.result() == "served"
+
+
+def test_a_running_sequence_is_not_idle() -> None:
+    with slot_world() as world:
+        slot = world.add("a", SlotTerms(idle_timeout_s=IDLE_S))
+        done = asyncio.Event()
+        running = world.run(ask(slot, done))
+        world.alive["a"].load()
+        world.loop.advance(10 * IDLE_S)
+        assert slot.healthy()
+        done.set()
+        world.loop.settle()
+        assert running.result() == "served"
+
+
+@pytest.mark.parametrize("trouble", ["dies", "for good", "not built"])
+def test_a_start_that_fails_tells_all_waiters_why_and_the_next_request_tries_again(trouble: str) -> None:
+    with slot_world() as world:
+        slot = world.add("a", SlotTerms(idle_timeout_s=IDLE_S))
+        if trouble == "not built":  # its directory vanished after it had been there
+            world.run(ask(slot))
+            world.alive["a"].load()
+            world.loop.settle()
+            world.loop.advance(IDLE_S)
+            world.unbuildable.add("a")
+        waiters = [world.run(ask(slot)) for _ in range(20)]
+        if trouble == "dies":
+            world.alive["a"].fail("killed")
+        elif trouble == "for good":
+            world.alive["a"].break_for_good("no weights")
+        world.loop.settle()
+        why = {"dies": "killed", "for good": "no weights", "not built": "the directory is gone"}[trouble]
+        for waiter in waiters:
+            with pytest.raises(EngineStartFailed, match=why):
+                waiter.result()
+        assert not slot.condition().starts_on_demand
+
+        if trouble != "dies":  # it is told at once, until it is worth looking again; the memory is back
+            assert state(slot) is EngineState.FAILED
+            assert not world.alive
+            with pytest.raises(EngineStartFailed, match=why) as told:
+                world.run(ask(slot)).result()
+            assert told.value.retry_after_s == pytest.approx(FAULT_STANDS_S)
+            world.unbuildable.clear()
+            world.loop.advance(FAULT_STANDS_S)
+            assert state(slot) is EngineState.COLD
+        later = world.run(ask(slot))
+        assert not later.done()
+        world.alive["a"].load()
+        world.loop.settle()
+        assert later.result() == "served"
+
+
+def test_it_goes_on_loading_for_whoever_comes_next_and_is_closed_if_nobody_does() -> None:
+    with slot_world() as world:
+        slot = world.add("a", SlotTerms(idle_timeout_s=IDLE_S))
+        gone = world.run(ask(slot))
+        gone.cancel()
+        world.loop.advance(3 * IDLE_S)
+        assert state(slot) is EngineState.LOADING
+        world.alive["a"].load()
+        world.loop.settle()
+        assert slot.healthy()
+        world.loop.advance(IDLE_S)
+        assert not world.alive
+
+
+def test_closing_ends_the_wait_of_those_who_wait_for_a_start() -> None:
+    with slot_world() as world:
+        slot = world.add("a", SlotTerms())
+        waiter = world.run(ask(slot))
+        world.run(slot.close())
+        with pytest.raises(EngineUnavailable):
+            waiter.result()
+        assert state(slot) is EngineState.CLOSED
+        with pytest.raises(EngineUnavailable):
+            world.run(slot.start()).result()
+
+
+def test_one_that_is_kept_warm_starts_by_itself_and_stays() -> None:
+    with slot_world(total_bytes=10) as world:
+        slot = world.add("a", SlotTerms(idle_timeout_s=IDLE_S, keep_warm=True, memory_bytes=6))
+        other = world.add("b", SlotTerms(memory_bytes=6))
+        assert not slot.condition().starts_on_demand
+        world.alive["a"].load()
+        world.loop.advance(10 * IDLE_S)
+        world.run(ask(other))
+        world.loop.advance(1.0)
+        assert slot.healthy()
+        assert "b" not in world.alive
+
+
+def both_loaded(world: World, *slots: OnDemandEngine) -> None:
+    for slot in slots:
+        world.run(ask(slot))
+        world.alive[slot.name].load()
+        world.loop.advance(0.01)
+        assert slot.healthy()
+
+
+def test_the_least_recently_used_gives_way_and_a_busy_one_never() -> None:
+    with slot_world(total_bytes=10) as world:
+        a, b, c = (world.add(name, SlotTerms(memory_bytes=5)) for name in "abc")
+        both_loaded(world, a, b)
+        done = asyncio.Event()
+        busy = world.run(ask(a, done))  # so b is the only one that can give way, though a was used before it
+
+        wanted = world.run(ask(c))
+        assert state(c) is EngineState.LOADING
+        assert c.condition().loading_stage == "memory"
+        assert "a, b" in c.condition().reason
+        assert set(world.alive) == {"a", "b"}, "whoever was just served is left alone for a moment"
+        world.loop.advance(HANDOVER_S)
+        assert set(world.alive) == {"a", "c"}
+        world.alive["c"].load()
+        world.loop.settle()
+        assert wanted.result() == "served"
+
+        back = world.run(ask(b))
+        done.set()
+        world.loop.advance(HANDOVER_S)
+        assert set(world.alive) == {"a", "b"}, "c was used before a's sequence ended"
+        world.alive["b"].load()
+        world.loop.settle()
+        assert busy.result() == back.result() == "served"
+
+
+def test_waiters_get_memory_in_the_order_in_which_they_came() -> None:
+    """A small one behind a large one does not overtake it, else the large one might wait for ever."""
+    with slot_world(total_bytes=10) as world:
+        a, large, small = (world.add(name, SlotTerms(memory_bytes=size)) for name, size in (("a", 6), ("large", 10), ("small", 1)))
+        both_loaded(world, a)
+        done = asyncio.Event()
+        world.run(ask(a, done))
+        first, second = world.run(ask(large)), world.run(ask(small))
+        world.loop.advance(5.0)
+        assert set(world.alive) == {"a"}
+        done.set()
+        world.loop.settle()
+        world.loop.advance(HANDOVER_S)
+        assert set(world.alive) == {"large"}
+        world.alive["large"].load()
+        world.loop.settle()
+        assert first.done()
+        world.loop.advance(HANDOVER_S)
+        world.alive["small"].load()
+        world.loop.settle()
+        assert second.result() == "served"
+
+
+def test_who_no_longer_waits_is_not_loaded() -> None:
+    with slot_world(total_bytes=10) as world:
+        a, b = (world.add(name, SlotTerms(memory_bytes=10)) for name in "ab")
+        both_loaded(world, a)
+        done = asyncio.Event()
+        world.run(ask(a, done))
+        gone = world.run(ask(b))
+        gone.cancel()
+        world.loop.settle()
+        assert state(b) is EngineState.COLD
+        done.set()
+        world.loop.advance(5.0)
+        assert set(world.alive) == {"a"}
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+def test_what_can_never_fit_is_refused_by_name(pinned: bool) -> None:
+    budget = MemoryBudget(10)
+    terms = {"large": SlotTerms(memory_bytes=7), "kept": SlotTerms(memory_bytes=4, keep_warm=pinned)}
+    with slot_world() as world:
+        slots = [world.add(name, each) for name, each in terms.items()]
+        if pinned:
+            with pytest.raises(BudgetTooSmall, match="'large' needs 7 bytes beside 4") as refused:
+                budget.check(slots)
+            assert refused.value.needed_bytes == 11
+            world.alive["kept"].load()
+        else:
+            budget.check(slots)
+
+
+def test_an_eviction_in_the_moment_of_a_request_loses_nobody() -> None:
+    with slot_world(total_bytes=10, slow_close=True) as world:
+        a, b = (world.add(name, SlotTerms(memory_bytes=10)) for name in "ab")
+        both_loaded(world, a)
+        wanted = world.run(ask(b))
+        world.loop.advance(HANDOVER_S)
+        evicted = world.alive["a"]
+        assert evicted.state is EngineState.CLOSED
+        late = world.run(ask(a))  # a closes for b, which has not begun
+        evicted.end_close()
+        world.loop.settle()
+        world.alive["b"].load()
+        world.loop.settle()
+        assert wanted.result() == "served"
+        assert not late.done()
+        world.loop.advance(HANDOVER_S)
+        world.alive["b"].end_close()
+        world.loop.settle()
+        world.alive["a"].load()
+        world.loop.settle()
+        assert late.result() == "served"
+
+
+def test_the_engine_that_was_built_to_know_the_model_is_the_first_that_runs() -> None:
+    built: list[FakeEngine] = []
+    with slot_world() as world:
+        make: Any = world._build
+
+        def build() -> FakeEngine:
+            built.append(make("a"))
+            return built[-1]
+
+        slot = OnDemandEngine(build, SlotTerms(), clock=world.loop.time)
+        world.slots["a"] = slot
+        world.run(slot.serve())
+        world.run(slot.start())
+        assert built == [world.alive["a"]]
+        world.alive["a"].load()

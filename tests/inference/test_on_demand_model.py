@@ -1,0 +1,153 @@
+"""Slots under a budget, driven at random: requests, loads that end and fail, crashes, cancels, time, ends.
+
+Whatever comes: one engine per slot, the budget is kept, no running sequence loses its engine to another model, and everybody who
+waits is served or told why once the engines do what is asked of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from inference.engine import EngineState
+from inference.errors import EngineStartFailed
+from inference.fleet.memory_budget import HANDOVER_S
+from inference.fleet.on_demand import FAULT_STANDS_S, OnDemandEngine, SlotTerms
+from tests.inference.running import make_request
+from tests.inference.slot_world import VirtualLoop, World
+
+EXAMPLES = int(os.environ.get("WEIR_SLOT_EXAMPLES", "40"))
+TERMS = {
+    "small": SlotTerms(idle_timeout_s=5.0, memory_bytes=2),
+    "large": SlotTerms(idle_timeout_s=9.0, memory_bytes=7),
+    "lazy": SlotTerms(memory_bytes=6),
+    "kept": SlotTerms(idle_timeout_s=5.0, keep_warm=True, memory_bytes=2),
+}
+TOTAL_BYTES = 9
+NAMES = st.sampled_from(sorted(TERMS))
+
+
+class Asked:
+    """One request: what became of it."""
+
+    def __init__(self, world: World, slot: OnDemandEngine) -> None:
+        self.slot = slot
+        self.runs = False
+        self.done = asyncio.Event()
+        self.task = world.run(self._ask())
+
+    async def _ask(self) -> str:
+        try:
+            async with self.slot.generate(make_request([1])):
+                self.runs = True
+                await self.done.wait()
+            return "served"
+        except EngineStartFailed as refused:
+            return str(refused)
+        finally:
+            self.runs = False
+
+
+class Slots(RuleBasedStateMachine):
+    """See the module's docstring."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loop = VirtualLoop()
+        asyncio.set_event_loop(self.loop)
+        self.world = World(self.loop, TOTAL_BYTES, slow_close=True)
+        self.asked: list[Asked] = []
+        for name, terms in TERMS.items():
+            self.world.add(name, terms)
+        self.world.budget.check(self.world.slots.values())
+
+    @rule(name=NAMES)
+    def ask(self, name: str) -> None:
+        self.asked.append(Asked(self.world, self.world.slots[name]))
+
+    @rule(name=NAMES)
+    def ask_where_it_just_closes_or_waits(self, name: str) -> None:
+        """Two in the same turn of the loop."""
+        self.asked += [Asked(self.world, self.world.slots[name]) for _ in range(2)]
+
+    @precondition(lambda self: self.asked)
+    @rule(data=st.data())
+    def end_one(self, data: st.DataObject) -> None:
+        data.draw(st.sampled_from(self.asked)).done.set()
+        self.loop.settle()
+
+    @precondition(lambda self: self.asked)
+    @rule(data=st.data())
+    def cancel_one(self, data: st.DataObject) -> None:
+        data.draw(st.sampled_from(self.asked)).task.cancel()
+        self.loop.settle()
+
+    @rule(name=NAMES)
+    def loaded(self, name: str) -> None:
+        engine = self.world.alive.get(name)
+        if engine is not None and engine.state in (EngineState.LOADING, EngineState.RESTARTING):
+            engine.load()
+            self.loop.settle()
+
+    @rule(name=NAMES, for_good=st.booleans())
+    def broken(self, name: str, for_good: bool) -> None:
+        engine = self.world.alive.get(name)
+        if engine is not None and not engine.streams and engine.state in (EngineState.LOADING, EngineState.READY):
+            engine.break_for_good("no weights") if for_good else engine.fail("killed")
+            self.loop.settle()
+
+    @rule(name=NAMES)
+    def closed(self, name: str) -> None:
+        engine = self.world.alive.get(name)
+        if engine is not None and engine.state is EngineState.CLOSED:
+            engine.end_close()
+            self.loop.settle()
+
+    @rule(seconds=st.sampled_from([0.01, HANDOVER_S, 3.0, 10.0, FAULT_STANDS_S]))
+    def wait(self, seconds: float) -> None:
+        self.loop.advance(seconds)
+
+    @invariant()
+    def running_sequences_have_their_engines(self) -> None:
+        """That there is one engine per slot, and the budget is kept, is asserted by the world at each start."""
+        for each in self.asked:
+            if each.runs:
+                engine = self.world.alive[each.slot.name]
+                assert engine.streams
+                assert engine.state is not EngineState.CLOSED
+
+    @invariant()
+    def what_is_held_is_what_lives(self) -> None:
+        assert self.world.budget.held_bytes == sum(TERMS[name].memory_bytes for name in self.world.alive)
+
+    def teardown(self) -> None:
+        """Nobody is lost: with engines that do what they are asked, everybody gets an answer."""
+        try:
+            for _ in range(4 * len(TERMS)):
+                for engine in list(self.world.alive.values()):
+                    engine.end_close()
+                    if engine.state in (EngineState.LOADING, EngineState.RESTARTING):
+                        engine.load()
+                for each in self.asked:
+                    each.done.set()
+                self.loop.settle()
+                self.loop.advance(HANDOVER_S)
+            unanswered = [each.slot.name for each in self.asked if not each.task.done()]
+            assert not unanswered, f"still waiting: {unanswered}"
+            answers = {each.task.result() for each in self.asked if not each.task.cancelled()}
+            assert answers <= {"served", "killed", "no weights"}, "whoever is not served is told why"
+            self.world.close()
+        finally:
+            for task in asyncio.all_tasks(self.loop):
+                task.cancel()
+            self.loop.settle()
+            asyncio.set_event_loop(None)
+            self.loop.close()
+
+
+TestSlots = Slots.TestCase
+TestSlots.settings = settings(max_examples=EXAMPLES, stateful_step_count=40, deadline=None)
