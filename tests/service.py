@@ -129,13 +129,14 @@ class Service:
 
     def __init__(self, home: Path, database_url: str, model: Path, **settings: Any) -> None:
         usual: dict[str, Any] = {
+            "models": {MODEL: model},
             "listen_address": "127.0.0.1:0",
             "engine_thread_count": 1,
             "kv_cache_bytes": 64 << 20,
             "recovery_interval_s": 0.5,
             "auth_failures_per_minute": 0,  # all tests come from one address, and most wrong keys are meant to be looked at
         }
-        self.settings = Settings(database_url=database_url, home=home, models={MODEL: model}, **(usual | settings))
+        self.settings = Settings(database_url=database_url, home=home, **(usual | settings))
         self.home = home
         self.database_url = database_url
         self.books = Books(database_url)

@@ -75,7 +75,7 @@ async def test_a_killed_host_fails_its_streams_and_comes_back(tiny: TinyCheckpoi
         async with engine.generate(make_request(prompt(1), LONG)) as stream:
             await first_tokens(stream, 5)
             kill_host(engine)
-            with pytest.raises(EngineFailed, match="status -9"):
+            with pytest.raises(EngineFailed, match="was killed"):
                 await read_all(stream)
             assert not engine.healthy()
             with pytest.raises(EngineUnavailable) as unavailable:
@@ -161,7 +161,7 @@ async def test_closing_does_not_wait_for_loading_nor_need_a_start(tiny: TinyChec
 
 
 async def expect_start_to_fail(engine: HostedEngine) -> None:
-    with pytest.raises(EngineStartFailed, match="status -9"):
+    with pytest.raises(EngineStartFailed, match="was killed"):
         await engine.start()
 
 

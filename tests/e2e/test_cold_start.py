@@ -1,0 +1,191 @@
+"""Models that are loaded when they are asked for: two of them, with memory for one."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+from weir.v1 import inference_service_pb2 as pb
+
+from api.chaos.processes import children_of
+from inference.fleet.memory_estimate import torch_memory_bytes
+from tests.conftest import new_database
+from tests.metering.invariants import check_invariants
+from tests.service import MODEL, Service, Stream, Tenant, cost_picos, picos, price_model, running, until, wait_for
+
+OTHER = "other"
+KV_BYTES = 64 << 20
+LOADING = pb.ProgressFrame.STAGE_ENGINE_LOADING
+
+
+def on_demand(home: Path, url: str, models: dict[str, Path]) -> Service:
+    """Two models that nothing keeps loaded, and memory for one."""
+    needed_bytes = torch_memory_bytes(models[MODEL], "float32", KV_BYTES)
+    return Service(
+        home,
+        url,
+        models[MODEL],
+        models=models,
+        kv_cache_bytes=KV_BYTES,
+        min_replicas=0,
+        model_idle_timeout_s=1.0,
+        engine_memory_bytes=needed_bytes * 3 // 2,
+        progress_interval_s=0.05,
+    )
+
+
+@pytest.fixture(scope="module")
+def cold(tmp_path_factory: pytest.TempPathFactory, model: Path, postgres_server: str, template_database: str) -> Iterator[Service]:
+    """A server without any engine. It must end in order, though it has been through a lot."""
+    other = tmp_path_factory.mktemp("models") / OTHER
+    shutil.copytree(model, other)
+    with new_database(postgres_server, template=template_database) as url:
+        with running(on_demand(tmp_path_factory.mktemp("cold"), url, {MODEL: model, OTHER: other})) as service:
+            yield service
+            assert service.stop() == 0, service.log[-4000:]
+        check_invariants(url, all_ended=True)
+
+
+async def new_tenant(service: Service) -> Tenant:
+    """One that may use both models."""
+    tenant = await service.tenant()
+    async with service.session() as session:
+        if OTHER not in {row["model"] for row in service.books.rows("SELECT model FROM price_versions")}:
+            await price_model(session, OTHER)
+    return tenant
+
+
+async def engines_gone(service: Service) -> None:
+    await until(lambda: not children_of(service.pid), "the engine host to go")
+
+
+async def check_finished(service: Service, tenant: Tenant, stream: Stream, request_id: str) -> pb.FinishedFrame:
+    """It ran to its end, and is billed for just that."""
+    finished = await stream.finished(request_id)
+    assert finished.usage.delivered_token_count == len(stream.token_ids(request_id)) == 20
+    assert picos(finished.cost) == cost_picos(finished.usage)
+    assert service.books.event(tenant, request_id)["delivered_token_count"] == 20
+    return finished
+
+
+async def test_from_nothing_to_tokens_to_nothing_and_again(cold: Service) -> None:
+    assert cold.serving(), "a model that is cold by design is no reason to take the server out"
+    assert cold.serving(f"engine/{MODEL}")
+    assert not children_of(cold.pid), "nothing is loaded ahead"
+    tenant = await new_tenant(cold)
+    async with cold.stream(tenant.secret) as stream:
+        request_ids = [await stream.begin() for _ in range(20)]
+
+        for request_id in request_ids:
+            finished = await check_finished(cold, tenant, stream, request_id)
+            loading = [frame for frame in stream.of(request_id, "progress") if frame.stage == LOADING]
+            fractions = [frame.loading_fraction for frame in loading]
+            assert fractions == sorted(fractions)
+            assert {frame.loading_stage for frame in loading} <= {"", "process", "import", "weights"}
+            assert len(loading) > 1, "one at once, more while it goes on"
+            waited_ms = finished.timings.ttft_ms - finished.timings.cold_start_ms
+            assert 0 < waited_ms < finished.timings.ttft_ms
+
+        await engines_gone(cold)
+        assert cold.serving()
+        again = await stream.begin()
+        await check_finished(cold, tenant, stream, again)
+        first = await stream.first(again, "progress")
+        assert first.stage == LOADING
+        assert first.HasField("estimated_wait"), "now it is known how long that takes"
+
+
+async def test_two_models_take_turns_where_there_is_memory_for_one(cold: Service) -> None:
+    tenant = await new_tenant(cold)
+    async with cold.stream(tenant.secret) as stream:
+        for _ in range(2):
+            request_ids = [await stream.begin(model=model) for model in (MODEL, OTHER)]
+            most = 0
+
+            def both_ended(ids: tuple[str, ...] = tuple(request_ids)) -> bool:
+                nonlocal most
+                most = max(most, len(children_of(cold.pid)))
+                return all(stream.ends(request_id) for request_id in ids)
+
+            await until(both_ended, "both models to answer")
+            assert most == 1
+            for request_id in request_ids:
+                await check_finished(cold, tenant, stream, request_id)
+            stages = {frame.loading_stage for request_id in request_ids for frame in stream.of(request_id, "progress")}
+            assert "memory" in stages
+
+
+async def test_a_host_that_is_killed_while_it_loads_tells_all_and_the_next_request_is_served(cold: Service) -> None:
+    tenant = await new_tenant(cold)
+    await engines_gone(cold)
+    weights = Path(cold.settings.models[OTHER]) / "model.safetensors"
+    aside = weights.with_name("aside")
+    os.rename(weights, aside)
+    os.mkfifo(weights)  # whoever opens it waits, so that loading does not end before it is killed
+    async with cold.stream(tenant.secret) as stream:
+        request_ids = [await stream.begin(model=OTHER) for _ in range(20)]
+        for request_id in request_ids:
+            await stream.first(request_id, "progress")
+        [host_pid] = await cold_hosts(cold)
+        os.kill(host_pid, signal.SIGSTOP)
+        os.replace(aside, weights)
+
+        os.kill(host_pid, signal.SIGKILL)
+
+        for request_id in request_ids:
+            refusal = await stream.failed(request_id)
+            assert (refusal.code, refusal.reason) == (grpc.StatusCode.UNAVAILABLE, "ENGINE_START_FAILED")
+            assert "was killed" in refusal.status.message
+            assert refusal.retry_after_s is not None
+        assert cold.books.holds(tenant) == {"voided": 20}
+        await check_finished(cold, tenant, stream, await stream.begin(model=OTHER))
+
+
+async def cold_hosts(service: Service) -> list[int]:
+    """The engine hosts, once there is one."""
+    await until(lambda: children_of(service.pid), "an engine host")
+    return children_of(service.pid)
+
+
+async def test_a_checkpoint_that_has_gone_is_told_to_all_who_wait(cold: Service) -> None:
+    """The last test of this server: the fault stands for a while."""
+    tenant = await new_tenant(cold)
+    await engines_gone(cold)
+    directory = Path(cold.settings.models[OTHER])
+    os.rename(directory, directory.with_name("away"))
+    async with cold.stream(tenant.secret) as stream:
+        request_ids = [await stream.begin(model=OTHER) for _ in range(20)]
+
+        for request_id in request_ids:
+            refusal = await stream.failed(request_id)
+            assert (refusal.code, refusal.reason) == (grpc.StatusCode.UNAVAILABLE, "ENGINE_START_FAILED")
+            assert str(directory) in refusal.status.message
+            assert refusal.retry_after_s is not None
+        assert cold.books.holds(tenant) == {"voided": 20}
+        await until(lambda: not cold.serving(f"engine/{OTHER}"), "health to tell")
+        assert cold.serving(), "the other model is served"
+        await check_finished(cold, tenant, stream, await stream.begin())
+
+
+async def test_a_server_that_is_stopped_while_it_loads_serves_who_waits(
+    tmp_path: Path, model: Path, postgres_server: str, template_database: str
+) -> None:
+    with (
+        new_database(postgres_server, template=template_database) as url,
+        running(on_demand(tmp_path, url, {MODEL: model})) as service,
+    ):
+        tenant = await service.tenant()
+        async with service.stream(tenant.secret) as stream:
+            request_id = await stream.begin()
+            await stream.first(request_id, "progress")
+
+            service.terminate()
+
+            await check_finished(service, tenant, stream, request_id)
+        assert service.wait_ended() == 0
+        wait_for(lambda: "stopped" in service.log, "its last word")
