@@ -19,10 +19,11 @@ from api.cli.local import HomeOption
 from api.cli.local_store import run
 from api.cli.output import JsonOption, make_console, note, print_json, show
 from api.cli.render import table
+from metering.export.differences import Difference
 from metering.export.export_settings import Destination, ExportSettings, export_settings
 from metering.export.exporting import Stream
 from metering.export.file_exporter import counted
-from metering.export.month_reconciliation import Difference, MonthReconciliation, conclude, differences_here
+from metering.export.month_reconciliation import MonthReconciliation, conclude, differences_here
 from metering.export.reconciliation import OurMonth, our_month, stripe_counts
 from metering.models import TokenKind
 from metering.money import exact_text

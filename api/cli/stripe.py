@@ -60,6 +60,8 @@ def status(as_json: JsonOption = False, home: HomeOption = None) -> None:
         note(f"{name} has usage and is not known at Stripe: run `weir stripe sync`")
     if found.unhandled_event_count:
         note(f"{found.unhandled_event_count} events of Stripe are not handled yet")
+    for organization, month in found.unsettled_months:
+        note(f"{month} of {organization} is closed; Stripe's invoices do not come to ours yet: see `weir reconcile {month}`")
     for batch in found.needing_attention:
         typer.echo(f"{batch.id}  {batch.state}  {batch.organization}  {batch.token_count:,} {batch.token_kind}  {batch.last_error}")
 

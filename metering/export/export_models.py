@@ -6,12 +6,23 @@ A batch's tokens never change and no batch is deleted (trigger `meter_batches_ke
 from __future__ import annotations
 
 import uuid
-from datetime import datetime
+from datetime import date, datetime
 from decimal import Decimal
 from enum import StrEnum
 from typing import Any
 
-from sqlalchemy import CheckConstraint, ForeignKey, Identity, Index, Integer, SmallInteger, UniqueConstraint, func, text
+from sqlalchemy import (
+    CheckConstraint,
+    ForeignKey,
+    ForeignKeyConstraint,
+    Identity,
+    Index,
+    Integer,
+    SmallInteger,
+    UniqueConstraint,
+    func,
+    text,
+)
 from sqlalchemy.orm import Mapped, mapped_column
 
 from metering.models import Base, TokenKind, one_of
@@ -97,11 +108,60 @@ class StripeLateItem(Base):
     created_at: Mapped[datetime] = mapped_column(server_default=func.now())
 
 
+class StripeMonthSettlement(Base):
+    """What a closed month comes to in Stripe's minor units, and once it is settled what Stripe has invoiced of it.
+
+    due: the total of our invoice and what the month before left, in whole minor units; what that leaves goes into the next month.
+    invoiced: the usage on Stripe's invoices. late: items for late usage that were made until then. With the items of the month the
+    two add up to what is due.
+    """
+
+    __tablename__ = "stripe_month_settlements"
+    __table_args__ = (
+        ForeignKeyConstraint(["organization_id", "month"], ["billing_months.organization_id", "billing_months.month"]),
+        CheckConstraint("num_nulls(invoiced_minor, late_minor, settled_at) IN (0, 3)", name="settled_whole"),
+    )
+
+    organization_id: Mapped[uuid.UUID] = mapped_column(primary_key=True)
+    month: Mapped[date] = mapped_column(primary_key=True)
+    currency_code: Mapped[str]
+    due_picos: Mapped[Decimal]
+    carried_in_picos: Mapped[Decimal]
+    due_minor: Mapped[int]
+    invoiced_minor: Mapped[int | None]
+    late_minor: Mapped[int | None]
+    created_at: Mapped[datetime] = mapped_column(server_default=func.now())
+    settled_at: Mapped[datetime | None]
+
+
+class StripeMonthItem(Base):
+    """What of our invoice Stripe does not know by itself, as an invoice item there. invoice_stripe_id: of the draft it is on."""
+
+    __tablename__ = "stripe_month_items"
+    __table_args__ = (
+        UniqueConstraint("organization_id", "month", "position"),
+        ForeignKeyConstraint(
+            ["organization_id", "month"], ["stripe_month_settlements.organization_id", "stripe_month_settlements.month"]
+        ),
+        CheckConstraint("amount_minor <> 0", name="of_something"),
+    )
+
+    id: Mapped[uuid.UUID] = mapped_column(primary_key=True, server_default=text("gen_random_uuid()"))
+    organization_id: Mapped[uuid.UUID]
+    month: Mapped[date]
+    position: Mapped[int]
+    description: Mapped[str]
+    amount_minor: Mapped[int]
+    stripe_id: Mapped[str | None]
+    invoice_stripe_id: Mapped[str | None]
+    created_at: Mapped[datetime] = mapped_column(server_default=func.now())
+
+
 class ExportProgress(Base):
     """How far batches are made, and whether the biller is given a rest. One row.
 
     closed_until: all hours before it have their batches, but for usage that was rated after `scanned_until`. late_items_since: late
-    usage of invoices that were finalised before it is left to a person.
+    usage of invoices that were finalised before it is left to a person; month_items_since: so are months closed before it.
     """
 
     __tablename__ = "export_progress"
@@ -114,6 +174,7 @@ class ExportProgress(Base):
     paused_until: Mapped[datetime | None]
     pause_reason: Mapped[str | None]
     late_items_since: Mapped[datetime] = mapped_column(server_default=func.now())
+    month_items_since: Mapped[datetime] = mapped_column(server_default=func.now())
 
 
 class StripeObject(Base):
@@ -160,6 +221,7 @@ class StripeInvoice(Base):
     period_end: Mapped[datetime]
     amount_due_minor: Mapped[int]
     amount_paid_minor: Mapped[int]
+    total_minor: Mapped[int | None]
     finalized_at: Mapped[datetime | None]
     paid_at: Mapped[datetime | None]
     payment_failed_at: Mapped[datetime | None]

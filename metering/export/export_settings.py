@@ -35,6 +35,13 @@ class Collection(StrEnum):
     CHARGE = "charge_automatically"
 
 
+class Finalizing(StrEnum):
+    """When an invoice at Stripe becomes final: once our month is closed, or by Stripe itself an hour after the month."""
+
+    CLOSE = "close"
+    STRIPE = "stripe"
+
+
 @dataclass(frozen=True, slots=True)
 class StripeSettings:
     """namespace: prefix of all that we create at Stripe, so that two installations can share an account."""
@@ -43,6 +50,12 @@ class StripeSettings:
     namespace: str = "weir"
     collection: Collection = Collection.SEND_INVOICE
     api_base: str = "https://api.stripe.com"
+    finalizing: Finalizing = Finalizing.CLOSE
+
+    @property
+    def finalizes(self) -> bool:
+        """Whether drafts are held until their month is closed, and finalised then."""
+        return self.finalizing is Finalizing.CLOSE
 
     @property
     def account(self) -> str:
@@ -93,7 +106,10 @@ def stripe_settings(environment: Mapping[str, str]) -> StripeSettings:
     base = (environment.get("WEIR_STRIPE_API_BASE") or "https://api.stripe.com").rstrip("/")
     if not base.startswith("https://") and not LOCAL_BASE_FORM.fullmatch(base):
         raise InvalidValue("WEIR_STRIPE_API_BASE", "give an https URL: the key would travel in the clear")
-    return StripeSettings(key, namespace, Collection(word), base)
+    finalizing = environment.get("WEIR_STRIPE_FINALIZE") or Finalizing.CLOSE
+    if finalizing not in set(Finalizing):
+        raise InvalidValue("WEIR_STRIPE_FINALIZE", f"give {' or '.join(Finalizing)}")
+    return StripeSettings(key, namespace, Collection(word), base, Finalizing(finalizing))
 
 
 def webhook_settings(environment: Mapping[str, str]) -> WebhookSettings | None:

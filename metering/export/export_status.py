@@ -26,6 +26,13 @@ SELECT b.id, b.state, o.name, b.token_kind, b.hour, b.token_count, coalesce(b.la
 FROM meter_batches b JOIN organizations o ON o.id = b.organization_id
 WHERE b.state IN ('rejected', 'parked', 'cancelling') ORDER BY b.hour, b.id LIMIT :limit
 """)
+UNSETTLED = text("""
+SELECT o.name, to_char(m.month, 'YYYY-MM') FROM billing_months m JOIN organizations o ON o.id = m.organization_id
+LEFT JOIN stripe_month_settlements s USING (organization_id, month)
+WHERE m.state = 'closed' AND s.settled_at IS NULL AND m.closed_at >= (SELECT month_items_since FROM export_progress)
+  AND EXISTS (SELECT FROM stripe_objects WHERE kind = 'customer' AND ref = m.organization_id::text)
+ORDER BY m.month, o.name LIMIT :limit
+""")
 UNHANDLED = text("SELECT count(*) FROM stripe_events WHERE handled_at IS NULL")
 
 
@@ -53,7 +60,10 @@ class StuckBatch:
 
 @dataclass(frozen=True, slots=True)
 class ExportStatus:
-    """All of it, at one moment. closed_until: hours before it have their batches; None where nothing was exported ever."""
+    """All of it, at one moment. closed_until: hours before it have their batches; None where nothing was exported ever.
+
+    unsettled_months: organization and month, of which Stripe's invoices do not come to ours yet.
+    """
 
     states: tuple[StateCount, ...]
     closed_until: datetime | None
@@ -61,6 +71,7 @@ class ExportStatus:
     pause_reason: str | None
     unknown_organizations: tuple[str, ...]
     unhandled_event_count: int
+    unsettled_months: tuple[tuple[str, str], ...]
     needing_attention: tuple[StuckBatch, ...]
 
 
@@ -75,5 +86,6 @@ async def export_status(sessions: Sessions) -> ExportStatus:
             pause_reason=progress.pause_reason if progress else None,
             unknown_organizations=tuple(await session.scalars(UNKNOWN)),
             unhandled_event_count=int(await session.scalar(UNHANDLED) or 0),
+            unsettled_months=tuple((row[0], row[1]) for row in await session.execute(UNSETTLED, {"limit": ATTENTION_MAX})),
             needing_attention=tuple(StuckBatch(*row) for row in await session.execute(ATTENTION, {"limit": ATTENTION_MAX})),
         )

@@ -25,6 +25,7 @@ async def export_usage(sessions: Sessions, environment: Mapping[str, str]) -> No
         return
     # Imported here: it takes a second, and only those who bill with Stripe have to wait for it.
     from metering.export.late_items import invoice_late_usage
+    from metering.export.month_items import settle_months
     from metering.export.stripe_gateway import StripeGateway
     from metering.export.stripe_inbox import handle_events
 
@@ -32,3 +33,4 @@ async def export_usage(sessions: Sessions, environment: Mapping[str, str]) -> No
     await deliver_pending(sessions, gateway)
     await handle_events(sessions, gateway)
     await invoice_late_usage(sessions, gateway)
+    await settle_months(sessions, gateway)

@@ -11,63 +11,22 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from enum import StrEnum
-from typing import Any
 
-from sqlalchemy import Row, text
+from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from metering.billing.pricing import COUNTS_OF_EVENT
+from metering.export.differences import Difference, Stage
+from metering.export.invoice_reconciliation import invoice_differences
 from metering.export.reconciliation import OurMonth, StageSum
-from metering.export.stripe_prices import minor_unit_picos
-from metering.money import exact_text
 
 NAMED_MAX = 5  # batches named in a difference; `weir stripe status` lists them all
 
-PRICE = " ".join(f"WHEN '{kind}' THEN p.{price}" for kind, (_, price) in COUNTS_OF_EVENT.items())
 STUCK = text("""
 SELECT b.price_version_id, b.token_kind, b.state, sum(b.token_count)::bigint AS token_count, min(b.created_at) AS since,
        array_agg(b.id ORDER BY b.hour, b.part) AS ids, max(b.last_error) AS error
 FROM meter_batches b
 WHERE b.organization_id = :organization_id AND b.hour >= :begins AND b.hour < :until AND b.state NOT IN ('delivered', 'cancelled')
 GROUP BY 1, 2, 3 ORDER BY 1, 2, 3
-""")
-# Invoices of one period are compared together: a customer with many prices has several subscriptions, and an invoice of each. What
-# Stripe had counted when it finalised them is on them, what came later is on none.
-INVOICED = text(f"""
-SELECT o.id AS organization_id, o.name AS organization, i.currency_code, i.period_start, i.period_end, i.finalized_at, i.ids,
-       i.amount_due_minor, coalesce(c.in_time_picos, 0) AS in_time_picos, coalesce(c.late_picos, 0) AS late_picos,
-       coalesce(c.late_tokens, 0)::bigint AS late_tokens, c.late_since, coalesce(c.line_count, 0) AS line_count, items.item_minor
-FROM (
-    SELECT organization_id, currency_code, period_start, period_end, min(finalized_at) AS finalized_at,
-           array_agg(id ORDER BY id) AS ids, sum(amount_due_minor)::bigint AS amount_due_minor
-    FROM stripe_invoices
-    WHERE finalized_at IS NOT NULL AND period_start >= :begins AND period_start < :ends AND period_end > period_start
-    GROUP BY 1, 2, 3, 4
-) i JOIN organizations o ON o.id = i.organization_id,
-LATERAL (
-    SELECT sum(picos) FILTER (WHERE delivered_at <= i.finalized_at) AS in_time_picos,
-           sum(picos) FILTER (WHERE delivered_at > i.finalized_at AND NOT invoiced) AS late_picos,
-           sum(token_count) FILTER (WHERE delivered_at > i.finalized_at AND NOT invoiced) AS late_tokens,
-           min(delivered_at) FILTER (WHERE delivered_at > i.finalized_at AND NOT invoiced) AS late_since,
-           count(DISTINCT (price_version_id, token_kind)) FILTER (WHERE delivered_at <= i.finalized_at) AS line_count
-    FROM (SELECT b.*, b.token_count::numeric * CASE b.token_kind {PRICE} END AS picos,
-                 coalesce(t.stripe_id IS NOT NULL OR t.amount_minor = 0, false) AS invoiced
-          FROM meter_batches b JOIN price_versions p ON p.id = b.price_version_id AND p.currency_code = i.currency_code
-          LEFT JOIN stripe_late_items t ON t.id = b.late_item_id
-          WHERE b.organization_id = i.organization_id AND b.state = 'delivered'
-            AND b.hour >= i.period_start AND b.hour < i.period_end
-    ) priced
-) c,
--- Items for late usage of earlier periods are on the first invoice that was finalised after they were created.
-LATERAL (
-    SELECT coalesce(sum(t.amount_minor), 0)::bigint AS item_minor FROM stripe_late_items t
-    WHERE t.organization_id = i.organization_id AND t.currency_code = i.currency_code AND t.stripe_id IS NOT NULL
-      AND t.created_at <= i.finalized_at AND NOT EXISTS (
-          SELECT FROM stripe_invoices s WHERE s.organization_id = i.organization_id AND s.currency_code = i.currency_code
-              AND s.period_end > s.period_start AND s.finalized_at >= t.created_at AND s.finalized_at < i.finalized_at)
-) items
-WHERE CAST(:organization_id AS uuid) IS NULL OR o.id = :organization_id ORDER BY o.name, i.period_start
 """)
 REMEDIES = {
     "pending": "the worker hands it over by itself: see that one runs with WEIR_EXPORT set",
@@ -80,36 +39,6 @@ COUNT_REMEDIES = {
     "stripe": "it counts some seconds late: ask again; then look for what it rejected with weir stripe status",
     "file": "a part of the file may have been moved away: count it too; else a line is missing or doubled",
 }
-
-
-class Stage(StrEnum):
-    """Between which stages a difference lies."""
-
-    RATING = "usage to ledger"
-    INVOICING = "ledger to invoice"
-    BATCHING = "ledger to batches"
-    DELIVERY = "batches to biller"
-    COUNTING = "biller's own count"
-    INVOICE = "biller's invoice"
-    LATE = "after the biller's invoice"
-
-
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """What is missing at a stage, in tokens, or in picos of the currency; negative: what is too much. since: how old it is."""
-
-    stage: Stage
-    organization_id: uuid.UUID
-    organization: str
-    detail: str
-    remedy: str
-    model: str = ""
-    price_version: int | None = None
-    token_kind: str = ""
-    token_count: int = 0
-    amount_picos: int = 0
-    currency_code: str = ""
-    since: datetime | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,10 +62,7 @@ async def differences_here(session: AsyncSession, ours: OurMonth, organization_i
     found = list(batching(ours))
     for each in sorted({(each.organization_id, each.organization) for each in ours.sums}):
         found += await stuck(session, ours, *each)
-    parameters = {"begins": ours.begins, "ends": ours.ends, "organization_id": organization_id}
-    for row in await session.execute(INVOICED, parameters):
-        found += invoiced(row)
-    return found
+    return found + await invoice_differences(session, ours, organization_id)
 
 
 def conclude(
@@ -223,41 +149,3 @@ def place(each: StageSum, stage: Stage, token_count: int, detail: str, remedy: s
         token_count=token_count,
         since=since,
     )
-
-
-def invoiced(row: Row[Any]) -> Iterator[Difference]:
-    """What the biller invoiced against what it had been told by then, and what it was told too late to invoice.
-
-    Stripe rounds each line, so it may be half a minor unit off per line without anything being wrong.
-    """
-    facts: dict[str, Any] = {
-        "organization_id": row.organization_id,
-        "organization": row.organization,
-        "currency_code": row.currency_code,
-    }
-    minor_picos = minor_unit_picos(row.currency_code)
-    due_picos, late = row.amount_due_minor * minor_picos, int(row.late_picos)
-    in_time = int(row.in_time_picos) + row.item_minor * minor_picos
-    invoices = f"{', '.join(row.ids)}, finalised {row.finalized_at:%Y-%m-%d %H:%M} UTC"
-    if 2 * abs(in_time - due_picos) > row.line_count * minor_picos:
-        yield Difference(
-            stage=Stage.INVOICE,
-            **facts,
-            detail=f"{exact_text(in_time, row.currency_code)} {row.currency_code} of usage were counted in time, and "
-            f"{exact_text(due_picos, row.currency_code)} were invoiced ({invoices})",
-            remedy="look for coupons, taxes and hand-made items on the invoice; correct what is left by an item on the next one, "
-            "or by a credit note",
-            amount_picos=in_time - due_picos,
-            since=row.finalized_at,
-        )
-    if late:
-        yield Difference(
-            stage=Stage.LATE,
-            **facts,
-            detail=f"reached the biller after it had finalised ({invoices}): counted in the old period, and on no invoice",
-            remedy="the worker invoices by an item of its own what came more than five minutes late; invoice the rest by hand: "
-            f"{exact_text(late, row.currency_code)} {row.currency_code} in all",
-            token_count=row.late_tokens,
-            amount_picos=late,
-            since=row.late_since,
-        )

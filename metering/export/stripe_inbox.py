@@ -19,6 +19,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from metering.errors import InvalidValue, StripeFailed
 from metering.export.export_models import StripeEvent
+from metering.export.month_items import hold_draft
 from metering.export.stripe_gateway import MeterErrors, StripeGateway, verify_signature
 from metering.store.db import Sessions
 
@@ -30,21 +31,23 @@ ERROR_LENGTH_MAX = 500
 UUID_LENGTH = 36
 ERROR_REPORTS = frozenset({"v1.billing.meter.error_report_triggered", "v1.billing.meter.no_meter_found"})
 # Which time of an invoice an event sets: one each, so that no order of events can unset what another one told.
+INVOICE_CREATED = "invoice.created"
 INVOICE_TIMES = {"invoice.finalized": "finalized_at", "invoice.paid": "paid_at", "invoice.payment_failed": "payment_failed_at"}
 
 UNHANDLED = text("""
 SELECT id, type FROM stripe_events WHERE handled_at IS NULL AND attempt_count < :attempts
 ORDER BY attempt_count, received_at LIMIT :limit
 """)
+PAYLOAD = text("SELECT payload FROM stripe_events WHERE id = :id AND handled_at IS NULL")
 TAKE = text("SELECT payload FROM stripe_events WHERE id = :id AND handled_at IS NULL FOR UPDATE SKIP LOCKED")
 DONE = text("UPDATE stripe_events SET handled_at = now(), outcome = :outcome WHERE id = :id")
 FAILED = text("UPDATE stripe_events SET attempt_count = attempt_count + 1, outcome = :why WHERE id = :id AND handled_at IS NULL")
 # Of amounts the latest event's count; of two of the same second the larger one, whichever came first.
 TELL_INVOICE = text("""
 INSERT INTO stripe_invoices AS known (id, organization_id, customer_id, currency_code, period_start, period_end, amount_due_minor,
-                                      amount_paid_minor, finalized_at, paid_at, payment_failed_at, told_at)
+                                      amount_paid_minor, total_minor, finalized_at, paid_at, payment_failed_at, told_at)
 VALUES (:id, (SELECT ref::uuid FROM stripe_objects WHERE kind = 'customer' AND stripe_id = :customer_id LIMIT 1), :customer_id,
-        :currency_code, :period_start, :period_end, :amount_due, :amount_paid, :finalized_at, :paid_at, :payment_failed_at,
+        :currency_code, :period_start, :period_end, :amount_due, :amount_paid, :total, :finalized_at, :paid_at, :payment_failed_at,
         :told_at)
 ON CONFLICT (id) DO UPDATE SET
     finalized_at = least(known.finalized_at, excluded.finalized_at),
@@ -54,6 +57,9 @@ ON CONFLICT (id) DO UPDATE SET
     amount_due_minor = CASE
         WHEN (excluded.told_at, excluded.amount_due_minor) > (known.told_at, known.amount_due_minor)
         THEN excluded.amount_due_minor ELSE known.amount_due_minor END,
+    total_minor = CASE
+        WHEN (excluded.told_at, excluded.total_minor) > (known.told_at, coalesce(known.total_minor, excluded.total_minor - 1))
+        THEN excluded.total_minor ELSE known.total_minor END,
     told_at = greatest(known.told_at, excluded.told_at)
 """)
 REJECT = text("""
@@ -84,6 +90,8 @@ async def handle_events(sessions: Sessions, gateway: StripeGateway) -> int:
         try:
             # Fetched before the transaction: the webhook only announces a report.
             errors = await gateway.meter_errors(event_id) if kind in ERROR_REPORTS else None
+            if kind == INVOICE_CREATED and gateway.settings.finalizes:
+                await _hold(sessions, gateway, event_id)
             async with sessions.begin() as session:
                 handled += await _handle(session, event_id, kind, errors)
         except (StripeFailed, KeyError, TypeError, ValueError) as error:
@@ -91,6 +99,14 @@ async def handle_events(sessions: Sessions, gateway: StripeGateway) -> int:
             async with sessions.begin() as session:
                 await session.execute(FAILED, {"id": event_id, "why": str(error)[:ERROR_LENGTH_MAX]})
     return handled
+
+
+async def _hold(sessions: Sessions, gateway: StripeGateway, event_id: str) -> None:
+    """Keep a draft of usage a draft until its month is closed. Raises: StripeFailed, KeyError, TypeError."""
+    async with sessions() as session:
+        payload = await session.scalar(PAYLOAD, {"id": event_id})
+    if payload is not None:
+        await hold_draft(gateway, str(payload["data"]["object"]["id"]))
 
 
 async def _handle(session: AsyncSession, event_id: str, kind: str, errors: MeterErrors | None) -> int:
@@ -103,6 +119,8 @@ async def _handle(session: AsyncSession, event_id: str, kind: str, errors: Meter
     elif kind in INVOICE_TIMES:
         await session.execute(TELL_INVOICE, invoice_facts(kind, payload))
         outcome = "invoice"
+    elif kind == INVOICE_CREATED:
+        outcome = "draft"
     else:
         outcome = "not needed"
     await session.execute(DONE, {"id": event_id, "outcome": outcome[:ERROR_LENGTH_MAX]})
@@ -140,5 +158,6 @@ def invoice_facts(kind: str, payload: Mapping[str, Any]) -> dict[str, Any]:
         "period_end": datetime.fromtimestamp(invoice["period_end"], UTC),
         "amount_due": int(invoice["amount_due"]),
         "amount_paid": int(invoice["amount_paid"]),
+        "total": int(invoice.get("total", invoice["amount_due"])),
         "told_at": told_at,
     }

@@ -69,4 +69,25 @@ ALL_IS_EXPORTED = Check(
     Moment.AT_REST,
 )
 
-CHECKS = (NOTHING_IS_EXPORTED_TWICE, CLOSED_HOURS_ARE_EXPORTED, ALL_IS_EXPORTED)
+STRIPE_SETTLES_THE_INVOICES = Check(
+    "stripe-settles-the-invoices",
+    "What is settled with Stripe is the invoice of a closed month, and usage, late usage and items there come to it.",
+    rows_with(
+        "concat('settlement of organization ', organization_id, ', ', to_char(month, 'YYYY-MM'))",
+        """
+        SELECT s.*, m.state, coalesce(i.total_picos, 0) AS total_picos,
+               (SELECT coalesce(sum(amount_minor), 0) FROM stripe_month_items t
+                WHERE (t.organization_id, t.month) = (s.organization_id, s.month)) AS item_minor
+        FROM stripe_month_settlements s LEFT JOIN billing_months m USING (organization_id, month)
+        LEFT JOIN invoices i USING (organization_id, month)
+        """,
+        {
+            "state IS DISTINCT FROM 'closed'": "'the month is not closed'",
+            "due_picos <> total_picos": "concat('is of ', due_picos, ' picos, the invoice of ', total_picos)",
+            "settled_at IS NOT NULL AND invoiced_minor + late_minor + item_minor <> due_minor": "concat('comes to ', "
+            "invoiced_minor + late_minor + item_minor, ' there, and ', due_minor, ' is due')",
+        },
+    ),
+)
+
+CHECKS = (STRIPE_SETTLES_THE_INVOICES, NOTHING_IS_EXPORTED_TWICE, CLOSED_HOURS_ARE_EXPORTED, ALL_IS_EXPORTED)

@@ -14,9 +14,11 @@ from metering.errors import InvalidValue
 from metering.export.batches import form_batches
 from metering.export.corrections import resend
 from metering.export.deliveries import deliver_pending
+from metering.export.differences import Stage
 from metering.export.export_settings import stripe_settings
+from metering.export.invoice_reconciliation import invoiced
 from metering.export.late_items import METADATA, invoice_late_usage, make_item
-from metering.export.month_reconciliation import Stage, differences_here, invoiced
+from metering.export.month_reconciliation import differences_here
 from metering.export.reconciliation import our_month
 from metering.export.stripe_gateway import StripeGateway
 from metering.export.stripe_prices import minor_unit_picos

@@ -11,9 +11,10 @@ from sqlalchemy import text
 from metering.billing.prices import ModelPrice
 from metering.export.batches import form_batches
 from metering.export.deliveries import deliver_pending
+from metering.export.differences import Stage
 from metering.export.exporting import Stream
 from metering.export.file_exporter import FileExporter, counted
-from metering.export.month_reconciliation import MonthReconciliation, Stage, conclude, differences_here
+from metering.export.month_reconciliation import MonthReconciliation, conclude, differences_here
 from metering.export.reconciliation import our_month
 from metering.models import TokenKind
 from metering.store.db import Sessions

@@ -12,6 +12,7 @@ import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from decimal import ROUND_HALF_UP, Decimal
 from typing import Any
 
 from tests.stripe_double.form import Refused
@@ -28,6 +29,7 @@ class Account:
     objects: dict[str, dict[str, Values]] = field(default_factory=dict)
     meter_events: list[Values] = field(default_factory=list)
     uncounted: list[Values] = field(default_factory=list)  # events that an error report will name
+    rounding: str = ROUND_HALF_UP  # of the lines of invoices
     reports: dict[str, Values] = field(default_factory=dict)  # error reports by event id
 
     def run(self, operation: str, places: list[str], values: Values) -> Values:
@@ -41,6 +43,11 @@ class Account:
                 return self.summaries(places[0], values)
             case "GET /v1/customers/search":
                 return self.search(values)
+            case "POST /v1/invoices/{id}":
+                self.draft(places[0]).update(values)
+                return self.one("invoices", places[0])
+            case "POST /v1/invoices/{id}/finalize":
+                return self.finalize(places[0])
         verb, path = operation.split(" ")
         kind = path.removeprefix("/v1/").split("/{")[0]
         if verb == "POST":
@@ -80,6 +87,11 @@ class Account:
             made["status"] = "active"
             for item in made.pop("items"):
                 self.create("subscription_items", {"subscription": made["id"], **item})
+        if kind == "invoiceitems":
+            self.one("customers", made["customer"])
+            if "invoice" in made and self.draft(made["invoice"])["customer"] != made["customer"]:
+                raise Refused(400, "The invoice is another customer's.", param="invoice")
+            made.setdefault("invoice", None)
         if kind == "subscription_items":
             self.one("prices", made["price"])
             siblings = [each for each in self.of(kind).values() if each["subscription"] == made["subscription"]]
@@ -92,9 +104,11 @@ class Account:
     def listed(self, kind: str, values: Values) -> Values:
         """A page of a list, newest last."""
         known = list(self.of(kind).values())
-        for name in ("customer", "subscription"):
+        for name in ("customer", "subscription", "invoice"):
             if name in values:
                 known = [each for each in known if each.get(name) == values[name]]
+        if "created" in values:
+            known = [each for each in known if each["created"] >= values["created"]["gte"]]
         if "lookup_keys" in values:
             if len(values["lookup_keys"]) > 10:
                 raise Refused(400, "At most 10 lookup keys", param="lookup_keys")
@@ -103,6 +117,54 @@ class Account:
         begin = ids.index(values["starting_after"]) + 1 if "starting_after" in values else 0
         end = begin + values.get("limit", 10)
         return {"object": "list", "data": known[begin:end], "has_more": end < len(known), "url": f"/v1/{kind}"}
+
+    def end_period(self, customer: str, begins: int, ends: int) -> list[Values]:
+        """What happens when a period is over: a draft per subscription, with the usage so far; the first has what waited for it."""
+        made = []
+        for subscription in [each["id"] for each in self.of("subscriptions").values() if each["customer"] == customer]:
+            draft: Values = {
+                "id": f"in_{uuid.uuid4().hex[:12]}",
+                "object": "invoice",
+                "customer": customer,
+                "status": "draft",
+                "auto_advance": True,
+                "created": ends,
+                "period_start": begins,
+                "period_end": ends,
+                "parent": {"type": "subscription_details", "subscription_details": {"subscription": subscription}},
+            }
+            self.of("invoices")[draft["id"]] = draft
+            for item in self.of("invoiceitems").values():
+                if item["customer"] == customer and item["invoice"] is None:
+                    item["invoice"] = draft["id"]
+            draft["subtotal"] = draft["total"] = self.subtotal(draft)
+            made.append(draft)
+        return made
+
+    def subtotal(self, invoice: Values) -> int:
+        """Usage by the meters as they are now, each line rounded by itself, and the items."""
+        total: int = sum(each["amount"] for each in self.of("invoiceitems").values() if each["invoice"] == invoice["id"])
+        for item in self.of("subscription_items").values():
+            if item["subscription"] == invoice["parent"]["subscription_details"]["subscription"]:
+                price = self.one("prices", item["price"]["id"])
+                meter = self.one("billing/meters", price["recurring"]["meter"])["event_name"]
+                count = self.total(meter, invoice["customer"], invoice["period_start"], invoice["period_end"])
+                total += int((count * Decimal(price["unit_amount_decimal"])).quantize(Decimal(1), self.rounding))
+        return total
+
+    def draft(self, id: str) -> Values:
+        """An invoice that may be changed. Raises: Refused."""
+        invoice = self.one("invoices", id)
+        if invoice["status"] != "draft":
+            raise Refused(400, f"Invoice {id} is not a draft any more.", code="invoice_not_editable")
+        return invoice
+
+    def finalize(self, id: str) -> Values:
+        """Count once more, for good. Raises: Refused."""
+        invoice = self.draft(id)
+        invoice["subtotal"] = invoice["total"] = self.subtotal(invoice)
+        invoice["status"] = "open"
+        return invoice
 
     def search(self, values: Values) -> Values:
         """By one metadata field."""

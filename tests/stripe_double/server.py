@@ -50,6 +50,7 @@ class StripeDouble:
     reached: threading.Event = field(default_factory=threading.Event)  # a fault that waits has begun
     bad_key: bool = False
     lose_cancellations: int = 0  # answers to cancellations that get lost
+    lose_items: int = 0  # answers to invoice items
     lock: threading.Lock = field(default_factory=threading.Lock)
     answered: dict[str, tuple[int, dict[str, Any]]] = field(default_factory=dict)
     busy: set[str] = field(default_factory=set)
@@ -79,6 +80,9 @@ class StripeDouble:
                     self.answered[key] = 200, made
                 if operation == "POST /v1/billing/meter_event_adjustments" and self.lose_cancellations:
                     self.lose_cancellations -= 1
+                    return 0, {}, {}
+                if operation == "POST /v1/invoiceitems" and self.lose_items:
+                    self.lose_items -= 1
                     return 0, {}, {}
             return 200, made, {}
         except Refused as refused:

@@ -1,0 +1,283 @@
+"""Stripe's invoices of a closed month are made to come to what our invoice comes to: by invoice items, labelled as our lines are.
+
+Stripe knows tokens and list prices. What else is on our invoice (plan, commitment, adjustments, credit) becomes an item each, and
+what is left between the two, such as the rounding of lines, becomes one more. They are put on the draft of the month while there is
+one, which is then finalised; else on the customer's next invoice. Afterwards it is looked at what Stripe has invoiced in the end: a
+month is settled once that, the items made for it and the late usage invoiced meanwhile are to the minor unit what our invoice says.
+
+What is owed is written down once for a month, an item before it is created, and is created only if none at Stripe carries its id.
+What Stripe's unit is too coarse for is carried to the customer's next month.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import Any
+
+from sqlalchemy import Row, text
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from metering.billing.invoice_rows import invoice_of_month, read_lines
+from metering.billing.invoices import is_charge
+from metering.billing.months import month_text
+from metering.billing.pricing import COUNTS_OF_EVENT
+from metering.errors import StripeFailed
+from metering.export.stripe_gateway import StripeGateway
+from metering.export.stripe_prices import minor_unit_picos
+from metering.money import round_to_minor_unit
+from metering.store.db import Sessions, lock_holder
+
+METADATA = "weir_month_item"
+LOCK_NAME = "month items"
+LABELLED_MAX = 200  # charges with an item of their own: Stripe takes 250 items on an invoice
+DESCRIPTION_LENGTH_MAX = 500
+# Stripe makes the drafts of a month soon after its end. One that is looked for before may not be there yet.
+DRAFTS_ARE_THERE = timedelta(hours=6)
+MONTHS_MAX = 20  # of one run, drawn by lot: each costs some calls, and one that cannot be settled must not hold up the others
+
+log = logging.getLogger(__name__)
+
+PRICE = " ".join(f"WHEN '{kind}' THEN p.{price}" for kind, (_, price) in COUNTS_OF_EVENT.items())
+LOCK = text("SELECT pg_try_advisory_lock(hashtextextended(:name, 0))")
+# Closed months that are not settled, the oldest of each customer. Those closed before there were such items are left alone.
+UNSETTLED = text("""
+SELECT * FROM (
+SELECT DISTINCT ON (m.organization_id) m.organization_id, o.name AS organization, m.month, c.currency_code,
+       m.month AT TIME ZONE 'UTC' AS begins, (m.month + interval '1 month') AT TIME ZONE 'UTC' AS ends, k.stripe_id AS customer,
+       s.due_minor
+FROM billing_months m JOIN month_closings c USING (organization_id, month) JOIN organizations o ON o.id = m.organization_id
+JOIN stripe_objects k ON (k.account, k.kind, k.ref) = (:account, 'customer', m.organization_id::text)
+LEFT JOIN stripe_month_settlements s USING (organization_id, month)
+WHERE m.state = 'closed' AND m.closed_at >= (SELECT month_items_since FROM export_progress) AND s.settled_at IS NULL
+  AND (m.month + interval '1 month') AT TIME ZONE 'UTC' + :grace <= now()
+ORDER BY m.organization_id, m.month
+) oldest ORDER BY random() LIMIT :limit
+""")
+# What the biller has not been told yet, or not surely, or took back.
+UNTOLD = text("""
+SELECT (SELECT closed_until FROM export_progress) < :ends OR EXISTS (
+    SELECT FROM meter_batches WHERE organization_id = :organization_id AND hour >= :begins AND hour < :ends
+        AND state NOT IN ('delivered', 'cancelled'))
+""")
+# A line per price version and kind, as Stripe will round it when it finalises: half a minor unit upwards.
+METERED = text(f"""
+SELECT coalesce(sum(floor(picos / :minor_picos + 0.5)), 0)::bigint FROM (
+    SELECT sum(b.token_count::numeric * CASE b.token_kind {PRICE} END) AS picos
+    FROM meter_batches b JOIN price_versions p ON p.id = b.price_version_id AND p.currency_code = :currency_code
+    WHERE b.organization_id = :organization_id AND b.hour >= :begins AND b.hour < :ends AND b.state = 'delivered'
+    GROUP BY b.price_version_id, b.token_kind
+) lines
+""")
+# Items for late usage settle a part of a month too: the first month that is settled after they were made.
+LATE = text("""
+SELECT (SELECT coalesce(sum(amount_minor), 0) FROM stripe_late_items
+        WHERE organization_id = :organization_id AND currency_code = :currency_code AND period_start < :ends
+          AND created_at >= (SELECT month_items_since FROM export_progress))::bigint
+     - (SELECT coalesce(sum(late_minor), 0) FROM stripe_month_settlements WHERE organization_id = :organization_id)::bigint
+""")
+CARRIED = text("""
+SELECT coalesce((SELECT due_picos + carried_in_picos - due_minor * :minor_picos FROM stripe_month_settlements
+                 WHERE organization_id = :organization_id ORDER BY month DESC LIMIT 1), 0)
+""")
+OWE = text("""
+INSERT INTO stripe_month_settlements (organization_id, month, currency_code, due_picos, carried_in_picos, due_minor)
+VALUES (:organization_id, :month, :currency_code, :due_picos, :carried, :due_minor)
+""")
+MADE = text("""
+SELECT count(*) AS item_count, coalesce(sum(amount_minor), 0)::bigint AS minor FROM stripe_month_items
+WHERE organization_id = :organization_id AND month = :month
+""")
+MAKE = text("""
+INSERT INTO stripe_month_items (organization_id, month, position, description, amount_minor)
+VALUES (:organization_id, :month, :position, :description, :amount_minor)
+""")
+WAITING = text("""
+SELECT i.id, i.month, i.description, i.amount_minor FROM stripe_month_items i
+WHERE i.organization_id = :organization_id AND i.stripe_id IS NULL ORDER BY i.month, i.position
+""")
+CREATED = text("UPDATE stripe_month_items SET stripe_id = :stripe_id, invoice_stripe_id = :draft WHERE id = :id")
+SETTLE = text("""
+UPDATE stripe_month_settlements SET invoiced_minor = :invoiced, late_minor = :late, settled_at = now()
+WHERE organization_id = :organization_id AND month = :month
+""")
+
+
+@dataclass(frozen=True, slots=True)
+class AtStripe:
+    """Stripe's invoices of a month: those that can still be changed, and what the usage on all comes to, in minor units."""
+
+    invoice_count: int
+    drafts: tuple[Mapping[str, Any], ...]
+    usage_minor: int
+
+
+async def settle_months(sessions: Sessions, gateway: StripeGateway) -> int:
+    """Bring each customer's oldest month that is not settled further; tells how many are settled now. One worker at a time."""
+    async with lock_holder(sessions) as locks:
+        if not await locks.scalar(LOCK, {"name": LOCK_NAME}):
+            return 0
+        async with sessions() as session:
+            months = (
+                await session.execute(UNSETTLED, {"account": gateway.account, "grace": DRAFTS_ARE_THERE, "limit": MONTHS_MAX})
+            ).all()
+        settled = 0
+        for month in months:
+            try:
+                settled += await settle_month(sessions, gateway, month)
+            except StripeFailed as failed:
+                log.warning("%s of %s is not settled at Stripe yet: %s", month_text(month.month), month.organization, failed)
+        return settled
+
+
+async def settle_month(sessions: Sessions, gateway: StripeGateway, month: Row[Any]) -> bool:
+    """Make the items that are missing, finalise drafts that are complete; whether nothing is left to do. Raises: StripeFailed."""
+    facts = {name: month._mapping[name] for name in ("organization_id", "month", "currency_code", "begins", "ends")}
+    async with sessions() as session:
+        if await session.scalar(UNTOLD, facts):
+            return False
+    there = await at_stripe(sessions, gateway, month, facts)
+    async with sessions.begin() as session:
+        due_minor = month.due_minor if month.due_minor is not None else await owe(session, month)
+        if due_minor and not there.invoice_count:
+            raise StripeFailed("there is no invoice of the month: see that the customer had its subscription, weir stripe sync")
+        late = int(await session.scalar(LATE, facts) or 0)
+        missing = await make_items(session, month, facts, due_minor - there.usage_minor - late)
+    await create_items(sessions, gateway, month, there.drafts[0]["id"] if there.drafts else "")
+    for draft in there.drafts if gateway.settings.finalizes else ():
+        await gateway.call("post", f"/v1/invoices/{draft['id']}/finalize", f"finalize-{draft['id']}", auto_advance=True)
+    if there.drafts or missing:
+        return False  # what they come to when they are finalised is looked at next time
+    async with sessions.begin() as session:
+        await session.execute(SETTLE, facts | {"invoiced": there.usage_minor, "late": late})
+    return True
+
+
+async def at_stripe(sessions: Sessions, gateway: StripeGateway, month: Row[Any], facts: Mapping[str, Any]) -> AtStripe:
+    """What stands there. Drafts are counted as they will be: Stripe looks at the meters again when it finalises."""
+    subscriptions = await gateway.list_all("/v1/subscriptions", customer=month.customer, status="all")
+    ours = {each["id"] for each in subscriptions if (each.get("metadata") or {}).get("namespace") == gateway.settings.namespace}
+    since = {"gte": int(month.ends.timestamp())}
+    invoices = [
+        each
+        for each in await gateway.list_all("/v1/invoices", customer=month.customer, created=since)
+        if subscription_of(each) in ours and is_of(each, month.begins, month.ends) and each["status"] != "void"
+    ]
+    drafts = tuple(each for each in invoices if each["status"] == "draft")
+    if drafts:
+        async with sessions() as session:
+            metered = await session.scalar(METERED, {**facts, "minor_picos": minor_unit_picos(month.currency_code)})
+        return AtStripe(len(invoices), drafts, int(metered or 0))
+    usage = 0
+    for invoice in invoices:
+        items = await gateway.list_all("/v1/invoiceitems", invoice=invoice["id"])
+        usage += int(invoice["subtotal"]) - sum(int(item["amount"]) for item in items)
+    return AtStripe(len(invoices), (), usage)
+
+
+async def make_items(session: AsyncSession, month: Row[Any], facts: Mapping[str, Any], difference_minor: int) -> int:
+    """Write down the items that are missing to the difference, the first ones by the names of our charges; tells how many."""
+    made = (await session.execute(MADE, facts)).one()
+    missing = difference_minor - made.minor
+    if not missing and made.item_count:
+        return 0
+    items = [] if made.item_count else await charges(session, month)
+    rest = missing - sum(amount for _, amount in items)
+    if rest:
+        items.append((f"{month_text(month.month)}: rounding, and usage that is invoiced in another month", rest))
+    for position, (description, amount) in enumerate(items, made.item_count + 1):
+        values = {"position": position, "description": description[:DESCRIPTION_LENGTH_MAX], "amount_minor": amount}
+        await session.execute(MAKE, {**facts, **values})
+    return len(items)
+
+
+async def owe(session: AsyncSession, month: Row[Any]) -> int:
+    """Write down what our invoice of the month comes to in Stripe's minor units, once."""
+    minor_picos = minor_unit_picos(month.currency_code)
+    invoice = await invoice_of_month(session, month.organization_id, month.month)
+    total = 0 if invoice is None else int(invoice.total_picos)
+    owner = {"organization_id": month.organization_id, "minor_picos": minor_picos}
+    carried = int(await session.scalar(CARRIED, owner) or 0)
+    due_minor = whole_units(total + carried, month.currency_code)
+    facts = {"organization_id": month.organization_id, "month": month.month, "currency_code": month.currency_code}
+    await session.execute(OWE, facts | {"due_picos": total, "carried": carried, "due_minor": due_minor})
+    return due_minor
+
+
+async def charges(session: AsyncSession, month: Row[Any]) -> list[tuple[str, int]]:
+    """What stands on our invoice beside the usage, in words and whole minor units; what rounds to nothing is left out."""
+    invoice = await invoice_of_month(session, month.organization_id, month.month)
+    if invoice is None:
+        return []
+    found = [
+        (f"{month_text(month.month)}: {line.description}", whole_units(line.amount_picos, month.currency_code))
+        for line in await read_lines(session, invoice.id)
+        if is_charge(line.kind)
+    ]
+    return [(description, amount) for description, amount in found if amount][:LABELLED_MAX]
+
+
+def whole_units(amount_picos: int, currency_code: str) -> int:
+    """An amount in minor units of Stripe's, which may be coarser than our coins: what is less is cut off, towards zero."""
+    unit = minor_unit_picos(currency_code)
+    rounded = round_to_minor_unit(amount_picos, currency_code)
+    return rounded // unit if rounded >= 0 else -(-rounded // unit)
+
+
+async def create_items(sessions: Sessions, gateway: StripeGateway, month: Row[Any], draft: str) -> None:
+    """Create at Stripe what is not there: on the draft, or without one on the customer's next invoice. Raises: StripeFailed."""
+    async with sessions() as session:
+        waiting = (await session.execute(WAITING, {"organization_id": month.organization_id})).all()
+    if not waiting:
+        return
+    there = {
+        (item.get("metadata") or {}).get(METADATA): str(item["id"])
+        for item in await gateway.list_all("/v1/invoiceitems", customer=month.customer)
+    }
+    for row in waiting:
+        stripe_id = there.get(str(row.id)) or await create_item(gateway, month, row, draft)
+        async with sessions.begin() as session:
+            await session.execute(CREATED, {"id": row.id, "stripe_id": stripe_id, "draft": draft or None})
+
+
+async def create_item(gateway: StripeGateway, month: Row[Any], row: Row[Any], draft: str) -> str:
+    """One item; its id. Raises: StripeFailed."""
+    item = await gateway.call(
+        "post",
+        "/v1/invoiceitems",
+        f"month-item-{row.id}" + (f"-{draft}" if draft else ""),
+        customer=month.customer,
+        amount=row.amount_minor,
+        currency=month.currency_code.lower(),
+        description=row.description,
+        metadata={METADATA: str(row.id)},
+        **({"invoice": draft} if draft else {}),
+    )
+    return str(item["id"])
+
+
+def subscription_of(invoice: Mapping[str, Any]) -> str:
+    """Whose invoice it is; empty for one that is of no subscription."""
+    details = (invoice.get("parent") or {}).get("subscription_details") or {}
+    return str(details.get("subscription") or "")
+
+
+def is_of(invoice: Mapping[str, Any], begins: datetime, ends: datetime) -> bool:
+    """Whether it is of usage of the month."""
+    first, last = int(invoice["period_start"]), int(invoice["period_end"])
+    return int(begins.timestamp()) <= first < last == int(ends.timestamp())
+
+
+async def hold_draft(gateway: StripeGateway, invoice_id: str) -> bool:
+    """Keep Stripe from finalising an invoice of usage before its month is closed; whether it is one. Raises: StripeFailed."""
+    invoice = await gateway.find(f"/v1/invoices/{invoice_id}")
+    if invoice is None or invoice["status"] != "draft" or invoice["period_end"] <= invoice["period_start"]:
+        return False
+    subscription = await gateway.find(f"/v1/subscriptions/{subscription_of(invoice)}") if subscription_of(invoice) else None
+    if subscription is None or (subscription.get("metadata") or {}).get("namespace") != gateway.settings.namespace:
+        return False
+    if invoice["auto_advance"]:
+        await gateway.call("post", f"/v1/invoices/{invoice_id}", auto_advance=False)
+    return True
