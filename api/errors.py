@@ -120,6 +120,15 @@ class MessageUnreadable(ApiError):
     reason = "MESSAGE_UNREADABLE"
 
 
+class CallMissing(ApiError):
+    """The contract has this call, and this server does not."""
+
+    reason = "UNIMPLEMENTED"
+
+    def __init__(self, method: str) -> None:
+        super().__init__(f"this server does not have the call {method}")
+
+
 class UnknownRequest(ApiError):
     """A frame names a request that this stream has not started."""
 
@@ -263,6 +272,7 @@ CODES: tuple[tuple[type[Exception], int], ...] = (
     (metering_errors.InsufficientCredit, code_pb2.FAILED_PRECONDITION),
     (metering_errors.QuotaExceeded, code_pb2.RESOURCE_EXHAUSTED),
     (AuthenticationThrottled, code_pb2.RESOURCE_EXHAUSTED),
+    (CallMissing, code_pb2.UNIMPLEMENTED),
     (CancelledEarly, code_pb2.CANCELLED),
     (CancelledByAdmin, code_pb2.CANCELLED),
     (DeadlineBeforeStart, code_pb2.DEADLINE_EXCEEDED),

@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 from google.rpc import status_pb2
 
-from api.errors import STATUS_DETAILS_KEY, MessageUnreadable, status_of
+from api.errors import STATUS_DETAILS_KEY, CallMissing, MessageUnreadable, status_of
 
 CODES = {code.value[0]: code for code in grpc.StatusCode}
 
@@ -35,19 +35,26 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         handler = await continuation(details)
         if handler is None:
             return None
+        read, write = tolerant(handler.request_deserializer), handler.response_serializer
         if handler.unary_unary is not None:
-            return grpc.unary_unary_rpc_method_handler(
-                guarded(handler.unary_unary, details.method), tolerant(handler.request_deserializer), handler.response_serializer
-            )
-        if handler.unary_stream is not None and not inspect.isasyncgenfunction(handler.unary_stream):
-            return grpc.unary_stream_rpc_method_handler(
-                guarded(handler.unary_stream, details.method), tolerant(handler.request_deserializer), handler.response_serializer
-            )
-        if handler.stream_stream is not None and not inspect.isasyncgenfunction(handler.stream_stream):  # reflection is one
-            return grpc.stream_stream_rpc_method_handler(
-                guarded(handler.stream_stream, details.method), tolerant(handler.request_deserializer), handler.response_serializer
-            )
+            return grpc.unary_unary_rpc_method_handler(guarded(handler.unary_unary, details.method), read, write)
+        if handler.unary_stream is not None:
+            return grpc.unary_stream_rpc_method_handler(guarded(writing(handler.unary_stream), details.method), read, write)
+        if handler.stream_stream is not None:
+            return grpc.stream_stream_rpc_method_handler(guarded(writing(handler.stream_stream), details.method), read, write)
         return handler
+
+
+def writing(handle: Callable[..., Any]) -> Callable[[Any, Any], Awaitable[Any]]:
+    """A handler that writes its answers, made of one that may yield them: only such a one can be guarded."""
+    if not inspect.isasyncgenfunction(handle):
+        return handle
+
+    async def write_all(request: Any, context: Context) -> None:
+        async for response in handle(request, context):
+            await context.write(response)
+
+    return write_all
 
 
 def guarded(handle: Callable[..., Any], method: str) -> Callable[[Any, Any], Awaitable[Any]]:
@@ -59,6 +66,10 @@ def guarded(handle: Callable[..., Any], method: str) -> Callable[[Any, Any], Awa
             return await handle(readable(request), context)
         except (grpc.aio.AbortError, asyncio.CancelledError):
             raise
+        except NotImplementedError as error:
+            # What the generated classes do for a call that nobody has written: not our bug, and no incident.
+            is_absent = context.code() in (grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.UNIMPLEMENTED.value[0])
+            await abort(context, status_of(CallMissing(method) if is_absent else error))
         except BaseExceptionGroup as group:
             await abort(context, status_of(first_error(group)))
         except Exception as error:
