@@ -34,8 +34,9 @@ class DoorSettings:
 
     # 4 MiB hold a prompt of some hundred thousand tokens in any encoding; beyond it parsing alone would stall the others.
     message_bytes_max: int = setting("WEIR_MESSAGE_BYTES_MAX", 4 * 2**20, whole(1024, 2**30))
-    # All frames of a message are begun with in one go, and no other stream is served meanwhile.
-    frames_per_message_max: int = setting("WEIR_FRAMES_PER_MESSAGE_MAX", 1000, whole(1, 1_000_000))
+    # All frames of a message are begun with in one go, and no other stream is served meanwhile. Two for each request that a stream
+    # may run: whoever starts more than that learns which one was too many.
+    frames_per_message_max: int = setting("WEIR_FRAMES_PER_MESSAGE_MAX", 2000, whole(1, 1_000_000))
     # Of one call, as HPACK counts it. A key, a deadline and a tracing context take a tenth of it.
     metadata_bytes_max: int = setting("WEIR_METADATA_BYTES_MAX", 16 * 2**10, whole(1024, 2**20))
     # Some 40 kB and a check of the key each. One stream carries many requests, so that a client needs few.
