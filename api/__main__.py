@@ -23,7 +23,7 @@ from api.admission import Admission, Capacity
 from api.auth import Authenticator
 from api.billing_service import BillingServicer
 from api.endpoint import Endpoint
-from api.engines import build_engines
+from api.engines import build_encoders, build_engines
 from api.errors import Draining
 from api.health import keep_health
 from api.inference_service import InferenceServicer
@@ -36,7 +36,7 @@ from api.settings import SettingInvalid, Settings
 from api.statistics_log import log_statistics_regularly
 from api.tls import open_tls
 from inference.classifier_process import ClassifierProcess
-from inference.engine import Engine
+from inference.engine import Backend
 from inference.errors import EngineError
 from inference.router import Router
 from inference.safety import SafetyRulesInvalid
@@ -75,7 +75,7 @@ async def start_classifiers(classifiers: ClassifierProcess) -> None:
         raise SettingInvalid(f"WEIR_SAFETY_RULES: {failure}")
 
 
-async def start_engine(engine: Engine) -> None:
+async def start_engine(engine: Backend) -> None:
     """Load a model ahead of its first request. A failure is the engine's to tell to whoever asks for it."""
     try:
         await engine.start()
@@ -183,9 +183,8 @@ async def serve(settings: Settings) -> None:
     owner_id = uuid.uuid4()
     tls, safety, issuer = open_tls(settings), build_safety(settings), settings.issuer()
     settings.home.mkdir(parents=True, exist_ok=True)
-    engines = build_engines(settings)
-    router = Router(engines)
-    tokenizers = {name: Tokenizer(Path(engine.model.directory)) for name, engine in engines.items()}
+    router = Router(build_engines(settings), build_encoders(settings))
+    tokenizers = {model.name: Tokenizer(Path(model.directory)) for model in router.models()}
     gate, signer = StoreGate(), open_signer(settings)
     await recover(settings, gate, signer)
     stopping = asyncio.Event()
@@ -204,7 +203,7 @@ async def serve(settings: Settings) -> None:
         )
         server, port = build_server(settings, servicers, health, tls)
         endpoint = Endpoint(settings.home, settings.listen_address, port, tls=tls is not None)
-        for engine in router.engines():
+        for engine in router.backends():
             tasks.create_task(engine.serve(), name=f"engine {engine.model.name}")
             if not engine.condition().starts_on_demand:
                 tasks.create_task(start_engine(engine), name=f"engine start {engine.model.name}")
@@ -229,7 +228,7 @@ async def serve(settings: Settings) -> None:
         gc.freeze()  # what stands now stands to the end: a full collection that looked at it again would stop all streams for 5 ms
         await server.start()
         health_task = tasks.create_task(keep_health(health, endpoint, router, holds, settings, stopping), name="health")
-        log.info("listening", address=settings.listen_address, port=port, tls=tls is not None, models=sorted(engines))
+        log.info("listening", address=settings.listen_address, port=port, tls=tls is not None, models=sorted(tokenizers))
         with stop_signals(stopping):
             await stopping.wait()
         log.info("draining", running_request_count=capacity.taken_count)
@@ -237,7 +236,7 @@ async def serve(settings: Settings) -> None:
         await drain(settings, capacity, process, server)
         await holds.release_standing()
         await server.stop(grace=1.0)
-        for engine in router.engines():
+        for engine in router.backends():
             await engine.close()
         for task in background:
             task.cancel()

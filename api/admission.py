@@ -67,7 +67,10 @@ class Capacity:
 
 @dataclass(frozen=True, slots=True)
 class AdmissionRequest:
-    """What admission has to know of a request. max_output_token_count: what the request and the context window allow."""
+    """What admission has to know of a request. max_output_token_count: what the request and the context window allow.
+
+    embedding: its input is to be embedded, and there is no output.
+    """
 
     payer: Payer
     request_id: uuid.UUID
@@ -77,6 +80,7 @@ class AdmissionRequest:
     max_output_token_count: int
     labels: dict[str, str]
     tier: ServiceTier = ServiceTier.INTERACTIVE
+    embedding: bool = False
 
 
 class Lease:
@@ -192,6 +196,7 @@ class Admission:
                     least_slice_token_count=min(self.settings.lease_least_tokens, slice_tokens),
                     labels=request.labels,
                     tier=request.tier,
+                    embedding=request.embedding,
                 )
             )
             self.admitted_count += 1

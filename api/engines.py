@@ -10,7 +10,9 @@ import structlog
 from api.settings import SettingInvalid, Settings
 from inference.adapter_view import AdapterView
 from inference.cost_model import CostModel
-from inference.engine import Engine
+from inference.encoder.engine import TorchEncoder
+from inference.encoder.settings import EncoderSettings
+from inference.engine import Encoder, Engine
 from inference.fleet.memory_budget import BudgetTooSmall, MemoryBudget
 from inference.fleet.memory_estimate import stored_bytes, torch_memory_bytes
 from inference.fleet.on_demand import OnDemandEngine, SlotTerms
@@ -53,6 +55,25 @@ def build_slot(settings: Settings, budget: MemoryBudget, name: str, directory: P
         build, memory_bytes = lambda: TensorRtEngine(tensorrt), stored_bytes(directory)
     terms = SlotTerms(settings.model_idle_timeout_s, keep_warm=settings.min_replicas > 0, memory_bytes=memory_bytes)
     return OnDemandEngine(build, terms, budget)
+
+
+def build_encoders(settings: Settings) -> dict[str, Encoder]:
+    """One encoder per model that embeds. Raises: CheckpointInvalid naming the file, SettingInvalid."""
+    if taken := sorted(settings.encoders.keys() & settings.models.keys()):
+        raise SettingInvalid(f"WEIR_ENCODERS: {', '.join(taken)} is a model of WEIR_MODELS: give the encoder another name")
+    return {
+        name: TorchEncoder(
+            EncoderSettings(
+                directory=directory,
+                name=name,
+                compute_dtype=settings.engine_dtype,
+                device="cuda" if settings.engine_device == "cuda" else "cpu",
+                torch_thread_count=settings.engine_thread_count,
+                batch_token_count_max=settings.encoder_batch_tokens,
+            )
+        )
+        for name, directory in settings.encoders.items()
+    }
 
 
 def adapters_by_model(settings: Settings) -> dict[str, dict[str, str]]:

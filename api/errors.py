@@ -17,11 +17,12 @@ from google.protobuf.message import Message
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 
 from inference import errors as engine_errors
-from inference.router import ModelUnknown
+from inference.router import ModelMismatch, ModelUnknown
 from metering import errors as metering_errors
 from metering.operations import Settled
 
 ERROR_DOMAIN = "weir.dev"
+LONG_INPUTS_SHOWN_MAX = 20  # more would not fit the metadata that a status travels in
 STATUS_DETAILS_KEY = "grpc-status-details-bin"
 
 log = structlog.get_logger(__name__)
@@ -100,6 +101,30 @@ class PromptTooLong(ApiError):
         super().__init__(
             f"the prompt has {input_token_count} tokens; with {output} it exceeds the context window of "
             f"{context_window_tokens} by {self.excess_token_count} tokens"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class LongInput:
+    """One text that is too long. index: among the request's inputs."""
+
+    index: int
+    token_count: int
+
+
+class InputsTooLong(ApiError):
+    """Texts to embed have more tokens than the model takes in one."""
+
+    reason = "CONTEXT_EXCEEDED"
+
+    def __init__(self, inputs: Sequence[LongInput], context_window_tokens: int) -> None:
+        self.inputs = tuple(inputs)
+        self.context_window_tokens = context_window_tokens
+        first, others = self.inputs[0], len(self.inputs) - 1
+        also = f", and {others} more are too long" if others else ""
+        super().__init__(
+            f"inputs[{first.index}] has {first.token_count} tokens{also}: the model takes {context_window_tokens} in one text. "
+            "Split it, or set truncation to leave its end out"
         )
 
 
@@ -235,12 +260,14 @@ CODES: tuple[tuple[type[Exception], int], ...] = (
     (ModelNotAllowed, code_pb2.PERMISSION_DENIED),
     (InvalidRequest, code_pb2.INVALID_ARGUMENT),
     (PromptTooLong, code_pb2.INVALID_ARGUMENT),
+    (InputsTooLong, code_pb2.INVALID_ARGUMENT),
     (PromptFiltered, code_pb2.INVALID_ARGUMENT),
     (MessageUnreadable, code_pb2.INVALID_ARGUMENT),
     (metering_errors.InvalidValue, code_pb2.INVALID_ARGUMENT),
     (engine_errors.ChatTemplateFailed, code_pb2.INVALID_ARGUMENT),
     (engine_errors.RequestImpossible, code_pb2.INVALID_ARGUMENT),
     (ModelUnknown, code_pb2.NOT_FOUND),
+    (ModelMismatch, code_pb2.INVALID_ARGUMENT),
     (UnknownRequest, code_pb2.NOT_FOUND),
     (metering_errors.NotFound, code_pb2.NOT_FOUND),
     (Draining, code_pb2.UNAVAILABLE),
@@ -322,6 +349,14 @@ def metadata_of(error: BaseException) -> dict[str, str]:
                 "context_window_tokens": str(error.context_window_tokens),
                 "excess_token_count": str(error.excess_token_count),
             }
+        case InputsTooLong():
+            first = error.inputs[0]
+            return {
+                "input_index": str(first.index),
+                "input_token_count": str(first.token_count),
+                "context_window_tokens": str(error.context_window_tokens),
+                "excess_token_count": str(first.token_count - error.context_window_tokens),
+            }
         case PromptFiltered():
             return {"rule": error.rule}
         case EngineLostMidway():
@@ -330,7 +365,7 @@ def metadata_of(error: BaseException) -> dict[str, str]:
             return {"retry_with": "same_request_id"}
         case StartsTooLate():
             return {"estimated_wait_s": f"{error.wait_s:.3f}"}
-        case ModelUnknown() | ModelNotAllowed() | metering_errors.PriceMissing():
+        case ModelUnknown() | ModelMismatch() | ModelNotAllowed() | metering_errors.PriceMissing():
             return {"model": error.model}
         case metering_errors.MonthClosed():
             return {"organization_id": str(error.organization_id), "month": f"{error.month:%Y-%m}"}
@@ -418,6 +453,12 @@ def violations_of(error: BaseException) -> Sequence[FieldViolation]:
             return (FieldViolation(error.field, error.remedy),)
         case PromptTooLong():
             return (FieldViolation("prompt", str(error)),)
+        case InputsTooLong():
+            limit = error.context_window_tokens
+            shown = error.inputs[:LONG_INPUTS_SHOWN_MAX]
+            return [FieldViolation(f"inputs[{each.index}]", f"{each.token_count} tokens, at most {limit}") for each in shown]
+        case ModelMismatch():
+            return (FieldViolation("model", str(error)),)
         case PromptFiltered():
             return (FieldViolation(error.field, str(error)),)
         case engine_errors.RequestImpossible(field=str(field)):

@@ -15,7 +15,7 @@ import structlog
 from api.endpoint import Endpoint
 from api.server import INFERENCE_SERVICE, SERVICES, Health
 from api.settings import Settings
-from inference.engine import Engine
+from inference.engine import Backend
 from inference.router import Router
 from metering.holds.holds import HoldStore
 
@@ -32,7 +32,7 @@ async def keep_health(
     told: Mapping[str, bool] = {}
     while not stopping.is_set():
         parts = {STORE: store_is_well(holds, settings)}
-        parts |= {f"engine/{engine.model.name}": serves(engine) for engine in router.engines()}
+        parts |= {f"engine/{engine.model.name}": serves(engine) for engine in router.backends()}
         serving = services(parts, may_admit_without_store(holds, settings))
         for name in (name for name, well in parts.items() if told.get(name, well) is not well):
             log.warning("part_recovered" if parts[name] else "part_failed", part=name, serving=serving[""])
@@ -45,7 +45,7 @@ async def keep_health(
     endpoint.tell(serving=False)
 
 
-def serves(engine: Engine) -> bool:
+def serves(engine: Backend) -> bool:
     """Whether requests of its model are served: at once, or after a start that each of them waits for."""
     return engine.healthy() or engine.condition().starts_on_demand
 

@@ -12,9 +12,11 @@ from weir.v1 import inference_service_pb2_grpc as pb_grpc
 
 from api import wire
 from api.accounts import find_generation
-from api.auth import Authenticator, check_model
+from api.auth import Authenticator, check_model, payer
+from api.embedding import EmbedCaller
+from api.embedding_wire import parse_embed
 from api.errors import Overloaded
-from api.generation import ClientStream
+from api.generation import ClientStream, remaining_s
 from api.interceptor import Context
 from api.open_streams import OpenStreams
 from api.process import Process
@@ -60,9 +62,9 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
         principal = await self._authenticator.principal(context)
         prompt = wire.parse_count_tokens(request)
         check_model(principal, request.model)
-        engine = self._process.router.choose(request.model)
+        model = self._process.router.find(request.model).model
         token_ids = await tokenize(self._process.tokenizers[request.model], prompt)
-        return pb.CountTokensResponse(input_token_count=len(token_ids), context_window_tokens=engine.model.context_window_tokens)
+        return pb.CountTokensResponse(input_token_count=len(token_ids), context_window_tokens=model.context_window_tokens)
 
     async def ListModels(self, request: pb.ListModelsRequest, context: Context) -> pb.ListModelsResponse:
         """Lists models with what the caller pays for them."""
@@ -81,7 +83,7 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
         principal = await self._authenticator.principal(context)
         if request.model:
             check_model(principal, request.model)
-            self._process.router.choose(request.model)
+            self._process.router.find(request.model)
         subject_ids = (principal.organization_id, principal.project_id, principal.api_key_id)
         async with self._sessions() as session:
             states = await quotas_for(session, subject_ids=subject_ids, model=request.model or None)
@@ -99,3 +101,13 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
         async with self._sessions() as session:
             generation = await find_generation(session, principal.project_id, request_id)
         return pb.GetGenerationResponse(generation=generation)
+
+    async def Embed(self, request: pb.EmbedRequest, context: Context) -> pb.EmbedResponse:
+        """Turns texts into vectors."""
+        received_at, granted_s = time.monotonic(), remaining_s(context)
+        principal = await self._authenticator.principal(context)
+        auth_ms = (time.monotonic() - received_at) * 1000
+        start = parse_embed(request)
+        check_model(principal, start.model)
+        deadline = None if granted_s is None else received_at + granted_s
+        return await self._process.embed(EmbedCaller(payer(principal), auth_ms, received_at, deadline), start).answer()

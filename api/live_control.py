@@ -9,8 +9,8 @@ from typing import Any
 
 from api.auth import Authenticator
 from api.errors import CancelledByAdmin, KeyRevokedMidway
-from api.live import LiveRequest, Phase
-from api.process import Process
+from api.live import Phase
+from api.process import Process, Running
 from metering.control.stop_orders import StopOrder
 from metering.operations import Outcome
 
@@ -39,7 +39,7 @@ def report(process: Process) -> list[dict[str, Any]]:
     return [record(request, now) for request in process.running()]
 
 
-def record(request: LiveRequest, now: float) -> dict[str, Any]:
+def record(request: Running, now: float) -> dict[str, Any]:
     """One request, without a word of its content."""
     payer, usage = request.caller.payer, request.usage
     return {
@@ -58,7 +58,7 @@ def record(request: LiveRequest, now: float) -> dict[str, Any]:
     }
 
 
-def phase_word(request: LiveRequest) -> str:
+def phase_word(request: Running) -> str:
     """Where a request stands; what the engine works on is told apart by whether a token has come."""
     if request.phase is Phase.STREAMING:
         return "decode" if request.usage.generated_token_count else "prefill"

@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Callable, Mapping
 
 from api.admission import Admission
+from api.embedding import EmbedCaller, LiveEmbedding
+from api.embedding_wire import ValidEmbed
 from api.fair_queue import FairQueue
 from api.live import Caller, LiveRequest, Phase
 from api.places import QueueLimits
@@ -17,6 +19,9 @@ from inference.tokenizer import Tokenizer
 from metering.operations import Outcome
 
 PROGRESS_FRAMES_MAX = 500  # at one tick: a few ms of work; where more wait, they are told in turns
+
+
+Running = LiveRequest | LiveEmbedding
 
 
 class Process:
@@ -31,7 +36,7 @@ class Process:
         self.router = router
         self.tokenizers = tokenizers
         self.queues = queues_of(router, admission.settings)
-        self._live: dict[LiveRequest, None] = {}  # in order of arrival
+        self._live: dict[Running, None] = {}  # in order of arrival
 
     def begin(self, caller: Caller, start: ValidStart, on_end: Callable[[LiveRequest], None]) -> LiveRequest:
         """Run a request. Its end comes through the caller's outbox; `on_end` is called after that was pushed."""
@@ -40,11 +45,18 @@ class Process:
         request.run_in(self.admission.tasks)
         return request
 
-    def running(self) -> tuple[LiveRequest, ...]:
+    def embed(self, caller: EmbedCaller, start: ValidEmbed) -> LiveEmbedding:
+        """Run a request that embeds; its `answer` tells of its end."""
+        request = LiveEmbedding(caller, start, self)
+        self._live[request] = None
+        request.run_in(self.admission.tasks)
+        return request
+
+    def running(self) -> tuple[Running, ...]:
         """What runs or waits, in order of arrival."""
         return tuple(self._live)
 
-    def ended(self, request: LiveRequest) -> None:
+    def ended(self, request: Running) -> None:
         """Forget a request that has ended."""
         self._live.pop(request, None)
 
@@ -84,4 +96,4 @@ def queues_of(router: Router, settings: Settings) -> dict[str, FairQueue]:
         batch_wait_s_max=settings.queue_batch_wait_max_s,
         fair=settings.queue_order == "fair",
     )
-    return {engine.model.name: FairQueue(limits, engine.statistics) for engine in router.engines()}
+    return {backend.model.name: FairQueue(limits, backend.statistics) for backend in router.backends()}

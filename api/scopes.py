@@ -24,7 +24,7 @@ ANY = frozenset(Scope)
 
 BY_SERVICE: Mapping[str, Mapping[frozenset[Scope], tuple[str, ...]]] = {
     "weir.v1.InferenceService": {
-        MODELS: ("Generate", "CountTokens", "ListModels", "GetQuota", "Quote", "GetGeneration"),
+        MODELS: ("Generate", "CountTokens", "ListModels", "GetQuota", "Quote", "GetGeneration", "Embed"),
     },
     "weir.v1.AdminService": {
         ADMINS: (

@@ -86,6 +86,10 @@ class Settings(DoorSettings):
     database_url: str = setting("WEIR_DATABASE_URL", "", str)
     home: Path = field(default_factory=default_home, metadata={"variable": "WEIR_HOME", "parse": Path})
     models: Mapping[str, Path] = field(default_factory=bundled_models, metadata={"variable": "WEIR_MODELS", "parse": paths_by_name})
+    # Models that embed, in the layout of sentence-transformers.
+    encoders: Mapping[str, Path] = field(default_factory=dict, metadata={"variable": "WEIR_ENCODERS", "parse": paths_by_name})
+    # Tokens of an encoder's batch. More gain nothing on a CPU, and whoever comes next waits for them; a GPU takes many more.
+    encoder_batch_tokens: int = setting("WEIR_ENCODER_BATCH_TOKENS", 1024, whole(1, 2**20))
     safety_rules: str = setting("WEIR_SAFETY_RULES", "", str)  # a file for `inference.safety_file`; empty: nothing is checked
     # The private key that signs receipts. Empty: that of the home directory, if there is one; "off": none, they are chained only.
     receipt_key_file: str = setting("WEIR_RECEIPT_KEY_FILE", "", str)

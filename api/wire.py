@@ -25,6 +25,7 @@ from api.decoding import (
     parse_sampling,
     parse_stop,
 )
+from api.embedding_limits import input_count_max
 from api.errors import FieldViolation, InvalidRequest
 from api.places import ServiceTier
 from api.violations import Violations
@@ -173,11 +174,17 @@ def check_limits(start: pb.StartFrame, wrong: Violations) -> None:
     if start.HasField("usage_interval_tokens"):
         interval = start.usage_interval_tokens
         wrong.check(interval >= 1, "usage_interval_tokens", f"must be at least 1, not {interval}")
-    wrong.check(start.tier in TIERS, "tier", "must be SERVICE_TIER_INTERACTIVE or SERVICE_TIER_BATCH")
     if start.HasField("start_timeout"):
         wrong.check(seconds_of(start.start_timeout) > 0, "start_timeout", "must be more than 0 s")
-    wrong.check(len(start.labels) <= LABEL_COUNT_MAX, "labels", f"at most {LABEL_COUNT_MAX} are allowed, not {len(start.labels)}")
-    for key, value in start.labels.items():
+    check_tier_and_labels(start, wrong)
+
+
+def check_tier_and_labels(message: pb.StartFrame | pb.EmbedRequest, wrong: Violations) -> None:
+    """What every request says beside what it asks for."""
+    wrong.check(message.tier in TIERS, "tier", "must be SERVICE_TIER_INTERACTIVE or SERVICE_TIER_BATCH")
+    labels = message.labels
+    wrong.check(len(labels) <= LABEL_COUNT_MAX, "labels", f"at most {LABEL_COUNT_MAX} are allowed, not {len(labels)}")
+    for key, value in labels.items():
         right = 1 <= len(key) <= LABEL_KEY_CHARS_MAX and len(value) <= LABEL_VALUE_CHARS_MAX
         limits = f"keys have 1 to {LABEL_KEY_CHARS_MAX} characters, values up to {LABEL_VALUE_CHARS_MAX}"
         wrong.check(right and "\0" not in key + value, f"labels[{key[:LABEL_KEY_CHARS_MAX]!r}]", f"{limits}, none of them NUL")
@@ -271,6 +278,9 @@ def model_message(model: ModelInfo, prices: Sequence[CustomerPrice]) -> pb.Model
         engine=model.engine,
         price=tier_prices[0] if tier_prices else None,
         tier_prices=tier_prices,
+        task=pb.MODEL_TASK_EMBED if model.embedding_dimension else pb.MODEL_TASK_GENERATE,
+        embedding_dimension=model.embedding_dimension,
+        embedding_input_count_max=input_count_max(model),
     )
 
 

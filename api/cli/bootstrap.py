@@ -25,6 +25,7 @@ ADMIN_SCOPES = ("admin", "billing", "inference")
 INPUT_PICOS_PER_TOKEN = 150_000
 CACHED_INPUT_PICOS_PER_TOKEN = 75_000
 OUTPUT_PICOS_PER_TOKEN = 600_000
+EMBEDDING_PICOS_PER_TOKEN = 20_000  # USD 0.02 per million tokens, for models that embed
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +63,11 @@ def ensure_receipt_key(settings: Settings) -> Path | None:
     return path if path is not None and ensure_key(path) else None
 
 
-async def bootstrap(database_url: str, home: Path, models: Collection[str]) -> Connection:
+async def bootstrap(database_url: str, home: Path, models: Collection[str], encoders: Collection[str] = ()) -> Connection:
     """Make sure that the local customer, its keys and a price for each model exist. The address is not known yet."""
     async with open_sessions(database_url) as sessions:
         await ensure_tenant(sessions, ORGANIZATION, PROJECT)
-        await ensure_prices(sessions, models)
+        await ensure_prices(sessions, models, encoders)
         standing = Connection.read(home)
         if standing is not None and await keys_work(sessions, standing):
             return standing
@@ -75,11 +76,13 @@ async def bootstrap(database_url: str, home: Path, models: Collection[str]) -> C
         return Connection("", api_key, admin_key, ORGANIZATION, PROJECT)
 
 
-async def create_admin(database_url: str, organization: str, project: str, models: Collection[str]) -> str:
+async def create_admin(
+    database_url: str, organization: str, project: str, models: Collection[str], encoders: Collection[str] = ()
+) -> str:
     """Make sure that customer, project and prices exist, and create one more admin key; its secret."""
     async with open_sessions(database_url) as sessions:
         await ensure_tenant(sessions, organization, project)
-        await ensure_prices(sessions, models)
+        await ensure_prices(sessions, models, encoders)
         return await create_key(sessions, organization, project, "admin", ADMIN_SCOPES)
 
 
@@ -110,10 +113,20 @@ async def ensure_tenant(sessions: Sessions, organization: str, project: str) -> 
             await create_project(session, organization=organization, name=project, actor=ACTOR)
 
 
-async def ensure_prices(sessions: Sessions, models: Collection[str]) -> None:
-    """A price for each model that has none: without one it cannot be sold."""
+async def ensure_prices(sessions: Sessions, models: Collection[str], encoders: Collection[str]) -> None:
+    """A price for each model that has none: without one it cannot be sold. encoders: those that embed."""
     async with sessions.begin() as session:
         priced = {price.model for price in await list_current_prices(session, currency_code="USD")}
+        for encoder in sorted(set(encoders) - priced):
+            await set_price(
+                session,
+                model=encoder,
+                input_picos_per_token=0,
+                cached_input_picos_per_token=0,
+                output_picos_per_token=0,
+                embedding_picos_per_token=EMBEDDING_PICOS_PER_TOKEN,
+                actor=ACTOR,
+            )
         for model in sorted(set(models) - priced):
             await set_price(
                 session,

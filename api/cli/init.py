@@ -31,7 +31,7 @@ def init(
         if not is_current(settings.database_url):
             fail("the database has not the schema of this version: run `weir migrate` first")
         receipt_key = ensure_receipt_key(settings)
-        secret = asyncio.run(create_admin(settings.database_url, organization, project, settings.models.keys()))
+        secret = asyncio.run(create_admin(settings.database_url, organization, project, settings.models, settings.encoders))
     if json_output:
         print_json({"organization": organization, "project": project, "admin_key": secret})
         return

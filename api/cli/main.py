@@ -40,6 +40,7 @@ COMMANDS = {
     "migrate": Entry("api.cli.migrate:migrate", "Bring the database to the current schema.", SERVE),
     "init": Entry("api.cli.init:init", "Create the first organization and admin key.", SERVE),
     "generate": Entry("api.cli.generate:generate", "Stream a model's answer to the terminal.", ASK),
+    "embed": Entry("api.cli.embed:embed", "Turn texts into vectors.", ASK),
     "models": Entry("api.cli.models:models", "List the models and their prices.", ASK),
     "count": Entry("api.cli.models:count", "Count the tokens of a prompt.", ASK),
     "quote": Entry("api.cli.quote:quote", "Tell what a request would cost, and whether it fits.", ASK),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 from rich.console import RenderableType
-from weir_client import Model
+from weir_client import Model, ModelTask
 
 from api.cli.amounts import price_text
 from api.cli.connection import AddressOption, KeyOption, inference_client
@@ -47,7 +47,8 @@ def count(
 
 def models_table(models: list[Model]) -> RenderableType:
     """Models with prices per million tokens."""
-    prices = ("input", "cached input", "output")
+    embeds = any(each.task is ModelTask.EMBED for each in models)
+    prices = ("input", "cached input", "output", *(["embedding"] if embeds else []))
     made = table(
         "model", "architecture", "context", "engine", *prices, right=("context", *prices), title="prices per million tokens"
     )
@@ -61,5 +62,6 @@ def models_table(models: list[Model]) -> RenderableType:
             price_text(price, price.input_picos_per_token if price else 0),
             price_text(price, price.cached_input_picos_per_token if price else 0),
             price_text(price, price.output_picos_per_token if price else 0),
+            *([price_text(price, price.embedding_picos_per_token if price else 0)] if embeds else []),
         )
     return made

@@ -119,7 +119,7 @@ async def run_stack(settings: Settings, report: Report) -> AsyncIterator[Stack]:
         report("Preparing the database")
         await asyncio.to_thread(migrate, settings.database_url)
         ensure_receipt_key(settings)
-        connection = await bootstrap(settings.database_url, home, settings.models.keys())
+        connection = await bootstrap(settings.database_url, home, settings.models, settings.encoders)
         environment = child_environment(settings)
         api = Child("api server", [sys.executable, "-m", "api"], home / "logs" / "api.log")
         worker = Child("billing worker", worker_command(), home / "logs" / "worker.log")

@@ -99,6 +99,9 @@ class ScriptedInference(inference_service_pb2_grpc.InferenceServiceServicer):
     async def GetGeneration(self, request: pb.GetGenerationRequest, context: Any) -> pb.GetGenerationResponse:
         return await self._answer(request, context, pb.GetGenerationResponse())
 
+    async def Embed(self, request: pb.EmbedRequest, context: Any) -> pb.EmbedResponse:
+        return await self._answer(request, context, pb.EmbedResponse())
+
     async def _answer(self, request: Message, context: Any, empty: _Reply) -> _Reply:
         self.metadata = dict(context.invocation_metadata())
         self.requests.append(request)

@@ -104,6 +104,54 @@ ROLE_ASSISTANT: Role.ValueType  # 3
 """The model."""
 Global___Role: _TypeAlias = Role  # noqa: Y015
 
+class _ModelTask:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _ModelTaskEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ModelTask.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    MODEL_TASK_UNSPECIFIED: _ModelTask.ValueType  # 0
+    """Never sent."""
+    MODEL_TASK_GENERATE: _ModelTask.ValueType  # 1
+    """It continues prompts: `Generate`, `CountTokens`, `Quote`."""
+    MODEL_TASK_EMBED: _ModelTask.ValueType  # 2
+    """It turns texts into vectors: `Embed`, and `CountTokens` for a text."""
+
+class ModelTask(_ModelTask, metaclass=_ModelTaskEnumTypeWrapper):
+    """What a model does."""
+
+MODEL_TASK_UNSPECIFIED: ModelTask.ValueType  # 0
+"""Never sent."""
+MODEL_TASK_GENERATE: ModelTask.ValueType  # 1
+"""It continues prompts: `Generate`, `CountTokens`, `Quote`."""
+MODEL_TASK_EMBED: ModelTask.ValueType  # 2
+"""It turns texts into vectors: `Embed`, and `CountTokens` for a text."""
+Global___ModelTask: _TypeAlias = ModelTask  # noqa: Y015
+
+class _Truncation:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _TruncationEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Truncation.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    TRUNCATION_UNSPECIFIED: _Truncation.ValueType  # 0
+    """The same as TRUNCATION_NONE."""
+    TRUNCATION_NONE: _Truncation.ValueType  # 1
+    """The call is refused as INVALID_ARGUMENT with the reason CONTEXT_EXCEEDED, which names each such text as `inputs[i]`."""
+    TRUNCATION_END: _Truncation.ValueType  # 2
+    """The end of the text is left out; what the model expects around a text is kept. What is left out is not billed."""
+
+class Truncation(_Truncation, metaclass=_TruncationEnumTypeWrapper):
+    """What becomes of a text that is too long for the model."""
+
+TRUNCATION_UNSPECIFIED: Truncation.ValueType  # 0
+"""The same as TRUNCATION_NONE."""
+TRUNCATION_NONE: Truncation.ValueType  # 1
+"""The call is refused as INVALID_ARGUMENT with the reason CONTEXT_EXCEEDED, which names each such text as `inputs[i]`."""
+TRUNCATION_END: Truncation.ValueType  # 2
+"""The end of the text is left out; what the model expects around a text is kept. What is left out is not billed."""
+Global___Truncation: _TypeAlias = Truncation  # noqa: Y015
+
 @_typing.final
 class GenerateRequest(_message.Message):
     """One message from the client: a batch of frames, taken in order."""
@@ -1170,6 +1218,9 @@ class Model(_message.Message):
     ENGINE_FIELD_NUMBER: _builtins.int
     PRICE_FIELD_NUMBER: _builtins.int
     TIER_PRICES_FIELD_NUMBER: _builtins.int
+    TASK_FIELD_NUMBER: _builtins.int
+    EMBEDDING_DIMENSION_FIELD_NUMBER: _builtins.int
+    EMBEDDING_INPUT_COUNT_MAX_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """The name to send in requests."""
     architecture: _builtins.str
@@ -1180,6 +1231,12 @@ class Model(_message.Message):
     """Size of the vocabulary."""
     engine: _builtins.str
     """Engine that runs it, for example "torch"."""
+    task: Global___ModelTask.ValueType
+    """Which call the model serves."""
+    embedding_dimension: _builtins.int
+    """Floats in each vector. 0 for a model that generates. For one that embeds, `context_window_tokens` bounds each text."""
+    embedding_input_count_max: _builtins.int
+    """Most texts in one `Embed` call. 0 for a model that generates."""
     @_builtins.property
     def price(self) -> Global___Price:
         """What the caller pays now for interactive requests. Unset: no price is set, and the model cannot be used."""
@@ -1198,10 +1255,13 @@ class Model(_message.Message):
         engine: _builtins.str = ...,
         price: Global___Price | None = ...,
         tier_prices: _abc.Iterable[Global___Price] | None = ...,
+        task: Global___ModelTask.ValueType = ...,
+        embedding_dimension: _builtins.int = ...,
+        embedding_input_count_max: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["price", b"price"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "context_window_tokens", b"context_window_tokens", "engine", b"engine", "name", b"name", "price", b"price", "tier_prices", b"tier_prices", "vocabulary_size", b"vocabulary_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "context_window_tokens", b"context_window_tokens", "embedding_dimension", b"embedding_dimension", "embedding_input_count_max", b"embedding_input_count_max", "engine", b"engine", "name", b"name", "price", b"price", "task", b"task", "tier_prices", b"tier_prices", "vocabulary_size", b"vocabulary_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1583,3 +1643,189 @@ class Generation(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Generation: _TypeAlias = Generation  # noqa: Y015
+
+@_typing.final
+class EmbedRequest(_message.Message):
+    """Texts to embed."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class LabelsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    INPUTS_FIELD_NUMBER: _builtins.int
+    TRUNCATION_FIELD_NUMBER: _builtins.int
+    LABELS_FIELD_NUMBER: _builtins.int
+    TIER_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """UUID minted by the client. It is the idempotency key within the project of the API key, together with those of `Generate`."""
+    model: _builtins.str
+    """Name of a model that embeds, as `ListModels` gives it."""
+    truncation: Global___Truncation.ValueType
+    """What becomes of a text with more tokens than `Model.context_window_tokens`. Unset: the call is refused. Unknown: INVALID_ARGUMENT."""
+    tier: Global___ServiceTier.ValueType
+    """What the request is to those who wait for the same model. Unset: interactive. Unknown: INVALID_ARGUMENT."""
+    @_builtins.property
+    def inputs(self) -> _containers.RepeatedCompositeFieldContainer[Global___EmbedInput]:
+        """At least one, at most `Model.embedding_input_count_max`: INVALID_ARGUMENT otherwise. Billed and answered as one."""
+
+    @_builtins.property
+    def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """Own labels, stored with the usage event: up to 16, keys up to 64 and values up to 256 characters."""
+
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        model: _builtins.str = ...,
+        inputs: _abc.Iterable[Global___EmbedInput] | None = ...,
+        truncation: Global___Truncation.ValueType = ...,
+        labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        tier: Global___ServiceTier.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["inputs", b"inputs", "labels", b"labels", "model", b"model", "request_id", b"request_id", "tier", b"tier", "truncation", b"truncation"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EmbedRequest: _TypeAlias = EmbedRequest  # noqa: Y015
+
+@_typing.final
+class EmbedInput(_message.Message):
+    """One text."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TEXT_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    text: _builtins.str
+    """Not empty. Tokenized by the model's tokenizer, with the special tokens that it puts around a text."""
+    @_builtins.property
+    def token_ids(self) -> Global___TokenIds:
+        """Token ids of the model's tokenizer, at least one, given to the model as they are: special tokens included."""
+
+    def __init__(
+        self,
+        *,
+        text: _builtins.str = ...,
+        token_ids: Global___TokenIds | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["text", "token_ids"]  # noqa: Y015
+    _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
+
+Global___EmbedInput: _TypeAlias = EmbedInput  # noqa: Y015
+
+@_typing.final
+class EmbedResponse(_message.Message):
+    """Vectors, and what they cost."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EMBEDDINGS_FIELD_NUMBER: _builtins.int
+    USAGE_FIELD_NUMBER: _builtins.int
+    COST_FIELD_NUMBER: _builtins.int
+    TIMINGS_FIELD_NUMBER: _builtins.int
+    RECEIPTS_FIELD_NUMBER: _builtins.int
+    PRICE_VERSION_FIELD_NUMBER: _builtins.int
+    QUOTAS_FIELD_NUMBER: _builtins.int
+    price_version: _builtins.int
+    """Version of the price list that it is billed by."""
+    @_builtins.property
+    def embeddings(self) -> _containers.RepeatedCompositeFieldContainer[Global___Embedding]:
+        """One for each of the inputs, in their order."""
+
+    @_builtins.property
+    def usage(self) -> _types_pb2.Usage:
+        """What is billed: `embedding_token_count`, the sum over all inputs."""
+
+    @_builtins.property
+    def cost(self) -> _types_pb2.Money:
+        """What it costs."""
+
+    @_builtins.property
+    def timings(self) -> _types_pb2.Timings:
+        """Where the time went; embedding itself is `prefill_ms`."""
+
+    @_builtins.property
+    def receipts(self) -> _containers.RepeatedCompositeFieldContainer[_receipts_pb2.Receipt]:
+        """The receipt of this usage."""
+
+    @_builtins.property
+    def quotas(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.QuotaStatus]:
+        """Every quota that applies, as of its admission, this request counted."""
+
+    def __init__(
+        self,
+        *,
+        embeddings: _abc.Iterable[Global___Embedding] | None = ...,
+        usage: _types_pb2.Usage | None = ...,
+        cost: _types_pb2.Money | None = ...,
+        timings: _types_pb2.Timings | None = ...,
+        receipts: _abc.Iterable[_receipts_pb2.Receipt] | None = ...,
+        price_version: _builtins.int = ...,
+        quotas: _abc.Iterable[_types_pb2.QuotaStatus] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cost", b"cost", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cost", b"cost", "embeddings", b"embeddings", "price_version", b"price_version", "quotas", b"quotas", "receipts", b"receipts", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EmbedResponse: _TypeAlias = EmbedResponse  # noqa: Y015
+
+@_typing.final
+class Embedding(_message.Message):
+    """One text's vector."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VECTOR_FIELD_NUMBER: _builtins.int
+    TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    TRUNCATED_FIELD_NUMBER: _builtins.int
+    token_count: _builtins.int
+    """Tokens of the text that were embedded, special ones included."""
+    truncated: _builtins.bool
+    """Whether the end of the text was left out."""
+    @_builtins.property
+    def vector(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """`Model.embedding_dimension` floats; of length 1 if the model normalizes."""
+
+    def __init__(
+        self,
+        *,
+        vector: _abc.Iterable[_builtins.float] | None = ...,
+        token_count: _builtins.int = ...,
+        truncated: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["token_count", b"token_count", "truncated", b"truncated", "vector", b"vector"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Embedding: _TypeAlias = Embedding  # noqa: Y015

@@ -66,6 +66,11 @@ class InferenceServiceStub:
                 request_serializer=weir_dot_v1_dot_inference__service__pb2.GetGenerationRequest.SerializeToString,
                 response_deserializer=weir_dot_v1_dot_inference__service__pb2.GetGenerationResponse.FromString,
                 _registered_method=True)
+        self.Embed = channel.unary_unary(
+                '/weir.v1.InferenceService/Embed',
+                request_serializer=weir_dot_v1_dot_inference__service__pb2.EmbedRequest.SerializeToString,
+                response_deserializer=weir_dot_v1_dot_inference__service__pb2.EmbedResponse.FromString,
+                _registered_method=True)
 
 
 class InferenceServiceServicer:
@@ -121,6 +126,18 @@ class InferenceServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Embed(self, request, context):
+        """Turns texts into vectors, with a model that embeds. Billed by the tokens that were embedded, at the model's embedding price.
+
+        NOT_FOUND for an unknown model, INVALID_ARGUMENT for one that generates. RESOURCE_EXHAUSTED if a quota has no room, UNAVAILABLE
+        with the time to wait while the model's queue is full or its engine is down: nothing is billed then, and the same request may
+        come again. So it is if the call is cancelled or its deadline passes before all texts are embedded. The same `request_id` after
+        an answer was billed: ALREADY_EXISTS, with the settled usage in the metadata; vectors are not kept.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_InferenceServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -153,6 +170,11 @@ def add_InferenceServiceServicer_to_server(servicer, server):
                     servicer.GetGeneration,
                     request_deserializer=weir_dot_v1_dot_inference__service__pb2.GetGenerationRequest.FromString,
                     response_serializer=weir_dot_v1_dot_inference__service__pb2.GetGenerationResponse.SerializeToString,
+            ),
+            'Embed': grpc.unary_unary_rpc_method_handler(
+                    servicer.Embed,
+                    request_deserializer=weir_dot_v1_dot_inference__service__pb2.EmbedRequest.FromString,
+                    response_serializer=weir_dot_v1_dot_inference__service__pb2.EmbedResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -319,6 +341,33 @@ class InferenceService:
             '/weir.v1.InferenceService/GetGeneration',
             weir_dot_v1_dot_inference__service__pb2.GetGenerationRequest.SerializeToString,
             weir_dot_v1_dot_inference__service__pb2.GetGenerationResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Embed(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weir.v1.InferenceService/Embed',
+            weir_dot_v1_dot_inference__service__pb2.EmbedRequest.SerializeToString,
+            weir_dot_v1_dot_inference__service__pb2.EmbedResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -55,6 +55,14 @@ class InferenceServiceStub:
     """Looks up one request of the key's project by its id: state, usage, cost and timings.
     NOT_FOUND if the project has no such request.
     """
+    Embed: _grpc.UnaryUnaryMultiCallable[_inference_service_pb2.EmbedRequest, _inference_service_pb2.EmbedResponse]
+    """Turns texts into vectors, with a model that embeds. Billed by the tokens that were embedded, at the model's embedding price.
+
+    NOT_FOUND for an unknown model, INVALID_ARGUMENT for one that generates. RESOURCE_EXHAUSTED if a quota has no room, UNAVAILABLE
+    with the time to wait while the model's queue is full or its engine is down: nothing is billed then, and the same request may
+    come again. So it is if the call is cancelled or its deadline passes before all texts are embedded. The same `request_id` after
+    an answer was billed: ALREADY_EXISTS, with the settled usage in the metadata; vectors are not kept.
+    """
 
 @_typing.type_check_only
 class InferenceServiceAsyncStub(InferenceServiceStub):
@@ -82,6 +90,14 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     GetGeneration: _aio.UnaryUnaryMultiCallable[_inference_service_pb2.GetGenerationRequest, _inference_service_pb2.GetGenerationResponse]  # type: ignore[assignment]
     """Looks up one request of the key's project by its id: state, usage, cost and timings.
     NOT_FOUND if the project has no such request.
+    """
+    Embed: _aio.UnaryUnaryMultiCallable[_inference_service_pb2.EmbedRequest, _inference_service_pb2.EmbedResponse]  # type: ignore[assignment]
+    """Turns texts into vectors, with a model that embeds. Billed by the tokens that were embedded, at the model's embedding price.
+
+    NOT_FOUND for an unknown model, INVALID_ARGUMENT for one that generates. RESOURCE_EXHAUSTED if a quota has no room, UNAVAILABLE
+    with the time to wait while the model's queue is full or its engine is down: nothing is billed then, and the same request may
+    come again. So it is if the call is cancelled or its deadline passes before all texts are embedded. The same `request_id` after
+    an answer was billed: ALREADY_EXISTS, with the settled usage in the metadata; vectors are not kept.
     """
 
 class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -143,6 +159,20 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_inference_service_pb2.GetGenerationResponse, _abc.Awaitable[_inference_service_pb2.GetGenerationResponse]]:
         """Looks up one request of the key's project by its id: state, usage, cost and timings.
         NOT_FOUND if the project has no such request.
+        """
+
+    @_abc_1.abstractmethod
+    def Embed(
+        self,
+        request: _inference_service_pb2.EmbedRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_inference_service_pb2.EmbedResponse, _abc.Awaitable[_inference_service_pb2.EmbedResponse]]:
+        """Turns texts into vectors, with a model that embeds. Billed by the tokens that were embedded, at the model's embedding price.
+
+        NOT_FOUND for an unknown model, INVALID_ARGUMENT for one that generates. RESOURCE_EXHAUSTED if a quota has no room, UNAVAILABLE
+        with the time to wait while the model's queue is full or its engine is down: nothing is billed then, and the same request may
+        come again. So it is if the call is cancelled or its deadline passes before all texts are embedded. The same `request_id` after
+        an answer was billed: ALREADY_EXISTS, with the settled usage in the metadata; vectors are not kept.
         """
 
 def add_InferenceServiceServicer_to_server(servicer: InferenceServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

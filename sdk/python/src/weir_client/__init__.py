@@ -49,6 +49,7 @@ from weir_client.bills import (
     PrepaidCredit,
 )
 from weir_client.connection import DEFAULT_ADDRESS
+from weir_client.embedding import Embedding, EmbedInput, EmbedOptions, EmbedResult
 from weir_client.errors import (
     Aborted,
     AlreadyExists,
@@ -121,6 +122,7 @@ from weir_client.values import (
     Generation,
     GenerationState,
     Model,
+    ModelTask,
     Money,
     Partial,
     Price,
@@ -171,6 +173,10 @@ __all__ = [
     "DeadlineExceeded",
     "Delta",
     "DocumentFormat",
+    "EmbedInput",
+    "EmbedOptions",
+    "EmbedResult",
+    "Embedding",
     "ErrorDetails",
     "Event",
     "ExceededQuota",
@@ -195,6 +201,7 @@ __all__ = [
     "LiveView",
     "Message",
     "Model",
+    "ModelTask",
     "Money",
     "Month",
     "MonthCharge",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Self, Unpack
 
@@ -19,6 +20,7 @@ from weir_client.connection import (
     ConnectionSettings,
     RetryPolicy,
 )
+from weir_client.embedding import EmbedInput, EmbedOptions, EmbedResult, build_embed, embed_result
 from weir_client.generation import AsyncGeneration
 from weir_client.prompt import GenerateOptions, Prompt, build_start, conversation
 from weir_client.quote import Quote
@@ -131,6 +133,16 @@ class AsyncClient:
         request = pb.QuoteRequest(start=build_start(model, prompt, options).start)
         response = await self._opened().call(self._stub.Quote, request, timeout=options.get("timeout"))
         return wire.quote(response)
+
+    async def embed(self, model: str, inputs: str | Sequence[EmbedInput], **options: Unpack[EmbedOptions]) -> EmbedResult:
+        """Vectors of texts. `inputs` is one text or several, each a text or its token ids; `EmbedOptions` tells the rest.
+
+        Tried again like every call, with the same request id, which is billed once. Raises: InvalidRequest, QuotaExceeded,
+        AlreadyExists if an earlier attempt was billed and its answer lost; any WeirError.
+        """
+        request = build_embed(model, inputs, options)
+        response = await self._opened().call(self._stub.Embed, request, timeout=options.get("timeout"))
+        return embed_result(request, response)
 
     async def list_models(self, *, timeout: float | None = None) -> list[Model]:
         """The models that the key may use, by name. Raises: WeirError."""

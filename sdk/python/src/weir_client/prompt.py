@@ -113,7 +113,7 @@ def build_start(model: str, prompt: Prompt | None, options: GenerateOptions) -> 
     """
     text, token_ids = options.get("text"), options.get("token_ids")
     if sum(given is not None for given in (prompt, text, token_ids)) != 1:
-        raise _invalid("prompt", "give exactly one of: a prompt, text=, token_ids=")
+        raise invalid("prompt", "give exactly one of: a prompt, text=, token_ids=")
     request_id = options.get("request_id") or str(uuid.uuid4())
     stop = options.get("stop", ())
     try:
@@ -131,7 +131,7 @@ def build_start(model: str, prompt: Prompt | None, options: GenerateOptions) -> 
             ignore_eos=options.get("ignore_eos", False),
             usage_interval_tokens=options.get("usage_interval_tokens"),
             labels=options.get("labels", {}),
-            tier=_tier(options.get("tier")),
+            tier=service_tier(options.get("tier")),
             start_timeout=_start_timeout(options),
         )
         if prompt is not None:
@@ -142,13 +142,14 @@ def build_start(model: str, prompt: Prompt | None, options: GenerateOptions) -> 
             start.token_ids.CopyFrom(pb.TokenIds(ids=token_ids))
         return pb.ClientFrame(request_id=request_id, start=start)
     except (TypeError, ValueError) as error:  # what protobuf raises for a value that its field cannot hold
-        raise _invalid("start", str(error)) from error
+        raise invalid("start", str(error)) from error
 
 
-def _tier(name: str | None) -> pb.ServiceTier.ValueType:
+def service_tier(name: str | None) -> pb.ServiceTier.ValueType:
+    """A tier by name. Raises: InvalidRequest."""
     tiers = {None: pb.SERVICE_TIER_UNSPECIFIED, "interactive": pb.SERVICE_TIER_INTERACTIVE, "batch": pb.SERVICE_TIER_BATCH}
     if name not in tiers:
-        raise _invalid("tier", f'must be "interactive" or "batch", not {name!r}')
+        raise invalid("tier", f'must be "interactive" or "batch", not {name!r}')
     return tiers[name]
 
 
@@ -191,7 +192,7 @@ def _response_format(options: GenerateOptions) -> pb.ResponseFormat | None:
     schema, regex, lark = options.get("json_schema"), options.get("regex"), options.get("lark")
     given = sum(each is not None for each in (schema, regex, lark))
     if given > 1:
-        raise _invalid("response_format", "give at most one of: json_schema=, regex=, lark=")
+        raise invalid("response_format", "give at most one of: json_schema=, regex=, lark=")
     if given == 0:
         return None
     if schema is not None:
@@ -204,10 +205,10 @@ def _beam_search(options: GenerateOptions) -> pb.BeamSearch | None:
     if width is None:
         for name in ("length_penalty", "early_stopping"):
             if options.get(name):
-                raise _invalid(name, "has a meaning only with beam_width=")
+                raise invalid(name, "has a meaning only with beam_width=")
         return None
     if early_stopping not in _EARLY_STOPPING:
-        raise _invalid("early_stopping", f"{early_stopping!r} is not one of False, True and 'never'")
+        raise invalid("early_stopping", f"{early_stopping!r} is not one of False, True and 'never'")
     length_penalty = options.get("length_penalty")
     return pb.BeamSearch(width=width, length_penalty=length_penalty, early_stopping=_EARLY_STOPPING[early_stopping])
 
@@ -218,13 +219,14 @@ def _message(index: int, message: Message | Mapping[str, str]) -> pb.Message:
     else:
         missing = {"role", "content"} - message.keys()
         if missing:
-            raise _invalid(f"messages[{index}]", f"needs {' and '.join(sorted(missing))}")
+            raise invalid(f"messages[{index}]", f"needs {' and '.join(sorted(missing))}")
         role, content = message["role"], message["content"]
     if role not in _ROLES:
-        raise _invalid(f"messages[{index}].role", f"{role!r} is not one of {', '.join(_ROLES)}")
+        raise invalid(f"messages[{index}].role", f"{role!r} is not one of {', '.join(_ROLES)}")
     return pb.Message(role=_ROLES[role], content=content)
 
 
-def _invalid(field: str, description: str) -> InvalidRequest:
+def invalid(field: str, description: str) -> InvalidRequest:
+    """A request that cannot be written down."""
     details = ErrorDetails(reason="FIELD_INVALID", field_violations=(FieldViolation(field, description),))
     return InvalidRequest(f"{field}: {description}", details=details)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Self, Unpack
 
 from weir_client.aio import AsyncClient
 from weir_client.connection import KEEPALIVE_S, MESSAGE_BYTES_MAX, RETRY_WAIT_MAX_S
+from weir_client.embedding import EmbedInput, EmbedOptions, EmbedResult
 from weir_client.generation import AsyncGeneration
 from weir_client.loop_thread import LoopThread
 from weir_client.prompt import GenerateOptions, Prompt
@@ -171,6 +172,10 @@ class Client:
     def quote(self, model: str, prompt: Prompt | None = None, **options: Unpack[GenerateOptions]) -> Quote:
         """What the same call of `generate` would count and cost, without running it; see `AsyncClient.quote`."""
         return self._thread.run(lambda: self._client.quote(model, prompt, **options))
+
+    def embed(self, model: str, inputs: str | Sequence[EmbedInput], **options: Unpack[EmbedOptions]) -> EmbedResult:
+        """Vectors of texts; see `AsyncClient.embed`. Raises: WeirError."""
+        return self._thread.run(lambda: self._client.embed(model, inputs, **options))
 
     def list_models(self, *, timeout: float | None = None) -> list[Model]:
         """The models that the key may use, by name. Raises: WeirError."""

@@ -291,6 +291,14 @@ class Price:
     own: bool = False  # the caller's own price, not that of the list
 
 
+class ModelTask(StrEnum):
+    """What a model does. UNSPECIFIED: something that is newer than this client."""
+
+    UNSPECIFIED = "UNSPECIFIED"
+    GENERATE = "GENERATE"
+    EMBED = "EMBED"
+
+
 @dataclass(frozen=True, slots=True)
 class Model:
     """One model that can be asked for."""
@@ -302,6 +310,9 @@ class Model:
     engine: str
     price: Price | None  # that of interactive requests; None: no price is set
     tier_prices: tuple[Price, ...] = ()  # one per service tier
+    task: ModelTask = ModelTask.GENERATE
+    embedding_dimension: int = 0  # floats in a vector; 0 if it generates
+    embedding_input_count_max: int = 0  # texts in one call of `embed`; 0 if it generates
 
 
 @dataclass(frozen=True, slots=True)

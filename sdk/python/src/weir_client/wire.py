@@ -18,6 +18,11 @@ _FINISH_REASONS = {
 }
 _STAGES = {number: values.Stage(name.removeprefix("STAGE_")) for name, number in pb.ProgressFrame.Stage.items()}
 _STATES = {number: values.GenerationState(name.removeprefix("STATE_")) for name, number in pb.Generation.State.items()}
+_TASKS = {
+    pb.MODEL_TASK_UNSPECIFIED: values.ModelTask.GENERATE,  # of a server that knows no other
+    pb.MODEL_TASK_GENERATE: values.ModelTask.GENERATE,
+    pb.MODEL_TASK_EMBED: values.ModelTask.EMBED,
+}
 SUBJECTS = {
     types_pb2.QUOTA_SUBJECT_ORGANIZATION: values.QuotaSubject.ORGANIZATION,
     types_pb2.QUOTA_SUBJECT_PROJECT: values.QuotaSubject.PROJECT,
@@ -194,6 +199,9 @@ def model(message: pb.Model) -> values.Model:
         engine=message.engine,
         price=price(message.price) if message.HasField("price") else None,
         tier_prices=tuple(map(price, message.tier_prices)),
+        task=_TASKS.get(message.task, values.ModelTask.UNSPECIFIED),
+        embedding_dimension=message.embedding_dimension,
+        embedding_input_count_max=message.embedding_input_count_max,
     )
 
 

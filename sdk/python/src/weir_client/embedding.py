@@ -1,0 +1,104 @@
+"""What `embed` takes and answers."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypedDict
+
+from weir.v1 import inference_service_pb2 as pb
+
+from weir_client import wire
+from weir_client.prompt import invalid, service_tier
+from weir_client.receipts import Receipt
+from weir_client.values import Money, QuotaStatus, Timings, Usage
+from weir_client.wire_receipts import receipts
+
+EmbedInput = str | Sequence[int]
+
+
+class EmbedOptions(TypedDict, total=False):
+    """The keyword arguments of `embed`.
+
+    truncate: leaves out the end of a text that has more tokens than the model takes; else such a text is refused.
+    labels: own labels, stored with the usage event.
+    tier: "interactive" (default), or "batch": runs when nothing interactive waits for the same model.
+    request_id: a UUID that names this request for good (idempotency key); minted if absent.
+    timeout: seconds for the whole request, retries included.
+    """
+
+    truncate: bool
+    labels: Mapping[str, str]
+    tier: Literal["interactive", "batch"] | None
+    request_id: str | None
+    timeout: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Embedding:
+    """One text's vector."""
+
+    vector: tuple[float, ...]
+    token_count: int  # tokens of the text that were embedded
+    truncated: bool  # its end was left out
+
+
+@dataclass(frozen=True, slots=True)
+class EmbedResult:
+    """The vectors of one request, in the order of its texts, and what they cost."""
+
+    request_id: str
+    model: str
+    embeddings: tuple[Embedding, ...]
+    usage: Usage
+    cost: Money
+    timings: Timings
+    price_version: int
+    quotas: tuple[QuotaStatus, ...]  # as of its admission, this request counted
+    receipts: tuple[Receipt, ...] = ()
+
+    @property
+    def vectors(self) -> list[tuple[float, ...]]:
+        """The vectors alone."""
+        return [each.vector for each in self.embeddings]
+
+
+def build_embed(model: str, inputs: str | Sequence[EmbedInput], options: EmbedOptions) -> pb.EmbedRequest:
+    """The request. inputs: one text, or several; each a text or its token ids. Raises: InvalidRequest."""
+    texts = [inputs] if isinstance(inputs, str) else list(inputs)
+    try:
+        return pb.EmbedRequest(
+            request_id=options.get("request_id") or str(uuid.uuid4()),
+            model=model,
+            inputs=[_input(index, each) for index, each in enumerate(texts)],
+            truncation=pb.TRUNCATION_END if options.get("truncate") else pb.TRUNCATION_NONE,
+            labels=options.get("labels", {}),
+            tier=service_tier(options.get("tier")),
+        )
+    except (TypeError, ValueError) as error:
+        raise invalid("request", str(error)) from error
+
+
+def _input(index: int, given: EmbedInput) -> pb.EmbedInput:
+    if isinstance(given, str):
+        return pb.EmbedInput(text=given)
+    try:
+        return pb.EmbedInput(token_ids=pb.TokenIds(ids=[int(token_id) for token_id in given]))
+    except (TypeError, ValueError):
+        raise invalid(f"inputs[{index}]", f"give a text or a list of token ids, not {str(given)[:80]!r}") from None
+
+
+def embed_result(request: pb.EmbedRequest, message: pb.EmbedResponse) -> EmbedResult:
+    """The answer of a request."""
+    return EmbedResult(
+        request_id=request.request_id,
+        model=request.model,
+        embeddings=tuple(Embedding(tuple(each.vector), each.token_count, each.truncated) for each in message.embeddings),
+        usage=wire.usage(message.usage),
+        cost=wire.money(message.cost),
+        timings=wire.timings(message.timings),
+        price_version=message.price_version,
+        quotas=tuple(wire.quota(each) for each in message.quotas),
+        receipts=receipts(message.receipts),
+    )

@@ -1,0 +1,54 @@
+"""`weir embed`: what is sent, and what is shown."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from weir.v1 import inference_service_pb2 as pb
+from weir.v1 import types_pb2
+
+from tests.cli.conftest import Run, ScriptedWeir
+
+ANSWER = pb.EmbedResponse(
+    embeddings=[pb.Embedding(vector=[1.0, 0.0], token_count=5), pb.Embedding(vector=[0.6, 0.8], token_count=7, truncated=True)],
+    usage=types_pb2.Usage(embedding_token_count=12),
+    cost=types_pb2.Money(currency_code="USD", picos=240_000),
+)
+
+
+@pytest.fixture(autouse=True)
+def answer(server: ScriptedWeir) -> None:
+    server.inference.replies["EmbedRequest"] = ANSWER
+
+
+def test_shows_the_vectors_and_how_like_each_other_they_are(weir: Run, server: ScriptedWeir) -> None:
+    told = weir("embed", "--model", "minilm", "a cat", "a \x1b[31mkitten", "--truncate", "--tier", "batch")
+
+    assert told.exit_code == 0
+    assert "+0.6000 +0.8000" in told.stdout
+    assert "7 (cut)" in told.stdout
+    assert "0.600" in told.stdout
+    assert "\x1b" not in told.stdout
+    assert "12 embedded" in told.stderr
+    asked = server.inference.requests[0]
+    assert isinstance(asked, pb.EmbedRequest)
+    assert [each.text for each in asked.inputs] == ["a cat", "a \x1b[31mkitten"]
+    assert (asked.model, asked.truncation, asked.tier) == ("minilm", pb.TRUNCATION_END, pb.SERVICE_TIER_BATCH)
+
+
+def test_reads_lines_and_prints_one_document(weir: Run, server: ScriptedWeir) -> None:
+    document = json.loads(weir("embed", "-m", "minilm", "-", "--json", stdin="one\n\ntwo\n").stdout)
+
+    assert document["embeddings"][0]["vector"] == [1.0, 0.0]
+    assert document["usage"]["embedding_token_count"] == 12
+    asked = server.inference.requests[0]
+    assert isinstance(asked, pb.EmbedRequest)
+    assert [each.text for each in asked.inputs] == ["one", "two"]
+
+
+@pytest.mark.parametrize("arguments", [("-m", "minilm"), ("a text",), ("-m", "minilm", "a", "--tier", "fast")])
+def test_what_is_missing_is_named(weir: Run, arguments: tuple[str, ...]) -> None:
+    told = weir("embed", *arguments)
+
+    assert told.exit_code == 2

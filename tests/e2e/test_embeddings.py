@@ -1,0 +1,337 @@
+"""`Embed`: every vector is billed once, exactly; what is refused, cancelled or lost costs nothing and leaves nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import uuid
+from collections.abc import AsyncIterator, Iterator, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import grpc
+import psycopg
+import pytest
+from google.rpc import error_details_pb2
+from weir.v1 import billing_service_pb2, billing_service_pb2_grpc
+from weir.v1 import inference_service_pb2 as pb
+from weir.v1 import inference_service_pb2_grpc as pb_grpc
+from weir_client import AlreadyExists, Client, ModelTask
+
+from api.chaos.processes import children_of
+from inference.tokenizer import Tokenizer
+from metering.billing.prices import set_price
+from metering.billing.rating import rate_all_pending
+from metering.models import QuotaDimension
+from metering.store.db import create_engine, create_sessions, psycopg_conninfo
+from tests.conftest import new_database
+from tests.inference.encoder_checkpoints import DIMENSION, INPUT_TOKENS_MAX, PLAIN_IDS, make_random_encoder
+from tests.service import MODEL, Service, Tenant, bearer, refused, running, until, wait_for
+
+ENCODER = "encoder"
+PICOS = 20_000
+TEXTS = ("the garden is near the sea", "a hotel with breakfast", "poison")
+LONG = "the garden " * INPUT_TOKENS_MAX
+
+
+@pytest.fixture(scope="module")
+def encoder_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_random_encoder(tmp_path_factory.mktemp("encoder"))
+
+
+@pytest.fixture(scope="module")
+def embedding(
+    tmp_path_factory: pytest.TempPathFactory, model: Path, encoder_directory: Path, postgres_server: str, template_database: str
+) -> Iterator[Service]:
+    """A service with a model that generates and one that embeds."""
+    with new_database(postgres_server, template=template_database) as url:
+        service = Service(tmp_path_factory.mktemp("home"), url, model, encoders={ENCODER: encoder_directory}, hold_expiry_s=3600.0)
+        with running(service) as service:
+            wait_for(lambda: service.serving(f"engine/{ENCODER}"), "the encoder to be loaded")
+            yield service
+            assert service.stop() == 0, service.log[-4000:]
+        assert service.books.held_hold_count() == 0
+
+
+@contextlib.asynccontextmanager
+async def stub_of(service: Service) -> AsyncIterator[Any]:
+    """The generated client, which the stubs take for a blocking one."""
+    async with service.channel() as channel:
+        yield pb_grpc.InferenceServiceStub(channel)
+
+
+async def priced_tenant(service: Service, quotas: dict[QuotaDimension, int] | None = None, **options: Any) -> Tenant:
+    """A tenant with a price for the encoder."""
+    tenant = await service.tenant(quotas, **options)
+    async with service.session() as session:
+        await set_price(
+            session,
+            model=ENCODER,
+            input_picos_per_token=0,
+            cached_input_picos_per_token=0,
+            output_picos_per_token=0,
+            embedding_picos_per_token=PICOS,
+            actor="test",
+        )
+    return tenant
+
+
+def request_of(*texts: str | Sequence[int], model: str = ENCODER, **fields: Any) -> pb.EmbedRequest:
+    """A request with an id of its own."""
+    inputs = [pb.EmbedInput(text=t) if isinstance(t, str) else pb.EmbedInput(token_ids=pb.TokenIds(ids=t)) for t in texts]
+    return pb.EmbedRequest(**({"request_id": str(uuid.uuid4()), "model": model, "inputs": inputs} | fields))
+
+
+def encoder_pid(service: Service) -> int | None:
+    """Of the encoder's host."""
+    for pid in children_of(service.pid):
+        with contextlib.suppress(OSError):
+            if b"inference.encoder.host" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                return pid
+    return None
+
+
+@contextlib.contextmanager
+def stopped(service: Service) -> Iterator[int]:
+    """The encoder stands still inside the block, unless it is gone at its end."""
+    pid = wait_for(lambda: encoder_pid(service), "the encoder's process")
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield pid
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
+
+
+async def held(service: Service, tenant: Tenant) -> None:
+    """Wait until a request of the tenant has its hold."""
+    await until(lambda: service.books.holds(tenant).get("held"), "the hold")
+
+
+async def nothing_billed(service: Service, tenant: Tenant) -> None:
+    """Wait until all holds have ended, and check that they left nothing."""
+    await service.no_hold_left(tenant)
+    assert service.books.events(tenant) == []
+    assert all(counts == (0, 0) for counts in service.books.counters(tenant).values()), service.books.counters(tenant)
+
+
+async def test_every_token_is_billed_once_from_the_event_to_the_month(embedding: Service, encoder_directory: Path) -> None:
+    tenant = await priced_tenant(embedding, {QuotaDimension.TOKENS_PER_MINUTE: 10_000}, scopes=("inference", "billing"))
+    tokenizer = Tokenizer(encoder_directory)
+    expected = [len(tokenizer.encode(text)) for text in TEXTS]
+    async with embedding.channel() as channel:
+        stub: Any = pb_grpc.InferenceServiceStub(channel)
+        request = request_of(*TEXTS, labels={"job": "index"})
+        answer = await stub.Embed(request, metadata=bearer(tenant.secret))
+        again = await stub.Embed(request_of(*TEXTS[::-1]), metadata=bearer(tenant.secret))
+        engine = create_engine(embedding.database_url, pool_size=1)
+        await rate_all_pending(create_sessions(engine))
+        await engine.dispose()
+        month = billing_service_pb2.GetMonthReportRequest(organization=tenant.name, month=f"{datetime.now(UTC):%Y-%m}")
+        billing: Any = billing_service_pb2_grpc.BillingServiceStub(channel)
+        report = await billing.GetMonthReport(month, metadata=bearer(tenant.secret))
+        found = await stub.GetGeneration(pb.GetGenerationRequest(request_id=request.request_id), metadata=bearer(tenant.secret))
+
+    total = sum(expected)
+    assert [each.token_count for each in answer.embeddings] == expected
+    assert all(len(each.vector) == DIMENSION and not each.truncated for each in answer.embeddings)
+    for one, other in zip(answer.embeddings, reversed(again.embeddings), strict=True):
+        assert list(one.vector) == pytest.approx(list(other.vector), abs=1e-5)
+    assert sum(number * number for number in answer.embeddings[0].vector) == pytest.approx(1.0, abs=1e-5)
+    assert answer.usage.embedding_token_count == total
+    assert answer.usage.input_token_count == answer.usage.billed_token_count == 0
+    assert (answer.cost.currency_code, answer.cost.picos) == ("USD", total * PICOS)
+    assert answer.timings.prefill_ms > 0
+    assert answer.timings.total_ms >= answer.timings.prefill_ms
+    assert [receipt.embedding_token_count for receipt in answer.receipts] == [total]
+    events = embedding.books.events(tenant)
+    assert [event["embedding_token_count"] for event in events] == [total, total]
+    assert [event["cost_picos"] for event in events] == [total * PICOS] * 2
+    assert found.generation.outcome == "STOP"
+    assert dict(found.generation.labels) == {"job": "index"}
+    [line] = report.lines
+    assert line.token_kind == billing_service_pb2.TOKEN_KIND_EMBEDDING
+    assert (line.token_count, line.amount.picos) == (2 * total, 2 * total * PICOS)
+    assert report.reconciliation.balanced
+    assert embedding.books.counters(tenant) == {"tokens_per_minute": (2 * total, 0)}
+
+
+async def test_what_is_wrong_is_named_and_costs_nothing(embedding: Service) -> None:
+    tenant = await priced_tenant(embedding, {QuotaDimension.TOKENS_PER_MINUTE: 10_000})
+    wrong = [
+        (request_of("a", model="nobody"), grpc.StatusCode.NOT_FOUND, "MODEL_UNKNOWN", None),
+        (request_of("a", model=MODEL), grpc.StatusCode.INVALID_ARGUMENT, "MODEL_MISMATCH", "model"),
+        (request_of("a", request_id="x"), grpc.StatusCode.INVALID_ARGUMENT, "FIELD_INVALID", "request_id"),
+        (request_of(), grpc.StatusCode.INVALID_ARGUMENT, "FIELD_INVALID", "inputs"),
+        (request_of("a", ""), grpc.StatusCode.INVALID_ARGUMENT, "FIELD_INVALID", "inputs[1].text"),
+        (request_of("a", []), grpc.StatusCode.INVALID_ARGUMENT, "FIELD_INVALID", "inputs[1].token_ids.ids"),
+        (request_of([10_000]), grpc.StatusCode.INVALID_ARGUMENT, "FIELD_INVALID", "inputs[0].token_ids.ids"),
+        (request_of(inputs=[pb.EmbedInput()]), grpc.StatusCode.INVALID_ARGUMENT, "FIELD_INVALID", "inputs[0]"),
+        (request_of("a", LONG), grpc.StatusCode.INVALID_ARGUMENT, "CONTEXT_EXCEEDED", "inputs[1]"),
+        (request_of("a", truncation=7), grpc.StatusCode.INVALID_ARGUMENT, "FIELD_INVALID", "truncation"),
+        (request_of("a", tier=7), grpc.StatusCode.INVALID_ARGUMENT, "FIELD_INVALID", "tier"),
+        (request_of(*["a"] * 2049), grpc.StatusCode.INVALID_ARGUMENT, "FIELD_INVALID", "inputs"),
+    ]
+    async with stub_of(embedding) as stub:
+        for request, code, reason, field in wrong:
+            refusal = await refused(stub.Embed(request, metadata=bearer(tenant.secret)))
+
+            assert (refusal.code, refusal.info.reason) == (code, reason)
+            violations = refusal.detail(error_details_pb2.BadRequest)
+            assert (violations.field_violations[0].field if violations else None) == field
+        assert refusal.status.message.startswith("inputs: this model takes at most 2048")
+
+        cut = await stub.Embed(request_of(LONG, truncation=pb.TRUNCATION_END), metadata=bearer(tenant.secret))
+
+    assert [(each.token_count, each.truncated) for each in cut.embeddings] == [(INPUT_TOKENS_MAX, True)]
+    assert [event["embedding_token_count"] for event in embedding.books.events(tenant)] == [INPUT_TOKENS_MAX]
+
+
+async def test_each_model_says_which_call_it_serves(embedding: Service) -> None:
+    tenant = await priced_tenant(embedding)
+    async with embedding.stream(tenant.secret) as stream:
+        refusal = await stream.failed(await stream.begin(model=ENCODER))
+    async with stub_of(embedding) as stub:
+        models = (await stub.ListModels(pb.ListModelsRequest(), metadata=bearer(tenant.secret))).models
+        counted = await stub.CountTokens(pb.CountTokensRequest(model=ENCODER, text="the sea"), metadata=bearer(tenant.secret))
+
+    assert (refusal.code, refusal.info.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "MODEL_MISMATCH")
+    assert "serves Embed" in refusal.status.message
+    assert [(each.name, each.task, each.embedding_dimension, each.embedding_input_count_max) for each in models] == [
+        (ENCODER, pb.MODEL_TASK_EMBED, DIMENSION, 2048),
+        (MODEL, pb.MODEL_TASK_GENERATE, 0, 0),
+    ]
+    assert (models[0].context_window_tokens, models[0].price.embedding_picos_per_token) == (INPUT_TOKENS_MAX, PICOS)
+    assert counted.input_token_count == 4
+
+
+async def test_a_quota_without_room_refuses_and_leaves_no_trace(embedding: Service) -> None:
+    tenant = await priced_tenant(embedding, {QuotaDimension.TOKENS_PER_MINUTE: 6, QuotaDimension.REQUESTS_PER_MINUTE: 5})
+    async with stub_of(embedding) as stub:
+        refusal = await refused(stub.Embed(request_of(*TEXTS), metadata=bearer(tenant.secret)))
+
+    assert (refusal.code, refusal.info.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "QUOTA_EXCEEDED")
+    assert refusal.info.metadata["dimension"] == "tokens_per_minute"
+    assert refusal.detail(error_details_pb2.QuotaFailure) is not None
+    assert embedding.books.holds(tenant) == {}
+    await nothing_billed(embedding, tenant)
+
+
+async def test_an_id_is_billed_once(embedding: Service) -> None:
+    tenant = await priced_tenant(embedding)
+    request = request_of(*TEXTS)
+    other = request_of("another", request_id=request.request_id)
+    async with stub_of(embedding) as stub:
+        answer = await stub.Embed(request, metadata=bearer(tenant.secret))
+        again = await refused(stub.Embed(request, metadata=bearer(tenant.secret)))
+        reused = await refused(stub.Embed(other, metadata=bearer(tenant.secret)))
+
+    assert (again.code, again.info.reason) == (grpc.StatusCode.ALREADY_EXISTS, "REQUEST_SETTLED")
+    assert again.info.metadata["embedding_token_count"] == str(answer.usage.embedding_token_count)
+    assert (reused.code, reused.info.reason) == (grpc.StatusCode.ALREADY_EXISTS, "REQUEST_ID_REUSED")
+    assert len(embedding.books.events(tenant)) == 1
+
+
+async def test_what_ends_before_it_is_embedded_costs_nothing(embedding: Service) -> None:
+    """Hung up, out of time, its key revoked: each while it waits for the encoder."""
+    limits = {QuotaDimension.TOKENS_PER_MINUTE: 1000, QuotaDimension.CONCURRENT_REQUESTS: 3}
+    gone, late, revoked = [await priced_tenant(embedding, limits) for _ in range(3)]
+    async with stub_of(embedding) as stub:
+        with stopped(embedding):
+            hanging_up = stub.Embed(request_of(*TEXTS), metadata=bearer(gone.secret))
+            timing_out = stub.Embed(request_of(*TEXTS), metadata=bearer(late.secret), timeout=2.0)
+            ended = stub.Embed(request_of(*TEXTS), metadata=bearer(revoked.secret))
+            calls = asyncio.gather(*(refused(each) for each in (timing_out, ended)))
+            for tenant in (gone, revoked):
+                await held(embedding, tenant)
+            hanging_up.cancel()
+            await embedding.revoke(revoked.key)
+            out_of_time, of_a_revoked_key = await calls
+            for tenant in (gone, late, revoked):
+                await nothing_billed(embedding, tenant)
+
+        assert out_of_time.code is grpc.StatusCode.DEADLINE_EXCEEDED
+        assert (of_a_revoked_key.code, of_a_revoked_key.info.reason) == (grpc.StatusCode.UNAUTHENTICATED, "KEY_REVOKED")
+        answer = await stub.Embed(request_of(*TEXTS), metadata=bearer(gone.secret))
+    assert len(answer.embeddings) == len(TEXTS)
+
+
+async def test_the_client_library_embeds(embedding: Service) -> None:
+    tenant = await priced_tenant(embedding)
+
+    def blocking(address: str) -> tuple[int, ModelTask]:
+        with Client(address, tenant.secret, max_retries=0) as client:
+            result = client.embed(ENCODER, "the sea")
+            return len(result.vectors[0]), client.list_models()[0].task
+
+    async with embedding.client(tenant.secret) as client:
+        result = await client.embed(ENCODER, ["the sea", list(PLAIN_IDS)[:5], LONG], truncate=True, labels={"a": "b"}, tier="batch")
+        with pytest.raises(AlreadyExists):
+            await client.embed(ENCODER, "the sea", request_id=result.request_id)
+
+    assert [each.token_count for each in result.embeddings] == [4, 5, INPUT_TOKENS_MAX]
+    assert [each.truncated for each in result.embeddings] == [False, False, True]
+    assert result.usage.embedding_token_count == 9 + INPUT_TOKENS_MAX
+    assert result.cost.picos == result.usage.embedding_token_count * PICOS
+    assert await asyncio.to_thread(blocking, embedding.address) == (DIMENSION, ModelTask.EMBED)
+
+
+@pytest.mark.faults
+async def test_an_encoder_that_dies_bills_nothing_and_the_same_request_may_come_again(embedding: Service) -> None:
+    tenant = await priced_tenant(embedding, {QuotaDimension.TOKENS_PER_MINUTE: 1000})
+    request = request_of(*TEXTS)
+    async with stub_of(embedding) as stub:
+        async with asyncio.TaskGroup() as tasks:
+            with stopped(embedding) as pid:
+                call = tasks.create_task(refused(stub.Embed(request, metadata=bearer(tenant.secret))))
+                await held(embedding, tenant)
+                os.kill(pid, signal.SIGKILL)
+        refusal = call.result()
+
+        assert (refusal.code, refusal.info.reason) == (grpc.StatusCode.UNAVAILABLE, "ENGINE_FAILED")
+        assert refusal.info.metadata["retry_with"] == "same_request_id"
+        assert refusal.detail(error_details_pb2.RetryInfo) is not None
+        await nothing_billed(embedding, tenant)
+
+        answer = await stub.Embed(request, metadata=bearer(tenant.secret))  # waits for the encoder that is started again
+
+    assert [event["embedding_token_count"] for event in embedding.books.events(tenant)] == [answer.usage.embedding_token_count]
+    assert encoder_pid(embedding) != pid
+
+
+@pytest.mark.faults
+async def test_a_server_that_is_killed_bills_what_it_had_embedded_and_nothing_else(embedding: Service) -> None:
+    """One request waits for the encoder when `kill -9` comes; of another the journal says that its vectors were to leave."""
+    waits, leaves = [await priced_tenant(embedding, {QuotaDimension.TOKENS_PER_MINUTE: 1000}) for _ in range(2)]
+    journal = embedding.settings.journal_directory
+    async with stub_of(embedding) as stub, asyncio.TaskGroup() as tasks:
+        with stopped(embedding):
+            first = tasks.create_task(refused(stub.Embed(request_of(*TEXTS), metadata=bearer(leaves.secret))))
+            await held(embedding, leaves)
+            with psycopg.connect(psycopg_conninfo(embedding.database_url)) as other:  # it settles nothing while its hold is locked
+                other.execute("SELECT 1 FROM holds WHERE organization_id = %s FOR UPDATE", (leaves.organization_id,))
+                before = sum(path.stat().st_size for path in journal.glob("*.journal"))
+                os.kill(wait_for(lambda: encoder_pid(embedding), "the encoder"), signal.SIGCONT)
+                await until(lambda: sum(path.stat().st_size for path in journal.glob("*.journal")) > before, "the journal")
+                os.kill(wait_for(lambda: encoder_pid(embedding), "the encoder"), signal.SIGSTOP)
+                second = tasks.create_task(refused(stub.Embed(request_of(*TEXTS), metadata=bearer(waits.secret))))
+                await held(embedding, waits)
+                embedding.kill()
+            assert {(await first).code, (await second).code} == {grpc.StatusCode.UNAVAILABLE}
+    embedding.start()
+    wait_for(lambda: embedding.serving(f"engine/{ENCODER}"), "the encoder to be loaded")
+
+    await nothing_billed(embedding, waits)
+    await embedding.no_hold_left(leaves)
+    [event] = embedding.books.events(leaves)
+    assert (event["embedding_token_count"], event["outcome"]) == (sum_of_tokens(embedding), "failed")
+    assert event["cost_picos"] == event["embedding_token_count"] * PICOS
+
+
+def sum_of_tokens(service: Service) -> int:
+    """Of `TEXTS`."""
+    tokenizer = Tokenizer(service.settings.encoders[ENCODER])
+    return sum(len(tokenizer.encode(text)) for text in TEXTS)
