@@ -41,6 +41,7 @@ from inference.errors import EngineError
 from inference.router import Router
 from inference.safety import SafetyRulesInvalid
 from inference.safety_file import Safety, read_safety
+from inference.spare_hosts import SpareHosts
 from inference.tokenizer import Tokenizer
 from metering.control.control_channel import ControlChannel
 from metering.errors import InvalidValue, StoreAway
@@ -183,7 +184,8 @@ async def serve(settings: Settings) -> None:
     owner_id = uuid.uuid4()
     tls, safety, issuer = open_tls(settings), build_safety(settings), settings.issuer()
     settings.home.mkdir(parents=True, exist_ok=True)
-    router = Router(build_engines(settings), build_encoders(settings))
+    spares = SpareHosts(settings.spare_hosts)
+    router = Router(build_engines(settings, spares.open), build_encoders(settings))
     tokenizers = {model.name: Tokenizer(Path(model.directory)) for model in router.models()}
     gate, signer = StoreGate(), open_signer(settings)
     await recover(settings, gate, signer)
@@ -221,6 +223,7 @@ async def serve(settings: Settings) -> None:
             tasks.create_task(recover_regularly(settings, gate, signer), name="recovery"),
             tasks.create_task(process.tell_progress_regularly(), name="progress"),
             tasks.create_task(log_statistics_regularly(process), name="statistics log"),
+            tasks.create_task(spares.serve(), name="spare hosts"),
         ]
         if safety.classifiers is not None:
             background.append(tasks.create_task(safety.classifiers.serve(), name="classifiers"))

@@ -16,6 +16,7 @@ from inference.engine import Encoder, Engine
 from inference.fleet.memory_budget import BudgetTooSmall, MemoryBudget
 from inference.fleet.memory_estimate import stored_bytes, torch_memory_bytes
 from inference.fleet.on_demand import OnDemandEngine, SlotTerms
+from inference.host_process import HostOpener, open_host
 from inference.tensorrt.engine import TensorRtEngine
 from inference.tensorrt.settings import TensorRtOptions, TensorRtSettings
 from inference.torch_engine import TorchEngine, TorchEngineSettings
@@ -23,8 +24,11 @@ from inference.torch_engine import TorchEngine, TorchEngineSettings
 log = structlog.get_logger(__name__)
 
 
-def build_engines(settings: Settings) -> dict[str, Engine]:
-    """One engine per model, one more name per adapter. Raises: CheckpointInvalid naming the file, SettingInvalid."""
+def build_engines(settings: Settings, opener: HostOpener = open_host) -> dict[str, Engine]:
+    """One engine per model, one more name per adapter. opener: where the torch engines' hosts come from.
+
+    Raises: CheckpointInvalid naming the file, SettingInvalid.
+    """
     if settings.engine_backend == "torch" and settings.lora_adapters:
         raise SettingInvalid("WEIR_LORA_ADAPTERS needs WEIR_ENGINE=tensorrt: the torch engine serves no adapters")
     budget = MemoryBudget(settings.engine_memory_bytes or None)
@@ -32,7 +36,7 @@ def build_engines(settings: Settings) -> dict[str, Engine]:
     engines: dict[str, Engine] = {}
     adapters = adapters_by_model(settings)
     for name, directory in settings.models.items():
-        base = slots[name] = build_slot(settings, budget, name, directory, adapters[name])
+        base = slots[name] = build_slot(settings, budget, name, directory, adapters[name], opener)
         engines |= {name: base} | {f"{name}:{adapter}": AdapterView(base, adapter) for adapter in adapters[name]}
     try:
         budget.check(slots.values())
@@ -44,12 +48,22 @@ def build_engines(settings: Settings) -> dict[str, Engine]:
     return engines
 
 
-def build_slot(settings: Settings, budget: MemoryBudget, name: str, directory: Path, adapters: dict[str, str]) -> OnDemandEngine:
+def build_slot(
+    settings: Settings,
+    budget: MemoryBudget,
+    name: str,
+    directory: Path,
+    adapters: dict[str, str],
+    opener: HostOpener = open_host,
+) -> OnDemandEngine:
     """A model's place for an engine, which runs while it is wanted. Raises: CheckpointInvalid, SettingInvalid."""
     build: Callable[[], Engine]
     if settings.engine_backend == "torch":
         torch = torch_settings(settings, name, directory)
-        build, memory_bytes = lambda: TorchEngine(torch), torch_memory_bytes(directory, torch.compute_dtype, torch.kv_cache_bytes)
+        build, memory_bytes = (
+            lambda: TorchEngine(torch, opener),
+            torch_memory_bytes(directory, torch.compute_dtype, torch.kv_cache_bytes),
+        )
     else:
         tensorrt = tensorrt_settings(settings, name, directory, adapters)
         build, memory_bytes = lambda: TensorRtEngine(tensorrt), stored_bytes(directory)

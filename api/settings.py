@@ -109,6 +109,9 @@ class Settings(DoorSettings):
     min_replicas: int = setting("WEIR_MIN_REPLICAS", 1, whole(0, 64))
     # Without a request for so long, an engine that need not be kept is stopped and gives its memory back. 0: never.
     model_idle_timeout_s: float = setting("WEIR_MODEL_IDLE_TIMEOUT_S", 0.0, scale(86_400))
+    # Engine hosts of the torch backend that have imported torch and wait for a model: a start that takes one saves that time. Some
+    # 130 MB each.
+    spare_hosts: int = setting("WEIR_SPARE_HOSTS", 0, whole(0, 16))
     # For all engines of this process: one that does not fit waits, and those that are idle give way. 0: no limit.
     engine_memory_bytes: int = setting("WEIR_ENGINE_MEMORY_BYTES", 0, whole(0, 2**50))
 

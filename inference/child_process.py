@@ -16,6 +16,7 @@ from typing import TypeVar
 from inference.host_protocol import LENGTH_PREFIX, body_length
 
 SOCKET_BUFFER_BYTES = 1 << 20  # bytes: several hundred step reports, so a busy parent does not stall the step loop at once
+CHILD_VARIABLES = ("WEIR_NATIVE", "WEIR_NATIVE_CACHE")  # see `native/loader.py`, which knows them by these names
 REAP_TIMEOUT_S = 5.0  # seconds for the kernel to end a killed child; more means it hangs in a device
 
 
@@ -120,5 +121,5 @@ async def open_child(kind: type[Child], module: str, environment: Mapping[str, s
 
 
 def _inherited() -> dict[str, str]:
-    """Ours without `WEIR_*`: the child gets all it needs by message, and has no use for the keys to the database."""
-    return {name: value for name, value in os.environ.items() if not name.startswith("WEIR_")}
+    """Ours without `WEIR_*`, but for what is read before any message: a child has no use for the keys to the database."""
+    return {name: value for name, value in os.environ.items() if name in CHILD_VARIABLES or not name.startswith("WEIR_")}

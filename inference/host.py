@@ -8,8 +8,8 @@ since nothing here is worth saving. It is started before torch is imported for t
 from __future__ import annotations
 
 import gc
+import importlib
 import logging
-import os
 import socket
 import sys
 import time
@@ -47,7 +47,6 @@ from inference.host_protocol import (
     statistics_list,
     wire_event,
 )
-from inference.native.loader import load as load_native
 from inference.tensorrt.settings import LoadTensorRt
 
 if TYPE_CHECKING:
@@ -73,6 +72,7 @@ class Host:
 
     def run(self) -> int:
         """Load, then step until told to stop; returns the exit status."""
+        self._prepare()
         _, message = self._inbox.wait()
         if not isinstance(message, LoadModel):
             _log.error("the first message must be LoadModel, not %s", type(message).__name__)
@@ -88,13 +88,13 @@ class Host:
             self._step(core)
         return 0
 
+    def _prepare(self) -> None:
+        """What takes as long for every model, and needs to know nothing of it: a spare host has done it before it is asked."""
+        self._send(Loading("import", 0.0))
+        importlib.import_module("inference.engine_core")
+
     def _load(self, message: LoadModel) -> EngineCore:
         started_s = time.monotonic()
-        self._send(Loading("import", 0.0))
-        if message.device == "cpu" and load_native() is not None:
-            # Torch is left with sampling. Read when torch is loaded: its threads would spin after each operator, on the cores that
-            # the native ones want next.
-            os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         import torch
 
         from inference.engine_core import EngineCore, EngineOptions

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncIterator, Mapping
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -36,16 +37,11 @@ class HostWaits(LifeWaits, Protocol):
         """Without a report while sequences run: the host hangs, and is killed."""
 
 
-@dataclass(frozen=True, slots=True)
-class HostKind:
-    """What sets one backend apart: the module that is run and the environment it needs, its first message, the tokens of a block of
-    its prefix cache, if it has one.
-    """
+class HostOpener(Protocol):
+    """Where hosts come from."""
 
-    module: str
-    environment: Mapping[str, str]
-    load: ToHost
-    block_tokens: int = 1
+    def __call__(self, module: str, environment: Mapping[str, str]) -> AbstractAsyncContextManager[HostProcess]:
+        """See `open_host`."""
 
 
 class HostProcess(ChildProcess):
@@ -66,3 +62,16 @@ async def open_host(module: str, environment: Mapping[str, str]) -> AsyncIterato
     """Start an engine host; on leaving it is dead and reaped."""
     async with open_child(HostProcess, module, environment) as host:
         yield host
+
+
+@dataclass(frozen=True, slots=True)
+class HostKind:
+    """What sets one backend apart: the module that is run and the environment it needs, its first message, the tokens of a block of
+    its prefix cache, if it has one, and where its processes come from.
+    """
+
+    module: str
+    environment: Mapping[str, str]
+    load: ToHost
+    block_tokens: int = 1
+    opener: HostOpener = open_host

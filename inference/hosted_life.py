@@ -12,7 +12,7 @@ from abc import abstractmethod
 
 from inference.backend_life import BackendLife
 from inference.engine import EngineCondition, EngineState, ModelInfo
-from inference.host_process import HostKind, HostProcess, HostWaits, open_host
+from inference.host_process import HostKind, HostProcess, HostWaits
 from inference.host_protocol import LoadFailed, Loading, ProtocolBroken, Ready, Shutdown, ToParent
 from inference.watchdog import Watchdog
 
@@ -65,7 +65,7 @@ class HostedLife(BackendLife):
         """One life of a child: start, load, serve, until it is gone."""
         self._hung = False
         try:
-            async with open_host(self._kind.module, self._kind.environment) as host:
+            async with self._kind.opener(self._kind.module, self._kind.environment) as host:
                 if self._close_requested.is_set():
                     return "the engine was closed"  # while the process started; nobody would kill it later
                 self._host = host

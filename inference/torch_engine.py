@@ -7,7 +7,7 @@ import os
 from inference.checkpoint import read_model_info
 from inference.engine import GenerationRequest
 from inference.errors import RequestImpossible
-from inference.host_process import CHILD_ENVIRONMENT, HostKind
+from inference.host_process import CHILD_ENVIRONMENT, HostKind, HostOpener, open_host
 from inference.host_protocol import LoadModel
 from inference.hosted_engine import HostedEngine
 from inference.kv_cache import KV_BLOCK_TOKENS
@@ -20,8 +20,8 @@ __all__ = ["TorchEngine", "TorchEngineSettings"]
 class TorchEngine(HostedEngine):
     """One model on torch, or, with a simulation, on nothing but a clock."""
 
-    def __init__(self, settings: TorchEngineSettings) -> None:
-        """Reads the checkpoint's configuration and starts nothing.
+    def __init__(self, settings: TorchEngineSettings, opener: HostOpener = open_host) -> None:
+        """Reads the checkpoint's configuration and starts nothing. opener: where its host comes from.
 
         Raises `CheckpointInvalid`, or ValueError for bounds that contradict each other.
         """
@@ -47,7 +47,7 @@ class TorchEngine(HostedEngine):
             device=settings.device,
             simulation=settings.simulation,
         )
-        super().__init__(model, limits, settings, HostKind("inference.host", CHILD_ENVIRONMENT, load, KV_BLOCK_TOKENS))
+        super().__init__(model, limits, settings, HostKind("inference.host", CHILD_ENVIRONMENT, load, KV_BLOCK_TOKENS, opener))
         self._simulated = settings.simulation is not None
 
     def _unserved(self, request: GenerationRequest) -> RequestImpossible | None:

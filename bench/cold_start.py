@@ -1,0 +1,186 @@
+"""From no engine at all to the first token, beside what importing torch takes alone, in one run.
+
+    python -m bench.cold_start [--rounds 5] [--shape demo|S|M|L] [--precision float32|bfloat16|int8] [--spare]
+
+Each round measures, one after the other: `python -c "import torch"`; the engine's host alone, from its process to its first token
+(`TorchEngine` in this process); and a request through the whole service that finds no engine: gRPC, key, admission, queue, start,
+first token. Stages are what the client was told while it waited: `process` until Python runs in the host, `import` of torch,
+`weights` until the first token. With `--spare` the service keeps one host that has imported torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from weir_client import AsyncClient, Delta, Progress
+
+from api.cli.stack import run_stack
+from api.settings import DEMO_MODEL_NAME, Settings
+from bench.processes import children_of
+from bench.shapes import SHAPES, Precision, write_checkpoint
+from inference.engine import GenerationRequest, SamplingParams, SequenceId, StopCriteria, TokensGenerated
+from inference.torch_engine import TorchEngine, TorchEngineSettings
+
+IDLE_TIMEOUT_S = 0.3  # seconds: after each round there is to be nothing
+PROGRESS_INTERVAL_S = 0.02
+PROMPT = tuple(range(20, 84))
+HOST = b"inference.host"
+
+
+@dataclass(slots=True)
+class ColdStart:
+    """One request through the service that found nothing. Times in ms from when it was sent."""
+
+    ttft_ms: float = 0.0
+    stage_at_ms: dict[str, float] = field(default_factory=dict)
+    told: dict[str, float] = field(default_factory=dict)  # as `finished` has it
+
+
+def import_torch_ms() -> float:
+    """A Python that imports torch and ends."""
+    began_at = time.perf_counter()
+    subprocess.run([sys.executable, "-c", "import torch"], check=True)
+    return (time.perf_counter() - began_at) * 1000
+
+
+async def bare_host_ms(settings: Settings) -> float:
+    """A host alone, from its process to its first token."""
+    engine = TorchEngine(
+        TorchEngineSettings(
+            directory=settings.models[DEMO_MODEL_NAME],
+            name=DEMO_MODEL_NAME,
+            compute_dtype=settings.engine_dtype,
+            kv_cache_bytes=settings.kv_cache_bytes,
+            torch_thread_count=settings.engine_thread_count,
+        )
+    )
+    request = GenerationRequest(SequenceId("bare"), PROMPT, SamplingParams(), StopCriteria(max_output_tokens=4, ignore_eos=True))
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(engine.serve())
+        began_at = time.perf_counter()
+        await engine.start()
+        async with engine.generate(request) as stream:
+            async for event in stream:
+                if isinstance(event, TokensGenerated):
+                    break
+        took_ms = (time.perf_counter() - began_at) * 1000
+        await engine.close()
+    return took_ms
+
+
+async def through_service(client: AsyncClient) -> ColdStart:
+    """One request, and what its client was told meanwhile."""
+    found, sent_at = ColdStart(), time.perf_counter()
+    stream = client.generate(DEMO_MODEL_NAME, token_ids=PROMPT, max_output_tokens=4, ignore_eos=True, temperature=0.0)
+    async with stream:
+        async for event in stream.events():
+            now_ms = (time.perf_counter() - sent_at) * 1000
+            match event:
+                case Progress(loading_stage=stage):
+                    found.stage_at_ms.setdefault(stage, now_ms)
+                case Delta() if not found.ttft_ms:
+                    found.ttft_ms = now_ms
+                case _:
+                    pass
+    timings = stream.result.timings
+    found.told = {name: getattr(timings, name) for name in ("admission_ms", "cold_start_ms", "queue_ms", "prefill_ms")}
+    return found
+
+
+async def no_engine(pid: int, spare_count: int) -> None:
+    """Wait until the API process has nothing but its spares."""
+    while len(hosts_below(pid)) != spare_count:  # noqa: ASYNC110  # of other processes
+        await asyncio.sleep(0.05)
+
+
+def hosts_below(pid: int) -> list[int]:
+    """Engine hosts among a process's descendants."""
+    found = []
+    for child in children_of(pid):
+        try:
+            command = Path(f"/proc/{child}/cmdline").read_bytes()
+        except OSError:
+            continue
+        found += [child] if HOST in command else []
+        found += hosts_below(child)
+    return found
+
+
+async def measure(arguments: argparse.Namespace) -> None:
+    """All rounds, and medians with ratios to the import of torch."""
+    settings = Settings.from_environment()
+    if arguments.shape != "demo":
+        precision: Precision = "float32" if arguments.precision == "float32" else "bfloat16"
+        directory = Path(tempfile.gettempdir()) / "weir-bench" / f"{arguments.shape}-{precision}"
+        write_checkpoint(directory, SHAPES[arguments.shape], precision)
+        settings = replace(settings, models={DEMO_MODEL_NAME: directory})
+    settings = replace(
+        settings,
+        engine_dtype=arguments.precision,
+        min_replicas=0,
+        model_idle_timeout_s=IDLE_TIMEOUT_S,
+        progress_interval_s=PROGRESS_INTERVAL_S,
+        spare_hosts=int(arguments.spare),
+        listen_address="127.0.0.1:0",
+        database_url="",
+    )
+    alone_ms: list[float] = []
+    bare_ms: list[float] = []
+    service: list[ColdStart] = []
+    with tempfile.TemporaryDirectory(prefix="weir-bench-") as home:
+        settings = replace(settings, home=Path(home))
+        async with run_stack(settings, lambda _: None) as stack:
+            connection = stack.connection
+            async with AsyncClient(address=connection.address, api_key=connection.api_key) as client:
+                for _ in range(arguments.rounds):
+                    alone_ms.append(await asyncio.to_thread(import_torch_ms))
+                    bare_ms.append(await bare_host_ms(settings))
+                    await no_engine(os.getpid(), int(arguments.spare))
+                    if arguments.spare:
+                        await asyncio.sleep(4.0)  # until it has imported torch
+                    service.append(await through_service(client))
+                    await no_engine(os.getpid(), int(arguments.spare))
+    tell(alone_ms, bare_ms, service)
+
+
+def tell(alone_ms: list[float], bare_ms: list[float], service: list[ColdStart]) -> None:
+    """Medians, ratios and stages."""
+    alone, bare = statistics.median(alone_ms), statistics.median(bare_ms)
+    through = statistics.median(each.ttft_ms for each in service)
+    print(f"import torch alone            {alone:8.0f} ms   1.00")
+    print(f"host alone to first token     {bare:8.0f} ms   {bare / alone:.2f}")
+    print(f"request to first token, cold  {through:8.0f} ms   {through / alone:.2f}   ({len(service)} rounds)")
+    stages: dict[str, list[float]] = defaultdict(list)
+    for each in service:
+        for stage, at_ms in each.stage_at_ms.items():
+            stages[stage or "told"].append(at_ms)
+    told = ", ".join(f"{stage} from {statistics.median(at):.0f} ms" for stage, at in stages.items())
+    print(f"stages, as the client was told: {told}")
+    names = service[0].told
+    print(
+        "of it, as billed: " + ", ".join(f"{name} {statistics.median(each.told[name] for each in service):.1f}" for name in names)
+    )
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--shape", choices=("demo", *SHAPES), default="demo")
+    parser.add_argument("--precision", choices=("float32", "bfloat16", "int8"), default="float32")
+    parser.add_argument("--spare", action="store_true")
+    asyncio.run(measure(parser.parse_args()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,56 @@
+"""Spare hosts: taken by the next start, replaced when dead, gone with their keeper."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+
+from api.chaos.processes import alive, children_of
+from inference.spare_hosts import SpareHosts
+from inference.torch_engine import TorchEngine
+from tests.inference.checkpoints import TinyCheckpoint
+from tests.inference.hosted import prompt, run, settings_for, until
+from tests.inference.running import make_request
+
+
+async def test_a_start_takes_the_spare_and_one_that_died_is_not_taken(tiny: TinyCheckpoint) -> None:
+    before = set(children_of(os.getpid()))
+    spares = SpareHosts(1)
+    async with asyncio.TaskGroup() as tasks:
+        keeper = tasks.create_task(spares.serve())
+        await until(lambda: spares.ready_count == 1)
+        [spare_pid] = set(children_of(os.getpid())) - before
+
+        engine = TorchEngine(settings_for(tiny), spares.open)
+        tasks.create_task(engine.serve())
+        await engine.start()
+        outcome = await run(engine, make_request(prompt(1), 5))
+
+        assert engine.host_pid == spare_pid
+        assert spares.ready_count == 0
+        assert len(outcome.token_ids) == 5
+        os.kill(spare_pid, signal.SIGKILL)  # the restart finds no spare, and starts a host of its own
+        await until(lambda: not engine.healthy())
+        await engine.start()
+        assert engine.host_pid not in (None, spare_pid)
+        keeper.cancel()
+        await engine.close()
+    assert set(children_of(os.getpid())) == before
+
+
+async def test_spares_go_with_their_keeper_and_a_dead_one_counts_for_nothing() -> None:
+    before = set(children_of(os.getpid()))
+    spares = SpareHosts(2)
+    async with asyncio.TaskGroup() as tasks:
+        keeper = tasks.create_task(spares.serve())
+        await until(lambda: spares.ready_count == 2)
+        first, second = set(children_of(os.getpid())) - before
+
+        os.kill(first, signal.SIGKILL)
+        await until(lambda: spares.ready_count == 1)
+        async with spares.open("inference.host", {}) as other:  # of another kind
+            assert other.pid not in (first, second)
+        keeper.cancel()
+    assert not alive(first)
+    assert not alive(second)
