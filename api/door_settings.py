@@ -32,6 +32,10 @@ class DoorSettings:
     # proxy, which see one address only.
     auth_failures_per_minute: int = setting("WEIR_AUTH_FAILURES_PER_MINUTE", 60, whole(0, 1_000_000))
 
+    # A stream is open for days, and its key may be narrowed meanwhile: it is looked at again with the first message after so long.
+    # Revoking a key ends what runs with it at once, without this.
+    stream_key_check_s: float = setting("WEIR_STREAM_KEY_CHECK_S", 60.0, seconds(86_400))
+
     # 4 MiB hold a prompt of some hundred thousand tokens in any encoding; beyond it parsing alone would stall the others.
     message_bytes_max: int = setting("WEIR_MESSAGE_BYTES_MAX", 4 * 2**20, whole(1024, 2**30))
     # All frames of a message are begun with in one go, and no other stream is served meanwhile. Two for each request that a stream

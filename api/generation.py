@@ -16,13 +16,14 @@ from weir.v1 import inference_service_pb2 as pb
 
 from api import frames
 from api.auth import check_model, payer
-from api.errors import FieldViolation, InvalidRequest, Overloaded, RequestUnderWay, Unauthenticated, UnknownRequest, status_of
+from api.errors import FieldViolation, InvalidRequest, Overloaded, RequestUnderWay, UnknownRequest, status_of
 from api.live import Caller, LiveRequest
 from api.outbox import Delivery, Outbox, UsageSoFar
 from api.process import Process
+from api.standing_key import StandingKey
 from api.wire import ValidStart, parse_start
 from metering.operations import Outcome
-from metering.tenants.tenants import Principal, as_uuid
+from metering.tenants.tenants import as_uuid
 
 DEADLINE_SLACK_S = 0.1  # by so much the ways of the start and of the hang-up may differ
 DEADLINE_ROUNDING = 0.01  # gRPC sends a timeout rounded up by at most this share
@@ -34,12 +35,11 @@ Context = grpc.aio.ServicerContext[pb.GenerateRequest, pb.GenerateResponse]
 class ClientStream:
     """One `Generate` call."""
 
-    def __init__(self, process: Process, principal: Principal, auth_ms: float) -> None:
+    def __init__(self, process: Process, key: StandingKey, auth_ms: float) -> None:
         self._process = process
-        self._principal = principal
+        self._key = key
         self._auth_ms = auth_ms
         self._frames_max = process.admission.settings.frames_per_message_max
-        self._opened_at = time.monotonic()
         self._outbox = Outbox(process.admission.journal)
         self._running: dict[uuid.UUID, LiveRequest] = {}
         self._ended: OrderedDict[uuid.UUID, None] = OrderedDict()
@@ -95,10 +95,11 @@ class ClientStream:
             if len(message.frames) > self._frames_max:
                 wrong = f"a message may hold {self._frames_max} frames, not {len(message.frames)}: send several messages"
                 raise InvalidRequest([FieldViolation("frames", wrong)])
+            await self._key.look_again()
             for index, frame in enumerate(message.frames):
                 match frame.WhichOneof("kind"):
                     case "start":
-                        self._start(frame, Caller(payer(self._principal), self._outbox, auth_ms, received_at, self._deadline))
+                        self._start(frame, Caller(payer(self._key.principal), self._outbox, auth_ms, received_at, self._deadline))
                     case "cancel":
                         self._cancel(frame.request_id)
                     case _:
@@ -110,11 +111,9 @@ class ClientStream:
 
     def _start(self, frame: pb.ClientFrame, caller: Caller) -> None:
         try:
-            lifetime_s = self._principal.secret_lifetime_s
-            if lifetime_s is not None and time.monotonic() >= self._opened_at + lifetime_s:
-                raise Unauthenticated("the API key of this stream has expired or was rotated: open a stream with the new secret")
+            self._key.check()
             start = parse_start(frame.request_id, frame.start)
-            check_model(self._principal, start.model)
+            check_model(self._key.principal, start.model)
             request_id = start.request_id
             if (running := self._running.get(request_id)) is not None:
                 self._start_again(running, start)

@@ -22,6 +22,7 @@ from api.open_streams import OpenStreams
 from api.process import Process
 from api.quota_wire import effective_quota_statuses
 from api.quoting import quote
+from api.standing_key import StandingKey
 from api.tokenizing import tokenize
 from metering.billing.prices import customer_prices, versions_in_force
 from metering.quotas.quota_states import quotas_for
@@ -55,7 +56,9 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
         with place:
             principal = await self._authenticator.principal(context)
             auth_ms = (time.monotonic() - opened_at) * 1000
-            await ClientStream(self._process, principal, auth_ms).serve(requests, context)
+            interval_s = self._process.admission.settings.stream_key_check_s
+            key = StandingKey(principal, lambda: self._authenticator.principal(context), interval_s)
+            await ClientStream(self._process, key, auth_ms).serve(requests, context)
 
     async def CountTokens(self, request: pb.CountTokensRequest, context: Context) -> pb.CountTokensResponse:
         """Counts a prompt's tokens."""

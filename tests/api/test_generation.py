@@ -16,6 +16,7 @@ from api.interceptor import first_error, readable, readable_stream, tolerant
 from api.live import Caller, LiveRequest, Phase
 from api.outbox import Outbox
 from api.settings import Settings
+from api.standing_key import StandingKey
 from api.wire import parse_start
 from inference.router import ModelUnknown, Router
 from metering.operations import Outcome, Payer
@@ -113,8 +114,9 @@ async def test_a_client_that_sends_and_never_reads_is_not_read_either(monkeypatc
             yield pb.GenerateRequest(frames=unknown)
             await asyncio.sleep(0)  # as a message from a socket would
 
+    key = StandingKey(cast(Any, None), cast(Any, None), 60.0)  # which it has no time to look at
     async with asyncio.TaskGroup() as tasks:
-        serving = tasks.create_task(ClientStream(process, cast(Any, None), 0.0).serve(messages(), cast(Any, context)))
+        serving = tasks.create_task(ClientStream(process, key, 0.0).serve(messages(), cast(Any, context)))
         for _ in range(1000):
             await asyncio.sleep(0)
         assert 5 <= taken <= 8, "what waits, and what is being written"

@@ -6,9 +6,10 @@ import asyncio
 import os
 import subprocess
 import sys
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -18,11 +19,13 @@ from weir.v1 import inference_service_pb2_grpc as pb_grpc
 from weir_client import AsyncClient, Unavailable
 
 from api.endpoint import read_endpoint, serving_endpoint
+from metering.tenants.key_changes import update_api_key
 from tests.certificates import Certificate, new_certificate
 from tests.conftest import new_database
-from tests.service import MODEL, PATIENCE_S, Service, bearer, refused, running, wait_for
+from tests.service import MODEL, PATIENCE_S, Refusal, Service, bearer, refused, running, wait_for
 
 FAILURES_MAX = 5  # per minute and address
+KEY_CHECK_S = 0.05
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,7 @@ def locked(tmp_path_factory: pytest.TempPathFactory, model: Path, postgres_serve
     certificate, key = new_certificate("server", authority).write(home, "server")
     client = new_certificate("client", authority)
     files = {"tls_certificate": str(certificate), "tls_key": str(key), "tls_client_ca": str(ca)}
-    bounds = {"auth_failures_per_minute": FAILURES_MAX}
+    bounds = {"auth_failures_per_minute": FAILURES_MAX, "stream_key_check_s": KEY_CHECK_S}
     with new_database(postgres_server, template=template_database) as url:
         service = Service(home, url, model, **files, **bounds)
         service.credentials = grpc.ssl_channel_credentials(authority.pem, client.key_pem, client.pem)
@@ -99,7 +102,37 @@ async def test_a_server_for_others_does_not_start_in_the_clear(locked: Locked) -
     assert "Traceback" not in refused.stderr
 
 
+async def test_what_a_key_may_do_is_looked_at_again_on_open_streams(locked: Locked) -> None:
+    service, tenant = locked.service, await locked.service.tenant()
+    async with service.stream(tenant.secret) as stream:
+        await stream.finished(await stream.begin())
+
+        async def change(**fields: Any) -> None:
+            async with service.session() as session:
+                await update_api_key(session, api_key=tenant.key.prefix, actor="test", **fields)
+
+        async def ending(ends: Callable[[pb.ServerFrame], bool]) -> pb.ServerFrame:
+            """Of the first request that ends so."""
+            async with asyncio.timeout(PATIENCE_S):
+                while not ends(frame := await stream.end(await stream.begin(max_output_tokens=1))):
+                    pass
+            return frame
+
+        await change(models=["another"])
+        limited = Refusal((await ending(lambda frame: frame.HasField("failed"))).failed.status)
+        await change(all_models=True)
+        await ending(lambda frame: frame.HasField("finished"))
+        await change(scopes=["billing"])
+        narrowed = Refusal((await ending(lambda frame: frame.HasField("failed"))).failed.status)
+        await change(scopes=["inference"])
+        await ending(lambda frame: frame.HasField("finished"))
+
+    assert (limited.code, limited.reason) == (StatusCode.PERMISSION_DENIED, "MODEL_NOT_ALLOWED")
+    assert (narrowed.code, narrowed.reason) == (StatusCode.PERMISSION_DENIED, "PERMISSION_DENIED")
+
+
 async def test_wrong_keys_are_throttled_and_a_good_one_passes_from_the_same_address(locked: Locked) -> None:
+    """Last of all: new keys of this address are not looked at for a while from here on."""
     service, tenant = locked.service, await locked.service.tenant()
     async with service.channel() as channel:
         stub = pb_grpc.InferenceServiceStub(channel)
