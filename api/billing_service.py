@@ -68,7 +68,11 @@ class BillingServicer(UsageCalls):
         response = months_pb2.CloseMonthResponse()
         if request.validate_only:
             found = await check_month(
-                self._sessions, organization=request.organization, month=request.month, leave_running=request.leave_running
+                self._sessions,
+                organization=request.organization,
+                month=request.month,
+                leave_running=request.leave_running,
+                before_first=request.before_first,
             )
             for each in found:
                 response.obstacles.add(kind=each.kind, description=each.description)
@@ -79,6 +83,7 @@ class BillingServicer(UsageCalls):
                 month=request.month,
                 actor=admin.key_prefix,
                 leave_running=request.leave_running,
+                before_first=request.before_first,
             )
             response.already_closed = result.already_closed
         async with self._sessions() as session:

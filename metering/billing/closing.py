@@ -21,21 +21,21 @@ from sqlalchemy.dialects.postgresql import insert as upsert
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from metering.billing.charges import prepaid_credit_of
+from metering.billing.close_postings import INSTANT, close_postings, spent_credit
 from metering.billing.credits import expire, spend
 from metering.billing.document_series import draw_number
 from metering.billing.invoice_models import MonthClosing
 from metering.billing.invoice_rows import write_invoice
 from metering.billing.invoices import Series
-from metering.billing.ledger import AccountKey, Leg, Posting, post
-from metering.billing.models import AccountKind, BillingMonth, MonthState, TransactionKind
+from metering.billing.ledger import post
+from metering.billing.models import BillingMonth, MonthState
 from metering.billing.month_reading import LONG_READ_S, read_month, read_patiently
 from metering.billing.months import month_of, take_lane
 from metering.billing.obstacles import GRACE, Obstacle, find_obstacles, month_end
-from metering.billing.plans import CreditApplication
 from metering.billing.prepaid import refresh
 from metering.billing.rating import rate_all_pending, rate_customer
 from metering.billing.report_formats import digests
-from metering.billing.reports import ChargeKind, Closed, MonthReport, month_bounds
+from metering.billing.reports import Closed, MonthReport, month_bounds
 from metering.errors import InvariantViolated, MonthNotClosable
 from metering.models import Organization
 from metering.money import exact_text
@@ -45,16 +45,15 @@ from metering.store.db import Sessions
 from metering.tenants.audit import record_change
 from metering.tenants.tenants import find_organization
 
-# Lines of a plan that change what usage costs. Adjustments are posted when they are approved, not here.
-DISCOUNTS = (ChargeKind.ALLOWANCE, ChargeKind.GRADUATED, ChargeKind.VOLUME)
-INSTANT = timedelta(microseconds=1)
-
 Clock = Callable[[AsyncSession], Awaitable[datetime]]
 
 
 @dataclass(frozen=True, slots=True)
 class CloseRequest:
-    """What is to be closed, by whom. month: its first day. leave_running: although requests that were admitted in it still run."""
+    """What is to be closed, by whom. month: its first day. leave_running: although requests that were admitted in it still run.
+
+    before_first: although it is before the customer's first month, so that the empty ones up to that have to be closed too.
+    """
 
     organization_id: uuid.UUID
     month: date
@@ -62,6 +61,7 @@ class CloseRequest:
     leave_running: bool = False
     clock: Clock | None = None
     grace: timedelta = GRACE
+    before_first: bool = False
 
     async def now(self, session: AsyncSession) -> datetime:
         """The moment of the close: the database's, unless a clock was given."""
@@ -88,6 +88,7 @@ async def close_month(
     month: str,
     actor: str,
     leave_running: bool = False,
+    before_first: bool = False,
     clock: Clock | None = None,
     grace: timedelta = GRACE,
 ) -> CloseResult:
@@ -95,7 +96,7 @@ async def close_month(
 
     Rates first what is pending. Raises: NotFound, InvalidValue; MonthNotClosable with everything that stands in the way.
     """
-    request = await _request(sessions, organization, month, actor, leave_running, clock, grace)
+    request = await _request(sessions, organization, month, actor, leave_running, clock, grace, before_first)
     await _rate(sessions)
     with patience(LONG_READ_S):
         async with sessions.begin() as session:
@@ -112,6 +113,7 @@ async def check_month(
     organization: str,
     month: str,
     leave_running: bool = False,
+    before_first: bool = False,
     clock: Clock | None = None,
     grace: timedelta = GRACE,
 ) -> list[Obstacle]:
@@ -119,7 +121,7 @@ async def check_month(
 
     Raises: NotFound, InvalidValue.
     """
-    request = await _request(sessions, organization, month, "", leave_running, clock, grace)
+    request = await _request(sessions, organization, month, "", leave_running, clock, grace, before_first)
     await _rate(sessions)
     with patience(LONG_READ_S):
         async with sessions.begin() as session:
@@ -127,12 +129,19 @@ async def check_month(
 
 
 async def _request(
-    sessions: Sessions, organization: str, month: str, actor: str, leave_running: bool, clock: Clock | None, grace: timedelta
+    sessions: Sessions,
+    organization: str,
+    month: str,
+    actor: str,
+    leave_running: bool,
+    clock: Clock | None,
+    grace: timedelta,
+    before_first: bool,
 ) -> CloseRequest:
     first_day = month_of(month_bounds(month)[0].date())
     async with sessions() as session:
         owner = await find_organization(session, organization)
-    return CloseRequest(owner.id, first_day, actor, leave_running, clock, grace)
+    return CloseRequest(owner.id, first_day, actor, leave_running, clock, grace, before_first)
 
 
 async def _rate(sessions: Sessions) -> None:
@@ -159,6 +168,7 @@ async def _obstacles(session: AsyncSession, request: CloseRequest) -> list[Obsta
         now=await request.now(session),
         grace=request.grace,
         leave_running=request.leave_running,
+        before_first=request.before_first,
         all_rated=all_rated,
     )
 
@@ -188,7 +198,7 @@ async def _close(session: AsyncSession, request: CloseRequest) -> CloseResult:
     now = await request.now(session)
     draft = await read_month(session, owner, request.month, to_close=True)
     invoice_id = uuid.uuid4()
-    await post(session, _postings(draft, request.month, invoice_id))
+    await post(session, close_postings(draft, request.month, invoice_id))
     await spend(session, request.month, spent_credit(draft))
     await expire(session, owner.id, request.month, at=month_end(request.month) - INSTANT)
     receipts = await receipt_month(session, owner.id, request.month)
@@ -213,59 +223,6 @@ async def _close(session: AsyncSession, request: CloseRequest) -> CloseResult:
     if await read_month(session, owner, request.month) != report:
         raise InvariantViolated(f"the report of {report.month} of {owner.name} cannot be reproduced: the month is not closed")
     return CloseResult(report, already_closed=False)
-
-
-def spent_credit(draft: MonthReport) -> list[CreditApplication]:
-    """What the month takes of which grant."""
-    return [
-        CreditApplication(each.source_id, -each.amount_picos)
-        for each in draft.charges
-        if each.kind is ChargeKind.CREDIT and each.source_id is not None
-    ]
-
-
-def _postings(draft: MonthReport, month: date, invoice_id: uuid.UUID) -> list[Posting]:
-    """What the close adds to the ledger: the plan's lines, the credit that pays, and what rounding moves."""
-    discount, commitment, spent = (
-        sum(each.amount_picos for each in draft.charges if each.kind in kinds)
-        for kinds in (DISCOUNTS, (ChargeKind.COMMITMENT,), (ChargeKind.CREDIT,))
-    )
-    rounded = draft.total_rounded_picos - draft.total_picos
-    moves = (
-        (TransactionKind.PLAN, "plan", ((AccountKind.DISCOUNT, discount), (AccountKind.COMMITMENT, commitment))),
-        (TransactionKind.CREDIT_APPLIED, "prepaid credit", ((AccountKind.PREPAID_CREDIT, spent),)),
-        (TransactionKind.ROUNDING, "rounding", ((AccountKind.ROUNDING, rounded),)),
-    )
-    return [
-        _posting(draft, month, invoice_id, kind, description, amounts)
-        for kind, description, amounts in moves
-        if any(picos for _, picos in amounts)
-    ]
-
-
-def _posting(
-    draft: MonthReport,
-    month: date,
-    invoice_id: uuid.UUID,
-    kind: TransactionKind,
-    description: str,
-    amounts: tuple[tuple[AccountKind, int], ...],
-) -> Posting:
-    """Amounts that the customer owes more, each against its account."""
-    receivable, *others = (
-        AccountKey(draft.organization_id, each, draft.currency_code) for each in (AccountKind.RECEIVABLE, *(a for a, _ in amounts))
-    )
-    total = sum(picos for _, picos in amounts)
-    legs = [Leg(account, -picos) for account, (_, picos) in zip(others, amounts, strict=True) if picos]
-    return Posting(
-        kind=kind,
-        organization_id=draft.organization_id,
-        billing_month=month,
-        effective_at=month_end(month) - INSTANT,
-        description=f"{description} of {draft.month}",
-        source_id=invoice_id,
-        legs=(Leg(receivable, total), *legs),
-    )
 
 
 async def _freeze(session: AsyncSession, request: CloseRequest, report: MonthReport, now: datetime) -> None:

@@ -44,6 +44,7 @@ class ObstacleKind(StrEnum):
     MONTH_NOT_OVER = "MONTH_NOT_OVER"
     EARLIER_MONTH_OPEN = "EARLIER_MONTH_OPEN"
     LATER_MONTH_CLOSED = "LATER_MONTH_CLOSED"
+    MONTH_BEFORE_FIRST = "MONTH_BEFORE_FIRST"
     USAGE_MISSTATED = "USAGE_MISSTATED"
     USAGE_UNRATED = "USAGE_UNRATED"
     REQUESTS_RUNNING = "REQUESTS_RUNNING"
@@ -65,11 +66,13 @@ async def find_obstacles(
     now: datetime,
     grace: timedelta,
     leave_running: bool,
+    before_first: bool,
     all_rated: bool,
 ) -> list[Obstacle]:
     """All that stands in the way of closing a month, by its first day. now: the moment of the close.
 
-    all_rated: no backlog of usage is left. What has come since is not in the way: it is late usage.
+    leave_running: although requests of it still run. before_first: although it is before the customer's first month. all_rated: no
+    backlog of usage is left. What has come since is not in the way: it is late usage.
     """
     ends = month_end(month)
     found: list[Obstacle] = []
@@ -88,6 +91,8 @@ async def find_obstacles(
     elif before.first_open is not None and before.first_open < month:
         told = f"{month_text(before.first_open)} is not closed: months are closed in their order, also those without usage"
         found.append(Obstacle(ObstacleKind.EARLIER_MONTH_OPEN, told))
+    elif before.last_closed is None and before.first_open is not None and before.first_open > month and not before_first:
+        found.append(_before_first(month, before.first_open))
     found += await _misstated(session, parameters)
     if not all_rated:
         told = "more usage waits for the ledger than one close rates: let the worker catch up, and try again"
@@ -109,6 +114,16 @@ async def first_open_month(session: AsyncSession, organization_id: uuid.UUID) ->
     """The month that has to be closed next, by its first day; None for a customer that nothing was posted to yet."""
     found: date | None = (await session.execute(BEFORE, {"organization_id": organization_id})).one().first_open
     return found
+
+
+def _before_first(month: date, first: date) -> Obstacle:
+    """What a mistyped year would do."""
+    empty = (first.year - month.year) * 12 + first.month - month.month
+    told = (
+        f"{month_text(month)} is before the customer's first month, {month_text(first)}: closing it would be for good, and {empty} "
+        "empty months, from this one on, would have to be closed before that one can be; say so if you want that (--before-first)"
+    )
+    return Obstacle(ObstacleKind.MONTH_BEFORE_FIRST, told)
 
 
 async def _misstated(session: AsyncSession, parameters: dict[str, object]) -> list[Obstacle]:

@@ -284,6 +284,7 @@ class ScriptedAccounts:
         self.replies = {type(reply).DESCRIPTOR.name.removesuffix("Response"): reply for reply in replies}
         self.requests: list[Any] = []
         self.refusals: list[status_pb2.Status] = []
+        self.refusals_of: dict[str, status_pb2.Status] = {}  # by organization
         self.keys: list[str] = []
 
     def __getattr__(self, method: str) -> Any:
@@ -292,6 +293,8 @@ class ScriptedAccounts:
             self.keys.append(str(dict(context.invocation_metadata()).get("authorization", "")))
             if self.refusals:
                 await scripted.abort(context, self.refusals.pop(0))
+            if (refusal := self.refusals_of.get(getattr(request, "organization", ""))) is not None:
+                await scripted.abort(context, refusal)
             return self.replies[method]
 
         return answer

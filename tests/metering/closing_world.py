@@ -101,7 +101,9 @@ class ClosingWorld:
         async with self.sessions.begin() as session:
             return await add_usage(session, self.customer, price, events)
 
-    async def close(self, month: str, actor: str = "finance", *, leave_running: bool = False) -> CloseResult:
+    async def close(
+        self, month: str, actor: str = "finance", *, leave_running: bool = False, before_first: bool = False
+    ) -> CloseResult:
         """Close a month at the moment of the clock."""
         return await close_month(
             self.sessions,
@@ -109,6 +111,7 @@ class ClosingWorld:
             month=month,
             actor=actor,
             leave_running=leave_running,
+            before_first=before_first,
             clock=self.clock,
         )
 

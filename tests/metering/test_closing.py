@@ -378,3 +378,17 @@ async def test_an_invoice_may_have_more_lines_than_a_statement_has_parameters(se
 
     assert len(closed.report.lines) == 3 * version_count
     assert not (await world.verify("2025-10")).differences
+
+
+async def test_a_month_before_the_customers_first_is_closed_only_if_that_is_said(world: ClosingWorld) -> None:
+    """A mistyped year would have every empty month up to the first one closed, for good."""
+    price = await world.price(SEPTEMBER)
+    await world.use(price, Consumed(10, 0, 0, settled_at=OCTOBER))
+
+    with pytest.raises(MonthNotClosable, match=r"first month, 2025-10: .* and 12 empty months, .* \(--before-first\)"):
+        await world.close("2024-10")
+    assert await refused(world, "2025-09") == [ObstacleKind.MONTH_BEFORE_FIRST]
+    await world.close("2025-09", before_first=True)
+
+    assert (await world.close("2025-10")).report.closed is not None
+    assert await refused(world, "2024-10") == [ObstacleKind.LATER_MONTH_CLOSED]

@@ -155,7 +155,6 @@ async def test_the_draft_of_a_closed_month_is_held_until_it_comes_to_our_invoice
 async def test_what_was_finalised_before_the_close_is_put_right_on_the_next_invoice(world: tuple[Billed, ModelPrice]) -> None:
     billed, price = world
     await billed.use(price, *USED)
-    await billed.close("2025-10")
     [first] = billed.end_of(date(2025, 11, 1))
     await billed.deliver()
     billed.stripe.account.finalize(first["id"])

@@ -230,7 +230,9 @@ class Obstacle(_message.Message):
     KIND_FIELD_NUMBER: _builtins.int
     DESCRIPTION_FIELD_NUMBER: _builtins.int
     kind: _builtins.str
-    """What it is, stable: MONTH_NOT_OVER, EARLIER_MONTH_OPEN, LATER_MONTH_CLOSED, USAGE_MISSTATED, USAGE_UNRATED or REQUESTS_RUNNING."""
+    """What it is, stable: MONTH_NOT_OVER, EARLIER_MONTH_OPEN, LATER_MONTH_CLOSED, MONTH_BEFORE_FIRST, USAGE_MISSTATED, USAGE_UNRATED
+    or REQUESTS_RUNNING.
+    """
     description: _builtins.str
     """In words, with the remedy."""
     def __init__(
@@ -647,6 +649,7 @@ class CloseMonthRequest(_message.Message):
     MONTH_FIELD_NUMBER: _builtins.int
     LEAVE_RUNNING_FIELD_NUMBER: _builtins.int
     VALIDATE_ONLY_FIELD_NUMBER: _builtins.int
+    BEFORE_FIRST_FIELD_NUMBER: _builtins.int
     organization: _builtins.str
     """Name or id of the organization. Unknown: NOT_FOUND."""
     month: _builtins.str
@@ -655,6 +658,10 @@ class CloseMonthRequest(_message.Message):
     """Close although requests that were admitted in the month still run; they are billed in the month that they end in."""
     validate_only: _builtins.bool
     """Only tell what stands in the way, and change nothing."""
+    before_first: _builtins.bool
+    """Close although the month is before the customer's first one: months are closed in order, so the empty ones between have to be
+    closed as well. Without it such a month is refused as MONTH_BEFORE_FIRST.
+    """
     def __init__(
         self,
         *,
@@ -662,10 +669,11 @@ class CloseMonthRequest(_message.Message):
         month: _builtins.str = ...,
         leave_running: _builtins.bool = ...,
         validate_only: _builtins.bool = ...,
+        before_first: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["leave_running", b"leave_running", "month", b"month", "organization", b"organization", "validate_only", b"validate_only"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["before_first", b"before_first", "leave_running", b"leave_running", "month", b"month", "organization", b"organization", "validate_only", b"validate_only"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -40,15 +40,26 @@ class AsyncBillingClient(AsyncUsageCalls):
         return [wire_bills.month(each) for each in response.months]
 
     async def close_month(
-        self, organization: str, month: str, *, leave_running: bool = False, validate_only: bool = False
+        self,
+        organization: str,
+        month: str,
+        *,
+        leave_running: bool = False,
+        before_first: bool = False,
+        validate_only: bool = False,
     ) -> ClosedMonth:
         """Closes a month for good and issues its invoice; again, it answers the same.
 
-        leave_running: although requests of the month still run. validate_only: only tell the obstacles. Raises: FailedPrecondition
+        leave_running: although requests of the month still run. before_first: although it is before the customer's first month, so
+        that the empty months between have to be closed as well. validate_only: only tell the obstacles. Raises: FailedPrecondition
         where something stands in the way; `details.preconditions` has each.
         """
         request = pb.CloseMonthRequest(
-            organization=organization, month=month, leave_running=leave_running, validate_only=validate_only
+            organization=organization,
+            month=month,
+            leave_running=leave_running,
+            before_first=before_first,
+            validate_only=validate_only,
         )
         return wire_bills.closed_month(await self._call(self._stub.CloseMonth, request))
 

@@ -50,11 +50,19 @@ class BillingClient(UsageCalls):
         return self._thread.run(lambda: self._client.list_months(organization))
 
     def close_month(
-        self, organization: str, month: str, *, leave_running: bool = False, validate_only: bool = False
+        self,
+        organization: str,
+        month: str,
+        *,
+        leave_running: bool = False,
+        before_first: bool = False,
+        validate_only: bool = False,
     ) -> ClosedMonth:
         """Closes a month for good and issues its invoice."""
         return self._thread.run(
-            lambda: self._client.close_month(organization, month, leave_running=leave_running, validate_only=validate_only)
+            lambda: self._client.close_month(
+                organization, month, leave_running=leave_running, before_first=before_first, validate_only=validate_only
+            )
         )
 
     def verify_month(self, organization: str, month: str) -> MonthVerification:

@@ -1,0 +1,48 @@
+"""`weir month` over all organizations: what goes wrong with one stops no other, and shows in the exit code."""
+
+from __future__ import annotations
+
+import pytest
+from google.rpc import code_pb2, status_pb2
+from weir.v1 import admin_service_pb2 as admin_pb
+from weir.v1 import months_pb2
+
+from tests.cli.conftest import Run, ScriptedWeir
+
+BROKEN = status_pb2.Status(code=code_pb2.INTERNAL, message="the server broke: incident 4711")
+MONTH = months_pb2.Month(organization_name="acme", month="2026-10", state=months_pb2.MONTH_STATE_CLOSED)
+
+
+@pytest.fixture
+def three(server: ScriptedWeir) -> ScriptedWeir:
+    """Organizations, of which the server breaks at the second."""
+    names = ("acme", "bolt", "core")
+    server.accounts.replies["ListOrganizations"] = admin_pb.ListOrganizationsResponse(
+        organizations=[admin_pb.Organization(name=name) for name in names]
+    )
+    server.accounts.replies["CloseMonth"] = months_pb2.CloseMonthResponse(month=MONTH)
+    server.accounts.refusals_of["bolt"] = BROKEN
+    return server
+
+
+def test_a_close_of_all_goes_on_behind_an_error_and_says_so(weir: Run, three: ScriptedWeir) -> None:
+    done = weir("month", "close", "2026-10", "--all")
+
+    asked = [each.organization for each in three.accounts.requests if isinstance(each, months_pb2.CloseMonthRequest)]
+    assert asked == ["acme", "bolt", "core"]
+    assert done.exit_code == 1
+    assert "bolt: the server broke: incident 4711" in done.stderr
+    assert "1 refused or failed, of 3 organizations" in done.stderr
+
+
+def test_all_closed_is_exit_code_zero_and_a_key_that_may_not_stops_at_once(weir: Run, three: ScriptedWeir) -> None:
+    three.accounts.refusals_of.clear()
+    assert weir("month", "close", "2026-10", "--all", "--before-first").exit_code == 0
+    assert all(each.before_first for each in three.accounts.requests if isinstance(each, months_pb2.CloseMonthRequest))
+    three.accounts.requests.clear()
+    three.accounts.refusals_of["acme"] = status_pb2.Status(code=code_pb2.PERMISSION_DENIED, message="it lacks the scope admin")
+
+    done = weir("month", "close", "2026-10", "--all")
+
+    assert done.exit_code != 0
+    assert len([each for each in three.accounts.requests if isinstance(each, months_pb2.CloseMonthRequest)]) == 1
