@@ -23,8 +23,8 @@ from api.admission import Admission, Capacity
 from api.auth import Authenticator
 from api.billing_service import BillingServicer
 from api.endpoint import Endpoint
-from api.engines import build_encoders, build_engines
 from api.errors import Draining
+from api.fleet import build_serving
 from api.health import keep_health
 from api.inference_service import InferenceServicer
 from api.live_control import obey, process_name, report
@@ -185,8 +185,9 @@ async def serve(settings: Settings) -> None:
     tls, safety, issuer = open_tls(settings), build_safety(settings), settings.issuer()
     settings.home.mkdir(parents=True, exist_ok=True)
     spares = SpareHosts(settings.spare_hosts)
-    router = Router(build_engines(settings, spares.open), build_encoders(settings))
-    tokenizers = {model.name: Tokenizer(Path(model.directory)) for model in router.models()}
+    serving = build_serving(settings, spares.open)
+    router = Router(serving.engines, serving.encoders, serving.catalog)
+    tokenizers = {backend.model.name: Tokenizer(Path(backend.model.directory)) for backend in router.backends()}
     gate, signer = StoreGate(), open_signer(settings)
     await recover(settings, gate, signer)
     stopping = asyncio.Event()

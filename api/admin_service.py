@@ -58,7 +58,7 @@ class AdminServicer(TenantCalls, ConfigurationCalls, PriceCalls, TermCalls, Live
             if request.dimension not in dimensions:
                 raise InvalidValue("dimension", "give what the quota counts")
             if request.model:
-                self._router.find(request.model)
+                self._router.check_own_name(request.model)
             state = await quota_admin.set_quota(
                 session,
                 subject=subjects[request.subject],
@@ -118,7 +118,7 @@ class AdminServicer(TenantCalls, ConfigurationCalls, PriceCalls, TermCalls, Live
             if request.organization:
                 raise InvalidValue("organization", "leave it out beside api_key: the limits are all those that the key meets")
             if request.model:
-                self._router.find(request.model)
+                self._router.check_own_name(request.model)
             key = await find_api_key(session, request.api_key)
             ids = (key.organization_id, key.project_id, key.id)
             states = await quota_states.quotas_for(session, subject_ids=ids, model=request.model or None)

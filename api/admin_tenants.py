@@ -128,7 +128,7 @@ class TenantCalls(AdminCalls):
     def _known_models(self, models: Sequence[str]) -> tuple[str, ...]:
         """The models that a key is to be limited to. Raises: ModelUnknown."""
         for model in models:
-            self._router.find(model)
+            self._router.check_own_name(model)
         return tuple(models)
 
 

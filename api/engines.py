@@ -1,9 +1,10 @@
-"""The engines that a process serves, built from its settings. One of the two places of the API that know concrete engines."""
+"""The engines that a process serves, built from its settings. One of the places of the API that know concrete engines."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Literal
 
 import structlog
 
@@ -34,18 +35,21 @@ def build_engines(settings: Settings, opener: HostOpener = open_host) -> dict[st
     budget = MemoryBudget(settings.engine_memory_bytes or None)
     slots: dict[str, OnDemandEngine] = {}
     engines: dict[str, Engine] = {}
-    adapters = adapters_by_model(settings)
+    adapters = adapters_by_model(settings, settings.models)
     for name, directory in settings.models.items():
         base = slots[name] = build_slot(settings, budget, name, directory, adapters[name], opener)
         engines |= {name: base} | {f"{name}:{adapter}": AdapterView(base, adapter) for adapter in adapters[name]}
-    try:
-        budget.check(slots.values())
-    except BudgetTooSmall as error:
-        raise SettingInvalid(
-            f"WEIR_ENGINE_MEMORY_BYTES={settings.engine_memory_bytes}: {error}; allow at least {error.needed_bytes:,}, or lower "
-            "WEIR_KV_CACHE_BYTES"
-        ) from error
+    check_budget(budget, slots.values(), f"WEIR_ENGINE_MEMORY_BYTES={settings.engine_memory_bytes}")
     return engines
+
+
+def check_budget(budget: MemoryBudget, slots: Iterable[OnDemandEngine], setting: str) -> None:
+    """Whether what is kept warm fits, and each slot beside it. setting: what to change. Raises: SettingInvalid."""
+    try:
+        budget.check(slots)
+    except BudgetTooSmall as error:
+        remedy = f"allow at least {error.needed_bytes:,}, or lower WEIR_KV_CACHE_BYTES"
+        raise SettingInvalid(f"{setting}: {error}; {remedy}") from error
 
 
 def build_slot(
@@ -57,16 +61,7 @@ def build_slot(
     opener: HostOpener = open_host,
 ) -> OnDemandEngine:
     """A model's place for an engine, which runs while it is wanted. Raises: CheckpointInvalid, SettingInvalid."""
-    build: Callable[[], Engine]
-    if settings.engine_backend == "torch":
-        torch = torch_settings(settings, name, directory)
-        build, memory_bytes = (
-            lambda: TorchEngine(torch, opener),
-            torch_memory_bytes(directory, torch.compute_dtype, torch.kv_cache_bytes),
-        )
-    else:
-        tensorrt = tensorrt_settings(settings, name, directory, adapters)
-        build, memory_bytes = lambda: TensorRtEngine(tensorrt), stored_bytes(directory)
+    build, memory_bytes = engine_plan(settings, settings.engine_backend, name, directory, adapters, opener)
     terms = SlotTerms(settings.model_idle_timeout_s, keep_warm=settings.min_replicas > 0, memory_bytes=memory_bytes)
     return OnDemandEngine(build, terms, budget)
 
@@ -75,28 +70,46 @@ def build_encoders(settings: Settings) -> dict[str, Encoder]:
     """One encoder per model that embeds. Raises: CheckpointInvalid naming the file, SettingInvalid."""
     if taken := sorted(settings.encoders.keys() & settings.models.keys()):
         raise SettingInvalid(f"WEIR_ENCODERS: {', '.join(taken)} is a model of WEIR_MODELS: give the encoder another name")
-    return {
-        name: TorchEncoder(
-            EncoderSettings(
-                directory=directory,
-                name=name,
-                compute_dtype=settings.engine_dtype,
-                device="cuda" if settings.engine_device == "cuda" else "cpu",
-                torch_thread_count=settings.engine_thread_count,
-                batch_token_count_max=settings.encoder_batch_tokens,
-            )
+    return {name: build_encoder(settings, name, directory) for name, directory in settings.encoders.items()}
+
+
+def build_encoder(settings: Settings, name: str, directory: Path) -> Encoder:
+    """A model that embeds. Raises: CheckpointInvalid naming the file."""
+    return TorchEncoder(
+        EncoderSettings(
+            directory=directory,
+            name=name,
+            compute_dtype=settings.engine_dtype,
+            device="cuda" if settings.engine_device == "cuda" else "cpu",
+            torch_thread_count=settings.engine_thread_count,
+            batch_token_count_max=settings.encoder_batch_tokens,
         )
-        for name, directory in settings.encoders.items()
-    }
+    )
 
 
-def adapters_by_model(settings: Settings) -> dict[str, dict[str, str]]:
+def engine_plan(
+    settings: Settings,
+    backend: Literal["torch", "tensorrt"],
+    name: str,
+    directory: Path,
+    adapters: dict[str, str],
+    opener: HostOpener,
+) -> tuple[Callable[[], Engine], int]:
+    """How an engine is built, and how much memory it takes. Raises: CheckpointInvalid, SettingInvalid."""
+    if backend == "torch":
+        torch = torch_settings(settings, name, directory)
+        return lambda: TorchEngine(torch, opener), torch_memory_bytes(directory, torch.compute_dtype, torch.kv_cache_bytes)
+    tensorrt = tensorrt_settings(settings, name, directory, adapters)
+    return lambda: TensorRtEngine(tensorrt), stored_bytes(directory)
+
+
+def adapters_by_model(settings: Settings, models: Iterable[str]) -> dict[str, dict[str, str]]:
     """Directories of adapters by model and name. Raises: SettingInvalid for one of a model that is not served."""
-    found: dict[str, dict[str, str]] = {name: {} for name in settings.models}
+    found: dict[str, dict[str, str]] = {name: {} for name in models}
     for key, directory in settings.lora_adapters.items():
         model, _, adapter = key.rpartition(":")
         if model not in found or not adapter:
-            raise SettingInvalid(f"WEIR_LORA_ADAPTERS: {key!r} must be model:adapter, with a model of WEIR_MODELS")
+            raise SettingInvalid(f"WEIR_LORA_ADAPTERS: {key!r} must be model:adapter, with a model that is served")
         found[model][adapter] = str(directory)
     return found
 

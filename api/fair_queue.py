@@ -141,6 +141,7 @@ class FairQueue:
     def _hand_over(self) -> None:
         """Give the engine what it has room for."""
         now, engine = self._clock(), self._engine()
+        self._lookahead.spread(engine.replica_count)
         while (turn := self._next_turn(now)) is not None:
             tier, tenant, rank = turn
             if not self._lookahead.has_room(rank):

@@ -86,7 +86,11 @@ def settled_usage(settled: Settled) -> types_pb2.Usage:
 
 
 def finished(
-    lease: Lease, timings: Mapping[str, float], exhausted: Sequence[QuotaState], choice_ends: Mapping[int, Outcome]
+    lease: Lease,
+    timings: Mapping[str, float],
+    exhausted: Sequence[QuotaState],
+    choice_ends: Mapping[int, Outcome],
+    migration_count: int = 0,
 ) -> pb.ServerFrame:
     """The end of a request that ran, or was stopped after its admission. choice_ends: of several choices, by index."""
     assert lease.outcome is not None, "a request without outcome has failed"
@@ -103,6 +107,7 @@ def finished(
             choices=[
                 pb.ChoiceEnd(choice_index=index, reason=wire.FINISH_REASONS[end]) for index, end in sorted(choice_ends.items())
             ],
+            migration_count=migration_count,
         )
     )
 

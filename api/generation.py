@@ -113,7 +113,7 @@ class ClientStream:
         try:
             self._key.check()
             start = parse_start(frame.request_id, frame.start)
-            check_model(self._key.principal, start.model)
+            check_model(self._key.principal, self._process.router.own_name(start.model))
             request_id = start.request_id
             if (running := self._running.get(request_id)) is not None:
                 self._start_again(running, start)

@@ -64,9 +64,9 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
         """Counts a prompt's tokens."""
         principal = await self._authenticator.principal(context)
         prompt = wire.parse_count_tokens(request)
-        check_model(principal, request.model)
+        check_model(principal, self._process.router.own_name(request.model))
         model = self._process.router.find(request.model).model
-        token_ids = await tokenize(self._process.tokenizers[request.model], prompt)
+        token_ids = await tokenize(self._process.tokenizers[model.name], prompt)
         return pb.CountTokensResponse(input_token_count=len(token_ids), context_window_tokens=model.context_window_tokens)
 
     async def ListModels(self, request: pb.ListModelsRequest, context: Context) -> pb.ListModelsResponse:
@@ -76,20 +76,31 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
             owner = principal.organization_id
             found = await versions_in_force(session, currency_code=principal.currency_code, organization_id=owner)
         paid = customer_prices(found, owner)
-        models = [model for model in self._process.router.models() if principal.may_use(model.name)]
+        router = self._process.router
         return pb.ListModelsResponse(
-            models=[wire.model_message(model, [each for each in paid if each.price.model == model.name]) for model in models]
+            models=[
+                wire.model_message(
+                    model,
+                    [each for each in paid if each.price.model == model.name],
+                    router.aliases(model.name),
+                    router.versions(model.name),
+                    router.replicas(model.name),
+                )
+                for model in router.models()
+                if principal.may_use(model.name)
+            ]
         )
 
     async def GetQuota(self, request: pb.GetQuotaRequest, context: Context) -> pb.GetQuotaResponse:
         """Tells the caller's quotas."""
         principal = await self._authenticator.principal(context)
-        if request.model:
-            check_model(principal, request.model)
-            self._process.router.find(request.model)
+        model = self._process.router.own_name(request.model)
+        if model:
+            check_model(principal, model)
+            self._process.router.find(model)
         subject_ids = (principal.organization_id, principal.project_id, principal.api_key_id)
         async with self._sessions() as session:
-            states = await quotas_for(session, subject_ids=subject_ids, model=request.model or None)
+            states = await quotas_for(session, subject_ids=subject_ids, model=model or None)
         return pb.GetQuotaResponse(quotas=effective_quota_statuses(states))
 
     async def Quote(self, request: pb.QuoteRequest, context: Context) -> pb.QuoteResponse:

@@ -22,7 +22,7 @@ from api.admission import Lease
 from api.errors import CancelledEarly, DeadlineBeforeStart, EngineLost, EngineLostMidway, status_of
 from api.outbox import Outbox, UsageSoFar
 from api.places import Outlook, Place
-from api.preparation import admission_request, arrival_of, prepare
+from api.preparation import admission_request, arrival_of, prepare, routed
 from api.reply import UNDELIVERED_OUTCOMES, Reply
 from api.stopwatch import Stopwatch
 from api.wire import OUTCOMES, ValidStart
@@ -43,6 +43,8 @@ from metering.operations import Outcome, Payer, Settled
 if TYPE_CHECKING:
     from api.process import Process
 
+
+log = structlog.get_logger(__name__)
 
 RETRY_S_MIN = 0.1  # seconds: below it a client that was told of a broken engine would be back before anybody noticed
 
@@ -90,6 +92,7 @@ class LiveRequest:
         self._lease: Lease | None = None  # while the request waits or runs under it
         self._stop_outcome: Outcome | None = None
         self._stop_error: Exception | None = None
+        self._migration_count = 0
 
     @property
     def hold_id(self) -> uuid.UUID | None:
@@ -140,7 +143,7 @@ class LiveRequest:
                 await self._generate(engine, request, lease, place)
             self._watch.lap("settle")
             ends = self._reply.ends_of_choices(self._stop_outcome or Outcome.CANCELLED)
-            self._reply.push(frames.finished(lease, self._watch.timings(), self._reply.exhausted, ends))
+            self._reply.push(frames.finished(lease, self._watch.timings(), self._reply.exhausted, ends, self._migration_count))
         except RequestSettled as error:
             self._reply.push(frames.failed(status_of(error), error.settled))
         except EngineFailed:  # its own log says why
@@ -156,12 +159,12 @@ class LiveRequest:
         """What the client is told of an engine that broke: whether anything is billed decides with which id it may try again."""
         if settled is not None:
             return EngineLostMidway(settled.delivered_token_count)
-        return EngineLost(max(self._process.router.choose(self.start.model).condition().retry_after_s, RETRY_S_MIN))
+        return EngineLost(max(self._process.router.engine(self.start.served).condition().retry_after_s, RETRY_S_MIN))
 
     async def _prepare(self) -> tuple[Engine, GenerationRequest]:
-        process, model = self._process, self.start.model
-        engine, salt = process.router.choose(model), str(self.caller.payer.organization_id)
-        request = await prepare(self.start, engine, process.tokenizers[model], process.safety, salt)
+        process, salt = self._process, str(self.caller.payer.organization_id)
+        self.start, engine = routed(self.start, process.router)
+        request = await prepare(self.start, engine, process.tokenizers[self.start.served], process.safety, salt)
         self._watch.lap("tokenize")
         return engine, request
 
@@ -170,7 +173,7 @@ class LiveRequest:
         caller, weights = self.caller, self._process.admission.settings.queue_weights
         engine_wait_s = 0.0 if engine.healthy() else engine.condition().retry_after_s
         arrival = arrival_of(self.start, request, caller.payer, weights, caller.received_at, caller.deadline)
-        self.place = self._process.queues[self.start.model].enter(arrival, engine_wait_s)
+        self.place = self._process.queues[self.start.served].enter(arrival, engine_wait_s)
         return self.place
 
     async def _generate(self, engine: Engine, request: GenerationRequest, lease: Lease, place: Place) -> None:
@@ -282,6 +285,9 @@ class LiveRequest:
                 case SequenceFinished():
                     self._watch.engine_finished(event.timings)
                     usage.generated_token_count = event.generated_token_count
+                    if event.migration_count:
+                        self._migration_count = event.migration_count
+                        log.info("request_migrated", migration_count=event.migration_count, served=self.start.served)
                     if request.choice_count == 1:
                         await self._reply.hand_on_rest(0, event.text)
                     return OUTCOMES[event.reason]
@@ -321,7 +327,7 @@ class LiveRequest:
     def tell_progress(self, outlook: Outlook | None) -> None:
         """Send a progress frame if the request waits for something that takes long. outlook: None if it is the engine's already."""
         if self.phase is Phase.LOADING:  # so the model exists
-            condition = self._process.router.choose(self.start.model).condition()
+            condition = self._process.router.engine(self.start.served).condition()
             if condition.state is not EngineState.READY:
                 self._reply.push(frames.loading(condition))
         elif self.phase is Phase.QUEUED:

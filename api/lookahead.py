@@ -23,10 +23,14 @@ SHRINK = 0.5  # sequences per late one: slower than it grows, since an empty bat
 
 
 class Lookahead:
-    """The window of one engine. Counts are in sequences; a request with several choices is several."""
+    """The window of one engine, or of several behind one queue. Counts are in sequences; a request with several choices is several.
+
+    Several engines have as many times the room; one that is full passes on what it is given.
+    """
 
     def __init__(self) -> None:
         self.window = WINDOW_FIRST
+        self._engine_count = 1
         self._ranks: list[float] = []  # of those that wait for nothing but room, the lowest first
         self._compiling_count = 0
 
@@ -35,13 +39,20 @@ class Lookahead:
         """Sequences that the engine was given and has not let enter yet."""
         return len(self._ranks) + self._compiling_count
 
+    def spread(self, engine_count: int) -> None:
+        """So many engines take from the queue now, at least 1. Each one that comes begins as the first did."""
+        if engine_count != self._engine_count:
+            added = WINDOW_FIRST * (engine_count - self._engine_count)
+            self._engine_count = engine_count
+            self.window = min(max(self.window + added, WINDOW_MIN * engine_count), WINDOW_MAX * engine_count)
+
     def count_before(self, rank: float) -> int:
         """Those of them that come before a request which would be given now."""
-        return bisect.bisect_right(self._ranks, rank) + max(0, self._compiling_count - COMPILING_MAX)
+        return bisect.bisect_right(self._ranks, rank) + max(0, self._compiling_count - COMPILING_MAX * self._engine_count)
 
     def has_room(self, rank: float) -> bool:
         """Whether the engine may be given one more request, of this rank."""
-        return self.count_before(rank) < int(self.window) and self.pending_count < PENDING_MAX
+        return self.count_before(rank) < int(self.window) and self.pending_count < PENDING_MAX * self._engine_count
 
     def given(self, rank: float, sequence_count: int, *, compiles: bool) -> None:
         """The engine has a request more. compiles: it has a response format."""
@@ -66,6 +77,6 @@ class Lookahead:
             return  # the engine was started anew in between
         if step_count <= STEPS_AT_ONCE:
             if behind and self.pending_count >= int(self.window):
-                self.window = min(self.window + 1, WINDOW_MAX)
+                self.window = min(self.window + 1, WINDOW_MAX * self._engine_count)
         elif step_count > STEPS_LONG:
-            self.window = max(self.window - SHRINK, WINDOW_MIN)
+            self.window = max(self.window - SHRINK, WINDOW_MIN * self._engine_count)

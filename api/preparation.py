@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import uuid
 from collections.abc import Mapping
+from dataclasses import replace
 
 from api.admission import AdmissionRequest
 from api.decoding import check_against_model
@@ -13,9 +14,16 @@ from api.places import Arrival
 from api.tokenizing import check_prompt, tokenize
 from api.wire import ValidStart
 from inference.engine import Engine, GenerationRequest, SequenceId
+from inference.router import Router
 from inference.safety import SafetyChecker
 from inference.tokenizer import Tokenizer
 from metering.operations import Payer
+
+
+def routed(start: ValidStart, router: Router) -> tuple[ValidStart, Engine]:
+    """The request under its model's own name, and the engine for it. Raises: ModelUnknown, RequestImpossible."""
+    route = router.route(start.model, str(start.request_id), start.region)
+    return replace(start, model=route.model, regions=route.regions, served=route.engine.model.name), route.engine
 
 
 async def prepare(
@@ -41,6 +49,7 @@ async def prepare(
         response_format=start.response_format,
         choice_count=start.choice_count,
         beam_search=start.beam_search,
+        regions=start.regions,
     )
     check_against_model(request, size)
     if safety is not None:

@@ -9,7 +9,7 @@ from weir.v1 import inference_service_pb2 as pb
 
 from api import wire
 from api.auth import check_model
-from api.preparation import prepare
+from api.preparation import prepare, routed
 from api.process import Process
 from api.quota_wire import effective_quota_statuses, quota_status
 from metering.operations import Payer
@@ -21,10 +21,10 @@ from metering.tenants.tenants import Principal
 async def quote(process: Process, sessions: Sessions, principal: Principal, message: pb.QuoteRequest) -> pb.QuoteResponse:
     """Answer one call. Raises what the same request would be refused with, but for quotas."""
     start = wire.parse_start(str(uuid.uuid4()), message.start)
-    check_model(principal, start.model)
-    engine = process.router.choose(start.model)
+    check_model(principal, process.router.own_name(start.model))
+    start, engine = routed(start, process.router)
     salt = str(principal.organization_id)
-    request = await prepare(start, engine, process.tokenizers[start.model], process.safety, salt)
+    request = await prepare(start, engine, process.tokenizers[start.served], process.safety, salt)
     sent, most = len(request.prompt_token_ids), request.stop.max_output_tokens * request.choice_count
     settings = process.admission.settings
     first_slice = min(settings.lease_slice_tokens, most)

@@ -131,6 +131,10 @@ class Settings(DoorSettings):
     lora_adapters: Mapping[str, Path] = field(
         default_factory=dict, metadata={"variable": "WEIR_LORA_ADAPTERS", "parse": paths_by_name}
     )
+    # A file of models, replicas, aliases and regions, in the place of WEIR_MODELS; `docs/fleet.md` has its keys.
+    fleet_file: str = setting("WEIR_FLEET", "", str)
+    # Where this process runs: one of the regions of that file. Requests that name no region prefer it.
+    region: str = setting("WEIR_REGION", "", str)
 
     # The first slice covers most answers without a second write; extensions come in the same size.
     lease_slice_tokens: int = setting("WEIR_LEASE_SLICE_TOKENS", 128, whole(1, 65_536))

@@ -10,6 +10,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from types import MappingProxyType
 
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
@@ -96,7 +97,8 @@ OUTCOMES: Mapping[EngineFinishReason, Outcome] = {
 class ValidStart:
     """A start frame that is right in itself; whether model, context window and quotas allow it is decided later.
 
-    given_id: the request id as the client spelt it, for the frames of its answer.
+    given_id: the request id as the client spelt it, for the frames of its answer. model: as the client named it, and by its own
+    name from when it is routed; then regions are those in which it may run, and served is the name of the engine for it.
     """
 
     request_id: uuid.UUID
@@ -113,6 +115,9 @@ class ValidStart:
     labels: dict[str, str]
     tier: ServiceTier
     start_timeout_s: float | None
+    region: str = ""
+    regions: tuple[str, ...] = ()
+    served: str = ""
 
 
 def parse_request_id(text: str) -> uuid.UUID:
@@ -147,6 +152,7 @@ def parse_start(request_id: str, start: pb.StartFrame) -> ValidStart:
         labels=dict(start.labels),
         tier=TIERS[start.tier],
         start_timeout_s=seconds_of(start.start_timeout) if start.HasField("start_timeout") else None,
+        region=start.region,
     )
 
 
@@ -267,8 +273,17 @@ def known_duration(seconds: float) -> Duration:
     return Duration(seconds=sign * whole, nanos=sign * rest * 1000)
 
 
-def model_message(model: ModelInfo, prices: Sequence[CustomerPrice]) -> pb.Model:
-    """One model that can be asked for. prices: what the caller pays for it, by tier, the interactive one first."""
+def model_message(
+    model: ModelInfo,
+    prices: Sequence[CustomerPrice],
+    aliases: Sequence[str] = (),
+    versions: Mapping[str, float] = MappingProxyType({}),
+    replicas: tuple[int, int] = (1, 1),
+) -> pb.Model:
+    """One model that can be asked for. prices: what the caller pays for it, by tier, the interactive one first.
+
+    versions: their shares. replicas: how many are ready, of how many.
+    """
     tier_prices = [price_message(each) for each in prices]
     return pb.Model(
         name=model.name,
@@ -281,6 +296,10 @@ def model_message(model: ModelInfo, prices: Sequence[CustomerPrice]) -> pb.Model
         task=pb.MODEL_TASK_EMBED if model.embedding_dimension else pb.MODEL_TASK_GENERATE,
         embedding_dimension=model.embedding_dimension,
         embedding_input_count_max=input_count_max(model),
+        aliases=aliases,
+        versions=[pb.ModelVersion(version=version, share=share) for version, share in versions.items()],
+        ready_replica_count=replicas[0],
+        replica_count=replicas[1],
     )
 
 

@@ -1,11 +1,15 @@
-"""Which engine serves a model. One engine per model so far; the router is where replicas will be told apart."""
+"""What serves a request: names, versions and regions are looked up in a catalog, replicas told apart by the engine."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol, runtime_checkable
 
+from inference.catalog import Catalog, Share
 from inference.engine import Backend, Encoder, Engine, ModelInfo
-from inference.errors import EngineError
+from inference.errors import EngineError, RequestImpossible
+from inference.fleet.replica import ReplicaReport, ReplicaState
 
 
 class ModelUnknown(EngineError):
@@ -13,8 +17,10 @@ class ModelUnknown(EngineError):
 
     reason = "MODEL_UNKNOWN"
 
-    def __init__(self, model: str, known: Sequence[str]) -> None:
-        super().__init__(f"model {model!r} is unknown; known are: {', '.join(known) or 'none'}")
+    def __init__(self, model: str, known: Sequence[str], own_name: str = "") -> None:
+        """own_name: what it stands for, where only models' own names are taken."""
+        remedy = f"it stands for {own_name!r}: give that" if own_name else f"known are: {', '.join(known) or 'none'}"
+        super().__init__(f"model {model!r} is unknown{' here' if own_name else ''}; {remedy}")
         self.model = model
 
 
@@ -28,28 +34,78 @@ class ModelMismatch(EngineError):
         self.model = model
 
 
-class Router:
-    """Chooses an engine by model name."""
+@dataclass(frozen=True, slots=True)
+class Route:
+    """Where a request goes. model: the own name of what was asked for, by which it is billed. regions: see `GenerationRequest`."""
 
-    def __init__(self, engines: Mapping[str, Engine], encoders: Mapping[str, Encoder] | None = None) -> None:
-        """encoders: models that embed, by names of their own."""
+    model: str
+    engine: Engine
+    regions: tuple[str, ...] = ()
+
+
+@runtime_checkable
+class SeveralReplicas(Protocol):
+    """An engine that is several."""
+
+    def reports(self) -> list[ReplicaReport]:
+        """How each of them stands."""
+        ...
+
+
+class Router:
+    """Chooses an engine. Engines are known by the names that they serve: a model's, or `name@version`."""
+
+    def __init__(
+        self, engines: Mapping[str, Engine], encoders: Mapping[str, Encoder] | None = None, catalog: Catalog | None = None
+    ) -> None:
+        """encoders: models that embed, by names of their own. catalog: names every engine; without one, each is a model."""
         self._engines = dict(engines)
         self._encoders = dict(encoders or {})
+        self._catalog = catalog or Catalog.plain(tuple(engines))
+
+    def own_name(self, model: str) -> str:
+        """A model's own name for an alias or a version of it; any other name stays as it is."""
+        return self._catalog.own_name(model)
+
+    def check_own_name(self, model: str) -> None:
+        """Of what is set for a model and must not change with its aliases. Raises: ModelUnknown."""
+        if model not in self._catalog.shares and model not in self._encoders:
+            self.choose(model)
+            raise ModelUnknown(model, (), self._catalog.own_name(model))
+
+    def engine(self, served: str) -> Engine:
+        """The engine that serves under this name."""
+        return self._engines[served]
 
     def choose(self, model: str) -> Engine:
-        """The engine for a request. Raises: ModelUnknown; ModelMismatch for a model that embeds."""
-        engine = self._engines.get(model)
-        if engine is None:
-            if model in self._encoders:
-                raise ModelMismatch(model, wanted="generate", does="Embed")
-            raise ModelUnknown(model, self._names())
-        return engine
+        """The engine of a model, an alias or a version; of several versions the one with the largest share.
+
+        Raises: ModelUnknown; ModelMismatch for a model that embeds.
+        """
+        own = self._catalog.own_name(model)
+        if own in self._catalog.shares and own == self._catalog.aliases.get(model, model):
+            return self._engines[self._catalog.main_share(own).served]
+        return self._engines[self._share(model, "").served]
+
+    def route(self, model: str, request_id: str, region: str = "") -> Route:
+        """Where a request goes; the same one always to the same version. region: as the request says.
+
+        Raises: ModelUnknown, ModelMismatch; RequestImpossible if the region is unknown.
+        """
+        share = self._share(model, request_id)
+        try:
+            regions = self._catalog.regions(region)
+        except KeyError:
+            known = ", ".join(self._catalog.fallbacks)
+            remedy = f"known are: {known}" if known else "this deployment has no regions: leave it unset"
+            raise RequestImpossible(f"region {region[:64]!r} is unknown; {remedy}", "region") from None
+        return Route(self._catalog.own_name(model), self._engines[share.served], regions)
 
     def choose_encoder(self, model: str) -> Encoder:
         """The encoder for a request. Raises: ModelUnknown; ModelMismatch for a model that generates."""
         encoder = self._encoders.get(model)
         if encoder is None:
-            if model in self._names():
+            if self._catalog.share(model, "") is not None:
                 raise ModelMismatch(model, wanted="embed", does="Generate")
             raise ModelUnknown(model, self._names())
         return encoder
@@ -59,11 +115,28 @@ class Router:
         return self._encoders.get(model) or self.choose(model)
 
     def models(self) -> list[ModelInfo]:
-        """All models, by name."""
-        return sorted((backend.model for backend in self.backends()), key=lambda model: model.name)
+        """All models by their own names, as most of their requests find them."""
+        return [replace(self.find(name).model, name=name) for name in sorted([*self._catalog.shares, *self._encoders])]
+
+    def aliases(self, model: str) -> list[str]:
+        """Other names of a model and of its versions. model: its own name."""
+        return self._catalog.aliases_of(model)
+
+    def versions(self, model: str) -> dict[str, float]:
+        """The versions of a model that can be pinned, with their shares of what pins none. model: its own name."""
+        shares = [share for share in self._catalog.shares.get(model, ()) if share.version]
+        total = sum(share.weight for share in shares)
+        return {share.version: share.weight / total for share in shares}
+
+    def replicas(self, model: str) -> tuple[int, int]:
+        """How many engines take requests for a model now, of how many. model: its own name."""
+        if model in self._encoders:
+            return replica_counts(self._encoders[model])
+        counts = [replica_counts(self._engines[share.served]) for share in self._catalog.shares[model]]
+        return sum(ready for ready, _ in counts), sum(total for _, total in counts)
 
     def engines(self) -> list[Engine]:
-        """All engines, by model name."""
+        """All engines, by the names that they serve."""
         return [self._engines[name] for name in sorted(self._engines)]
 
     def encoders(self) -> list[Encoder]:
@@ -74,5 +147,21 @@ class Router:
         """Everything that is served: engines and encoders."""
         return [*self.engines(), *self.encoders()]
 
+    def _share(self, model: str, request_id: str) -> Share:
+        share = self._catalog.share(model, request_id)
+        if share is None:
+            if model in self._encoders:
+                raise ModelMismatch(model, wanted="generate", does="Embed")
+            raise ModelUnknown(model, self._names())
+        return share
+
     def _names(self) -> list[str]:
-        return sorted([*self._engines, *self._encoders])
+        return sorted({*self._catalog.shares, *self._catalog.aliases, *self._encoders})
+
+
+def replica_counts(backend: Backend) -> tuple[int, int]:
+    """How many engines behind this one take requests, of how many."""
+    if not isinstance(backend, SeveralReplicas):
+        return int(backend.healthy()), 1
+    states = [report.state for report in backend.reports()]
+    return states.count(ReplicaState.READY), len(states)

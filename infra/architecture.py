@@ -72,7 +72,7 @@ BORDERS = (
     Border(
         ("inference",),
         inside=("api/",),
-        save_for=("api/__main__.py", "api/engines.py", "api/cli/"),
+        save_for=("api/__main__.py", "api/engines.py", "api/fleet.py", "api/cli/"),
         but=("inference.engine", "inference.router", "inference.errors", "inference.tokenizer", "inference.safety"),
         why="the API knows the engine protocol; only the composition roots build concrete engines",
     ),

@@ -21,6 +21,7 @@ from typing import Any
 from api.chaos.processes import CRASH_SETTINGS, children_of, crash_postgres
 from api.cli.bootstrap import Connection, bootstrap, ensure_receipt_key
 from api.cli.stack import Child, StackFailed, child_environment, is_serving
+from api.fleet_file import model_names
 from api.settings import Settings
 from metering.receipts.signing import KEY_FILE
 from metering.store import embedded_postgres
@@ -194,7 +195,7 @@ async def running_system(directory: Path, settings: Settings, *, with_redis: boo
         await asyncio.to_thread(migrate, postgres.url)
         settings = replace(settings, database_url=postgres.url, home=directory)
         ensure_receipt_key(settings)
-        connection = await bootstrap(postgres.url, directory, settings.models.keys())
+        connection = await bootstrap(postgres.url, directory, *model_names(settings))
         redis = broker(directory) if with_redis else None
         environment = {**child_environment(settings), "WEIR_RECEIPT_KEY_FILE": str(directory / KEY_FILE)}
         environment |= {"WEIR_EXPORT": "file", "WEIR_EXPORT_FILE": str(directory / EXPORT_FILE)}

@@ -92,6 +92,7 @@ def generate(
     start_timeout: Annotated[
         float | None, typer.Option(help="Seconds that it may wait for its turn; else refused at once.")
     ] = None,
+    region: Annotated[str | None, typer.Option(help="Where to run, one of the deployment's regions.")] = None,
     as_json: JsonOption = False,
     address: AddressOption = None,
     api_key: KeyOption = None,
@@ -127,6 +128,7 @@ def generate(
         timeout=timeout,
         tier=checked_tier(tier),
         start_timeout=start_timeout,
+        region=region,
     )
     conversation = messages(prompt, system, context, file)
     with inference_client(address, api_key) as client:

@@ -22,6 +22,7 @@ def init(
     What exists stays as it is; each run makes one more admin key. Its secret is printed once and can never be shown again.
     """
     from api.cli.bootstrap import create_admin, ensure_receipt_key
+    from api.fleet_file import model_names
     from metering.store.migrations_runner import is_current
 
     settings = read_settings()
@@ -31,7 +32,7 @@ def init(
         if not is_current(settings.database_url):
             fail("the database has not the schema of this version: run `weir migrate` first")
         receipt_key = ensure_receipt_key(settings)
-        secret = asyncio.run(create_admin(settings.database_url, organization, project, settings.models, settings.encoders))
+        secret = asyncio.run(create_admin(settings.database_url, organization, project, *model_names(settings)))
     if json_output:
         print_json({"organization": organization, "project": project, "admin_key": secret})
         return

@@ -46,22 +46,30 @@ def count(
 
 
 def models_table(models: list[Model]) -> RenderableType:
-    """Models with prices per million tokens."""
+    """Models with prices per million tokens, and with what only some deployments have: other names, several replicas."""
     embeds = any(each.task is ModelTask.EMBED for each in models)
     prices = ("input", "cached input", "output", *(["embedding"] if embeds else []))
-    made = table(
-        "model", "architecture", "context", "engine", *prices, right=("context", *prices), title="prices per million tokens"
-    )
+    names = ("also called",) if any(each.aliases or each.versions for each in models) else ()
+    ready = ("ready",) if any(each.replica_count > 1 for each in models) else ()
+    columns = ("model", *names, "architecture", "context", "engine", *ready, *prices)
+    made = table(*columns, right=("context", *prices), title="prices per million tokens")
     for each in models:
         price = each.price
         made.add_row(
             each.name,
+            *([other_names(each)] if names else []),
             each.architecture,
             f"{each.context_window_tokens:,}",
             each.engine,
+            *([f"{each.ready_replica_count} of {each.replica_count}"] if ready else []),
             price_text(price, price.input_picos_per_token if price else 0),
             price_text(price, price.cached_input_picos_per_token if price else 0),
             price_text(price, price.output_picos_per_token if price else 0),
             *([price_text(price, price.embedding_picos_per_token if price else 0)] if embeds else []),
         )
     return made
+
+
+def other_names(model: Model) -> str:
+    """Versions with their shares, and aliases."""
+    return ", ".join([*(f"@{version.version} {version.share:.0%}" for version in model.versions), *model.aliases])

@@ -20,6 +20,7 @@ from grpc_health.v1 import health_pb2
 
 from api.cli.bootstrap import Connection, bootstrap, ensure_receipt_key
 from api.endpoint import forget_endpoint, serving_endpoint
+from api.fleet_file import model_names
 from api.settings import Settings
 from metering.errors import InvalidValue
 from metering.export.export_settings import export_settings, webhook_settings
@@ -119,7 +120,7 @@ async def run_stack(settings: Settings, report: Report) -> AsyncIterator[Stack]:
         report("Preparing the database")
         await asyncio.to_thread(migrate, settings.database_url)
         ensure_receipt_key(settings)
-        connection = await bootstrap(settings.database_url, home, settings.models, settings.encoders)
+        connection = await bootstrap(settings.database_url, home, *model_names(settings))
         environment = child_environment(settings)
         api = Child("api server", [sys.executable, "-m", "api"], home / "logs" / "api.log")
         worker = Child("billing worker", worker_command(), home / "logs" / "worker.log")

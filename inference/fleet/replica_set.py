@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import replace
 
 from inference.engine import (
     EngineCondition,
@@ -144,7 +145,8 @@ class ReplicaSet:
         if self.healthy():
             return EngineCondition(EngineState.READY, loading_fraction=1.0)
         told = [self._condition_of(replica) for replica in self._replicas]
-        return max(told, key=lambda each: (_PROMISE.index(each.state), each.loading_fraction, -each.retry_after_s))
+        best = max(told, key=lambda each: (_PROMISE.index(each.state), each.loading_fraction, -each.retry_after_s))
+        return replace(best, starts_on_demand=best.starts_on_demand and not self._warm_count)
 
     async def close(self) -> None:
         """See `Engine.close`."""

@@ -15,9 +15,8 @@ from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import types_pb2
 
 from api.chaos.processes import alive
-from metering.billing.rating import rate_all_pending
 from metering.models import QuotaDimension
-from metering.store.db import create_engine, create_sessions
+from tests.faults.billed import check_ledger, rate
 from tests.faults.conftest import Start
 from tests.metering.invariants import check_invariants
 from tests.service import MODEL, PATIENCE_S, Service, Stream, Tenant, start, until
@@ -46,30 +45,6 @@ def check_billed(service: Service, tenant: Tenant, stream: Stream, request_ids: 
         assert received <= delivered.get(request_id, 0), "a delivered token is missing"
     events = service.books.events(tenant)
     assert len({(event["hold_id"], event["part"]) for event in events}) == len(events)
-
-
-async def rate(service: Service) -> None:
-    """Post everything to the ledger, as the worker would."""
-    engine = create_engine(service.database_url, pool_size=1)
-    try:
-        await rate_all_pending(create_sessions(engine))
-    finally:
-        await engine.dispose()
-
-
-def check_ledger(service: Service) -> None:
-    """Tokens and money of the ledger are those of the usage events."""
-    [usage] = service.books.rows(
-        """SELECT coalesce(sum(input_token_count + billed_token_count), 0)::bigint AS tokens,
-                  coalesce(sum(cost_picos), 0)::bigint AS picos, count(*) FILTER (WHERE rated_at IS NULL) AS unrated
-           FROM usage_events"""
-    )
-    [ledger] = service.books.rows(
-        """SELECT coalesce(sum(token_count), 0)::bigint AS tokens, coalesce(-sum(amount_picos), 0)::bigint AS picos
-           FROM ledger_entries WHERE token_kind IS NOT NULL"""
-    )
-    assert usage["unrated"] == 0
-    assert (usage["tokens"], usage["picos"]) == (ledger["tokens"], ledger["picos"])
 
 
 @pytest.mark.parametrize("with_engine", [False, True], ids=["api", "api and engine"])

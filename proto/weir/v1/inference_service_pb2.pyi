@@ -280,6 +280,7 @@ class StartFrame(_message.Message):
     TIER_FIELD_NUMBER: _builtins.int
     START_TIMEOUT_FIELD_NUMBER: _builtins.int
     BEAM_SEARCH_FIELD_NUMBER: _builtins.int
+    REGION_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Name of a model, as `ListModels` gives it. Unknown: NOT_FOUND."""
     text: _builtins.str
@@ -304,6 +305,10 @@ class StartFrame(_message.Message):
     """
     tier: Global___ServiceTier.ValueType
     """What the request is to those who wait for the same engine. Unset: interactive. Unknown: INVALID_ARGUMENT."""
+    region: _builtins.str
+    """Where the request shall run: one of the regions of the deployment. When it cannot run there, it goes where the operator lets the
+    requests of that region go, and nowhere else. Unset: the region of the server. Unknown: INVALID_ARGUMENT naming the known ones.
+    """
     @_builtins.property
     def conversation(self) -> Global___Conversation:
         """A conversation, rendered with the model's own chat template."""
@@ -367,10 +372,11 @@ class StartFrame(_message.Message):
         tier: Global___ServiceTier.ValueType = ...,
         start_timeout: _duration_pb2.Duration | None = ...,
         beam_search: Global___BeamSearch | None = ...,
+        region: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_choice_count", b"_choice_count", "_max_output_tokens", b"_max_output_tokens", "_top_logprobs", b"_top_logprobs", "_usage_interval_tokens", b"_usage_interval_tokens", "beam_search", b"beam_search", "choice_count", b"choice_count", "conversation", b"conversation", "max_output_tokens", b"max_output_tokens", "prompt", b"prompt", "response_format", b"response_format", "sampling", b"sampling", "start_timeout", b"start_timeout", "text", b"text", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs", "usage_interval_tokens", b"usage_interval_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_choice_count", b"_choice_count", "_max_output_tokens", b"_max_output_tokens", "_top_logprobs", b"_top_logprobs", "_usage_interval_tokens", b"_usage_interval_tokens", "beam_search", b"beam_search", "choice_count", b"choice_count", "conversation", b"conversation", "ignore_eos", b"ignore_eos", "labels", b"labels", "max_output_tokens", b"max_output_tokens", "min_output_tokens", b"min_output_tokens", "model", b"model", "prompt", b"prompt", "response_format", b"response_format", "sampling", b"sampling", "start_timeout", b"start_timeout", "stop_sequences", b"stop_sequences", "stop_token_ids", b"stop_token_ids", "text", b"text", "tier", b"tier", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs", "usage_interval_tokens", b"usage_interval_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_choice_count", b"_choice_count", "_max_output_tokens", b"_max_output_tokens", "_top_logprobs", b"_top_logprobs", "_usage_interval_tokens", b"_usage_interval_tokens", "beam_search", b"beam_search", "choice_count", b"choice_count", "conversation", b"conversation", "ignore_eos", b"ignore_eos", "labels", b"labels", "max_output_tokens", b"max_output_tokens", "min_output_tokens", b"min_output_tokens", "model", b"model", "prompt", b"prompt", "region", b"region", "response_format", b"response_format", "sampling", b"sampling", "start_timeout", b"start_timeout", "stop_sequences", b"stop_sequences", "stop_token_ids", b"stop_token_ids", "text", b"text", "tier", b"tier", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs", "usage_interval_tokens", b"usage_interval_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__choice_count: _TypeAlias = _typing.Literal["choice_count"]  # noqa: Y015
     _WhichOneofArgType__choice_count: _TypeAlias = _typing.Literal["_choice_count", b"_choice_count"]  # noqa: Y015
@@ -985,8 +991,11 @@ class FinishedFrame(_message.Message):
     EXHAUSTED_QUOTAS_FIELD_NUMBER: _builtins.int
     CHOICES_FIELD_NUMBER: _builtins.int
     RECEIPTS_FIELD_NUMBER: _builtins.int
+    MIGRATION_COUNT_FIELD_NUMBER: _builtins.int
     reason: _types_pb2.FinishReason.ValueType
     """Why it ended."""
+    migration_count: _builtins.int
+    """How often the output went on in another engine because the one that generated it was lost. It is billed once all the same."""
     @_builtins.property
     def usage(self) -> _types_pb2.Usage:
         """Final counts, equal to the usage event that is billed."""
@@ -1021,10 +1030,11 @@ class FinishedFrame(_message.Message):
         exhausted_quotas: _abc.Iterable[_types_pb2.QuotaStatus] | None = ...,
         choices: _abc.Iterable[Global___ChoiceEnd] | None = ...,
         receipts: _abc.Iterable[_receipts_pb2.Receipt] | None = ...,
+        migration_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["cost", b"cost", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["choices", b"choices", "cost", b"cost", "exhausted_quotas", b"exhausted_quotas", "reason", b"reason", "receipts", b"receipts", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choices", b"choices", "cost", b"cost", "exhausted_quotas", b"exhausted_quotas", "migration_count", b"migration_count", "reason", b"reason", "receipts", b"receipts", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1221,6 +1231,10 @@ class Model(_message.Message):
     TASK_FIELD_NUMBER: _builtins.int
     EMBEDDING_DIMENSION_FIELD_NUMBER: _builtins.int
     EMBEDDING_INPUT_COUNT_MAX_FIELD_NUMBER: _builtins.int
+    ALIASES_FIELD_NUMBER: _builtins.int
+    VERSIONS_FIELD_NUMBER: _builtins.int
+    READY_REPLICA_COUNT_FIELD_NUMBER: _builtins.int
+    REPLICA_COUNT_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """The name to send in requests."""
     architecture: _builtins.str
@@ -1237,6 +1251,10 @@ class Model(_message.Message):
     """Floats in each vector. 0 for a model that generates. For one that embeds, `context_window_tokens` bounds each text."""
     embedding_input_count_max: _builtins.int
     """Most texts in one `Embed` call. 0 for a model that generates."""
+    ready_replica_count: _builtins.int
+    """Engines that take requests for it now."""
+    replica_count: _builtins.int
+    """Engines that serve it, whatever they are doing."""
     @_builtins.property
     def price(self) -> Global___Price:
         """What the caller pays now for interactive requests. Unset: no price is set, and the model cannot be used."""
@@ -1244,6 +1262,14 @@ class Model(_message.Message):
     @_builtins.property
     def tier_prices(self) -> _containers.RepeatedCompositeFieldContainer[Global___Price]:
         """What the caller pays now in each service tier."""
+
+    @_builtins.property
+    def aliases(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Other names that requests may use. What is billed and limited is the model by its own name."""
+
+    @_builtins.property
+    def versions(self) -> _containers.RepeatedCompositeFieldContainer[Global___ModelVersion]:
+        """Versions that requests may ask for as `name@version`; empty if there is only one. Billed and limited as the model."""
 
     def __init__(
         self,
@@ -1258,14 +1284,44 @@ class Model(_message.Message):
         task: Global___ModelTask.ValueType = ...,
         embedding_dimension: _builtins.int = ...,
         embedding_input_count_max: _builtins.int = ...,
+        aliases: _abc.Iterable[_builtins.str] | None = ...,
+        versions: _abc.Iterable[Global___ModelVersion] | None = ...,
+        ready_replica_count: _builtins.int = ...,
+        replica_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["price", b"price"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "context_window_tokens", b"context_window_tokens", "embedding_dimension", b"embedding_dimension", "embedding_input_count_max", b"embedding_input_count_max", "engine", b"engine", "name", b"name", "price", b"price", "task", b"task", "tier_prices", b"tier_prices", "vocabulary_size", b"vocabulary_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["aliases", b"aliases", "architecture", b"architecture", "context_window_tokens", b"context_window_tokens", "embedding_dimension", b"embedding_dimension", "embedding_input_count_max", b"embedding_input_count_max", "engine", b"engine", "name", b"name", "price", b"price", "ready_replica_count", b"ready_replica_count", "replica_count", b"replica_count", "task", b"task", "tier_prices", b"tier_prices", "versions", b"versions", "vocabulary_size", b"vocabulary_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Model: _TypeAlias = Model  # noqa: Y015
+
+@_typing.final
+class ModelVersion(_message.Message):
+    """One version of a model."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERSION_FIELD_NUMBER: _builtins.int
+    SHARE_FIELD_NUMBER: _builtins.int
+    version: _builtins.str
+    """What follows the `@`."""
+    share: _builtins.float
+    """Its share of the requests that name no version, between 0 and 1."""
+    def __init__(
+        self,
+        *,
+        version: _builtins.str = ...,
+        share: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["share", b"share", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ModelVersion: _TypeAlias = ModelVersion  # noqa: Y015
 
 @_typing.final
 class Price(_message.Message):

@@ -218,6 +218,7 @@ class Exchange:
                 logprobs=choices[0].logprobs,
                 choices=choices,
                 receipts=self._receipts,
+                migration_count=frame.migration_count,
             )
         )
 

@@ -70,6 +70,7 @@ class GenerateOptions(TypedDict, total=False):
     timeout: seconds for the whole request, retries included; then it is cancelled and DeadlineExceeded is raised.
     tier: "interactive" (default), or "batch": runs when nothing interactive waits for the same model.
     start_timeout: seconds that the request may wait for its turn; `timeout` if absent. Refused at once if it would wait longer.
+    region: where to run, one of the deployment's regions; elsewhere only as the operator lets it. Unset: where the server is.
     max_retries: how often to try again before the first token; the client's setting if absent.
     """
 
@@ -103,6 +104,7 @@ class GenerateOptions(TypedDict, total=False):
     timeout: float | None
     tier: Literal["interactive", "batch"] | None
     start_timeout: float | None
+    region: str | None
     max_retries: int | None
 
 
@@ -133,6 +135,7 @@ def build_start(model: str, prompt: Prompt | None, options: GenerateOptions) -> 
             labels=options.get("labels", {}),
             tier=service_tier(options.get("tier")),
             start_timeout=_start_timeout(options),
+            region=options.get("region") or "",
         )
         if prompt is not None:
             start.conversation.CopyFrom(conversation(prompt))

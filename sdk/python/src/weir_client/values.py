@@ -248,6 +248,7 @@ class Result:
     logprobs: tuple[TokenLogprobs, ...] = ()  # one per token, if `top_logprobs` was given
     choices: tuple[Choice, ...] = ()
     receipts: tuple[Receipt, ...] = ()  # one, unless nothing was to be billed; `verify_receipt` checks it
+    migration_count: int = 0  # how often it went on in another engine because its own was lost
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,6 +301,14 @@ class ModelTask(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class ModelVersion:
+    """One version of a model. share: of the requests that name no version, 0 to 1."""
+
+    version: str
+    share: float
+
+
+@dataclass(frozen=True, slots=True)
 class Model:
     """One model that can be asked for."""
 
@@ -313,6 +322,10 @@ class Model:
     task: ModelTask = ModelTask.GENERATE
     embedding_dimension: int = 0  # floats in a vector; 0 if it generates
     embedding_input_count_max: int = 0  # texts in one call of `embed`; 0 if it generates
+    aliases: tuple[str, ...] = ()  # other names for it
+    versions: tuple[ModelVersion, ...] = ()  # that can be asked for as `name@version`
+    ready_replica_count: int = 0
+    replica_count: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -202,6 +202,10 @@ def model(message: pb.Model) -> values.Model:
         task=_TASKS.get(message.task, values.ModelTask.UNSPECIFIED),
         embedding_dimension=message.embedding_dimension,
         embedding_input_count_max=message.embedding_input_count_max,
+        aliases=tuple(message.aliases),
+        versions=tuple(values.ModelVersion(each.version, each.share) for each in message.versions),
+        ready_replica_count=message.ready_replica_count,
+        replica_count=message.replica_count,
     )
 
 

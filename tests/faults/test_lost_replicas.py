@@ -1,0 +1,100 @@
+"""An engine host dies under load while another one serves the same model: nobody who streams from either can tell."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from weir.v1 import inference_service_pb2 as pb
+from weir.v1 import types_pb2
+
+from api.chaos.processes import children_of
+from api.settings import bundled_models
+from metering.models import QuotaDimension
+from tests.faults.billed import check_ledger, rate
+from tests.faults.conftest import Start
+from tests.metering.invariants import check_invariants
+from tests.service import MODEL, PLAIN_IDS, Stream, cost_picos, picos, start, wait_for
+
+pytestmark = pytest.mark.faults
+
+LIMITS = {QuotaDimension.TOKENS_PER_MONTH: 10**9, QuotaDimension.CONCURRENT_REQUESTS: 10_000}
+LONG, SHORT = 250, 20  # output tokens of those that have begun before the kill, and of those that have not
+PROMPTS = [[*PLAIN_IDS[index : index + 30]] for index in range(10)]
+
+
+def fleet_file(path: Path, model: Path, replicas: int = 2) -> str:
+    """A file that serves the tests' model on several hosts."""
+    path.mkdir(parents=True, exist_ok=True)
+    file = path / "fleet.yaml"
+    of_model = f"directory: {model}, replicas: {{min: {replicas}, max: {replicas}}}, recovery_wait_s: 60, policy: round_robin"
+    file.write_text(f"models: {{{MODEL}: {{{of_model}}}}}")
+    return str(file)
+
+
+def requests(output_tokens: int) -> list[pb.ClientFrame]:
+    """Fifty requests with ten prompts."""
+    return [start(prompt=PROMPTS[index % len(PROMPTS)], max_output_tokens=output_tokens) for index in range(50)]
+
+
+async def answers(stream: Stream, output_tokens: int) -> list[list[int]]:
+    """What each prompt's answer is when nothing happens."""
+    starts = [start(prompt=prompt, max_output_tokens=output_tokens) for prompt in PROMPTS]
+    await stream.send(*starts)
+    for frame in starts:
+        await stream.finished(frame.request_id)
+    return [stream.token_ids(frame.request_id) for frame in starts]
+
+
+async def check_whole(stream: Stream, starts: Sequence[pb.ClientFrame], expected: Sequence[list[int]]) -> int:
+    """Each stream ended as if nothing had happened; how often those that did not were continued."""
+    migration_count = 0
+    for index, frame in enumerate(starts):
+        finished, deltas = await stream.finished(frame.request_id), stream.of(frame.request_id, "delta")
+        assert stream.token_ids(frame.request_id) == expected[index % len(PROMPTS)]
+        assert [delta.seq for delta in deltas] == list(range(1, len(deltas) + 1))
+        assert len(stream.of(frame.request_id, "admitted")) == len(stream.ends(frame.request_id)) == 1
+        assert finished.reason == types_pb2.FINISH_REASON_LENGTH
+        usage, count = finished.usage, frame.start.max_output_tokens
+        assert (usage.generated_token_count, usage.delivered_token_count, usage.billed_token_count) == (count, count, count)
+        assert usage.input_token_count == len(PROMPTS[0])
+        assert picos(finished.cost) == cost_picos(usage)
+        migration_count += finished.migration_count
+    return migration_count
+
+
+async def test_a_killed_host_is_noticed_by_no_stream_and_on_no_bill(launch: Start, model: Path, tmp_path: Path) -> None:
+    """A hundred streams on two hosts, one of which is killed when half of them have tokens and half have none."""
+    service = launch(fleet_file=fleet_file(tmp_path / "fleet", model), models=bundled_models())
+    tenant = await service.tenant(LIMITS)
+    hosts = wait_for(lambda: found if len(found := children_of(service.pid)) == 2 else None, "both hosts to start")
+    wait_for(lambda: service.log.count("loaded ") >= 2, "both hosts to load")
+    async with service.stream(tenant.secret) as stream:
+        begun, waiting = requests(LONG), requests(SHORT)
+        await stream.send(*begun)
+        for frame in begun:
+            await stream.received(frame.request_id, 3)
+        os.kill(hosts[0], signal.SIGSTOP)  # what it gets from now on has no token when it dies
+        await stream.send(*waiting)
+        for frame in waiting:
+            await stream.first(frame.request_id, "admitted")
+        unbegun_count = sum(not stream.token_ids(frame.request_id) for frame in waiting)
+
+        os.kill(hosts[0], signal.SIGKILL)
+
+        for frame in (*begun, *waiting):
+            await stream.finished(frame.request_id)
+        migration_count = await check_whole(stream, begun, await answers(stream, LONG))
+        assert await check_whole(stream, waiting, await answers(stream, SHORT)) == 0
+    assert 1 <= migration_count <= 25, "half of what ran was on the host that died; on a slow client some had ended by then"
+    assert unbegun_count >= 25, "half of what came was given to the host that stood still, or waited behind that"
+    assert service.books.holds(tenant) == {"settled": 120}
+    delivered = service.books.delivered(tenant)
+    assert {str(each.request_id): each.start.max_output_tokens for each in (*begun, *waiting)}.items() <= delivered.items()
+    assert len(service.books.events(tenant)) == 120
+    check_invariants(service.database_url, all_ended=True)
+    await rate(service)
+    check_ledger(service)
