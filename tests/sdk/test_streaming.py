@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import uuid
+from typing import Any, cast
 
 import pytest
 from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import types_pb2
 from weir_client import Admitted, AsyncClient, Delta, FinishReason, InvalidRequest, Message, Progress, Stage, UsageUpdate
+from weir_client.stream import StreamConnection
 
 from tests.sdk import scripted
 from tests.sdk.scripted import ScriptedInference, ServerStream
@@ -80,6 +82,20 @@ async def test_large_frames_are_split_over_messages() -> None:
         await asyncio.gather(*(client.complete("demo", "x" * 700_000) for _ in range(3)))
 
     assert [len(message.frames) for message in server.streams[0].messages] == [1, 1, 1]
+
+
+async def test_many_frames_are_split_over_messages() -> None:
+    """A thousand requests that are cancelled at once: a server takes so many frames in a message and no more."""
+    connection = StreamConnection(cast(Any, None))
+    sent = [pb.ClientFrame(request_id=str(number), cancel=pb.CancelFrame()) for number in range(1100)]
+    connection._outgoing.extend(sent)
+
+    batches = []
+    while connection._outgoing:
+        batches.append(connection._next_batch())
+
+    assert [len(batch) for batch in batches] == [500, 500, 100]
+    assert [frame for batch in batches for frame in batch] == sent
 
 
 async def test_a_request_larger_than_the_limit_is_refused_here_and_leaves_the_stream_alone() -> None:

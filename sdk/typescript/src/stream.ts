@@ -14,6 +14,7 @@ import { type ClientFrame, ClientFrameSchema, type GenerateResponse, GenerateReq
 import { errorFromRpc } from "./status.js";
 
 const BATCH_BYTES = 1024 * 1024; // frames are put into one message up to this; a larger frame travels alone
+const BATCH_FRAMES = 500; // and up to so many, far below what a server takes in one message
 const IN_FLIGHT_MAX = 1000; // requests at once per client: what a server lets run on one stream
 const CLOSE_TIMEOUT_MS = 1000; // after the last request has ended, the server only has to answer a half-close
 const DRAINING = "DRAINING"; // the server's reason for taking no new requests
@@ -93,7 +94,7 @@ class StreamConnection implements Carrier {
     let size = 0;
     for (const frame of this.outgoing) {
       const bytes = toBinary(ClientFrameSchema, frame).length;
-      if (batch.length > 0 && size + bytes > BATCH_BYTES) {
+      if (batch.length === BATCH_FRAMES || (batch.length > 0 && size + bytes > BATCH_BYTES)) {
         this.write(batch);
         [batch, size] = [[], 0];
       }

@@ -19,6 +19,7 @@ from weir_client.exchange import Exchange
 from weir_client.status import error_from_rpc
 
 BATCH_BYTES = 1024 * 1024  # frames are put into one message up to this; a larger frame travels alone
+BATCH_FRAMES = 500  # and up to so many, far below what a server takes in one message
 IN_FLIGHT_MAX = 1000  # requests at once per client: what a server lets run on one stream
 DRAINING = "DRAINING"  # the server's reason for taking no new requests
 CLOSE_TIMEOUT_S = 1.0  # after the last request has ended, the server only has to answer a half-close
@@ -134,7 +135,7 @@ class StreamConnection:
     def _next_batch(self) -> list[pb.ClientFrame]:
         batch = [self._outgoing.popleft()]
         size = batch[0].ByteSize()
-        while self._outgoing:
+        while self._outgoing and len(batch) < BATCH_FRAMES:
             size += self._outgoing[0].ByteSize()
             if size > BATCH_BYTES:
                 break
