@@ -19,6 +19,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from metering.billing.pricing import COUNTS_OF_EVENT
 from metering.errors import StripeFailed
 from metering.export.stripe_gateway import StripeGateway
+from metering.export.stripe_invoices import finalized_at, usage_invoices
 from metering.export.stripe_prices import minor_unit_picos
 from metering.money import round_to_minor_unit
 from metering.store.db import Sessions, lock_holder
@@ -35,7 +36,8 @@ PRICE = " ".join(f"WHEN '{kind}' THEN p.{price}" for kind, (_, price) in COUNTS_
 LOCK = text("SELECT pg_try_advisory_lock(hashtextextended(:name, 0))")
 # Invoices from before there were such items may have been corrected by hand: they are left alone. Subscriptions to metered prices
 # end with the calendar month: an invoice that ends otherwise is of something else. A customer may have several of one month, of
-# several subscriptions; usage is late if it came after the last of them.
+# several subscriptions; usage is late if it came after the last of them. Which is the last, Stripe is asked (`last`): a webhook may
+# not have told of it yet, and what it still counted is on it.
 LATE = text(f"""
 SELECT i.organization_id, i.currency_code, i.period_start, i.period_end, array_agg(b.id) AS batch_ids,
        sum(b.token_count)::bigint AS token_count, sum(b.token_count::numeric * CASE b.token_kind {PRICE} END) AS picos
@@ -46,13 +48,16 @@ FROM (
     WHERE period_end > period_start AND period_end = date_trunc('month', period_end, 'UTC')
       AND finalized_at >= (SELECT late_items_since FROM export_progress)
       AND organization_id IN (SELECT ref::uuid FROM stripe_objects WHERE account = :account AND kind = 'customer')
+      AND (CAST(:organization_id AS uuid) IS NULL OR (organization_id, period_end) = (:organization_id, :ends))
     GROUP BY organization_id, currency_code, period_end
 ) i
 JOIN meter_batches b ON b.organization_id = i.organization_id AND b.hour >= i.period_start AND b.hour < i.period_end
 JOIN price_versions p ON p.id = b.price_version_id AND p.currency_code = i.currency_code
-WHERE b.state = 'delivered' AND b.late_item_id IS NULL AND b.sent_at > i.finalized_at + :margin
+WHERE b.state = 'delivered' AND b.late_item_id IS NULL
+  AND b.sent_at > greatest(i.finalized_at, CAST(:last AS timestamptz)) + :margin
 GROUP BY 1, 2, 3, 4 ORDER BY 1, 3
 """)
+CUSTOMER = text("SELECT stripe_id FROM stripe_objects WHERE (account, kind, ref) = (:account, 'customer', :ref)")
 CARRIED = text("""
 SELECT coalesce((SELECT exact_picos + carried_in_picos - amount_minor * :minor_picos FROM stripe_late_items
                  WHERE organization_id = :organization_id AND currency_code = :currency_code ORDER BY number DESC LIMIT 1), 0)
@@ -77,10 +82,31 @@ async def invoice_late_usage(sessions: Sessions, gateway: StripeGateway) -> int:
     async with lock_holder(sessions) as locks:
         if not await locks.scalar(LOCK, {"name": LOCK_NAME}):
             return 0
-        async with sessions.begin() as session:
-            for row in (await session.execute(LATE, {"account": gateway.account, "margin": SURELY_LATE})).all():
-                await make_item(session, row)
+        nobody = {"account": gateway.account, "margin": SURELY_LATE, "organization_id": None, "ends": None, "last": None}
+        async with sessions() as session:
+            found = (await session.execute(LATE, nobody)).all()
+        for row in found:
+            try:
+                whole, last = await last_finalized(sessions, gateway, row)
+            except StripeFailed as failed:
+                log.warning("late usage is not invoiced yet: %s", failed)
+                continue
+            if not whole:
+                continue  # it is on the invoice that is not final yet
+            asked = nobody | {"organization_id": row.organization_id, "ends": row.period_end, "last": last}
+            async with sessions.begin() as session:
+                for late in (await session.execute(LATE, asked)).all():
+                    await make_item(session, late)
         return await create_items(sessions, gateway)
+
+
+async def last_finalized(sessions: Sessions, gateway: StripeGateway, row: Row[Any]) -> tuple[bool, datetime | None]:
+    """Whether all invoices of the period are final at Stripe, and when the last became so if it has any. Raises: StripeFailed."""
+    async with sessions() as session:
+        customer = str(await session.scalar(CUSTOMER, {"account": gateway.account, "ref": str(row.organization_id)}))
+    invoices = await usage_invoices(gateway, customer, row.period_end)
+    last = finalized_at(invoices)
+    return last is not None or not invoices, last
 
 
 async def make_item(session: AsyncSession, row: Row[Any]) -> None:

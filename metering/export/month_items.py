@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import timedelta
 from typing import Any
 
 from sqlalchemy import Row, text
@@ -26,6 +26,7 @@ from metering.billing.months import month_text
 from metering.billing.pricing import COUNTS_OF_EVENT
 from metering.errors import StripeFailed
 from metering.export.stripe_gateway import StripeGateway
+from metering.export.stripe_invoices import begins_within, subscription_of, usage_invoices
 from metering.export.stripe_prices import minor_unit_picos
 from metering.money import round_to_minor_unit
 from metering.store.db import Sessions, lock_holder
@@ -157,14 +158,7 @@ async def settle_month(sessions: Sessions, gateway: StripeGateway, month: Row[An
 
 async def at_stripe(sessions: Sessions, gateway: StripeGateway, month: Row[Any], facts: Mapping[str, Any]) -> AtStripe:
     """What stands there. Drafts are counted as they will be: Stripe looks at the meters again when it finalises."""
-    subscriptions = await gateway.list_all("/v1/subscriptions", customer=month.customer, status="all")
-    ours = {each["id"] for each in subscriptions if (each.get("metadata") or {}).get("namespace") == gateway.settings.namespace}
-    since = {"gte": int(month.ends.timestamp())}
-    invoices = [
-        each
-        for each in await gateway.list_all("/v1/invoices", customer=month.customer, created=since)
-        if subscription_of(each) in ours and is_of(each, month.begins, month.ends) and each["status"] != "void"
-    ]
+    invoices = [each for each in await usage_invoices(gateway, month.customer, month.ends) if begins_within(each, month.begins)]
     drafts = tuple(each for each in invoices if each["status"] == "draft")
     if drafts:
         async with sessions() as session:
@@ -256,18 +250,6 @@ async def create_item(gateway: StripeGateway, month: Row[Any], row: Row[Any], dr
         **({"invoice": draft} if draft else {}),
     )
     return str(item["id"])
-
-
-def subscription_of(invoice: Mapping[str, Any]) -> str:
-    """Whose invoice it is; empty for one that is of no subscription."""
-    details = (invoice.get("parent") or {}).get("subscription_details") or {}
-    return str(details.get("subscription") or "")
-
-
-def is_of(invoice: Mapping[str, Any], begins: datetime, ends: datetime) -> bool:
-    """Whether it is of usage of the month."""
-    first, last = int(invoice["period_start"]), int(invoice["period_end"])
-    return int(begins.timestamp()) <= first < last == int(ends.timestamp())
 
 
 async def hold_draft(gateway: StripeGateway, invoice_id: str) -> bool:

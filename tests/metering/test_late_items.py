@@ -17,7 +17,7 @@ from metering.export.deliveries import deliver_pending
 from metering.export.differences import Stage
 from metering.export.export_settings import stripe_settings
 from metering.export.invoice_reconciliation import invoiced
-from metering.export.late_items import METADATA, invoice_late_usage, make_item
+from metering.export.late_items import invoice_late_usage, make_item
 from metering.export.month_reconciliation import differences_here
 from metering.export.reconciliation import our_month
 from metering.export.stripe_gateway import StripeGateway
@@ -115,13 +115,10 @@ async def test_an_item_whose_answer_was_lost_is_found_and_not_made_again(
 ) -> None:
     await finalise(sessions, customer, timedelta(hours=1))
     await deliver(sessions, gateway, customer, price, USED)
-    double.bad_key = True
+    double.lose_items = 1
     refused = await invoice_late_usage(sessions, gateway)
-    async with sessions() as session:
-        item_id = await session.scalar(text("SELECT id FROM stripe_late_items"))
-    [customer_id] = double.account.of("customers")
-    lost = double.account.create("invoiceitems", {"customer": customer_id, "amount": 741, "metadata": {METADATA: str(item_id)}})
-    double.bad_key = False
+    double.answered.clear()  # as a day later
+    [lost] = double.account.of("invoiceitems").values()
 
     created = await invoice_late_usage(sessions, gateway)
 
@@ -201,6 +198,51 @@ async def test_invoices_whose_periods_overlap_make_one_item_and_those_of_other_p
     created = [await invoice_late_usage(sessions, gateway) for _ in range(2)]
 
     assert (created, amounts(double)) == ([1, 0], [741])
+
+
+def at_stripe(double: StripeDouble, subscription: str, **values: object) -> None:
+    """The invoice of the month of the usage, of one of the customer's subscriptions."""
+    [customer_id] = double.account.of("customers")
+    begins = USED.settled_at.replace(day=1, hour=0, minute=0)
+    ends = (begins + timedelta(days=31)).replace(day=1)
+    double.account.of("subscriptions")[subscription] = {
+        "id": subscription,
+        "customer": customer_id,
+        "metadata": {"namespace": "weir"},
+    }
+    double.account.of("invoices")[f"in_{subscription}"] = {
+        "id": f"in_{subscription}",
+        "customer": customer_id,
+        "created": int(ends.timestamp()),
+        "period_start": int(begins.timestamp()),
+        "period_end": int(ends.timestamp()),
+        "parent": {"subscription_details": {"subscription": subscription}},
+        **values,
+    }
+
+
+def final(ago: timedelta) -> dict[str, object]:
+    """How an invoice stands that was finalised then."""
+    return {"status": "open", "status_transitions": {"finalized_at": int((datetime.now(UTC) - ago).timestamp())}}
+
+
+async def test_of_several_subscriptions_the_last_invoice_decides_whether_usage_is_late(
+    sessions: Sessions, customer: Customer, price: ModelPrice, double: StripeDouble, gateway: StripeGateway
+) -> None:
+    """What comes between two of them is on the second one; an item for it as well would charge it twice."""
+    await finalise(sessions, customer, timedelta(hours=1))
+    await deliver(sessions, gateway, customer, price, USED)
+    at_stripe(double, "sub_1", **final(timedelta(hours=1)))
+    at_stripe(double, "sub_2", status="draft")
+
+    while_one_is_a_draft = await invoice_late_usage(sessions, gateway)
+    at_stripe(double, "sub_2", **final(-timedelta(seconds=30)))
+    before_its_webhook_came = await invoice_late_usage(sessions, gateway)
+
+    assert (while_one_is_a_draft, before_its_webhook_came, amounts(double)) == (0, 0, [])
+    at_stripe(double, "sub_2", **final(timedelta(minutes=30)))
+    assert await invoice_late_usage(sessions, gateway) == 1
+    assert amounts(double) == [741]
 
 
 @pytest.mark.parametrize(("currency_code", "amount"), [("USD", 1235), ("ISK", 1200), ("MGA", 12), ("JPY", 12), ("KWD", 12346)])

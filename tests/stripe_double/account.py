@@ -163,7 +163,7 @@ class Account:
         """Count once more, for good. Raises: Refused."""
         invoice = self.draft(id)
         invoice["subtotal"] = invoice["total"] = self.subtotal(invoice)
-        invoice["status"] = "open"
+        invoice["status"], invoice["status_transitions"] = "open", {"finalized_at": int(self.clock())}
         return invoice
 
     def search(self, values: Values) -> Values:
