@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import tempfile
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import psycopg
 import pytest
+import redis
 
 from metering.billing.prices import ModelPrice
 from metering.celery_app import VISIBILITY_TIMEOUT_S, configuration
@@ -120,6 +122,33 @@ async def test_a_worker_killed_in_mid_batch_loses_and_doubles_nothing(
 
     assert posted == (0,)
     books.assert_posted_once(300)
+
+
+@pytest.mark.faults
+async def test_redis_gives_the_task_of_a_killed_worker_to_the_next_and_nothing_is_rated_twice(
+    tmp_path: Path, redis_home: Path, database_url: str, sessions: Sessions, customer: Customer, price: ModelPrice
+) -> None:
+    """A message is acknowledged when its task has ended, not before: a kill in the middle leaves it in Redis."""
+    await use(sessions, customer, price, 300)
+    books = Books(database_url)
+    waiting = "SELECT count(*) FROM pg_locks WHERE NOT granted AND relation = 'ledger_entries'::regclass"
+
+    with redis_server(redis_home) as environment, redis.Redis(unix_socket_path=str(redis_home / "redis.sock")) as client:
+        with psycopg.connect(database_url) as blocking, worker(tmp_path, database_url, environment, "killed") as running:
+            blocking.execute("LOCK TABLE ledger_entries IN SHARE MODE")
+            wait_until(lambda: books.ask(waiting) != (0,), "the worker to be in the middle of a batch")
+            running.kill()
+        left = {tag: json.loads(kept)[0]["headers"]["task"] for tag, kept in client.hgetall("unacked").items()}
+        posted = books.ask("SELECT count(*) FROM ledger_transactions")
+        client.zadd("unacked_index", dict.fromkeys(left, 0))  # as if nobody had come for as long as a task can run
+        with worker(tmp_path, database_url, environment, "next"):
+            wait_until(books.drained, "the next worker to rate everything")
+            wait_until(lambda: not any(client.hexists("unacked", tag) for tag in left), "the message to be delivered again")
+
+    assert "weir.rate_pending" in left.values()
+    assert posted == (0,)
+    books.assert_posted_once(300)
+    assert not [verdict for verdict in fsck(database_url, ledger_checks.CHECKS) if verdict.violation_count]
 
 
 async def test_two_workers_at_once_post_each_event_once(
