@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -49,12 +50,14 @@ class Certificate:
         return paths
 
 
-def new_certificate(name: str, issuer: Certificate | None = None, *, authority: bool = False) -> Certificate:
-    """One that names this machine's loopback, signed by the issuer or by itself."""
+def new_certificate(
+    name: str, issuer: Certificate | None = None, *, authority: bool = False, hosts: Sequence[str] = ()
+) -> Certificate:
+    """One that names these hosts or this machine's loopback, signed by the issuer or by itself."""
     key = ec.generate_private_key(ec.SECP256R1())
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
     now = datetime.now(UTC)
-    hosts = [x509.DNSName("localhost"), x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]
+    loopback = [x509.DNSName("localhost"), x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]
     builder = (
         x509.CertificateBuilder()
         .subject_name(subject)
@@ -66,5 +69,7 @@ def new_certificate(name: str, issuer: Certificate | None = None, *, authority: 
         .add_extension(x509.BasicConstraints(ca=authority, path_length=None), critical=True)
     )
     if not authority:
-        builder = builder.add_extension(x509.SubjectAlternativeName(hosts), critical=False)
+        builder = builder.add_extension(
+            x509.SubjectAlternativeName([x509.DNSName(host) for host in hosts] or loopback), critical=False
+        )
     return Certificate(builder.sign(key if issuer is None else issuer.private_key, hashes.SHA256()), key)

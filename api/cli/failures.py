@@ -30,6 +30,8 @@ _FIELDS_WITH_FLAGS = frozenset(
 def explain(error: WeirError, address: str) -> str:
     """The line for an error of a call to `address`."""
     match error:
+        case Unavailable() if not error.details.reason and (advice := _tls_advice(error.message)):
+            return f"no secure connection to {address}: {advice}"
         case Unavailable() if not error.details.reason:
             return f"no server at {address}: start one with `weir up` ({error.message.rpartition(': ')[2]})"
         case QuotaExceeded():
@@ -47,6 +49,23 @@ def explain(error: WeirError, address: str) -> str:
     if error.retry_after_s is not None:
         return f"{error}; try again in {duration_text(error.retry_after_s)}"
     return str(error)
+
+
+# By what the transport says of it.
+_TLS_ADVICE = {
+    "CERTIFICATE_VERIFY_FAILED": "its certificate is of no authority that is trusted here: name it with `weir --ca FILE`",
+    "Hostname Verification": "its certificate is for another name: use an address that stands in the certificate",
+    "WRONG_VERSION_NUMBER": "it does not speak TLS: write http:// before the address if that is meant",
+    "Socket closed": "it hung up: it may speak TLS (write https:// before the address), or want to see a certificate "
+    "(`weir --client-certificate FILE --client-key FILE`)",
+}
+
+
+def _tls_advice(message: str) -> str | None:
+    """What to do about a connection that did not come about; None if it did, or failed of something else."""
+    if not message.startswith("failed to connect"):
+        return None
+    return next((advice for sign, advice in _TLS_ADVICE.items() if sign in message), None)
 
 
 def flag_of(field: str) -> str:

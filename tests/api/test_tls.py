@@ -10,7 +10,10 @@ from pathlib import Path
 import grpc
 import pytest
 from grpc import StatusCode
+from weir_client import AsyncClient, Unavailable
+from weir_client.tls import TlsOptions
 
+from api.cli.failures import explain
 from api.setting_values import SettingInvalid
 from api.settings import Settings
 from api.tls import Tls, open_tls
@@ -67,6 +70,25 @@ async def test_a_connection_is_encrypted_and_trusts_its_authority_alone(world: W
             assert await check(channel) is StatusCode.UNAVAILABLE
         async with connection(address) as channel:
             assert await check(channel) is StatusCode.UNAVAILABLE, "in the clear"
+
+
+async def test_the_command_line_says_what_is_wrong_between_client_and_server(world: World) -> None:
+    """By real handshakes: the words are gRPC's, and may change with it."""
+    tls, mutual = Tls(world.certificate, world.key, None), Tls(world.certificate, world.key, world.client_ca)
+    other = new_certificate("server", world.authority, hosts=("weir.internal",)).write(world.directory, "other")
+    trusting: TlsOptions = {"root_certificates": world.authority.pem}
+    cases: list[tuple[Tls | None, TlsOptions, str]] = [
+        (tls, {"tls": True}, "weir --ca"),
+        (Tls(*other, None), trusting, "another name"),
+        (None, trusting, "http://"),
+        (tls, {"tls": False}, "https://"),
+        (mutual, trusting, "--client-certificate"),
+    ]
+    for server_tls, options, told in cases:
+        async with bare_server(Settings(), server_tls) as address, AsyncClient(address, "key", max_retries=0, **options) as client:
+            with pytest.raises(Unavailable) as refused:
+                await client.list_models()
+        assert told in explain(refused.value, address)
 
 
 async def test_with_client_authorities_only_their_certificates_are_listened_to(world: World) -> None:
