@@ -31,7 +31,8 @@ from api.live_control import obey, process_name, report
 from api.logs import configure_logs
 from api.process import Process
 from api.receipt_service import ReceiptServicer
-from api.server import Health, Servicers, build_server
+from api.relay import Relays
+from api.server import Health, Servicers, build_peer_server, build_server
 from api.settings import SettingInvalid, Settings
 from api.statistics_log import log_statistics_regularly
 from api.tls import open_tls
@@ -157,6 +158,8 @@ async def finish(settings: Settings, capacity: Capacity, process: Process) -> No
     try:
         async with asyncio.timeout(settings.drain_s):
             await capacity.idle()
+            if process.relays is not None:
+                await process.relays.idle()
     except TimeoutError:
         log.warning("drain_time_over", running_request_count=capacity.taken_count)
         process.fail_all(Draining("this server has shut down before the request was done; what was delivered is settled"))
@@ -197,13 +200,15 @@ async def serve(settings: Settings) -> None:
     holds = open_holds(settings, journal, gate, signer, notices)
     capacity, health, authenticator = Capacity(settings.requests_per_process_max), Health(), open_door(settings, sessions)
     async with asyncio.TaskGroup() as tasks:
-        process = Process(Admission(settings, capacity, holds, journal, tasks), router, tokenizers, safety.checker)
+        relays = Relays(sessions, owner_id, tasks)
+        process = Process(Admission(settings, capacity, holds, journal, tasks), router, tokenizers, safety.checker, relays)
         servicers = Servicers(
             InferenceServicer(process, authenticator, sessions),
             AdminServicer(router, authenticator, sessions, settings.database_url, signer),
             BillingServicer(authenticator, sessions, issuer),
             ReceiptServicer(authenticator, sessions),
         )
+        peer_server, peer = build_peer_server(settings, InferenceServicer(process, authenticator, sessions, for_peers=True))
         server, port = build_server(settings, servicers, health, tls)
         endpoint = Endpoint(settings.home, settings.listen_address, port, tls=tls is not None)
         for engine in router.backends():
@@ -214,6 +219,7 @@ async def serve(settings: Settings) -> None:
             settings.database_url,
             owner_id,
             process_name(),
+            peer=(peer.address, peer.certificate),
             stop=lambda order: obey(process, authenticator, order),
             report=lambda: report(process),
         )
@@ -230,6 +236,7 @@ async def serve(settings: Settings) -> None:
             background.append(tasks.create_task(safety.classifiers.serve(), name="classifiers"))
             await start_classifiers(safety.classifiers)
         gc.freeze()  # what stands now stands to the end: a full collection that looked at it again would stop all streams for 5 ms
+        await peer_server.start()
         await server.start()
         health_task = tasks.create_task(keep_health(health, endpoint, router, holds, settings, stopping), name="health")
         log.info("listening", address=settings.listen_address, port=port, tls=tls is not None, models=sorted(tokenizers))
@@ -238,6 +245,8 @@ async def serve(settings: Settings) -> None:
         log.info("draining", running_request_count=capacity.taken_count)
         await health_task
         await drain(settings, capacity, process, server)
+        await relays.close()
+        await peer_server.stop(grace=1.0)
         await holds.release_standing()
         await server.stop(grace=1.0)
         for engine in router.backends():

@@ -19,6 +19,11 @@ class DoorSettings:
     # Lets several processes of one machine listen on one port; the kernel gives each connection to one of them. Without it a second
     # server on the same port is the mistake that it mostly is.
     share_port: bool = setting("WEIR_SHARE_PORT", False, truth)
+    # Where the api processes of one database let each other receive what they run, over TLS of their own. Empty: on a free port of
+    # the same address.
+    peer_listen_address: str = setting("WEIR_PEER_LISTEN", "", str)
+    # "host" or "host:port" where the others find that. Empty: where it listens, by the machine's name if on all addresses.
+    advertise_address: str = setting("WEIR_ADVERTISE_ADDRESS", "", str)
     # PEM files; both or none. A renewed certificate counts from the next connection on, without a restart.
     tls_certificate: str = setting("WEIR_TLS_CERTIFICATE", "", str)  # the server's own first, then those between it and its root
     tls_key: str = setting("WEIR_TLS_KEY", "", str)  # not encrypted: nobody is there to type a passphrase

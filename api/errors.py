@@ -155,15 +155,56 @@ class CallMissing(ApiError):
 
 
 class UnknownRequest(ApiError):
-    """A frame names a request that this stream has not started."""
+    """A frame names a request that this stream, or for an attach this project, does not know."""
 
     reason = "REQUEST_UNKNOWN"
 
 
 class RequestUnderWay(ApiError):
-    """A frame starts a request that runs on this stream already, with another payload."""
+    """A frame starts a request that runs already, with another payload."""
 
     reason = "REQUEST_ID_REUSED"
+
+
+class AttachedElsewhere(ApiError):
+    """Another stream receives the request from now on; here it is over, and the request itself goes on."""
+
+    reason = "ATTACHED_ELSEWHERE"
+
+
+class OutputGone(ApiError):
+    """An attach asks for output that is not kept any more, or not there yet. The first and the last that it can ask for behind."""
+
+    reason = "OUTPUT_GONE"
+
+    def __init__(self, after_seq: int, oldest_seq: int, last_seq: int) -> None:
+        there = (
+            f"the deltas {oldest_seq} to {last_seq} are there" if oldest_seq <= last_seq else f"there is nothing after {last_seq}"
+        )
+        super().__init__(
+            f"what follows delta {after_seq} cannot be sent: {there}; attach with an after_seq of {oldest_seq - 1} to {last_seq} "
+            "to receive the rest"
+        )
+        self.oldest_seq = oldest_seq
+        self.last_seq = last_seq
+
+
+class RequestOver(ApiError):
+    """A request has ended and its output is not kept. outcome: how it ended, or how its server's end was settled."""
+
+    reason = "REQUEST_SETTLED"
+
+    def __init__(self, outcome: str) -> None:
+        how = "its server went away before it was done" if outcome == "FAILED" else f"it ended as {outcome or 'VOIDED'}"
+        super().__init__(f"{how}, and its output is not kept here: its usage stands beside this; a new request_id runs it again")
+        self.outcome = outcome
+
+
+class OwnerAway(ApiError):
+    """The server that runs a request does not answer. It is asked again, or its requests are settled, in a while."""
+
+    reason = "OWNER_AWAY"
+    retry_after_s = 1.0
 
 
 class Draining(ApiError):
@@ -274,6 +315,7 @@ CODES: tuple[tuple[type[Exception], int], ...] = (
     (Overloaded, code_pb2.UNAVAILABLE),
     (QueueFull, code_pb2.UNAVAILABLE),
     (StartsTooLate, code_pb2.UNAVAILABLE),
+    (OwnerAway, code_pb2.UNAVAILABLE),
     (metering_errors.StoreAway, code_pb2.UNAVAILABLE),
     (metering_errors.ChangesUnderWay, code_pb2.UNAVAILABLE),
     (metering_errors.StripeFailed, code_pb2.UNAVAILABLE),
@@ -285,8 +327,11 @@ CODES: tuple[tuple[type[Exception], int], ...] = (
     (engine_errors.CheckpointInvalid, code_pb2.UNAVAILABLE),
     (EngineLostMidway, code_pb2.ABORTED),
     (metering_errors.RequestInFlight, code_pb2.ABORTED),
+    (AttachedElsewhere, code_pb2.ABORTED),
+    (OutputGone, code_pb2.OUT_OF_RANGE),
     (metering_errors.HoldEnded, code_pb2.ABORTED),
     (RequestUnderWay, code_pb2.ALREADY_EXISTS),
+    (RequestOver, code_pb2.ALREADY_EXISTS),
     (metering_errors.RequestIdReused, code_pb2.ALREADY_EXISTS),
     (metering_errors.RequestSettled, code_pb2.ALREADY_EXISTS),
     (metering_errors.AlreadyExists, code_pb2.ALREADY_EXISTS),
@@ -361,6 +406,10 @@ def metadata_of(error: BaseException) -> dict[str, str]:
             return {"rule": error.rule}
         case EngineLostMidway():
             return {"delivered_token_count": str(error.delivered_token_count), "retry_with": "new_request_id"}
+        case OutputGone():
+            return {"oldest_seq": str(error.oldest_seq), "last_seq": str(error.last_seq)}
+        case RequestOver():
+            return {"outcome": error.outcome.lower()}
         case EngineLost():
             return {"retry_with": "same_request_id"}
         case StartsTooLate():

@@ -10,7 +10,7 @@ from weir.v1 import types_pb2
 
 from api import wire
 from api.admission import Lease
-from api.outbox import Delivery
+from api.outbox import UsageSoFar
 from api.quota_wire import quota_statuses
 from api.receipt_wire import receipt_messages
 from inference.engine import EngineCondition, TokenLogprobs
@@ -48,29 +48,42 @@ def loading(engine: EngineCondition) -> pb.ServerFrame:
     return pb.ServerFrame(progress=frame)
 
 
-def delta(seq: int, choice_index: int, text: str, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> pb.ServerFrame:
+def delta(seq: int, choice_index: int, text: str, token_ids: Sequence[int], logprobs: Sequence[pb.TokenLogprobs]) -> pb.ServerFrame:
     """New output."""
-    frame = pb.DeltaFrame(seq=seq, text=text, token_ids=token_ids, choice_index=choice_index)
-    for each in logprobs:
-        top = [pb.TokenLogprob(token_id=token.token_id, logprob=token.logprob) for token in each.top]
-        chosen = pb.TokenLogprob(token_id=each.chosen.token_id, logprob=each.chosen.logprob)
-        frame.logprobs.append(pb.TokenLogprobs(chosen=chosen, top=top))
+    frame = pb.DeltaFrame(seq=seq, text=text, token_ids=token_ids, choice_index=choice_index, logprobs=logprobs)
     return pb.ServerFrame(delta=frame)
 
 
-def usage(delivery: Delivery, prices: TokenPrices) -> pb.ServerFrame:
-    """Running counts, as the client has them when it reads this frame: what stands before it in the outbox is included."""
-    so_far = delivery.usage
-    delivered = delivery.queued_token_count
-    cost = prices.cost_picos(so_far.input_token_count, so_far.cached_input_token_count, delivered)
+def token_logprobs(logprobs: Sequence[TokenLogprobs]) -> list[pb.TokenLogprobs]:
+    """How likely tokens were, one message for each."""
+    messages = []
+    for each in logprobs:
+        top = [pb.TokenLogprob(token_id=token.token_id, logprob=token.logprob) for token in each.top]
+        chosen = pb.TokenLogprob(token_id=each.chosen.token_id, logprob=each.chosen.logprob)
+        messages.append(pb.TokenLogprobs(chosen=chosen, top=top))
+    return messages
+
+
+def usage(so_far: UsageSoFar, delivered_token_count: int, prices: TokenPrices) -> pb.ServerFrame:
+    """Running counts, as the client has them when it reads this frame: delivered is what it was sent before it."""
+    cost = prices.cost_picos(so_far.input_token_count, so_far.cached_input_token_count, delivered_token_count)
     counts = types_pb2.Usage(
         input_token_count=so_far.input_token_count,
         cached_input_token_count=so_far.cached_input_token_count,
         generated_token_count=so_far.generated_token_count,
-        delivered_token_count=delivered,
-        billed_token_count=delivered,
+        delivered_token_count=delivered_token_count,
+        billed_token_count=delivered_token_count,
     )
     return pb.ServerFrame(usage=pb.UsageFrame(usage=counts, cost=wire.money(prices.currency_code, cost)))
+
+
+def attached(after_seq: int, last_seq: int, so_far: UsageSoFar, *, running: bool) -> pb.ServerFrame:
+    """A stream receives a request that it did not begin."""
+    return pb.ServerFrame(
+        attached=pb.AttachedFrame(
+            after_seq=after_seq, last_seq=last_seq, delivered_token_count=so_far.delivered_token_count, running=running
+        )
+    )
 
 
 def settled_usage(settled: Settled) -> types_pb2.Usage:

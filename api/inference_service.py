@@ -12,7 +12,7 @@ from weir.v1 import inference_service_pb2_grpc as pb_grpc
 
 from api import wire
 from api.accounts import find_generation
-from api.auth import Authenticator, check_model, payer
+from api.auth import Authenticator, bearer_token, check_model, payer
 from api.embedding import EmbedCaller
 from api.embedding_wire import parse_embed
 from api.errors import Overloaded
@@ -34,10 +34,12 @@ FIRST_MESSAGE_WAIT_S = 5.0  # for that of a stream that is refused: it is on its
 class InferenceServicer(pb_grpc.InferenceServiceServicer):
     """See `proto/weir/v1/inference_service.proto`."""
 
-    def __init__(self, process: Process, authenticator: Authenticator, sessions: Sessions) -> None:
+    def __init__(self, process: Process, authenticator: Authenticator, sessions: Sessions, *, for_peers: bool = False) -> None:
+        """for_peers: those who call are other api processes, for what runs here and nothing else."""
         self._process = process
         self._authenticator = authenticator
         self._sessions = sessions
+        self._for_peers = for_peers
         self._open_streams = OpenStreams(process.admission.settings.streams_per_connection_max)
 
     async def Generate(  # type: ignore[override]  # the stubs know only generators, grpc.aio also takes writers
@@ -58,7 +60,8 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
             auth_ms = (time.monotonic() - opened_at) * 1000
             interval_s = self._process.admission.settings.stream_key_check_s
             key = StandingKey(principal, lambda: self._authenticator.principal(context), interval_s)
-            await ClientStream(self._process, key, auth_ms).serve(requests, context)
+            stream = ClientStream(self._process, key, auth_ms, secret=bearer_token(context), is_relayed=self._for_peers)
+            await stream.serve(requests, context)
 
     async def CountTokens(self, request: pb.CountTokensRequest, context: Context) -> pb.CountTokensResponse:
         """Counts a prompt's tokens."""

@@ -1,7 +1,7 @@
 """The life of one request, from its start frame to its settlement, as one task of the process.
 
-A request does not belong to the stream it came on: the stream going away stops it, and it then ends and is settled by itself, with
-nobody's cancellation able to cut that short.
+A request does not belong to the stream it came on: the stream going away stops it, or lets it go on unattended if the client wants
+that, and it ends and is settled by itself, with nobody's cancellation able to cut that short. Other streams may take it over.
 """
 
 from __future__ import annotations
@@ -10,19 +10,23 @@ import asyncio
 import contextlib
 import time
 import uuid
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from typing import TYPE_CHECKING
 
 import structlog
+from weir.v1 import inference_service_pb2 as pb
 
 from api import frames
 from api.admission import Lease
+from api.attendance import Attendance
 from api.errors import CancelledEarly, DeadlineBeforeStart, EngineLost, EngineLostMidway, status_of
-from api.outbox import Outbox, UsageSoFar
+from api.feed import Feed, FlowControl
+from api.outbox import UsageSoFar
 from api.places import Outlook, Place
 from api.preparation import admission_request, arrival_of, prepare, routed
+from api.receiver import Receiver
 from api.reply import UNDELIVERED_OUTCOMES, Reply
 from api.stopwatch import Stopwatch
 from api.wire import OUTCOMES, ValidStart
@@ -37,7 +41,7 @@ from inference.engine import (
     TokensGenerated,
 )
 from inference.errors import EngineFailed, EngineStartFailed
-from metering.errors import RequestSettled
+from metering.errors import RequestInFlight, RequestSettled
 from metering.operations import Outcome, Payer, Settled
 
 if TYPE_CHECKING:
@@ -65,26 +69,30 @@ class Stopped(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who asks, over what, and since when. received_at and deadline, the latest time to begin, on the monotonic clock."""
+    """Who asks, with what key, and since when. received_at and deadline, the latest time to begin, on the monotonic clock."""
 
     payer: Payer
-    outbox: Outbox
     auth_ms: float
     received_at: float
     deadline: float | None = None
+    secret: str = field(default="", repr=False)
 
 
 class LiveRequest:
     """One request."""
 
-    def __init__(self, caller: Caller, start: ValidStart, process: Process, on_end: Callable[[LiveRequest], None]) -> None:
+    def __init__(self, caller: Caller, start: ValidStart, process: Process, receiver: Receiver) -> None:
         self.caller = caller
         self.start = start
         self.phase = Phase.PREPARING
         self.place: Place | None = None  # in the queue, once it has been let in
         self._process = process
-        self._on_end = on_end
-        self._reply = Reply(caller.outbox, start, self.stop)
+        flow = FlowControl(
+            start.initial_credit_tokens, process.admission.settings.client_stall_max_s, lambda: self.stop(Outcome.SLOW_CONSUMER)
+        )
+        self.feed = Feed(receiver, start.model, flow, process.mailboxes.open() if start.keep_s is not None else None)
+        self.attendance = Attendance(self.feed, start.keep_s, self.stop)
+        self._reply = Reply(self.feed, start, self.stop)
         self._watch = Stopwatch(caller.received_at, caller.auth_ms)
         self._task: asyncio.Task[None] | None = None
         self._can_be_interrupted = False
@@ -97,12 +105,12 @@ class LiveRequest:
     @property
     def hold_id(self) -> uuid.UUID | None:
         """Its hold, once it has one."""
-        return self._reply.delivery.hold_id
+        return self.feed.tally.hold_id
 
     @property
     def usage(self) -> UsageSoFar:
         """Its tokens so far."""
-        return self._reply.delivery.usage
+        return self.feed.tally.usage
 
     @property
     def tokens_per_second(self) -> float:
@@ -122,6 +130,7 @@ class LiveRequest:
         if self._stop_outcome is not None or self.phase is Phase.ENDING:
             return
         self._stop_outcome, self._stop_error = outcome, error
+        self.attendance.stopping = True
         self._reply.cut_off(discard=outcome in UNDELIVERED_OUTCOMES)
         if self._sequence is not None:
             self._sequence.cancel()
@@ -130,30 +139,35 @@ class LiveRequest:
 
     async def _run(self) -> None:
         lease: Lease | None = None
+        end: pb.ServerFrame | None = None
         try:
             structlog.contextvars.bind_contextvars(request_id=str(self.start.request_id))  # of this task alone, so never unbound
             async with contextlib.AsyncExitStack() as stack:
                 with self._interruptible():
                     engine, request = await self._prepare()
                     place = stack.enter_context(self._enter_queue(engine, request))
-                    usage = self._reply.delivery.usage
-                    admission = self._process.admission.admit(admission_request(self.start, request, self.caller.payer), usage)
+                    asked = admission_request(self.start, request, self.caller.payer)
+                    admission = self._process.admission.admit(asked, self.usage)
                     lease = await stack.enter_async_context(admission)
                     self._watch.lap("admission")
                 await self._generate(engine, request, lease, place)
             self._watch.lap("settle")
             ends = self._reply.ends_of_choices(self._stop_outcome or Outcome.CANCELLED)
-            self._reply.push(frames.finished(lease, self._watch.timings(), self._reply.exhausted, ends, self._migration_count))
+            end = frames.finished(lease, self._watch.timings(), self._reply.exhausted, ends, self._migration_count)
         except RequestSettled as error:
-            self._reply.push(frames.failed(status_of(error), error.settled))
+            end = frames.failed(status_of(error), error.settled)
+        except RequestInFlight as error:
+            if not self._process.receive_elsewhere(self):
+                end = frames.failed(status_of(error), None)
         except EngineFailed:  # its own log says why
             settled = lease.settled if lease else None
-            self._reply.push(frames.failed(status_of(self._engine_loss(settled)), settled))
+            end = frames.failed(status_of(self._engine_loss(settled)), settled)
         except Exception as error:
-            self._reply.push(frames.failed(status_of(error), lease.settled if lease else None))
+            end = frames.failed(status_of(error), lease.settled if lease else None)
         finally:
-            self._process.ended(self)
-            self._on_end(self)
+            self.attendance.ended()
+            self._process.generated(self, can_be_received=lease is not None and lease.settled is not None)
+            self.feed.end(end)
 
     def _engine_loss(self, settled: Settled | None) -> EngineLost | EngineLostMidway:
         """What the client is told of an engine that broke: whether anything is billed decides with which id it may try again."""
@@ -179,7 +193,7 @@ class LiveRequest:
     async def _generate(self, engine: Engine, request: GenerationRequest, lease: Lease, place: Place) -> None:
         """Run the request under its hold, and leave `lease` with how it ended. Raises what breaks it."""
         self._reply.open(lease, self._process.admission.settings, self._process.safety)
-        self._reply.delivery.fence = lambda: self._may_send(lease)
+        self.feed.tally.fence = lambda: self._may_send(lease)
         self._lease = lease
         predicted = engine.predict_cached_token_count(request.prompt_token_ids, request.cache_salt)
         self._reply.push(frames.admitted(lease.admitted, len(request.prompt_token_ids), predicted))
@@ -318,7 +332,7 @@ class LiveRequest:
         """What a request that was stopped before it streamed ends with."""
         if self._stop_error is not None:
             return self._stop_error
-        if self._reply.delivery.hold_id is not None:
+        if self.hold_id is not None:
             return Stopped()
         if self._stop_outcome is Outcome.DEADLINE:
             return DeadlineBeforeStart("the deadline passed before the request was admitted")

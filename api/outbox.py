@@ -8,7 +8,6 @@ delivered.
 from __future__ import annotations
 
 import asyncio
-import time
 import uuid
 from collections import deque
 from collections.abc import Awaitable, Callable
@@ -21,6 +20,8 @@ from metering.holds.journal import Delivered, UsageJournal
 
 FRAMES_WAITING_MAX = 50_000  # some 10 MB: beyond it nothing more is read from a client that does not read itself
 FRAMES_PER_MESSAGE_MAX = 1000  # some 60 kB of deltas: below any receive limit a client may have
+TOKENS_PER_MESSAGE_MAX = 4000  # some 1.2 MB with 20 log-probabilities each: below the 4 MB that clients take unless told otherwise
+LASTING_KINDS = frozenset({"admitted", "attached"})  # whoever hears of an end has heard of these first
 
 
 @dataclass(slots=True)
@@ -34,22 +35,41 @@ class UsageSoFar:
 
 
 @dataclass(slots=True, eq=False)
+class Tally:
+    """What a request has come to, whichever stream receives it. fence: whether tokens may leave; where not, it ends the request."""
+
+    usage: UsageSoFar = field(default_factory=UsageSoFar)
+    hold_id: uuid.UUID | None = None
+    fence: Callable[[], bool] = lambda: True
+
+
+def do_nothing() -> None:
+    """For deliveries whose progress nobody follows."""
+
+
+@dataclass(slots=True, eq=False)
 class Delivery:
-    """One request's part of an outbox: what waits, and whom to tell when nothing does any more."""
+    """One request's part of an outbox: what waits, and whom to tell when less does.
+
+    counts: its tokens count as delivered when they are handed to the transport; else they did before, or another process counts.
+    on_change: called whenever less waits than before; must not block.
+    """
 
     request_id: str
-    usage: UsageSoFar
-    hold_id: uuid.UUID | None = None
-    queued_token_count: int = 0
+    tally: Tally = field(default_factory=Tally)
+    counts: bool = True
     unsent_frame_count: int = 0
-    unsent_since: float = 0.0
+    unsent_token_count: int = 0
     sent: asyncio.Event = field(default_factory=asyncio.Event)
-    fence: Callable[[], bool] = lambda: True  # whether tokens may leave; where it says no it has ended the request
+    on_change: Callable[[], None] = do_nothing
 
-    @property
-    def unsent_token_count(self) -> int:
-        """Tokens that wait for the client to read."""
-        return self.queued_token_count - self.usage.delivered_token_count
+    def left(self, frame_count: int, token_count: int) -> None:
+        """So much waits no longer: it was sent, or will not be."""
+        self.unsent_frame_count = max(self.unsent_frame_count - frame_count, 0)
+        self.unsent_token_count = max(self.unsent_token_count - token_count, 0)
+        if not self.unsent_frame_count:
+            self.sent.set()
+        self.on_change()
 
 
 class Pending(NamedTuple):
@@ -83,10 +103,9 @@ class Outbox:
         if self._abandoned:
             return
         if not delivery.unsent_frame_count:
-            delivery.unsent_since = time.monotonic()
             delivery.sent.clear()
         delivery.unsent_frame_count += 1
-        delivery.queued_token_count += token_count
+        delivery.unsent_token_count += token_count
         self._pending.append(Pending(delivery, frame, token_count))
         self._arrived.set()
 
@@ -102,30 +121,40 @@ class Outbox:
             await delivery.sent.wait()
 
     def discard(self, delivery: Delivery) -> None:
-        """Forget what of the request has not been handed to the transport: it was not delivered.
+        """Forget what of the request has not been handed to the transport: it was not delivered. But for its admission."""
+        self._remove(delivery, LASTING_KINDS)
 
-        But for its admission: whoever hears of an end has heard of that first.
-        """
-        before = len(self._pending)
-        self._pending = deque(
-            pending for pending in self._pending if pending.delivery is not delivery or pending.frame.HasField("admitted")
-        )
-        delivery.unsent_frame_count -= before - len(self._pending)
-        self._taken.set()
-        delivery.queued_token_count = delivery.usage.delivered_token_count
-        if not delivery.unsent_frame_count:
-            delivery.sent.set()
+    def take_back(self, delivery: Delivery) -> list[pb.DeltaFrame]:
+        """Forget the same and its admission, too; the output among it, in order, which another stream may be given."""
+        return [pending.frame.delta for pending in self._remove(delivery, frozenset()) if pending.frame.HasField("delta")]
+
+    def unsent_delta_count(self, delivery: Delivery) -> int:
+        """Deltas of the request that have not been handed to the transport."""
+        return sum(pending.delivery is delivery and pending.frame.HasField("delta") for pending in self._pending)
+
+    def _remove(self, delivery: Delivery, but: frozenset[str]) -> list[Pending]:
+        kept: deque[Pending] = deque()
+        removed = []
+        for pending in self._pending:
+            if pending.delivery is not delivery or pending.frame.WhichOneof("kind") in but:
+                kept.append(pending)
+            else:
+                removed.append(pending)
+        if removed:
+            self._pending = kept
+            self._taken.set()
+        delivery.left(len(removed), sum(pending.token_count for pending in removed))
+        return removed
 
     def abandon(self) -> None:
         """The client is gone: nothing more is delivered."""
         self._abandoned = True
-        for pending in (*self._in_flight, *self._pending):
-            pending.delivery.unsent_frame_count = 0
-            pending.delivery.queued_token_count = pending.delivery.usage.delivered_token_count
-            pending.delivery.sent.set()
+        gone = [*self._in_flight, *self._pending]
         self._pending.clear()
         self._taken.set()
         self.close()
+        for pending in gone:
+            pending.delivery.left(1, pending.token_count)
 
     def close(self) -> None:
         """No more frames come; the writer ends when what waits is sent."""
@@ -139,7 +168,7 @@ class Outbox:
         """
         while True:
             await self._arrived.wait()
-            batch = [self._pending.popleft() for _ in range(min(len(self._pending), FRAMES_PER_MESSAGE_MAX))]
+            batch = self._take_batch()
             self._taken.set()
             if not batch:
                 if self._closing:
@@ -150,48 +179,58 @@ class Outbox:
             self._in_flight = batch  # before anything can fail, so that `abandon` reaches these too
             self._count_as_delivered(batch)
             await write(pb.GenerateResponse(frames=[pending.frame for pending in batch]))
-            self._in_flight = []
             self._message_count += 1
-            for pending in batch:
-                pending.delivery.unsent_frame_count -= 1
-                if pending.delivery.unsent_frame_count <= 0:
-                    pending.delivery.sent.set()
+            if not self._abandoned:
+                self._in_flight = []
+                for pending in batch:
+                    pending.delivery.left(1, 0 if pending.delivery.counts else pending.token_count)
+
+    def _take_batch(self) -> list[Pending]:
+        """What goes into the next message."""
+        batch: list[Pending] = []
+        room = TOKENS_PER_MESSAGE_MAX
+        while self._pending and len(batch) < FRAMES_PER_MESSAGE_MAX and (not batch or self._pending[0].token_count <= room):
+            batch.append(self._pending.popleft())
+            room -= batch[-1].token_count
+        return batch
 
     def _without_fenced(self, batch: list[Pending]) -> list[Pending]:
         """Leave out the tokens of requests whose holds are not theirs any more, and forget what else of them waits.
 
         Looked at here, since a process may be stopped anywhere before, for any time.
         """
-        fenced = {delivery for delivery in {pending.delivery for pending in batch if pending.token_count} if not delivery.fence()}
+        counted = {pending.delivery for pending in batch if pending.token_count and pending.delivery.counts}
+        fenced = {delivery for delivery in counted if not delivery.tally.fence()}
         if not fenced:
             return batch
         kept = [pending for pending in batch if pending.delivery not in fenced]
         for pending in batch:
             if pending.delivery in fenced:
-                pending.delivery.unsent_frame_count -= 1
+                pending.delivery.left(1, pending.token_count)
         for delivery in fenced:
             self.discard(delivery)
         return kept
 
     def _count_as_delivered(self, batch: list[Pending]) -> None:
-        totals: dict[Delivery, int] = {}
+        counts: dict[Delivery, int] = {}
         for pending in batch:
-            if pending.token_count:
-                before = totals.get(pending.delivery, pending.delivery.usage.delivered_token_count)
-                totals[pending.delivery] = before + pending.token_count
-        if not totals:
+            if pending.token_count and pending.delivery.counts:
+                counts[pending.delivery] = counts.get(pending.delivery, 0) + pending.token_count
+        if not counts:
             return
-        self._journal.record([journal_entry(delivery, total) for delivery, total in totals.items()])
-        for delivery, total in totals.items():
-            delivery.usage.delivered_token_count = total
+        totals = {delivery: delivery.tally.usage.delivered_token_count + token_count for delivery, token_count in counts.items()}
+        self._journal.record([journal_entry(delivery.tally, total) for delivery, total in totals.items()])
+        for delivery, token_count in counts.items():
+            delivery.tally.usage.delivered_token_count = totals[delivery]
+            delivery.unsent_token_count -= token_count  # now, so that no token is in two counts at once, or in none
 
 
-def journal_entry(delivery: Delivery, delivered_token_count: int) -> Delivered:
+def journal_entry(tally: Tally, delivered_token_count: int) -> Delivered:
     """What the journal has to know of a request to settle it without this process."""
-    assert delivery.hold_id is not None, "tokens flow only under a hold"
-    usage = delivery.usage
+    assert tally.hold_id is not None, "tokens flow only under a hold"
+    usage = tally.usage
     return Delivered(
-        delivery.hold_id,
+        tally.hold_id,
         usage.input_token_count,
         usage.cached_input_token_count,
         max(usage.generated_token_count, delivered_token_count),

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from api.admission import Admission
 from api.embedding import EmbedCaller, LiveEmbedding
 from api.embedding_wire import ValidEmbed
 from api.fair_queue import FairQueue
 from api.live import Caller, LiveRequest, Phase
+from api.mailbox import Key, Mailboxes
 from api.places import QueueLimits
+from api.receiver import Receiver
+from api.relay import Relays
 from api.settings import Settings
 from api.wire import ValidStart
 from inference.router import Router
@@ -28,22 +31,45 @@ class Process:
     """What all requests of this process share, and the set of those that run."""
 
     def __init__(
-        self, admission: Admission, router: Router, tokenizers: Mapping[str, Tokenizer], safety: SafetyChecker | None = None
+        self,
+        admission: Admission,
+        router: Router,
+        tokenizers: Mapping[str, Tokenizer],
+        safety: SafetyChecker | None = None,
+        relays: Relays | None = None,
     ) -> None:
-        """safety: what prompts and outputs are checked by; None if they are not."""
+        """safety: what prompts and outputs are checked by; None if they are not. relays: to requests of other processes."""
+        settings = admission.settings
         self.safety = safety
         self.admission = admission
         self.router = router
         self.tokenizers = tokenizers
-        self.queues = queues_of(router, admission.settings)
+        self.queues = queues_of(router, settings)
+        self.mailboxes = Mailboxes(
+            admission.journal, bytes_max=settings.kept_bytes_max, bytes_per_request_max=settings.kept_bytes_per_request_max
+        )
+        self.relays = relays
         self._live: dict[Running, None] = {}  # in order of arrival
+        self._by_key: dict[Key, LiveRequest] = {}
 
-    def begin(self, caller: Caller, start: ValidStart, on_end: Callable[[LiveRequest], None]) -> LiveRequest:
-        """Run a request. Its end comes through the caller's outbox; `on_end` is called after that was pushed."""
-        request = LiveRequest(caller, start, self, on_end)
+    def begin(self, caller: Caller, start: ValidStart, receiver: Receiver) -> None:
+        """Run a request that `find` does not know. Its end comes to the receiver, or to whoever receives it then."""
+        request = LiveRequest(caller, start, self, receiver)
         self._live[request] = None
+        self._by_key[caller.payer.project_id, start.request_id] = request
         request.run_in(self.admission.tasks)
-        return request
+
+    def find(self, key: Key) -> LiveRequest | None:
+        """The request of this id that runs or waits here."""
+        return self._by_key.get(key)
+
+    def receive_elsewhere(self, request: LiveRequest) -> bool:
+        """A request that turned out to run in another process: let its stream receive that one. Whether there is a way."""
+        if self.relays is None or (receiver := request.feed.detach()) is None:
+            return False
+        key = request.caller.payer.project_id, request.start.request_id
+        self.relays.begin(receiver, key, request.caller.secret, after_seq=0, credit_token_count=request.feed.credit)
+        return True
 
     def embed(self, caller: EmbedCaller, start: ValidEmbed) -> LiveEmbedding:
         """Run a request that embeds; its `answer` tells of its end."""
@@ -59,6 +85,18 @@ class Process:
     def ended(self, request: Running) -> None:
         """Forget a request that has ended."""
         self._live.pop(request, None)
+
+    def generated(self, request: LiveRequest, *, can_be_received: bool) -> None:
+        """The same for one that generates, but for what is kept of it. can_be_received: it has left something in the books."""
+        self.ended(request)
+        key = request.caller.payer.project_id, request.start.request_id
+        self._by_key.pop(key, None)
+        if (mailbox := request.feed.mailbox) is not None:
+            if can_be_received and request.start.keep_s is not None:
+                self.mailboxes.keep(key, request.feed, mailbox, request.start.keep_s)
+            else:
+                request.feed.discard()
+                self.mailboxes.close(mailbox)
 
     def fail_all(self, error: Exception) -> None:
         """Stop everything that runs; what was delivered is settled, and the clients are told why."""

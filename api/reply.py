@@ -11,11 +11,11 @@ from weir.v1 import inference_service_pb2 as pb
 
 from api import frames
 from api.admission import Lease
-from api.outbox import Delivery, Outbox, UsageSoFar
+from api.feed import Feed, UsageTelling
 from api.output_filter import OutputFilter, open_filters
 from api.settings import Settings
 from api.wire import ValidStart
-from inference.engine import TokenLogprobs, TokensGenerated
+from inference.engine import TokensGenerated
 from inference.safety import SafetyChecker
 from metering.errors import QuotaExceeded
 from metering.operations import Outcome, QuotaState
@@ -28,14 +28,12 @@ log = structlog.get_logger(__name__)
 class Reply:
     """The frames of one request. No output is handed on before `open` nor after `cut_off`."""
 
-    def __init__(self, outbox: Outbox, start: ValidStart, stop: Callable[[Outcome], None]) -> None:
+    def __init__(self, feed: Feed, start: ValidStart, stop: Callable[[Outcome], None]) -> None:
         """stop: ends the request for this reason."""
-        self.delivery = Delivery(start.given_id, UsageSoFar())
+        self.feed = feed
         self.exhausted: tuple[QuotaState, ...] = ()  # the quotas that ended the request, if any did
-        self._outbox = outbox
         self._start = start
         self._stop = stop
-        self._seq = 0
         self._is_cut_off = False
         self._is_discarded = False
         self._filters: tuple[OutputFilter, ...] = ()  # by choice; empty: outputs are not checked
@@ -46,7 +44,9 @@ class Reply:
     def open(self, lease: Lease, settings: Settings, safety: SafetyChecker | None) -> None:
         """From now on output may come, under this lease. safety: what outputs are checked by; None if they are not."""
         self._lease, self._settings = lease, settings
-        self.delivery.hold_id = lease.admitted.hold_id
+        self.feed.tally.hold_id = lease.admitted.hold_id
+        if self._start.usage_interval_tokens is not None:
+            self.feed.usage_telling = UsageTelling(self._start.usage_interval_tokens, lease.admitted.prices)
         self._filters = open_filters(safety, self._start.choice_count)
 
     def cut_off(self, *, discard: bool) -> None:
@@ -54,19 +54,18 @@ class Reply:
         self._is_cut_off = True
         self._is_discarded = self._is_discarded or discard
         if discard:
-            self._outbox.discard(self.delivery)
+            self.feed.discard()
 
-    def push(self, frame: pb.ServerFrame, token_count: int = 0) -> None:
-        """Put a frame of this request into the outbox. token_count: output tokens that it carries."""
-        frame.request_id = self.delivery.request_id
-        self._outbox.push(self.delivery, frame, token_count)
+    def push(self, frame: pb.ServerFrame) -> None:
+        """Say something of this request that is no output."""
+        self.feed.push(frame)
 
     async def hand_on(self, event: TokensGenerated) -> None:
         """Give on what of the new output, and of what was held back before, the safety stage lets go.
 
         A beam search says much at once at its end: then the client is waited for, and given up only if it stalls.
         """
-        if self._start.beam_search and self.delivery.unsent_token_count >= self._settings.outbox_tokens_per_request_max // 2:
+        if self._start.beam_search and self.feed.unsent_token_count >= self._settings.outbox_tokens_per_request_max // 2:
             await self.flush()
         if not self._filters:
             await self._hand_on_checked(event)
@@ -86,7 +85,7 @@ class Reply:
                 await self._hand_on_checked(part)
             self._note_filtered(output, choice_index)
         elif text:
-            self._push_delta(text, choice_index=choice_index)
+            self.feed.say(choice_index, text, ())
 
     def end_choice(self, choice_index: int, outcome: Outcome) -> None:
         """One of several choices ended by itself. One whose last tokens were not handed on ended as the request does."""
@@ -101,7 +100,7 @@ class Reply:
         return {index: cut if end is Outcome.CANCELLED else end for index, end in ends.items()}
 
     async def flush(self) -> None:
-        """Wait until the client has taken everything; one that reads nothing for too long is given up.
+        """Wait until the client has taken everything; one that takes nothing for too long is given up.
 
         What it reads may be frames of other requests that were before these, so the stream is watched and not the request.
         Nothing is waited for once what waits was discarded: what the transport has already was counted when it was handed over.
@@ -109,41 +108,31 @@ class Reply:
         if self._is_discarded:
             return
         before = None
-        while before != (taken := self._outbox.message_count):
-            before = taken
+        while before != (progress := self.feed.progress):
+            before = progress
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._settings.client_stall_max_s):
-                    await self._outbox.flushed(self.delivery)
+                    await self.feed.all_taken()
                     return
         self._stop(Outcome.SLOW_CONSUMER)
-        self._outbox.discard(self.delivery)
+        self.feed.discard()
 
     async def _hand_on_checked(self, event: TokensGenerated) -> None:
         """Give one step's tokens to the outbox, if the lease covers them and nobody has stopped the request."""
         if self._is_cut_off:
             return
         try:
-            await self._lease.cover(self.delivery.queued_token_count + len(event.token_ids))
+            await self._lease.cover(self.feed.queued_token_count + len(event.token_ids))
         except QuotaExceeded as refusal:
             self.exhausted = refusal.failing
             self._stop(Outcome.QUOTA_EXHAUSTED)
         if self._is_cut_off:
             return
-        before = self.delivery.queued_token_count
-        self._push_delta(event.text, event.token_ids, event.logprobs, event.choice_index)
-        interval = self._start.usage_interval_tokens
-        if interval and before // interval != self.delivery.queued_token_count // interval:
-            self.push(frames.usage(self.delivery, self._lease.admitted.prices))
-        if self.delivery.unsent_token_count > self._settings.outbox_tokens_per_request_max:
+        self.feed.say(event.choice_index, event.text, event.token_ids, frames.token_logprobs(event.logprobs))
+        if self.feed.unsent_token_count > self._settings.outbox_tokens_per_request_max:
             self._stop(Outcome.SLOW_CONSUMER)
 
     def _note_filtered(self, output: OutputFilter, choice_index: int) -> None:
         if output.hit is not None:
             log.info("output_filtered", rule=output.hit, choice_index=choice_index)
             self._stop(Outcome.FILTERED)
-
-    def _push_delta(
-        self, text: str, token_ids: tuple[int, ...] = (), logprobs: tuple[TokenLogprobs, ...] = (), choice_index: int = 0
-    ) -> None:
-        self._seq += 1
-        self.push(frames.delta(self._seq, choice_index, text, token_ids, logprobs), len(token_ids))

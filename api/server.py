@@ -24,6 +24,7 @@ from api.admin_service import AdminServicer
 from api.billing_service import BillingServicer
 from api.inference_service import InferenceServicer
 from api.interceptor import ErrorInterceptor
+from api.peers import PEER_KEEPALIVE_MS, Peer, advertised, make_certificate, peer_listen_address
 from api.receipt_service import ReceiptServicer
 from api.settings import Settings
 from api.tls import Tls
@@ -94,6 +95,29 @@ def build_server(settings: Settings, servicers: Servicers, health: Health, tls: 
     except RuntimeError as error:
         raise OSError(f"cannot listen on {settings.listen_address}: {error}") from error
     return server, port
+
+
+def build_peer_server(settings: Settings, servicer: InferenceServicer) -> tuple[grpc.aio.Server, Peer]:
+    """The server for the other api processes, and how they reach it. Raises: OSError if the address cannot be bound."""
+    key, certificate = make_certificate()
+    server = grpc.aio.server(
+        interceptors=(ErrorInterceptor(),),
+        options=(
+            ("grpc.max_receive_message_length", settings.message_bytes_max),
+            ("grpc.max_concurrent_streams", REFUSABLE_STREAMS_FACTOR * settings.streams_per_connection_max),
+            ("grpc.keepalive_time_ms", KEEPALIVE_MS),
+            ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
+            ("grpc.http2.min_recv_ping_interval_without_data_ms", PEER_KEEPALIVE_MS // 2),
+            ("grpc.so_reuseport", 0),
+        ),
+    )
+    inference_service_pb2_grpc.add_InferenceServiceServicer_to_server(servicer, server)
+    address = peer_listen_address(settings)
+    try:
+        port = server.add_secure_port(address, grpc.ssl_server_credentials([(key, certificate)]))
+    except RuntimeError as error:
+        raise OSError(f"cannot listen on {address} for other api processes: {error}") from error
+    return server, Peer(advertised(settings.advertise_address, address, port), certificate.decode())
 
 
 def options(settings: Settings) -> tuple[tuple[str, int], ...]:

@@ -175,6 +175,11 @@ class Settings(DoorSettings):
     outbox_tokens_per_request_max: int = setting("WEIR_OUTBOX_TOKENS_PER_REQUEST_MAX", 4096, whole(1, 1_000_000))
     # A client that reads nothing for so long has gone, whatever its connection says.
     client_stall_max_s: float = setting("WEIR_CLIENT_STALL_MAX_S", 60.0, seconds(3600))
+    # Generation that nobody receives costs an engine all the same; a client that is gone for longer seldom comes back.
+    keep_max_s: float = setting("WEIR_KEEP_MAX_S", 600.0, seconds(86_400))
+    # Of output that is kept for clients that may come back: for each request some 16,000 tokens, and in all of them together.
+    kept_bytes_per_request_max: int = setting("WEIR_KEPT_BYTES_PER_REQUEST_MAX", 2**20, whole(1024, 2**30))
+    kept_bytes_max: int = setting("WEIR_KEPT_BYTES_MAX", 2**28, whole(2**16, 2**40))
     progress_interval_s: float = setting("WEIR_PROGRESS_INTERVAL_S", 0.5, seconds(60))
     cold_start_wait_s: float = setting("WEIR_COLD_START_WAIT_S", 120.0, seconds(3600))
     drain_s: float = setting("WEIR_DRAIN_S", 30.0, seconds(3600))

@@ -115,6 +115,8 @@ class ValidStart:
     labels: dict[str, str]
     tier: ServiceTier
     start_timeout_s: float | None
+    keep_s: float | None = None  # how long it goes on, and is kept, without a stream that receives it; None: not at all
+    initial_credit_tokens: int | None = None
     region: str = ""
     regions: tuple[str, ...] = ()
     served: str = ""
@@ -152,6 +154,8 @@ def parse_start(request_id: str, start: pb.StartFrame) -> ValidStart:
         labels=dict(start.labels),
         tier=TIERS[start.tier],
         start_timeout_s=seconds_of(start.start_timeout) if start.HasField("start_timeout") else None,
+        keep_s=seconds_of(start.keep_on_disconnect) if start.HasField("keep_on_disconnect") else None,
+        initial_credit_tokens=start.initial_credit_tokens if start.HasField("initial_credit_tokens") else None,
         region=start.region,
     )
 
@@ -182,6 +186,11 @@ def check_limits(start: pb.StartFrame, wrong: Violations) -> None:
         wrong.check(interval >= 1, "usage_interval_tokens", f"must be at least 1, not {interval}")
     if start.HasField("start_timeout"):
         wrong.check(seconds_of(start.start_timeout) > 0, "start_timeout", "must be more than 0 s")
+    if start.HasField("keep_on_disconnect"):
+        wrong.check(seconds_of(start.keep_on_disconnect) > 0, "keep_on_disconnect", "must be more than 0 s; unset: not at all")
+    if start.HasField("initial_credit_tokens"):
+        credit = start.initial_credit_tokens
+        wrong.check(credit >= 0, "initial_credit_tokens", f"must be at least 0, not {credit}")
     check_tier_and_labels(start, wrong)
 
 

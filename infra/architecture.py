@@ -93,7 +93,12 @@ BORDERS = (
         why="admission knows what a token costs, and nothing of ledger, invoices or who bills",
     ),
     Border(("metering.holds",), inside=("metering/receipts/",), why="a receipt says what was settled, and knows nothing of how"),
-    Border(("cryptography",), inside=PRODUCT, save_for=("metering/receipts/signing.py", "sdk/"), why="one place signs"),
+    Border(
+        ("cryptography",),
+        inside=PRODUCT,
+        save_for=("metering/receipts/signing.py", "api/peers.py", "sdk/"),
+        why="one place signs, one identifies processes",
+    ),
     Border(
         ("metering.export", "metering.configuration"),
         inside=("metering/billing/",),

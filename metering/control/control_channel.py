@@ -35,9 +35,11 @@ SELECT id, request_id, project_id, api_key_id, reason, ordered_at < clock_timest
 FROM stop_orders WHERE id > %s ORDER BY id
 """
 WRITE_REPORT = """
-INSERT INTO live_reports (owner_id, owner_name, reported_at, requests) VALUES (%s, %s, clock_timestamp(), %s::jsonb)
+INSERT INTO live_reports (owner_id, owner_name, peer_address, peer_certificate, reported_at, requests)
+VALUES (%s, %s, %s, %s, clock_timestamp(), %s::jsonb)
 ON CONFLICT (owner_id) DO UPDATE
-SET owner_name = excluded.owner_name, reported_at = excluded.reported_at, requests = excluded.requests
+SET owner_name = excluded.owner_name, peer_address = excluded.peer_address, peer_certificate = excluded.peer_certificate,
+    reported_at = excluded.reported_at, requests = excluded.requests
 """
 
 log = structlog.get_logger(__name__)
@@ -52,12 +54,16 @@ class ControlChannel:
         owner_id: uuid.UUID,
         owner_name: str,
         *,
+        peer: tuple[str, str] = ("", ""),
         stop: Callable[[StopOrder], None],
         report: Callable[[], Sequence[dict[str, Any]]],
     ) -> None:
-        """stop: ends what an order names; called once per order. report: what runs now, as JSON values."""
+        """stop: ends what an order names; called once per order. report: what runs now, as JSON values.
+
+        peer: "host:port" where the other processes reach this one, and the certificate that it shows there.
+        """
         self._conninfo = psycopg_conninfo(database_url)
-        self._owner = (owner_id, owner_name)
+        self._owner = (owner_id, owner_name, *peer)
         self._stop = stop
         self._report = report
         self._floor: int | None = None  # orders up to here have been read, and none can appear among them any more

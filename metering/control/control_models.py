@@ -66,12 +66,17 @@ class StopOrder(Base):
 
 
 class LiveReport(Base):
-    """What one api process runs, written when somebody asks. Unlogged: it describes a moment, and costs no WAL."""
+    """What one api process runs, written when somebody asks, and where the others reach it.
+
+    Unlogged: it describes a moment, and costs no WAL. A process writes its row whenever it connects.
+    """
 
     __tablename__ = "live_reports"
     __table_args__ = ({"prefixes": ["UNLOGGED"]},)
 
     owner_id: Mapped[uuid.UUID] = mapped_column(primary_key=True)
     owner_name: Mapped[str]
+    peer_address: Mapped[str] = mapped_column(server_default="")
+    peer_certificate: Mapped[str] = mapped_column(server_default="")
     reported_at: Mapped[datetime]
     requests: Mapped[list[dict[str, Any]]] = mapped_column(JSONB())

@@ -15,6 +15,7 @@ from api.generation import ClientStream, outcome_of_leaving
 from api.interceptor import first_error, readable, readable_stream, tolerant
 from api.live import Caller, LiveRequest, Phase
 from api.outbox import Outbox
+from api.receiver import Receiver
 from api.settings import Settings
 from api.standing_key import StandingKey
 from api.wire import parse_start
@@ -43,11 +44,11 @@ def test_a_tick_of_progress_survives_a_request_for_an_unknown_model(phase: Phase
     router = Router({})
     with pytest.raises(ModelUnknown):
         router.choose("gpt")
-    process = cast(Any, SimpleNamespace(router=router))
+    process = cast(Any, SimpleNamespace(router=router, admission=SimpleNamespace(settings=Settings())))
     payer = Payer(uuid.uuid4(), uuid.uuid4(), uuid.uuid4(), "USD")
-    caller = Caller(payer, Outbox(cast(Any, None)), 0.0, 0.0)
+    caller = Caller(payer, 0.0, 0.0)
     start = parse_start(str(uuid.uuid4()), pb.StartFrame(model="gpt", text="x"))
-    request = LiveRequest(caller, start, process, lambda _: None)
+    request = LiveRequest(caller, start, process, Receiver(Outbox(cast(Any, None)), start.given_id, lambda _: None))
     request.phase = phase
 
     request.tell_progress(None)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from weir.v1 import inference_service_pb2 as pb
 
 from api import outbox as outbox_module
-from api.outbox import Delivery, Outbox, UsageSoFar
+from api.outbox import Delivery, Outbox, Tally, UsageSoFar
 from metering.holds.journal import Delivered, UsageJournal, decode
 
 
@@ -48,7 +48,7 @@ def recorded(journal: UsageJournal) -> dict[uuid.UUID | None, int]:
 
 
 def delivery() -> Delivery:
-    return Delivery("r", UsageSoFar(input_token_count=10, generated_token_count=100), hold_id=uuid.uuid4())
+    return Delivery("r", Tally(UsageSoFar(input_token_count=10, generated_token_count=100), hold_id=uuid.uuid4()))
 
 
 def delta(seq: int) -> pb.ServerFrame:
@@ -74,7 +74,7 @@ async def test_all_that_waits_goes_out_in_one_message_and_in_order(journal: Usag
         transport.may_write.release()
 
     assert transport.messages == [[1], [2, 3, 4, 5]]
-    assert recorded(journal) == {first.hold_id: 5, second.hold_id: 4}
+    assert recorded(journal) == {first.tally.hold_id: 5, second.tally.hold_id: 4}
 
 
 async def test_a_burst_is_split_at_the_bound_of_a_message(journal: UsageJournal, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,7 +87,7 @@ async def test_a_burst_is_split_at_the_bound_of_a_message(journal: UsageJournal,
     await outbox.write_all(transport.write)
 
     assert transport.messages == [[0, 1], [2, 3], [4]]
-    assert one.usage.delivered_token_count == 5
+    assert one.tally.usage.delivered_token_count == 5
 
 
 async def test_the_journal_has_a_token_before_the_transport_gets_it(journal: UsageJournal) -> None:
@@ -95,7 +95,7 @@ async def test_the_journal_has_a_token_before_the_transport_gets_it(journal: Usa
     seen: list[int] = []
 
     async def write(message: pb.GenerateResponse) -> None:
-        seen.append(recorded(journal).get(one.hold_id, 0))
+        seen.append(recorded(journal).get(one.tally.hold_id, 0))
 
     outbox.push(one, delta(1), 3)
     outbox.close()
@@ -119,13 +119,13 @@ async def test_a_journal_that_cannot_be_written_stops_delivery_and_frees_whoever
     outbox.abandon()
 
     assert transport.messages == []
-    assert one.usage.delivered_token_count == 0
+    assert one.tally.usage.delivered_token_count == 0
     async with asyncio.timeout(1):
         await outbox.flushed(one)
 
 
 async def test_frames_without_tokens_do_not_touch_the_journal(journal: UsageJournal, monkeypatch: pytest.MonkeyPatch) -> None:
-    outbox, transport, one = Outbox(journal), Transport(), Delivery("r", UsageSoFar())
+    outbox, transport, one = Outbox(journal), Transport(), Delivery("r")
     monkeypatch.setattr(journal, "record", None)
     outbox.push(one, delta(1))
     outbox.close()
@@ -148,7 +148,7 @@ async def test_what_is_discarded_was_not_delivered_but_what_is_on_its_way_was(jo
         outbox.discard(one)
         flushed = tasks.create_task(outbox.flushed(one))
         await turns()
-        assert one.usage.delivered_token_count == one.queued_token_count == 2
+        assert one.tally.usage.delivered_token_count == 2
         assert not flushed.done(), "the message under way is still to be taken"
         outbox.push(one, delta(4))
         outbox.close()
@@ -156,7 +156,7 @@ async def test_what_is_discarded_was_not_delivered_but_what_is_on_its_way_was(jo
             transport.may_write.release()
 
     assert transport.messages == [[1], [3, 4]]
-    assert recorded(journal) == {one.hold_id: 2, other.hold_id: 4}
+    assert recorded(journal) == {one.tally.hold_id: 2, other.tally.hold_id: 4}
 
 
 async def test_abandoning_frees_everybody_and_drops_what_comes_later(journal: UsageJournal) -> None:
@@ -173,7 +173,7 @@ async def test_abandoning_frees_everybody_and_drops_what_comes_later(journal: Us
         await outbox.flushed(sending)
         await outbox.flushed(waiting)
 
-    assert (sending.usage.delivered_token_count, waiting.usage.delivered_token_count) == (2, 0)
+    assert (sending.tally.usage.delivered_token_count, waiting.tally.usage.delivered_token_count) == (2, 0)
     assert waiting.unsent_token_count == 0
 
 
@@ -220,8 +220,8 @@ def test_any_order_of_acts_delivers_no_more_than_was_pushed_and_frees_every_wait
                     case _:
                         await turns(2)
                 for one, most in zip(deliveries, pushed, strict=True):
-                    assert one.hold_id is not None
-                    assert records.get(one.hold_id, 0) == one.usage.delivered_token_count <= most
+                    assert one.tally.hold_id is not None
+                    assert records.get(one.tally.hold_id, 0) == one.tally.usage.delivered_token_count <= most
                     assert 0 <= one.unsent_token_count <= most
                     assert one.unsent_frame_count >= 0 or gone
             outbox.close()
@@ -254,4 +254,4 @@ async def test_a_discarded_request_keeps_its_admission_before_its_end(journal: U
 
     assert kinds == ["admitted", "finished"]
     assert request.unsent_frame_count == 0
-    assert request.usage.delivered_token_count == 0
+    assert request.tally.usage.delivered_token_count == 0

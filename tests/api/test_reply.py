@@ -14,10 +14,12 @@ from weir.v1 import inference_service_pb2 as pb
 
 from api import outbox as outbox_module
 from api.admission import Lease
+from api.feed import Feed, FlowControl
 from api.outbox import Outbox
+from api.receiver import Receiver
 from api.reply import Reply
 from api.settings import Settings
-from api.wire import parse_start
+from api.wire import ValidStart, parse_start
 from inference.engine import TokensGenerated
 from metering.holds.journal import UsageJournal
 from metering.operations import Outcome
@@ -42,6 +44,12 @@ def journal(tmp_path: Path) -> Iterator[UsageJournal]:
     journal.close()
 
 
+def feed_of(outbox: Outbox, start: ValidStart) -> Feed:
+    """Of a request that came on this outbox's stream."""
+    receiver = Receiver(outbox, start.given_id, lambda _: None)
+    return Feed(receiver, start.model, FlowControl(None, 60.0, lambda: None), None)
+
+
 async def say_at_once(journal: UsageJournal, **fields: Any) -> tuple[list[Outcome], int]:
     """Hand on 500 tokens that are all there already, to a client that takes each message. Why it was stopped, and tokens sent."""
     start = parse_start(str(uuid.uuid4()), pb.StartFrame(model="tiny", text="Hi", **fields))
@@ -54,13 +62,13 @@ async def say_at_once(journal: UsageJournal, **fields: Any) -> tuple[list[Outcom
         sent += sum(len(frame.delta.token_ids) for frame in message.frames)
 
     outbox = Outbox(journal)
-    reply = Reply(outbox, start, stopped.append)
+    reply = Reply(feed_of(outbox, start), start, stopped.append)
     settings = cast(Settings, SimpleNamespace(outbox_tokens_per_request_max=OUTBOX_TOKENS, client_stall_max_s=60.0))
     reply.open(cast(Lease, Covered()), settings, None)
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(outbox.write_all(write))
         for index in range(500):
-            reply.delivery.usage.generated_token_count += 1
+            reply.feed.tally.usage.generated_token_count += 1
             await reply.hand_on(TokensGenerated((index,), "x"))
         outbox.close()
     return stopped, sent
@@ -87,7 +95,8 @@ async def test_a_request_behind_others_is_not_given_up_while_the_client_reads_th
     settings = cast(Settings, SimpleNamespace(outbox_tokens_per_request_max=OUTBOX_TOKENS, client_stall_max_s=patience_s))
     replies = []
     for _ in range(2):
-        reply = Reply(outbox, parse_start(str(uuid.uuid4()), pb.StartFrame(model="tiny", text="Hi")), stopped.append)
+        start = parse_start(str(uuid.uuid4()), pb.StartFrame(model="tiny", text="Hi"))
+        reply = Reply(feed_of(outbox, start), start, stopped.append)
         reply.open(cast(Lease, Covered()), settings, None)
         replies.append(reply)
     first, last = replies
@@ -104,4 +113,4 @@ async def test_a_request_behind_others_is_not_given_up_while_the_client_reads_th
         await last.flush()
 
     assert stopped == []
-    assert last.delivery.usage.delivered_token_count == 1
+    assert last.feed.tally.usage.delivered_token_count == 1

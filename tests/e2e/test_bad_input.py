@@ -324,7 +324,8 @@ async def test_another_payload_under_a_running_id_is_refused_and_the_running_one
     assert service.books.event(tenant, frame.request_id)["delivered_token_count"] == 600
 
 
-async def test_a_running_id_is_refused_on_another_stream(service: Service, tenant: Tenant) -> None:
+async def test_a_running_id_whose_beginning_is_gone_is_refused_on_another_stream(service: Service, tenant: Tenant) -> None:
+    """Nothing is kept of it, so the second stream could have no more than a part; and the first one has it still."""
     frame = start(max_output_tokens=3000)
     async with service.stream(tenant.secret) as stream, service.stream(tenant.secret) as other:
         await stream.send(frame)
@@ -338,7 +339,7 @@ async def test_a_running_id_is_refused_on_another_stream(service: Service, tenan
 
         await stream.cancel(frame.request_id)
         await stream.finished(frame.request_id)
-    assert (same.code, same.reason) == (StatusCode.ABORTED, "REQUEST_IN_FLIGHT")
+    assert (same.code, same.reason) == (StatusCode.OUT_OF_RANGE, "OUTPUT_GONE")
     assert (different.code, different.reason) == (StatusCode.ALREADY_EXISTS, "REQUEST_ID_REUSED")
     assert same.frame is not None
     assert not same.frame.duplicate_start

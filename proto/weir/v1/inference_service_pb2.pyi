@@ -209,15 +209,30 @@ class ClientFrame(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     START_FIELD_NUMBER: _builtins.int
     CANCEL_FIELD_NUMBER: _builtins.int
+    ATTACH_FIELD_NUMBER: _builtins.int
+    CREDIT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """UUID minted by the client. It is the idempotency key within the project of the API key."""
+    """UUID minted by the client. It is the idempotency key within the project of the API key: whatever a client does, a request is
+    billed once.
+    """
     @_builtins.property
     def start(self) -> Global___StartFrame:
-        """Begin a request."""
+        """Begin a request. The same `start` again receives the one that runs, as `attach` with `after_seq` 0 does, and never begins a
+        second one; on the stream that receives it already, nothing happens. After the end: ALREADY_EXISTS with the settled usage. Another
+        payload under the same id: ALREADY_EXISTS, and the request that runs goes on.
+        """
 
     @_builtins.property
     def cancel(self) -> Global___CancelFrame:
         """Stop it."""
+
+    @_builtins.property
+    def attach(self) -> Global___AttachFrame:
+        """Receive it from now on, wherever it was started."""
+
+    @_builtins.property
+    def credit(self) -> Global___CreditFrame:
+        """Grant it more output."""
 
     def __init__(
         self,
@@ -225,12 +240,14 @@ class ClientFrame(_message.Message):
         request_id: _builtins.str = ...,
         start: Global___StartFrame | None = ...,
         cancel: Global___CancelFrame | None = ...,
+        attach: Global___AttachFrame | None = ...,
+        credit: Global___CreditFrame | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "kind", b"kind", "start", b"start"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["attach", b"attach", "cancel", b"cancel", "credit", b"credit", "kind", b"kind", "start", b"start"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "kind", b"kind", "request_id", b"request_id", "start", b"start"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attach", b"attach", "cancel", b"cancel", "credit", b"credit", "kind", b"kind", "request_id", b"request_id", "start", b"start"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["start", "cancel"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["start", "cancel", "attach", "credit"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -280,6 +297,8 @@ class StartFrame(_message.Message):
     TIER_FIELD_NUMBER: _builtins.int
     START_TIMEOUT_FIELD_NUMBER: _builtins.int
     BEAM_SEARCH_FIELD_NUMBER: _builtins.int
+    KEEP_ON_DISCONNECT_FIELD_NUMBER: _builtins.int
+    INITIAL_CREDIT_TOKENS_FIELD_NUMBER: _builtins.int
     REGION_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Name of a model, as `ListModels` gives it. Unknown: NOT_FOUND."""
@@ -305,6 +324,10 @@ class StartFrame(_message.Message):
     """
     tier: Global___ServiceTier.ValueType
     """What the request is to those who wait for the same engine. Unset: interactive. Unknown: INVALID_ARGUMENT."""
+    initial_credit_tokens: _builtins.int
+    """Flow control by the client: so many output tokens may be sent before the first `credit` frame, 0 or more. Deltas are sent only as far
+    as credit reaches; what waits for credit delays no other request. Unset: no credit is needed. INVALID_ARGUMENT if it is negative.
+    """
     region: _builtins.str
     """Where the request shall run: one of the regions of the deployment. When it cannot run there, it goes where the operator lets the
     requests of that region go, and nowhere else. Unset: the region of the server. Unknown: INVALID_ARGUMENT naming the known ones.
@@ -351,6 +374,14 @@ class StartFrame(_message.Message):
     def beam_search(self) -> Global___BeamSearch:
         """Searches for the likeliest outputs with several beams instead of choosing token by token. Unset: no search."""
 
+    @_builtins.property
+    def keep_on_disconnect(self) -> _duration_pb2.Duration:
+        """What becomes of the request when the stream that receives it ends before it does. Unset: it is cancelled at once. Set: it goes on
+        unattended for at most so long, more than 0 s; then it ends as CANCELLED. Its output is kept for `attach` while it runs, and for so
+        long after its end. The server takes delivery for the client: every token counts as delivered, and is billed, once it is kept.
+        INVALID_ARGUMENT for more than the server allows (600 s unless its operator says otherwise).
+        """
+
     def __init__(
         self,
         *,
@@ -372,14 +403,18 @@ class StartFrame(_message.Message):
         tier: Global___ServiceTier.ValueType = ...,
         start_timeout: _duration_pb2.Duration | None = ...,
         beam_search: Global___BeamSearch | None = ...,
+        keep_on_disconnect: _duration_pb2.Duration | None = ...,
+        initial_credit_tokens: _builtins.int | None = ...,
         region: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_choice_count", b"_choice_count", "_max_output_tokens", b"_max_output_tokens", "_top_logprobs", b"_top_logprobs", "_usage_interval_tokens", b"_usage_interval_tokens", "beam_search", b"beam_search", "choice_count", b"choice_count", "conversation", b"conversation", "max_output_tokens", b"max_output_tokens", "prompt", b"prompt", "response_format", b"response_format", "sampling", b"sampling", "start_timeout", b"start_timeout", "text", b"text", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs", "usage_interval_tokens", b"usage_interval_tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_choice_count", b"_choice_count", "_initial_credit_tokens", b"_initial_credit_tokens", "_max_output_tokens", b"_max_output_tokens", "_top_logprobs", b"_top_logprobs", "_usage_interval_tokens", b"_usage_interval_tokens", "beam_search", b"beam_search", "choice_count", b"choice_count", "conversation", b"conversation", "initial_credit_tokens", b"initial_credit_tokens", "keep_on_disconnect", b"keep_on_disconnect", "max_output_tokens", b"max_output_tokens", "prompt", b"prompt", "response_format", b"response_format", "sampling", b"sampling", "start_timeout", b"start_timeout", "text", b"text", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs", "usage_interval_tokens", b"usage_interval_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_choice_count", b"_choice_count", "_max_output_tokens", b"_max_output_tokens", "_top_logprobs", b"_top_logprobs", "_usage_interval_tokens", b"_usage_interval_tokens", "beam_search", b"beam_search", "choice_count", b"choice_count", "conversation", b"conversation", "ignore_eos", b"ignore_eos", "labels", b"labels", "max_output_tokens", b"max_output_tokens", "min_output_tokens", b"min_output_tokens", "model", b"model", "prompt", b"prompt", "region", b"region", "response_format", b"response_format", "sampling", b"sampling", "start_timeout", b"start_timeout", "stop_sequences", b"stop_sequences", "stop_token_ids", b"stop_token_ids", "text", b"text", "tier", b"tier", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs", "usage_interval_tokens", b"usage_interval_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_choice_count", b"_choice_count", "_initial_credit_tokens", b"_initial_credit_tokens", "_max_output_tokens", b"_max_output_tokens", "_top_logprobs", b"_top_logprobs", "_usage_interval_tokens", b"_usage_interval_tokens", "beam_search", b"beam_search", "choice_count", b"choice_count", "conversation", b"conversation", "ignore_eos", b"ignore_eos", "initial_credit_tokens", b"initial_credit_tokens", "keep_on_disconnect", b"keep_on_disconnect", "labels", b"labels", "max_output_tokens", b"max_output_tokens", "min_output_tokens", b"min_output_tokens", "model", b"model", "prompt", b"prompt", "region", b"region", "response_format", b"response_format", "sampling", b"sampling", "start_timeout", b"start_timeout", "stop_sequences", b"stop_sequences", "stop_token_ids", b"stop_token_ids", "text", b"text", "tier", b"tier", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs", "usage_interval_tokens", b"usage_interval_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__choice_count: _TypeAlias = _typing.Literal["choice_count"]  # noqa: Y015
     _WhichOneofArgType__choice_count: _TypeAlias = _typing.Literal["_choice_count", b"_choice_count"]  # noqa: Y015
+    _WhichOneofReturnType__initial_credit_tokens: _TypeAlias = _typing.Literal["initial_credit_tokens"]  # noqa: Y015
+    _WhichOneofArgType__initial_credit_tokens: _TypeAlias = _typing.Literal["_initial_credit_tokens", b"_initial_credit_tokens"]  # noqa: Y015
     _WhichOneofReturnType__max_output_tokens: _TypeAlias = _typing.Literal["max_output_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_output_tokens: _TypeAlias = _typing.Literal["_max_output_tokens", b"_max_output_tokens"]  # noqa: Y015
     _WhichOneofReturnType__top_logprobs: _TypeAlias = _typing.Literal["top_logprobs"]  # noqa: Y015
@@ -390,6 +425,8 @@ class StartFrame(_message.Message):
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__choice_count) -> _WhichOneofReturnType__choice_count | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__initial_credit_tokens) -> _WhichOneofReturnType__initial_credit_tokens | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_output_tokens) -> _WhichOneofReturnType__max_output_tokens | None: ...
     @_typing.overload
@@ -688,6 +725,64 @@ class CancelFrame(_message.Message):
 Global___CancelFrame: _TypeAlias = CancelFrame  # noqa: Y015
 
 @_typing.final
+class AttachFrame(_message.Message):
+    """Receives a request of the project that was started before, on whatever stream, connection or server. `attached` comes first, then
+    `admitted` again if it was, then the deltas after `after_seq` without a gap or a repetition, then what happens. One stream receives a
+    request at a time: the newest. The one before is told `failed` with ABORTED and the reason ATTACHED_ELSEWHERE, which ends the request
+    there and nowhere else. The request is then this stream's: a `cancel` on it, or its going away, acts as on a request that it started.
+
+    `failed` with NOT_FOUND, REQUEST_UNKNOWN: no request of this id has been admitted; `start` it. OUT_OF_RANGE, OUTPUT_GONE: those deltas
+    are not kept, or are not there yet; the metadata tells `oldest_seq` and `last_seq`, and the request goes on where it was. ALREADY_EXISTS,
+    REQUEST_SETTLED: it has ended and its output is not kept any more; the usage stands beside. UNAVAILABLE, OWNER_AWAY: the server
+    that runs it does not answer; ask again after the wait, until the request is found settled.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    AFTER_SEQ_FIELD_NUMBER: _builtins.int
+    after_seq: _builtins.int
+    """The last `seq` that the client has; 0 or more. 0: everything. INVALID_ARGUMENT if it is negative. With `keep_on_disconnect` what
+    can be asked for is what is kept; without it, only what comes after the last delta that was handed to the stream before.
+    """
+    def __init__(
+        self,
+        *,
+        after_seq: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after_seq", b"after_seq"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AttachFrame: _TypeAlias = AttachFrame  # noqa: Y015
+
+@_typing.final
+class CreditFrame(_message.Message):
+    """Lets the server send more output tokens of a request that set `initial_credit_tokens`; for another it changes nothing. Credit belongs to
+    a stream: after an `attach` there is none but what comes behind it, after a repeated `start` there is `initial_credit_tokens`. For a
+    request that this stream does not know, `failed` with NOT_FOUND; for one that has already ended, nothing happens.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    token_count: _builtins.int
+    """So many more, 1 or more: INVALID_ARGUMENT ends the request otherwise, settled."""
+    def __init__(
+        self,
+        *,
+        token_count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["token_count", b"token_count"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CreditFrame: _TypeAlias = CreditFrame  # noqa: Y015
+
+@_typing.final
 class ServerFrame(_message.Message):
     """One event of one request."""
 
@@ -700,6 +795,7 @@ class ServerFrame(_message.Message):
     USAGE_FIELD_NUMBER: _builtins.int
     FINISHED_FIELD_NUMBER: _builtins.int
     FAILED_FIELD_NUMBER: _builtins.int
+    ATTACHED_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """As the client gave it."""
     @_builtins.property
@@ -726,6 +822,10 @@ class ServerFrame(_message.Message):
     def failed(self) -> Global___FailedFrame:
         """The end of a request that did not run, or broke."""
 
+    @_builtins.property
+    def attached(self) -> Global___AttachedFrame:
+        """This stream receives a request that it did not begin."""
+
     def __init__(
         self,
         *,
@@ -736,16 +836,51 @@ class ServerFrame(_message.Message):
         usage: Global___UsageFrame | None = ...,
         finished: Global___FinishedFrame | None = ...,
         failed: Global___FailedFrame | None = ...,
+        attached: Global___AttachedFrame | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "delta", b"delta", "failed", b"failed", "finished", b"finished", "kind", b"kind", "progress", b"progress", "usage", b"usage"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "attached", b"attached", "delta", b"delta", "failed", b"failed", "finished", b"finished", "kind", b"kind", "progress", b"progress", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "delta", b"delta", "failed", b"failed", "finished", b"finished", "kind", b"kind", "progress", b"progress", "request_id", b"request_id", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "attached", b"attached", "delta", b"delta", "failed", b"failed", "finished", b"finished", "kind", b"kind", "progress", b"progress", "request_id", b"request_id", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["admitted", "progress", "delta", "usage", "finished", "failed"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["admitted", "progress", "delta", "usage", "finished", "failed", "attached"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
 Global___ServerFrame: _TypeAlias = ServerFrame  # noqa: Y015
+
+@_typing.final
+class AttachedFrame(_message.Message):
+    """This stream receives a request that it did not begin: the answer to `attach`, and to a `start` whose request runs already."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    AFTER_SEQ_FIELD_NUMBER: _builtins.int
+    LAST_SEQ_FIELD_NUMBER: _builtins.int
+    DELIVERED_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    RUNNING_FIELD_NUMBER: _builtins.int
+    after_seq: _builtins.int
+    """The next `delta` has the `seq` after this one."""
+    last_seq: _builtins.int
+    """The last `seq` that there is by now."""
+    delivered_token_count: _builtins.int
+    """Output tokens that count as delivered by now; sending them again does not count again."""
+    running: _builtins.bool
+    """False if the request has ended: its end comes after its deltas."""
+    def __init__(
+        self,
+        *,
+        after_seq: _builtins.int = ...,
+        last_seq: _builtins.int = ...,
+        delivered_token_count: _builtins.int = ...,
+        running: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after_seq", b"after_seq", "delivered_token_count", b"delivered_token_count", "last_seq", b"last_seq", "running", b"running"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AttachedFrame: _TypeAlias = AttachedFrame  # noqa: Y015
 
 @_typing.final
 class AdmittedFrame(_message.Message):
@@ -869,7 +1004,7 @@ class DeltaFrame(_message.Message):
     """Whose output it is, from 0 to `choice_count` - 1. All tokens of a frame are of one choice; `seq` counts the frames of all."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """New tokens. All of them together are exactly the delivered tokens."""
+        """New tokens: those of a step, or of several where the client reads slowly. All of them together are exactly the delivered tokens."""
 
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprobs]:
@@ -1078,7 +1213,9 @@ class FailedFrame(_message.Message):
     DUPLICATE_START_FIELD_NUMBER: _builtins.int
     RECEIPTS_FIELD_NUMBER: _builtins.int
     duplicate_start: _builtins.bool
-    """True if this refuses a second `start` of an id that runs on this very stream: that request goes on, and its own end still comes."""
+    """True if this refuses a second `start`, or an `attach`, of an id that this very stream receives: that request goes on, and its own
+    end still comes.
+    """
     @_builtins.property
     def status(self) -> _status_pb2.Status:
         """Canonical code, message, and details: ErrorInfo always; BadRequest, QuotaFailure, RetryInfo as they apply. A request that others

@@ -1,0 +1,83 @@
+"""The door between api processes of one deployment: where a process lets the others receive what it runs.
+
+It is a port of its own, since several processes may share the one for clients, and always speaks TLS, by a certificate that the
+process makes when it starts and hands to the others through the database. Who comes in shows the API key of the client that it
+comes for, and is let in as that one.
+"""
+
+from __future__ import annotations
+
+import datetime
+import socket
+from dataclasses import dataclass
+
+import grpc
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
+from weir_client.connection import is_local
+
+from api.door_settings import DoorSettings
+
+NAME = "weir-peer"  # in every such certificate; which process it is, the certificate itself says
+LIFETIME = datetime.timedelta(days=3650)  # longer than any process lives
+CLOCK_SLACK = datetime.timedelta(days=1)  # machines' clocks may differ
+ANY_HOST = frozenset({"", "*", "0.0.0.0", "[::]"})  # what to listen on, and nothing to connect to
+PEER_KEEPALIVE_MS, PEER_KEEPALIVE_TIMEOUT_MS = 10_000, 5_000  # finds a machine that is gone; only while a relay is under way
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """How a process is reached by the others. address: "host:port"; certificate: PEM."""
+
+    address: str
+    certificate: str
+
+    def channel(self) -> grpc.aio.Channel:
+        """A connection to it, and to nobody else."""
+        credentials = grpc.ssl_channel_credentials(root_certificates=self.certificate.encode())
+        options = (
+            ("grpc.ssl_target_name_override", NAME),
+            ("grpc.enable_retries", 0),
+            ("grpc.keepalive_time_ms", PEER_KEEPALIVE_MS),
+            ("grpc.keepalive_timeout_ms", PEER_KEEPALIVE_TIMEOUT_MS),
+        )
+        return grpc.aio.secure_channel(self.address, credentials, options=options)
+
+
+def peer_listen_address(settings: DoorSettings) -> str:
+    """Where the others are let in: unless it is said, any free port of where clients are."""
+    if settings.peer_listen_address:
+        return settings.peer_listen_address
+    host = "127.0.0.1" if is_local(settings.listen_address) else settings.listen_address.rpartition(":")[0]
+    return f"{host}:0"
+
+
+def advertised(advertise_address: str, address: str, port: int) -> str:
+    """Where the others find a door that listens there; the machine's name stands for all of its addresses."""
+    host = advertise_address or address.rpartition(":")[0]
+    if advertise_address and ":" in advertise_address.rpartition("]")[2]:
+        return advertise_address
+    return f"{socket.gethostname() if host in ANY_HOST else host}:{port}"
+
+
+def make_certificate() -> tuple[bytes, bytes]:
+    """A new private key and a certificate that it has signed itself, both PEM."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, NAME)])
+    now = datetime.datetime.now(datetime.UTC)
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - CLOCK_SLACK)
+        .not_valid_after(now + LIFETIME)
+        .add_extension(x509.SubjectAlternativeName([x509.DNSName(NAME)]), critical=False)
+        .sign(key, hashes.SHA256())
+    )
+    plain = serialization.NoEncryption()
+    private = key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, plain)
+    return private, certificate.public_bytes(serialization.Encoding.PEM)

@@ -1,0 +1,413 @@
+"""A request is one thing however many streams, connections and processes receive it: continued without a gap, billed once.
+
+One server runs in this process, so that a test can look inside; another runs beside it on the same database. Their engines are
+simulated: a token takes its time on any machine, so that an answer of some hundred can be met in the middle.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from google.protobuf.duration_pb2 import Duration
+from grpc import StatusCode
+from weir.v1 import inference_service_pb2 as pb
+from weir.v1 import types_pb2
+
+from metering.models import QuotaDimension
+from tests.conftest import new_database
+from tests.service import Inside, Service, Stream, Tenant, cancel, run_inside, start, until
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+KEPT_BYTES = 30_000  # some 480 tokens
+TIME_SCALE = 0.25  # some 2 ms a token
+KEEP_MAX_S = 60.0
+
+
+def seconds(value: float) -> Duration:
+    """As a message."""
+    duration = Duration()
+    duration.FromTimedelta(timedelta(seconds=value))
+    return duration
+
+
+def kept(token_count: int, keep_s: float = 30.0, **fields: Any) -> pb.ClientFrame:
+    """The start of a request that goes on without its client."""
+    return start(max_output_tokens=token_count, keep_on_disconnect=seconds(keep_s), **fields)
+
+
+def attach(request_id: str, after_seq: int = 0) -> pb.ClientFrame:
+    """Receive a request."""
+    return pb.ClientFrame(request_id=request_id, attach=pb.AttachFrame(after_seq=after_seq))
+
+
+def credit(request_id: str, token_count: int) -> pb.ClientFrame:
+    """Grant it more output."""
+    return pb.ClientFrame(request_id=request_id, credit=pb.CreditFrame(token_count=token_count))
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def both(
+    tmp_path_factory: pytest.TempPathFactory, model: Path, postgres_server: str, template_database: str
+) -> AsyncIterator[tuple[Inside, Service]]:
+    """Two processes of one machine, so that each settles what the other leaves behind if it is killed."""
+    directory = tmp_path_factory.mktemp("machine")
+    (directory / "journal").mkdir()
+    settings: dict[str, Any] = {
+        "engine_device": "simulated",
+        "simulated_time_scale": TIME_SCALE,
+        "kept_bytes_per_request_max": KEPT_BYTES,
+        "keep_max_s": KEEP_MAX_S,
+        "recovery_interval_s": 0.2,
+        "lease_slice_tokens": 24,
+    }
+    with new_database(postgres_server, template=template_database) as url, pytest.MonkeyPatch.context() as monkeypatch:
+        services = []
+        for name in ("here", "beside"):
+            (directory / name).mkdir()
+            (directory / name / "journal").symlink_to(directory / "journal")
+            services.append(Service(directory / name, url, model, **settings))
+        here, beside = services
+        beside.spawn()
+        async with run_inside(here, monkeypatch) as inside:
+            beside.address = str(await wait_for_endpoint(beside))
+            await asyncio.to_thread(beside.wait_serving)
+            try:
+                yield inside, beside
+            finally:
+                print(beside.log[-4000:])
+                beside.kill()
+
+
+async def wait_for_endpoint(service: Service) -> str:
+    """Where a process listens that was spawned."""
+    await until(lambda: service._endpoint() is not None, "the process beside to listen")
+    return str(service._endpoint())
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def inside(both: tuple[Inside, Service]) -> AsyncIterator[Inside]:
+    """The process that can be looked into; each test leaves it empty."""
+    yield both[0]
+    await both[0].check_empty()
+
+
+@pytest.fixture
+def here(inside: Inside) -> Service:
+    """The same as a service."""
+    return inside.service
+
+
+@pytest.fixture
+def beside(both: tuple[Inside, Service]) -> Service:
+    """The other process."""
+    return both[1]
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def tenant(here: Service) -> Tenant:
+    """With limits that count, so that a leak shows."""
+    return await here.tenant({QuotaDimension.TOKENS_PER_MONTH: 10**9, QuotaDimension.CONCURRENT_REQUESTS: 10_000})
+
+
+def seqs(stream: Stream, request_id: str) -> list[int]:
+    """Of the deltas that have arrived."""
+    return [delta.seq for delta in stream.of(request_id, "delta")]
+
+
+async def whole(service: Service, tenant: Tenant, token_count: int) -> list[int]:
+    """What an answer of this length is when nothing happens to it."""
+    async with service.stream(tenant.secret) as stream:
+        request_id = await stream.begin(max_output_tokens=token_count)
+        await stream.finished(request_id)
+        return stream.token_ids(request_id)
+
+
+async def check_billed_once(service: Service, tenant: Tenant, request_id: str, token_count: int) -> None:
+    """One event, with every token once."""
+    await service.no_hold_left(tenant)
+    event = service.books.event(tenant, request_id)
+    assert event["delivered_token_count"] == event["billed_token_count"] == token_count
+
+
+async def test_a_finished_answer_is_sent_again_from_every_seq(here: Service, tenant: Tenant) -> None:
+    frame = kept(12, usage_interval_tokens=5)
+    async with here.stream(tenant.secret) as stream:
+        await stream.send(frame)
+        finished = await stream.finished(frame.request_id)
+        last_seq = seqs(stream, frame.request_id)[-1]
+        tokens = stream.token_ids(frame.request_id)
+
+    async with here.stream(tenant.secret) as other:
+        for after_seq in range(last_seq + 1):
+            other.frames.clear()
+            await other.send(attach(frame.request_id, after_seq))
+            assert await other.finished(frame.request_id) == finished
+            attached = await other.first(frame.request_id, "attached")
+            assert attached == pb.AttachedFrame(after_seq=after_seq, last_seq=last_seq, delivered_token_count=12)
+            assert seqs(other, frame.request_id) == list(range(after_seq + 1, last_seq + 1))
+            if not after_seq:
+                assert other.token_ids(frame.request_id) == tokens
+                assert [update.usage.delivered_token_count for update in other.of(frame.request_id, "usage")] == [5, 10]
+                assert len(other.of(frame.request_id, "admitted")) == 1
+    await check_billed_once(here, tenant, frame.request_id, 12)
+
+
+@pytest.mark.parametrize("goes", ["hangs up", "stays"])
+@pytest.mark.parametrize("on", ["the same process", "another process"])
+async def test_a_running_answer_is_continued_from_another_stream(
+    here: Service, beside: Service, tenant: Tenant, goes: str, on: str
+) -> None:
+    """Ten times from stream to stream, and what all of them have got together is the answer."""
+    expected = await whole(here, tenant, 400)
+    frame = kept(400)
+    tokens: list[int] = []
+    async with AsyncExitStack() as stack:
+        stream = await stack.enter_async_context(here.stream(tenant.secret))
+        await stream.send(frame)
+        for turn in range(10):
+            await stream.received(frame.request_id, 10)
+            services = [here] if on == "the same process" else [beside, here]
+            following = await stack.enter_async_context(services[turn % len(services)].stream(tenant.secret))
+            if goes == "hangs up":
+                stream.call.cancel()
+                await stream.closed()
+            has = seqs(stream, frame.request_id)[-1]
+            tokens += stream.token_ids(frame.request_id)
+            await following.send(attach(frame.request_id, has))
+            attached = await following.first(frame.request_id, "attached")
+            assert (attached.after_seq, attached.running) == (has, True)
+            if goes == "stays":
+                end = await stream.failed(frame.request_id)
+                assert (end.code, end.reason) == (StatusCode.ABORTED, "ATTACHED_ELSEWHERE")
+            stream = following
+        finished = await stream.finished(frame.request_id)
+        tokens += stream.token_ids(frame.request_id)
+
+    assert finished.reason == types_pb2.FINISH_REASON_LENGTH
+    if goes == "hangs up":  # who stays gets more before the other one has attached
+        assert tokens == expected
+    await check_billed_once(here, tenant, frame.request_id, 400)
+
+
+async def test_the_same_start_receives_what_runs_from_its_beginning(here: Service, beside: Service, tenant: Tenant) -> None:
+    expected = await whole(here, tenant, 300)
+    frame = kept(300)
+    async with here.stream(tenant.secret) as first, beside.stream(tenant.secret) as second, here.stream(tenant.secret) as third:
+        await first.send(frame)
+        await first.received(frame.request_id, 5)
+        await second.send(frame)
+        await second.received(frame.request_id, 5)
+        assert (await first.failed(frame.request_id)).reason == "ATTACHED_ELSEWHERE"
+        await third.send(frame)
+        await third.finished(frame.request_id)
+        assert (await second.failed(frame.request_id)).reason == "ATTACHED_ELSEWHERE"
+        assert third.token_ids(frame.request_id) == expected
+        assert [kind.WhichOneof("kind") for kind in third.frames[frame.request_id][:2]] == ["attached", "admitted"]
+
+        third.frames.clear()
+        await third.send(frame)
+        over = await third.failed(frame.request_id)
+        assert (over.code, over.reason) == (StatusCode.ALREADY_EXISTS, "REQUEST_SETTLED")
+        assert over.frame is not None
+        assert over.frame.usage.delivered_token_count == 300
+    await check_billed_once(here, tenant, frame.request_id, 300)
+
+
+async def test_another_payload_under_an_id_that_runs_is_refused_everywhere(here: Service, beside: Service, tenant: Tenant) -> None:
+    frame = kept(600)
+    async with here.stream(tenant.secret) as stream, here.stream(tenant.secret) as near, beside.stream(tenant.secret) as far:
+        await stream.send(frame)
+        await stream.received(frame.request_id, 1)
+        for other in (near, far):
+            await other.send(kept(601, request_id=frame.request_id))
+            refusal = await other.failed(frame.request_id)
+            assert (refusal.code, refusal.reason) == (StatusCode.ALREADY_EXISTS, "REQUEST_ID_REUSED")
+        assert (await stream.finished(frame.request_id)).usage.delivered_token_count == 600
+    await check_billed_once(here, tenant, frame.request_id, 600)
+
+
+async def test_a_storm_of_starts_of_one_id_is_billed_once(here: Service, beside: Service, tenant: Tenant) -> None:
+    """Fifty at once, half of them to each process: each stream hears one end, and one of them hears the whole answer."""
+    expected = await whole(here, tenant, 60)
+    frame = kept(60)
+    async with AsyncExitStack() as stack:
+        streams = [await stack.enter_async_context((here, beside)[number % 2].stream(tenant.secret)) for number in range(50)]
+        await asyncio.gather(*(stream.send(frame) for stream in streams))
+        ends = await asyncio.gather(*(stream.end(frame.request_id) for stream in streams))
+        finished = [stream for stream, end in zip(streams, ends, strict=True) if end.HasField("finished")]
+        for stream, end in zip(streams, ends, strict=True):
+            assert len(stream.ends(frame.request_id)) == 1
+            if end.HasField("failed"):
+                assert end.failed.status.code in (StatusCode.ABORTED.value[0], StatusCode.ALREADY_EXISTS.value[0]), end
+        assert [stream.token_ids(frame.request_id) for stream in finished] == [expected] * len(finished)
+    await check_billed_once(here, tenant, frame.request_id, 60)
+    assert here.books.counters(tenant)["concurrent_requests"] == (0, 0)
+
+
+@pytest.mark.parametrize("through", ["here", "beside"])
+async def test_whoever_attaches_may_cancel(here: Service, beside: Service, tenant: Tenant, through: str) -> None:
+    frame = kept(3000)
+    async with here.stream(tenant.secret) as stream:
+        await stream.send(frame)
+        await stream.received(frame.request_id, 3)
+        stream.call.cancel()
+        await stream.closed()
+    async with (here if through == "here" else beside).stream(tenant.secret) as other:
+        await other.send(attach(frame.request_id), cancel(frame.request_id))
+        finished = await other.finished(frame.request_id)
+
+    assert finished.reason == types_pb2.FINISH_REASON_CANCELLED
+    await check_billed_once(here, tenant, frame.request_id, finished.usage.delivered_token_count)
+
+
+async def test_generation_goes_on_unattended_for_so_long_and_no_longer(inside: Inside, here: Service, tenant: Tenant) -> None:
+    frame = kept(3900, keep_s=0.3)
+    async with here.stream(tenant.secret) as stream:
+        await stream.send(frame)
+        await stream.received(frame.request_id, 3)
+        stream.call.cancel()
+        await stream.closed()
+    assert inside.left_over(), "it runs on"
+    await inside.check_empty()
+
+    event = here.books.event(tenant, frame.request_id)
+    assert event["outcome"] == "cancelled"
+    assert event["delivered_token_count"] == event["billed_token_count"] < 3900
+    key = tenant.project_id, uuid.UUID(frame.request_id)
+    await until(lambda: inside.process.mailboxes.find(key) is None, "what is kept of it to be forgotten")
+
+
+async def test_what_is_kept_of_an_answer_is_forgotten_in_time(inside: Inside, here: Service, tenant: Tenant) -> None:
+    frame = kept(10, keep_s=0.2)
+    async with here.stream(tenant.secret) as stream:
+        await stream.send(frame)
+        await stream.finished(frame.request_id)
+        key = tenant.project_id, uuid.UUID(frame.request_id)
+        await until(lambda: inside.process.mailboxes.find(key) is None, "it to be forgotten")
+        stream.frames.clear()
+        await stream.send(attach(frame.request_id))
+        over = await stream.failed(frame.request_id)
+
+    assert (over.code, over.reason) == (StatusCode.ALREADY_EXISTS, "REQUEST_SETTLED")
+    assert over.info.metadata["outcome"] == "length"
+    assert over.frame is not None
+    assert over.frame.usage.delivered_token_count == 10
+    assert over.frame.HasField("cost")
+
+
+async def test_more_than_may_be_kept_of_an_answer_is_dropped_from_its_beginning(here: Service, tenant: Tenant) -> None:
+    frame = kept(700)
+    async with here.stream(tenant.secret) as stream:
+        await stream.send(frame)
+        await stream.received(frame.request_id, 1)
+        stream.call.cancel()
+        await stream.closed()
+    await until(lambda: here.books.events(tenant), "the end of the request")
+    async with here.stream(tenant.secret) as other:
+        await other.send(attach(frame.request_id))
+        gone = await other.failed(frame.request_id)
+        assert (gone.code, gone.reason) == (StatusCode.OUT_OF_RANGE, "OUTPUT_GONE")
+        oldest_seq, last_seq = (int(gone.info.metadata[name]) for name in ("oldest_seq", "last_seq"))
+        assert 1 < oldest_seq <= last_seq
+        other.frames.clear()
+        await other.send(attach(frame.request_id, oldest_seq - 1))
+        assert (await other.finished(frame.request_id)).usage.delivered_token_count == 700
+        assert seqs(other, frame.request_id) == list(range(oldest_seq, last_seq + 1))
+    await check_billed_once(here, tenant, frame.request_id, 700)
+
+
+async def test_an_attach_to_nothing_or_beyond_is_refused(here: Service, beside: Service, tenant: Tenant) -> None:
+    stranger = await here.tenant()
+    frame = kept(3000)
+    async with here.stream(tenant.secret) as stream, beside.stream(tenant.secret) as far, here.stream(stranger.secret) as strange:
+        await stream.send(frame)
+        await stream.received(frame.request_id, 1)
+        unknown = start().request_id
+        for other, asked, code, reason in (
+            (stream, attach(unknown), StatusCode.NOT_FOUND, "REQUEST_UNKNOWN"),
+            (far, attach(unknown), StatusCode.NOT_FOUND, "REQUEST_UNKNOWN"),
+            (strange, attach(frame.request_id), StatusCode.NOT_FOUND, "REQUEST_UNKNOWN"),
+            (far, attach(frame.request_id, 10**6), StatusCode.OUT_OF_RANGE, "OUTPUT_GONE"),
+            (far, attach(frame.request_id, -1), StatusCode.INVALID_ARGUMENT, "FIELD_INVALID"),
+            (far, attach("no id"), StatusCode.INVALID_ARGUMENT, "FIELD_INVALID"),
+            (far, kept(10, KEEP_MAX_S + 1), StatusCode.INVALID_ARGUMENT, "FIELD_INVALID"),
+            (far, kept(10, 0), StatusCode.INVALID_ARGUMENT, "FIELD_INVALID"),
+        ):
+            other.frames.pop(asked.request_id, None)
+            await other.send(asked)
+            refusal = await other.failed(asked.request_id)
+            assert (refusal.code, refusal.reason) == (code, reason), asked
+            assert refusal.frame is not None
+            assert not refusal.frame.duplicate_start
+        await stream.send(attach(frame.request_id, 10**6))
+        [refusal] = await stream.wait(lambda: stream.of(frame.request_id, "failed") or None)
+        assert refusal.duplicate_start, "the request goes on here"
+        await stream.cancel(frame.request_id)
+        await stream.finished(frame.request_id)
+
+
+async def test_without_keep_what_was_not_sent_moves_to_another_stream_and_the_request_ends_with_that(
+    inside: Inside, here: Service, tenant: Tenant
+) -> None:
+    """Without credit the first stream gets nothing, so the second one gets all."""
+    frame = start(max_output_tokens=3000, initial_credit_tokens=0)
+    async with here.stream(tenant.secret) as stream, here.stream(tenant.secret) as other:
+        await stream.send(frame)
+        await stream.first(frame.request_id, "admitted")
+        await other.send(frame)
+        await other.first(frame.request_id, "attached")
+        assert (await stream.failed(frame.request_id)).reason == "ATTACHED_ELSEWHERE"
+        stream.call.cancel()
+        await other.send(credit(frame.request_id, 20))
+        await other.received(frame.request_id, 20)
+        assert seqs(other, frame.request_id)[0] == 1
+        other.call.cancel()
+        await other.closed()
+        await inside.check_empty()
+    event = here.books.event(tenant, frame.request_id)
+    assert (event["outcome"], event["delivered_token_count"]) == ("cancelled", 20)
+
+
+async def test_a_request_whose_process_is_killed_is_told_as_settled(here: Service, beside: Service, tenant: Tenant) -> None:
+    """First that its server does not answer, and once its end is in the books, what was delivered of it."""
+    frame = kept(3900)
+    async with beside.stream(tenant.secret) as first, here.stream(tenant.secret) as other:
+        await first.send(frame)
+        await first.received(frame.request_id, 5)
+        await other.send(attach(frame.request_id))
+        await other.received(frame.request_id, 5)
+        received = other.token_ids(frame.request_id)
+        beside.kill()
+        lost = await other.failed(frame.request_id)
+        received = other.token_ids(frame.request_id)
+        if lost.reason != "REQUEST_SETTLED":  # the books may have been faster
+            assert (lost.code, lost.reason) == (StatusCode.UNAVAILABLE, "OWNER_AWAY")
+            assert lost.retry_after_s
+        over = await attach_until_settled(other, frame.request_id)
+        await asyncio.to_thread(beside.start)
+
+    assert over.frame is not None
+    assert over.info.metadata["outcome"] == "failed"
+    assert over.frame.usage.delivered_token_count >= len(received)
+    await check_billed_once(here, tenant, frame.request_id, over.frame.usage.delivered_token_count)
+
+
+async def attach_until_settled(stream: Stream, request_id: str) -> Any:
+    """As a client does that is told to ask again."""
+    while True:
+        stream.frames.clear()
+        await stream.send(attach(request_id))
+        refusal = await stream.failed(request_id)
+        if refusal.reason == "REQUEST_SETTLED":
+            return refusal
+        assert refusal.reason == "OWNER_AWAY"
+        await asyncio.sleep(0.1)
