@@ -8,6 +8,7 @@ from typing import Literal
 
 import structlog
 
+from api.remote_engines import build_remote_engines
 from api.settings import SettingInvalid, Settings
 from inference.adapter_view import AdapterView
 from inference.cost_model import CostModel
@@ -30,8 +31,10 @@ def build_engines(settings: Settings, opener: HostOpener = open_host) -> dict[st
 
     Raises: CheckpointInvalid naming the file, SettingInvalid.
     """
-    if settings.engine_backend == "torch" and settings.lora_adapters:
-        raise SettingInvalid("WEIR_LORA_ADAPTERS needs WEIR_ENGINE=tensorrt: the torch engine serves no adapters")
+    if settings.engine_backend != "tensorrt" and settings.lora_adapters:
+        raise SettingInvalid("WEIR_LORA_ADAPTERS needs WEIR_ENGINE=tensorrt: other engines serve no adapters")
+    if settings.engine_backend == "remote":
+        return build_remote_engines(settings)
     budget = MemoryBudget(settings.engine_memory_bytes or None)
     slots: dict[str, OnDemandEngine] = {}
     engines: dict[str, Engine] = {}
@@ -61,6 +64,7 @@ def build_slot(
     opener: HostOpener = open_host,
 ) -> OnDemandEngine:
     """A model's place for an engine, which runs while it is wanted. Raises: CheckpointInvalid, SettingInvalid."""
+    assert settings.engine_backend != "remote", "nothing of those runs here"
     build, memory_bytes = engine_plan(settings, settings.engine_backend, name, directory, adapters, opener)
     terms = SlotTerms(settings.model_idle_timeout_s, keep_warm=settings.min_replicas > 0, memory_bytes=memory_bytes)
     return OnDemandEngine(build, terms, budget)

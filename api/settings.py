@@ -13,7 +13,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal
 
-from api.door_settings import DoorSettings
+from api.remote_settings import RemoteEngineSettings
 from api.setting_values import SettingInvalid as SettingInvalid  # told to whoever reads settings
 from api.setting_values import one_of, scale, seconds, setting, whole
 from metering.billing.invoice_document import Issuer, shown_by_helvetica
@@ -80,7 +80,7 @@ def lines_of(text: str) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class Settings(DoorSettings):
+class Settings(RemoteEngineSettings):
     """Everything that an api process can be told. Durations in seconds, sizes in bytes."""
 
     database_url: str = setting("WEIR_DATABASE_URL", "", str)
@@ -93,8 +93,8 @@ class Settings(DoorSettings):
     safety_rules: str = setting("WEIR_SAFETY_RULES", "", str)  # a file for `inference.safety_file`; empty: nothing is checked
     # The private key that signs receipts. Empty: that of the home directory, if there is one; "off": none, they are chained only.
     receipt_key_file: str = setting("WEIR_RECEIPT_KEY_FILE", "", str)
-    # "tensorrt" serves all models on GPUs by TensorRT-LLM; "torch" on whatever this machine has.
-    engine_backend: Literal["torch", "tensorrt"] = setting("WEIR_ENGINE", "torch", one_of("torch", "tensorrt"))
+    # "tensorrt" serves all models on GPUs by TensorRT-LLM; "torch" on whatever this machine has; "remote" on other machines.
+    engine_backend: Literal["torch", "tensorrt", "remote"] = setting("WEIR_ENGINE", "torch", one_of("torch", "tensorrt", "remote"))
     # "int8" stores matrices in 8 bits: a quarter of the memory of float32, and answers that differ a little.
     engine_dtype: Literal["float32", "bfloat16", "int8"] = setting(
         "WEIR_ENGINE_DTYPE", "float32", one_of("float32", "bfloat16", "int8")

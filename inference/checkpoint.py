@@ -73,7 +73,7 @@ def read_config(directory: Path) -> DecoderConfig:
     refuse_unknown_entries(raw, architecture, path)
     _refuse_sizes_below_one(raw, path)
     try:
-        config = _read_sizes(raw, architecture, _end_token_ids(directory, raw), path)
+        config = _read_sizes(raw, architecture, read_end_token_ids(directory, raw), path)
     except KeyError as error:
         raise CheckpointInvalid(str(path), f"entry {error.args[0]} is missing") from error
     except (TypeError, ValueError) as error:
@@ -141,7 +141,7 @@ def read_model_info(directory: Path, *, name: str, engine: str, context_window_t
         context_window_tokens=window,
         vocabulary_size=config.vocabulary_size,
         directory=str(directory),
-        default_sampling=_default_sampling(directory, config.vocabulary_size),
+        default_sampling=read_default_sampling(directory, config.vocabulary_size),
     )
 
 
@@ -170,8 +170,8 @@ def _read_json_value(path: Path) -> object:
         raise CheckpointInvalid(str(path), f"the file cannot be read as JSON: {error}") from error
 
 
-def _end_token_ids(directory: Path, raw: Mapping[str, Any]) -> frozenset[int]:
-    """generation_config.json wins, since instruction tuning adds end tokens there."""
+def read_end_token_ids(directory: Path, raw: Mapping[str, Any]) -> frozenset[int]:
+    """Tokens that end an output. raw: of config.json. generation_config.json wins, since instruction tuning adds some there."""
     ends = _read_generation_config(directory).get("eos_token_id")
     ends = raw.get("eos_token_id") if ends is None else ends
     if ends is None:
@@ -179,7 +179,7 @@ def _end_token_ids(directory: Path, raw: Mapping[str, Any]) -> frozenset[int]:
     return frozenset(int(end) for end in (ends if isinstance(ends, list) else [ends]))
 
 
-def _default_sampling(directory: Path, vocabulary_size: int) -> SamplingParams:
+def read_default_sampling(directory: Path, vocabulary_size: int) -> SamplingParams:
     """The checkpoint's own defaults. Raises `CheckpointInvalid` for those that no request could be run with."""
     path = directory / "generation_config.json"
     try:

@@ -40,7 +40,7 @@ class EngineLife(BackendLife):
 
     def predict_cached_token_count(self, prompt_token_ids: tuple[int, ...], cache_salt: str) -> int:
         """See `Engine.predict_cached_token_count`."""
-        return self._hint.predict(prompt_token_ids, cache_salt)
+        return self._hint.predict(prompt_token_ids, self._cache_group(cache_salt))
 
     @contextlib.asynccontextmanager
     async def generate(self, request: GenerationRequest) -> AsyncIterator[SequenceStream]:
@@ -63,6 +63,10 @@ class EngineLife(BackendLife):
     def _unserved(self, request: GenerationRequest) -> RequestImpossible | None:
         """What this backend cannot serve of a request that fits its limits."""
         return None
+
+    def _cache_group(self, cache_salt: str) -> str:
+        """Who shares prefixes with this salt: those of the same group."""
+        return cache_salt
 
     def _forget_cache(self) -> None:
         """The engine is gone, and its cache with it, as far as anybody knows."""
@@ -98,7 +102,7 @@ class EngineLife(BackendLife):
         """The engine tells of a sequence."""
         request = stream.request
         if isinstance(event, TokensGenerated) and not stream.has_output:
-            self._hint.note(request.prompt_token_ids, request.cache_salt)
+            self._hint.note(request.prompt_token_ids, self._cache_group(request.cache_salt))
         stream.put(event)
         if isinstance(event, SequenceFinished):
             self._last_queue_ms = event.timings.queue_ms
@@ -106,7 +110,7 @@ class EngineLife(BackendLife):
             for output in stream.outputs:
                 computed_count = len(prompt) + len(output) - 1  # the last token's KV is never computed, since nothing followed it
                 if computed_count // self._block_tokens > len(prompt) // self._block_tokens:  # else the prompt's blocks are all
-                    self._hint.note((*prompt, *output[:-1]), request.cache_salt)
+                    self._hint.note((*prompt, *output[:-1]), self._cache_group(request.cache_salt))
 
     def _ready(self, block_count: int, loading_time_s: float) -> None:
         """The engine takes requests. block_count: of `KV_BLOCK_TOKENS` each."""

@@ -45,6 +45,7 @@ IMPORT_FAULTS = [
     ("inference/scheduler.py", "from api.wire import to_domain", "api.wire"),
     ("inference/scheduler.py", "from metering.billing import ledger", "metering.billing.ledger"),
     ("inference/scheduler.py", "import grpc", "grpc"),
+    ("api/remote_engines.py", "from smg_grpc_proto.generated import common_pb2", "smg_grpc_proto.generated.common_pb2"),
     ("inference/scheduler.py", "from grpc import aio", "grpc.aio"),
     ("inference/scheduler.py", "from sqlalchemy.orm import Mapped", "sqlalchemy.orm"),
     ("inference/scheduler.py", "from weir.v1 import types_pb2", "weir.v1"),
@@ -92,7 +93,7 @@ def test_a_crossed_border_is_reported(path: str, text: str, name: str) -> None:
         ("api/__main__.py", "from inference.torch_engine import TorchEngine"),
         ("api/cli/up.py", "from inference.torch_engine import TorchEngine"),
         ("inference/scheduler.py", "import torch\nfrom inference.kv_cache import BlockPool\nfrom . import kv_cache"),
-        ("inference/remote_engine.py", "import grpc"),
+        ("inference/remote/engine.py", "import grpc\nfrom smg_grpc_proto.generated import common_pb2"),
         ("inference/tensorrt/library.py", "def build():\n    import tensorrt_llm"),
         ("metering/tasks.py", "from celery import shared_task\nimport kombu"),
         ("metering/export/stripe_gateway.py", "import stripe"),
@@ -197,7 +198,16 @@ def test_paths_that_any_machine_has_are_not_reported(text: str) -> None:
 # The engine host is a process of its own so that torch never runs beside the API's event loop; importing it there would cost
 # every API process seconds at start and hundreds of megabytes.
 @pytest.mark.parametrize(
-    "module", ["api.server", "inference.engine", "inference.errors", "inference.router", "inference.tokenizer"]
+    "module",
+    [
+        "api.server",
+        "api.engines",
+        "inference.remote.engine",
+        "inference.engine",
+        "inference.errors",
+        "inference.router",
+        "inference.tokenizer",
+    ],
 )
 def test_the_api_process_never_imports_torch(module: str) -> None:
     if find_spec(module) is None:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
 from api.cli.local import clear_failures
 from api.cli.output import JsonOption, print_json, show
+
+if TYPE_CHECKING:
+    from inference.findings import Observation
 
 doctor = typer.Typer(help="Look at what this machine really does.", no_args_is_help=True)
 
@@ -29,11 +34,9 @@ def tensorrt(
 
     Exit code 1 if something is so that the engine of Weir would not work here.
     """
-    from rich.table import Table
-
     from inference.checkpoint import read_config
     from inference.limits import EngineLimits
-    from inference.tensorrt.doctor import Verdict, examine
+    from inference.tensorrt.doctor import examine
     from inference.tensorrt.settings import TensorRtOptions
 
     with clear_failures():
@@ -42,10 +45,42 @@ def tensorrt(
         limits = EngineLimits(context_window_tokens=window, step_token_count_max=2048, running_sequence_count_max=batch)
         options = TensorRtOptions(tensor_parallel_size=tensor_parallel)
         found = examine(str(model), config.vocabulary_size, limits, options)
+    report("TensorRT-LLM on this machine", found, as_json)
+
+
+@doctor.command()
+def remote(
+    target: Annotated[str, typer.Argument(help="trtllm://host:port or vllm://host:port.")],
+    model: Annotated[Path, typer.Option("--model", help="The directory with its tokenizer.", exists=True, file_okay=False)],
+    share_prefixes: Annotated[bool, typer.Option("--share-prefixes", help="Tenants may share cached prefixes.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Put a list of questions to a server of `trtllm-serve --grpc` or `vllm serve --grpc`, and show the answers.
+
+    Certificates are those of WEIR_REMOTE_TLS_*. Exit code 1 if something is so that Weir would not use the server.
+    """
+    import asyncio
+
+    from api.remote_engines import remote_settings
+    from api.settings import Settings
+    from inference.remote.doctor import examine
+
+    with clear_failures():
+        settings = replace(remote_settings(Settings.from_environment(), "doctor", target, model), share_prefixes=share_prefixes)
+        found = asyncio.run(examine(settings))
+    report(f"{target}, as Weir sees it", found, as_json)
+
+
+def report(title: str, found: Sequence[Observation], as_json: bool) -> NoReturn:
+    """Show what was found; ends the command, with exit code 1 if anything is bad."""
+    from rich.table import Table
+
+    from inference.findings import Verdict
+
     if as_json:
         print_json(found)
     else:
-        table = Table("question", "verdict", "seen", title="TensorRT-LLM on this machine", title_justify="left")
+        table = Table("question", "verdict", "seen", title=title, title_justify="left")
         for observation in found:
             table.add_row(observation.question, observation.verdict.value, observation.seen)
         show(table)

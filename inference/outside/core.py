@@ -109,6 +109,11 @@ class OutsideCore:
         return not self._inside and not self._waiting
 
     @property
+    def owes(self) -> bool:
+        """Whether anybody still waits for the end of a request."""
+        return bool(self._requests)
+
+    @property
     def inside(self) -> Iterator[Choice]:
         """The choices that the engine has."""
         return iter(tuple(self._inside))
@@ -245,7 +250,8 @@ class OutsideCore:
         if self._requests.get(choice.number) is not request or choice.index in request.ends:
             if output.token_ids and choice.first_token_at_s is None:
                 choice.first_token_at_s = now_s
-            self._abort(choice)  # put off until it had its first token
+            if output.finish_reason is None:
+                self._abort(choice)  # put off until it had its first token
             return
         if output.token_ids:
             for event in request.schedule(answer.cached_token_count):
@@ -262,8 +268,8 @@ class OutsideCore:
         if choice.ended is not None:
             self._count_empty(choice)
             self._report_end(choice)
-            if output.finish_reason is None:
-                self._abort(choice)  # a stop sequence is ours: the engine would go on to its own limit
+            if output.finish_reason is None and choice.ended is EngineFinishReason.STOP_SEQUENCE:
+                self._abort(choice)  # it is ours: the engine would go on to its own limit
 
     def _abort(self, choice: Choice) -> bool:
         """Tell the engine to stop a sequence that it has; False if it may not be told, now or ever."""

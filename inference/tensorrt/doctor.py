@@ -15,10 +15,10 @@ import signal
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import Any
 
 from inference.engine import GenerationRequest, GrammarKind, ResponseFormat, SamplingParams, SequenceId, StopCriteria
+from inference.findings import Observation, Verdict, ask_all, expected, needed
 from inference.limits import EngineLimits
 from inference.tensorrt.library import TensorRtLibrary
 from inference.tensorrt.settings import TensorRtOptions
@@ -28,23 +28,6 @@ ANSWER_WAIT_S = 60.0  # for what should come at once: a GPU that is busy compili
 SILENCE_S = 3.0  # after which an answer that may never come is taken not to come
 EXPECTED_STATISTICS = frozenset({"iter", "kvCacheStats", "inflightBatchingStats", "numActiveRequests", "numQueuedRequests"})
 SUBMITTED = frozenset({"inputs", "sampling_params", "lora_request", "streaming", "cache_salt"})  # what the adapter passes
-
-
-class Verdict(StrEnum):
-    """expected: as it was written down. other: not so, and the adapter copes. bad: the adapter would not work here."""
-
-    EXPECTED = "expected"
-    OTHER = "other"
-    BAD = "bad"
-
-
-@dataclass(frozen=True, slots=True)
-class Observation:
-    """The answer to one question."""
-
-    question: str
-    verdict: Verdict
-    seen: str
 
 
 @dataclass(slots=True)
@@ -104,14 +87,6 @@ class Patient:
 
 
 Question = Callable[[Patient], Awaitable[tuple[Verdict, str]]]
-
-
-def expected(condition: bool) -> Verdict:
-    return Verdict.EXPECTED if condition else Verdict.OTHER
-
-
-def needed(condition: bool) -> Verdict:
-    return Verdict.EXPECTED if condition else Verdict.BAD
 
 
 async def interface(patient: Patient) -> tuple[Verdict, str]:
@@ -274,20 +249,8 @@ def examine(directory: str, vocabulary_size: int, limits: EngineLimits, options:
     llm = library.build(directory, limits, options)
     workers = [pid for pid in descendants(os.getpid()) if pid not in before]
     found = [Observation("How long does it take to start?", Verdict.EXPECTED, f"{time.monotonic() - began_s:.1f} s")]
-    found += asyncio.run(_ask(Patient(library, llm, limits, vocabulary_size, workers)))
+    found += asyncio.run(ask_all(QUESTIONS, Patient(library, llm, limits, vocabulary_size, workers)))
     began_s = time.monotonic()
     llm.shutdown()
     found.append(Observation("How long does its shutdown take?", Verdict.EXPECTED, f"{time.monotonic() - began_s:.1f} s"))
-    return found
-
-
-async def _ask(patient: Patient) -> list[Observation]:
-    found = []
-    for question in QUESTIONS:
-        asked = inspect.getdoc(question) or question.__name__
-        try:
-            verdict, seen = await question(patient)
-        except Exception as error:  # the others are still worth asking
-            verdict, seen = Verdict.BAD, f"no answer: {error!r}"
-        found.append(Observation(asked, verdict, seen))
     return found

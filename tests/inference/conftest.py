@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
 from tests.inference.checkpoints import LlamaShape, TinyCheckpoint, make_checkpoint
+from tests.remote_servers.certificates import make_certificates
+from tests.remote_servers.serving import ServerProcess, server_process
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -17,3 +21,18 @@ def _one_torch_thread() -> None:
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyCheckpoint:
     """A random two-layer checkpoint with grouped heads and a context of 2,048 tokens."""
     return make_checkpoint(tmp_path_factory.mktemp("tiny") / "checkpoint", seed=11, shape=LlamaShape())
+
+
+@pytest.fixture(scope="session")
+def _remote_process(tiny: TinyCheckpoint, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    certificates = make_certificates(tmp_path_factory.mktemp("remote") / "certificates")
+    with server_process(tiny.directory, certificates) as server:
+        yield server
+
+
+@pytest.fixture
+def remote_server(_remote_process: ServerProcess) -> Iterator[ServerProcess]:
+    """A server of both services on that checkpoint, in which nothing is wrong at first. Not to be killed: others use it."""
+    _remote_process.go_wrong()
+    yield _remote_process
+    _remote_process.go_wrong()

@@ -8,7 +8,7 @@ import random
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-from inference.engine import GenerationRequest, Scheduled, SequenceFinished, SequenceStream, TokensGenerated
+from inference.engine import Engine, GenerationRequest, Scheduled, SequenceFinished, SequenceStream, TokensGenerated
 from inference.hosted_engine import HostedEngine
 from inference.tensorrt.engine import TensorRtEngine
 from inference.tensorrt.settings import TensorRtSettings
@@ -58,7 +58,7 @@ async def read_all(stream: SequenceStream) -> Outcome:
     return outcome
 
 
-async def run(engine: HostedEngine, request: GenerationRequest) -> Outcome:
+async def run(engine: Engine, request: GenerationRequest) -> Outcome:
     """Run one request to its end."""
     async with engine.generate(request) as stream:
         return await read_all(stream)

@@ -1,6 +1,7 @@
 """What every engine does, whatever computes its steps: how sequences are refused, cancelled, left and ended.
 
-The same tests for every backend, each in its child process: torch, the simulated engine, and TensorRT-LLM over its stand-in.
+The same tests for every backend: in child processes torch, the simulated engine, and TensorRT-LLM over its stand-in; over gRPC
+servers of the two services that remote engines speak.
 """
 
 from __future__ import annotations
@@ -8,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections.abc import Callable
+import uuid
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +19,7 @@ import pytest
 from inference.cost_model import CostModel
 from inference.engine import (
     ChoiceFinished,
+    Engine,
     EngineFinishReason,
     SamplingParams,
     Scheduled,
@@ -25,24 +28,52 @@ from inference.engine import (
     TokensGenerated,
 )
 from inference.errors import EngineOverloaded, RequestImpossible
+from inference.remote.settings import Service
 from inference.tensorrt.settings import TensorRtSettings
 from inference.torch_engine import TorchEngineSettings
+from tests.inference import hosted
 from tests.inference.checkpoints import TinyCheckpoint
-from tests.inference.hosted import LONG, first_tokens, prompt, read_all, run, serving, settings_for, until
+from tests.inference.hosted import LONG, first_tokens, prompt, read_all, run, settings_for, until
+from tests.inference.remote_hosted import RemoteWorld, connected, remote_settings
 from tests.inference.running import make_request
 from tests.inference.tensorrt_hosted import find_double, tensorrt_settings
 
 SLOW_ENOUGH = CostModel(time_scale=0.2)  # some 1.5 ms a step: a long answer can be met in the middle
 
-Backend = Callable[..., TorchEngineSettings | TensorRtSettings]
+Settings = TorchEngineSettings | TensorRtSettings | RemoteWorld
+Backend = Callable[..., Settings]
 
 
-@pytest.fixture(params=["torch", "simulated", "tensorrt"])
+@contextlib.asynccontextmanager
+async def serving(settings: Settings) -> AsyncIterator[Engine]:
+    """An engine that takes requests."""
+    if isinstance(settings, RemoteWorld):
+        async with connected(settings) as engine:
+            yield engine
+    else:
+        async with hosted.serving(settings) as engine:
+            yield engine
+
+
+def is_outside(settings: Settings) -> bool:
+    """Whether the engine is not ours: it tells nothing before the first token, and ranks are kept before it only."""
+    return not isinstance(settings, TorchEngineSettings)
+
+
+def without_steps(changes: dict[str, Any]) -> dict[str, Any]:
+    """How much a remote engine computes at once is its own business."""
+    return {name: value for name, value in changes.items() if name != "step_token_count_max"}
+
+
+@pytest.fixture(params=["torch", "simulated", "tensorrt", "remote-trtllm", "remote-vllm"])
 def backend(request: pytest.FixtureRequest, tiny: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch) -> Backend:
     """Settings of an engine, with changes."""
     if request.param == "tensorrt":
         find_double(monkeypatch)
         return lambda **changes: tensorrt_settings(tiny, **changes)
+    if request.param.startswith("remote-"):
+        service, server = Service(request.param.removeprefix("remote-")), request.getfixturevalue("remote_server")
+        return lambda **changes: RemoteWorld(server, remote_settings(tiny, server, service, **without_steps(changes)))
     chosen: dict[str, Any] = {"simulation": SLOW_ENOUGH} if request.param == "simulated" else {}
     return lambda **changes: settings_for(tiny, **(chosen | changes))
 
@@ -70,7 +101,7 @@ async def test_a_cancel_is_answered_in_every_phase_and_frees_the_blocks(backend:
         assert outcome.finished is not None
         assert outcome.finished.reason is EngineFinishReason.CANCELLED
     assert waited.token_ids == []
-    assert not filled.token_ids or isinstance(settings, TensorRtSettings), "which tells nothing before the first token"
+    assert not filled.token_ids or is_outside(settings)
     assert decoded.finished is not None
     assert decoded.finished.generated_token_count == 3 + len(decoded.token_ids)
     assert statistics.running_sequence_count == statistics.waiting_sequence_count == 0
@@ -105,10 +136,14 @@ async def test_a_full_queue_and_an_impossible_request_are_refused_on_entering(ba
 
 async def test_counts_limits_and_stops_are_exact(backend: Backend) -> None:
     """Tokens counted, handed out and billed are the same; a stop string is cut off wherever tokens meet in it."""
-    async with serving(backend()) as engine:
-        limited = await run(engine, make_request(prompt(1, 40), 17))
-        again = await run(engine, make_request(prompt(1, 40), 17))
-        other_salt = await run(engine, make_request(prompt(1, 40), 17, cache_salt="other"))
+    settings = backend()
+    # Of the two services one cannot say whose prefixes may be shared, and has its cache off for it.
+    reused = 0 if isinstance(settings, RemoteWorld) and settings.settings.target.service is Service.VLLM else 32
+    async with serving(settings) as engine:
+        salt = uuid.uuid4().hex  # a remote server has served others before
+        limited = await run(engine, make_request(prompt(1, 40), 17, cache_salt=salt))
+        again = await run(engine, make_request(prompt(1, 40), 17, cache_salt=salt))
+        other_salt = await run(engine, make_request(prompt(1, 40), 17, cache_salt=f"not {salt}"))
         stop = limited.text[5:9]
         stopped = await run(engine, make_request(prompt(1, 40), 17, stop_sequences=(stop,)))
         ended = await run(engine, make_request(prompt(1, 40), 17, stop_token_ids=frozenset(limited.token_ids[3:4])))
@@ -121,7 +156,7 @@ async def test_counts_limits_and_stops_are_exact(backend: Backend) -> None:
     reasons = [outcome.finished.reason for outcome in (limited, stopped, ended) if outcome.finished is not None]
     assert reasons == [EngineFinishReason.LENGTH, EngineFinishReason.STOP_SEQUENCE, EngineFinishReason.STOP]
     assert len(limited.token_ids) == 17
-    assert [limited.cached_token_count, again.cached_token_count, other_salt.cached_token_count] == [0, 32, 0]
+    assert [limited.cached_token_count, again.cached_token_count, other_salt.cached_token_count] == [0, reused, 0]
     assert again.token_ids == limited.token_ids == other_salt.token_ids
     assert stopped.text == limited.text[: limited.text.index(stop)]
     assert ended.token_ids == limited.token_ids[: limited.token_ids.index(limited.token_ids[3]) + 1]
@@ -152,16 +187,16 @@ async def test_a_lower_rank_enters_first(backend: Backend) -> None:
 
 
 async def test_who_is_far_ahead_takes_a_place_and_the_displaced_one_goes_on_as_if_nothing_had_been(backend: Backend) -> None:
-    """No token is lost or repeated, and nothing of the prompt is counted twice. TensorRT-LLM ranks only those that wait."""
+    """No token is lost or repeated, and nothing of the prompt is counted twice. Outside engines rank only those that wait."""
     settings = backend(running_sequence_count_max=1)
     async with serving(settings) as engine:
-        alone = await run(engine, make_request(prompt(1, 40), 300, cache_salt="first"))
-        async with engine.generate(make_request(prompt(1, 40), 300, rank=10_000.0)) as displaced:
+        alone = await run(engine, make_request(prompt(1, 40), 300, cache_salt=uuid.uuid4().hex))
+        async with engine.generate(make_request(prompt(1, 40), 300, rank=10_000.0, cache_salt=uuid.uuid4().hex)) as displaced:
             await first_tokens(displaced, 20)
             quick = await run(engine, make_request(prompt(2, 40), 5, rank=0.0))
             rest = await read_all(displaced)
 
-        assert engine.statistics().preemption_count == (not isinstance(settings, TensorRtSettings))
+        assert engine.statistics().preemption_count == (not is_outside(settings))
         await until(lambda: engine.statistics().kv_block_count_held == 0)
     assert len(quick.token_ids) == 5
     assert rest.token_ids == alone.token_ids[20:]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from inference.findings import Observation, Verdict
 from inference.limits import EngineLimits
 from inference.tensorrt import doctor
-from inference.tensorrt.doctor import Observation, Verdict
 from tests.inference.checkpoints import TinyCheckpoint
 from tests.inference.tensorrt_core import double_imported
 from tests.inference.tensorrt_hosted import OPTIONS

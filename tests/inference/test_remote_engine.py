@@ -1,0 +1,342 @@
+"""Remote engines over both services: what they generate is what the torch engine does, and what goes wrong is told as it is."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import re
+import uuid
+from typing import Any
+
+import pytest
+
+from inference.engine import (
+    BeamSearchParams,
+    EngineFinishReason,
+    EngineState,
+    GenerationRequest,
+    GrammarKind,
+    ResponseFormat,
+    SamplingParams,
+    SequenceFinished,
+    TokensGenerated,
+)
+from inference.errors import EngineFailed, EngineOverloaded, EngineStartFailed, EngineUnavailable, RequestImpossible
+from inference.remote.engine import RemoteEngine
+from inference.remote.settings import RemoteSettings, Service, Target, TlsFiles
+from tests.inference.checkpoints import TinyCheckpoint
+from tests.inference.hosted import LONG, first_tokens, prompt, read_all, run, until
+from tests.inference.remote_hosted import RemoteWorld, connected, remote_engine, remote_settings
+from tests.inference.running import Outcome, make_core, make_request, run_all
+from tests.remote_servers.serving import ServerProcess
+
+
+@pytest.fixture(params=list(Service))
+def service(request: pytest.FixtureRequest) -> Service:
+    return Service(request.param)
+
+
+@pytest.fixture
+def world(tiny: TinyCheckpoint, remote_server: ServerProcess, service: Service) -> RemoteWorld:
+    return RemoteWorld(remote_server, remote_settings(tiny, remote_server, service))
+
+
+def changed(tiny: TinyCheckpoint, world: RemoteWorld, **changes: Any) -> RemoteWorld:
+    return RemoteWorld(world.server, remote_settings(tiny, world.server, world.settings.target.service, **changes))
+
+
+def salted(request: GenerationRequest) -> GenerationRequest:
+    """A salt of its own: the server has served others before."""
+    return GenerationRequest(**{name: getattr(request, name) for name in request.__slots__} | {"cache_salt": uuid.uuid4().hex})
+
+
+async def collect(engine: RemoteEngine, request: GenerationRequest) -> Outcome:
+    """With log-probabilities, which `read_all` leaves out."""
+    outcome = Outcome()
+    async with engine.generate(request) as stream:
+        async for event in stream:
+            if isinstance(event, TokensGenerated):
+                outcome.token_ids += event.token_ids
+                outcome.text += event.text
+                outcome.logprobs += event.logprobs
+            elif isinstance(event, SequenceFinished):
+                outcome.text += event.text
+    return outcome
+
+
+async def test_tokens_text_and_log_probabilities_are_those_of_the_torch_engine(tiny: TinyCheckpoint, world: RemoteWorld) -> None:
+    """Whatever the parameters. They cross the wire as 32-bit numbers, so these are ones that are the same in both."""
+    requests = [
+        make_request(prompt(1, 50), 20),
+        make_request(prompt(2), 30, sampling=SamplingParams(temperature=1.0, seed=3), stop_sequences=("e", "ou")),
+        make_request(prompt(3), 30, sampling=SamplingParams(temperature=0.5, seed=4, top_k=50, top_p=0.75, min_p=0.0625)),
+        make_request(
+            prompt(4),
+            30,
+            sampling=SamplingParams(repetition_penalty=1.5, presence_penalty=0.5, frequency_penalty=0.25, logit_bias=((9, 4.0),)),
+        ),
+        make_request(prompt(5), 12, sampling=SamplingParams(temperature=1.0, seed=5, top_logprobs=3)),
+        make_request(prompt(6), 12, sampling=SamplingParams(top_logprobs=0)),
+        make_request(prompt(7), 40, ignore_eos=False, min_output_tokens=7, sampling=SamplingParams(temperature=1.0, seed=6)),
+    ]
+    expected = run_all(make_core(tiny.directory), requests)
+
+    async with connected(world) as engine:
+        outcomes = [await collect(engine, request) for request in map(salted, requests)]
+
+    assert [(outcome.token_ids, outcome.text) for outcome in outcomes] == [(each.token_ids, each.text) for each in expected]
+    for outcome, like in zip(outcomes, expected, strict=True):
+        assert [told.chosen.token_id for told in outcome.logprobs] == [told.chosen.token_id for told in like.logprobs]
+        for told, true in zip(outcome.logprobs, like.logprobs, strict=True):
+            assert [each.token_id for each in told.top] == [each.token_id for each in true.top]
+            pairs = zip((told.chosen, *told.top), (true.chosen, *true.top), strict=True)
+            assert all(math.isclose(a.logprob, b.logprob, rel_tol=1e-4, abs_tol=1e-4) for a, b in pairs)
+
+
+async def test_response_formats_are_kept(world: RemoteWorld) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
+    formats = [
+        ResponseFormat(GrammarKind.REGEX, "[0-9]{3}x"),
+        ResponseFormat(GrammarKind.JSON_SCHEMA, json.dumps(schema)),
+    ]
+    async with connected(world) as engine:
+        number, document = [
+            await run(engine, make_request(prompt(1), 200, response_format=each, ignore_eos=False)) for each in formats
+        ]
+
+    assert re.fullmatch("[0-9]{3}x", number.text)
+    assert number.finished is not None
+    assert number.finished.reason is EngineFinishReason.STOP
+    if document.finished is not None and document.finished.reason is EngineFinishReason.STOP:
+        assert isinstance(json.loads(document.text)["a"], int)
+
+
+async def test_what_the_wire_cannot_say_is_refused_by_name(world: RemoteWorld) -> None:
+    lark = ResponseFormat(GrammarKind.LARK, 'start: "a"')
+    base = make_request(prompt(1), 5)
+    impossible: dict[str | None, GenerationRequest] = {
+        "beam_search": replaced(base, beam_search=BeamSearchParams(2)),
+        "response_format.lark": make_request(prompt(1), 5, response_format=lark, ignore_eos=False),
+        None: replaced(base, adapter="tuned"),
+    }
+    if world.settings.target.service is Service.VLLM:
+        impossible["top_logprobs"] = make_request(prompt(1), 5, sampling=SamplingParams(top_logprobs=20))
+        impossible["sampling.logit_bias"] = make_request(prompt(1), 5, sampling=SamplingParams(logit_bias=((9, 101.0),)))
+
+    async with connected(world) as engine:
+        seen_before = world.server.state()["seen"]
+        for field, request in impossible.items():
+            with pytest.raises(RequestImpossible) as refused:
+                await run(engine, request)
+            assert refused.value.field == field
+        assert world.server.state()["seen"] == seen_before
+
+
+def replaced(request: GenerationRequest, **changes: Any) -> GenerationRequest:
+    return GenerationRequest(**{name: getattr(request, name) for name in request.__slots__} | changes)
+
+
+async def test_a_stop_sequence_ends_the_sequence_in_the_server_too(world: RemoteWorld) -> None:
+    async with connected(world) as engine:
+        whole = await run(engine, make_request(prompt(1), 60))
+        aborted_before = len(world.server.state()["aborted"])
+        stopped = await run(engine, make_request(prompt(1), LONG, stop_sequences=(whole.text[20:26],)))
+
+        await until(lambda: world.server.idle)
+    assert stopped.text == whole.text[: whole.text.index(whole.text[20:26])]
+    assert len(world.server.state()["aborted"]) == aborted_before + 1
+
+
+@pytest.mark.parametrize("fault", ["wrong_prompt", "wrong_cached", "lose_chunk", "preempt", "drop"])
+async def test_a_sequence_that_cannot_be_as_the_server_says_fails_alone(world: RemoteWorld, fault: str) -> None:
+    async with connected(world) as engine, engine.generate(make_request(prompt(2), LONG)) as other:
+        await first_tokens(other, 5)  # past the faults' point
+        if fault in ("drop", "preempt"):
+            other.cancel()
+            await read_all(other)
+        world.server.go_wrong(fault)
+        with pytest.raises(EngineFailed):
+            await run(engine, make_request(prompt(1), 30 if fault == "lose_chunk" else LONG))
+        world.server.go_wrong()
+
+        assert engine.healthy()
+        await run(engine, make_request(prompt(1), 3))
+
+
+async def test_a_server_that_is_full_says_so(world: RemoteWorld) -> None:
+    async with connected(world) as engine:
+        world.server.go_wrong("refuse")
+        with pytest.raises(EngineOverloaded) as overloaded:
+            await run(engine, make_request(prompt(1), 3))
+
+    assert overloaded.value.retry_after_s > 0
+
+
+async def test_an_end_token_counts_whether_it_is_listed_or_not(tiny: TinyCheckpoint, remote_server: ServerProcess) -> None:
+    """Of TensorRT-LLM it is not written down which it does."""
+    settings = remote_settings(tiny, remote_server, Service.TRTLLM)
+    request = make_request(
+        prompt(1), 60, ignore_eos=False, sampling=SamplingParams(temperature=1.0, seed=1, logit_bias=((2, 5.0),))
+    )
+    async with connected(RemoteWorld(remote_server, settings)) as engine:
+        listed = await run(engine, salted(request))
+        remote_server.go_wrong("cut_end")
+        cut = await run(engine, salted(request))
+
+    assert listed.finished is not None
+    assert listed.finished.reason is EngineFinishReason.STOP
+    assert cut.token_ids == listed.token_ids
+    assert cut.text == listed.text
+
+
+@pytest.mark.parametrize(("service", "fault"), [(Service.TRTLLM, "mute"), (Service.VLLM, "wedge")])
+async def test_silence_is_not_waited_out(tiny: TinyCheckpoint, world: RemoteWorld, fault: str) -> None:
+    """Where nothing else moves, it is the server that is stuck: the connection is given up until it generates again."""
+    impatient = changed(tiny, world, first_token_timeout_s=2.0, inter_token_timeout_s=2.0)
+    async with remote_engine(impatient.settings) as engine:
+        world.server.go_wrong(fault)
+        with pytest.raises(EngineFailed, match="silent for too long"):
+            await run(engine, make_request(prompt(1), LONG))
+        condition = engine.condition()
+        assert condition.state in (EngineState.RESTARTING, EngineState.LOADING)
+        with pytest.raises(EngineUnavailable) as unavailable:
+            await run(engine, make_request(prompt(1), 3))
+        assert unavailable.value.retry_after_s > 0
+
+        world.server.go_wrong()
+        await until(engine.healthy)
+        assert len((await run(engine, make_request(prompt(1), 3))).token_ids) == 3
+
+
+async def test_an_abort_that_is_not_taken_is_made_by_ending_the_call(tiny: TinyCheckpoint, world: RemoteWorld) -> None:
+    async with connected(changed(tiny, world, abort_drain_s=0.2)) as engine:
+        async with engine.generate(make_request(prompt(1), LONG)) as stream:
+            await first_tokens(stream, 2)
+            world.server.go_wrong("mute_abort")
+            stream.cancel()
+            outcome = await read_all(stream)
+
+        assert outcome.finished is not None
+        assert outcome.finished.reason in (EngineFinishReason.CANCELLED, EngineFinishReason.LENGTH)
+        assert outcome.finished.generated_token_count == 2 + len(outcome.token_ids)
+
+
+async def test_closing_cancels_what_runs_and_what_waits(tiny: TinyCheckpoint, world: RemoteWorld) -> None:
+    async with connected(changed(tiny, world, running_sequence_count_max=1)) as engine, contextlib.AsyncExitStack() as stack:
+        running, waiting = [await stack.enter_async_context(engine.generate(make_request(prompt(seed), LONG))) for seed in (1, 2)]
+        await first_tokens(running, 2)
+        await engine.close()
+        ends = [await read_all(stream) for stream in (running, waiting)]
+
+    assert [each.finished and each.finished.reason for each in ends] == [EngineFinishReason.CANCELLED] * 2
+
+
+async def test_a_slow_reader_delays_nobody_and_loses_nothing(world: RemoteWorld) -> None:
+    async with connected(world) as engine, engine.generate(make_request(prompt(1), 300)) as unread:
+        quick = await run(engine, make_request(prompt(2), 20))
+        await until(lambda: engine.statistics().running_sequence_count == 0)
+
+        outcome = await read_all(unread)
+    assert (len(quick.token_ids), len(outcome.token_ids)) == (20, 300)
+
+
+async def test_a_server_that_is_ill_is_left_until_it_is_well(world: RemoteWorld) -> None:
+    async with connected(world) as engine, engine.generate(make_request(prompt(1), LONG)) as stream:
+        await first_tokens(stream, 2)
+        world.server.go_wrong("unhealthy")
+        with pytest.raises(EngineFailed, match="health"):
+            await read_all(stream)
+        assert not engine.healthy()
+        assert "health" in engine.condition().reason
+
+        world.server.go_wrong()
+        await until(engine.healthy)
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("other_tokenizer", "its tokens would become other text"),
+        ("corrupt_tokenizer", "do not have the hash"),
+        ("unsalted", "WEIR_REMOTE_SHARE_PREFIXES=1"),
+    ],
+)
+async def test_a_server_that_is_unfit_is_not_used(world: RemoteWorld, fault: str, said: str) -> None:
+    """It is asked again and again: it may be replaced by one that fits."""
+    world.server.go_wrong(fault)
+    async with remote_engine(world.settings, started=False) as engine:
+        with pytest.raises(EngineStartFailed, match=re.escape(said)):
+            await engine.start()
+        with pytest.raises(EngineUnavailable):
+            await run(engine, make_request(prompt(1), 3))
+
+        world.server.go_wrong()
+        await until(engine.healthy)
+
+
+async def test_prefixes_may_be_shared_where_it_is_said(tiny: TinyCheckpoint, world: RemoteWorld) -> None:
+    world.server.go_wrong("unsalted", "no_events")
+    head = prompt(uuid.uuid4().int, 64)
+    async with connected(changed(tiny, world, share_prefixes=True)) as engine:
+        await run(engine, make_request(head, 3, cache_salt="one"))
+        predicted = engine.predict_cached_token_count(tuple(head), "another")
+        again = await run(engine, make_request(head, 3, cache_salt="another"))
+
+    assert again.cached_token_count == 48
+    assert predicted in (32, 48), "in blocks of the service's own size"
+
+
+async def test_a_server_that_does_not_tell_its_tokenizer_is_believed(world: RemoteWorld) -> None:
+    world.server.go_wrong("no_tokenizer", "no_events")
+    async with connected(world) as engine:
+        assert len((await run(engine, make_request(prompt(1), 3))).token_ids) == 3
+
+
+async def test_what_the_server_has_evicted_is_not_predicted(tiny: TinyCheckpoint, remote_server: ServerProcess) -> None:
+    """Once it has told of all that it holds."""
+    settings = remote_settings(tiny, remote_server, Service.TRTLLM, block_tokens=16)
+    head, salt = tuple(prompt(uuid.uuid4().int, 64)), uuid.uuid4().hex
+    async with connected(RemoteWorld(remote_server, settings)) as engine:
+        await until(lambda: remote_server.state()["subscribers"] > 0)
+        remote_server.cache(clear=True)
+        await run(engine, make_request(head, 3, cache_salt=salt))
+        await until(lambda: engine.predict_cached_token_count(head, salt) == 48)
+        assert engine.predict_cached_token_count(head, "other") == 0
+
+        remote_server.cache(remove=head)
+        await until(lambda: engine.predict_cached_token_count(head, salt) == 0)
+
+
+async def test_only_the_right_certificates_meet(tiny: TinyCheckpoint, remote_server: ServerProcess, service: Service) -> None:
+    target = Target(service, remote_server.tls_address)
+    right = remote_server.certificates.client()
+    settings = remote_settings(tiny, remote_server, service, target=target)
+    unwelcome = [
+        None,
+        remote_server.certificates.client("stranger"),
+        TlsFiles(right.authority),
+        TlsFiles(remote_server.certificates.directory / "elsewhere.pem", right.certificate, right.key),
+    ]
+    for tls in unwelcome:
+        async with remote_engine(secured(settings, tls), started=False) as engine:
+            with pytest.raises(EngineStartFailed, match="cannot be asked"):
+                await engine.start()
+
+    async with connected(RemoteWorld(remote_server, secured(settings, right))) as engine:
+        assert len((await run(engine, make_request(prompt(1), 3))).token_ids) == 3
+
+
+def secured(settings: RemoteSettings, tls: TlsFiles | None) -> RemoteSettings:
+    return RemoteSettings(**{name: getattr(settings, name) for name in settings.__slots__} | {"tls": tls})
+
+
+async def test_an_address_where_nobody_is_says_when_it_is_tried_again(tiny: TinyCheckpoint, remote_server: ServerProcess) -> None:
+    settings = remote_settings(tiny, remote_server, Service.VLLM, target=Target(Service.VLLM, "127.0.0.1:1"))
+    async with remote_engine(settings, started=False) as engine:
+        with pytest.raises(EngineStartFailed, match=re.escape("vllm://127.0.0.1:1")):
+            await engine.start()
+        with pytest.raises(EngineUnavailable) as unavailable:
+            await run(engine, make_request(prompt(1), 3))
+
+    assert unavailable.value.retry_after_s > 0

@@ -1,0 +1,298 @@
+"""The parts of remote engines alone: targets, seeds and salts, archives that nobody trusts, cache events, settings, doctor."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from smg_grpc_proto.generated import common_pb2
+from typer.testing import CliRunner
+
+from api.cli.doctor import doctor as commands
+from api.engines import build_engines
+from api.settings import SettingInvalid, Settings
+from inference.engine import EngineStatistics
+from inference.errors import CheckpointInvalid
+from inference.findings import Verdict
+from inference.remote import doctor
+from inference.remote.dialect import ServerUnfit
+from inference.remote.engine import RemoteEngine
+from inference.remote.model_files import Bundle, check_tokenizer
+from inference.remote.model_info import read_remote_model
+from inference.remote.settings import Service, Target, TlsFiles, parse_target
+from inference.remote.trtllm import salt_id
+from inference.remote.upkeep import Upkeep
+from inference.remote.vllm import SEED_MAX, wire_seed
+from tests.inference.checkpoints import TinyCheckpoint
+from tests.inference.hosted import prompt, run
+from tests.inference.remote_hosted import remote_engine, remote_settings
+from tests.inference.running import make_request
+from tests.remote_servers.serving import ServerProcess
+
+
+@pytest.mark.parametrize(
+    "text", ["", "host:1", "http://host:1", "vllm://host", "vllm://:1", "trtllm://host:0", "vllm://host:65536"]
+)
+def test_a_target_without_service_or_port_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="must be trtllm://host:port or vllm://host:port"):
+        parse_target(text)
+
+
+def test_a_target_is_read_and_written_alike() -> None:
+    target = parse_target("vllm://[::1]:50051")
+
+    assert target == Target(Service.VLLM, "[::1]:50051")
+    assert parse_target(str(target)) == target
+
+
+def test_half_a_client_certificate_is_none() -> None:
+    with pytest.raises(ValueError, match="needs its key"):
+        TlsFiles(Path("ca"), certificate=Path("c"))
+
+
+def test_seeds_that_fit_cross_as_they_are_and_others_stay_apart() -> None:
+    assert [wire_seed(seed) for seed in (0, 7, SEED_MAX)] == [0, 7, SEED_MAX]
+    large = [wire_seed(seed) for seed in (-1, SEED_MAX + 1, 2**62, -(2**63))]
+    assert all(0 <= seed <= SEED_MAX for seed in large)
+    assert len(set(large)) == 4
+
+
+def test_salts_become_numbers_that_the_wire_takes() -> None:
+    numbers = {salt_id(f"organization-{index}") for index in range(1000)}
+
+    assert len(numbers) == 1000
+    assert all(0 <= number < 1 << 63 for number in numbers)
+
+
+def archive(files: Mapping[str, bytes]) -> bytes:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as written:
+        for name, content in files.items():
+            written.writestr(name, content)
+    return buffer.getvalue()
+
+
+def received(data: bytes, sha256: str | None = None) -> Bundle:
+    bundle = Bundle()
+    for start in range(0, len(data), 100):
+        last = start + 100 >= len(data)
+        digest = sha256 or hashlib.sha256(data).hexdigest()
+        bundle.add(common_pb2.GetTokenizerChunk(data=data[start : start + 100], sha256=digest if last else ""))
+    return bundle
+
+
+def test_an_archive_is_read_whole() -> None:
+    files = {"config.json": b"{}", "tokenizer.json": bytes(range(256)) * 10}
+
+    assert received(archive(files)).files() == files
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (archive({"../tokenizer.json": b"{}"}), "directories"),
+        (archive({"a/tokenizer.json": b"{}"}), "directories"),
+        (archive({f"{index}.json": b"" for index in range(100)}), "too many"),
+        (b"no archive at all", "no archive"),
+    ],
+)
+def test_an_archive_that_is_not_what_it_should_be_is_not_unpacked(data: bytes, said: str) -> None:
+    with pytest.raises(ServerUnfit, match=said):
+        received(data).files()
+
+
+def test_an_archive_with_another_hash_is_not_unpacked() -> None:
+    with pytest.raises(ServerUnfit, match="hash"):
+        received(archive({"tokenizer.json": b"{}"}), "0" * 64).files()
+
+
+def test_tokenizers_are_compared_by_what_they_mean(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text('{"model": {"a": 1}, "truncation": {"max_length": 5}, "padding": null}')
+
+    check_tokenizer({"tokenizer.json": b'{"padding": null,\n "model": {"a": 1}}'}, tmp_path)
+    check_tokenizer({"vocab.json": b"{}"}, tmp_path)
+    with pytest.raises(ServerUnfit, match="another one"):
+        check_tokenizer({"tokenizer.json": b'{"model": {"a": 2}}'}, tmp_path)
+
+
+def test_a_model_that_only_its_server_can_run_is_described(tiny: TinyCheckpoint, tmp_path: Path) -> None:
+    """Quantized, of an architecture that is not ours, beside an encoder for images."""
+    text = {"vocab_size": 400, "max_position_embeddings": 8192, "eos_token_id": [2, 6]}
+    config = {"architectures": ["DeepseekV4ForCausalLM"], "quantization_config": {"bits": 8}, "text_config": text}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+
+    model, ends = read_remote_model(tmp_path, name="large", engine="remote vllm", context_window_tokens_max=4096)
+
+    assert (model.architecture, model.vocabulary_size, model.context_window_tokens) == ("DeepseekV4ForCausalLM", 400, 4096)
+    assert ends == {2, 6}
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"vocab_size": None}, "vocab_size"),
+        ({"max_position_embeddings": "many"}, "max_position_embeddings"),
+        ({"eos_token_id": 400}, "eos_token_id"),
+        ({"eos_token_id": "x"}, "eos_token_id"),
+    ],
+)
+def test_a_model_that_does_not_say_what_is_needed_is_refused(changes: dict[str, Any], named: str, tmp_path: Path) -> None:
+    config = {"vocab_size": 400, "max_position_embeddings": 8192, "eos_token_id": 2} | changes
+    (tmp_path / "config.json").write_text(json.dumps(config))
+
+    with pytest.raises(CheckpointInvalid, match=named):
+        read_remote_model(tmp_path, name="large", engine="remote vllm", context_window_tokens_max=None)
+
+
+class Core:
+    told = EngineStatistics()
+
+
+@pytest.fixture
+def upkeep(tiny: TinyCheckpoint, remote_server: ServerProcess) -> Upkeep:
+    settings = remote_settings(tiny, remote_server, Service.VLLM)
+    return Upkeep(cast(Any, None), cast(Any, None), cast(Any, Core()), settings, 4, lambda reason: None)
+
+
+def batch(number: int, *events: Any, **fields: Any) -> common_pb2.KvEventBatch:
+    return common_pb2.KvEventBatch(sequence_number=number, events=events, **fields)
+
+
+def stored(block: int, tokens: list[int], parent: int | None = None, **fields: Any) -> common_pb2.KvCacheEvent:
+    blocks = [common_pb2.KvBlock(block_hash=block, token_ids=tokens, block_size=len(tokens))]
+    return common_pb2.KvCacheEvent(stored=common_pb2.KvBlocksStored(blocks=blocks, parent_block_hash=parent, **fields))
+
+
+def test_cache_events_from_the_beginning_tell_all(upkeep: Upkeep) -> None:
+    upkeep.take(batch(1, stored(11, [1, 2, 3, 4]), stored(12, [5, 6, 7, 8], parent=11)))
+    assert upkeep.knows_all_blocks
+    assert upkeep.blocks.matched_token_count([1, 2, 3, 4, 5, 6, 7, 8, 9]) == 8
+
+    upkeep.take(batch(2, common_pb2.KvCacheEvent(removed=common_pb2.KvBlocksRemoved(block_hashes=[12]))))
+    assert upkeep.blocks.matched_token_count([1, 2, 3, 4, 5, 6, 7, 8, 9]) == 4
+
+    upkeep.take(batch(3, common_pb2.KvCacheEvent(cleared=common_pb2.KvCacheCleared())))
+    assert len(upkeep.blocks) == 0
+    assert upkeep.knows_all_blocks
+
+
+def test_a_lost_event_makes_all_doubtful_until_the_cache_is_cleared(upkeep: Upkeep) -> None:
+    upkeep.take(batch(1, stored(11, [1, 2, 3, 4])))
+    upkeep.take(batch(3, stored(13, [9, 9, 9, 9])))
+    assert not upkeep.knows_all_blocks
+    assert upkeep.blocks.matched_token_count([1, 2, 3, 4, 5]) == 0
+
+    upkeep.take(batch(4, common_pb2.KvCacheEvent(cleared=common_pb2.KvCacheCleared())))
+    assert upkeep.knows_all_blocks
+
+
+def test_events_of_a_server_that_was_there_before_do_not_tell_all(upkeep: Upkeep) -> None:
+    upkeep.take(batch(500, stored(11, [1, 2, 3, 4])))
+
+    assert not upkeep.knows_all_blocks
+
+
+def test_blocks_elsewhere_and_of_adapters_are_not_counted(upkeep: Upkeep) -> None:
+    upkeep.take(
+        batch(
+            1,
+            stored(11, [1, 2, 3, 4], tier=common_pb2.KV_CACHE_TIER_HOST),
+            stored(12, [1, 2, 3, 4], lora_name="tuned"),
+            stored(13, [1, 2, 3, 4], kv_cache_spec_kind="sliding_window"),
+        )
+    )
+
+    assert len(upkeep.blocks) == 0
+
+
+def test_load_records_between_events_are_no_events(upkeep: Upkeep) -> None:
+    upkeep.take(batch(1, stored(11, [1, 2, 3, 4])))
+    record = common_pb2.EngineLoad(load_only=True, token_usage=0.25, max_total_num_tokens=400)
+    upkeep.take(batch(1, load=record))
+    upkeep.take(batch(2, stored(12, [5, 6, 7, 8], parent=11)))
+
+    assert upkeep.knows_all_blocks
+    told = cast(Any, upkeep)._core.told
+    assert (told.kv_block_count_total, told.kv_block_count_held, told.kv_block_count_free) == (100, 25, 75)
+
+
+async def test_a_model_without_a_directory_gets_its_files_from_its_server(
+    tiny: TinyCheckpoint, remote_server: ServerProcess, tmp_path: Path
+) -> None:
+    """And those of the last time while the server is away."""
+    remote_server.go_wrong("unsalted", "no_events")
+    settings = Settings(
+        home=tmp_path,
+        engine_backend="remote",
+        remote_targets={"a/b": str(remote_server.target(Service.TRTLLM))},
+        remote_share_prefixes=True,
+        remote_context_tokens=512,
+    )
+    engine = build_engines(settings)["a/b"]
+    assert isinstance(engine, RemoteEngine)
+    async with remote_engine(engine.settings) as served:
+        outcome = await run(served, make_request(prompt(1), 5))
+    remote_server.go_wrong("no_tokenizer")
+    again = build_engines(settings)["a/b"]
+
+    assert len(outcome.token_ids) == 5
+    assert (engine.model.name, engine.model.context_window_tokens) == ("a/b", 512)
+    assert engine.model.directory == again.model.directory
+    assert engine.model.directory == str(tmp_path / "remote" / "model-a%2Fb")
+    assert os.listdir(tmp_path / "remote") == ["model-a%2Fb"], "and nothing is left beside it"
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({}, "WEIR_REMOTE_TARGETS"),
+        ({"remote_targets": {"a": "host:1"}, "models": {"a": Path("/x")}}, "trtllm://host:port"),
+        ({"remote_targets": {"a": "vllm://h:1"}, "models": {"a": Path("/x"), "b": Path("/y")}}, "WEIR_MODELS names b"),
+        ({"remote_targets": {"a": "vllm://h:1"}, "remote_tls_key": "k", "models": {"a": Path("/x")}}, "WEIR_REMOTE_TLS_CA"),
+        ({"remote_targets": {"a": "vllm://127.0.0.1:1"}}, "name the model's directory in WEIR_MODELS"),
+    ],
+)
+def test_settings_that_lead_nowhere_are_refused_by_name(changes: dict[str, Any], named: str, tmp_path: Path) -> None:
+    with pytest.raises(SettingInvalid, match=named):
+        build_engines(Settings(home=tmp_path, engine_backend="remote", **changes))
+
+
+def test_the_settings_cross_to_child_processes() -> None:
+    settings = Settings(remote_targets={"a": "vllm://h:1", "b": "trtllm://h:2"}, remote_share_prefixes=True)
+
+    assert Settings.from_environment(settings.to_environment()) == settings
+    with pytest.raises(SettingInvalid, match="WEIR_FLEET gives a model several engines"):
+        Settings.from_environment({"WEIR_REMOTE_TARGETS": "a=vllm://h:1,a=vllm://h:2"})
+
+
+@pytest.mark.parametrize("service", Service)
+async def test_the_doctor_finds_a_server_well_and_its_faults(
+    tiny: TinyCheckpoint, remote_server: ServerProcess, service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "SILENCE_S", 1.0)
+    settings = remote_settings(tiny, remote_server, service)
+    well = await doctor.examine(settings)
+    remote_server.go_wrong("other_tokenizer", "unsalted", "mute_abort", "no_events")
+    ill = {found.question: found for found in await doctor.examine(settings)}
+
+    assert [found for found in well if found.verdict is Verdict.BAD] == []
+    assert len(well) == len(doctor.QUESTIONS)
+    bad = {question for question, found in ill.items() if found.verdict is Verdict.BAD}
+    assert bad == {"Is its tokenizer the one here?", "How much of a prompt is found again, and is it kept apart by salt?"}
+    assert ill["What does an abort in mid-output answer?"].verdict is Verdict.OTHER
+    assert ill["Does it publish what comes into its cache?"].verdict is Verdict.OTHER
+
+
+def test_the_doctor_is_called_from_the_command_line(tiny: TinyCheckpoint, remote_server: ServerProcess) -> None:
+    arguments = ["remote", str(remote_server.target(Service.VLLM)), "--model", str(tiny.directory), "--json"]
+
+    assert CliRunner().invoke(commands, arguments).exit_code == 0
+    remote_server.go_wrong("wrong_prompt")
+    assert CliRunner().invoke(commands, arguments).exit_code == 1

@@ -1,0 +1,11 @@
+"""`python -m tests.remote_servers MODEL CERTIFICATES PORT`: serves until it is killed; says where on its first line."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+from tests.remote_servers.serving import serve
+
+if __name__ == "__main__":
+    asyncio.run(serve(*sys.argv[1:]))

@@ -1,0 +1,188 @@
+"""What both servers do: run sequences on a torch engine, go wrong when told to, hand out tokenizer files and cache events."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import io
+import zipfile
+from collections.abc import AsyncIterator, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grpc
+from smg_grpc_proto.generated import common_pb2
+
+from inference.engine import GenerationRequest, Scheduled, SequenceFinished, SequenceStream, TokensGenerated
+from inference.errors import EngineError, RequestImpossible
+from inference.torch_engine import TorchEngine
+
+Context = grpc.aio.ServicerContext[object, object]
+
+FAULTS = frozenset(
+    {
+        "unhealthy",  # says so
+        "mute",  # generates nothing and says nothing
+        "wedge",  # the same after three messages
+        "drop",  # gives each sequence up after three messages
+        "refuse",  # is full
+        "mute_abort",  # does not take aborts
+        "wrong_prompt",  # counts another prompt
+        "wrong_cached",  # counts more cached tokens than there are
+        "lose_chunk",  # does not send one message
+        "preempt",  # ends sequences as aborted that nobody aborted, after three messages
+        "unsalted",  # serves prefixes to everybody
+        "cut_end",  # takes the end token out of the output
+        "no_tokenizer",
+        "other_tokenizer",
+        "corrupt_tokenizer",
+        "no_events",
+        "lose_event",
+    }
+)
+MESSAGES_BEFORE_FAULT = 3
+BLOCK_TOKENS = 16
+
+
+@dataclass
+class Backend:
+    """One engine behind a server. faults: of `FAULTS`; may be changed while it serves."""
+
+    engine: TorchEngine
+    directory: Path
+    faults: set[str] = field(default_factory=set)
+    running: dict[str, SequenceStream] = field(default_factory=dict)
+    seen_count: int = 0
+    aborted: list[str] = field(default_factory=list)
+    _release: asyncio.Event = field(default_factory=asyncio.Event)
+    _subscribers: list[asyncio.Queue[common_pb2.KvEventBatch]] = field(default_factory=list)
+    _stored: set[int] = field(default_factory=set)
+    _sequence_number: int = 0
+
+    def go_wrong(self, faults: Iterable[str]) -> None:
+        """In these ways from now on; what an earlier one held back goes on."""
+        assert set(faults) <= FAULTS, f"unknown faults: {set(faults) - FAULTS}"
+        self.faults = set(faults)
+        self._release.set()
+        self._release = asyncio.Event()
+
+    async def run(
+        self, request_id: str, request: GenerationRequest, context: Context
+    ) -> AsyncIterator[Scheduled | TokensGenerated | SequenceFinished]:
+        """The events of a sequence, with the faults that there are. Ends the call where the engine refuses."""
+        self.seen_count += 1
+        if "refuse" in self.faults:
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "the queue is full")
+        if "mute" in self.faults:
+            await self._release.wait()
+        message_count = 0
+        try:
+            async with self.engine.generate(request) as stream:
+                self.running[request_id] = stream
+                async for event in stream:
+                    if isinstance(event, TokensGenerated):
+                        message_count += 1
+                        if message_count == MESSAGES_BEFORE_FAULT and "lose_chunk" in self.faults:
+                            continue
+                        if message_count > MESSAGES_BEFORE_FAULT:
+                            await self._go_wrong(stream, context)
+                    elif isinstance(event, Scheduled):
+                        self._publish(request.prompt_token_ids)
+                    assert not isinstance(event, type(None))
+                    yield event  # type: ignore[misc]  # one choice: no `ChoiceFinished` comes
+        except RequestImpossible as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        except EngineError as error:
+            await context.abort(grpc.StatusCode.INTERNAL, str(error))
+        finally:
+            self.running.pop(request_id, None)
+
+    async def _go_wrong(self, stream: SequenceStream, context: Context) -> None:
+        if "wedge" in self.faults:
+            await self._release.wait()
+        if "drop" in self.faults:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "the worker is gone")
+        if "preempt" in self.faults:
+            stream.cancel()
+
+    def abort(self, request_id: str) -> bool:
+        """Whether it was there."""
+        self.aborted.append(request_id)
+        stream = self.running.get(request_id)
+        if stream is None or "mute_abort" in self.faults:
+            return False
+        stream.cancel()
+        return True
+
+    async def tokenizer_chunks(self, context: Context) -> AsyncIterator[common_pb2.GetTokenizerChunk]:
+        """The checkpoint's small files, in pieces."""
+        if "no_tokenizer" in self.faults:
+            await context.abort(grpc.StatusCode.UNIMPLEMENTED, "not here")
+        buffer = io.BytesIO()
+        with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
+            for path in sorted(self.directory.glob("*.json")):
+                content = path.read_bytes()
+                if path.name == "tokenizer.json" and "other_tokenizer" in self.faults:
+                    content = content.replace(b"<|pad|>", b"<|dap|>")
+                archive.writestr(path.name, content)
+        data = buffer.getvalue()
+        digest = hashlib.sha256(data).hexdigest()
+        if "corrupt_tokenizer" in self.faults:
+            data = data[:-1] + bytes([data[-1] ^ 1])
+        pieces = [data[start : start + 4096] for start in range(0, len(data), 4096)]
+        for index, piece in enumerate(pieces):
+            yield common_pb2.GetTokenizerChunk(data=piece, sha256=digest if index == len(pieces) - 1 else "")
+
+    async def kv_batches(self, context: Context) -> AsyncIterator[common_pb2.KvEventBatch]:
+        """What comes into the cache from now on."""
+        if "no_events" in self.faults:
+            await context.abort(grpc.StatusCode.UNIMPLEMENTED, "cache events are not enabled")
+        queue: asyncio.Queue[common_pb2.KvEventBatch] = asyncio.Queue()
+        self._subscribers.append(queue)
+        try:
+            while True:
+                yield await queue.get()
+        finally:
+            self._subscribers.remove(queue)
+
+    @property
+    def subscriber_count(self) -> int:
+        """How many listen to cache events."""
+        return len(self._subscribers)
+
+    def publish_cleared(self) -> None:
+        """As if the cache had been flushed."""
+        self._stored.clear()
+        self._send(common_pb2.KvCacheEvent(cleared=common_pb2.KvCacheCleared()))
+
+    def publish_removed(self, prompt: tuple[int, ...]) -> None:
+        """As if a prompt's blocks had been evicted."""
+        hashes = [own for _, own, _ in _blocks(prompt)]
+        self._stored -= set(hashes)
+        self._send(common_pb2.KvCacheEvent(removed=common_pb2.KvBlocksRemoved(block_hashes=hashes)))
+
+    def _publish(self, prompt: tuple[int, ...]) -> None:
+        for parent, own, tokens in _blocks(prompt):
+            if own in self._stored:
+                continue
+            self._stored.add(own)
+            block = common_pb2.KvBlock(block_hash=own, token_ids=tokens, block_size=BLOCK_TOKENS)
+            stored = common_pb2.KvBlocksStored(blocks=[block])
+            if parent:
+                stored.parent_block_hash = parent
+            self._send(common_pb2.KvCacheEvent(stored=stored))
+
+    def _send(self, event: common_pb2.KvCacheEvent) -> None:
+        self._sequence_number += 2 if "lose_event" in self.faults else 1
+        for queue in self._subscribers:
+            queue.put_nowait(common_pb2.KvEventBatch(sequence_number=self._sequence_number, events=[event]))
+
+
+def _blocks(prompt: tuple[int, ...]) -> Iterator[tuple[int, int, tuple[int, ...]]]:
+    """Parent, hash and tokens of each full block."""
+    parent = 0
+    for start in range(0, len(prompt) - BLOCK_TOKENS + 1, BLOCK_TOKENS):
+        tokens = prompt[start : start + BLOCK_TOKENS]
+        own = int.from_bytes(hashlib.sha256(repr((parent, tokens)).encode()).digest()[:8], "big", signed=True)
+        yield parent, own, tokens
+        parent = own

@@ -1,0 +1,127 @@
+"""A server of both services in a process of its own, which can be told to go wrong, asked how it is, and killed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import grpc
+from smg_grpc_proto.generated import trtllm_service_pb2_grpc, vllm_engine_pb2_grpc
+
+from inference.remote.settings import Service, Target
+from inference.torch_engine import TorchEngine, TorchEngineSettings
+from tests.remote_servers.backend import Backend
+from tests.remote_servers.certificates import Certificates
+from tests.remote_servers.trtllm import TrtllmServicer
+from tests.remote_servers.vllm import VllmServicer
+
+CONTROL = "/weir.test.Control/Do"
+PATIENCE_S = 60.0
+
+
+@dataclass(frozen=True)
+class ServerProcess:
+    """How a test reaches a server. address: without TLS; tls_address: for clients with a certificate of the right authority."""
+
+    address: str
+    tls_address: str
+    certificates: Certificates
+    process: subprocess.Popen[str]
+
+    def target(self, service: Service) -> Target:
+        """Where it speaks a service."""
+        return Target(service, self.address)
+
+    def go_wrong(self, *faults: str) -> None:
+        """From now on, and in no other way; what was held back by an earlier fault goes on."""
+        self._do({"faults": faults})
+
+    def cache(self, *, clear: bool = False, remove: tuple[int, ...] = ()) -> None:
+        """Tell subscribers that the cache was flushed, or that a prompt's blocks were evicted."""
+        self._do({"clear": clear, "remove": remove})
+
+    def state(self) -> dict[str, Any]:
+        """Statistics of its engine, and what it has seen."""
+        return self._do({})
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing runs there and no block is held."""
+        state = self.state()
+        return not (state["kv_block_count_held"] or state["running_sequence_count"] or state["waiting_sequence_count"])
+
+    def _do(self, order: dict[str, Any]) -> dict[str, Any]:
+        with grpc.insecure_channel(self.address) as channel:
+            call: Any = channel.unary_unary(CONTROL)  # bytes as they are
+            return cast(dict[str, Any], json.loads(call(json.dumps(order).encode(), timeout=PATIENCE_S, wait_for_ready=True)))
+
+
+@contextlib.contextmanager
+def server_process(directory: Path, certificates: Certificates, *, port: int = 0) -> Iterator[ServerProcess]:
+    """Start one and wait until it serves; killed on leaving."""
+    command = [sys.executable, "-m", "tests.remote_servers", str(directory), str(certificates.directory), str(port)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            line = process.stdout.readline().split()
+            assert line[:1] == ["serving"], f"the server did not start: {line}"
+            yield ServerProcess(line[1], line[2], certificates, process)
+        finally:
+            process.kill()
+
+
+async def serve(directory: str, certificates: str, port: str) -> None:
+    """Be such a process, until it is killed."""
+    # A port that is taken must not be shared with whoever has it.
+    server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+    engine = TorchEngine(TorchEngineSettings(Path(directory), "remote", kv_cache_bytes=8 << 20, torch_thread_count=1))
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(engine.serve())
+        await engine.start()
+        backend = Backend(engine, Path(directory))
+        cast(Any, trtllm_service_pb2_grpc).add_TrtllmServiceServicer_to_server(TrtllmServicer(backend), server)
+        cast(Any, vllm_engine_pb2_grpc).add_VllmEngineServicer_to_server(VllmServicer(backend), server)
+        server.add_generic_rpc_handlers((Control(control(backend)),))
+        plain = server.add_insecure_port(f"127.0.0.1:{port}")
+        secure = server.add_secure_port("127.0.0.1:0", Certificates(Path(certificates)).server_credentials())
+        await server.start()
+        print("serving", f"127.0.0.1:{plain}", f"127.0.0.1:{secure}", flush=True)
+        await asyncio.Event().wait()
+
+
+Handler = Callable[[bytes, Any], Awaitable[bytes]]
+
+
+class Control(grpc.GenericRpcHandler):
+    """The one call that the services do not have."""
+
+    def __init__(self, handler: Handler) -> None:
+        self._handler: Any = grpc.unary_unary_rpc_method_handler(cast(Any, handler))
+
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> Any:
+        return self._handler if handler_call_details.method == CONTROL else None
+
+
+def control(backend: Backend) -> Handler:
+    """What the call does."""
+
+    async def do(order: bytes, context: Any) -> bytes:
+        asked = json.loads(order)
+        if "faults" in asked:
+            backend.go_wrong(asked["faults"])
+        if asked.get("clear"):
+            backend.publish_cleared()
+        if asked.get("remove"):
+            backend.publish_removed(tuple(asked["remove"]))
+        told = asdict(backend.engine.statistics())
+        told |= {"aborted": backend.aborted, "seen": backend.seen_count, "subscribers": backend.subscriber_count}
+        return json.dumps(told).encode()
+
+    return do

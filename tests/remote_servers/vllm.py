@@ -1,0 +1,161 @@
+"""`VllmEngine` on the torch engine."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from smg_grpc_proto.generated import common_pb2
+from smg_grpc_proto.generated import vllm_engine_pb2 as pb
+
+from inference.engine import (
+    EngineFinishReason,
+    GenerationRequest,
+    GrammarKind,
+    ResponseFormat,
+    SamplingParams,
+    Scheduled,
+    SequenceFinished,
+    SequenceId,
+    StopCriteria,
+    TokenLogprobs,
+    TokensGenerated,
+)
+from tests.remote_servers.backend import BLOCK_TOKENS, Backend, Context
+
+REASONS = {
+    EngineFinishReason.STOP: "stop",
+    EngineFinishReason.LENGTH: "length",
+    EngineFinishReason.CANCELLED: "abort",
+}
+
+
+class VllmServicer:
+    """The service's calls. Its prefix cache is off, but for the fault "unsalted"."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+
+    async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:
+        wanted = self._request(request)
+        prompt_tokens = len(wanted.prompt_token_ids) + ("wrong_prompt" in self._backend.faults)
+        top_count = request.sampling_params.logprobs
+        last: tuple[int, ...] = ()
+        cached = 0
+        async for event in self._backend.run(request.request_id, wanted, context):
+            match event:
+                case Scheduled():
+                    cached = (
+                        len(wanted.prompt_token_ids) + 1 if "wrong_cached" in self._backend.faults else event.cached_token_count
+                    )
+                case TokensGenerated():
+                    last = event.token_ids
+                    chunk = pb.GenerateStreamChunk(
+                        token_ids=last,
+                        prompt_tokens=prompt_tokens,
+                        completion_tokens=len(last),
+                        cached_tokens=cached,
+                        output_logprobs=_logprobs(event.logprobs, top_count),
+                    )
+                    yield pb.GenerateResponse(chunk=chunk)
+                case SequenceFinished():
+                    if event.reason is EngineFinishReason.CANCELLED:
+                        last = ()
+                    complete = pb.GenerateComplete(
+                        output_ids=last,
+                        finish_reason=REASONS[event.reason],
+                        prompt_tokens=prompt_tokens,
+                        completion_tokens=len(last),
+                        cached_tokens=cached,
+                    )
+                    yield pb.GenerateResponse(complete=complete)
+
+    async def HealthCheck(self, request: pb.HealthCheckRequest, context: Context) -> pb.HealthCheckResponse:
+        healthy = "unhealthy" not in self._backend.faults
+        return pb.HealthCheckResponse(healthy=healthy, message="Health" if healthy else "Engine is not alive")
+
+    async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
+        for request_id in request.request_ids:
+            self._backend.abort(request_id)
+        return pb.AbortResponse()
+
+    async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: Context) -> pb.GetModelInfoResponse:
+        model = self._backend.engine.model
+        return pb.GetModelInfoResponse(
+            model_path=model.directory,
+            is_generation=True,
+            max_context_length=model.context_window_tokens,
+            vocab_size=model.vocabulary_size,
+            served_model_name=model.name,
+        )
+
+    async def GetServerInfo(self, request: pb.GetServerInfoRequest, context: Context) -> pb.GetServerInfoResponse:
+        return pb.GetServerInfoResponse(server_type="vllm-grpc", block_size=BLOCK_TOKENS)
+
+    async def GetLoads(self, request: pb.GetLoadsRequest, context: Context) -> pb.GetLoadsResponse:
+        told = self._backend.engine.statistics()
+        load = pb.SchedulerLoad(
+            num_running_reqs=told.running_sequence_count,
+            num_waiting_reqs=told.waiting_sequence_count,
+            max_total_num_tokens=told.kv_block_count_total * BLOCK_TOKENS,
+            token_usage=told.kv_block_count_held / max(told.kv_block_count_total, 1),
+        )
+        return pb.GetLoadsResponse(dp_rank_count=1, loads=[load])
+
+    async def GetTokenizer(self, request: Any, context: Context) -> AsyncIterator[common_pb2.GetTokenizerChunk]:
+        async for chunk in self._backend.tokenizer_chunks(context):
+            yield chunk
+
+    async def SubscribeKvEvents(self, request: Any, context: Context) -> AsyncIterator[common_pb2.KvEventBatch]:
+        async for batch in self._backend.kv_batches(context):
+            yield batch
+
+    async def Embed(self, request: pb.EmbedRequest, context: Context) -> pb.EmbedResponse:
+        raise NotImplementedError
+
+    FlushCache = StartProfile = StopProfile = Embed
+
+    def _request(self, request: pb.GenerateRequest) -> GenerationRequest:
+        params = request.sampling_params
+        sampling = SamplingParams(
+            temperature=params.temperature if params.HasField("temperature") else 1.0,
+            top_p=params.top_p or 1.0,
+            top_k=params.top_k,
+            seed=params.seed if params.HasField("seed") else None,
+            min_p=params.min_p,
+            repetition_penalty=params.repetition_penalty or 1.0,
+            presence_penalty=params.presence_penalty,
+            frequency_penalty=params.frequency_penalty,
+            logit_bias=tuple(params.logit_bias.items()),
+            top_logprobs=params.logprobs if params.HasField("logprobs") else None,
+        )
+        kind, response_format = params.WhichOneof("constraint"), None
+        if kind in ("json_schema", "regex"):
+            response_format = ResponseFormat(GrammarKind(kind), getattr(params, kind))
+        # With a response format, the engine wants no stop ids beside the model's own, which are all there are then.
+        stop_ids = frozenset(params.stop_token_ids) if response_format is None else frozenset()
+        return GenerationRequest(
+            SequenceId(request.request_id),
+            tuple(request.tokenized.input_ids),
+            sampling,
+            StopCriteria(params.max_tokens, (), stop_ids, params.ignore_eos, params.min_tokens),
+            "" if "unsalted" in self._backend.faults else uuid.uuid4().hex,
+            response_format,
+        )
+
+
+def _logprobs(told: Sequence[TokenLogprobs], top_count: int) -> pb.OutputLogProbs | None:
+    """As vLLM has them: the chosen one first, then the likeliest, and of all these so many as were asked for."""
+    if not told:
+        return None
+    found = pb.OutputLogProbs()
+    for each in told:
+        found.token_ids.append(each.chosen.token_id)
+        found.token_logprobs.append(each.chosen.logprob)
+        if top_count:
+            ordered = {entry.token_id: entry.logprob for entry in (each.chosen, *each.top)}
+            shown = list(ordered.items())[:top_count]
+            top = pb.TopLogProbs(token_ids=[token_id for token_id, _ in shown], values=[logprob for _, logprob in shown])
+            found.top_logprobs.append(top)
+    return found
