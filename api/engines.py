@@ -162,4 +162,5 @@ def torch_settings(settings: Settings, name: str, directory: Path) -> TorchEngin
         device=settings.engine_device,
         kv_cache_bytes=settings.kv_cache_bytes,
         torch_thread_count=settings.engine_thread_count,
+        packed_directory=settings.home / "packed" if settings.packed_weights == "on" else None,
     )

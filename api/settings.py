@@ -109,6 +109,9 @@ class Settings(RemoteEngineSettings):
     min_replicas: int = setting("WEIR_MIN_REPLICAS", 1, whole(0, 64))
     # Without a request for so long, an engine that need not be kept is stopped and gives its memory back. 0: never.
     model_idle_timeout_s: float = setting("WEIR_MODEL_IDLE_TIMEOUT_S", 0.0, scale(86_400))
+    # "on" keeps the packed weights of large models in the home directory: all hosts of a model map one copy, and later starts read
+    # that alone. "off" leaves the disk alone, and gives each host its own.
+    packed_weights: Literal["on", "off"] = setting("WEIR_PACKED_WEIGHTS", "on", one_of("on", "off"))
     # Engine hosts of the torch backend that have imported torch and wait for a model: a start that takes one saves that time. Some
     # 130 MB each.
     spare_hosts: int = setting("WEIR_SPARE_HOSTS", 0, whole(0, 16))

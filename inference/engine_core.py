@@ -68,7 +68,8 @@ NumberedEvent = tuple[int, SequenceEvent | SequenceBroken]
 class EngineOptions:
     """How to run a checkpoint, or, with a simulation, how long to pretend to.
 
-    kv_cache_bytes: the pool's size; raised if one full context needs more.
+    kv_cache_bytes: the pool's size; raised if one full context needs more. packed_directory: where packed weights are kept, so that
+    hosts share them; None keeps none.
     """
 
     directory: Path
@@ -77,6 +78,7 @@ class EngineOptions:
     kv_cache_bytes: int = 1 << 30
     device: Literal["cpu", "cuda"] = "cpu"
     simulation: CostModel | None = None
+    packed_directory: Path | None = None
 
 
 class Runner(Protocol):
@@ -118,6 +120,7 @@ class EngineCore:
                 block_count=self._pool.block_count_total,
                 device=options.device,
                 on_progress=on_progress,
+                packed_directory=options.packed_directory,
             )
         else:
             self._runner = SimulatedRunner(options.simulation, tokenizer)

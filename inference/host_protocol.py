@@ -50,6 +50,7 @@ class LoadModel(msgspec.Struct, tag="load", array_like=True, frozen=True):
     torch_thread_count: int
     device: Literal["cpu", "cuda"] = "cpu"
     simulation: CostModel | None = None
+    packed_directory: str = ""
 
 
 class StartSequence(msgspec.Struct, tag="start", array_like=True, frozen=True):

@@ -23,10 +23,11 @@ from inference.kv_cache import KV_BLOCK_TOKENS, blocks_for
 from inference.logits import NOT_FINITE, Logits
 from inference.model import Batch, Decoder, Spans, move_batch
 from inference.native.decoder import NativeDecoder, supports
+from inference.native.packing import open_decoder, path_for
 from inference.sampler import Chosen, choose
 from inference.sequence import Sequence
 from inference.step_plan import Chunk, StepPlan
-from inference.weights import load_weights, move_weights
+from inference.weights import DecoderWeights, load_weights, move_weights
 
 ComputeDtype = Literal["float32", "bfloat16", "int8"]
 
@@ -47,8 +48,9 @@ class ModelRunner:
         block_count: int,
         device: Literal["cpu", "cuda"] = "cpu",
         on_progress: Callable[[float], None] = lambda fraction: None,
+        packed_directory: Path | None = None,
     ) -> None:
-        """Load. on_progress: called with 0 to 1 while reading weights.
+        """Load. on_progress: called with 0 to 1 while reading weights. packed_directory: where packed weights are kept, if any.
 
         Raises `CheckpointInvalid`, or `EngineStartFailed` if there is no such device.
         """
@@ -58,13 +60,21 @@ class ModelRunner:
         dtype = self._dtype = _TORCH_DTYPES[compute_dtype]
         self._config = config
         self._mask_worker = MaskWorker(config.vocabulary_size)
-        weights = load_weights(directory, config, dtype, on_progress, quantize=compute_dtype == "int8")
-        if self._device.type != "cpu":
-            weights = move_weights(weights, self._device)
+
+        def load() -> DecoderWeights:
+            return load_weights(directory, config, dtype, on_progress, quantize=compute_dtype == "int8")
+
         self._native: NativeDecoder | None = None
         if self._device.type == "cpu" and supports(config, dtype):
-            self._native = NativeDecoder(config, weights, dtype, context_window_tokens, block_count)
+            self._native = open_decoder(
+                path_for(packed_directory, directory, compute_dtype),
+                load,
+                lambda weights: NativeDecoder(config, weights, dtype, context_window_tokens, block_count),
+            )
         else:
+            weights = load()
+            if self._device.type != "cpu":
+                weights = move_weights(weights, self._device)
             self._decoder = Decoder(config, weights, context_window_tokens)
             self._pools = _allocate_pools(config, dtype, block_count, self._device)
 

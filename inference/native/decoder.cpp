@@ -66,6 +66,16 @@ void weir_decoder_copy_blocks(void *decoder, const int64_t *pairs, int64_t count
     static_cast<AnyDecoder *>(decoder)->copy_blocks(pairs, count);
 }
 
+// Parts of what was packed: see `with_part` for their kinds. What is adopted is read where it is, and must outlive the decoder.
+
+const void *weir_decoder_part(void *decoder, int64_t layer, int32_t kind, int64_t *bytes) {
+    return static_cast<AnyDecoder *>(decoder)->part(layer, kind, bytes);
+}
+
+int32_t weir_decoder_adopt(void *decoder, int64_t layer, int32_t kind, const void *memory, int64_t bytes) {
+    return static_cast<AnyDecoder *>(decoder)->adopt(layer, kind, memory, bytes) ? 0 : 1;
+}
+
 int32_t weir_decoder_forward(void *decoder, const Step *step) try {
     static_cast<AnyDecoder *>(decoder)->forward(*step);
     return 0;

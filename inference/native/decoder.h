@@ -60,7 +60,12 @@ class AnyDecoder {
     virtual void set_rotation(const float *cosines, const float *sines) = 0;
     virtual void forward(const Step &step) = 0;
     virtual void copy_blocks(const int64_t *pairs, int64_t count) = 0;
+    virtual const void *part(int64_t layer, int kind, int64_t *bytes) = 0;
+    virtual bool adopt(int64_t layer, int kind, const void *memory, int64_t bytes) = 0;
 };
+
+// What of a layer may be kept in a file and mapped: the linear layers' four buffers each, the norms, and the embedding.
+enum LinearPart { PACKED, QUANTIZED, SCALES, BIAS, LINEAR_PART_COUNT };
 
 enum LinearKind { QKV, ATTENTION_OUT, GATE_UP, DOWN, LM_HEAD, LINEAR_KIND_COUNT };
 enum NormKind { ATTENTION_NORM, MLP_NORM, QUERY_NORM, KEY_NORM, FINAL_NORM, NORM_KIND_COUNT };
@@ -87,18 +92,7 @@ template <class T> class Decoder final : public AnyDecoder {
     // weight: (columns, inner) rows of T, or of int8 with one scale per column. bias: (columns,) or null.
     void set_linear(int64_t layer, int kind, const void *weight, const float *scales, const float *bias) override {
         Linear<T> &linear = layers_[layer].linears[kind];
-        const int64_t heads = shape_.head_count * shape_.head_dim, kv_heads = shape_.kv_head_count * shape_.head_dim;
-        const int64_t inner_half = round_up(shape_.intermediate_size, LANES);
-        int64_t sources = 0; // rows of `weight`
-        switch (kind) {
-            case QKV: linear.inner = shape_.hidden_size, sources = linear.columns = heads + 2 * kv_heads; break;
-            case ATTENTION_OUT: linear.inner = heads, sources = linear.columns = shape_.hidden_size; break;
-            case GATE_UP:
-                linear.inner = shape_.hidden_size, sources = 2 * shape_.intermediate_size, linear.columns = 2 * inner_half;
-                break;
-            case DOWN: linear.inner = shape_.intermediate_size, sources = linear.columns = shape_.hidden_size; break;
-            default: linear.inner = shape_.hidden_size, sources = linear.columns = shape_.vocabulary_size;
-        }
+        const int64_t sources = set_shape(linear, kind);
         const int64_t size = linear.panel_count() * linear.panel_size(), columns = linear.panel_count() * PANEL;
         if (bias) linear.bias = Buffer<float>(columns);
         if (scales) {
@@ -189,6 +183,26 @@ template <class T> class Decoder final : public AnyDecoder {
                     );
     }
 
+    // A part of what was packed, and its bytes; null if there is none.
+    const void *part(int64_t layer, int kind, int64_t *bytes) override {
+        const void *found = nullptr;
+        with_part(layer, kind, [&](auto &buffer, int64_t) {
+            found = buffer.data();
+            *bytes = buffer.count() * int64_t(sizeof(*buffer.data()));
+        });
+        return found;
+    }
+
+    // Use a part as it was packed before, in memory that outlives the decoder. False if its size is another than this shape's.
+    bool adopt(int64_t layer, int kind, const void *memory, int64_t bytes) override {
+        bool fits = false;
+        with_part(layer, kind, [&]<class W>(Buffer<W> &buffer, int64_t count) {
+            fits = bytes == count * int64_t(sizeof(W));
+            if (fits) buffer = Buffer<W>::view(memory, count);
+        });
+        return fits;
+    }
+
   private:
     struct Layer {
         Linear<T> linears[LINEAR_KIND_COUNT];
@@ -200,6 +214,38 @@ template <class T> class Decoder final : public AnyDecoder {
     struct AttentionTask {
         int32_t span, kv_head, row, row_count;
     };
+
+    // Sets what follows from the shape; rows of the weights that are packed into it.
+    int64_t set_shape(Linear<T> &linear, int kind) const {
+        const int64_t heads = shape_.head_count * shape_.head_dim, kv_heads = shape_.kv_head_count * shape_.head_dim;
+        linear.inner = shape_.hidden_size;
+        switch (kind) {
+            case QKV: return linear.columns = heads + 2 * kv_heads;
+            case ATTENTION_OUT: linear.inner = heads; return linear.columns = shape_.hidden_size;
+            case GATE_UP:
+                linear.columns = 2 * round_up(shape_.intermediate_size, LANES);
+                return 2 * shape_.intermediate_size;
+            case DOWN: linear.inner = shape_.intermediate_size; return linear.columns = shape_.hidden_size;
+            default: return linear.columns = shape_.vocabulary_size;
+        }
+    }
+
+    // Calls function(buffer, count) with a part and how many values it has if it is there. kind: LinearKind * LINEAR_PART_COUNT +
+    // LinearPart, then the norms, then the embedding, which belongs to no layer.
+    template <class F> void with_part(int64_t layer, int kind, const F &function) {
+        constexpr int NORMS = LINEAR_KIND_COUNT * LINEAR_PART_COUNT, EMBEDDING = NORMS + NORM_KIND_COUNT;
+        if (kind == EMBEDDING) return function(embedding_, shape_.vocabulary_size * shape_.hidden_size);
+        if (kind >= NORMS) return function(layers_[layer].norms[kind - NORMS], hidden_stride_ + shape_.head_dim);
+        Linear<T> &linear = layers_[layer].linears[kind / LINEAR_PART_COUNT];
+        set_shape(linear, kind / LINEAR_PART_COUNT);
+        const int64_t columns = linear.panel_count() * PANEL, size = linear.panel_count() * linear.panel_size();
+        switch (kind % LINEAR_PART_COUNT) {
+            case PACKED: return function(linear.packed, size);
+            case QUANTIZED: return function(linear.quantized, size);
+            case SCALES: return function(linear.scales, columns);
+            default: return function(linear.bias, columns);
+        }
+    }
 
     // Which row of the given weights a packed column holds; -1 for padding. Gate and up stand in turn, 16 columns each, so that a
     // tile holds both halves of its outputs.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import weakref
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from enum import IntEnum
 from typing import TYPE_CHECKING
 
@@ -24,6 +24,7 @@ from inference.linear import LinearWeights
 from inference.logits import Logits
 from inference.model import rotary_tables
 from inference.native import loader
+from inference.native.packed_file import PackedFile, Part
 from inference.weights import DecoderWeights
 
 if TYPE_CHECKING:
@@ -47,6 +48,13 @@ class _Norm(IntEnum):
     QUERY = 2
     KEY = 3
     FINAL = 4
+
+
+# Kinds of parts, as `with_part` in decoder.h numbers them.
+_LINEAR_PARTS = 4
+_LINEAR_PART_KINDS = range(len(_Linear) * _LINEAR_PARTS)
+_NORM_PART_KINDS = range(_LINEAR_PART_KINDS.stop, _LINEAR_PART_KINDS.stop + len(_Norm))
+_EMBEDDING_KIND = _NORM_PART_KINDS.stop
 
 
 class _Shape(ctypes.Structure):
@@ -89,9 +97,18 @@ class NativeDecoder:
     """Used by one thread; the code inside spreads a step over as many as torch is set to."""
 
     def __init__(
-        self, config: DecoderConfig, weights: DecoderWeights, dtype: torch.dtype, context_window_tokens: int, block_count: int
+        self,
+        config: DecoderConfig,
+        weights: DecoderWeights | PackedFile,
+        dtype: torch.dtype,
+        context_window_tokens: int,
+        block_count: int,
     ) -> None:
-        """Pack the weights, which may be forgotten afterwards, and lay out a pool of so many blocks. `supports` must be true."""
+        """Pack the weights, which may be forgotten afterwards, and lay out a pool of so many blocks. `supports` must be true.
+
+        weights: as a file holds them if they were packed before; they are read where they lie. Raises: ValueError if they are not
+        this decoder's.
+        """
         library = loader.load()
         assert library is not None, "supports() was asked"
         self._library = library
@@ -115,9 +132,15 @@ class NativeDecoder:
         weakref.finalize(self, library.weir_decoder_close, self._handle)
         tables = rotary_tables(config.rope, config.head_dim, context_window_tokens, torch.float32)
         self._rotation = tuple(table.contiguous() for table in tables)
-        library.weir_decoder_set_embedding(self._handle, weights.embedding.contiguous().data_ptr())
         library.weir_decoder_set_rotation(self._handle, self._rotation[0].data_ptr(), self._rotation[1].data_ptr())
-        self._pack(weights)
+        for index, window in enumerate(config.layer_windows):
+            library.weir_decoder_set_window(self._handle, index, window or 0)
+        self._file: PackedFile | None = None  # kept alive while the decoder reads it
+        if isinstance(weights, PackedFile):
+            self.adopt(weights)
+        else:
+            library.weir_decoder_set_embedding(self._handle, weights.embedding.contiguous().data_ptr())
+            self._pack(weights)
         self._tables = TableRows(blocks_for(context_window_tokens))
         self._logits_stride = -(-config.vocabulary_size // PANEL_COLUMNS) * PANEL_COLUMNS
         self._logits = self._logits_memory = torch.empty(0, self._logits_stride)
@@ -154,6 +177,33 @@ class NativeDecoder:
             raise MemoryError("no memory for a step")
         return Logits(self._logits, best.tolist())
 
+    def parts(self) -> Iterator[Part]:
+        """What was packed, where it lies; valid as long as this decoder."""
+        byte_count = ctypes.c_int64()
+        for layer in range(self._config.layer_count + 1):
+            kinds = [*_LINEAR_PART_KINDS, *_NORM_PART_KINDS, *([_EMBEDDING_KIND] if layer == self._config.layer_count else [])]
+            for kind in kinds:
+                address = self._library.weir_decoder_part(self._handle, layer, kind, ctypes.byref(byte_count))
+                if address and byte_count.value:
+                    yield Part(layer, kind, address, byte_count.value)
+
+    def adopt(self, file: PackedFile) -> None:
+        """Read the weights where they lie in a file, and give back those that were packed here. Raises: ValueError."""
+        if missing := self._needed_parts() - {(part.layer, part.kind - part.kind % 2) for part in file.parts()}:
+            raise ValueError(f"{len(missing)} parts of this model are missing")
+        for part in file.parts():
+            if not 0 <= part.layer <= self._config.layer_count or not 0 <= part.kind <= _EMBEDDING_KIND:
+                raise ValueError(f"no part {part.kind} of layer {part.layer} in this model")
+            if self._library.weir_decoder_adopt(self._handle, part.layer, part.kind, part.address, part.byte_count):
+                raise ValueError(f"part {part.kind} of layer {part.layer} has {part.byte_count} bytes, which is not this model's")
+        self._file = file
+
+    def _needed_parts(self) -> set[tuple[int, int]]:
+        """Layer and kind of what no model is without: matrices, packed or quantized, which are neighbours, and the embedding."""
+        above = self._config.layer_count
+        matrices = {(layer, kind * _LINEAR_PARTS) for layer in range(above) for kind in _Linear if kind is not _Linear.LM_HEAD}
+        return matrices | {(above, _Linear.LM_HEAD * _LINEAR_PARTS), (above, _EMBEDDING_KIND - _EMBEDDING_KIND % 2)}
+
     def _make_logits(self, row_count: int) -> None:
         """A view of so many rows without their padding; kept, since most steps want as many as the one before."""
         if row_count > len(self._logits_memory):
@@ -166,7 +216,7 @@ class NativeDecoder:
         self._library.weir_decoder_copy_blocks(self._handle, blocks.ctypes.data, len(pairs))
 
     def _pack(self, weights: DecoderWeights) -> None:
-        for index, (layer, window) in enumerate(zip(weights.layers, self._config.layer_windows, strict=True)):
+        for index, layer in enumerate(weights.layers):
             self._set_linear(index, _Linear.QKV, layer.qkv)
             self._set_linear(index, _Linear.ATTENTION_OUT, layer.attention_out)
             self._set_linear(index, _Linear.GATE_UP, layer.gate_up)
@@ -175,7 +225,6 @@ class NativeDecoder:
             self._set_norm(index, _Norm.MLP, layer.mlp_norm)
             self._set_norm(index, _Norm.QUERY, layer.query_norm)
             self._set_norm(index, _Norm.KEY, layer.key_norm)
-            self._library.weir_decoder_set_window(self._handle, index, window or 0)
         above = len(weights.layers)
         self._set_linear(above, _Linear.LM_HEAD, weights.lm_head)
         self._set_norm(above, _Norm.FINAL, weights.final_norm)

@@ -59,6 +59,13 @@ def load() -> ctypes.CDLL | None:
     return library
 
 
+def library_name() -> str:
+    """What the library in use was made of, in its file's name. `load` must have returned one."""
+    library = load()
+    assert library is not None, "there is a library"
+    return Path(str(library._name)).stem
+
+
 class NativeUnavailable(Exception):
     """Why there is no library. Never leaves this package."""
 
@@ -133,6 +140,8 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
         "weir_decoder_set_window": (None, [pointer, index, index]),
         "weir_decoder_set_embedding": (None, [pointer, pointer]),
         "weir_decoder_set_rotation": (None, [pointer, pointer, pointer]),
+        "weir_decoder_part": (pointer, [pointer, index, kind, ctypes.POINTER(index)]),
+        "weir_decoder_adopt": (kind, [pointer, index, kind, pointer, index]),
         "weir_decoder_forward": (kind, [pointer, pointer]),
         "weir_decoder_copy_blocks": (None, [pointer, pointer, index]),
     }

@@ -14,7 +14,7 @@ namespace {
 
 constexpr size_t HUGE_PAGE_BYTES = 2 << 20;
 
-// Zeroed memory that the system gives page by page as it is touched.
+// Zeroed memory that the system gives page by page as it is touched; or a view of somebody else's, which is not written.
 template <class T> class Buffer {
   public:
     Buffer() = default;
@@ -25,6 +25,12 @@ template <class T> class Buffer {
         data_ = static_cast<T *>(memory);
         bytes_ = bytes;
     }
+    static Buffer view(const void *memory, int64_t count) { // the memory must outlive it
+        Buffer buffer;
+        buffer.data_ = const_cast<T *>(static_cast<const T *>(memory));
+        buffer.count_ = count;
+        return buffer;
+    }
     Buffer(Buffer &&other) noexcept { *this = std::move(other); }
     Buffer &operator=(Buffer &&other) noexcept {
         std::swap(data_, other.data_);
@@ -33,7 +39,7 @@ template <class T> class Buffer {
         return *this;
     }
     ~Buffer() {
-        if (data_) munmap(data_, bytes_);
+        if (bytes_) munmap(data_, bytes_); // a view has none
     }
     T *data() const { return data_; }
     int64_t count() const { return count_; }

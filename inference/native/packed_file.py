@@ -1,0 +1,118 @@
+"""Packed weights in a file: written by the first host that packs them, mapped by all, so that they are in memory once.
+
+A file says in its name what it was made of: the checkpoint's files as they were (size, times and inode of each), the type, and the
+library, which knows the layout. Whatever changes makes another name, and the old file is removed when the new one is written. So
+nothing is ever stale; and nothing is torn, since a file gets its name when it is whole.
+
+    magic, bytes of the header (8, little-endian), header (JSON: [layer, kind, offset, bytes] of each part), parts on whole pages
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import json
+import logging
+import mmap
+import os
+import tempfile
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+_MAGIC = b"weirpack"
+_SUFFIX = ".packed"
+
+_log = logging.getLogger("weir.inference.native")
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One of a decoder's buffers, by layer and kind: where it lies, and its bytes."""
+
+    layer: int
+    kind: int
+    address: int
+    byte_count: int
+
+
+def packed_path(directory: Path, checkpoint: Path, dtype: str, library: str) -> Path:
+    """Where the packed weights of a checkpoint, as it is now, are to be found. Raises: OSError if its files cannot be looked at."""
+    whose = _digest(str(checkpoint.resolve()), dtype)
+    files = sorted(path for path in checkpoint.iterdir() if path.suffix in (".safetensors", ".json"))
+    made_of = [library]
+    for path in files:
+        status = path.stat()
+        made_of.append(f"{path.name} {status.st_size} {status.st_mtime_ns} {status.st_ctime_ns} {status.st_ino}")
+    return directory / f"{whose}-{_digest(*made_of)}{_SUFFIX}"
+
+
+def write_packed(path: Path, parts: Iterable[Part]) -> None:
+    """Write and name it; other versions of the same checkpoint's are removed. Raises: OSError, and leaves nothing then."""
+    parts = list(parts)
+    offsets, end = [], 0
+    for part in parts:
+        offsets.append(end)
+        end += -(-part.byte_count // mmap.PAGESIZE) * mmap.PAGESIZE
+    header = json.dumps([[part.layer, part.kind, at, part.byte_count] for part, at in zip(parts, offsets, strict=True)]).encode()
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with tempfile.TemporaryDirectory(dir=path.parent) as own:
+        made = Path(own) / path.name
+        with made.open("wb") as file:
+            file.write(_MAGIC + len(header).to_bytes(8, "little") + header)
+            begin = _begin_of_parts(len(header))
+            for part, offset in zip(parts, offsets, strict=True):
+                file.seek(begin + offset)
+                file.write(memoryview((ctypes.c_char * part.byte_count).from_address(part.address)).cast("B"))
+            file.truncate(begin + end)
+            file.flush()
+            os.fsync(file.fileno())
+        made.replace(path)
+    for other in path.parent.glob(f"{path.name.split('-')[0]}-*{_SUFFIX}"):
+        if other != path:
+            other.unlink(missing_ok=True)
+
+
+class PackedFile:
+    """A file in the address space, read-only: its pages are the system's, shared by all that map it. Lives while they are read."""
+
+    def __init__(self, path: Path) -> None:
+        """Map it, and bring its pages in at once. Raises: OSError or ValueError if it is not there or no such file."""
+        with path.open("rb") as file:
+            populate = getattr(mmap, "MAP_POPULATE", 0)  # else the first tokens would wait for each page by itself
+            self._mapping = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_SHARED | populate, prot=mmap.PROT_READ)
+        if self._mapping[: len(_MAGIC)] != _MAGIC:
+            raise ValueError(f"{path} holds no packed weights")
+        start = len(_MAGIC) + 8
+        length = int.from_bytes(self._mapping[len(_MAGIC) : start], "little")
+        self._table = [tuple(map(int, row)) for row in json.loads(self._mapping[start : start + length])]
+        self._begin = _begin_of_parts(length)
+        if any(self._begin + offset + count > len(self._mapping) for _, _, offset, count in self._table):
+            raise ValueError(f"{path} is torn")
+
+    def parts(self) -> Iterator[Part]:
+        """All of them, where they lie now."""
+        address = np.frombuffer(self._mapping, dtype=np.uint8).ctypes.data
+        for layer, kind, offset, count in self._table:
+            yield Part(layer, kind, address + self._begin + offset, count)
+
+
+def open_packed(path: Path) -> PackedFile | None:
+    """The file if it is there and whole."""
+    try:
+        return PackedFile(path)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        _log.warning("packed weights are not used: %s", error)
+        return None
+
+
+def _begin_of_parts(header_byte_count: int) -> int:
+    return -(-(len(_MAGIC) + 8 + header_byte_count) // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def _digest(*parts: str) -> str:
+    return hashlib.blake2b("\0".join(parts).encode(), digest_size=10).hexdigest()

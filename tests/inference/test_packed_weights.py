@@ -1,0 +1,141 @@
+"""Packed weights in a file: the same tokens, one copy, and never those of another checkpoint."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from inference.engine_core import EngineCore, EngineOptions
+from inference.errors import CheckpointInvalid
+from inference.limits import EngineLimits
+from inference.model_runner import ComputeDtype
+from inference.native import packing
+from inference.native.loader import load
+from inference.native.packed_file import PackedFile
+from tests.inference.checkpoints import LlamaShape, make_checkpoint
+from tests.inference.hosted import prompt
+from tests.inference.running import SMALL_KV_BYTES, make_request, run_all
+
+pytestmark = pytest.mark.skipif(load() is None, reason="torch computes here, and reads weights where they lie anyway")
+
+
+@pytest.fixture(autouse=True)
+def _keep_small_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packing, "PACKED_BYTES_MIN", 0)
+
+
+def core_of(directory: Path, packed: Path | None, dtype: ComputeDtype = "float32") -> EngineCore:
+    limits = EngineLimits(context_window_tokens=256, step_token_count_max=128)
+    return EngineCore(EngineOptions(directory, limits, dtype, SMALL_KV_BYTES, packed_directory=packed))
+
+
+def tokens(core: EngineCore) -> list[list[int]]:
+    return [outcome.token_ids for outcome in run_all(core, [make_request(prompt(seed), 12) for seed in range(3)])]
+
+
+def files(packed: Path) -> list[Path]:
+    return sorted(packed.iterdir())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+def test_mapped_weights_give_the_tokens_of_packed_ones(
+    tmp_path: Path, dtype: ComputeDtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory, packed = tmp_path / "model", tmp_path / "packed"
+    make_checkpoint(directory)
+    expected = tokens(core_of(directory, None, dtype))
+
+    first = tokens(core_of(directory, packed, dtype))
+    [file] = files(packed)
+    monkeypatch.setattr("inference.model_runner.load_weights", None)  # the checkpoint's own are not read any more
+    second = tokens(core_of(directory, packed, dtype))
+
+    assert first == second == expected
+    assert files(packed) == [file]
+    assert file.stat().st_mode & 0o077 == 0 or packed.stat().st_mode & 0o077 == 0, "weights are for nobody else to change"
+
+
+SHAPES = {
+    "biases": LlamaShape(layer_count=2, attention_bias=True, mlp_bias=True),
+    "odd panels, tied": LlamaShape(layer_count=2, hidden_size=72, intermediate_size=130, head_dim=16, tied_embeddings=True),
+    "head norms": LlamaShape(architecture="Qwen3ForCausalLM", layer_count=2, head_dim=32),
+    "window": LlamaShape(architecture="MistralForCausalLM", layer_count=2, sliding_window=20),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_parts_that_not_every_model_has_are_kept_too(tmp_path: Path, shape: LlamaShape) -> None:
+    directory, packed = tmp_path / "model", tmp_path / "packed"
+    make_checkpoint(directory, shape=shape)
+    expected = tokens(core_of(directory, None))
+
+    assert [tokens(core_of(directory, packed)) for _ in range(2)] == [expected] * 2
+
+
+def test_another_checkpoint_in_the_same_place_is_packed_anew_and_the_old_file_goes(tmp_path: Path) -> None:
+    directory, packed = tmp_path / "model", tmp_path / "packed"
+    make_checkpoint(directory, seed=1)
+    before = tokens(core_of(directory, packed))
+    [old] = files(packed)
+    for file in directory.iterdir():
+        file.unlink()
+    make_checkpoint(directory, seed=2)
+
+    after = tokens(core_of(directory, packed))
+
+    assert after == tokens(core_of(directory, None)) != before
+    [new] = files(packed)
+    assert new != old
+
+
+def test_weights_that_are_not_finite_are_refused_and_nothing_is_kept_of_them(tmp_path: Path) -> None:
+    directory, packed = tmp_path / "model", tmp_path / "packed"
+    make_checkpoint(directory)
+    weights = directory / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-64:] = b"\xff" * 64
+    weights.write_bytes(content)
+
+    with pytest.raises(CheckpointInvalid, match="not finite"):
+        core_of(directory, packed)
+
+    assert not packed.exists()
+
+
+@pytest.mark.parametrize("damage", ["torn", "empty", "other", "parts missing"])
+def test_a_file_that_is_not_whole_is_written_anew(tmp_path: Path, damage: str) -> None:
+    directory, packed = tmp_path / "model", tmp_path / "packed"
+    make_checkpoint(directory)
+    expected = tokens(core_of(directory, packed))
+    [file] = files(packed)
+    content = file.read_bytes()
+    if damage == "parts missing":
+        length = int.from_bytes(content[8:16], "little")
+        header = b"[]".ljust(length)
+        file.write_bytes(content[:16] + header + content[16 + length :])
+    else:
+        file.write_bytes({"torn": content[:-5000], "empty": b"", "other": b"something else" * 1000}[damage])
+
+    assert tokens(core_of(directory, packed)) == expected
+    assert file.read_bytes() == content
+    assert len(list(PackedFile(file).parts())) > 10
+
+
+def test_without_room_each_host_has_its_own(tmp_path: Path) -> None:
+    directory, packed = tmp_path / "model", tmp_path / "packed"
+    make_checkpoint(directory)
+    packed.write_text("in the way")
+
+    assert tokens(core_of(directory, packed)) == tokens(core_of(directory, None))
+
+
+def test_only_weights_that_matter_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    directory, packed = tmp_path / "model", tmp_path / "packed"
+    make_checkpoint(directory)
+
+    core_of(directory, packed)
+
+    assert not os.path.exists(packed)
