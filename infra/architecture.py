@@ -141,13 +141,16 @@ BORDERS = (
         why="generated messages stay at the edge",
     ),
     Border(
-        ("torch",), inside=PRODUCT, save_for=("inference/", "bench/engine.py", "bench/steps.py"), why="tensors live in the engine"
+        ("torch",),
+        inside=PRODUCT,
+        save_for=("inference/", "bench/engine.py", "bench/steps.py", "bench/embeddings.py"),
+        why="tensors live in the engine",
     ),
     Border(("torch", "tensorrt_llm"), inside=("inference/fleet/",), why="a set of engines places sequences and computes nothing"),
     Border(
         ("transformers",),
         inside=PRODUCT,
-        save_for=("inference/classifier_host.py", "bench/engine.py"),
+        save_for=("inference/classifier_host.py", "bench/engine.py", "bench/embeddings.py"),
         why="an optional package: the classifiers' own process alone needs it",
     ),
     Border(("tensorrt_llm",), inside=PRODUCT, save_for=("inference/tensorrt/library.py",), why="one adapter wraps TensorRT-LLM"),
