@@ -10,6 +10,7 @@ from pathlib import Path
 
 from api.engines import adapters_by_model, build_encoder, build_encoders, build_engines, check_budget, engine_plan
 from api.fleet_file import Fleet, FleetModel, FleetVersion, read_fleet
+from api.remote_engines import build_remote_engine
 from api.settings import SettingInvalid, Settings, bundled_models
 from inference.adapter_view import AdapterView
 from inference.catalog import VERSION_MARK, Catalog, Share
@@ -38,8 +39,8 @@ def build_serving(settings: Settings, opener: HostOpener = open_host) -> Serving
             raise SettingInvalid("WEIR_REGION needs WEIR_FLEET: only that file says which regions there are")
         engines = build_engines(settings, opener)
         return Serving(engines, build_encoders(settings), Catalog.plain(tuple(engines)))
-    if dict(settings.models) != bundled_models() or settings.encoders:
-        raise SettingInvalid("WEIR_FLEET excludes WEIR_MODELS and WEIR_ENCODERS: name all models in the file")
+    if dict(settings.models) != bundled_models() or settings.encoders or settings.remote_targets:
+        raise SettingInvalid("WEIR_FLEET excludes WEIR_MODELS, WEIR_ENCODERS and WEIR_REMOTE_TARGETS: name all models in the file")
     fleet = read_fleet(Path(settings.fleet_file))
     if settings.region and settings.region not in fleet.regions:
         known = ", ".join(fleet.regions) or "none"
@@ -83,7 +84,10 @@ class Yard:
         """The replicas of one version. Raises: CheckpointInvalid, SettingInvalid."""
         if adapters and version.engine != "tensorrt":
             raise SettingInvalid(f"WEIR_LORA_ADAPTERS: {served!r} must have `engine: tensorrt`: no other serves adapters")
-        replicas = self._local_replicas(version, served, adapters)
+        if version.engine == "remote":
+            replicas = self._remote_replicas(version, served)
+        else:
+            replicas = self._local_replicas(version, served, adapters)
         return ReplicaSet(
             replace(replicas[0].engine.model, name=served),
             replicas,
@@ -91,6 +95,15 @@ class Yard:
             warm_count=version.replica_count_min,
             recovery_wait_s=model.recovery_wait_s,
         )
+
+    def _remote_replicas(self, version: FleetVersion, served: str) -> list[Replica]:
+        """One for each server; all are kept connected, since a connection costs next to nothing."""
+        settings = self._settings
+        found = []
+        for target in version.targets:
+            engine = build_remote_engine(settings, served, target.address, version.directory)
+            found.append(Replica(target.address, engine, target.region or settings.region))
+        return found
 
     def _local_replicas(self, version: FleetVersion, served: str, adapters: dict[str, str]) -> list[Replica]:
         """Those that run on this machine: the first ones kept warm, the others started when they are wanted."""

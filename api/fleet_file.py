@@ -16,7 +16,7 @@ from typing import Literal, cast, get_args
 import yaml
 
 from api.settings import SettingInvalid, Settings
-from api.strict_yaml import Keys, StrictReader, address, number, size, text, whole, word
+from api.strict_yaml import Keys, StrictReader, number, size, target, text, whole, word
 
 EngineKind = Literal["torch", "tensorrt", "remote", "encoder", "simulated"]
 Policy = Literal["prefix_aware", "least_loaded", "round_robin"]
@@ -34,7 +34,7 @@ OF_VERSION = {"engine", "directory", "weight", "targets", *OF_LOCAL_ENGINES}
 
 @dataclass(frozen=True, slots=True)
 class FleetTarget:
-    """A remote engine: where it listens, and the region that it is in."""
+    """A remote engine: its service and where it listens, and the region that it is in."""
 
     address: str
     region: str = ""
@@ -192,7 +192,11 @@ class FleetReader(StrictReader):
         if engine == "remote":
             least = most = max(len(targets), 1)
             if not targets:
-                self.wrong(get("targets") or node, f"{place}.targets", "is missing: name the host:port of each remote engine")
+                self.wrong(
+                    get("targets") or node,
+                    f"{place}.targets",
+                    "is missing: name the vllm://host:port of each remote engine",
+                )
             for key in keys.keys() & OF_LOCAL_ENGINES:
                 self.wrong(keys[key], f"{place}.{key}", "is for engines that Weir starts itself: leave it out here")
         elif engine == "encoder" and (version or keys.keys() - {"engine", "directory"}):
@@ -224,19 +228,19 @@ class FleetReader(StrictReader):
         return least, most
 
     def targets(self, node: yaml.Node | None, place: str) -> tuple[FleetTarget, ...]:
-        """Remote engines, each as `host:port`, or with `address` and `region`."""
+        """Remote engines, each as `vllm://host:port`, or with `address` and `region`."""
         found = []
         for index, each in enumerate(self.items(node, place)):
             at = f"{place}[{index}]"
             if isinstance(each, yaml.ScalarNode):
-                found.append(FleetTarget(self.value(each, at, address, "")))
+                found.append(FleetTarget(self.value(each, at, target, "")))
                 continue
             keys = self.mapping(each, at, {"address", "region"})
             if "address" not in keys:
-                self.wrong(each, f"{at}.address", "is missing: give host:port")
-            place_of = self.value(keys.get("address"), f"{at}.address", address, "")
+                self.wrong(each, f"{at}.address", "is missing: give trtllm://host:port or vllm://host:port")
+            place_of = self.value(keys.get("address"), f"{at}.address", target, "")
             found.append(FleetTarget(place_of, self.region(keys.get("region"), f"{at}.region")))
-        if len({target.address for target in found}) < len(found):
+        if len({each.address for each in found}) < len(found):
             self.wrong(node, place, "must name each address once")
         return tuple(found)
 

@@ -139,9 +139,10 @@ def size(value: str) -> int:
     return int(float(found[1]) * UNITS[found[2]])
 
 
-def address(value: str) -> str:
-    """Parser of host:port."""
-    host, _, port = value.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 65_536:
-        raise ValueError("must be host:port")
+def target(value: str) -> str:
+    """Parser of a remote engine's address: service and host:port."""
+    service, _, address = value.partition("://")
+    host, _, port = address.rpartition(":")
+    if service not in ("trtllm", "vllm") or not host or not port.isdecimal() or not 0 < int(port) < 65_536:
+        raise ValueError("must be trtllm://host:port or vllm://host:port")
     return value

@@ -37,7 +37,7 @@ def test_the_example_of_the_documentation_is_read() -> None:
     assert [(version.version, version.weight) for version in chat.versions] == [("v1", 95.0), ("v2", 5.0)]
     assert (chat.versions[0].replica_count_min, chat.versions[0].replica_count_max) == (1, 4)
     assert chat.versions[0].memory_bytes == 24 * 2**30
-    assert code.versions[0].targets == (FleetTarget("10.1.0.7:8001", "eu"), FleetTarget("10.2.0.7:8001", "us"))
+    assert code.versions[0].targets == (FleetTarget("vllm://10.1.0.7:8001", "eu"), FleetTarget("vllm://10.2.0.7:8001", "us"))
     assert fleet.aliases == {"chat-latest": "chat", "chat-next": "chat@v2"}
     assert fleet.regions == {"eu": ("us",), "us": ("eu",)}
 
@@ -75,10 +75,16 @@ def test_the_example_of_the_documentation_is_read() -> None:
         ("models: {chat: {directory: d, idle_timeout_s: nan}}", ["idle_timeout_s: must be a number from 0 to 604800, not 'nan'"]),
         ("models: {chat: {directory: d, targets: [a:1]}}", ["models.chat.targets: is for remote engines"]),
         ("models: {chat: {directory: d, engine: remote}}", ["models.chat.targets: is missing"]),
-        ("models: {chat: {directory: d, engine: remote, targets: [a:1, a:1]}}", ["targets: must name each address once"]),
-        ("models: {chat: {directory: d, engine: remote, targets: [nowhere]}}", ["targets[0]: must be host:port, not 'nowhere'"]),
         (
-            "models: {chat: {directory: d, engine: remote, targets: [a:1], replicas: {max: 2}}}",
+            "models: {chat: {directory: d, engine: remote, targets: ['vllm://a:1', 'vllm://a:1']}}",
+            ["targets: must name each address once"],
+        ),
+        (
+            "models: {chat: {directory: d, engine: remote, targets: [nowhere]}}",
+            ["targets[0]: must be trtllm://host:port or"],
+        ),
+        (
+            "models: {chat: {directory: d, engine: remote, targets: ['vllm://a:1'], replicas: {max: 2}}}",
             ["models.chat.replicas: is for engines that Weir starts itself"],
         ),
         ("models: {chat: {directory: d, region: eu}}", ["models.chat.region: 'eu' is no region of this file: list the regions"]),

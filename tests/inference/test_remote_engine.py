@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import math
 import re
 import uuid
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from api.fleet import build_serving
+from api.settings import Settings
 from inference.engine import (
     BeamSearchParams,
     EngineFinishReason,
@@ -29,7 +33,7 @@ from tests.inference.checkpoints import TinyCheckpoint
 from tests.inference.hosted import LONG, first_tokens, prompt, read_all, run, until
 from tests.inference.remote_hosted import RemoteWorld, connected, remote_engine, remote_settings
 from tests.inference.running import Outcome, make_core, make_request, run_all
-from tests.remote_servers.serving import ServerProcess
+from tests.remote_servers.serving import PATIENCE_S, ServerProcess
 
 
 @pytest.fixture(params=list(Service))
@@ -306,6 +310,40 @@ async def test_what_the_server_has_evicted_is_not_predicted(tiny: TinyCheckpoint
 
         remote_server.cache(remove=head)
         await until(lambda: engine.predict_cached_token_count(head, salt) == 0)
+
+
+async def test_a_fleet_goes_on_at_another_server_where_one_gives_a_sequence_up(
+    tiny: TinyCheckpoint, remote_server: ServerProcess, tmp_path: Path
+) -> None:
+    """From a fleet's file, with one server of each service: no token is lost or told twice, and the seam is counted."""
+    targets = [str(remote_server.target(service)) for service in Service]
+    fleet = {"models": {"far": {"engine": "remote", "directory": str(tiny.directory), "targets": targets}}}
+    (tmp_path / "fleet.yaml").write_text(json.dumps(fleet))
+    engine = build_serving(Settings(home=tmp_path, fleet_file=str(tmp_path / "fleet.yaml"))).engines["far"]
+    async with asyncio.timeout(PATIENCE_S), asyncio.TaskGroup() as tasks:
+        tasks.create_task(engine.serve())
+        await engine.start()
+        await until(lambda: engine.statistics().replica_count == 2)
+        undisturbed = await run(engine, make_request(prompt(1), 600))
+        async with engine.generate(make_request(prompt(1), 600)) as stream:
+            await first_tokens(stream, 5)
+            remote_server.go_wrong("drop")
+            token_ids: list[int] = []
+            is_wrong = True
+            async for event in stream:
+                if isinstance(event, TokensGenerated):
+                    token_ids += event.token_ids
+                elif isinstance(event, SequenceFinished):
+                    finished = event
+                if is_wrong and engine.statistics().migration_count:
+                    remote_server.go_wrong()
+                    is_wrong = False
+        await engine.close()
+
+    assert len(undisturbed.token_ids) == 600
+    assert token_ids == undisturbed.token_ids[5:]
+    assert finished.generated_token_count == 600
+    assert finished.migration_count > 0
 
 
 async def test_only_the_right_certificates_meet(tiny: TinyCheckpoint, remote_server: ServerProcess, service: Service) -> None:
