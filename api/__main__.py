@@ -22,20 +22,22 @@ from api.admin_service import AdminServicer
 from api.admission import Admission, Capacity
 from api.auth import Authenticator
 from api.billing_service import BillingServicer
-from api.endpoint import Endpoint
+from api.endpoint import Endpoint, base_url
 from api.errors import Draining
 from api.fleet import build_serving
 from api.health import keep_health
 from api.inference_service import InferenceServicer
 from api.live_control import obey, process_name, report
 from api.logs import configure_logs
+from api.openai.door import Door
+from api.openai.listener import Listener
 from api.process import Process
 from api.receipt_service import ReceiptServicer
 from api.relay import Relays
 from api.server import Health, Servicers, build_peer_server, build_server
 from api.settings import SettingInvalid, Settings
 from api.statistics_log import log_statistics_regularly
-from api.tls import open_tls
+from api.tls import Tls, open_tls
 from inference.classifier_process import ClassifierProcess
 from inference.engine import Backend
 from inference.errors import EngineError
@@ -138,18 +140,25 @@ def open_door(settings: Settings, sessions: Sessions) -> Authenticator:
     )
 
 
-async def drain(settings: Settings, capacity: Capacity, process: Process, server: grpc.aio.Server) -> None:
+def openai_url(settings: Settings, listener: Listener, tls: Tls | None) -> str:
+    """Bind the door for OpenAI's clients, if there is to be one; its base URL, else nothing. Raises: OSError."""
+    address = settings.openai_address()
+    return "" if address is None else base_url(address[0], listener.bind(address), tls=tls is not None)
+
+
+async def drain(settings: Settings, capacity: Capacity, process: Process, server: grpc.aio.Server, listener: Listener) -> None:
     """Let running requests finish within the drain time; the rest ends settled. Clients are sent to other servers meanwhile."""
     capacity.drain()
     async with asyncio.TaskGroup() as tasks:
-        sending_away = tasks.create_task(send_away(settings, server), name="sending away")
+        sending_away = tasks.create_task(send_away(settings, server, listener), name="sending away")
         await finish(settings, capacity, process)
         sending_away.cancel()
 
 
-async def send_away(settings: Settings, server: grpc.aio.Server) -> None:
+async def send_away(settings: Settings, server: grpc.aio.Server, listener: Listener) -> None:
     """Take no connections any more, and no calls on those there are. Streams go on; what they begin is refused."""
     await asyncio.sleep(settings.drain_notice_s)
+    listener.send_away()
     await server.stop(grace=settings.drain_s + SETTLE_GRACE_S)
 
 
@@ -210,7 +219,9 @@ async def serve(settings: Settings) -> None:
         )
         peer_server, peer = build_peer_server(settings, InferenceServicer(process, authenticator, sessions, for_peers=True))
         server, port = build_server(settings, servicers, health, tls)
-        endpoint = Endpoint(settings.home, settings.listen_address, port, tls=tls is not None)
+        listener = Listener(Door(process, authenticator, sessions).handle, settings, tls)
+        url = openai_url(settings, listener, tls)
+        endpoint = Endpoint(settings.home, settings.listen_address, port, tls=tls is not None, openai_url=url)
         for engine in router.backends():
             tasks.create_task(engine.serve(), name=f"engine {engine.model.name}")
             if not engine.condition().starts_on_demand:
@@ -237,20 +248,22 @@ async def serve(settings: Settings) -> None:
             await start_classifiers(safety.classifiers)
         gc.freeze()  # what stands now stands to the end: a full collection that looked at it again would stop all streams for 5 ms
         await peer_server.start()
+        await listener.start()
         await server.start()
         health_task = tasks.create_task(keep_health(health, endpoint, router, holds, settings, stopping), name="health")
-        log.info("listening", address=settings.listen_address, port=port, tls=tls is not None, models=sorted(tokenizers))
+        log.info("listening", address=settings.listen_address, port=port, openai_url=url, tls=bool(tls), models=sorted(tokenizers))
         with stop_signals(stopping):
             await stopping.wait()
         log.info("draining", running_request_count=capacity.taken_count)
         await health_task
-        await drain(settings, capacity, process, server)
+        await drain(settings, capacity, process, server, listener)
         await relays.close()
         await peer_server.stop(grace=1.0)
         await holds.release_standing()
         await server.stop(grace=1.0)
         for engine in router.backends():
             await engine.close()
+        await listener.stop()
         for task in background:
             task.cancel()
     journal.close()

@@ -1,4 +1,4 @@
-"""What a key may ask about itself: its quotas, and single requests of its project."""
+"""What a key may ask about itself: the models that it may use at which prices, and single requests of its project."""
 
 from __future__ import annotations
 
@@ -13,9 +13,13 @@ from weir.v1 import types_pb2
 
 from api import wire
 from api.receipt_wire import receipt_messages
+from inference.router import Router
+from metering.billing.prices import customer_prices, versions_in_force
 from metering.errors import NotFound
 from metering.models import Hold, HoldState, PriceVersion, UsageEvent
 from metering.receipts.months import receipts_of_hold
+from metering.store.db import Sessions
+from metering.tenants.tenants import Principal
 
 STATES = {
     HoldState.HELD: pb.Generation.STATE_RUNNING,
@@ -23,6 +27,25 @@ STATES = {
     HoldState.VOIDED: pb.Generation.STATE_VOIDED,
     HoldState.EXPIRED: pb.Generation.STATE_EXPIRED,
 }
+
+
+async def models_for(router: Router, sessions: Sessions, principal: Principal) -> list[pb.Model]:
+    """The models that the caller may use, with what it pays for them."""
+    owner = principal.organization_id
+    async with sessions() as session:
+        found = await versions_in_force(session, currency_code=principal.currency_code, organization_id=owner)
+    paid = customer_prices(found, owner)
+    return [
+        wire.model_message(
+            model,
+            [each for each in paid if each.price.model == model.name],
+            router.aliases(model.name),
+            router.versions(model.name),
+            router.replicas(model.name),
+        )
+        for model in router.models()
+        if principal.may_use(model.name)
+    ]
 
 
 async def find_generation(session: AsyncSession, project_id: uuid.UUID, request_id: uuid.UUID) -> pb.Generation:

@@ -56,6 +56,11 @@ class Capacity:
             if not self._taken_count:
                 self._idle.set()
 
+    @property
+    def is_draining(self) -> bool:
+        """Whether no more permits are given."""
+        return self._draining
+
     def drain(self) -> None:
         """Give no more permits."""
         self._draining = True

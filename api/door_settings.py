@@ -8,7 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from api.setting_values import SettingInvalid, seconds, setting, truth, whole
+from api.setting_values import SettingInvalid, address_or_off, seconds, setting, truth, whole
+
+OPENAI_PORT_DISTANCE = 1000  # so that servers on neighbouring ports do not meet
+PORT_MAX = 65_535
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +19,8 @@ class DoorSettings:
     """What holds before anybody is let in. Durations in seconds, sizes in bytes."""
 
     listen_address: str = setting("WEIR_LISTEN", "127.0.0.1:8443", str)
+    # For OpenAI's clients, over HTTP: host:port, or "off". Empty: this machine alone, 1000 ports above that of WEIR_LISTEN.
+    openai_listen: str = setting("WEIR_OPENAI_LISTEN", "", address_or_off)
     # Lets several processes of one machine listen on one port; the kernel gives each connection to one of them. Without it a second
     # server on the same port is the mistake that it mostly is.
     share_port: bool = setting("WEIR_SHARE_PORT", False, truth)
@@ -55,8 +60,25 @@ class DoorSettings:
     # After so long a connection takes no new calls, and the client connects anew: so load finds new servers, and a client
     # certificate is looked at again. Calls that run go on to their end.
     connection_age_max_s: float = setting("WEIR_CONNECTION_AGE_MAX_S", 86_400.0, seconds(31_536_000))
+    # HTTP connections of OpenAI's clients, of some 20 kB each; one too many is closed.
+    http_connections_max: int = setting("WEIR_HTTP_CONNECTIONS_MAX", 4000, whole(1, 1_000_000))
+    # One of them that does not come to a whole head of a request in so long is closed: most load balancers wait a little longer.
+    http_idle_max_s: float = setting("WEIR_HTTP_IDLE_MAX_S", 50.0, seconds(3600))
     # TLS and HTTP/2 must have shaken hands by then: whoever connects and says nothing costs a file descriptor.
     handshake_max_s: float = setting("WEIR_HANDSHAKE_MAX_S", 10.0, seconds(3600))
+
+    def openai_address(self) -> tuple[str, int] | None:
+        """Host and port for OpenAI's clients; None for no such door. Port 0 lets the system choose, as for gRPC."""
+        if self.openai_listen == "off":
+            return None
+        if self.openai_listen:
+            host, _, given = self.openai_listen.rpartition(":")
+            return host.strip("[]"), int(given)
+        port = self.listen_address.rpartition(":")[2]
+        if not port.isdecimal():  # a Unix socket: there is no port to go by
+            return None
+        above = int(port) + OPENAI_PORT_DISTANCE
+        return "127.0.0.1", 0 if port == "0" else above if above <= PORT_MAX else int(port) - OPENAI_PORT_DISTANCE
 
     def tls_files(self) -> tuple[Path, Path, Path | None] | None:
         """Certificate, key and client authorities; None without TLS. Raises: SettingInvalid for a half of it."""

@@ -14,11 +14,12 @@ LOOPBACK = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "[::]": "[::1]"}  # of thos
 class Endpoint:
     """What this process tells."""
 
-    def __init__(self, home: Path, listen_address: str, port: int, *, tls: bool) -> None:
-        """port: the one that it is bound to."""
+    def __init__(self, home: Path, listen_address: str, port: int, *, tls: bool, openai_url: str = "") -> None:
+        """port: the one that it is bound to. openai_url: what OpenAI's clients take as base URL; empty if there is no such door."""
         host = listen_address.rpartition(":")[0]
         local = listen_address if listen_address.startswith("unix") else f"{LOOPBACK.get(host, host)}:{port}"
         self.address = f"https://{local}" if tls else local
+        self.openai_url = openai_url
         self._home = home
         self._serving: bool | None = None
 
@@ -27,8 +28,9 @@ class Endpoint:
         if serving is self._serving:
             return
         self._serving = serving
+        told = {"address": self.address, "openai_url": self.openai_url, "pid": os.getpid(), "serving": serving}
         unfinished = self._home / f"{ENDPOINT_FILE}.{os.getpid()}"
-        unfinished.write_text(json.dumps({"address": self.address, "pid": os.getpid(), "serving": serving}))
+        unfinished.write_text(json.dumps(told))
         unfinished.replace(self._home / ENDPOINT_FILE)
 
 
@@ -42,6 +44,17 @@ def serving_endpoint(home: Path) -> str | None:
     """The same once it takes requests."""
     told = _told(home)
     return str(told["address"]) if told.get("serving") and "address" in told else None
+
+
+def read_openai_url(home: Path) -> str | None:
+    """What OpenAI's clients take as base URL; None if there is no such door, or nobody has told of one."""
+    return _told(home).get("openai_url") or None
+
+
+def base_url(host: str, port: int, *, tls: bool) -> str:
+    """The base URL of a door for OpenAI's clients, for somebody on this machine."""
+    named = f"[{host}]" if ":" in host else host
+    return f"http{'s' if tls else ''}://{LOOPBACK.get(named, named)}:{port}/v1"
 
 
 def forget_endpoint(home: Path) -> None:

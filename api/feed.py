@@ -84,6 +84,11 @@ class Feed:
         return self._waiting_token_count + in_outbox
 
     @property
+    def takes_whole(self) -> bool:
+        """Whether the client wants the answer in one piece: then nothing waits here, and all of it in the outbox."""
+        return self.receiver is not None and self.receiver.outbox.takes_whole
+
+    @property
     def progress(self) -> tuple[int, int, int]:
         """Changes with everything that the client does to take more: it stalls only while this stands still."""
         return id(self.receiver), self.receiver.outbox.message_count if self.receiver else 0, self._grant_count
@@ -114,6 +119,11 @@ class Feed:
             self._credit += token_count
             self._watch_credit(granted=True)
             self._pump()
+
+    def complete(self) -> None:
+        """No more output comes."""
+        if self.receiver is not None:
+            self.receiver.outbox.complete(self.receiver.delivery)
 
     async def all_taken(self) -> None:
         """Wait until nothing waits for the client any more. Returns at once with a mailbox, which has taken all of it."""
@@ -213,7 +223,7 @@ class Feed:
 
     def _may_send(self, token_count: int) -> bool:
         receiver = self.receiver
-        if receiver is None or receiver.delivery.unsent_frame_count >= FRAMES_IN_OUTBOX_MAX:
+        if receiver is None or (not self.takes_whole and receiver.delivery.unsent_frame_count >= FRAMES_IN_OUTBOX_MAX):
             return False
         return self._credit is None or token_count <= self._credit
 

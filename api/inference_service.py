@@ -11,7 +11,7 @@ from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import inference_service_pb2_grpc as pb_grpc
 
 from api import wire
-from api.accounts import find_generation
+from api.accounts import find_generation, models_for
 from api.auth import Authenticator, bearer_token, check_model, payer
 from api.embedding import EmbedCaller
 from api.embedding_wire import parse_embed
@@ -24,7 +24,6 @@ from api.quota_wire import effective_quota_statuses
 from api.quoting import quote
 from api.standing_key import StandingKey
 from api.tokenizing import tokenize
-from metering.billing.prices import customer_prices, versions_in_force
 from metering.quotas.quota_states import quotas_for
 from metering.store.db import Sessions
 
@@ -75,24 +74,7 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
     async def ListModels(self, request: pb.ListModelsRequest, context: Context) -> pb.ListModelsResponse:
         """Lists models with what the caller pays for them."""
         principal = await self._authenticator.principal(context)
-        async with self._sessions() as session:
-            owner = principal.organization_id
-            found = await versions_in_force(session, currency_code=principal.currency_code, organization_id=owner)
-        paid = customer_prices(found, owner)
-        router = self._process.router
-        return pb.ListModelsResponse(
-            models=[
-                wire.model_message(
-                    model,
-                    [each for each in paid if each.price.model == model.name],
-                    router.aliases(model.name),
-                    router.versions(model.name),
-                    router.replicas(model.name),
-                )
-                for model in router.models()
-                if principal.may_use(model.name)
-            ]
-        )
+        return pb.ListModelsResponse(models=await models_for(self._process.router, self._sessions, principal))
 
     async def GetQuota(self, request: pb.GetQuotaRequest, context: Context) -> pb.GetQuotaResponse:
         """Tells the caller's quotas."""

@@ -98,6 +98,7 @@ class LiveRequest:
         self._can_be_interrupted = False
         self._sequence: SequenceStream | None = None
         self._lease: Lease | None = None  # while the request waits or runs under it
+        self._engine_outcome: Outcome | None = None  # once the engine has ended it
         self._stop_outcome: Outcome | None = None
         self._stop_error: Exception | None = None
         self._migration_count = 0
@@ -118,6 +119,11 @@ class LiveRequest:
         later_token_count, elapsed_s = self.usage.delivered_token_count - 1, self._watch.since_first_token_s
         return later_token_count / elapsed_s if later_token_count > 0 and elapsed_s > 0 else 0.0
 
+    def ends(self) -> dict[int, Outcome]:
+        """How each choice has ended, by index, once nothing more is generated."""
+        ended = self._stop_outcome or self._engine_outcome or Outcome.FAILED
+        return self._reply.ends_of_choices(ended) or {0: ended}
+
     def run_in(self, tasks: asyncio.TaskGroup) -> None:
         """Begin."""
         self._task = tasks.create_task(self._run(), name=f"request {self.start.request_id}")
@@ -131,7 +137,8 @@ class LiveRequest:
             return
         self._stop_outcome, self._stop_error = outcome, error
         self.attendance.stopping = True
-        self._reply.cut_off(discard=outcome in UNDELIVERED_OUTCOMES)
+        broken = error is not None and self.feed.takes_whole  # a part of an answer is no answer
+        self._reply.cut_off(discard=broken or outcome in UNDELIVERED_OUTCOMES)
         if self._sequence is not None:
             self._sequence.cancel()
         elif self._task is not None and self._can_be_interrupted:
@@ -205,11 +212,15 @@ class LiveRequest:
                 self._sequence = sequence
                 if self._stop_outcome is not None:  # while the engine was taking it
                     sequence.cancel()
-                outcome = await self._stream(sequence, request, place)
+                self._engine_outcome = await self._stream(sequence, request, place)
         except Stopped:
             assert self._stop_outcome is not None
             lease.outcome = self._stop_outcome
             return
+        except Exception:
+            if self.feed.takes_whole:
+                self._reply.cut_off(discard=True)
+            raise
         finally:
             self._sequence = self._lease = None
             if timer is not None:
@@ -222,7 +233,7 @@ class LiveRequest:
                 lease.outcome = self._stop_outcome
             raise self._stop_error
         self.phase = Phase.ENDING
-        lease.outcome = self._stop_outcome or outcome
+        lease.outcome = self._stop_outcome or self._engine_outcome
         self._watch.lap("client_stall")
         lease.timings = self._watch.timings()
 

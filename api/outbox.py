@@ -83,6 +83,8 @@ class Pending(NamedTuple):
 class Outbox:
     """Frames of one stream in the order in which they were pushed. One writer, any number of requests."""
 
+    takes_whole = False  # whether the client wants each answer in one piece; see `whole_outbox.py`
+
     def __init__(self, journal: UsageJournal) -> None:
         self._journal = journal
         self._pending: deque[Pending] = deque()
@@ -107,6 +109,13 @@ class Outbox:
         delivery.unsent_frame_count += 1
         delivery.unsent_token_count += token_count
         self._pending.append(Pending(delivery, frame, token_count))
+        self._note_arrival()
+
+    def complete(self, delivery: Delivery) -> None:
+        """A request adds no more output."""
+
+    def _note_arrival(self) -> None:
+        """Wake the writer: something may go out."""
         self._arrived.set()
 
     async def room(self) -> None:

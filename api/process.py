@@ -64,8 +64,11 @@ class Process:
         return self._by_key.get(key)
 
     def receive_elsewhere(self, request: LiveRequest) -> bool:
-        """A request that turned out to run in another process: let its stream receive that one. Whether there is a way."""
-        if self.relays is None or (receiver := request.feed.detach()) is None:
+        """A request that turned out to run in another process: let its stream receive that one. Whether there is a way.
+
+        There is none without the key, which the other process wants to see.
+        """
+        if self.relays is None or not request.caller.secret or (receiver := request.feed.detach()) is None:
             return False
         key = request.caller.payer.project_id, request.start.request_id
         self.relays.begin(receiver, key, request.caller.secret, after_seq=0, credit_token_count=request.feed.credit)

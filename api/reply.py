@@ -104,8 +104,13 @@ class Reply:
 
         What it reads may be frames of other requests that were before these, so the stream is watched and not the request.
         Nothing is waited for once what waits was discarded: what the transport has already was counted when it was handed over.
+        An answer that is taken whole waits for its other parts, and whoever writes it looks after the client.
         """
         if self._is_discarded:
+            return
+        if self.feed.takes_whole:
+            self.feed.complete()
+            await self.feed.all_taken()
             return
         before = None
         while before != (progress := self.feed.progress):
@@ -129,7 +134,7 @@ class Reply:
         if self._is_cut_off:
             return
         self.feed.say(event.choice_index, event.text, event.token_ids, frames.token_logprobs(event.logprobs))
-        if self.feed.unsent_token_count > self._settings.outbox_tokens_per_request_max:
+        if not self.feed.takes_whole and self.feed.unsent_token_count > self._settings.outbox_tokens_per_request_max:
             self._stop(Outcome.SLOW_CONSUMER)
 
     def _note_filtered(self, output: OutputFilter, choice_index: int) -> None:

@@ -65,6 +65,14 @@ def one_of(*choices: str) -> Callable[[str], str]:
     return parse
 
 
+def address_or_off(text: str) -> str:
+    """Parser of `host:port`, or of the word that there is to be none."""
+    host, _, port = text.rpartition(":")
+    if text != "off" and not (host and port.isdecimal() and int(port) < 65_536):
+        raise ValueError("must be host:port, or off")
+    return text
+
+
 def truth(text: str) -> bool:
     """Parser of a yes or no."""
     if text.lower() not in ("1", "true", "0", "false"):

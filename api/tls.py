@@ -135,9 +135,14 @@ def open_tls(settings: DoorSettings) -> Tls | None:
     files = settings.tls_files()
     if files is not None:
         return Tls(*files)
-    if not is_local(settings.listen_address) and not settings.allow_plaintext:
+    listening = {"WEIR_LISTEN": settings.listen_address}
+    if settings.openai_listen not in ("", "off"):
+        listening["WEIR_OPENAI_LISTEN"] = settings.openai_listen
+    for variable, address in listening.items():
+        if is_local(address) or settings.allow_plaintext:
+            continue
         raise SettingInvalid(
-            f"WEIR_LISTEN={settings.listen_address!r} is reachable from other machines, and API keys and prompts would travel in "
+            f"{variable}={address!r} is reachable from other machines, and API keys and prompts would travel in "
             "the clear: set WEIR_TLS_CERTIFICATE and WEIR_TLS_KEY, or listen on 127.0.0.1, or set WEIR_ALLOW_PLAINTEXT=1 if a "
             "proxy that speaks TLS stands before this server"
         )

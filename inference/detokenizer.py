@@ -15,6 +15,7 @@ import codecs
 import json
 import re
 from collections.abc import Sequence
+from functools import cache
 from typing import NamedTuple, Protocol
 
 import tokenizers
@@ -178,15 +179,32 @@ def _decoder_types(backend: tokenizers.Tokenizer) -> list[str]:
 
 def _byte_level_table(backend: tokenizers.Tokenizer) -> list[bytes | None]:
     """Bytes of each id. A token with a character outside the byte alphabet (an added one) stands for its own UTF-8."""
-    byte_by_character = {character: byte for byte, character in _byte_alphabet().items()}
     vocabulary = backend.get_vocab(with_added_tokens=True)
     table: list[bytes | None] = [None] * (max(vocabulary.values(), default=-1) + 1)
     for token, token_id in vocabulary.items():
-        if all(character in byte_by_character for character in token):
-            table[token_id] = bytes(byte_by_character[character] for character in token)
-        else:
-            table[token_id] = token.encode()
+        table[token_id] = token_bytes(token, True)
     return table
+
+
+def token_bytes(token: str, byte_level: bool) -> bytes:
+    """What a token of the vocabulary stands for in text. byte_level: which of the two families it is of."""
+    if byte_level:
+        byte_by_character = _byte_by_character()
+        known = all(character in byte_by_character for character in token)
+        return bytes(byte_by_character[character] for character in token) if known else token.encode()
+    if _BYTE_TOKEN.fullmatch(token):
+        return bytes((int(token[3:5], 16),))
+    return token.replace("\u2581", " ").encode()
+
+
+def is_byte_level(backend: tokenizers.Tokenizer) -> bool:
+    """Whether every token is a run of bytes."""
+    return _decoder_types(backend) == ["ByteLevel"]
+
+
+@cache
+def _byte_by_character() -> dict[str, int]:
+    return {character: byte for byte, character in _byte_alphabet().items()}
 
 
 def _byte_alphabet() -> dict[int, str]:

@@ -15,6 +15,7 @@ import tokenizers
 
 from inference.chat_template import DEFAULT_TEMPLATE, ChatMessage, ChatTemplates
 from inference.control_tokens import ControlTokens
+from inference.detokenizer import is_byte_level, token_bytes
 from inference.errors import CheckpointInvalid
 
 __all__ = ["ChatMessage", "Tokenizer"]
@@ -44,6 +45,7 @@ class Tokenizer:
         self._special_token_ids = frozenset(
             token_id for token_id, token in self._backend.get_added_tokens_decoder().items() if token.special
         )
+        self._is_byte_level = is_byte_level(self._backend)
         self._control_tokens = ControlTokens(self._backend)
         self._templates = ChatTemplates(directory)
 
@@ -79,6 +81,11 @@ class Tokenizer:
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of a whole sequence at once. For streams use `inference.detokenizer`."""
         return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What one token stands for, which may be less than a character; empty for an id that is not in the vocabulary."""
+        token = self._backend.id_to_token(token_id)
+        return b"" if token is None else token_bytes(token, self._is_byte_level)
 
     def render_chat(
         self, messages: Sequence[ChatMessage], *, add_generation_prompt: bool = True, template_name: str = DEFAULT_TEMPLATE

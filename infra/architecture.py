@@ -160,6 +160,8 @@ BORDERS = (
         save_for=("metering/celery_app.py", "metering/tasks.py"),
         why="tasks are thin; what they do is callable without a broker",
     ),
+    Border(("aiohttp",), inside=PRODUCT, save_for=("api/openai/",), why="HTTP is the business of one door"),
+    Border(("openai",), inside=PRODUCT, save_for=("bench/door.py",), why="the clients of the door test it, and are no part of it"),
     Border(("reportlab",), inside=PRODUCT, save_for=("metering/billing/invoice_",), why="invoices alone are drawn"),
     Border(("stripe",), inside=PRODUCT, save_for=("metering/export/stripe_gateway.py",), why="one gateway wraps Stripe"),
 )

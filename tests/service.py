@@ -37,7 +37,7 @@ from weir_client import AsyncClient
 import api.__main__ as api_main
 from api.admission import Capacity
 from api.chaos.processes import children_of
-from api.endpoint import forget_endpoint, read_endpoint
+from api.endpoint import forget_endpoint, read_endpoint, read_openai_url
 from api.places import QueueStatistics
 from api.process import Process
 from api.settings import Settings
@@ -151,6 +151,13 @@ class Service:
         """What the process has logged."""
         path = self.home / "api.log"
         return path.read_text(errors="replace") if path.exists() else ""
+
+    @property
+    def openai_url(self) -> str:
+        """The base URL for OpenAI's clients."""
+        url = read_openai_url(self.home)
+        assert url is not None, "the service has no door for them"
+        return url
 
     @property
     def pid(self) -> int:

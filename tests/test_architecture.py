@@ -73,6 +73,8 @@ IMPORT_FAULTS = [
     ("sdk/python/src/weir_client/client.py", "from inference.engine import Usage", "inference.engine"),
     ("infra/check_proto.py", "from weir.v1 import types_pb2", "weir.v1"),
     ("bench/load.py", "import stripe", "stripe"),
+    ("api/server.py", "from aiohttp import web", "aiohttp.web"),
+    ("api/openai/door.py", "from openai.types import Model", "openai.types.Model"),
     ("inference/scheduler.py", "from ..metering.billing import ledger", "metering.billing.ledger"),
 ]
 

@@ -176,7 +176,7 @@ def api_part(directory: Path, index: int, settings: Settings, environment: Mappi
     with contextlib.suppress(FileExistsError):
         (home / "journal").symlink_to(directory / JOURNALS)
     address = f"127.0.0.1:{free_port()}"
-    own = {"WEIR_HOME": str(home), "WEIR_LISTEN": address}
+    own = {"WEIR_HOME": str(home), "WEIR_LISTEN": address, "WEIR_OPENAI_LISTEN": "off"}
     log = directory / LOGS / f"api-{index}.log"
     return Part(Child(f"api process {index}", [sys.executable, "-m", "api"], log), {**environment, **own}, address)
 

@@ -24,7 +24,8 @@ RUN pip freeze --exclude-editable | grep -E '^[A-Za-z0-9._-]+==' > image.txt \
     && pip install -c image.txt -c ours.txt -e sdk/python -e .
 
 VOLUME /var/lib/weir
-EXPOSE 8443
+ENV WEIR_OPENAI_LISTEN=0.0.0.0:9443
+EXPOSE 8443 9443
 ENTRYPOINT ["weir"]
 # Reachable from outside the container, so it wants WEIR_TLS_CERTIFICATE and WEIR_TLS_KEY, or WEIR_ALLOW_PLAINTEXT=1.
 CMD ["serve", "--listen", "0.0.0.0:8443"]

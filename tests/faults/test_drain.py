@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import grpc
+import openai
 import pytest
 from grpc_health.v1 import health_pb2
 from weir.v1 import types_pb2
@@ -15,6 +16,7 @@ from weir_client import AsyncClient, Result
 
 from api.chaos.processes import alive
 from metering.models import QuotaDimension
+from tests.e2e.openai_clients import connect
 from tests.faults.conftest import Start
 from tests.metering.invariants import check_invariants
 from tests.service import MODEL, PLAIN_IDS, Refusal, Stream, health_check, log_events, start, until
@@ -43,6 +45,10 @@ async def test_running_requests_finish_and_new_ones_are_sent_away(launch: Start)
         assert refusal.retry_after_s is not None
         health = await health_check(channel)(health_pb2.HealthCheckRequest())
         assert health.status == health_pb2.HealthCheckResponse.NOT_SERVING
+        with connect(service, tenant.secret) as client, pytest.raises(openai.InternalServerError) as refused:
+            client.completions.create(model=MODEL, prompt="Hi", max_tokens=1)
+        assert (refused.value.status_code, refused.value.code) == (503, "draining")
+        assert refused.value.response.headers["connection"] == "close"
         for frame in starts:
             assert (await stream.finished(frame.request_id)).reason == types_pb2.FINISH_REASON_LENGTH
             assert len(stream.token_ids(frame.request_id)) == 500

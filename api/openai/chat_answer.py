@@ -1,0 +1,84 @@
+"""Chat completions: `chat.completion` in one piece, `chat.completion.chunk` as a stream."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from weir.v1 import inference_service_pb2 as pb
+
+from api.openai.answers import Bill, Output, event
+from api.openai.parameters import Asked, tier_name
+from api.openai.refusals import Refusal
+from api.openai.token_texts import TokenTexts
+
+
+class ChatAnswer:
+    """One chat completion."""
+
+    streams_done = True
+
+    def __init__(self, asked: Asked, texts: TokenTexts, answer_id: str, created: int) -> None:
+        """answer_id: hexadecimal; created: in seconds since 1970."""
+        self._asked = asked
+        self._texts = texts
+        self._wants_logprobs = asked.starts[0].HasField("top_logprobs")
+        self._common = {
+            "id": f"chatcmpl-{answer_id}",
+            "created": created,
+            "model": asked.model,
+            "service_tier": tier_name(asked.starts[0]),
+            "system_fingerprint": None,
+        }
+
+    def opening(self, outputs: Sequence[Output]) -> bytes:
+        """See `Answer`."""
+        first = {"role": "assistant", "content": "", "refusal": None}
+        return b"".join(self._chunk([_choice(output.index, first)]) for output in outputs)
+
+    def delta(self, output: Output, text: str, logprobs: Sequence[pb.TokenLogprobs]) -> bytes:
+        """See `Answer`."""
+        told = self._logprobs(logprobs) if logprobs else None
+        return self._chunk([_choice(output.index, {"content": text}, logprobs=told)])
+
+    def closing(self, outputs: Sequence[Output], bill: Bill) -> bytes:
+        """See `Answer`."""
+        extension = {"weir": bill.extension(outputs)}
+        last = [_choice(output.index, {}, finish_reason=output.finish_reason) for output in outputs]
+        if not self._asked.includes_usage:
+            return self._chunk(last, extension)
+        return self._chunk(last) + self._chunk([], {"usage": bill.completion_usage()} | extension)
+
+    def failure(self, refusal: Refusal, outputs: Sequence[Output]) -> bytes:
+        """See `Answer`."""
+        return event(refusal.body())
+
+    def body(self, outputs: Sequence[Output]) -> dict[str, Any]:
+        """See `Answer`."""
+        choices: list[dict[str, Any]] = [
+            {
+                "index": output.index,
+                "message": {"role": "assistant", "content": output.text, "refusal": None, "annotations": []},
+                "logprobs": self._logprobs(output.logprobs) if self._wants_logprobs else None,
+                "finish_reason": output.finish_reason,
+            }
+            for output in outputs
+        ]
+        return {"object": "chat.completion", **self._common, "choices": choices}
+
+    def tail(self, outputs: Sequence[Output], bill: Bill) -> dict[str, Any]:
+        """See `Answer`."""
+        return {"usage": bill.completion_usage(), "weir": bill.extension(outputs)}
+
+    def _chunk(self, choices: Sequence[dict[str, Any]], more: dict[str, Any] | None = None) -> bytes:
+        usage = {"usage": None} if self._asked.includes_usage else {}
+        return event({"object": "chat.completion.chunk", **self._common, "choices": choices, **usage, **(more or {})})
+
+    def _logprobs(self, logprobs: Sequence[pb.TokenLogprobs]) -> dict[str, Any]:
+        return {"content": self._texts.content(logprobs), "refusal": None}
+
+
+def _choice(
+    index: int, delta: dict[str, Any], *, logprobs: dict[str, Any] | None = None, finish_reason: str | None = None
+) -> dict[str, Any]:
+    return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}

@@ -1,0 +1,100 @@
+"""The body of `POST /v1/completions`, and the requests that it asks for: one for each prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from weir.v1 import inference_service_pb2 as pb
+
+from api.openai.chat_parameters import fill_decoding
+from api.openai.parameters import (
+    COMMON_NAMES,
+    Asked,
+    Int32,
+    Int64,
+    SharedParameters,
+    TokenId,
+    check_shared,
+    fill_shared,
+    refuse_given,
+)
+from api.openai.refusals import wrong_parameter
+
+MAX_TOKENS_UNSET = 16  # OpenAI's own default of this API, and of no other
+PROMPT_COUNT_MAX = 128  # each is a request of its own, all of which wait for the last one
+
+NAMES = COMMON_NAMES | {
+    "text": "prompt",
+    "token_ids.ids": "prompt",
+    "stop_sequences": "stop",
+    "choice_count": "n",
+    "max_output_tokens": "max_tokens",
+    "top_logprobs": "logprobs",
+}
+
+Prompt = str | list[str | TokenId | list[TokenId]]
+
+
+class CompletionParameters(SharedParameters, forbid_unknown_fields=True, kw_only=True):
+    """What `client.completions.create` may send."""
+
+    prompt: Prompt
+    max_tokens: Int64 | None = None
+    n: Int32 | None = None
+    best_of: Int32 | None = None
+    stop: str | list[str] | None = None
+    seed: Int64 | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[TokenId, float] | None = None
+    logprobs: Int32 | None = None
+    echo: bool | None = None
+    suffix: Any = None
+
+
+def completion_asked(given: CompletionParameters) -> Asked:
+    """What a completion asks for. Raises: InvalidRequest."""
+    check_shared(given)
+    refuse_given(given, "echo", "suffix")
+    count = 1 if given.n is None else given.n
+    if given.best_of not in (None, count):
+        raise wrong_parameter("best_of", "must be what n is: nothing is generated that is not returned")
+    start = pb.StartFrame(max_output_tokens=MAX_TOKENS_UNSET if given.max_tokens is None else given.max_tokens)
+    fill_shared(start, given)
+    fill_decoding(start, given)
+    if given.logprobs is not None:
+        start.top_logprobs = given.logprobs
+    return Asked(
+        starts=tuple(with_prompt(start, prompt) for prompt in prompts_of(given.prompt)),
+        model=given.model,
+        streams=bool(given.stream),
+        includes_usage=given.stream_options is not None and bool(given.stream_options.include_usage),
+        names=NAMES,
+        choice_count=count,
+    )
+
+
+def prompts_of(given: Prompt) -> Sequence[str | Sequence[int]]:
+    """The prompts: a text, texts, token ids, or lists of them. Raises: InvalidRequest for a mixture, none, or too many."""
+    if isinstance(given, str):
+        return [given]
+    texts = [each for each in given if isinstance(each, str)]
+    ids = [each for each in given if isinstance(each, int)]
+    lists = [each for each in given if isinstance(each, list)]
+    if not given or len(given) not in (len(texts), len(ids), len(lists)):
+        raise wrong_parameter("prompt", "must be a text, a list of texts, a list of token ids, or a list of such lists")
+    if len(texts) + len(lists) > PROMPT_COUNT_MAX:
+        raise wrong_parameter("prompt", f"at most {PROMPT_COUNT_MAX} prompts are allowed in one request, not {len(given)}")
+    return texts or ([ids] if ids else lists)
+
+
+def with_prompt(start: pb.StartFrame, prompt: str | Sequence[int]) -> pb.StartFrame:
+    """The same request with a prompt."""
+    complete = pb.StartFrame()
+    complete.CopyFrom(start)
+    if isinstance(prompt, str):
+        complete.text = prompt
+    else:
+        complete.token_ids.ids.extend(prompt)
+    return complete

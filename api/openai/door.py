@@ -1,0 +1,186 @@
+"""The door itself: who asks for what, and which handler answers. `listener.py` has the sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+import uuid
+from collections.abc import Awaitable, Callable
+from urllib.parse import unquote
+
+from aiohttp import web
+
+from api.accounts import models_for
+from api.auth import BEARER, Authenticator, check_model, payer
+from api.errors import Draining, Unauthenticated, status_of
+from api.openai import answers
+from api.openai.chat_answer import ChatAnswer
+from api.openai.chat_parameters import ChatParameters, chat_asked
+from api.openai.completion_answer import CompletionAnswer
+from api.openai.completion_parameters import CompletionParameters, completion_asked
+from api.openai.exchange import JSON, Arrival, Exchange, plain_headers, refused
+from api.openai.models import model_list, one_model
+from api.openai.parameters import Asked, decode
+from api.openai.refusals import HttpFault, refusal_of, wrong_parameter
+from api.openai.response_answer import ResponseAnswer
+from api.openai.response_parameters import ResponseParameters, response_asked
+from api.openai.token_texts import TokenTexts
+from api.process import Process
+from metering.store.db import Sessions
+from metering.tenants.tenants import Principal
+
+# The calls of the contract that these stand for: whoever may make those may make these.
+GENERATE, LIST_MODELS = "/weir.v1.InferenceService/Generate", "/weir.v1.InferenceService/ListModels"
+BODY_WAIT_S = 30.0  # seconds: a body of 4 MiB comes through the slowest of lines; who sends it byte by byte is not waited for
+IDEMPOTENCY_KEY = re.compile(r"[\x21-\x7e]{1,255}")
+KEY_NAMESPACE = uuid.UUID("6f1c0c9e-2f6b-5d0a-9a54-3b1d9a1c7e10")  # of request ids that come from keys that are no UUIDs
+
+Handler = Callable[[web.BaseRequest, Arrival, Principal], Awaitable[web.StreamResponse]]
+
+
+class Door:
+    """Answers HTTP requests of OpenAI's clients."""
+
+    def __init__(self, process: Process, authenticator: Authenticator, sessions: Sessions) -> None:
+        self._process = process
+        self._authenticator = authenticator
+        self._sessions = sessions
+        self._started_at = int(time.time())
+        self._texts = {name: TokenTexts(tokenizer) for name, tokenizer in process.tokenizers.items()}
+        self._handlers: dict[str, tuple[str, Handler, str]] = {
+            "/v1/chat/completions": ("POST", self._chat, GENERATE),
+            "/v1/completions": ("POST", self._completion, GENERATE),
+            "/v1/responses": ("POST", self._respond, GENERATE),
+            "/v1/models": ("GET", self._models, LIST_MODELS),
+        }
+
+    async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        """Answer one request; every error becomes an error body."""
+        received_at = time.monotonic()
+        request_id = uuid.uuid4()
+        try:
+            request_id = request_id_of(request) or request_id
+            handler, stands_for = self._find(request)
+            principal = await self._authenticator.principal_of(secret_of(request), method=stands_for, peer=peer_of(request))
+            auth_ms = (time.monotonic() - received_at) * 1000
+            return await handler(request, Arrival(payer(principal), request_id, received_at, auth_ms), principal)
+        except HttpFault as fault:
+            return refused(fault.refusal, request_id, closing=self._is_draining)
+        except ConnectionError:  # in the middle of its body
+            return web.Response(status=400)
+        except Exception as error:
+            return refused(refusal_of(status_of(error)), request_id, closing=self._is_draining)
+
+    @property
+    def _is_draining(self) -> bool:
+        return self._process.admission.capacity.is_draining
+
+    def _find(self, request: web.BaseRequest) -> tuple[Handler, str]:
+        """Who answers, and the call that this stands for. Raises: HttpFault for a path or a method that is not served."""
+        path = request.path.rstrip("/")
+        found = ("GET", self._model, LIST_MODELS) if path.startswith("/v1/models/") else self._handlers.get(path)
+        if found is None:
+            served = ", ".join(self._handlers)
+            raise HttpFault(404, f"there is nothing at {request.method} {path[:200]}; served are {served}", "unknown_url")
+        method, handler, stands_for = found
+        if request.method != method:
+            raise HttpFault(405, f"{path[:200]} takes {method}", "method_not_allowed", {"allow": method})
+        return handler, stands_for
+
+    async def _chat(self, request: web.BaseRequest, arrival: Arrival, principal: Principal) -> web.StreamResponse:
+        asked = chat_asked(decode(await self._body(request), ChatParameters))
+        answer = ChatAnswer(asked, self._texts_of(asked, principal, arrival.request_id), arrival.request_id.hex, int(time.time()))
+        return await Exchange(self._process, request, arrival, asked, answer).serve()
+
+    async def _completion(self, request: web.BaseRequest, arrival: Arrival, principal: Principal) -> web.StreamResponse:
+        asked = completion_asked(decode(await self._body(request), CompletionParameters))
+        answer = CompletionAnswer(
+            asked, self._texts_of(asked, principal, arrival.request_id), arrival.request_id.hex, int(time.time())
+        )
+        return await Exchange(self._process, request, arrival, asked, answer).serve()
+
+    async def _respond(self, request: web.BaseRequest, arrival: Arrival, principal: Principal) -> web.StreamResponse:
+        given = decode(await self._body(request), ResponseParameters)
+        asked = response_asked(given)
+        answer = ResponseAnswer(
+            asked, given, self._texts_of(asked, principal, arrival.request_id), arrival.request_id.hex, int(time.time())
+        )
+        return await Exchange(self._process, request, arrival, asked, answer).serve()
+
+    async def _models(self, request: web.BaseRequest, arrival: Arrival, principal: Principal) -> web.StreamResponse:
+        models = await models_for(self._process.router, self._sessions, principal)
+        return answered(model_list(models, self._started_at), arrival)
+
+    async def _model(self, request: web.BaseRequest, arrival: Arrival, principal: Principal) -> web.StreamResponse:
+        name = unquote(request.rel_url.raw_path.removeprefix("/v1/models/"))
+        models = await models_for(self._process.router, self._sessions, principal)
+        return answered(one_model(models, name, self._started_at), arrival)
+
+    def _texts_of(self, asked: Asked, principal: Principal, request_id: uuid.UUID) -> TokenTexts:
+        """Token texts of the model asked for. Raises: ModelNotAllowed, ModelUnknown, RequestImpossible."""
+        router = self._process.router
+        check_model(principal, router.own_name(asked.model))
+        return self._texts[router.route(asked.model, str(request_id)).engine.model.name]
+
+    async def _body(self, request: web.BaseRequest) -> bytes:
+        """The body, once the request may have one. Raises: HttpFault, Draining."""
+        if self._is_draining:
+            raise Draining("this server is shutting down: the same request will be served elsewhere")
+        if request.headers.get("content-encoding", "identity").lower() != "identity":
+            raise HttpFault(415, "send the body as it is, without content-encoding", "unsupported_encoding")
+        most = self._process.admission.settings.message_bytes_max
+        too_large = HttpFault(413, f"the body is too large: at most {most} bytes are taken", "request_too_large")
+        if (request.content_length or 0) > most:
+            raise too_large
+        if request.headers.get("expect", "").lower() == "100-continue":
+            await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            request.writer.output_size = 0  # it is not the response
+        try:
+            async with asyncio.timeout(BODY_WAIT_S):
+                return await request.read()
+        except web.HTTPRequestEntityTooLarge:
+            raise too_large from None
+        except TimeoutError:
+            raise HttpFault(408, f"the body did not come within {BODY_WAIT_S:.0f} s", "request_timeout") from None
+
+
+def answered(value: object, arrival: Arrival) -> web.Response:
+    """A response of one piece of JSON."""
+    headers = {"content-type": JSON, **plain_headers(arrival.request_id)}
+    return web.Response(body=answers.encode(value), headers=headers)
+
+
+def peer_of(request: web.BaseRequest) -> str:
+    """Who has connected, as gRPC names it."""
+    host, port, *_ = request.get_extra_info("peername") or ("", 0)
+    return f"ipv6:[{host}]:{port}" if ":" in host else f"ipv4:{host}:{port}"
+
+
+def secret_of(request: web.BaseRequest) -> str:
+    """The API key of a request. Raises: Unauthenticated saying how to send it."""
+    given = request.headers.get("authorization", "")
+    if given.lower().startswith(BEARER):
+        return given[len(BEARER) :].strip()
+    raise Unauthenticated("no API key: send the header `Authorization: Bearer <API key>`")
+
+
+def request_id_of(request: web.BaseRequest) -> uuid.UUID | None:
+    """The id that the client gives its request; None if it leaves that to us. The same key is always the same id.
+
+    A proxy may put an `X-Request-Id` of its own form on everything: only a UUID is taken for one. Raises: InvalidRequest.
+    """
+    key = request.headers.get("idempotency-key")
+    if key is not None:
+        if not IDEMPOTENCY_KEY.fullmatch(key):
+            raise wrong_parameter("Idempotency-Key", "must have 1 to 255 visible characters; a UUID becomes the request id itself")
+        return as_uuid(key) or uuid.uuid5(KEY_NAMESPACE, key)
+    return as_uuid(request.headers.get("x-request-id", ""))
+
+
+def as_uuid(text: str) -> uuid.UUID | None:
+    """A UUID in its usual form; None if it is none."""
+    try:
+        return uuid.UUID(text) if len(text) == 36 else None
+    except ValueError:
+        return None

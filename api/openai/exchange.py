@@ -1,0 +1,288 @@
+"""One HTTP request that generates: its live requests, their one outbox, and what is written of them.
+
+It starts requests in the same way as `ClientStream` does, and owns nothing of them but the right to stop them. The task of the
+HTTP request is the outbox's writer. Tokens count as delivered when they are handed to the connection, as on every wire.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import structlog
+from aiohttp import web
+from google.rpc import status_pb2
+from weir.v1 import inference_service_pb2 as pb
+from weir.v1 import types_pb2
+
+from api.errors import CancelledEarly, InvalidRequest, RequestUnderWay, status_of
+from api.live import Caller, LiveRequest
+from api.openai import answers
+from api.openai.answers import Answer, Bill, Output
+from api.openai.parameters import Asked
+from api.openai.rate_limits import headers_of
+from api.openai.refusals import CLIENT_CLOSED, Refusal, refusal_of
+from api.outbox import Outbox
+from api.process import Process
+from api.receiver import Receiver
+from api.whole_outbox import WholeOutbox
+from api.wire import FINISH_REASONS, ValidStart, parse_start
+from metering.errors import RequestInFlight
+from metering.operations import Outcome, Payer
+
+PING_INTERVAL_S = 10.0  # seconds of waiting after which a stream begins, and then tells that it lives: proxies cut after a minute
+EVENT_STREAM, JSON = "text/event-stream; charset=utf-8", "application/json"
+# How a request ends that no client of ours waits for any more; where one reads on, it is told that its answer is not whole.
+CUT_OFF = frozenset({types_pb2.FINISH_REASON_SLOW_CONSUMER, types_pb2.FINISH_REASON_CANCELLED, types_pb2.FINISH_REASON_DEADLINE})
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """Who asks and since when. request_id: of the whole, and of its first request. received_at: on the monotonic clock."""
+
+    payer: Payer
+    request_id: uuid.UUID
+    received_at: float
+    auth_ms: float
+
+
+class Exchange:
+    """One HTTP request that generates."""
+
+    def __init__(self, process: Process, http: web.BaseRequest, arrival: Arrival, asked: Asked, answer: Answer) -> None:
+        self._process = process
+        self._http = http
+        self._arrival = arrival
+        self._asked = asked
+        self._answer = answer
+        journal = process.admission.journal
+        whole = None if asked.streams else WholeOutbox(journal, len(asked.starts), self._stop_others)
+        self._outbox: Outbox = whole or Outbox(journal)
+        self._live: list[LiveRequest] = []
+        self._receivers: dict[str, Receiver] = {}  # of requests that have not ended, by the id in their frames
+        self._places: dict[str, int] = {}  # of requests, by the same id
+        self._outputs = [Output(index) for index in range(len(asked.starts) * asked.choice_count)]
+        self._bill = Bill(request_ids=[str(each) for each in self._request_ids()])
+        self._headers: dict[str, str] = {}
+        self._refusal: Refusal | None = None  # the first failure, which is the answer's
+        self._response: web.StreamResponse | None = None  # once anything has been written
+        self._is_open = False  # whether a stream's opening has been said
+        self._silent_since = time.monotonic()
+
+    async def serve(self) -> web.StreamResponse:
+        """Run it to its end; on any exit nothing of it runs any more. Raises: RequestInFlight, RequestUnderWay."""
+        try:
+            starts = [parse_start(each, frame) for each, frame in zip(self._bill.request_ids, self._asked.starts, strict=True)]
+        except InvalidRequest as error:
+            return refused(refusal_of(status_of(error), self._asked.names), self._arrival.request_id)
+        try:
+            self._begin(starts)
+            await self._outbox.write_all(self._take)
+            return await self._close()
+        except TimeoutError:
+            log.info("http_client_stalled", request_id=str(self._arrival.request_id))
+            self._leave(Outcome.SLOW_CONSUMER)
+            if self._http.transport is not None:
+                self._http.transport.abort()
+            return self._response or web.Response(status=CLIENT_CLOSED)
+        except ConnectionError:
+            return self._response or web.Response(status=CLIENT_CLOSED)
+        finally:
+            self._leave(Outcome.CANCELLED)
+
+    def _request_ids(self) -> list[uuid.UUID]:
+        """The id of each prompt's request: the same again where the whole is sent again."""
+        first = self._arrival.request_id
+        return [first, *(uuid.uuid5(first, str(index)) for index in range(1, len(self._asked.starts)))]
+
+    def _begin(self, starts: Sequence[ValidStart]) -> None:
+        """Start all requests, or none. Raises: RequestInFlight, RequestUnderWay."""
+        arrival = self._arrival
+        caller = Caller(arrival.payer, arrival.auth_ms, arrival.received_at)
+        keys = [(arrival.payer.project_id, start.request_id) for start in starts]
+        for key, start in zip(keys, starts, strict=True):
+            if (here := self._process.find(key)) is not None:
+                check_same(here, start)
+        for index, start in enumerate(starts):
+            self._places[start.given_id] = index
+            self._receivers[start.given_id] = Receiver(self._outbox, start.given_id, self._on_end)
+        for key, start in zip(keys, starts, strict=True):
+            self._process.begin(caller, start, self._receivers[start.given_id])
+            request = self._process.find(key)
+            assert request is not None, "it has just begun"
+            self._live.append(request)
+
+    def _on_end(self, receiver: Receiver) -> None:
+        del self._receivers[receiver.given_id]
+        if not self._receivers:
+            self._outbox.close()
+
+    def _leave(self, outcome: Outcome) -> None:
+        """Deliver nothing more, and stop all requests."""
+        self._outbox.abandon()
+        for receiver in list(self._receivers.values()):
+            receiver.source.leave(receiver, outcome)
+
+    def _stop_others(self, failed_id: str) -> None:
+        """One of several prompts has failed before anything was delivered: then nothing of the others is, and nothing is billed."""
+        for request in self._live:
+            if request.start.given_id != failed_id and request.start.given_id in self._receivers:
+                request.stop(Outcome.FAILED, CancelledEarly("another prompt of the same HTTP request has failed"))
+
+    async def _take(self, message: pb.GenerateResponse) -> None:
+        """One message of the outbox: written as events, or kept for the body, which begins when all output is there."""
+        data = b"".join([self._event(frame) for frame in message.frames])
+        if self._response is None and not self._asked.streams and any(frame.HasField("delta") for frame in message.frames):
+            data = self._body_without_end()
+        if data:
+            await self._write(data)
+
+    def _event(self, frame: pb.ServerFrame) -> bytes:
+        """Note a frame; what a stream says of it."""
+        kind = frame.WhichOneof("kind")
+        if kind == "delta":
+            return self._delta(frame)
+        if kind == "admitted":
+            self._headers = headers_of(frame.admitted.quotas)
+            self._bill.price_version = frame.admitted.price_version
+        elif kind == "progress":
+            return self._ping()
+        elif kind == "finished":
+            return self._finished(frame)
+        elif kind == "failed":
+            return self._failed(frame.failed.status)
+        return b""
+
+    def _delta(self, frame: pb.ServerFrame) -> bytes:
+        delta = frame.delta
+        output = self._outputs[self._places[frame.request_id] * self._asked.choice_count + delta.choice_index]
+        output.texts.append(delta.text)
+        output.logprobs.extend(delta.logprobs)
+        if not self._asked.streams or self._refusal is not None or not (delta.text or delta.logprobs):
+            return b""
+        return self._opening() + self._answer.delta(output, delta.text, delta.logprobs)
+
+    def _opening(self) -> bytes:
+        """What stands before the first event that is more than a sign of life."""
+        if self._is_open:
+            return b""
+        self._is_open = True
+        return self._answer.opening(self._outputs)
+
+    def _ping(self) -> bytes:
+        """A sign of life for whoever waits long. Before it the status is open: a request that fails early has one of its own."""
+        if not self._asked.streams or time.monotonic() - self._silent_since < PING_INTERVAL_S:
+            return b""
+        return answers.PING
+
+    def _finished(self, frame: pb.ServerFrame) -> bytes:
+        finished = frame.finished
+        self._bill.add(finished.usage, finished.cost)
+        first = self._places[frame.request_id] * self._asked.choice_count
+        reasons = [choice.reason for choice in finished.choices] or [finished.reason]
+        for offset, reason in enumerate(reasons):
+            self._outputs[first + offset].reason = reason
+        cut = next((reason for reason in reasons if reason in CUT_OFF), None)
+        if cut is None or self._refusal is not None:
+            return b""
+        name = answers.reason_name(cut)
+        return self._fail(Refusal(CLIENT_CLOSED, f"the answer was cut off: {name}", "invalid_request_error", name.lower()))
+
+    def _failed(self, status: status_pb2.Status) -> bytes:
+        return self._fail(refusal_of(status, self._asked.names))
+
+    def _fail(self, refusal: Refusal) -> bytes:
+        """Note the first failure; what a stream that has begun says of it."""
+        if self._refusal is not None:
+            return b""
+        self._refusal = refusal
+        if not self._asked.streams:
+            return b""
+        for receiver in list(self._receivers.values()):  # what the others have delivered is settled
+            receiver.source.stop(Outcome.CANCELLED)
+        if self._response is None and not self._is_open:
+            return b""
+        return self._opening() + self._answer.failure(refusal, self._outputs)
+
+    def _body_without_end(self) -> bytes:
+        """The whole answer but for usage and cost, which are known when it has been delivered and settled."""
+        for index, request in enumerate(self._live):
+            for choice, outcome in request.ends().items():
+                reason = FINISH_REASONS.get(outcome, types_pb2.FINISH_REASON_UNSPECIFIED)
+                self._outputs[index * self._asked.choice_count + choice].reason = reason
+        return answers.encode(self._answer.body(self._outputs))[:-1]
+
+    async def _close(self) -> web.StreamResponse:
+        """The end of the answer, once everything is settled."""
+        if self._response is None and self._refusal is not None:
+            return refused(self._refusal, self._arrival.request_id, closing=self._process.admission.capacity.is_draining)
+        if self._asked.streams:
+            await self._write(self._stream_end())
+        elif self._response is None:  # an answer without a token
+            whole = self._answer.body(self._outputs) | self._answer.tail(self._outputs, self._bill)
+            await self._write(answers.encode(whole))
+        else:
+            await self._write(b"," + answers.encode(self._body_end())[1:])
+        assert self._response is not None
+        await self._response.write_eof()
+        return self._response
+
+    def _stream_end(self) -> bytes:
+        if self._refusal is not None:
+            return b""
+        done = answers.DONE if self._answer.streams_done else b""
+        return self._opening() + self._answer.closing(self._outputs, self._bill) + done
+
+    def _body_end(self) -> dict[str, object]:
+        """The rest of the body. Where settling failed the answer is whole, and only what it comes to is not known yet."""
+        if self._refusal is None:
+            return self._answer.tail(self._outputs, self._bill)
+        return {"usage": None, **self._refusal.body()}
+
+    async def _write(self, data: bytes) -> None:
+        """Hand bytes to the connection. Raises: ConnectionError if it is gone, TimeoutError if it takes nothing for too long."""
+        if self._response is None:
+            self._response = web.StreamResponse(headers=self._response_headers())
+            if self._process.admission.capacity.is_draining:
+                self._response.force_close()
+            await self._response.prepare(self._http)
+        self._silent_since = time.monotonic()
+        async with asyncio.timeout(self._process.admission.settings.client_stall_max_s):
+            await self._response.write(data)
+            await self._http.writer.drain()
+
+    def _response_headers(self) -> dict[str, str]:
+        kind = {"content-type": EVENT_STREAM, "x-accel-buffering": "no"} if self._asked.streams else {"content-type": JSON}
+        took_ms = (time.monotonic() - self._arrival.received_at) * 1000
+        return {
+            **kind,
+            **plain_headers(self._arrival.request_id),
+            "openai-processing-ms": f"{took_ms:.0f}",
+            **self._headers,
+        }
+
+
+def check_same(here: LiveRequest, start: ValidStart) -> None:
+    """Refuse a request whose id is taken by one that runs. Raises: RequestInFlight if that is the same, RequestUnderWay if not."""
+    if here.start.payload_hash != start.payload_hash:
+        raise RequestUnderWay("a request with this id and another payload is running")
+    raise RequestInFlight("this request is running already: its answer goes to whoever has asked first")
+
+
+def refused(refusal: Refusal, request_id: uuid.UUID, *, closing: bool = False) -> web.Response:
+    """The response to a request that was refused. closing: the connection is of no more use."""
+    headers = {"content-type": JSON, **plain_headers(request_id), **refusal.headers}
+    response = web.Response(status=refusal.http_status, body=answers.encode(refusal.body()), headers=headers)
+    if closing:
+        response.force_close()
+    return response
+
+
+def plain_headers(request_id: uuid.UUID) -> dict[str, str]:
+    """What every response has."""
+    return {"cache-control": "no-store", "server": "weir", "x-request-id": str(request_id)}

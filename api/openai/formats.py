@@ -1,0 +1,59 @@
+"""What an answer must look like, as `response_format` of the chat API and `text.format` of the responses API say it."""
+
+from __future__ import annotations
+
+import msgspec
+from msgspec import Raw, Struct
+from weir.v1 import inference_service_pb2 as pb
+
+from api.openai.refusals import wrong_parameter
+
+ANY_OBJECT = '{"type": "object"}'
+ABSENT = Raw(b"null")
+
+
+class Schema(Struct, forbid_unknown_fields=True):
+    """A JSON schema with its name. It is kept strictly, also where `strict` does not ask for that."""
+
+    name: str | None = None
+    description: str | None = None
+    schema: Raw = ABSENT
+    strict: bool | None = None
+
+
+class Format(Struct, forbid_unknown_fields=True):
+    """A format in either API: the chat API wraps the schema into `json_schema`, the responses API does not."""
+
+    type: str
+    json_schema: Schema | None = None
+    name: str | None = None
+    description: str | None = None
+    schema: Raw = ABSENT
+    strict: bool | None = None
+
+
+def response_format(given: Format | None, field: str) -> pb.ResponseFormat | None:
+    """The format for a start frame; None for plain text. field: the parameter that it stands in. Raises: InvalidRequest."""
+    match given:
+        case None | Format(type="text"):
+            return None
+        case Format(type="json_object"):
+            return pb.ResponseFormat(json_schema=ANY_OBJECT)
+        case Format(type="json_schema"):
+            wrapped = given.json_schema
+            schema = wrapped.schema if wrapped is not None else given.schema
+            if bytes(schema) == bytes(ABSENT):
+                raise wrong_parameter(f"{field}.{'json_schema.schema' if wrapped is not None else 'schema'}", "is required")
+            return pb.ResponseFormat(json_schema=bytes(schema).decode())
+    raise wrong_parameter(f"{field}.type", "must be text, json_object or json_schema")
+
+
+def as_given(given: Format | None) -> object:
+    """The format as a reply repeats it."""
+    if given is None:
+        return {"type": "text"}
+    fields = {"type": given.type, "name": given.name, "description": given.description, "strict": given.strict}
+    told: dict[str, object] = {name: value for name, value in fields.items() if value is not None}
+    if bytes(given.schema) != bytes(ABSENT):
+        told["schema"] = msgspec.json.decode(given.schema)
+    return told

@@ -1,0 +1,158 @@
+"""The sockets of the door: HTTP/1.1 by aiohttp's parser, and what is bounded for the sake of everybody else.
+
+A connection has one request at a time; what a client sends ahead waits in aiohttp's bounded queue. TLS is that of gRPC.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Awaitable, Callable
+from typing import Any, cast
+
+import structlog
+from aiohttp import web
+from aiohttp.web_protocol import RequestHandler
+
+from api.openai import answers
+from api.openai.refusals import Refusal
+from api.settings import Settings
+from api.tls import Tls
+
+# What a stalled client may leave unread here and in the kernel, whose buffer is as large again: some thousand tokens as events.
+WRITE_BUFFER_BYTES = 16_384
+SEND_BUFFER_BYTES = 65_536
+HEADER_COUNT_MAX = 100
+BACKLOG = 1024  # connections that wait to be taken, as a burst of agents opens them
+SHUTDOWN_S = 1.0  # for connections whose answer is written
+
+log = structlog.get_logger(__name__)
+
+Handle = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
+
+
+class Connection(RequestHandler):
+    """One connection. Its bounds differ from aiohttp's, and what is not HTTP is answered in the form of every other error."""
+
+    __slots__ = ()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """See `asyncio.Protocol`."""
+        cast(asyncio.WriteTransport, transport).set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
+        super().connection_made(transport)
+
+    def handle_error(
+        self, request: web.BaseRequest, status: int = 500, exc: BaseException | None = None, message: str | None = None
+    ) -> web.StreamResponse:
+        """See `RequestHandler.handle_error`: 400 for what is not HTTP, 500 for a bug of the door."""
+        if status >= 500:
+            log.error("http_handler_failed", exc_info=exc)
+        if request.writer.output_size > 0:
+            raise ConnectionError("a part of the response has been sent")
+        kind = "server_error" if status >= 500 else "invalid_request_error"
+        what = "internal error" if status >= 500 else f"this is not a valid HTTP request: {(message or '')[:200]}"
+        body = answers.encode(Refusal(status, what, kind, "server_error" if status >= 500 else "invalid_http").body())
+        response = web.Response(status=status, body=body, content_type="application/json")
+        response.force_close()
+        return response
+
+
+class HttpServer(web.Server):
+    """aiohttp's server with connections of ours, bounded in number."""
+
+    def __init__(self, handle: Handle, settings: Settings) -> None:
+        super().__init__(handle, request_factory=self._bounded_request, handler_cancellation=True)
+        self._settings = settings
+        self._options: dict[str, Any] = {
+            "keepalive_timeout": settings.http_idle_max_s,
+            "max_line_size": settings.metadata_bytes_max,
+            "max_field_size": settings.metadata_bytes_max,
+            "max_headers": HEADER_COUNT_MAX,
+            "lingering_time": SHUTDOWN_S,
+            "access_log": None,
+            "auto_decompress": False,
+        }
+
+    def __call__(self) -> RequestHandler:
+        """The protocol of a new connection."""
+        return Connection(self, loop=self._loop, **self._options)
+
+    def connection_made(self, handler: RequestHandler, transport: asyncio.Transport) -> None:
+        """See `web.Server`. A connection too many is closed: it has no request yet that could be refused."""
+        super().connection_made(handler, transport)
+        if len(self._connections) > self._settings.http_connections_max:
+            log.warning("http_connection_refused", connection_count=len(self._connections))
+            transport.abort()
+
+    def _bounded_request(self, message: Any, payload: Any, protocol: Any, writer: Any, task: Any) -> web.BaseRequest:
+        size = self._settings.message_bytes_max
+        return web.BaseRequest(message, payload, protocol, writer, task, self._loop, client_max_size=size)
+
+
+class Listener:
+    """The door's sockets from their opening to their end."""
+
+    def __init__(self, handle: Handle, settings: Settings, tls: Tls | None) -> None:
+        self._settings = settings
+        self._tls = tls
+        self._http = HttpServer(handle, settings)
+        self._socket: socket.socket | None = None
+        self._server: asyncio.Server | None = None
+
+    def bind(self, address: tuple[str, int]) -> int:
+        """Take the address; the port, which is chosen if the given one is 0. Raises: OSError if it cannot be had."""
+        self._socket = bound_socket(address, shared=self._settings.share_port)
+        return int(self._socket.getsockname()[1])
+
+    async def start(self) -> None:
+        """Listen, if an address was bound."""
+        if self._socket is None:
+            return
+        secure: dict[str, Any] = {}
+        if self._tls is not None:
+            secure = {"ssl": self._tls.ssl_context(("http/1.1",)), "ssl_handshake_timeout": self._settings.handshake_max_s}
+        self._server = await asyncio.get_running_loop().create_server(self._http, sock=self._socket, backlog=BACKLOG, **secure)
+
+    def send_away(self) -> None:
+        """Take no more connections, and close those without a request. The others are closed after their answer."""
+        if self._server is not None:
+            self._server.close()
+            self._http.pre_shutdown()
+
+    async def stop(self) -> None:
+        """Close what there still is."""
+        self.send_away()
+        await self._http.shutdown(SHUTDOWN_S)
+        if self._socket is not None:
+            self._socket.close()
+
+
+def bound_socket(address: tuple[str, int], *, shared: bool) -> socket.socket:
+    """A socket that is bound and whose connections inherit a small send buffer. shared: other processes may bind it too.
+
+    Raises: OSError naming the address.
+    """
+    host, port = address
+    try:
+        family, kind, number, _, resolved = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        listening = socket.socket(family, kind, number)
+    except OSError as error:
+        raise cannot_listen(address, error) from error
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
+        if shared:
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        listening.setblocking(False)
+        listening.bind(resolved)
+    except OSError as error:
+        listening.close()
+        raise cannot_listen(address, error) from error
+    return listening
+
+
+def cannot_listen(address: tuple[str, int], error: OSError) -> OSError:
+    """The error of an address that cannot be had, with the setting that names it."""
+    return OSError(
+        f"cannot listen on {address[0]}:{address[1]} for OpenAI's clients: {error}; WEIR_OPENAI_LISTEN names another, or off"
+    )

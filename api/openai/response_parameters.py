@@ -1,0 +1,109 @@
+"""The body of `POST /v1/responses`, and the request that it asks for. Nothing is stored, so nothing can be continued by its id."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from msgspec import Struct
+from weir.v1 import inference_service_pb2 as pb
+
+from api.openai import formats
+from api.openai.messages import Message, conversation
+from api.openai.parameters import COMMON_NAMES, Asked, Int32, Int64, SharedParameters, check_shared, fill_shared, refuse_given
+from api.openai.refusals import wrong_parameter
+
+NAMES = COMMON_NAMES | {
+    "prompt": "input",
+    "conversation.messages": "input",
+    "response_format.json_schema": "text.format.schema",
+}
+LOGPROBS = "message.output_text.logprobs"
+
+
+class Text(Struct, forbid_unknown_fields=True):
+    """How the text of the answer is to be."""
+
+    format: formats.Format | None = None
+    verbosity: Any = None
+
+
+class Reasoning(Struct, forbid_unknown_fields=True):
+    """Models here do not reason apart: only the empty value is right."""
+
+    effort: Any = None
+    summary: Any = None
+    generate_summary: Any = None
+
+
+class ResponseParameters(SharedParameters, forbid_unknown_fields=True, kw_only=True):
+    """What `client.responses.create` may send."""
+
+    input: str | list[Message]
+    instructions: str | None = None
+    max_output_tokens: Int64 | None = None
+    text: Text | None = None
+    include: list[str] | None = None
+    top_logprobs: Int32 | None = None
+    truncation: str | None = None
+    reasoning: Reasoning | None = None
+    # Served by others, not here: refused by name unless they ask for nothing.
+    background: Any = None
+    context_management: Any = None
+    conversation: Any = None
+    max_tool_calls: Any = None
+    moderation: Any = None
+    previous_response_id: Any = None
+    prompt: Any = None
+    prompt_cache_options: Any = None
+    prompt_cache_retention: Any = None
+
+
+REFUSED = (
+    "background",
+    "context_management",
+    "conversation",
+    "max_tool_calls",
+    "moderation",
+    "prompt",
+    "prompt_cache_options",
+    "prompt_cache_retention",
+)
+
+
+def response_asked(given: ResponseParameters) -> Asked:
+    """What a response asks for. Raises: InvalidRequest."""
+    check_shared(given)
+    check_unserved(given)
+    messages = [Message("user", given.input)] if isinstance(given.input, str) else given.input
+    start = pb.StartFrame(conversation=conversation(messages, "input"))
+    if given.instructions:
+        start.conversation.messages.insert(0, pb.Message(role=pb.ROLE_SYSTEM, content=given.instructions))
+    fill_shared(start, given)
+    if given.max_output_tokens is not None:
+        start.max_output_tokens = given.max_output_tokens
+    if wants_logprobs(given):
+        start.top_logprobs = given.top_logprobs or 0
+    if (wanted := formats.response_format(None if given.text is None else given.text.format, "text.format")) is not None:
+        start.response_format.CopyFrom(wanted)
+    return Asked(starts=(start,), model=given.model, streams=bool(given.stream), includes_usage=True, names=NAMES)
+
+
+def check_unserved(given: ResponseParameters) -> None:
+    """Refuse what asks for something that does not happen here. Raises: InvalidRequest."""
+    if given.previous_response_id is not None:
+        raise wrong_parameter("previous_response_id", "responses are not stored: send the conversation so far as input")
+    refuse_given(given, *REFUSED)
+    if given.text is not None and given.text.verbosity is not None:
+        raise wrong_parameter("text.verbosity", "is not supported: leave it out")
+    if given.reasoning is not None and given.reasoning != Reasoning():
+        raise wrong_parameter("reasoning", "is not supported: leave it out")
+    if given.truncation not in (None, "disabled"):
+        raise wrong_parameter("truncation", "must be disabled: an input that does not fit is refused, not cut")
+    for index, each in enumerate(given.include or ()):
+        if each != LOGPROBS:
+            raise wrong_parameter(f"include[{index}]", f"only {LOGPROBS} is supported")
+
+
+def wants_logprobs(given: ResponseParameters) -> bool:
+    """Whether the answer carries log-probabilities: they are asked for in either of two ways."""
+    return LOGPROBS in (given.include or ()) or given.top_logprobs is not None

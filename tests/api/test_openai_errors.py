@@ -1,0 +1,163 @@
+"""What OpenAI's clients are told of errors and limits, and what leaves as an event."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+
+import pytest
+from google.protobuf.duration_pb2 import Duration
+from google.rpc import code_pb2
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from weir.v1 import types_pb2
+
+from api.endpoint import base_url
+from api.errors import CODES, Draining, InvalidRequest, PromptTooLong, StartsTooLate, Unauthenticated, status_of
+from api.openai import answers
+from api.openai.chat_parameters import NAMES
+from api.openai.parameters import decode
+from api.openai.rate_limits import duration_text, headers_of
+from api.openai.refusals import HTTP_STATUSES, parameter, refusal_of
+from api.openai.response_parameters import ResponseParameters
+from api.settings import SettingInvalid, Settings
+
+
+def test_every_code_of_the_table_has_a_status() -> None:
+    assert {code for _, code in CODES} <= HTTP_STATUSES.keys()
+    assert code_pb2.INTERNAL in HTTP_STATUSES
+
+
+def test_a_wait_is_told_in_every_form_that_clients_read() -> None:
+    refusal = refusal_of(status_of(StartsTooLate(wait_s=3.0, left_s=1.0, retry_after_s=2.0005)))
+
+    assert refusal.http_status == 503
+    assert refusal.headers == {"retry-after": "3", "retry-after-ms": "2001"}
+    assert refusal.body()["error"]["weir"] == {"reason": "STARTS_TOO_LATE", "estimated_wait_s": "3.000"}
+
+
+def test_no_client_is_let_to_wait_for_what_is_too_far_away() -> None:
+    far = Draining("later")
+    far.retry_after_s = 121.0
+
+    assert refusal_of(status_of(far)).headers["x-should-retry"] == "false"
+    assert "x-should-retry" not in refusal_of(status_of(Draining("soon"))).headers
+
+
+def test_an_internal_error_tells_its_incident_and_nothing_else() -> None:
+    refusal = refusal_of(status_of(RuntimeError("the secret of the house")))
+
+    assert (refusal.http_status, refusal.kind, refusal.code) == (500, "server_error", "server_error")
+    assert "secret" not in json.dumps(refusal.body())
+    assert refusal.facts["incident_id"] in refusal.message
+
+
+def test_a_prompt_that_is_too_long_has_the_code_that_clients_look_for() -> None:
+    refusal = refusal_of(status_of(PromptTooLong(100, 5, 64)), NAMES)
+
+    assert (refusal.http_status, refusal.code, refusal.param) == (400, "context_length_exceeded", "messages")
+    assert refusal.facts["excess_token_count"] == "41"
+
+
+def test_a_missing_key_is_asked_for() -> None:
+    refusal = refusal_of(status_of(Unauthenticated("no key")))
+
+    assert (refusal.http_status, refusal.code, refusal.headers["www-authenticate"]) == (401, "invalid_api_key", "Bearer")
+
+
+@pytest.mark.parametrize(
+    ("field", "name"),
+    [
+        ("sampling.temperature", "temperature"),
+        ("sampling.logit_bias[7]", "logit_bias[7]"),
+        ("labels['user']", "user"),
+        ("labels['a.b']", "metadata['a.b']"),
+        ("stop_sequences[3]", "stop[3]"),
+        ("response_format.json_schema", "response_format.json_schema.schema"),
+        ("nothing.of[ours]", "nothing.of[ours]"),
+        ("", ""),
+    ],
+)
+def test_fields_are_called_what_the_request_calls_them(field: str, name: str) -> None:
+    assert parameter(field, NAMES) == name
+
+
+def test_headers_tell_the_limit_that_has_least_left() -> None:
+    def quota(dimension: types_pb2.QuotaDimension.ValueType, limit: int, left: int, reset_s: int) -> types_pb2.QuotaStatus:
+        delay = Duration(seconds=reset_s)
+        return types_pb2.QuotaStatus(dimension=dimension, limit_value=limit, remaining_value=left, reset_delay=delay)
+
+    headers = headers_of(
+        [
+            quota(types_pb2.QUOTA_DIMENSION_TOKENS_PER_MONTH, 9000, 900, 86_400),
+            quota(types_pb2.QUOTA_DIMENSION_TOKENS_PER_MINUTE, 1000, -5, 12),
+            quota(types_pb2.QUOTA_DIMENSION_CONCURRENT_REQUESTS, 3, 1, 0),
+            quota(types_pb2.QUOTA_DIMENSION_COST_PICOS_PER_MONTH, 3, 1, 9),
+        ]
+    )
+
+    assert headers == {
+        "x-ratelimit-limit-tokens": "1000",
+        "x-ratelimit-remaining-tokens": "0",
+        "x-ratelimit-reset-tokens": "12s",
+    }
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.0, "0ms"), (0.35, "350ms"), (12, "12s"), (360, "6m0s"), (7205, "2h0m5s"), (-3, "0ms")]
+)
+def test_durations_read_as_openai_writes_them(seconds: float, text: str) -> None:
+    assert duration_text(seconds) == text
+
+
+@given(st.text(alphabet=st.sampled_from('a\n\r\x0b\x0c\x1c\x1d\x1e\x85\u2028\u2029😀"\\')))
+def test_an_event_is_one_line_for_every_reader_and_says_what_was_said(text: str) -> None:
+    data = answers.event({"text": text})
+
+    assert data.decode().splitlines()[0].encode() + b"\n\n" == data
+    assert json.loads(data.removeprefix(b"data: "))["text"] == text
+
+
+LEAVES = st.none() | st.booleans() | st.integers() | st.text()
+JSON = st.recursive(LEAVES, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner))
+
+
+@settings(max_examples=int(os.environ.get("WEIR_HTTP_EXAMPLES", "60")))
+@given(JSON)
+def test_whatever_json_comes_is_taken_or_refused_by_name(value: object) -> None:
+    body = json.dumps({"model": "m", "input": value}).encode()
+
+    told = {"input"}
+    try:
+        assert decode(body, ResponseParameters).input is not None
+    except InvalidRequest as error:
+        told = {violation.field[:5] for violation in error.violations}
+
+    assert told == {"input"}
+
+
+@pytest.mark.parametrize(
+    ("grpc", "http", "address"),
+    [
+        ("127.0.0.1:8443", "", ("127.0.0.1", 9443)),
+        ("0.0.0.0:8443", "", ("127.0.0.1", 9443)),
+        ("127.0.0.1:0", "", ("127.0.0.1", 0)),
+        ("127.0.0.1:65000", "", ("127.0.0.1", 64000)),
+        ("unix:/run/weir.sock", "", None),
+        ("[::]:8443", "[::1]:80", ("::1", 80)),
+        ("127.0.0.1:8443", "off", None),
+    ],
+)
+def test_the_door_stands_where_the_settings_say(grpc: str, http: str, address: tuple[str, int] | None) -> None:
+    chosen = replace(Settings(), listen_address=grpc, openai_listen=http)
+
+    assert chosen.openai_address() == address
+
+
+def test_an_address_that_is_none_is_refused_by_name() -> None:
+    for text in ("9443", "host:", "host:99999", "on"):
+        with pytest.raises(SettingInvalid, match="WEIR_OPENAI_LISTEN"):
+            Settings.from_environment({"WEIR_OPENAI_LISTEN": text})
+    assert base_url("::1", 9443, tls=False) == "http://[::1]:9443/v1"
+    assert base_url("0.0.0.0", 9443, tls=True) == "https://127.0.0.1:9443/v1"

@@ -1,0 +1,64 @@
+"""What the tests of the OpenAI door share: the official client against a service of ours."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Iterable, Iterator
+from typing import Any
+
+import openai
+from openai.types.chat import ChatCompletionMessageParam, ChatCompletionUserMessageParam
+
+from tests.service import CACHED_PICOS, INPUT_PICOS, OUTPUT_PICOS, Service, Tenant
+
+TO_THE_END = {"ignore_eos": True}  # so that an answer has as many tokens as were asked for
+
+
+@contextlib.contextmanager
+def connect(service: Service, secret: str, **options: Any) -> Iterator[openai.OpenAI]:
+    """The synchronous client; it sends nothing twice unless told otherwise."""
+    with openai.OpenAI(base_url=service.openai_url, api_key=secret, **({"max_retries": 0} | options)) as client:
+        yield client
+
+
+@contextlib.asynccontextmanager
+async def connect_async(service: Service, secret: str, **options: Any) -> AsyncIterator[openai.AsyncOpenAI]:
+    """The asynchronous client."""
+    async with openai.AsyncOpenAI(base_url=service.openai_url, api_key=secret, **({"max_retries": 0} | options)) as client:
+        yield client
+
+
+def says(text: str) -> list[ChatCompletionMessageParam]:
+    """A conversation of one turn."""
+    return [ChatCompletionUserMessageParam(role="user", content=text)]
+
+
+def text_of(chunks: Iterable[Any]) -> str:
+    """All text of a chat stream."""
+    return "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+
+
+def extension(answer: Any) -> dict[str, Any]:
+    """What an answer says beside OpenAI's fields."""
+    told: dict[str, Any] = answer.model_extra["weir"]
+    return told
+
+
+def check_billed(service: Service, tenant: Tenant, answer: Any) -> dict[str, Any]:
+    """The one usage event of the tenant is what the answer said; returns it."""
+    [event] = service.books.events(tenant)
+    usage, told = answer.usage, extension(answer)
+    assert usage.prompt_tokens == event["input_token_count"]
+    assert usage.prompt_tokens_details.cached_tokens == event["cached_input_token_count"]
+    assert usage.completion_tokens == event["billed_token_count"] == event["delivered_token_count"]
+    assert told["cost"]["picos"] == event["cost_picos"] == cost_of(event)
+    assert told["price_version"] == event["price_version_id"]
+    assert told["request_ids"] == [str(event["request_id"])]
+    return event
+
+
+def cost_of(event: dict[str, Any]) -> int:
+    """What an event costs at the tests' prices."""
+    cached = event["cached_input_token_count"]
+    uncached = event["input_token_count"] - cached
+    return int(uncached * INPUT_PICOS + cached * CACHED_PICOS + event["billed_token_count"] * OUTPUT_PICOS)

@@ -1,0 +1,276 @@
+"""What is wrong with an HTTP request is told by status and parameter, costs nothing and hurts nobody, also where it is no HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+import openai
+import pytest
+
+from tests.e2e.openai_clients import connect, says
+from tests.service import MODEL, PATIENCE_S, Service, Tenant, log_events
+
+CHAT: dict[str, Any] = {"model": MODEL, "messages": says("Hi"), "max_tokens": 1}
+IMAGE = {"type": "image_url", "image_url": {"url": "https://example.org/cat.png"}}
+SCHEMA = {"type": "array", "uniqueItems": True}
+
+
+@pytest.fixture
+async def tenant(service: Service) -> AsyncIterator[Tenant]:
+    """A tenant that at the end has paid nothing, and a service that has reported no incident meanwhile."""
+    before = len(log_events(service.log, "incident")), len(log_events(service.log, "http_handler_failed"))
+    tenant = await service.tenant()
+    yield tenant
+    await service.no_hold_left(tenant)
+    assert service.books.events(tenant) == []
+    assert (len(log_events(service.log, "incident")), len(log_events(service.log, "http_handler_failed"))) == before
+
+
+@dataclass(frozen=True, slots=True)
+class Response:
+    """One response as it came over the socket."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    @property
+    def error(self) -> dict[str, Any]:
+        """Its error body."""
+        error: dict[str, Any] = json.loads(self.body)["error"]
+        return error
+
+
+@dataclass(slots=True)
+class Socket:
+    """A connection on which anything may be said."""
+
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+
+    async def say(self, data: bytes) -> None:
+        """Send bytes."""
+        self.writer.write(data)
+        await self.writer.drain()
+
+    async def response(self) -> Response:
+        """The next response."""
+        async with asyncio.timeout(PATIENCE_S):
+            head = (await self.reader.readuntil(b"\r\n\r\n")).decode()
+            first, *lines = head.split("\r\n")[:-2]
+            headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in lines)}
+            return Response(int(first.split()[1]), headers, await self.reader.readexactly(int(headers.get("content-length", 0))))
+
+    async def ended(self) -> bytes:
+        """Whatever else comes, up to the end of the connection."""
+        async with asyncio.timeout(PATIENCE_S):
+            try:
+                return await self.reader.read()
+            except ConnectionError:
+                return b""
+
+
+async def dial(service: Service) -> Socket:
+    """A connection to the door."""
+    url = urlsplit(service.openai_url)
+    return Socket(*await asyncio.open_connection(url.hostname, url.port))
+
+
+def post(secret: str, body: bytes, *headers: str, path: str = "/v1/chat/completions") -> bytes:
+    """A whole request."""
+    lines = [f"POST {path} HTTP/1.1", "host: weir", f"authorization: Bearer {secret}", f"content-length: {len(body)}", *headers]
+    return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
+
+
+@dataclass(frozen=True, slots=True)
+class Wrong:
+    """What a chat asks for beside the plain request, and what must be said of it."""
+
+    param: str | None
+    words: str
+    fields: dict[str, Any] = field(default_factory=dict)
+
+
+WRONG = (
+    Wrong("temperature", "between 0 and 2", {"temperature": 3}),
+    Wrong("top_p", "more than 0", {"top_p": 0}),
+    Wrong("n", "from 1 to 16", {"n": 17}),
+    Wrong("n", "temperature of 0", {"n": 2, "temperature": 0}),
+    Wrong("stop[1]", "1 to 256", {"stop": ["a", ""]}),
+    Wrong("max_tokens", "at least 1", {"max_tokens": 0}),
+    Wrong("max_completion_tokens", "at least 1", {"max_tokens": openai.NOT_GIVEN, "max_completion_tokens": -1}),
+    Wrong("max_tokens", "old name", {"max_completion_tokens": 2}),
+    Wrong("presence_penalty", "between -2 and 2", {"presence_penalty": 9}),
+    Wrong("logit_bias[5]", "between -100 and 100", {"logit_bias": {"5": 101}}),
+    Wrong("logit_bias[399999]", "token ids go from", {"logit_bias": {"399999": 1}}),
+    Wrong("logit_bias", "int", {"logit_bias": {"five": 1}}),
+    Wrong("top_logprobs", "from 0 to 20", {"logprobs": True, "top_logprobs": 21}),
+    Wrong("top_logprobs", "needs logprobs", {"top_logprobs": 2}),
+    Wrong("messages", "at least one", {"messages": []}),
+    Wrong("messages[0].role", "must be one of", {"messages": [{"role": "robot", "content": "x"}]}),
+    Wrong("messages[0].content", "must be text", {"messages": [{"role": "user"}]}),
+    Wrong(
+        "messages[0].content[1]", "only text", {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}, IMAGE]}]}
+    ),
+    Wrong("messages[0]", "tools", {"messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}]}),
+    Wrong("tools", "not supported", {"tools": [{"type": "function", "function": {"name": "f"}}]}),
+    Wrong("response_format.type", "must be text", {"response_format": {"type": "xml"}}),
+    Wrong("response_format.json_schema.schema", "is required", {"response_format": {"type": "json_schema", "json_schema": {}}}),
+    Wrong(
+        "response_format.json_schema.schema",
+        "uniqueItems",
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}},
+    ),
+    Wrong("service_tier", "must be one of", {"service_tier": "priority"}),
+    Wrong("store", "nothing is stored", {"store": True}),
+    Wrong("reasoning_effort", "not supported", {"reasoning_effort": "high"}),
+    Wrong("modalities", "only text", {"modalities": ["text", "audio"]}),
+    Wrong("stream_options", "belongs to a stream", {"stream_options": {"include_usage": True}}),
+    Wrong("user", "metadata", {"user": "a", "metadata": {"user": "b"}}),
+    Wrong("metadata['k']", "up to 256", {"metadata": {"k": "v" * 257}}),
+    Wrong("surprise", "not a parameter", {"extra_body": {"surprise": 1}}),
+    Wrong("seed", "int", {"seed": 1.5}),
+    Wrong("seed", "<= 9223372036854775807", {"seed": 2**63}),
+)
+
+
+async def test_every_wrong_parameter_is_named_with_its_remedy(service: Service, tenant: Tenant) -> None:
+    with connect(service, tenant.secret) as client:
+        for wrong in WRONG:
+            with pytest.raises(openai.BadRequestError) as caught:
+                client.chat.completions.create(**CHAT | wrong.fields)
+
+            assert caught.value.param == wrong.param, wrong
+            assert wrong.words in caught.value.message, wrong
+            assert caught.value.type == "invalid_request_error", wrong
+
+
+async def test_what_the_other_apis_do_not_serve_is_refused_by_name(service: Service, tenant: Tenant) -> None:
+    responses: dict[str, Any] = {
+        "previous_response_id": "resp_1",
+        "background": True,
+        "store": True,
+        "truncation": "auto",
+        "conversation": "conv_1",
+        "reasoning": {"effort": "high"},
+        "tools": [{"type": "web_search"}],
+    }
+    plain: dict[str, Any] = {"model": MODEL, "prompt": "Hi", "max_tokens": 1}
+    completions: dict[str, Any] = {"echo": True, "suffix": "x", "best_of": 3, "prompt": [], "logprobs": 30}
+
+    with connect(service, tenant.secret) as client:
+        for name, value in responses.items():
+            with pytest.raises(openai.BadRequestError) as caught:
+                client.responses.create(model=MODEL, input="Hi", **{name: value})
+            assert caught.value.param == name
+        for name, value in completions.items():
+            with pytest.raises(openai.BadRequestError) as caught:
+                client.completions.create(**plain | {name: value})
+            assert caught.value.param == name
+        with pytest.raises(openai.BadRequestError) as caught:
+            client.responses.create(model=MODEL, input=[{"type": "item_reference", "id": "msg_1"}])
+        assert caught.value.param == "input[0].role"
+        with pytest.raises(openai.NotFoundError):
+            client.responses.retrieve("resp_1")
+
+
+async def test_bodies_that_are_no_request_are_refused_and_the_connection_lives_on(service: Service, tenant: Tenant) -> None:
+    bodies = {
+        b"": "invalid_json",
+        b"{": "invalid_json",
+        b'{"model": NaN}': "invalid_json",
+        b'{"model": "\xff"}': "invalid_json",
+        b'{"model": "\\ud800"}': "invalid_json",
+        b"[" * 100_000: "invalid_value",
+        b'{"messages":' + b"[" * 100_000: "invalid_value",
+        b"[]": "invalid_value",
+        b'"text"': "invalid_value",
+        b'{"model": 5}': "invalid_value",
+        b'{"messages": [{"role": "user", "content": "x"}]}': "invalid_value",
+    }
+    socket = await dial(service)
+
+    for body, code in bodies.items():
+        await socket.say(post(tenant.secret, body))
+        response = await socket.response()
+        assert (response.status, response.error["code"]) == (400, code), body[:40]
+    await socket.say(post("nobody", b"{}"))
+    assert (await socket.response()).status == 401
+    await socket.say(b"GET /v1/models HTTP/1.1\r\nhost: weir\r\n\r\n")
+    keyless = await socket.response()
+    assert keyless.status == 401
+    assert keyless.headers["www-authenticate"] == "Bearer"
+    await socket.say(post(tenant.secret, b"", path="/v1/models"))
+    response = await socket.response()
+    assert (response.status, response.headers["allow"]) == (405, "GET")
+    socket.writer.close()
+
+
+async def test_what_is_too_large_is_refused_before_it_is_taken(service: Service, tenant: Tenant) -> None:
+    too_long = service.settings.message_bytes_max + 1
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: weir\r\nauthorization: Bearer {tenant.secret}\r\n"
+
+    socket = await dial(service)
+    await socket.say(f"{head}content-length: {too_long}\r\n\r\n".encode())
+    announced = await socket.response()
+    socket.writer.close()
+    socket = await dial(service)
+    await socket.say(f"{head}transfer-encoding: chunked\r\n\r\n{too_long:x}\r\n".encode())
+    await socket.say(b" " * too_long + b"\r\n0\r\n\r\n")
+    chunked = await socket.response()
+    socket.writer.close()
+    socket = await dial(service)
+    await socket.say(f"GET /v1/models HTTP/1.1\r\nx: {'y' * 100_000}\r\n\r\n".encode())
+    header = await socket.response()
+    socket.writer.close()
+    socket = await dial(service)
+    await socket.say(f"{head}content-encoding: gzip\r\ncontent-length: 2\r\n\r\n{{}}".encode())
+    compressed = await socket.response()
+    socket.writer.close()
+
+    assert (announced.status, announced.error["code"]) == (413, "request_too_large")
+    assert chunked.status == 413
+    assert (header.status, header.error["code"]) == (400, "invalid_http")
+    assert compressed.status == 415
+
+
+async def test_what_is_not_http_is_answered_once_and_hung_up_on(service: Service, tenant: Tenant) -> None:
+    greeting_of_tls = b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n"
+    for garbage in (greeting_of_tls, b"HELLO\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"\0" * 50_000):
+        socket = await dial(service)
+        await socket.say(garbage)
+        response = await socket.response()
+        assert (response.status, response.error["code"]) == (400, "invalid_http"), garbage[:20]
+        assert await socket.ended() == b""
+        socket.writer.close()
+
+
+async def test_requests_sent_ahead_are_answered_in_their_order(service: Service, tenant: Tenant) -> None:
+    body = json.dumps({"model": "none", "messages": says("x")}).encode()
+    listing = f"GET /v1/models HTTP/1.1\r\nhost: weir\r\nauthorization: Bearer {tenant.secret}\r\n\r\n".encode()
+    socket = await dial(service)
+
+    await socket.say((listing + post(tenant.secret, body)) * 50)
+
+    answers = [(await socket.response()).status for _ in range(100)]
+    assert answers == [200, 404] * 50
+    socket.writer.close()
+
+
+async def test_a_client_that_asks_first_whether_its_body_is_wanted_is_told(service: Service, tenant: Tenant) -> None:
+    body = json.dumps({"model": "none", "messages": says("x")}).encode()
+    whole = post(tenant.secret, body, "expect: 100-continue")
+    socket = await dial(service)
+
+    await socket.say(whole[: -len(body)])
+    async with asyncio.timeout(PATIENCE_S):
+        assert await socket.reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+    await socket.say(body)
+
+    assert (await socket.response()).status == 404
+    socket.writer.close()

@@ -1,0 +1,383 @@
+"""OpenAI's own client works here unchanged, and what it is told is what the books say."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from decimal import Decimal
+from typing import Any, Literal
+
+import httpx2
+import openai
+import pytest
+from pydantic import BaseModel
+
+from metering.models import QuotaDimension
+from tests.e2e.openai_clients import TO_THE_END, check_billed, connect, connect_async, extension, says, text_of
+from tests.service import CONTEXT_WINDOW_TOKENS, MODEL, PLAIN_IDS, Service, conversation, until
+
+
+class Verdict(BaseModel):
+    """A structured answer that even a model of noise brings to its end."""
+
+    mood: Literal["good", "bad"]
+    sure: bool
+
+
+async def test_a_chat_has_the_text_and_the_bill_of_the_same_prompt_over_grpc(service: Service) -> None:
+    by_grpc, by_http = await service.tenant(), await service.tenant()
+    drawn: dict[str, Any] = {"temperature": 0.9, "seed": 7, "top_p": 0.8}
+
+    async with service.stream(by_grpc.secret) as stream:
+        request_id = await stream.begin(conversation=conversation("How far is it?"), sampling=drawn, max_output_tokens=30)
+        await stream.finished(request_id)
+    with connect(service, by_http.secret) as client:
+        answer = client.chat.completions.create(
+            model=MODEL, messages=says("How far is it?"), max_tokens=30, extra_body=TO_THE_END, **drawn
+        )
+
+    assert answer.choices[0].message.content == stream.text(request_id)
+    assert answer.choices[0].finish_reason == "length"
+    [there], here = service.books.events(by_grpc), check_billed(service, by_http, answer)
+    for name in ("input", "cached_input", "generated", "delivered", "billed"):
+        assert here[f"{name}_token_count"] == there[f"{name}_token_count"], name
+    for name in ("cost_picos", "price_version_id", "outcome", "model"):
+        assert here[name] == there[name], name
+    assert extension(answer)["cost"]["amount"] == f"{Decimal(there['cost_picos']).scaleb(-12).normalize():f}"
+
+
+async def test_a_stream_is_the_whole_answer_in_pieces_and_ends_with_its_usage(service: Service) -> None:
+    whole_tenant, tenant = await service.tenant(), await service.tenant()
+    asked: dict[str, Any] = {"model": MODEL, "messages": says("Tell me."), "max_completion_tokens": 40, "extra_body": TO_THE_END}
+
+    with connect(service, whole_tenant.secret) as client:
+        whole = client.chat.completions.create(**asked)
+    with (
+        connect(service, tenant.secret) as client,
+        client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}) as stream,
+    ):
+        *chunks, last = stream
+
+    assert text_of(chunks) == whole.choices[0].message.content
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert [chunk.choices[0].finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + ["length"]
+    assert {chunk.usage for chunk in chunks} == {None}
+    assert {chunk.id for chunk in chunks} == {last.id}
+    assert last.choices == []
+    assert last.usage == whole.usage
+    check_billed(service, tenant, last)
+
+
+async def test_several_choices_of_one_prompt_are_told_apart_and_billed_once(service: Service) -> None:
+    tenant = await service.tenant()
+    asked: dict[str, Any] = {"model": MODEL, "messages": says("Hm."), "n": 3, "temperature": 1.2, "seed": 3, "max_tokens": 12}
+
+    with connect(service, tenant.secret) as client:
+        whole = client.chat.completions.create(**asked, extra_body=TO_THE_END)
+        check_billed(service, tenant, whole)
+        streamed = ["", "", ""]
+        ends = ["", "", ""]
+        for chunk in client.chat.completions.create(**asked, extra_body=TO_THE_END, stream=True):
+            for choice in chunk.choices:
+                streamed[choice.index] += choice.delta.content or ""
+                ends[choice.index] += choice.finish_reason or ""
+
+    assert [choice.message.content for choice in whole.choices] == streamed
+    assert len(set(streamed)) == 3
+    assert ends == ["length"] * 3
+    assert whole.usage is not None
+    assert whole.usage.completion_tokens == 36
+
+
+async def test_structured_output_is_parsed_into_the_types_that_were_asked_for(service: Service) -> None:
+    tenant = await service.tenant()
+
+    with connect(service, tenant.secret) as client:
+        chat = client.chat.completions.parse(model=MODEL, messages=says("And?"), response_format=Verdict, max_tokens=400)
+        response = client.responses.parse(model=MODEL, input="And?", text_format=Verdict, max_output_tokens=400)
+        with client.responses.stream(model=MODEL, input="And?", text_format=Verdict, max_output_tokens=400) as stream:
+            streamed = stream.get_final_response()
+        anything = client.chat.completions.create(
+            model=MODEL, messages=says("And?"), response_format={"type": "json_object"}, max_tokens=5
+        )
+
+    assert isinstance(chat.choices[0].message.parsed, Verdict)
+    assert chat.choices[0].finish_reason == "stop"
+    assert response.output_parsed == chat.choices[0].message.parsed == streamed.output_parsed
+    assert (anything.choices[0].message.content or "").lstrip().startswith("{")
+
+
+async def test_a_response_tells_what_was_asked_and_what_it_came_to(service: Service) -> None:
+    tenant, same = await service.tenant(), await service.tenant()
+    turns: list[Any] = [
+        {"role": "user", "content": [{"type": "input_text", "text": "One"}]},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Two", "annotations": []}]},
+        {"role": "user", "content": "Three"},
+    ]
+
+    with connect(service, tenant.secret) as client:
+        response = client.responses.create(
+            model=MODEL, instructions="Be brief.", input=turns, max_output_tokens=9, metadata={"team": "x"}, extra_body=TO_THE_END
+        )
+    with connect(service, same.secret) as client:
+        messages: list[Any] = [{"role": "developer", "content": "Be brief."}, *says("One")]
+        messages += [{"role": "assistant", "content": "Two"}, *says("Three")]
+        chat = client.chat.completions.create(model=MODEL, messages=messages, max_tokens=9, extra_body=TO_THE_END)
+
+    assert response.output_text == chat.choices[0].message.content
+    assert response.status == "incomplete"
+    assert response.incomplete_details is not None
+    assert response.incomplete_details.reason == "max_output_tokens"
+    assert response.metadata == {"team": "x"}
+    assert response.usage is not None
+    [event] = service.books.events(tenant)
+    assert event["labels"] == {"team": "x"}
+    assert (response.usage.input_tokens, response.usage.output_tokens) == (event["input_token_count"], 9)
+    assert extension(response)["cost"]["picos"] == event["cost_picos"]
+
+
+async def test_the_events_of_a_response_are_numbered_and_in_order(service: Service) -> None:
+    tenant = await service.tenant()
+
+    with connect(service, tenant.secret) as client:
+        events: list[Any] = list(
+            client.responses.create(model=MODEL, input="Go on", max_output_tokens=8, stream=True, extra_body=TO_THE_END)
+        )
+
+    kinds = [event.type.removeprefix("response.") for event in events]
+    deltas = [event for event in events if event.type == "response.output_text.delta"]
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert kinds[:4] == ["created", "in_progress", "output_item.added", "content_part.added"]
+    assert set(kinds[4:-4]) == {"output_text.delta"}
+    assert kinds[-4:] == ["output_text.done", "content_part.done", "output_item.done", "incomplete"]
+    assert "".join(delta.delta for delta in deltas) == events[-4].text == events[-1].response.output_text
+    assert events[-1].response.usage.output_tokens == 8
+
+
+async def test_completions_take_prompts_in_every_form_and_answer_each(service: Service) -> None:
+    tenant = await service.tenant()
+    ids = list(PLAIN_IDS[:10])
+
+    with connect(service, tenant.secret) as client:
+        alone = client.completions.create(model=MODEL, prompt=ids, max_tokens=7, extra_body=TO_THE_END)
+        text = client.completions.create(model=MODEL, prompt="The hotel", max_tokens=7, extra_body=TO_THE_END)
+        both = client.completions.create(model=MODEL, prompt=[ids, [7]], max_tokens=7, extra_body=TO_THE_END)
+        streamed = ["", ""]
+        for chunk in client.completions.create(
+            model=MODEL, prompt=["The hotel", "Other"], max_tokens=7, extra_body=TO_THE_END, stream=True
+        ):
+            for choice in chunk.choices:
+                streamed[choice.index] += choice.text
+
+    assert both.choices[0].text == alone.choices[0].text
+    assert [choice.index for choice in both.choices] == [0, 1]
+    assert streamed[0] == text.choices[0].text
+    assert both.usage is not None
+    assert (both.usage.prompt_tokens, both.usage.completion_tokens) == (11, 14)
+    billed = {str(event["request_id"]): event["cost_picos"] for event in service.books.events(tenant)}
+    assert extension(both)["cost"]["picos"] == sum(billed[each] for each in extension(both)["request_ids"])
+
+
+async def test_logprobs_name_every_token_and_its_bytes(service: Service) -> None:
+    tenant = await service.tenant()
+    asked: dict[str, Any] = {"model": MODEL, "max_tokens": 12, "extra_body": TO_THE_END}
+
+    with connect(service, tenant.secret) as client:
+        chat = client.chat.completions.create(**asked, messages=says("Zoë"), logprobs=True, top_logprobs=3)
+        plain = client.completions.create(**asked, prompt="Zoë", logprobs=2)
+        response = client.responses.create(
+            model=MODEL, input="Zoë", max_output_tokens=12, include=["message.output_text.logprobs"], extra_body=TO_THE_END
+        )
+
+    assert chat.choices[0].logprobs is not None
+    tokens = chat.choices[0].logprobs.content or []
+    assert len(tokens) == 12
+    assert all(len(token.top_logprobs) == 3 and token.top_logprobs[0].token == token.token for token in tokens), "greedy"
+    data = b"".join(bytes(token.bytes or []) for token in tokens)
+    assert data.decode(errors="replace") == chat.choices[0].message.content
+    columns = plain.choices[0].logprobs
+    assert columns is not None
+    assert columns.tokens is not None
+    assert columns.text_offset == [len("".join(columns.tokens[:index])) for index in range(12)]
+    content: Any = response.output[0]
+    assert [entry.token for entry in content.content[0].logprobs] == [token.token for token in tokens]
+
+
+async def test_stop_sequences_penalties_and_biases_reach_the_engine(service: Service) -> None:
+    tenant = await service.tenant()
+    asked: dict[str, Any] = {"model": MODEL, "messages": says("Stop!"), "max_tokens": 20}
+
+    with connect(service, tenant.secret) as client:
+        free = client.chat.completions.create(**asked, extra_body=TO_THE_END).choices[0].message.content or ""
+        stopped = client.chat.completions.create(**asked, stop=free[4:6], extra_body=TO_THE_END)
+        biased = client.chat.completions.create(**asked, logit_bias={"11": 100}, extra_body=TO_THE_END)
+        penalised = client.chat.completions.create(
+            **asked, logit_bias={"11": 100}, presence_penalty=2.0, frequency_penalty=2.0, extra_body=TO_THE_END
+        )
+
+    assert stopped.choices[0].message.content == free[: free.index(free[4:6])]
+    assert stopped.choices[0].finish_reason == "stop"
+    assert extension(stopped)["finish_reasons"] == ["STOP_SEQUENCE"]
+    assert biased.choices[0].message.content == service.tokenizer.decode([11] * 20)
+    assert penalised.choices[0].message.content == biased.choices[0].message.content, "a bias of 100 outweighs both"
+
+
+async def test_who_asks_and_why_is_in_the_labels(service: Service) -> None:
+    tenant = await service.tenant()
+
+    with connect(service, tenant.secret) as client:
+        answer = client.chat.completions.create(
+            model=MODEL, messages=says("Hi"), max_tokens=2, user="u-7", metadata={"feature": "search"}, service_tier="flex"
+        )
+
+    [event] = service.books.events(tenant)
+    assert event["labels"] == {"feature": "search", "user": "u-7"}
+    assert answer.service_tier == "flex"
+
+
+async def test_models_are_listed_and_looked_up(service: Service) -> None:
+    tenant = await service.tenant()
+
+    with connect(service, tenant.secret) as client:
+        [model] = client.models.list().data
+        same = client.models.retrieve(MODEL)
+        with pytest.raises(openai.NotFoundError) as unknown:
+            client.models.retrieve("gpt-x")
+
+    assert model == same
+    assert (model.id, model.owned_by, model.object) == (MODEL, "weir", "model")
+    assert extension(model)["context_window_tokens"] == CONTEXT_WINDOW_TOKENS
+    assert unknown.value.code == "model_not_found"
+
+
+async def test_a_limit_refuses_with_the_time_to_wait_and_the_client_waits_it_out(service: Service) -> None:
+    tenant = await service.tenant({QuotaDimension.CONCURRENT_REQUESTS: 1})
+    answers: list[tuple[float, httpx2.Response]] = []
+
+    async def note(response: httpx2.Response) -> None:
+        answers.append((time.monotonic(), response))
+        if response.status_code == 429:
+            await running.close()  # the place is free when the client comes again
+
+    async with (
+        connect_async(service, tenant.secret) as client,
+        connect_async(
+            service, tenant.secret, max_retries=20, http_client=httpx2.AsyncClient(event_hooks={"response": [note]})
+        ) as patient,
+    ):
+        for _ in range(6):  # by which it is known how long a request takes
+            await client.completions.create(model=MODEL, prompt="Hi", max_tokens=1)
+        running = await client.chat.completions.create(
+            model=MODEL, messages=says("Long"), max_tokens=4000, stream=True, extra_body=TO_THE_END
+        )
+        await anext(aiter(running))
+        with pytest.raises(openai.RateLimitError) as refused:
+            await client.chat.completions.create(model=MODEL, messages=says("Hi"), max_tokens=2)
+        answer = await patient.chat.completions.create(model=MODEL, messages=says("Hi"), max_tokens=2)
+
+    assert refused.value.code == "rate_limit_exceeded"
+    assert refused.value.type == "requests"
+    assert int(refused.value.response.headers["retry-after"]) >= 1
+    assert answer.choices[0].message.content is not None
+    refusals = [(at, response) for at, response in answers if response.status_code == 429]
+    assert refusals
+    for (at, response), (later, _) in zip(refusals, answers[1:], strict=False):
+        assert later - at >= int(response.headers["retry-after-ms"]) / 1000
+    await service.no_hold_left(tenant)
+
+
+async def test_every_answer_tells_what_is_left_of_the_limits(service: Service) -> None:
+    tenant = await service.tenant({QuotaDimension.TOKENS_PER_MONTH: 1000, QuotaDimension.REQUESTS_PER_MINUTE: 50})
+
+    with connect(service, tenant.secret) as client:
+        raw = client.chat.completions.with_raw_response.create(
+            model=MODEL, messages=says("Hi"), max_tokens=10, extra_body=TO_THE_END
+        )
+        with pytest.raises(openai.RateLimitError) as refused:
+            client.completions.create(model=MODEL, prompt=list(PLAIN_IDS) * 4, max_tokens=1)
+
+    usage = raw.parse().usage
+    assert usage is not None
+    held = usage.prompt_tokens + 10
+    assert raw.headers["x-ratelimit-limit-tokens"] == "1000"
+    assert raw.headers["x-ratelimit-remaining-tokens"] == str(1000 - held)
+    assert raw.headers["x-ratelimit-reset-tokens"][-1] == "s"
+    assert raw.headers["x-ratelimit-limit-requests"] == "50"
+    assert int(raw.headers["x-ratelimit-remaining-requests"]) <= 49
+    assert refused.value.code == refused.value.type == "insufficient_quota"
+    assert refused.value.response.headers["x-ratelimit-remaining-tokens"] == str(1000 - held)
+    assert refused.value.response.headers["x-should-retry"] == "false"
+
+
+async def test_a_key_that_is_not_good_for_it_is_told_so(service: Service) -> None:
+    tenant = await service.tenant()
+    _, admin = await service.new_key(tenant, "billing")
+
+    with connect(service, "wk_abcdefgh_" + "x" * 43) as stranger, pytest.raises(openai.AuthenticationError) as unknown:
+        stranger.models.list()
+    with connect(service, admin) as reader, pytest.raises(openai.PermissionDeniedError) as forbidden:
+        reader.chat.completions.create(model=MODEL, messages=says("Hi"))
+
+    assert unknown.value.code == "invalid_api_key"
+    assert forbidden.value.code == "insufficient_permissions"
+
+
+async def test_the_same_idempotency_key_is_billed_once(service: Service) -> None:
+    tenant = await service.tenant()
+    request_id = str(uuid.uuid4())
+
+    with connect(service, tenant.secret) as client:
+        for key in (request_id, "order 66".replace(" ", "-")):
+            asked: dict[str, Any] = {"model": MODEL, "messages": says("Hi"), "extra_headers": {"Idempotency-Key": key}}
+            raw = client.chat.completions.with_raw_response.create(**asked, max_tokens=3)
+            with pytest.raises(openai.ConflictError) as settled:
+                client.chat.completions.create(**asked, max_tokens=3)
+            with pytest.raises(openai.ConflictError) as reused:
+                client.chat.completions.create(**asked, max_tokens=4)
+            assert settled.value.code == "request_settled"
+            assert reused.value.code == "request_id_reused"
+            assert settled.value.response.headers["x-should-retry"] == "false"
+            assert settled.value.request_id == raw.headers["x-request-id"]
+
+    first, second = service.books.events(tenant)
+    assert str(first["request_id"]) == request_id
+    assert str(second["request_id"]) == raw.headers["x-request-id"]
+
+
+async def test_fifty_streams_at_once_are_fifty_answers(service: Service) -> None:
+    tenant = await service.tenant()
+
+    async with connect_async(service, tenant.secret) as client:
+
+        async def ask(index: int) -> tuple[str, int]:
+            stream = await client.chat.completions.create(
+                model=MODEL,
+                messages=says(f"Question {index % 5}"),
+                max_tokens=20,
+                stream=True,
+                stream_options={"include_usage": True},
+                extra_body=TO_THE_END,
+            )
+            chunks = [chunk async for chunk in stream]
+            assert chunks[-1].usage is not None
+            return text_of(chunks), chunks[-1].usage.completion_tokens
+
+        answers = await asyncio.gather(*map(ask, range(50)))
+
+    assert {tokens for _, tokens in answers} == {20}
+    assert all(answers[index] == answers[index % 5] for index in range(50))
+    assert sum(service.books.delivered(tenant).values()) == 50 * 20
+    await service.no_hold_left(tenant)
+
+
+async def test_prompts_that_belong_together_fail_together_and_cost_nothing(service: Service) -> None:
+    tenant = await service.tenant()
+
+    with connect(service, tenant.secret) as client, pytest.raises(openai.BadRequestError) as refused:
+        client.completions.create(model=MODEL, prompt=[[7, 8], [7] * CONTEXT_WINDOW_TOKENS, [9]], max_tokens=50)
+
+    assert refused.value.code == "context_length_exceeded"
+    assert refused.value.param == "prompt"
+    await until(lambda: "held" not in service.books.holds(tenant), "the others to end")
+    assert service.books.events(tenant) == []

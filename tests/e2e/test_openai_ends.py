@@ -1,0 +1,241 @@
+"""HTTP requests that do not run to their end: what was handed to the connection is what is billed, and nothing is kept of the rest.
+
+Here the server runs in this process, so that a test can look inside.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import openai
+import pytest
+import pytest_asyncio
+
+from api.errors import Draining
+from api.live import LiveRequest
+from api.openai import door
+from metering.models import QuotaDimension
+from metering.operations import Outcome
+from tests.conftest import new_database
+from tests.e2e.openai_clients import TO_THE_END, connect_async, cost_of, extension, says
+from tests.e2e.test_openai_bad_input import Socket, post
+from tests.service import INPUT_PICOS, MODEL, PATIENCE_S, Inside, Service, Tenant, run_inside, until
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+OUTBOX_TOKENS = 400
+CONNECTIONS = 20
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def inside(
+    tmp_path_factory: pytest.TempPathFactory, model: Path, postgres_server: str, template_database: str
+) -> AsyncIterator[Inside]:
+    """A server with little patience."""
+    with new_database(postgres_server, template=template_database) as url, pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(door, "BODY_WAIT_S", 0.2)
+        service = Service(
+            tmp_path_factory.mktemp("inside"),
+            url,
+            model,
+            client_stall_max_s=1.0,
+            outbox_tokens_per_request_max=OUTBOX_TOKENS,
+            lease_slice_tokens=24,
+            lease_margin_tokens=8,
+            http_idle_max_s=1.0,
+            http_connections_max=CONNECTIONS,
+        )
+        async with run_inside(service, monkeypatch) as inside:
+            yield inside
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def service(inside: Inside) -> AsyncIterator[Service]:
+    """The service; each test leaves it empty."""
+    yield inside.service
+    await inside.check_empty()
+
+
+async def the_one_running(inside: Inside, token_count: int) -> LiveRequest:
+    """The request that runs, once it has generated so much."""
+    await until(lambda: any(each.usage.generated_token_count >= token_count for each in inside.process.running()), "tokens")
+    [request] = inside.process.running()
+    assert isinstance(request, LiveRequest)
+    return request
+
+
+async def the_event(service: Service, tenant: Tenant) -> dict[str, Any]:
+    """The tenant's one usage event, once it is there."""
+    await until(lambda: service.books.events(tenant), "the settlement")
+    [event] = service.books.events(tenant)
+    assert event["billed_token_count"] == event["delivered_token_count"]
+    assert event["cost_picos"] == cost_of(event)
+    return event
+
+
+async def dial(service: Service, *, receive_bytes: int | None = None) -> Socket:
+    """A connection; with a bound on what its side of the kernel takes unread."""
+    url = urlsplit(service.openai_url)
+    raw = socket.socket()
+    if receive_bytes is not None:
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
+    raw.setblocking(False)
+    await asyncio.get_running_loop().sock_connect(raw, (str(url.hostname), int(url.port or 0)))
+    return Socket(*await asyncio.open_connection(sock=raw))
+
+
+@pytest.mark.parametrize("k", [1, 24, 100])
+async def test_a_client_that_hangs_up_in_mid_stream_pays_what_was_sent(service: Service, k: int) -> None:
+    tenant = await service.tenant({QuotaDimension.TOKENS_PER_MONTH: 10**9})
+
+    async with connect_async(service, tenant.secret) as client:
+        stream = await client.chat.completions.create(
+            model=MODEL, messages=says("Go"), max_tokens=3000, stream=True, logprobs=True, extra_body=TO_THE_END
+        )
+        received = 0
+        async for chunk in stream:
+            told = chunk.choices[0].logprobs
+            received += len(told.content or []) if told is not None else 0
+            if received >= k:
+                break
+        await stream.close()
+        event = await the_event(service, tenant)
+
+    assert event["outcome"] == "cancelled"
+    assert k <= received <= event["delivered_token_count"] < 3000
+    used, held = service.books.counters(tenant)["tokens_per_month"]
+    assert (used, held) == (event["input_token_count"] + event["delivered_token_count"], 0)
+
+
+async def test_a_client_that_hangs_up_before_its_whole_answer_pays_no_output(inside: Inside, service: Service) -> None:
+    tenant = await service.tenant()
+    body = json.dumps({"model": MODEL, "messages": says("Go"), "max_tokens": 3000} | TO_THE_END).encode()
+
+    line = await dial(service)
+    await line.say(post(tenant.secret, body))
+    running = await the_one_running(inside, 50)
+    assert running.usage.delivered_token_count == 0
+    line.writer.close()
+    event = await the_event(service, tenant)
+
+    assert (event["outcome"], event["delivered_token_count"]) == ("cancelled", 0)
+    assert event["cost_picos"] == event["input_token_count"] * INPUT_PICOS
+
+
+async def test_a_whole_answer_that_breaks_is_refused_and_free(inside: Inside, service: Service) -> None:
+    """The client may send it again by itself: nothing of it was delivered."""
+    tenant = await service.tenant()
+
+    async with connect_async(service, tenant.secret) as client, asyncio.TaskGroup() as tasks:
+        asked = client.completions.create(model=MODEL, prompt=["Go", "On"], max_tokens=2000, extra_body=TO_THE_END)
+        call = tasks.create_task(refused(asked))
+        await until(lambda: sum(each.usage.generated_token_count > 5 for each in inside.process.running()) == 2, "tokens of both")
+        inside.process.running()[1].stop(Outcome.FAILED, Draining("to be served elsewhere"))
+        error = await call
+
+    assert isinstance(error, openai.InternalServerError)
+    assert (error.status_code, error.code) == (503, "draining")
+    assert int(error.response.headers["retry-after"]) >= 1
+    await until(lambda: service.books.holds(tenant) == {"voided": 2}, "both to be voided")
+    assert service.books.events(tenant) == []
+
+
+async def test_a_stream_that_breaks_says_so_and_what_was_sent_is_billed(inside: Inside, service: Service) -> None:
+    tenant = await service.tenant()
+
+    async with connect_async(service, tenant.secret) as client:
+        stream = await client.chat.completions.create(
+            model=MODEL, messages=says("Go"), max_tokens=3000, stream=True, extra_body=TO_THE_END
+        )
+        await anext(aiter(stream))
+        inside.process.fail_all(Draining("to be served elsewhere"))
+        with pytest.raises(openai.APIError, match="elsewhere") as broken:
+            async for _ in stream:
+                pass
+        response = await client.responses.create(
+            model=MODEL, input="Go", max_output_tokens=3000, stream=True, extra_body=TO_THE_END
+        )
+        await anext(aiter(response))
+        inside.process.fail_all(Draining("to be served elsewhere"))
+        *_, last = [event async for event in response]
+
+    assert broken.value.code == "draining"
+    assert last.type == "response.failed"
+    assert last.response.error is not None
+    assert last.response.error.code == "server_error"
+    assert extension(last.response)["reason"] == "DRAINING"
+    assert all(event["outcome"] == "failed" and event["delivered_token_count"] > 0 for event in service.books.events(tenant))
+
+
+async def test_an_answer_that_a_quota_cuts_is_whole_as_far_as_it_goes(service: Service) -> None:
+    tenant = await service.tenant({QuotaDimension.TOKENS_PER_MONTH: 100})
+
+    async with connect_async(service, tenant.secret) as client:
+        answer = await client.chat.completions.create(
+            model=MODEL, messages=says("Go"), max_tokens=3000, logprobs=True, extra_body=TO_THE_END
+        )
+
+    assert answer.choices[0].finish_reason == "length"
+    assert extension(answer)["finish_reasons"] == ["QUOTA_EXHAUSTED"]
+    assert answer.usage is not None
+    assert answer.usage.total_tokens <= 100
+    assert answer.choices[0].logprobs is not None
+    assert len(answer.choices[0].logprobs.content or []) == answer.usage.completion_tokens
+    assert (await the_event(service, tenant))["delivered_token_count"] == answer.usage.completion_tokens
+
+
+async def test_a_client_that_does_not_read_is_given_up(inside: Inside, service: Service) -> None:
+    tenant = await service.tenant()
+    fields = {"model": MODEL, "messages": says("Go"), "max_tokens": 3000, "stream": True, "logprobs": True, "top_logprobs": 20}
+
+    line = await dial(service, receive_bytes=4096)
+    await line.say(post(tenant.secret, json.dumps(fields | TO_THE_END).encode()))
+    event = await the_event(service, tenant)
+    await inside.check_empty()
+
+    assert event["outcome"] == "slow_consumer"
+    assert 0 < event["delivered_token_count"] < 3000
+    assert b"[DONE]" not in await line.ended()
+    line.writer.close()
+
+
+async def test_who_does_not_come_to_the_point_is_hung_up_on(service: Service) -> None:
+    tenant = await service.tenant()
+    silent, headless, bodiless = [await dial(service) for _ in range(3)]
+
+    await headless.say(b"POST /v1/chat/completions HTTP/1.1\r\nhost: we")
+    await bodiless.say(post(tenant.secret, b"{}")[:-1])
+
+    response = await bodiless.response()
+    assert (response.status, response.error["code"]) == (408, "request_timeout")
+    assert [await each.ended() for each in (silent, headless)] == [b"", b""]
+    for each in (silent, headless, bodiless):
+        each.writer.close()
+
+
+async def test_connections_are_bounded_and_come_back(service: Service) -> None:
+    tenant = await service.tenant()
+    lines = [await dial(service) for _ in range(CONNECTIONS + 1)]
+
+    assert await lines[-1].ended() == b""
+    for line in lines:
+        line.writer.close()
+
+    async with connect_async(service, tenant.secret, max_retries=100) as client:
+        assert [model.id async for model in client.models.list()] == [MODEL]
+
+
+async def refused(call: Any) -> openai.APIStatusError:
+    """The error that a call must end with."""
+    async with asyncio.timeout(PATIENCE_S):
+        try:
+            answer = await call
+        except openai.APIStatusError as error:
+            return error
+    raise AssertionError(f"the call was not refused: {answer!r}")
