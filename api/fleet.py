@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import starmap
 from pathlib import Path
 
 from api.engines import adapters_by_model, build_encoder, build_encoders, build_engines, check_budget, engine_plan
@@ -20,6 +22,7 @@ from inference.fleet.on_demand import OnDemandEngine, SlotTerms
 from inference.fleet.placement import POLICIES
 from inference.fleet.replica import Replica
 from inference.fleet.replica_set import ReplicaSet
+from inference.fleet.scaling import ScaledReplicaSet, Scaler
 from inference.host_process import HostOpener, open_host
 
 
@@ -37,6 +40,11 @@ def build_serving(settings: Settings, opener: HostOpener = open_host) -> Serving
     if not settings.fleet_file:
         if settings.region:
             raise SettingInvalid("WEIR_REGION needs WEIR_FLEET: only that file says which regions there are")
+        if settings.max_replicas < max(settings.min_replicas, 1):
+            raise SettingInvalid(f"WEIR_MAX_REPLICAS={settings.max_replicas}: must be at least WEIR_MIN_REPLICAS")
+        if settings.max_replicas > 1 and settings.engine_backend != "remote":
+            serving = build_fleet(settings, Fleet(tuple(starmap(partial(several, settings), settings.models.items()))), opener)
+            return replace(serving, encoders=build_encoders(settings))
         engines = build_engines(settings, opener)
         return Serving(engines, build_encoders(settings), Catalog.plain(tuple(engines)))
     if dict(settings.models) != bundled_models() or settings.encoders or settings.remote_targets:
@@ -46,6 +54,19 @@ def build_serving(settings: Settings, opener: HostOpener = open_host) -> Serving
         known = ", ".join(fleet.regions) or "none"
         raise SettingInvalid(f"WEIR_REGION={settings.region!r}: must be a region of WEIR_FLEET; there are: {known}")
     return build_fleet(settings, fleet, opener)
+
+
+def several(settings: Settings, name: str, directory: Path) -> FleetModel:
+    """A model of WEIR_MODELS with as many replicas as the settings say."""
+    assert settings.engine_backend != "remote", "those have their targets"
+    version = FleetVersion(
+        "",
+        settings.engine_backend,
+        directory,
+        replica_count_min=settings.min_replicas,
+        replica_count_max=settings.max_replicas,
+    )
+    return FleetModel(name, (version,))
 
 
 def build_fleet(settings: Settings, fleet: Fleet, opener: HostOpener) -> Serving:
@@ -88,13 +109,14 @@ class Yard:
             replicas = self._remote_replicas(version, served)
         else:
             replicas = self._local_replicas(version, served, adapters)
-        return ReplicaSet(
-            replace(replicas[0].engine.model, name=served),
-            replicas,
-            POLICIES[model.policy](),
-            warm_count=version.replica_count_min,
-            recovery_wait_s=model.recovery_wait_s,
-        )
+        info, policy, wait_s = replace(replicas[0].engine.model, name=served), POLICIES[model.policy](), model.recovery_wait_s
+        least = version.replica_count_min
+        if least >= version.replica_count_max:
+            return ReplicaSet(info, replicas, policy, warm_count=least, recovery_wait_s=wait_s)
+        return ScaledReplicaSet(info, replicas, policy, scaler=Scaler(least, self._idle_timeout_s(version)), recovery_wait_s=wait_s)
+
+    def _idle_timeout_s(self, version: FleetVersion) -> float:
+        return self._settings.model_idle_timeout_s if version.idle_timeout_s is None else version.idle_timeout_s
 
     def _remote_replicas(self, version: FleetVersion, served: str) -> list[Replica]:
         """One for each server; all are kept connected, since a connection costs next to nothing."""
@@ -117,7 +139,7 @@ class Yard:
                 build, memory_bytes = engine_plan(settings, "tensorrt", *rest)
             case other:
                 raise SettingInvalid(f"WEIR_FLEET: {served!r} has `engine: {other}`, which this version of Weir cannot run")
-        idle_timeout_s = settings.model_idle_timeout_s if version.idle_timeout_s is None else version.idle_timeout_s
+        idle_timeout_s = self._idle_timeout_s(version)
         found = []
         for index in range(version.replica_count_max):
             is_warm = index < version.replica_count_min

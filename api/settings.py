@@ -107,6 +107,8 @@ class Settings(RemoteEngineSettings):
 
     # Of each model's engine: 0 replicas leaves it cold until a request comes. More are kept loaded whatever happens.
     min_replicas: int = setting("WEIR_MIN_REPLICAS", 1, whole(0, 64))
+    # More than the least are started when all that run are full for some seconds, as far as there is free memory.
+    max_replicas: int = setting("WEIR_MAX_REPLICAS", 1, whole(1, 64))
     # Without a request for so long, an engine that need not be kept is stopped and gives its memory back. 0: never.
     model_idle_timeout_s: float = setting("WEIR_MODEL_IDLE_TIMEOUT_S", 0.0, scale(86_400))
     # "on" keeps the packed weights of large models in the home directory: all hosts of a model map one copy, and later starts read

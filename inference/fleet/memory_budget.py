@@ -111,6 +111,11 @@ class MemoryBudget:
         self._leaving.discard(resident)
         self.look()
 
+    def fits_now(self, resident: Resident) -> bool:
+        """Whether it would get its memory at once, and nobody have to give way."""
+        free = self._total_bytes is None or self.held_bytes + resident.memory_bytes <= self._total_bytes
+        return free and not self._waiting
+
     def is_waiting(self, resident: Resident) -> bool:
         """Whether it waits for memory."""
         return resident in self._waiting

@@ -110,6 +110,10 @@ class OnDemandEngine:
         in_use = self._user_count > 0 or self._terms.keep_warm or self._running() is None
         return None if in_use else self._last_used_s
 
+    def fits_now(self) -> bool:
+        """Whether it could be started without anybody giving way."""
+        return self._budget.fits_now(self)
+
     def evict(self) -> None:
         """See `Resident.evict`."""
         assert self.idle_since_s() is not None, "a slot in use is not closed for others"
