@@ -73,6 +73,7 @@ class BillingServicer(UsageCalls):
                 month=request.month,
                 leave_running=request.leave_running,
                 before_first=request.before_first,
+                correcting=request.correcting_adjustment_id,
             )
             for each in found:
                 response.obstacles.add(kind=each.kind, description=each.description)
@@ -84,6 +85,7 @@ class BillingServicer(UsageCalls):
                 actor=admin.key_prefix,
                 leave_running=request.leave_running,
                 before_first=request.before_first,
+                correcting=request.correcting_adjustment_id,
             )
             response.already_closed = result.already_closed
         async with self._sessions() as session:

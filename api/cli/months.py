@@ -101,6 +101,9 @@ def close_months(
         bool,
         typer.Option("--before-first", help="Although it is before the customer's first month: those between have to follow."),
     ] = False,
+    corrected_by: Annotated[
+        str, typer.Option("--corrected-by", metavar="ADJUSTMENT", help="An approved adjustment of what misstated usage costs.")
+    ] = "",
     as_json: JsonOption = False,
     address: AddressOption = None,
     api_key: KeyOption = None,
@@ -109,6 +112,8 @@ def close_months(
 
     With --all every organization has its turn, whatever goes wrong with one.
     """
+    if corrected_by and (every or earlier):
+        raise typer.BadParameter("an adjustment is for one month of one organization", param_hint="--corrected-by")
     closed: list[ClosedMonth] = []
     refused = 0
     names = organizations(organization, every=every, address=address, api_key=api_key)
@@ -117,7 +122,14 @@ def close_months(
             try:
                 for each in months_to_close(client, name, month, earlier=earlier):
                     closed.append(
-                        client.close_month(name, each, leave_running=leave_running, before_first=before_first, validate_only=check)
+                        client.close_month(
+                            name,
+                            each,
+                            leave_running=leave_running,
+                            before_first=before_first,
+                            corrected_by=corrected_by,
+                            validate_only=check,
+                        )
                     )
                     refused += bool(closed[-1].obstacles)
                     if not as_json:

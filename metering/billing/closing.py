@@ -28,6 +28,7 @@ from metering.billing.invoice_models import MonthClosing
 from metering.billing.invoice_rows import write_invoice
 from metering.billing.invoices import Series
 from metering.billing.ledger import post
+from metering.billing.misstated import correct, misstated_usage
 from metering.billing.models import BillingMonth, MonthState
 from metering.billing.month_reading import LONG_READ_S, read_month, read_patiently
 from metering.billing.months import month_of, take_lane
@@ -53,6 +54,7 @@ class CloseRequest:
     """What is to be closed, by whom. month: its first day. leave_running: although requests that were admitted in it still run.
 
     before_first: although it is before the customer's first month, so that the empty ones up to that have to be closed too.
+    correcting: the id of an approved adjustment of what misstated usage costs, or empty.
     """
 
     organization_id: uuid.UUID
@@ -62,6 +64,7 @@ class CloseRequest:
     clock: Clock | None = None
     grace: timedelta = GRACE
     before_first: bool = False
+    correcting: str = ""
 
     async def now(self, session: AsyncSession) -> datetime:
         """The moment of the close: the database's, unless a clock was given."""
@@ -89,6 +92,7 @@ async def close_month(
     actor: str,
     leave_running: bool = False,
     before_first: bool = False,
+    correcting: str = "",
     clock: Clock | None = None,
     grace: timedelta = GRACE,
 ) -> CloseResult:
@@ -96,7 +100,7 @@ async def close_month(
 
     Rates first what is pending. Raises: NotFound, InvalidValue; MonthNotClosable with everything that stands in the way.
     """
-    request = await _request(sessions, organization, month, actor, leave_running, clock, grace, before_first)
+    request = await _request(sessions, organization, month, actor, leave_running, clock, grace, before_first, correcting)
     await _rate(sessions)
     with patience(LONG_READ_S):
         async with sessions.begin() as session:
@@ -114,6 +118,7 @@ async def check_month(
     month: str,
     leave_running: bool = False,
     before_first: bool = False,
+    correcting: str = "",
     clock: Clock | None = None,
     grace: timedelta = GRACE,
 ) -> list[Obstacle]:
@@ -121,7 +126,7 @@ async def check_month(
 
     Raises: NotFound, InvalidValue.
     """
-    request = await _request(sessions, organization, month, "", leave_running, clock, grace, before_first)
+    request = await _request(sessions, organization, month, "", leave_running, clock, grace, before_first, correcting)
     await _rate(sessions)
     with patience(LONG_READ_S):
         async with sessions.begin() as session:
@@ -137,11 +142,12 @@ async def _request(
     clock: Clock | None,
     grace: timedelta,
     before_first: bool,
+    correcting: str,
 ) -> CloseRequest:
     first_day = month_of(month_bounds(month)[0].date())
     async with sessions() as session:
         owner = await find_organization(session, organization)
-    return CloseRequest(owner.id, first_day, actor, leave_running, clock, grace, before_first)
+    return CloseRequest(owner.id, first_day, actor, leave_running, clock, grace, before_first, correcting)
 
 
 async def _rate(sessions: Sessions) -> None:
@@ -169,6 +175,7 @@ async def _obstacles(session: AsyncSession, request: CloseRequest) -> list[Obsta
         grace=request.grace,
         leave_running=request.leave_running,
         before_first=request.before_first,
+        correcting=request.correcting,
         all_rated=all_rated,
     )
 
@@ -195,6 +202,8 @@ async def _close(session: AsyncSession, request: CloseRequest) -> CloseResult:
     owner = await session.get_one(Organization, request.organization_id)
     if await _is_closed(session, request):
         return CloseResult(await read_month(session, owner, request.month), already_closed=True)
+    if request.correcting and (found := await misstated_usage(session, owner.id, month_end(request.month))) is not None:
+        await correct(session, owner.id, found, request.correcting, request.actor)
     now = await request.now(session)
     draft = await read_month(session, owner, request.month, to_close=True)
     invoice_id = uuid.uuid4()

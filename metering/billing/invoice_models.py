@@ -9,7 +9,7 @@ import uuid
 from datetime import date, datetime
 from decimal import Decimal
 
-from sqlalchemy import CheckConstraint, ForeignKey, ForeignKeyConstraint, Index, UniqueConstraint, func, text
+from sqlalchemy import CheckConstraint, ForeignKey, ForeignKeyConstraint, Index, SmallInteger, UniqueConstraint, func, text
 from sqlalchemy.orm import Mapped, mapped_column
 
 from metering.billing.invoices import InvoiceLineKind, Series
@@ -114,6 +114,22 @@ class Adjustment(Base):
     reason: Mapped[str]
     author: Mapped[str]
     created_at: Mapped[datetime] = mapped_column(server_default=func.now())
+
+
+class UsageCorrection(Base):
+    """A usage event that did not cost what its tokens cost, and is billed by an approved adjustment instead: it is never rated.
+
+    No foreign key to the event: partitions of usage may be moved.
+    """
+
+    __tablename__ = "usage_corrections"
+
+    hold_id: Mapped[uuid.UUID] = mapped_column(primary_key=True)
+    part: Mapped[int] = mapped_column(SmallInteger(), primary_key=True)
+    settled_at: Mapped[datetime] = mapped_column(primary_key=True)
+    adjustment_id: Mapped[uuid.UUID] = mapped_column(ForeignKey("adjustment_decisions.adjustment_id"))
+    corrected_by: Mapped[str]
+    corrected_at: Mapped[datetime] = mapped_column(server_default=func.now())
 
 
 class AdjustmentDecision(Base):

@@ -10,17 +10,12 @@ from enum import StrEnum
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from metering.billing.misstated import misstated_usage, why_not
 from metering.billing.months import month_after, month_text
-from metering.billing.rating import RIGHT_COST
 
 GRACE = timedelta(hours=1)  # after the month's end: what began in it has ended by then, and clocks that differ agree on the month
 NAMED_MAX = 10  # ids that a description names
 
-MISSTATED = text(f"""
-SELECT e.id FROM unrated_usage w JOIN usage_events e USING (hold_id, part, settled_at)
-JOIN price_versions p ON p.id = e.price_version_id
-WHERE w.organization_id = :organization_id AND settled_at < :ends AND e.cost_picos <> {RIGHT_COST} ORDER BY e.id
-""")
 # A hold that has its own id as request id was taken in advance for an outage: nothing runs under it.
 RUNNING = text("""
 SELECT request_id FROM holds
@@ -67,12 +62,14 @@ async def find_obstacles(
     grace: timedelta,
     leave_running: bool,
     before_first: bool,
+    correcting: str,
     all_rated: bool,
 ) -> list[Obstacle]:
     """All that stands in the way of closing a month, by its first day. now: the moment of the close.
 
-    leave_running: although requests of it still run. before_first: although it is before the customer's first month. all_rated: no
-    backlog of usage is left. What has come since is not in the way: it is late usage.
+    leave_running: although requests of it still run. before_first: although it is before the customer's first month. correcting:
+    the id of an adjustment for misstated usage, or empty. all_rated: no backlog of usage is left. What has come since is not in the
+    way: it is late usage.
     """
     ends = month_end(month)
     found: list[Obstacle] = []
@@ -93,7 +90,7 @@ async def find_obstacles(
         found.append(Obstacle(ObstacleKind.EARLIER_MONTH_OPEN, told))
     elif before.last_closed is None and before.first_open is not None and before.first_open > month and not before_first:
         found.append(_before_first(month, before.first_open))
-    found += await _misstated(session, parameters)
+    found += await _misstated(session, organization_id, ends, correcting)
     if not all_rated:
         told = "more usage waits for the ledger than one close rates: let the worker catch up, and try again"
         found.append(Obstacle(ObstacleKind.USAGE_UNRATED, told))
@@ -126,12 +123,18 @@ def _before_first(month: date, first: date) -> Obstacle:
     return Obstacle(ObstacleKind.MONTH_BEFORE_FIRST, told)
 
 
-async def _misstated(session: AsyncSession, parameters: dict[str, object]) -> list[Obstacle]:
-    ids = [str(each) for each in (await session.execute(MISSTATED, parameters)).scalars()]
-    if not ids:
+async def _misstated(session: AsyncSession, organization_id: uuid.UUID, ends: datetime, correcting: str) -> list[Obstacle]:
+    found = await misstated_usage(session, organization_id, ends)
+    if found is None:
         return []
-    told = f"{len(ids)} usage events do not cost what their tokens cost: {named(ids)}"
-    return [Obstacle(ObstacleKind.USAGE_MISSTATED, f"{told}; they are not billed before somebody has found out why")]
+    refused = await why_not(session, organization_id, found, correcting) if correcting else ""
+    if correcting and not refused:
+        return []
+    told = f"{len(found.ids)} usage events do not cost what their tokens cost: {named([str(each) for each in found.ids])}"
+    remedy = (
+        f"{refused}; " if refused else ""
+    ) + f"find out why; then have {found.right_cost}, which the tokens cost, charged by an adjustment that somebody else approves"
+    return [Obstacle(ObstacleKind.USAGE_MISSTATED, f"{told}; {remedy}, and close with --corrected-by ADJUSTMENT")]
 
 
 def month_end(month: date) -> datetime:

@@ -29,6 +29,8 @@ WITH used AS (
            min(settled_at) FILTER (WHERE rated_at IS NULL) AS unrated_since
     FROM usage_events, {TOKENS_BY_KIND}
     WHERE organization_id = :organization_id AND settled_at >= :begins AND settled_at < :ends
+      AND NOT EXISTS (SELECT FROM usage_corrections c  -- billed by an adjustment, and posted to no month
+                      WHERE (c.hold_id, c.part, c.settled_at) = (usage_events.hold_id, usage_events.part, usage_events.settled_at))
     GROUP BY 1, 2 HAVING sum(kind.token_count) > 0
 ), posted AS (
     SELECT e.price_version_id, e.token_kind, sum(e.token_count) AS posted,

@@ -23,6 +23,10 @@ KIND_SUMS = ", ".join(f"sum({count}) AS {kind}" for kind, (count, _) in TOKEN_KI
 # Of a row with such sums: one row for each kind.
 KIND_ROWS = f"LATERAL (VALUES {', '.join(f'({kind!r}, {kind})' for kind in TOKEN_KINDS)}) AS k (token_kind, token_count)"
 SINCE = "%(since)s::timestamptz"
+# Of usage events: that this one is not billed by an adjustment in place of its own cost.
+NOT_CORRECTED = (
+    "NOT EXISTS (SELECT FROM usage_corrections c WHERE (c.hold_id, c.part, c.settled_at) = (e.hold_id, e.part, e.settled_at))"
+)
 
 
 class Moment(StrEnum):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from metering.proof.checks import KIND_ROWS, KIND_SUMS, SINCE, TOKEN_KINDS, Check, Moment, rows_with
+from metering.proof.checks import KIND_ROWS, KIND_SUMS, NOT_CORRECTED, SINCE, TOKEN_KINDS, Check, Moment, rows_with
 
 UNRATED_FOR = "10 minutes"  # rating runs every second
 POSTED_EVENTS = "usage_events e JOIN ledger_transactions t ON t.id = e.ledger_transaction_id"
@@ -106,7 +106,7 @@ UNRATED_IS_LISTED = Check(
     f"""
     SELECT concat('usage event ', e.id) AS subject, 'is not rated, and not in the list of what waits for it' AS problem
     FROM usage_events e LEFT JOIN unrated_usage w USING (hold_id, part, settled_at)
-    WHERE e.rated_at IS NULL AND w.event_id IS NULL AND e.settled_at >= {SINCE}
+    WHERE e.rated_at IS NULL AND w.event_id IS NULL AND e.settled_at >= {SINCE} AND {NOT_CORRECTED}
     UNION ALL
     SELECT concat('usage event ', w.event_id), concat('is ', count(*), ' times in the list of what waits for rating')
     FROM unrated_usage w LEFT JOIN usage_events e
@@ -121,7 +121,7 @@ USAGE_IS_RATED = Check(
     f"No usage event is unrated {UNRATED_FOR} after it was written: somebody rates, and nothing stands in the way.",
     f"""
     SELECT concat('usage event ', id) AS subject, concat('was settled at ', settled_at, ' and is not rated') AS problem
-    FROM usage_events WHERE rated_at IS NULL AND settled_at < now() - interval '{UNRATED_FOR}'
+    FROM usage_events e WHERE rated_at IS NULL AND settled_at < now() - interval '{UNRATED_FOR}' AND {NOT_CORRECTED}
     """,
     Moment.SOON,
 )
@@ -129,7 +129,8 @@ USAGE_IS_RATED = Check(
 ALL_IS_RATED = Check(
     "all-is-rated",
     "Nothing is waiting to be rated.",
-    "SELECT concat('usage event ', id) AS subject, 'is not rated' AS problem FROM usage_events WHERE rated_at IS NULL",
+    f"SELECT concat('usage event ', id) AS subject, 'is not rated' AS problem FROM usage_events e WHERE rated_at IS NULL "
+    f"AND {NOT_CORRECTED}",
     Moment.AT_REST,
 )
 

@@ -57,6 +57,7 @@ GUARDS = {
     "stripe_month_items_guarded": "stripe_month_item_keeps_amount",
     "stripe_month_settlements_append_only": "refuse_change",
     "stripe_month_settlements_guarded": "stripe_month_settled_once",
+    "usage_corrections_append_only": "refuse_change",
     "usage_events_append_only": "refuse_change",
     "usage_events_are_of_their_holds": "usage_events_are_of_their_holds",
     "usage_events_partition": "refuse_partition",

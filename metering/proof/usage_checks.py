@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from metering.proof.checks import SINCE, TOKEN_KINDS, Check, rows_with
+from metering.proof.checks import NOT_CORRECTED, SINCE, TOKEN_KINDS, Check, rows_with
 
 COST = " + ".join(f"(e.{count.replace('- ', '- e.')}) * p.{price}" for count, price in TOKEN_KINDS.values())
 
@@ -17,7 +17,7 @@ USAGE_TELLS_THE_HOLD = Check(
                (h.organization_id, h.project_id, h.api_key_id, h.request_id, h.model, h.price_version_id)
                IS DISTINCT FROM (e.organization_id, e.project_id, e.api_key_id, e.request_id, e.model, e.price_version_id)
                AS differs,
-               {COST} AS right_cost,
+               {COST} AS right_cost, {NOT_CORRECTED} AS stands,
                -- A hold that has its own id as request id was taken in advance, for a request that is billed under another hold.
                CASE WHEN e.request_id = e.hold_id THEN 0 ELSE e.delivered_token_count END AS to_bill
         FROM usage_events e LEFT JOIN holds h ON h.id = e.hold_id LEFT JOIN price_versions p ON p.id = e.price_version_id
@@ -26,7 +26,8 @@ USAGE_TELLS_THE_HOLD = Check(
         {
             "known_hold_id IS NULL": "'there is no such hold'",
             "known_hold_id IS NOT NULL AND differs": "'tells another story than its hold'",
-            "cost_picos IS DISTINCT FROM right_cost": "concat('costs ', cost_picos, ' picos, by its price version ', right_cost)",
+            "stands AND cost_picos IS DISTINCT FROM right_cost": "concat('costs ', cost_picos, "
+            "' picos, by its price version ', right_cost)",
             "billed_token_count <> to_bill": "concat('bills ', billed_token_count, ' of ', delivered_token_count, "
             "' delivered tokens')",
         },
@@ -78,4 +79,28 @@ PRICE_OF_THE_ADMISSION = Check(
     ),
 )
 
-CHECKS = (USAGE_TELLS_THE_HOLD, USAGE_PARTS, PRICE_OF_THE_ADMISSION)
+CORRECTIONS_ARE_APPROVED = Check(
+    "corrections-are-approved",
+    "Usage that is billed by an adjustment is rated nowhere, and the adjustment is approved, its customer's, and of what its "
+    "tokens cost.",
+    rows_with(
+        "concat('adjustment ', adjustment_id)",
+        f"""
+        SELECT c.adjustment_id, a.amount_picos, sum({COST}) AS right_picos, bool_or(e.rated_at IS NOT NULL) AS rated,
+               bool_or(a.organization_id IS DISTINCT FROM e.organization_id) AS is_anothers, bool_and(d.approved) AS approved
+        FROM usage_corrections c LEFT JOIN usage_events e USING (hold_id, part, settled_at)
+        LEFT JOIN price_versions p ON p.id = e.price_version_id
+        LEFT JOIN adjustments a ON a.id = c.adjustment_id LEFT JOIN adjustment_decisions d ON d.adjustment_id = a.id
+        GROUP BY 1, 2
+        """,
+        {
+            "approved IS NOT TRUE": "'is not approved, and corrects usage'",
+            "is_anothers": "'corrects usage of another customer'",
+            "rated": "'corrects usage that is rated as well'",
+            "amount_picos IS DISTINCT FROM right_picos": "concat('is of ', amount_picos, "
+            "' picos, and the tokens cost ', right_picos)",
+        },
+    ),
+)
+
+CHECKS = (CORRECTIONS_ARE_APPROVED, USAGE_TELLS_THE_HOLD, USAGE_PARTS, PRICE_OF_THE_ADMISSION)

@@ -102,7 +102,7 @@ class ClosingWorld:
             return await add_usage(session, self.customer, price, events)
 
     async def close(
-        self, month: str, actor: str = "finance", *, leave_running: bool = False, before_first: bool = False
+        self, month: str, actor: str = "finance", *, leave_running: bool = False, before_first: bool = False, correcting: str = ""
     ) -> CloseResult:
         """Close a month at the moment of the clock."""
         return await close_month(
@@ -112,6 +112,7 @@ class ClosingWorld:
             actor=actor,
             leave_running=leave_running,
             before_first=before_first,
+            correcting=correcting,
             clock=self.clock,
         )
 

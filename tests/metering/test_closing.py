@@ -11,6 +11,7 @@ import pytest
 from sqlalchemy import insert, text
 from sqlalchemy.exc import DBAPIError
 
+from metering.billing.adjustments import approve, create_adjustment
 from metering.billing.closing import check_month, close_month
 from metering.billing.credits import grant_credit
 from metering.billing.invoice_rows import find_invoice_row, read_invoice
@@ -22,11 +23,19 @@ from metering.billing.rating import rate_all_pending
 from metering.billing.report_formats import to_csv, to_json
 from metering.billing.reports import PrepaidCredit, ReportLine
 from metering.errors import MonthNotClosable, MonthOpen, NotFound
+from metering.export.month_reconciliation import conclude
+from metering.export.reconciliation import our_month
 from metering.models import Hold, TokenKind
+from metering.proof import ledger_checks
+from metering.proof.checks import Moment
+from metering.proof.fsck import fsck
 from metering.store.db import Sessions
 from metering.tenants.tenants import find_organization
 from tests.metering.books import Consumed, Customer, add_usage, new_customer
 from tests.metering.closing_world import ClosingWorld
+from tests.metering.hold_world import HoldWorld
+from tests.metering.invariants import check_invariants
+from tests.metering.test_fsck import unseen
 
 SEPTEMBER, OCTOBER, NOVEMBER = (datetime(2025, month, 10, 12, tzinfo=UTC) for month in (9, 10, 11))
 
@@ -164,7 +173,7 @@ async def test_misstated_usage_is_named_and_keeps_its_own_customers_months_open_
     await other.use(price, Consumed(1, settled_at=OCTOBER))
     (event_id,) = await world.use(price, Consumed(10, settled_at=OCTOBER, cost_picos=1))
 
-    with pytest.raises(MonthNotClosable, match=f"do not cost what their tokens cost: {event_id};"):
+    with pytest.raises(MonthNotClosable, match=f"what their tokens cost: {event_id}; .* 0.0000015 USD, which the tokens cost"):
         await world.close("2025-10")
     assert await refused(world, "2025-10") == [ObstacleKind.USAGE_MISSTATED]
     assert (await other.close("2025-10")).report.total_picos == 150_000
@@ -392,3 +401,60 @@ async def test_a_month_before_the_customers_first_is_closed_only_if_that_is_said
 
     assert (await world.close("2025-10")).report.closed is not None
     assert await refused(world, "2024-10") == [ObstacleKind.LATER_MONTH_CLOSED]
+
+
+async def test_misstated_usage_is_billed_by_an_adjustment_that_two_people_agreed_on(world: ClosingWorld, database_url: str) -> None:
+    price = await world.price(SEPTEMBER)
+    await world.use(price, Consumed(1, settled_at=OCTOBER))
+    ids = await world.use(price, *(Consumed(10, 0, 5, settled_at=OCTOBER, cost_picos=each) for each in (1, 10**9)))
+    right = 2 * (10 * 150_000 + 5 * 600_000)
+    async with world.sessions.begin() as session:
+        proposed = await create_adjustment(
+            session, organization="acme", amount_picos=right, currency_code="USD", reason="usage of October", actor="ann"
+        )
+    wrong = await world.adjust(right - 1)
+
+    for adjustment, told in (
+        (str(proposed.id), "somebody else has to approve it"),
+        (str(wrong.id), "is of 0.000008999999 USD, and not of 0.000009 USD"),
+        (str(uuid.uuid4()), "there is no adjustment"),
+        ("everything", "there is no adjustment 'everything'"),
+    ):
+        with pytest.raises(MonthNotClosable, match=told):
+            await world.close("2025-10", correcting=adjustment)
+    async with world.sessions.begin() as session:
+        approved = await approve(session, adjustment_id=str(proposed.id), actor="bob", now=world.clock.now)
+    report = (await world.close("2025-10", correcting=str(approved.id))).report
+
+    assert report.total_picos == 150_000 + right
+    assert (await world.verify("2025-10")).differences == ()
+    await rate_all_pending(world.sessions)  # which raises while anything misstated waits
+    check_invariants(database_url)
+    check_at_rest(database_url)
+    async with world.sessions.begin() as session:
+        assert conclude("2025-10", await our_month(session, "2025-10")).balanced
+        rows = await session.execute(
+            text("SELECT e.id FROM usage_corrections JOIN usage_events e USING (hold_id, part, settled_at) ORDER BY 1")
+        )
+        assert [row.id for row in rows] == ids
+    await world.use(price, Consumed(10, 0, 5, settled_at=NOVEMBER, cost_picos=right - 1))
+    with pytest.raises(MonthNotClosable, match="has corrected other usage already"):
+        await world.close("2025-11", correcting=str(approved.id))
+    with HoldWorld(database_url, now=None, priced=False) as rows_of:
+        assert unseen(rows_of, CORRECTION_FAULTS, Moment.ALWAYS, Moment.AT_REST) == []
+
+
+CORRECTION_FAULTS = [
+    ("DELETE FROM usage_corrections", "is not rated"),
+    ("DELETE FROM usage_corrections", "by its price version"),
+    ("UPDATE adjustments SET amount_picos = amount_picos + 1", "and the tokens cost"),
+    ("DELETE FROM adjustment_decisions", "is not approved"),
+    ("UPDATE usage_events SET input_token_count = 11 WHERE cost_picos = 1", "and the tokens cost"),
+    ("UPDATE adjustments SET organization_id = gen_random_uuid()", "another customer"),
+    ("UPDATE usage_events SET rated_at = now(), ledger_transaction_id = 1 WHERE cost_picos = 1", "rated as well"),
+]
+
+
+def check_at_rest(database_url: str) -> None:
+    """Raises: AssertionError if anything is not rated that should be."""
+    assert [v for v in fsck(database_url, ledger_checks.CHECKS) if v.violation_count] == []

@@ -26,21 +26,21 @@ from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__
 from weir.v1 import types_pb2 as weir_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14weir/v1/months.proto\x12\x07weir.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x13weir/v1/types.proto\"\x85\x03\n\x05Month\x12\x19\n\x11organization_name\x18\x01 \x01(\t\x12\x17\n\x0forganization_id\x18\x02 \x01(\t\x12\r\n\x05month\x18\x03 \x01(\t\x12\"\n\x05state\x18\x04 \x01(\x0e\x32\x13.weir.v1.MonthState\x12\x30\n\x0c\x63losing_time\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x12\n\nclosing_by\x18\x06 \x01(\t\x12.\n\nclose_time\x18\x07 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x11\n\tclosed_by\x18\x08 \x01(\t\x12\x16\n\x0einvoice_number\x18\t \x01(\t\x12\x1d\n\x05total\x18\n \x01(\x0b\x32\x0e.weir.v1.Money\x12\x13\n\x0bjson_sha256\x18\x0b \x01(\t\x12\x12\n\ncsv_sha256\x18\x0c \x01(\t\x12\x15\n\rreport_format\x18\r \x01(\x05\x12\x15\n\rreceipts_root\x18\x0e \x01(\t\"-\n\x08Obstacle\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\t\"\xc4\x01\n\x0bMonthCharge\x12!\n\x04kind\x18\x01 \x01(\x0e\x32\x13.weir.v1.ChargeKind\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\t\x12\x1e\n\x06\x61mount\x18\x03 \x01(\x0b\x32\x0e.weir.v1.Money\x12&\n\x0erounded_amount\x18\x04 \x01(\x0b\x32\x0e.weir.v1.Money\x12\r\n\x05model\x18\x05 \x01(\t\x12\x13\n\x0btoken_count\x18\x06 \x01(\x03\x12\x11\n\tsource_id\x18\x07 \x01(\t\"v\n\x14PrepaidCreditSummary\x12\x1f\n\x07granted\x18\x01 \x01(\x0b\x32\x0e.weir.v1.Money\x12\x1f\n\x07\x65xpired\x18\x02 \x01(\x0b\x32\x0e.weir.v1.Money\x12\x1c\n\x04left\x18\x03 \x01(\x0b\x32\x0e.weir.v1.Money\"k\n\x11\x43reditNoteSummary\x12\x0e\n\x06number\x18\x01 \x01(\t\x12\x16\n\x0einvoice_number\x18\x02 \x01(\t\x12\x1e\n\x06\x61mount\x18\x03 \x01(\x0b\x32\x0e.weir.v1.Money\x12\x0e\n\x06reason\x18\x04 \x01(\t\"\x87\x02\n\x0bInvoiceLine\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\t\x12$\n\x0c\x65xact_amount\x18\x03 \x01(\x0b\x32\x0e.weir.v1.Money\x12\x1e\n\x06\x61mount\x18\x04 \x01(\x0b\x32\x0e.weir.v1.Money\x12\r\n\x05model\x18\x05 \x01(\t\x12\x15\n\rprice_version\x18\x06 \x01(\x03\x12\x12\n\ntoken_kind\x18\x07 \x01(\t\x12\x13\n\x0btoken_count\x18\x08 \x01(\x03\x12\x18\n\x10unit_price_picos\x18\t \x01(\x03\x12\x13\n\x0busage_month\x18\n \x01(\t\x12\x11\n\tsource_id\x18\x0b \x01(\t\"\x85\x03\n\x07Invoice\x12\x0e\n\x06number\x18\x01 \x01(\t\x12\x17\n\x0forganization_id\x18\x02 \x01(\t\x12\x19\n\x11organization_name\x18\x03 \x01(\t\x12\r\n\x05month\x18\x04 \x01(\t\x12.\n\nissue_time\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x11\n\tissued_by\x18\x06 \x01(\t\x12#\n\x05lines\x18\x07 \x03(\x0b\x32\x14.weir.v1.InvoiceLine\x12#\n\x0b\x65xact_total\x18\x08 \x01(\x0b\x32\x0e.weir.v1.Money\x12\"\n\ncarried_in\x18\t \x01(\x0b\x32\x0e.weir.v1.Money\x12#\n\x0b\x63\x61rried_out\x18\n \x01(\x0b\x32\x0e.weir.v1.Money\x12\x1d\n\x05total\x18\x0b \x01(\x0b\x32\x0e.weir.v1.Money\x12 \n\x08\x63redited\x18\x0c \x01(\x0b\x32\x0e.weir.v1.Money\x12\x10\n\x08tax_note\x18\r \x01(\t\"\xe6\x02\n\nAdjustment\x12\x15\n\radjustment_id\x18\x01 \x01(\t\x12\x17\n\x0forganization_id\x18\x02 \x01(\t\x12\x1e\n\x06\x61mount\x18\x03 \x01(\x0b\x32\x0e.weir.v1.Money\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12\x16\n\x0einvoice_number\x18\x05 \x01(\t\x12\'\n\x05state\x18\x06 \x01(\x0e\x32\x18.weir.v1.AdjustmentState\x12\x0e\n\x06\x61uthor\x18\x07 \x01(\t\x12/\n\x0b\x63reate_time\x18\x08 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x12\n\ndecided_by\x18\t \x01(\t\x12/\n\x0b\x64\x65\x63ide_time\x18\n \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x15\n\rbilling_month\x18\x0b \x01(\t\x12\x1a\n\x12\x63redit_note_number\x18\x0c \x01(\t\")\n\x11ListMonthsRequest\x12\x14\n\x0corganization\x18\x01 \x01(\t\"4\n\x12ListMonthsResponse\x12\x1e\n\x06months\x18\x01 \x03(\x0b\x32\x0e.weir.v1.Month\"|\n\x11\x43loseMonthRequest\x12\x14\n\x0corganization\x18\x01 \x01(\t\x12\r\n\x05month\x18\x02 \x01(\t\x12\x15\n\rleave_running\x18\x03 \x01(\x08\x12\x15\n\rvalidate_only\x18\x04 \x01(\x08\x12\x14\n\x0c\x62\x65\x66ore_first\x18\x05 \x01(\x08\"q\n\x12\x43loseMonthResponse\x12\x1d\n\x05month\x18\x01 \x01(\x0b\x32\x0e.weir.v1.Month\x12$\n\tobstacles\x18\x02 \x03(\x0b\x32\x11.weir.v1.Obstacle\x12\x16\n\x0e\x61lready_closed\x18\x03 \x01(\x08\"9\n\x12VerifyMonthRequest\x12\x14\n\x0corganization\x18\x01 \x01(\t\x12\r\n\x05month\x18\x02 \x01(\t\"\x86\x01\n\x13VerifyMonthResponse\x12\x1d\n\x05month\x18\x01 \x01(\x0b\x32\x0e.weir.v1.Month\x12\x13\n\x0bjson_sha256\x18\x02 \x01(\t\x12\x12\n\ncsv_sha256\x18\x03 \x01(\t\x12\x12\n\nreproduced\x18\x04 \x01(\x08\x12\x13\n\x0b\x64ifferences\x18\x05 \x03(\t\"H\n\x11GetInvoiceRequest\x12\x0e\n\x06number\x18\x01 \x01(\t\x12\x14\n\x0corganization\x18\x02 \x01(\t\x12\r\n\x05month\x18\x03 \x01(\t\"b\n\x12GetInvoiceResponse\x12!\n\x07invoice\x18\x01 \x01(\x0b\x32\x10.weir.v1.Invoice\x12)\n\x0c\x63redit_notes\x18\x02 \x03(\x0b\x32\x13.weir.v1.Adjustment\"s\n\x17\x43reateAdjustmentRequest\x12\x14\n\x0corganization\x18\x01 \x01(\t\x12\x1e\n\x06\x61mount\x18\x02 \x01(\x0b\x32\x0e.weir.v1.Money\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x12\n\nrequest_id\x18\x04 \x01(\t\"C\n\x18\x43reateAdjustmentResponse\x12\'\n\nadjustment\x18\x01 \x01(\x0b\x32\x13.weir.v1.Adjustment\"u\n\x17\x43reateCreditNoteRequest\x12\x16\n\x0einvoice_number\x18\x01 \x01(\t\x12\x1e\n\x06\x61mount\x18\x02 \x01(\x0b\x32\x0e.weir.v1.Money\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x12\n\nrequest_id\x18\x04 \x01(\t\"D\n\x18\x43reateCreditNoteResponse\x12(\n\x0b\x63redit_note\x18\x01 \x01(\x0b\x32\x13.weir.v1.Adjustment\"1\n\x18\x41pproveAdjustmentRequest\x12\x15\n\radjustment_id\x18\x01 \x01(\t\"D\n\x19\x41pproveAdjustmentResponse\x12\'\n\nadjustment\x18\x01 \x01(\x0b\x32\x13.weir.v1.Adjustment\"0\n\x17RejectAdjustmentRequest\x12\x15\n\radjustment_id\x18\x01 \x01(\t\"C\n\x18RejectAdjustmentResponse\x12\'\n\nadjustment\x18\x01 \x01(\x0b\x32\x13.weir.v1.Adjustment\"F\n\x16ListAdjustmentsRequest\x12\x14\n\x0corganization\x18\x01 \x01(\t\x12\x16\n\x0eundecided_only\x18\x02 \x01(\x08\"C\n\x17ListAdjustmentsResponse\x12(\n\x0b\x61\x64justments\x18\x01 \x03(\x0b\x32\x13.weir.v1.Adjustment\"l\n\x17GetMonthDocumentRequest\x12\x14\n\x0corganization\x18\x01 \x01(\t\x12\r\n\x05month\x18\x02 \x01(\t\x12,\n\x06\x66ormat\x18\x03 \x01(\x0e\x32\x1c.weir.v1.MonthDocumentFormat\"R\n\x18GetMonthDocumentResponse\x12\x0f\n\x07\x63ontent\x18\x01 \x01(\x0c\x12\x0e\n\x06sha256\x18\x02 \x01(\t\x12\x15\n\rclosed_sha256\x18\x03 \x01(\t*p\n\nMonthState\x12\x1b\n\x17MONTH_STATE_UNSPECIFIED\x10\x00\x12\x14\n\x10MONTH_STATE_OPEN\x10\x01\x12\x17\n\x13MONTH_STATE_CLOSING\x10\x02\x12\x16\n\x12MONTH_STATE_CLOSED\x10\x03*\xc7\x01\n\nChargeKind\x12\x1b\n\x17\x43HARGE_KIND_UNSPECIFIED\x10\x00\x12\x19\n\x15\x43HARGE_KIND_ALLOWANCE\x10\x01\x12\x19\n\x15\x43HARGE_KIND_GRADUATED\x10\x02\x12\x16\n\x12\x43HARGE_KIND_VOLUME\x10\x03\x12\x1a\n\x16\x43HARGE_KIND_COMMITMENT\x10\x04\x12\x1a\n\x16\x43HARGE_KIND_ADJUSTMENT\x10\x05\x12\x16\n\x12\x43HARGE_KIND_CREDIT\x10\x06*\x90\x01\n\x0f\x41\x64justmentState\x12 \n\x1c\x41\x44JUSTMENT_STATE_UNSPECIFIED\x10\x00\x12\x1d\n\x19\x41\x44JUSTMENT_STATE_PROPOSED\x10\x01\x12\x1d\n\x19\x41\x44JUSTMENT_STATE_APPROVED\x10\x02\x12\x1d\n\x19\x41\x44JUSTMENT_STATE_REJECTED\x10\x03*{\n\x13MonthDocumentFormat\x12%\n!MONTH_DOCUMENT_FORMAT_UNSPECIFIED\x10\x00\x12\x1e\n\x1aMONTH_DOCUMENT_FORMAT_JSON\x10\x01\x12\x1d\n\x19MONTH_DOCUMENT_FORMAT_CSV\x10\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14weir/v1/months.proto\x12\x07weir.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x13weir/v1/types.proto\"\x85\x03\n\x05Month\x12\x19\n\x11organization_name\x18\x01 \x01(\t\x12\x17\n\x0forganization_id\x18\x02 \x01(\t\x12\r\n\x05month\x18\x03 \x01(\t\x12\"\n\x05state\x18\x04 \x01(\x0e\x32\x13.weir.v1.MonthState\x12\x30\n\x0c\x63losing_time\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x12\n\nclosing_by\x18\x06 \x01(\t\x12.\n\nclose_time\x18\x07 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x11\n\tclosed_by\x18\x08 \x01(\t\x12\x16\n\x0einvoice_number\x18\t \x01(\t\x12\x1d\n\x05total\x18\n \x01(\x0b\x32\x0e.weir.v1.Money\x12\x13\n\x0bjson_sha256\x18\x0b \x01(\t\x12\x12\n\ncsv_sha256\x18\x0c \x01(\t\x12\x15\n\rreport_format\x18\r \x01(\x05\x12\x15\n\rreceipts_root\x18\x0e \x01(\t\"-\n\x08Obstacle\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\t\"\xc4\x01\n\x0bMonthCharge\x12!\n\x04kind\x18\x01 \x01(\x0e\x32\x13.weir.v1.ChargeKind\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\t\x12\x1e\n\x06\x61mount\x18\x03 \x01(\x0b\x32\x0e.weir.v1.Money\x12&\n\x0erounded_amount\x18\x04 \x01(\x0b\x32\x0e.weir.v1.Money\x12\r\n\x05model\x18\x05 \x01(\t\x12\x13\n\x0btoken_count\x18\x06 \x01(\x03\x12\x11\n\tsource_id\x18\x07 \x01(\t\"v\n\x14PrepaidCreditSummary\x12\x1f\n\x07granted\x18\x01 \x01(\x0b\x32\x0e.weir.v1.Money\x12\x1f\n\x07\x65xpired\x18\x02 \x01(\x0b\x32\x0e.weir.v1.Money\x12\x1c\n\x04left\x18\x03 \x01(\x0b\x32\x0e.weir.v1.Money\"k\n\x11\x43reditNoteSummary\x12\x0e\n\x06number\x18\x01 \x01(\t\x12\x16\n\x0einvoice_number\x18\x02 \x01(\t\x12\x1e\n\x06\x61mount\x18\x03 \x01(\x0b\x32\x0e.weir.v1.Money\x12\x0e\n\x06reason\x18\x04 \x01(\t\"\x87\x02\n\x0bInvoiceLine\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\t\x12$\n\x0c\x65xact_amount\x18\x03 \x01(\x0b\x32\x0e.weir.v1.Money\x12\x1e\n\x06\x61mount\x18\x04 \x01(\x0b\x32\x0e.weir.v1.Money\x12\r\n\x05model\x18\x05 \x01(\t\x12\x15\n\rprice_version\x18\x06 \x01(\x03\x12\x12\n\ntoken_kind\x18\x07 \x01(\t\x12\x13\n\x0btoken_count\x18\x08 \x01(\x03\x12\x18\n\x10unit_price_picos\x18\t \x01(\x03\x12\x13\n\x0busage_month\x18\n \x01(\t\x12\x11\n\tsource_id\x18\x0b \x01(\t\"\x85\x03\n\x07Invoice\x12\x0e\n\x06number\x18\x01 \x01(\t\x12\x17\n\x0forganization_id\x18\x02 \x01(\t\x12\x19\n\x11organization_name\x18\x03 \x01(\t\x12\r\n\x05month\x18\x04 \x01(\t\x12.\n\nissue_time\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x11\n\tissued_by\x18\x06 \x01(\t\x12#\n\x05lines\x18\x07 \x03(\x0b\x32\x14.weir.v1.InvoiceLine\x12#\n\x0b\x65xact_total\x18\x08 \x01(\x0b\x32\x0e.weir.v1.Money\x12\"\n\ncarried_in\x18\t \x01(\x0b\x32\x0e.weir.v1.Money\x12#\n\x0b\x63\x61rried_out\x18\n \x01(\x0b\x32\x0e.weir.v1.Money\x12\x1d\n\x05total\x18\x0b \x01(\x0b\x32\x0e.weir.v1.Money\x12 \n\x08\x63redited\x18\x0c \x01(\x0b\x32\x0e.weir.v1.Money\x12\x10\n\x08tax_note\x18\r \x01(\t\"\xe6\x02\n\nAdjustment\x12\x15\n\radjustment_id\x18\x01 \x01(\t\x12\x17\n\x0forganization_id\x18\x02 \x01(\t\x12\x1e\n\x06\x61mount\x18\x03 \x01(\x0b\x32\x0e.weir.v1.Money\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12\x16\n\x0einvoice_number\x18\x05 \x01(\t\x12\'\n\x05state\x18\x06 \x01(\x0e\x32\x18.weir.v1.AdjustmentState\x12\x0e\n\x06\x61uthor\x18\x07 \x01(\t\x12/\n\x0b\x63reate_time\x18\x08 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x12\n\ndecided_by\x18\t \x01(\t\x12/\n\x0b\x64\x65\x63ide_time\x18\n \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x15\n\rbilling_month\x18\x0b \x01(\t\x12\x1a\n\x12\x63redit_note_number\x18\x0c \x01(\t\")\n\x11ListMonthsRequest\x12\x14\n\x0corganization\x18\x01 \x01(\t\"4\n\x12ListMonthsResponse\x12\x1e\n\x06months\x18\x01 \x03(\x0b\x32\x0e.weir.v1.Month\"\x9e\x01\n\x11\x43loseMonthRequest\x12\x14\n\x0corganization\x18\x01 \x01(\t\x12\r\n\x05month\x18\x02 \x01(\t\x12\x15\n\rleave_running\x18\x03 \x01(\x08\x12\x15\n\rvalidate_only\x18\x04 \x01(\x08\x12\x14\n\x0c\x62\x65\x66ore_first\x18\x05 \x01(\x08\x12 \n\x18\x63orrecting_adjustment_id\x18\x06 \x01(\t\"q\n\x12\x43loseMonthResponse\x12\x1d\n\x05month\x18\x01 \x01(\x0b\x32\x0e.weir.v1.Month\x12$\n\tobstacles\x18\x02 \x03(\x0b\x32\x11.weir.v1.Obstacle\x12\x16\n\x0e\x61lready_closed\x18\x03 \x01(\x08\"9\n\x12VerifyMonthRequest\x12\x14\n\x0corganization\x18\x01 \x01(\t\x12\r\n\x05month\x18\x02 \x01(\t\"\x86\x01\n\x13VerifyMonthResponse\x12\x1d\n\x05month\x18\x01 \x01(\x0b\x32\x0e.weir.v1.Month\x12\x13\n\x0bjson_sha256\x18\x02 \x01(\t\x12\x12\n\ncsv_sha256\x18\x03 \x01(\t\x12\x12\n\nreproduced\x18\x04 \x01(\x08\x12\x13\n\x0b\x64ifferences\x18\x05 \x03(\t\"H\n\x11GetInvoiceRequest\x12\x0e\n\x06number\x18\x01 \x01(\t\x12\x14\n\x0corganization\x18\x02 \x01(\t\x12\r\n\x05month\x18\x03 \x01(\t\"b\n\x12GetInvoiceResponse\x12!\n\x07invoice\x18\x01 \x01(\x0b\x32\x10.weir.v1.Invoice\x12)\n\x0c\x63redit_notes\x18\x02 \x03(\x0b\x32\x13.weir.v1.Adjustment\"s\n\x17\x43reateAdjustmentRequest\x12\x14\n\x0corganization\x18\x01 \x01(\t\x12\x1e\n\x06\x61mount\x18\x02 \x01(\x0b\x32\x0e.weir.v1.Money\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x12\n\nrequest_id\x18\x04 \x01(\t\"C\n\x18\x43reateAdjustmentResponse\x12\'\n\nadjustment\x18\x01 \x01(\x0b\x32\x13.weir.v1.Adjustment\"u\n\x17\x43reateCreditNoteRequest\x12\x16\n\x0einvoice_number\x18\x01 \x01(\t\x12\x1e\n\x06\x61mount\x18\x02 \x01(\x0b\x32\x0e.weir.v1.Money\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x12\n\nrequest_id\x18\x04 \x01(\t\"D\n\x18\x43reateCreditNoteResponse\x12(\n\x0b\x63redit_note\x18\x01 \x01(\x0b\x32\x13.weir.v1.Adjustment\"1\n\x18\x41pproveAdjustmentRequest\x12\x15\n\radjustment_id\x18\x01 \x01(\t\"D\n\x19\x41pproveAdjustmentResponse\x12\'\n\nadjustment\x18\x01 \x01(\x0b\x32\x13.weir.v1.Adjustment\"0\n\x17RejectAdjustmentRequest\x12\x15\n\radjustment_id\x18\x01 \x01(\t\"C\n\x18RejectAdjustmentResponse\x12\'\n\nadjustment\x18\x01 \x01(\x0b\x32\x13.weir.v1.Adjustment\"F\n\x16ListAdjustmentsRequest\x12\x14\n\x0corganization\x18\x01 \x01(\t\x12\x16\n\x0eundecided_only\x18\x02 \x01(\x08\"C\n\x17ListAdjustmentsResponse\x12(\n\x0b\x61\x64justments\x18\x01 \x03(\x0b\x32\x13.weir.v1.Adjustment\"l\n\x17GetMonthDocumentRequest\x12\x14\n\x0corganization\x18\x01 \x01(\t\x12\r\n\x05month\x18\x02 \x01(\t\x12,\n\x06\x66ormat\x18\x03 \x01(\x0e\x32\x1c.weir.v1.MonthDocumentFormat\"R\n\x18GetMonthDocumentResponse\x12\x0f\n\x07\x63ontent\x18\x01 \x01(\x0c\x12\x0e\n\x06sha256\x18\x02 \x01(\t\x12\x15\n\rclosed_sha256\x18\x03 \x01(\t*p\n\nMonthState\x12\x1b\n\x17MONTH_STATE_UNSPECIFIED\x10\x00\x12\x14\n\x10MONTH_STATE_OPEN\x10\x01\x12\x17\n\x13MONTH_STATE_CLOSING\x10\x02\x12\x16\n\x12MONTH_STATE_CLOSED\x10\x03*\xc7\x01\n\nChargeKind\x12\x1b\n\x17\x43HARGE_KIND_UNSPECIFIED\x10\x00\x12\x19\n\x15\x43HARGE_KIND_ALLOWANCE\x10\x01\x12\x19\n\x15\x43HARGE_KIND_GRADUATED\x10\x02\x12\x16\n\x12\x43HARGE_KIND_VOLUME\x10\x03\x12\x1a\n\x16\x43HARGE_KIND_COMMITMENT\x10\x04\x12\x1a\n\x16\x43HARGE_KIND_ADJUSTMENT\x10\x05\x12\x16\n\x12\x43HARGE_KIND_CREDIT\x10\x06*\x90\x01\n\x0f\x41\x64justmentState\x12 \n\x1c\x41\x44JUSTMENT_STATE_UNSPECIFIED\x10\x00\x12\x1d\n\x19\x41\x44JUSTMENT_STATE_PROPOSED\x10\x01\x12\x1d\n\x19\x41\x44JUSTMENT_STATE_APPROVED\x10\x02\x12\x1d\n\x19\x41\x44JUSTMENT_STATE_REJECTED\x10\x03*{\n\x13MonthDocumentFormat\x12%\n!MONTH_DOCUMENT_FORMAT_UNSPECIFIED\x10\x00\x12\x1e\n\x1aMONTH_DOCUMENT_FORMAT_JSON\x10\x01\x12\x1d\n\x19MONTH_DOCUMENT_FORMAT_CSV\x10\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'weir.v1.months_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_MONTHSTATE']._serialized_start=3631
-  _globals['_MONTHSTATE']._serialized_end=3743
-  _globals['_CHARGEKIND']._serialized_start=3746
-  _globals['_CHARGEKIND']._serialized_end=3945
-  _globals['_ADJUSTMENTSTATE']._serialized_start=3948
-  _globals['_ADJUSTMENTSTATE']._serialized_end=4092
-  _globals['_MONTHDOCUMENTFORMAT']._serialized_start=4094
-  _globals['_MONTHDOCUMENTFORMAT']._serialized_end=4217
+  _globals['_MONTHSTATE']._serialized_start=3666
+  _globals['_MONTHSTATE']._serialized_end=3778
+  _globals['_CHARGEKIND']._serialized_start=3781
+  _globals['_CHARGEKIND']._serialized_end=3980
+  _globals['_ADJUSTMENTSTATE']._serialized_start=3983
+  _globals['_ADJUSTMENTSTATE']._serialized_end=4127
+  _globals['_MONTHDOCUMENTFORMAT']._serialized_start=4129
+  _globals['_MONTHDOCUMENTFORMAT']._serialized_end=4252
   _globals['_MONTH']._serialized_start=88
   _globals['_MONTH']._serialized_end=477
   _globals['_OBSTACLE']._serialized_start=479
@@ -61,40 +61,40 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LISTMONTHSREQUEST']._serialized_end=2014
   _globals['_LISTMONTHSRESPONSE']._serialized_start=2016
   _globals['_LISTMONTHSRESPONSE']._serialized_end=2068
-  _globals['_CLOSEMONTHREQUEST']._serialized_start=2070
-  _globals['_CLOSEMONTHREQUEST']._serialized_end=2194
-  _globals['_CLOSEMONTHRESPONSE']._serialized_start=2196
-  _globals['_CLOSEMONTHRESPONSE']._serialized_end=2309
-  _globals['_VERIFYMONTHREQUEST']._serialized_start=2311
-  _globals['_VERIFYMONTHREQUEST']._serialized_end=2368
-  _globals['_VERIFYMONTHRESPONSE']._serialized_start=2371
-  _globals['_VERIFYMONTHRESPONSE']._serialized_end=2505
-  _globals['_GETINVOICEREQUEST']._serialized_start=2507
-  _globals['_GETINVOICEREQUEST']._serialized_end=2579
-  _globals['_GETINVOICERESPONSE']._serialized_start=2581
-  _globals['_GETINVOICERESPONSE']._serialized_end=2679
-  _globals['_CREATEADJUSTMENTREQUEST']._serialized_start=2681
-  _globals['_CREATEADJUSTMENTREQUEST']._serialized_end=2796
-  _globals['_CREATEADJUSTMENTRESPONSE']._serialized_start=2798
-  _globals['_CREATEADJUSTMENTRESPONSE']._serialized_end=2865
-  _globals['_CREATECREDITNOTEREQUEST']._serialized_start=2867
-  _globals['_CREATECREDITNOTEREQUEST']._serialized_end=2984
-  _globals['_CREATECREDITNOTERESPONSE']._serialized_start=2986
-  _globals['_CREATECREDITNOTERESPONSE']._serialized_end=3054
-  _globals['_APPROVEADJUSTMENTREQUEST']._serialized_start=3056
-  _globals['_APPROVEADJUSTMENTREQUEST']._serialized_end=3105
-  _globals['_APPROVEADJUSTMENTRESPONSE']._serialized_start=3107
-  _globals['_APPROVEADJUSTMENTRESPONSE']._serialized_end=3175
-  _globals['_REJECTADJUSTMENTREQUEST']._serialized_start=3177
-  _globals['_REJECTADJUSTMENTREQUEST']._serialized_end=3225
-  _globals['_REJECTADJUSTMENTRESPONSE']._serialized_start=3227
-  _globals['_REJECTADJUSTMENTRESPONSE']._serialized_end=3294
-  _globals['_LISTADJUSTMENTSREQUEST']._serialized_start=3296
-  _globals['_LISTADJUSTMENTSREQUEST']._serialized_end=3366
-  _globals['_LISTADJUSTMENTSRESPONSE']._serialized_start=3368
-  _globals['_LISTADJUSTMENTSRESPONSE']._serialized_end=3435
-  _globals['_GETMONTHDOCUMENTREQUEST']._serialized_start=3437
-  _globals['_GETMONTHDOCUMENTREQUEST']._serialized_end=3545
-  _globals['_GETMONTHDOCUMENTRESPONSE']._serialized_start=3547
-  _globals['_GETMONTHDOCUMENTRESPONSE']._serialized_end=3629
+  _globals['_CLOSEMONTHREQUEST']._serialized_start=2071
+  _globals['_CLOSEMONTHREQUEST']._serialized_end=2229
+  _globals['_CLOSEMONTHRESPONSE']._serialized_start=2231
+  _globals['_CLOSEMONTHRESPONSE']._serialized_end=2344
+  _globals['_VERIFYMONTHREQUEST']._serialized_start=2346
+  _globals['_VERIFYMONTHREQUEST']._serialized_end=2403
+  _globals['_VERIFYMONTHRESPONSE']._serialized_start=2406
+  _globals['_VERIFYMONTHRESPONSE']._serialized_end=2540
+  _globals['_GETINVOICEREQUEST']._serialized_start=2542
+  _globals['_GETINVOICEREQUEST']._serialized_end=2614
+  _globals['_GETINVOICERESPONSE']._serialized_start=2616
+  _globals['_GETINVOICERESPONSE']._serialized_end=2714
+  _globals['_CREATEADJUSTMENTREQUEST']._serialized_start=2716
+  _globals['_CREATEADJUSTMENTREQUEST']._serialized_end=2831
+  _globals['_CREATEADJUSTMENTRESPONSE']._serialized_start=2833
+  _globals['_CREATEADJUSTMENTRESPONSE']._serialized_end=2900
+  _globals['_CREATECREDITNOTEREQUEST']._serialized_start=2902
+  _globals['_CREATECREDITNOTEREQUEST']._serialized_end=3019
+  _globals['_CREATECREDITNOTERESPONSE']._serialized_start=3021
+  _globals['_CREATECREDITNOTERESPONSE']._serialized_end=3089
+  _globals['_APPROVEADJUSTMENTREQUEST']._serialized_start=3091
+  _globals['_APPROVEADJUSTMENTREQUEST']._serialized_end=3140
+  _globals['_APPROVEADJUSTMENTRESPONSE']._serialized_start=3142
+  _globals['_APPROVEADJUSTMENTRESPONSE']._serialized_end=3210
+  _globals['_REJECTADJUSTMENTREQUEST']._serialized_start=3212
+  _globals['_REJECTADJUSTMENTREQUEST']._serialized_end=3260
+  _globals['_REJECTADJUSTMENTRESPONSE']._serialized_start=3262
+  _globals['_REJECTADJUSTMENTRESPONSE']._serialized_end=3329
+  _globals['_LISTADJUSTMENTSREQUEST']._serialized_start=3331
+  _globals['_LISTADJUSTMENTSREQUEST']._serialized_end=3401
+  _globals['_LISTADJUSTMENTSRESPONSE']._serialized_start=3403
+  _globals['_LISTADJUSTMENTSRESPONSE']._serialized_end=3470
+  _globals['_GETMONTHDOCUMENTREQUEST']._serialized_start=3472
+  _globals['_GETMONTHDOCUMENTREQUEST']._serialized_end=3580
+  _globals['_GETMONTHDOCUMENTRESPONSE']._serialized_start=3582
+  _globals['_GETMONTHDOCUMENTRESPONSE']._serialized_end=3664
 # @@protoc_insertion_point(module_scope)

@@ -650,6 +650,7 @@ class CloseMonthRequest(_message.Message):
     LEAVE_RUNNING_FIELD_NUMBER: _builtins.int
     VALIDATE_ONLY_FIELD_NUMBER: _builtins.int
     BEFORE_FIRST_FIELD_NUMBER: _builtins.int
+    CORRECTING_ADJUSTMENT_ID_FIELD_NUMBER: _builtins.int
     organization: _builtins.str
     """Name or id of the organization. Unknown: NOT_FOUND."""
     month: _builtins.str
@@ -662,6 +663,10 @@ class CloseMonthRequest(_message.Message):
     """Close although the month is before the customer's first one: months are closed in order, so the empty ones between have to be
     closed as well. Without it such a month is refused as MONTH_BEFORE_FIRST.
     """
+    correcting_adjustment_id: _builtins.str
+    """Id of an approved adjustment of exactly what usage costs that stands in the way as USAGE_MISSTATED: it is billed by that, and never
+    rated. An adjustment that does not fit leaves the obstacle, which says why.
+    """
     def __init__(
         self,
         *,
@@ -670,10 +675,11 @@ class CloseMonthRequest(_message.Message):
         leave_running: _builtins.bool = ...,
         validate_only: _builtins.bool = ...,
         before_first: _builtins.bool = ...,
+        correcting_adjustment_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["before_first", b"before_first", "leave_running", b"leave_running", "month", b"month", "organization", b"organization", "validate_only", b"validate_only"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["before_first", b"before_first", "correcting_adjustment_id", b"correcting_adjustment_id", "leave_running", b"leave_running", "month", b"month", "organization", b"organization", "validate_only", b"validate_only"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

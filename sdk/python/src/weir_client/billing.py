@@ -46,19 +46,22 @@ class AsyncBillingClient(AsyncUsageCalls):
         *,
         leave_running: bool = False,
         before_first: bool = False,
+        corrected_by: str = "",
         validate_only: bool = False,
     ) -> ClosedMonth:
         """Closes a month for good and issues its invoice; again, it answers the same.
 
         leave_running: although requests of the month still run. before_first: although it is before the customer's first month, so
-        that the empty months between have to be closed as well. validate_only: only tell the obstacles. Raises: FailedPrecondition
-        where something stands in the way; `details.preconditions` has each.
+        that the empty months between have to be closed as well. corrected_by: id of an approved adjustment of what misstated usage
+        costs. validate_only: only tell the obstacles. Raises: FailedPrecondition where something stands in the way;
+        `details.preconditions` has each.
         """
         request = pb.CloseMonthRequest(
             organization=organization,
             month=month,
             leave_running=leave_running,
             before_first=before_first,
+            correcting_adjustment_id=corrected_by,
             validate_only=validate_only,
         )
         return wire_bills.closed_month(await self._call(self._stub.CloseMonth, request))

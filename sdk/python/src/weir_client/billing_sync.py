@@ -56,12 +56,18 @@ class BillingClient(UsageCalls):
         *,
         leave_running: bool = False,
         before_first: bool = False,
+        corrected_by: str = "",
         validate_only: bool = False,
     ) -> ClosedMonth:
         """Closes a month for good and issues its invoice."""
         return self._thread.run(
             lambda: self._client.close_month(
-                organization, month, leave_running=leave_running, before_first=before_first, validate_only=validate_only
+                organization,
+                month,
+                leave_running=leave_running,
+                before_first=before_first,
+                corrected_by=corrected_by,
+                validate_only=validate_only,
             )
         )
 
