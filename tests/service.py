@@ -574,9 +574,9 @@ async def price_model(session: AsyncSession, model: str = MODEL) -> None:
     )
 
 
-def wait_for(condition: Callable[[], Value | None], what: str) -> Value:
+def wait_for(condition: Callable[[], Value | None], what: str, patience_s: float = PATIENCE_S) -> Value:
     """Wait for something that another process brings about; its value."""
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + patience_s
     while (value := condition()) is None or value is False:
         assert time.monotonic() < deadline, f"waited in vain for {what}"
         time.sleep(POLL_S)
