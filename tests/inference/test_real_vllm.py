@@ -46,18 +46,10 @@ def target(checkpoint: TinyCheckpoint, tmp_path_factory: pytest.TempPathFactory)
         port = free.getsockname()[1]
     log = tmp_path_factory.mktemp("log") / "vllm.log"
     command = [PYTHON, "-m", "vllm.entrypoints.grpc_server", "--model", str(checkpoint.directory), "--host", "127.0.0.1"]
-    options = [
-        "--port",
-        str(port),
-        "--dtype",
-        "float32",
-        "--enforce-eager",
-        "--no-enable-prefix-caching",
-        "--max-model-len",
-        "1024",
-    ]
+    command += ["--port", str(port), "--dtype", "float32", "--max-model-len", "1024"]
+    command += ["--enforce-eager", "--no-enable-prefix-caching"]
     environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "PYTHONPATH": ""}
-    with log.open("wb") as out, subprocess.Popen([*command, *options], env=environment, stdout=out, stderr=out) as process:
+    with log.open("wb") as out, subprocess.Popen(command, env=environment, stdout=out, stderr=out) as process:
         try:
             wait_for(lambda: listens(log, process), "vLLM to serve", START_S)
             yield Target(Service.VLLM, f"127.0.0.1:{port}")

@@ -154,18 +154,20 @@ async def test_a_stop_sequence_ends_the_sequence_in_the_server_too(world: Remote
 
 @pytest.mark.parametrize("fault", ["wrong_prompt", "wrong_cached", "lose_chunk", "preempt", "drop"])
 async def test_a_sequence_that_cannot_be_as_the_server_says_fails_alone(world: RemoteWorld, fault: str) -> None:
-    async with connected(world) as engine, engine.generate(make_request(prompt(2), LONG)) as other:
-        await first_tokens(other, 5)  # past the faults' point
-        if fault in ("drop", "preempt"):
-            other.cancel()
-            await read_all(other)
-        world.server.go_wrong(fault)
-        with pytest.raises(EngineFailed):
-            await run(engine, make_request(prompt(1), 30 if fault == "lose_chunk" else LONG))
-        world.server.go_wrong()
-
-        assert engine.healthy()
-        await run(engine, make_request(prompt(1), 3))
+    """Others go on, and the server is not left with what nobody reads."""
+    async with connected(world) as engine:
+        async with engine.generate(make_request(prompt(2), LONG)) as other:
+            await first_tokens(other, 5)  # past the faults' point
+            if fault in ("drop", "preempt"):
+                other.cancel()
+                await read_all(other)
+            world.server.go_wrong(fault)
+            with pytest.raises(EngineFailed):
+                await run(engine, make_request(prompt(1), 30 if fault == "lose_chunk" else LONG))
+            world.server.go_wrong()
+            assert engine.healthy()
+        assert len((await run(engine, make_request(prompt(1), 3))).token_ids) == 3
+        await until(lambda: world.server.idle)
 
 
 async def test_a_server_that_is_full_says_so(world: RemoteWorld) -> None:
