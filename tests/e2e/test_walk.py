@@ -100,6 +100,7 @@ async def victim(service: Service) -> Victim:
         "number": number,
         "invoice_number": number,
         "adjustment_id": adjustment.adjustment_id,
+        "correcting_adjustment_id": adjustment.adjustment_id,
         "subject_ref": tenant.name,
         "subject": tenant.key.prefix,
         "actor": tenant.key.prefix,
