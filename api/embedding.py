@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import time
 import uuid
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -21,12 +20,14 @@ from api.admission import AdmissionRequest, Lease
 from api.embedding_limits import input_count_max, parts_of
 from api.embedding_wire import TokenizedText, ValidEmbed, check_against_model, embed_response
 from api.errors import CancelledEarly, EngineLost, InputsTooLong, LongInput
-from api.live import RETRY_S_MIN, Phase
+from api.interruption import Interruption
+from api.live import Phase
 from api.outbox import UsageSoFar
 from api.places import Arrival, Outlook, Place
+from api.readiness import RETRY_S_MIN, wait_until_ready
 from api.stopwatch import Stopwatch
 from inference.engine import EmbeddingRequest, Encoder, EngineTimings, Vector
-from inference.errors import EngineFailed, EngineStartFailed
+from inference.errors import EngineFailed
 from inference.tokenizer import Tokenizer
 from metering.holds.journal import Delivered
 from metering.operations import Outcome, Payer
@@ -59,8 +60,7 @@ class LiveEmbedding:
         self._process = process
         self._watch = Stopwatch(caller.received_at, caller.auth_ms)
         self._answer: asyncio.Future[pb.EmbedResponse] = asyncio.get_running_loop().create_future()
-        self._task: asyncio.Task[None] | None = None
-        self._can_be_interrupted = False
+        self._interruption = Interruption(lambda: self._stop_error)
         self._lease: Lease | None = None
         self._stop_error: Exception | None = None
 
@@ -76,7 +76,7 @@ class LiveEmbedding:
 
     def run_in(self, tasks: asyncio.TaskGroup) -> None:
         """Begin."""
-        self._task = tasks.create_task(self._run(), name=f"request {self.start.request_id}")
+        tasks.create_task(self._run(), name=f"request {self.start.request_id}")
 
     async def answer(self) -> pb.EmbedResponse:
         """Wait for the end. Cancelled, it stops the request, unless all is embedded. Raises what broke it."""
@@ -91,8 +91,7 @@ class LiveEmbedding:
         if self._stop_error is not None or self.phase is Phase.ENDING:
             return
         self._stop_error = error or CancelledEarly(f"the request ended as {outcome} before its texts were embedded")
-        if self._task is not None and self._can_be_interrupted:
-            self._task.cancel()
+        self._interruption.interrupt()
 
     def end_if_lapsed(self) -> None:
         """End the request if its hold has lapsed, whatever it was about to do."""
@@ -126,7 +125,7 @@ class LiveEmbedding:
     async def _embed(self) -> pb.EmbedResponse:
         """All of it. Raises what breaks it, with nothing billed."""
         async with contextlib.AsyncExitStack() as stack:
-            with self._interruptible():
+            with self._interruption.possible():
                 encoder = self._process.router.choose_encoder(self.start.model)
                 check_against_model(self.start, encoder.model, input_count_max(encoder.model))
                 texts = await tokenize_inputs(self.start, self._process.tokenizers[self.start.model], encoder)
@@ -136,7 +135,7 @@ class LiveEmbedding:
                 self._watch.lap("admission")
             self._lease = lease
             try:
-                with self._interruptible():
+                with self._interruption.possible():
                     vectors = await self._encode(encoder, places)
                 self._deliver(lease, texts)
             finally:
@@ -206,11 +205,7 @@ class LiveEmbedding:
         if encoder.healthy():
             return
         self.phase = Phase.LOADING
-        try:
-            async with asyncio.timeout(self._process.admission.settings.cold_start_wait_s):
-                await encoder.start()
-        except TimeoutError:
-            raise EngineStartFailed(f"the engine of model {self.start.model!r} is still not ready") from None
+        await wait_until_ready(encoder, self.start.model, self._process.admission.settings.cold_start_wait_s)
 
     def _deliver(self, lease: Lease, texts: list[TokenizedText]) -> None:
         """From here on the request is billed, whoever dies: what is in the journal is settled. Raises: HoldEnded, OSError."""
@@ -222,27 +217,6 @@ class LiveEmbedding:
         self.usage.input_token_count = token_count
         lease.outcome = Outcome.STOP
         lease.timings = self._watch.timings()
-
-    @contextlib.contextmanager
-    def _interruptible(self) -> Iterator[None]:
-        """Let `stop` cancel the task inside this block, and turn that into an error of the request.
-
-        Only here: a task that is cancelled before its first step never runs at all, and so would never end its request. Any other
-        cancellation is the process ending.
-        """
-        if self._stop_error is not None:
-            raise self._stop_error
-        self._can_be_interrupted = True
-        try:
-            yield
-        except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if self._stop_error is None or task is None:
-                raise
-            task.uncancel()
-            raise self._stop_error from None
-        finally:
-            self._can_be_interrupted = False
 
 
 Part = tuple[tuple[int, ...], ...]

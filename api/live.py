@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import time
 import uuid
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from typing import TYPE_CHECKING
@@ -23,9 +22,11 @@ from api.admission import Lease
 from api.attendance import Attendance
 from api.errors import CancelledEarly, DeadlineBeforeStart, EngineLost, EngineLostMidway, status_of
 from api.feed import Feed, FlowControl
+from api.interruption import Interruption
 from api.outbox import UsageSoFar
 from api.places import Outlook, Place
 from api.preparation import admission_request, arrival_of, prepare, routed
+from api.readiness import RETRY_S_MIN, wait_until_ready
 from api.receiver import Receiver
 from api.reply import UNDELIVERED_OUTCOMES, Reply
 from api.stopwatch import Stopwatch
@@ -40,7 +41,7 @@ from inference.engine import (
     SequenceStream,
     TokensGenerated,
 )
-from inference.errors import EngineFailed, EngineStartFailed
+from inference.errors import EngineFailed
 from metering.errors import RequestInFlight, RequestSettled
 from metering.operations import Outcome, Payer, Settled
 
@@ -49,8 +50,6 @@ if TYPE_CHECKING:
 
 
 log = structlog.get_logger(__name__)
-
-RETRY_S_MIN = 0.1  # seconds: below it a client that was told of a broken engine would be back before anybody noticed
 
 
 class Phase(Enum):
@@ -94,8 +93,7 @@ class LiveRequest:
         self.attendance = Attendance(self.feed, start.keep_s, self.stop)
         self._reply = Reply(self.feed, start, self.stop)
         self._watch = Stopwatch(caller.received_at, caller.auth_ms)
-        self._task: asyncio.Task[None] | None = None
-        self._can_be_interrupted = False
+        self._interruption = Interruption(self._interruption_error)
         self._sequence: SequenceStream | None = None
         self._lease: Lease | None = None  # while the request waits or runs under it
         self._engine_outcome: Outcome | None = None  # once the engine has ended it
@@ -126,7 +124,7 @@ class LiveRequest:
 
     def run_in(self, tasks: asyncio.TaskGroup) -> None:
         """Begin."""
-        self._task = tasks.create_task(self._run(), name=f"request {self.start.request_id}")
+        tasks.create_task(self._run(), name=f"request {self.start.request_id}")
 
     def stop(self, outcome: Outcome, error: Exception | None = None) -> None:
         """End the request as soon as possible, for this reason; the first reason given stands. Never blocks.
@@ -141,8 +139,8 @@ class LiveRequest:
         self._reply.cut_off(discard=broken or outcome in UNDELIVERED_OUTCOMES)
         if self._sequence is not None:
             self._sequence.cancel()
-        elif self._task is not None and self._can_be_interrupted:
-            self._task.cancel()
+        else:
+            self._interruption.interrupt()
 
     async def _run(self) -> None:
         lease: Lease | None = None
@@ -150,7 +148,7 @@ class LiveRequest:
         try:
             structlog.contextvars.bind_contextvars(request_id=str(self.start.request_id))  # of this task alone, so never unbound
             async with contextlib.AsyncExitStack() as stack:
-                with self._interruptible():
+                with self._interruption.possible():
                     engine, request = await self._prepare()
                     place = stack.enter_context(self._enter_queue(engine, request))
                     asked = admission_request(self.start, request, self.caller.payer)
@@ -206,7 +204,7 @@ class LiveRequest:
         self._reply.push(frames.admitted(lease.admitted, len(request.prompt_token_ids), predicted))
         timer = self._start_timer()
         try:
-            with self._interruptible():
+            with self._interruption.possible():
                 await self._wait_for_turn(engine, place, lease)
             async with engine.generate(replace(request, rank=place.rank)) as sequence:
                 self._sequence = sequence
@@ -279,15 +277,7 @@ class LiveRequest:
             return
         self.phase = Phase.LOADING
         self.tell_progress(None)
-        try:
-            async with asyncio.timeout(self._process.admission.settings.cold_start_wait_s):
-                await engine.start()
-        except TimeoutError:
-            condition = engine.condition()
-            raise EngineStartFailed(
-                f"the engine of model {self.start.model!r} is still not ready: {condition.reason or condition.state.value}",
-                max(condition.retry_after_s, RETRY_S_MIN),
-            ) from None
+        await wait_until_ready(engine, self.start.model, self._process.admission.settings.cold_start_wait_s)
 
     async def _stream(self, sequence: SequenceStream, request: GenerationRequest, place: Place) -> Outcome:
         """Hand on what the engine generates; the outcome as the engine saw it."""
@@ -318,29 +308,10 @@ class LiveRequest:
                     return OUTCOMES[event.reason]
         raise EngineFailed("the engine's events ended without a last one")
 
-    @contextlib.contextmanager
-    def _interruptible(self) -> Iterator[None]:
-        """Let `stop` cancel the task inside this block, and turn that into an error of the request.
-
-        Only here: a task that is cancelled before its first step never runs at all, and so would never end its request. Any other
-        cancellation is the process ending.
-        """
-        if self._stop_outcome is not None:
-            raise self._interruption()
-        self._can_be_interrupted = True
-        try:
-            yield
-        except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if self._stop_outcome is None or task is None:
-                raise
-            task.uncancel()
-            raise self._interruption() from None
-        finally:
-            self._can_be_interrupted = False
-
-    def _interruption(self) -> Exception:
-        """What a request that was stopped before it streamed ends with."""
+    def _interruption_error(self) -> Exception | None:
+        """What a request that was stopped before it streamed ends with; None while nobody has stopped it."""
+        if self._stop_outcome is None:
+            return None
         if self._stop_error is not None:
             return self._stop_error
         if self.hold_id is not None:
