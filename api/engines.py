@@ -14,10 +14,10 @@ from inference.adapter_view import AdapterView
 from inference.cost_model import CostModel
 from inference.encoder.engine import TorchEncoder
 from inference.encoder.settings import EncoderSettings
-from inference.engine import Encoder, Engine
-from inference.fleet.memory_budget import BudgetTooSmall, MemoryBudget
+from inference.engine import Engine
+from inference.fleet.memory_budget import BudgetTooSmall, MemoryBudget, Resident
 from inference.fleet.memory_estimate import stored_bytes, torch_memory_bytes
-from inference.fleet.on_demand import OnDemandEngine, SlotTerms
+from inference.fleet.on_demand import OnDemandEncoder, OnDemandEngine, SlotTerms
 from inference.host_process import HostOpener, open_host
 from inference.tensorrt.engine import TensorRtEngine
 from inference.tensorrt.settings import TensorRtOptions, TensorRtSettings
@@ -26,8 +26,8 @@ from inference.torch_engine import TorchEngine, TorchEngineSettings
 log = structlog.get_logger(__name__)
 
 
-def build_engines(settings: Settings, opener: HostOpener = open_host) -> dict[str, Engine]:
-    """One engine per model, one more name per adapter. opener: where the torch engines' hosts come from.
+def build_engines(settings: Settings, opener: HostOpener = open_host, budget: MemoryBudget | None = None) -> dict[str, Engine]:
+    """One engine per model, one more name per adapter. opener: where the torch engines' hosts come from. budget: whose they are.
 
     Raises: CheckpointInvalid naming the file, SettingInvalid.
     """
@@ -35,18 +35,16 @@ def build_engines(settings: Settings, opener: HostOpener = open_host) -> dict[st
         raise SettingInvalid("WEIR_LORA_ADAPTERS needs WEIR_ENGINE=tensorrt: other engines serve no adapters")
     if settings.engine_backend == "remote":
         return build_remote_engines(settings)
-    budget = MemoryBudget(settings.engine_memory_bytes or None)
-    slots: dict[str, OnDemandEngine] = {}
+    budget = budget or MemoryBudget()
     engines: dict[str, Engine] = {}
     adapters = adapters_by_model(settings, settings.models)
     for name, directory in settings.models.items():
-        base = slots[name] = build_slot(settings, budget, name, directory, adapters[name], opener)
+        base = build_slot(settings, budget, name, directory, adapters[name], opener)
         engines |= {name: base} | {f"{name}:{adapter}": AdapterView(base, adapter) for adapter in adapters[name]}
-    check_budget(budget, slots.values(), f"WEIR_ENGINE_MEMORY_BYTES={settings.engine_memory_bytes}")
     return engines
 
 
-def check_budget(budget: MemoryBudget, slots: Iterable[OnDemandEngine], setting: str) -> None:
+def check_budget(budget: MemoryBudget, slots: Iterable[Resident], setting: str) -> None:
     """Whether what is kept warm fits, and each slot beside it. setting: what to change. Raises: SettingInvalid."""
     try:
         budget.check(slots)
@@ -70,25 +68,30 @@ def build_slot(
     return OnDemandEngine(build, terms, budget)
 
 
-def build_encoders(settings: Settings) -> dict[str, Encoder]:
-    """One encoder per model that embeds. Raises: CheckpointInvalid naming the file, SettingInvalid."""
+def check_encoder_names(settings: Settings) -> None:
+    """Raises: SettingInvalid for a name that a model which generates has."""
     if taken := sorted(settings.encoders.keys() & settings.models.keys()):
         raise SettingInvalid(f"WEIR_ENCODERS: {', '.join(taken)} is a model of WEIR_MODELS: give the encoder another name")
-    return {name: build_encoder(settings, name, directory) for name, directory in settings.encoders.items()}
 
 
-def build_encoder(settings: Settings, name: str, directory: Path) -> Encoder:
-    """A model that embeds. Raises: CheckpointInvalid naming the file."""
-    return TorchEncoder(
-        EncoderSettings(
-            directory=directory,
-            name=name,
-            compute_dtype=settings.engine_dtype,
-            device="cuda" if settings.engine_device == "cuda" else "cpu",
-            torch_thread_count=settings.engine_thread_count,
-            batch_token_count_max=settings.encoder_batch_tokens,
-        )
+def build_encoders(settings: Settings, budget: MemoryBudget) -> dict[str, OnDemandEncoder]:
+    """One encoder per model that embeds. Raises: CheckpointInvalid naming the file."""
+    return {name: build_encoder(settings, budget, name, directory) for name, directory in settings.encoders.items()}
+
+
+def build_encoder(settings: Settings, budget: MemoryBudget, name: str, directory: Path) -> OnDemandEncoder:
+    """The place for a model that embeds, which runs while it is wanted. Raises: CheckpointInvalid naming the file."""
+    options = EncoderSettings(
+        directory=directory,
+        name=name,
+        compute_dtype=settings.engine_dtype,
+        device="cuda" if settings.engine_device == "cuda" else "cpu",
+        torch_thread_count=settings.engine_thread_count,
+        batch_token_count_max=settings.encoder_batch_tokens,
     )
+    memory_bytes = torch_memory_bytes(directory, options.compute_dtype, kv_cache_bytes=0)
+    terms = SlotTerms(settings.model_idle_timeout_s, keep_warm=settings.min_replicas > 0, memory_bytes=memory_bytes)
+    return OnDemandEncoder(lambda: TorchEncoder(options), terms, budget)
 
 
 def engine_plan(

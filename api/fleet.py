@@ -10,14 +10,22 @@ from functools import partial
 from itertools import starmap
 from pathlib import Path
 
-from api.engines import adapters_by_model, build_encoder, build_encoders, build_engines, check_budget, engine_plan
+from api.engines import (
+    adapters_by_model,
+    build_encoder,
+    build_encoders,
+    build_engines,
+    check_budget,
+    check_encoder_names,
+    engine_plan,
+)
 from api.fleet_file import Fleet, FleetModel, FleetVersion, read_fleet
 from api.remote_engines import build_remote_engine
 from api.settings import SettingInvalid, Settings, bundled_models
 from inference.adapter_view import AdapterView
 from inference.catalog import VERSION_MARK, Catalog, Share
 from inference.engine import Encoder, Engine
-from inference.fleet.memory_budget import MemoryBudget
+from inference.fleet.memory_budget import MemoryBudget, Resident
 from inference.fleet.on_demand import OnDemandEngine, SlotTerms
 from inference.fleet.placement import POLICIES
 from inference.fleet.replica import Replica
@@ -42,11 +50,16 @@ def build_serving(settings: Settings, opener: HostOpener = open_host) -> Serving
             raise SettingInvalid("WEIR_REGION needs WEIR_FLEET: only that file says which regions there are")
         if settings.max_replicas < max(settings.min_replicas, 1):
             raise SettingInvalid(f"WEIR_MAX_REPLICAS={settings.max_replicas}: must be at least WEIR_MIN_REPLICAS")
+        check_encoder_names(settings)
         if settings.max_replicas > 1 and settings.engine_backend != "remote":
-            serving = build_fleet(settings, Fleet(tuple(starmap(partial(several, settings), settings.models.items()))), opener)
-            return replace(serving, encoders=build_encoders(settings))
-        engines = build_engines(settings, opener)
-        return Serving(engines, build_encoders(settings), Catalog.plain(tuple(engines)))
+            models = starmap(partial(several, settings), settings.models.items())
+            encoders = starmap(embedding_model, settings.encoders.items())
+            return build_fleet(settings, Fleet((*models, *encoders)), opener)
+        budget = MemoryBudget(settings.engine_memory_bytes or None)
+        engines, slots = build_engines(settings, opener, budget), build_encoders(settings, budget)
+        residents: list[Resident] = [engine for engine in engines.values() if isinstance(engine, OnDemandEngine)]
+        check_budget(budget, [*residents, *slots.values()], f"WEIR_ENGINE_MEMORY_BYTES={settings.engine_memory_bytes}")
+        return Serving(engines, dict(slots), Catalog.plain(tuple(engines)))
     if dict(settings.models) != bundled_models() or settings.encoders or settings.remote_targets:
         raise SettingInvalid("WEIR_FLEET excludes WEIR_MODELS, WEIR_ENCODERS and WEIR_REMOTE_TARGETS: name all models in the file")
     fleet = read_fleet(Path(settings.fleet_file))
@@ -69,6 +82,11 @@ def several(settings: Settings, name: str, directory: Path) -> FleetModel:
     return FleetModel(name, (version,))
 
 
+def embedding_model(name: str, directory: Path) -> FleetModel:
+    """A model of WEIR_ENCODERS."""
+    return FleetModel(name, (FleetVersion("", "encoder", directory),))
+
+
 def build_fleet(settings: Settings, fleet: Fleet, opener: HostOpener) -> Serving:
     """One set of replicas per version of a model, one more name per adapter. Raises: CheckpointInvalid, SettingInvalid."""
     adapters = adapters_by_model(settings, [model.name for model in fleet.models])
@@ -78,7 +96,8 @@ def build_fleet(settings: Settings, fleet: Fleet, opener: HostOpener) -> Serving
     shares: dict[str, list[Share]] = {}
     for model in fleet.models:
         if model.embeds:
-            encoders[model.name] = build_encoder(settings, model.name, model.versions[0].directory)
+            encoders[model.name] = slot = build_encoder(settings, yard.budget, model.name, model.versions[0].directory)
+            yard.slots.append(slot)
             continue
         for version in model.versions:
             served = f"{model.name}{VERSION_MARK}{version.version}" if version.version else model.name
@@ -97,7 +116,7 @@ class Yard:
 
     def __init__(self, settings: Settings, budget: MemoryBudget, opener: HostOpener) -> None:
         self.budget = budget
-        self.slots: list[OnDemandEngine] = []
+        self.slots: list[Resident] = []
         self._settings = settings
         self._opener = opener
 

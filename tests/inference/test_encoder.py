@@ -32,6 +32,8 @@ from inference.errors import (
     EngineUnavailable,
     RequestImpossible,
 )
+from inference.fleet.memory_budget import MemoryBudget
+from inference.fleet.on_demand import OnDemandEncoder, SlotTerms
 from inference.tokenizer import Tokenizer
 from tests.inference.classifier_checkpoints import edit_config
 from tests.inference.encoder_checkpoints import (
@@ -374,6 +376,22 @@ class TestProcess:
             assert isinstance(await outcome(encoder, texts(11, 8)), EngineFailed)
 
             await until(lambda: encoder.condition().state is not EngineState.READY or encoder.host_pid != hanging)
+
+    async def test_one_on_demand_is_started_by_the_first_text_and_gives_its_memory_back(self, tiny: Path) -> None:
+        budget = MemoryBudget(total_bytes=10)
+        settings = EncoderSettings(tiny, "tiny", torch_thread_count=1)
+        slot = OnDemandEncoder(lambda: TorchEncoder(settings), SlotTerms(memory_bytes=8), budget)
+        async with asyncio.timeout(4 * WAIT_S), asyncio.TaskGroup() as tasks:
+            tasks.create_task(slot.serve())
+            assert (slot.condition().state, slot.condition().starts_on_demand) == (EngineState.COLD, True)
+            assert budget.held_bytes == 0
+
+            answer = await slot.embed(request_of(texts(13, 9)))
+
+            assert len(answer.vectors) == 1
+            assert budget.held_bytes == 8
+            await slot.close()
+        assert budget.held_bytes == 0
 
     async def test_a_checkpoint_that_cannot_be_loaded_says_what_to_mend(self, tmp_path: Path) -> None:
         directory = make_random_encoder(tmp_path)
