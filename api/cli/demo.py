@@ -33,6 +33,7 @@ from api.cli.output import make_console
 from api.cli.render import month_report, result_line, table, waterfall
 from api.cli.stack import Stack, run_stack
 from api.cli.workload import OUTPUT_TOKENS, Conversation, WorkloadRun, percentile, reference_prompts, run_agents
+from api.endpoint import read_openai_url
 from api.settings import DEMO_MODEL_NAME, Settings
 
 ORGANIZATION = "hotel-search"
@@ -83,6 +84,7 @@ async def run_demo(settings: Settings, agent_count: int) -> bool:
             console.print(
                 f"Everything runs, {time.monotonic() - began_at:.1f} s after the start: PostgreSQL, API server, engine, worker."
             )
+            console.print(f"gRPC on {stack.connection.address}, OpenAI's clients on {read_openai_url(settings.home)}.")
             try:
                 balanced = await tell_story(stack, settings.models[DEMO_MODEL_NAME], agent_count)
             except* WeirError as errors:

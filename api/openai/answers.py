@@ -11,8 +11,8 @@ import msgspec
 from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import types_pb2
 
+from api import wire
 from api.openai.refusals import Refusal
-from api.wire import PICOS_PER_UNIT
 
 DONE = b"data: [DONE]\n\n"
 PING = b": waiting\n\n"  # a comment: whoever reads events skips it, and whatever stands between sees that the connection lives
@@ -67,7 +67,7 @@ class Bill:
         self.input_token_count += usage.input_token_count
         self.cached_input_token_count += usage.cached_input_token_count
         self.output_token_count += usage.billed_token_count
-        self.cost_picos += cost.units * PICOS_PER_UNIT + cost.picos
+        self.cost_picos += cost.units * wire.PICOS_PER_UNIT + cost.picos
         self.currency_code = cost.currency_code
 
     def completion_usage(self) -> dict[str, Any]:
@@ -81,9 +81,8 @@ class Bill:
 
     def extension(self, outputs: Sequence[Output]) -> dict[str, Any]:
         """What OpenAI has no field for: the exact cost, the price it comes from, and how each output really ended."""
-        amount = f"{Decimal(self.cost_picos).scaleb(-12).normalize():f}"
         return {
-            "cost": {"currency_code": self.currency_code, "amount": amount, "picos": self.cost_picos},
+            "cost": cost_facts(wire.money(self.currency_code, self.cost_picos)),
             "price_version": self.price_version,
             "request_ids": self.request_ids,
             "finish_reasons": [reason_name(output.reason) for output in outputs],
@@ -118,6 +117,12 @@ class Answer(Protocol):
     def tail(self, outputs: Sequence[Output], bill: Bill) -> dict[str, Any]:
         """What is known only when everything is settled."""
         ...
+
+
+def cost_facts(cost: types_pb2.Money) -> dict[str, Any]:
+    """An exact amount, for people and for programs."""
+    picos = cost.units * wire.PICOS_PER_UNIT + cost.picos
+    return {"currency_code": cost.currency_code, "amount": f"{Decimal(picos).scaleb(-12).normalize():f}", "picos": picos}
 
 
 def encode(value: Any) -> bytes:

@@ -75,7 +75,7 @@ def completion_asked(given: CompletionParameters) -> Asked:
     )
 
 
-def prompts_of(given: Prompt) -> Sequence[str | Sequence[int]]:
+def prompts_of(given: Prompt, param: str = "prompt", count_max: int = PROMPT_COUNT_MAX) -> Sequence[str | Sequence[int]]:
     """The prompts: a text, texts, token ids, or lists of them. Raises: InvalidRequest for a mixture, none, or too many."""
     if isinstance(given, str):
         return [given]
@@ -83,9 +83,9 @@ def prompts_of(given: Prompt) -> Sequence[str | Sequence[int]]:
     ids = [each for each in given if isinstance(each, int)]
     lists = [each for each in given if isinstance(each, list)]
     if not given or len(given) not in (len(texts), len(ids), len(lists)):
-        raise wrong_parameter("prompt", "must be a text, a list of texts, a list of token ids, or a list of such lists")
-    if len(texts) + len(lists) > PROMPT_COUNT_MAX:
-        raise wrong_parameter("prompt", f"at most {PROMPT_COUNT_MAX} prompts are allowed in one request, not {len(given)}")
+        raise wrong_parameter(param, "must be a text, a list of texts, a list of token ids, or a list of such lists")
+    if len(texts) + len(lists) > count_max:
+        raise wrong_parameter(param, f"at most {count_max} are allowed in one request, not {len(given)}")
     return texts or ([ids] if ids else lists)
 
 

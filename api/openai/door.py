@@ -6,22 +6,27 @@ import asyncio
 import re
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from urllib.parse import unquote
 
 from aiohttp import web
 
 from api.accounts import models_for
 from api.auth import BEARER, Authenticator, check_model, payer
+from api.embedding import EmbedCaller
+from api.embedding_wire import parse_embed
 from api.errors import Draining, Unauthenticated, status_of
 from api.openai import answers
 from api.openai.chat_answer import ChatAnswer
 from api.openai.chat_parameters import ChatParameters, chat_asked
 from api.openai.completion_answer import CompletionAnswer
 from api.openai.completion_parameters import CompletionParameters, completion_asked
+from api.openai.embedding_parameters import NAMES as EMBEDDING_NAMES
+from api.openai.embedding_parameters import EmbeddingParameters, check_dimensions, embed_request, embedding_list
 from api.openai.exchange import JSON, Arrival, Exchange, plain_headers, refused
 from api.openai.models import model_list, one_model
 from api.openai.parameters import Asked, decode
+from api.openai.rate_limits import headers_of
 from api.openai.refusals import HttpFault, refusal_of, wrong_parameter
 from api.openai.response_answer import ResponseAnswer
 from api.openai.response_parameters import ResponseParameters, response_asked
@@ -31,7 +36,8 @@ from metering.store.db import Sessions
 from metering.tenants.tenants import Principal
 
 # The calls of the contract that these stand for: whoever may make those may make these.
-GENERATE, LIST_MODELS = "/weir.v1.InferenceService/Generate", "/weir.v1.InferenceService/ListModels"
+SERVICE = "/weir.v1.InferenceService"
+GENERATE, EMBED, LIST_MODELS = f"{SERVICE}/Generate", f"{SERVICE}/Embed", f"{SERVICE}/ListModels"
 BODY_WAIT_S = 30.0  # seconds: a body of 4 MiB comes through the slowest of lines; who sends it byte by byte is not waited for
 IDEMPOTENCY_KEY = re.compile(r"[\x21-\x7e]{1,255}")
 KEY_NAMESPACE = uuid.UUID("6f1c0c9e-2f6b-5d0a-9a54-3b1d9a1c7e10")  # of request ids that come from keys that are no UUIDs
@@ -52,6 +58,7 @@ class Door:
             "/v1/chat/completions": ("POST", self._chat, GENERATE),
             "/v1/completions": ("POST", self._completion, GENERATE),
             "/v1/responses": ("POST", self._respond, GENERATE),
+            "/v1/embeddings": ("POST", self._embed, EMBED),
             "/v1/models": ("GET", self._models, LIST_MODELS),
         }
 
@@ -108,6 +115,18 @@ class Door:
         )
         return await Exchange(self._process, request, arrival, asked, answer).serve()
 
+    async def _embed(self, request: web.BaseRequest, arrival: Arrival, principal: Principal) -> web.StreamResponse:
+        given = decode(await self._body(request), EmbeddingParameters)
+        try:
+            start = parse_embed(embed_request(given, str(arrival.request_id)))
+            check_model(principal, start.model)
+            check_dimensions(given, self._process.router.choose_encoder(start.model).model.embedding_dimension)
+            caller = EmbedCaller(arrival.payer, arrival.auth_ms, arrival.received_at)
+            response = await self._process.embed(caller, start).answer()
+        except Exception as error:
+            return refused(refusal_of(status_of(error), EMBEDDING_NAMES), arrival.request_id, closing=self._is_draining)
+        return answered(embedding_list(given, response, str(arrival.request_id)), arrival, headers_of(response.quotas))
+
     async def _models(self, request: web.BaseRequest, arrival: Arrival, principal: Principal) -> web.StreamResponse:
         models = await models_for(self._process.router, self._sessions, principal)
         return answered(model_list(models, self._started_at), arrival)
@@ -145,9 +164,9 @@ class Door:
             raise HttpFault(408, f"the body did not come within {BODY_WAIT_S:.0f} s", "request_timeout") from None
 
 
-def answered(value: object, arrival: Arrival) -> web.Response:
-    """A response of one piece of JSON."""
-    headers = {"content-type": JSON, **plain_headers(arrival.request_id)}
+def answered(value: object, arrival: Arrival, more: Mapping[str, str] | None = None) -> web.Response:
+    """A response of one piece of JSON. more: headers beside those that every response has."""
+    headers = {"content-type": JSON, **plain_headers(arrival.request_id), **(more or {})}
     return web.Response(body=answers.encode(value), headers=headers)
 
 

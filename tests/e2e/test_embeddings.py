@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import openai
 import psycopg
 import pytest
 from google.rpc import error_details_pb2
@@ -28,6 +29,7 @@ from metering.billing.rating import rate_all_pending
 from metering.models import QuotaDimension
 from metering.store.db import create_engine, create_sessions, psycopg_conninfo
 from tests.conftest import new_database
+from tests.e2e.openai_clients import connect, extension, says
 from tests.inference.encoder_checkpoints import DIMENSION, INPUT_TOKENS_MAX, PLAIN_IDS, make_random_encoder
 from tests.service import MODEL, Service, Tenant, bearer, refused, running, until, wait_for
 
@@ -277,6 +279,38 @@ async def test_the_client_library_embeds(embedding: Service) -> None:
     assert result.usage.embedding_token_count == 9 + INPUT_TOKENS_MAX
     assert result.cost.picos == result.usage.embedding_token_count * PICOS
     assert await asyncio.to_thread(blocking, embedding.address) == (DIMENSION, ModelTask.EMBED)
+
+
+async def test_openais_client_gets_the_same_vectors_at_the_same_price(embedding: Service) -> None:
+    tenant, by_http = await priced_tenant(embedding), await priced_tenant(embedding, {QuotaDimension.TOKENS_PER_MONTH: 1000})
+
+    async with stub_of(embedding) as stub:
+        answer = await stub.Embed(request_of(*TEXTS), metadata=bearer(tenant.secret))
+    with connect(embedding, by_http.secret) as client:
+        packed = client.embeddings.with_raw_response.create(model=ENCODER, input=list(TEXTS), user="u-1")  # as base64
+        plain = client.embeddings.create(
+            model=ENCODER, input=TEXTS[0], encoding_format="float", dimensions=DIMENSION, extra_headers={"Idempotency-Key": "once"}
+        )
+        with pytest.raises(openai.ConflictError):
+            client.embeddings.create(model=ENCODER, input=TEXTS[0], extra_headers={"Idempotency-Key": "once"})
+        with pytest.raises(openai.BadRequestError) as shortened:
+            client.embeddings.create(model=ENCODER, input=TEXTS[0], dimensions=DIMENSION - 1)
+        with pytest.raises(openai.BadRequestError) as long:
+            client.embeddings.create(model=ENCODER, input=[TEXTS[0], LONG])
+        with pytest.raises(openai.BadRequestError) as talkative:
+            client.chat.completions.create(model=ENCODER, messages=says("Hi"))
+
+    vectors = [each.embedding for each in packed.parse().data]
+    assert vectors == [list(each.vector) for each in answer.embeddings]
+    assert plain.data[0].embedding == vectors[0]
+    assert packed.headers["x-ratelimit-limit-tokens"] == "1000"
+    assert (shortened.value.param, long.value.code) == ("dimensions", "context_length_exceeded")
+    assert talkative.value.code == "model_mismatch"
+    [there], [here, other] = embedding.books.events(tenant), embedding.books.events(by_http)
+    assert (here["embedding_token_count"], here["cost_picos"]) == (there["embedding_token_count"], there["cost_picos"])
+    assert here["embedding_token_count"] == packed.parse().usage.prompt_tokens
+    assert here["labels"] == {"user": "u-1"}
+    assert other["cost_picos"] == extension(plain)["cost"]["picos"]
 
 
 @pytest.mark.faults

@@ -11,6 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 
 from api.chaos.processes import alive, children_of
@@ -57,6 +58,10 @@ def test_everything_on_one_machine(environment: dict[str, str], postgres_home: P
         wait_for(ready, "weir up")
         assert (home / "connection.json").stat().st_mode & 0o077 == 0, "keys are for their owner alone"
 
+        url = str(json.loads((home / "serve.json").read_text())["openai_url"])
+        wait_for(lambda: "".join(log.read_text().split()).count(url), "the base URL to be told")
+        with openai.OpenAI(base_url=url, api_key=json.loads((home / "connection.json").read_text())["api_key"]) as client:
+            assert [model.id for model in client.models.list()] == [MODEL]
         streamed = weir("generate", "Which hotel has a garden?", "--model", MODEL, "--max-output-tokens", "12", "--json")
         answer = json.loads(streamed.stdout)
         traced = weir("trace", answer["request_id"]).stdout
