@@ -102,7 +102,7 @@ class Scaler:
                 continue
             engine = replica.engine
             assert isinstance(engine, Stoppable), "no other is let go"
-            if not replica.live_sequence_count and engine.idle_since_s() is not None:
+            if engine.idle_since_s() is not None:
                 engine.evict()
             if not engine.healthy():
                 self._leaving.discard(replica.name)

@@ -131,6 +131,14 @@ def test_the_last_one_goes_when_the_others_would_do_and_only_when_it_is_empty() 
     assert world.slots[0].healthy(), "the least stay"
 
 
+def test_the_least_may_be_several() -> None:
+    world = World(min_count=2)
+    world.ready("m#1", "m#2")
+    world.load(0, 0, 0)
+    world.after(10 * IDLE_S)
+    assert [slot.stopped_count for slot in world.slots] == [0, 0, 1]
+
+
 def test_one_that_was_to_go_stays_when_it_is_needed() -> None:
     world = World()
     world.ready("m#1")
