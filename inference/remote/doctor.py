@@ -196,8 +196,11 @@ async def cache_events(patient: Patient) -> tuple[Verdict, str]:
 
     async with asyncio.TaskGroup() as tasks:
         listening = tasks.create_task(_answer_of(listen()))
-        await patient.run(patient.request(2))
-        await asyncio.wait([listening], timeout=SILENCE_S)
+        # A publisher may not know its subscriber yet when the first blocks come.
+        for _ in range(round(SILENCE_S / 0.5)):
+            await patient.run(patient.request(2))
+            if (await asyncio.wait([listening], timeout=0.5))[0]:
+                break
         listening.cancel()
     refused = listening.result() if listening.done() and not listening.cancelled() else ""
     return expected(bool(batches)), refused or (f"yes, from number {batches[0]}" if batches else "nothing came")
