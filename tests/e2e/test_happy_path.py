@@ -41,6 +41,7 @@ async def test_the_frames_of_a_request_tell_one_story(service: Service) -> None:
         finished = await stream.finished(request_id)
 
     kinds = [frame.WhichOneof("kind") for frame in stream.frames[request_id]]
+    kinds = [kind for kind in kinds if kind != "progress"]  # comes where the machine is slow
     assert kinds[0] == "admitted"
     assert kinds[-1] == "finished"
     assert set(kinds[1:-1]) == {"delta"}

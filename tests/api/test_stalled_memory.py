@@ -1,0 +1,104 @@
+"""A thousand requests that nobody reads: what waits for a client takes some bytes a token, not the kilobyte of a frame."""
+
+from __future__ import annotations
+
+import gc
+import os
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from api.feed import Feed, FlowControl
+from api.mailbox import Mailboxes
+from api.outbox import Outbox
+from api.receiver import Receiver
+from metering.holds.journal import UsageJournal
+
+REQUEST_COUNT = 1000
+TOKENS_AT_FIRST, TOKENS_THEN = 20, 100  # each; the first fill what every request has, however little waits
+BYTES_PER_TOKEN_MAX = 100  # arrays with their reserve; one object per token would be far above it
+PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.fixture
+def journal(tmp_path: Path) -> Iterator[UsageJournal]:
+    journal = UsageJournal(tmp_path, uuid.uuid4())
+    yield journal
+    journal.close()
+
+
+def resident_bytes() -> int:
+    """Memory of this process."""
+    gc.collect()
+    return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE_BYTES
+
+
+def say(feeds: list[Feed], token_count: int) -> None:
+    """So many steps of all of them."""
+    for index in range(token_count):
+        for feed in feeds:
+            feed.tally.usage.generated_token_count += 1
+            feed.say(0, " word", (index,))
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="tells memory by Linux's /proc")
+@pytest.mark.parametrize("credit", [None, 0], ids=["nobody reads the stream", "nobody grants credit"])
+async def test_a_thousand_stalled_requests_take_some_bytes_a_token(journal: UsageJournal, credit: int | None) -> None:
+    outbox = Outbox(journal)
+    feeds = []
+    for _ in range(REQUEST_COUNT):
+        feeds.append(Feed(Receiver(outbox, str(uuid.uuid4()), lambda _: None), "m", FlowControl(credit, 60.0, lambda: None), None))
+        feeds[-1].tally.hold_id = uuid.uuid4()
+
+    say(feeds, TOKENS_AT_FIRST)
+    before = resident_bytes()
+    say(feeds, TOKENS_THEN)
+    grown = resident_bytes() - before
+
+    assert grown / (REQUEST_COUNT * TOKENS_THEN) < BYTES_PER_TOKEN_MAX
+    assert sum(feed.unsent_token_count for feed in feeds) == REQUEST_COUNT * (TOKENS_AT_FIRST + TOKENS_THEN)
+    for feed in feeds:
+        feed.discard()
+
+
+async def test_what_is_kept_stays_within_its_bounds(journal: UsageJournal) -> None:
+    """Of one request, and of all together however many they are: nobody reads any of them."""
+    mailboxes = Mailboxes(journal, bytes_max=200_000, bytes_per_request_max=20_000)
+    feeds = []
+    for _ in range(50):
+        feed = Feed(Receiver(Outbox(journal), "r", lambda _: None), "m", FlowControl(None, 60.0, lambda: None), mailboxes.open())
+        feed.tally.hold_id = uuid.uuid4()
+        feed.detach()
+        feeds.append(feed)
+
+    say(feeds[:5], 1000)
+    assert mailboxes.byte_count <= 50 * mailboxes.allowance
+    say(feeds, 200)
+
+    assert all(feed.mailbox is not None and feed.mailbox.byte_count <= mailboxes.allowance for feed in feeds)
+    assert mailboxes.byte_count == sum(feed.mailbox.byte_count for feed in feeds if feed.mailbox is not None) <= 200_000
+    assert feeds[0].tally.usage.delivered_token_count == 1200, "dropped or not, it was delivered"
+
+
+async def test_what_ended_first_is_forgotten_first(journal: UsageJournal) -> None:
+    mailboxes = Mailboxes(journal, bytes_max=65_536, bytes_per_request_max=65_536)
+    keys = [(uuid.uuid4(), uuid.uuid4()) for _ in range(5)]
+    for key in keys:
+        mailbox = mailboxes.open()
+        feed = Feed(Receiver(Outbox(journal), "r", lambda _: None), "m", FlowControl(None, 60.0, lambda: None), mailbox)
+        feed.tally.hold_id = uuid.uuid4()
+        feed.detach()
+        say([feed], 300)
+        feed.end(None)
+        mailboxes.keep(key, feed, mailbox, 60.0)
+
+    there = [mailboxes.find(key) is not None for key in keys]
+    assert there == sorted(there)
+    assert not there[0]
+    assert there[-1]
+    assert mailboxes.byte_count <= 65_536
+    for key in keys:
+        mailboxes._forget(key)  # its timers, too
+    assert mailboxes.byte_count == 0

@@ -1,0 +1,370 @@
+"""What a client does to a stream, wisely or not: credit, stalls, and thousands of random acts. Each request is settled once, all is
+given back, and nobody waits for somebody else's client.
+
+The whole search: `WEIR_TEST_CLIENT_STEPS=10000 pytest -s tests/e2e/test_flow_control.py -k random`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+import uuid
+from collections import defaultdict
+from collections.abc import AsyncIterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import pytest_asyncio
+from google.protobuf.duration_pb2 import Duration
+from grpc import StatusCode
+from weir.v1 import inference_service_pb2 as pb
+from weir.v1 import inference_service_pb2_grpc as pb_grpc
+from weir.v1 import types_pb2
+
+from metering.models import QuotaDimension
+from tests.conftest import new_database
+from tests.metering.invariants import check_invariants
+from tests.service import SMALL_WINDOWS, Inside, Service, Stream, Tenant, bearer, cancel, run_inside, start, until
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+STEPS = int(os.environ.get("WEIR_TEST_CLIENT_STEPS", "400"))
+STALL_MAX_S = 1.0
+OUTBOX_TOKENS = 400
+TIME_SCALE = 0.25  # some 2 ms a token
+KEEP_S = 0.5
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def inside(
+    tmp_path_factory: pytest.TempPathFactory, model: Path, postgres_server: str, template_database: str
+) -> AsyncIterator[Inside]:
+    """A server with little patience, whose engine is simulated."""
+    with new_database(postgres_server, template=template_database) as url, pytest.MonkeyPatch.context() as monkeypatch:
+        service = Service(
+            tmp_path_factory.mktemp("inside"),
+            url,
+            model,
+            engine_device="simulated",
+            simulated_time_scale=TIME_SCALE,
+            client_stall_max_s=STALL_MAX_S,
+            outbox_tokens_per_request_max=OUTBOX_TOKENS,
+            lease_slice_tokens=24,
+        )
+        async with run_inside(service, monkeypatch) as inside:
+            yield inside
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def service(inside: Inside) -> AsyncIterator[Service]:
+    """The service; each test leaves it empty."""
+    yield inside.service
+    await inside.check_empty()
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def tenant(service: Service) -> Tenant:
+    """With limits that count, so that a leak shows."""
+    return await service.tenant({QuotaDimension.TOKENS_PER_MONTH: 10**9, QuotaDimension.CONCURRENT_REQUESTS: 10_000})
+
+
+def credit(request_id: str, token_count: int) -> pb.ClientFrame:
+    """Grant more."""
+    return pb.ClientFrame(request_id=request_id, credit=pb.CreditFrame(token_count=token_count))
+
+
+def attach(request_id: str, after_seq: int = 0) -> pb.ClientFrame:
+    """Receive a request."""
+    return pb.ClientFrame(request_id=request_id, attach=pb.AttachFrame(after_seq=after_seq))
+
+
+def generated(inside: Inside, tenant: Tenant, request_id: str) -> int:
+    """By the engine so far."""
+    request = inside.process.find((tenant.project_id, uuid.UUID(request_id)))
+    return 10**9 if request is None else request.usage.generated_token_count
+
+
+async def test_no_more_is_sent_than_was_granted(inside: Inside, service: Service, tenant: Tenant) -> None:
+    async with service.stream(tenant.secret) as stream:
+        request_id = await stream.begin(max_output_tokens=200, initial_credit_tokens=5)
+        for granted, more in ((5, 7), (12, 1), (13, 30), (43, 1000)):
+            await stream.received(request_id, granted)
+            await until(lambda granted=granted: generated(inside, tenant, request_id) > granted + 20, "more to be there")  # type: ignore[misc]
+            assert len(stream.token_ids(request_id)) == granted
+            await stream.send(credit(request_id, more))
+        finished = await stream.finished(request_id)
+
+    assert finished.reason == types_pb2.FINISH_REASON_LENGTH
+    assert len(stream.token_ids(request_id)) == finished.usage.delivered_token_count == 200
+    assert stream.text(request_id) == service.tokenizer.decode(tuple(stream.token_ids(request_id)))
+    seqs = [delta.seq for delta in stream.of(request_id, "delta")]
+    assert seqs == list(range(1, len(seqs) + 1))
+    assert len(seqs) < 200, "what waited was told together"
+
+
+async def test_one_stalled_request_slows_none_of_a_hundred_on_its_stream(service: Service, tenant: Tenant) -> None:
+    """It is given up in the end, and settled with what its client let be sent."""
+    async with service.stream(tenant.secret) as stream:
+        stalled = await stream.begin(max_output_tokens=3000, initial_credit_tokens=3)
+        await stream.received(stalled, 3)
+        others = [start(max_output_tokens=40) for _ in range(99)]
+        await stream.send(*others)
+        for frame in others:
+            assert (await stream.finished(frame.request_id)).reason == types_pb2.FINISH_REASON_LENGTH
+        finished = await stream.finished(stalled)
+
+    assert finished.reason == types_pb2.FINISH_REASON_SLOW_CONSUMER
+    assert len(stream.token_ids(stalled)) == finished.usage.billed_token_count == 3
+    event = service.books.event(tenant, stalled)
+    assert (event["outcome"], event["delivered_token_count"]) == ("slow_consumer", 3)
+    assert {event["outcome"] for event in service.books.events(tenant)} == {"slow_consumer", "length"}
+
+
+async def test_a_request_that_has_ended_waits_for_credit_no_longer_than_is_said(service: Service, tenant: Tenant) -> None:
+    async with service.stream(tenant.secret) as stream:
+        request_id = await stream.begin(max_output_tokens=10, initial_credit_tokens=4)
+        finished = await stream.finished(request_id)
+
+    assert (finished.reason, finished.usage.delivered_token_count) == (types_pb2.FINISH_REASON_SLOW_CONSUMER, 4)
+
+
+@pytest.mark.parametrize("token_count", [0, -1, -(2**63)])
+async def test_credit_that_is_none_ends_its_request(service: Service, tenant: Tenant, token_count: int) -> None:
+    async with service.stream(tenant.secret) as stream:
+        request_id = await stream.begin(max_output_tokens=3000, initial_credit_tokens=2)
+        await stream.received(request_id, 2)
+        await stream.send(credit(request_id, token_count))
+        refusal = await stream.failed(request_id)
+        await stream.send(credit(request_id, 5), cancel(request_id))  # it has ended: nothing happens
+        unknown = start().request_id
+        await stream.send(credit(unknown, 5))
+        assert (await stream.failed(unknown)).code is StatusCode.NOT_FOUND
+        assert len(stream.ends(request_id)) == 1
+
+    assert (refusal.code, refusal.fields) == (StatusCode.INVALID_ARGUMENT, ["credit.token_count"])
+    assert refusal.frame is not None
+    assert refusal.frame.usage.billed_token_count == service.books.event(tenant, request_id)["billed_token_count"] == 2
+
+
+async def test_initial_credit_below_zero_is_refused(service: Service, tenant: Tenant) -> None:
+    async with service.stream(tenant.secret) as stream:
+        refusal = await stream.failed(await stream.begin(initial_credit_tokens=-1))
+    assert (refusal.code, refusal.fields) == (StatusCode.INVALID_ARGUMENT, ["initial_credit_tokens"])
+
+
+async def test_credit_that_needs_none_changes_nothing(service: Service, tenant: Tenant) -> None:
+    async with service.stream(tenant.secret) as stream:
+        frame = start(max_output_tokens=30)
+        await stream.send(frame, credit(frame.request_id, 1))
+        assert (await stream.finished(frame.request_id)).usage.delivered_token_count == 30
+
+
+async def test_what_is_sent_again_uses_credit_and_counts_no_more(inside: Inside, service: Service, tenant: Tenant) -> None:
+    frame = start(max_output_tokens=40, initial_credit_tokens=10, keep_on_disconnect=seconds(30))
+    async with service.stream(tenant.secret) as stream, service.stream(tenant.secret) as other:
+        await stream.send(frame)
+        await stream.received(frame.request_id, 10)
+        await until(lambda: service.books.events(tenant), "the end, which waits for nobody")
+        await other.send(attach(frame.request_id), credit(frame.request_id, 15))
+        await other.received(frame.request_id, 15)
+        assert other.token_ids(frame.request_id)[:10] == stream.token_ids(frame.request_id)
+        assert [delta.seq for delta in other.of(frame.request_id, "delta")] == list(range(1, 16))
+        assert not other.ends(frame.request_id)
+        await other.send(credit(frame.request_id, 25))
+        finished = await other.finished(frame.request_id)
+    assert finished.usage.delivered_token_count == len(other.token_ids(frame.request_id)) == 40
+    assert service.books.event(tenant, frame.request_id)["billed_token_count"] == 40
+    inside.process.mailboxes._forget((tenant.project_id, uuid.UUID(frame.request_id)))  # so that no later test waits for that
+
+
+def seconds(value: float) -> Duration:
+    """As a message."""
+    duration = Duration()
+    duration.FromTimedelta(timedelta(seconds=value))
+    return duration
+
+
+class Client(Stream):
+    """One stream that may stop reading."""
+
+    def __init__(self, call: Any) -> None:
+        super().__init__(call)
+        self.reads = asyncio.Event()
+        self.reads.set()
+
+    async def read_all(self) -> None:
+        """Take frames until the stream ends, while it reads."""
+        try:
+            while await self._reads_on():
+                pass
+        except (grpc.aio.AioRpcError, asyncio.CancelledError):
+            if not self.call.done():
+                raise
+        finally:
+            self.over = True
+            self._wake()
+
+    async def _reads_on(self) -> bool:
+        await self.reads.wait()
+        message = await self.call.read()
+        if not isinstance(message, pb.GenerateResponse):
+            return False
+        self.take(message)
+        return True
+
+
+class Crowd:
+    """Clients of one project who do anything that the wire lets them do."""
+
+    def __init__(self, service: Service, tenant: Tenant, rng: random.Random, tasks: asyncio.TaskGroup) -> None:
+        self.service = service
+        self.tenant = tenant
+        self.rng = rng
+        self.tasks = tasks
+        self.open: list[Client] = []
+        self.all: list[Client] = []
+        self.starts: list[pb.ClientFrame] = []
+        self.counts: dict[str, int] = defaultdict(int)
+        self.channels: list[grpc.aio.Channel] = []
+
+    def join(self) -> None:
+        """One more stream, on a connection of its own."""
+        channel = grpc.aio.insecure_channel(self.service.address, options=[("grpc.use_local_subchannel_pool", 1), *SMALL_WINDOWS])
+        self.channels.append(channel)
+        client = Client(pb_grpc.InferenceServiceStub(channel).Generate(metadata=bearer(self.tenant.secret)))
+        self.tasks.create_task(client.read_all())
+        self.open.append(client)
+        self.all.append(client)
+
+    def new_start(self) -> pb.ClientFrame:
+        """Short or long, kept or not, with credit or not."""
+        fields: dict[str, Any] = {"max_output_tokens": self.rng.choice((3, 20, 60, 1500))}
+        if self.rng.random() < 0.5:
+            fields["keep_on_disconnect"] = seconds(KEEP_S)
+        if self.rng.random() < 0.3:
+            fields["initial_credit_tokens"] = self.rng.choice((0, 1, 10))
+        if self.rng.random() < 0.2:
+            fields["usage_interval_tokens"] = 7
+        frame = start(**fields)
+        self.starts = [*self.starts[-11:], frame]
+        return frame
+
+    def frames(self) -> list[pb.ClientFrame]:
+        """What one message says: of a new request, or of one of the last dozen, whoever receives it."""
+        rng = self.rng
+        act = rng.choice(("start", "start", "again", "other", "cancel", "attach", "attach", "credit", "both"))
+        self.counts[act] += 1
+        if act == "start" or not self.starts:
+            return [self.new_start()]
+        old = rng.choice(self.starts)
+        match act:
+            case "again":
+                return [old]
+            case "other":
+                return [start(old.request_id, max_output_tokens=4)]
+            case "cancel":
+                return [cancel(old.request_id)]
+            case "attach":
+                seqs = [d.seq for client in self.all[-8:] for d in client.of(old.request_id, "delta")]
+                after_seq = rng.choice((0, max(seqs, default=0), max(seqs, default=0), rng.randrange(60)))
+                return [attach(old.request_id, after_seq), credit(old.request_id, rng.choice((1, 50, 2000)))]
+            case "credit":
+                return [credit(old.request_id, rng.choice((1, 5, 500)))]
+            case _:
+                frame = self.new_start()
+                return [frame, cancel(frame.request_id)]
+
+    async def step(self) -> None:
+        """One act of one client."""
+        rng = self.rng
+        if len(self.open) < 3 or (len(self.open) < 6 and rng.random() < 0.05):
+            self.join()
+        client = rng.choice(self.open)
+        act = rng.random()
+        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError, TimeoutError):
+            if act < 0.80:
+                async with asyncio.timeout(5):  # who does not read is not read either, some time
+                    await client.send(*self.frames())
+            elif act < 0.88:
+                self.counts["disconnect"] += 1
+                client.call.cancel()
+                client.reads.set()
+                self.open.remove(client)
+            elif act < 0.92:
+                self.counts["half-close"] += 1
+                client.reads.set()
+                self.open.remove(client)
+                await client.half_close()
+            elif client.reads.is_set():
+                self.counts["stall"] += 1
+                client.reads.clear()
+            else:
+                client.reads.set()
+        await asyncio.sleep(rng.choice((0.0, 0.0, 0.002, 0.01)))  # moments of every kind
+
+    async def leave(self) -> None:
+        """All of them, one way or the other."""
+        for client in self.all:
+            client.reads.set()
+            if client in self.open and self.rng.random() < 0.5:
+                with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+                    await client.send(*(cancel(frame.request_id) for frame in self.starts))
+                    await client.half_close()
+        await asyncio.sleep(KEEP_S / 5)
+        for client in self.all:
+            client.call.cancel()
+        for channel in self.channels:
+            await channel.close()
+
+
+async def test_random_clients_leave_one_settlement_each_and_nothing_else(inside: Inside, service: Service, tenant: Tenant) -> None:
+    seed = random.randrange(2**32)
+    print(f"seed {seed}, {STEPS} steps")
+    rng = random.Random(seed)
+    async with asyncio.TaskGroup() as tasks:
+        crowd = Crowd(service, tenant, rng, tasks)
+        for _ in range(STEPS):
+            await crowd.step()
+        await crowd.leave()
+    await inside.check_empty()
+    mailboxes = inside.process.mailboxes
+    await until(lambda: not mailboxes.ended_count, "what is kept to be forgotten")
+
+    assert mailboxes.byte_count == 0
+    assert inside.process.relays is not None
+    assert inside.process.relays.running_count == 0
+    events = service.books.events(tenant)
+    billed = {str(event["request_id"]): event["delivered_token_count"] for event in events}
+    assert len(billed) == len(events), "one settlement each"
+    check_frames(crowd.all, billed)
+    used, held = service.books.counters(tenant)["tokens_per_month"]
+    assert (used, held) == (sum(event["input_token_count"] + event["delivered_token_count"] for event in events), 0)
+    check_invariants(service.database_url, all_ended=True)
+    print(dict(crowd.counts), f"{len(crowd.all)} streams, {len(events)} settled, {sum(billed.values())} tokens")
+
+
+def check_frames(clients: list[Client], billed: dict[str, int]) -> None:
+    """On each stream deltas follow each other from where it attached; a number means one delta; what came was billed."""
+    deltas: dict[str, dict[int, pb.DeltaFrame]] = defaultdict(dict)
+    for client in clients:
+        for request_id, received in client.frames.items():
+            expected = 0  # none: nothing may come
+            for frame in received:
+                match frame.WhichOneof("kind"):
+                    case "attached":
+                        expected = frame.attached.after_seq + 1
+                    case "admitted":
+                        expected = expected or 1
+                    case "delta":
+                        assert frame.delta.seq == expected, "no gap, no repetition, nothing after the end"
+                        expected += 1
+                        assert deltas[request_id].setdefault(frame.delta.seq, frame.delta) == frame.delta
+                    case "finished" | "failed" if not frame.failed.duplicate_start:
+                        expected = 0
+    for request_id, by_seq in deltas.items():
+        assert sum(len(delta.token_ids) for delta in by_seq.values()) <= billed[request_id], "what came was billed"
