@@ -269,6 +269,26 @@ async def test_whoever_attaches_may_cancel(here: Service, beside: Service, tenan
     await check_billed_once(here, tenant, frame.request_id, finished.usage.delivered_token_count)
 
 
+async def test_credit_reaches_through_another_process(here: Service, beside: Service, tenant: Tenant) -> None:
+    """By the client that attaches, and by the one whose start turns out to run elsewhere."""
+    frame = kept(200, initial_credit_tokens=4)
+    async with here.stream(tenant.secret) as first, beside.stream(tenant.secret) as second, beside.stream(tenant.secret) as third:
+        await first.send(frame)
+        await first.received(frame.request_id, 4)
+        await second.send(attach(frame.request_id), credit(frame.request_id, 6))
+        await second.received(frame.request_id, 6)
+        await second.send(credit(frame.request_id, 1))
+        await second.received(frame.request_id, 7)
+        await third.send(frame)
+        await third.received(frame.request_id, 4)
+        assert (await second.failed(frame.request_id)).reason == "ATTACHED_ELSEWHERE"
+        assert (len(first.token_ids(frame.request_id)), len(second.token_ids(frame.request_id))) == (4, 7)
+        assert len(third.token_ids(frame.request_id)) == 4
+        await third.send(credit(frame.request_id, 1000))
+        assert (await third.finished(frame.request_id)).usage.delivered_token_count == 200
+    await check_billed_once(here, tenant, frame.request_id, 200)
+
+
 async def test_generation_goes_on_unattended_for_so_long_and_no_longer(inside: Inside, here: Service, tenant: Tenant) -> None:
     frame = kept(3900, keep_s=0.3)
     async with here.stream(tenant.secret) as stream:
