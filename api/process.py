@@ -56,7 +56,7 @@ class Process:
         """Run a request that `find` does not know. Its end comes to the receiver, or to whoever receives it then."""
         request = LiveRequest(caller, start, self, receiver)
         self._live[request] = None
-        self._by_key[caller.payer.project_id, start.request_id] = request
+        self._by_key.setdefault((caller.payer.project_id, start.request_id), request)
         request.run_in(self.admission.tasks)
 
     def find(self, key: Key) -> LiveRequest | None:
@@ -93,7 +93,8 @@ class Process:
         """The same for one that generates, but for what is kept of it. can_be_received: it has left something in the books."""
         self.ended(request)
         key = request.caller.payer.project_id, request.start.request_id
-        self._by_key.pop(key, None)
+        if self._by_key.get(key) is request:
+            del self._by_key[key]
         if (mailbox := request.feed.mailbox) is not None:
             if can_be_received and request.start.keep_s is not None:
                 self.mailboxes.keep(key, request.feed, mailbox, request.start.keep_s)

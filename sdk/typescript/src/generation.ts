@@ -7,6 +7,8 @@ import { Exchange } from "./exchange.js";
 import type { ClientFrame } from "./gen/weir/v1/inference_service_pb.js";
 import type { Admitted, Delta, Event, Partial, Result } from "./values.js";
 
+const OUTPUT_GONE = "OUTPUT_GONE"; // the server's reason: the request runs, and what it has said is not kept
+
 /** Puts an exchange on the shared stream; throws a WeirError if the client does not take it. */
 export type Submit = (exchange: Exchange, frame: ClientFrame) => void;
 
@@ -149,14 +151,14 @@ export class Generation implements AsyncIterable<Delta>, AsyncDisposable {
    * Begins the next attempt after the wait that is due, or makes `error` the end of the request and throws it.
    *
    * Only before the first token, and with the same request id: a refused request left no trace, and one that got in unseen is
-   * answered with ALREADY_EXISTS or ABORTED instead of being run and billed again. That answer to a retry is about our own first
-   * attempt, so the failure of that attempt is what is thrown.
+   * answered with ALREADY_EXISTS, ABORTED or OUTPUT_GONE instead of being run and billed again, or is received. That answer to a
+   * retry is about our own first attempt, so the failure of that attempt is what is thrown.
    */
   private async retryOrThrow(error: WeirError): Promise<void> {
     const waitMs = this.retryWaitMs(error);
     if (waitMs === undefined) {
-      const about = this.failure !== undefined && (error instanceof AlreadyExists || error instanceof Aborted);
-      throw this.fail(about ? this.failure! : error);
+      const about = error instanceof AlreadyExists || error instanceof Aborted || error.reason === OUTPUT_GONE;
+      throw this.fail(about && this.failure !== undefined ? this.failure : error);
     }
     this.failure = error;
     this.attempt += 1;

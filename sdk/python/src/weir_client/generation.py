@@ -16,6 +16,8 @@ from weir_client.connection import RetryPolicy
 from weir_client.exchange import Exchange
 from weir_client.values import Admitted, Delta, Event, Partial, Result
 
+OUTPUT_GONE = "OUTPUT_GONE"  # the server's reason: the request runs, and what it has said is not kept
+
 Submit = Callable[[Exchange, pb.ClientFrame, float | None], None]
 
 
@@ -179,12 +181,13 @@ class AsyncGeneration:
         """Begins the next attempt after the wait that is due, or makes `error` the end of the request and raises it.
 
         Only before the first token, and with the same request id: a refused request left no trace, and one that got in
-        unseen is answered with ALREADY_EXISTS or ABORTED instead of being run and billed again. That answer to a retry is
-        about our own first attempt, so the failure of that attempt is what is raised.
+        unseen is answered with ALREADY_EXISTS, ABORTED or OUTPUT_GONE instead of being run and billed again, or is received.
+        That answer to a retry is about our own first attempt, so the failure of that attempt is what is raised.
         """
         wait_s = self._retry_wait_s(error)
         if wait_s is None:
-            if self._failure is not None and isinstance(error, errors.AlreadyExists | errors.Aborted):
+            about_first = isinstance(error, errors.AlreadyExists | errors.Aborted) or error.reason == OUTPUT_GONE
+            if self._failure is not None and about_first:
                 error = self._failure
             self._error = error
             raise error
