@@ -18,7 +18,7 @@ log = structlog.get_logger(__name__)
 
 
 def statistics_of(process: Process) -> dict[str, Any]:
-    """Admissions, refusals by limit (`dimension/subject`), and each model's queue with what one more short request would wait."""
+    """Admissions, refusals by limit (`dimension/subject`), each model's queue with what one more would wait, and replicas."""
     refusals = process.admission.holds.statistics().refusals
     return {
         "admitted_count": process.admission.admitted_count,
@@ -34,6 +34,10 @@ def statistics_of(process: Process) -> dict[str, Any]:
                 "longest_wait_s": None if queue.longest_wait_s is None else round(queue.longest_wait_s, 3),
             }
             for model, queue in ((model, queue.statistics()) for model, queue in process.queues.items())
+        },
+        "replicas": {
+            report.name: {"state": report.state.value, "live_sequence_count": report.live_sequence_count}
+            for report in process.router.reports()
         },
     }
 

@@ -92,8 +92,19 @@ class Runner(Protocol):
 class EngineCore:
     """Scheduler, runner and sequences of one model. Not thread-safe: one thread calls everything."""
 
-    def __init__(self, options: EngineOptions, on_progress: Callable[[float], None] = lambda fraction: None) -> None:
-        """Load the checkpoint. Raises `CheckpointInvalid`, or `EngineStartFailed` if the device is not there."""
+    def __init__(
+        self,
+        options: EngineOptions,
+        on_progress: Callable[[float], None] = lambda fraction: None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        """Load the checkpoint. clock and sleep, in seconds, are replaced where a simulation's time is not this machine's.
+
+        Raises `CheckpointInvalid`, or `EngineStartFailed` if the device is not there.
+        """
+        self._clock = clock
         config = read_config(options.directory)
         tokenizer = Tokenizer(options.directory)
         self._decoder = TextDecoder(tokenizer.backend, tokenizer.special_token_ids, str(options.directory / "tokenizer.json"))
@@ -123,7 +134,7 @@ class EngineCore:
                 packed_directory=options.packed_directory,
             )
         else:
-            self._runner = SimulatedRunner(options.simulation, tokenizer)
+            self._runner = SimulatedRunner(options.simulation, tokenizer, clock=clock, sleep=sleep)
         self._requests: dict[int, Choices] = {}
         self._events: list[NumberedEvent] = []
         self._step_count = 0
@@ -169,7 +180,7 @@ class EngineCore:
         seed = secrets.randbits(63) if request.sampling.seed is None else request.sampling.seed
         sequence_count = request.choice_count if request.beam_search is None else 1  # beams follow when there is a prompt to share
         model_ends = frozenset() if request.stop.ignore_eos else self._model_end_token_ids
-        arrived_at_s = time.monotonic() if arrived_at_s is None else arrived_at_s
+        arrived_at_s = self._clock() if arrived_at_s is None else arrived_at_s
         sequences = [
             Sequence(
                 number=number,
@@ -199,9 +210,9 @@ class EngineCore:
         choices = self._requests.get(number)
         if choices is not None and choices.beams is not None:
             del self._requests[number]
-            self._events += [(number, event) for event in choices.beams.cancel(self._scheduler, time.monotonic())]
+            self._events += [(number, event) for event in choices.beams.cancel(self._scheduler, self._clock())]
         elif choices is not None:
-            now_s = time.monotonic()
+            now_s = self._clock()
             for sequence in list(choices.running):
                 self._finish(sequence, EngineFinishReason.CANCELLED, "", now_s)
 
@@ -214,12 +225,12 @@ class EngineCore:
         """Compute one step, if there is anything to compute. Returns all events since the last call, in order."""
         if self._requests:
             plan = self._scheduler.schedule(self._pace.prompt_token_count_max())
-            began_s = now_s = time.monotonic()
+            began_s = now_s = self._clock()
             for sequence in plan.entered:
                 self._note_entered(sequence, now_s)
             chosen = self._runner.run(plan)
             self._scheduler.commit(plan)
-            now_s = time.monotonic()
+            now_s = self._clock()
             self._pace.note(plan.decoded_count, plan.token_count - plan.decoded_count, now_s - began_s)
             for sequence, token in chosen.items():
                 if sequence.group is None:

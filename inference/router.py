@@ -135,6 +135,10 @@ class Router:
         counts = [replica_counts(self._engines[share.served]) for share in self._catalog.shares[model]]
         return sum(ready for ready, _ in counts), sum(total for _, total in counts)
 
+    def reports(self) -> list[ReplicaReport]:
+        """How every replica stands, of models that have several."""
+        return [report for engine in self.engines() if isinstance(engine, SeveralReplicas) for report in engine.reports()]
+
     def engines(self) -> list[Engine]:
         """All engines, by the names that they serve."""
         return [self._engines[name] for name in sorted(self._engines)]

@@ -1,0 +1,178 @@
+"""What the choice of a replica is worth: the three policies on one trace, in one run.
+
+    python -m bench.router [--replicas 8] [--conversations 1000] [--rate 10] [--seed 1]
+
+Conversations arrive at random, so many per second. Each belongs to one of twenty applications, whose system prompt it begins with;
+its first turn brings text of its own (500 to 3,000 tokens: a document, a file, search results), the later ones a question each.
+Every turn is answered, and the next one comes after a pause; its prompt is everything so far. Engines are simulated, with the costs
+of Llama 3.3 70B in FP8 on two H200 (`inference/cost_model.py`) and their real schedulers and prefix caches, on a time of their own:
+figures do not depend on how busy this machine is, and the same seed gives the same ones. TTFT is from the request to its first
+token, waiting included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from api.cli.workload import percentile
+from api.settings import DEMO_MODEL_NAME, bundled_models
+from bench.virtual_time import VirtualEngine, VirtualTimeLoop
+from inference.cost_model import CostModel
+from inference.engine import GenerationRequest, SamplingParams, SequenceId, StopCriteria, TokensGenerated
+from inference.fleet.placement import POLICIES
+from inference.fleet.replica import Replica
+from inference.fleet.replica_set import ReplicaSet
+from inference.limits import EngineLimits
+
+APPLICATION_COUNT = 20
+SYSTEM_TOKENS = (500, 2000)
+OWN_TOKENS = (500, 3000)
+QUESTION_TOKENS = (20, 150)
+ANSWER_TOKENS = (30, 120)
+TURNS = (3, 6)
+PAUSE_S = (2.0, 8.0)  # of a person who reads
+TOKEN_IDS = range(300, 2000)  # plain ones of the demo model
+POLICY_ORDER = ("round_robin", "least_loaded", "prefix_aware")
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What a conversation says next, and how long the answer becomes. pause_s: since the answer before."""
+
+    token_ids: tuple[int, ...]
+    answer_token_count: int
+    pause_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Dialogue:
+    """One conversation: when it comes, and its turns. The first one's tokens begin with the application's system prompt."""
+
+    arrives_at_s: float
+    turns: tuple[Turn, ...]
+
+
+@dataclass(slots=True)
+class Seen:
+    """What one policy made of the trace. loads: seconds of computing by replica."""
+
+    ttfts_ms: list[float] = field(default_factory=list)
+    prompt_token_count: int = 0
+    cached_token_count: int = 0
+    loads_s: list[float] = field(default_factory=list)
+
+
+def make_trace(conversation_count: int, per_second: float, seed: int) -> list[Dialogue]:
+    """The same for every policy."""
+    rng = random.Random(seed)
+
+    def tokens(bounds: tuple[int, int]) -> tuple[int, ...]:
+        return tuple(rng.choices(TOKEN_IDS, k=rng.randint(*bounds)))
+
+    systems = [tokens(SYSTEM_TOKENS) for _ in range(APPLICATION_COUNT)]
+    found, now_s = [], 0.0
+    for _ in range(conversation_count):
+        now_s += rng.expovariate(per_second)
+        said = [rng.choice(systems) + tokens(OWN_TOKENS), *(tokens(QUESTION_TOKENS) for _ in range(rng.randint(*TURNS) - 1))]
+        turns = [Turn(each, rng.randint(*ANSWER_TOKENS), rng.uniform(*PAUSE_S)) for each in said]
+        found.append(Dialogue(now_s, tuple(turns)))
+    return found
+
+
+async def converse(replicas: ReplicaSet, dialogue: Dialogue, number: int, seen: Seen) -> None:
+    """One conversation from its arrival to its last answer."""
+    clock = asyncio.get_running_loop().time
+    await asyncio.sleep(dialogue.arrives_at_s)
+    so_far: tuple[int, ...] = ()
+    for index, turn in enumerate(dialogue.turns):
+        if index:
+            await asyncio.sleep(turn.pause_s)
+        so_far += turn.token_ids
+        request = GenerationRequest(
+            SequenceId(f"{number}.{index}"), so_far, SamplingParams(), StopCriteria(turn.answer_token_count, ignore_eos=True)
+        )
+        asked_at_s, answer = clock(), list[int]()
+        async with replicas.generate(request) as stream:
+            async for event in stream:
+                if isinstance(event, TokensGenerated):
+                    if not answer:
+                        seen.ttfts_ms.append((clock() - asked_at_s) * 1e3)
+                    answer += event.token_ids
+        so_far += tuple(answer)
+
+
+async def run_policy(policy: str, trace: Iterable[Dialogue], replica_count: int) -> Seen:
+    """The trace on replicas of its own."""
+    directory: Path = bundled_models()[DEMO_MODEL_NAME]
+    limits = EngineLimits(
+        context_window_tokens=131_072, step_token_count_max=8192, running_sequence_count_max=512, waiting_sequence_count_max=100_000
+    )
+    engines = [VirtualEngine(directory, f"replica {index}", CostModel(), limits) for index in range(replica_count)]
+    replicas = [Replica(engine.model.name, engine) for engine in engines]
+    loop, seen = asyncio.get_running_loop(), Seen()
+    replica_set = ReplicaSet(engines[0].model, replicas, POLICIES[policy](), clock=loop.time)
+    async with asyncio.TaskGroup() as background:
+        background.create_task(replica_set.serve())
+        await replica_set.start()
+        async with asyncio.TaskGroup() as conversations:
+            for number, dialogue in enumerate(trace):
+                conversations.create_task(converse(replica_set, dialogue, number, seen))
+        told = replica_set.statistics()
+        seen.prompt_token_count, seen.cached_token_count = told.prompt_token_count, told.cached_token_count
+        seen.loads_s = [engine.busy_s for engine in engines]
+        await replica_set.close()
+    return seen
+
+
+def measure(trace: list[Dialogue], replica_count: int) -> dict[str, Seen]:
+    """All policies, each in a loop of its own."""
+    found = {}
+    for policy in POLICY_ORDER:
+        with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
+            found[policy] = runner.run(run_policy(policy, trace, replica_count))
+    return found
+
+
+def mean(values: list[float]) -> float:
+    """0 for no values."""
+    return sum(values) / max(len(values), 1)
+
+
+def report(found: dict[str, Seen]) -> str:
+    """A table, and the ratio that matters."""
+    lines = [f"{'policy':<14}{'prefix hits':>12}{'TTFT mean':>12}{'p50':>10}{'p99':>11}{'busiest / mean':>17}"]
+    for policy, seen in found.items():
+        ttfts, load = seen.ttfts_ms, mean(seen.loads_s)
+        lines.append(
+            f"{policy:<14}{seen.cached_token_count / max(seen.prompt_token_count, 1):>12.1%}{mean(ttfts):>9,.0f} ms"
+            f"{percentile(ttfts, 50):>7,.0f} ms{percentile(ttfts, 99):>8,.0f} ms{max(seen.loads_s) / max(load, 1e-9):>17.2f}"
+        )
+    ratio = mean(found["round_robin"].ttfts_ms) / max(mean(found["prefix_aware"].ttfts_ms), 1e-9)
+    lines.append(f"mean TTFT of round_robin is {ratio:.1f} times that of prefix_aware")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Entry point."""
+    parser = argparse.ArgumentParser(description="Compare the policies that place requests on replicas.")
+    parser.add_argument("--replicas", type=int, default=8, help="simulated engines")
+    parser.add_argument("--conversations", type=int, default=1000, help="how many there are")
+    parser.add_argument("--rate", type=float, default=10.0, help="conversations that begin per second")
+    parser.add_argument("--seed", type=int, default=1, help="of the trace")
+    arguments = parser.parse_args()
+    began_s = time.process_time()
+    trace = make_trace(arguments.conversations, arguments.rate, arguments.seed)
+    request_count = sum(len(dialogue.turns) for dialogue in trace)
+    print(f"{arguments.replicas} replicas, {len(trace):,} conversations at {arguments.rate:g}/s, {request_count:,} requests")
+    print(report(measure(trace, arguments.replicas)))
+    print(f"(took {time.process_time() - began_s:.0f} s of this machine's CPU)")
+
+
+if __name__ == "__main__":
+    main()

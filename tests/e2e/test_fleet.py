@@ -1,0 +1,122 @@
+"""A model of two versions under several names and in two regions: whatever it is asked by, it is billed and limited as itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+from weir.v1 import inference_service_pb2 as pb
+from weir.v1 import inference_service_pb2_grpc as pb_grpc
+
+from api.settings import bundled_models
+from metering.models import QuotaDimension, QuotaSubject
+from metering.quotas.quota_admin import set_quota
+from tests.conftest import new_database
+from tests.service import MODEL, Service, bearer, cost_picos, picos, running, wait_for
+
+FLEET = """
+regions: {{eu: [us], us: []}}
+models:
+  {model}:
+    versions:
+      v1: {{directory: {directory}, region: eu}}
+      v2: {{directory: {directory}, region: eu, weight: 1}}
+aliases: {{latest: {model}, next: {model}@v2}}
+"""
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory, model: Path, postgres_server: str, template_database: str) -> Iterator[Service]:
+    """A service of its own, in the region eu."""
+    home = tmp_path_factory.mktemp("fleet")
+    file = home / "fleet.yaml"
+    file.write_text(FLEET.format(model=MODEL, directory=model))
+    with new_database(postgres_server, template=template_database) as url:
+        service = Service(home / "home", url, model, models=bundled_models(), fleet_file=str(file), region="eu")
+        with running(service):
+            wait_for(
+                lambda: service.serving(f"engine/{MODEL}@v1") and service.serving(f"engine/{MODEL}@v2"), "both versions to load"
+            )
+            yield service
+            assert service.stop() == 0, service.log[-4000:]
+        assert service.books.held_hold_count() == 0
+
+
+@pytest.mark.parametrize("name", [MODEL, "latest", "next", f"{MODEL}@v1"])
+async def test_a_request_is_billed_as_the_model_whatever_it_was_called(fleet: Service, name: str) -> None:
+    tenant = await fleet.tenant()
+    async with fleet.stream(tenant.secret) as stream:
+        request_id = await stream.begin(model=name)
+        finished = await stream.finished(request_id)
+        count = len(stream.token_ids(request_id))
+    async with fleet.channel() as channel:
+        asked = pb.GetGenerationRequest(request_id=request_id)
+        answer = await pb_grpc.InferenceServiceStub(channel).GetGeneration(asked, metadata=bearer(tenant.secret))
+
+    assert answer.generation.model == MODEL
+    assert fleet.books.event(tenant, request_id)["model"] == MODEL
+    assert (finished.usage.billed_token_count, finished.migration_count) == (count, 0)
+    assert picos(finished.cost) == picos(answer.generation.cost) == cost_picos(finished.usage)
+
+
+async def test_a_quota_for_a_model_holds_whatever_it_is_called(fleet: Service) -> None:
+    tenant = await fleet.tenant()
+    async with fleet.session() as session:
+        await set_quota(
+            session,
+            subject=QuotaSubject.ORGANIZATION,
+            subject_ref=tenant.name,
+            model=MODEL,
+            dimension=QuotaDimension.REQUESTS_PER_MINUTE,
+            limit_value=3,
+            actor="test",
+        )
+    async with fleet.stream(tenant.secret) as stream:
+        for name in ("latest", "next", f"{MODEL}@v1"):
+            await stream.finished(await stream.begin(model=name, max_output_tokens=1))
+        refusal = await stream.failed(await stream.begin(model="latest", max_output_tokens=1))
+
+    assert refusal.reason == "QUOTA_EXCEEDED"
+
+
+async def test_a_key_that_is_limited_to_a_model_may_call_it_by_all_its_names(fleet: Service) -> None:
+    tenant = await fleet.tenant()
+    _, secret = await fleet.new_key(tenant, models=[MODEL])
+    _, other = await fleet.new_key(tenant, models=["another"])
+    async with fleet.stream(secret) as stream:
+        for name in (MODEL, "latest", f"{MODEL}@v2"):
+            await stream.finished(await stream.begin(model=name, max_output_tokens=1))
+    async with fleet.stream(other) as stream:
+        for name in (MODEL, "latest", f"{MODEL}@v2"):
+            assert (await stream.failed(await stream.begin(model=name))).reason == "MODEL_NOT_ALLOWED"
+
+
+async def test_names_and_regions_that_are_unknown_are_told_with_those_that_are_known(fleet: Service) -> None:
+    tenant = await fleet.tenant()
+    async with fleet.stream(tenant.secret) as stream:
+        unknown = await stream.failed(await stream.begin(model=f"{MODEL}@v9"))
+        nowhere = await stream.failed(await stream.begin(region="mars"))
+        away = await stream.failed(await stream.begin(region="us"))
+        near = await stream.finished(await stream.begin(region="eu"))
+
+    assert (unknown.code, unknown.reason) == (grpc.StatusCode.NOT_FOUND, "MODEL_UNKNOWN")
+    assert "latest, next, tiny" in unknown.status.message
+    assert (nowhere.code, nowhere.fields) == (grpc.StatusCode.INVALID_ARGUMENT, ["region"])
+    assert "known are: eu, us" in nowhere.status.message
+    assert away.code == grpc.StatusCode.UNAVAILABLE, "what is to run in us must not run elsewhere"
+    assert near.usage.billed_token_count == 20
+
+
+async def test_the_list_of_models_tells_names_versions_and_replicas(fleet: Service) -> None:
+    tenant = await fleet.tenant()
+    async with fleet.client(tenant.secret) as client:
+        [listed] = await client.list_models()
+        counted = await client.count_tokens("latest", "Hi")
+
+    assert (listed.name, listed.aliases) == (MODEL, ("latest", "next"))
+    assert [(each.version, each.share) for each in listed.versions] == [("v1", 0.5), ("v2", 0.5)]
+    assert (listed.ready_replica_count, listed.replica_count) == (2, 2)
+    assert listed.price is not None
+    assert counted.input_token_count > 0

@@ -1,0 +1,471 @@
+"""Where sequences are put: never where nothing may go, and the books of every replica are right at every moment."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from inference.engine import (
+    EngineCondition,
+    EngineFinishReason,
+    EngineState,
+    EngineStatistics,
+    EngineTimings,
+    GenerationRequest,
+    ModelInfo,
+    Scheduled,
+    SequenceEvent,
+    SequenceFinished,
+    SequenceStream,
+    TokensGenerated,
+)
+from inference.errors import EngineError, EngineFailed, EngineOverloaded, EngineUnavailable
+from inference.fleet.breaker import BreakerLimits, BreakerState, CircuitBreaker
+from inference.fleet.placement import POLICIES, LeastLoaded, PrefixAware, RoundRobin
+from inference.fleet.prefixes import SentPrefixes, prefix_keys
+from inference.fleet.replica import Replica, ReplicaState
+from inference.fleet.replica_set import ReplicaSet
+from inference.fleet.set_statistics import SetStatistics
+from inference.sequence_stream import BufferedStream
+from tests.inference.running import make_request
+
+MODEL = ModelInfo("m", "", "", 4096, 1000, "", continues_output=True)
+LIMITS = BreakerLimits(failure_count_max=2, pause_s_min=5.0, pause_s_max=20.0)
+SYSTEM = tuple(range(100, 164))  # four blocks that prompts share
+
+
+class Puppet:
+    """An engine that does what a test says. cached: what it says of every prompt."""
+
+    def __init__(self) -> None:
+        self.model = MODEL
+        self.state = EngineState.READY
+        self.is_full = False
+        self.cached_token_count: int | None = None
+        self.kv_block_count = 0
+        self.streams: dict[int, BufferedStream] = {}
+        self.requests: list[GenerationRequest] = []
+        self.started = asyncio.Event()
+
+    async def serve(self) -> None:
+        """Nothing of its own runs."""
+
+    async def start(self) -> None:
+        """When the test says so."""
+        await self.started.wait()
+        self.state = EngineState.READY
+
+    @contextlib.asynccontextmanager
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[SequenceStream]:
+        """See `Engine.generate`."""
+        if self.state is not EngineState.READY:
+            raise EngineUnavailable("away", 1.0)
+        if self.is_full:
+            raise EngineOverloaded("full", 2.0)
+        number = len(self.requests)
+        self.requests.append(request)
+        stream = self.streams[number] = BufferedStream(number, request, lambda each: None)
+        try:
+            yield stream
+        finally:
+            del self.streams[number]
+
+    def lose(self) -> None:
+        """Die."""
+        self.state = EngineState.RESTARTING
+        for stream in self.streams.values():
+            stream.fail(EngineFailed("killed"))
+
+    def predict_cached_token_count(self, prompt_token_ids: tuple[int, ...], cache_salt: str) -> int:
+        """What the test says; by default everything."""
+        return len(prompt_token_ids) if self.cached_token_count is None else self.cached_token_count
+
+    def statistics(self) -> EngineStatistics:
+        """See `Engine`."""
+        return EngineStatistics(kv_block_count_total=self.kv_block_count)
+
+    def healthy(self) -> bool:
+        """See `Engine`."""
+        return self.state is EngineState.READY
+
+    def condition(self) -> EngineCondition:
+        """See `Engine`."""
+        return EngineCondition(self.state, retry_after_s=1.0, reason="test")
+
+    async def close(self) -> None:
+        """See `Engine`."""
+        self.state = EngineState.CLOSED
+
+
+class Clock:
+    """Time that a test moves."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def make_set(count: int, **options: Any) -> tuple[ReplicaSet, list[Puppet], Clock]:
+    """Replicas `r0`, `r1`, …"""
+    clock, puppets = Clock(), [Puppet() for _ in range(count)]
+    regions = options.pop("regions", [""] * count)
+    replicas = [Replica(f"r{index}", puppet, regions[index], LIMITS) for index, puppet in enumerate(puppets)]
+    return ReplicaSet(MODEL, replicas, clock=clock, **({"recovery_wait_s": 0.0} | options)), puppets, clock
+
+
+def finished(token_count: int) -> SequenceFinished:
+    """An end."""
+    return SequenceFinished(EngineFinishReason.STOP, "", 1, 0, token_count, EngineTimings(0, 0, 0))
+
+
+class PlacingMachine(RuleBasedStateMachine):
+    """Sequences come, progress, end, are left and lost, while replicas die, fill up, drain and come back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loop = asyncio.new_event_loop()
+        self.open: list[tuple[contextlib.AsyncExitStack, SequenceStream]] = []
+
+    @initialize(count=st.integers(1, 4), policy=st.sampled_from(sorted(POLICIES)))
+    def make(self, count: int, policy: str) -> None:
+        self.set, self.puppets, self.clock = make_set(count, policy=POLICIES[policy]())
+
+    def teardown(self) -> None:
+        for stack, _ in self.open:
+            self.loop.run_until_complete(stack.aclose())
+        self.open.clear()
+        if hasattr(self, "set"):
+            assert all(report.outstanding_token_count == 0 for report in self.set.reports())
+            assert all(report.live_sequence_count == 0 for report in self.set.reports())
+        self.loop.close()
+
+    def usable(self) -> list[str]:
+        """Who may get something, by the machine's own reckoning."""
+        return [report.name for report in self.set.reports() if report.state is ReplicaState.READY or self.may_probe(report.name)]
+
+    def may_probe(self, name: str) -> bool:
+        replica = self.set.replicas[int(name[1:])]
+        half_open = replica.breaker.state(self.clock.now_s) is BreakerState.HALF_OPEN
+        return half_open and replica.engine.healthy() and not replica.is_draining and replica.breaker.admits(self.clock.now_s)
+
+    @rule(kind=st.integers(0, 5), output=st.integers(1, 400))
+    def begin(self, kind: int, output: int) -> None:
+        usable = [name for name in self.usable() if not self.puppets[int(name[1:])].is_full]
+        before = [len(puppet.requests) for puppet in self.puppets]
+        stack = contextlib.AsyncExitStack()
+        request = make_request([*SYSTEM, *range(kind * 40, kind * 40 + 40)], output)
+        try:
+            stream = self.loop.run_until_complete(stack.enter_async_context(self.set.generate(request)))
+        except EngineError:
+            assert not usable, "it was refused although somebody could take it"
+            return
+        [index] = [index for index, puppet in enumerate(self.puppets) if len(puppet.requests) > before[index]]
+        assert f"r{index}" in usable
+        self.open.append((stack, stream))
+
+    @precondition(lambda self: self.open)
+    @rule(which=st.integers(0, 50), tokens=st.integers(1, 30), ends=st.booleans(), reads=st.booleans())
+    def progress(self, which: int, tokens: int, ends: bool, reads: bool) -> None:
+        """Events of one sequence; it ends, or is left."""
+        stack, stream = self.open[which % len(self.open)]
+        buffered = [each for puppet in self.puppets for each in puppet.streams.values()]
+        mine = [each for each in buffered if self.reads_from(stream, each)]
+        if mine and reads and not mine[0].ended:
+            events: list[SequenceEvent] = [] if mine[0].scheduled else [Scheduled(32)]
+            events.append(TokensGenerated(tuple(range(tokens)), "x"))
+            events += [finished(tokens)] if ends else []
+            for event in events:
+                mine[0].put(event)
+            for _ in events:
+                self.loop.run_until_complete(anext(aiter(stream)))
+        if ends or not reads:
+            self.open.pop(which % len(self.open))
+            self.loop.run_until_complete(stack.aclose())
+
+    def reads_from(self, stream: SequenceStream, buffered: BufferedStream) -> bool:
+        attempt = vars(stream).get("_attempt")
+        return attempt is not None and attempt.stream is buffered
+
+    @rule(which=st.integers(0, 3))
+    def lose(self, which: int) -> None:
+        """An engine dies, and everybody who reads from it finds out."""
+        puppet = self.puppets[which % len(self.puppets)]
+        hit = [each for each in self.open if any(self.reads_from(each[1], mine) for mine in puppet.streams.values())]
+        puppet.lose()
+        for each in hit:
+            stack, stream = each
+            buffered = vars(stream)["_attempt"].stream
+            if buffered.ended and not vars(buffered)["_failure"]:
+                continue
+            with contextlib.suppress(EngineError):
+                self.loop.run_until_complete(self.notice(stream))
+            if vars(stream)["_ended"]:
+                self.open.remove(each)
+                self.loop.run_until_complete(stack.aclose())
+
+    async def notice(self, stream: SequenceStream) -> None:
+        """Read until it has moved, and then stop waiting for more."""
+        waiting = asyncio.ensure_future(anext(aiter(stream)))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        waiting.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await waiting
+
+    @rule(which=st.integers(0, 3), full=st.booleans())
+    def fill(self, which: int, full: bool) -> None:
+        self.puppets[which % len(self.puppets)].is_full = full
+
+    @rule(which=st.integers(0, 3))
+    def restart(self, which: int) -> None:
+        self.puppets[which % len(self.puppets)].state = EngineState.READY
+
+    @rule(which=st.integers(0, 3), draining=st.booleans())
+    def drain(self, which: int, draining: bool) -> None:
+        self.set.replicas[which % len(self.puppets)].is_draining = draining
+
+    @rule(seconds=st.sampled_from([0.5, 6.0, 25.0]))
+    def wait(self, seconds: float) -> None:
+        self.clock.now_s += seconds
+
+    @invariant()
+    def books_are_right(self) -> None:
+        for report, puppet in zip(self.set.reports() if hasattr(self, "set") else (), getattr(self, "puppets", ()), strict=True):
+            assert report.live_sequence_count == len(puppet.streams)
+            assert (report.outstanding_token_count > 0) == (report.live_sequence_count > 0)
+
+
+TestPlacing = PlacingMachine.TestCase
+TestPlacing.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+
+
+async def place(replica_set: ReplicaSet, stack: contextlib.AsyncExitStack, request: GenerationRequest, **said: int) -> str:
+    """Where a request goes; said: what its engine tells then."""
+    before = {report.name: report.live_sequence_count for report in replica_set.reports()}
+    stream = await stack.enter_async_context(replica_set.generate(request))
+    [name] = [report.name for report in replica_set.reports() if report.live_sequence_count > before[report.name]]
+    if said:
+        buffered = vars(stream)["_attempt"].stream
+        buffered.put(Scheduled(said["cached"]))
+        buffered.put(TokensGenerated((1,), "x"))
+        async for event in stream:
+            if isinstance(event, TokensGenerated):
+                break
+    return name
+
+
+def prompted(*own: int, output: int = 10, salt: str = "") -> GenerationRequest:
+    """The shared beginning, and tokens of its own."""
+    return make_request([*SYSTEM, *own], output, cache_salt=salt)
+
+
+async def test_round_robin_gives_to_each_in_turn() -> None:
+    replica_set, _, _ = make_set(3, policy=RoundRobin())
+    async with contextlib.AsyncExitStack() as stack:
+        assert [await place(replica_set, stack, prompted(1)) for _ in range(6)] == ["r0", "r1", "r2"] * 2
+
+
+async def test_least_loaded_gives_to_whom_has_the_fewest_tokens_to_compute() -> None:
+    replica_set, _, _ = make_set(2, policy=LeastLoaded())
+    async with contextlib.AsyncExitStack() as stack:
+        assert await place(replica_set, stack, make_request(range(7, 307), 10)) == "r0"
+        assert [await place(replica_set, stack, make_request(range(7, 57), 10)) for _ in range(3)] == ["r1"] * 3
+
+
+async def test_a_prefix_stays_with_its_replica_until_that_has_too_much_to_do() -> None:
+    """What is saved is weighed against what is outstanding, token for token."""
+    replica_set, _, _ = make_set(2, policy=PrefixAware())
+    async with contextlib.AsyncExitStack() as stack:
+        first = await place(replica_set, stack, prompted(1, 2))
+        await stack.aclose()
+        # 64 cached tokens are worth as much as 64 outstanding ones: each of these has 2 of prompt and 10 of output.
+        placed = [await place(replica_set, stack, prompted(1, 2)) for _ in range(12)]
+
+    assert placed[:5] == [first] * 5
+    other = {"r0": "r1", "r1": "r0"}[first]
+    assert other in placed, "a hot prefix does not overload one replica"
+
+
+async def test_prefixes_of_one_salt_say_nothing_of_another() -> None:
+    replica_set, _, _ = make_set(2, policy=PrefixAware())
+    async with contextlib.AsyncExitStack() as stack:
+        first = await place(replica_set, stack, prompted(1, salt="a"))
+    async with contextlib.AsyncExitStack() as stack:
+        assert await place(replica_set, stack, prompted(1, salt="b")) != first, "equal cost: the other one's turn"
+    async with contextlib.AsyncExitStack() as stack:
+        assert await place(replica_set, stack, prompted(1, salt="a")) == first
+
+
+async def test_an_engine_that_says_its_cache_is_gone_is_believed() -> None:
+    """Before a sequence is placed, when it has served one, and when it was away. The other replica has half of the prompt."""
+    long = make_request(range(300, 700), 5)
+    keys = prefix_keys(long.prompt_token_ids, "")
+    for says_so in ("before", "after", "by being away"):
+        replica_set, puppets, _ = make_set(2, policy=PrefixAware())
+        whole, half = (replica.prefixes for replica in replica_set.replicas)
+        for prefixes, count in ((whole, len(keys)), (half, len(keys) // 2)):
+            prefixes.sent(keys[:count])
+            prefixes.computed(keys[:count])
+        async with contextlib.AsyncExitStack() as stack:
+            match says_so:
+                case "before":
+                    puppets[0].cached_token_count = 0
+                case "after":
+                    assert await place(replica_set, stack, long, cached=0) == "r0"
+                    assert whole.find(keys).block_count == len(keys), "it has computed all of it now"
+                    whole.found_missing(whole.find(keys), 0)
+                case _:
+                    assert replica_set.healthy()
+                    puppets[0].state = EngineState.RESTARTING
+                    assert replica_set.healthy()
+                    puppets[0].state = EngineState.READY
+            assert await place(replica_set, stack, long) == "r1"
+
+
+def test_what_was_used_before_a_missing_block_is_missing_too() -> None:
+    prefixes = SentPrefixes()
+    old, gone, new = ((index, index + 1, index + 2) for index in (10, 20, 30))
+    for keys in (old, gone, new):
+        prefixes.sent(keys)
+    found = prefixes.find(gone)
+    assert found.computed == (), "nobody has said yet that they were computed"
+    assert not prefixes.found_missing(found, 0)
+    assert prefixes.find(gone).block_count == 3
+
+    for keys in (old, gone, new):
+        prefixes.computed(keys)
+    many = tuple(range(100, 120))
+    prefixes.sent(many)
+    prefixes.computed(many)
+    assert not prefixes.found_missing(prefixes.find(many), 20 * 16 - 128), "engines count in blocks of up to 128 tokens"
+    prefixes.sent(new)
+    assert prefixes.found_missing(prefixes.find(many), 0)
+    assert [prefixes.find(keys).block_count for keys in (old, gone, many, new)] == [0, 0, 8, 3]
+
+
+def test_the_index_is_bounded_and_forgets_the_least_recently_used() -> None:
+    prefixes = SentPrefixes(block_count_max=6)
+    prefixes.sent((1, 2, 3))
+    prefixes.sent((4, 5, 6))
+    prefixes.sent((1, 2, 3))
+    prefixes.sent((7, 8))
+
+    assert len(prefixes) == 6
+    assert [prefixes.find(keys).block_count for keys in ((1, 2, 3), (4, 5, 6), (7, 8))] == [3, 1, 2], "a head outlives its tail"
+
+
+def test_a_breaker_opens_after_failures_in_a_row_and_probes_with_one() -> None:
+    breaker = CircuitBreaker(LIMITS)
+    breaker.failed(began_at_s=0.0, now_s=1.0)
+    for _ in range(40):
+        breaker.failed(began_at_s=0.5, now_s=1.0)  # the other streams of the process that died
+    assert breaker.state(1.0) is BreakerState.CLOSED
+    breaker.failed(began_at_s=2.0, now_s=3.0)
+    assert breaker.state(7.9) is BreakerState.OPEN
+    assert breaker.wait_s(7.0) == 1.0
+    assert not breaker.admits(7.9)
+
+    assert breaker.state(8.0) is BreakerState.HALF_OPEN
+    assert breaker.begun(8.0)
+    assert not breaker.admits(8.0), "one probe at a time"
+    breaker.told_nothing()
+    assert breaker.begun(8.5)
+    breaker.failed(began_at_s=8.5, now_s=9.0)
+    assert breaker.wait_s(9.0) == 10.0, "twice as long"
+    assert breaker.begun(19.0)
+    breaker.succeeded()
+    assert breaker.state(19.0) is BreakerState.CLOSED
+    breaker.failed(began_at_s=20.0, now_s=21.0)
+    assert breaker.admits(21.0), "a success begins the count anew"
+
+
+async def test_a_drain_ends_with_the_last_sequence_and_nothing_new_comes() -> None:
+    replica_set, _, _ = make_set(2, policy=RoundRobin())
+    async with asyncio.timeout(60), contextlib.AsyncExitStack() as stack:
+        assert await place(replica_set, stack, prompted(1)) == "r0"
+        async with asyncio.TaskGroup() as tasks:
+            draining = tasks.create_task(replica_set.drain("r0"))
+            await asyncio.sleep(0)
+            assert [await place(replica_set, stack, prompted(1)) for _ in range(3)] == ["r1"] * 3
+            assert not draining.done()
+            assert [report.state for report in replica_set.reports()] == [ReplicaState.DRAINING, ReplicaState.READY]
+            await stack.aclose()
+    async with contextlib.AsyncExitStack() as stack:
+        replica_set.resume("r0")
+        assert await place(replica_set, stack, prompted(1)) == "r0"
+    await replica_set.drain("r1")
+    with pytest.raises(KeyError):
+        await replica_set.drain("r7")
+
+
+async def test_a_request_goes_to_the_first_region_that_takes_it_and_to_no_other_than_its_own() -> None:
+    replica_set, puppets, _ = make_set(4, regions=["eu", "eu", "us", ""], policy=RoundRobin())
+    puppets[3].state = EngineState.CLOSED
+
+    async def placed(*regions: str) -> str:
+        async with contextlib.AsyncExitStack() as stack:
+            return await place(replica_set, stack, replace(prompted(1), regions=regions))
+
+    assert {await placed("eu", "us") for _ in range(6)} == {"r0", "r1"}
+    assert await placed("us") == "r2"
+    puppets[0].lose()
+    puppets[1].is_full = True
+    assert await placed("eu", "us") == "r2"
+    with pytest.raises(EngineOverloaded):
+        await placed("eu")
+    puppets[1].lose()
+    with pytest.raises(EngineUnavailable, match="the first is restarting"):
+        await placed("eu")
+    puppets[3].state = EngineState.READY
+    assert await placed("eu") == "r3", "what is nowhere in particular is everywhere"
+
+
+async def test_a_set_is_started_as_soon_as_one_replica_is() -> None:
+    replica_set, puppets, _ = make_set(3, warm_count=2)
+    for puppet in puppets:
+        puppet.state = EngineState.LOADING
+    async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
+        serving = tasks.create_task(replica_set.serve())
+        starting = tasks.create_task(replica_set.start())
+        await asyncio.sleep(0)
+        assert not replica_set.healthy()
+        assert replica_set.condition().state is EngineState.LOADING
+        puppets[1].started.set()
+        await starting
+        assert replica_set.healthy()
+        assert [report.state for report in replica_set.reports()] == [
+            ReplicaState.LOADING,
+            ReplicaState.READY,
+            ReplicaState.LOADING,
+        ]
+        puppets[0].started.set()
+        await serving
+        assert puppets[2].state is EngineState.LOADING, "beyond those that are kept warm"
+        await replica_set.close()
+    assert replica_set.condition().state is EngineState.CLOSED
+
+
+def test_statistics_are_sums_and_steps_the_mean_pace_of_those_that_work() -> None:
+    together = SetStatistics(3)
+
+    def told(*steps: int, running: tuple[int, ...] = (1, 1, 0)) -> list[EngineStatistics]:
+        return [
+            EngineStatistics(step_count=count, running_sequence_count=busy, kv_block_count_total=10)
+            for count, busy in zip(steps, running, strict=True)
+        ]
+
+    assert together.sum_of(told(4, 4, 0), 3, (0, 0)).step_count == 4
+    summed = together.sum_of(told(8, 6, 0), 2, (1, 2))
+    assert (summed.step_count, summed.running_sequence_count, summed.kv_block_count_total) == (7, 2, 30)
+    assert (summed.replica_count, summed.migration_count, summed.replacement_count) == (2, 1, 2)
+    assert together.sum_of(told(9, 1, 0), 2, (1, 2)).step_count == 8, "the second was started anew"
