@@ -9,11 +9,13 @@ from pathlib import Path
 
 import grpc
 import pytest
+from aiohttp import web
 from grpc import StatusCode
 from weir_client import AsyncClient, Unavailable
 from weir_client.tls import TlsOptions
 
 from api.cli.failures import explain
+from api.openai.listener import Listener
 from api.setting_values import SettingInvalid
 from api.settings import Settings
 from api.tls import Tls, open_tls
@@ -164,6 +166,37 @@ async def test_other_servers_of_the_process_take_the_same_certificate(world: Wor
         assert (said, shown) == (b"here", ssl.PEM_cert_to_DER_cert(renewed.pem.decode()))
         assert (await ask(port, trusting))[0] == b""
         assert await presented(address) == renewed.pem.decode()
+
+
+async def test_openais_clients_are_listened_to_by_the_same_certificates(world: World) -> None:
+    async def handle(request: web.BaseRequest) -> web.Response:
+        return web.Response(text="well")
+
+    listener = Listener(handle, Settings(), Tls(world.certificate, world.key, world.client_ca))
+    port = listener.bind(("127.0.0.1", 0))
+    await listener.start()
+    told: list[bytes] = []
+    for shown in (world.client, None):
+        context = ssl.create_default_context(cadata=world.authority.pem.decode())
+        if shown is not None:
+            context.load_cert_chain(*shown.write(world.directory, "shown"))
+        try:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context)
+            writer.write(b"GET / HTTP/1.1\r\nhost: weir\r\nconnection: close\r\n\r\n")
+            told.append(await reader.read())
+            writer.close()
+        except OSError:
+            told.append(b"")
+    await listener.stop()
+
+    assert [answer.endswith(b"well") for answer in told] == [True, False]
+
+
+def test_a_door_for_openais_clients_is_in_the_clear_for_nobody_else_either() -> None:
+    with pytest.raises(SettingInvalid, match="WEIR_OPENAI_LISTEN"):
+        open_tls(Settings(openai_listen="0.0.0.0:9443"))
+    assert open_tls(Settings(openai_listen="0.0.0.0:9443", allow_plaintext=True)) is None
+    assert open_tls(Settings(openai_listen="127.0.0.1:9443")) is None
 
 
 def test_files_that_cannot_be_used_are_refused_at_start_by_name(world: World) -> None:

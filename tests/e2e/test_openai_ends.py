@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 import openai
 import pytest
 import pytest_asyncio
+from structlog.testing import capture_logs
 
 from api.errors import Draining
 from api.live import LiveRequest
@@ -221,9 +222,10 @@ async def test_who_does_not_come_to_the_point_is_hung_up_on(service: Service) ->
 
 async def test_connections_are_bounded_and_come_back(service: Service) -> None:
     tenant = await service.tenant()
-    lines = [await dial(service) for _ in range(CONNECTIONS + 1)]
-
-    assert await lines[-1].ended() == b""
+    with capture_logs() as logs:
+        lines = [await dial(service) for _ in range(CONNECTIONS + 1)]
+        assert await lines[-1].ended() == b""
+    assert "http_connection_refused" in {entry["event"] for entry in logs}
     for line in lines:
         line.writer.close()
 
