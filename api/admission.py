@@ -111,6 +111,10 @@ class Lease:
         """Why no more tokens may leave under this hold, whatever is leased; None while they may."""
         return self._admission.holds.lapse(self.admitted.hold_id)
 
+    def allow(self, max_output_token_count: int) -> None:
+        """The request may have so many output tokens in all, if it could not have more before."""
+        self._max_output_token_count = max(self._max_output_token_count, max_output_token_count)
+
     async def cover(self, token_count: int) -> None:
         """Make sure that so many output tokens in all may be delivered; returns at once where they are leased already.
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+from weir.v1 import inference_service_pb2 as pb
+
 from api.errors import FieldViolation, InvalidRequest
 from api.feed import Feed
 from api.receiver import Receiver
@@ -15,12 +17,19 @@ from metering.operations import Outcome
 class Attendance:
     """The `Source` of a request while it runs. stop: ends it for a reason, with what else to tell; the first one stands."""
 
-    def __init__(self, feed: Feed, keep_s: float | None, stop: Callable[[Outcome, Exception | None], None]) -> None:
+    def __init__(
+        self,
+        feed: Feed,
+        keep_s: float | None,
+        stop: Callable[[Outcome, Exception | None], None],
+        update: Callable[[pb.UpdateFrame], None],
+    ) -> None:
         """keep_s: how long it goes on unattended; None: not at all."""
         self.feed = feed
         self.stopping = False
         self._keep_s = keep_s
         self._stop = stop
+        self._update = update
         self._unattended: asyncio.TimerHandle | None = None
         if feed.receiver is not None:
             feed.receiver.source = self
@@ -36,6 +45,10 @@ class Attendance:
             self._stop(Outcome.FAILED, InvalidRequest([wrong]))
         else:
             self.feed.grant(token_count)
+
+    def update(self, message: pb.UpdateFrame) -> None:
+        """Change its limits, and tell the client what holds from now on."""
+        self._update(message)
 
     def attach(self, receiver: Receiver, after_seq: int, credit_token_count: int) -> None:
         """From now on this one receives it. Raises: OutputGone; RequestInFlight if it is just being ended."""

@@ -268,6 +268,12 @@ class EngineLostMidway(ApiError):
         self.delivered_token_count = delivered_token_count
 
 
+class NotAdmittedYet(ApiError):
+    """The limits of a request are changed before it has been admitted with those that it was started with."""
+
+    reason = "NOT_ADMITTED_YET"
+
+
 class CancelledEarly(ApiError):
     """The client cancelled before the request was admitted."""
 
@@ -335,6 +341,7 @@ CODES: tuple[tuple[type[Exception], int], ...] = (
     (metering_errors.RequestIdReused, code_pb2.ALREADY_EXISTS),
     (metering_errors.RequestSettled, code_pb2.ALREADY_EXISTS),
     (metering_errors.AlreadyExists, code_pb2.ALREADY_EXISTS),
+    (NotAdmittedYet, code_pb2.FAILED_PRECONDITION),
     (metering_errors.PriceMissing, code_pb2.FAILED_PRECONDITION),
     (metering_errors.KeyRevoked, code_pb2.FAILED_PRECONDITION),
     (metering_errors.MonthClosed, code_pb2.FAILED_PRECONDITION),

@@ -185,6 +185,9 @@ class Feed:
     def stop(self, outcome: Outcome) -> None:
         """It has ended."""
 
+    def update(self, message: pb.UpdateFrame) -> None:
+        """It has ended."""
+
     def leave(self, receiver: Receiver, outcome: Outcome) -> None:
         """The stream is gone."""
         if self.receiver is receiver:

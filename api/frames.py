@@ -11,6 +11,7 @@ from weir.v1 import types_pb2
 from api import wire
 from api.admission import Lease
 from api.outbox import UsageSoFar
+from api.output_limits import OutputLimits
 from api.quota_wire import quota_statuses
 from api.receipt_wire import receipt_messages
 from inference.engine import EngineCondition, TokenLogprobs
@@ -75,6 +76,16 @@ def usage(so_far: UsageSoFar, delivered_token_count: int, prices: TokenPrices) -
         billed_token_count=delivered_token_count,
     )
     return pb.ServerFrame(usage=pb.UsageFrame(usage=counts, cost=wire.money(prices.currency_code, cost)))
+
+
+def updated(limits: OutputLimits | None, refusal: status_pb2.Status | None) -> pb.ServerFrame:
+    """The answer to a change of limits. limits: those that hold now; None: there are none yet. refusal: why nothing was changed."""
+    frame = pb.UpdatedFrame(refusal=refusal)
+    if limits is not None:
+        frame.max_output_tokens = limits.asked_token_count_max
+        if limits.max_cost is not None:
+            frame.max_cost.CopyFrom(wire.money(limits.max_cost.currency_code, limits.max_cost.picos))
+    return pb.ServerFrame(updated=frame)
 
 
 def attached(after_seq: int, last_seq: int, so_far: UsageSoFar, *, running: bool) -> pb.ServerFrame:

@@ -116,8 +116,11 @@ class ClientStream:
                     case "credit":
                         if (receiver := self._known(frame.request_id)) is not None:
                             receiver.source.grant(frame.credit.token_count)
+                    case "update":
+                        if (receiver := self._known(frame.request_id)) is not None:
+                            receiver.source.update(frame.update)
                     case _:
-                        what = "must be start, cancel, attach or credit"
+                        what = "must be start, cancel, attach, credit or update"
                         raise InvalidRequest([FieldViolation(f"frames[{index}].kind", what)])
             await self._outbox.room()
             auth_ms = 0.0  # only the requests of the first message waited for it

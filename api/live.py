@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import time
 import uuid
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import TYPE_CHECKING
 
@@ -20,26 +20,23 @@ from weir.v1 import inference_service_pb2 as pb
 from api import frames
 from api.admission import Lease
 from api.attendance import Attendance
-from api.errors import CancelledEarly, DeadlineBeforeStart, EngineLost, EngineLostMidway, status_of
+from api.engine_run import EngineRun, check_output_change
+from api.errors import ApiError, CancelledEarly, DeadlineBeforeStart, EngineLost, EngineLostMidway, NotAdmittedYet, status_of
 from api.feed import Feed, FlowControl
 from api.interruption import Interruption
 from api.outbox import UsageSoFar
+from api.output_limits import LimitChange, OutputLimits, parse_update
 from api.places import Outlook, Place
 from api.preparation import admission_request, arrival_of, prepare, routed
 from api.readiness import RETRY_S_MIN, wait_until_ready
 from api.receiver import Receiver
 from api.reply import UNDELIVERED_OUTCOMES, Reply
 from api.stopwatch import Stopwatch
-from api.wire import OUTCOMES, ValidStart
+from api.wire import ValidStart
 from inference.engine import (
-    ChoiceFinished,
     Engine,
     EngineState,
     GenerationRequest,
-    Scheduled,
-    SequenceFinished,
-    SequenceStream,
-    TokensGenerated,
 )
 from inference.errors import EngineFailed
 from metering.errors import RequestInFlight, RequestSettled
@@ -90,16 +87,17 @@ class LiveRequest:
             start.initial_credit_tokens, process.admission.settings.client_stall_max_s, lambda: self.stop(Outcome.SLOW_CONSUMER)
         )
         self.feed = Feed(receiver, start.model, flow, process.mailboxes.open() if start.keep_s is not None else None)
-        self.attendance = Attendance(self.feed, start.keep_s, self.stop)
+        self.attendance = Attendance(self.feed, start.keep_s, self.stop, self.update)
         self._reply = Reply(self.feed, start, self.stop)
         self._watch = Stopwatch(caller.received_at, caller.auth_ms)
         self._interruption = Interruption(self._interruption_error)
-        self._sequence: SequenceStream | None = None
+        self._engine_run: EngineRun | None = None  # once it was its turn
         self._lease: Lease | None = None  # while the request waits or runs under it
         self._engine_outcome: Outcome | None = None  # once the engine has ended it
+        self._limits: OutputLimits | None = None  # once it is admitted
+        self._request: GenerationRequest | None = None
         self._stop_outcome: Outcome | None = None
         self._stop_error: Exception | None = None
-        self._migration_count = 0
 
     @property
     def hold_id(self) -> uuid.UUID | None:
@@ -137,10 +135,43 @@ class LiveRequest:
         self.attendance.stopping = True
         broken = error is not None and self.feed.takes_whole  # a part of an answer is no answer
         self._reply.cut_off(discard=broken or outcome in UNDELIVERED_OUTCOMES)
-        if self._sequence is not None:
-            self._sequence.cancel()
+        if self._engine_run is not None:
+            self._engine_run.cancel()
         else:
             self._interruption.interrupt()
+
+    @property
+    def _migration_count(self) -> int:
+        return self._engine_run.migration_count if self._engine_run is not None else 0
+
+    def _begun(self) -> None:
+        self.phase = Phase.STREAMING
+
+    def update(self, message: pb.UpdateFrame) -> None:
+        """Change the limits of the request, and tell the client which ones hold. Never raises; the request goes on in any case."""
+        if self._stop_outcome is not None or (self._engine_run is not None and self._engine_run.has_ended):
+            return
+        refusal = None
+        try:
+            self._change_limits(parse_update(message))
+        except ApiError as error:
+            refusal = status_of(error)
+        self._reply.push(frames.updated(self._limits, refusal))
+        if refusal is None:
+            self._reply.end_at_limit()
+
+    def _change_limits(self, change: LimitChange) -> None:
+        """Raises: InvalidRequest, NotAdmittedYet; nothing has changed then."""
+        limits, lease, request = self._limits, self._lease, self._request
+        if limits is None or lease is None or request is None:
+            raise NotAdmittedYet("the request has not been admitted yet: change its limits after the `admitted` frame")
+        if change.max_cost is not None:
+            limits.check_currency(change.max_cost, "update.max_cost")
+        if change.max_output_tokens is not None:
+            engine = self._process.router.engine(self.start.served)
+            check_output_change(request, engine.model, change.max_output_tokens)
+            lease.allow(change.max_output_tokens)
+        limits.change(change)
 
     async def _run(self) -> None:
         lease: Lease | None = None
@@ -197,7 +228,10 @@ class LiveRequest:
 
     async def _generate(self, engine: Engine, request: GenerationRequest, lease: Lease, place: Place) -> None:
         """Run the request under its hold, and leave `lease` with how it ended. Raises what breaks it."""
-        self._reply.open(lease, self._process.admission.settings, self._process.safety)
+        limits = OutputLimits(lease.admitted.prices, request.stop.max_output_tokens, self.start.max_cost)
+        limits.check_input(len(request.prompt_token_ids))
+        self._limits, self._request = limits, request
+        self._reply.open(lease, limits, self._process.admission.settings, self._process.safety)
         self.feed.tally.fence = lambda: self._may_send(lease)
         self._lease = lease
         predicted = engine.predict_cached_token_count(request.prompt_token_ids, request.cache_salt)
@@ -206,11 +240,10 @@ class LiveRequest:
         try:
             with self._interruption.possible():
                 await self._wait_for_turn(engine, place, lease)
-            async with engine.generate(replace(request, rank=place.rank)) as sequence:
-                self._sequence = sequence
-                if self._stop_outcome is not None:  # while the engine was taking it
-                    sequence.cancel()
-                self._engine_outcome = await self._stream(sequence, request, place)
+            self._engine_run = EngineRun(request, place, limits, self._reply, self._watch, self.usage, self._begun)
+            if self._stop_outcome is not None:
+                self._engine_run.cancel()
+            self._engine_outcome = await self._engine_run.run(engine)
         except Stopped:
             assert self._stop_outcome is not None
             lease.outcome = self._stop_outcome
@@ -220,7 +253,7 @@ class LiveRequest:
                 self._reply.cut_off(discard=True)
             raise
         finally:
-            self._sequence = self._lease = None
+            self._lease = None
             if timer is not None:
                 timer.cancel()
             place.leave()  # the engine is done with it; settling it is nothing that others wait for
@@ -278,35 +311,6 @@ class LiveRequest:
         self.phase = Phase.LOADING
         self.tell_progress(None)
         await wait_until_ready(engine, self.start.model, self._process.admission.settings.cold_start_wait_s)
-
-    async def _stream(self, sequence: SequenceStream, request: GenerationRequest, place: Place) -> Outcome:
-        """Hand on what the engine generates; the outcome as the engine saw it."""
-        usage = self.usage
-        async for event in sequence:
-            match event:
-                case Scheduled():
-                    self.phase = Phase.STREAMING
-                    place.begun()
-                    usage.input_token_count = len(request.prompt_token_ids)
-                    usage.cached_input_token_count = event.cached_token_count
-                case TokensGenerated():
-                    self._watch.first_token()
-                    place.generated(len(event.token_ids))
-                    usage.generated_token_count += len(event.token_ids)
-                    await self._reply.hand_on(event)
-                case ChoiceFinished():
-                    await self._reply.hand_on_rest(event.choice_index, event.text)
-                    self._reply.end_choice(event.choice_index, OUTCOMES[event.reason])
-                case SequenceFinished():
-                    self._watch.engine_finished(event.timings)
-                    usage.generated_token_count = event.generated_token_count
-                    if event.migration_count:
-                        self._migration_count = event.migration_count
-                        log.info("request_migrated", migration_count=event.migration_count, served=self.start.served)
-                    if request.choice_count == 1:
-                        await self._reply.hand_on_rest(0, event.text)
-                    return OUTCOMES[event.reason]
-        raise EngineFailed("the engine's events ended without a last one")
 
     def _interruption_error(self) -> Exception | None:
         """What a request that was stopped before it streamed ends with; None while nobody has stopped it."""

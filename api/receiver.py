@@ -22,6 +22,10 @@ class Source(Protocol):
         """Let it send so many more tokens."""
         ...
 
+    def update(self, message: pb.UpdateFrame) -> None:
+        """Change its limits. The answer comes as a frame."""
+        ...
+
     def leave(self, receiver: Receiver, outcome: Outcome) -> None:
         """The stream is gone, in this way. Nothing happens if another one receives the request by now."""
         ...

@@ -121,6 +121,10 @@ class Relay:
         """The client takes more."""
         self._send(pb.ClientFrame(credit=pb.CreditFrame(token_count=token_count)))
 
+    def update(self, message: pb.UpdateFrame) -> None:
+        """The client changes the limits of the request; the answer comes back on the same way."""
+        self._send(pb.ClientFrame(update=message))
+
     def attach(self, receiver: Receiver, after_seq: int, credit_token_count: int) -> None:
         """The client asks for the request, or on the same stream for another part of it."""
         receiver.source = self

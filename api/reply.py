@@ -13,6 +13,7 @@ from api import frames
 from api.admission import Lease
 from api.feed import Feed, UsageTelling
 from api.output_filter import OutputFilter, open_filters
+from api.output_limits import OutputLimits
 from api.settings import Settings
 from api.wire import ValidStart
 from inference.engine import TokensGenerated
@@ -38,12 +39,13 @@ class Reply:
         self._is_discarded = False
         self._filters: tuple[OutputFilter, ...] = ()  # by choice; empty: outputs are not checked
         self._choice_ends: dict[int, Outcome] = {}  # of several choices, those that have ended
+        self._limits: OutputLimits
         self._lease: Lease
         self._settings: Settings
 
-    def open(self, lease: Lease, settings: Settings, safety: SafetyChecker | None) -> None:
+    def open(self, lease: Lease, limits: OutputLimits, settings: Settings, safety: SafetyChecker | None) -> None:
         """From now on output may come, under this lease. safety: what outputs are checked by; None if they are not."""
-        self._lease, self._settings = lease, settings
+        self._lease, self._limits, self._settings = lease, limits, settings
         self.feed.tally.hold_id = lease.admitted.hold_id
         if self._start.usage_interval_tokens is not None:
             self.feed.usage_telling = UsageTelling(self._start.usage_interval_tokens, lease.admitted.prices)
@@ -126,16 +128,26 @@ class Reply:
         """Give one step's tokens to the outbox, if the lease covers them and nobody has stopped the request."""
         if self._is_cut_off:
             return
+        token_count = self.feed.queued_token_count + len(event.token_ids)
+        if token_count > self._limits.token_count_max:
+            self._stop(self._limits.outcome)
+            return
         try:
-            await self._lease.cover(self.feed.queued_token_count + len(event.token_ids))
+            await self._lease.cover(token_count)
         except QuotaExceeded as refusal:
             self.exhausted = refusal.failing
             self._stop(Outcome.QUOTA_EXHAUSTED)
         if self._is_cut_off:
             return
         self.feed.say(event.choice_index, event.text, event.token_ids, frames.token_logprobs(event.logprobs))
+        self.end_at_limit()
         if not self.feed.takes_whole and self.feed.unsent_token_count > self._settings.outbox_tokens_per_request_max:
             self._stop(Outcome.SLOW_CONSUMER)
+
+    def end_at_limit(self) -> None:
+        """End the request if it has all the output that it may have."""
+        if not self._is_cut_off and self.feed.queued_token_count >= self._limits.token_count_max:
+            self._stop(self._limits.outcome)
 
     def _note_filtered(self, output: OutputFilter, choice_index: int) -> None:
         if output.hit is not None:

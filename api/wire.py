@@ -28,6 +28,7 @@ from api.decoding import (
 )
 from api.embedding_limits import input_count_max
 from api.errors import FieldViolation, InvalidRequest
+from api.output_limits import Cost, check_cost, cost_of
 from api.places import ServiceTier
 from api.violations import Violations
 from inference.engine import BeamSearchParams, EngineFinishReason, ModelInfo, ResponseFormat
@@ -117,6 +118,7 @@ class ValidStart:
     start_timeout_s: float | None
     keep_s: float | None = None  # how long it goes on, and is kept, without a stream that receives it; None: not at all
     initial_credit_tokens: int | None = None
+    max_cost: Cost | None = None
     region: str = ""
     regions: tuple[str, ...] = ()
     served: str = ""
@@ -156,6 +158,7 @@ def parse_start(request_id: str, start: pb.StartFrame) -> ValidStart:
         start_timeout_s=seconds_of(start.start_timeout) if start.HasField("start_timeout") else None,
         keep_s=seconds_of(start.keep_on_disconnect) if start.HasField("keep_on_disconnect") else None,
         initial_credit_tokens=start.initial_credit_tokens if start.HasField("initial_credit_tokens") else None,
+        max_cost=cost_of(start.max_cost) if start.HasField("max_cost") else None,
         region=start.region,
     )
 
@@ -191,6 +194,8 @@ def check_limits(start: pb.StartFrame, wrong: Violations) -> None:
     if start.HasField("initial_credit_tokens"):
         credit = start.initial_credit_tokens
         wrong.check(credit >= 0, "initial_credit_tokens", f"must be at least 0, not {credit}")
+    if start.HasField("max_cost"):
+        check_cost(start.max_cost, "max_cost", wrong)
     check_tier_and_labels(start, wrong)
 
 

@@ -16,15 +16,19 @@ from api import outbox as outbox_module
 from api.admission import Lease
 from api.feed import Feed, FlowControl
 from api.outbox import Outbox
+from api.output_limits import OutputLimits
 from api.receiver import Receiver
 from api.reply import Reply
 from api.settings import Settings
 from api.wire import ValidStart, parse_start
 from inference.engine import TokensGenerated
+from metering.billing.pricing import TokenPrices
 from metering.holds.journal import UsageJournal
 from metering.operations import Outcome
 
 OUTBOX_TOKENS = 50
+
+PRICES = TokenPrices(1, "USD", 150_000, 15_000, 600_000)
 
 
 class Covered:
@@ -64,7 +68,7 @@ async def say_at_once(journal: UsageJournal, **fields: Any) -> tuple[list[Outcom
     outbox = Outbox(journal)
     reply = Reply(feed_of(outbox, start), start, stopped.append)
     settings = cast(Settings, SimpleNamespace(outbox_tokens_per_request_max=OUTBOX_TOKENS, client_stall_max_s=60.0))
-    reply.open(cast(Lease, Covered()), settings, None)
+    reply.open(cast(Lease, Covered()), OutputLimits(PRICES, 1000, None), settings, None)
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(outbox.write_all(write))
         for index in range(500):
@@ -97,7 +101,7 @@ async def test_a_request_behind_others_is_not_given_up_while_the_client_reads_th
     for _ in range(2):
         start = parse_start(str(uuid.uuid4()), pb.StartFrame(model="tiny", text="Hi"))
         reply = Reply(feed_of(outbox, start), start, stopped.append)
-        reply.open(cast(Lease, Covered()), settings, None)
+        reply.open(cast(Lease, Covered()), OutputLimits(PRICES, 1000, None), settings, None)
         replies.append(reply)
     first, last = replies
 

@@ -211,6 +211,7 @@ class ClientFrame(_message.Message):
     CANCEL_FIELD_NUMBER: _builtins.int
     ATTACH_FIELD_NUMBER: _builtins.int
     CREDIT_FIELD_NUMBER: _builtins.int
+    UPDATE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """UUID minted by the client. It is the idempotency key within the project of the API key: whatever a client does, a request is
     billed once.
@@ -234,6 +235,10 @@ class ClientFrame(_message.Message):
     def credit(self) -> Global___CreditFrame:
         """Grant it more output."""
 
+    @_builtins.property
+    def update(self) -> Global___UpdateFrame:
+        """Change its limits."""
+
     def __init__(
         self,
         *,
@@ -242,12 +247,13 @@ class ClientFrame(_message.Message):
         cancel: Global___CancelFrame | None = ...,
         attach: Global___AttachFrame | None = ...,
         credit: Global___CreditFrame | None = ...,
+        update: Global___UpdateFrame | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["attach", b"attach", "cancel", b"cancel", "credit", b"credit", "kind", b"kind", "start", b"start"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["attach", b"attach", "cancel", b"cancel", "credit", b"credit", "kind", b"kind", "start", b"start", "update", b"update"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attach", b"attach", "cancel", b"cancel", "credit", b"credit", "kind", b"kind", "request_id", b"request_id", "start", b"start"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attach", b"attach", "cancel", b"cancel", "credit", b"credit", "kind", b"kind", "request_id", b"request_id", "start", b"start", "update", b"update"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["start", "cancel", "attach", "credit"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["start", "cancel", "attach", "credit", "update"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -297,6 +303,7 @@ class StartFrame(_message.Message):
     TIER_FIELD_NUMBER: _builtins.int
     START_TIMEOUT_FIELD_NUMBER: _builtins.int
     BEAM_SEARCH_FIELD_NUMBER: _builtins.int
+    MAX_COST_FIELD_NUMBER: _builtins.int
     KEEP_ON_DISCONNECT_FIELD_NUMBER: _builtins.int
     INITIAL_CREDIT_TOKENS_FIELD_NUMBER: _builtins.int
     REGION_FIELD_NUMBER: _builtins.int
@@ -375,6 +382,13 @@ class StartFrame(_message.Message):
         """Searches for the likeliest outputs with several beams instead of choosing token by token. Unset: no search."""
 
     @_builtins.property
+    def max_cost(self) -> _types_pb2.Money:
+        """The most that the request may cost, in the currency of the organization and before plan and tax. It ends as COST_LIMIT before the
+        first output token that would cost more. INVALID_ARGUMENT if it does not cover the prompt with nothing cached and one output token,
+        and for another currency. Unset: as much as the quotas allow.
+        """
+
+    @_builtins.property
     def keep_on_disconnect(self) -> _duration_pb2.Duration:
         """What becomes of the request when the stream that receives it ends before it does. Unset: it is cancelled at once. Set: it goes on
         unattended for at most so long, more than 0 s; then it ends as CANCELLED. Its output is kept for `attach` while it runs, and for so
@@ -403,13 +417,14 @@ class StartFrame(_message.Message):
         tier: Global___ServiceTier.ValueType = ...,
         start_timeout: _duration_pb2.Duration | None = ...,
         beam_search: Global___BeamSearch | None = ...,
+        max_cost: _types_pb2.Money | None = ...,
         keep_on_disconnect: _duration_pb2.Duration | None = ...,
         initial_credit_tokens: _builtins.int | None = ...,
         region: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_choice_count", b"_choice_count", "_initial_credit_tokens", b"_initial_credit_tokens", "_max_output_tokens", b"_max_output_tokens", "_top_logprobs", b"_top_logprobs", "_usage_interval_tokens", b"_usage_interval_tokens", "beam_search", b"beam_search", "choice_count", b"choice_count", "conversation", b"conversation", "initial_credit_tokens", b"initial_credit_tokens", "keep_on_disconnect", b"keep_on_disconnect", "max_output_tokens", b"max_output_tokens", "prompt", b"prompt", "response_format", b"response_format", "sampling", b"sampling", "start_timeout", b"start_timeout", "text", b"text", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs", "usage_interval_tokens", b"usage_interval_tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_choice_count", b"_choice_count", "_initial_credit_tokens", b"_initial_credit_tokens", "_max_output_tokens", b"_max_output_tokens", "_top_logprobs", b"_top_logprobs", "_usage_interval_tokens", b"_usage_interval_tokens", "beam_search", b"beam_search", "choice_count", b"choice_count", "conversation", b"conversation", "initial_credit_tokens", b"initial_credit_tokens", "keep_on_disconnect", b"keep_on_disconnect", "max_cost", b"max_cost", "max_output_tokens", b"max_output_tokens", "prompt", b"prompt", "response_format", b"response_format", "sampling", b"sampling", "start_timeout", b"start_timeout", "text", b"text", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs", "usage_interval_tokens", b"usage_interval_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_choice_count", b"_choice_count", "_initial_credit_tokens", b"_initial_credit_tokens", "_max_output_tokens", b"_max_output_tokens", "_top_logprobs", b"_top_logprobs", "_usage_interval_tokens", b"_usage_interval_tokens", "beam_search", b"beam_search", "choice_count", b"choice_count", "conversation", b"conversation", "ignore_eos", b"ignore_eos", "initial_credit_tokens", b"initial_credit_tokens", "keep_on_disconnect", b"keep_on_disconnect", "labels", b"labels", "max_output_tokens", b"max_output_tokens", "min_output_tokens", b"min_output_tokens", "model", b"model", "prompt", b"prompt", "region", b"region", "response_format", b"response_format", "sampling", b"sampling", "start_timeout", b"start_timeout", "stop_sequences", b"stop_sequences", "stop_token_ids", b"stop_token_ids", "text", b"text", "tier", b"tier", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs", "usage_interval_tokens", b"usage_interval_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_choice_count", b"_choice_count", "_initial_credit_tokens", b"_initial_credit_tokens", "_max_output_tokens", b"_max_output_tokens", "_top_logprobs", b"_top_logprobs", "_usage_interval_tokens", b"_usage_interval_tokens", "beam_search", b"beam_search", "choice_count", b"choice_count", "conversation", b"conversation", "ignore_eos", b"ignore_eos", "initial_credit_tokens", b"initial_credit_tokens", "keep_on_disconnect", b"keep_on_disconnect", "labels", b"labels", "max_cost", b"max_cost", "max_output_tokens", b"max_output_tokens", "min_output_tokens", b"min_output_tokens", "model", b"model", "prompt", b"prompt", "region", b"region", "response_format", b"response_format", "sampling", b"sampling", "start_timeout", b"start_timeout", "stop_sequences", b"stop_sequences", "stop_token_ids", b"stop_token_ids", "text", b"text", "tier", b"tier", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs", "usage_interval_tokens", b"usage_interval_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__choice_count: _TypeAlias = _typing.Literal["choice_count"]  # noqa: Y015
     _WhichOneofArgType__choice_count: _TypeAlias = _typing.Literal["_choice_count", b"_choice_count"]  # noqa: Y015
@@ -758,6 +773,42 @@ class AttachFrame(_message.Message):
 Global___AttachFrame: _TypeAlias = AttachFrame  # noqa: Y015
 
 @_typing.final
+class UpdateFrame(_message.Message):
+    """Lowers or raises the limits of a request that was admitted. `updated` answers each one: with the limits that hold from then on, or with
+    those that stay and why the change is refused, which does the request nothing. For a request that this stream does not know, `failed`
+    with NOT_FOUND; for one that has already ended, nothing happens.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MAX_OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
+    MAX_COST_FIELD_NUMBER: _builtins.int
+    max_output_tokens: _builtins.int
+    """Most output tokens in all, at least 1 and at most what the context window holds. Fewer than there are: the request ends as LENGTH,
+    with what was delivered and what waits for the client. Unset: as it is. Refused with INVALID_ARGUMENT for several choices and beam
+    search, and above what the request was started with also for a response format.
+    """
+    @_builtins.property
+    def max_cost(self) -> _types_pb2.Money:
+        """The most that it may cost in all, as in `start`. Less than it has cost: it ends as COST_LIMIT. Unset: as it is."""
+
+    def __init__(
+        self,
+        *,
+        max_output_tokens: _builtins.int | None = ...,
+        max_cost: _types_pb2.Money | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_output_tokens", b"_max_output_tokens", "max_cost", b"max_cost", "max_output_tokens", b"max_output_tokens"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_output_tokens", b"_max_output_tokens", "max_cost", b"max_cost", "max_output_tokens", b"max_output_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__max_output_tokens: _TypeAlias = _typing.Literal["max_output_tokens"]  # noqa: Y015
+    _WhichOneofArgType__max_output_tokens: _TypeAlias = _typing.Literal["_max_output_tokens", b"_max_output_tokens"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_output_tokens) -> _WhichOneofReturnType__max_output_tokens | None: ...
+
+Global___UpdateFrame: _TypeAlias = UpdateFrame  # noqa: Y015
+
+@_typing.final
 class CreditFrame(_message.Message):
     """Lets the server send more output tokens of a request that set `initial_credit_tokens`; for another it changes nothing. Credit belongs to
     a stream: after an `attach` there is none but what comes behind it, after a repeated `start` there is `initial_credit_tokens`. For a
@@ -796,6 +847,7 @@ class ServerFrame(_message.Message):
     FINISHED_FIELD_NUMBER: _builtins.int
     FAILED_FIELD_NUMBER: _builtins.int
     ATTACHED_FIELD_NUMBER: _builtins.int
+    UPDATED_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """As the client gave it."""
     @_builtins.property
@@ -826,6 +878,10 @@ class ServerFrame(_message.Message):
     def attached(self) -> Global___AttachedFrame:
         """This stream receives a request that it did not begin."""
 
+    @_builtins.property
+    def updated(self) -> Global___UpdatedFrame:
+        """The answer to `update`."""
+
     def __init__(
         self,
         *,
@@ -837,16 +893,51 @@ class ServerFrame(_message.Message):
         finished: Global___FinishedFrame | None = ...,
         failed: Global___FailedFrame | None = ...,
         attached: Global___AttachedFrame | None = ...,
+        updated: Global___UpdatedFrame | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "attached", b"attached", "delta", b"delta", "failed", b"failed", "finished", b"finished", "kind", b"kind", "progress", b"progress", "usage", b"usage"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "attached", b"attached", "delta", b"delta", "failed", b"failed", "finished", b"finished", "kind", b"kind", "progress", b"progress", "updated", b"updated", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "attached", b"attached", "delta", b"delta", "failed", b"failed", "finished", b"finished", "kind", b"kind", "progress", b"progress", "request_id", b"request_id", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "attached", b"attached", "delta", b"delta", "failed", b"failed", "finished", b"finished", "kind", b"kind", "progress", b"progress", "request_id", b"request_id", "updated", b"updated", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["admitted", "progress", "delta", "usage", "finished", "failed", "attached"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["admitted", "progress", "delta", "usage", "finished", "failed", "attached", "updated"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
 Global___ServerFrame: _TypeAlias = ServerFrame  # noqa: Y015
+
+@_typing.final
+class UpdatedFrame(_message.Message):
+    """The limits of a request, after an `update` of them."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MAX_OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
+    MAX_COST_FIELD_NUMBER: _builtins.int
+    REFUSAL_FIELD_NUMBER: _builtins.int
+    max_output_tokens: _builtins.int
+    """Most output tokens in all, of each choice."""
+    @_builtins.property
+    def max_cost(self) -> _types_pb2.Money:
+        """The most that it may cost. Unset: no limit beside the quotas."""
+
+    @_builtins.property
+    def refusal(self) -> _status_pb2.Status:
+        """Why the change was refused: INVALID_ARGUMENT with the field, FAILED_PRECONDITION before the request was admitted. Unset: it was made."""
+
+    def __init__(
+        self,
+        *,
+        max_output_tokens: _builtins.int = ...,
+        max_cost: _types_pb2.Money | None = ...,
+        refusal: _status_pb2.Status | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["max_cost", b"max_cost", "refusal", b"refusal"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_cost", b"max_cost", "max_output_tokens", b"max_output_tokens", "refusal", b"refusal"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UpdatedFrame: _TypeAlias = UpdatedFrame  # noqa: Y015
 
 @_typing.final
 class AttachedFrame(_message.Message):

@@ -1,0 +1,127 @@
+"""What bounds the output of a request that runs: tokens, as its client lowers and raises them, and money.
+
+Both come down to a number of tokens, so that a token is checked with one comparison.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+
+from weir.v1 import inference_service_pb2 as pb
+from weir.v1 import types_pb2
+
+from api.errors import FieldViolation, InvalidRequest
+from api.violations import Violations
+from metering.billing.pricing import TokenPrices
+from metering.money import PICOS_PER_UNIT, exact_text
+from metering.operations import Outcome
+
+UNBOUNDED = sys.maxsize
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """The most that a request may cost."""
+
+    currency_code: str
+    picos: int
+
+
+@dataclass(frozen=True, slots=True)
+class LimitChange:
+    """What a client wants changed; None: as it is."""
+
+    max_output_tokens: int | None = None
+    max_cost: Cost | None = None
+
+
+def check_cost(message: types_pb2.Money, field: str, wrong: Violations) -> None:
+    """An amount that a request may cost is above zero."""
+    right = message.units >= 0 and 0 <= message.picos < PICOS_PER_UNIT and message.units + message.picos > 0
+    wrong.check(right, field, "must be more than 0, with picos from 0 to 999,999,999,999")
+    wrong.check(bool(message.currency_code), f"{field}.currency_code", "must name the currency of your organization")
+
+
+def cost_of(message: types_pb2.Money) -> Cost:
+    """An amount that `check_cost` found right."""
+    return Cost(message.currency_code, message.units * PICOS_PER_UNIT + message.picos)
+
+
+def parse_update(message: pb.UpdateFrame) -> LimitChange:
+    """Raises: InvalidRequest with every violation."""
+    wrong = Violations()
+    has_tokens, has_cost = message.HasField("max_output_tokens"), message.HasField("max_cost")
+    wrong.check(has_tokens or has_cost, "update", "must set max_output_tokens, max_cost, or both")
+    if has_tokens:
+        count = message.max_output_tokens
+        wrong.check(count >= 1, "update.max_output_tokens", f"must be at least 1, not {count}")
+    if has_cost:
+        check_cost(message.max_cost, "update.max_cost", wrong)
+    wrong.raise_if_any()
+    return LimitChange(message.max_output_tokens if has_tokens else None, cost_of(message.max_cost) if has_cost else None)
+
+
+class OutputLimits:
+    """The limits of one request that was admitted, at these prices.
+
+    token_count_max: output tokens that may be handed on in all; `outcome` is what the request ends as there. The engine itself
+    keeps `engine_token_count_max`, which is what it was last asked for, per choice.
+    """
+
+    def __init__(self, prices: TokenPrices, engine_token_count_max: int, max_cost: Cost | None) -> None:
+        """Raises: InvalidRequest for a cost in another currency."""
+        self.token_count_max = UNBOUNDED
+        self.outcome = Outcome.LENGTH
+        self.engine_token_count_max = engine_token_count_max
+        self.asked_token_count_max = engine_token_count_max
+        self.max_cost: Cost | None = None
+        self._prices = prices
+        self._input_cost_picos = 0
+        if max_cost is not None:
+            self.check_currency(max_cost, "max_cost")
+            self.max_cost = max_cost
+
+    @property
+    def is_raised(self) -> bool:
+        """Whether the client wants more than the engine was asked for."""
+        return self.asked_token_count_max > self.engine_token_count_max
+
+    def check_input(self, input_token_count: int) -> None:
+        """Raises: InvalidRequest if the prompt, with nothing of it cached, may leave nothing for a token of output."""
+        if self.max_cost is None:
+            return
+        least = self._prices.cost_picos(input_token_count, 0, 1)
+        if least > self.max_cost.picos:
+            currency_code = self.max_cost.currency_code
+            amount = f"{exact_text(least, currency_code)} {currency_code}"
+            wrong = f"must be at least {amount}: the prompt with nothing cached, and a token of output"
+            raise InvalidRequest([FieldViolation("max_cost", wrong)])
+
+    def begun(self, input_token_count: int, cached_input_token_count: int) -> None:
+        """The engine has begun, and what the input costs is known."""
+        self._input_cost_picos = self._prices.cost_picos(input_token_count, cached_input_token_count, 0)
+        self._reckon()
+
+    def check_currency(self, cost: Cost, field: str) -> None:
+        """Raises: InvalidRequest."""
+        if cost.currency_code != self._prices.currency_code:
+            wrong = f"must be {self._prices.currency_code}, in which your organization pays, not {cost.currency_code[:8]!r}"
+            raise InvalidRequest([FieldViolation(f"{field}.currency_code", wrong)])
+
+    def change(self, change: LimitChange) -> None:
+        """As the client wants it from now on."""
+        if change.max_output_tokens is not None:
+            self.asked_token_count_max = change.max_output_tokens
+        if change.max_cost is not None:
+            self.max_cost = change.max_cost
+        self._reckon()
+
+    def _reckon(self) -> None:
+        asked = self.asked_token_count_max
+        by_length = asked if asked < self.engine_token_count_max else UNBOUNDED
+        by_cost, per_token = UNBOUNDED, self._prices.output_picos_per_token
+        if self.max_cost is not None and per_token:
+            by_cost = max(self.max_cost.picos - self._input_cost_picos, 0) // per_token
+        self.token_count_max = min(by_length, by_cost)
+        self.outcome = Outcome.COST_LIMIT if by_cost < by_length else Outcome.LENGTH
