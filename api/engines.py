@@ -16,7 +16,7 @@ from inference.encoder.engine import TorchEncoder
 from inference.encoder.settings import EncoderSettings
 from inference.engine import Engine
 from inference.fleet.memory_budget import BudgetTooSmall, MemoryBudget, Resident
-from inference.fleet.memory_estimate import stored_bytes, torch_memory_bytes
+from inference.fleet.memory_estimate import HOST_BYTES, stored_bytes, torch_memory_bytes
 from inference.fleet.on_demand import OnDemandEncoder, OnDemandEngine, SlotTerms
 from inference.host_process import HostOpener, open_host
 from inference.tensorrt.engine import TensorRtEngine
@@ -105,6 +105,8 @@ def engine_plan(
     """How an engine is built, and how much memory it takes. Raises: CheckpointInvalid, SettingInvalid."""
     if backend == "torch":
         torch = torch_settings(settings, name, directory)
+        if torch.simulation is not None:
+            return lambda: TorchEngine(torch, opener), HOST_BYTES  # no weights, no keys and values
         return lambda: TorchEngine(torch, opener), torch_memory_bytes(directory, torch.compute_dtype, torch.kv_cache_bytes)
     tensorrt = tensorrt_settings(settings, name, directory, adapters)
     return lambda: TensorRtEngine(tensorrt), stored_bytes(directory)
