@@ -139,7 +139,8 @@ class Reply:
             self._stop(Outcome.QUOTA_EXHAUSTED)
         if self._is_cut_off:
             return
-        self.feed.say(event.choice_index, event.text, event.token_ids, frames.token_logprobs(event.logprobs))
+        logprobs = frames.token_logprobs(event.logprobs) if event.logprobs else ()
+        self.feed.say(event.choice_index, event.text, event.token_ids, logprobs)
         self.end_at_limit()
         if not self.feed.takes_whole and self.feed.unsent_token_count > self._settings.outbox_tokens_per_request_max:
             self._stop(Outcome.SLOW_CONSUMER)

@@ -84,7 +84,8 @@ async def both(
                 yield inside, beside
             finally:
                 print(beside.log[-4000:])
-                beside.kill()
+                if beside.process is not None and beside.process.poll() is None:
+                    beside.kill()
 
 
 async def wait_for_endpoint(service: Service) -> str:
@@ -108,8 +109,11 @@ def here(inside: Inside) -> Service:
 
 @pytest.fixture
 def beside(both: tuple[Inside, Service]) -> Service:
-    """The other process."""
-    return both[1]
+    """The other process; started again if a test has killed it."""
+    service = both[1]
+    if service.process is None or service.process.poll() is not None:
+        service.start()
+    return service
 
 
 @pytest_asyncio.fixture(loop_scope="module")
@@ -413,7 +417,6 @@ async def test_a_request_whose_process_is_killed_is_told_as_settled(here: Servic
             assert (lost.code, lost.reason) == (StatusCode.UNAVAILABLE, "OWNER_AWAY")
             assert lost.retry_after_s
         over = await attach_until_settled(other, frame.request_id)
-        await asyncio.to_thread(beside.start)
 
     assert over.frame is not None
     assert over.info.metadata["outcome"] == "failed"
