@@ -14,7 +14,7 @@ import pytest
 
 from api.errors import QueueFull, StartsTooLate
 from api.fair_queue import FairQueue
-from api.lookahead import COMPILING_MAX, PENDING_MAX, WINDOW_MAX, Lookahead
+from api.lookahead import COMPILING_MAX, PENDING_MAX, WINDOW_FIRST, WINDOW_MAX, WINDOW_MIN, Lookahead
 from api.places import Arrival, Place, QueueLimits, ServiceTier, State
 from api.promises import Promise, Promises
 from inference.engine import EngineStatistics
@@ -413,3 +413,24 @@ def test_the_window_follows_what_the_engine_takes() -> None:
     assert lookahead.window == 1.0
     lookahead.entered(-7, behind=True)  # the engine was started anew
     assert lookahead.window == 1.0
+
+
+def test_several_engines_have_as_many_times_the_room() -> None:
+    """The window grows with each that comes, shrinks with each that goes, and its bounds are those of all of them."""
+    lookahead = Lookahead()
+    lookahead.spread(3)
+    assert lookahead.window == 3 * WINDOW_FIRST
+    lookahead.window = 3 * WINDOW_MAX - 1
+    while lookahead.has_room(1.0):
+        lookahead.given(1.0, 1, compiles=False)
+    assert lookahead.pending_count == 3 * WINDOW_MAX - 1
+    lookahead.entered(1, behind=True)
+    lookahead.entered(1, behind=True)
+    assert lookahead.window == 3 * WINDOW_MAX
+    lookahead.spread(1)
+    assert lookahead.window == WINDOW_MAX
+    assert not lookahead.has_room(1.0), "what the others had is still pending"
+    lookahead.spread(2)
+    for _ in range(1000):
+        lookahead.entered(9, behind=True)
+    assert lookahead.window == 2 * WINDOW_MIN

@@ -114,9 +114,11 @@ async def test_the_list_of_models_tells_names_versions_and_replicas(fleet: Servi
     async with fleet.client(tenant.secret) as client:
         [listed] = await client.list_models()
         counted = await client.count_tokens("latest", "Hi")
+        result = await client.complete("next", "Hi", max_output_tokens=3, region="eu")
 
     assert (listed.name, listed.aliases) == (MODEL, ("latest", "next"))
     assert [(each.version, each.share) for each in listed.versions] == [("v1", 0.5), ("v2", 0.5)]
     assert (listed.ready_replica_count, listed.replica_count) == (2, 2)
     assert listed.price is not None
     assert counted.input_token_count > 0
+    assert (result.usage.delivered_token_count > 0, result.migration_count) == (True, 0)

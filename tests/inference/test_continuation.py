@@ -24,7 +24,7 @@ from inference.engine_core import EngineCore, EngineOptions
 from inference.errors import EngineFailed, EngineOverloaded
 from inference.fleet.replica import Replica
 from inference.fleet.replica_set import ReplicaSet
-from inference.limits import EngineLimits
+from inference.limits import EngineLimits, outside_continuation_fault
 from tests.inference.checkpoints import TinyCheckpoint
 from tests.inference.core_engine import CoreEngine
 from tests.inference.hosted import LONG, first_tokens, prompt, read_all, until
@@ -234,3 +234,24 @@ async def test_a_full_queue_is_passed_over_and_told_when_all_are_full(tiny: Tiny
                 pass
 
     assert [len(engine.requests) for engine in engines] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("sampling", "continues"),
+    [
+        (SamplingParams(), True),
+        (SamplingParams(temperature=1.0), True),
+        (SamplingParams(repetition_penalty=1.3), True),
+        (SamplingParams(temperature=1.0, seed=1), False),
+        (SamplingParams(seed=1), True),
+        (SamplingParams(presence_penalty=0.1), False),
+        (SamplingParams(frequency_penalty=0.1), False),
+    ],
+)
+def test_an_engine_that_sees_output_as_prompt_refuses_what_would_come_out_otherwise(
+    sampling: SamplingParams, continues: bool
+) -> None:
+    request = make_request(prompt(1), TOKENS, sampling=sampling)
+
+    assert outside_continuation_fault(request) is None
+    assert (outside_continuation_fault(replace(request, output_token_ids=(9,))) is None) == continues

@@ -118,8 +118,8 @@ class Clock:
 def make_set(count: int, **options: Any) -> tuple[ReplicaSet, list[Puppet], Clock]:
     """Replicas `r0`, `r1`, …"""
     clock, puppets = Clock(), [Puppet() for _ in range(count)]
-    regions = options.pop("regions", [""] * count)
-    replicas = [Replica(f"r{index}", puppet, regions[index], LIMITS) for index, puppet in enumerate(puppets)]
+    regions, limits = options.pop("regions", [""] * count), options.pop("limits", LIMITS)
+    replicas = [Replica(f"r{index}", puppet, regions[index], limits) for index, puppet in enumerate(puppets)]
     return ReplicaSet(MODEL, replicas, clock=clock, **({"recovery_wait_s": 0.0} | options)), puppets, clock
 
 
@@ -136,9 +136,10 @@ class PlacingMachine(RuleBasedStateMachine):
         self.loop = asyncio.new_event_loop()
         self.open: list[tuple[contextlib.AsyncExitStack, SequenceStream]] = []
 
-    @initialize(count=st.integers(1, 4), policy=st.sampled_from(sorted(POLICIES)))
-    def make(self, count: int, policy: str) -> None:
-        self.set, self.puppets, self.clock = make_set(count, policy=POLICIES[policy]())
+    @initialize(count=st.integers(1, 4), policy=st.sampled_from(sorted(POLICIES)), failures=st.integers(1, 2))
+    def make(self, count: int, policy: str, failures: int) -> None:
+        limits = replace(LIMITS, failure_count_max=failures)
+        self.set, self.puppets, self.clock = make_set(count, policy=POLICIES[policy](), limits=limits)
 
     def teardown(self) -> None:
         for stack, _ in self.open:
@@ -196,9 +197,9 @@ class PlacingMachine(RuleBasedStateMachine):
         attempt = vars(stream).get("_attempt")
         return attempt is not None and attempt.stream is buffered
 
-    @rule(which=st.integers(0, 3))
-    def lose(self, which: int) -> None:
-        """An engine dies, and everybody who reads from it finds out."""
+    @rule(which=st.integers(0, 3), is_back=st.booleans())
+    def lose(self, which: int, is_back: bool) -> None:
+        """An engine dies, and everybody who reads from it finds out. is_back: it is ready again right after that."""
         puppet = self.puppets[which % len(self.puppets)]
         hit = [each for each in self.open if any(self.reads_from(each[1], mine) for mine in puppet.streams.values())]
         puppet.lose()
@@ -212,6 +213,8 @@ class PlacingMachine(RuleBasedStateMachine):
             if vars(stream)["_ended"]:
                 self.open.remove(each)
                 self.loop.run_until_complete(stack.aclose())
+        if is_back:
+            puppet.state = EngineState.READY
 
     async def notice(self, stream: SequenceStream) -> None:
         """Read until it has moved, and then stop waiting for more."""
