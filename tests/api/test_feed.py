@@ -248,3 +248,38 @@ def test_a_feed_does_what_its_model_says(kept: bool, credit: int | None, acts: l
                     task.cancel()
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("kept", [False, True])
+async def test_who_grants_nothing_while_output_waits_is_given_up_in_time(kept: bool) -> None:
+    journal, stalled = Journal(), asyncio.Event()
+    mailboxes = Mailboxes(cast(UsageJournal, journal), bytes_max=10**9, bytes_per_request_max=10**9)
+    receiver = Receiver(Outbox(cast(UsageJournal, journal)), "r", lambda _: None)
+    feed = Feed(receiver, "m", FlowControl(1, 0.01, stalled.set), mailboxes.open() if kept else None)
+    feed.tally.hold_id = uuid.uuid4()
+
+    feed.say(0, "a", (1,))
+    assert feed._stall_timer is None, "nothing waits"
+    feed.say(0, "b", (2,))
+    first = feed._stall_timer
+    assert first is not None
+    feed.grant(1)
+    assert first.cancelled()
+    assert feed._stall_timer is None, "nothing waits any more"
+    feed.say(0, "c", (3,))
+    async with asyncio.timeout(60):
+        await stalled.wait()
+
+
+async def test_who_needs_no_credit_or_is_away_is_not_waited_for() -> None:
+    journal = Journal()
+    mailboxes = Mailboxes(cast(UsageJournal, journal), bytes_max=10**9, bytes_per_request_max=10**9)
+    for credit in (None, 0):
+        receiver = Receiver(Outbox(cast(UsageJournal, journal)), "r", lambda _: None)
+        feed = Feed(receiver, "m", FlowControl(credit, 60.0, lambda: None), mailboxes.open())
+        feed.tally.hold_id, journal.total = uuid.uuid4(), 0
+        if credit is not None:
+            feed.detach()
+        for index in range(100):
+            feed.say(0, "a", (index,))
+        assert feed._stall_timer is None

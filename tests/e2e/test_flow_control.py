@@ -12,7 +12,7 @@ import os
 import random
 import uuid
 from collections import defaultdict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -34,8 +34,8 @@ from tests.service import SMALL_WINDOWS, Inside, Service, Stream, Tenant, bearer
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 STEPS = int(os.environ.get("WEIR_TEST_CLIENT_STEPS", "400"))
-STALL_MAX_S = 1.0
-OUTBOX_TOKENS = 400
+STALL_MAX_S = 60.0  # no test comes near it, but for the one that makes it less
+OUTBOX_TOKENS = 400  # some 0.8 s of one request
 TIME_SCALE = 0.25  # some 2 ms a token
 KEEP_S = 0.5
 
@@ -73,6 +73,14 @@ async def tenant(service: Service) -> Tenant:
     return await service.tenant({QuotaDimension.TOKENS_PER_MONTH: 10**9, QuotaDimension.CONCURRENT_REQUESTS: 10_000})
 
 
+@pytest.fixture
+def less_patience(inside: Inside) -> Iterator[None]:
+    """With clients that take nothing."""
+    object.__setattr__(inside.process.admission.settings, "client_stall_max_s", 0.2)
+    yield
+    object.__setattr__(inside.process.admission.settings, "client_stall_max_s", STALL_MAX_S)
+
+
 def credit(request_id: str, token_count: int) -> pb.ClientFrame:
     """Grant more."""
     return pb.ClientFrame(request_id=request_id, credit=pb.CreditFrame(token_count=token_count))
@@ -107,6 +115,31 @@ async def test_no_more_is_sent_than_was_granted(inside: Inside, service: Service
     assert len(seqs) < 200, "what waited was told together"
 
 
+@pytest.mark.parametrize("how", ["cancel", "hang up"])
+async def test_an_end_at_any_frame_is_settled_with_what_came_before(
+    inside: Inside, service: Service, tenant: Tenant, how: str
+) -> None:
+    """Credit holds each request exactly there, while the engine goes on."""
+    frames = [start(max_output_tokens=300, initial_credit_tokens=index) for index in range(25)]
+    async with service.stream(tenant.secret) as stream:
+        await stream.send(*frames)
+        for index, frame in enumerate(frames):
+            await stream.received(frame.request_id, index)
+            await until(lambda id=frame.request_id, at=index: generated(inside, tenant, id) > at, "more to wait")  # type: ignore[misc]
+        if how == "cancel":
+            await stream.cancel(*(frame.request_id for frame in frames))
+            for frame in frames:
+                await stream.finished(frame.request_id)
+        else:
+            stream.call.cancel()
+            await stream.closed()
+    await inside.check_empty()
+
+    for index, frame in enumerate(frames):
+        event = service.books.event(tenant, frame.request_id)
+        assert (event["outcome"], event["delivered_token_count"], event["billed_token_count"]) == ("cancelled", index, index)
+
+
 async def test_one_stalled_request_slows_none_of_a_hundred_on_its_stream(service: Service, tenant: Tenant) -> None:
     """It is given up in the end, and settled with what its client let be sent."""
     async with service.stream(tenant.secret) as stream:
@@ -125,12 +158,16 @@ async def test_one_stalled_request_slows_none_of_a_hundred_on_its_stream(service
     assert {event["outcome"] for event in service.books.events(tenant)} == {"slow_consumer", "length"}
 
 
-async def test_a_request_that_has_ended_waits_for_credit_no_longer_than_is_said(service: Service, tenant: Tenant) -> None:
+@pytest.mark.parametrize("token_count", [50, 3000], ids=["has ended", "runs"])
+async def test_who_grants_nothing_for_so_long_is_given_up(
+    inside: Inside, service: Service, tenant: Tenant, less_patience: None, token_count: int
+) -> None:
+    """Whether the engine is done with it or not."""
     async with service.stream(tenant.secret) as stream:
-        request_id = await stream.begin(max_output_tokens=10, initial_credit_tokens=4)
+        request_id = await stream.begin(max_output_tokens=token_count, initial_credit_tokens=4)
         finished = await stream.finished(request_id)
 
-    assert (finished.reason, finished.usage.delivered_token_count) == (types_pb2.FINISH_REASON_SLOW_CONSUMER, 4)
+    assert (finished.reason, finished.usage.billed_token_count) == (types_pb2.FINISH_REASON_SLOW_CONSUMER, 4)
 
 
 @pytest.mark.parametrize("token_count", [0, -1, -(2**63)])
