@@ -131,8 +131,13 @@ class Feed:
             self._moved.clear()
             await self._moved.wait()
 
-    def discard(self) -> None:
-        """Forget what was not handed to the transport; what a mailbox has stays there."""
+    def discard(self, *, kept_too: bool = False) -> None:
+        """Forget what was not handed to the transport. What a mailbox has is delivered: it is sent, as far as credit reaches.
+
+        kept_too: the mailbox goes as well.
+        """
+        if self.mailbox is not None and self._credit is None and not kept_too:
+            return
         self._waiting.clear()
         self._waiting_token_count = 0
         self._next_seq = self._last_seq + 1

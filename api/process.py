@@ -99,7 +99,7 @@ class Process:
             if can_be_received and request.start.keep_s is not None:
                 self.mailboxes.keep(key, request.feed, mailbox, request.start.keep_s)
             else:
-                request.feed.discard()
+                request.feed.discard(kept_too=True)
                 self.mailboxes.close(mailbox)
 
     def fail_all(self, error: Exception) -> None:

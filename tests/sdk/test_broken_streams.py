@@ -74,7 +74,7 @@ async def test_a_stream_that_breaks_in_the_middle_leaves_an_incomplete_generatio
 
     async with scripted.serve(ScriptedInference(script)) as address, AsyncClient(address, "key") as client:
         with pytest.raises(IncompleteGeneration, match="the stream ended before the request did: the server drains") as caught:
-            await client.complete("demo", "Hi")
+            await client.complete("demo", "Hi", keep_on_disconnect=None)
 
     assert caught.value.partial is not None
     assert caught.value.partial.text == "Hel"
@@ -88,13 +88,13 @@ async def test_a_killed_server_leaves_an_incomplete_generation_and_the_next_requ
         await stream.read()
 
     async with StoppableServer(ScriptedInference(stall)) as first, AsyncClient(first.address, "key", max_retries=0) as client:
-        generation = client.generate("demo", "Hi")
+        generation = client.generate("demo", "Hi", keep_on_disconnect=None)
         assert (await anext(generation)).text == "Hel"
         await first.stop()
         with pytest.raises(IncompleteGeneration):
             await generation.wait()
         with pytest.raises(Unavailable):
-            await client.complete("demo", "Hi")
+            await client.complete("demo", "Hi", keep_on_disconnect=None)
 
         async with scripted.serve(ScriptedInference(hello), address=first.address):
             assert (await client.complete("demo", "Hi", max_retries=5)).text == "Hello"
@@ -191,7 +191,7 @@ async def test_a_retry_that_meets_its_own_first_attempt_raises_what_broke_that()
     server = ScriptedInference(break_before_anything, refuse_first(settled))
     async with scripted.serve(server) as address, AsyncClient(address, "key") as client:
         with pytest.raises(Unavailable, match="drains"):
-            await client.complete("demo", "Hi")
+            await client.complete("demo", "Hi", keep_on_disconnect=None)
 
 
 async def test_a_cancel_ends_the_wait_for_the_next_attempt() -> None:
@@ -251,7 +251,7 @@ async def test_missing_output_is_an_error_and_never_a_shorter_text() -> None:
 
     async with scripted.serve(ScriptedInference(script)) as address, AsyncClient(address, "key") as client:
         with pytest.raises(IncompleteGeneration, match="between frame 1 and frame 3"):
-            await client.complete("demo", "Hi")
+            await client.complete("demo", "Hi", keep_on_disconnect=None)
 
 
 async def test_a_request_that_nobody_reads_is_given_up_at_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:

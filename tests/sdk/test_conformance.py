@@ -13,14 +13,18 @@ from pathlib import Path
 
 import pytest
 from weir_client import (
+    Aborted,
     AlreadyExists,
     AsyncClient,
     DeadlineExceeded,
+    Delta,
     FinishReason,
     GenerationState,
+    IncompleteGeneration,
     InvalidRequest,
     NotFound,
     QuotaExceeded,
+    Resumed,
     Unauthenticated,
     Unavailable,
     UsageUpdate,
@@ -29,7 +33,7 @@ from weir_client import (
 from metering.models import QuotaDimension
 from tests.conftest import new_database
 from tests.sdk.tcp_door import TcpDoor
-from tests.service import CACHED_PICOS, INPUT_PICOS, MODEL, OUTPUT_PICOS, POLL_S, Service, make_model, running
+from tests.service import CACHED_PICOS, INPUT_PICOS, MODEL, OUTPUT_PICOS, POLL_S, Service, Tenant, make_model, running
 
 CONFORMANCE = Path(__file__).resolve().parents[2] / "sdk" / "conformance.json"
 PROMPT = (7, 8, 9, 10)
@@ -258,3 +262,117 @@ async def test_settles_at_close(service: Service) -> None:
             await anext(generation)
     async with AsyncClient(service.address, tenant.secret) as client:
         assert {await settled(client, generation.request_id) for generation in generations} == {"CANCELLED"}
+
+
+async def streamed_over_breaks(service: Service, tenant: Tenant, *cut_at: int) -> tuple[list[Delta], list[Resumed], str]:
+    """1500 tokens through a door that is cut after each of these frames; the deltas, the news, and the request's id."""
+    door = TcpDoor(service.address)
+    deltas, news = [], []
+    async with door.open(), AsyncClient(door.address, tenant.secret) as client:
+        generation = client.generate(MODEL, token_ids=PROMPT, max_output_tokens=1500, ignore_eos=True)
+        async for event in generation.events():
+            if isinstance(event, Delta):
+                deltas.append(event)
+                if event.seq in cut_at:
+                    door.cut()
+            elif isinstance(event, Resumed):
+                news.append(event)
+        assert generation.result.text == "".join(delta.text for delta in deltas)
+        assert generation.resume_count == len(news)
+    return deltas, news, generation.request_id
+
+
+async def test_resumes_where_it_broke(service: Service, client: AsyncClient) -> None:
+    whole = await client.complete(MODEL, token_ids=PROMPT, max_output_tokens=1500, ignore_eos=True)
+    tenant = await service.tenant()
+    for cut_at in ((1,), (2, 40)):
+        deltas, news, _ = await streamed_over_breaks(service, tenant, *cut_at)
+        assert [delta.seq for delta in deltas] == list(range(1, len(deltas) + 1))
+        assert tuple(token for delta in deltas for token in delta.token_ids) == whole.token_ids
+        assert len(news) == len(cut_at)
+
+
+async def test_resumes_before_the_first_token(service: Service) -> None:
+    tenant = await service.tenant()
+    door = TcpDoor(service.address)
+    async with door.open(), AsyncClient(door.address, tenant.secret, max_retries=5) as client:
+        asked = client.generate(MODEL, token_ids=PROMPT, max_output_tokens=12, ignore_eos=True)
+        asked.start()
+        while door.come_count == 0:  # noqa: ASYNC110  # at the door
+            await asyncio.sleep(0)
+        door.cut()
+        at_work = client.generate(MODEL, token_ids=PROMPT, max_output_tokens=12, ignore_eos=True)
+        assert not isinstance(await anext(at_work.events()), Delta)
+        door.cut()
+        results = [await asked.wait(), await at_work.wait()]
+    assert [len(result.token_ids) for result in results] == [12, 12]
+    assert service.books.delivered(tenant) == {result.request_id: 12 for result in results}
+
+
+async def test_bills_a_resumed_request_once(service: Service) -> None:
+    tenant = await service.tenant()
+    _, _, request_id = await streamed_over_breaks(service, tenant, 3, 4, 5)
+    assert service.books.delivered(tenant) == {request_id: 1500}
+
+
+async def test_ends_with_its_connection_if_asked(service: Service) -> None:
+    tenant = await service.tenant()
+    door = TcpDoor(service.address)
+    async with door.open(), AsyncClient(door.address, tenant.secret) as client:
+        generation = client.generate(MODEL, token_ids=PROMPT, max_output_tokens=3000, ignore_eos=True, keep_on_disconnect=None)
+        await anext(generation)
+        door.cut()
+        with pytest.raises(IncompleteGeneration) as caught:
+            await generation.wait()
+        assert caught.value.partial is not None
+        assert caught.value.partial.token_ids
+        assert await settled(client, generation.request_id) == "CANCELLED"
+
+
+async def test_cancels_while_the_connection_is_broken(service: Service) -> None:
+    tenant = await service.tenant()
+    door = TcpDoor(service.address)
+    async with door.open(), AsyncClient(door.address, tenant.secret) as client:
+        generation = client.generate(MODEL, token_ids=PROMPT, max_output_tokens=3000, ignore_eos=True, keep_on_disconnect=500)
+        await anext(generation)
+        door.cut()
+        generation.cancel()
+        result = await generation.wait()
+        assert result.finish_reason is FinishReason.CANCELLED
+        assert result.usage.delivered_token_count == len(result.token_ids) < 3000
+        assert (await client.get_generation(generation.request_id)).usage == result.usage
+
+
+async def test_receives_what_another_client_started(service: Service, client: AsyncClient) -> None:
+    tenant = await service.tenant()
+    async with AsyncClient(service.address, tenant.secret) as one, AsyncClient(service.address, tenant.secret) as other:
+        started = one.generate(MODEL, token_ids=PROMPT, max_output_tokens=1500, ignore_eos=True)
+        first = await anext(started)
+        attached = other.attach(started.request_id, after_seq=first.seq)
+        deltas = [delta async for delta in attached]
+        assert [delta.seq for delta in deltas] == list(range(2, len(deltas) + 2))
+        assert sum(len(delta.token_ids) for delta in (first, *deltas)) == attached.result.usage.delivered_token_count == 1500
+        with pytest.raises(Aborted) as told:
+            await started.wait()
+        assert told.value.reason == "ATTACHED_ELSEWHERE"
+        again = await one.attach(started.request_id).wait()  # it is kept for a while after its end
+        assert len(again.token_ids) == 1500
+        with pytest.raises(NotFound):
+            await one.attach(str(uuid.uuid4())).wait()
+    with pytest.raises(NotFound):  # of another project
+        await client.attach(started.request_id).wait()
+
+
+async def test_leaves_nothing_behind_at_close(service: Service) -> None:
+    tenant = await service.tenant()
+    door = TcpDoor(service.address)
+    async with door.open(), AsyncClient(door.address, tenant.secret) as client:
+        kept = [
+            client.generate(MODEL, token_ids=PROMPT, max_output_tokens=3000, ignore_eos=True, keep_on_disconnect=500)
+            for _ in range(3)
+        ]
+        for generation in kept:
+            await anext(generation)
+        door.cut()
+    async with AsyncClient(service.address, tenant.secret) as client:
+        assert {await settled(client, generation.request_id) for generation in kept} == {"CANCELLED"}

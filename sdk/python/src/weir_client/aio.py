@@ -21,12 +21,15 @@ from weir_client.connection import (
     RetryPolicy,
 )
 from weir_client.embedding import EmbedInput, EmbedOptions, EmbedResult, build_embed, embed_result
-from weir_client.generation import AsyncGeneration
-from weir_client.prompt import GenerateOptions, Prompt, build_start, conversation
+from weir_client.generation import AsyncGeneration, Terms
+from weir_client.prompt import AttachOptions, GenerateOptions, Prompt, build_start, conversation
 from weir_client.quote import Quote
-from weir_client.stream import Call, SharedStream
+from weir_client.resumption import RESUME_S
+from weir_client.stream import SharedStream
 from weir_client.tls import TlsOptions
 from weir_client.values import Generation, Model, QuotaStatus, Result, TokenCount
+
+KEEP_MIN_S = 0.001  # what a caller's clock ends at once is kept for as good as no time
 
 
 class AsyncClient:
@@ -81,9 +84,7 @@ class AsyncClient:
         Raises: InvalidRequest for a request that cannot be written down or is larger than `max_message_bytes`. Everything
         else that can go wrong is raised where the answer is read.
         """
-        stream = self._stream
-        if stream is None:
-            raise RuntimeError("the client is not open: use it inside `async with`")
+        stream = self._open_stream()
         frame = build_start(model, prompt, options)
         size, limit = pb.GenerateRequest(frames=[frame]).ByteSize(), self._settings.max_message_bytes
         if size > limit:  # sent all the same, it would end the shared stream, and every other request with it
@@ -94,11 +95,37 @@ class AsyncClient:
                 request_id=frame.request_id,
                 details=errors.ErrorDetails(field_violations=(field,)),
             )
-        retry = self._settings.retry
-        max_retries = options.get("max_retries")
+        return AsyncGeneration(stream, frame, self._terms(frame, options))
+
+    def attach(self, request_id: str, **options: Unpack[AttachOptions]) -> AsyncGeneration:
+        """Receives a request of the project that was started before, by whatever client.
+
+        The stream that received it until now is told `Aborted` with the reason `ATTACHED_ELSEWHERE`. The request is this
+        client's from then on: leaving its block cancels it. Where it is read, NotFound is raised for a request that was not
+        admitted, AlreadyExists (`REQUEST_SETTLED`) for one that is over and not kept any more, InvalidRequest (`OUTPUT_GONE`)
+        for output that is not there.
+        """
+        frame = pb.ClientFrame(request_id=request_id, attach=pb.AttachFrame(after_seq=options.get("after_seq", 0)))
+        keep_s = options.get("resume_s", RESUME_S)
+        return AsyncGeneration(self._open_stream(), frame, Terms(options.get("timeout"), self._settings.retry, keep_s))
+
+    def _open_stream(self) -> SharedStream:
+        if self._stream is None:
+            raise RuntimeError("the client is not open: use it inside `async with`")
+        return self._stream
+
+    def _terms(self, frame: pb.ClientFrame, options: GenerateOptions) -> Terms:
+        """How to run it. Writes the keep time into the frame."""
+        retry, timeout_s, max_retries = self._settings.retry, options.get("timeout"), options.get("max_retries")
         if max_retries is not None:
             retry = RetryPolicy(max_retries, retry.wait_max_s)
-        return AsyncGeneration(stream.start, frame, timeout=options.get("timeout"), retry=retry)
+        asked = "keep_on_disconnect" in options
+        keep_s = (options["keep_on_disconnect"] or None) if asked else RESUME_S
+        if not asked and timeout_s is not None:  # never for longer than the caller waits
+            keep_s = max(min(RESUME_S, timeout_s), KEEP_MIN_S)
+        if keep_s is not None:
+            frame.start.keep_on_disconnect.FromNanoseconds(round(keep_s * 1e9))
+        return Terms(timeout_s, retry, keep_s, keep_is_asked=asked)
 
     async def complete(self, model: str, prompt: Prompt | None = None, **options: Unpack[GenerateOptions]) -> Result:
         """The whole answer at once. Takes what `generate` takes. Cancelling the call cancels the request.
@@ -166,7 +193,8 @@ class AsyncClient:
         self._connection = Connection(self._settings)
         self._stub = inference_service_pb2_grpc.InferenceServiceStub(self._connection.channel)
         self._tasks = await asyncio.TaskGroup().__aenter__()
-        self._stream = SharedStream(self._open_call, self._tasks)
+        metadata = self._connection.metadata
+        self._stream = SharedStream(lambda: self._stub.Generate(metadata=grpc.aio.Metadata(*metadata)), self._tasks)
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -186,6 +214,3 @@ class AsyncClient:
         if self._connection is None:
             raise RuntimeError("the client is not open: use it inside `with`")
         return self._connection
-
-    def _open_call(self) -> Call:
-        return self._stub.Generate(metadata=grpc.aio.Metadata(*self._opened().metadata))

@@ -9,71 +9,41 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from typing import Protocol
 
 from weir.v1 import inference_service_pb2 as pb
 
 from weir_client import errors, wire
+from weir_client.carriers import Carrier, Continuation
+from weir_client.output import Outputs
 from weir_client.receipts import Receipt
 from weir_client.status import error_from_status
 from weir_client.values import (
     Admitted,
-    Choice,
     Delta,
     Event,
     FinishReason,
     Money,
     Partial,
     Result,
+    Resumed,
     Timings,
-    TokenLogprobs,
     Usage,
     UsageUpdate,
 )
 from weir_client.wire_receipts import receipts
 
 EVENTS_MAX = 65_536  # one delta per token: more than any context window in use; a reader that far behind is gone
-CHOICES_MAX = 1024  # far above what a server allows: a wrong index must not take all memory
 CANCEL_GRACE_S = 2.0  # how long the final frame may take after a cancel: one engine step and one settlement, with room
-
-
-class Output:
-    """What has arrived of one choice."""
-
-    def __init__(self) -> None:
-        self.texts: list[str] = []
-        self.token_ids: list[int] = []
-        self.logprobs: list[TokenLogprobs] = []
-
-    def add(self, frame: pb.DeltaFrame, logprobs: tuple[TokenLogprobs, ...]) -> None:
-        """One more frame of it."""
-        self.texts.append(frame.text)
-        self.token_ids.extend(frame.token_ids)
-        self.logprobs.extend(logprobs)
-
-    def choice(self, index: int, reason: FinishReason) -> Choice:
-        """All of it."""
-        return Choice(index, reason, "".join(self.texts), tuple(self.token_ids), tuple(self.logprobs))
-
-
-class Carrier(Protocol):
-    """The stream that an exchange runs on, as far as the exchange needs it."""
-
-    def send_cancel(self, exchange: Exchange) -> None:
-        """Writes a cancel frame, soon; never blocks."""
-
-    def release(self, exchange: Exchange) -> None:
-        """Forgets an exchange that has ended; its later frames are strays."""
 
 
 class Exchange:
     """What has arrived for one request, and how it ended.
 
     `outcome` is set once: a `Result`, or the error to raise. After a cancel it is set within `CANCEL_GRACE_S`, whatever the
-    server does, so that whoever waits for the end never hangs.
+    server does, so that whoever waits for the end never hangs. With a `continuation` it may ride several streams.
     """
 
-    def __init__(self, request_id: str, model: str) -> None:
+    def __init__(self, request_id: str, model: str, after_seq: int = 0) -> None:
         self.request_id = request_id
         self.model = model
         self.admitted: Admitted | None = None
@@ -84,8 +54,14 @@ class Exchange:
         self._events: deque[Event] = deque()
         self._changed = asyncio.Event()
         self._ended = asyncio.Event()
-        self._seq = 0
-        self._outputs = [Output()]  # by choice; the server says by its frames how many there are
+        self.seq = after_seq  # of the last frame of output
+        self.suspended = False  # on its way to another stream, whose answer has not come yet
+        self.resume_count = 0
+        self.refusal = ""  # why the server refused it on this stream: the reason
+        self.continuation: Continuation | None = None
+        self._after_seq = after_seq
+        self._lost = ""  # the sentence about output that cannot be had any more
+        self._outputs = Outputs()
         self._usage: Usage | None = None
         self._cost: Money | None = None
         self._timings: Timings | None = None
@@ -93,16 +69,18 @@ class Exchange:
         self._carrier: Carrier | None = None
         self._timers: list[asyncio.TimerHandle] = []
 
-    def attach(self, carrier: Carrier, deadline: float | None) -> None:
-        """Binds it to the stream it was started on; `deadline` is in the loop's time."""
+    def ride(self, carrier: Carrier) -> None:
+        """Binds it to the stream that it runs on, or to what looks for one."""
         self._carrier = carrier
-        if deadline is not None:
-            self._timers.append(asyncio.get_running_loop().call_at(deadline, self._expire))
+
+    def expire_at(self, deadline: float) -> None:
+        """Ends it as late at that time of the loop."""
+        self._timers.append(asyncio.get_running_loop().call_at(deadline, self._expire))
 
     @property
     def delivered(self) -> bool:
         """Whether any output has arrived."""
-        return self._seq > 0
+        return self.seq > self._after_seq
 
     def take(self) -> list[Event]:
         """All events that nobody has taken yet."""
@@ -129,17 +107,32 @@ class Exchange:
             self._carrier.send_cancel(self)
         self._timers.append(asyncio.get_running_loop().call_later(CANCEL_GRACE_S, self._give_up))
 
+    def resend_cancel(self) -> None:
+        """Tells the stream that it now rides what the one before could not be told."""
+        if self.cancelled and self._carrier is not None:
+            self._carrier.send_cancel(self)
+
     def receive(self, frame: pb.ServerFrame) -> None:
         """Takes one frame of the server. Kinds that are newer than this client are ignored, and so is all after the end."""
         if self.outcome is not None:
             return
+        kind = frame.WhichOneof("kind")
+        if self.suspended and kind == "failed":
+            self._receive_refusal(frame.failed)
+            return
+        if self.suspended and kind is not None:
+            self._resume()
         self.begun = True
-        match frame.WhichOneof("kind"):
+        match kind:
+            case "attached":
+                self._push(Resumed(frame.attached.after_seq, frame.attached.last_seq, frame.attached.running))
             case "delta":
                 self._receive_delta(frame.delta)
             case "admitted":
+                is_news = self.admitted is None
                 self.admitted = wire.admitted(frame.admitted)
-                self._push(self.admitted)
+                if is_news:  # it comes again on each stream
+                    self._push(self.admitted)
             case "progress":
                 self._push(wire.progress(frame.progress))
             case "usage":
@@ -151,23 +144,51 @@ class Exchange:
                 self._receive_failed(frame.failed)
 
     def break_off(self, cause: errors.WeirError) -> None:
-        """The stream ended. A request that had begun is incomplete; one that had not failed as the stream did."""
+        """The stream ended. A request that had begun goes on elsewhere or is incomplete; one that had not failed as that did."""
         if self.outcome is not None:
             return
-        error = cause
-        if self.begun:
-            message = f"the stream ended before the request did: {cause.message}"
-            error = self._incomplete(message, code=cause.code)
-            error.__cause__ = cause
-        self._end(error)
+        self._carrier = None
+        if not self.begun and not self.suspended:
+            self._end(cause)
+        elif self.continuation is None:
+            self._end(self.incomplete(f"the stream ended before the request did: {cause.message}", cause))
+        elif (error := self.continuation.broken(cause)) is not None:
+            self._end(error)
+
+    def fail(self, error: errors.WeirError) -> None:
+        """Nobody can go on with it. If the caller's time is over, that is what it ends with."""
+        self._end(self._deadline_error() if self.expired else error)
+
+    def lose(self, message: str) -> None:
+        """Output is missing that cannot be had: stops it, and ends it as incomplete with the usage that it is settled with."""
+        self._lost = message
+        self.cancel()
+
+    def release(self) -> None:
+        """Leaves its stream, to go on elsewhere."""
+        if self._carrier is not None:
+            self._carrier.release(self)
+        self._carrier = None
+
+    def incomplete(self, message: str, cause: errors.WeirError | None = None) -> errors.IncompleteGeneration:
+        """The error of a request without its proper end."""
+        error = errors.IncompleteGeneration(
+            message,
+            code=cause.code if cause else None,
+            reason="INCOMPLETE",
+            request_id=self.request_id,
+            partial=self.partial(),
+        )
+        error.__cause__ = cause
+        return error
 
     def partial(self) -> Partial:
         """What is known so far."""
         return Partial(
             request_id=self.request_id,
             model=self.model,
-            text="".join(self._outputs[0].texts),
-            token_ids=tuple(self._outputs[0].token_ids),
+            text="".join(self._outputs.of(0).texts),
+            token_ids=tuple(self._outputs.of(0).token_ids),
             usage=self._usage,
             cost=self._cost,
             timings=self._timings,
@@ -176,21 +197,16 @@ class Exchange:
         )
 
     def _receive_delta(self, frame: pb.DeltaFrame) -> None:
-        if frame.seq <= self._seq:
-            return  # a repetition: already counted
-        if frame.seq != self._seq + 1:
+        if frame.seq <= self.seq or self._lost:
+            return  # a repetition: already counted; or a piece behind a gap
+        if frame.seq != self.seq + 1:
             self.cancel()
-            self._end(self._incomplete(f"output is missing between frame {self._seq} and frame {frame.seq}"))
+            self._end(self.incomplete(f"output is missing between frame {self.seq} and frame {frame.seq}"))
             return
-        self._seq = frame.seq
+        self.seq = frame.seq
         logprobs = wire.logprobs(frame)
-        self._output(frame.choice_index).add(frame, logprobs)
+        self._outputs.of(frame.choice_index).add(frame, logprobs)
         self._push(Delta(frame.seq, frame.text, tuple(frame.token_ids), time.monotonic(), logprobs, frame.choice_index))
-
-    def _output(self, choice_index: int) -> Output:
-        while len(self._outputs) <= min(choice_index, CHOICES_MAX):
-            self._outputs.append(Output())
-        return self._outputs[choice_index]
 
     def _receive_finished(self, frame: pb.FinishedFrame) -> None:
         self._usage, self._cost = wire.usage(frame.usage), wire.money(frame.cost)
@@ -200,8 +216,11 @@ class Exchange:
         if reason is FinishReason.DEADLINE or (self.expired and reason is FinishReason.CANCELLED):
             self._end(self._deadline_error())
             return
+        if self._lost:
+            self._end(self.incomplete(self._lost))
+            return
         reasons = {each.choice_index: wire.finish_reason(each.reason) for each in frame.choices} or {0: reason}
-        choices = tuple(self._output(index).choice(index, reasons[index]) for index in sorted(reasons))
+        choices = tuple(self._outputs.of(index).choice(index, reasons[index]) for index in sorted(reasons))
         exhausted = tuple(wire.quota(each) for each in frame.exhausted_quotas)
         self._end(
             Result(
@@ -222,11 +241,29 @@ class Exchange:
             )
         )
 
-    def _receive_failed(self, frame: pb.FailedFrame) -> None:
+    def _failure(self, frame: pb.FailedFrame) -> errors.WeirError:
         if frame.HasField("usage"):
             self._usage, self._cost = wire.usage(frame.usage), wire.money(frame.cost)
             self._receipts = receipts(frame.receipts)
         error = error_from_status(frame.status, request_id=self.request_id, partial=self.partial())
+        self.refusal = error.reason
+        return error
+
+    def _receive_refusal(self, frame: pb.FailedFrame) -> None:
+        """The answer to a try to go on: not the end of the request, unless nothing more can be done."""
+        error = self._failure(frame)
+        verdict = self.continuation.refused(error) if self.continuation else error
+        if verdict is not None:
+            self.fail(verdict)
+
+    def _resume(self) -> None:
+        self.suspended = False
+        self.resume_count += self.begun
+        if self.continuation is not None:
+            self.continuation.resumed()
+
+    def _receive_failed(self, frame: pb.FailedFrame) -> None:
+        error = self._failure(frame)
         self._end(self._deadline_error() if self.expired and isinstance(error, errors.Cancelled) else error)
 
     def _push(self, event: Event) -> None:
@@ -246,18 +283,13 @@ class Exchange:
         if self.expired:
             self._end(self._deadline_error())
         else:
-            self._end(self._incomplete(f"cancelled, but the server did not confirm it within {CANCEL_GRACE_S:g} s"))
+            self._end(self.incomplete(self._lost or f"cancelled, but the server did not confirm it within {CANCEL_GRACE_S:g} s"))
 
     def _deadline_error(self) -> errors.DeadlineExceeded:
         return errors.DeadlineExceeded(
             "the request was not done in the time given and was cancelled",
             request_id=self.request_id,
             partial=self.partial(),
-        )
-
-    def _incomplete(self, message: str, code: str | None = None) -> errors.IncompleteGeneration:
-        return errors.IncompleteGeneration(
-            message, code=code, reason="INCOMPLETE", request_id=self.request_id, partial=self.partial()
         )
 
     def _end(self, outcome: Result | errors.WeirError) -> None:
@@ -267,7 +299,8 @@ class Exchange:
         for timer in self._timers:
             timer.cancel()
         self._timers.clear()
-        if self._carrier is not None:
-            self._carrier.release(self)
+        self.release()
+        if self.continuation is not None:
+            self.continuation.stop()
         self._changed.set()
         self._ended.set()

@@ -1,11 +1,15 @@
-"""One request as its caller sees it: iterate it, cancel it, read its result. Retries what was refused before the first token."""
+"""One request as its caller sees it: iterate it, cancel it, read its result.
+
+Retries what was refused before the first token; what breaks later goes on by itself (`resumption`).
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Self
 
@@ -14,11 +18,21 @@ from weir.v1 import inference_service_pb2 as pb
 from weir_client import errors
 from weir_client.connection import RetryPolicy
 from weir_client.exchange import Exchange
+from weir_client.resumption import OUTPUT_GONE, REQUEST_IN_FLIGHT, REQUEST_SETTLED, Resumption
+from weir_client.stream import SharedStream
 from weir_client.values import Admitted, Delta, Event, Partial, Result
 
-OUTPUT_GONE = "OUTPUT_GONE"  # the server's reason: the request runs, and what it has said is not kept
+KEEP_FIELD = "keep_on_disconnect"
 
-Submit = Callable[[Exchange, pb.ClientFrame, float | None], None]
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """How one generation is to be run. Times in seconds; None: without."""
+
+    timeout_s: float | None
+    retry: RetryPolicy
+    keep_s: float | None  # how long a broken stream may be looked for again; the server keeps the request so long
+    keep_is_asked: bool = True  # the caller's own wish: a server that refuses it is not asked again without
 
 
 class AsyncGeneration:
@@ -29,13 +43,12 @@ class AsyncGeneration:
     `await anext(generation)` takes single deltas without that.
     """
 
-    def __init__(self, submit: Submit, frame: pb.ClientFrame, *, timeout: float | None, retry: RetryPolicy) -> None:
+    def __init__(self, stream: SharedStream, frame: pb.ClientFrame, terms: Terms) -> None:
         self.request_id = frame.request_id
         self.model = frame.start.model
-        self._submit = submit
+        self._stream = stream
         self._frame = frame
-        self._timeout_s = timeout
-        self._retry = retry
+        self._terms = terms
         self._deadline: float | None = None
         self._exchange: Exchange | None = None
         self._attempt = 0
@@ -49,6 +62,11 @@ class AsyncGeneration:
     def admitted(self) -> Admitted | None:
         """What admission told: input tokens, and every quota with what is left of it. None until it comes."""
         return self._exchange.admitted if self._exchange else None
+
+    @property
+    def resume_count(self) -> int:
+        """How often its stream broke and it went on, on another one."""
+        return self._exchange.resume_count if self._exchange else 0
 
     @property
     def partial(self) -> Partial:
@@ -83,8 +101,8 @@ class AsyncGeneration:
         if self._loop is not None:
             return
         self._loop = asyncio.get_running_loop()
-        if self._timeout_s is not None:
-            self._deadline = self._loop.time() + self._timeout_s
+        if self._terms.timeout_s is not None:
+            self._deadline = self._loop.time() + self._terms.timeout_s
         self._begin_attempt()
 
     def cancel(self) -> None:
@@ -135,7 +153,7 @@ class AsyncGeneration:
             await self._retry_or_raise(exchange.outcome)
 
     async def events(self) -> AsyncIterator[Event]:
-        """Everything as it comes: `Admitted`, `Progress`, `Delta`, `UsageUpdate`."""
+        """Everything as it comes: `Admitted`, `Progress`, `Delta`, `UsageUpdate`, `Resumed`."""
         while (event := await self._next_event()) is not None:
             yield event
 
@@ -169,10 +187,17 @@ class AsyncGeneration:
         return self._unread.popleft() if self._unread else None
 
     def _begin_attempt(self) -> None:
-        exchange = Exchange(self.request_id, self.model)
+        frame = self._frame
+        exchange = Exchange(self.request_id, self.model, frame.attach.after_seq)
         self._exchange = exchange
         try:
-            self._submit(exchange, self._frame, self._deadline)
+            continuation = Resumption(self._stream, exchange, frame, self._terms.keep_s) if self._terms.keep_s else None
+            if continuation is not None and frame.HasField("attach"):
+                continuation.begin()
+            else:
+                self._stream.start(exchange, frame)
+            if self._deadline is not None:
+                exchange.expire_at(self._deadline)
         except errors.WeirError as error:
             self._error = error
             raise
@@ -181,12 +206,15 @@ class AsyncGeneration:
         """Begins the next attempt after the wait that is due, or makes `error` the end of the request and raises it.
 
         Only before the first token, and with the same request id: a refused request left no trace, and one that got in
-        unseen is answered with ALREADY_EXISTS, ABORTED or OUTPUT_GONE instead of being run and billed again, or is received.
-        That answer to a retry is about our own first attempt, so the failure of that attempt is what is raised.
+        unseen is received, or answered with ALREADY_EXISTS or ABORTED, instead of being run and billed again. That answer to a
+        retry is about our own first attempt: its output is fetched where it is kept, else the failure of that attempt is raised.
         """
+        if self._can_be_asked_differently(error):
+            self._begin_attempt()
+            return
         wait_s = self._retry_wait_s(error)
         if wait_s is None:
-            about_first = isinstance(error, errors.AlreadyExists | errors.Aborted) or error.reason == OUTPUT_GONE
+            about_first = isinstance(error, errors.AlreadyExists | errors.Aborted | errors.NotFound) or error.reason == OUTPUT_GONE
             if self._failure is not None and about_first:
                 error = self._failure
             self._error = error
@@ -205,6 +233,23 @@ class AsyncGeneration:
             self._error = errors.Cancelled("cancelled while waiting to try again", request_id=self.request_id)
             raise self._error
 
+    def _can_be_asked_differently(self, error: errors.WeirError) -> bool:
+        """Changes the frame to what the server's answer suggests; once each."""
+        frame = self._frame
+        if self._cancel_asked.is_set() or not frame.HasField("start") or self._terms.keep_s is None:
+            return False
+        if self._failure is not None and error.reason in (REQUEST_SETTLED, REQUEST_IN_FLIGHT):
+            self._frame = pb.ClientFrame(request_id=self.request_id, attach=pb.AttachFrame())
+            return True
+        fields = {each.field for each in error.details.field_violations}
+        if not self._terms.keep_is_asked and fields == {KEEP_FIELD}:  # the operator keeps requests for less, or not at all
+            self._frame = pb.ClientFrame()
+            self._frame.CopyFrom(frame)
+            self._frame.start.ClearField("keep_on_disconnect")
+            self._terms = replace(self._terms, keep_s=None)
+            return True
+        return False
+
     def _retry_wait_s(self, error: errors.WeirError) -> float | None:
         exchange, loop = self._exchange, self._loop
         assert exchange is not None
@@ -212,7 +257,7 @@ class AsyncGeneration:
         billed = error.partial is not None and error.partial.usage is not None
         if self._cancel_asked.is_set() or exchange.delivered or billed:
             return None
-        wait_s = self._retry.wait_s(error, self._attempt)
+        wait_s = self._terms.retry.wait_s(error, self._attempt)
         if wait_s is None or (self._deadline is not None and loop.time() + wait_s >= self._deadline):
             return None
         return wait_s

@@ -72,6 +72,9 @@ class GenerateOptions(TypedDict, total=False):
     start_timeout: seconds that the request may wait for its turn; `timeout` if absent. Refused at once if it would wait longer.
     region: where to run, one of the deployment's regions; elsewhere only as the operator lets it. Unset: where the server is.
     max_retries: how often to try again before the first token; the client's setting if absent.
+    keep_on_disconnect: seconds for which the server goes on with the request when the connection breaks, and for which the
+        client looks for another one; 30, or `timeout` if that is less. What is generated meanwhile is billed, also if nobody
+        comes back. None or 0: the request ends with its connection.
     """
 
     text: str | None
@@ -106,6 +109,20 @@ class GenerateOptions(TypedDict, total=False):
     start_timeout: float | None
     region: str | None
     max_retries: int | None
+    keep_on_disconnect: float | None
+
+
+class AttachOptions(TypedDict, total=False):
+    """The keyword arguments of `attach`.
+
+    after_seq: the number of the last `Delta` that is known already; 0: everything.
+    timeout: seconds for all of it; then the request is cancelled and DeadlineExceeded is raised.
+    resume_s: seconds to look for another stream when one breaks, or for the request's server if that does not answer; 30.
+    """
+
+    after_seq: int
+    timeout: float | None
+    resume_s: float
 
 
 def build_start(model: str, prompt: Prompt | None, options: GenerateOptions) -> pb.ClientFrame:

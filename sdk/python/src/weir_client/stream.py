@@ -1,7 +1,8 @@
 """The one bidi stream that all requests of a client share.
 
 Reuse is what makes it worth having: a request on an open stream costs about a fifth of a new RPC. Frames that are written at
-the same moment leave in one message. When the stream breaks, its requests end with an error and the next request opens a new one.
+the same moment leave in one message. When the stream breaks, the next request opens a new one, and so do those that
+go on (`resumption`).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ BATCH_BYTES = 1024 * 1024  # frames are put into one message up to this; a large
 BATCH_FRAMES = 500  # and up to so many, far below what a server takes in one message
 IN_FLIGHT_MAX = 1000  # requests at once per client: what a server lets run on one stream
 DRAINING = "DRAINING"  # the server's reason for taking no new requests
+UNREADABLE = "UNREADABLE"  # this client's reason for giving up a stream; another stream would say the same
 CLOSE_TIMEOUT_S = 1.0  # after the last request has ended, the server only has to answer a half-close
 
 Call = grpc.aio.StreamStreamCall[pb.GenerateRequest, pb.GenerateResponse]
@@ -108,13 +110,13 @@ class StreamConnection:
                     exchange = self._exchanges.get(frame.request_id)
                     if exchange is not None:  # a stray frame is late news of a request that was given up here
                         exchange.receive(frame)
-                        if isinstance(exchange.outcome, errors.Unavailable) and exchange.outcome.reason == DRAINING:
+                        if frame.HasField("failed") and exchange.refusal == DRAINING:
                             self.accepting = False
                             self.half_close()
         except grpc.aio.AioRpcError as error:
             return error_from_rpc(error)
         except Exception as error:  # a message that this client cannot read: its requests end, the client lives on
-            return errors.Internal(f"the server's answer could not be read: {error!r}")
+            return errors.Internal(f"the server's answer could not be read: {error!r}", reason=UNREADABLE)
         finally:
             self.open = self.accepting = False  # before any waiting task runs, so that a retry opens a new stream
 
@@ -151,14 +153,27 @@ class SharedStream:
         self._tasks = tasks
         self._connection: StreamConnection | None = None
         self._running: dict[asyncio.Task[None], StreamConnection] = {}
-        self._closed = False
+        self._suspended: set[Exchange] = set()
+        self._closed = False  # takes nothing new
+        self._ended = False  # opens no stream any more
 
-    def start(self, exchange: Exchange, frame: pb.ClientFrame, deadline: float | None) -> None:
-        """Begins a request on the open stream, or on a new one. `deadline` is in the loop's time.
+    @property
+    def closed(self) -> bool:
+        """Whether it takes nothing new."""
+        return self._closed
+
+    def start(self, exchange: Exchange, frame: pb.ClientFrame) -> None:
+        """Begins a request on the open stream, or on a new one.
 
         Raises: WeirError if the client is closed or will not take this request (see `StreamConnection.start`).
         """
         if self._closed:
+            raise errors.Cancelled("the client is closed", request_id=exchange.request_id)
+        self.resume(exchange, frame)
+
+    def resume(self, exchange: Exchange, frame: pb.ClientFrame) -> None:
+        """Goes on with a request; while the client closes too, because what runs on must be told to stop. Raises: WeirError."""
+        if self._ended:
             raise errors.Cancelled("the client is closed", request_id=exchange.request_id)
         connection = self._connection
         if connection is None or not connection.accepting:
@@ -167,18 +182,26 @@ class SharedStream:
             self._running[task] = connection
             task.add_done_callback(self._running.pop)
         connection.start(exchange, frame)
-        exchange.attach(connection, deadline)
+        exchange.ride(connection)
+
+    def suspend(self, exchange: Exchange) -> None:
+        """Knows a request that is between two streams, until `resume` or `forget`."""
+        self._suspended.add(exchange)
+
+    def forget(self, exchange: Exchange) -> None:
+        """It is not between two streams any more."""
+        self._suspended.discard(exchange)
 
     async def close(self) -> None:
         """Cancels what runs, waits a bounded time for the final frames, and ends the streams."""
         self._closed = True
-        connections = list(self._running.values())
-        exchanges = [exchange for connection in connections for exchange in connection.exchanges]
+        exchanges = {exchange for connection in self._running.values() for exchange in connection.exchanges} | self._suspended
         for exchange in exchanges:
             exchange.cancel()
         for exchange in exchanges:
             await exchange.wait_ended()  # bounded: each gives up by itself
-        for connection in connections:
+        self._ended = True
+        for connection in list(self._running.values()):
             connection.half_close()
         if self._running:
             await asyncio.wait(self._running, timeout=CLOSE_TIMEOUT_S)

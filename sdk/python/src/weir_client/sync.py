@@ -12,7 +12,7 @@ from weir_client.connection import KEEPALIVE_S, MESSAGE_BYTES_MAX, RETRY_WAIT_MA
 from weir_client.embedding import EmbedInput, EmbedOptions, EmbedResult
 from weir_client.generation import AsyncGeneration
 from weir_client.loop_thread import LoopThread
-from weir_client.prompt import GenerateOptions, Prompt
+from weir_client.prompt import AttachOptions, GenerateOptions, Prompt
 from weir_client.quote import Quote
 from weir_client.tls import TlsOptions
 from weir_client.values import Admitted, Delta, Event, Generation, Model, Partial, QuotaStatus, Result, TokenCount
@@ -47,6 +47,11 @@ class GenerationStream:
         return self._generation.admitted
 
     @property
+    def resume_count(self) -> int:
+        """How often its stream broke and it went on, on another one."""
+        return self._generation.resume_count
+
+    @property
     def partial(self) -> Partial:
         """What has arrived so far, whether or not the request has ended."""
         return self._generation.partial
@@ -77,7 +82,7 @@ class GenerationStream:
         return self._thread.run(self._generation.wait)
 
     def events(self) -> Iterator[Event]:
-        """Everything as it comes: `Admitted`, `Progress`, `Delta`, `UsageUpdate`."""
+        """Everything as it comes: `Admitted`, `Progress`, `Delta`, `UsageUpdate`, `Resumed`."""
         while (event := self._next_event()) is not None:
             yield event
 
@@ -158,6 +163,10 @@ class Client:
     def generate(self, model: str, prompt: Prompt | None = None, **options: Unpack[GenerateOptions]) -> GenerationStream:
         """A streamed answer; see `AsyncClient.generate`. Raises: InvalidRequest for what cannot be written down."""
         return GenerationStream(self._thread, self._client.generate(model, prompt, **options))
+
+    def attach(self, request_id: str, **options: Unpack[AttachOptions]) -> GenerationStream:
+        """Receives a request that was started elsewhere; see `AsyncClient.attach`."""
+        return GenerationStream(self._thread, self._client.attach(request_id, **options))
 
     def complete(self, model: str, prompt: Prompt | None = None, **options: Unpack[GenerateOptions]) -> Result:
         """The whole answer at once. An interrupt cancels the request. Raises: WeirError."""

@@ -206,6 +206,15 @@ class Delta:
 
 
 @dataclass(frozen=True, slots=True)
+class Resumed:
+    """The request goes on, on another stream than it was started on. No output is missing, and none comes twice."""
+
+    after_seq: int  # the next `Delta` has the number after this one
+    last_seq: int  # the last one that there was by then
+    running: bool  # False: it has ended, and the rest of its output follows
+
+
+@dataclass(frozen=True, slots=True)
 class UsageUpdate:
     """Running counts, sent at the interval asked for with `usage_interval_tokens`."""
 
@@ -213,7 +222,7 @@ class UsageUpdate:
     cost: Money
 
 
-Event = Admitted | Progress | Delta | UsageUpdate
+Event = Admitted | Progress | Delta | UsageUpdate | Resumed
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,165 @@
+"""Goes on with a request on another stream when its own breaks: attach, wait, ask again, as docs/streams.md tells clients.
+
+A state machine on the event loop's timers, so that it can be stopped at any moment and nobody has to wait for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+from weir.v1 import inference_service_pb2 as pb
+
+from weir_client import errors
+from weir_client.exchange import Exchange
+from weir_client.stream import UNREADABLE, SharedStream
+
+RESUME_S = 30.0  # unless the caller says otherwise: a restart of a load balancer, a change of network
+WAIT_FIRST_S = 0.05  # before the first try, with jitter: all that lost the same server come at once
+WAIT_BASE_S = 0.1  # before the second one where the server gives no hint; doubles each time
+WAIT_MAX_S = 5.0  # between two tries, unless the server asks for more
+
+REQUEST_UNKNOWN = "REQUEST_UNKNOWN"
+REQUEST_IN_FLIGHT = "REQUEST_IN_FLIGHT"
+REQUEST_SETTLED = "REQUEST_SETTLED"
+OUTPUT_GONE = "OUTPUT_GONE"
+_FINAL = (errors.Unauthenticated, errors.PermissionDenied, errors.InvalidRequest, errors.FailedPrecondition)
+
+
+class Resumption:
+    """The way of one exchange from stream to stream. Between two streams it is the exchange's carrier.
+
+    `frame` is what the request was begun with, a start or an attach. Tries for `keep_s` seconds from each break on, which is as
+    long as the server keeps the request.
+    """
+
+    def __init__(self, stream: SharedStream, exchange: Exchange, frame: pb.ClientFrame, keep_s: float) -> None:
+        self._stream = stream
+        self._exchange = exchange
+        self._frame = frame
+        self._keep_s = keep_s
+        self._again = False  # the next try sends the start frame again
+        self._skip_to: int | None = None  # the seq to attach at where earlier output is lost
+        self._attempt = 0
+        self._cause: errors.WeirError | None = None
+        self._try_timer: asyncio.TimerHandle | None = None
+        self._end_timer: asyncio.TimerHandle | None = None
+        exchange.continuation = self
+
+    def begin(self) -> None:
+        """Attaches to a request that this client did not start. Raises: WeirError if the client is closed."""
+        if self._stream.closed:
+            raise errors.Cancelled("the client is closed", request_id=self._exchange.request_id)
+        self._suspend()
+        self._try()
+
+    def broken(self, cause: errors.WeirError) -> errors.WeirError | None:
+        """The stream ended: looks for another one, unless that one would say the same."""
+        if isinstance(cause, _FINAL) or cause.reason == UNREADABLE:
+            return self._ended(cause)
+        self._wait(cause)
+        return None
+
+    def refused(self, error: errors.WeirError) -> errors.WeirError | None:
+        """The answer to `attach`, or to the start frame that was sent again."""
+        exchange = self._exchange
+        if isinstance(error, errors.Unavailable) or error.reason == REQUEST_IN_FLIGHT:
+            self._wait(error)
+            return None
+        if not exchange.begun or self._again:
+            return error  # the first answer of all, or a refusal like any other
+        if error.reason == REQUEST_UNKNOWN and not exchange.delivered and not exchange.cancelled and self._frame.HasField("start"):
+            self._again = True
+            self._wait(error)
+            return None
+        if error.reason == OUTPUT_GONE and self._skip_to is None:
+            self._skip_to = int(error.metadata.get("last_seq", exchange.seq))
+            self._suspend()
+            exchange.lose(f"output behind frame {exchange.seq} is not kept any more")  # cancels, which tries at once
+            self._try()
+            return None
+        return self._ended(error)
+
+    def resumed(self) -> None:
+        """The server goes on with it on the new stream."""
+        self.stop()
+        self._attempt = 0
+        self._again = False
+
+    def stop(self) -> None:
+        """No timer is left."""
+        for timer in (self._try_timer, self._end_timer):
+            if timer is not None:
+                timer.cancel()
+        self._try_timer = self._end_timer = None
+        self._stream.forget(self._exchange)
+
+    def send_cancel(self, exchange: Exchange) -> None:
+        """Cancelled between two streams: the server does not know yet, so that the next try is due now."""
+        if self._try_timer is not None:
+            self._try()
+
+    def release(self, exchange: Exchange) -> None:
+        """The exchange has ended or goes on; `stop` follows."""
+
+    def _suspend(self) -> None:
+        exchange = self._exchange
+        exchange.release()
+        exchange.suspended = True
+        exchange.ride(self)
+        self._stream.suspend(exchange)
+        if self._end_timer is None:
+            self._end_timer = asyncio.get_running_loop().call_later(self._keep_s, self._give_up)
+
+    def _wait(self, cause: errors.WeirError) -> None:
+        self._suspend()
+        self._cause = cause
+        spread_s = min(WAIT_BASE_S * 2 ** (self._attempt - 1), WAIT_MAX_S) if self._attempt else WAIT_FIRST_S
+        wait_s = (cause.retry_after_s or 0.0) + random.uniform(spread_s / 2, spread_s)
+        self._attempt += 1
+        if self._exchange.cancelled:
+            wait_s = min(wait_s, WAIT_BASE_S)
+        self._try_timer = asyncio.get_running_loop().call_later(wait_s, self._try)
+
+    def _try(self) -> None:
+        if self._try_timer is not None:
+            self._try_timer.cancel()
+            self._try_timer = None
+        exchange = self._exchange
+        if exchange.outcome is not None:
+            return
+        if self._again and exchange.cancelled:
+            exchange.fail(errors.Cancelled("cancelled before it was let in", request_id=exchange.request_id))
+            return
+        try:
+            self._stream.resume(exchange, self._next_frame())
+        except errors.ResourceExhausted as error:
+            self._wait(error)
+            return
+        except errors.WeirError as error:
+            exchange.fail(error)
+            return
+        self._stream.forget(exchange)
+        exchange.resend_cancel()
+
+    def _next_frame(self) -> pb.ClientFrame:
+        if self._again:
+            return self._frame
+        after_seq = self._exchange.seq if self._skip_to is None else self._skip_to
+        return pb.ClientFrame(request_id=self._exchange.request_id, attach=pb.AttachFrame(after_seq=after_seq))
+
+    def _ended(self, error: errors.WeirError) -> errors.WeirError:
+        """What the request ends with: itself unknown, but for what arrived and what `error` tells of the bill."""
+        exchange = self._exchange
+        if not exchange.begun:
+            return error
+        if error.reason == REQUEST_SETTLED:
+            how = error.metadata.get("outcome") or "ended"
+            message = f"the request was settled ({how}) while the stream was broken, and its output is not kept"
+            return exchange.incomplete(message, error)
+        return exchange.incomplete(f"the stream ended before the request did, and could not be resumed: {error.message}", error)
+
+    def _give_up(self) -> None:
+        self._end_timer = None
+        message = f"nothing could be reached for {self._keep_s:g} s"
+        self._exchange.fail(self._ended(self._cause or errors.Unavailable(message, request_id=self._exchange.request_id)))
