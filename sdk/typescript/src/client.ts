@@ -1,11 +1,13 @@
 /** The client of the inference API. */
 
-import { toBinary } from "@bufbuild/protobuf";
+import { create, toBinary } from "@bufbuild/protobuf";
+import { durationFromMs } from "@bufbuild/protobuf/wkt";
 import { type CallOptionsOf, type ClientOptions, Connection, RetryPolicy, resolveSettings } from "./connection.js";
 import { InvalidRequest, NO_DETAILS } from "./errors.js";
 import { ClientFrameSchema, InferenceService } from "./gen/weir/v1/inference_service_pb.js";
 import { Generation } from "./generation.js";
-import { buildStart, conversation, type GenerateOptions, invalid, type Prompt } from "./prompt.js";
+import { type AttachOptions, buildStart, conversation, type GenerateOptions, invalid, type Prompt } from "./prompt.js";
+import { RESUME_MS } from "./resumption.js";
 import { SharedStream } from "./stream.js";
 import type { Generation as RecordedGeneration, Model, QuotaStatus, Quote, Result, TokenCount } from "./values.js";
 import * as wire from "./wire.js";
@@ -43,6 +45,8 @@ export class WeirClient implements AsyncDisposable {
    */
   generate(model: string, options: GenerateOptions): Generation {
     const frame = buildStart(model, options);
+    const keep = keepFor(options);
+    if (keep.keepMs > 0 && frame.kind.case === "start") frame.kind.value.keepOnDisconnect = durationFromMs(Math.ceil(keep.keepMs));
     const { retry, maxMessageBytes } = this.connection.settings;
     const size = toBinary(ClientFrameSchema, frame).length + FRAMING_BYTES;
     if (size > maxMessageBytes) {
@@ -51,11 +55,27 @@ export class WeirClient implements AsyncDisposable {
       const details = { ...NO_DETAILS, fieldViolations: [{ field: "prompt", description }] };
       throw new InvalidRequest(description, { reason: "MESSAGE_TOO_LARGE", requestId: frame.requestId, details });
     }
-    return new Generation((exchange, start) => this.stream.start(exchange, start), frame, model, {
+    return new Generation(this.stream, frame, model, {
       timeoutMs: options.timeoutMs,
       retry: new RetryPolicy(options.maxRetries ?? retry.maxRetries, retry.waitMaxMs),
       signal: options.signal,
+      ...keep,
     });
+  }
+
+  /**
+   * Receives a request of the project that was started before, by whatever client.
+   *
+   * The stream that received it until now is told `Aborted` with the reason `ATTACHED_ELSEWHERE`. The request is this client's from
+   * then on: leaving its loop cancels it. Where it is read, NotFound is thrown for a request that was not admitted, AlreadyExists
+   * (`REQUEST_SETTLED`) for one that is over and not kept any more, InvalidRequest (`OUTPUT_GONE`) for output that is not there.
+   */
+  attach(requestId: string, options: AttachOptions = {}): Generation {
+    const { afterSeq = 0, timeoutMs, resumeMs = RESUME_MS, signal } = options;
+    if (!Number.isSafeInteger(afterSeq)) throw invalid("afterSeq", `${afterSeq} is not a whole number`);
+    const frame = create(ClientFrameSchema, { requestId, kind: { case: "attach", value: { afterSeq: BigInt(afterSeq) } } });
+    const { retry } = this.connection.settings;
+    return new Generation(this.stream, frame, "", { timeoutMs, retry, signal, keepMs: resumeMs, keepIsAsked: true });
   }
 
   /** The whole answer at once. Takes what `generate` takes. Throws a WeirError. */
@@ -106,4 +126,13 @@ export class WeirClient implements AsyncDisposable {
   async [Symbol.asyncDispose](): Promise<void> {
     await this.close();
   }
+}
+
+/** How long a request outlives its connection: as the caller says, else for a short time and never for longer than the caller waits. */
+function keepFor({ keepOnDisconnectMs, timeoutMs }: GenerateOptions): { keepMs: number; keepIsAsked: boolean } {
+  if (keepOnDisconnectMs !== undefined && !(Number.isFinite(keepOnDisconnectMs) && keepOnDisconnectMs >= 0)) {
+    throw invalid("keepOnDisconnectMs", `must be milliseconds, not ${keepOnDisconnectMs}`);
+  }
+  if (keepOnDisconnectMs !== undefined) return { keepMs: keepOnDisconnectMs, keepIsAsked: true };
+  return { keepMs: Math.max(1, Math.min(RESUME_MS, timeoutMs ?? RESUME_MS)), keepIsAsked: false };
 }

@@ -8,11 +8,11 @@
 import { Aborted, Cancelled, DeadlineExceeded, IncompleteGeneration, WeirError } from "./errors.js";
 import type { DeltaFrame, FailedFrame, FinishedFrame, ServerFrame } from "./gen/weir/v1/inference_service_pb.js";
 import { copyError, errorFromStatus } from "./status.js";
-import type { Admitted, Choice, Event, FinishReason, Money, Partial, Result, Timings, TokenLogprobs, Usage } from "./values.js";
+import type { Admitted, Event, Money, Partial, Result, Timings, Usage } from "./values.js";
+import { Outputs } from "./output.js";
 import * as wire from "./wire.js";
 
 const EVENTS_MAX = 65_536; // one delta per token: more than any context window in use; a reader that far behind is gone
-const CHOICES_MAX = 1024; // far above what a server allows: a wrong index must not take all memory
 const CANCEL_GRACE_MS = 2_000; // how long the final frame may take after a cancel: one engine step and one settlement, with room
 
 /** The stream that an exchange runs on, as far as the exchange needs it. */
@@ -23,28 +23,23 @@ export interface Carrier {
   release(exchange: Exchange): void;
 }
 
-/** What has arrived of one choice. */
-class Output {
-  private readonly texts: string[] = [];
-  private readonly tokenIds: number[] = [];
-  private readonly logprobs: TokenLogprobs[] = [];
-
-  add(frame: DeltaFrame, logprobs: readonly TokenLogprobs[]): void {
-    this.texts.push(frame.text);
-    for (const tokenId of frame.tokenIds) this.tokenIds.push(tokenId);
-    for (const each of logprobs) this.logprobs.push(each);
-  }
-
-  choice(index: number, finishReason: FinishReason): Choice {
-    return { index, finishReason, text: this.texts.join(""), tokenIds: [...this.tokenIds], logprobs: [...this.logprobs] };
-  }
+/** Who brings an exchange to another stream. Both answers are what it ends with, or undefined if it will go on. */
+export interface Continuation {
+  /** The stream ended under it. */
+  broken(cause: WeirError): WeirError | undefined;
+  /** The server will not go on with it on this stream. */
+  refused(error: WeirError): WeirError | undefined;
+  /** It goes on. */
+  resumed(): void;
+  /** It has ended. */
+  stop(): void;
 }
 
 /**
  * What has arrived for one request, and how it ended.
  *
  * `outcome` is set once: a `Result`, or the error to throw. After a cancel it is set within `CANCEL_GRACE_MS`, whatever the server
- * does, so that whoever waits for the end never hangs.
+ * does, so that whoever waits for the end never hangs. With a `continuation` it may ride several streams.
  */
 export class Exchange {
   admitted: Admitted | undefined;
@@ -55,25 +50,33 @@ export class Exchange {
   /** The caller's timeout passed. */
   expired = false;
   /** The last `seq` that arrived. */
-  seq = 0;
-  /** Asked when the stream breaks under a request that has begun: true if somebody continues it elsewhere. */
-  onBroken: (cause: WeirError) => boolean = () => false;
+  seq: number;
+  /** On its way to another stream, whose answer has not come yet. */
+  suspended = false;
+  resumeCount = 0;
+  /** Why the server refused it: the reason. */
+  refusal = "";
+  continuation: Continuation | undefined;
 
   private events: Event[] = [];
-  private readonly outputs: Output[] = [new Output()];
+  private readonly outputs = new Outputs();
   private usage: Usage | undefined;
   private cost: Money | undefined;
   private timings: Timings | undefined;
   private carrier: Carrier | undefined;
+  private lost = ""; // the sentence about output that cannot be had any more
   private readonly timers: NodeJS.Timeout[] = [];
   private waiters: (() => void)[] = [];
 
   constructor(
     readonly requestId: string,
     readonly model: string,
-  ) {}
+    private readonly afterSeq = 0,
+  ) {
+    this.seq = afterSeq;
+  }
 
-  /** Binds it to the stream that it runs on. */
+  /** Binds it to the stream that it runs on, or to what looks for one. */
   ride(carrier: Carrier): void {
     this.carrier = carrier;
   }
@@ -89,7 +92,7 @@ export class Exchange {
 
   /** Whether any output has arrived. */
   get delivered(): boolean {
-    return this.seq > 0;
+    return this.seq > this.afterSeq;
   }
 
   /** All events that nobody has taken yet. */
@@ -120,15 +123,27 @@ export class Exchange {
   /** Takes one frame of the server. Kinds that are newer than this client are ignored, and so is all after the end. */
   receive(frame: ServerFrame): void {
     if (this.outcome !== undefined) return;
+    if (this.suspended && frame.kind.case === "failed") {
+      this.receiveRefusal(frame.kind.value);
+      return;
+    }
+    if (this.suspended && frame.kind.case !== undefined) this.resume();
     this.begun = true;
     switch (frame.kind.case) {
+      case "attached": {
+        const { afterSeq, lastSeq, running } = frame.kind.value;
+        this.push({ type: "resumed", afterSeq: wire.count(afterSeq), lastSeq: wire.count(lastSeq), running });
+        break;
+      }
       case "delta":
         this.receiveDelta(frame.kind.value);
         break;
-      case "admitted":
+      case "admitted": {
+        const isNews = this.admitted === undefined; // it comes again on each stream
         this.admitted = wire.admitted(frame.kind.value);
-        this.push(this.admitted);
+        if (isNews) this.push(this.admitted);
         break;
+      }
       case "progress":
         this.push(wire.progress(frame.kind.value));
         break;
@@ -148,22 +163,52 @@ export class Exchange {
     }
   }
 
-  /** The stream ended. A request that had begun is incomplete, unless it is continued; one that had not failed as the stream did. */
+  /** The stream ended. A request that had begun goes on elsewhere or is incomplete; one that had not failed as the stream did. */
   breakOff(cause: WeirError): void {
     if (this.outcome !== undefined) return;
     this.carrier = undefined;
-    if (!this.begun) this.end(copyError(cause, this.requestId));
-    else if (this.cancelled || !this.onBroken(cause)) this.endIncomplete(cause);
+    const error = copyError(cause, this.requestId);
+    if (!this.begun && !this.suspended) {
+      this.end(error);
+      return;
+    }
+    const text = `the stream ended before the request did: ${cause.plainMessage}`;
+    const verdict = this.continuation ? this.continuation.broken(error) : this.incomplete(text, error);
+    if (verdict) this.fail(verdict);
   }
 
-  /** Nobody could continue it. */
-  endIncomplete(cause: WeirError): void {
-    this.end(this.incomplete(`the stream ended before the request did: ${cause.plainMessage}`, cause));
+  /** Nobody can go on with it. If the caller's time is over, that is what it ends with. */
+  fail(error: WeirError): void {
+    this.end(this.expired ? this.deadlineError() : error);
+  }
+
+  /** Output is missing that cannot be had: stops it, and ends it as incomplete with the usage that it is settled with. */
+  lose(message: string): void {
+    this.lost = message;
+    this.cancel();
+  }
+
+  /** Leaves its stream, to go on elsewhere. */
+  release(): void {
+    const { carrier } = this;
+    this.carrier = undefined;
+    carrier?.release(this);
+  }
+
+  /** Tells the stream that it now rides what the one before could not be told. */
+  resendCancel(): void {
+    if (this.cancelled) this.carrier?.sendCancel(this);
+  }
+
+  /** The error of a request without its proper end. */
+  incomplete(message: string, cause?: WeirError): IncompleteGeneration {
+    const { requestId } = this;
+    return new IncompleteGeneration(message, { code: cause?.code, reason: "INCOMPLETE", requestId, partial: this.partial(), cause });
   }
 
   /** What is known so far. */
   partial(): Partial {
-    const { text, tokenIds } = this.output(0).choice(0, "UNSPECIFIED");
+    const { text, tokenIds } = this.outputs.of(0).choice(0, "UNSPECIFIED");
     const { requestId, model, usage, cost, timings, admitted } = this;
     return { requestId, model, text, tokenIds, usage, cost, timings, admitted };
   }
@@ -180,21 +225,15 @@ export class Exchange {
 
   private receiveDelta(frame: DeltaFrame): void {
     const delta = wire.delta(frame);
-    if (delta.seq <= this.seq) return; // a repetition: already counted
+    if (delta.seq <= this.seq || this.lost) return; // a repetition: already counted; or a piece behind a gap
     if (delta.seq !== this.seq + 1) {
       this.cancel();
       this.end(this.incomplete(`output is missing between frame ${this.seq} and frame ${delta.seq}`));
       return;
     }
     this.seq = delta.seq;
-    this.output(delta.choiceIndex).add(frame, delta.logprobs);
+    this.outputs.of(delta.choiceIndex).add(frame, delta.logprobs);
     this.push(delta);
-  }
-
-  private output(choiceIndex: number): Output {
-    if (choiceIndex < 0 || choiceIndex >= CHOICES_MAX) throw new RangeError(`choice ${choiceIndex} cannot be`);
-    while (this.outputs.length <= choiceIndex) this.outputs.push(new Output());
-    return this.outputs[choiceIndex]!;
   }
 
   private receiveFinished(frame: FinishedFrame): void {
@@ -206,9 +245,13 @@ export class Exchange {
       this.end(this.deadlineError());
       return;
     }
+    if (this.lost) {
+      this.end(this.incomplete(this.lost));
+      return;
+    }
     const ends = frame.choices.length > 0 ? frame.choices : [{ choiceIndex: 0, reason: frame.reason }];
     const choices = ends
-      .map((end) => this.output(end.choiceIndex).choice(end.choiceIndex, wire.finishReason(end.reason)))
+      .map((end) => this.outputs.of(end.choiceIndex).choice(end.choiceIndex, wire.finishReason(end.reason)))
       .sort((one, other) => one.index - other.index);
     const first = choices[0]!;
     this.end({
@@ -221,21 +264,40 @@ export class Exchange {
       choices,
       usage: this.usage,
       cost: this.cost,
-      timings: this.timings ?? NO_TIMINGS,
+      timings: this.timings ?? wire.NO_TIMINGS,
       admitted: this.admitted,
       exhaustedQuotas: frame.exhaustedQuotas.map(wire.quota),
       receiptCount: frame.receipts.length,
     });
   }
 
+  /** The answer to a try to go on: not the end of the request, unless nothing more can be done. */
+  private receiveRefusal(frame: FailedFrame): void {
+    const error = this.failure(frame);
+    const verdict = this.continuation ? this.continuation.refused(error) : error;
+    if (verdict) this.fail(verdict);
+  }
+
+  private resume(): void {
+    this.suspended = false;
+    if (this.begun) this.resumeCount += 1;
+    this.continuation?.resumed();
+  }
+
   private receiveFailed(frame: FailedFrame): void {
+    const error = this.failure(frame);
+    this.end(this.expired && error instanceof Cancelled ? this.deadlineError() : error);
+  }
+
+  private failure(frame: FailedFrame): WeirError {
     if (frame.usage) {
       this.usage = wire.usage(frame.usage);
       this.cost = wire.money(frame.cost);
     }
     const status = frame.status ?? { $typeName: "google.rpc.Status", code: 13, message: "the server gave no reason", details: [] };
     const error = errorFromStatus(status, this.requestId, this.partial());
-    this.end(this.expired && error instanceof Cancelled ? this.deadlineError() : error);
+    this.refusal = error.reason;
+    return error;
   }
 
   private push(event: Event): void {
@@ -251,7 +313,7 @@ export class Exchange {
   }
 
   private giveUp(): void {
-    const text = `cancelled, but the server did not confirm it within ${CANCEL_GRACE_MS} ms`;
+    const text = this.lost || `cancelled, but the server did not confirm it within ${CANCEL_GRACE_MS} ms`;
     this.end(this.expired ? this.deadlineError() : this.incomplete(text));
   }
 
@@ -260,30 +322,12 @@ export class Exchange {
     return new DeadlineExceeded(text, { requestId: this.requestId, partial: this.partial() });
   }
 
-  private incomplete(message: string, cause?: WeirError): IncompleteGeneration {
-    const { requestId } = this;
-    return new IncompleteGeneration(message, { code: cause?.code, reason: "INCOMPLETE", requestId, partial: this.partial(), cause });
-  }
-
   private end(outcome: Result | WeirError): void {
     if (this.outcome !== undefined) return;
     this.outcome = outcome;
     for (const timer of this.timers) clearTimeout(timer);
-    this.carrier?.release(this);
+    this.release();
+    this.continuation?.stop();
     this.changed();
   }
 }
-
-const NO_TIMINGS: Timings = {
-  authMs: 0,
-  tokenizeMs: 0,
-  admissionMs: 0,
-  queueMs: 0,
-  coldStartMs: 0,
-  prefillMs: 0,
-  decodeMs: 0,
-  clientStallMs: 0,
-  settleMs: 0,
-  ttftMs: 0,
-  totalMs: 0,
-};

@@ -1,22 +1,33 @@
-/** One request as its caller sees it: iterate it, cancel it, await its result. Retries what was refused before the first token. */
+/**
+ * One request as its caller sees it: iterate it, cancel it, await its result.
+ *
+ * Retries what was refused before the first token; what breaks later goes on by itself (`resumption`).
+ */
 
+import { clone, create } from "@bufbuild/protobuf";
 import { setTimeout as sleep } from "node:timers/promises";
 import type { RetryPolicy } from "./connection.js";
-import { Aborted, AlreadyExists, Cancelled, WeirError } from "./errors.js";
+import { Aborted, AlreadyExists, Cancelled, NotFound, WeirError } from "./errors.js";
 import { Exchange } from "./exchange.js";
-import type { ClientFrame } from "./gen/weir/v1/inference_service_pb.js";
+import { type ClientFrame, ClientFrameSchema } from "./gen/weir/v1/inference_service_pb.js";
+import { OUTPUT_GONE, REQUEST_IN_FLIGHT, REQUEST_SETTLED, Resumption } from "./resumption.js";
+import type { SharedStream } from "./stream.js";
 import type { Admitted, Delta, Event, Partial, Result } from "./values.js";
 
-const OUTPUT_GONE = "OUTPUT_GONE"; // the server's reason: the request runs, and what it has said is not kept
+const KEEP_FIELD = "keep_on_disconnect";
 
-/** Puts an exchange on the shared stream; throws a WeirError if the client does not take it. */
-export type Submit = (exchange: Exchange, frame: ClientFrame) => void;
+/** What is cancelled when nobody holds its generation any more: its exchange of the moment. */
+const abandoned = new FinalizationRegistry((held: { exchange: Exchange | undefined }) => held.exchange?.cancel());
 
 /** How one generation is to be run. */
 export interface GenerationTerms {
   readonly timeoutMs: number | undefined;
   readonly retry: RetryPolicy;
   readonly signal: AbortSignal | undefined;
+  /** How long a broken stream may be looked for again; the server keeps the request so long. 0: not at all. */
+  readonly keepMs: number;
+  /** The caller's own wish: a server that refuses it is not asked again without. */
+  readonly keepIsAsked: boolean;
 }
 
 /**
@@ -29,7 +40,7 @@ export class Generation implements AsyncIterable<Delta>, AsyncDisposable {
   readonly requestId: string;
   readonly model: string;
 
-  private exchange: Exchange | undefined;
+  private readonly held: { exchange: Exchange | undefined } = { exchange: undefined };
   private attempt = 0;
   private deadline: number | undefined;
   private failure: WeirError | undefined; // of the attempt before the running one
@@ -38,13 +49,19 @@ export class Generation implements AsyncIterable<Delta>, AsyncDisposable {
   private unread: Event[] = [];
 
   constructor(
-    private readonly submit: Submit,
-    private readonly frame: ClientFrame,
+    private readonly stream: SharedStream,
+    private frame: ClientFrame,
     model: string,
-    private readonly terms: GenerationTerms,
+    private terms: GenerationTerms,
   ) {
+    abandoned.register(this, this.held);
     this.requestId = frame.requestId;
     this.model = model;
+  }
+
+  /** How often its stream broke and it went on, on another one. */
+  get resumeCount(): number {
+    return this.exchange?.resumeCount ?? 0;
   }
 
   /** What admission told: input tokens, and every quota with what is left of it. Undefined until it comes. */
@@ -96,7 +113,7 @@ export class Generation implements AsyncIterable<Delta>, AsyncDisposable {
     return outcome;
   }
 
-  /** Everything as it comes: `Admitted`, `Progress`, `Delta`, `UsageUpdate`. Leaving the loop early cancels the request. */
+  /** Everything as it comes: `Admitted`, `Progress`, `Delta`, `UsageUpdate`, `Resumed`. Leaving the loop early cancels the request. */
   async *events(): AsyncGenerator<Event, void, void> {
     let ended = false;
     try {
@@ -136,12 +153,20 @@ export class Generation implements AsyncIterable<Delta>, AsyncDisposable {
     }
   }
 
+  private get exchange(): Exchange | undefined {
+    return this.held.exchange;
+  }
+
   private beginAttempt(): void {
-    const exchange = new Exchange(this.requestId, this.model);
+    const { frame, stream, terms } = this;
+    const attach = frame.kind.case === "attach" ? frame.kind.value : undefined;
+    const exchange = new Exchange(this.requestId, this.model, Number(attach?.afterSeq ?? 0));
     if (this.deadline !== undefined) exchange.expireIn(Math.max(0, this.deadline - performance.now()));
-    this.exchange = exchange;
+    this.held.exchange = exchange;
     try {
-      this.submit(exchange, this.frame);
+      const resumption = terms.keepMs > 0 ? new Resumption(stream, exchange, frame, terms.keepMs) : undefined;
+      if (attach && resumption) resumption.begin();
+      else stream.start(exchange, frame);
     } catch (error) {
       throw error instanceof WeirError ? this.fail(error) : error;
     }
@@ -151,13 +176,17 @@ export class Generation implements AsyncIterable<Delta>, AsyncDisposable {
    * Begins the next attempt after the wait that is due, or makes `error` the end of the request and throws it.
    *
    * Only before the first token, and with the same request id: a refused request left no trace, and one that got in unseen is
-   * answered with ALREADY_EXISTS, ABORTED or OUTPUT_GONE instead of being run and billed again, or is received. That answer to a
-   * retry is about our own first attempt, so the failure of that attempt is what is thrown.
+   * received, or answered with ALREADY_EXISTS, ABORTED or OUTPUT_GONE, instead of being run and billed again. That answer to a
+   * retry is about our own first attempt: its output is fetched where it is kept, else the failure of that attempt is thrown.
    */
   private async retryOrThrow(error: WeirError): Promise<void> {
+    if (this.canBeAskedDifferently(error)) {
+      this.beginAttempt();
+      return;
+    }
     const waitMs = this.retryWaitMs(error);
     if (waitMs === undefined) {
-      const about = error instanceof AlreadyExists || error instanceof Aborted || error.reason === OUTPUT_GONE;
+      const about = [AlreadyExists, Aborted, NotFound].some((kind) => error instanceof kind) || error.reason === OUTPUT_GONE;
       throw this.fail(about && this.failure !== undefined ? this.failure : error);
     }
     this.failure = error;
@@ -168,6 +197,23 @@ export class Generation implements AsyncIterable<Delta>, AsyncDisposable {
       throw this.fail(new Cancelled("cancelled while waiting to try again", { requestId: this.requestId }));
     }
     this.beginAttempt();
+  }
+
+  /** Changes the frame to what the server's answer suggests; once each. */
+  private canBeAskedDifferently(error: WeirError): boolean {
+    const { requestId, frame, terms } = this;
+    if (this.cancelling.signal.aborted || frame.kind.case !== "start" || terms.keepMs === 0) return false;
+    if (this.failure !== undefined && (error.reason === REQUEST_SETTLED || error.reason === REQUEST_IN_FLIGHT)) {
+      this.frame = create(ClientFrameSchema, { requestId, kind: { case: "attach", value: {} } });
+      return true;
+    }
+    const fields = error.details.fieldViolations.map(({ field }) => field);
+    if (terms.keepIsAsked || fields.length !== 1 || fields[0] !== KEEP_FIELD) return false;
+    const bare = clone(ClientFrameSchema, frame); // the operator keeps requests for less, or not at all
+    if (bare.kind.case === "start") delete bare.kind.value.keepOnDisconnect;
+    this.frame = bare;
+    this.terms = { ...terms, keepMs: 0 };
+    return true;
   }
 
   private retryWaitMs(error: WeirError): number | undefined {

@@ -92,6 +92,24 @@ export interface GenerateOptions {
   readonly timeoutMs?: number;
   /** How often to try again before the first token; the client's setting if absent. */
   readonly maxRetries?: number;
+  /**
+   * For how long the server goes on with the request when the connection breaks, and the client looks for another one; 30,000, or
+   * `timeoutMs` if that is less. What is generated meanwhile is billed, also if nobody comes back. 0: the request ends with its
+   * connection.
+   */
+  readonly keepOnDisconnectMs?: number;
+  /** Cancels the request. */
+  readonly signal?: AbortSignal;
+}
+
+/** The options of `attach`. */
+export interface AttachOptions {
+  /** The number of the last delta that is known already; 0, the default: everything. */
+  readonly afterSeq?: number;
+  /** For all of it; then the request is cancelled and `DeadlineExceeded` is thrown. */
+  readonly timeoutMs?: number;
+  /** How long to look for another stream when one breaks, or for the request's server if that does not answer. Default 30,000. */
+  readonly resumeMs?: number;
   /** Cancels the request. */
   readonly signal?: AbortSignal;
 }

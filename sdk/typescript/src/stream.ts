@@ -17,6 +17,8 @@ const BATCH_BYTES = 1024 * 1024; // frames are put into one message up to this; 
 const BATCH_FRAMES = 500; // and up to so many, far below what a server takes in one message
 const IN_FLIGHT_MAX = 1000; // requests at once per client: what a server lets run on one stream
 const CLOSE_TIMEOUT_MS = 1000; // after the last request has ended, the server only has to answer a half-close
+/** This client's reason for giving up a stream; another stream would say the same. */
+export const UNREADABLE = "UNREADABLE";
 const DRAINING = "DRAINING"; // the server's reason for taking no new requests
 
 /**
@@ -121,7 +123,7 @@ class StreamConnection implements Carrier {
         const exchange = this.exchanges.get(frame.requestId);
         if (exchange === undefined) continue; // late news of a request that was given up here
         exchange.receive(frame);
-        if (exchange.outcome instanceof Unavailable && exchange.outcome.reason === DRAINING) {
+        if (frame.kind.case === "failed" && exchange.refusal === DRAINING) {
           this.accepting = false;
           this.halfClose();
         }
@@ -129,7 +131,7 @@ class StreamConnection implements Carrier {
     } catch (error) {
       // An answer that this client cannot read: its requests end, the client lives on.
       this.call.cancel();
-      this.end(new Internal(`the server's answer could not be read: ${String(error)}`, { cause: error }));
+      this.end(new Internal(`the server's answer could not be read: ${String(error)}`, { reason: UNREADABLE, cause: error }));
     }
   }
 
@@ -147,13 +149,26 @@ class StreamConnection implements Carrier {
 export class SharedStream {
   private current: StreamConnection | undefined;
   private readonly running = new Set<StreamConnection>();
-  private closed = false;
+  private readonly suspended = new Set<Exchange>();
+  private closing = false; // takes nothing new
+  private ended = false; // opens no stream any more
 
   constructor(private readonly openCall: () => GenerateCall) {}
 
-  /** Begins or continues a request on the open stream, or on a new one. Throws a WeirError if the client will not take it. */
+  /** Begins a request on the open stream, or on a new one. Throws a WeirError if the client will not take it. */
   start(exchange: Exchange, frame: ClientFrame): void {
-    if (this.closed) throw new Cancelled("the client is closed", { requestId: exchange.requestId });
+    this.checkOpen(exchange.requestId);
+    this.resume(exchange, frame);
+  }
+
+  /** Throws Cancelled if nothing new is taken. */
+  checkOpen(requestId: string): void {
+    if (this.closing) throw new Cancelled("the client is closed", { requestId });
+  }
+
+  /** Goes on with a request; while the client closes too, because what runs on must be told to stop. Throws a WeirError. */
+  resume(exchange: Exchange, frame: ClientFrame): void {
+    if (this.ended) throw new Cancelled("the client is closed", { requestId: exchange.requestId });
     if (this.current === undefined || !this.current.accepting) {
       const opened = new StreamConnection(this.openCall());
       this.current = opened;
@@ -163,13 +178,24 @@ export class SharedStream {
     this.current.start(exchange, frame);
   }
 
+  /** Knows a request that is between two streams, until `forget`. */
+  suspend(exchange: Exchange): void {
+    this.suspended.add(exchange);
+  }
+
+  /** It is not between two streams any more. */
+  forget(exchange: Exchange): void {
+    this.suspended.delete(exchange);
+  }
+
   /** Cancels what runs, waits a bounded time for the final frames, and ends the streams. */
   async close(): Promise<void> {
-    this.closed = true;
-    const connections = [...this.running];
-    const exchanges = connections.flatMap((connection) => [...connection.exchanges.values()]);
+    this.closing = true;
+    const exchanges = [...[...this.running].flatMap((connection) => [...connection.exchanges.values()]), ...this.suspended];
     for (const exchange of exchanges) exchange.cancel();
     for (const exchange of exchanges) await exchange.waitEnded(); // bounded: each gives up by itself
+    this.ended = true;
+    const connections = [...this.running];
     for (const connection of connections) connection.halfClose();
     let timer: NodeJS.Timeout | undefined;
     const late = new Promise<void>((resolve) => {

@@ -160,8 +160,19 @@ export interface UsageUpdate {
   readonly cost: Money;
 }
 
+/** The request goes on, on another stream than it was started on. No output is missing, and none comes twice. */
+export interface Resumed {
+  readonly type: "resumed";
+  /** The next delta has the number after this one. */
+  readonly afterSeq: number;
+  /** The last one that there was by then. */
+  readonly lastSeq: number;
+  /** False: it has ended, and the rest of its output follows. */
+  readonly running: boolean;
+}
+
 /** Whatever a running request says. */
-export type Event = Admitted | Progress | Delta | UsageUpdate;
+export type Event = Admitted | Progress | Delta | UsageUpdate | Resumed;
 
 /** One of several outputs of a prompt. */
 export interface Choice {

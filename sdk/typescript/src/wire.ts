@@ -188,3 +188,18 @@ export function generation(value: GenerationMessage): Generation {
     labels: value.labels,
   };
 }
+
+/** Of a request whose server told none. */
+export const NO_TIMINGS: Timings = {
+  authMs: 0,
+  tokenizeMs: 0,
+  admissionMs: 0,
+  queueMs: 0,
+  coldStartMs: 0,
+  prefillMs: 0,
+  decodeMs: 0,
+  clientStallMs: 0,
+  settleMs: 0,
+  ttftMs: 0,
+  totalMs: 0,
+};

@@ -6,9 +6,12 @@ import { once } from "node:events";
 import { connect, createServer, type Server, type Socket } from "node:net";
 import { test } from "node:test";
 import {
+  Aborted,
   AlreadyExists,
   DeadlineExceeded,
+  type Delta,
   type GenerateOptions,
+  IncompleteGeneration,
   InvalidRequest,
   NotFound,
   QuotaExceeded,
@@ -27,6 +30,8 @@ const OUTPUT_PICOS = 600_000n;
 const PATIENCE_MS = 60_000;
 
 const LONG: GenerateOptions = { tokenIds: [7, 8, 9, 10], maxOutputTokens: 3000, ignoreEos: true };
+const RESUMED: GenerateOptions = { ...LONG, maxOutputTokens: 3000 };
+const KEPT: GenerateOptions = { ...LONG, keepOnDisconnectMs: 500_000 };
 const SHORT: GenerateOptions = { tokenIds: [7, 8, 9, 10], maxOutputTokens: 12, ignoreEos: true };
 
 function environment(name: string): string {
@@ -258,11 +263,148 @@ promise("settles-at-close", async (client) => {
   }
 });
 
+/** 3000 tokens through a door that is cut so often: at the first delta, and at the first one of each connection after it. */
+async function streamedOverBreaks(cutCount: number): Promise<{ deltas: Delta[]; resumedCount: number; tokenIds: readonly number[] }> {
+  const { address, server, cut } = await gate(() => true);
+  await using client = new WeirClient({ address });
+  const deltas: Delta[] = [];
+  let resumedCount = 0;
+  let cutsDone = 0;
+  const generation = client.generate(MODEL, RESUMED);
+  for await (const event of generation.events()) {
+    if (event.type === "resumed") resumedCount += 1;
+    if (event.type !== "delta") continue;
+    deltas.push(event);
+    if (cutsDone < cutCount && cutsDone === resumedCount) {
+      cutsDone += 1;
+      cut();
+    }
+  }
+  const result = await generation.result();
+  assert.equal(generation.resumeCount, resumedCount);
+  assert.equal(deltas.map(({ text }) => text).join(""), result.text);
+  const recorded = await client.getGeneration(generation.requestId);
+  assert.deepEqual(recorded.usage, result.usage);
+  assert.equal(recorded.usage.deliveredTokenCount, 3000);
+  server.close();
+  return { deltas, resumedCount, tokenIds: result.tokenIds };
+}
+
+promise("resumes-where-it-broke", async (client) => {
+  const whole = await client.complete(MODEL, RESUMED);
+  for (const cutCount of [1, 2]) {
+    const { deltas, resumedCount, tokenIds } = await streamedOverBreaks(cutCount);
+    assert.deepEqual(deltas.map(({ seq }) => seq), Array.from(deltas, (_, index) => index + 1));
+    assert.deepEqual(tokenIds, whole.tokenIds);
+    assert.equal(resumedCount, cutCount);
+  }
+});
+
+promise("resumes-before-the-first-token", async () => {
+  let comeCount = 0;
+  const { address, server, cut } = await gate(() => {
+    comeCount += 1;
+    return true;
+  });
+  await using client = new WeirClient({ address, maxRetries: 5 });
+  const asked = client.generate(MODEL, SHORT).start();
+  await until(async () => comeCount, (count) => count > 0);
+  cut();
+  const atWork = client.generate(MODEL, SHORT);
+  const events = atWork.events();
+  const first = (await events.next()).value;
+  assert.ok(first !== undefined && first.type !== "delta");
+  cut();
+  for (const generation of [asked, atWork]) {
+    const { requestId, tokenIds } = await generation.result();
+    assert.equal(tokenIds.length, 12);
+    assert.equal((await client.getGeneration(requestId)).usage.deliveredTokenCount, 12);
+  }
+  server.close();
+});
+
+promise("bills-a-resumed-request-once", async () => {
+  const { deltas } = await streamedOverBreaks(3);
+  assert.equal(deltas.reduce((sum, { tokenIds }) => sum + tokenIds.length, 0), 3000);
+});
+
+promise("ends-with-its-connection-if-asked", async (direct) => {
+  const { address, server, cut } = await gate(() => true);
+  await using client = new WeirClient({ address });
+  const generation = client.generate(MODEL, { ...LONG, keepOnDisconnectMs: 0 });
+  const events = generation.events();
+  while ((await events.next()).value?.type !== "delta");
+  cut();
+  await assert.rejects(generation.result(), (error: unknown) => {
+    assert.ok(error instanceof IncompleteGeneration);
+    assert.ok(error.partial !== undefined && error.partial.tokenIds.length > 0);
+    return true;
+  });
+  const recorded = await until(() => direct.getGeneration(generation.requestId), ({ state }) => state !== "RUNNING");
+  assert.equal(recorded.outcome, "CANCELLED");
+  server.close();
+});
+
+promise("cancels-while-the-connection-is-broken", async (direct) => {
+  const { address, server, cut } = await gate(() => true);
+  await using client = new WeirClient({ address });
+  const generation = client.generate(MODEL, KEPT);
+  const events = generation.events();
+  while ((await events.next()).value?.type !== "delta");
+  cut();
+  generation.cancel();
+  const { finishReason, usage, tokenIds } = await generation.result();
+  assert.equal(finishReason, "CANCELLED");
+  assert.equal(usage.deliveredTokenCount, tokenIds.length);
+  assert.ok(tokenIds.length < 3000);
+  assert.deepEqual((await direct.getGeneration(generation.requestId)).usage, usage);
+  server.close();
+});
+
+promise("receives-what-another-client-started", async (one) => {
+  await using other = new WeirClient();
+  const started = one.generate(MODEL, RESUMED);
+  const beginning = started[Symbol.asyncIterator]();
+  const first = (await beginning.next()).value;
+  assert.ok(first !== undefined);
+  const attached = other.attach(started.requestId, { afterSeq: first.seq });
+  const deltas: Delta[] = [first];
+  for await (const delta of attached) deltas.push(delta);
+  assert.deepEqual(deltas.map(({ seq }) => seq), Array.from(deltas, (_, index) => index + 1));
+  assert.equal(deltas.reduce((sum, { tokenIds }) => sum + tokenIds.length, 0), 3000);
+  await assert.rejects(started.result(), (error: unknown) => {
+    assert.ok(error instanceof Aborted);
+    assert.equal(error.reason, "ATTACHED_ELSEWHERE");
+    return true;
+  });
+  assert.equal((await one.attach(started.requestId).result()).tokenIds.length, 3000); // it is kept for a while after its end
+  await assert.rejects(one.attach(randomUUID()).result(), NotFound);
+  await using stranger = new WeirClient({ apiKey: LIMITED_KEY });
+  await assert.rejects(stranger.attach(started.requestId).result(), NotFound);
+});
+
+promise("leaves-nothing-behind-at-close", async (direct) => {
+  const { address, server, cut } = await gate(() => true);
+  const client = new WeirClient({ address });
+  const kept = [1, 2, 3].map(() => client.generate(MODEL, KEPT).start());
+  await Promise.all(kept.map((generation) => generation[Symbol.asyncIterator]().next()));
+  cut();
+  await client.close();
+  for (const { requestId } of kept) {
+    const recorded = await until(() => direct.getGeneration(requestId), ({ state }) => state !== "RUNNING");
+    assert.equal(recorded.outcome, "CANCELLED");
+  }
+  server.close();
+});
+
 /** A TCP door before the server that lets those connections through that `admit` says yes to. */
-async function gate(admit: (socket: Socket) => boolean): Promise<{ address: string; server: Server }> {
+async function gate(admit: (socket: Socket) => boolean): Promise<{ address: string; server: Server; cut: () => void }> {
   const [host, port] = [ADDRESS.slice(0, ADDRESS.lastIndexOf(":")), Number(ADDRESS.slice(ADDRESS.lastIndexOf(":") + 1))];
+  const sockets = new Set<Socket>();
   const server = createServer((socket) => {
+    sockets.add(socket);
     socket.on("error", () => {});
+    socket.on("close", () => sockets.delete(socket));
     if (!admit(socket)) return;
     const behind = connect(port, host);
     behind.on("error", () => socket.destroy());
@@ -274,5 +416,6 @@ async function gate(admit: (socket: Socket) => boolean): Promise<{ address: stri
   await once(server, "listening");
   const address = server.address();
   assert.ok(address !== null && typeof address === "object");
-  return { address: `127.0.0.1:${address.port}`, server };
+  const cut = (): void => sockets.forEach((socket) => socket.resetAndDestroy());
+  return { address: `127.0.0.1:${address.port}`, server, cut };
 }

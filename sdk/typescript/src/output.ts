@@ -1,0 +1,35 @@
+/** What has arrived of the choices of a request. */
+
+import type { DeltaFrame } from "./gen/weir/v1/inference_service_pb.js";
+import type { Choice, FinishReason, TokenLogprobs } from "./values.js";
+
+const CHOICES_MAX = 1024; // far above what a server allows: a wrong index must not take all memory
+
+/** What has arrived of one choice. */
+class Output {
+  private readonly texts: string[] = [];
+  private readonly tokenIds: number[] = [];
+  private readonly logprobs: TokenLogprobs[] = [];
+
+  add(frame: DeltaFrame, logprobs: readonly TokenLogprobs[]): void {
+    this.texts.push(frame.text);
+    for (const tokenId of frame.tokenIds) this.tokenIds.push(tokenId);
+    for (const each of logprobs) this.logprobs.push(each);
+  }
+
+  choice(index: number, finishReason: FinishReason): Choice {
+    return { index, finishReason, text: this.texts.join(""), tokenIds: [...this.tokenIds], logprobs: [...this.logprobs] };
+  }
+}
+
+/** All choices; the server says by its frames how many there are. */
+export class Outputs {
+  private readonly outputs: Output[] = [new Output()];
+
+  /** One choice. Throws a RangeError for one that cannot be. */
+  of(choiceIndex: number): Output {
+    if (choiceIndex < 0 || choiceIndex >= CHOICES_MAX) throw new RangeError(`choice ${choiceIndex} cannot be`);
+    while (this.outputs.length <= choiceIndex) this.outputs.push(new Output());
+    return this.outputs[choiceIndex]!;
+  }
+}

@@ -1,0 +1,173 @@
+/**
+ * Goes on with a request on another stream when its own breaks: attach, wait, ask again, as docs/streams.md tells clients.
+ *
+ * A state machine on timers, so that it can be stopped at any moment and nobody has to wait for it.
+ */
+
+import { create } from "@bufbuild/protobuf";
+import {
+  Cancelled,
+  FailedPrecondition,
+  InvalidRequest,
+  PermissionDenied,
+  ResourceExhausted,
+  Unauthenticated,
+  Unavailable,
+  WeirError,
+} from "./errors.js";
+import type { Carrier, Continuation, Exchange } from "./exchange.js";
+import { type ClientFrame, ClientFrameSchema } from "./gen/weir/v1/inference_service_pb.js";
+import { type SharedStream, UNREADABLE } from "./stream.js";
+
+/** Unless the caller says otherwise: a restart of a load balancer, a change of network. */
+export const RESUME_MS = 30_000;
+export const REQUEST_IN_FLIGHT = "REQUEST_IN_FLIGHT";
+export const REQUEST_SETTLED = "REQUEST_SETTLED";
+export const OUTPUT_GONE = "OUTPUT_GONE";
+const REQUEST_UNKNOWN = "REQUEST_UNKNOWN";
+const WAIT_FIRST_MS = 50; // before the first try, with jitter: all that lost the same server come at once
+const WAIT_BASE_MS = 100; // before the second one where the server gives no hint; doubles each time
+const WAIT_MAX_MS = 5_000; // between two tries, unless the server asks for more
+const FINAL = [Unauthenticated, PermissionDenied, InvalidRequest, FailedPrecondition];
+
+/**
+ * The way of one exchange from stream to stream. Between two streams it is the exchange's carrier.
+ *
+ * `frame` is what the request was begun with, a start or an attach. Tries for `keepMs` from each break on, which is as long as the
+ * server keeps the request.
+ */
+export class Resumption implements Carrier, Continuation {
+  private again = false; // the next try sends the start frame again
+  private skipTo: number | undefined; // the seq to attach at where earlier output is lost
+  private attempt = 0;
+  private cause: WeirError | undefined;
+  private tryTimer: NodeJS.Timeout | undefined;
+  private endTimer: NodeJS.Timeout | undefined;
+
+  constructor(
+    private readonly stream: SharedStream,
+    private readonly exchange: Exchange,
+    private readonly frame: ClientFrame,
+    private readonly keepMs: number,
+  ) {
+    exchange.continuation = this;
+  }
+
+  /** Attaches to a request that this client did not start. Throws Cancelled if the client is closed. */
+  begin(): void {
+    this.stream.checkOpen(this.exchange.requestId);
+    this.suspend();
+    this.try();
+  }
+
+  /** The stream ended: looks for another one, unless that one would say the same. */
+  broken(cause: WeirError): WeirError | undefined {
+    if (FINAL.some((kind) => cause instanceof kind) || cause.reason === UNREADABLE) return this.ended(cause);
+    return this.wait(cause);
+  }
+
+  /** The answer to `attach`, or to the start frame that was sent again. */
+  refused(error: WeirError): WeirError | undefined {
+    const { exchange } = this;
+    if (error instanceof Unavailable || error.reason === REQUEST_IN_FLIGHT) return this.wait(error);
+    if (!exchange.begun || this.again) return error; // the first answer of all, or a refusal like any other
+    const canStart = this.frame.kind.case === "start" && !exchange.delivered && !exchange.cancelled;
+    if (error.reason === REQUEST_UNKNOWN && canStart) {
+      this.again = true;
+      return this.wait(error);
+    }
+    if (error.reason === OUTPUT_GONE && this.skipTo === undefined) {
+      this.skipTo = Number(error.metadata["last_seq"] ?? exchange.seq);
+      this.suspend();
+      exchange.lose(`output behind frame ${exchange.seq} is not kept any more`);
+      this.try();
+      return undefined;
+    }
+    return this.ended(error);
+  }
+
+  /** The server goes on with it on the new stream. */
+  resumed(): void {
+    this.stop();
+    this.attempt = 0;
+    this.again = false;
+  }
+
+  /** No timer is left. */
+  stop(): void {
+    clearTimeout(this.tryTimer);
+    clearTimeout(this.endTimer);
+    this.tryTimer = this.endTimer = undefined;
+    this.stream.forget(this.exchange);
+  }
+
+  /** Cancelled between two streams: the server does not know yet, so that the next try is due now. */
+  sendCancel(): void {
+    if (this.tryTimer !== undefined) this.try();
+  }
+
+  /** The exchange has ended or goes on; `stop` follows. */
+  release(): void {}
+
+  private suspend(): void {
+    this.exchange.release();
+    this.exchange.suspended = true;
+    this.exchange.ride(this);
+    this.stream.suspend(this.exchange);
+    this.endTimer ??= setTimeout(() => this.giveUp(), Math.min(this.keepMs, 2 ** 31 - 1));
+  }
+
+  private wait(cause: WeirError): undefined {
+    this.suspend();
+    this.cause = cause;
+    const spreadMs = this.attempt ? Math.min(WAIT_BASE_MS * 2 ** (this.attempt - 1), WAIT_MAX_MS) : WAIT_FIRST_MS;
+    const waitMs = (cause.retryAfterMs ?? 0) + spreadMs * (0.5 + Math.random() / 2);
+    this.attempt += 1;
+    this.tryTimer = setTimeout(() => this.try(), this.exchange.cancelled ? Math.min(waitMs, WAIT_BASE_MS) : waitMs);
+    return undefined;
+  }
+
+  private try(): void {
+    clearTimeout(this.tryTimer);
+    this.tryTimer = undefined;
+    const { exchange } = this;
+    if (exchange.outcome !== undefined) return;
+    if (this.again && exchange.cancelled) {
+      exchange.fail(new Cancelled("cancelled before it was let in", { requestId: exchange.requestId }));
+      return;
+    }
+    try {
+      this.stream.resume(exchange, this.nextFrame());
+    } catch (error) {
+      if (error instanceof ResourceExhausted) this.wait(error);
+      else if (error instanceof WeirError) exchange.fail(error);
+      else throw error;
+      return;
+    }
+    this.stream.forget(exchange);
+    exchange.resendCancel();
+  }
+
+  private nextFrame(): ClientFrame {
+    if (this.again) return this.frame;
+    const { requestId, seq } = this.exchange;
+    return create(ClientFrameSchema, { requestId, kind: { case: "attach", value: { afterSeq: BigInt(this.skipTo ?? seq) } } });
+  }
+
+  /** What the request ends with: itself unknown, but for what arrived and what `error` tells of the bill. */
+  private ended(error: WeirError): WeirError {
+    const { exchange } = this;
+    if (!exchange.begun) return error;
+    if (error.reason === REQUEST_SETTLED) {
+      const how = error.metadata["outcome"] || "ended";
+      return exchange.incomplete(`the request was settled (${how}) while the stream was broken, and its output is not kept`, error);
+    }
+    return exchange.incomplete(`the stream ended before the request did, and could not be resumed: ${error.plainMessage}`, error);
+  }
+
+  private giveUp(): void {
+    this.endTimer = undefined;
+    const { requestId } = this.exchange;
+    this.exchange.fail(this.ended(this.cause ?? new Unavailable(`nothing could be reached for ${this.keepMs} ms`, { requestId })));
+  }
+}
