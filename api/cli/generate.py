@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from decimal import Decimal, InvalidOperation
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Literal
@@ -12,18 +13,21 @@ from typing import Annotated, Literal
 import typer
 from weir_client import (
     Admitted,
+    Client,
     Delta,
     FinishReason,
     GenerateOptions,
     GenerationStream,
+    Money,
     Progress,
     Result,
+    Resumed,
     Stage,
     UsageUpdate,
     WeirError,
 )
 
-from api.cli.amounts import dimension_amount, duration_text
+from api.cli.amounts import dimension_amount, duration_text, units_to_picos
 from api.cli.connection import AddressOption, KeyOption, fail, inference_client
 from api.cli.output import JsonOption, make_console, note, print_json
 from api.cli.prompting import ContextOption, FileOption, ModelOption, PromptArgument, SystemOption, messages, read_file
@@ -56,6 +60,9 @@ def generate(
     file: FileOption = None,
     max_output_tokens: Annotated[
         int | None, typer.Option(help="Most tokens of the answer. Else the model stops by itself.")
+    ] = None,
+    max_cost: Annotated[
+        str | None, typer.Option(metavar="AMOUNT", help="The most that it may cost, in your currency: the answer ends before.")
     ] = None,
     temperature: Annotated[float | None, typer.Option(help="0 always takes the likeliest token; up to 2.")] = None,
     top_p: Annotated[float | None, typer.Option(help="Keep the likeliest tokens up to this probability, at most 1.")] = None,
@@ -132,6 +139,8 @@ def generate(
     )
     conversation = messages(prompt, system, context, file)
     with inference_client(address, api_key) as client:
+        if max_cost is not None:
+            options["max_cost"] = cost_limit(client, model, max_cost)
         several = (choices or 1) > 1  # streamed, they would run into each other
         result, interrupted = run(client.generate(model, conversation, **options), quiet=as_json or several)
     if as_json:
@@ -153,6 +162,17 @@ def checked_tier(name: str | None) -> Literal["interactive", "batch"] | None:
             return name
         case _:
             raise typer.BadParameter(f"{name!r} is neither interactive nor batch", param_hint="--tier")
+
+
+def cost_limit(client: Client, model: str, text: str) -> Money:
+    """An amount in the currency that the model's price is in. Exits with what is wrong with one that is none."""
+    try:
+        picos = units_to_picos(Decimal(text))
+    except (InvalidOperation, ValueError):
+        raise typer.BadParameter(f"{text!r} is not an amount", param_hint="--max-cost") from None
+    name = model.partition("@")[0]
+    prices = [each.price for each in client.list_models() if name in (each.name, *each.aliases)]
+    return Money(next((price.currency_code for price in prices if price is not None), ""), picos)
 
 
 def choices_text(result: Result) -> str:
@@ -187,7 +207,7 @@ def run(stream: GenerationStream, *, quiet: bool) -> tuple[Result, bool]:
                         waiting.clear()
                         if not quiet:
                             write(event.text)
-                    case Admitted() | UsageUpdate():
+                    case Admitted() | UsageUpdate() | Resumed():
                         pass
     except KeyboardInterrupt:
         interrupted = True

@@ -18,10 +18,12 @@ from weir_client import (
     AsyncClient,
     DeadlineExceeded,
     Delta,
+    FailedPrecondition,
     FinishReason,
     GenerationState,
     IncompleteGeneration,
     InvalidRequest,
+    Money,
     NotFound,
     QuotaExceeded,
     Resumed,
@@ -382,3 +384,28 @@ async def test_leaves_nothing_behind_at_close(service: Service) -> None:
         door.cut()
     async with AsyncClient(service.address, tenant.secret) as client:
         assert {await settled(client, generation.request_id) for generation in kept} == {"CANCELLED"}
+
+
+async def test_costs_no_more_than_asked(client: AsyncClient) -> None:
+    limit = Money("USD", 4 * INPUT_PICOS + 10 * OUTPUT_PICOS)
+    result = await client.complete(MODEL, token_ids=PROMPT, max_output_tokens=3000, ignore_eos=True, max_cost=limit)
+    assert result.finish_reason is FinishReason.COST_LIMIT
+    assert result.usage.billed_token_count >= 10
+    assert result.cost <= limit
+    with pytest.raises(InvalidRequest, match="max_cost"):
+        await client.complete(MODEL, token_ids=PROMPT, max_cost=Money("USD", 1))
+
+
+async def test_changes_limits_while_it_runs(client: AsyncClient) -> None:
+    async with client.generate(MODEL, token_ids=PROMPT, max_output_tokens=4000, ignore_eos=True) as generation:
+        await anext(generation)
+        with pytest.raises(InvalidRequest):
+            await generation.update(max_output_tokens=100_000)
+        limits = await generation.update(max_cost=Money("USD", 5000 * OUTPUT_PICOS))
+        assert (limits.max_output_tokens, limits.max_cost) == (4000, Money("USD", 5000 * OUTPUT_PICOS))
+        assert (await generation.update(max_output_tokens=1)).max_output_tokens == 1
+        result = await generation.wait()
+    assert result.finish_reason is FinishReason.LENGTH
+    assert result.usage.delivered_token_count < 4000
+    with pytest.raises(FailedPrecondition):
+        await generation.update(max_output_tokens=10)

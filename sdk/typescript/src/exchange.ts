@@ -5,10 +5,10 @@
  * own output.
  */
 
-import { Aborted, Cancelled, DeadlineExceeded, IncompleteGeneration, WeirError } from "./errors.js";
-import type { DeltaFrame, FailedFrame, FinishedFrame, ServerFrame } from "./gen/weir/v1/inference_service_pb.js";
+import { Aborted, Cancelled, DeadlineExceeded, FailedPrecondition, IncompleteGeneration, Unavailable, WeirError } from "./errors.js";
+import type { ClientFrame, DeltaFrame, FailedFrame, FinishedFrame, ServerFrame, UpdatedFrame } from "./gen/weir/v1/inference_service_pb.js";
 import { copyError, errorFromStatus } from "./status.js";
-import type { Admitted, Event, Money, Partial, Result, Timings, Usage } from "./values.js";
+import type { Admitted, Event, Limits, Money, Partial, Result, Timings, Usage } from "./values.js";
 import { Outputs } from "./output.js";
 import * as wire from "./wire.js";
 
@@ -19,6 +19,8 @@ const CANCEL_GRACE_MS = 2_000; // how long the final frame may take after a canc
 export interface Carrier {
   /** Writes a cancel frame, soon; never blocks. */
   sendCancel(exchange: Exchange): void;
+  /** Writes another frame of the request, soon; never blocks. Throws Unavailable if there is no stream. */
+  sendUpdate(frame: ClientFrame): void;
   /** Forgets an exchange that has ended; its later frames are strays. */
   release(exchange: Exchange): void;
 }
@@ -64,6 +66,7 @@ export class Exchange {
   private cost: Money | undefined;
   private timings: Timings | undefined;
   private carrier: Carrier | undefined;
+  private limitChanges: { resolve(limits: Limits): void; reject(error: WeirError): void }[] = []; // asked for, not answered yet
   private lost = ""; // the sentence about output that cannot be had any more
   private readonly timers: NodeJS.Timeout[] = [];
   private waiters: (() => void)[] = [];
@@ -112,6 +115,14 @@ export class Exchange {
     while (this.outcome === undefined) await this.change();
   }
 
+  /** Asks for other limits; those that hold then. Rejects with a WeirError if they cannot be had, or the stream breaks meanwhile. */
+  async update(frame: ClientFrame): Promise<Limits> {
+    const { carrier, requestId } = this;
+    if (this.outcome !== undefined || !carrier) throw new FailedPrecondition("the request has ended", { reason: "REQUEST_ENDED", requestId });
+    carrier.sendUpdate(frame);
+    return await new Promise((resolve, reject) => this.limitChanges.push({ resolve, reject }));
+  }
+
   /** Asks the server to stop; the outcome follows within `CANCEL_GRACE_MS`. Nothing happens after the end or twice. */
   cancel(): void {
     if (this.cancelled || this.outcome !== undefined) return;
@@ -130,6 +141,9 @@ export class Exchange {
     if (this.suspended && frame.kind.case !== undefined) this.resume();
     this.begun = true;
     switch (frame.kind.case) {
+      case "updated":
+        this.receiveUpdated(frame.kind.value);
+        break;
       case "attached": {
         const { afterSeq, lastSeq, running } = frame.kind.value;
         this.push({ type: "resumed", afterSeq: wire.count(afterSeq), lastSeq: wire.count(lastSeq), running });
@@ -190,7 +204,10 @@ export class Exchange {
 
   /** Leaves its stream, to go on elsewhere. */
   release(): void {
-    const { carrier } = this;
+    const { carrier, limitChanges, requestId } = this;
+    this.limitChanges = [];
+    const text = "no answer came before the stream ended";
+    for (const { reject } of limitChanges) reject(new Unavailable(text, { requestId }));
     this.carrier = undefined;
     carrier?.release(this);
   }
@@ -276,6 +293,12 @@ export class Exchange {
     const error = this.failure(frame);
     const verdict = this.continuation ? this.continuation.refused(error) : error;
     if (verdict) this.fail(verdict);
+  }
+
+  private receiveUpdated(frame: UpdatedFrame): void {
+    const change = this.limitChanges.shift();
+    if (frame.refusal) change?.reject(errorFromStatus(frame.refusal, this.requestId));
+    else change?.resolve(wire.limits(frame));
   }
 
   private resume(): void {

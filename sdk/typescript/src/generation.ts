@@ -7,12 +7,13 @@
 import { clone, create } from "@bufbuild/protobuf";
 import { setTimeout as sleep } from "node:timers/promises";
 import type { RetryPolicy } from "./connection.js";
-import { Aborted, AlreadyExists, Cancelled, NotFound, WeirError } from "./errors.js";
+import { Aborted, AlreadyExists, Cancelled, FailedPrecondition, NotFound, WeirError } from "./errors.js";
 import { Exchange } from "./exchange.js";
 import { type ClientFrame, ClientFrameSchema } from "./gen/weir/v1/inference_service_pb.js";
 import { OUTPUT_GONE, REQUEST_IN_FLIGHT, REQUEST_SETTLED, Resumption } from "./resumption.js";
+import { buildUpdate, type LimitOptions } from "./prompt.js";
 import type { SharedStream } from "./stream.js";
-import type { Admitted, Delta, Event, Partial, Result } from "./values.js";
+import type { Admitted, Delta, Event, Limits, Partial, Result } from "./values.js";
 
 const KEEP_FIELD = "keep_on_disconnect";
 
@@ -91,6 +92,18 @@ export class Generation implements AsyncIterable<Delta>, AsyncDisposable {
   cancel(): void {
     this.cancelling.abort();
     this.exchange?.cancel();
+  }
+
+  /**
+   * Lowers or raises the limits of the request while it runs; resolves to those that hold from then on.
+   *
+   * @throws InvalidRequest for limits that cannot be, FailedPrecondition before its admission and after its end, Unavailable if no
+   * answer came.
+   */
+  async update(limits: LimitOptions): Promise<Limits> {
+    const { requestId, exchange } = this;
+    if (exchange === undefined) throw new FailedPrecondition("the request was not sent yet", { reason: "NOT_ADMITTED", requestId });
+    return await exchange.update(create(ClientFrameSchema, { requestId, kind: { case: "update", value: buildUpdate(limits) } }));
   }
 
   /** Cancels the request if it runs, and waits until its end is known (at most 2 s). Never throws a WeirError. */

@@ -15,7 +15,10 @@ import {
   Role,
   ServiceTier,
   type StartFrameSchema,
+  type UpdateFrameSchema,
 } from "./gen/weir/v1/inference_service_pb.js";
+import type { Money } from "./values.js";
+import { moneyInit } from "./wire.js";
 
 /** One message of a conversation. */
 export interface Message {
@@ -36,6 +39,8 @@ export interface GenerateOptions {
   readonly tokenIds?: readonly number[];
   /** At least 1; without it, until the model stops or its context window ends. */
   readonly maxOutputTokens?: number;
+  /** The most that the request may cost, in the organization's currency; it ends as COST_LIMIT before a token beyond it. */
+  readonly maxCost?: Money;
   /** 0 (greedy) to 2. */
   readonly temperature?: number;
   /** Above 0, at most 1. */
@@ -102,6 +107,14 @@ export interface GenerateOptions {
   readonly signal?: AbortSignal;
 }
 
+/** The options of `update`. What is left out stays as it is. */
+export interface LimitOptions {
+  /** Below what there is already the request ends, as LENGTH. */
+  readonly maxOutputTokens?: number;
+  /** Less than it has cost already: the request ends, as COST_LIMIT. */
+  readonly maxCost?: Money;
+}
+
 /** The options of `attach`. */
 export interface AttachOptions {
   /** The number of the last delta that is known already; 0, the default: everything. */
@@ -165,6 +178,7 @@ function startInit(model: string, options: GenerateOptions): MessageInitShape<ty
     tier: options.tier === "batch" ? ServiceTier.BATCH : ServiceTier.INTERACTIVE,
     ...dropUndefined({
       maxOutputTokens: int64("maxOutputTokens", options.maxOutputTokens),
+      maxCost: options.maxCost && moneyInit(options.maxCost),
       usageIntervalTokens: int64("usageIntervalTokens", options.usageIntervalTokens),
       topLogprobs: options.topLogprobs,
       choiceCount: options.choiceCount,
@@ -230,6 +244,12 @@ function startTimeoutMs(options: GenerateOptions): number | undefined {
   const milliseconds = options.startTimeoutMs ?? options.timeoutMs;
   // What the caller's own clock ends at once needs no word to the server.
   return milliseconds !== undefined && milliseconds > 0 && Number.isFinite(milliseconds) ? Math.max(1, milliseconds) : undefined;
+}
+
+/** Asks for other limits; what is left out stays as it is. */
+export function buildUpdate(limits: LimitOptions): MessageInitShape<typeof UpdateFrameSchema> {
+  const { maxOutputTokens, maxCost } = limits;
+  return dropUndefined({ maxOutputTokens: int64("maxOutputTokens", maxOutputTokens), maxCost: maxCost && moneyInit(maxCost) });
 }
 
 function int64(field: string, value: number | bigint | undefined): bigint | undefined {

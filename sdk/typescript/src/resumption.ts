@@ -106,6 +106,11 @@ export class Resumption implements Carrier, Continuation {
     if (this.tryTimer !== undefined) this.try();
   }
 
+  /** Nobody can be asked now. Throws Unavailable. */
+  sendUpdate(): void {
+    throw new Unavailable("the connection is broken: ask again when it is back", { requestId: this.exchange.requestId });
+  }
+
   /** The exchange has ended or goes on; `stop` follows. */
   release(): void {}
 

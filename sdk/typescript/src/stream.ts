@@ -66,6 +66,10 @@ class StreamConnection implements Carrier {
     this.send(create(ClientFrameSchema, { requestId: exchange.requestId, kind: { case: "cancel", value: {} } }));
   }
 
+  sendUpdate(frame: ClientFrame): void {
+    this.send(frame);
+  }
+
   release(exchange: Exchange): void {
     if (this.exchanges.get(exchange.requestId) !== exchange) return;
     this.exchanges.delete(exchange.requestId);

@@ -171,6 +171,14 @@ export interface Resumed {
   readonly running: boolean;
 }
 
+/** The limits of a request that runs. */
+export interface Limits {
+  /** Of each choice. */
+  readonly maxOutputTokens: number;
+  /** Absent: none beside the quotas. */
+  readonly maxCost: Money | undefined;
+}
+
 /** Whatever a running request says. */
 export type Event = Admitted | Progress | Delta | UsageUpdate | Resumed;
 

@@ -10,6 +10,7 @@ import {
   type ProgressFrame,
   ProgressFrame_Stage,
   type QuoteResponse,
+  type UpdatedFrame,
 } from "./gen/weir/v1/inference_service_pb.js";
 import {
   FinishReason as FinishReasonMessage,
@@ -26,6 +27,7 @@ import {
   type FinishReason,
   type Generation,
   type GenerationState,
+  type Limits,
   type Model,
   Money,
   PICOS_PER_UNIT,
@@ -100,6 +102,15 @@ export function quota(value: QuotaMessage): QuotaStatus {
     resetTime: date(value.resetTime),
     enforced: value.enforced,
   };
+}
+
+/** An amount for the server. */
+export function moneyInit(value: Money): { currencyCode: string; units: bigint; picos: bigint } {
+  return { currencyCode: value.currencyCode, units: value.picos / PICOS_PER_UNIT, picos: value.picos % PICOS_PER_UNIT };
+}
+
+export function limits(frame: UpdatedFrame): Limits {
+  return { maxOutputTokens: count(frame.maxOutputTokens), maxCost: frame.maxCost && money(frame.maxCost) };
 }
 
 export function admitted(frame: AdmittedFrame): Admitted {

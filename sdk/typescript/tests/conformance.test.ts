@@ -10,9 +10,11 @@ import {
   AlreadyExists,
   DeadlineExceeded,
   type Delta,
+  FailedPrecondition,
   type GenerateOptions,
   IncompleteGeneration,
   InvalidRequest,
+  Money,
   NotFound,
   QuotaExceeded,
   Unauthenticated,
@@ -395,6 +397,32 @@ promise("leaves-nothing-behind-at-close", async (direct) => {
     assert.equal(recorded.outcome, "CANCELLED");
   }
   server.close();
+});
+
+promise("costs-no-more-than-asked", async (client) => {
+  const limit = new Money("USD", 4n * INPUT_PICOS + 10n * OUTPUT_PICOS);
+  const { finishReason, cost, usage } = await client.complete(MODEL, { ...LONG, maxCost: limit });
+  assert.equal(finishReason, "COST_LIMIT");
+  assert.ok(usage.billedTokenCount >= 10 && cost.picos <= limit.picos);
+  await assert.rejects(client.complete(MODEL, { ...LONG, maxCost: new Money("USD", 1n) }), (error: unknown) => {
+    assert.ok(error instanceof InvalidRequest);
+    assert.match(error.message, /max_cost/);
+    return true;
+  });
+});
+
+promise("changes-limits-while-it-runs", async (client) => {
+  const generation = client.generate(MODEL, { ...LONG, maxOutputTokens: 4000 });
+  const events = generation.events();
+  while ((await events.next()).value?.type !== "delta");
+  await assert.rejects(generation.update({ maxOutputTokens: 100_000 }), InvalidRequest);
+  const maxCost = new Money("USD", 5000n * OUTPUT_PICOS);
+  assert.deepEqual(await generation.update({ maxCost }), { maxOutputTokens: 4000, maxCost });
+  assert.equal((await generation.update({ maxOutputTokens: 1 })).maxOutputTokens, 1);
+  const { finishReason, usage } = await generation.result();
+  assert.equal(finishReason, "LENGTH");
+  assert.ok(usage.deliveredTokenCount < 4000);
+  await assert.rejects(generation.update({ maxOutputTokens: 10 }), FailedPrecondition);
 });
 
 /** A TCP door before the server that lets those connections through that `admit` says yes to. */

@@ -73,6 +73,7 @@ from weir_client.errors import (
     WeirError,
 )
 from weir_client.generation import AsyncGeneration
+from weir_client.limits import Limits
 from weir_client.live import (
     AppliedConfiguration,
     ChangeAction,
@@ -86,7 +87,7 @@ from weir_client.live import (
     LiveView,
     RequestPhase,
 )
-from weir_client.prompt import GenerateOptions, Message, Prompt
+from weir_client.prompt import AttachOptions, GenerateOptions, Message, Prompt
 from weir_client.quote import Quote
 from weir_client.receipt_client import AsyncReceiptClient, ReceiptClient
 from weir_client.receipt_months import ReceiptVerdict, verify_receipts
@@ -159,6 +160,7 @@ __all__ = [
     "AsyncClient",
     "AsyncGeneration",
     "AsyncReceiptClient",
+    "AttachOptions",
     "AuditEntry",
     "BillingClient",
     "Cancelled",
@@ -198,6 +200,7 @@ __all__ = [
     "InvoiceLine",
     "KillResult",
     "KilledRequest",
+    "Limits",
     "LiveOrganization",
     "LiveRequest",
     "LiveView",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
+from weir.v1 import inference_service_pb2 as pb
+
 from weir_client import errors
 
 if TYPE_CHECKING:
@@ -15,6 +17,9 @@ class Carrier(Protocol):
 
     def send_cancel(self, exchange: Exchange) -> None:
         """Writes a cancel frame, soon; never blocks."""
+
+    def send_update(self, exchange: Exchange, update: pb.UpdateFrame) -> None:
+        """Writes an update frame, soon; never blocks. Raises: Unavailable if there is no stream."""
 
     def release(self, exchange: Exchange) -> None:
         """Forgets an exchange that has ended; its later frames are strays."""

@@ -14,6 +14,7 @@ from weir.v1 import inference_service_pb2 as pb
 
 from weir_client import errors, wire
 from weir_client.carriers import Carrier, Continuation
+from weir_client.limits import LimitChanges, Limits
 from weir_client.output import Outputs
 from weir_client.receipts import Receipt
 from weir_client.status import error_from_status
@@ -62,6 +63,7 @@ class Exchange:
         self._after_seq = after_seq
         self._lost = ""  # the sentence about output that cannot be had any more
         self._outputs = Outputs()
+        self._limit_changes = LimitChanges()
         self._usage: Usage | None = None
         self._cost: Money | None = None
         self._timings: Timings | None = None
@@ -98,6 +100,13 @@ class Exchange:
         """Returns when the outcome is known."""
         await self._ended.wait()
 
+    async def update(self, update: pb.UpdateFrame) -> Limits:
+        """Asks for other limits; those that hold then. Raises: WeirError if they cannot be had, or the stream breaks meanwhile."""
+        if self.outcome is not None or self._carrier is None:
+            raise errors.FailedPrecondition("the request has ended", reason="REQUEST_ENDED", request_id=self.request_id)
+        self._carrier.send_update(self, update)
+        return await self._limit_changes.expect()
+
     def cancel(self) -> None:
         """Asks the server to stop; the outcome follows within `CANCEL_GRACE_S`. Nothing happens after the end or twice."""
         if self.cancelled or self.outcome is not None:
@@ -124,6 +133,8 @@ class Exchange:
             self._resume()
         self.begun = True
         match kind:
+            case "updated":
+                self._limit_changes.answer(frame.updated, self.request_id)
             case "attached":
                 self._push(Resumed(frame.attached.after_seq, frame.attached.last_seq, frame.attached.running))
             case "delta":
@@ -166,6 +177,7 @@ class Exchange:
 
     def release(self) -> None:
         """Leaves its stream, to go on elsewhere."""
+        self._limit_changes.fail(errors.Unavailable("no answer came before the stream ended", request_id=self.request_id))
         if self._carrier is not None:
             self._carrier.release(self)
         self._carrier = None

@@ -18,9 +18,10 @@ from weir.v1 import inference_service_pb2 as pb
 from weir_client import errors
 from weir_client.connection import RetryPolicy
 from weir_client.exchange import Exchange
+from weir_client.limits import Limits, update_frame
 from weir_client.resumption import OUTPUT_GONE, REQUEST_IN_FLIGHT, REQUEST_SETTLED, Resumption
 from weir_client.stream import SharedStream
-from weir_client.values import Admitted, Delta, Event, Partial, Result
+from weir_client.values import Admitted, Delta, Event, Money, Partial, Result
 
 KEEP_FIELD = "keep_on_disconnect"
 
@@ -110,6 +111,16 @@ class AsyncGeneration:
         self._cancel_asked.set()
         if self._exchange is not None:
             self._exchange.cancel()
+
+    async def update(self, *, max_output_tokens: int | None = None, max_cost: Money | None = None) -> Limits:
+        """Lowers or raises the limits of the request while it runs; the limits that hold from then on. None: as it is.
+
+        Below what there is already it ends, as LENGTH or COST_LIMIT. Raises: InvalidRequest for limits that cannot be,
+        FailedPrecondition before its admission and after its end, Unavailable if no answer came.
+        """
+        if self._exchange is None:
+            raise errors.FailedPrecondition("the request was not sent yet", reason="NOT_ADMITTED", request_id=self.request_id)
+        return await self._exchange.update(update_frame(max_output_tokens, max_cost))
 
     async def aclose(self) -> None:
         """Cancels the request if it runs, and waits until its end is known (at most 2 s). Never raises a WeirError."""

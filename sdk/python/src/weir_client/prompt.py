@@ -14,6 +14,8 @@ from google.protobuf.duration_pb2 import Duration
 from weir.v1 import inference_service_pb2 as pb
 
 from weir_client.errors import ErrorDetails, FieldViolation, InvalidRequest
+from weir_client.values import Money
+from weir_client.wire import money_message
 
 Role = Literal["system", "user", "assistant"]
 
@@ -47,6 +49,7 @@ class GenerateOptions(TypedDict, total=False):
     text: a prompt given to the model as it is, without chat template (instead of `prompt`).
     token_ids: a prompt as ids of the model's tokenizer (instead of `prompt`).
     max_output_tokens: at least 1; without it, until the model stops or its context window ends.
+    max_cost: the most that the request may cost, in the organization's currency; it ends as COST_LIMIT before a token beyond it.
     temperature: 0 (greedy) to 2. top_p: above 0, at most 1. top_k: 0 keeps all. seed: makes sampling repeatable.
         Each unset one is the model's own default.
     min_p: keeps tokens at least so many times as likely as the likeliest, 0 to 1.
@@ -80,6 +83,7 @@ class GenerateOptions(TypedDict, total=False):
     text: str | None
     token_ids: Sequence[int] | None
     max_output_tokens: int | None
+    max_cost: Money | None
     temperature: float | None
     top_p: float | None
     top_k: int | None
@@ -154,6 +158,8 @@ def build_start(model: str, prompt: Prompt | None, options: GenerateOptions) -> 
             start_timeout=_start_timeout(options),
             region=options.get("region") or "",
         )
+        if (max_cost := options.get("max_cost")) is not None:
+            start.max_cost.CopyFrom(money_message(max_cost))
         if prompt is not None:
             start.conversation.CopyFrom(conversation(prompt))
         elif text is not None:

@@ -99,6 +99,10 @@ class Resumption:
         if self._try_timer is not None:
             self._try()
 
+    def send_update(self, exchange: Exchange, update: pb.UpdateFrame) -> None:
+        """Nobody can be asked now. Raises: Unavailable."""
+        raise errors.Unavailable("the connection is broken: ask again when it is back", request_id=exchange.request_id)
+
     def release(self, exchange: Exchange) -> None:
         """The exchange has ended or goes on; `stop` follows."""
 

@@ -70,6 +70,10 @@ class StreamConnection:
         if self.open and exchange.request_id in self._exchanges:
             self._send(pb.ClientFrame(request_id=exchange.request_id, cancel=pb.CancelFrame()))
 
+    def send_update(self, exchange: Exchange, update: pb.UpdateFrame) -> None:
+        """Writes an update frame, soon; never blocks."""
+        self._send(pb.ClientFrame(request_id=exchange.request_id, update=update))
+
     def release(self, exchange: Exchange) -> None:
         """Forgets an exchange that has ended; its later frames are strays."""
         if self._exchanges.get(exchange.request_id) is exchange:

@@ -11,11 +11,12 @@ from weir_client.aio import AsyncClient
 from weir_client.connection import KEEPALIVE_S, MESSAGE_BYTES_MAX, RETRY_WAIT_MAX_S
 from weir_client.embedding import EmbedInput, EmbedOptions, EmbedResult
 from weir_client.generation import AsyncGeneration
+from weir_client.limits import Limits
 from weir_client.loop_thread import LoopThread
 from weir_client.prompt import AttachOptions, GenerateOptions, Prompt
 from weir_client.quote import Quote
 from weir_client.tls import TlsOptions
-from weir_client.values import Admitted, Delta, Event, Generation, Model, Partial, QuotaStatus, Result, TokenCount
+from weir_client.values import Admitted, Delta, Event, Generation, Model, Money, Partial, QuotaStatus, Result, TokenCount
 
 
 class GenerationStream:
@@ -72,6 +73,10 @@ class GenerationStream:
     def cancel(self) -> None:
         """Asks the server to stop, without waiting. Iteration then ends after what was delivered meanwhile."""
         self._thread.run_soon(self._generation.cancel)
+
+    def update(self, *, max_output_tokens: int | None = None, max_cost: Money | None = None) -> Limits:
+        """Lowers or raises the limits while it runs; see `AsyncGeneration.update`. Callable from any thread. Raises: WeirError."""
+        return self._thread.run(lambda: self._generation.update(max_output_tokens=max_output_tokens, max_cost=max_cost))
 
     def close(self) -> None:
         """Cancels the request if it runs, and waits until its end is known (at most 2 s). Never raises a WeirError."""

@@ -52,6 +52,12 @@ def seconds_of(duration: Duration) -> float:
     return duration.seconds + duration.nanos / 1e9
 
 
+def money_message(value: values.Money) -> types_pb2.Money:
+    """An amount for the server."""
+    units, picos = divmod(value.picos, values.PICOS_PER_UNIT)
+    return types_pb2.Money(currency_code=value.currency_code, units=units, picos=picos)
+
+
 def money(message: types_pb2.Money) -> values.Money:
     """An exact amount."""
     return values.Money(message.currency_code, message.units * values.PICOS_PER_UNIT + message.picos)
