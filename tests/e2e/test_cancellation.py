@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +23,7 @@ from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import inference_service_pb2_grpc as pb_grpc
 from weir.v1 import types_pb2
 
+from api import engines as api_engines
 from api import statistics_log
 from metering.holds.lease_clock import boot_time_s
 from metering.models import QuotaDimension
@@ -46,7 +48,7 @@ STALL_MAX_S = 1.0
 OUTBOX_TOKENS = 400
 PERMITS = 220
 SLICE_TOKENS = 24
-RUNNING_MAX = 64  # sequences that the engine runs at once; the rest waits
+RUNNING_MAX = 8  # sequences that the engine runs at once, and has memory for; the rest waits
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -65,6 +67,10 @@ async def inside(
             lease_slice_tokens=SLICE_TOKENS,
             lease_margin_tokens=8,
             progress_interval_s=0.05,
+        )
+        build = api_engines.torch_settings
+        monkeypatch.setattr(
+            api_engines, "torch_settings", lambda *given: replace(build(*given), running_sequence_count_max=RUNNING_MAX)
         )
         async with run_inside(service, monkeypatch) as inside:
             yield inside
@@ -159,7 +165,7 @@ async def test_a_cancel_at_any_moment_before_the_first_token_bills_no_output(ser
 
 async def test_a_cancel_in_the_queue_of_the_engine_bills_nothing(inside: Inside, service: Service, tenant: Tenant) -> None:
     async with service.stream(tenant.secret) as stream:
-        crowd = [start(max_output_tokens=1500) for _ in range(RUNNING_MAX)]
+        crowd = [start(max_output_tokens=2400) for _ in range(RUNNING_MAX)]
         await stream.send(*crowd)
         for frame in crowd:
             await stream.received(frame.request_id, 1)
@@ -191,7 +197,7 @@ async def test_what_waits_when_the_process_has_slept_too_long_costs_the_engine_n
     [queue] = inside.process.queues.values()
     leases = inside.process.admission.holds._leases
     async with service.stream(tenant.secret) as stream:
-        crowd = [start(max_output_tokens=3000) for _ in range(RUNNING_MAX)]
+        crowd = [start(max_output_tokens=2400) for _ in range(RUNNING_MAX)]
         await stream.send(*crowd)
         for frame in crowd:
             await stream.received(frame.request_id, 1)
