@@ -73,6 +73,9 @@ def _status_of(error: grpc.aio.AioRpcError) -> status_pb2.Status:
     if error.code() is grpc.StatusCode.INTERNAL and error.details() == OVERWRITTEN:
         message = "the server ended the stream while a message was on its way"
         return status_pb2.Status(code=code_pb2.UNAVAILABLE, message=message)
+    if error.code() is grpc.StatusCode.CANCELLED:
+        # Not by this client, whose own cancellations raise nothing of the kind: gRPC's servers drop so what comes while they stop.
+        return status_pb2.Status(code=code_pb2.UNAVAILABLE, message="the server cancelled the call: it is stopping")
     number, _ = error.code().value
     return status_pb2.Status(code=number, message=error.details() or "")
 
