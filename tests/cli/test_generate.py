@@ -97,6 +97,24 @@ def test_the_tier_and_the_time_to_start_are_asked_for(weir: Run, server: Scripte
     assert "express" in wrong.stderr
 
 
+def test_the_most_that_it_may_cost_is_in_the_currency_of_the_model(weir: Run, server: ScriptedWeir) -> None:
+    assert weir("generate", "Hi", "--max-cost", "0.05").exit_code == 0
+
+    [model] = [each for each in weir_models(server) if each.name == "demo"]
+    limit = start_of(server).max_cost
+    assert (limit.currency_code, limit.units, limit.picos) == (model.price.currency_code, 0, 50_000_000_000)
+    wrong = weir("generate", "Hi", "--max-cost", "much")
+    assert wrong.exit_code == 2
+    assert "much" in wrong.stderr
+
+
+def weir_models(server: ScriptedWeir) -> list[pb.Model]:
+    """The models that the scripted server lists."""
+    reply = server.inference.replies["ListModelsRequest"]
+    assert isinstance(reply, pb.ListModelsResponse)
+    return list(reply.models)
+
+
 def test_several_answers_are_shown_under_their_numbers(weir: Run, server: ScriptedWeir) -> None:
     result = weir("generate", "Hi", "--choices", "2", "--temperature", "1")
 

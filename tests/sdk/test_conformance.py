@@ -23,6 +23,7 @@ from weir_client import (
     GenerationState,
     IncompleteGeneration,
     InvalidRequest,
+    ModelTask,
     Money,
     NotFound,
     QuotaExceeded,
@@ -32,13 +33,17 @@ from weir_client import (
     UsageUpdate,
 )
 
+from metering.billing.prices import set_price
 from metering.models import QuotaDimension
 from tests.conftest import new_database
+from tests.inference.encoder_checkpoints import DIMENSION, make_random_encoder
 from tests.sdk.tcp_door import TcpDoor
-from tests.service import CACHED_PICOS, INPUT_PICOS, MODEL, OUTPUT_PICOS, POLL_S, Service, Tenant, make_model, running
+from tests.service import CACHED_PICOS, INPUT_PICOS, MODEL, OUTPUT_PICOS, POLL_S, Service, Tenant, make_model, running, wait_for
 
 CONFORMANCE = Path(__file__).resolve().parents[2] / "sdk" / "conformance.json"
 PROMPT = (7, 8, 9, 10)
+ENCODER = "encoder"
+EMBEDDING_PICOS = 20_000
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +51,9 @@ def service(tmp_path_factory: pytest.TempPathFactory, postgres_server: str, temp
     """A server of its own."""
     model = make_model(tmp_path_factory.mktemp("model"))
     with new_database(postgres_server, template=template_database) as url:
-        with running(Service(tmp_path_factory.mktemp("home"), url, model)) as service:
+        encoders = {ENCODER: make_random_encoder(tmp_path_factory.mktemp("encoder"))}
+        with running(Service(tmp_path_factory.mktemp("home"), url, model, encoders=encoders)) as service:
+            wait_for(lambda: service.serving(f"engine/{ENCODER}"), "the encoder to be loaded")
             yield service
             assert service.stop() == 0, service.log[-4000:]
         assert service.books.held_hold_count() == 0
@@ -409,3 +416,37 @@ async def test_changes_limits_while_it_runs(client: AsyncClient) -> None:
     assert result.usage.delivered_token_count < 4000
     with pytest.raises(FailedPrecondition):
         await generation.update(max_output_tokens=10)
+
+
+async def price_encoder(service: Service) -> None:
+    """What an embedded token costs."""
+    async with service.session() as session:
+        await set_price(
+            session,
+            model=ENCODER,
+            input_picos_per_token=0,
+            cached_input_picos_per_token=0,
+            output_picos_per_token=0,
+            embedding_picos_per_token=EMBEDDING_PICOS,
+            actor="test",
+        )
+
+
+async def test_embeds(service: Service, client: AsyncClient) -> None:
+    await price_encoder(service)
+    result = await client.embed(ENCODER, ["the garden", [10, 11, 12]])
+    [encoder] = [model for model in await client.list_models() if model.name == ENCODER]
+    assert [len(each.vector) for each in result.embeddings] == [DIMENSION, DIMENSION]
+    assert result.embeddings[1].token_count == 3
+    assert result.usage.embedding_token_count == sum(each.token_count for each in result.embeddings)
+    assert result.cost.picos == result.usage.embedding_token_count * EMBEDDING_PICOS
+    assert (encoder.task, encoder.embedding_dimension) == (ModelTask.EMBED, DIMENSION)
+    with pytest.raises(InvalidRequest):
+        await client.embed(MODEL, "the garden")
+
+
+def test_refuses_half_a_certificate() -> None:
+    with pytest.raises(InvalidRequest, match="client_key"):
+        AsyncClient("https://weir.example", "key", client_certificate=b"some")
+    with pytest.raises(InvalidRequest, match="no/such/file"):
+        AsyncClient("https://weir.example", "key", root_certificates="no/such/file")

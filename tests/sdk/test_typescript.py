@@ -18,7 +18,9 @@ import pytest
 from infra import typescript_sdk
 from metering.models import QuotaDimension
 from tests.conftest import new_database
-from tests.service import MODEL, Service, make_model, running
+from tests.inference.encoder_checkpoints import make_random_encoder
+from tests.sdk.test_conformance import ENCODER, price_encoder
+from tests.service import MODEL, Service, make_model, running, wait_for
 
 CONFORMANCE = json.loads((typescript_sdk.SDK.parent / "conformance.json").read_text())
 PROMISES = [each["id"] for each in CONFORMANCE]
@@ -41,7 +43,9 @@ def service(
     """A server of its own."""
     model = make_model(tmp_path_factory.mktemp("model"))
     with new_database(postgres_server, template=template_database) as url:
-        with running(Service(tmp_path_factory.mktemp("home"), url, model)) as service:
+        encoders = {ENCODER: make_random_encoder(tmp_path_factory.mktemp("encoder"))}
+        with running(Service(tmp_path_factory.mktemp("home"), url, model, encoders=encoders)) as service:
+            wait_for(lambda: service.serving(f"engine/{ENCODER}"), "the encoder to be loaded")
             yield service
             assert service.stop() == 0, service.log[-4000:]
         assert service.books.held_hold_count() == 0
@@ -52,12 +56,14 @@ def report(service: Service) -> dict[str, str]:
     """What Node said of each of its tests: "ok", or why not."""
     tenant = asyncio.run(service.tenant())
     limited = asyncio.run(service.tenant({QuotaDimension.TOKENS_PER_MONTH: 40}))
+    asyncio.run(price_encoder(service))
     environment = {name: value for name, value in os.environ.items() if not name.startswith("WEIR_")}
     environment |= {
         "WEIR_ADDRESS": service.address,
         "WEIR_API_KEY": tenant.secret,
         "WEIR_TEST_LIMITED_KEY": limited.secret,
         "WEIR_TEST_MODEL": MODEL,
+        "WEIR_TEST_ENCODER": ENCODER,
     }
     tests = sorted(str(path) for path in (typescript_sdk.SDK / "dist" / "tests").glob("*.test.js"))
     done = subprocess.run(

@@ -6,10 +6,10 @@ import { type CallOptionsOf, type ClientOptions, Connection, RetryPolicy, resolv
 import { InvalidRequest, NO_DETAILS } from "./errors.js";
 import { ClientFrameSchema, InferenceService } from "./gen/weir/v1/inference_service_pb.js";
 import { Generation } from "./generation.js";
-import { type AttachOptions, buildStart, conversation, type GenerateOptions, invalid, type Prompt } from "./prompt.js";
+import { type AttachOptions, buildEmbed, buildStart, conversation, type EmbedOptions, type GenerateOptions, invalid, type Prompt } from "./prompt.js";
 import { RESUME_MS } from "./resumption.js";
 import { SharedStream } from "./stream.js";
-import type { Generation as RecordedGeneration, Model, QuotaStatus, Quote, Result, TokenCount } from "./values.js";
+import type { EmbedResult, Generation as RecordedGeneration, Model, QuotaStatus, Quote, Result, TokenCount } from "./values.js";
 import * as wire from "./wire.js";
 
 const FRAMING_BYTES = 16; // what a message adds to its only frame, at most
@@ -98,6 +98,19 @@ export class WeirClient implements AsyncDisposable {
     const { kind } = buildStart(model, options);
     if (kind.case !== "start") throw invalid("start", "is missing");
     return wire.quote(await this.connection.call(InferenceService.method.quote, { start: kind.value }, call));
+  }
+
+  /**
+   * Vectors of texts: of one, or of several, each a text or its token ids. Tried again like every call, with the same request id, which
+   * is billed once.
+   *
+   * @throws InvalidRequest, QuotaExceeded, AlreadyExists if an earlier attempt was billed and its answer lost; any WeirError.
+   */
+  async embed(model: string, inputs: string | readonly (string | readonly number[])[], options: EmbedOptions = {}): Promise<EmbedResult> {
+    const request = buildEmbed(model, inputs, options);
+    const { timeoutMs, signal } = options;
+    const response = await this.connection.call(InferenceService.method.embed, request, { timeoutMs, signal });
+    return wire.embedResult(request.requestId, model, response);
   }
 
   /** The models that the key may use, by name. */

@@ -1,6 +1,5 @@
 /** How a client reaches the server: address, TLS, API key, channel options, and one unary call with typed errors. */
 
-import { readFileSync } from "node:fs";
 import { BlockList, isIP } from "node:net";
 import { setTimeout as sleep } from "node:timers/promises";
 import { create, type DescMethodUnary, fromBinary, type MessageInitShape, type MessageShape, toBinary } from "@bufbuild/protobuf";
@@ -21,6 +20,7 @@ import {
   GenerateResponseSchema,
 } from "./gen/weir/v1/inference_service_pb.js";
 import { errorFromRpc } from "./status.js";
+import { resolveTls, type Tls, type TlsOptions } from "./tls.js";
 
 /** Where a server listens unless told otherwise. */
 export const DEFAULT_ADDRESS = "127.0.0.1:8443";
@@ -33,19 +33,11 @@ const RETRY_BASE_MS = 100; // first back-off where the server gives no hint; dou
 const RETRY_WAIT_MAX_MS = 10_000; // a longer wait is the caller's decision, so the error is thrown instead
 
 /** What a client is made with. */
-export interface ClientOptions {
+export interface ClientOptions extends TlsOptions {
   /** `host:port`, `unix:/path`, or either after `https://` or `http://`; else `WEIR_ADDRESS`, else this machine. */
   readonly address?: string;
   /** Else `WEIR_API_KEY`; empty: call without one. */
   readonly apiKey?: string;
-  /** On unless the address is this machine (loopback, unix socket). */
-  readonly tls?: boolean;
-  /** PEM bytes, or a file of them, to trust instead of the system's roots; also `WEIR_ROOT_CERTIFICATES`. */
-  readonly rootCertificates?: Buffer | string;
-  /** PEM bytes, or a file of them, for servers that ask clients for a certificate. Needs `clientKey`. */
-  readonly clientCertificate?: Buffer | string;
-  /** The private key of `clientCertificate`. */
-  readonly clientKey?: Buffer | string;
   /**
    * Further attempts for UNAVAILABLE, and for a quota that frees itself within `retryWaitMaxMs`: only before the first token, with
    * the same request id, honouring the server's hint. Default 2.
@@ -89,47 +81,39 @@ export class RetryPolicy {
 export interface ConnectionSettings {
   readonly address: string;
   readonly apiKey: string;
-  readonly tls: boolean;
-  readonly rootCertificates: Buffer | undefined;
-  readonly clientCertificate: Buffer | undefined;
-  readonly clientKey: Buffer | undefined;
+  readonly tls: Tls | undefined;
   readonly maxMessageBytes: number;
   readonly keepaliveMs: number;
   readonly retry: RetryPolicy;
 }
 
+const SCHEMES = [["https://", true], ["grpcs://", true], ["http://", false], ["grpc://", false]] as const;
+
 /**
  * Fills in what is not given from the environment.
  *
- * @throws Unauthenticated if there is no key.
+ * @throws Unauthenticated if there is no key; InvalidRequest for certificates that cannot be used.
  */
 export function resolveSettings(options: ClientOptions, environment = process.env): ConnectionSettings {
   let address = options.address || environment["WEIR_ADDRESS"] || DEFAULT_ADDRESS;
-  let tls = options.tls;
-  for (const [scheme, secure] of [["https://", true], ["http://", false]] as const) {
+  let secureScheme: boolean | undefined;
+  for (const [scheme, secure] of SCHEMES) {
     if (!address.startsWith(scheme)) continue;
     address = address.slice(scheme.length).replace(/\/+$/, "");
-    tls ??= secure;
+    secureScheme ??= secure;
   }
   const apiKey = options.apiKey ?? environment["WEIR_API_KEY"];
   if (apiKey === undefined) throw new Unauthenticated("no API key: pass apiKey or set WEIR_API_KEY");
   if (!/^[\x00-\x7f]*$/.test(apiKey)) throw new Unauthenticated("the API key holds characters that no key has; was it copied in full?");
-  const roots = options.rootCertificates ?? environment["WEIR_ROOT_CERTIFICATES"];
+  const local = isLocal(address);
   return {
     address,
     apiKey: apiKey.trim(),
-    tls: tls ?? (options.rootCertificates !== undefined || !isLocal(address)),
-    rootCertificates: pem(roots),
-    clientCertificate: pem(options.clientCertificate),
-    clientKey: pem(options.clientKey),
+    tls: resolveTls(options, secureScheme, local, environment),
     maxMessageBytes: options.maxMessageBytes ?? MESSAGE_BYTES_MAX,
     keepaliveMs: options.keepaliveMs ?? KEEPALIVE_MS,
     retry: new RetryPolicy(options.maxRetries ?? 2, options.retryWaitMaxMs ?? RETRY_WAIT_MAX_MS),
   };
-}
-
-function pem(value: Buffer | string | undefined): Buffer | undefined {
-  return typeof value === "string" ? (value ? readFileSync(value) : undefined) : value;
 }
 
 const LOOPBACK = new BlockList();
@@ -153,9 +137,9 @@ export class Connection {
   private readonly client: Client;
 
   constructor(readonly settings: ConnectionSettings) {
-    const { tls, rootCertificates, clientKey, clientCertificate } = settings;
+    const { tls } = settings;
     const security = tls
-      ? credentials.createSsl(rootCertificates ?? null, clientKey ?? null, clientCertificate ?? null)
+      ? credentials.createSsl(tls.rootCertificates ?? null, tls.clientKey ?? null, tls.clientCertificate ?? null)
       : credentials.createInsecure();
     this.client = new Client(settings.address, security, channelOptions(settings));
   }

@@ -285,6 +285,7 @@ export class Exchange {
       admitted: this.admitted,
       exhaustedQuotas: frame.exhaustedQuotas.map(wire.quota),
       receiptCount: frame.receipts.length,
+      migrationCount: frame.migrationCount,
     });
   }
 

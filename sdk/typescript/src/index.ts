@@ -4,5 +4,5 @@ export { WeirClient } from "./client.js";
 export { type CallOptionsOf as CallOptions, type ClientOptions, DEFAULT_ADDRESS } from "./connection.js";
 export * from "./errors.js";
 export { Generation as GenerationStream } from "./generation.js";
-export type { AttachOptions, GenerateOptions, LimitOptions, Message, Prompt } from "./prompt.js";
+export type { AttachOptions, EmbedOptions, GenerateOptions, LimitOptions, Message, Prompt } from "./prompt.js";
 export * from "./values.js";

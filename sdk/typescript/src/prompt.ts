@@ -12,9 +12,11 @@ import {
   ClientFrameSchema,
   ConversationSchema,
   EarlyStopping,
+  type EmbedRequestSchema,
   Role,
   ServiceTier,
   type StartFrameSchema,
+  Truncation,
   type UpdateFrameSchema,
 } from "./gen/weir/v1/inference_service_pb.js";
 import type { Money } from "./values.js";
@@ -104,6 +106,22 @@ export interface GenerateOptions {
    */
   readonly keepOnDisconnectMs?: number;
   /** Cancels the request. */
+  readonly signal?: AbortSignal;
+}
+
+/** The options of `embed`. */
+export interface EmbedOptions {
+  /** Leaves out the end of a text that has more tokens than the model takes; else such a text is refused. */
+  readonly truncate?: boolean;
+  /** Own labels, stored with the usage event. */
+  readonly labels?: Readonly<Record<string, string>>;
+  /** `batch` runs when nothing interactive waits for the same model. */
+  readonly tier?: "interactive" | "batch";
+  /** A UUID that names this request for good (idempotency key); minted if absent. */
+  readonly requestId?: string;
+  /** For the whole request, retries included. Default 30,000. */
+  readonly timeoutMs?: number;
+  /** Cancels the call. */
   readonly signal?: AbortSignal;
 }
 
@@ -244,6 +262,25 @@ function startTimeoutMs(options: GenerateOptions): number | undefined {
   const milliseconds = options.startTimeoutMs ?? options.timeoutMs;
   // What the caller's own clock ends at once needs no word to the server.
   return milliseconds !== undefined && milliseconds > 0 && Number.isFinite(milliseconds) ? Math.max(1, milliseconds) : undefined;
+}
+
+/** One text, or several, each a text or its token ids, as a request for vectors. */
+export function buildEmbed(
+  model: string,
+  inputs: string | readonly (string | readonly number[])[],
+  options: EmbedOptions,
+): MessageInitShape<typeof EmbedRequestSchema> & { requestId: string } {
+  const texts = typeof inputs === "string" ? [inputs] : inputs;
+  return {
+    requestId: options.requestId ?? randomUUID(),
+    model,
+    inputs: texts.map((each) => ({
+      kind: typeof each === "string" ? { case: "text", value: each } : { case: "tokenIds", value: { ids: [...each] } },
+    })),
+    truncation: options.truncate ? Truncation.END : Truncation.NONE,
+    labels: { ...options.labels },
+    tier: options.tier === "batch" ? ServiceTier.BATCH : ServiceTier.INTERACTIVE,
+  };
 }
 
 /** Asks for other limits; what is left out stays as it is. */

@@ -124,6 +124,10 @@ export interface Progress {
   readonly queuePosition: number;
   /** Absent: unknown. */
   readonly estimatedWaitMs: number | undefined;
+  /** How much of the engine is loaded, 0 to 1, only while ENGINE_LOADING. */
+  readonly loadingFraction: number;
+  /** `memory`, `process`, `import`, `weights`, or something newer; empty where there is nothing to tell. */
+  readonly loadingStage: string;
 }
 
 /** A token and the natural logarithm of its probability. */
@@ -213,6 +217,8 @@ export interface Result {
   readonly exhaustedQuotas: readonly QuotaStatus[];
   /** How many signed receipts came with the end: one, unless nothing was to be billed. */
   readonly receiptCount: number;
+  /** How often its output went on in another engine because the one that generated it was lost. */
+  readonly migrationCount: number;
 }
 
 /** What is known of a request that has no proper end. Text and tokens are the first choice's. */
@@ -244,6 +250,38 @@ export interface Price {
   readonly effectiveTime: Date | undefined;
 }
 
+/** What a model does. UNSPECIFIED: something that is newer than this client. */
+export type ModelTask = "UNSPECIFIED" | "GENERATE" | "EMBED";
+
+/** One version of a model. */
+export interface ModelVersion {
+  readonly version: string;
+  /** Of the requests that name no version, 0 to 1. */
+  readonly share: number;
+}
+
+/** One text's vector. */
+export interface Embedding {
+  readonly vector: readonly number[];
+  /** Tokens of the text that were embedded. */
+  readonly tokenCount: number;
+  /** Its end was left out. */
+  readonly truncated: boolean;
+}
+
+/** The vectors of one request, in the order of its texts, and what they cost. */
+export interface EmbedResult {
+  readonly requestId: string;
+  readonly model: string;
+  readonly embeddings: readonly Embedding[];
+  readonly usage: Usage;
+  readonly cost: Money;
+  readonly timings: Timings;
+  readonly priceVersion: number;
+  /** As of its admission, this request counted. */
+  readonly quotas: readonly QuotaStatus[];
+}
+
 /** One model that can be asked for. */
 export interface Model {
   readonly name: string;
@@ -251,6 +289,19 @@ export interface Model {
   readonly contextWindowTokens: number;
   readonly vocabularySize: number;
   readonly engine: string;
+  readonly task: ModelTask;
+  /** Floats in a vector; 0 if it generates. */
+  readonly embeddingDimension: number;
+  /** Texts in one call of `embed`; 0 if it generates. */
+  readonly embeddingInputCountMax: number;
+  /** Other names for it. */
+  readonly aliases: readonly string[];
+  /** That can be asked for as `name@version`. */
+  readonly versions: readonly ModelVersion[];
+  readonly readyReplicaCount: number;
+  readonly replicaCount: number;
+  /** One per service tier. */
+  readonly tierPrices: readonly Price[];
   /** That of interactive requests; absent: no price is set. */
   readonly price: Price | undefined;
 }

@@ -4,9 +4,12 @@ import { type Duration, type Timestamp, timestampMs } from "@bufbuild/protobuf/w
 import {
   type AdmittedFrame,
   type DeltaFrame,
+  type EmbedResponse,
   type Generation as GenerationMessage,
   Generation_State,
   type Model as ModelMessage,
+  ModelTask as ModelTaskMessage,
+  type Price as PriceMessage,
   type ProgressFrame,
   ProgressFrame_Stage,
   type QuoteResponse,
@@ -24,11 +27,13 @@ import {
 import {
   type Admitted,
   type Delta,
+  type EmbedResult,
   type FinishReason,
   type Generation,
   type GenerationState,
   type Limits,
   type Model,
+  type ModelTask,
   Money,
   PICOS_PER_UNIT,
   type Price,
@@ -129,6 +134,8 @@ export function progress(frame: ProgressFrame): Progress {
     stage: name<Stage>(ProgressFrame_Stage, frame.stage),
     queuePosition: count(frame.queuePosition),
     estimatedWaitMs: durationMs(frame.estimatedWait),
+    loadingFraction: frame.loadingFraction,
+    loadingStage: frame.loadingStage,
   };
 }
 
@@ -148,23 +155,47 @@ export function delta(frame: DeltaFrame): Delta {
   };
 }
 
-export function model(value: ModelMessage): Model {
-  const price: Price | undefined = value.price && {
-    version: count(value.price.version),
-    currencyCode: value.price.currencyCode,
-    inputPicosPerToken: value.price.inputPicosPerToken,
-    cachedInputPicosPerToken: value.price.cachedInputPicosPerToken,
-    outputPicosPerToken: value.price.outputPicosPerToken,
-    embeddingPicosPerToken: value.price.embeddingPicosPerToken,
-    effectiveTime: date(value.price.effectiveTime),
+function price(value: PriceMessage): Price {
+  return {
+    version: count(value.version),
+    currencyCode: value.currencyCode,
+    inputPicosPerToken: value.inputPicosPerToken,
+    cachedInputPicosPerToken: value.cachedInputPicosPerToken,
+    outputPicosPerToken: value.outputPicosPerToken,
+    embeddingPicosPerToken: value.embeddingPicosPerToken,
+    effectiveTime: date(value.effectiveTime),
   };
+}
+
+export function embedResult(requestId: string, modelName: string, response: EmbedResponse): EmbedResult {
+  return {
+    requestId,
+    model: modelName,
+    embeddings: response.embeddings.map(({ vector, tokenCount, truncated }) => ({ vector, tokenCount: count(tokenCount), truncated })),
+    usage: usage(response.usage),
+    cost: money(response.cost),
+    timings: response.timings ? timings(response.timings) : NO_TIMINGS,
+    priceVersion: count(response.priceVersion),
+    quotas: response.quotas.map(quota),
+  };
+}
+
+export function model(value: ModelMessage): Model {
   return {
     name: value.name,
     architecture: value.architecture,
     contextWindowTokens: count(value.contextWindowTokens),
     vocabularySize: count(value.vocabularySize),
     engine: value.engine,
-    price,
+    price: value.price && price(value.price),
+    tierPrices: value.tierPrices.map(price),
+    task: name<ModelTask>(ModelTaskMessage, value.task),
+    embeddingDimension: count(value.embeddingDimension),
+    embeddingInputCountMax: count(value.embeddingInputCountMax),
+    aliases: value.aliases,
+    versions: value.versions.map(({ version, share }) => ({ version, share })),
+    readyReplicaCount: value.readyReplicaCount,
+    replicaCount: value.replicaCount,
   };
 }
 

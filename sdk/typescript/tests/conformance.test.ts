@@ -24,11 +24,13 @@ import {
 } from "../src/index.js";
 
 const MODEL = environment("WEIR_TEST_MODEL");
+const ENCODER = environment("WEIR_TEST_ENCODER");
 const ADDRESS = environment("WEIR_ADDRESS");
 const LIMITED_KEY = environment("WEIR_TEST_LIMITED_KEY"); // of an organization with 40 tokens per month
 const INPUT_PICOS = 150_000n; // the test server's prices
 const CACHED_PICOS = 15_000n;
 const OUTPUT_PICOS = 600_000n;
+const EMBEDDING_PICOS = 20_000n;
 const PATIENCE_MS = 60_000;
 
 const LONG: GenerateOptions = { tokenIds: [7, 8, 9, 10], maxOutputTokens: 3000, ignoreEos: true };
@@ -423,6 +425,23 @@ promise("changes-limits-while-it-runs", async (client) => {
   assert.equal(finishReason, "LENGTH");
   assert.ok(usage.deliveredTokenCount < 4000);
   await assert.rejects(generation.update({ maxOutputTokens: 10 }), FailedPrecondition);
+});
+
+promise("embeds", async (client) => {
+  const { embeddings, usage, cost } = await client.embed(ENCODER, ["the garden", [10, 11, 12]]);
+  const encoder = (await client.listModels()).find(({ name }) => name === ENCODER);
+  assert.equal(encoder?.task, "EMBED");
+  assert.deepEqual(embeddings.map(({ vector }) => vector.length), [encoder.embeddingDimension, encoder.embeddingDimension]);
+  assert.equal(embeddings[1]?.tokenCount, 3);
+  assert.equal(usage.embeddingTokenCount, embeddings.reduce((sum, { tokenCount }) => sum + tokenCount, 0));
+  assert.equal(cost.picos, BigInt(usage.embeddingTokenCount) * EMBEDDING_PICOS);
+  await assert.rejects(client.embed(MODEL, "the garden"), InvalidRequest);
+});
+
+promise("refuses-half-a-certificate", async () => {
+  const address = "https://weir.example";
+  assert.throws(() => new WeirClient({ address, clientCertificate: Buffer.from("some") }), /clientKey/);
+  assert.throws(() => new WeirClient({ address, rootCertificates: "no/such/file" }), /no\/such\/file/);
 });
 
 /** A TCP door before the server that lets those connections through that `admit` says yes to. */
