@@ -149,7 +149,10 @@ class Relay:
             end = await self._receive()
         except (grpc.aio.AioRpcError, TimeoutError, OSError) as away:
             log.info("relay_broken", request_id=str(self._key[1]), cause=str(away) or type(away).__name__)
-            end = await self._end_without_owner() or end
+            try:
+                end = await self._end_without_owner() or end
+            except Exception as unread:  # the books are away too: what leaves this task ends the whole process
+                log.warning("relay_books_unread", request_id=str(self._key[1]), exc_info=unread)
         except Exception as error:
             end = frames.failed(status_of(error), None)
         finally:

@@ -1,0 +1,64 @@
+"""A relay whose other process is gone, and the database with it."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import uuid
+from types import SimpleNamespace
+from typing import Any, cast
+
+import grpc
+from sqlalchemy.exc import OperationalError
+from weir.v1 import inference_service_pb2 as pb
+
+from api.outbox import Outbox
+from api.peers import make_certificate
+from api.receiver import Receiver
+from api.relay import Relays
+from metering.holds.journal import UsageJournal
+from metering.store.db import Sessions
+
+
+class BooksThatGoAway:
+    """A session that finds the owner once, and reaches no database after that."""
+
+    def __init__(self, owner: SimpleNamespace) -> None:
+        self._owner = owner
+        self.call_count = 0
+
+    def __call__(self) -> BooksThatGoAway:
+        return self
+
+    async def __aenter__(self) -> BooksThatGoAway:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        return None
+
+    async def execute(self, *_: object) -> SimpleNamespace:
+        """The owner's row. Raises: OperationalError from the second time on."""
+        self.call_count += 1
+        if self.call_count > 1:
+            raise OperationalError("select", {}, ConnectionRefusedError("the database is away"))
+        return SimpleNamespace(one_or_none=lambda: self._owner)
+
+
+async def test_an_owner_and_a_database_that_go_together_end_one_request_and_not_the_process() -> None:
+    with socket.socket() as taken:  # bound, and listening to nobody: every connection is refused
+        taken.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        certificate = make_certificate()[1].decode()
+        books = BooksThatGoAway(SimpleNamespace(owner_id=uuid.uuid4(), state="held", address=address, certificate=certificate))
+        outbox, ended = Outbox(cast(UsageJournal, None)), asyncio.Event()
+        told: list[pb.ServerFrame] = []
+        receiver = Receiver(outbox, "id", lambda _: ended.set())
+        cast(Any, receiver).push = told.append
+        async with asyncio.TaskGroup() as process_tasks:
+            relays = Relays(cast(Sessions, books), uuid.uuid4(), process_tasks)
+            relays.begin(receiver, (uuid.uuid4(), uuid.uuid4()), "secret", after_seq=0, credit_token_count=0)
+            async with asyncio.timeout(60):
+                await ended.wait()
+            await relays.close()
+    assert books.call_count == 2
+    assert [frame.failed.status.code for frame in told] == [grpc.StatusCode.UNAVAILABLE.value[0]]
