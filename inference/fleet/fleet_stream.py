@@ -49,6 +49,7 @@ class FleetStream:
         self._cancel_asked = asyncio.Event()
         self._ended = False
         self._lost_on: list[Replica] = []
+        self._refused_by: set[Replica] = set()  # full, as they said after they had taken it
         self._failure_count = 0
         self._migration_count = 0
         self._moved = False
@@ -144,11 +145,15 @@ class FleetStream:
             attempt.failed(self._fleet.clock())
             self._failure_count += 1
         await attempt.leave()
+        # Remote servers take a sequence and refuse it then. All have been asked once one of them refuses again.
+        all_refused = isinstance(loss, EngineOverloaded) and attempt.replica in self._refused_by
+        if isinstance(loss, EngineOverloaded):
+            self._refused_by.add(attempt.replica)
         self._lost_on.append(attempt.replica)
         if self._cancelled:
             return self._cancelled_end()
         may_go_on = not self._is_told or self._request.may_be_continued
-        if not may_go_on or self._fleet.is_closing or self._failure_count > LOSS_COUNT_MAX:
+        if not may_go_on or all_refused or self._fleet.is_closing or self._failure_count > LOSS_COUNT_MAX:
             self._ended = True
             raise loss
         # A queue that is full is told at once; whoever has lost a place gets some time to find another.

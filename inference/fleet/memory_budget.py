@@ -102,7 +102,8 @@ class MemoryBudget:
         """It wants no memory any more, if it did."""
         granted = self._waiting.pop(resident, None)
         if granted is not None:
-            granted.set_result(False)
+            if not granted.done():  # else its waiter was cancelled
+                granted.set_result(False)
             self.look()
 
     def release(self, resident: Resident) -> None:

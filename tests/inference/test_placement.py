@@ -472,3 +472,27 @@ def test_statistics_are_sums_and_steps_the_mean_pace_of_those_that_work() -> Non
     assert (summed.step_count, summed.running_sequence_count, summed.kv_block_count_total) == (7, 2, 30)
     assert (summed.replica_count, summed.migration_count, summed.replacement_count) == (2, 1, 2)
     assert together.sum_of(told(9, 1, 0), 2, (1, 2)).step_count == 8, "the second was started anew"
+
+
+class RefusesLater(Puppet):
+    """Takes every sequence and says then that it is full, as remote servers do."""
+
+    @contextlib.asynccontextmanager
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[SequenceStream]:
+        """See `Engine.generate`."""
+        assert len(self.requests) < 20, "it is asked for ever"
+        async with super().generate(request) as stream:
+            self.streams[len(self.requests) - 1].fail(EngineOverloaded("full", 2.0))
+            yield stream
+
+
+async def test_servers_that_refuse_what_they_took_are_not_asked_for_ever() -> None:
+    """When all of them do, that is told."""
+    puppets = [RefusesLater(), RefusesLater()]
+    replicas = ReplicaSet(MODEL, [Replica(f"r{index}", puppet) for index, puppet in enumerate(puppets)])
+    async with asyncio.timeout(60):
+        with pytest.raises(EngineOverloaded):
+            async with replicas.generate(make_request([1, 2, 3], 4)) as stream:
+                await anext(aiter(stream))
+    assert all(puppet.requests for puppet in puppets), "each was asked"
+    assert not any(replica.live_sequence_count for replica in replicas.replicas)
