@@ -137,7 +137,7 @@ BORDERS = (
     Border(
         ("weir",),
         inside=PRODUCT,
-        save_for=("api/", "sdk/", "bench/front_load.py", "bench/streams_load.py"),
+        save_for=("api/", "sdk/", "bench/front_load.py", "bench/streams_load.py", "bench/cluster_load.py"),
         why="generated messages stay at the edge",
     ),
     Border(
