@@ -18,7 +18,7 @@ from weir.v1 import inference_service_pb2_grpc as pb_grpc
 
 from api import frames
 from api.accounts import find_generation
-from api.errors import OwnerAway, RequestOver, UnknownRequest, status_of
+from api.errors import Overloaded, OwnerAway, RequestOver, UnknownRequest, status_of
 from api.mailbox import Key
 from api.outbox import Delivery
 from api.peers import Peer
@@ -29,6 +29,7 @@ from metering.operations import Outcome
 from metering.store.db import Sessions
 
 FRAMES_UNREAD_MAX = 64  # of one relay: so many wait here for the client before no more are read from the other process
+FRAMES_UNWRITTEN_MAX = 1000  # of one relay: a client that says so much while the other process reads nothing reads nothing itself
 FRAMES_PER_MESSAGE_MAX = 100  # below what any process takes in one
 ANSWER_WAIT_S = 5.0  # for the first frame of a process that is well it takes some milliseconds
 
@@ -59,9 +60,9 @@ class Relays:
         """Let the receiver have the request of this id, whoever runs it. secret: the caller's API key."""
         relay = Relay(self, receiver, key, secret)
         relay.attach(receiver, after_seq, credit_token_count)
+        relay.run_in(self._tasks)
         self._running.add(relay)
         self._idle.clear()
-        relay.run_in(self._tasks)
 
     def ended(self, relay: Relay) -> None:
         """Forget one that has ended."""
@@ -81,9 +82,9 @@ class Relays:
         return pb_grpc.InferenceServiceStub(channel)
 
     async def close(self) -> None:
-        """End all of them and the connections. Their clients hear nothing any more: this process has ended."""
+        """End all of them and the connections, as this process ends. Their requests go on where they run, if they are to."""
         for relay in list(self._running):
-            relay.cancel()
+            relay.give_up(OwnerAway("this server has shut down: ask for the request again, of another one"))
         for channel in self._channels.values():
             await channel.close()
         self._channels.clear()
@@ -113,6 +114,13 @@ class Relay:
         if self._task is not None:
             self._task.cancel()
 
+    def give_up(self, error: Exception) -> None:
+        """End, and tell the client why."""
+        receiver = self._receiver
+        self.cancel()
+        if receiver is not None:
+            receiver.end(frames.failed(status_of(error), None))
+
     def stop(self, outcome: Outcome) -> None:
         """The client cancels the request; its end comes back on the same way."""
         self._send(pb.ClientFrame(cancel=pb.CancelFrame()))
@@ -139,6 +147,9 @@ class Relay:
         self.cancel()
 
     def _send(self, frame: pb.ClientFrame) -> None:
+        if len(self._outgoing) >= FRAMES_UNWRITTEN_MAX:
+            self.give_up(Overloaded(f"{FRAMES_UNWRITTEN_MAX} frames of this request wait to be read: read its answers first"))
+            return
         frame.request_id = str(self._key[1])
         self._outgoing.append(frame)
         self._wake.set()

@@ -83,6 +83,12 @@ class FleetStream:
                 event = await anext(self._events)
             except StopAsyncIteration:
                 loss: EngineError = EngineFailed("the engine's events ended without a last one")
+            except RequestImpossible as error:
+                self._ended = True
+                if not self._is_told:
+                    raise
+                # It was possible where it began: that nobody else can go on with it is not its client's mistake.
+                raise EngineFailed(f"no other engine can go on with it: {error}") from error
             except (EngineFailed, EngineUnavailable, EngineOverloaded, EngineStartFailed) as error:
                 loss = error
             else:

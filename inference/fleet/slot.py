@@ -174,14 +174,22 @@ class OnDemandSlot(Generic[Served]):
                 return
             # In a thread: it reads the checkpoint's directory, and a disk that hangs must not stop other models' streams.
             engine, self._unused = self._unused, None
-            if engine is None:
-                engine = await asyncio.to_thread(self._build)
-            await self._run(engine)
+            engine = engine or await self._built()
+            if engine is not None:
+                await self._run(engine)
         except (EngineError, OSError) as error:  # the checkpoint is not what it was
             self._condemn(str(error))
         finally:
             self._budget.release(self)
             self._tell()
+
+    async def _built(self) -> Served | None:
+        """A new engine; None if there can be none now, whatever a file that was changed meanwhile makes of its reader."""
+        try:
+            return await asyncio.to_thread(self._build)
+        except Exception as error:
+            self._condemn(str(error) or type(error).__name__)
+            return None
 
     async def _run(self, engine: Served) -> None:
         """Be an engine's life."""

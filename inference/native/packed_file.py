@@ -9,13 +9,16 @@ nothing is ever stale; and nothing is torn, since a file gets its name when it i
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import json
 import logging
 import mmap
 import os
+import shutil
 import tempfile
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +27,8 @@ import numpy as np
 
 _MAGIC = b"weirpack"
 _SUFFIX = ".packed"
+_UNFINISHED = "unfinished-"
+_STALE_S = 3600.0  # far longer than writing takes
 
 _log = logging.getLogger("weir.inference.native")
 
@@ -58,7 +63,11 @@ def write_packed(path: Path, parts: Iterable[Part]) -> None:
         end += -(-part.byte_count // mmap.PAGESIZE) * mmap.PAGESIZE
     header = json.dumps([[part.layer, part.kind, at, part.byte_count] for part, at in zip(parts, offsets, strict=True)]).encode()
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with tempfile.TemporaryDirectory(dir=path.parent) as own:
+    for left in path.parent.glob(f"{_UNFINISHED}*"):  # by processes that were killed while they wrote, or that write now
+        with contextlib.suppress(FileNotFoundError):
+            if time.time() - left.stat().st_mtime > _STALE_S:
+                shutil.rmtree(left, ignore_errors=True)
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=_UNFINISHED) as own:
         made = Path(own) / path.name
         with made.open("wb") as file:
             file.write(_MAGIC + len(header).to_bytes(8, "little") + header)

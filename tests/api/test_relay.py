@@ -15,7 +15,7 @@ from weir.v1 import inference_service_pb2 as pb
 from api.outbox import Outbox
 from api.peers import make_certificate
 from api.receiver import Receiver
-from api.relay import Relays
+from api.relay import FRAMES_UNWRITTEN_MAX, Relays
 from metering.holds.journal import UsageJournal
 from metering.store.db import Sessions
 
@@ -61,4 +61,35 @@ async def test_an_owner_and_a_database_that_go_together_end_one_request_and_not_
                 await ended.wait()
             await relays.close()
     assert books.call_count == 2
+    assert [frame.failed.status.code for frame in told] == [grpc.StatusCode.UNAVAILABLE.value[0]]
+
+
+async def test_a_client_that_says_more_than_the_other_process_reads_is_ended() -> None:
+    """Else what it says would wait here without bound."""
+    owner = SimpleNamespace(owner_id=uuid.uuid4(), state="held", address="", certificate="")
+    outbox, ended = Outbox(cast(UsageJournal, None)), asyncio.Event()
+    told: list[pb.ServerFrame] = []
+    receiver = Receiver(outbox, "id", lambda _: ended.set())
+    cast(Any, receiver).push = told.append
+    async with asyncio.TaskGroup() as process_tasks:
+        relays = Relays(cast(Sessions, BooksThatGoAway(owner)), uuid.uuid4(), process_tasks)
+        relays.begin(receiver, (uuid.uuid4(), uuid.uuid4()), "secret", after_seq=0, credit_token_count=0)
+        for _ in range(FRAMES_UNWRITTEN_MAX):
+            assert not ended.is_set()
+            receiver.source.update(pb.UpdateFrame(max_output_tokens=1))
+        assert ended.is_set()
+        assert relays.running_count == 0
+        await relays.close()
+    assert [frame.failed.status.code for frame in told] == [grpc.StatusCode.UNAVAILABLE.value[0]]
+
+
+async def test_who_reads_through_a_process_that_ends_is_told_so() -> None:
+    owner = SimpleNamespace(owner_id=uuid.uuid4(), state="held", address="", certificate="")
+    told: list[pb.ServerFrame] = []
+    receiver = Receiver(Outbox(cast(UsageJournal, None)), "id", lambda _: None)
+    cast(Any, receiver).push = told.append
+    async with asyncio.TaskGroup() as process_tasks:
+        relays = Relays(cast(Sessions, BooksThatGoAway(owner)), uuid.uuid4(), process_tasks)
+        relays.begin(receiver, (uuid.uuid4(), uuid.uuid4()), "secret", after_seq=0, credit_token_count=0)
+        await relays.close()
     assert [frame.failed.status.code for frame in told] == [grpc.StatusCode.UNAVAILABLE.value[0]]

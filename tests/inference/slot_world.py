@@ -176,6 +176,7 @@ class World:
         self.alive: dict[str, FakeEngine] = {}  # by slot
         self.most_bytes = 0
         self.unbuildable: set[str] = set()
+        self.build_error: Exception | None = None  # what is unbuildable raises instead
         self._tasks: list[asyncio.Task[Any]] = []
 
     def add(self, name: str, terms: SlotTerms) -> OnDemandEngine:
@@ -193,7 +194,7 @@ class World:
 
     def _build(self, name: str) -> FakeEngine:
         if name in self.unbuildable:
-            raise CheckpointInvalid(f"/models/{name}", "the directory is gone")
+            raise self.build_error or CheckpointInvalid(f"/models/{name}", "the directory is gone")
         return FakeEngine(name, self)
 
     def lives(self, engine: FakeEngine) -> None:

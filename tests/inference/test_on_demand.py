@@ -103,23 +103,24 @@ def test_a_running_sequence_is_not_idle() -> None:
         assert running.result() == "served"
 
 
-@pytest.mark.parametrize("trouble", ["dies", "for good", "not built"])
+@pytest.mark.parametrize("trouble", ["dies", "for good", "not built", "unread"])
 def test_a_start_that_fails_tells_all_waiters_why_and_the_next_request_tries_again(trouble: str) -> None:
     with slot_world() as world:
         slot = world.add("a", SlotTerms(idle_timeout_s=IDLE_S))
-        if trouble == "not built":  # its directory vanished after it had been there
+        if trouble in ("not built", "unread"):  # its directory vanished after it had been there, or a file is odd beyond all checks
             world.run(ask(slot))
             world.alive["a"].load()
             world.loop.settle()
             world.loop.advance(IDLE_S)
             world.unbuildable.add("a")
+            world.build_error = OverflowError("int too large") if trouble == "unread" else None
         waiters = [world.run(ask(slot)) for _ in range(20)]
         if trouble == "dies":
             world.alive["a"].fail("killed")
         elif trouble == "for good":
             world.alive["a"].break_for_good("no weights")
         world.loop.settle()
-        why = {"dies": "killed", "for good": "no weights", "not built": "the directory is gone"}[trouble]
+        why = {"dies": "killed", "for good": "no weights", "not built": "the directory is gone", "unread": "int too large"}[trouble]
         for waiter in waiters:
             with pytest.raises(EngineStartFailed, match=why):
                 waiter.result()
