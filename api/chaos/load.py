@@ -94,6 +94,8 @@ class Load:
                 ignore_eos=True,
                 request_id=asked.request_id,
                 timeout=REQUEST_TIMEOUT_S,
+                # What a server keeps for a client that comes back counts as delivered, and dies with it: not what is counted here.
+                keep_on_disconnect=None,
             )
             if patience == 0:
                 generation.start()
