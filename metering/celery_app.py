@@ -144,7 +144,10 @@ class DirectoryChannel(virtual.Channel):
         return len(messages)
 
     def _messages(self, queue: str) -> list[Path]:
-        return sorted(self._directory.glob(f"[0-9]*.{queue}"))
+        try:
+            return sorted(self._directory.glob(f"[0-9]*.{queue}"))
+        except FileNotFoundError:  # `glob` looks whether it is there, and then into it
+            return []
 
     @property
     def _directory(self) -> Path:
