@@ -18,34 +18,34 @@ import grpc.aio
 import structlog
 import uvloop
 
-from api.admin_service import AdminServicer
-from api.admission import Admission, Capacity
-from api.auth import Authenticator
-from api.billing_service import BillingServicer
+from api.access.auth import Authenticator
+from api.access.tls import Tls, open_tls
+from api.admin.admin_service import AdminServicer
+from api.billing.billing_service import BillingServicer
+from api.billing.receipt_service import ReceiptServicer
 from api.endpoint import Endpoint, base_url
 from api.errors import Draining
-from api.fleet import build_serving
+from api.fleet.fleet import build_serving
 from api.health import keep_health
 from api.inference_service import InferenceServicer
-from api.live_control import obey, process_name, report
 from api.logs import configure_logs
 from api.openai.door import Door
 from api.openai.listener import Listener
 from api.process import Process
-from api.receipt_service import ReceiptServicer
-from api.relay import Relays
+from api.requests.admission import Admission, Capacity
+from api.requests.live_control import obey, process_name, report
 from api.server import Health, Servicers, build_peer_server, build_server
 from api.settings import SettingInvalid, Settings
 from api.statistics_log import log_statistics_regularly
-from api.tls import Tls, open_tls
-from inference.classifier_process import ClassifierProcess
+from api.streams.relay import Relays
 from inference.engine import Backend
 from inference.errors import EngineError
+from inference.hosts.spare_hosts import SpareHosts
 from inference.router import Router
-from inference.safety import SafetyRulesInvalid
-from inference.safety_file import Safety, read_safety
-from inference.spare_hosts import SpareHosts
-from inference.tokenizer import Tokenizer
+from inference.safety.classifier_process import ClassifierProcess
+from inference.safety.safety import SafetyRulesInvalid
+from inference.safety.safety_file import Safety, read_safety
+from inference.text.tokenizer import Tokenizer
 from metering.control.control_channel import ControlChannel
 from metering.errors import InvalidValue, StoreAway
 from metering.holds.holds import HoldStore

@@ -11,19 +11,19 @@ from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import inference_service_pb2_grpc as pb_grpc
 
 from api import wire
+from api.access.auth import Authenticator, bearer_token, check_model, payer
+from api.access.standing_key import StandingKey
 from api.accounts import find_generation, models_for
-from api.auth import Authenticator, bearer_token, check_model, payer
-from api.embedding import EmbedCaller
-from api.embedding_wire import parse_embed
+from api.embedding.embedding import EmbedCaller
+from api.embedding.embedding_wire import parse_embed
 from api.errors import Overloaded
-from api.generation import ClientStream, remaining_s
 from api.interceptor import Context
-from api.open_streams import OpenStreams
 from api.process import Process
 from api.quota_wire import effective_quota_statuses
-from api.quoting import quote
-from api.standing_key import StandingKey
-from api.tokenizing import tokenize
+from api.requests.quoting import quote
+from api.requests.tokenizing import tokenize
+from api.streams.generation import ClientStream, remaining_s
+from api.streams.open_streams import OpenStreams
 from metering.quotas.quota_states import quotas_for
 from metering.store.db import Sessions
 

@@ -5,20 +5,20 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 
-from api.admission import Admission
-from api.embedding import EmbedCaller, LiveEmbedding
-from api.embedding_wire import ValidEmbed
-from api.fair_queue import FairQueue
-from api.live import Caller, LiveRequest, Phase
-from api.mailbox import Key, Mailboxes
-from api.places import QueueLimits
-from api.receiver import Receiver
-from api.relay import Relays
+from api.embedding.embedding import EmbedCaller, LiveEmbedding
+from api.embedding.embedding_wire import ValidEmbed
+from api.queue.fair_queue import FairQueue
+from api.queue.places import QueueLimits
+from api.requests.admission import Admission
+from api.requests.live import Caller, LiveRequest, Phase
 from api.settings import Settings
+from api.streams.mailbox import Key, Mailboxes
+from api.streams.receiver import Receiver
+from api.streams.relay import Relays
 from api.wire import ValidStart
 from inference.router import Router
-from inference.safety import SafetyChecker
-from inference.tokenizer import Tokenizer
+from inference.safety.safety import SafetyChecker
+from inference.text.tokenizer import Tokenizer
 from metering.operations import Outcome
 
 PROGRESS_FRAMES_MAX = 500  # at one tick: a few ms of work; where more wait, they are told in turns

@@ -20,14 +20,14 @@ from weir.v1 import (
     receipt_service_pb2_grpc,
 )
 
-from api.admin_service import AdminServicer
-from api.billing_service import BillingServicer
+from api.access.tls import Tls
+from api.admin.admin_service import AdminServicer
+from api.billing.billing_service import BillingServicer
+from api.billing.receipt_service import ReceiptServicer
 from api.inference_service import InferenceServicer
 from api.interceptor import ErrorInterceptor
-from api.peers import PEER_KEEPALIVE_MS, Peer, advertised, make_certificate, peer_listen_address
-from api.receipt_service import ReceiptServicer
 from api.settings import Settings
-from api.tls import Tls
+from api.streams.peers import PEER_KEEPALIVE_MS, Peer, advertised, make_certificate, peer_listen_address
 
 SERVICES = tuple(
     module.DESCRIPTOR.services_by_name[name].full_name

@@ -90,7 +90,9 @@ class Settings(RemoteEngineSettings):
     encoders: Mapping[str, Path] = field(default_factory=dict, metadata={"variable": "WEIR_ENCODERS", "parse": paths_by_name})
     # Tokens of an encoder's batch. More gain nothing on a CPU, and whoever comes next waits for them; a GPU takes many more.
     encoder_batch_tokens: int = setting("WEIR_ENCODER_BATCH_TOKENS", 1024, whole(1, 2**20))
-    safety_rules: str = setting("WEIR_SAFETY_RULES", "", str)  # a file for `inference.safety_file`; empty: nothing is checked
+    safety_rules: str = setting(
+        "WEIR_SAFETY_RULES", "", str
+    )  # a file for `inference.safety.safety_file`; empty: nothing is checked
     # The private key that signs receipts. Empty: that of the home directory, if there is one; "off": none, they are chained only.
     receipt_key_file: str = setting("WEIR_RECEIPT_KEY_FILE", "", str)
     # "tensorrt" serves all models on GPUs by TensorRT-LLM; "torch" on whatever this machine has; "remote" on other machines.
@@ -99,7 +101,7 @@ class Settings(RemoteEngineSettings):
     engine_dtype: Literal["float32", "bfloat16", "int8"] = setting(
         "WEIR_ENGINE_DTYPE", "float32", one_of("float32", "bfloat16", "int8")
     )
-    # "simulated" computes nothing and takes the time of `inference.cost_model`: for load tests, every answer says so.
+    # "simulated" computes nothing and takes the time of `inference.core.cost_model`: for load tests, every answer says so.
     engine_device: Literal["cpu", "cuda", "simulated"] = setting("WEIR_ENGINE_DEVICE", "cpu", one_of("cpu", "cuda", "simulated"))
     simulated_time_scale: float = setting("WEIR_SIMULATED_TIME_SCALE", 1.0, scale(1000))  # 0: no time passes
     engine_thread_count: int = setting("WEIR_ENGINE_THREADS", 0, whole(0, 1024))  # 0: as many as there are cores

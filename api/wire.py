@@ -17,7 +17,10 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import types_pb2
 
-from api.decoding import (
+from api.embedding.embedding_limits import input_count_max
+from api.errors import FieldViolation, InvalidRequest
+from api.queue.places import ServiceTier
+from api.requests.decoding import (
     SamplingOverrides,
     StopRules,
     check_decoding,
@@ -26,13 +29,10 @@ from api.decoding import (
     parse_sampling,
     parse_stop,
 )
-from api.embedding_limits import input_count_max
-from api.errors import FieldViolation, InvalidRequest
-from api.output_limits import Cost, check_cost, cost_of
-from api.places import ServiceTier
+from api.requests.output_limits import Cost, check_cost, cost_of
 from api.violations import Violations
 from inference.engine import BeamSearchParams, EngineFinishReason, ModelInfo, ResponseFormat
-from inference.tokenizer import ChatMessage
+from inference.text.tokenizer import ChatMessage
 from metering.billing.prices import CustomerPrice
 from metering.models import QuotaDimension, QuotaSubject
 from metering.operations import Outcome

@@ -5,9 +5,9 @@ api core is full, and what the next one adds.
 
 gRPC, authentication, tokenizing, admission, queue, placing, metering and settlement are the product's, and so are the engines'
 host processes, one for each replica, with their schedulers and prefix caches. The GPUs are simulated: each replica has the costs of
-Llama 3.3 70B in FP8 on two H200, from what NVIDIA publishes of TensorRT-LLM (`inference/cost_model.py`). Requests have the lengths
-of the reference workload, 1,025 tokens in, of which 200 are shared, and 150 out on average; 32 are under way for each replica, on
-16 streams in all.
+Llama 3.3 70B in FP8 on two H200, from what NVIDIA publishes of TensorRT-LLM (`inference/core/cost_model.py`). Requests have the
+lengths of the reference workload, 1,025 tokens in, of which 200 are shared, and 150 out on average; 32 are under way for each
+replica, on 16 streams in all.
 
 Time is dilated where so many replicas would need more than this machine: dilation 13 means that they are 13 times slower than the
 hardware, and 0.2 that one is five times faster, to compare at like rates. "undilated" is the rate at the hardware's own speed. The

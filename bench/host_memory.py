@@ -19,8 +19,8 @@ from pathlib import Path
 
 from bench.shapes import SHAPES, Precision, write_checkpoint
 from inference.engine import GenerationRequest, SamplingParams, SequenceId, StopCriteria
+from inference.hosts.torch_engine import TorchEngine, TorchEngineSettings
 from inference.native.loader import SWITCH
-from inference.torch_engine import TorchEngine, TorchEngineSettings
 
 HOSTS = 2
 KV_CACHE_BYTES = 64 << 20

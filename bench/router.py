@@ -5,8 +5,8 @@
 Conversations arrive at random, so many per second. Each belongs to one of twenty applications, whose system prompt it begins with;
 its first turn brings text of its own (500 to 3,000 tokens: a document, a file, search results), the later ones a question each.
 Every turn is answered, and the next one comes after a pause; its prompt is everything so far. Engines are simulated, with the costs
-of Llama 3.3 70B in FP8 on two H200 (`inference/cost_model.py`) and their real schedulers and prefix caches, on a time of their own:
-figures do not depend on how busy this machine is, and the same seed gives the same ones. TTFT is from the request to its first
+of Llama 3.3 70B in FP8 on two H200 (`inference/core/cost_model.py`) and their real schedulers and prefix caches, on a time of their
+own: figures do not depend on how busy this machine is, and the same seed gives the same ones. TTFT is from the request to its first
 token, waiting included.
 """
 
@@ -23,7 +23,7 @@ from pathlib import Path
 from api.cli.workload import percentile
 from api.settings import DEMO_MODEL_NAME, bundled_models
 from bench.virtual_time import VirtualEngine, VirtualTimeLoop
-from inference.cost_model import CostModel
+from inference.core.cost_model import CostModel
 from inference.engine import GenerationRequest, SamplingParams, SequenceId, StopCriteria, TokensGenerated
 from inference.fleet.placement import POLICIES
 from inference.fleet.replica import Replica

@@ -28,8 +28,8 @@ from api.settings import DEMO_MODEL_NAME, Settings
 from bench.engine import KV_CACHE_BYTES, Prompts
 from bench.shapes import SHAPES, write_checkpoint
 from inference.engine import GenerationRequest, SamplingParams, SequenceFinished, SequenceId, StopCriteria, TokensGenerated
-from inference.tokenizer import ChatMessage, Tokenizer
-from inference.torch_engine import TorchEngine, TorchEngineSettings
+from inference.hosts.torch_engine import TorchEngine, TorchEngineSettings
+from inference.text.tokenizer import ChatMessage, Tokenizer
 
 Prompt = tuple[int, ...]
 

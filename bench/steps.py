@@ -24,10 +24,10 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as the engine host: torch
 
 import torch
 
+from inference.core.engine_core import EngineCore, EngineOptions
 from inference.engine import GenerationRequest, SamplingParams, SequenceId, StopCriteria
-from inference.engine_core import EngineCore, EngineOptions
-from inference.host import event_message
-from inference.host_protocol import StepReport, encode, statistics_list
+from inference.hosts.host import event_message
+from inference.hosts.host_protocol import StepReport, encode, statistics_list
 from inference.limits import EngineLimits
 
 WARM_UP_STEPS = 20

@@ -30,7 +30,7 @@ from bench.admission import server
 from bench.admission_peers import MODEL
 from bench.front import Processes, api_process, create_keys, on_core
 from bench.processes import cpu_s
-from inference.cost_model import CostModel
+from inference.core.cost_model import CostModel
 from metering.store.migrations_runner import migrate
 
 STEP_MS = 20.0  # of a small batch: 50 tokens per second and stream

@@ -12,8 +12,10 @@ from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 
-from inference.checkpoint import read_model_info
-from inference.cost_model import CostModel
+from inference.checkpoint.checkpoint import read_model_info
+from inference.core.cost_model import CostModel
+from inference.core.engine_core import EngineCore, EngineOptions, SequenceBroken
+from inference.core.kv_cache import KV_BLOCK_TOKENS
 from inference.engine import (
     EngineCondition,
     EngineState,
@@ -23,9 +25,7 @@ from inference.engine import (
     SequenceStream,
     TokensGenerated,
 )
-from inference.engine_core import EngineCore, EngineOptions, SequenceBroken
 from inference.errors import RequestImpossible
-from inference.kv_cache import KV_BLOCK_TOKENS
 from inference.limits import EngineLimits
 from inference.prefix_hint import PrefixHint
 from inference.sequence_stream import BufferedStream

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 
-from inference.kv_cache import chain_hash, salt_hash
+from inference.core.kv_cache import chain_hash, salt_hash
 
 
 class PrefixHint:

@@ -72,8 +72,8 @@ BORDERS = (
     Border(
         ("inference",),
         inside=("api/",),
-        save_for=("api/__main__.py", "api/engines.py", "api/remote_engines.py", "api/fleet.py", "api/cli/"),
-        but=("inference.engine", "inference.router", "inference.errors", "inference.tokenizer", "inference.safety"),
+        save_for=("api/__main__.py", "api/fleet/", "api/cli/"),
+        but=("inference.engine", "inference.router", "inference.errors", "inference.text.tokenizer", "inference.safety.safety"),
         why="the API knows the engine protocol; only the composition roots build concrete engines",
     ),
     Border(("api", "metering", "migrations"), inside=("inference/",), why="engines know nothing of tenants, money or the wire"),
@@ -107,7 +107,7 @@ BORDERS = (
     Border(
         ("cryptography",),
         inside=PRODUCT,
-        save_for=("metering/receipts/signing.py", "api/peers.py", "sdk/"),
+        save_for=("metering/receipts/signing.py", "api/streams/peers.py", "sdk/"),
         why="one place signs, one identifies processes",
     ),
     Border(
@@ -146,11 +146,38 @@ BORDERS = (
         save_for=("inference/", "bench/engine.py", "bench/steps.py", "bench/embeddings.py"),
         why="tensors live in the engine",
     ),
-    Border(("torch", "tensorrt_llm"), inside=("inference/fleet/",), why="a set of engines places sequences and computes nothing"),
+    Border(
+        ("torch", "tensorrt_llm"),
+        inside=("inference/fleet/", "inference/hosts/", "inference/remote/", "inference/outside/", "inference/text/"),
+        save_for=("inference/hosts/host.py",),
+        why="the API process places sequences, talks to those who compute them, and computes nothing",
+    ),
+    Border(
+        ("inference.core", "inference.hosts", "inference.fleet", "inference.remote", "inference.tensorrt"),
+        inside=("inference/checkpoint/", "inference/decoder/", "inference/sampling/", "inference/text/"),
+        but=("inference.core.kv_cache",),
+        why="what a step is made of knows nothing of who takes the step",
+    ),
+    Border(
+        ("inference.hosts", "inference.fleet", "inference.remote", "inference.tensorrt", "socket", "asyncio"),
+        inside=("inference/core/",),
+        why="the engine is the same in any process and in none",
+    ),
+    Border(
+        ("api.requests", "api.streams", "api.admin", "api.billing", "api.openai", "grpc", "weir", "metering"),
+        inside=("api/queue/",),
+        but=("metering.models",),
+        why="who is next is decided without sockets and without the database",
+    ),
+    Border(
+        ("api.admin", "api.billing", "api.openai", "api.cli", "api.chaos"),
+        inside=("api/access/", "api/queue/", "api/requests/", "api/streams/", "api/embedding/", "api/fleet/"),
+        why="a request runs the same whoever administers, bills, or asked for it",
+    ),
     Border(
         ("transformers",),
         inside=PRODUCT,
-        save_for=("inference/classifier_host.py", "bench/engine.py", "bench/embeddings.py"),
+        save_for=("inference/safety/classifier_host.py", "bench/engine.py", "bench/embeddings.py"),
         why="an optional package: the classifiers' own process alone needs it",
     ),
     Border(("tensorrt_llm",), inside=PRODUCT, save_for=("inference/tensorrt/library.py",), why="one adapter wraps TensorRT-LLM"),

@@ -35,13 +35,13 @@ from weir.v1 import types_pb2
 from weir_client import AsyncClient
 
 import api.__main__ as api_main
-from api.admission import Capacity
 from api.chaos.processes import children_of
 from api.endpoint import forget_endpoint, read_endpoint, read_openai_url
-from api.places import QueueStatistics
 from api.process import Process
+from api.queue.places import QueueStatistics
+from api.requests.admission import Capacity
 from api.settings import Settings
-from inference.tokenizer import Tokenizer
+from inference.text.tokenizer import Tokenizer
 from metering.billing.prices import set_price
 from metering.models import QuotaDimension, QuotaSubject
 from metering.quotas.quota_admin import set_quota

@@ -35,21 +35,29 @@ def test_the_walk_sees_the_repository(sources: list[Source]) -> None:
 
 
 IMPORT_FAULTS = [
-    ("api/generation.py", "from inference.torch_engine import TorchEngine", "inference.torch_engine"),
-    ("api/generation.py", "from inference import scheduler", "inference.scheduler"),
-    ("api/generation.py", "import inference.kv_cache", "inference.kv_cache"),
-    ("api/generation.py", "def late():\n    from inference.torch_engine import TorchEngine", "inference.torch_engine"),
-    ("api/generation.py", "import importlib\nimportlib.import_module('inference.torch_engine')", "inference.torch_engine"),
-    ("api/generation.py", "import torch", "torch"),
+    ("api/streams/generation.py", "from inference.hosts.torch_engine import TorchEngine", "inference.hosts.torch_engine"),
+    ("api/streams/generation.py", "from inference.core import scheduler", "inference.core.scheduler"),
+    ("api/streams/generation.py", "import inference.core.kv_cache", "inference.core.kv_cache"),
+    (
+        "api/streams/generation.py",
+        "def late():\n    from inference.hosts.torch_engine import TorchEngine",
+        "inference.hosts.torch_engine",
+    ),
+    (
+        "api/streams/generation.py",
+        "import importlib\nimportlib.import_module('inference.hosts.torch_engine')",
+        "inference.hosts.torch_engine",
+    ),
+    ("api/streams/generation.py", "import torch", "torch"),
     ("api/__main__.py", "import torch.nn", "torch.nn"),
-    ("inference/scheduler.py", "from api.wire import to_domain", "api.wire"),
-    ("inference/scheduler.py", "from metering.billing import ledger", "metering.billing.ledger"),
-    ("inference/scheduler.py", "import grpc", "grpc"),
-    ("api/remote_engines.py", "from smg_grpc_proto.generated import common_pb2", "smg_grpc_proto.generated.common_pb2"),
-    ("inference/scheduler.py", "from grpc import aio", "grpc.aio"),
-    ("inference/scheduler.py", "from sqlalchemy.orm import Mapped", "sqlalchemy.orm"),
-    ("inference/scheduler.py", "from weir.v1 import types_pb2", "weir.v1"),
-    ("inference/scheduler.py", "def build():\n    import tensorrt_llm", "tensorrt_llm"),
+    ("inference/core/scheduler.py", "from api.wire import to_domain", "api.wire"),
+    ("inference/core/scheduler.py", "from metering.billing import ledger", "metering.billing.ledger"),
+    ("inference/core/scheduler.py", "import grpc", "grpc"),
+    ("api/fleet/remote_engines.py", "from smg_grpc_proto.generated import common_pb2", "smg_grpc_proto.generated.common_pb2"),
+    ("inference/core/scheduler.py", "from grpc import aio", "grpc.aio"),
+    ("inference/core/scheduler.py", "from sqlalchemy.orm import Mapped", "sqlalchemy.orm"),
+    ("inference/core/scheduler.py", "from weir.v1 import types_pb2", "weir.v1"),
+    ("inference/core/scheduler.py", "def build():\n    import tensorrt_llm", "tensorrt_llm"),
     ("metering/usage.py", "from inference.engine import Usage", "inference.engine"),
     ("metering/usage.py", "from api import settings", "api.settings"),
     ("metering/usage.py", "import grpc.aio", "grpc.aio"),
@@ -75,7 +83,12 @@ IMPORT_FAULTS = [
     ("bench/load.py", "import stripe", "stripe"),
     ("api/server.py", "from aiohttp import web", "aiohttp.web"),
     ("api/openai/door.py", "from openai.types import Model", "openai.types.Model"),
-    ("inference/scheduler.py", "from ..metering.billing import ledger", "metering.billing.ledger"),
+    ("inference/core/scheduler.py", "from ...metering.billing import ledger", "metering.billing.ledger"),
+    ("inference/core/scheduler.py", "from inference.hosts.host_protocol import Scheduled", "inference.hosts.host_protocol"),
+    ("inference/hosts/hosted_engine.py", "import torch", "torch"),
+    ("inference/sampling/sampler.py", "from inference.core.scheduler import Scheduler", "inference.core.scheduler"),
+    ("api/queue/fair_queue.py", "from api.requests.live import Live", "api.requests.live"),
+    ("api/requests/live.py", "from api.admin.admin_live import AdminLive", "api.admin.admin_live"),
 ]
 
 
@@ -90,11 +103,14 @@ def test_a_crossed_border_is_reported(path: str, text: str, name: str) -> None:
 @pytest.mark.parametrize(
     ("path", "text"),
     [
-        ("api/generation.py", "from inference.engine import Engine\nfrom inference import router\nimport metering.billing.ledger"),
+        (
+            "api/streams/generation.py",
+            "from inference.engine import Engine\nfrom inference import router\nimport metering.billing.ledger",
+        ),
         ("api/wire.py", "from weir.v1 import types_pb2"),
-        ("api/__main__.py", "from inference.torch_engine import TorchEngine"),
-        ("api/cli/up.py", "from inference.torch_engine import TorchEngine"),
-        ("inference/scheduler.py", "import torch\nfrom inference.kv_cache import BlockPool\nfrom . import kv_cache"),
+        ("api/__main__.py", "from inference.hosts.torch_engine import TorchEngine"),
+        ("api/cli/up.py", "from inference.hosts.torch_engine import TorchEngine"),
+        ("inference/core/scheduler.py", "import torch\nfrom inference.core.kv_cache import BlockPool\nfrom . import kv_cache"),
         ("inference/remote/engine.py", "import grpc\nfrom smg_grpc_proto.generated import common_pb2"),
         ("inference/tensorrt/library.py", "def build():\n    import tensorrt_llm"),
         ("metering/tasks.py", "from celery import shared_task\nimport kombu"),
@@ -132,7 +148,7 @@ def test_tensorrt_imported_with_its_module_is_reported() -> None:
     ],
 )
 def test_a_task_without_a_parent_is_reported(text: str) -> None:
-    assert list(architecture.tasks_have_parents(Source("api/generation.py", text)))
+    assert list(architecture.tasks_have_parents(Source("api/streams/generation.py", text)))
     assert list(architecture.tasks_have_parents(Source("tests/api/test_x.py", text))) == []
 
 
@@ -148,7 +164,7 @@ def test_a_task_without_a_parent_is_reported(text: str) -> None:
     ],
 )
 def test_a_task_on_a_group_is_not_reported(text: str) -> None:
-    assert list(architecture.tasks_have_parents(Source("api/generation.py", text))) == []
+    assert list(architecture.tasks_have_parents(Source("api/streams/generation.py", text))) == []
 
 
 def test_every_exception_for_detached_tasks_is_needed_and_has_a_reason(sources: list[Source]) -> None:
@@ -203,12 +219,12 @@ def test_paths_that_any_machine_has_are_not_reported(text: str) -> None:
     "module",
     [
         "api.server",
-        "api.engines",
+        "api.fleet.engines",
         "inference.remote.engine",
         "inference.engine",
         "inference.errors",
         "inference.router",
-        "inference.tokenizer",
+        "inference.text.tokenizer",
     ],
 )
 def test_the_api_process_never_imports_torch(module: str) -> None:
@@ -222,6 +238,6 @@ def test_the_api_process_never_imports_torch(module: str) -> None:
 
 
 def test_the_torch_check_sees_torch() -> None:
-    code = "import sys, inference.model; sys.exit('torch' in sys.modules)"
+    code = "import sys, inference.decoder.model; sys.exit('torch' in sys.modules)"
 
     assert subprocess.run([sys.executable, "-c", code], cwd=architecture.ROOT).returncode == 1

@@ -34,7 +34,7 @@ def tensorrt(
 
     Exit code 1 if something is so that the engine of Weir would not work here.
     """
-    from inference.checkpoint import read_config
+    from inference.checkpoint.checkpoint import read_config
     from inference.limits import EngineLimits
     from inference.tensorrt.doctor import examine
     from inference.tensorrt.settings import TensorRtOptions
@@ -61,7 +61,7 @@ def remote(
     """
     import asyncio
 
-    from api.remote_engines import remote_settings
+    from api.fleet.remote_engines import remote_settings
     from api.settings import Settings
     from inference.remote.doctor import examine
 

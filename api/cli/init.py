@@ -22,7 +22,7 @@ def init(
     What exists stays as it is; each run makes one more admin key. Its secret is printed once and can never be shown again.
     """
     from api.cli.bootstrap import create_admin, ensure_receipt_key
-    from api.fleet_file import model_names
+    from api.fleet.fleet_file import model_names
     from metering.store.migrations_runner import is_current
 
     settings = read_settings()

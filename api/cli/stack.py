@@ -20,7 +20,7 @@ from grpc_health.v1 import health_pb2
 
 from api.cli.bootstrap import Connection, bootstrap, ensure_receipt_key
 from api.endpoint import forget_endpoint, serving_endpoint
-from api.fleet_file import model_names
+from api.fleet.fleet_file import model_names
 from api.settings import Settings
 from metering.errors import InvalidValue
 from metering.export.export_settings import export_settings, webhook_settings

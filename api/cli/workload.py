@@ -15,7 +15,7 @@ from pathlib import Path
 from weir_client import AsyncClient, FinishReason, Result
 
 from inference.demo_model import corpus
-from inference.tokenizer import ChatMessage, Tokenizer
+from inference.text.tokenizer import ChatMessage, Tokenizer
 
 OUTPUT_TOKENS = 150
 

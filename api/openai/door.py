@@ -11,10 +11,10 @@ from urllib.parse import unquote
 
 from aiohttp import web
 
+from api.access.auth import BEARER, Authenticator, check_model, payer
 from api.accounts import models_for
-from api.auth import BEARER, Authenticator, check_model, payer
-from api.embedding import EmbedCaller
-from api.embedding_wire import parse_embed
+from api.embedding.embedding import EmbedCaller
+from api.embedding.embedding_wire import parse_embed
 from api.errors import Draining, Unauthenticated, status_of
 from api.openai import answers
 from api.openai.chat_answer import ChatAnswer

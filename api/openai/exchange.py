@@ -19,16 +19,16 @@ from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import types_pb2
 
 from api.errors import CancelledEarly, InvalidRequest, RequestUnderWay, status_of
-from api.live import Caller, LiveRequest
 from api.openai import answers
 from api.openai.answers import Answer, Bill, Output
 from api.openai.parameters import Asked
 from api.openai.rate_limits import headers_of
 from api.openai.refusals import CLIENT_CLOSED, Refusal, refusal_of
-from api.outbox import Outbox
 from api.process import Process
-from api.receiver import Receiver
-from api.whole_outbox import WholeOutbox
+from api.requests.live import Caller, LiveRequest
+from api.streams.outbox import Outbox
+from api.streams.receiver import Receiver
+from api.streams.whole_outbox import WholeOutbox
 from api.wire import FINISH_REASONS, ValidStart, parse_start
 from metering.errors import RequestInFlight
 from metering.operations import Outcome, Payer

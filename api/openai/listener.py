@@ -14,10 +14,10 @@ import structlog
 from aiohttp import web
 from aiohttp.web_protocol import RequestHandler
 
+from api.access.tls import Tls
 from api.openai import answers
 from api.openai.refusals import Refusal
 from api.settings import Settings
-from api.tls import Tls
 
 # What a stalled client may leave unread here and in the kernel, whose buffer is as large again: some thousand tokens as events.
 WRITE_BUFFER_BYTES = 16_384

@@ -8,7 +8,7 @@ from typing import Any
 
 from weir.v1 import inference_service_pb2 as pb
 
-from inference.tokenizer import Tokenizer
+from inference.text.tokenizer import Tokenizer
 
 LOGPROB_MIN = -9999.0  # OpenAI's number for what cannot happen; JSON has none for it
 

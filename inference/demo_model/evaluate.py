@@ -31,7 +31,7 @@ from inference.engine import (
     StopCriteria,
     TokensGenerated,
 )
-from inference.torch_engine import TorchEngine, TorchEngineSettings
+from inference.hosts.torch_engine import TorchEngine, TorchEngineSettings
 
 ANSWER_TOKENS_MAX = 200
 CASES_AT_ONCE = 128  # the engine refuses what its queue cannot hold

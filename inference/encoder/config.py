@@ -12,8 +12,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from inference.architectures import refuse_entries_beside
-from inference.checkpoint import read_json, read_json_list
+from inference.checkpoint.architectures import refuse_entries_beside
+from inference.checkpoint.checkpoint import read_json, read_json_list
 from inference.engine import ModelInfo
 from inference.errors import CheckpointInvalid
 

@@ -7,15 +7,15 @@ import os
 from array import array
 from dataclasses import dataclass
 
-from inference.batch_queue import BatchQueue, Piece
 from inference.encoder.config import read_encoder_info
 from inference.encoder.protocol import BatchEncoded, EncodeBatch, LoadEncoder
 from inference.encoder.settings import EncoderSettings
 from inference.engine import EmbeddingRequest, Embeddings, EngineStatistics, Vector
 from inference.errors import EngineError, EngineFailed, EngineOverloaded, RequestImpossible
-from inference.host_process import CHILD_ENVIRONMENT, HostKind
-from inference.host_protocol import ProtocolBroken, Ready, ToParent
-from inference.hosted_life import HostedLife
+from inference.hosts.batch_queue import BatchQueue, Piece
+from inference.hosts.host_process import CHILD_ENVIRONMENT, HostKind
+from inference.hosts.host_protocol import ProtocolBroken, Ready, ToParent
+from inference.hosts.hosted_life import HostedLife
 
 OVERLOAD_WAIT_S_MIN = 0.5  # below it callers would spin
 

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 from inference.encoder.config import read_encoder_config
 from inference.encoder.protocol import BatchEncoded, EncodeBatch, LoadEncoder
 from inference.errors import CheckpointInvalid, EngineStartFailed
-from inference.host_inbox import EXIT_LOAD_FAILED, EXIT_PROTOCOL_BROKEN, Inbox, serve_parent
-from inference.host_protocol import LoadFailed, Loading, Ready, Shutdown, ToParent, encode
+from inference.hosts.host_inbox import EXIT_LOAD_FAILED, EXIT_PROTOCOL_BROKEN, Inbox, serve_parent
+from inference.hosts.host_protocol import LoadFailed, Loading, Ready, Shutdown, ToParent, encode
 
 if TYPE_CHECKING:
     from inference.encoder.network import EncoderNetwork

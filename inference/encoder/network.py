@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu, layer_norm, normalize, relu, scaled_dot_product_attention
 
+from inference.decoder.linear import LinearWeights, project
 from inference.encoder.config import EncoderConfig, Pooling
 from inference.encoder.weights import EncoderLayerWeights, EncoderWeights, NormWeights
-from inference.linear import LinearWeights, project
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": gelu,

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from inference.checkpoint.tensor_reader import TensorReader
+from inference.decoder.linear import LinearWeights
 from inference.encoder.config import EncoderConfig
-from inference.linear import LinearWeights
-from inference.tensor_reader import TensorReader
 
 
 @dataclass(frozen=True, slots=True)

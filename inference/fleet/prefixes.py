@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from inference.kv_cache import KV_BLOCK_TOKENS
+from inference.core.kv_cache import KV_BLOCK_TOKENS
 from inference.prefix_hint import chained_hashes
 
 BLOCK_COUNT_MAX = 65_536  # blocks: of an engine that does not tell how many it has; a million tokens, some 10 MB here

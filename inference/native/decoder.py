@@ -17,18 +17,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from inference.checkpoint import DecoderConfig
+from inference.checkpoint.checkpoint import DecoderConfig
+from inference.core.kv_cache import blocks_for
+from inference.decoder.linear import LinearWeights
+from inference.decoder.logits import Logits
+from inference.decoder.model import rotary_tables
+from inference.decoder.weights import DecoderWeights
 from inference.errors import InvariantViolated
-from inference.kv_cache import blocks_for
-from inference.linear import LinearWeights
-from inference.logits import Logits
-from inference.model import rotary_tables
 from inference.native import loader
 from inference.native.packed_file import PackedFile, Part
-from inference.weights import DecoderWeights
 
 if TYPE_CHECKING:
-    from inference.step_plan import Chunk
+    from inference.core.step_plan import Chunk
 
 PANEL_COLUMNS = 64  # as in decoder.cpp: rows of logits are padded to whole panels
 DTYPES = (torch.float32, torch.bfloat16)

@@ -19,7 +19,7 @@ import time
 from functools import lru_cache
 from pathlib import Path
 
-from inference.kv_cache import KV_BLOCK_TOKENS
+from inference.core.kv_cache import KV_BLOCK_TOKENS
 
 SWITCH = "WEIR_NATIVE"  # environment: 0 computes with torch alone
 CACHE_DIRECTORY = "WEIR_NATIVE_CACHE"  # environment: where libraries are kept, instead of the user's cache directory

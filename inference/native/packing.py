@@ -6,10 +6,10 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 
+from inference.decoder.weights import DecoderWeights
 from inference.native.decoder import NativeDecoder
 from inference.native.loader import library_name
 from inference.native.packed_file import PackedFile, open_packed, packed_path, write_packed
-from inference.weights import DecoderWeights
 
 PACKED_BYTES_MIN = 64 << 20  # of weights in a checkpoint: packing fewer takes less than importing torch varies, and few are private
 

@@ -17,12 +17,12 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import NamedTuple, Protocol
 
-from inference.detokenizer import Detokenizer, TextDecoder
 from inference.engine import EngineFinishReason, EngineStatistics, GenerationRequest, SequenceEvent, TokensGenerated
 from inference.errors import EngineError, EngineFailed
 from inference.limits import EngineLimits
 from inference.outside.sequence import Choice, Output, Request
-from inference.seeds import choice_seed
+from inference.sampling.seeds import choice_seed
+from inference.text.detokenizer import Detokenizer, TextDecoder
 
 _log = logging.getLogger("weir.inference.outside")
 

@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from inference.detokenizer import Detokenizer
 from inference.engine import (
     ChoiceFinished,
     EngineFinishReason,
@@ -24,6 +23,7 @@ from inference.engine import (
     TokensGenerated,
 )
 from inference.errors import EngineFailed
+from inference.text.detokenizer import Detokenizer
 
 if TYPE_CHECKING:
     from inference.outside.core import Answers

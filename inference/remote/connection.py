@@ -12,7 +12,6 @@ from typing import assert_never
 
 import grpc
 
-from inference.detokenizer import Detokenizer, TextDecoder
 from inference.engine import GenerationRequest, ModelInfo, SamplingParams, SequenceId, StopCriteria
 from inference.errors import EngineError
 from inference.outside.sequence import Choice, Request
@@ -22,6 +21,7 @@ from inference.remote.model_files import Bundle, check_tokenizer, is_unanswered
 from inference.remote.settings import RemoteSettings, Service, Target
 from inference.remote.trtllm import TrtllmDialect
 from inference.remote.vllm import VllmDialect
+from inference.text.detokenizer import Detokenizer, TextDecoder
 
 PROBE_TOKENS = 513  # of a prompt that is sent to find out what the server caches: two of the largest blocks in use, and one
 

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import grpc
 
-from inference.detokenizer import Detokenizer, TextDecoder
 from inference.engine import GenerationRequest, GrammarKind, ModelInfo, ResponseFormat, SamplingParams, SequenceId, StopCriteria
 from inference.findings import Observation, Verdict, ask_all, expected, needed
 from inference.outside.sequence import Choice, Request
@@ -20,7 +19,8 @@ from inference.remote.dialect import Dialect, ServerFacts, ServerUnfit, WireOutp
 from inference.remote.model_files import Bundle, check_tokenizer, is_unanswered
 from inference.remote.model_info import read_remote_model
 from inference.remote.settings import RemoteSettings
-from inference.tokenizer import Tokenizer
+from inference.text.detokenizer import Detokenizer, TextDecoder
+from inference.text.tokenizer import Tokenizer
 
 SILENCE_S = 5.0  # after which an answer that may never come is taken not to come
 LONG = 400  # output tokens: an output that can be met in its middle

@@ -15,10 +15,9 @@ from typing import NamedTuple
 
 import grpc
 
-from inference.detokenizer import TextDecoder
 from inference.engine import EngineStatistics, GenerationRequest, SequenceEvent
-from inference.engine_life import EngineLife
 from inference.errors import EngineError, RequestImpossible
+from inference.hosts.engine_life import EngineLife
 from inference.limits import EngineLimits
 from inference.outside.core import OutsideCore
 from inference.prefix_hint import PrefixHint
@@ -29,7 +28,8 @@ from inference.remote.model_info import read_remote_model
 from inference.remote.settings import RemoteSettings, Service, handling
 from inference.remote.upkeep import Upkeep
 from inference.sequence_stream import BufferedStream
-from inference.tokenizer import Tokenizer
+from inference.text.detokenizer import TextDecoder
+from inference.text.tokenizer import Tokenizer
 
 HINT_TOKENS_MAX = 4 << 20  # tokens that are remembered as sent, where the server does not tell how many it caches
 UNKNOWN_BLOCK_COUNT = 1 << 40  # a server's own limit on what fits its cache is its context window

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from inference.checkpoint import read_default_sampling, read_end_token_ids, read_json
+from inference.checkpoint.checkpoint import read_default_sampling, read_end_token_ids, read_json
 from inference.engine import ModelInfo
 from inference.errors import CheckpointInvalid
 

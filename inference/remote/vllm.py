@@ -16,7 +16,7 @@ from inference.engine import EngineStatistics, GenerationRequest, GrammarKind, T
 from inference.errors import EngineFailed, RequestImpossible
 from inference.outside.sequence import Choice
 from inference.remote.dialect import Dialect, ServerFacts, WireOutput, asked, block_counts, check_length, check_prompt_count
-from inference.seeds import choice_seed
+from inference.sampling.seeds import choice_seed
 
 TOP_LOGPROBS_MAX = 19  # one more is asked for, and vLLM's own limit is 20 unless it is told otherwise
 LOGIT_BIAS_MAX = 100.0

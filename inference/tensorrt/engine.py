@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from inference.checkpoint import read_model_info
+from inference.checkpoint.checkpoint import read_model_info
 from inference.engine import GenerationRequest, GrammarKind
 from inference.errors import RequestImpossible
-from inference.host_process import HostKind
-from inference.host_protocol import ToParent
-from inference.hosted_engine import HostedEngine
+from inference.hosts.host_process import HostKind
+from inference.hosts.host_protocol import ToParent
+from inference.hosts.hosted_engine import HostedEngine
 from inference.kv_event_index import KvCacheChange, KvEventIndex
 from inference.limits import EngineLimits, outside_continuation_fault
 from inference.tensorrt.settings import LoadTensorRt, TensorRtOptions, TensorRtSettings

@@ -1,6 +1,6 @@
 """The child process of a TensorRT-LLM engine: `python -m inference.tensorrt.host --fd N`.
 
-Speaks the protocol of `inference/host_protocol.py`. The engine is built on the main thread, then one event loop runs everything.
+Speaks the protocol of `hosts/host_protocol.py`. The engine is built on the main thread, then one event loop runs everything.
 When the engine is found to be dead or stuck, the process ends: the library cannot build another engine after a crash, the parent
 starts a new process. The processes that the library started are killed with it, or they would keep the GPU's memory.
 """
@@ -19,12 +19,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from inference.checkpoint import read_config
-from inference.detokenizer import TextDecoder
+from inference.checkpoint.checkpoint import read_config
+from inference.core.kv_cache import KV_BLOCK_TOKENS
 from inference.engine import EngineStatistics, SequenceEvent
 from inference.errors import CheckpointInvalid, EngineError, EngineStartFailed
-from inference.host_inbox import EXIT_LOAD_FAILED, EXIT_PROTOCOL_BROKEN, Inbox, Message, serve_parent
-from inference.host_protocol import (
+from inference.hosts.host_inbox import EXIT_LOAD_FAILED, EXIT_PROTOCOL_BROKEN, Inbox, Message, serve_parent
+from inference.hosts.host_protocol import (
     CancelSequence,
     Event,
     LoadFailed,
@@ -41,7 +41,6 @@ from inference.host_protocol import (
     statistics_list,
     wire_event,
 )
-from inference.kv_cache import KV_BLOCK_TOKENS
 from inference.limits import request_fault
 from inference.outside.core import OutsideCore
 from inference.tensorrt.answers import Submission
@@ -49,7 +48,8 @@ from inference.tensorrt.kv_events import KvEventReader
 from inference.tensorrt.library import TensorRtLibrary
 from inference.tensorrt.settings import LoadTensorRt
 from inference.tensorrt.watch import EngineWatch, descendants
-from inference.tokenizer import Tokenizer
+from inference.text.detokenizer import TextDecoder
+from inference.text.tokenizer import Tokenizer
 
 EXIT_ENGINE_BROKEN = 5
 EXIT_RECYCLED = 6

@@ -10,9 +10,9 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 
+from api.access.tls import Tls
 from api.server import options
 from api.settings import Settings
-from api.tls import Tls
 from tests.service import health_check
 
 TIMEOUT_S = 60.0

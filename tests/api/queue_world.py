@@ -15,15 +15,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from api.errors import QueueFull, StartsTooLate
-from api.fair_queue import FairQueue
-from api.places import Arrival, Place, QueueLimits, ServiceTier
-from inference.detokenizer import Detokenizer
+from api.queue.fair_queue import FairQueue
+from api.queue.places import Arrival, Place, QueueLimits, ServiceTier
+from inference.core.kv_cache import BlockPool
+from inference.core.scheduler import Scheduler
+from inference.core.sequence import Sequence
+from inference.core.step_plan import StepPlan
 from inference.engine import EngineStatistics
-from inference.kv_cache import BlockPool
 from inference.limits import EngineLimits
-from inference.scheduler import Scheduler
-from inference.sequence import Sequence
-from inference.step_plan import StepPlan
+from inference.text.detokenizer import Detokenizer
 from tests.inference.running import make_request
 from tests.inference.scheduler_model import NoText
 

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from api.admission import Admission, AdmissionRequest, Capacity, Lease
 from api.errors import Draining, Overloaded
-from api.outbox import UsageSoFar
+from api.requests.admission import Admission, AdmissionRequest, Capacity, Lease
 from api.settings import Settings
+from api.streams.outbox import UsageSoFar
 from metering.errors import HoldEnded, QuotaExceeded, RequestInFlight
 from metering.holds.holds import HoldStore
 from metering.holds.journal import Delivered, UsageJournal

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from api.attendance import Attendance
-from api.feed import Feed, FlowControl
-from api.mailbox import Mailboxes
-from api.outbox import Outbox
-from api.receiver import Receiver
+from api.streams.attendance import Attendance
+from api.streams.feed import Feed, FlowControl
+from api.streams.mailbox import Mailboxes
+from api.streams.outbox import Outbox
+from api.streams.receiver import Receiver
 from metering.errors import RequestInFlight
 from metering.holds.journal import UsageJournal
 from metering.operations import Outcome

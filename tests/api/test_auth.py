@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from api import auth
-from api.auth import Authenticator
+from api.access import auth
+from api.access.auth import Authenticator
 from api.interceptor import METHOD
 from metering.errors import KeyInvalid, StoreAway
 from metering.store.db import create_engine, create_sessions

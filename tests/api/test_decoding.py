@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from weir.v1 import inference_service_pb2 as pb
 
-from api.decoding import check_against_model
 from api.errors import InvalidRequest
+from api.requests.decoding import check_against_model
 from api.wire import ValidStart, parse_start
 from inference.engine import (
     BeamSearchParams,

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from weir.v1 import inference_service_pb2 as pb
 
-from api.embedding_limits import input_count_max, parts_of
-from api.embedding_wire import TokenizedText, embedding_message
+from api.embedding.embedding_limits import input_count_max, parts_of
+from api.embedding.embedding_wire import TokenizedText, embedding_message
 from inference.engine import ModelInfo
 
 ENCODER = ModelInfo("encoder", "BertModel", "torch", 512, 30_000, "", embedding_dimension=384)

@@ -25,7 +25,7 @@ from metering.quotas.quota_rules import QuotaRule, window_end
 from tests.service import Refusal
 
 BASES = (ApiError, EngineError, MeteringError)
-LOADED_ELSEWHERE = ("api.cli", "api.__main__", "inference.host", "inference.demo_model")
+LOADED_ELSEWHERE = ("api.cli", "api.__main__", "inference.hosts.host", "inference.demo_model")
 NOW = datetime(2026, 11, 20, 12, tzinfo=UTC)
 
 

@@ -13,10 +13,10 @@ from collections.abc import Callable
 import pytest
 
 from api.errors import QueueFull, StartsTooLate
-from api.fair_queue import FairQueue
-from api.lookahead import COMPILING_MAX, PENDING_MAX, WINDOW_FIRST, WINDOW_MAX, WINDOW_MIN, Lookahead
-from api.places import Arrival, Place, QueueLimits, ServiceTier, State
-from api.promises import Promise, Promises
+from api.queue.fair_queue import FairQueue
+from api.queue.lookahead import COMPILING_MAX, PENDING_MAX, WINDOW_FIRST, WINDOW_MAX, WINDOW_MIN, Lookahead
+from api.queue.places import Arrival, Place, QueueLimits, ServiceTier, State
+from api.queue.promises import Promise, Promises
 from inference.engine import EngineStatistics
 from tests.api.queue_world import EngineModel, Request, World, agent, percentile, tenant_id
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from api.fleet_file import FleetTarget, FleetVersion, parse_fleet, read_fleet
+from api.fleet.fleet_file import FleetTarget, FleetVersion, parse_fleet, read_fleet
 from api.settings import SettingInvalid
 
 DOCUMENT = Path(__file__).parent.parent.parent / "docs" / "fleet.md"

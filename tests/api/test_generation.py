@@ -10,14 +10,14 @@ from typing import Any, cast
 import pytest
 from weir.v1 import inference_service_pb2 as pb
 
+from api.access.standing_key import StandingKey
 from api.errors import MessageUnreadable
-from api.generation import ClientStream, outcome_of_leaving
 from api.interceptor import first_error, readable, readable_stream, tolerant
-from api.live import Caller, LiveRequest, Phase
-from api.outbox import Outbox
-from api.receiver import Receiver
+from api.requests.live import Caller, LiveRequest, Phase
 from api.settings import Settings
-from api.standing_key import StandingKey
+from api.streams.generation import ClientStream, outcome_of_leaving
+from api.streams.outbox import Outbox
+from api.streams.receiver import Receiver
 from api.wire import parse_start
 from inference.router import ModelUnknown, Router
 from metering.operations import Outcome, Payer
@@ -102,7 +102,7 @@ class DeafContext:
 
 async def test_a_client_that_sends_and_never_reads_is_not_read_either(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise the answers that it does not take would fill the memory of the server."""
-    monkeypatch.setattr("api.outbox.FRAMES_WAITING_MAX", 50)
+    monkeypatch.setattr("api.streams.outbox.FRAMES_WAITING_MAX", 50)
     process = cast(Any, SimpleNamespace(admission=SimpleNamespace(journal=None, settings=Settings())))
     context = DeafContext()
     taken = 0

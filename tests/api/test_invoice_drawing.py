@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from api.invoice_drawing import DrawingFailed, InvoiceDrawer
+from api.billing.invoice_drawing import DrawingFailed, InvoiceDrawer
 from metering.billing.invoice_content import invoice_document
 from metering.billing.invoice_pdf import render_pdf
 from tests.metering.test_invoice_pdf import ISSUER, REPORT

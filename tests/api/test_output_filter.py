@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from api.output_filter import OutputFilter, open_filters
+from api.requests.output_filter import OutputFilter, open_filters
 from inference.engine import TokensGenerated
 from inference.errors import SafetyUnavailable
-from inference.safety import OutputCheck, SafetyChecker, Verdict
-from inference.safety_file import read_safety
+from inference.safety.safety import OutputCheck, SafetyChecker, Verdict
+from inference.safety.safety_file import read_safety
 
 RULES = "[[rule]]\nname = 'word'\npattern = 'secret'\n"
 

@@ -12,14 +12,14 @@ from typing import Any, cast
 import pytest
 from weir.v1 import inference_service_pb2 as pb
 
-from api import outbox as outbox_module
-from api.admission import Lease
-from api.feed import Feed, FlowControl
-from api.outbox import Outbox
-from api.output_limits import OutputLimits
-from api.receiver import Receiver
-from api.reply import Reply
+from api.requests.admission import Lease
+from api.requests.output_limits import OutputLimits
+from api.requests.reply import Reply
 from api.settings import Settings
+from api.streams import outbox as outbox_module
+from api.streams.feed import Feed, FlowControl
+from api.streams.outbox import Outbox
+from api.streams.receiver import Receiver
 from api.wire import ValidStart, parse_start
 from inference.engine import TokensGenerated
 from metering.billing.pricing import TokenPrices

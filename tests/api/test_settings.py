@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from api.engines import build_engines
+from api.fleet.engines import build_engines
 from api.settings import SettingInvalid, Settings
 from metering.billing.invoice_document import Issuer
 
@@ -53,12 +53,12 @@ MAY_BE_ZERO = {"WEIR_MODEL_IDLE_TIMEOUT_S"}  # which then means never
 @pytest.fixture
 def bare(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines are their settings, without a slot around them."""
-    monkeypatch.setattr("api.engines.OnDemandEngine", lambda build, terms, budget: build())
-    monkeypatch.setattr("api.engines.check_budget", lambda *_: None)
-    monkeypatch.setattr("api.engines.torch_memory_bytes", lambda *_: 0)
-    monkeypatch.setattr("api.engines.TorchEngine", lambda settings, opener: settings)
-    monkeypatch.setattr("api.engines.TensorRtEngine", lambda settings: settings)
-    monkeypatch.setattr("api.engines.AdapterView", lambda base, adapter: (base, adapter))
+    monkeypatch.setattr("api.fleet.engines.OnDemandEngine", lambda build, terms, budget: build())
+    monkeypatch.setattr("api.fleet.engines.check_budget", lambda *_: None)
+    monkeypatch.setattr("api.fleet.engines.torch_memory_bytes", lambda *_: 0)
+    monkeypatch.setattr("api.fleet.engines.TorchEngine", lambda settings, opener: settings)
+    monkeypatch.setattr("api.fleet.engines.TensorRtEngine", lambda settings: settings)
+    monkeypatch.setattr("api.fleet.engines.AdapterView", lambda base, adapter: (base, adapter))
 
 
 @pytest.mark.parametrize("name", [name for name in NUMBERS if name.endswith("_S") and name not in MAY_BE_ZERO])

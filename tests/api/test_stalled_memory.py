@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from api.feed import Feed, FlowControl
-from api.mailbox import Mailboxes
-from api.outbox import Outbox
-from api.receiver import Receiver
+from api.streams.feed import Feed, FlowControl
+from api.streams.mailbox import Mailboxes
+from api.streams.outbox import Outbox
+from api.streams.receiver import Receiver
 from metering.holds.journal import UsageJournal
 
 REQUEST_COUNT = 1000

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
+from api.access.standing_key import StandingKey
 from api.errors import AuthenticationThrottled, PermissionDenied, Unauthenticated
-from api.standing_key import StandingKey
 from metering.errors import KeyInvalid, StoreAway
 from metering.tenants.tenants import Principal
 

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from api import auth, throttle
-from api.auth import Authenticator
+from api.access import auth, throttle
+from api.access.auth import Authenticator
+from api.access.throttle import ADDRESSES_MAX, Throttle, address_of
 from api.errors import AuthenticationThrottled
-from api.throttle import ADDRESSES_MAX, Throttle, address_of
 from metering.errors import KeyInvalid, StoreAway
 from metering.store.db import create_engine, create_sessions
 from metering.tenants.tenants import Principal

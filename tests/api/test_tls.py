@@ -14,11 +14,11 @@ from grpc import StatusCode
 from weir_client import AsyncClient, Unavailable
 from weir_client.tls import TlsOptions
 
+from api.access.tls import Tls, open_tls
 from api.cli.failures import explain
 from api.openai.listener import Listener
 from api.setting_values import SettingInvalid
 from api.settings import Settings
-from api.tls import Tls, open_tls
 from tests.api.bare_server import TIMEOUT_S, bare_server, check, connection
 from tests.certificates import Certificate, new_certificate
 

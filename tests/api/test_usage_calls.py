@@ -23,10 +23,10 @@ from weir_client import (
     UsageGrouping,
 )
 
-from api.auth import Authenticator
-from api.billing_service import BillingServicer
+from api.access.auth import Authenticator
+from api.billing.billing_service import BillingServicer
+from api.billing.usage_calls import COUNT_FIELDS
 from api.interceptor import ErrorInterceptor
-from api.usage_calls import COUNT_FIELDS
 from metering.billing.invoice_document import Issuer
 from metering.billing.prices import ModelPrice
 from metering.billing.pricing import COUNTS_OF_EVENT

@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from api.virtual_tokens import INPUT_TOKEN_COST, OUTPUT_TOKEN_COST, Line, Tenant
+from api.queue.virtual_tokens import INPUT_TOKEN_COST, OUTPUT_TOKEN_COST, Line, Tenant
 from tests.api.queue_world import EngineModel, Request, World
 
 NAMES = "abcde"

@@ -18,7 +18,7 @@ from weir.v1 import types_pb2
 from api import wire
 from api.errors import InvalidRequest
 from inference.engine import EngineFinishReason
-from inference.tokenizer import ChatMessage
+from inference.text.tokenizer import ChatMessage
 from metering.models import QuotaDimension, QuotaSubject
 from metering.money import split_units
 from metering.operations import Outcome

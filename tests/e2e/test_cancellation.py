@@ -23,8 +23,8 @@ from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import inference_service_pb2_grpc as pb_grpc
 from weir.v1 import types_pb2
 
-from api import engines as api_engines
 from api import statistics_log
+from api.fleet import engines as api_engines
 from metering.holds.lease_clock import boot_time_s
 from metering.models import QuotaDimension
 from tests.conftest import new_database

@@ -23,7 +23,7 @@ from weir.v1 import inference_service_pb2_grpc as pb_grpc
 from weir_client import AlreadyExists, Client, ModelTask
 
 from api.chaos.processes import children_of
-from inference.tokenizer import Tokenizer
+from inference.text.tokenizer import Tokenizer
 from metering.billing.prices import set_price
 from metering.billing.rating import rate_all_pending
 from metering.models import QuotaDimension

@@ -19,8 +19,8 @@ import pytest_asyncio
 from structlog.testing import capture_logs
 
 from api.errors import Draining
-from api.live import LiveRequest
 from api.openai import door
+from api.requests.live import LiveRequest
 from metering.models import QuotaDimension
 from metering.operations import Outcome
 from tests.conftest import new_database

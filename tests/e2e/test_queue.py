@@ -19,8 +19,8 @@ from google.protobuf.duration_pb2 import Duration
 from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import types_pb2
 
-import api.engines as api_engines
-from api.service_rate import ServiceRate
+import api.fleet.engines as api_engines
+from api.queue.service_rate import ServiceRate
 from metering.models import QuotaDimension
 from tests.conftest import new_database
 from tests.service import MODEL, Inside, Service, Stream, Tenant, run_inside, start, until

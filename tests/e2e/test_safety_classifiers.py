@@ -75,7 +75,7 @@ def classifier_pid(service: Service) -> int | None:
     """The api process's child that classifies."""
     for pid in children_of(service.pid):
         with contextlib.suppress(OSError):
-            if b"inference.classifier_host" in Path(f"/proc/{pid}/cmdline").read_bytes():
+            if b"inference.safety.classifier_host" in Path(f"/proc/{pid}/cmdline").read_bytes():
                 return pid
     return None
 

@@ -7,7 +7,8 @@ import contextlib
 import itertools
 from collections.abc import AsyncIterator, Callable
 
-from inference.checkpoint import read_model_info
+from inference.checkpoint.checkpoint import read_model_info
+from inference.core.engine_core import EngineCore, SequenceBroken
 from inference.engine import (
     EngineCondition,
     EngineState,
@@ -17,7 +18,6 @@ from inference.engine import (
     SequenceStream,
     TokensGenerated,
 )
-from inference.engine_core import EngineCore, SequenceBroken
 from inference.errors import EngineFailed, EngineOverloaded, EngineUnavailable, RequestImpossible
 from inference.prefix_hint import PrefixHint
 from inference.sequence_stream import BufferedStream

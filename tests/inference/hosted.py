@@ -9,10 +9,10 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from inference.engine import Engine, GenerationRequest, Scheduled, SequenceFinished, SequenceStream, TokensGenerated
-from inference.hosted_engine import HostedEngine
+from inference.hosts.hosted_engine import HostedEngine
+from inference.hosts.torch_engine import TorchEngine, TorchEngineSettings
 from inference.tensorrt.engine import TensorRtEngine
 from inference.tensorrt.settings import TensorRtSettings
-from inference.torch_engine import TorchEngine, TorchEngineSettings
 from tests.inference.checkpoints import TinyCheckpoint
 from tests.inference.running import Outcome, random_prompt
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from inference.core.engine_core import EngineCore, EngineOptions, NumberedEvent, SequenceBroken
 from inference.engine import (
     ChoiceFinished,
     GenerationRequest,
@@ -19,7 +20,6 @@ from inference.engine import (
     TokenLogprobs,
     TokensGenerated,
 )
-from inference.engine_core import EngineCore, EngineOptions, NumberedEvent, SequenceBroken
 from inference.limits import EngineLimits
 
 SMALL_KV_BYTES = 8 << 20  # bytes: 1,024 blocks of the default tiny shape

@@ -14,13 +14,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-from inference.detokenizer import Detokenizer
+from inference.core.kv_cache import KV_BLOCK_TOKENS, BlockKey, BlockPool, CachedBlock, PrefixMatch
+from inference.core.scheduler import Scheduler
+from inference.core.sequence import Sequence as EngineSequence
+from inference.core.step_plan import StepPlan
 from inference.engine import GenerationRequest
-from inference.kv_cache import KV_BLOCK_TOKENS, BlockKey, BlockPool, CachedBlock, PrefixMatch
 from inference.limits import EngineLimits, request_fault
-from inference.scheduler import Scheduler
-from inference.sequence import Sequence as EngineSequence
-from inference.step_plan import StepPlan
+from inference.text.detokenizer import Detokenizer
 
 VOCABULARY_SIZE = 6  # tokens: so few that random prompts share prefixes
 END_TOKEN = VOCABULARY_SIZE  # never in a prompt; ends a sequence before its length does

@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 
-from inference.checkpoint import read_config
-from inference.detokenizer import TextDecoder
+from inference.checkpoint.checkpoint import read_config
 from inference.engine import ChoiceFinished, GenerationRequest, Scheduled, SequenceEvent, SequenceFinished, TokensGenerated
 from inference.errors import EngineError
 from inference.limits import EngineLimits
@@ -23,7 +22,8 @@ from inference.tensorrt.answers import Submission
 from inference.tensorrt.library import TensorRtLibrary
 from inference.tensorrt.settings import TensorRtOptions
 from inference.tensorrt.watch import EngineWatch
-from inference.tokenizer import Tokenizer
+from inference.text.detokenizer import TextDecoder
+from inference.text.tokenizer import Tokenizer
 from tests.inference.running import Outcome
 from tests.inference.tensorrt_hosted import DOUBLE, OPTIONS
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from inference.model import rotary_tables
-from inference.rope_config import DynamicScaling, RopeConfig
+from inference.checkpoint.rope_config import DynamicScaling, RopeConfig
+from inference.decoder.model import rotary_tables
 from tests.inference.checkpoints import LlamaShape, make_checkpoint
 from tests.inference.running import make_core, make_request, random_prompt, run_all
 from tests.inference.test_equality import WAYS, choose_way, reference_greedy

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 
+from inference.core.engine_core import EngineCore, NumberedEvent, SequenceBroken
+from inference.core.kv_cache import KV_BLOCK_TOKENS
 from inference.engine import (
     BeamSearchParams,
     ChoiceFinished,
@@ -24,9 +26,7 @@ from inference.engine import (
     SequenceFinished,
     TokensGenerated,
 )
-from inference.engine_core import EngineCore, NumberedEvent, SequenceBroken
-from inference.kv_cache import KV_BLOCK_TOKENS
-from inference.tokenizer import Tokenizer
+from inference.text.tokenizer import Tokenizer
 from tests.inference.checkpoints import LlamaShape, TinyCheckpoint, make_checkpoint
 from tests.inference.running import make_core, make_request, random_prompt, run_all
 
@@ -161,7 +161,7 @@ def test_outputs_equal_transformers(
 ) -> None:
     """Widths, penalties and prompt lengths on both sides of a block's border, all in one batch."""
     if not native:
-        monkeypatch.setattr("inference.model_runner.supports", lambda config, dtype: False)
+        monkeypatch.setattr("inference.core.model_runner.supports", lambda config, dtype: False)
     rng = random.Random(4)
     requests = []
     for width, choice_count in ((2, 1), (3, 3), (4, 2), (8, 5)):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from inference.errors import ChatTemplateFailed, CheckpointInvalid
-from inference.tokenizer import ChatMessage, Tokenizer
+from inference.text.tokenizer import ChatMessage, Tokenizer
 from tests.inference.checkpoints import CHAT_TEMPLATE, write_tokenizer
 
 # As Llama 3: the first message may be a system's, a date, a header per turn, trimmed content, definedness of optional variables.

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from inference.checkpoint import read_config, read_model_info
+from inference.checkpoint.checkpoint import read_config, read_model_info
+from inference.decoder.weights import load_weights
 from inference.engine import SamplingParams
 from inference.errors import ChatTemplateFailed, CheckpointInvalid
-from inference.tokenizer import ChatMessage, Tokenizer
-from inference.weights import load_weights
+from inference.text.tokenizer import ChatMessage, Tokenizer
 from tests.inference.checkpoints import MODEL_TYPES, LlamaShape, TinyCheckpoint, make_checkpoint
 
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from inference.core.engine_core import EngineCore, NumberedEvent, SequenceBroken
+from inference.core.kv_cache import KV_BLOCK_TOKENS
 from inference.engine import (
     ChoiceFinished,
     EngineFinishReason,
@@ -19,10 +21,8 @@ from inference.engine import (
     SequenceFinished,
     TokensGenerated,
 )
-from inference.engine_core import EngineCore, NumberedEvent, SequenceBroken
-from inference.kv_cache import KV_BLOCK_TOKENS
-from inference.seeds import choice_seed
-from inference.tokenizer import Tokenizer
+from inference.sampling.seeds import choice_seed
+from inference.text.tokenizer import Tokenizer
 from tests.inference.checkpoints import TinyCheckpoint
 from tests.inference.running import make_core, make_request, random_prompt, run_all
 
@@ -175,7 +175,7 @@ def test_a_broken_format_ends_all_choices_once(tiny: TinyCheckpoint, monkeypatch
     core.add(0, make_request(PROMPT, 60, sampling=HOT, ignore_eos=False, response_format=own_format, choice_count=3))
     for _ in range(4):
         core.step()
-    monkeypatch.setattr("inference.grammar.Grammar.fault", property(lambda self: "too many items"))
+    monkeypatch.setattr("inference.sampling.grammar.Grammar.fault", property(lambda self: "too many items"))
 
     events = core.step()
 

@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 from safetensors.numpy import load_file, save_file
 
-import inference.classifier_process as classifier_process
-from inference.classifier_host import Classifier, score_batch
-from inference.classifier_process import WAITING_COUNT_MAX, ClassifierProcess
-from inference.classifier_protocol import ClassifyBatch
+import inference.safety.classifier_process as classifier_process
 from inference.errors import CheckpointInvalid, SafetyUnavailable
-from inference.safety import SafetyRulesInvalid, Verdict
-from inference.safety_classifiers import (
+from inference.safety.classifier_host import Classifier, score_batch
+from inference.safety.classifier_process import WAITING_COUNT_MAX, ClassifierProcess
+from inference.safety.classifier_protocol import ClassifyBatch
+from inference.safety.safety import SafetyRulesInvalid, Verdict
+from inference.safety.safety_classifiers import (
     HOLD_S_MAX,
     PIECE_CHARS,
     PIECE_OVERLAP_CHARS,
@@ -30,7 +30,7 @@ from inference.safety_classifiers import (
     ClassifierTerms,
     pieces_of,
 )
-from inference.safety_file import read_safety
+from inference.safety.safety_file import read_safety
 from tests.inference.classifier_checkpoints import ARCHITECTURES, edit_config, make_danger_classifier, make_random_classifier
 from tests.service import until
 

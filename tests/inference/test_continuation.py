@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from inference.cost_model import CostModel
+from inference.core.cost_model import CostModel
+from inference.core.engine_core import EngineCore, EngineOptions
 from inference.engine import (
     EngineFinishReason,
     GenerationRequest,
@@ -20,7 +21,6 @@ from inference.engine import (
     Scheduled,
     SequenceFinished,
 )
-from inference.engine_core import EngineCore, EngineOptions
 from inference.errors import EngineFailed, EngineOverloaded
 from inference.fleet.replica import Replica
 from inference.fleet.replica_set import ReplicaSet

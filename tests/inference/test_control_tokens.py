@@ -12,9 +12,9 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, trainers
 
-from inference.control_tokens import ControlTokens
 from inference.errors import ChatTemplateFailed
-from inference.tokenizer import ChatMessage, Tokenizer
+from inference.text.control_tokens import ControlTokens
+from inference.text.tokenizer import ChatMessage, Tokenizer
 from tests.inference.checkpoints import SPECIAL_TOKENS, TinyCheckpoint, make_checkpoint
 
 UNKNOWN = "[unknown]"

@@ -10,8 +10,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
-from inference.detokenizer import Detokenizer, TextDecoder, _byte_alphabet
 from inference.errors import CheckpointInvalid
+from inference.text.detokenizer import Detokenizer, TextDecoder, _byte_alphabet
 from tests.inference import checkpoints
 
 SPECIAL_IDS = frozenset({1, 2})

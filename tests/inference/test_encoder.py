@@ -34,7 +34,7 @@ from inference.errors import (
 )
 from inference.fleet.memory_budget import MemoryBudget
 from inference.fleet.on_demand import OnDemandEncoder, SlotTerms
-from inference.tokenizer import Tokenizer
+from inference.text.tokenizer import Tokenizer
 from tests.inference.classifier_checkpoints import edit_config
 from tests.inference.encoder_checkpoints import (
     ARCHITECTURES,

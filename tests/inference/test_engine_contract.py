@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from inference.cost_model import CostModel
+from inference.core.cost_model import CostModel
 from inference.engine import (
     ChoiceFinished,
     Engine,
@@ -28,9 +28,9 @@ from inference.engine import (
     TokensGenerated,
 )
 from inference.errors import EngineOverloaded, RequestImpossible
+from inference.hosts.torch_engine import TorchEngineSettings
 from inference.remote.settings import Service
 from inference.tensorrt.settings import TensorRtSettings
-from inference.torch_engine import TorchEngineSettings
 from tests.inference import hosted
 from tests.inference.checkpoints import TinyCheckpoint
 from tests.inference.hosted import LONG, first_tokens, prompt, read_all, run, settings_for, until

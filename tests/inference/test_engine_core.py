@@ -7,12 +7,12 @@ import random
 import pytest
 import torch
 
+from inference.core.model_runner import ModelRunner
 from inference.engine import EngineFinishReason, GenerationRequest, SamplingParams
 from inference.errors import InvariantViolated
-from inference.model_runner import ModelRunner
 from inference.native.decoder import _Norm
 from inference.native.loader import load
-from inference.tokenizer import Tokenizer
+from inference.text.tokenizer import Tokenizer
 from tests.inference.checkpoints import TinyCheckpoint
 from tests.inference.running import Outcome, collect, make_core, make_request, random_prompt, run_all
 
@@ -217,7 +217,7 @@ def test_output_that_is_not_finite_is_an_error_and_not_a_token(
     if native and load() is None:
         pytest.skip("no native library on this machine, or switched off")
     if not native:
-        monkeypatch.setattr("inference.model_runner.supports", lambda config, dtype: False)
+        monkeypatch.setattr("inference.core.model_runner.supports", lambda config, dtype: False)
     core = make_core(tiny.directory)
     assert isinstance(core._runner, ModelRunner)
     if core._runner._native:

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 
+from inference.core.engine_core import EngineCore, EngineOptions
+from inference.core.model_runner import ComputeDtype
 from inference.engine import EngineFinishReason, GenerationRequest, SamplingParams
-from inference.engine_core import EngineCore, EngineOptions
 from inference.limits import EngineLimits
-from inference.model_runner import ComputeDtype
 from inference.native.decoder import supports
 from tests.inference.checkpoints import LlamaShape, TinyCheckpoint, make_checkpoint
 from tests.inference.running import SMALL_KV_BYTES, make_core, make_request, random_prompt, run_all
@@ -65,7 +65,7 @@ STEADY: list[tuple[str, ComputeDtype]] = [
 
 def choose_way(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which code computes the decoder."""
-    monkeypatch.setattr("inference.model_runner.supports", supports if way == "native" else lambda config, dtype: False)
+    monkeypatch.setattr("inference.core.model_runner.supports", supports if way == "native" else lambda config, dtype: False)
 
 
 def typed_core(directory: Path, dtype: ComputeDtype, *, step_token_count_max: int = 256) -> EngineCore:

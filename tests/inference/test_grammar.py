@@ -12,10 +12,10 @@ import regex
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from inference.core.engine_core import EngineCore, SequenceBroken
 from inference.engine import EngineFinishReason, GenerationRequest, GrammarKind, ResponseFormat, SamplingParams
-from inference.engine_core import EngineCore, SequenceBroken
 from inference.errors import RequestImpossible
-from inference.tokenizer import Tokenizer
+from inference.text.tokenizer import Tokenizer
 from tests.inference import json_schemas
 from tests.inference.checkpoints import TinyCheckpoint
 from tests.inference.running import Outcome, make_core, make_request, random_prompt, run_all
@@ -280,7 +280,9 @@ def test_a_format_that_becomes_too_much_to_compute_ends_its_own_sequence(
     core.add(1, other)
     events = core.step()
     broken = core.scheduler.running[0].grammar
-    monkeypatch.setattr("inference.grammar.Grammar.fault", property(lambda self: "too many items" if self is broken else None))
+    monkeypatch.setattr(
+        "inference.sampling.grammar.Grammar.fault", property(lambda self: "too many items" if self is broken else None)
+    )
 
     events = [event for _ in range(12) for event in core.step()]
 

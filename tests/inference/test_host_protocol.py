@@ -6,6 +6,7 @@ import socket
 
 import pytest
 
+from inference.core.kv_cache import KV_BLOCK_TOKENS
 from inference.engine import (
     ChoiceFinished,
     EngineFinishReason,
@@ -21,7 +22,7 @@ from inference.engine import (
     TokenLogprobs,
     TokensGenerated,
 )
-from inference.host_protocol import (
+from inference.hosts.host_protocol import (
     LENGTH_PREFIX,
     MESSAGE_BYTES_MAX,
     ChoiceFinishedEvent,
@@ -43,7 +44,6 @@ from inference.host_protocol import (
     statistics_list,
     wire_event,
 )
-from inference.kv_cache import KV_BLOCK_TOKENS
 from inference.prefix_hint import PrefixHint
 from tests.inference.running import make_request
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from inference.core.kv_cache import KV_BLOCK_TOKENS, BlockPool, block_keys, matchable_block_count
 from inference.errors import InvariantViolated
-from inference.kv_cache import KV_BLOCK_TOKENS, BlockPool, block_keys, matchable_block_count
 
 TOKENS = list(range(4 * KV_BLOCK_TOKENS))
 

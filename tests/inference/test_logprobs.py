@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from inference.engine import SamplingParams, TokenLogprobs
-from inference.sampler import Draw, choose
+from inference.sampling.sampler import Draw, choose
 from tests.inference.checkpoints import TinyCheckpoint
 from tests.inference.running import Outcome, make_core, make_request, random_prompt, run_all
 

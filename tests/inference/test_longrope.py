@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from inference.checkpoint import read_config
+from inference.checkpoint.checkpoint import read_config
+from inference.decoder.model import rotary_tables
 from inference.engine import BeamSearchParams, SamplingParams
 from inference.errors import CheckpointInvalid
-from inference.model import rotary_tables
 from tests.inference.checkpoints import LlamaShape, TinyCheckpoint, make_checkpoint
 from tests.inference.running import make_core, make_request, random_prompt, run_all
 from tests.inference.test_equality import WAYS, choose_way

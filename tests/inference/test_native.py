@@ -13,14 +13,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from inference.checkpoint import read_config
+from inference.checkpoint.checkpoint import read_config
+from inference.core.model_runner import ComputeDtype, ModelRunner
+from inference.core.sequence import Sequence as EngineSequence
+from inference.core.step_plan import Chunk, StepPlan
+from inference.decoder.logits import Logits
 from inference.errors import InvariantViolated
-from inference.logits import Logits
-from inference.model_runner import ComputeDtype, ModelRunner
 from inference.native import loader
 from inference.native.decoder import TableRows, supports
-from inference.sequence import Sequence as EngineSequence
-from inference.step_plan import Chunk, StepPlan
 from tests.inference.checkpoints import LlamaShape, TinyCheckpoint, make_checkpoint
 from tests.inference.running import make_core, make_request, random_prompt, run_all
 
@@ -48,7 +48,7 @@ class Recorder:
 def run_steps(directory: Path, dtype: ComputeDtype, monkeypatch: pytest.MonkeyPatch, *, native: bool) -> list[torch.Tensor]:
     """All logits of a batch of prompts computed in chunks, then of steps that feed fixed tokens."""
     recorder = Recorder()
-    monkeypatch.setattr("inference.model_runner.supports", supports if native else lambda config, dtype: False)
+    monkeypatch.setattr("inference.core.model_runner.supports", supports if native else lambda config, dtype: False)
 
     decode = ModelRunner._decode
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from inference.engine_core import EngineCore, EngineOptions
+from inference.core.engine_core import EngineCore, EngineOptions
+from inference.core.model_runner import ComputeDtype
 from inference.errors import CheckpointInvalid
 from inference.limits import EngineLimits
-from inference.model_runner import ComputeDtype
 from inference.native import packing
 from inference.native.loader import load
 from inference.native.packed_file import PackedFile
@@ -49,7 +49,7 @@ def test_mapped_weights_give_the_tokens_of_packed_ones(
 
     first = tokens(core_of(directory, packed, dtype))
     [file] = files(packed)
-    monkeypatch.setattr("inference.model_runner.load_weights", None)  # the checkpoint's own are not read any more
+    monkeypatch.setattr("inference.core.model_runner.load_weights", None)  # the checkpoint's own are not read any more
     second = tokens(core_of(directory, packed, dtype))
 
     assert first == second == expected

@@ -14,10 +14,10 @@ import jsonschema
 import numpy as np
 import pytest
 
-from inference.checkpoint import read_config
+from inference.checkpoint.checkpoint import read_config
 from inference.engine import GrammarKind, ResponseFormat
-from inference.grammar import GrammarCompiler
-from inference.tokenizer import Tokenizer
+from inference.sampling.grammar import GrammarCompiler
+from inference.text.tokenizer import Tokenizer
 from tests.inference import json_schemas
 from tests.inference.checkpoints import TinyCheckpoint
 

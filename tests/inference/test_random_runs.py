@@ -15,6 +15,10 @@ from pathlib import Path
 
 import pytest
 
+from inference.core.engine_core import EngineCore, NumberedEvent, SequenceBroken
+from inference.core.model_runner import ModelRunner
+from inference.core.sequence import Sequence
+from inference.core.step_plan import StepPlan
 from inference.engine import (
     ChoiceFinished,
     EngineFinishReason,
@@ -26,12 +30,8 @@ from inference.engine import (
     SequenceFinished,
     TokensGenerated,
 )
-from inference.engine_core import EngineCore, NumberedEvent, SequenceBroken
-from inference.logit_rules import SeenTokens
-from inference.model_runner import ModelRunner
-from inference.sampler import Chosen
-from inference.sequence import Sequence
-from inference.step_plan import StepPlan
+from inference.sampling.logit_rules import SeenTokens
+from inference.sampling.sampler import Chosen
 from tests.inference.checkpoints import LlamaShape, TinyCheckpoint, make_checkpoint
 from tests.inference.running import make_core, make_request, random_prompt
 from tests.inference.test_equality import WAYS, choose_way
@@ -210,9 +210,9 @@ original_run = ModelRunner.run
 SEEN_BY_ALL = SeenTokens([])
 CALLS = itertools.count()
 FAULTS = {
-    "seeds depend on what came before": ("inference.engine_core.choice_seed", lambda seed, choice_index: next(CALLS)),
-    "tokens go to the neighbour": ("inference.model_runner.ModelRunner.run", reversed_run),
-    "penalties see the tokens of others": ("inference.sequence.SeenTokens", lambda token_ids: SEEN_BY_ALL),
+    "seeds depend on what came before": ("inference.core.engine_core.choice_seed", lambda seed, choice_index: next(CALLS)),
+    "tokens go to the neighbour": ("inference.core.model_runner.ModelRunner.run", reversed_run),
+    "penalties see the tokens of others": ("inference.core.sequence.SeenTokens", lambda token_ids: SEEN_BY_ALL),
 }
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from api.fleet import build_serving
+from api.fleet.fleet import build_serving
 from api.settings import Settings
 from inference.engine import (
     BeamSearchParams,

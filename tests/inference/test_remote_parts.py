@@ -16,7 +16,7 @@ from smg_grpc_proto.generated import common_pb2
 from typer.testing import CliRunner
 
 from api.cli.doctor import doctor as commands
-from api.engines import build_engines
+from api.fleet.engines import build_engines
 from api.settings import SettingInvalid, Settings
 from inference.engine import EngineStatistics
 from inference.errors import CheckpointInvalid

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from inference import row_sampler
 from inference.engine import SamplingParams
-from inference.row_sampler import Row, draw_token
+from inference.sampling import row_sampler
+from inference.sampling.row_sampler import Row, draw_token
 
 EDGES = (0.0, 2.0**-53, 0.5, 1 - 2.0**-53)
 

@@ -12,13 +12,13 @@ from dataclasses import dataclass, replace
 
 import pytest
 
+from inference.core.kv_cache import BlockKey, BlockPool, CachedBlock, PrefixMatch
+from inference.core.scheduler import Scheduler
+from inference.core.sequence import Sequence as EngineSequence
+from inference.core.step_plan import StepPlan
 from inference.engine import GenerationRequest
 from inference.errors import InvariantViolated
-from inference.kv_cache import BlockKey, BlockPool, CachedBlock, PrefixMatch
 from inference.limits import EngineLimits
-from inference.scheduler import Scheduler
-from inference.sequence import Sequence as EngineSequence
-from inference.step_plan import StepPlan
 from tests.inference.running import make_request
 from tests.inference.scheduler_model import VOCABULARY_SIZE, ModelledEngine
 
@@ -216,58 +216,63 @@ original_release, original_match, original_schedule = BlockPool.release, BlockPo
 SCARCE, AMPLE, COLLIDING, FALLING = 1, 6, 3, 5  # seeds
 CROWDED = 51  # collides, so that the order of entering is not judged and only the wait is
 FAULTS: dict[str, tuple[int, str, object, str]] = {
-    "a block leaks": (SCARCE, "inference.kv_cache.BlockPool.release", careless_release, "leak"),
+    "a block leaks": (SCARCE, "inference.core.kv_cache.BlockPool.release", careless_release, "leak"),
     "a hash is believed without its tokens": (
         COLLIDING,
-        "inference.kv_cache.BlockPool._find",
+        "inference.core.kv_cache.BlockPool._find",
         find_by(tokens=False, salt=True, parent=True),
         "of another tenant|was made findable",
     ),
     "a hash is believed without its predecessor": (
         COLLIDING,
-        "inference.kv_cache.BlockPool._find",
+        "inference.core.kv_cache.BlockPool._find",
         find_by(tokens=True, salt=True, parent=False),
         "of another tenant|was made findable",
     ),
-    "a count of blocks is off by one": (AMPLE, "inference.kv_cache.BlockPool.match", short_match, "longest registered prefix"),
-    "a count of tokens is off by one": (AMPLE, "inference.scheduler.Scheduler.schedule", miscounting_schedule, "cached count"),
+    "a count of blocks is off by one": (AMPLE, "inference.core.kv_cache.BlockPool.match", short_match, "longest registered prefix"),
+    "a count of tokens is off by one": (AMPLE, "inference.core.scheduler.Scheduler.schedule", miscounting_schedule, "cached count"),
     "the last token is served too": (
         AMPLE,
-        "inference.scheduler.matchable_block_count",
+        "inference.core.scheduler.matchable_block_count",
         lambda count: count // 16,
         "other blocks than|leak|chunk is empty",
     ),
-    "a preempted one loses its place": (SCARCE, "inference.scheduler.Scheduler.schedule", forgetful_schedule, "out of order"),
+    "a preempted one loses its place": (SCARCE, "inference.core.scheduler.Scheduler.schedule", forgetful_schedule, "out of order"),
     "the oldest gives way": (
         SCARCE,
-        "inference.scheduler.Scheduler.schedule",
+        "inference.core.scheduler.Scheduler.schedule",
         unjust_schedule,
         "comes after it|everybody|gets nowhere",
     ),
-    "a decode stalls": (AMPLE, "inference.scheduler.Scheduler.schedule", stalling_schedule, "decode stalls"),
-    "the budget is forgotten": (AMPLE, "inference.scheduler.Scheduler.schedule", greedy_schedule, "budget is exceeded"),
+    "a decode stalls": (AMPLE, "inference.core.scheduler.Scheduler.schedule", stalling_schedule, "decode stalls"),
+    "the budget is forgotten": (AMPLE, "inference.core.scheduler.Scheduler.schedule", greedy_schedule, "budget is exceeded"),
     "prompts forget their pace": (
         AMPLE,
-        "inference.scheduler.Scheduler.schedule",
+        "inference.core.scheduler.Scheduler.schedule",
         lambda scheduler, prompt_token_count_max: original_schedule(scheduler),
         "more beside decodes than they may",
     ),
-    "one waits for no reason": (AMPLE, "inference.scheduler.Scheduler.schedule", shunning_schedule, "comes before it"),
-    "a sequence starves": (CROWDED, "inference.scheduler.Scheduler.schedule", youngest_first_schedule, "starves"),
+    "one waits for no reason": (AMPLE, "inference.core.scheduler.Scheduler.schedule", shunning_schedule, "comes before it"),
+    "a sequence starves": (CROWDED, "inference.core.scheduler.Scheduler.schedule", youngest_first_schedule, "starves"),
     "ranks are forgotten": (
         FALLING,
-        "inference.sequence.Sequence.precedence",
+        "inference.core.sequence.Sequence.precedence",
         property(lambda sequence: (0.0, sequence.number, sequence.choice_index)),
         "comes before it|out of order",
     ),
     "overtaking has no end": (
         FALLING,
-        "inference.scheduler.Scheduler._note_overtaking",
+        "inference.core.scheduler.Scheduler._note_overtaking",
         lambda *_: None,
         "out of order|comes before it",
     ),
-    "a small lead displaces": (FALLING, "inference.scheduler.Scheduler._displaceable", eager_displaceable, "hardly behind"),
-    "an evicted block is found": (SCARCE, "inference.kv_cache.BlockPool._forget", late_forget, "of another tenant|findable|prefix"),
+    "a small lead displaces": (FALLING, "inference.core.scheduler.Scheduler._displaceable", eager_displaceable, "hardly behind"),
+    "an evicted block is found": (
+        SCARCE,
+        "inference.core.kv_cache.BlockPool._forget",
+        late_forget,
+        "of another tenant|findable|prefix",
+    ),
 }
 
 
@@ -284,7 +289,7 @@ def test_the_model_sees(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_model_sees_a_salt_that_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     """A planted fault at both places that keep tenants apart: the first hash, and the comparison."""
-    monkeypatch.setattr("inference.kv_cache.salt_hash", lambda cache_salt: 0)
+    monkeypatch.setattr("inference.core.kv_cache.salt_hash", lambda cache_salt: 0)
     monkeypatch.setattr(BlockPool, "_find", find_by(tokens=True, salt=False, parent=True))
 
     with pytest.raises(AssertionError, match="another tenant"):
@@ -295,7 +300,7 @@ def test_the_model_sees_a_salt_that_is_ignored(monkeypatch: pytest.MonkeyPatch) 
 def test_either_of_both_keeps_tenants_apart(lost: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing crosses from one tenant to another while one of the two still stands."""
     if lost == "the first hash":
-        monkeypatch.setattr("inference.kv_cache.salt_hash", lambda cache_salt: 0)
+        monkeypatch.setattr("inference.core.kv_cache.salt_hash", lambda cache_salt: 0)
     else:
         monkeypatch.setattr(BlockPool, "_find", find_by(tokens=True, salt=False, parent=True))
     engine = new_engine(AMPLE)

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import pytest
 
-from inference.cost_model import CostModel
+from inference.core.cost_model import CostModel
+from inference.core.engine_core import EngineCore, EngineOptions
+from inference.core.simulated_runner import SENTENCE, SimulatedRunner
 from inference.engine import EngineFinishReason, GrammarKind, ResponseFormat, SamplingParams
-from inference.engine_core import EngineCore, EngineOptions
 from inference.errors import RequestImpossible
+from inference.hosts.torch_engine import TorchEngine
 from inference.limits import EngineLimits
-from inference.simulated_runner import SENTENCE, SimulatedRunner
-from inference.tokenizer import Tokenizer
-from inference.torch_engine import TorchEngine
+from inference.text.tokenizer import Tokenizer
 from tests.inference.checkpoints import TinyCheckpoint
 from tests.inference.hosted import prompt, run, serving, settings_for
 from tests.inference.running import make_request, run_all
 
 INSTANT = CostModel(time_scale=0.0)
-# Tokens in and out, and output tokens per second of two H200: see `inference.cost_model`.
+# Tokens in and out, and output tokens per second of two H200: see `inference.core.cost_model`.
 PUBLISHED = [(1000, 1000, 2 * 2587), (1024, 8192, 2 * 2009), (8192, 1024, 2 * 537)]
 
 

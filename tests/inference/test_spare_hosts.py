@@ -7,8 +7,8 @@ import os
 import signal
 
 from api.chaos.processes import alive, children_of
-from inference.spare_hosts import SpareHosts
-from inference.torch_engine import TorchEngine
+from inference.hosts.spare_hosts import SpareHosts
+from inference.hosts.torch_engine import TorchEngine
 from tests.inference.checkpoints import TinyCheckpoint
 from tests.inference.hosted import prompt, run, settings_for, until
 from tests.inference.running import make_request
@@ -49,7 +49,7 @@ async def test_spares_go_with_their_keeper_and_a_dead_one_counts_for_nothing() -
 
         os.kill(first, signal.SIGKILL)
         await until(lambda: spares.ready_count == 1)
-        async with spares.open("inference.host", {}) as other:  # of another kind
+        async with spares.open("inference.hosts.host", {}) as other:  # of another kind
             assert other.pid not in (first, second)
         keeper.cancel()
     assert not alive(first)

@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from inference.engine_core import EngineCore, EngineOptions
+from inference.core.engine_core import EngineCore, EngineOptions
+from inference.core.step_pace import PROMPT_TOKENS_MIN, StepPace
 from inference.limits import EngineLimits
-from inference.step_pace import PROMPT_TOKENS_MIN, StepPace
 from tests.inference.checkpoints import TinyCheckpoint
 from tests.inference.running import make_request, random_prompt
 

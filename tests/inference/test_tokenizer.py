@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inference.tokenizer import Tokenizer
+from inference.text.tokenizer import Tokenizer
 from tests.inference.checkpoints import TinyCheckpoint
 
 

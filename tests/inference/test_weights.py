@@ -14,17 +14,17 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.functional import cross_entropy, linear
 
-from inference.attention import LayerPool, PrefillSpan, row_indices
-from inference.checkpoint import read_config
-from inference.engine_core import EngineCore, EngineOptions
+from inference.checkpoint.checkpoint import read_config
+from inference.checkpoint.mapped_file import MappedFile
+from inference.core.engine_core import EngineCore, EngineOptions
+from inference.core.kv_cache import KV_BLOCK_TOKENS, blocks_for
+from inference.decoder.attention import LayerPool, PrefillSpan, row_indices
+from inference.decoder.linear import PACKED_ROWS_MAX, WIDEN_COUNT, LinearWeights, project, quantize_rows
+from inference.decoder.model import Batch, Decoder, Spans
+from inference.decoder.weights import DecoderWeights, load_weights
 from inference.errors import CheckpointInvalid
-from inference.kv_cache import KV_BLOCK_TOKENS, blocks_for
 from inference.limits import EngineLimits
-from inference.linear import PACKED_ROWS_MAX, WIDEN_COUNT, LinearWeights, project, quantize_rows
-from inference.mapped_file import MappedFile
-from inference.model import Batch, Decoder, Spans
-from inference.tokenizer import Tokenizer
-from inference.weights import DecoderWeights, load_weights
+from inference.text.tokenizer import Tokenizer
 from tests.inference.checkpoints import LlamaShape, make_checkpoint, write_tokenizer
 from tests.inference.running import make_request, run_all
 
@@ -186,7 +186,7 @@ def test_the_engine_continues_what_the_model_has_learned(
 ) -> None:
     """Through the whole engine, by either code: what is rounded does not change clear choices."""
     if way == "torch":
-        monkeypatch.setattr("inference.model_runner.supports", lambda config, dtype: False)
+        monkeypatch.setattr("inference.core.model_runner.supports", lambda config, dtype: False)
     tokenizer = Tokenizer(trained)
     request = make_request(tokenizer.encode("Which hotel has a garden? The", add_special_tokens=False), 12)
     exact = EngineCore(EngineOptions(trained, EngineLimits(512), "float32", 1 << 20))
@@ -199,8 +199,8 @@ MEMORY_PROBE = """
 import sys
 from pathlib import Path
 import torch
-from inference.checkpoint import read_config
-from inference.weights import load_weights
+from inference.checkpoint.checkpoint import read_config
+from inference.decoder.weights import load_weights
 
 def bytes_of(field):
     lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())

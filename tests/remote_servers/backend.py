@@ -15,7 +15,7 @@ from smg_grpc_proto.generated import common_pb2
 
 from inference.engine import GenerationRequest, Scheduled, SequenceFinished, SequenceStream, TokensGenerated
 from inference.errors import EngineError, RequestImpossible
-from inference.torch_engine import TorchEngine
+from inference.hosts.torch_engine import TorchEngine
 
 Context = grpc.aio.ServicerContext[object, object]
 

@@ -10,7 +10,9 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from inference.checkpoint import read_config
+from inference.checkpoint.checkpoint import read_config
+from inference.core.engine_core import EngineCore, EngineOptions, SequenceBroken
+from inference.core.kv_cache import KV_BLOCK_TOKENS
 from inference.engine import (
     EngineFinishReason,
     GenerationRequest,
@@ -23,10 +25,8 @@ from inference.engine import (
     TokensGenerated,
 )
 from inference.engine import SamplingParams as CoreSampling
-from inference.engine_core import EngineCore, EngineOptions, SequenceBroken
-from inference.kv_cache import KV_BLOCK_TOKENS
 from inference.limits import EngineLimits
-from inference.tokenizer import Tokenizer
+from inference.text.tokenizer import Tokenizer
 
 from .faults import Faults
 from .parameters import PUBLISHED, KvCacheConfig, SamplingParams

@@ -1,0 +1,127 @@
+"""From the secret that a call brings to a principal, and what its scopes allow."""
+
+from __future__ import annotations
+
+import hashlib
+import uuid
+from collections import OrderedDict
+from dataclasses import replace
+
+from api.access.scopes import SCOPES
+from api.access.shared_lookups import SharedLookups
+from api.access.throttle import Throttle
+from api.errors import ModelNotAllowed, PermissionDenied, Unauthenticated
+from api.interceptor import METHOD, Context
+from metering.errors import KeyInvalid, StoreAway
+from metering.holds.lease_clock import boot_time_s
+from metering.operations import Payer
+from metering.store.bounded_connection import patience
+from metering.store.db import Sessions
+from metering.tenants.tenants import Principal, authenticate
+
+BEARER = "bearer "
+ANSWER_WAIT_S = 5.0  # a call that waits longer for its first lookup is better told to come again
+REMEMBERED_COUNT_MAX = 10_000  # keys, of 64 bytes each and what they may
+
+
+class Authenticator:
+    """Checks the API key of a call against the database. Nothing is cached: a revoked key is refused from its next call on.
+    Calls that come with one key at the same time share a check that began after the last of them had come.
+
+    What was found is remembered for two things: to let calls in while the database is away, if the deployment wants that, and to
+    look at keys that were good before, whatever else comes from their address.
+    """
+
+    def __init__(
+        self,
+        sessions: Sessions,
+        *,
+        answer_wait_s: float = ANSWER_WAIT_S,
+        grace_s: float = 0.0,
+        failures_per_minute: int = 0,
+    ) -> None:
+        """grace_s: for so long after its last check a key is good while the database is away.
+
+        failures_per_minute: that one address may have; 0: any number.
+        """
+        self._sessions = sessions
+        self._answer_wait_s = answer_wait_s
+        self._grace_s = grace_s
+        self._throttle = Throttle(failures_per_minute)
+        self._lookups: SharedLookups[Principal] = SharedLookups()  # by hash of the secret: streams come by the thousand
+        self._remembered: OrderedDict[bytes, tuple[float, Principal]] = (
+            OrderedDict()
+        )  # by hash of the secret; checked last stands last
+
+    async def principal(self, context: Context) -> Principal:
+        """Who calls over gRPC. Raises as `principal_of`, and Unauthenticated if the call brings no secret."""
+        return await self.principal_of(bearer_token(context), method=METHOD.get(), peer=context.peer())
+
+    async def principal_of(self, secret: str, *, method: str, peer: str) -> Principal:
+        """Who has this secret, whatever wire it came over, if it is good for the call.
+
+        method: path of the call in the contract, as in `api/access/scopes.py`; another wire names the call that it stands for.
+        peer: who has connected, as gRPC names it: `ipv4:192.0.2.1:4711`.
+        Raises: PermissionDenied, StoreAway, AuthenticationThrottled; KeyInvalid for an unknown, expired or revoked key.
+        """
+        needed = SCOPES[method]  # a call that is missing there is nobody's
+        principal = await self._look_up(secret, peer)
+        if principal.scopes.isdisjoint(needed):
+            raise PermissionDenied(
+                f"key {principal.key_prefix} has the scopes {', '.join(sorted(principal.scopes))}; this call needs "
+                f"{' or '.join(sorted(needed))}"
+            )
+        return principal
+
+    def forget(self, api_key_id: uuid.UUID) -> None:
+        """A key was revoked: none of its secrets is good any more, whether there is a database to be asked or not."""
+        for digest in [digest for digest, (_, principal) in self._remembered.items() if principal.api_key_id == api_key_id]:
+            del self._remembered[digest]
+
+    async def _check(self, secret: str) -> Principal:
+        with patience(self._answer_wait_s):
+            async with self._sessions() as session:
+                return await authenticate(session, secret)
+
+    async def _look_up(self, secret: str, peer: str) -> Principal:
+        digest = hashlib.sha256(secret.encode(errors="replace")).digest()
+        try:
+            async with self._throttle.attempt(peer, lambda: digest in self._remembered):
+                principal = await self._lookups.ask(digest, lambda: self._check(secret))
+        except StoreAway:
+            if not self._grace_s:
+                raise
+            checked_at, known = self._remembered.get(digest, (0.0, None))
+            if known is None:
+                raise
+            age_s, lifetime_s = boot_time_s() - checked_at, known.secret_lifetime_s
+            if age_s > self._grace_s or (lifetime_s is not None and age_s >= lifetime_s):
+                raise
+            return known if lifetime_s is None else replace(known, secret_lifetime_s=lifetime_s - age_s)
+        except KeyInvalid:
+            self._remembered.pop(digest, None)
+            raise
+        self._remembered[digest] = boot_time_s(), principal
+        self._remembered.move_to_end(digest)
+        if len(self._remembered) > REMEMBERED_COUNT_MAX:
+            self._remembered.popitem(last=False)
+        return principal
+
+
+def bearer_token(context: Context) -> str:
+    """The secret in the metadata of a call. Raises: Unauthenticated saying how to send it."""
+    for key, value in context.invocation_metadata() or ():
+        if key == "authorization" and isinstance(value, str) and value.lower().startswith(BEARER):
+            return value[len(BEARER) :].strip()
+    raise Unauthenticated("no API key: send the metadata `authorization: Bearer <API key>`")
+
+
+def check_model(principal: Principal, model: str) -> None:
+    """Raises: ModelNotAllowed."""
+    if not principal.may_use(model):
+        raise ModelNotAllowed(principal.key_prefix, model)
+
+
+def payer(principal: Principal) -> Payer:
+    """Whom this principal's requests are charged to."""
+    return Payer(principal.organization_id, principal.project_id, principal.api_key_id, principal.currency_code)

@@ -1,0 +1,1 @@
+"""`AdminService`: tenants, keys, quotas, prices, terms, configurations, and what runs."""

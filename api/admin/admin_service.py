@@ -1,0 +1,174 @@
+"""`AdminService`: its quotas and audit log here; tenants, prices, live requests and configurations in the classes beside it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import uuid
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from sqlalchemy import or_, select
+from sqlalchemy.ext.asyncio import AsyncSession
+from weir.v1 import admin_service_pb2 as pb
+from weir.v1.types_pb2 import QuotaStatus
+
+from api import wire
+from api.access.auth import Authenticator
+from api.admin.admin_configuration import ConfigurationCalls
+from api.admin.admin_live import LiveCalls
+from api.admin.admin_prices import PriceCalls
+from api.admin.admin_tenants import TenantCalls
+from api.admin.admin_terms import TermCalls
+from api.interceptor import Context
+from api.quota_wire import effective_quota_statuses, quota_status
+from inference.router import Router
+from metering.errors import InvalidValue, NotFound
+from metering.models import ApiKey, AuditEntry, Organization, Project
+from metering.operations import QuotaState
+from metering.quotas import quota_admin, quota_states
+from metering.receipts.signing import Signer
+from metering.store.db import Sessions
+from metering.tenants import audit
+from metering.tenants.tenants import KeyRecord, find_api_key, find_organization, find_project
+
+
+class AdminServicer(TenantCalls, ConfigurationCalls, PriceCalls, TermCalls, LiveCalls):
+    """See `proto/weir/v1/admin_service.proto`. One call, one transaction."""
+
+    def __init__(
+        self,
+        router: Router,
+        authenticator: Authenticator,
+        sessions: Sessions,
+        database_url: str,
+        signer: Signer | None = None,
+    ) -> None:
+        """signer: of the receipts of overdue requests, if they are signed."""
+        super().__init__(authenticator, sessions, database_url, signer)
+        self._router = router
+
+    async def SetQuota(self, request: pb.SetQuotaRequest, context: Context) -> pb.SetQuotaResponse:
+        """Sets a limit."""
+        subjects = {value: subject for subject, value in wire.SUBJECTS.items()}
+        dimensions = {value: dimension for dimension, value in wire.DIMENSIONS.items()}
+        async with self._transaction(context) as (session, actor):
+            if request.subject not in subjects:
+                raise InvalidValue("subject", "give an organization, a project or an API key")
+            if request.dimension not in dimensions:
+                raise InvalidValue("dimension", "give what the quota counts")
+            if request.model:
+                self._router.check_own_name(request.model)
+            state = await quota_admin.set_quota(
+                session,
+                subject=subjects[request.subject],
+                subject_ref=request.subject_ref,
+                model=request.model,
+                dimension=dimensions[request.dimension],
+                limit_value=request.limit_value,
+                weights=(
+                    request.input_weight_milli if request.HasField("input_weight_milli") else None,
+                    request.cached_input_weight_milli if request.HasField("cached_input_weight_milli") else None,
+                    request.output_weight_milli if request.HasField("output_weight_milli") else None,
+                ),
+                enforced=request.enforced if request.HasField("enforced") else None,
+                for_new_keys=request.for_new_keys,
+                actor=actor,
+            )
+            return pb.SetQuotaResponse(quota=await self._status(session, state))
+
+    async def _status(self, session: AsyncSession, state: QuotaState) -> QuotaStatus:
+        """One limit, and whether one further up makes it idle."""
+        status = quota_status(state)
+        narrowed_by = None if state.for_new_keys else await quota_states.narrowed_by(session, state)
+        status.narrowed_by_quota_id = "" if narrowed_by is None else str(narrowed_by)
+        return status
+
+    async def RaiseQuota(self, request: pb.RaiseQuotaRequest, context: Context) -> pb.RaiseQuotaResponse:
+        """Raises a limit for a time, or ends that."""
+        until = wire.parse_timestamp(request.expire_time, "expire_time") if request.HasField("expire_time") else None
+        async with self._transaction(context) as (session, actor):
+            state = await quota_admin.raise_quota(
+                session,
+                quota_id=request.quota_id,
+                limit_value=request.limit_value,
+                until=until,
+                reason=request.reason,
+                actor=actor,
+            )
+            return pb.RaiseQuotaResponse(quota=await self._status(session, state))
+
+    async def DeleteQuota(self, request: pb.DeleteQuotaRequest, context: Context) -> pb.DeleteQuotaResponse:
+        """Removes a limit."""
+        async with self._transaction(context) as (session, actor):
+            try:
+                await quota_admin.delete_quota(session, quota_id=request.quota_id, actor=actor)
+            except NotFound:
+                if not request.allow_missing:
+                    raise
+                return pb.DeleteQuotaResponse(deleted=False)
+            return pb.DeleteQuotaResponse(deleted=True)
+
+    async def ListQuotas(self, request: pb.ListQuotasRequest, context: Context) -> pb.ListQuotasResponse:
+        """Lists limits."""
+        async with self._transaction(context) as (session, _):
+            if not request.api_key:
+                states = await quota_states.list_quotas(session, organization=request.organization or None)
+                return pb.ListQuotasResponse(quotas=map(quota_status, states))
+            if request.organization:
+                raise InvalidValue("organization", "leave it out beside api_key: the limits are all those that the key meets")
+            if request.model:
+                self._router.check_own_name(request.model)
+            key = await find_api_key(session, request.api_key)
+            ids = (key.organization_id, key.project_id, key.id)
+            states = await quota_states.quotas_for(session, subject_ids=ids, model=request.model or None)
+            return pb.ListQuotasResponse(quotas=effective_quota_statuses(states))
+
+    async def ListAuditEntries(self, request: pb.ListAuditEntriesRequest, context: Context) -> pb.ListAuditEntriesResponse:
+        """Reads the audit log."""
+        start_at = wire.parse_timestamp(request.start_time, "start_time") if request.HasField("start_time") else None
+        end_at = wire.parse_timestamp(request.end_time, "end_time") if request.HasField("end_time") else None
+        async with self._transaction(context) as (session, _):
+            entries = await audit.list_audit_entries(
+                session,
+                page_size=request.page_size or 100,
+                before_entry_id=request.before_entry_id,
+                subject_ids=await subject_ids(session, request.subject) if request.subject else None,
+                actor=request.actor,
+                action_prefix=request.action_prefix,
+                start_at=start_at,
+                end_at=end_at,
+            )
+            return pb.ListAuditEntriesResponse(entries=map(audit_message, entries))
+
+
+async def subject_ids(session: AsyncSession, ref: str) -> list[str]:
+    """The ids of an organization, a project or a key of that name, and of all below it; and the text itself, for other ids."""
+    found: set[uuid.UUID] = set()
+    finders: tuple[Callable[[AsyncSession, str], Awaitable[Organization | Project | KeyRecord]], ...]
+    finders = (find_organization, find_project, find_api_key)
+    for find in finders:
+        with contextlib.suppress(NotFound):
+            found.add((await find(session, ref)).id)
+    projects = await session.scalars(select(Project.id).where(or_(Project.organization_id.in_(found), Project.id.in_(found))))
+    found |= set(projects)
+    found |= set(await session.scalars(select(ApiKey.id).where(ApiKey.project_id.in_(found))))
+    return sorted({ref, *map(str, found)})
+
+
+def audit_message(entry: AuditEntry) -> pb.AuditEntry:
+    """One change."""
+    return pb.AuditEntry(
+        entry_id=entry.id,
+        create_time=wire.timestamp(entry.created_at),
+        actor=entry.actor,
+        action=entry.action,
+        subject_id=entry.subject_id,
+        before_json=json_text(entry.before),
+        after_json=json_text(entry.after),
+    )
+
+
+def json_text(value: dict[str, Any] | None) -> str:
+    """JSON with sorted keys; empty for nothing."""
+    return "" if value is None else json.dumps(value, sort_keys=True)

@@ -1,0 +1,169 @@
+"""The calls of `AdminService` about organizations, projects and their keys."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from weir.v1 import admin_service_pb2 as pb
+
+from api import wire
+from api.admin.admin_calls import AdminCalls
+from api.interceptor import Context
+from inference.router import Router
+from metering.models import Organization, Project
+from metering.tenants import ensuring, key_changes, tenants
+
+
+class TenantCalls(AdminCalls):
+    """See `proto/weir/v1/admin_service.proto`."""
+
+    _router: Router
+
+    async def CreateOrganization(self, request: pb.CreateOrganizationRequest, context: Context) -> pb.CreateOrganizationResponse:
+        """Creates a customer."""
+        async with self._acting(context) as acting:
+            existed = True
+            if (earlier := await acting.earlier(request)) is not None:
+                organization = await tenants.find_organization(acting.session, earlier)
+            else:
+                fields = {"name": request.name, "currency_code": request.currency_code or "USD", "actor": acting.actor}
+                if request.allow_existing:
+                    organization, existed = await ensuring.ensure_organization(acting.session, **fields)
+                else:
+                    organization, existed = await tenants.create_organization(acting.session, **fields), False
+                await acting.made(request, organization.id)
+            return pb.CreateOrganizationResponse(organization=organization_message(organization), existed=existed)
+
+    async def ListOrganizations(self, request: pb.ListOrganizationsRequest, context: Context) -> pb.ListOrganizationsResponse:
+        """Lists customers."""
+        async with self._transaction(context) as (session, _):
+            organizations = await tenants.list_organizations(session)
+            return pb.ListOrganizationsResponse(organizations=map(organization_message, organizations))
+
+    async def CreateProject(self, request: pb.CreateProjectRequest, context: Context) -> pb.CreateProjectResponse:
+        """Creates a project."""
+        async with self._acting(context) as acting:
+            existed = True
+            if (earlier := await acting.earlier(request)) is not None:
+                project = await tenants.find_project(acting.session, earlier)
+            else:
+                fields = {"organization": request.organization, "name": request.name, "actor": acting.actor}
+                if request.allow_existing:
+                    project, existed = await ensuring.ensure_project(acting.session, **fields)
+                else:
+                    project, existed = await tenants.create_project(acting.session, **fields), False
+                await acting.made(request, project.id)
+            return pb.CreateProjectResponse(project=project_message(project), existed=existed)
+
+    async def ListProjects(self, request: pb.ListProjectsRequest, context: Context) -> pb.ListProjectsResponse:
+        """Lists the projects of a customer."""
+        async with self._transaction(context) as (session, _):
+            projects = await tenants.list_projects(session, organization=request.organization)
+            return pb.ListProjectsResponse(projects=map(project_message, projects))
+
+    async def CreateApiKey(self, request: pb.CreateApiKeyRequest, context: Context) -> pb.CreateApiKeyResponse:
+        """Creates a key and shows its secret, once."""
+        lifetime = wire.parse_duration(request.lifetime, "lifetime") if request.HasField("lifetime") else None
+        async with self._acting(context) as acting:
+            if (earlier := await acting.earlier(request)) is not None:
+                key = await tenants.find_api_key(acting.session, earlier)
+                return pb.CreateApiKeyResponse(api_key=key_message(key), existed=True)
+            models = self._known_models(request.models)
+            asked = {"organization": request.organization, "project": request.project, "name": request.name}
+            scopes = tuple(request.scopes) or ("inference",)
+            existed = False
+            if request.allow_existing:
+                key, secret, existed = await ensuring.ensure_api_key(
+                    acting.session, **asked, scopes=scopes, models=models, lifetime=lifetime, actor=acting.actor
+                )
+            else:
+                key, secret = await tenants.create_api_key(
+                    acting.session, **asked, scopes=scopes, models=models, lifetime=lifetime, actor=acting.actor
+                )
+            await acting.made(request, key.id)
+            return pb.CreateApiKeyResponse(api_key=key_message(key), secret=secret, existed=existed)
+
+    async def RotateApiKey(self, request: pb.RotateApiKeyRequest, context: Context) -> pb.RotateApiKeyResponse:
+        """Gives a key a new secret and shows it, once."""
+        overlap = wire.parse_duration(request.overlap, "overlap") if request.HasField("overlap") else key_changes.OVERLAP
+        async with self._acting(context) as acting:
+            if (earlier := await acting.earlier(request)) is not None:
+                key = await tenants.find_api_key(acting.session, earlier)
+                return pb.RotateApiKeyResponse(api_key=key_message(key), overlap_end_time=wire.timestamp(key.overlap_ends_at))
+            key, secret, ends_at = await key_changes.rotate_api_key(
+                acting.session, api_key=request.api_key, overlap=overlap, actor=acting.actor
+            )
+            await acting.made(request, key.id)
+            return pb.RotateApiKeyResponse(api_key=key_message(key), secret=secret, overlap_end_time=wire.timestamp(ends_at))
+
+    async def UpdateApiKey(self, request: pb.UpdateApiKeyRequest, context: Context) -> pb.UpdateApiKeyResponse:
+        """Changes a key."""
+        has_time = request.HasField("expire_time")
+        async with self._transaction(context) as (session, actor):
+            key = await key_changes.update_api_key(
+                session,
+                api_key=request.api_key,
+                name=request.name if request.HasField("name") else None,
+                scopes=tuple(request.scopes),
+                models=self._known_models(request.models),
+                all_models=request.all_models,
+                expires_at=wire.parse_timestamp(request.expire_time, "expire_time") if has_time else None,
+                never_expires=request.never_expires,
+                actor=actor,
+            )
+            return pb.UpdateApiKeyResponse(api_key=key_message(key))
+
+    async def RevokeApiKey(self, request: pb.RevokeApiKeyRequest, context: Context) -> pb.RevokeApiKeyResponse:
+        """Revokes a key, and ends what runs with it."""
+        async with self._transaction(context) as (session, actor):
+            key = await tenants.revoke_api_key(session, api_key=request.api_key, actor=actor)
+            return pb.RevokeApiKeyResponse(api_key=key_message(key))
+
+    async def ListApiKeys(self, request: pb.ListApiKeysRequest, context: Context) -> pb.ListApiKeysResponse:
+        """Lists keys."""
+        async with self._transaction(context) as (session, _):
+            keys = await tenants.list_api_keys(session, organization=request.organization or None)
+            return pb.ListApiKeysResponse(api_keys=map(key_message, keys))
+
+    def _known_models(self, models: Sequence[str]) -> tuple[str, ...]:
+        """The models that a key is to be limited to. Raises: ModelUnknown."""
+        for model in models:
+            self._router.check_own_name(model)
+        return tuple(models)
+
+
+def organization_message(organization: Organization) -> pb.Organization:
+    """A customer."""
+    return pb.Organization(
+        organization_id=str(organization.id),
+        name=organization.name,
+        currency_code=organization.currency_code,
+        create_time=wire.timestamp(organization.created_at),
+    )
+
+
+def project_message(project: Project) -> pb.Project:
+    """A project."""
+    return pb.Project(
+        project_id=str(project.id),
+        organization_id=str(project.organization_id),
+        name=project.name,
+        create_time=wire.timestamp(project.created_at),
+    )
+
+
+def key_message(key: tenants.KeyRecord) -> pb.ApiKey:
+    """A key without its secret."""
+    return pb.ApiKey(
+        api_key_id=str(key.id),
+        project_id=str(key.project_id),
+        organization_id=str(key.organization_id),
+        name=key.name,
+        prefix=key.prefix,
+        scopes=sorted(key.scopes),
+        models=sorted(key.models),
+        create_time=wire.timestamp(key.created_at),
+        expire_time=wire.timestamp(key.expires_at),
+        revoke_time=wire.timestamp(key.revoked_at),
+        overlap_end_time=wire.timestamp(key.overlap_ends_at),
+    )

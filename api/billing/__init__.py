@@ -1,0 +1,1 @@
+"""`BillingService` and `ReceiptService`: months, invoices, usage and receipts."""

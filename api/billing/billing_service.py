@@ -1,0 +1,194 @@
+"""`BillingService`: reports, months, invoices, corrections; what a month is made of is told by the class beside it.
+
+Reading is for `billing` and `admin` keys, changing for `admin` alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import uuid
+
+from weir.v1 import billing_service_pb2 as pb
+from weir.v1 import months_pb2
+
+from api.billing.billing_calls import may_see, visible
+from api.billing.billing_wire import adjustment_message, invoice_message, month_message, picos_of, report_message
+from api.billing.usage_calls import UsageCalls
+from api.interceptor import Context
+from metering.billing import adjustments
+from metering.billing.closing import check_month, close_month
+from metering.billing.invoice_rows import find_invoice_row, invoice_of_month, read_invoice
+from metering.billing.month_list import list_months, month_entry
+from metering.billing.month_reading import month_report
+from metering.billing.month_verification import verify_month
+from metering.billing.report_formats import to_csv, to_json
+from metering.billing.reports import month_bounds
+from metering.errors import InvalidValue, NotFound
+from metering.tenants.tenants import find_organization
+
+DOCUMENTS = {months_pb2.MONTH_DOCUMENT_FORMAT_JSON: to_json, months_pb2.MONTH_DOCUMENT_FORMAT_CSV: to_csv}
+
+
+class BillingServicer(UsageCalls):
+    """See `proto/weir/v1/billing_service.proto`."""
+
+    async def GetMonthReport(self, request: pb.GetMonthReportRequest, context: Context) -> pb.GetMonthReportResponse:
+        """Reports one month of one customer."""
+        reader = await self._caller(context)
+        async with self._reading() as session:
+            organization = await visible(session, reader, request.organization)
+            return report_message(await month_report(session, organization=str(organization.id), month=request.month))
+
+    async def GetMonthDocument(
+        self, request: months_pb2.GetMonthDocumentRequest, context: Context
+    ) -> months_pb2.GetMonthDocumentResponse:
+        """The report as bytes."""
+        reader = await self._caller(context)
+        if (write := DOCUMENTS.get(request.format)) is None:
+            raise InvalidValue("format", "give JSON or CSV")
+        async with self._reading() as session:
+            organization = await visible(session, reader, request.organization)
+            content = write(await month_report(session, organization=str(organization.id), month=request.month)).encode()
+            entry = await month_entry(session, organization, request.month)
+        closed = entry.json_sha256 if write is to_json else entry.csv_sha256
+        return months_pb2.GetMonthDocumentResponse(
+            content=content, sha256=hashlib.sha256(content).hexdigest(), closed_sha256=closed
+        )
+
+    async def ListMonths(self, request: months_pb2.ListMonthsRequest, context: Context) -> months_pb2.ListMonthsResponse:
+        """Lists the months of a customer."""
+        reader = await self._caller(context)
+        async with self._sessions() as session:
+            organization = await visible(session, reader, request.organization)
+            return months_pb2.ListMonthsResponse(months=map(month_message, await list_months(session, organization)))
+
+    async def CloseMonth(self, request: months_pb2.CloseMonthRequest, context: Context) -> months_pb2.CloseMonthResponse:
+        """Closes a month, or tells what stands in the way."""
+        admin = await self._caller(context)
+        response = months_pb2.CloseMonthResponse()
+        if request.validate_only:
+            found = await check_month(
+                self._sessions,
+                organization=request.organization,
+                month=request.month,
+                leave_running=request.leave_running,
+                before_first=request.before_first,
+                correcting=request.correcting_adjustment_id,
+            )
+            for each in found:
+                response.obstacles.add(kind=each.kind, description=each.description)
+        else:
+            result = await close_month(
+                self._sessions,
+                organization=request.organization,
+                month=request.month,
+                actor=admin.key_prefix,
+                leave_running=request.leave_running,
+                before_first=request.before_first,
+                correcting=request.correcting_adjustment_id,
+            )
+            response.already_closed = result.already_closed
+        async with self._sessions() as session:
+            organization = await find_organization(session, request.organization)
+            response.month.CopyFrom(month_message(await month_entry(session, organization, request.month)))
+        return response
+
+    async def VerifyMonth(self, request: months_pb2.VerifyMonthRequest, context: Context) -> months_pb2.VerifyMonthResponse:
+        """Reproduces a closed month."""
+        reader = await self._caller(context)
+        async with self._sessions() as session:
+            organization = await visible(session, reader, request.organization)
+            found = await verify_month(session, organization, request.month)
+            entry = await month_entry(session, organization, request.month)
+        return months_pb2.VerifyMonthResponse(
+            month=month_message(entry),
+            json_sha256=found.digests.json_sha256.hex(),
+            csv_sha256=found.digests.csv_sha256.hex(),
+            reproduced=not found.differences,
+            differences=found.differences,
+        )
+
+    async def GetInvoice(self, request: months_pb2.GetInvoiceRequest, context: Context) -> months_pb2.GetInvoiceResponse:
+        """Reads an invoice with its credit notes."""
+        reader = await self._caller(context)
+        async with self._sessions() as session:
+            if request.number:
+                row = await find_invoice_row(session, request.number)
+                if not may_see(reader, row.organization_id):
+                    raise NotFound("invoice", request.number)
+            else:
+                organization = await visible(session, reader, request.organization)
+                first_day = month_bounds(request.month)[0].date()
+                found = await invoice_of_month(session, organization.id, first_day)
+                if found is None:
+                    raise NotFound("invoice", f"{organization.name} {request.month}")
+                row = found
+            notes = await adjustments.list_adjustments(session, row.organization_id, invoice_id=row.id)
+            return months_pb2.GetInvoiceResponse(
+                invoice=invoice_message(await read_invoice(session, row)),
+                credit_notes=[adjustment_message(each) for each in notes if each.credit_note_number],
+            )
+
+    async def CreateAdjustment(
+        self, request: months_pb2.CreateAdjustmentRequest, context: Context
+    ) -> months_pb2.CreateAdjustmentResponse:
+        """Proposes an adjustment."""
+        async with self._acting(context) as acting:
+            if (earlier := await acting.earlier(request)) is not None:
+                record = await adjustments.find_adjustment(acting.session, uuid.UUID(earlier))
+            else:
+                record = await adjustments.create_adjustment(
+                    acting.session,
+                    organization=request.organization,
+                    amount_picos=picos_of(request.amount),
+                    currency_code=request.amount.currency_code,
+                    reason=request.reason,
+                    actor=acting.actor,
+                )
+                await acting.made(request, record.id)
+            return months_pb2.CreateAdjustmentResponse(adjustment=adjustment_message(record))
+
+    async def CreateCreditNote(
+        self, request: months_pb2.CreateCreditNoteRequest, context: Context
+    ) -> months_pb2.CreateCreditNoteResponse:
+        """Proposes a credit note."""
+        async with self._acting(context) as acting:
+            if (earlier := await acting.earlier(request)) is not None:
+                record = await adjustments.find_adjustment(acting.session, uuid.UUID(earlier))
+            else:
+                record = await adjustments.create_credit_note(
+                    acting.session,
+                    invoice=await find_invoice_row(acting.session, request.invoice_number),
+                    amount_picos=picos_of(request.amount),
+                    currency_code=request.amount.currency_code,
+                    reason=request.reason,
+                    actor=acting.actor,
+                )
+                await acting.made(request, record.id)
+            return months_pb2.CreateCreditNoteResponse(credit_note=adjustment_message(record))
+
+    async def ApproveAdjustment(
+        self, request: months_pb2.ApproveAdjustmentRequest, context: Context
+    ) -> months_pb2.ApproveAdjustmentResponse:
+        """Approves and posts."""
+        async with self._transaction(context) as (session, actor):
+            record = await adjustments.approve(session, adjustment_id=request.adjustment_id, actor=actor)
+            return months_pb2.ApproveAdjustmentResponse(adjustment=adjustment_message(record))
+
+    async def RejectAdjustment(
+        self, request: months_pb2.RejectAdjustmentRequest, context: Context
+    ) -> months_pb2.RejectAdjustmentResponse:
+        """Rejects for good."""
+        async with self._transaction(context) as (session, actor):
+            record = await adjustments.reject(session, adjustment_id=request.adjustment_id, actor=actor)
+            return months_pb2.RejectAdjustmentResponse(adjustment=adjustment_message(record))
+
+    async def ListAdjustments(
+        self, request: months_pb2.ListAdjustmentsRequest, context: Context
+    ) -> months_pb2.ListAdjustmentsResponse:
+        """Lists corrections of a customer."""
+        reader = await self._caller(context)
+        async with self._sessions() as session:
+            organization = await visible(session, reader, request.organization)
+            found = await adjustments.list_adjustments(session, organization.id, undecided_only=request.undecided_only)
+            return months_pb2.ListAdjustmentsResponse(adjustments=map(adjustment_message, found))

@@ -1,0 +1,1 @@
+"""The life of an `Embed` call: one question, one answer, metered like a stream."""

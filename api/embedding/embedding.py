@@ -1,0 +1,252 @@
+"""The life of one `Embed` call: tokenized, let in, embedded, journalled, settled, answered.
+
+It runs as a task of the process, like a request of a stream, so that nobody's cancellation cuts its settlement short. Until all
+texts are embedded it can be stopped, and costs nothing; from then on it is settled and answered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+import uuid
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import structlog
+from weir.v1 import inference_service_pb2 as pb
+
+from api.embedding.embedding_limits import input_count_max, parts_of
+from api.embedding.embedding_wire import TokenizedText, ValidEmbed, check_against_model, embed_response
+from api.errors import CancelledEarly, EngineLost, InputsTooLong, LongInput
+from api.queue.places import Arrival, Outlook, Place
+from api.requests.admission import AdmissionRequest, Lease
+from api.requests.interruption import Interruption
+from api.requests.live import Phase
+from api.requests.readiness import RETRY_S_MIN, wait_until_ready
+from api.requests.stopwatch import Stopwatch
+from api.streams.outbox import UsageSoFar
+from inference.engine import EmbeddingRequest, Encoder, EngineTimings, Vector
+from inference.errors import EngineFailed
+from inference.text.tokenizer import Tokenizer
+from metering.holds.journal import Delivered
+from metering.operations import Outcome, Payer
+
+if TYPE_CHECKING:
+    from api.process import Process
+
+LONG_INPUTS_CHARS = 16_384  # beyond it tokenizing takes milliseconds, which belong into a thread
+
+
+@dataclass(frozen=True, slots=True)
+class EmbedCaller:
+    """Who asks, and since when. received_at and deadline, the latest time to begin, on the monotonic clock."""
+
+    payer: Payer
+    auth_ms: float
+    received_at: float
+    deadline: float | None = None
+
+
+class LiveEmbedding:
+    """One request."""
+
+    def __init__(self, caller: EmbedCaller, start: ValidEmbed, process: Process) -> None:
+        self.caller = caller
+        self.start = start
+        self.phase = Phase.PREPARING
+        self.place: Place | None = None  # of its first part, once it has been let in
+        self.usage = UsageSoFar()
+        self._process = process
+        self._watch = Stopwatch(caller.received_at, caller.auth_ms)
+        self._answer: asyncio.Future[pb.EmbedResponse] = asyncio.get_running_loop().create_future()
+        self._interruption = Interruption(lambda: self._stop_error)
+        self._lease: Lease | None = None
+        self._stop_error: Exception | None = None
+
+    @property
+    def hold_id(self) -> uuid.UUID | None:
+        """Its hold, once it has one."""
+        return None if self._lease is None else self._lease.admitted.hold_id
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Nothing is delivered before the end."""
+        return 0.0
+
+    def run_in(self, tasks: asyncio.TaskGroup) -> None:
+        """Begin."""
+        tasks.create_task(self._run(), name=f"request {self.start.request_id}")
+
+    async def answer(self) -> pb.EmbedResponse:
+        """Wait for the end. Cancelled, it stops the request, unless all is embedded. Raises what broke it."""
+        try:
+            return await asyncio.shield(self._answer)
+        except asyncio.CancelledError:
+            self.stop(Outcome.CANCELLED)
+            raise
+
+    def stop(self, outcome: Outcome, error: Exception | None = None) -> None:
+        """End the request as soon as possible, for this reason; the first one given stands. Never blocks. Nothing is billed."""
+        if self._stop_error is not None or self.phase is Phase.ENDING:
+            return
+        self._stop_error = error or CancelledEarly(f"the request ended as {outcome} before its texts were embedded")
+        self._interruption.interrupt()
+
+    def end_if_lapsed(self) -> None:
+        """End the request if its hold has lapsed, whatever it was about to do."""
+        if self._lease is not None and (lapse := self._lease.lapse()) is not None:
+            self.stop(Outcome.FAILED, lapse)
+
+    def tell_progress(self, outlook: Outlook | None) -> None:
+        """There is nowhere to tell it before the answer."""
+
+    async def _run(self) -> None:
+        try:
+            structlog.contextvars.bind_contextvars(request_id=str(self.start.request_id))  # of this task alone, so never unbound
+            response = await self._embed()
+            if not self._answer.done():
+                self._answer.set_result(response)
+        except EngineFailed:  # its own log says why
+            encoder = self._process.router.choose_encoder(self.start.model)
+            self._fail(EngineLost(max(encoder.condition().retry_after_s, RETRY_S_MIN)))
+        except Exception as error:
+            self._fail(error)
+        finally:
+            self._answer.cancel()
+            self._process.ended(self)
+
+    def _fail(self, error: Exception) -> None:
+        """Whoever still waits is told; the future of a call that has gone is looked at by nobody."""
+        if not self._answer.done():
+            self._answer.set_exception(error)
+            self._answer.exception()
+
+    async def _embed(self) -> pb.EmbedResponse:
+        """All of it. Raises what breaks it, with nothing billed."""
+        async with contextlib.AsyncExitStack() as stack:
+            with self._interruption.possible():
+                encoder = self._process.router.choose_encoder(self.start.model)
+                check_against_model(self.start, encoder.model, input_count_max(encoder.model))
+                texts = await tokenize_inputs(self.start, self._process.tokenizers[self.start.model], encoder)
+                self._watch.lap("tokenize")
+                places = self._enter_queue(encoder, texts, stack)
+                lease = await stack.enter_async_context(self._process.admission.admit(self._admission_request(texts), self.usage))
+                self._watch.lap("admission")
+            self._lease = lease
+            try:
+                with self._interruption.possible():
+                    vectors = await self._encode(encoder, places)
+                self._deliver(lease, texts)
+            finally:
+                self._lease = None
+                for place in places:
+                    place.leave()
+        self._watch.lap("settle")
+        assert lease.settled is not None, "what was delivered is settled"
+        return embed_response(texts, vectors, lease.admitted, lease.settled, self._watch.timings())
+
+    def _enter_queue(self, encoder: Encoder, texts: list[TokenizedText], stack: contextlib.AsyncExitStack) -> dict[Place, Part]:
+        """Places for all parts, taken before the hold, so that what is refused here has touched nothing. Raises as `enter`."""
+        caller, queue = self.caller, self._process.queues[self.start.model]
+        tenant_id = caller.payer.organization_id
+        engine_wait_s = 0.0 if encoder.healthy() else encoder.condition().retry_after_s
+        places: dict[Place, Part] = {}
+        for part in parts_of([text.token_ids for text in texts]):
+            arrival = Arrival(
+                request_id=self.start.request_id,
+                tenant_id=tenant_id,
+                input_token_count=sum(map(len, part)),
+                output_token_count_max=0,
+                tier=self.start.tier,
+                weight=self._process.admission.settings.queue_weights.get(str(tenant_id), 1.0),
+                deadline=caller.deadline,
+            )
+            places[stack.enter_context(queue.enter(arrival, engine_wait_s))] = part
+        self.place = next(iter(places))
+        return places
+
+    def _admission_request(self, texts: list[TokenizedText]) -> AdmissionRequest:
+        start = self.start
+        return AdmissionRequest(
+            payer=self.caller.payer,
+            request_id=start.request_id,
+            payload_hash=start.payload_hash,
+            model=start.model,
+            input_token_count=token_count_of(texts),
+            max_output_token_count=0,
+            labels=start.labels,
+            tier=start.tier,
+            embedding=True,
+        )
+
+    async def _encode(self, encoder: Encoder, places: dict[Place, Part]) -> list[Vector]:
+        """The vectors of all parts, each in its turn; so others have theirs in between."""
+        await self._wait_until_ready(encoder)
+        self._watch.lap("cold_start")
+        vectors: list[Vector] = []
+        queue_ms = encode_ms = 0.0
+        for place, part in places.items():
+            self.phase = Phase.QUEUED
+            joined_at = time.monotonic()
+            await place.turn()
+            queue_ms += (time.monotonic() - joined_at) * 1000
+            await self._wait_until_ready(encoder)  # it may have gone meanwhile
+            self.phase = Phase.STREAMING
+            embedded = await encoder.embed(EmbeddingRequest(part, rank=place.rank, on_begin=place.begun))
+            place.generated(0)
+            place.leave()
+            queue_ms, encode_ms = queue_ms + embedded.queue_ms, encode_ms + embedded.encode_ms
+            vectors += embedded.vectors
+        self._watch.engine_finished(EngineTimings(queue_ms, encode_ms, 0.0))
+        return vectors
+
+    async def _wait_until_ready(self, encoder: Encoder) -> None:
+        if encoder.healthy():
+            return
+        self.phase = Phase.LOADING
+        await wait_until_ready(encoder, self.start.model, self._process.admission.settings.cold_start_wait_s)
+
+    def _deliver(self, lease: Lease, texts: list[TokenizedText]) -> None:
+        """From here on the request is billed, whoever dies: what is in the journal is settled. Raises: HoldEnded, OSError."""
+        if (lapse := lease.lapse()) is not None:  # this process was asleep
+            raise lapse
+        token_count = token_count_of(texts)
+        self._process.admission.journal.record([Delivered(lease.admitted.hold_id, token_count, 0, 0, 0)])
+        self.phase = Phase.ENDING
+        self.usage.input_token_count = token_count
+        lease.outcome = Outcome.STOP
+        lease.timings = self._watch.timings()
+
+
+Part = tuple[tuple[int, ...], ...]
+
+
+def token_count_of(texts: list[TokenizedText]) -> int:
+    """Tokens of all texts."""
+    return sum(len(text.token_ids) for text in texts)
+
+
+async def tokenize_inputs(request: ValidEmbed, tokenizer: Tokenizer, encoder: Encoder) -> list[TokenizedText]:
+    """Token ids of each text, cut to what the model takes if the request says so. Raises: InputsTooLong with all that are."""
+    limit = encoder.model.context_window_tokens
+
+    def tokenize(given: str | tuple[int, ...]) -> tuple[int, ...]:
+        return tokenizer.encode(given) if isinstance(given, str) else given
+
+    def tokenize_all() -> list[TokenizedText]:
+        whole = [tokenize(given) for given in request.inputs]
+        long = [LongInput(index, len(ids)) for index, ids in enumerate(whole) if len(ids) > limit]
+        if long and not request.truncates:
+            raise InputsTooLong(long, limit)
+        return [
+            TokenizedText(cut(given, ids), truncated=True) if len(ids) > limit else TokenizedText(ids, truncated=False)
+            for given, ids in zip(request.inputs, whole, strict=True)
+        ]
+
+    def cut(given: str | tuple[int, ...], ids: tuple[int, ...]) -> tuple[int, ...]:
+        return tokenizer.encode_within(given, limit) if isinstance(given, str) else ids[:limit]
+
+    if sum(len(given) for given in request.inputs) > LONG_INPUTS_CHARS:
+        return await asyncio.to_thread(tokenize_all)
+    return tokenize_all()

@@ -1,0 +1,133 @@
+"""`Embed` between messages and values: what the call asks for, checked, and what it answers."""
+
+from __future__ import annotations
+
+import hashlib
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from weir.v1 import inference_service_pb2 as pb
+from weir.v1 import types_pb2
+
+from api import wire
+from api.queue.places import ServiceTier
+from api.quota_wire import quota_statuses
+from api.receipt_wire import receipt_messages
+from api.streams.frames import settled_usage
+from api.violations import Violations
+from inference.engine import ModelInfo, Vector
+from metering.operations import Admitted, Settled
+
+VECTOR_TAG = b"\x0a"  # of `Embedding.vector`: field 1, packed
+
+
+@dataclass(frozen=True, slots=True)
+class ValidEmbed:
+    """A request that is right in itself. inputs: texts, or token ids to be embedded as they are."""
+
+    request_id: uuid.UUID
+    payload_hash: bytes
+    model: str
+    inputs: tuple[str | tuple[int, ...], ...]
+    truncates: bool
+    labels: dict[str, str]
+    tier: ServiceTier
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizedText:
+    """One text as the encoder gets it. truncated: its end was left out."""
+
+    token_ids: tuple[int, ...]
+    truncated: bool
+
+
+def parse_embed(message: pb.EmbedRequest) -> ValidEmbed:
+    """Check everything that the message alone can tell. Raises: InvalidRequest with every violation."""
+    request_id = wire.parse_request_id(message.request_id)
+    wrong = Violations()
+    wrong.check(bool(message.model), "model", "must name a model; ListModels tells which there are")
+    wrong.check(bool(message.inputs), "inputs", "must hold at least one text")
+    for index, each in enumerate(message.inputs):
+        check_input(each, f"inputs[{index}]", wrong)
+    known = message.truncation in pb.Truncation.values()
+    wrong.check(known, "truncation", "must be TRUNCATION_NONE or TRUNCATION_END")
+    wire.check_tier_and_labels(message, wrong)
+    wrong.raise_if_any()
+    return ValidEmbed(
+        request_id=request_id,
+        payload_hash=payload_hash(message),
+        model=message.model,
+        inputs=tuple(each.text or tuple(each.token_ids.ids) for each in message.inputs),
+        truncates=message.truncation == pb.TRUNCATION_END,
+        labels=dict(message.labels),
+        tier=wire.TIERS[message.tier],
+    )
+
+
+def check_input(message: pb.EmbedInput, field: str, wrong: Violations) -> None:
+    """A text must be there and not be empty."""
+    match message.WhichOneof("kind"):
+        case "text":
+            wrong.check(bool(message.text), f"{field}.text", "must not be empty")
+        case "token_ids":
+            wrong.check(bool(message.token_ids.ids), f"{field}.token_ids.ids", "must hold at least one token id")
+        case _:
+            wrong.check(False, field, "one of text and token_ids must be set")
+
+
+def check_against_model(request: ValidEmbed, model: ModelInfo, input_count_max: int) -> None:
+    """What the model does not take. Raises: InvalidRequest."""
+    wrong = Violations()
+    count = len(request.inputs)
+    wrong.check(count <= input_count_max, "inputs", f"this model takes at most {input_count_max} in one call, not {count}")
+    size = model.vocabulary_size
+    for index, given in enumerate(request.inputs):
+        if not isinstance(given, str):
+            inside = min(given) >= 0 and max(given) < size
+            wrong.check(inside, f"inputs[{index}].token_ids.ids", f"must each be from 0 to {size - 1}")
+    wrong.raise_if_any()
+
+
+def payload_hash(message: pb.EmbedRequest) -> bytes:
+    """Over everything but the id, by which the same id with another payload is told apart; never that of a start frame."""
+    payload = pb.EmbedRequest()
+    payload.CopyFrom(message)
+    payload.ClearField("request_id")
+    return hashlib.sha256(b"Embed\0" + payload.SerializeToString(deterministic=True)).digest()
+
+
+def embed_response(
+    texts: Sequence[TokenizedText], vectors: Sequence[Vector], admitted: Admitted, settled: Settled, timings: Mapping[str, float]
+) -> pb.EmbedResponse:
+    """The answer of a request that was settled."""
+    response = pb.EmbedResponse(
+        usage=settled_usage(settled),
+        cost=wire.money(settled.currency_code, settled.cost_picos),
+        timings=types_pb2.Timings(**timings),
+        receipts=receipt_messages(settled.receipts),
+        price_version=admitted.prices.version,
+        quotas=quota_statuses(admitted.quotas),
+    )
+    response.embeddings.extend(embedding_message(text, vector) for text, vector in zip(texts, vectors, strict=True))
+    return response
+
+
+def embedding_message(text: TokenizedText, vector: Vector) -> pb.Embedding:
+    """One vector. It lies in memory as it goes over the wire: parsing that takes a ninth of filling the field number by number."""
+    floats = vector.tobytes()
+    message = pb.Embedding.FromString(VECTOR_TAG + varint(len(floats)) + floats)
+    message.token_count = len(text.token_ids)
+    message.truncated = text.truncated
+    return message
+
+
+def varint(number: int) -> bytes:
+    """A length as the wire has it: seven bits a byte, the lowest first."""
+    encoded = bytearray()
+    while number > 0x7F:
+        encoded.append(number & 0x7F | 0x80)
+        number >>= 7
+    encoded.append(number)
+    return bytes(encoded)

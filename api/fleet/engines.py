@@ -1,0 +1,171 @@
+"""The engines that a process serves, built from its settings. One of the places of the API that know concrete engines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Literal
+
+import structlog
+
+from api.fleet.remote_engines import build_remote_engines
+from api.settings import SettingInvalid, Settings
+from inference.core.cost_model import CostModel
+from inference.encoder.engine import TorchEncoder
+from inference.encoder.settings import EncoderSettings
+from inference.engine import Engine
+from inference.fleet.memory_budget import BudgetTooSmall, MemoryBudget, Resident
+from inference.fleet.memory_estimate import HOST_BYTES, stored_bytes, torch_memory_bytes
+from inference.fleet.on_demand import OnDemandEncoder, OnDemandEngine, SlotTerms
+from inference.hosts.adapter_view import AdapterView
+from inference.hosts.host_process import HostOpener, open_host
+from inference.hosts.torch_engine import TorchEngine, TorchEngineSettings
+from inference.tensorrt.engine import TensorRtEngine
+from inference.tensorrt.settings import TensorRtOptions, TensorRtSettings
+
+log = structlog.get_logger(__name__)
+
+
+def build_engines(settings: Settings, opener: HostOpener = open_host, budget: MemoryBudget | None = None) -> dict[str, Engine]:
+    """One engine per model, one more name per adapter. opener: where the torch engines' hosts come from. budget: whose they are.
+
+    Raises: CheckpointInvalid naming the file, SettingInvalid.
+    """
+    if settings.engine_backend != "tensorrt" and settings.lora_adapters:
+        raise SettingInvalid("WEIR_LORA_ADAPTERS needs WEIR_ENGINE=tensorrt: other engines serve no adapters")
+    if settings.engine_backend == "remote":
+        return build_remote_engines(settings)
+    budget = budget or MemoryBudget()
+    engines: dict[str, Engine] = {}
+    adapters = adapters_by_model(settings, settings.models)
+    for name, directory in settings.models.items():
+        base = build_slot(settings, budget, name, directory, adapters[name], opener)
+        engines |= {name: base} | {f"{name}:{adapter}": AdapterView(base, adapter) for adapter in adapters[name]}
+    return engines
+
+
+def check_budget(budget: MemoryBudget, slots: Iterable[Resident], setting: str) -> None:
+    """Whether what is kept warm fits, and each slot beside it. setting: what to change. Raises: SettingInvalid."""
+    try:
+        budget.check(slots)
+    except BudgetTooSmall as error:
+        remedy = f"allow at least {error.needed_bytes:,}, or lower WEIR_KV_CACHE_BYTES"
+        raise SettingInvalid(f"{setting}: {error}; {remedy}") from error
+
+
+def build_slot(
+    settings: Settings,
+    budget: MemoryBudget,
+    name: str,
+    directory: Path,
+    adapters: dict[str, str],
+    opener: HostOpener = open_host,
+) -> OnDemandEngine:
+    """A model's place for an engine, which runs while it is wanted. Raises: CheckpointInvalid, SettingInvalid."""
+    assert settings.engine_backend != "remote", "nothing of those runs here"
+    build, memory_bytes = engine_plan(settings, settings.engine_backend, name, directory, adapters, opener)
+    terms = SlotTerms(settings.model_idle_timeout_s, keep_warm=settings.min_replicas > 0, memory_bytes=memory_bytes)
+    return OnDemandEngine(build, terms, budget)
+
+
+def check_encoder_names(settings: Settings) -> None:
+    """Raises: SettingInvalid for a name that a model which generates has."""
+    if taken := sorted(settings.encoders.keys() & settings.models.keys()):
+        raise SettingInvalid(f"WEIR_ENCODERS: {', '.join(taken)} is a model of WEIR_MODELS: give the encoder another name")
+
+
+def build_encoders(settings: Settings, budget: MemoryBudget) -> dict[str, OnDemandEncoder]:
+    """One encoder per model that embeds. Raises: CheckpointInvalid naming the file."""
+    return {name: build_encoder(settings, budget, name, directory) for name, directory in settings.encoders.items()}
+
+
+def build_encoder(settings: Settings, budget: MemoryBudget, name: str, directory: Path) -> OnDemandEncoder:
+    """The place for a model that embeds, which runs while it is wanted. Raises: CheckpointInvalid naming the file."""
+    options = EncoderSettings(
+        directory=directory,
+        name=name,
+        compute_dtype=settings.engine_dtype,
+        device="cuda" if settings.engine_device == "cuda" else "cpu",
+        torch_thread_count=settings.engine_thread_count,
+        batch_token_count_max=settings.encoder_batch_tokens,
+    )
+    memory_bytes = torch_memory_bytes(directory, options.compute_dtype, kv_cache_bytes=0)
+    terms = SlotTerms(settings.model_idle_timeout_s, keep_warm=settings.min_replicas > 0, memory_bytes=memory_bytes)
+    return OnDemandEncoder(lambda: TorchEncoder(options), terms, budget)
+
+
+def engine_plan(
+    settings: Settings,
+    backend: Literal["torch", "tensorrt"],
+    name: str,
+    directory: Path,
+    adapters: dict[str, str],
+    opener: HostOpener,
+) -> tuple[Callable[[], Engine], int]:
+    """How an engine is built, and how much memory it takes. Raises: CheckpointInvalid, SettingInvalid."""
+    if backend == "torch":
+        torch = torch_settings(settings, name, directory)
+        if torch.simulation is not None:
+            return lambda: TorchEngine(torch, opener), HOST_BYTES  # no weights, no keys and values
+        return lambda: TorchEngine(torch, opener), torch_memory_bytes(directory, torch.compute_dtype, torch.kv_cache_bytes)
+    tensorrt = tensorrt_settings(settings, name, directory, adapters)
+    return lambda: TensorRtEngine(tensorrt), stored_bytes(directory)
+
+
+def adapters_by_model(settings: Settings, models: Iterable[str]) -> dict[str, dict[str, str]]:
+    """Directories of adapters by model and name. Raises: SettingInvalid for one of a model that is not served."""
+    found: dict[str, dict[str, str]] = {name: {} for name in models}
+    for key, directory in settings.lora_adapters.items():
+        model, _, adapter = key.rpartition(":")
+        if model not in found or not adapter:
+            raise SettingInvalid(f"WEIR_LORA_ADAPTERS: {key!r} must be model:adapter, with a model that is served")
+        found[model][adapter] = str(directory)
+    return found
+
+
+def tensorrt_settings(settings: Settings, name: str, directory: Path, adapters: dict[str, str]) -> TensorRtSettings:
+    """How to run a model on TensorRT-LLM. Raises: SettingInvalid."""
+    try:
+        options = TensorRtOptions(
+            kv_cache_dtype=settings.tensorrt_kv_cache_dtype,
+            tensor_parallel_size=settings.tensorrt_tensor_parallel,
+            pipeline_parallel_size=settings.tensorrt_pipeline_parallel,
+            expert_parallel_size=settings.tensorrt_expert_parallel or None,
+            kv_cache_memory_fraction=settings.tensorrt_kv_cache_fraction,
+            adapters=adapters,
+            abort_running=settings.tensorrt_abort != "never",
+            abort_prefill=settings.tensorrt_abort == "always",
+        )
+    except ValueError as error:
+        raise SettingInvalid(f"WEIR_TENSORRT_*: {error}") from error
+    return TensorRtSettings(
+        directory=directory,
+        name=name,
+        options=options,
+        running_sequence_count_max=settings.tensorrt_batch_max,
+        waiting_sequence_count_max=settings.requests_per_process_max,
+    )
+
+
+def torch_settings(settings: Settings, name: str, directory: Path) -> TorchEngineSettings:
+    """How to run a model, or, for load tests, how to act as if it ran."""
+    if settings.engine_device == "simulated":
+        log.warning("engine_simulated", model=name, time_scale=settings.simulated_time_scale)
+        return TorchEngineSettings(
+            directory=directory,
+            name=name,
+            step_token_count_max=8192,  # TensorRT-LLM's default
+            running_sequence_count_max=512,
+            waiting_sequence_count_max=settings.requests_per_process_max,  # what is to be tested stands before the engine
+            torch_thread_count=1,
+            simulation=CostModel(time_scale=settings.simulated_time_scale),
+        )
+    return TorchEngineSettings(
+        directory=directory,
+        name=name,
+        compute_dtype=settings.engine_dtype,
+        device=settings.engine_device,
+        kv_cache_bytes=settings.kv_cache_bytes,
+        torch_thread_count=settings.engine_thread_count,
+        packed_directory=settings.home / "packed" if settings.packed_weights == "on" else None,
+    )

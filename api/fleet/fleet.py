@@ -1,0 +1,169 @@
+"""What a process serves: engines and the names that they go by, from `WEIR_FLEET` or, without one, from `WEIR_MODELS`.
+
+`engines.py` has how each kind of engine is set up.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import starmap
+from pathlib import Path
+
+from api.fleet.engines import (
+    adapters_by_model,
+    build_encoder,
+    build_encoders,
+    build_engines,
+    check_budget,
+    check_encoder_names,
+    engine_plan,
+)
+from api.fleet.fleet_file import Fleet, FleetModel, FleetVersion, read_fleet
+from api.fleet.remote_engines import build_remote_engine
+from api.settings import SettingInvalid, Settings, bundled_models
+from inference.catalog import VERSION_MARK, Catalog, Share
+from inference.engine import Encoder, Engine
+from inference.fleet.memory_budget import MemoryBudget, Resident
+from inference.fleet.on_demand import OnDemandEngine, SlotTerms
+from inference.fleet.placement import POLICIES
+from inference.fleet.replica import Replica
+from inference.fleet.replica_set import ReplicaSet
+from inference.fleet.scaling import ScaledReplicaSet, Scaler
+from inference.hosts.adapter_view import AdapterView
+from inference.hosts.host_process import HostOpener, open_host
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """engines: by the names that they serve. encoders: models that embed. catalog: what can be asked for."""
+
+    engines: dict[str, Engine]
+    encoders: dict[str, Encoder]
+    catalog: Catalog
+
+
+def build_serving(settings: Settings, opener: HostOpener = open_host) -> Serving:
+    """Everything that is served. opener: where hosts come from. Raises: CheckpointInvalid naming the file, SettingInvalid."""
+    if not settings.fleet_file:
+        if settings.region:
+            raise SettingInvalid("WEIR_REGION needs WEIR_FLEET: only that file says which regions there are")
+        if settings.max_replicas < max(settings.min_replicas, 1):
+            raise SettingInvalid(f"WEIR_MAX_REPLICAS={settings.max_replicas}: must be at least WEIR_MIN_REPLICAS")
+        check_encoder_names(settings)
+        if settings.max_replicas > 1 and settings.engine_backend != "remote":
+            models = starmap(partial(several, settings), settings.models.items())
+            encoders = starmap(embedding_model, settings.encoders.items())
+            return build_fleet(settings, Fleet((*models, *encoders)), opener)
+        budget = MemoryBudget(settings.engine_memory_bytes or None)
+        engines, slots = build_engines(settings, opener, budget), build_encoders(settings, budget)
+        residents: list[Resident] = [engine for engine in engines.values() if isinstance(engine, OnDemandEngine)]
+        check_budget(budget, [*residents, *slots.values()], f"WEIR_ENGINE_MEMORY_BYTES={settings.engine_memory_bytes}")
+        return Serving(engines, dict(slots), Catalog.plain(tuple(engines)))
+    if dict(settings.models) != bundled_models() or settings.encoders or settings.remote_targets:
+        raise SettingInvalid("WEIR_FLEET excludes WEIR_MODELS, WEIR_ENCODERS and WEIR_REMOTE_TARGETS: name all models in the file")
+    fleet = read_fleet(Path(settings.fleet_file))
+    if settings.region and settings.region not in fleet.regions:
+        known = ", ".join(fleet.regions) or "none"
+        raise SettingInvalid(f"WEIR_REGION={settings.region!r}: must be a region of WEIR_FLEET; there are: {known}")
+    return build_fleet(settings, fleet, opener)
+
+
+def several(settings: Settings, name: str, directory: Path) -> FleetModel:
+    """A model of WEIR_MODELS with as many replicas as the settings say."""
+    assert settings.engine_backend != "remote", "those have their targets"
+    version = FleetVersion(
+        "",
+        settings.engine_backend,
+        directory,
+        replica_count_min=settings.min_replicas,
+        replica_count_max=settings.max_replicas,
+    )
+    return FleetModel(name, (version,))
+
+
+def embedding_model(name: str, directory: Path) -> FleetModel:
+    """A model of WEIR_ENCODERS."""
+    return FleetModel(name, (FleetVersion("", "encoder", directory),))
+
+
+def build_fleet(settings: Settings, fleet: Fleet, opener: HostOpener) -> Serving:
+    """One set of replicas per version of a model, one more name per adapter. Raises: CheckpointInvalid, SettingInvalid."""
+    adapters = adapters_by_model(settings, [model.name for model in fleet.models])
+    yard = Yard(settings, MemoryBudget(fleet.memory_bytes or settings.engine_memory_bytes or None), opener)
+    engines: dict[str, Engine] = {}
+    encoders: dict[str, Encoder] = {}
+    shares: dict[str, list[Share]] = {}
+    for model in fleet.models:
+        if model.embeds:
+            encoders[model.name] = slot = build_encoder(settings, yard.budget, model.name, model.versions[0].directory)
+            yard.slots.append(slot)
+            continue
+        for version in model.versions:
+            served = f"{model.name}{VERSION_MARK}{version.version}" if version.version else model.name
+            base = engines[served] = yard.build_set(model, version, served, adapters[model.name])
+            shares.setdefault(model.name, []).append(Share(version.version, served, version.weight))
+            for adapter in adapters[model.name]:
+                view = AdapterView(base, adapter)
+                engines[view.model.name] = view
+                shares.setdefault(f"{model.name}:{adapter}", []).append(Share(version.version, view.model.name, version.weight))
+    check_budget(yard.budget, yard.slots, "memory_bytes of WEIR_FLEET, or WEIR_ENGINE_MEMORY_BYTES")
+    return Serving(engines, encoders, Catalog(shares, fleet.aliases, fleet.regions, settings.region))
+
+
+class Yard:
+    """Builds replicas. slots: those that share this machine's memory, under one budget."""
+
+    def __init__(self, settings: Settings, budget: MemoryBudget, opener: HostOpener) -> None:
+        self.budget = budget
+        self.slots: list[Resident] = []
+        self._settings = settings
+        self._opener = opener
+
+    def build_set(self, model: FleetModel, version: FleetVersion, served: str, adapters: dict[str, str]) -> ReplicaSet:
+        """The replicas of one version. Raises: CheckpointInvalid, SettingInvalid."""
+        if adapters and version.engine != "tensorrt":
+            raise SettingInvalid(f"WEIR_LORA_ADAPTERS: {served!r} must have `engine: tensorrt`: no other serves adapters")
+        if version.engine == "remote":
+            replicas = self._remote_replicas(version, served)
+        else:
+            replicas = self._local_replicas(version, served, adapters)
+        info, policy, wait_s = replace(replicas[0].engine.model, name=served), POLICIES[model.policy](), model.recovery_wait_s
+        least = version.replica_count_min
+        if least >= version.replica_count_max:
+            return ReplicaSet(info, replicas, policy, warm_count=least, recovery_wait_s=wait_s)
+        return ScaledReplicaSet(info, replicas, policy, scaler=Scaler(least, self._idle_timeout_s(version)), recovery_wait_s=wait_s)
+
+    def _idle_timeout_s(self, version: FleetVersion) -> float:
+        return self._settings.model_idle_timeout_s if version.idle_timeout_s is None else version.idle_timeout_s
+
+    def _remote_replicas(self, version: FleetVersion, served: str) -> list[Replica]:
+        """One for each server; all are kept connected, since a connection costs next to nothing."""
+        settings = self._settings
+        found = []
+        for target in version.targets:
+            engine = build_remote_engine(settings, served, target.address, version.directory)
+            found.append(Replica(target.address, engine, target.region or settings.region))
+        return found
+
+    def _local_replicas(self, version: FleetVersion, served: str, adapters: dict[str, str]) -> list[Replica]:
+        """Those that run on this machine: the first ones kept warm, the others started when they are wanted."""
+        settings, rest = self._settings, (served, version.directory, adapters, self._opener)
+        match version.engine:
+            case "torch":
+                build, memory_bytes = engine_plan(settings, "torch", *rest)
+            case "simulated":
+                build, memory_bytes = engine_plan(replace(settings, engine_device="simulated"), "torch", *rest)
+            case "tensorrt":
+                build, memory_bytes = engine_plan(settings, "tensorrt", *rest)
+            case other:
+                raise SettingInvalid(f"WEIR_FLEET: {served!r} has `engine: {other}`, which this version of Weir cannot run")
+        idle_timeout_s = self._idle_timeout_s(version)
+        found = []
+        for index in range(version.replica_count_max):
+            is_warm = index < version.replica_count_min
+            terms = SlotTerms(idle_timeout_s, keep_warm=is_warm, memory_bytes=version.memory_bytes or memory_bytes)
+            slot = OnDemandEngine(build, terms, self.budget)
+            self.slots.append(slot)
+            found.append(Replica(f"{served}#{index}", slot, version.region or settings.region))
+        return found

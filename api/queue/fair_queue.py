@@ -1,0 +1,183 @@
+"""The queue before one engine: bounded, fair between tenants, honest about its waits.
+
+Each request has a `Place` from before its hold until it ends. Its turn comes in the order of `virtual_tokens.Line` within its
+service tier, and within the engine in the order of the ranks that it gets here; `Lookahead` says how many the engine is given at
+once; `Entrance` refuses at once what would find no place or start too late. One event loop uses it, and nothing here awaits.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from api.queue.entrance import Entrance, Tier
+from api.queue.lookahead import Lookahead
+from api.queue.places import ALL_TENANTS, Arrival, Outlook, Place, QueueLimits, QueueStatistics, ServiceTier, State
+from api.queue.virtual_tokens import INPUT_TOKEN_COST, OUTPUT_TOKEN_COST, Tenant
+from inference.engine import EngineStatistics
+
+BATCH_RANK = 1e15  # units of service that no interactive tenant reaches, at a million per second not in thirty years
+
+
+class FairQueue:
+    """All places before one engine."""
+
+    def __init__(
+        self, limits: QueueLimits, engine: Callable[[], EngineStatistics], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """engine: what it told last."""
+        self._limits = limits
+        self._engine = engine
+        self._clock = clock
+        self._tiers = {tier: Tier() for tier in ServiceTier}
+        self._lookahead = Lookahead()
+        self._entrance = Entrance(limits, self._tiers, self._lookahead)
+        self._handed: dict[Place, None] = {}  # with the engine, which has not begun with them, the first given first
+        self._number = 0
+        self._batch_moved_at = 0.0  # when the batch tier was last given something, or began to wait
+
+    def enter(self, arrival: Arrival, engine_wait_s: float = 0.0) -> Place:
+        """Take a place. engine_wait_s: until the engine takes anything at all.
+
+        Raises: QueueFull if there is none for this tenant, StartsTooLate if its turn would come after its deadline.
+        """
+        self._entrance.let_in(arrival, engine_wait_s, self._clock())
+        self._number += 1
+        return Place(self, arrival, self._number)
+
+    def wait_s(self, arrival: Arrival) -> float | None:
+        """How long a request would wait that came now; None before anything was observed."""
+        return self._entrance.wait_s(arrival)
+
+    def join(self, place: Place) -> None:
+        """Begin to wait for the turn."""
+        assert place.state is State.ENTERED, "a place waits once"
+        place.state = State.WAITING
+        arrival, tier = place.arrival, self._tiers[place.arrival.tier]
+        if arrival.tier is ServiceTier.BATCH and not tier.line:
+            self._batch_moved_at = self._clock()
+        tenant_id, weight = (arrival.tenant_id, arrival.weight) if self._limits.fair else (ALL_TENANTS, 1.0)
+        place.tenant = tier.line.join(place, tenant_id, weight)
+        self._hand_over()
+
+    def begun(self, place: Place) -> None:
+        """The engine has let a request enter."""
+        if place.state is not State.HANDED:
+            return
+        assert place.tenant is not None, "only what was handed over begins"
+        place.state = State.RUNNING
+        self._tiers[place.arrival.tier].line.begun(place, place.tenant)
+        steps = self._engine().step_count - place.handed_at_step
+        behind = any(tier.line for tier in self._tiers.values())
+        overtakes = next(iter(self._handed)).rank > place.rank
+        if not (place.arrival.compiles or overtakes):  # else it was its grammar that it waited for, or nothing
+            self._lookahead.entered(steps, behind=behind)
+        self._take_back(place)
+        self._hand_over()
+
+    def generated(self, place: Place, token_count: int) -> None:
+        """Charge for output, and note what was served."""
+        assert place.tenant is not None, "only what was handed over generates"
+        tier = self._tiers[place.arrival.tier]
+        units = OUTPUT_TOKEN_COST * token_count
+        if not place.generated_token_count:
+            units += INPUT_TOKEN_COST * place.input_token_count
+        place.generated_token_count += token_count
+        tier.line.generated(place, place.tenant, token_count)
+        tier.waits.rate.served(units, self._clock())
+
+    def leave(self, place: Place) -> None:
+        """Give a place back."""
+        state, arrival = place.state, place.arrival
+        place.state = State.GONE
+        tier = self._tiers[arrival.tier]
+        match state:
+            case State.ENTERED:
+                self._entrance.passed(arrival)
+            case State.WAITING:
+                assert place.tenant is not None
+                tier.line.leave(place, place.tenant)
+                self._entrance.passed(arrival)
+            case State.HANDED | State.RUNNING:
+                assert place.tenant is not None
+                tier.line.ended(place, place.tenant)
+                if state is State.HANDED:
+                    self._take_back(place)
+                else:
+                    tier.waits.ended(place.tenant, place.generated_token_count)
+            case State.GONE:
+                return
+        self._hand_over()
+
+    def outlook(self) -> list[Outlook]:
+        """What everybody who waits may expect, the next first. Takes time in proportion to how many they are."""
+        found: list[Outlook] = []
+        for tier in self._tiers.values():
+            units, ordered = 0.0, []
+            for tenant in tier.line.waiting_tenants():
+                level = tenant.rank
+                for place in tenant.waiting:
+                    cost = tier.waits.cost(place.input_token_count, place.output_token_count_max)
+                    ordered.append((level, place.number, place, cost))
+                    level += cost / tenant.weight
+            for _, _, place, cost in sorted(ordered, key=lambda each: each[:2]):
+                found.append(Outlook(place, self._lookahead.pending_count + len(found), tier.waits.seconds(units)))
+                units += cost
+        return found
+
+    def statistics(self) -> QueueStatistics:
+        """Never blocks; takes time in proportion to how many wait."""
+        entrance = self._entrance
+        return QueueStatistics(
+            waiting_count=entrance.waiting_count,
+            waiting_count_peak=entrance.waiting_count_peak,
+            promise_count=entrance.promise_count,
+            refused_count=entrance.refused_count,
+            engine_pending_count=self._lookahead.pending_count,
+            engine_window=int(self._lookahead.window),
+            longest_wait_s=max((each.wait_s for each in self.outlook() if each.wait_s is not None), default=None),
+        )
+
+    def _hand_over(self) -> None:
+        """Give the engine what it has room for."""
+        now, engine = self._clock(), self._engine()
+        self._lookahead.spread(engine.replica_count)
+        while (turn := self._next_turn(now)) is not None:
+            tier, tenant, rank = turn
+            if not self._lookahead.has_room(rank):
+                break
+            if tier is self._tiers[ServiceTier.BATCH]:
+                self._batch_moved_at = now
+            place = tier.line.take(tenant, tier.waits.output_tokens(tenant, tenant.first.output_token_count_max))
+            place.rank = rank
+            self._entrance.passed(place.arrival)
+            self._handed[place] = None
+            self._lookahead.given(rank, place.arrival.sequence_count, compiles=place.arrival.compiles)
+            place.handed_at_step = engine.step_count
+            place.state = State.HANDED
+            place.on_turn()
+        for tier in self._tiers.values():
+            tier.waits.rate.watch(now, waiting=bool(tier.line))
+
+    def _take_back(self, place: Place) -> None:
+        """The engine has begun with a request, or never will."""
+        del self._handed[place]
+        self._lookahead.gone(place.rank, place.arrival.sequence_count, compiles=place.arrival.compiles)
+
+    def _next_turn(self, now: float) -> tuple[Tier, Tenant[Place], float] | None:
+        """Whose turn it is, and with which rank.
+
+        Interactive first, unless the batch tier has waited for so long that the next turn is its own: then it is ranked as if it
+        were interactive and came back from idling. Otherwise batch comes after everything interactive in the engine, too.
+        """
+        interactive, batch = self._tiers[ServiceTier.INTERACTIVE].line, self._tiers[ServiceTier.BATCH].line
+        is_overdue = now - self._batch_moved_at >= self._limits.batch_wait_s_max
+        if batch and (is_overdue or not interactive):
+            tenant = batch.next_tenant()
+            assert tenant is not None, "something of the tier waits"
+            rank = interactive.level() if interactive else BATCH_RANK + tenant.rank
+            return self._tiers[ServiceTier.BATCH], tenant, rank if self._limits.fair else 0.0
+        tenant = interactive.next_tenant()
+        if tenant is None:
+            return None
+        return self._tiers[ServiceTier.INTERACTIVE], tenant, tenant.rank if self._limits.fair else 0.0

@@ -1,0 +1,1 @@
+"""One request from its start frame to its settlement: prepared, admitted, run, limited, interrupted."""

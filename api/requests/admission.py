@@ -1,0 +1,216 @@
+"""The one decision to serve: a permit in memory, then a hold in PostgreSQL. There is no other way to reach an engine.
+
+Entering takes both or neither; leaving ends the hold exactly once, on every exit alike, and gives the permit back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import uuid
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+
+import structlog
+
+from api.errors import Draining, Overloaded
+from api.settings import Settings
+from api.streams.outbox import UsageSoFar
+from metering.errors import MeteringError
+from metering.holds.holds import HoldStore
+from metering.holds.journal import UsageJournal
+from metering.models import ServiceTier
+from metering.operations import Admit, Admitted, Extend, Outcome, Payer, Settle, Settled
+
+log = structlog.get_logger(__name__)
+
+
+class Capacity:
+    """Permits to run requests in this process: overload is shed here, before the database is touched."""
+
+    def __init__(self, permit_count_max: int) -> None:
+        self._permit_count_max = permit_count_max
+        self._taken_count = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._draining = False
+
+    @property
+    def taken_count(self) -> int:
+        """Requests that hold a permit now."""
+        return self._taken_count
+
+    @contextlib.contextmanager
+    def permit(self) -> Iterator[None]:
+        """Raises: Draining, Overloaded."""
+        if self._draining:
+            raise Draining("this server is shutting down: the same request will be served elsewhere")
+        if self._taken_count >= self._permit_count_max:
+            raise Overloaded(f"this server runs {self._taken_count} requests, as many as it may")
+        self._taken_count += 1
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self._taken_count -= 1
+            if not self._taken_count:
+                self._idle.set()
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether no more permits are given."""
+        return self._draining
+
+    def drain(self) -> None:
+        """Give no more permits."""
+        self._draining = True
+
+    async def idle(self) -> None:
+        """Wait until no permit is out."""
+        await self._idle.wait()
+
+
+@dataclass(frozen=True, slots=True)
+class AdmissionRequest:
+    """What admission has to know of a request. max_output_token_count: what the request and the context window allow.
+
+    embedding: its input is to be embedded, and there is no output.
+    """
+
+    payer: Payer
+    request_id: uuid.UUID
+    payload_hash: bytes
+    model: str
+    input_token_count: int
+    max_output_token_count: int
+    labels: dict[str, str]
+    tier: ServiceTier = ServiceTier.INTERACTIVE
+    embedding: bool = False
+
+
+class Lease:
+    """The hold of one admitted request while it runs.
+
+    Set `outcome` and `timings` before leaving; with no outcome the exit is a failure. `settled` is there afterwards, unless nothing
+    was to be billed.
+    """
+
+    def __init__(self, admission: Admission, request: AdmissionRequest, admitted: Admitted, usage: UsageSoFar) -> None:
+        self.admitted = admitted
+        self.usage = usage
+        self.outcome: Outcome | None = None
+        self.timings: dict[str, float] | None = None
+        self.settled: Settled | None = None
+        self._admission = admission
+        self._max_output_token_count = request.max_output_token_count
+        self._leased_token_count = admitted.leased_token_count
+        self._lock = asyncio.Lock()
+        self._anticipating = False
+
+    def lapse(self) -> MeteringError | None:
+        """Why no more tokens may leave under this hold, whatever is leased; None while they may."""
+        return self._admission.holds.lapse(self.admitted.hold_id)
+
+    def allow(self, max_output_token_count: int) -> None:
+        """The request may have so many output tokens in all, if it could not have more before."""
+        self._max_output_token_count = max(self._max_output_token_count, max_output_token_count)
+
+    async def cover(self, token_count: int) -> None:
+        """Make sure that so many output tokens in all may be delivered; returns at once where they are leased already.
+
+        Raises: QuotaExceeded if a quota has no room for them, HoldEnded, StoreAway. What was leased before stays leased.
+        """
+        while token_count > self._leased_token_count:
+            await self._extend_beyond(self._leased_token_count)
+        if self._leased_token_count - token_count <= self._admission.settings.lease_margin_tokens:
+            self._anticipate()
+
+    def _anticipate(self) -> None:
+        """Extend in the background, so that the stream does not wait for the database at the end of the slice."""
+        if not self._anticipating and self._leased_token_count < self._max_output_token_count:
+            self._anticipating = True
+            self._admission.tasks.create_task(self._extend_quietly(self._leased_token_count), name="lease extension")
+
+    async def _extend_quietly(self, leased_token_count: int) -> None:
+        try:
+            await self._extend_beyond(leased_token_count)
+        except MeteringError as refusal:
+            # `cover` asks again when the tokens are needed, and then it matters.
+            log.debug("lease_extension_refused", hold_id=str(self.admitted.hold_id), cause=str(refusal))
+
+    async def _extend_beyond(self, leased_token_count: int) -> None:
+        async with self._lock:
+            if self._leased_token_count > leased_token_count:
+                return
+            wanted = min(self._admission.settings.lease_slice_tokens, self._max_output_token_count - self._leased_token_count)
+            assert wanted > 0, "the engine may not produce more than the request allows"
+            extended = await self._admission.holds.extend(
+                Extend(self.admitted.hold_id, self.usage.delivered_token_count, self.usage.cached_input_token_count, wanted)
+            )
+            self._leased_token_count = extended.leased_token_count
+            self._anticipating = False
+
+    async def end(self) -> None:
+        """Settle what was delivered, or void if nothing is to be billed."""
+        usage, hold_id = self.usage, self.admitted.hold_id
+        failed_before_delivery = self.outcome is None and not usage.delivered_token_count
+        if failed_before_delivery or not usage.input_token_count:
+            await self._admission.holds.void(hold_id)
+        else:
+            self.settled = await self._admission.holds.settle(
+                Settle(
+                    hold_id=hold_id,
+                    input_token_count=usage.input_token_count,
+                    cached_input_token_count=usage.cached_input_token_count,
+                    generated_token_count=max(usage.generated_token_count, usage.delivered_token_count),
+                    delivered_token_count=usage.delivered_token_count,
+                    outcome=self.outcome or Outcome.FAILED,
+                    timings=self.timings,
+                )
+            )
+        self._admission.journal.forget(hold_id)
+
+
+class Admission:
+    """Lets requests in, and sees to it that each ends."""
+
+    def __init__(
+        self, settings: Settings, capacity: Capacity, holds: HoldStore, journal: UsageJournal, tasks: asyncio.TaskGroup
+    ) -> None:
+        self.settings = settings
+        self.capacity = capacity
+        self.holds = holds
+        self.journal = journal
+        self.tasks = tasks
+        self.admitted_count = 0  # since the start
+
+    @contextlib.asynccontextmanager
+    async def admit(self, request: AdmissionRequest, usage: UsageSoFar) -> AsyncIterator[Lease]:
+        """Hold what the request may cost; on leaving, end the hold with what `usage` says then.
+
+        Raises on entering: Draining, Overloaded, QuotaExceeded, PriceMissing, KeyInvalid, RequestIdReused, RequestInFlight,
+        RequestSettled, StoreAway. A refused request leaves no trace.
+        """
+        slice_tokens = min(self.settings.lease_slice_tokens, request.max_output_token_count)
+        with self.capacity.permit():
+            admitted = await self.holds.admit(
+                Admit(
+                    hold_id=uuid.uuid4(),
+                    payer=request.payer,
+                    request_id=request.request_id,
+                    payload_hash=request.payload_hash,
+                    model=request.model,
+                    input_token_count=request.input_token_count,
+                    first_slice_token_count=slice_tokens,
+                    least_slice_token_count=min(self.settings.lease_least_tokens, slice_tokens),
+                    labels=request.labels,
+                    tier=request.tier,
+                    embedding=request.embedding,
+                )
+            )
+            self.admitted_count += 1
+            lease = Lease(self, request, admitted, usage)
+            try:
+                yield lease
+            finally:
+                await lease.end()

@@ -1,0 +1,140 @@
+"""One admitted request on its engine: events become output, counts and times; it goes on where its client has raised the limit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import structlog
+
+from api.errors import FieldViolation, InvalidRequest
+from api.queue.places import Place
+from api.requests.output_limits import OutputLimits
+from api.requests.reply import Reply
+from api.requests.stopwatch import Stopwatch
+from api.streams.outbox import UsageSoFar
+from api.wire import OUTCOMES
+from inference.engine import (
+    ChoiceFinished,
+    Engine,
+    EngineFinishReason,
+    EngineTimings,
+    GenerationRequest,
+    ModelInfo,
+    Scheduled,
+    SequenceFinished,
+    SequenceStream,
+    TokensGenerated,
+)
+from inference.errors import EngineFailed
+from metering.operations import Outcome
+
+log = structlog.get_logger(__name__)
+
+
+class EngineRun:
+    """Where a request is while the engine has it. migration_count: how often it has changed its engine after its first token.
+
+    has_ended: it has all its output, and its limits are of no more use."""
+
+    def __init__(
+        self,
+        request: GenerationRequest,
+        place: Place,
+        limits: OutputLimits,
+        reply: Reply,
+        watch: Stopwatch,
+        usage: UsageSoFar,
+        on_begun: Callable[[], None],
+    ) -> None:
+        """on_begun: called when the engine has let it enter."""
+        self.migration_count = 0
+        self.has_ended = False
+        self._request = request
+        self._place = place
+        self._limits = limits
+        self._reply = reply
+        self._watch = watch
+        self._usage = usage
+        self._on_begun = on_begun
+        self._sequence: SequenceStream | None = None
+        self._is_cancelled = False
+        self._output: list[int] = []  # of a request that may be continued
+        self._first_timings: EngineTimings | None = None  # of one that was continued
+
+    def cancel(self) -> None:
+        """Stop it; idempotent, never blocks."""
+        self._is_cancelled = True
+        if self._sequence is not None:
+            self._sequence.cancel()
+
+    async def run(self, engine: Engine) -> Outcome:
+        """Hand on what the engine generates; the outcome as the engine saw it. Raises what breaks it."""
+        request = replace(self._request, rank=self._place.rank)
+        while True:
+            async with engine.generate(request) as sequence:
+                self._sequence = sequence
+                if self._is_cancelled:  # while the engine was taking it
+                    sequence.cancel()
+                outcome = await self._stream(sequence)
+            if outcome is not None:
+                return outcome
+            limits = self._limits
+            limits.engine_token_count_max = limits.asked_token_count_max
+            stop = replace(request.stop, max_output_tokens=limits.engine_token_count_max)
+            request = replace(request, stop=stop, output_token_ids=tuple(self._output))
+
+    async def _stream(self, sequence: SequenceStream) -> Outcome | None:
+        """The outcome, or None if it is to go on from where it has ended."""
+        usage, request = self._usage, self._request
+        async for event in sequence:
+            match event:
+                case Scheduled():
+                    if not self._first_timings:
+                        self._on_begun()
+                        self._place.begun()
+                        usage.input_token_count = len(request.prompt_token_ids)
+                        usage.cached_input_token_count = event.cached_token_count
+                        self._limits.begun(usage.input_token_count, usage.cached_input_token_count)
+                case TokensGenerated():
+                    self._watch.first_token()
+                    self._place.generated(len(event.token_ids))
+                    usage.generated_token_count += len(event.token_ids)
+                    if request.may_be_continued:
+                        self._output += event.token_ids
+                    await self._reply.hand_on(event)
+                case ChoiceFinished():
+                    await self._reply.hand_on_rest(event.choice_index, event.text)
+                    self._reply.end_choice(event.choice_index, OUTCOMES[event.reason])
+                case SequenceFinished():
+                    return await self._finish(event)
+        raise EngineFailed("the engine's events ended without a last one")
+
+    async def _finish(self, event: SequenceFinished) -> Outcome | None:
+        self._usage.generated_token_count = event.generated_token_count
+        if event.migration_count:
+            self.migration_count += event.migration_count
+            log.info("request_migrated", migration_count=event.migration_count)
+        if event.reason is EngineFinishReason.LENGTH and self._limits.is_raised and not self._is_cancelled:
+            # What is held back is not told: the engine that goes on reads the same tokens, and holds it back itself.
+            self._first_timings = self._first_timings or event.timings
+            return None
+        self.has_ended = True
+        self._watch.engine_finished(self._first_timings or event.timings)
+        if self._request.choice_count == 1:
+            await self._reply.hand_on_rest(0, event.text)
+        return OUTCOMES[event.reason]
+
+
+def check_output_change(request: GenerationRequest, model: ModelInfo, max_output_tokens: int) -> None:
+    """Raises: InvalidRequest if a request that runs cannot have so many output tokens in all."""
+    wrong, room = "", model.context_window_tokens - len(request.prompt_token_ids)
+    if request.choice_count > 1 or request.beam_search is not None:
+        wrong = "cannot be changed for several choices or beam search"
+    elif max_output_tokens > room:
+        wrong = f"must be at most {room}, which the context window leaves, not {max_output_tokens}"
+    elif max_output_tokens > request.stop.max_output_tokens and not (request.may_be_continued and model.continues_output):
+        why = "with a response format" if request.response_format is not None else "by the engine of this model"
+        wrong = f"cannot be raised above {request.stop.max_output_tokens} {why}"
+    if wrong:
+        raise InvalidRequest([FieldViolation("update.max_output_tokens", wrong)])

@@ -1,0 +1,335 @@
+"""The life of one request, from its start frame to its settlement, as one task of the process.
+
+A request does not belong to the stream it came on: the stream going away stops it, or lets it go on unattended if the client wants
+that, and it ends and is settled by itself, with nobody's cancellation able to cut that short. Other streams may take it over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+import uuid
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import TYPE_CHECKING
+
+import structlog
+from weir.v1 import inference_service_pb2 as pb
+
+from api.errors import ApiError, CancelledEarly, DeadlineBeforeStart, EngineLost, EngineLostMidway, NotAdmittedYet, status_of
+from api.queue.places import Outlook, Place
+from api.requests.admission import Lease
+from api.requests.engine_run import EngineRun, check_output_change
+from api.requests.interruption import Interruption
+from api.requests.output_limits import LimitChange, OutputLimits, parse_update
+from api.requests.preparation import admission_request, arrival_of, prepare, routed
+from api.requests.readiness import RETRY_S_MIN, wait_until_ready
+from api.requests.reply import UNDELIVERED_OUTCOMES, Reply
+from api.requests.stopwatch import Stopwatch
+from api.streams import frames
+from api.streams.attendance import Attendance
+from api.streams.feed import Feed, FlowControl
+from api.streams.outbox import UsageSoFar
+from api.streams.receiver import Receiver
+from api.wire import ValidStart
+from inference.engine import (
+    Engine,
+    EngineState,
+    GenerationRequest,
+)
+from inference.errors import EngineFailed
+from metering.errors import RequestInFlight, RequestSettled
+from metering.operations import Outcome, Payer, Settled
+
+if TYPE_CHECKING:
+    from api.process import Process
+
+
+log = structlog.get_logger(__name__)
+
+
+class Phase(Enum):
+    """Where a request stands."""
+
+    PREPARING = auto()
+    LOADING = auto()
+    QUEUED = auto()
+    STREAMING = auto()
+    ENDING = auto()
+
+
+class Stopped(Exception):
+    """The request was stopped before it reached the engine."""
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who asks, with what key, and since when. received_at and deadline, the latest time to begin, on the monotonic clock."""
+
+    payer: Payer
+    auth_ms: float
+    received_at: float
+    deadline: float | None = None
+    secret: str = field(default="", repr=False)
+
+
+class LiveRequest:
+    """One request."""
+
+    def __init__(self, caller: Caller, start: ValidStart, process: Process, receiver: Receiver) -> None:
+        self.caller = caller
+        self.start = start
+        self.phase = Phase.PREPARING
+        self.place: Place | None = None  # in the queue, once it has been let in
+        self._process = process
+        flow = FlowControl(
+            start.initial_credit_tokens, process.admission.settings.client_stall_max_s, lambda: self.stop(Outcome.SLOW_CONSUMER)
+        )
+        self.feed = Feed(receiver, start.model, flow, process.mailboxes.open() if start.keep_s is not None else None)
+        self.attendance = Attendance(self.feed, start.keep_s, self.stop, self.update)
+        self._reply = Reply(self.feed, start, self.stop)
+        self._watch = Stopwatch(caller.received_at, caller.auth_ms)
+        self._interruption = Interruption(self._interruption_error)
+        self._engine_run: EngineRun | None = None  # once it was its turn
+        self._lease: Lease | None = None  # while the request waits or runs under it
+        self._engine_outcome: Outcome | None = None  # once the engine has ended it
+        self._limits: OutputLimits | None = None  # once it is admitted
+        self._request: GenerationRequest | None = None
+        self._stop_outcome: Outcome | None = None
+        self._stop_error: Exception | None = None
+
+    @property
+    def hold_id(self) -> uuid.UUID | None:
+        """Its hold, once it has one."""
+        return self.feed.tally.hold_id
+
+    @property
+    def usage(self) -> UsageSoFar:
+        """Its tokens so far."""
+        return self.feed.tally.usage
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Delivered tokens per second since the first one; 0 before the second."""
+        later_token_count, elapsed_s = self.usage.delivered_token_count - 1, self._watch.since_first_token_s
+        return later_token_count / elapsed_s if later_token_count > 0 and elapsed_s > 0 else 0.0
+
+    def ends(self) -> dict[int, Outcome]:
+        """How each choice has ended, by index, once nothing more is generated."""
+        ended = self._stop_outcome or self._engine_outcome or Outcome.FAILED
+        return self._reply.ends_of_choices(ended) or {0: ended}
+
+    def run_in(self, tasks: asyncio.TaskGroup) -> None:
+        """Begin."""
+        tasks.create_task(self._run(), name=f"request {self.start.request_id}")
+
+    def stop(self, outcome: Outcome, error: Exception | None = None) -> None:
+        """End the request as soon as possible, for this reason; the first reason given stands. Never blocks.
+
+        error: what to tell the client instead of a finish reason. What was delivered is settled all the same.
+        """
+        if self._stop_outcome is not None or self.phase is Phase.ENDING:
+            return
+        self._stop_outcome, self._stop_error = outcome, error
+        self.attendance.stopping = True
+        broken = error is not None and self.feed.takes_whole  # a part of an answer is no answer
+        self._reply.cut_off(discard=broken or outcome in UNDELIVERED_OUTCOMES)
+        if self._engine_run is not None:
+            self._engine_run.cancel()
+        else:
+            self._interruption.interrupt()
+
+    @property
+    def _migration_count(self) -> int:
+        return self._engine_run.migration_count if self._engine_run is not None else 0
+
+    def _begun(self) -> None:
+        self.phase = Phase.STREAMING
+
+    def update(self, message: pb.UpdateFrame) -> None:
+        """Change the limits of the request, and tell the client which ones hold. Never raises; the request goes on in any case."""
+        if self._stop_outcome is not None or (self._engine_run is not None and self._engine_run.has_ended):
+            return
+        refusal = None
+        try:
+            self._change_limits(parse_update(message))
+        except ApiError as error:
+            refusal = status_of(error)
+        self._reply.push(frames.updated(self._limits, refusal))
+        if refusal is None:
+            self._reply.end_at_limit()
+
+    def _change_limits(self, change: LimitChange) -> None:
+        """Raises: InvalidRequest, NotAdmittedYet; nothing has changed then."""
+        limits, lease, request = self._limits, self._lease, self._request
+        if limits is None or lease is None or request is None:
+            raise NotAdmittedYet("the request has not been admitted yet: change its limits after the `admitted` frame")
+        if change.max_cost is not None:
+            limits.check_currency(change.max_cost, "update.max_cost")
+        if change.max_output_tokens is not None:
+            engine = self._process.router.engine(self.start.served)
+            check_output_change(request, engine.model, change.max_output_tokens)
+            lease.allow(change.max_output_tokens)
+        limits.change(change)
+
+    async def _run(self) -> None:
+        lease: Lease | None = None
+        end: pb.ServerFrame | None = None
+        try:
+            structlog.contextvars.bind_contextvars(request_id=str(self.start.request_id))  # of this task alone, so never unbound
+            async with contextlib.AsyncExitStack() as stack:
+                with self._interruption.possible():
+                    engine, request = await self._prepare()
+                    place = stack.enter_context(self._enter_queue(engine, request))
+                    asked = admission_request(self.start, request, self.caller.payer)
+                    admission = self._process.admission.admit(asked, self.usage)
+                    lease = await stack.enter_async_context(admission)
+                    self._watch.lap("admission")
+                await self._generate(engine, request, lease, place)
+            self._watch.lap("settle")
+            ends = self._reply.ends_of_choices(self._stop_outcome or Outcome.CANCELLED)
+            end = frames.finished(lease, self._watch.timings(), self._reply.exhausted, ends, self._migration_count)
+        except RequestSettled as error:
+            end = frames.failed(status_of(error), error.settled)
+        except RequestInFlight as error:
+            if not self._process.receive_elsewhere(self):
+                end = frames.failed(status_of(error), None)
+        except EngineFailed:  # its own log says why
+            settled = lease.settled if lease else None
+            end = frames.failed(status_of(self._engine_loss(settled)), settled)
+        except Exception as error:
+            end = frames.failed(status_of(error), lease.settled if lease else None)
+        finally:
+            self.attendance.ended()
+            self._process.generated(self, can_be_received=lease is not None and lease.settled is not None)
+            self.feed.end(end)
+
+    def _engine_loss(self, settled: Settled | None) -> EngineLost | EngineLostMidway:
+        """What the client is told of an engine that broke: whether anything is billed decides with which id it may try again."""
+        if settled is not None:
+            return EngineLostMidway(settled.delivered_token_count)
+        return EngineLost(max(self._process.router.engine(self.start.served).condition().retry_after_s, RETRY_S_MIN))
+
+    async def _prepare(self) -> tuple[Engine, GenerationRequest]:
+        process, salt = self._process, str(self.caller.payer.organization_id)
+        self.start, engine = routed(self.start, process.router)
+        request = await prepare(self.start, engine, process.tokenizers[self.start.served], process.safety, salt)
+        self._watch.lap("tokenize")
+        return engine, request
+
+    def _enter_queue(self, engine: Engine, request: GenerationRequest) -> Place:
+        """A place in the queue, taken before the hold, so that what is refused here has touched nothing. Raises as `enter`."""
+        caller, weights = self.caller, self._process.admission.settings.queue_weights
+        engine_wait_s = 0.0 if engine.healthy() else engine.condition().retry_after_s
+        arrival = arrival_of(self.start, request, caller.payer, weights, caller.received_at, caller.deadline)
+        self.place = self._process.queues[self.start.served].enter(arrival, engine_wait_s)
+        return self.place
+
+    async def _generate(self, engine: Engine, request: GenerationRequest, lease: Lease, place: Place) -> None:
+        """Run the request under its hold, and leave `lease` with how it ended. Raises what breaks it."""
+        limits = OutputLimits(lease.admitted.prices, request.stop.max_output_tokens, self.start.max_cost)
+        limits.check_input(len(request.prompt_token_ids))
+        self._limits, self._request = limits, request
+        self._reply.open(lease, limits, self._process.admission.settings, self._process.safety)
+        self.feed.tally.fence = lambda: self._may_send(lease)
+        self._lease = lease
+        predicted = engine.predict_cached_token_count(request.prompt_token_ids, request.cache_salt)
+        self._reply.push(frames.admitted(lease.admitted, len(request.prompt_token_ids), predicted))
+        timer = self._start_timer()
+        try:
+            with self._interruption.possible():
+                await self._wait_for_turn(engine, place, lease)
+            self._engine_run = EngineRun(request, place, limits, self._reply, self._watch, self.usage, self._begun)
+            if self._stop_outcome is not None:
+                self._engine_run.cancel()
+            self._engine_outcome = await self._engine_run.run(engine)
+        except Stopped:
+            assert self._stop_outcome is not None
+            lease.outcome = self._stop_outcome
+            return
+        except Exception:
+            if self.feed.takes_whole:
+                self._reply.cut_off(discard=True)
+            raise
+        finally:
+            self._lease = None
+            if timer is not None:
+                timer.cancel()
+            place.leave()  # the engine is done with it; settling it is nothing that others wait for
+            # On every way out: what still waits here would be delivered after it had been settled without.
+            await self._reply.flush()
+        if self._stop_error is not None:
+            if self._stop_outcome is not Outcome.FAILED:  # ended by others, not broken: it counts as what it was ended as
+                lease.outcome = self._stop_outcome
+            raise self._stop_error
+        self.phase = Phase.ENDING
+        lease.outcome = self._stop_outcome or self._engine_outcome
+        self._watch.lap("client_stall")
+        lease.timings = self._watch.timings()
+
+    def end_if_lapsed(self) -> None:
+        """End the request if its hold has lapsed, whatever it was about to do."""
+        if self._lease is not None and (lapse := self._lease.lapse()) is not None:
+            self.stop(Outcome.FAILED, lapse)
+
+    def _may_send(self, lease: Lease) -> bool:
+        """Whether tokens may leave. Where one hold has lapsed, most have: this process was asleep."""
+        lapsed = lease.lapse() is not None
+        if lapsed and self._stop_outcome is None:
+            self._process.end_lapsed()
+        return not lapsed
+
+    def _start_timer(self) -> asyncio.TimerHandle | None:
+        """End the request as `DEADLINE` if the engine has not begun with it in time, wherever it waits then."""
+        if self.start.start_timeout_s is None:
+            return None
+        left_s = self.caller.received_at + self.start.start_timeout_s - time.monotonic()
+        return asyncio.get_running_loop().call_later(left_s, self._stop_unless_begun)
+
+    def _stop_unless_begun(self) -> None:
+        if not self.usage.input_token_count:
+            self.stop(Outcome.DEADLINE)
+
+    async def _wait_for_turn(self, engine: Engine, place: Place, lease: Lease) -> None:
+        """Wait for the engine, and for the turn with it."""
+        await self._wait_until_ready(engine)
+        self._watch.lap("cold_start")
+        self.phase = Phase.QUEUED
+        await place.turn()
+        self._watch.lap("queue")
+        await self._wait_until_ready(engine)  # it may have gone meanwhile
+        self._watch.lap("cold_start")
+        self.phase = Phase.QUEUED
+        # This process may have slept while the request waited: then the engine is to spend nothing on it.
+        if (lapse := lease.lapse()) is not None:
+            raise lapse
+
+    async def _wait_until_ready(self, engine: Engine) -> None:
+        if engine.healthy():
+            return
+        self.phase = Phase.LOADING
+        self.tell_progress(None)
+        await wait_until_ready(engine, self.start.model, self._process.admission.settings.cold_start_wait_s)
+
+    def _interruption_error(self) -> Exception | None:
+        """What a request that was stopped before it streamed ends with; None while nobody has stopped it."""
+        if self._stop_outcome is None:
+            return None
+        if self._stop_error is not None:
+            return self._stop_error
+        if self.hold_id is not None:
+            return Stopped()
+        if self._stop_outcome is Outcome.DEADLINE:
+            return DeadlineBeforeStart("the deadline passed before the request was admitted")
+        return CancelledEarly("the request was cancelled before it was admitted")
+
+    def tell_progress(self, outlook: Outlook | None) -> None:
+        """Send a progress frame if the request waits for something that takes long. outlook: None if it is the engine's already."""
+        if self.phase is Phase.LOADING:  # so the model exists
+            condition = self._process.router.engine(self.start.served).condition()
+            if condition.state is not EngineState.READY:
+                self._reply.push(frames.loading(condition))
+        elif self.phase is Phase.QUEUED:
+            position, wait_s = (outlook.position, outlook.wait_s) if outlook is not None else (0, None)
+            self._reply.push(frames.queued(position, wait_s))

@@ -1,0 +1,65 @@
+"""What other processes may ask of this one, over its control channel: to end requests, and to tell what it runs."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from typing import Any
+
+from api.access.auth import Authenticator
+from api.errors import CancelledByAdmin, KeyRevokedMidway
+from api.process import Process, Running
+from api.requests.live import Phase
+from metering.control.stop_orders import StopOrder
+from metering.operations import Outcome
+
+
+def process_name() -> str:
+    """This process for people: "host:pid"."""
+    return f"{socket.gethostname()}:{os.getpid()}"
+
+
+def obey(process: Process, authenticator: Authenticator, order: StopOrder) -> None:
+    """End what the order names, as far as it runs here. What was delivered is settled, and the client is told why it ended."""
+    if order.api_key_id is not None:
+        authenticator.forget(order.api_key_id)
+    for request in process.running():
+        payer = request.caller.payer
+        if order.api_key_id is not None and payer.api_key_id == order.api_key_id:
+            request.stop(Outcome.CANCELLED, KeyRevokedMidway("the API key of this request was revoked"))
+        elif (order.project_id, order.request_id) == (payer.project_id, request.start.request_id):
+            why = f": {order.reason}" if order.reason else ""
+            request.stop(Outcome.CANCELLED, CancelledByAdmin(f"an administrator has ended this request{why}"))
+
+
+def report(process: Process) -> list[dict[str, Any]]:
+    """What runs here, one record per request, with the columns that `metering/control/live.py` reads."""
+    now = time.monotonic()
+    return [record(request, now) for request in process.running()]
+
+
+def record(request: Running, now: float) -> dict[str, Any]:
+    """One request, without a word of its content."""
+    payer, usage = request.caller.payer, request.usage
+    return {
+        "hold_id": None if request.hold_id is None else str(request.hold_id),
+        "request_id": str(request.start.request_id),
+        "organization_id": str(payer.organization_id),
+        "project_id": str(payer.project_id),
+        "api_key_id": str(payer.api_key_id),
+        "model": request.start.model,
+        "phase": phase_word(request),
+        "age_s": now - request.caller.received_at,
+        "input_token_count": usage.input_token_count,
+        "cached_input_token_count": usage.cached_input_token_count,
+        "delivered_token_count": usage.delivered_token_count,
+        "tokens_per_second": request.tokens_per_second,
+    }
+
+
+def phase_word(request: Running) -> str:
+    """Where a request stands; what the engine works on is told apart by whether a token has come."""
+    if request.phase is Phase.STREAMING:
+        return "decode" if request.usage.generated_token_count else "prefill"
+    return request.phase.name.lower()

@@ -1,0 +1,95 @@
+"""From a valid start frame to what engine, queue and admission are asked: all that can be known without holding anything."""
+
+from __future__ import annotations
+
+import math
+import uuid
+from collections.abc import Mapping
+from dataclasses import replace
+
+from api.errors import FieldViolation, InvalidRequest, PromptTooLong
+from api.queue.places import Arrival
+from api.requests.admission import AdmissionRequest
+from api.requests.decoding import check_against_model
+from api.requests.tokenizing import check_prompt, tokenize
+from api.wire import ValidStart
+from inference.engine import Engine, GenerationRequest, SequenceId
+from inference.router import Router
+from inference.safety.safety import SafetyChecker
+from inference.text.tokenizer import Tokenizer
+from metering.operations import Payer
+
+
+def routed(start: ValidStart, router: Router) -> tuple[ValidStart, Engine]:
+    """The request under its model's own name, and the engine for it. Raises: ModelUnknown, RequestImpossible."""
+    route = router.route(start.model, str(start.request_id), start.region)
+    return replace(start, model=route.model, regions=route.regions, served=route.engine.model.name), route.engine
+
+
+async def prepare(
+    start: ValidStart, engine: Engine, tokenizer: Tokenizer, safety: SafetyChecker | None, cache_salt: str
+) -> GenerationRequest:
+    """Tokenize the prompt and hold everything against the model and its context window.
+
+    Raises: PromptTooLong, InvalidRequest, PromptFiltered, SafetyUnavailable, ChatTemplateFailed.
+    """
+    prompt_token_ids = await tokenize(tokenizer, start.prompt)
+    window = engine.model.context_window_tokens
+    wanted, room = start.stop.max_output_tokens, window - len(prompt_token_ids)
+    if (wanted or 1) > room:
+        raise PromptTooLong(len(prompt_token_ids), wanted, window)
+    if (size := engine.model.vocabulary_size) <= max(prompt_token_ids, default=0) or min(prompt_token_ids, default=0) < 0:
+        raise InvalidRequest([FieldViolation("token_ids.ids", f"must each be from 0 to {size - 1}")])
+    request = GenerationRequest(
+        sequence_id=SequenceId(str(uuid.uuid4())),
+        prompt_token_ids=prompt_token_ids,
+        sampling=start.sampling.over(engine.model.default_sampling),
+        stop=start.stop.within(room),
+        cache_salt=cache_salt,
+        response_format=start.response_format,
+        choice_count=start.choice_count,
+        beam_search=start.beam_search,
+        regions=start.regions,
+    )
+    check_against_model(request, size)
+    if safety is not None:
+        await check_prompt(safety, tokenizer, start.prompt)
+    return request
+
+
+def arrival_of(
+    start: ValidStart,
+    request: GenerationRequest,
+    payer: Payer,
+    weights: Mapping[str, float],
+    received_at: float,
+    deadline: float | None,
+) -> Arrival:
+    """What the queue has to know of a request. weights: by organization id. received_at, deadline (of the call): monotonic."""
+    if start.start_timeout_s is not None:
+        deadline = min(received_at + start.start_timeout_s, math.inf if deadline is None else deadline)
+    return Arrival(
+        request_id=start.request_id,
+        tenant_id=payer.organization_id,
+        input_token_count=len(request.prompt_token_ids),
+        output_token_count_max=request.stop.max_output_tokens * request.choice_count,
+        tier=start.tier,
+        weight=weights.get(str(payer.organization_id), 1.0),
+        sequence_count=request.choice_count if request.beam_search is None else request.beam_search.width,
+        compiles=request.response_format is not None,
+        deadline=deadline,
+    )
+
+
+def admission_request(start: ValidStart, request: GenerationRequest, payer: Payer) -> AdmissionRequest:
+    """What admission has to know of it."""
+    return AdmissionRequest(
+        payer=payer,
+        request_id=start.request_id,
+        payload_hash=start.payload_hash,
+        model=start.model,
+        input_token_count=len(request.prompt_token_ids),
+        max_output_token_count=request.stop.max_output_tokens * request.choice_count,
+        labels=start.labels,
+        tier=start.tier,
+    )

@@ -1,0 +1,66 @@
+"""`Quote`: what a request would count and cost, and whether it would be let in, without running it."""
+
+from __future__ import annotations
+
+import math
+import uuid
+
+from weir.v1 import inference_service_pb2 as pb
+
+from api import wire
+from api.access.auth import check_model
+from api.process import Process
+from api.quota_wire import effective_quota_statuses, quota_status
+from api.requests.preparation import prepare, routed
+from metering.operations import Payer
+from metering.quotas import quoting
+from metering.store.db import Sessions
+from metering.tenants.tenants import Principal
+
+
+async def quote(process: Process, sessions: Sessions, principal: Principal, message: pb.QuoteRequest) -> pb.QuoteResponse:
+    """Answer one call. Raises what the same request would be refused with, but for quotas."""
+    start = wire.parse_start(str(uuid.uuid4()), message.start)
+    check_model(principal, process.router.own_name(start.model))
+    start, engine = routed(start, process.router)
+    salt = str(principal.organization_id)
+    request = await prepare(start, engine, process.tokenizers[start.served], process.safety, salt)
+    sent, most = len(request.prompt_token_ids), request.stop.max_output_tokens * request.choice_count
+    settings = process.admission.settings
+    first_slice = min(settings.lease_slice_tokens, most)
+    async with sessions() as session:
+        found = await quoting.quote(
+            session,
+            payer=Payer(principal.organization_id, principal.project_id, principal.api_key_id, principal.currency_code),
+            model=start.model,
+            input_token_count=sent,
+            first_slice_token_count=first_slice,
+            least_slice_token_count=min(settings.lease_least_tokens, first_slice),
+            tier=start.tier,
+        )
+    cached = engine.predict_cached_token_count(request.prompt_token_ids, request.cache_salt)
+    return response(found, sent, cached, most)
+
+
+def response(found: quoting.Quote, sent: int, cached: int, most: int) -> pb.QuoteResponse:
+    """The answer for a prompt of `sent` tokens, `cached` of them, and at most `most` of output."""
+    prices, refusal = found.prices, found.refusal
+    expected = most if found.expected_token_count is None else min(found.expected_token_count, most)
+    worst = max(prices.cost_picos(sent, each, most) for each in (0, sent))
+    answer = pb.QuoteResponse(
+        input_token_count=sent,
+        predicted_cached_token_count=cached,
+        max_output_token_count=most,
+        expected_output_token_count=expected,
+        worst_cost=wire.money(prices.currency_code, worst),
+        expected_cost=wire.money(prices.currency_code, prices.cost_picos(sent, cached, expected)),
+        price_version=prices.version,
+        would_admit=refusal is None,
+        quotas=effective_quota_statuses(found.quotas),
+    )
+    if refusal is not None:
+        answer.failing_quotas.extend(quota_status(state) for state in refusal.failing)
+        answer.retry_helps = refusal.retry_helps
+        if refusal.retry_helps:
+            answer.retry_delay.FromMilliseconds(math.ceil(refusal.retry_after_s * 1000))
+    return answer

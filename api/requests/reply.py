@@ -1,0 +1,156 @@
+"""What one request says to its client: engine events become frames, checked, covered by the lease, and put into the outbox."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+
+import structlog
+from weir.v1 import inference_service_pb2 as pb
+
+from api.requests.admission import Lease
+from api.requests.output_filter import OutputFilter, open_filters
+from api.requests.output_limits import OutputLimits
+from api.settings import Settings
+from api.streams import frames
+from api.streams.feed import Feed, UsageTelling
+from api.wire import ValidStart
+from inference.engine import TokensGenerated
+from inference.safety.safety import SafetyChecker
+from metering.errors import QuotaExceeded
+from metering.operations import Outcome, QuotaState
+
+UNDELIVERED_OUTCOMES = frozenset({Outcome.CANCELLED, Outcome.DEADLINE, Outcome.SLOW_CONSUMER})
+
+log = structlog.get_logger(__name__)
+
+
+class Reply:
+    """The frames of one request. No output is handed on before `open` nor after `cut_off`."""
+
+    def __init__(self, feed: Feed, start: ValidStart, stop: Callable[[Outcome], None]) -> None:
+        """stop: ends the request for this reason."""
+        self.feed = feed
+        self.exhausted: tuple[QuotaState, ...] = ()  # the quotas that ended the request, if any did
+        self._start = start
+        self._stop = stop
+        self._is_cut_off = False
+        self._is_discarded = False
+        self._filters: tuple[OutputFilter, ...] = ()  # by choice; empty: outputs are not checked
+        self._choice_ends: dict[int, Outcome] = {}  # of several choices, those that have ended
+        self._limits: OutputLimits
+        self._lease: Lease
+        self._settings: Settings
+
+    def open(self, lease: Lease, limits: OutputLimits, settings: Settings, safety: SafetyChecker | None) -> None:
+        """From now on output may come, under this lease. safety: what outputs are checked by; None if they are not."""
+        self._lease, self._limits, self._settings = lease, limits, settings
+        self.feed.tally.hold_id = lease.admitted.hold_id
+        if self._start.usage_interval_tokens is not None:
+            self.feed.usage_telling = UsageTelling(self._start.usage_interval_tokens, lease.admitted.prices)
+        self._filters = open_filters(safety, self._start.choice_count)
+
+    def cut_off(self, *, discard: bool) -> None:
+        """Hand on no more output. discard: nor what still waits for the transport."""
+        self._is_cut_off = True
+        self._is_discarded = self._is_discarded or discard
+        if discard:
+            self.feed.discard()
+
+    def push(self, frame: pb.ServerFrame) -> None:
+        """Say something of this request that is no output."""
+        self.feed.push(frame)
+
+    async def hand_on(self, event: TokensGenerated) -> None:
+        """Give on what of the new output, and of what was held back before, the safety stage lets go.
+
+        A beam search says much at once at its end: then the client is waited for, and given up only if it stalls.
+        """
+        if self._start.beam_search and self.feed.unsent_token_count >= self._settings.outbox_tokens_per_request_max // 2:
+            await self.flush()
+        if not self._filters:
+            await self._hand_on_checked(event)
+        elif not self._is_cut_off:
+            output = self._filters[event.choice_index]
+            for part in await output.push(event):
+                await self._hand_on_checked(part)
+            self._note_filtered(output, event.choice_index)
+
+    async def hand_on_rest(self, choice_index: int, text: str) -> None:
+        """A choice has ended: what was held back of it goes out, unless the request was stopped."""
+        if self._is_cut_off:
+            return
+        if self._filters:
+            output = self._filters[choice_index]
+            for part in await output.finish(text):
+                await self._hand_on_checked(part)
+            self._note_filtered(output, choice_index)
+        elif text:
+            self.feed.say(choice_index, text, ())
+
+    def end_choice(self, choice_index: int, outcome: Outcome) -> None:
+        """One of several choices ended by itself. One whose last tokens were not handed on ended as the request does."""
+        if not self._is_cut_off:
+            self._choice_ends[choice_index] = outcome
+
+    def ends_of_choices(self, cut: Outcome) -> dict[int, Outcome]:
+        """How each of several choices ended; what the end of the whole request cut off ended as that did."""
+        if self._start.choice_count == 1:
+            return {}
+        ends = {index: self._choice_ends.get(index, cut) for index in range(self._start.choice_count)}
+        return {index: cut if end is Outcome.CANCELLED else end for index, end in ends.items()}
+
+    async def flush(self) -> None:
+        """Wait until the client has taken everything; one that takes nothing for too long is given up.
+
+        What it reads may be frames of other requests that were before these, so the stream is watched and not the request.
+        Nothing is waited for once what waits was discarded: what the transport has already was counted when it was handed over.
+        An answer that is taken whole waits for its other parts, and whoever writes it looks after the client.
+        """
+        if self._is_discarded:
+            return
+        if self.feed.takes_whole:
+            self.feed.complete()
+            await self.feed.all_taken()
+            return
+        before = None
+        while before != (progress := self.feed.progress):
+            before = progress
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._settings.client_stall_max_s):
+                    await self.feed.all_taken()
+                    return
+        self._stop(Outcome.SLOW_CONSUMER)
+        self.feed.discard()
+
+    async def _hand_on_checked(self, event: TokensGenerated) -> None:
+        """Give one step's tokens to the outbox, if the lease covers them and nobody has stopped the request."""
+        if self._is_cut_off:
+            return
+        token_count = self.feed.queued_token_count + len(event.token_ids)
+        if token_count > self._limits.token_count_max:
+            self._stop(self._limits.outcome)
+            return
+        try:
+            await self._lease.cover(token_count)
+        except QuotaExceeded as refusal:
+            self.exhausted = refusal.failing
+            self._stop(Outcome.QUOTA_EXHAUSTED)
+        if self._is_cut_off:
+            return
+        logprobs = frames.token_logprobs(event.logprobs) if event.logprobs else ()
+        self.feed.say(event.choice_index, event.text, event.token_ids, logprobs)
+        self.end_at_limit()
+        if not self.feed.takes_whole and self.feed.unsent_token_count > self._settings.outbox_tokens_per_request_max:
+            self._stop(Outcome.SLOW_CONSUMER)
+
+    def end_at_limit(self) -> None:
+        """End the request if it has all the output that it may have."""
+        if not self._is_cut_off and self.feed.queued_token_count >= self._limits.token_count_max:
+            self._stop(self._limits.outcome)
+
+    def _note_filtered(self, output: OutputFilter, choice_index: int) -> None:
+        if output.hit is not None:
+            log.info("output_filtered", rule=output.hit, choice_index=choice_index)
+            self._stop(Outcome.FILTERED)

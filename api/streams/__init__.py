@@ -1,0 +1,1 @@
+"""Between requests and the connections on which clients hear of them: frames, buffers, receivers, relays."""

@@ -1,0 +1,146 @@
+"""The server frames of one request, built from what is known of it. The request id is set where they are pushed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from google.rpc import status_pb2
+from weir.v1 import inference_service_pb2 as pb
+from weir.v1 import types_pb2
+
+from api import wire
+from api.quota_wire import quota_statuses
+from api.receipt_wire import receipt_messages
+from api.requests.admission import Lease
+from api.requests.output_limits import OutputLimits
+from api.streams.outbox import UsageSoFar
+from inference.engine import EngineCondition, TokenLogprobs
+from metering.billing.pricing import TokenPrices
+from metering.operations import Admitted, Outcome, QuotaState, Settled
+
+
+def admitted(admission: Admitted, input_token_count: int, predicted_cached_token_count: int) -> pb.ServerFrame:
+    """The request was let in."""
+    return pb.ServerFrame(
+        admitted=pb.AdmittedFrame(
+            input_token_count=input_token_count,
+            predicted_cached_token_count=predicted_cached_token_count,
+            quotas=quota_statuses(admission.quotas),
+            price_version=admission.prices.version,
+        )
+    )
+
+
+def queued(position: int, estimated_wait_s: float | None) -> pb.ServerFrame:
+    """The request waits for its turn. estimated_wait_s: None where it cannot be told yet."""
+    wait = wire.duration(estimated_wait_s)
+    frame = pb.ProgressFrame(stage=pb.ProgressFrame.STAGE_QUEUED, queue_position=position, estimated_wait=wait)
+    return pb.ServerFrame(progress=frame)
+
+
+def loading(engine: EngineCondition) -> pb.ServerFrame:
+    """The request waits for an engine that is being started."""
+    frame = pb.ProgressFrame(
+        stage=pb.ProgressFrame.STAGE_ENGINE_LOADING,
+        estimated_wait=wire.duration(engine.retry_after_s) if engine.retry_after_s > 0 else None,
+        loading_fraction=engine.loading_fraction,
+        loading_stage=engine.loading_stage,
+    )
+    return pb.ServerFrame(progress=frame)
+
+
+def delta(seq: int, choice_index: int, text: str, token_ids: Sequence[int], logprobs: Sequence[pb.TokenLogprobs]) -> pb.ServerFrame:
+    """New output."""
+    frame = pb.DeltaFrame(seq=seq, text=text, token_ids=token_ids, choice_index=choice_index, logprobs=logprobs)
+    return pb.ServerFrame(delta=frame)
+
+
+def token_logprobs(logprobs: Sequence[TokenLogprobs]) -> list[pb.TokenLogprobs]:
+    """How likely tokens were, one message for each."""
+    messages = []
+    for each in logprobs:
+        top = [pb.TokenLogprob(token_id=token.token_id, logprob=token.logprob) for token in each.top]
+        chosen = pb.TokenLogprob(token_id=each.chosen.token_id, logprob=each.chosen.logprob)
+        messages.append(pb.TokenLogprobs(chosen=chosen, top=top))
+    return messages
+
+
+def usage(so_far: UsageSoFar, delivered_token_count: int, prices: TokenPrices) -> pb.ServerFrame:
+    """Running counts, as the client has them when it reads this frame: delivered is what it was sent before it."""
+    cost = prices.cost_picos(so_far.input_token_count, so_far.cached_input_token_count, delivered_token_count)
+    counts = types_pb2.Usage(
+        input_token_count=so_far.input_token_count,
+        cached_input_token_count=so_far.cached_input_token_count,
+        generated_token_count=so_far.generated_token_count,
+        delivered_token_count=delivered_token_count,
+        billed_token_count=delivered_token_count,
+    )
+    return pb.ServerFrame(usage=pb.UsageFrame(usage=counts, cost=wire.money(prices.currency_code, cost)))
+
+
+def updated(limits: OutputLimits | None, refusal: status_pb2.Status | None) -> pb.ServerFrame:
+    """The answer to a change of limits. limits: those that hold now; None: there are none yet. refusal: why nothing was changed."""
+    frame = pb.UpdatedFrame(refusal=refusal)
+    if limits is not None:
+        frame.max_output_tokens = limits.asked_token_count_max
+        if limits.max_cost is not None:
+            frame.max_cost.CopyFrom(wire.money(limits.max_cost.currency_code, limits.max_cost.picos))
+    return pb.ServerFrame(updated=frame)
+
+
+def attached(after_seq: int, last_seq: int, so_far: UsageSoFar, *, running: bool) -> pb.ServerFrame:
+    """A stream receives a request that it did not begin."""
+    return pb.ServerFrame(
+        attached=pb.AttachedFrame(
+            after_seq=after_seq, last_seq=last_seq, delivered_token_count=so_far.delivered_token_count, running=running
+        )
+    )
+
+
+def settled_usage(settled: Settled) -> types_pb2.Usage:
+    """The counts that are billed."""
+    return types_pb2.Usage(
+        input_token_count=settled.input_token_count,
+        cached_input_token_count=settled.cached_input_token_count,
+        generated_token_count=settled.generated_token_count,
+        delivered_token_count=settled.delivered_token_count,
+        billed_token_count=settled.billed_token_count,
+        embedding_token_count=settled.embedding_token_count,
+    )
+
+
+def finished(
+    lease: Lease,
+    timings: Mapping[str, float],
+    exhausted: Sequence[QuotaState],
+    choice_ends: Mapping[int, Outcome],
+    migration_count: int = 0,
+) -> pb.ServerFrame:
+    """The end of a request that ran, or was stopped after its admission. choice_ends: of several choices, by index."""
+    assert lease.outcome is not None, "a request without outcome has failed"
+    outcome = Outcome(lease.outcome)
+    currency_code = lease.admitted.prices.currency_code
+    return pb.ServerFrame(
+        finished=pb.FinishedFrame(
+            reason=wire.FINISH_REASONS[outcome],
+            usage=settled_usage(lease.settled) if lease.settled else types_pb2.Usage(),
+            cost=wire.money(currency_code, lease.settled.cost_picos if lease.settled else 0),
+            timings=types_pb2.Timings(**timings),
+            exhausted_quotas=quota_statuses(exhausted),
+            receipts=receipt_messages(lease.settled.receipts) if lease.settled else (),
+            choices=[
+                pb.ChoiceEnd(choice_index=index, reason=wire.FINISH_REASONS[end]) for index, end in sorted(choice_ends.items())
+            ],
+            migration_count=migration_count,
+        )
+    )
+
+
+def failed(status: status_pb2.Status, settled: Settled | None, *, duplicate_start: bool = False) -> pb.ServerFrame:
+    """The end of a request that did not run, or broke."""
+    frame = pb.FailedFrame(status=status, duplicate_start=duplicate_start)
+    if settled is not None:
+        frame.usage.CopyFrom(settled_usage(settled))
+        frame.cost.CopyFrom(wire.money(settled.currency_code, settled.cost_picos))
+        frame.receipts.extend(receipt_messages(settled.receipts))
+    return pb.ServerFrame(failed=frame)

@@ -1,0 +1,270 @@
+"""The bidirectional stream: frames in, frames out, any number of requests at once.
+
+One reader and one writer per stream. The stream owns nothing of its requests but the right to receive and to stop them; see
+`receiver.py`. They run in this process (`live.py`), have ended here (`mailbox.py`), or run in another one (`relay.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+import uuid
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Iterator
+
+import grpc
+from weir.v1 import inference_service_pb2 as pb
+
+from api.access.auth import check_model, payer
+from api.access.standing_key import StandingKey
+from api.errors import FieldViolation, InvalidRequest, Overloaded, RequestUnderWay, UnknownRequest, status_of
+from api.process import Process
+from api.requests.live import Caller, LiveRequest
+from api.streams import frames
+from api.streams.mailbox import Key
+from api.streams.outbox import Delivery, Outbox
+from api.streams.receiver import Receiver, Source
+from api.wire import ValidStart, parse_request_id, parse_start
+from metering.errors import RequestInFlight
+from metering.operations import Outcome
+from metering.tenants.tenants import as_uuid
+
+DEADLINE_SLACK_S = 0.1  # by so much the ways of the start and of the hang-up may differ
+DEADLINE_ROUNDING = 0.01  # gRPC sends a timeout rounded up by at most this share
+ENDED_IDS_REMEMBERED = 10_000  # so that a late cancel of a request that has just ended is no error
+
+Context = grpc.aio.ServicerContext[pb.GenerateRequest, pb.GenerateResponse]
+
+
+class ClientStream:
+    """One `Generate` call."""
+
+    def __init__(self, process: Process, key: StandingKey, auth_ms: float, *, secret: str = "", is_relayed: bool = False) -> None:
+        """secret: the API key, for other processes. is_relayed: the client is one of them, and wants what runs here."""
+        self._process = process
+        self._key = key
+        self._secret = secret
+        self._is_relayed = is_relayed
+        self._auth_ms = auth_ms
+        self._frames_max = process.admission.settings.frames_per_message_max
+        self._outbox = Outbox(process.admission.journal)
+        self._running: dict[uuid.UUID, Receiver] = {}
+        self._ended: OrderedDict[uuid.UUID, None] = OrderedDict()
+        self._all_ended = asyncio.Event()
+        self._all_ended.set()
+        self._violation: Exception | None = None
+        self._deadline: float | None = None  # of the call, on the monotonic clock
+
+    async def serve(self, requests: AsyncIterator[pb.GenerateRequest], context: Context) -> None:
+        """Serve until the client has half-closed and every request has ended.
+
+        Raises: InvalidRequest for a message that is no batch of frames; on any exit what runs is stopped, or goes on unattended.
+        """
+        granted_s = remaining_s(context)
+        self._deadline = None if granted_s is None else time.monotonic() + granted_s
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._read_on(requests), name="stream reader")
+                tasks.create_task(self._write(context, granted_s), name="stream writer")
+        except asyncio.CancelledError:
+            # gRPC cancels the handler both when the client goes away and when its deadline passes.
+            self._leave(outcome_of_leaving(granted_s, remaining_s(context)))
+            raise
+        finally:
+            self._leave(Outcome.CANCELLED)
+        if self._violation is not None:
+            raise self._violation
+
+    async def _read_on(self, requests: AsyncIterator[pb.GenerateRequest]) -> None:
+        """Read until the end, or until a message that ends the stream; the message that is being written is let go first.
+
+        Cancelling a write leaves the call with an operation under way, behind which gRPC never sends the status.
+        """
+        try:
+            await self._read(requests)
+        except Exception as violation:
+            self._violation = violation
+            self._leave(Outcome.CANCELLED)
+
+    async def _write(self, context: Context, granted_s: float | None) -> None:
+        try:
+            await self._outbox.write_all(context.write)
+        except grpc.aio.InternalError:
+            # The client went away in the middle of a write; that the call is cancelled will be the next thing we hear.
+            self._leave(outcome_of_leaving(granted_s, remaining_s(context)))
+
+    async def _read(self, requests: AsyncIterator[pb.GenerateRequest]) -> None:
+        auth_ms = self._auth_ms
+        async for message in requests:
+            received_at = time.monotonic() - auth_ms / 1000
+            if not message.frames:
+                raise InvalidRequest([FieldViolation("frames", "a message must hold at least one frame")])
+            if len(message.frames) > self._frames_max:
+                wrong = f"a message may hold {self._frames_max} frames, not {len(message.frames)}: send several messages"
+                raise InvalidRequest([FieldViolation("frames", wrong)])
+            await self._key.look_again()
+            for index, frame in enumerate(message.frames):
+                match frame.WhichOneof("kind"):
+                    case "start":
+                        self._start(frame, auth_ms, received_at)
+                    case "cancel":
+                        if (receiver := self._known(frame.request_id)) is not None:
+                            receiver.source.stop(Outcome.CANCELLED)
+                    case "attach":
+                        self._attach(frame)
+                    case "credit":
+                        if (receiver := self._known(frame.request_id)) is not None:
+                            receiver.source.grant(frame.credit.token_count)
+                    case "update":
+                        if (receiver := self._known(frame.request_id)) is not None:
+                            receiver.source.update(frame.update)
+                    case _:
+                        what = "must be start, cancel, attach, credit or update"
+                        raise InvalidRequest([FieldViolation(f"frames[{index}].kind", what)])
+            await self._outbox.room()
+            auth_ms = 0.0  # only the requests of the first message waited for it
+        await self._all_ended.wait()
+        self._outbox.close()
+
+    def _start(self, frame: pb.ClientFrame, auth_ms: float, received_at: float) -> None:
+        try:
+            self._key.check()
+            start = parse_start(frame.request_id, frame.start)
+            check_model(self._key.principal, self._process.router.own_name(start.model))
+            check_keep(start.keep_s, self._process.admission.settings.keep_max_s)
+            here = self._process.find((self._key.principal.project_id, start.request_id))
+            if self._is_answered(start, here):
+                return
+            caller = Caller(payer(self._key.principal), auth_ms, received_at, self._deadline, self._secret)
+            with self._receiving(frame.request_id, start.request_id) as receiver:
+                receiver.payload_hash = start.payload_hash
+                if here is not None:
+                    here.attendance.attach(receiver, 0, start.initial_credit_tokens or 0)
+                else:
+                    self._process.begin(caller, start, receiver)
+        except Exception as error:
+            self._refuse(frame.request_id, error)
+
+    def _is_answered(self, start: ValidStart, here: LiveRequest | None) -> bool:
+        """Whether it is the same as one that this stream receives. Raises: RequestUnderWay if one of this id is another one."""
+        receiver = self._running.get(start.request_id)
+        known = (
+            here.start.payload_hash if here is not None else receiver.payload_hash if receiver is not None else start.payload_hash
+        )
+        if known is None:
+            raise RequestInFlight("this stream has attached to a request with this request_id: wait for its end")
+        if known != start.payload_hash:
+            raise RequestUnderWay("a request with this request_id and another payload runs already")
+        return receiver is not None
+
+    def _attach(self, frame: pb.ClientFrame) -> None:
+        try:
+            self._key.check()
+            request_id, after_seq = parse_request_id(frame.request_id), frame.attach.after_seq
+            if after_seq < 0:
+                raise InvalidRequest([FieldViolation("attach.after_seq", f"must be at least 0, not {after_seq}")])
+            key = self._key.principal.project_id, request_id
+            source = self._source(key)
+            with self._receiving(frame.request_id, request_id) as receiver:
+                if source is not None:
+                    source.attach(receiver, after_seq, 0)
+                elif self._process.relays is None or self._is_relayed:
+                    raise UnknownRequest(f"this server does not run a request {frame.request_id[:64]!r}")
+                else:
+                    self._process.relays.begin(receiver, key, self._secret, after_seq=after_seq, credit_token_count=0)
+        except Exception as error:
+            self._refuse(frame.request_id, error)
+
+    def _source(self, key: Key) -> Source | None:
+        """Who has the request, as far as this process knows. Raises: ModelNotAllowed."""
+        if (here := self._process.find(key)) is not None:
+            check_model(self._key.principal, self._process.router.own_name(here.start.model))
+            return here.attendance
+        if (kept := self._process.mailboxes.find(key)) is not None:
+            check_model(self._key.principal, self._process.router.own_name(kept.model))
+            return kept
+        receiver = self._running.get(key[1])  # through a relay
+        return None if receiver is None else receiver.source
+
+    @contextlib.contextmanager
+    def _receiving(self, given_id: str, request_id: uuid.UUID) -> Iterator[Receiver]:
+        """A receiver that is to be bound in the block; if that fails, all is as before. Raises: Overloaded."""
+        before = self._running.get(request_id)
+        limit = self._process.admission.settings.requests_per_stream_max
+        if before is None and len(self._running) >= limit:
+            raise Overloaded(f"this stream runs {limit} requests, as many as it may: wait for one to end")
+        receiver = Receiver(self._outbox, given_id, lambda receiver: self._on_end(request_id, receiver))
+        self._running[request_id] = receiver
+        self._all_ended.clear()
+        try:
+            yield receiver
+        except BaseException:
+            if before is not None:
+                self._running[request_id] = before
+            else:
+                self._forget(request_id)
+            raise
+
+    def _known(self, given_id: str) -> Receiver | None:
+        """The request that a frame is about; None if it has ended, or is not known here, which its client is told."""
+        receiver = self._find(given_id)
+        if receiver is None and as_uuid(given_id) not in self._ended:
+            error = UnknownRequest(f"this stream has not started a request {given_id[:64]!r}")
+            self._answer(given_id, frames.failed(status_of(error), None))
+        return receiver
+
+    def _find(self, given_id: str) -> Receiver | None:
+        """The request of an id that runs on this stream, however the client spells it."""
+        request_id = as_uuid(given_id)
+        return None if request_id is None else self._running.get(request_id)
+
+    def _on_end(self, request_id: uuid.UUID, receiver: Receiver) -> None:
+        if self._running.get(request_id) is not receiver:
+            return  # this stream receives it anew
+        self._ended[request_id] = None
+        if len(self._ended) > ENDED_IDS_REMEMBERED:
+            self._ended.popitem(last=False)
+        self._forget(request_id)
+
+    def _forget(self, request_id: uuid.UUID) -> None:
+        self._running.pop(request_id, None)
+        if not self._running:
+            self._all_ended.set()
+
+    def _leave(self, outcome: Outcome) -> None:
+        """Deliver nothing more, and stop all requests, but for those that go on unattended."""
+        self._outbox.abandon()  # first: then no request has to look for its own frames among those of all
+        for receiver in list(self._running.values()):
+            receiver.source.leave(receiver, outcome)
+
+    def _refuse(self, given_id: str, error: Exception) -> None:
+        """Answer a frame that changes nothing."""
+        again = self._find(given_id) is not None
+        self._answer(given_id, frames.failed(status_of(error), None, duplicate_start=again))
+
+    def _answer(self, request_id: str, frame: pb.ServerFrame) -> None:
+        frame.request_id = request_id
+        self._outbox.push(Delivery(request_id), frame)
+
+
+def check_keep(keep_s: float | None, keep_max_s: float) -> None:
+    """Raises: InvalidRequest if a request wants to go on unattended for longer than this server lets it."""
+    if keep_s is not None and keep_s > keep_max_s:
+        raise InvalidRequest([FieldViolation("keep_on_disconnect", f"must be at most {keep_max_s:g} s here, not {keep_s:g} s")])
+
+
+def remaining_s(context: Context) -> float | None:
+    """Time until the deadline of the call; None if it has none, whatever the stubs say."""
+    remaining: object = context.time_remaining()
+    return float(remaining) if isinstance(remaining, int | float) else None
+
+
+def outcome_of_leaving(granted_s: float | None, left_s: float | None) -> Outcome:
+    """How a call ended that was granted so much time and is gone with so much of it left.
+
+    Mostly it is the client that looks at the clock, and its hanging up arrives a little before our own deadline.
+    """
+    if granted_s is None or left_s is None or left_s > DEADLINE_SLACK_S + DEADLINE_ROUNDING * granted_s:
+        return Outcome.CANCELLED
+    return Outcome.DEADLINE

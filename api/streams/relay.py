@@ -1,0 +1,247 @@
+"""Receives requests that other processes of the deployment run, for streams of this one.
+
+A relay is a client of the process that runs the request, with the caller's key: that one counts, journals and bills; here frames
+pass through. It reads no faster than its own client does, so that one that stalls stalls its request there, and no memory here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import uuid
+from collections import deque
+
+import grpc
+import structlog
+from weir.v1 import inference_service_pb2 as pb
+from weir.v1 import inference_service_pb2_grpc as pb_grpc
+
+from api.accounts import find_generation
+from api.errors import Overloaded, OwnerAway, RequestOver, UnknownRequest, status_of
+from api.streams import frames
+from api.streams.mailbox import Key
+from api.streams.outbox import Delivery
+from api.streams.peers import Peer
+from api.streams.receiver import Receiver
+from metering.control.owners import Owner, find_owner
+from metering.errors import MeteringError, RequestInFlight
+from metering.operations import Outcome
+from metering.store.db import Sessions
+
+FRAMES_UNREAD_MAX = 64  # of one relay: so many wait here for the client before no more are read from the other process
+FRAMES_UNWRITTEN_MAX = 1000  # of one relay: a client that says so much while the other process reads nothing reads nothing itself
+FRAMES_PER_MESSAGE_MAX = 100  # below what any process takes in one
+ANSWER_WAIT_S = 5.0  # for the first frame of a process that is well it takes some milliseconds
+
+Call = grpc.aio.StreamStreamCall[pb.GenerateRequest, pb.GenerateResponse]
+
+log = structlog.get_logger(__name__)
+
+
+class Relays:
+    """All relays of this process, and its connections to the others."""
+
+    def __init__(self, sessions: Sessions, owner_id: uuid.UUID, tasks: asyncio.TaskGroup) -> None:
+        """owner_id: this process, which has no need of a way to itself. tasks: those of the process."""
+        self.sessions = sessions
+        self.owner_id = owner_id
+        self._tasks = tasks
+        self._channels: dict[Peer, grpc.aio.Channel] = {}
+        self._running: set[Relay] = set()
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @property
+    def running_count(self) -> int:
+        """Requests of other processes that streams of this one receive."""
+        return len(self._running)
+
+    def begin(self, receiver: Receiver, key: Key, secret: str, *, after_seq: int, credit_token_count: int) -> None:
+        """Let the receiver have the request of this id, whoever runs it. secret: the caller's API key."""
+        relay = Relay(self, receiver, key, secret)
+        relay.attach(receiver, after_seq, credit_token_count)
+        relay.run_in(self._tasks)
+        self._running.add(relay)
+        self._idle.clear()
+
+    def ended(self, relay: Relay) -> None:
+        """Forget one that has ended."""
+        self._running.discard(relay)
+        if not self._running:
+            self._idle.set()
+
+    async def idle(self) -> None:
+        """Wait until there is none."""
+        await self._idle.wait()
+
+    def stub(self, owner: Owner) -> pb_grpc.InferenceServiceAsyncStub:
+        """The service of another process, over a connection that all relays to it share."""
+        peer = Peer(owner.address, owner.certificate)
+        if (channel := self._channels.get(peer)) is None:
+            channel = self._channels[peer] = peer.channel()
+        return pb_grpc.InferenceServiceStub(channel)
+
+    async def close(self) -> None:
+        """End all of them and the connections, as this process ends. Their requests go on where they run, if they are to."""
+        for relay in list(self._running):
+            relay.give_up(OwnerAway("this server has shut down: ask for the request again, of another one"))
+        for channel in self._channels.values():
+            await channel.close()
+        self._channels.clear()
+
+
+class Relay:
+    """One request that runs elsewhere, as its stream's `Source`."""
+
+    def __init__(self, relays: Relays, receiver: Receiver, key: Key, secret: str) -> None:
+        self._relays = relays
+        self._receiver: Receiver | None = receiver
+        self._key = key
+        self._secret = secret
+        self._outgoing: deque[pb.ClientFrame] = deque()
+        self._wake = asyncio.Event()
+        self._room = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    def run_in(self, tasks: asyncio.TaskGroup) -> None:
+        """Begin."""
+        self._task = tasks.create_task(self._run(), name=f"relay {self._key[1]}")
+
+    def cancel(self) -> None:
+        """End without a word to the client."""
+        self._receiver = None
+        self._relays.ended(self)
+        if self._task is not None:
+            self._task.cancel()
+
+    def give_up(self, error: Exception) -> None:
+        """End, and tell the client why."""
+        receiver = self._receiver
+        self.cancel()
+        if receiver is not None:
+            receiver.end(frames.failed(status_of(error), None))
+
+    def stop(self, outcome: Outcome) -> None:
+        """The client cancels the request; its end comes back on the same way."""
+        self._send(pb.ClientFrame(cancel=pb.CancelFrame()))
+
+    def grant(self, token_count: int) -> None:
+        """The client takes more."""
+        self._send(pb.ClientFrame(credit=pb.CreditFrame(token_count=token_count)))
+
+    def update(self, message: pb.UpdateFrame) -> None:
+        """The client changes the limits of the request; the answer comes back on the same way."""
+        self._send(pb.ClientFrame(update=message))
+
+    def attach(self, receiver: Receiver, after_seq: int, credit_token_count: int) -> None:
+        """The client asks for the request, or on the same stream for another part of it."""
+        receiver.source = self
+        receiver.delivery = Delivery(receiver.given_id, counts=False, on_change=self._room.set)
+        self._receiver = receiver
+        self._send(pb.ClientFrame(attach=pb.AttachFrame(after_seq=after_seq)))
+        if credit_token_count:
+            self.grant(credit_token_count)
+
+    def leave(self, receiver: Receiver, outcome: Outcome) -> None:
+        """The stream is gone: the process that runs the request sees the same, and does as the client wants it."""
+        self.cancel()
+
+    def _send(self, frame: pb.ClientFrame) -> None:
+        if len(self._outgoing) >= FRAMES_UNWRITTEN_MAX:
+            self.give_up(Overloaded(f"{FRAMES_UNWRITTEN_MAX} frames of this request wait to be read: read its answers first"))
+            return
+        frame.request_id = str(self._key[1])
+        self._outgoing.append(frame)
+        self._wake.set()
+
+    async def _run(self) -> None:
+        end = frames.failed(status_of(OwnerAway("the server that runs this request does not answer: ask again for it")), None)
+        try:
+            end = await self._receive()
+        except (grpc.aio.AioRpcError, TimeoutError, OSError) as away:
+            log.info("relay_broken", request_id=str(self._key[1]), cause=str(away) or type(away).__name__)
+            try:
+                end = await self._end_without_owner() or end
+            except Exception as unread:  # the books are away too: what leaves this task ends the whole process
+                log.warning("relay_books_unread", request_id=str(self._key[1]), exc_info=unread)
+        except Exception as error:
+            end = frames.failed(status_of(error), None)
+        finally:
+            self._relays.ended(self)
+            if self._receiver is not None:
+                self._receiver.end(end)
+
+    async def _receive(self) -> pb.ServerFrame:
+        """Pass on what comes; the last frame. Raises what breaks it."""
+        async with self._relays.sessions() as session:
+            owner = await find_owner(session, *self._key)
+        if owner is None:
+            raise UnknownRequest("no request of this request_id has been admitted in this project: start it")
+        if owner.address and owner.owner_id != self._relays.owner_id:
+            metadata = (("authorization", f"Bearer {self._secret}"),)
+            call = self._relays.stub(owner).Generate(metadata=metadata)
+            try:
+                async with asyncio.TaskGroup() as tasks:
+                    writer = tasks.create_task(self._write(call), name="relay writer")
+                    end = await self._read(call)
+                    writer.cancel()
+            except BaseExceptionGroup as group:
+                raise group.exceptions[0] from None
+            finally:
+                call.cancel()
+            if end.failed.status.code != grpc.StatusCode.NOT_FOUND.value[0]:
+                return end
+        return await self._end_without_owner() or frames.failed(status_of(self._not_there(owner)), None)
+
+    def _not_there(self, owner: Owner) -> Exception:
+        """Why nobody has a request that the books say runs."""
+        if owner.owner_id == self._relays.owner_id:
+            return RequestInFlight("a request with this request_id is just beginning or ending: ask again in a moment")
+        return OwnerAway("the server that runs this request is not there: ask again, until the request is found settled")
+
+    async def _write(self, call: Call) -> None:
+        with contextlib.suppress(
+            grpc.aio.AioRpcError, asyncio.InvalidStateError
+        ):  # the reader hears of it too, and says what it was
+            while True:
+                await self._wake.wait()
+                self._wake.clear()
+                while self._outgoing:
+                    count = min(len(self._outgoing), FRAMES_PER_MESSAGE_MAX)
+                    await call.write(pb.GenerateRequest(frames=[self._outgoing.popleft() for _ in range(count)]))
+
+    async def _read(self, call: Call) -> pb.ServerFrame:
+        """Pass on all frames but the last one, and return that. Raises: AioRpcError, TimeoutError."""
+        async with asyncio.timeout(ANSWER_WAIT_S):
+            message = await call.read()
+        while isinstance(message, pb.GenerateResponse):
+            for frame in message.frames:
+                if frame.WhichOneof("kind") in ("finished", "failed") and not frame.failed.duplicate_start:
+                    return frame
+                if self._receiver is not None:
+                    self._receiver.push(frame, len(frame.delta.token_ids))
+            await self._until_room()
+            message = await call.read()
+        raise grpc.aio.AioRpcError(await call.code(), grpc.aio.Metadata(), grpc.aio.Metadata(), "the stream ended early")
+
+    async def _until_room(self) -> None:
+        """Wait while the client has much to read."""
+        while self._receiver is not None and self._receiver.delivery.unsent_frame_count > FRAMES_UNREAD_MAX:
+            self._room.clear()
+            await self._room.wait()
+
+    async def _end_without_owner(self) -> pb.ServerFrame | None:
+        """What the books say of a request whose process does not have it; None while they say that it runs."""
+        try:
+            async with self._relays.sessions() as session:
+                owner = await find_owner(session, *self._key)
+                if owner is None or owner.is_held:
+                    return None
+                generation = await find_generation(session, *self._key)
+        except MeteringError as error:
+            return frames.failed(status_of(error), None)
+        end = frames.failed(status_of(RequestOver(generation.outcome)), None)
+        end.failed.usage.CopyFrom(generation.usage)
+        end.failed.cost.CopyFrom(generation.cost)
+        end.failed.receipts.extend(generation.receipts)
+        return end

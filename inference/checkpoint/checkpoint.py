@@ -1,0 +1,211 @@
+"""What a checkpoint directory says about itself: sizes, positions, end tokens, default sampling.
+
+Reads the JSON files of the Hugging Face layout, never the weights, and imports no torch: the API process uses it too. Anything
+that this engine would compute wrongly is refused here by name, so that nobody gets a fluent wrong answer.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from inference.checkpoint.architectures import ARCHITECTURES, read_layer_windows, refuse_unknown_entries
+from inference.checkpoint.rope_config import RopeConfig, read_rope, refuse_wrong_factors, stretched_context_tokens
+from inference.engine import ModelInfo, SamplingParams
+from inference.errors import CheckpointInvalid
+from inference.limits import sampling_fault
+
+_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "max_position_embeddings",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderConfig:
+    """Sizes of a Llama-family decoder. All counts are of heads, layers or floats.
+
+    layer_windows: positions that each layer looks back on, the row's own included; None where it sees all.
+    qk_norm: each head's queries and keys are normalized before they are rotated.
+    """
+
+    architecture: str
+    vocabulary_size: int
+    hidden_size: int
+    intermediate_size: int
+    layer_count: int
+    head_count: int
+    kv_head_count: int
+    head_dim: int
+    rms_norm_eps: float
+    rope: RopeConfig
+    tied_embeddings: bool
+    qkv_bias: bool
+    attention_out_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    layer_windows: tuple[int | None, ...]
+    context_window_tokens: int
+    end_token_ids: frozenset[int]
+
+
+def read_config(directory: Path) -> DecoderConfig:
+    """Read config.json and generation_config.json. Raises `CheckpointInvalid` naming the file and what to mend."""
+    path = directory / "config.json"
+    raw = read_json(path)
+    named = raw.get("architectures") or ["(none)"]
+    architecture = named[0] if isinstance(named, list) else named
+    if not isinstance(architecture, str) or architecture not in ARCHITECTURES:
+        supported = ", ".join(ARCHITECTURES)
+        raise CheckpointInvalid(str(path), f"architecture {architecture} is not supported; supported: {supported}")
+    if raw.get("quantization_config"):
+        raise CheckpointInvalid(str(path), "quantized checkpoints are not supported; use the unquantized one")
+    if raw.get("hidden_act", "silu") != "silu":
+        raise CheckpointInvalid(str(path), f"activation {raw['hidden_act']} is not supported; supported: silu")
+    refuse_unknown_entries(raw, architecture, path)
+    _refuse_sizes_below_one(raw, path)
+    try:
+        config = _read_sizes(raw, architecture, read_end_token_ids(directory, raw), path)
+    except KeyError as error:
+        raise CheckpointInvalid(str(path), f"entry {error.args[0]} is missing") from error
+    except (TypeError, ValueError) as error:
+        raise CheckpointInvalid(str(path), f"an entry has a wrong type: {error}") from error
+    if min(config.head_count, config.kv_head_count) < 1 or config.head_count % config.kv_head_count:
+        raise CheckpointInvalid(
+            str(path), f"{config.head_count} attention heads cannot share {config.kv_head_count} key-value heads evenly"
+        )
+    if config.head_dim < 2 or config.head_dim % 2:
+        raise CheckpointInvalid(str(path), f"head_dim = {config.head_dim} is not even, and rotations turn pairs")
+    refuse_wrong_factors(config.rope, config.head_dim, path)
+    if any(not 0 <= end < config.vocabulary_size for end in config.end_token_ids):
+        raise CheckpointInvalid(
+            str(path), f"eos_token_id {sorted(config.end_token_ids)} is not within vocab_size {config.vocabulary_size}"
+        )
+    return config
+
+
+def _refuse_sizes_below_one(raw: Mapping[str, Any], path: Path) -> None:
+    for name in _SIZES:
+        value = raw.get(name)
+        if isinstance(value, int | float) and value < 1:
+            raise CheckpointInvalid(str(path), f"entry {name} = {value!r} is not a count of at least 1")
+
+
+def _read_sizes(raw: Mapping[str, Any], architecture: str, end_token_ids: frozenset[int], path: Path) -> DecoderConfig:
+    family = ARCHITECTURES[architecture]
+    head_count, layer_count = int(raw["num_attention_heads"]), int(raw["num_hidden_layers"])
+    # An explicit null means the plain value in all families; an absent entry means the family's own.
+    kv_head_count = raw.get("num_key_value_heads", family.kv_head_count) or head_count
+    head_dim = raw.get("head_dim", family.head_dim) or int(raw["hidden_size"]) // head_count
+    positions = int(raw.get("max_position_embeddings", family.context_window_tokens))
+    rope = read_rope(raw, positions, path)
+    attention_bias = bool(raw.get("attention_bias", False))
+    return DecoderConfig(
+        architecture=architecture,
+        vocabulary_size=int(raw["vocab_size"]),
+        hidden_size=int(raw["hidden_size"]),
+        intermediate_size=int(raw["intermediate_size"]),
+        layer_count=layer_count,
+        head_count=head_count,
+        kv_head_count=int(kv_head_count),
+        head_dim=int(head_dim),
+        rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
+        rope=rope,
+        tied_embeddings=bool(raw.get("tie_word_embeddings", False)),
+        qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
+        attention_out_bias=attention_bias if family.attention_out_bias is None else family.attention_out_bias,
+        mlp_bias=bool(raw.get("mlp_bias", False)) if family.mlp_bias is None else family.mlp_bias,
+        qk_norm=family.qk_norm,
+        layer_windows=read_layer_windows(raw, family, layer_count, path),
+        context_window_tokens=stretched_context_tokens(rope, positions),
+        end_token_ids=end_token_ids,
+    )
+
+
+def read_model_info(directory: Path, *, name: str, engine: str, context_window_tokens_max: int | None = None) -> ModelInfo:
+    """What the API tells of a checkpoint before it is loaded. Raises `CheckpointInvalid`."""
+    config = read_config(directory)
+    window = min(config.context_window_tokens, context_window_tokens_max or config.context_window_tokens)
+    return ModelInfo(
+        name=name,
+        architecture=config.architecture,
+        engine=engine,
+        context_window_tokens=window,
+        vocabulary_size=config.vocabulary_size,
+        directory=str(directory),
+        default_sampling=read_default_sampling(directory, config.vocabulary_size),
+    )
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file. Raises `CheckpointInvalid` if it is absent or not an object."""
+    value = _read_json_value(path)
+    if not isinstance(value, dict):
+        raise CheckpointInvalid(str(path), "the file does not hold a JSON object")
+    return value
+
+
+def read_json_list(path: Path) -> list[dict[str, Any]]:
+    """A list of JSON objects from a file. Raises `CheckpointInvalid` if it is absent or something else."""
+    value = _read_json_value(path)
+    if not (isinstance(value, list) and all(isinstance(each, dict) for each in value)):
+        raise CheckpointInvalid(str(path), "the file does not hold a list of JSON objects")
+    return value
+
+
+def _read_json_value(path: Path) -> object:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise CheckpointInvalid(str(path), "the file is missing") from error
+    except (OSError, ValueError) as error:
+        raise CheckpointInvalid(str(path), f"the file cannot be read as JSON: {error}") from error
+
+
+def read_end_token_ids(directory: Path, raw: Mapping[str, Any]) -> frozenset[int]:
+    """Tokens that end an output. raw: of config.json. generation_config.json wins, since instruction tuning adds some there."""
+    ends = _read_generation_config(directory).get("eos_token_id")
+    ends = raw.get("eos_token_id") if ends is None else ends
+    if ends is None:
+        return frozenset()
+    return frozenset(int(end) for end in (ends if isinstance(ends, list) else [ends]))
+
+
+def read_default_sampling(directory: Path, vocabulary_size: int) -> SamplingParams:
+    """The checkpoint's own defaults. Raises `CheckpointInvalid` for those that no request could be run with."""
+    path = directory / "generation_config.json"
+    try:
+        sampling = _read_sampling(_read_generation_config(directory))
+    except (TypeError, ValueError) as error:
+        raise CheckpointInvalid(str(path), f"an entry has a wrong type: {error}") from error
+    if (fault := sampling_fault(sampling, vocabulary_size)) is not None:
+        raise CheckpointInvalid(str(path), fault)
+    return sampling
+
+
+def _read_sampling(raw: Mapping[str, Any]) -> SamplingParams:
+    repetition_penalty = float(raw.get("repetition_penalty") or 1.0)  # acts on greedy search too
+    if not raw.get("do_sample", False):
+        return SamplingParams(repetition_penalty=repetition_penalty)
+    # `or` would turn an explicit temperature of 0 into 1; only an absent or null entry means the default.
+    temperature = raw.get("temperature")
+    return SamplingParams(
+        temperature=1.0 if temperature is None else float(temperature),
+        top_p=float(raw.get("top_p") or 1.0),
+        top_k=int(raw.get("top_k") or 0),
+        min_p=float(raw.get("min_p") or 0.0),
+        repetition_penalty=repetition_penalty,
+    )
+
+
+def _read_generation_config(directory: Path) -> dict[str, Any]:
+    path = directory / "generation_config.json"
+    return read_json(path) if path.exists() else {}

@@ -1,0 +1,348 @@
+"""The engine itself, without any process around it: sequences in, events out, one step at a time.
+
+One step is `Scheduler.schedule`, `ModelRunner.run`, then `Scheduler.commit` and the new tokens' consequences. The host runs it in
+a child process; tests run it directly.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, Protocol
+
+from inference.checkpoint.checkpoint import read_config
+from inference.checkpoint.rope_config import rotation_switch_tokens
+from inference.core.beam_group import BeamGroup
+from inference.core.cost_model import CostModel
+from inference.core.kv_cache import BlockPool, blocks_for
+from inference.core.model_runner import ComputeDtype, ModelRunner, kv_block_bytes
+from inference.core.scheduler import Scheduler
+from inference.core.sequence import Sequence
+from inference.core.simulated_runner import SimulatedRunner
+from inference.core.step_pace import StepPace
+from inference.core.step_plan import StepPlan
+from inference.engine import (
+    ChoiceFinished,
+    EngineFinishReason,
+    EngineStatistics,
+    GenerationRequest,
+    Scheduled,
+    SequenceEvent,
+    SequenceFinished,
+    TokensGenerated,
+)
+from inference.limits import EngineLimits, request_fault
+from inference.sampling.grammar import Grammar, GrammarCompiler
+from inference.sampling.sampler import Chosen
+from inference.sampling.seeds import choice_seed
+from inference.text.detokenizer import Detokenizer, TextDecoder
+from inference.text.tokenizer import Tokenizer
+
+
+@dataclass(slots=True)
+class Choices:
+    """The sequences of one request. running: those that have not ended; ends: why the others did, by index. beams: of a search."""
+
+    first: Sequence
+    running: list[Sequence]
+    ends: dict[int, EngineFinishReason] = field(default_factory=dict)
+    generated_token_count: int = 0
+    beams: BeamGroup | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceBroken:
+    """The last event of a sequence that cannot go on, and the engine is not to blame. field: what to mend."""
+
+    message: str
+    field: str
+
+
+NumberedEvent = tuple[int, SequenceEvent | SequenceBroken]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """How to run a checkpoint, or, with a simulation, how long to pretend to.
+
+    kv_cache_bytes: the pool's size; raised if one full context needs more. packed_directory: where packed weights are kept, so that
+    hosts share them; None keeps none.
+    """
+
+    directory: Path
+    limits: EngineLimits
+    compute_dtype: ComputeDtype = "float32"
+    kv_cache_bytes: int = 1 << 30
+    device: Literal["cpu", "cuda"] = "cpu"
+    simulation: CostModel | None = None
+    packed_directory: Path | None = None
+
+
+class Runner(Protocol):
+    """What computes a step: the model, or what stands in for it under load tests."""
+
+    def run(self, plan: StepPlan) -> dict[Sequence, Chosen]:
+        """See `ModelRunner.run`."""
+        ...
+
+
+class EngineCore:
+    """Scheduler, runner and sequences of one model. Not thread-safe: one thread calls everything."""
+
+    def __init__(
+        self,
+        options: EngineOptions,
+        on_progress: Callable[[float], None] = lambda fraction: None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        """Load the checkpoint. clock and sleep, in seconds, are replaced where a simulation's time is not this machine's.
+
+        Raises `CheckpointInvalid`, or `EngineStartFailed` if the device is not there.
+        """
+        self._clock = clock
+        config = read_config(options.directory)
+        tokenizer = Tokenizer(options.directory)
+        self._decoder = TextDecoder(tokenizer.backend, tokenizer.special_token_ids, str(options.directory / "tokenizer.json"))
+        self._model_end_token_ids = config.end_token_ids
+        self._vocabulary_size = config.vocabulary_size
+        self._rotation_switch_tokens = rotation_switch_tokens(config.rope, options.limits.context_window_tokens)
+        self._grammars = GrammarCompiler(options.directory / "tokenizer.json", config.vocabulary_size, config.end_token_ids)
+        window = options.limits.context_window_tokens
+        if options.simulation is None:
+            block_count = options.kv_cache_bytes // kv_block_bytes(config, options.compute_dtype)
+        else:
+            block_count = options.simulation.kv_block_count
+        self._pool = BlockPool(max(block_count, blocks_for(window)))
+        self._limits = options.limits
+        self._scheduler = Scheduler(self._pool, options.limits)
+        self._pace = StepPace(options.limits.step_time_target_s)
+        self._runner: Runner
+        if options.simulation is None:
+            self._runner = ModelRunner(
+                options.directory,
+                config,
+                compute_dtype=options.compute_dtype,
+                context_window_tokens=window,
+                block_count=self._pool.block_count_total,
+                device=options.device,
+                on_progress=on_progress,
+                packed_directory=options.packed_directory,
+            )
+        else:
+            self._runner = SimulatedRunner(options.simulation, tokenizer, clock=clock, sleep=sleep)
+        self._requests: dict[int, Choices] = {}
+        self._events: list[NumberedEvent] = []
+        self._step_count = 0
+        self._prompt_token_count = 0
+        self._cached_token_count = 0
+        self._output_token_count = 0
+
+    @property
+    def idle(self) -> bool:
+        """Whether a step would have nothing to compute."""
+        return not self._requests
+
+    @property
+    def scheduler(self) -> Scheduler:
+        """For tests and checks; the core alone changes it."""
+        return self._scheduler
+
+    @property
+    def pool(self) -> BlockPool:
+        """For tests and checks; the scheduler alone changes it."""
+        return self._pool
+
+    def request_fault(self, request: GenerationRequest) -> str | None:
+        """Why a request could never run; None if it could. The caller asks before `add`."""
+        return request_fault(request, self._limits, self._vocabulary_size, self._pool.block_count_total)
+
+    @property
+    def grammars(self) -> GrammarCompiler:
+        """For whoever compiles outside the step loop; `add` does it itself if nobody has."""
+        return self._grammars
+
+    def add(
+        self, number: int, request: GenerationRequest, arrived_at_s: float | None = None, grammar: Grammar | None = None
+    ) -> bool:
+        """Queue a request's sequences; False if the queue is full. number: not used before. grammar: the request's, compiled.
+
+        Raises `RequestImpossible` if its response format cannot be compiled.
+        """
+        if self._scheduler.waiting_is_full:
+            return False
+        if grammar is None and request.response_format is not None:
+            grammar = self._grammars.compile(request.response_format)
+        seed = secrets.randbits(63) if request.sampling.seed is None else request.sampling.seed
+        sequence_count = request.choice_count if request.beam_search is None else 1  # beams follow when there is a prompt to share
+        model_ends = frozenset() if request.stop.ignore_eos else self._model_end_token_ids
+        arrived_at_s = self._clock() if arrived_at_s is None else arrived_at_s
+        sequences = [
+            Sequence(
+                number=number,
+                choice_index=index,
+                request=request,
+                seed=choice_seed(seed, index),
+                end_token_ids=model_ends | request.stop.stop_token_ids,
+                detokenizer=Detokenizer(self._decoder.open(), request.stop.stop_sequences),
+                arrived_at_s=arrived_at_s,
+                grammar=grammar and grammar.copy(),
+            )
+            for index in range(sequence_count)
+        ]
+        choices = self._requests[number] = Choices(sequences[0], sequences)
+        if request.beam_search is not None:
+            choices.beams = BeamGroup(sequences[0], lambda: Detokenizer(self._decoder.open(), ()))
+        for sequence in sequences:
+            sequence.rotary_offset = self._rotary_offset(sequence)
+            self._scheduler.add(sequence)
+        if sequences[0].ended_before is not None:  # it is continued, and only its end had not been told
+            self._events.append((number, Scheduled(0)))
+            self._end(sequences[0], sequences[0].ended_before, arrived_at_s)
+        return True
+
+    def cancel(self, number: int) -> None:
+        """End a request and free its blocks now; its events come with the next `step`. Unknown numbers have ended already."""
+        choices = self._requests.get(number)
+        if choices is not None and choices.beams is not None:
+            del self._requests[number]
+            self._events += [(number, event) for event in choices.beams.cancel(self._scheduler, self._clock())]
+        elif choices is not None:
+            now_s = self._clock()
+            for sequence in list(choices.running):
+                self._finish(sequence, EngineFinishReason.CANCELLED, "", now_s)
+
+    def cancel_all(self) -> None:
+        """End every request."""
+        for number in list(self._requests):
+            self.cancel(number)
+
+    def step(self) -> list[NumberedEvent]:
+        """Compute one step, if there is anything to compute. Returns all events since the last call, in order."""
+        if self._requests:
+            plan = self._scheduler.schedule(self._pace.prompt_token_count_max())
+            began_s = now_s = self._clock()
+            for sequence in plan.entered:
+                self._note_entered(sequence, now_s)
+            chosen = self._runner.run(plan)
+            self._scheduler.commit(plan)
+            now_s = self._clock()
+            self._pace.note(plan.decoded_count, plan.token_count - plan.decoded_count, now_s - began_s)
+            for sequence, token in chosen.items():
+                if sequence.group is None:
+                    self._append(sequence, token, now_s)
+            for group in {sequence.group: None for sequence in chosen}:
+                if group is not None:
+                    self._advance(group, chosen, now_s)
+            if self._rotation_switch_tokens is not None:
+                self._turn()
+            self._step_count += 1
+            self._scheduler.check_conservation()
+        events, self._events = self._events, []
+        return events
+
+    def statistics(self) -> EngineStatistics:
+        """As of the last step."""
+        return EngineStatistics(
+            waiting_sequence_count=len(self._scheduler.waiting),
+            running_sequence_count=len(self._scheduler.running),
+            kv_block_count_total=self._pool.block_count_total,
+            kv_block_count_free=self._pool.block_count_free,
+            kv_block_count_cached=self._pool.block_count_cached,
+            kv_block_count_held=self._pool.block_count_held,
+            step_count=self._step_count,
+            prompt_token_count=self._prompt_token_count,
+            cached_token_count=self._cached_token_count,
+            output_token_count=self._output_token_count,
+            preemption_count=self._scheduler.preemption_count,
+            running_sequence_count_max=self._limits.running_sequence_count_max,
+        )
+
+    def _rotary_offset(self, sequence: Sequence) -> int:
+        switch = self._rotation_switch_tokens
+        return switch if switch is not None and len(sequence.token_ids) > switch else 0
+
+    def _turn(self) -> None:
+        """Whoever has grown beyond longrope's original context is turned by its other table, from the first token on."""
+        for sequence in self._scheduler.running:
+            if sequence.rotary_offset == 0 and (offset := self._rotary_offset(sequence)):
+                self._scheduler.turn(sequence, offset)
+
+    def _note_entered(self, sequence: Sequence, now_s: float) -> None:
+        assert sequence.cached_token_count is not None, "the scheduler has counted"
+        sequence.scheduled_at_s = now_s
+        if sequence.choice_index > 0:
+            return  # the prompt is the first one's; what the others find of it in the cache is no saving of the caller's
+        self._prompt_token_count += sequence.prompt_token_count
+        self._cached_token_count += sequence.cached_token_count
+        self._events.append((sequence.number, Scheduled(sequence.cached_token_count)))
+
+    def _append(self, sequence: Sequence, token: Chosen, now_s: float) -> None:
+        if sequence.number not in self._requests:
+            return  # another choice has just broken the request
+        fault = sequence.grammar.fault if sequence.grammar is not None else None
+        if fault is not None:
+            self._break(sequence, fault)
+            return
+        appended = sequence.append(token.token_id, now_s)
+        self._output_token_count += 1
+        logprobs = () if token.logprobs is None else (token.logprobs,)
+        generated = TokensGenerated((token.token_id,), appended.text, logprobs, sequence.choice_index)
+        self._events.append((sequence.number, generated))
+        if appended.finish_reason is not None:
+            self._end(sequence, appended.finish_reason, now_s)
+
+    def _end(self, sequence: Sequence, reason: EngineFinishReason, now_s: float) -> None:
+        """A choice has ended by itself: its last token, or what stood at its end, says why."""
+        rest = ""
+        if reason is not EngineFinishReason.STOP_SEQUENCE:
+            piece = sequence.detokenizer.finish()
+            # Bytes that only the end makes final may complete a stop sequence; it is cut off like any other.
+            reason, rest = (EngineFinishReason.STOP_SEQUENCE if piece.stopped else reason), piece.text
+        self._finish(sequence, reason, rest, now_s)
+
+    def _advance(self, group: BeamGroup, chosen: dict[Sequence, Chosen], now_s: float) -> None:
+        """All beams of a search have been computed."""
+        number, before = group.beams[0].number, group.token_count
+        self._events += [(number, event) for event in group.advance(self._scheduler, chosen, now_s)]
+        self._output_token_count += group.token_count - before
+        if group.ended:
+            del self._requests[number]
+
+    def _break(self, sequence: Sequence, fault: str) -> None:
+        """The chosen token means nothing: the grammar could not say what may follow, because that is too much to compute."""
+        assert sequence.request.response_format is not None
+        for choice in self._requests.pop(sequence.number).running:
+            self._scheduler.remove(choice)
+        broken = SequenceBroken(f"cannot be followed any further: {fault}", sequence.request.response_format.field)
+        self._events.append((sequence.number, broken))
+
+    def _finish(self, sequence: Sequence, reason: EngineFinishReason, text: str, now_s: float) -> None:
+        """End a choice, and with the last one its request."""
+        if reason is EngineFinishReason.CANCELLED:
+            text = sequence.detokenizer.finish().text
+        self._scheduler.remove(sequence)
+        choices = self._requests[sequence.number]
+        choices.running.remove(sequence)
+        choices.ends[sequence.choice_index] = reason
+        choices.generated_token_count += sequence.output_token_count
+        if sequence.request.choice_count > 1:
+            self._events.append((sequence.number, ChoiceFinished(sequence.choice_index, reason, text)))
+            text = ""
+        if choices.running:
+            return
+        del self._requests[sequence.number]
+        first = choices.first
+        finished = SequenceFinished(
+            reason=choices.ends[first.choice_index],
+            text=text,
+            prompt_token_count=first.prompt_token_count,
+            cached_token_count=first.cached_token_count or 0,
+            generated_token_count=choices.generated_token_count,
+            timings=first.timings(now_s),
+        )
+        self._events.append((sequence.number, finished))

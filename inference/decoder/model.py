@@ -1,0 +1,236 @@
+"""The Llama decoder as one function of a batch: hidden states in, logits out, keys and values into the pool.
+
+Shapes on the lines: N rows (tokens of all sequences of a step), E hidden size, H heads, H_kv key-value heads, D head size,
+V vocabulary. Checked token for token against `transformers` in the tests.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.nn.functional import embedding, rms_norm, silu
+
+from inference.checkpoint.checkpoint import DecoderConfig
+from inference.checkpoint.rope_config import (
+    DynamicScaling,
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    RopeConfig,
+    YarnScaling,
+    rotation_switch_tokens,
+)
+from inference.decoder.attention import DecodeSpan, LayerPool, PrefillSpan, attend_decode, attend_prefill, write
+from inference.decoder.linear import project
+from inference.decoder.weights import DecoderWeights, LayerWeights
+
+
+@dataclass(frozen=True, slots=True)
+class Spans:
+    """A step's rows as attention takes them: first one row per decoding sequence, then the runs of those in prefill."""
+
+    decodes: tuple[DecodeSpan, ...]
+    prefills: tuple[PrefillSpan, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One step's rows.
+
+    token_ids: (N,). rotary_rows: (N,) of the rotation tables. pool_rows: (N * H_kv,) where the rows' keys and values go.
+    spans: by the window that layers look through, in positions; None for those that see all. logit_rows: (R,) rows whose next
+    token is wanted.
+    """
+
+    token_ids: Tensor
+    rotary_rows: Tensor
+    pool_rows: Tensor
+    spans: Mapping[int | None, Spans]
+    logit_rows: Tensor
+
+
+def move_batch(batch: Batch, device: torch.device) -> Batch:
+    """The same on another device."""
+
+    def moved(spans: Spans) -> Spans:
+        return Spans(
+            tuple(replace(span, tables=span.tables.to(device), mask=span.mask.to(device)) for span in spans.decodes),
+            tuple(
+                replace(span, table=span.table.to(device), mask=None if span.mask is None else span.mask.to(device))
+                for span in spans.prefills
+            ),
+        )
+
+    return Batch(
+        token_ids=batch.token_ids.to(device),
+        rotary_rows=batch.rotary_rows.to(device),
+        pool_rows=batch.pool_rows.to(device),
+        spans={window: moved(spans) for window, spans in batch.spans.items()},
+        logit_rows=batch.logit_rows.to(device),
+    )
+
+
+class Decoder:
+    """Weights with their configuration. Holds no state between calls; the pool belongs to the runner."""
+
+    def __init__(self, config: DecoderConfig, weights: DecoderWeights, context_window_tokens: int) -> None:
+        self._config = config
+        self._weights = weights
+        tables = rotary_tables(config.rope, config.head_dim, context_window_tokens, weights.embedding.dtype)
+        self._cosines, self._sines = (table.to(weights.embedding.device) for table in tables)
+
+    def forward(self, batch: Batch, pools: list[LayerPool]) -> Tensor:
+        """Logits (R, V) in fp32 for `batch.logit_rows`. Writes the keys and values of all rows into the pools."""
+        hidden = embedding(batch.token_ids, self._weights.embedding)  # (N, E)
+        rotation = (self._cosines[batch.rotary_rows][:, None, :], self._sines[batch.rotary_rows][:, None, :])  # (N, 1, D)
+        for layer, pool, window in zip(self._weights.layers, pools, self._config.layer_windows, strict=True):
+            spans = batch.spans[window]
+            normed = self._norm(hidden, layer.attention_norm)
+            hidden = hidden + self._attention(normed, layer, pool, batch.pool_rows, spans, rotation)
+            hidden = hidden + self._mlp(self._norm(hidden, layer.mlp_norm), layer)
+        wanted = self._norm(hidden[batch.logit_rows], self._weights.final_norm)
+        return project(wanted, self._weights.lm_head).float()
+
+    def _norm(self, values: Tensor, weight: Tensor) -> Tensor:
+        return rms_norm(values, (values.shape[-1],), weight, self._config.rms_norm_eps)
+
+    def _attention(
+        self,
+        hidden: Tensor,
+        layer: LayerWeights,
+        pool: LayerPool,
+        pool_rows: Tensor,
+        spans: Spans,
+        rotation: tuple[Tensor, Tensor],
+    ) -> Tensor:
+        config = self._config
+        head_count, kv_head_count = config.head_count, config.kv_head_count
+        mixed = project(hidden, layer.qkv).view(-1, head_count + 2 * kv_head_count, config.head_dim)
+        # Queries and keys are neighbours in the stacked rows, so one rotation serves both.
+        turning = mixed[:, : head_count + kv_head_count]
+        if layer.query_norm is not None and layer.key_norm is not None:
+            queries, keys = turning[:, :head_count], turning[:, head_count:]
+            turning = torch.cat((self._norm(queries, layer.query_norm), self._norm(keys, layer.key_norm)), dim=1)
+        rotated = rotate(turning, *rotation)
+        queries, keys = rotated[:, :head_count], rotated[:, head_count:]
+        write(pool, pool_rows, keys, mixed[:, head_count + kv_head_count :])
+        attended = torch.empty_like(queries)  # (N, H, D)
+        for decode in spans.decodes:
+            rows = slice(decode.row_start, decode.row_end)
+            attended[rows] = attend_decode(queries[rows], pool, decode)
+        for prefill in spans.prefills:
+            rows = slice(prefill.row_start, prefill.row_end)
+            attended[rows] = attend_prefill(queries[rows], pool, prefill)
+        return project(attended.flatten(1), layer.attention_out)
+
+    def _mlp(self, hidden: Tensor, layer: LayerWeights) -> Tensor:
+        gate, up = project(hidden, layer.gate_up).chunk(2, dim=-1)
+        return project(silu(gate) * up, layer.down)
+
+
+def rotate(heads: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+    """Rotary embedding of (N, heads, D) by (N, 1, D) tables: dimension i turns with i + D/2, as Llama checkpoints store it."""
+    half = heads.shape[-1] // 2
+    turned = torch.cat((-heads[..., half:], heads[..., :half]), dim=-1)
+    return heads * cosines + turned * sines
+
+
+def rotary_tables(rope: RopeConfig, head_dim: int, position_count: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cosines and sines (rows, D), computed in fp32. Source: Su et al. 2021, and each scaling's own.
+
+    A row depends on its position alone, so that no token's key depends on how its sequence was cut, cached or continued.
+    With longrope beyond its original context there are two tables, one after the other: that of the positions of sequences within
+    it, and from row `rotation_switch_tokens` on that of all positions of longer ones.
+    """
+    scaling, switch = rope.scaling, rotation_switch_tokens(rope, position_count)
+    if isinstance(scaling, LongRopeScaling) and switch is not None:
+        short = rotary_tables(rope, head_dim, switch, dtype)
+        slower = replace(
+            scaling,
+            short_factors=scaling.long_factors,
+            original_context_tokens=position_count,
+            attention_factor=_longrope_sharpening(scaling),
+        )
+        long = rotary_tables(replace(rope, scaling=slower), head_dim, position_count, dtype)
+        return torch.cat((short[0], long[0])), torch.cat((short[1], long[1]))
+    positions = torch.arange(position_count, dtype=torch.float32)
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
+    frequencies = 1.0 / rope.theta**exponents  # (D/2,), radians per position
+    sharpening = 1.0
+    match rope.scaling:
+        case LinearScaling(factor=factor):
+            frequencies = frequencies / factor
+        case DynamicScaling() as dynamic:
+            frequencies = _grow(rope.theta, dynamic, positions, exponents)  # (positions, D/2)
+        case Llama3Scaling() as llama3:
+            frequencies = _stretch(frequencies, llama3)
+        case YarnScaling() as yarn:
+            frequencies, sharpening = _stretch_slow(rope.theta, yarn, exponents), _sharpening(yarn)
+        case LongRopeScaling() as longrope:
+            frequencies = 1.0 / (torch.tensor(longrope.short_factors) * rope.theta**exponents)
+            sharpening = _longrope_sharpening(longrope)
+    angles = positions[:, None] * frequencies
+    angles = torch.cat((angles, angles), dim=-1)
+    return (angles.cos() * sharpening).to(dtype), (angles.sin() * sharpening).to(dtype)
+
+
+def _stretch(frequencies: Tensor, scaling: Llama3Scaling) -> Tensor:
+    """Slow rotations are slowed by `factor`, fast ones kept, those between blended by how often they turn in the old context."""
+    turns = scaling.original_context_tokens * frequencies / (2 * math.pi)
+    blend = ((turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)).clamp(0.0, 1.0)
+    return frequencies * (blend + (1.0 - blend) / scaling.factor)
+
+
+def _grow(theta: float, scaling: DynamicScaling, positions: Tensor, exponents: Tensor) -> Tensor:
+    """Each position turns as fast as in a sequence that ends with it; (positions, D/2).
+
+    That is what transformers computes for tokens that come one by one. For a prompt beyond the original context it takes the whole
+    prompt's length for all of its tokens, which no cache of prefixes could follow.
+    """
+    lengths = (positions + 1).clamp_min(float(scaling.original_context_tokens))
+    dimensions = 2 * len(exponents)
+    growth = scaling.factor * lengths / scaling.original_context_tokens - (scaling.factor - 1)
+    bases = theta * growth ** (dimensions / (dimensions - 2))
+    return 1.0 / bases[:, None] ** exponents
+
+
+def _stretch_slow(theta: float, scaling: YarnScaling, exponents: Tensor) -> Tensor:
+    """Peng et al. 2023, section 3.2: a ramp over the dimensions, from those kept to those slowed by `factor`."""
+    pair_count = len(exponents)
+
+    def pair_that_turns(turns: float) -> float:
+        """The dimension, as a fraction, that turns so often within the original context."""
+        return pair_count * math.log(scaling.original_context_tokens / (turns * 2 * math.pi)) / math.log(theta)
+
+    first, last = pair_that_turns(scaling.beta_fast), pair_that_turns(scaling.beta_slow)
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, 2 * pair_count - 1)
+    if first == last:
+        last += 0.001  # no ramp is a step, and must not divide by zero
+    slowed = ((torch.arange(pair_count, dtype=torch.float32) - first) / (last - first)).clamp(0.0, 1.0)
+    bases = theta**exponents
+    return (1.0 / (scaling.factor * bases)) * slowed + (1.0 / bases) * (1.0 - slowed)
+
+
+def _longrope_sharpening(scaling: LongRopeScaling) -> float:
+    """Ding et al. 2024, as Phi-3 applies it: what queries and keys are multiplied by, within the original context too."""
+    if scaling.attention_factor is not None:
+        return scaling.attention_factor
+    if scaling.factor <= 1.0:
+        return 1.0
+    return math.sqrt(1 + math.log(scaling.factor) / math.log(scaling.original_context_tokens))
+
+
+def _sharpening(scaling: YarnScaling) -> float:
+    """What queries and keys are multiplied by, so that attention over a longer context stays as pointed as it was."""
+    if scaling.attention_factor is not None:
+        return scaling.attention_factor
+    growth = math.log(max(scaling.factor, 1.0))
+    if scaling.mscale and scaling.mscale_all_dim:
+        return (0.1 * scaling.mscale * growth + 1.0) / (0.1 * scaling.mscale_all_dim * growth + 1.0)
+    return 0.1 * growth + 1.0

@@ -1,0 +1,123 @@
+"""What every engine that may come and go has in common beside its life: its callers' streams, and the hint of what is cached.
+
+Implements `Engine` but for what reaches the engine itself: `hosted_engine.py` and `remote/engine.py` add that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from abc import abstractmethod
+from collections.abc import AsyncIterator
+
+from inference.engine import (
+    GenerationRequest,
+    ModelInfo,
+    SequenceEvent,
+    SequenceFinished,
+    SequenceStream,
+    TokensGenerated,
+)
+from inference.errors import EngineOverloaded, RequestImpossible
+from inference.hosts.backend_life import BackendLife, LifeWaits
+from inference.limits import EngineLimits, request_fault
+from inference.prefix_hint import PrefixHint
+from inference.sequence_stream import BufferedStream
+
+
+class EngineLife(BackendLife):
+    """One model on an engine that is started, lost, and started again. See `Engine` for the contract."""
+
+    def __init__(self, model: ModelInfo, limits: EngineLimits, waits: LifeWaits, block_tokens: int) -> None:
+        """Starts nothing. block_tokens: how many tokens the engine caches as one."""
+        super().__init__(model, waits)
+        self._limits = limits
+        self._streams: dict[int, BufferedStream] = {}
+        self._next_number = 0
+        self._block_tokens = block_tokens
+        self._block_count = 0  # of `KV_BLOCK_TOKENS` each
+        self._hint = PrefixHint(0, block_tokens)
+        self._last_queue_ms = 0.0
+
+    def predict_cached_token_count(self, prompt_token_ids: tuple[int, ...], cache_salt: str) -> int:
+        """See `Engine.predict_cached_token_count`."""
+        return self._hint.predict(prompt_token_ids, self._cache_group(cache_salt))
+
+    @contextlib.asynccontextmanager
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[SequenceStream]:
+        """See `Engine.generate`."""
+        stream = self._open_stream(request)
+        try:
+            yield stream
+        finally:
+            stream.cancel()
+            self._streams.pop(stream.number, None)
+
+    @abstractmethod
+    def _submit(self, stream: BufferedStream) -> None:
+        """Hand a sequence to the engine, which is READY."""
+
+    @abstractmethod
+    def _send_cancel(self, stream: BufferedStream) -> None:
+        """Ask the engine to end a sequence; never blocks."""
+
+    def _unserved(self, request: GenerationRequest) -> RequestImpossible | None:
+        """What this backend cannot serve of a request that fits its limits."""
+        return None
+
+    def _cache_group(self, cache_salt: str) -> str:
+        """Who shares prefixes with this salt: those of the same group."""
+        return cache_salt
+
+    def _forget_cache(self) -> None:
+        """The engine is gone, and its cache with it, as far as anybody knows."""
+        self._hint.clear()
+
+    def _open_stream(self, request: GenerationRequest) -> BufferedStream:
+        self._check_ready()
+        fault = request_fault(request, self._limits, self._model.vocabulary_size, self._block_count)
+        if fault is not None:
+            raise RequestImpossible(fault)
+        if (unserved := self._unserved(request)) is not None:
+            raise unserved
+        if (
+            sum(stream.request.choice_count for stream in self._streams.values() if not stream.scheduled)
+            >= self._limits.waiting_sequence_count_max
+        ):
+            raise EngineOverloaded("the engine's queue is full", self._overload_wait_s())
+        stream = BufferedStream(self._next_number, request, self._cancel)
+        self._next_number += 1
+        self._streams[stream.number] = stream
+        self._submit(stream)
+        return stream
+
+    def _cancel(self, stream: BufferedStream) -> None:
+        if stream.number in self._streams:
+            self._send_cancel(stream)
+
+    def _overload_wait_s(self) -> float:
+        """What the last sequence waited is the best guess of what the next would; never so short that callers spin."""
+        return max(self._last_queue_ms / 1e3, 0.5)
+
+    def _take(self, stream: BufferedStream, event: SequenceEvent) -> None:
+        """The engine tells of a sequence."""
+        request = stream.request
+        if isinstance(event, TokensGenerated) and not stream.has_output:
+            self._hint.note(request.prompt_token_ids, self._cache_group(request.cache_salt))
+        stream.put(event)
+        if isinstance(event, SequenceFinished):
+            self._last_queue_ms = event.timings.queue_ms
+            prompt = request.prompt_token_ids
+            for output in stream.outputs:
+                computed_count = len(prompt) + len(output) - 1  # the last token's KV is never computed, since nothing followed it
+                if computed_count // self._block_tokens > len(prompt) // self._block_tokens:  # else the prompt's blocks are all
+                    self._hint.note((*prompt, *output[:-1]), self._cache_group(request.cache_salt))
+
+    def _ready(self, block_count: int, loading_time_s: float) -> None:
+        """The engine takes requests. block_count: of `KV_BLOCK_TOKENS` each."""
+        self._block_count = block_count
+        self._now_ready(loading_time_s)
+
+    def _fail_waiting(self, reason: str) -> None:
+        self._forget_cache()
+        for stream in self._streams.values():
+            stream.fail(self._loss(reason))

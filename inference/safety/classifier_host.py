@@ -1,0 +1,186 @@
+"""The classifier process: `python -m inference.safety.classifier_host --fd N`, a child of the API process.
+
+Holds sequence-classification checkpoints and scores texts with them: one thread, at low priority, one batch at a time. Reads what
+lies in the checkpoints' directories and nothing else: no hub, no code of the checkpoint's own, no pickles. It ends when its socket
+does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from inference.errors import CheckpointInvalid
+from inference.hosts.host_protocol import receive
+from inference.safety.classifier_protocol import (
+    BatchScored,
+    ClassifiersFailed,
+    ClassifiersReady,
+    ClassifyBatch,
+    FromClassifiers,
+    LoadClassifiers,
+    decode_to_classifiers,
+    encode,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+NICENESS = 10  # a tenth of the weight of an engine's threads where both want a core
+ROW_TOKENS_MAX = 512  # tokens per row: what BERT-like models take; a longer text is scored in overlapping rows
+OVERLAP_PARTS = 4  # a quarter of a row is in the next one again, so that nothing is cut in two everywhere
+FORWARD_TOKENS_MAX = 2048  # tokens, padding included, per forward pass: beyond that a batch gains nothing on one core
+EXIT_LOAD_FAILED = 4
+
+_log = logging.getLogger("weir.inference.classifiers")
+
+
+class Classifier:
+    """One loaded checkpoint."""
+
+    def __init__(self, directory: Path) -> None:
+        """Load and try it once. Raises `CheckpointInvalid`."""
+        from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+        only_local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+        try:
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(str(directory), use_fast=True, **only_local)
+            model, info = AutoModelForSequenceClassification.from_pretrained(
+                str(directory), use_safetensors=True, dtype="float32", output_loading_info=True, **only_local
+            )
+        except Exception as error:  # the library raises of every kind
+            raise CheckpointInvalid(str(directory), f"cannot be loaded as a classifier: {error}") from error
+        self._model: Any = model.eval()
+        missing = sorted(map(str, [*info["missing_keys"], *info["mismatched_keys"]]))
+        if missing:  # the library would go on with random numbers
+            raise CheckpointInvalid(str(directory), f"weights are missing or of a wrong shape: {', '.join(missing[:3])}")
+        if not self._tokenizer.is_fast:
+            raise CheckpointInvalid(str(directory), "needs a tokenizer.json")
+        self._several_labels = model.config.problem_type == "multi_label_classification" or model.config.num_labels == 1
+        self._row_token_count_max = self._row_limit()
+        self._pad_id: int | None = model.config.pad_token_id
+        try:
+            scores = self.score(["word " * ROW_TOKENS_MAX])
+        except (ArithmeticError, IndexError, RuntimeError, ValueError) as error:
+            raise CheckpointInvalid(str(directory), f"cannot score a text: {error}") from error
+        if len(scores[0]) != len(model.config.id2label):
+            raise CheckpointInvalid(str(directory), f"gives {len(scores[0])} scores for {len(model.config.id2label)} labels")
+
+    def score(self, texts: Sequence[str]) -> list[list[float]]:
+        """For every text the highest score of each label over its rows. Raises ArithmeticError for scores that are no numbers."""
+        encoded = self._tokenizer(
+            list(texts),
+            truncation=True,
+            max_length=self._row_token_count_max,
+            stride=self._row_token_count_max // OVERLAP_PARTS,
+            return_overflowing_tokens=True,
+        )
+        rows: list[list[int]] = encoded["input_ids"]
+        owners: list[int] = encoded["overflow_to_sample_mapping"]
+        highest: list[list[float]] = [[] for _ in texts]
+        by_length = sorted(range(len(rows)), key=lambda index: len(rows[index]))
+        while by_length:
+            # The longest first, so that all others of a pass are padded to it.
+            width = len(rows[by_length[-1]])
+            count = 1 if self._pad_id is None else max(FORWARD_TOKENS_MAX // width, 1)
+            taken, by_length = by_length[-count:], by_length[:-count]
+            for index, scores in zip(taken, self._forward([rows[index] for index in taken]), strict=True):
+                best = highest[owners[index]]
+                highest[owners[index]] = [max(pair) for pair in zip(best, scores, strict=True)] if best else scores
+        return highest
+
+    def _forward(self, rows: list[list[int]]) -> list[list[float]]:
+        import torch
+
+        width = max(map(len, rows))
+        input_ids = torch.full((len(rows), width), self._pad_id or 0)
+        attention_mask = torch.zeros((len(rows), width), dtype=torch.int64)
+        for index, row in enumerate(rows):
+            input_ids[index, : len(row)] = torch.tensor(row)
+            attention_mask[index, : len(row)] = 1
+        with torch.inference_mode():
+            logits: Tensor = self._model(input_ids=input_ids, attention_mask=attention_mask).logits.float()
+        scores = logits.sigmoid() if self._several_labels else logits.softmax(dim=-1)
+        if not bool(torch.isfinite(scores).all()):
+            raise ArithmeticError("the scores are not finite; are the weights intact?")  # NaN is below every threshold
+        return [[float(score) for score in row] for row in scores]
+
+    def _row_limit(self) -> int:
+        """Tokens that the model takes at once."""
+        limits = [ROW_TOKENS_MAX, self._tokenizer.model_max_length]
+        for name, module in self._model.named_modules():
+            if name.endswith("position_embeddings") and hasattr(module, "num_embeddings"):
+                # RoBERTa and its kin count positions from behind the padding's.
+                first = 0 if module.padding_idx is None else module.padding_idx + 1
+                limits.append(module.num_embeddings - first)
+        return int(min(limits))
+
+
+def serve(connection: socket.socket) -> int:
+    """Load, then score batch after batch until the parent is gone; the exit status."""
+    body = receive(connection)
+    if body is None:
+        return 0
+    load = decode_to_classifiers(body)
+    assert isinstance(load, LoadClassifiers), "the first message says what to load"
+    try:
+        classifiers = [Classifier(Path(directory)) for directory in load.directories]
+    except CheckpointInvalid as error:
+        _log.error("loading failed: %s", error)
+        _send(connection, ClassifiersFailed(str(error)))
+        return EXIT_LOAD_FAILED
+    _send(connection, ClassifiersReady())
+    while (body := receive(connection)) is not None:
+        batch = decode_to_classifiers(body)
+        assert isinstance(batch, ClassifyBatch), "what is loaded stays"
+        _send(connection, score_batch(classifiers, batch))
+    return 0
+
+
+def score_batch(classifiers: Sequence[Classifier], batch: ClassifyBatch) -> BatchScored:
+    """The scores of a batch, text by text in its order, or why there are none."""
+    scores: list[list[float]] = [[] for _ in batch.texts]
+    try:
+        for wanted, classifier in enumerate(classifiers):
+            places = [place for place, (index, _) in enumerate(batch.texts) if index == wanted]
+            if places:
+                for place, scored in zip(places, classifier.score([batch.texts[place][1] for place in places]), strict=True):
+                    scores[place] = scored
+    except Exception as error:
+        _log.exception("a batch could not be scored")
+        return BatchScored(batch.number, [], f"{type(error).__name__}: {error}")
+    return BatchScored(batch.number, scores)
+
+
+def _send(connection: socket.socket, message: FromClassifiers) -> None:
+    connection.sendall(encode(message))
+
+
+def main() -> int:
+    """Entry point of the child."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--fd", type=int, required=True, help="the socket to the parent")
+    options = parser.parse_args()
+    # Ctrl-C and a stop of the whole group go to every process of it; the parent drains, and its death ends this one.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    os.nice(NICENESS)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    import torch
+
+    torch.set_num_threads(1)
+    connection = socket.socket(fileno=options.fd)
+    try:
+        return serve(connection)
+    except OSError:
+        return 0  # the parent is gone
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

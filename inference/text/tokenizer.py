@@ -1,0 +1,111 @@
+"""Text to token ids and back, and conversations to prompts, as the checkpoint says.
+
+Owns tokenizer.json; `chat_template.py` owns the templates, `control_tokens.py` keeps messages from imitating them. Imports no
+torch: the API process tokenizes with it, and the engine host takes its decoder from it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import tokenizers
+
+from inference.errors import CheckpointInvalid
+from inference.text.chat_template import DEFAULT_TEMPLATE, ChatMessage, ChatTemplates
+from inference.text.control_tokens import ControlTokens
+from inference.text.detokenizer import is_byte_level, token_bytes
+
+__all__ = ["ChatMessage", "Tokenizer"]
+
+# One prompt at a time is all that is encoded here. The library's own threads would take each over and hand it back.
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+class Tokenizer:
+    """The tokenizer and chat template of one checkpoint.
+
+    Safe to use from several threads at once; encoding releases Python's lock, so a long prompt may be encoded in a thread.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        """Load. Raises `CheckpointInvalid` if tokenizer.json is absent or unreadable, or the template does not parse."""
+        path = directory / "tokenizer.json"
+        if not path.exists():
+            raise CheckpointInvalid(str(path), "the file is missing")
+        try:
+            self._backend = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises bare Exception for every defect of the file
+            raise CheckpointInvalid(str(path), f"not a tokenizer: {error}") from error
+        # Stored truncation or padding would silently change what is billed and computed.
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        self._special_token_ids = frozenset(
+            token_id for token_id, token in self._backend.get_added_tokens_decoder().items() if token.special
+        )
+        self._is_byte_level = is_byte_level(self._backend)
+        self._control_tokens = ControlTokens(self._backend)
+        self._templates = ChatTemplates(directory)
+
+    @property
+    def backend(self) -> tokenizers.Tokenizer:
+        """The underlying tokenizer, for the detokenizer alone. Not to be changed."""
+        return self._backend
+
+    @property
+    def special_token_ids(self) -> frozenset[int]:
+        """Ids that are control tokens: they add no text."""
+        return self._special_token_ids
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
+        """Token ids of a plain prompt, with what the model expects around it (a BOS token, say) unless told otherwise."""
+        # A batch of one: only for batches does the library leave out offsets, a quarter of the time, which nobody here asks for.
+        [encoding] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return tuple(encoding.ids)
+
+    def encode_within(self, text: str, token_count_max: int) -> tuple[int, ...]:
+        """As `encode`, but of a longer text the end is left out, and what the model expects around it is not."""
+        token_ids = self.encode(text)
+        if len(token_ids) <= token_count_max:
+            return token_ids
+        encoding = self._backend.encode(text, add_special_tokens=False)
+        encoding.truncate(max(token_count_max - self._backend.num_special_tokens_to_add(is_pair=False), 0))
+        return tuple(self._backend.post_process(encoding).ids)
+
+    def count(self, text: str, *, add_special_tokens: bool = True) -> int:
+        """How many tokens `encode` would return."""
+        return len(self._backend.encode(text, add_special_tokens=add_special_tokens))
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of a whole sequence at once. For streams use `inference.text.detokenizer`."""
+        return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What one token stands for, which may be less than a character; empty for an id that is not in the vocabulary."""
+        token = self._backend.id_to_token(token_id)
+        return b"" if token is None else token_bytes(token, self._is_byte_level)
+
+    def render_chat(
+        self, messages: Sequence[ChatMessage], *, add_generation_prompt: bool = True, template_name: str = DEFAULT_TEMPLATE
+    ) -> str:
+        """The conversation as the prompt text that the model was trained on.
+
+        Raises `ChatTemplateFailed` with the template's own words if it refuses the conversation, or if there is no template.
+        """
+        return self._templates.render(messages, add_generation_prompt=add_generation_prompt, template_name=template_name)
+
+    def encode_chat(
+        self, messages: Sequence[ChatMessage], *, add_generation_prompt: bool = True, template_name: str = DEFAULT_TEMPLATE
+    ) -> tuple[int, ...]:
+        """Token ids of a conversation: control tokens where the template writes them, and nowhere else.
+
+        The template has written the special tokens, so none are added. What a message spells out is text.
+        Raises `ChatTemplateFailed`.
+        """
+        hidden = [replace(message, content=self._control_tokens.hide(message.content)) for message in messages]
+        rendered = self.render_chat(hidden, add_generation_prompt=add_generation_prompt, template_name=template_name)
+        if hidden == list(messages):
+            return self.encode(rendered, add_special_tokens=False)
+        return self._control_tokens.encode(rendered)
