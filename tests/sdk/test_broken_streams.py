@@ -291,21 +291,3 @@ async def test_nobody_listening_is_unavailable_in_short_time() -> None:
                 await client.complete("demo", "Hi")
             with pytest.raises(Unavailable):
                 await client.list_models()
-
-
-async def test_a_call_that_a_stopping_server_drops_is_made_again() -> None:
-    """gRPC's servers answer CANCELLED, without a word of ours, to what comes while they stop."""
-    dropped = 0
-
-    async def script(stream: ServerStream) -> None:
-        nonlocal dropped
-        if dropped:
-            await hello(stream)
-            return
-        dropped += 1
-        await stream.read_start()
-        await scripted.abort(stream.context, scripted.status("CANCELLED", "CANCELLED", ""), False)
-
-    async with scripted.serve(ScriptedInference(script)) as address, AsyncClient(address, "key") as client:
-        assert (await client.complete("demo", "Hi")).text == "Hello"
-    assert dropped == 1

@@ -37,6 +37,7 @@ from metering.billing.prices import set_price
 from metering.models import QuotaDimension
 from tests.conftest import new_database
 from tests.inference.encoder_checkpoints import DIMENSION, make_random_encoder
+from tests.sdk import scripted
 from tests.sdk.tcp_door import TcpDoor
 from tests.service import CACHED_PICOS, INPUT_PICOS, MODEL, OUTPUT_PICOS, POLL_S, Service, Tenant, make_model, running, wait_for
 
@@ -251,6 +252,22 @@ async def test_retries_what_was_not_taken(service: Service) -> None:
     assert door.come_count >= 2
     assert result.usage.delivered_token_count == 12
     assert service.books.delivered(tenant) == {result.request_id: 12}
+
+
+async def test_makes_a_dropped_call_again() -> None:
+    """gRPC's servers answer CANCELLED, without a word of ours, to what comes while they stop."""
+    dropped = scripted.status("CANCELLED", "CANCELLED", "")
+
+    async def drop(stream: scripted.ServerStream) -> None:
+        await stream.read_start()
+        await scripted.abort(stream.context, dropped, with_details=False)
+
+    server = scripted.ScriptedInference(drop, lambda stream: scripted.answer(stream, "Hel", "lo"))
+    server.refusals.append((dropped, False))
+    async with scripted.serve(server) as address, AsyncClient(address, "key") as client:
+        assert (await client.complete(MODEL, token_ids=PROMPT)).text == "Hello"
+        assert await client.list_models() == []
+    assert (len(server.streams), len(server.requests)) == (2, 2)
 
 
 async def test_says_that_nobody_answers() -> None:

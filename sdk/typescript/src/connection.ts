@@ -205,7 +205,7 @@ export class Connection {
         options,
         (error: ServiceError | null, response?: MessageShape<Method["output"]>) => {
           signal?.removeEventListener("abort", abort);
-          if (error) reject(errorFromRpc(error));
+          if (error) reject(errorFromRpc(error, signal?.aborted ?? false));
           else resolve(response as MessageShape<Method["output"]>);
         },
       );

@@ -46,8 +46,12 @@ export function errorFromStatus(status: Status, requestId = "", partial?: Partia
   return typedError(grpcStatus[status.code] ?? "UNKNOWN", status.message, details, requestId, partial);
 }
 
-/** The typed error for an RPC that failed, from its status details where the server sent them. */
-export function errorFromRpc(error: ServiceError, requestId = ""): errors.WeirError {
+/**
+ * The typed error for an RPC that failed, from its status details where the server sent them.
+ *
+ * @param isCancelledHere This client has cancelled the call; else gRPC's server did, as it does with what comes while it stops.
+ */
+export function errorFromRpc(error: ServiceError, isCancelledHere: boolean, requestId = ""): errors.WeirError {
   for (const value of error.metadata?.get(STATUS_DETAILS_KEY) ?? []) {
     if (typeof value === "string") continue;
     try {
@@ -56,6 +60,9 @@ export function errorFromRpc(error: ServiceError, requestId = ""): errors.WeirEr
     } catch {
       break; // a proxy mangled it: the plain status below still tells what is known
     }
+  }
+  if (error.code === grpcStatus.CANCELLED && !isCancelledHere) {
+    return new errors.Unavailable("the server cancelled the call: it is stopping", { requestId, cause: error });
   }
   return typedError(grpcStatus[error.code] ?? "UNKNOWN", error.details || error.message, errors.NO_DETAILS, requestId);
 }

@@ -43,7 +43,7 @@ class StreamConnection implements Carrier {
       this.resolveEnded = resolve;
     });
     call.on("data", (message: GenerateResponse) => this.read(message));
-    call.on("error", (error: ServiceError) => this.end(errorFromRpc(error)));
+    call.on("error", (error: ServiceError) => this.end(errorFromRpc(error, false)));
     call.on("end", () => this.end(new Unavailable("the server ended the stream")));
   }
 

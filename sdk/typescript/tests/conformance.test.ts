@@ -5,6 +5,7 @@ import { randomUUID } from "node:crypto";
 import { once } from "node:events";
 import { connect, createServer, type Server, type Socket } from "node:net";
 import { test } from "node:test";
+import { status } from "@grpc/grpc-js";
 import {
   Aborted,
   AlreadyExists,
@@ -22,6 +23,7 @@ import {
   type UsageUpdate,
   WeirClient,
 } from "../src/index.js";
+import { answering, ScriptedServer } from "./scripted.js";
 
 const MODEL = environment("WEIR_TEST_MODEL");
 const ENCODER = environment("WEIR_TEST_ENCODER");
@@ -253,6 +255,23 @@ promise("says-that-nobody-answers", async () => {
   await using client = new WeirClient({ address, maxRetries: 0 });
   await assert.rejects(client.complete(MODEL, SHORT), Unavailable);
   await assert.rejects(client.listModels({ timeoutMs: 5000 }), Unavailable);
+});
+
+promise("makes-a-dropped-call-again", async () => {
+  // gRPC's servers answer CANCELLED, without a word of ours, to what comes while they stop.
+  await using server = await new ScriptedServer(async (stream) => {
+    await stream.read();
+    stream.abort(status.CANCELLED, "CANCELLED");
+  }, answering("Hel", "lo")).open();
+  server.refusals = [status.CANCELLED];
+  await using client = new WeirClient({ address: server.address });
+  assert.equal((await client.complete(MODEL, SHORT)).text, "Hello");
+  assert.deepEqual(await client.listModels(), []);
+  assert.deepEqual([server.streamCount, server.listCount], [2, 2]);
+  const controller = new AbortController();
+  const listing = client.listModels({ signal: controller.signal });
+  controller.abort();
+  await assert.rejects(listing, { name: "Cancelled" }); // that was ourselves
 });
 
 promise("settles-at-close", async (client) => {

@@ -1,0 +1,123 @@
+/** A server on loopback that does what a test tells it to: the double of our own server where that cannot be brought to do it. */
+
+import { create, fromBinary, type MessageInitShape, toBinary } from "@bufbuild/protobuf";
+import { Server, ServerCredentials, type ServerDuplexStream, type ServerUnaryCall, type sendUnaryData, type status } from "@grpc/grpc-js";
+import {
+  type ClientFrame,
+  type GenerateRequest,
+  GenerateRequestSchema,
+  type GenerateResponse,
+  GenerateResponseSchema,
+  ListModelsResponseSchema,
+  type ServerFrameSchema,
+} from "../src/gen/weir/v1/inference_service_pb.js";
+
+/** One frame of the server, without its request id. */
+export type Frame = MessageInitShape<typeof ServerFrameSchema>;
+
+/** One `Generate` call from the server's side. */
+export class ServerStream {
+  private readonly unread: ClientFrame[] = [];
+  private isEnded = false;
+  private wake: () => void = () => {};
+
+  constructor(private readonly call: ServerDuplexStream<GenerateRequest, GenerateResponse>) {
+    call.on("error", () => this.end()); // the client went away
+    call.on("end", () => this.end());
+    call.on("data", (message: GenerateRequest) => {
+      this.unread.push(...message.frames);
+      this.wake();
+    });
+  }
+
+  /** The next frame of the client; undefined when it has half-closed. */
+  async read(): Promise<ClientFrame | undefined> {
+    while (this.unread.length === 0 && !this.isEnded) await new Promise<void>((resolve) => (this.wake = resolve));
+    return this.unread.shift();
+  }
+
+  /** Writes frames in one message. */
+  send(...frames: Frame[]): void {
+    this.call.write(create(GenerateResponseSchema, { frames }));
+  }
+
+  /** Ends the call with a plain status. */
+  abort(code: status, details: string): void {
+    this.call.emit("error", { code, details });
+  }
+
+  private end(): void {
+    this.isEnded = true;
+    this.wake();
+  }
+}
+
+export type Script = (stream: ServerStream) => Promise<void>;
+
+/** Runs one script per stream, the last one again for streams beyond them; a call to list models is refused by `refusals`, then answered. */
+export class ScriptedServer implements AsyncDisposable {
+  address = "";
+  streamCount = 0;
+  listCount = 0;
+  refusals: status[] = [];
+  private readonly server = new Server();
+
+  constructor(...scripts: Script[]) {
+    const method = (name: string, isStream: boolean) => ({
+      path: `/weir.v1.InferenceService/${name}`,
+      requestStream: isStream,
+      responseStream: isStream,
+      requestSerialize: (message: GenerateRequest) => Buffer.from(toBinary(GenerateRequestSchema, message)),
+      requestDeserialize: (bytes: Buffer) => (isStream ? fromBinary(GenerateRequestSchema, bytes) : bytes),
+      responseSerialize: (message: GenerateResponse | Uint8Array) =>
+        Buffer.from(message instanceof Uint8Array ? message : toBinary(GenerateResponseSchema, message)),
+      responseDeserialize: (bytes: Buffer) => fromBinary(GenerateResponseSchema, bytes),
+    });
+    const Generate = (call: ServerDuplexStream<GenerateRequest, GenerateResponse>): void => {
+      this.streamCount += 1;
+      void scripts[Math.min(this.streamCount, scripts.length) - 1]!(new ServerStream(call)).finally(() => call.end());
+    };
+    const ListModels = (_: ServerUnaryCall<unknown, unknown>, answer: sendUnaryData<Uint8Array>): void => {
+      this.listCount += 1;
+      const code = this.refusals.shift();
+      if (code !== undefined) answer({ code, details: "refused by the script" });
+      else answer(null, toBinary(ListModelsResponseSchema, create(ListModelsResponseSchema, {})));
+    };
+    this.server.addService(
+      { Generate: method("Generate", true), ListModels: method("ListModels", false) },
+      { Generate, ListModels },
+    );
+  }
+
+  /** Listens from here on. */
+  async open(): Promise<this> {
+    const port = await new Promise<number>((resolve, reject) =>
+      this.server.bindAsync("127.0.0.1:0", ServerCredentials.createInsecure(), (error, bound) => (error ? reject(error) : resolve(bound))),
+    );
+    this.address = `127.0.0.1:${port}`;
+    return this;
+  }
+
+  async [Symbol.asyncDispose](): Promise<void> {
+    this.server.forceShutdown();
+  }
+}
+
+/** A script: answers every request on the stream with these texts, a token each. */
+export function answering(...texts: string[]): Script {
+  return async (stream) => {
+    for (let frame = await stream.read(); frame !== undefined; frame = await stream.read()) {
+      const { requestId, kind } = frame;
+      if (kind.case !== "start") continue;
+      stream.send({ requestId, kind: { case: "admitted", value: { inputTokenCount: 5n } } });
+      texts.forEach((text, index) => stream.send(delta(requestId, index + 1, text)));
+      const usage = { inputTokenCount: 5n, deliveredTokenCount: BigInt(texts.length), billedTokenCount: BigInt(texts.length) };
+      stream.send({ requestId, kind: { case: "finished", value: { reason: 1, usage, cost: { currencyCode: "USD" } } } });
+    }
+  };
+}
+
+/** One token of text, whose id is its number. */
+export function delta(requestId: string, seq: number, text: string): Frame {
+  return { requestId, kind: { case: "delta", value: { seq: BigInt(seq), text, tokenIds: [seq] } } };
+}
