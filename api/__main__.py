@@ -37,6 +37,7 @@ from api.requests.live_control import obey, process_name, report
 from api.server import Health, Servicers, build_peer_server, build_server
 from api.settings import SettingInvalid, Settings
 from api.statistics_log import log_statistics_regularly
+from api.streams.peers import Peer
 from api.streams.relay import Relays
 from inference.engine import Backend
 from inference.errors import EngineError
@@ -85,6 +86,28 @@ async def start_engine(engine: Backend) -> None:
         await engine.start()
     except EngineError as error:
         log.error("engine_start_failed", model=engine.model.name, cause=str(error))
+
+
+def serve_engines(router: Router, tasks: asyncio.TaskGroup) -> None:
+    """Let all engines live as tasks of the process, and load those that do not wait for a request."""
+    for engine in router.backends():
+        tasks.create_task(engine.serve(), name=f"engine {engine.model.name}")
+        if not engine.condition().starts_on_demand:
+            tasks.create_task(start_engine(engine), name=f"engine start {engine.model.name}")
+
+
+def open_control(
+    settings: Settings, owner_id: uuid.UUID, peer: Peer, process: Process, authenticator: Authenticator
+) -> ControlChannel:
+    """The channel on which other processes tell this one whom to end, and ask what it runs."""
+    return ControlChannel(
+        settings.database_url,
+        owner_id,
+        process_name(),
+        peer=(peer.address, peer.certificate),
+        stop=lambda order: obey(process, authenticator, order),
+        report=lambda: report(process),
+    )
 
 
 def open_signer(settings: Settings) -> Signer | None:
@@ -222,18 +245,8 @@ async def serve(settings: Settings) -> None:
         listener = Listener(Door(process, authenticator, sessions).handle, settings, tls)
         url = openai_url(settings, listener, tls)
         endpoint = Endpoint(settings.home, settings.listen_address, port, tls=tls is not None, openai_url=url)
-        for engine in router.backends():
-            tasks.create_task(engine.serve(), name=f"engine {engine.model.name}")
-            if not engine.condition().starts_on_demand:
-                tasks.create_task(start_engine(engine), name=f"engine start {engine.model.name}")
-        control = ControlChannel(
-            settings.database_url,
-            owner_id,
-            process_name(),
-            peer=(peer.address, peer.certificate),
-            stop=lambda order: obey(process, authenticator, order),
-            report=lambda: report(process),
-        )
+        serve_engines(router, tasks)
+        control = open_control(settings, owner_id, peer, process, authenticator)
         background = [
             tasks.create_task(control.run(), name="control channel"),
             tasks.create_task(holds.run(), name="holds"),

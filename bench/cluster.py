@@ -36,7 +36,7 @@ from bench.admission import server
 from bench.admission_peers import MODEL
 from bench.cluster_load import await_replicas
 from bench.front import Processes, api_process, create_keys
-from bench.processes import cpu_s
+from bench.processes import claim_cores, cpu_s
 from metering.store.migrations_runner import migrate
 
 STREAM_COUNT = 16
@@ -242,10 +242,7 @@ def main() -> None:
     parser.add_argument("--two-dilation", type=float, default=1.6, help="of that case (default: %(default)s)")
     parser.add_argument("--directory", help="where the database of this run is (default: that of temporary files)")
     options = parser.parse_args()
-    core, *_, other_core = sorted(os.sched_getaffinity(0)) * 2
-    if core == other_core:
-        print("there is one core only: client and database share it with the api process")
-    os.sched_setaffinity(0, {other_core})  # what is started here and says nothing else inherits it
+    core, other_core = claim_cores()
     with server(None, options.directory) as url:
         measure(options, url, core, other_core)
 

@@ -33,7 +33,7 @@ from api.endpoint import read_endpoint
 from api.settings import Settings, bundled_models
 from bench.admission import create_tenants, quantile_ms, server
 from bench.admission_peers import MODEL
-from bench.processes import children_of, cpu_s, postgres_pid
+from bench.processes import children_of, claim_cores, cpu_s, postgres_pid
 from metering.store.db import psycopg_conninfo
 from metering.store.migrations_runner import migrate
 from metering.tenants.key_secrets import hash_of, new_secret, prefix_of
@@ -230,10 +230,7 @@ def main() -> None:
     parser.add_argument("--rate", type=float, help="only this: so many per second, at random moments")
     parser.add_argument("--profile", help="profile the api process into this file; everything takes longer then")
     options = parser.parse_args()
-    core, *_, other_core = sorted(os.sched_getaffinity(0)) * 2
-    if core == other_core:
-        print("there is one core only: client and database share it with the api process")
-    os.sched_setaffinity(0, {other_core})  # what is started here and says nothing else inherits it
+    core, other_core = claim_cores()
     with server(None, options.directory) as url:
         measure(options, url, core, other_core)
 

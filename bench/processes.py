@@ -14,6 +14,15 @@ from metering.store.db import psycopg_conninfo
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
 
+def claim_cores() -> tuple[int, int]:
+    """A core for the api process alone, and the other one, on which this process goes on with whatever else it starts."""
+    core, *_, other_core = sorted(os.sched_getaffinity(0)) * 2
+    if core == other_core:
+        print("there is one core only: client and database share it with the api process")
+    os.sched_setaffinity(0, {other_core})
+    return core, other_core
+
+
 def children_of(pid: int) -> list[int]:
     """Processes that this one has started and that run."""
     found: list[int] = []

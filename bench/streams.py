@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -29,7 +28,7 @@ from api.settings import Settings, bundled_models
 from bench.admission import server
 from bench.admission_peers import MODEL
 from bench.front import Processes, api_process, create_keys, on_core
-from bench.processes import cpu_s
+from bench.processes import claim_cores, cpu_s
 from inference.core.cost_model import CostModel
 from metering.store.migrations_runner import migrate
 
@@ -179,10 +178,7 @@ def main() -> None:
     parser.add_argument("--streams", default="1,50,500", help="how many at once (default: %(default)s)")
     parser.add_argument("--directory", help="where the database of this run is (default: that of temporary files)")
     options = parser.parse_args()
-    core, *_, other_core = sorted(os.sched_getaffinity(0)) * 2
-    if core == other_core:
-        print("there is one core only: client and database share it with the api process")
-    os.sched_setaffinity(0, {other_core})  # what is started here and says nothing else inherits it
+    core, other_core = claim_cores()
     with server(None, options.directory) as url:
         measure(options, url, core, other_core)
 
