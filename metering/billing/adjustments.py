@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import uuid
 from dataclasses import dataclass
-from datetime import date, datetime
+from datetime import UTC, date, datetime
 from decimal import Decimal
 from enum import StrEnum
 
@@ -22,6 +22,7 @@ from metering.billing.invoice_models import Adjustment, AdjustmentDecision, Invo
 from metering.billing.invoice_rows import credited_picos
 from metering.billing.invoices import Series
 from metering.billing.ledger import AccountKey, Leg, Posting, post
+from metering.billing.misstated import misstated_usage
 from metering.billing.models import AccountKind, TransactionKind
 from metering.billing.months import month_of, month_text, posting_month, share_lanes
 from metering.billing.prepaid import refresh
@@ -34,11 +35,16 @@ REASON_FORM = re.compile(r"\w[^\x00-\x1f\x7f-\x9f]{0,199}")  # one line that a c
 AMOUNT_MAX_PICOS = 10**24  # a trillion units: more is a unit mixed up
 
 # The first month with anything in it that is not closed: the one whose invoice comes next. The present one where there is none.
+# Usage that waits for rating counts: of what is misstated, the adjustment is all that the month may ever have.
 NEXT_INVOICED = text("""
-SELECT min(billing_month) FROM ledger_transactions
-WHERE organization_id = :organization_id AND billing_month <= :present
-  AND billing_month > coalesce((SELECT max(month) FROM billing_months
-                                WHERE organization_id = :organization_id AND state = 'closed'), '-infinity')
+SELECT min(month) FROM (
+    SELECT billing_month FROM ledger_transactions WHERE organization_id = :organization_id
+    UNION ALL
+    SELECT date_trunc('month', settled_at AT TIME ZONE 'UTC')::date FROM unrated_usage WHERE organization_id = :organization_id
+) AS known (month)
+WHERE month <= :present
+  AND month > coalesce((SELECT max(month) FROM billing_months
+                        WHERE organization_id = :organization_id AND state = 'closed'), '-infinity')
 """)
 
 
@@ -72,9 +78,15 @@ class AdjustmentRecord:
 async def create_adjustment(
     session: AsyncSession, *, organization: str, amount_picos: int, currency_code: str, reason: str, actor: str
 ) -> AdjustmentRecord:
-    """Propose that a customer owes more, or less, on its next invoice. Raises: NotFound, InvalidValue."""
+    """Propose that a customer owes more, or less, on its next invoice. Raises: NotFound, InvalidValue.
+
+    Nothing more and nothing less is for misstated usage whose tokens cost nothing, and for no other case.
+    """
     owner = await find_organization(session, organization)
-    if not 0 < abs(amount_picos) <= AMOUNT_MAX_PICOS:
+    if abs(amount_picos) > AMOUNT_MAX_PICOS:
+        most = exact_text(AMOUNT_MAX_PICOS, owner.currency_code)
+        raise InvalidValue("amount", f"give at most {most}, more or less: this is a unit mixed up")
+    if not amount_picos and await misstated_usage(session, owner.id, datetime.max.replace(tzinfo=UTC)) is None:
         raise InvalidValue("amount", "give an amount that is not zero: above it to charge more, below it to charge less")
     check_currency(currency_code, owner.currency_code)
     return await _propose(session, owner.id, None, amount_picos, owner.currency_code, reason, actor)

@@ -100,7 +100,7 @@ class Adjustment(Base):
     __tablename__ = "adjustments"
     __table_args__ = (
         UniqueConstraint("id", "author"),
-        CheckConstraint("amount_picos <> 0 AND (invoice_id IS NULL OR amount_picos < 0)", name="amount_sign"),
+        CheckConstraint("invoice_id IS NULL OR amount_picos < 0", name="amount_sign"),
         CheckConstraint("reason <> '' AND author <> ''", name="told"),
         Index("ix_adjustments_organization_id", "organization_id"),
         Index("ix_adjustments_invoice_id", "invoice_id", postgresql_where=text("invoice_id IS NOT NULL")),

@@ -22,6 +22,12 @@ SELECT e.id, {RIGHT_COST} AS right_picos, p.currency_code FROM unrated_usage w J
 JOIN price_versions p ON p.id = e.price_version_id
 WHERE w.organization_id = :organization_id AND settled_at < :ends AND e.cost_picos <> {RIGHT_COST} ORDER BY e.id
 """)
+UNRATABLE = text("""
+SELECT w.event_id FROM unrated_usage w JOIN organizations o ON o.id = w.organization_id
+LEFT JOIN usage_events e USING (hold_id, part, settled_at) LEFT JOIN price_versions p ON p.id = e.price_version_id
+WHERE w.organization_id = :organization_id AND settled_at < :ends AND p.currency_code IS DISTINCT FROM o.currency_code
+ORDER BY w.event_id
+""")
 ADJUSTMENT = text("""
 SELECT a.organization_id, a.currency_code, a.amount_picos, a.invoice_id IS NOT NULL AS is_credit_note,
        coalesce(d.approved, false) AS approved,
@@ -56,6 +62,11 @@ async def misstated_usage(session: AsyncSession, organization_id: uuid.UUID, end
     if not rows:
         return None
     return Misstated(tuple(row.id for row in rows), sum(int(row.right_picos) for row in rows), rows[0].currency_code)
+
+
+async def unratable_usage(session: AsyncSession, organization_id: uuid.UUID, ends: datetime) -> list[int]:
+    """Events before a moment, by their ids, that no ledger of the customer can take: priced in another currency, or lost."""
+    return list((await session.execute(UNRATABLE, {"organization_id": organization_id, "ends": ends})).scalars())
 
 
 async def why_not(session: AsyncSession, organization_id: uuid.UUID, found: Misstated, adjustment: str) -> str:

@@ -10,7 +10,7 @@ from enum import StrEnum
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from metering.billing.misstated import misstated_usage, why_not
+from metering.billing.misstated import misstated_usage, unratable_usage, why_not
 from metering.billing.months import month_after, month_text
 
 GRACE = timedelta(hours=1)  # after the month's end: what began in it has ended by then, and clocks that differ agree on the month
@@ -94,6 +94,11 @@ async def find_obstacles(
     if not all_rated:
         told = "more usage waits for the ledger than one close rates: let the worker catch up, and try again"
         found.append(Obstacle(ObstacleKind.USAGE_UNRATED, told))
+    if unratable := [str(each) for each in await unratable_usage(session, organization_id, ends)]:
+        told = f"{len(unratable)} usage events cannot be rated: {named(unratable)}; their prices are in another currency than"
+        found.append(
+            Obstacle(ObstacleKind.USAGE_UNRATED, f"{told} the customer, or they are lost: `weir fsck` tells what is wrong")
+        )
     if not leave_running:
         running = [str(each) for each in (await session.execute(RUNNING, parameters)).scalars()]
         if running:

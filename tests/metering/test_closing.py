@@ -19,10 +19,11 @@ from metering.billing.invoices import InvoiceLineKind
 from metering.billing.month_list import list_months
 from metering.billing.month_verification import verify_month
 from metering.billing.obstacles import ObstacleKind
+from metering.billing.prices import set_price
 from metering.billing.rating import rate_all_pending
 from metering.billing.report_formats import to_csv, to_json
 from metering.billing.reports import PrepaidCredit, ReportLine
-from metering.errors import MonthNotClosable, MonthOpen, NotFound
+from metering.errors import InvalidValue, MonthNotClosable, MonthOpen, NotFound
 from metering.export.month_reconciliation import conclude
 from metering.export.reconciliation import our_month
 from metering.models import Hold, TokenKind
@@ -426,7 +427,7 @@ async def test_misstated_usage_is_billed_by_an_adjustment_that_two_people_agreed
         approved = await approve(session, adjustment_id=str(proposed.id), actor="bob", now=world.clock.now)
     report = (await world.close("2025-10", correcting=str(approved.id))).report
 
-    assert report.total_picos == 150_000 + right
+    assert report.total_picos == 150_000 + right + (right - 1)  # the wrong one is in the month whose usage waits, too
     assert (await world.verify("2025-10")).differences == ()
     await rate_all_pending(world.sessions)  # which raises while anything misstated waits
     check_invariants(database_url)
@@ -442,6 +443,45 @@ async def test_misstated_usage_is_billed_by_an_adjustment_that_two_people_agreed
         await world.close("2025-11", correcting=str(approved.id))
     with HoldWorld(database_url, now=None, priced=False) as rows_of:
         assert unseen(rows_of, CORRECTION_FAULTS, Moment.ALWAYS, Moment.AT_REST) == []
+
+
+async def test_misstated_usage_that_should_have_cost_nothing_is_taken_out_by_an_adjustment_of_nothing(
+    world: ClosingWorld, database_url: str
+) -> None:
+    price = await world.price(SEPTEMBER)
+    with pytest.raises(InvalidValue, match="amount: give an amount that is not zero"):
+        await world.adjust(0)
+    await world.use(price, Consumed(0, settled_at=OCTOBER, cost_picos=10**9))
+
+    assert await refused(world, "2025-10") == [ObstacleKind.USAGE_MISSTATED]
+    nothing = await world.adjust(0)
+    report = (await world.close("2025-10", correcting=str(nothing.id))).report
+
+    assert (report.total_picos, [charge.amount_picos for charge in report.charges]) == (0, [0])
+    assert (await world.verify("2025-10")).differences == ()
+    await rate_all_pending(world.sessions)  # which raises while anything misstated waits
+    check_invariants(database_url)
+    check_at_rest(database_url)
+
+
+async def test_usage_that_can_never_be_rated_keeps_the_month_open(world: ClosingWorld) -> None:
+    """Its price is in another currency than the customer's: the door refuses that, and nothing would ever bill it."""
+    await world.price(SEPTEMBER)
+    async with world.sessions.begin() as session:
+        foreign = await set_price(
+            session,
+            model="demo",
+            currency_code="EUR",
+            input_picos_per_token=1,
+            cached_input_picos_per_token=1,
+            output_picos_per_token=1,
+            actor="test",
+        )
+    (event_id,) = await world.use(foreign, Consumed(10, settled_at=OCTOBER))
+
+    with pytest.raises(MonthNotClosable, match=f"1 usage events cannot be rated: {event_id}; "):
+        await world.close("2025-10")
+    assert await refused(world, "2025-10") == [ObstacleKind.USAGE_UNRATED]
 
 
 CORRECTION_FAULTS = [

@@ -865,8 +865,9 @@ class CreateAdjustmentRequest(_message.Message):
     """A UUID that makes the call repeatable: the same one again answers the same adjustment. Empty: each call proposes another one."""
     @_builtins.property
     def amount(self) -> _types_pb2.Money:
-        """What the customer owes more; negative for less. The currency may be left out. Zero, or in another currency than the
-        organization's: INVALID_ARGUMENT.
+        """What the customer owes more; negative for less. The currency may be left out. In another currency than the organization's:
+        INVALID_ARGUMENT. Zero: the same, unless the customer has misstated usage, whose tokens may cost nothing
+        (CloseMonthRequest.correcting_adjustment_id).
         """
 
     def __init__(
