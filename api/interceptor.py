@@ -11,7 +11,8 @@ from typing import Any
 import grpc
 from google.rpc import status_pb2
 
-from api.errors import STATUS_DETAILS_KEY, CallMissing, MessageUnreadable, status_of
+from api.errors import CallMissing, MessageUnreadable
+from api.statuses import STATUS_DETAILS_KEY, status_of
 
 CODES = {code.value[0]: code for code in grpc.StatusCode}
 

@@ -15,7 +15,7 @@ from api.access.auth import BEARER, Authenticator, check_model, payer
 from api.accounts import models_for
 from api.embedding.embedding import EmbedCaller
 from api.embedding.embedding_wire import parse_embed
-from api.errors import Draining, Unauthenticated, status_of
+from api.errors import Draining, Unauthenticated
 from api.openai import answers
 from api.openai.chat_answer import ChatAnswer
 from api.openai.chat_parameters import ChatParameters, chat_asked
@@ -32,6 +32,7 @@ from api.openai.response_answer import ResponseAnswer
 from api.openai.response_parameters import ResponseParameters, response_asked
 from api.openai.token_texts import TokenTexts
 from api.process import Process
+from api.statuses import status_of
 from metering.store.db import Sessions
 from metering.tenants.tenants import Principal
 

@@ -18,7 +18,7 @@ from google.rpc import status_pb2
 from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import types_pb2
 
-from api.errors import CancelledEarly, InvalidRequest, RequestUnderWay, status_of
+from api.errors import CancelledEarly, InvalidRequest, RequestUnderWay
 from api.openai import answers
 from api.openai.answers import Answer, Bill, Output
 from api.openai.parameters import Asked
@@ -26,6 +26,7 @@ from api.openai.rate_limits import headers_of
 from api.openai.refusals import CLIENT_CLOSED, Refusal, refusal_of
 from api.process import Process
 from api.requests.live import Caller, LiveRequest
+from api.statuses import status_of
 from api.streams.outbox import Outbox
 from api.streams.receiver import Receiver
 from api.streams.whole_outbox import WholeOutbox

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import structlog
 from weir.v1 import inference_service_pb2 as pb
 
-from api.errors import ApiError, CancelledEarly, DeadlineBeforeStart, EngineLost, EngineLostMidway, NotAdmittedYet, status_of
+from api.errors import ApiError, CancelledEarly, DeadlineBeforeStart, EngineLost, EngineLostMidway, NotAdmittedYet
 from api.queue.places import Outlook, Place
 from api.requests.admission import Lease
 from api.requests.engine_run import EngineRun, check_output_change
@@ -27,6 +27,7 @@ from api.requests.preparation import admission_request, arrival_of, prepare, rou
 from api.requests.readiness import RETRY_S_MIN, wait_until_ready
 from api.requests.reply import UNDELIVERED_OUTCOMES, Reply
 from api.requests.stopwatch import Stopwatch
+from api.statuses import status_of
 from api.streams import frames
 from api.streams.attendance import Attendance
 from api.streams.feed import Feed, FlowControl

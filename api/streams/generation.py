@@ -18,9 +18,10 @@ from weir.v1 import inference_service_pb2 as pb
 
 from api.access.auth import check_model, payer
 from api.access.standing_key import StandingKey
-from api.errors import FieldViolation, InvalidRequest, Overloaded, RequestUnderWay, UnknownRequest, status_of
+from api.errors import FieldViolation, InvalidRequest, Overloaded, RequestUnderWay, UnknownRequest
 from api.process import Process
 from api.requests.live import Caller, LiveRequest
+from api.statuses import status_of
 from api.streams import frames
 from api.streams.mailbox import Key
 from api.streams.outbox import Delivery, Outbox

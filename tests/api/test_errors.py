@@ -16,7 +16,8 @@ import api
 import inference
 import metering
 from api import errors
-from api.errors import CODES, ApiError, FieldViolation, status_of
+from api.errors import ApiError, FieldViolation
+from api.statuses import CODES, status_of
 from inference.errors import EngineError, EngineFailed, EngineOverloaded, EngineUnavailable
 from metering.errors import InvalidValue, MeteringError, NotFound, QuotaExceeded, RequestSettled, StoreAway
 from metering.models import QuotaDimension, QuotaSubject

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from weir.v1 import types_pb2
 
 from api.endpoint import base_url
-from api.errors import CODES, Draining, InvalidRequest, PromptTooLong, StartsTooLate, Unauthenticated, status_of
+from api.errors import Draining, InvalidRequest, PromptTooLong, StartsTooLate, Unauthenticated
 from api.openai import answers
 from api.openai.chat_parameters import NAMES
 from api.openai.parameters import decode
@@ -22,6 +22,7 @@ from api.openai.rate_limits import duration_text, headers_of
 from api.openai.refusals import HTTP_STATUSES, parameter, refusal_of
 from api.openai.response_parameters import ResponseParameters
 from api.settings import SettingInvalid, Settings
+from api.statuses import CODES, status_of
 
 
 def test_every_code_of_the_table_has_a_status() -> None:

@@ -1,0 +1,283 @@
+"""The one table from domain error to status, and what goes into the details.
+
+Domain errors know nothing of gRPC; this module knows nothing of how they come about. A test fails if a concrete error class of
+`inference`, `metering` or this package is missing from the table.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+
+import structlog
+from google.protobuf.any_pb2 import Any as AnyMessage
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import Message
+from google.rpc import code_pb2, error_details_pb2, status_pb2
+
+from api.errors import (
+    AttachedElsewhere,
+    AuthenticationThrottled,
+    CallMissing,
+    CancelledByAdmin,
+    CancelledEarly,
+    DeadlineBeforeStart,
+    Draining,
+    EngineLost,
+    EngineLostMidway,
+    FieldViolation,
+    InputsTooLong,
+    InvalidRequest,
+    KeyRevokedMidway,
+    MessageUnreadable,
+    ModelNotAllowed,
+    NotAdmittedYet,
+    OutputGone,
+    Overloaded,
+    OwnerAway,
+    PermissionDenied,
+    PromptFiltered,
+    PromptTooLong,
+    QueueFull,
+    RequestOver,
+    RequestUnderWay,
+    StartsTooLate,
+    Unauthenticated,
+    UnknownRequest,
+)
+from inference import errors as engine_errors
+from inference.router import ModelMismatch, ModelUnknown
+from metering import errors as metering_errors
+from metering.operations import Settled
+
+ERROR_DOMAIN = "weir.dev"
+LONG_INPUTS_SHOWN_MAX = 20  # more would not fit the metadata that a status travels in
+STATUS_DETAILS_KEY = "grpc-status-details-bin"
+
+log = structlog.get_logger(__name__)
+
+# The upper row wins. What is not in it is a bug of ours and goes out as INTERNAL without its text.
+CODES: tuple[tuple[type[Exception], int], ...] = (
+    (Unauthenticated, code_pb2.UNAUTHENTICATED),
+    (metering_errors.KeyInvalid, code_pb2.UNAUTHENTICATED),
+    (KeyRevokedMidway, code_pb2.UNAUTHENTICATED),
+    (PermissionDenied, code_pb2.PERMISSION_DENIED),
+    (ModelNotAllowed, code_pb2.PERMISSION_DENIED),
+    (InvalidRequest, code_pb2.INVALID_ARGUMENT),
+    (PromptTooLong, code_pb2.INVALID_ARGUMENT),
+    (InputsTooLong, code_pb2.INVALID_ARGUMENT),
+    (PromptFiltered, code_pb2.INVALID_ARGUMENT),
+    (MessageUnreadable, code_pb2.INVALID_ARGUMENT),
+    (metering_errors.InvalidValue, code_pb2.INVALID_ARGUMENT),
+    (engine_errors.ChatTemplateFailed, code_pb2.INVALID_ARGUMENT),
+    (engine_errors.RequestImpossible, code_pb2.INVALID_ARGUMENT),
+    (ModelUnknown, code_pb2.NOT_FOUND),
+    (ModelMismatch, code_pb2.INVALID_ARGUMENT),
+    (UnknownRequest, code_pb2.NOT_FOUND),
+    (metering_errors.NotFound, code_pb2.NOT_FOUND),
+    (Draining, code_pb2.UNAVAILABLE),
+    (Overloaded, code_pb2.UNAVAILABLE),
+    (QueueFull, code_pb2.UNAVAILABLE),
+    (StartsTooLate, code_pb2.UNAVAILABLE),
+    (OwnerAway, code_pb2.UNAVAILABLE),
+    (metering_errors.StoreAway, code_pb2.UNAVAILABLE),
+    (metering_errors.ChangesUnderWay, code_pb2.UNAVAILABLE),
+    (metering_errors.StripeFailed, code_pb2.UNAVAILABLE),
+    (EngineLost, code_pb2.UNAVAILABLE),
+    (engine_errors.EngineOverloaded, code_pb2.UNAVAILABLE),
+    (engine_errors.EngineUnavailable, code_pb2.UNAVAILABLE),
+    (engine_errors.EngineStartFailed, code_pb2.UNAVAILABLE),
+    (engine_errors.SafetyUnavailable, code_pb2.UNAVAILABLE),
+    (engine_errors.CheckpointInvalid, code_pb2.UNAVAILABLE),
+    (EngineLostMidway, code_pb2.ABORTED),
+    (metering_errors.RequestInFlight, code_pb2.ABORTED),
+    (AttachedElsewhere, code_pb2.ABORTED),
+    (OutputGone, code_pb2.OUT_OF_RANGE),
+    (metering_errors.HoldEnded, code_pb2.ABORTED),
+    (RequestUnderWay, code_pb2.ALREADY_EXISTS),
+    (RequestOver, code_pb2.ALREADY_EXISTS),
+    (metering_errors.RequestIdReused, code_pb2.ALREADY_EXISTS),
+    (metering_errors.RequestSettled, code_pb2.ALREADY_EXISTS),
+    (metering_errors.AlreadyExists, code_pb2.ALREADY_EXISTS),
+    (NotAdmittedYet, code_pb2.FAILED_PRECONDITION),
+    (metering_errors.PriceMissing, code_pb2.FAILED_PRECONDITION),
+    (metering_errors.KeyRevoked, code_pb2.FAILED_PRECONDITION),
+    (metering_errors.MonthClosed, code_pb2.FAILED_PRECONDITION),
+    (metering_errors.MonthNotClosable, code_pb2.FAILED_PRECONDITION),
+    (metering_errors.MonthOpen, code_pb2.FAILED_PRECONDITION),
+    (metering_errors.ApprovalRefused, code_pb2.FAILED_PRECONDITION),
+    (metering_errors.InsufficientCredit, code_pb2.FAILED_PRECONDITION),
+    (metering_errors.QuotaExceeded, code_pb2.RESOURCE_EXHAUSTED),
+    (AuthenticationThrottled, code_pb2.RESOURCE_EXHAUSTED),
+    (CallMissing, code_pb2.UNIMPLEMENTED),
+    (CancelledEarly, code_pb2.CANCELLED),
+    (CancelledByAdmin, code_pb2.CANCELLED),
+    (DeadlineBeforeStart, code_pb2.DEADLINE_EXCEEDED),
+    (engine_errors.EngineFailed, code_pb2.INTERNAL),
+    (engine_errors.InvariantViolated, code_pb2.INTERNAL),
+    (metering_errors.InvariantViolated, code_pb2.INTERNAL),
+)
+
+
+def status_of(error: BaseException) -> status_pb2.Status:
+    """The status that a client sees for an error, details included. Internal errors carry an incident id and no text."""
+    code = next((code for kind, code in CODES if isinstance(error, kind)), code_pb2.INTERNAL)
+    if code == code_pb2.INTERNAL:
+        return internal_status(error)
+    reason = getattr(error, "reason", "INTERNAL")
+    info = error_details_pb2.ErrorInfo(reason=reason, domain=ERROR_DOMAIN, metadata=metadata_of(error))
+    details: list[Message] = [info, *details_of(error)]
+    return pack(code, str(error), details)
+
+
+def internal_status(error: BaseException) -> status_pb2.Status:
+    """INTERNAL with an incident id, under which the log has the rest."""
+    incident_id = uuid.uuid4().hex[:12]
+    log.error("incident", incident_id=incident_id, exc_info=error)
+    info = error_details_pb2.ErrorInfo(reason="INTERNAL", domain=ERROR_DOMAIN, metadata={"incident_id": incident_id})
+    return pack(code_pb2.INTERNAL, f"internal error, incident {incident_id}: quote it to support", [info])
+
+
+def pack(code: int, message: str, details: Sequence[Message]) -> status_pb2.Status:
+    """A google.rpc.Status."""
+    status = status_pb2.Status(code=code, message=message)
+    for detail in details:
+        packed = AnyMessage()
+        packed.Pack(detail)
+        status.details.append(packed)
+    return status
+
+
+def metadata_of(error: BaseException) -> dict[str, str]:
+    """Machine-readable facts of an error."""
+    match error:
+        case metering_errors.QuotaExceeded():
+            return quota_metadata(error)
+        case PromptTooLong():
+            return {
+                "input_token_count": str(error.input_token_count),
+                "context_window_tokens": str(error.context_window_tokens),
+                "excess_token_count": str(error.excess_token_count),
+            }
+        case InputsTooLong():
+            first = error.inputs[0]
+            return {
+                "input_index": str(first.index),
+                "input_token_count": str(first.token_count),
+                "context_window_tokens": str(error.context_window_tokens),
+                "excess_token_count": str(first.token_count - error.context_window_tokens),
+            }
+        case PromptFiltered():
+            return {"rule": error.rule}
+        case EngineLostMidway():
+            return {"delivered_token_count": str(error.delivered_token_count), "retry_with": "new_request_id"}
+        case OutputGone():
+            return {"oldest_seq": str(error.oldest_seq), "last_seq": str(error.last_seq)}
+        case RequestOver():
+            return {"outcome": error.outcome.lower()}
+        case EngineLost():
+            return {"retry_with": "same_request_id"}
+        case StartsTooLate():
+            return {"estimated_wait_s": f"{error.wait_s:.3f}"}
+        case ModelUnknown() | ModelMismatch() | ModelNotAllowed() | metering_errors.PriceMissing():
+            return {"model": error.model}
+        case metering_errors.MonthClosed():
+            return {"organization_id": str(error.organization_id), "month": f"{error.month:%Y-%m}"}
+        case metering_errors.NotFound() | metering_errors.AlreadyExists():
+            return {"kind": error.kind, "ref": error.ref}
+        case metering_errors.RequestSettled():
+            return settled_metadata(error.settled)
+        case _:
+            return {}
+
+
+def settled_metadata(settled: Settled) -> dict[str, str]:
+    """What stands for a request that has ended before."""
+    return {
+        "outcome": settled.outcome,
+        "input_token_count": str(settled.input_token_count),
+        "cached_input_token_count": str(settled.cached_input_token_count),
+        "generated_token_count": str(settled.generated_token_count),
+        "delivered_token_count": str(settled.delivered_token_count),
+        "billed_token_count": str(settled.billed_token_count),
+        "embedding_token_count": str(settled.embedding_token_count),
+        "cost_picos": str(settled.cost_picos),
+        "currency_code": settled.currency_code,
+    }
+
+
+def quota_metadata(error: metering_errors.QuotaExceeded) -> dict[str, str]:
+    """Which limit, how much of it is left, when it resets, and whether waiting helps."""
+    first = error.failing[0]
+    facts = {
+        "quota_id": str(first.quota_id),
+        "subject": str(first.subject),
+        "subject_id": str(first.subject_id),
+        "model": first.model,
+        "dimension": str(first.dimension),
+        "limit": str(first.limit_value),
+        "used": str(first.used),
+        "held": str(first.held),
+        "remaining": str(max(first.remaining, 0)),
+        "requested": str(error.requested[0]),
+        "retry_helps": "true" if error.retry_helps else "false",
+    }
+    if first.resets_at is not None:
+        facts["reset_time"] = first.resets_at.isoformat().replace("+00:00", "Z")
+    return facts
+
+
+def details_of(error: BaseException) -> list[Message]:
+    """Standard details beside ErrorInfo: BadRequest, QuotaFailure, RetryInfo."""
+    details: list[Message] = []
+    if violations := violations_of(error):
+        bad_request = error_details_pb2.BadRequest()
+        for violation in violations:
+            bad_request.field_violations.add(field=violation.field, description=violation.description)
+        details.append(bad_request)
+    if isinstance(error, metering_errors.MonthNotClosable):
+        precondition = error_details_pb2.PreconditionFailure()
+        for each in error.obstacles:
+            precondition.violations.add(type=each.kind, subject="month", description=each.description)
+        details.append(precondition)
+    if isinstance(error, metering_errors.QuotaExceeded):
+        failure = error_details_pb2.QuotaFailure()
+        for state in error.failing:
+            failure.violations.add(
+                subject=f"{state.subject}:{state.subject_id}",
+                description=f"{state.dimension}: {max(state.remaining, 0)} of {state.limit_value} left",
+            )
+        details.append(failure)
+        if not error.retry_helps:
+            return details
+    retry_after_s = getattr(error, "retry_after_s", None)
+    if retry_after_s is not None:
+        delay = Duration()
+        delay.FromNanoseconds(int(retry_after_s * 1e9))
+        details.append(error_details_pb2.RetryInfo(retry_delay=delay))
+    return details
+
+
+def violations_of(error: BaseException) -> Sequence[FieldViolation]:
+    """The fields to mend, where there are any."""
+    match error:
+        case InvalidRequest():
+            return error.violations
+        case metering_errors.InvalidValue():
+            return (FieldViolation(error.field, error.remedy),)
+        case PromptTooLong():
+            return (FieldViolation("prompt", str(error)),)
+        case InputsTooLong():
+            limit = error.context_window_tokens
+            shown = error.inputs[:LONG_INPUTS_SHOWN_MAX]
+            return [FieldViolation(f"inputs[{each.index}]", f"{each.token_count} tokens, at most {limit}") for each in shown]
+        case ModelMismatch():
+            return (FieldViolation("model", str(error)),)
+        case PromptFiltered():
+            return (FieldViolation(error.field, str(error)),)
+        case engine_errors.RequestImpossible(field=str(field)):
+            return (FieldViolation(field, str(error)),)
+        case engine_errors.ChatTemplateFailed():
+            return (FieldViolation("conversation.messages", str(error)),)
+        case _:
+            return ()
