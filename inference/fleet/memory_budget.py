@@ -46,8 +46,12 @@ class Resident(Protocol):
     def idle_since_s(self) -> float | None:
         """When it was last used, in seconds of the budget's clock; None while it is in use, or never gives way."""
 
+    @property
+    def is_leaving(self) -> bool:
+        """Whether it is about to release what it holds, for whatever reason."""
+
     def evict(self) -> None:
-        """Give way: close, and then release what it holds. Never blocks."""
+        """Give way: close, and then release what it holds. Never blocks; `is_leaving` from now on."""
 
 
 class MemoryBudget:
@@ -58,7 +62,6 @@ class MemoryBudget:
         self._total_bytes = total_bytes
         self._clock = clock
         self._held: dict[Resident, None] = {}
-        self._leaving: set[Resident] = set()
         self._waiting: dict[Resident, asyncio.Future[bool]] = {}
         self._timer: asyncio.TimerHandle | None = None
 
@@ -109,7 +112,6 @@ class MemoryBudget:
     def release(self, resident: Resident) -> None:
         """What it held is free."""
         self._held.pop(resident, None)
-        self._leaving.discard(resident)
         self.look()
 
     def fits_now(self, resident: Resident) -> bool:
@@ -134,7 +136,7 @@ class MemoryBudget:
             resident = next(iter(self._waiting))
             missing_bytes = 0 if self._total_bytes is None else self.held_bytes + resident.memory_bytes - self._total_bytes
             if missing_bytes > 0:
-                self._make_room(missing_bytes - sum(each.memory_bytes for each in self._leaving))
+                self._make_room(missing_bytes - sum(each.memory_bytes for each in self._held if each.is_leaving))
                 return
             granted = self._waiting.pop(resident)
             if not granted.done():  # else its waiter was cancelled, and is about to say so
@@ -149,7 +151,7 @@ class MemoryBudget:
         idle = [
             (since_s, resident)
             for resident in self._held
-            if resident not in self._leaving and (since_s := resident.idle_since_s()) is not None
+            if not resident.is_leaving and (since_s := resident.idle_since_s()) is not None
         ]
         for since_s, resident in sorted(idle, key=lambda each: each[0]):
             if missing_bytes <= 0:
@@ -159,6 +161,5 @@ class MemoryBudget:
                 self._timer = asyncio.get_running_loop().call_later(wait_s, self.look)
                 return
             _log.info("engine %s gives way: memory is wanted for another", resident.name)
-            self._leaving.add(resident)
             missing_bytes -= resident.memory_bytes
             resident.evict()

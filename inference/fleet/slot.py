@@ -101,6 +101,11 @@ class OnDemandSlot(Generic[Served]):
         in_use = self._user_count > 0 or self._terms.keep_warm or self._running() is None
         return None if in_use else self._last_used_s
 
+    @property
+    def is_leaving(self) -> bool:
+        """See `Resident.is_leaving`: also one that was idle for too long, or cannot be started."""
+        return self._stopping.is_set()
+
     def fits_now(self) -> bool:
         """Whether it could be started without anybody giving way."""
         return self._budget.fits_now(self)

@@ -216,6 +216,34 @@ def test_the_least_recently_used_gives_way_and_a_busy_one_never() -> None:
         assert busy.result() == back.result() == "served"
 
 
+@pytest.mark.parametrize("why", ["idle", "broken"])
+def test_one_that_closes_for_another_reason_makes_room_too(why: str) -> None:
+    """Else a second one, which was used not long ago, would be closed for room that is about to be there."""
+    with slot_world(total_bytes=10, slow_close=True) as world:
+        a = world.add("a", SlotTerms(idle_timeout_s=IDLE_S, memory_bytes=5))
+        b, c = (world.add(name, SlotTerms(memory_bytes=5)) for name in "bc")
+        both_loaded(world, a, b)
+        closing = world.alive["a"]
+        if why == "idle":
+            world.loop.advance(IDLE_S)
+        else:
+            closing.break_for_good("no weights")
+            with pytest.raises(EngineStartFailed):
+                world.run(ask(a)).result()
+        assert closing.state is EngineState.CLOSED
+        assert "a" in world.alive, "it holds its memory until it has closed"
+
+        wanted = world.run(ask(c))
+        world.loop.advance(10 * HANDOVER_S)
+        assert b.healthy(), "what is missing comes from the one that closes"
+        closing.end_close()
+        world.loop.settle()
+        world.alive["c"].load()
+        world.loop.settle()
+        assert wanted.result() == "served"
+        assert b.healthy()
+
+
 def test_waiters_get_memory_in_the_order_in_which_they_came() -> None:
     """A small one behind a large one does not overtake it, else the large one might wait for ever."""
     with slot_world(total_bytes=10) as world:
