@@ -40,6 +40,8 @@ class RemoteEngineSettings(DoorSettings):
     # Silence of a sequence that shows that it, or its server, is stuck: the first covers a long prompt behind many others.
     remote_first_token_s: float = setting("WEIR_REMOTE_FIRST_TOKEN_S", 120.0, seconds(3600))
     remote_inter_token_s: float = setting("WEIR_REMOTE_INTER_TOKEN_S", 30.0, seconds(3600))
+    # Between looks whether a server has begun to share prefixes of tenants, each of which has it compute two prompts of 513 tokens.
+    remote_probe_s: float = setting("WEIR_REMOTE_PROBE_S", 600.0, seconds(86_400))
     # PEM files. With an authority the way is TLS; with certificate and key besides, servers see who asks (mTLS).
     remote_tls_ca: str = setting("WEIR_REMOTE_TLS_CA", "", str)
     remote_tls_certificate: str = setting("WEIR_REMOTE_TLS_CERTIFICATE", "", str)

@@ -57,6 +57,7 @@ def remote_settings(settings: Settings, name: str, target_text: str, directory: 
         waiting_sequence_count_max=settings.requests_per_process_max,
         first_token_timeout_s=settings.remote_first_token_s,
         inter_token_timeout_s=settings.remote_inter_token_s,
+        probe_interval_s=settings.remote_probe_s,
     )
 
 

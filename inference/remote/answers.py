@@ -11,11 +11,10 @@ from typing import Any
 
 import grpc
 
-from inference.engine import GenerationRequest
 from inference.errors import EngineFailed
 from inference.outside.core import Answer
 from inference.outside.sequence import Choice
-from inference.remote.dialect import Dialect, ServerFacts, WireOutput, engine_error
+from inference.remote.dialect import SHARES, Dialect, ServerFacts, WireOutput, asked, engine_error
 
 END_WAIT_S = 2.0  # for a call to end by itself after its last message
 
@@ -23,15 +22,22 @@ _log = logging.getLogger("weir.inference.remote")
 
 
 class Submission:
-    """Sends choices over one connection. may_reuse: whether the server may have prompt tokens of this request cached.
+    """Sends choices over one connection. may_reuse: whether the server may have prompt tokens of a request cached.
 
-    tasks: of the connection; aborts are among them, since they are calls of their own.
+    tasks: of the connection; aborts are among them, since they are calls of their own. unfit: called with why the server must
+    not be used any more.
     """
 
     def __init__(
-        self, dialect: Dialect, facts: ServerFacts, tasks: asyncio.TaskGroup, may_reuse: Callable[[GenerationRequest], bool]
+        self,
+        dialect: Dialect,
+        facts: ServerFacts,
+        tasks: asyncio.TaskGroup,
+        may_reuse: bool,
+        unfit: Callable[[str], None],
     ) -> None:
         self._dialect = dialect
+        self._unfit = unfit
         self._facts = facts
         self._tasks = tasks
         self._may_reuse = may_reuse
@@ -40,21 +46,30 @@ class Submission:
         """Send it; what becomes of it is told by its answers."""
         request_id = f"weir-{uuid.uuid4().hex}"
         call = self._dialect.generate(request_id, choice, self._facts)
-        return RemoteAnswers(self._dialect, call, choice, request_id, self._tasks, self._may_reuse(choice.request.wanted))
+        return RemoteAnswers(self._dialect, call, choice, request_id, self._tasks, None if self._may_reuse else self._unfit)
 
 
 class RemoteAnswers:
-    """Implements `Answers`. Whoever stops reading ends the call, by which the server knows that nobody wants the rest."""
+    """Implements `Answers`. Whoever stops reading ends the call, by which the server knows that nobody wants the rest.
+
+    unfit: called where the server has prompt tokens cached; None where it may.
+    """
 
     def __init__(
-        self, dialect: Dialect, call: Any, choice: Choice, request_id: str, tasks: asyncio.TaskGroup, may_reuse: bool
+        self,
+        dialect: Dialect,
+        call: Any,
+        choice: Choice,
+        request_id: str,
+        tasks: asyncio.TaskGroup,
+        unfit: Callable[[str], None] | None,
     ) -> None:
         self._dialect = dialect
         self._call = call
         self._choice = choice
         self._request_id = request_id
         self._tasks = tasks
-        self._may_reuse = may_reuse
+        self._unfit = unfit
 
     async def read(self) -> AsyncGenerator[Answer, None]:
         """See `Answers.read`."""
@@ -62,8 +77,10 @@ class RemoteAnswers:
         try:
             async for message in self._call:
                 cached_token_count = self._dialect.take(message, self._choice, output)
-                if cached_token_count and not self._may_reuse:
-                    # Found out when it connected, and not so any more: the tenant may have been served what another one has sent.
+                prompt_token_count = len(asked(self._choice).prompt_token_ids)  # a count beyond it cannot be, and says nothing
+                if self._unfit is not None and 0 < cached_token_count <= prompt_token_count:
+                    # It did not when it connected, and does now: the tenant may have been served what another one has sent.
+                    self._unfit(SHARES)
                     raise EngineFailed("the server reuses prefixes, which it must not for this request")
                 yield Answer(output, cached_token_count)
                 if output.finish_reason is not None:

@@ -16,7 +16,7 @@ from inference.engine import GenerationRequest, ModelInfo, SamplingParams, Seque
 from inference.errors import EngineError
 from inference.outside.sequence import Choice, Request
 from inference.remote.channel import open_channel
-from inference.remote.dialect import Dialect, ServerFacts, ServerUnfit, WireOutput
+from inference.remote.dialect import SHARES, Dialect, ServerFacts, ServerUnfit, WireOutput
 from inference.remote.model_files import Bundle, check_tokenizer, is_unanswered
 from inference.remote.settings import RemoteSettings, Service, Target
 from inference.remote.trtllm import TrtllmDialect
@@ -53,25 +53,21 @@ class Examination:
     """The questions before the first request. Raises throughout: ServerUnfit, grpc.aio.AioRpcError."""
 
     def __init__(self, dialect: Dialect, settings: RemoteSettings, model: ModelInfo, decoder: TextDecoder) -> None:
-        self._dialect = dialect
+        self.dialect = dialect
         self._settings = settings
         self._model = model
         self._decoder = decoder
 
     async def pass_all(self) -> ServerFacts:
         """What the server is, once it is fit."""
-        if (fault := await self._dialect.health_fault()) is not None:
+        if (fault := await self.dialect.health_fault()) is not None:
             raise ServerUnfit(f"the server says of its health: {fault}")
-        facts = self.fitting(await self._dialect.facts())
+        facts = self.fitting(await self.dialect.facts())
         await self.check_tokenizer()
         if self._settings.share_prefixes:
             await self.cached_tokens(self.probe_prompt(), "weir-probe")
         elif await self.shares_prefixes():
-            raise ServerUnfit(
-                "the server serves prefixes that one tenant has sent to others: turn its prefix cache off "
-                "(vLLM: --no-enable-prefix-caching; TensorRT-LLM: kv_cache_config.enable_block_reuse: false), "
-                "or set WEIR_REMOTE_SHARE_PREFIXES=1 if your tenants may share them"
-            )
+            raise ServerUnfit(SHARES)
         return facts
 
     def fitting(self, facts: ServerFacts) -> ServerFacts:
@@ -91,7 +87,7 @@ class Examination:
         """A server that cannot tell is believed: nothing else can be done."""
         bundle = Bundle()
         try:
-            async for chunk in self._dialect.tokenizer_chunks():
+            async for chunk in self.dialect.tokenizer_chunks():
                 bundle.add(chunk)
         except grpc.aio.AioRpcError as error:
             if not is_unanswered(error):
@@ -118,7 +114,7 @@ class Examination:
         """Let the server generate one token. Returns how many of the prompt's it had cached. Raises also if it gives none."""
         wanted = GenerationRequest(SequenceId("probe"), prompt, SamplingParams(), StopCriteria(1, ignore_eos=True), salt)
         try:
-            output, cached_token_count = await one_output(self._dialect, self._model.vocabulary_size, self._decoder, wanted)
+            output, cached_token_count = await one_output(self.dialect, self._model.vocabulary_size, self._decoder, wanted)
         except EngineError as error:
             raise ServerUnfit(f"a test token cannot be: {error}") from error
         token_count = len(output.token_ids)

@@ -15,6 +15,11 @@ from inference.errors import EngineError, EngineFailed, EngineOverloaded, Reques
 from inference.limits import outside_continuation_fault
 from inference.outside.sequence import Choice
 
+SHARES = (
+    "the server serves prefixes that one tenant has sent to others: turn its prefix cache off "
+    "(vLLM: --no-enable-prefix-caching; TensorRT-LLM: kv_cache_config.enable_block_reuse: false), "
+    "or set WEIR_REMOTE_SHARE_PREFIXES=1 if your tenants may share them"
+)
 OVERLOAD_WAIT_S = 1.0  # the services name no wait when they are full
 
 

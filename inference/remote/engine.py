@@ -115,10 +115,11 @@ class RemoteEngine(EngineLife):
             async with open_dialect(self._settings) as (dialect, channel):
                 try:
                     async with asyncio.timeout(self._settings.connect_timeout_s) as self._connecting:
-                        facts = await Examination(dialect, self._settings, self._model, self._decoder).pass_all()
+                        examination = Examination(dialect, self._settings, self._model, self._decoder)
+                        facts = await examination.pass_all()
                 finally:
                     self._connecting = None
-                return await self._use(dialect, channel, facts, ended)
+                return await self._use(examination, channel, facts, ended)
         except TimeoutError:
             return f"{target} did not answer within {self._settings.connect_timeout_s:g} s"
         except ServerUnfit as error:
@@ -126,9 +127,11 @@ class RemoteEngine(EngineLife):
         except grpc.aio.AioRpcError as error:
             return f"{target} cannot be asked: {error.code().name}: {error.details()}"
 
-    async def _use(self, dialect: Dialect, channel: grpc.aio.Channel, facts: ServerFacts, ended: asyncio.Future[str]) -> str:
+    async def _use(
+        self, examination: Examination, channel: grpc.aio.Channel, facts: ServerFacts, ended: asyncio.Future[str]
+    ) -> str:
         """Serve over a connection until it has ended; returns why."""
-        settings = self._settings
+        dialect, settings = examination.dialect, self._settings
         self._block_tokens = facts.block_tokens or settings.block_tokens or DEFAULT_BLOCK_TOKENS[settings.target.service]
         self._hint = PrefixHint(HINT_TOKENS_MAX // self._block_tokens, self._block_tokens)
         running_max = min(settings.running_sequence_count_max, facts.running_sequence_count_max or sys.maxsize)
@@ -136,7 +139,7 @@ class RemoteEngine(EngineLife):
         try:
             async with asyncio.TaskGroup() as tasks:
                 core = OutsideCore(
-                    Submission(dialect, facts, tasks, lambda request: self._may_reuse(dialect)).submit,
+                    Submission(dialect, facts, tasks, self._may_reuse(dialect), self._end).submit,
                     decoder=self._decoder,
                     model_end_token_ids=self._end_token_ids,
                     limits=replace(self._limits, running_sequence_count_max=running_max),
@@ -145,7 +148,8 @@ class RemoteEngine(EngineLife):
                     broken=self._end,
                     tasks=tasks,
                 )
-                upkeep = Upkeep(dialect, channel, core, settings, self._block_tokens, self._end)
+                shares_prefixes = examination.shares_prefixes
+                upkeep = Upkeep(dialect, channel, core, settings, self._block_tokens, self._end, shares_prefixes)
                 self._connection = Connection(dialect, facts, core, upkeep, tasks)
                 for duty in upkeep.duties():
                     tasks.create_task(duty)

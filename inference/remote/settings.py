@@ -60,7 +60,8 @@ class RemoteSettings:
     running_sequence_count_max: so many are sent at once, fewer if the server takes fewer; the others wait here by rank.
 
     connect_timeout_s: for all that is asked before the first request. call_timeout_s: for each small call afterwards.
-    poll_interval_s: between looks at the server's health and load. first_token_timeout_s, inter_token_timeout_s: silence of one
+    poll_interval_s: between looks at the server's health and load. probe_interval_s: between looks whether it has begun to share
+    prefixes of tenants, each of two prompts of its own. first_token_timeout_s, inter_token_timeout_s: silence of one
     sequence after which it, or the server, is taken for stuck. block_tokens: how many tokens the server caches as one, if it does
     not say; 0 is its default. abort_...: see `outside.core.Handling`; None is what suits the service.
     """
@@ -76,6 +77,7 @@ class RemoteSettings:
     connect_timeout_s: float = 30.0
     call_timeout_s: float = 5.0
     poll_interval_s: float = 5.0
+    probe_interval_s: float = 600.0
     first_token_timeout_s: float = 120.0
     inter_token_timeout_s: float = 30.0
     block_tokens: int = 0

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 import grpc
@@ -16,7 +16,7 @@ from smg_grpc_proto.generated import common_pb2
 from inference.kv_event_index import KvCacheChange, KvEventIndex
 from inference.outside.core import OutsideCore
 from inference.outside.stalls import StallWatch
-from inference.remote.dialect import Dialect, block_counts
+from inference.remote.dialect import SHARES, Dialect, ServerUnfit, block_counts
 from inference.remote.settings import RemoteSettings
 
 UNANSWERED_MAX = 2  # looks in a row that may go unanswered: one may be lost in a moment of load
@@ -28,7 +28,10 @@ _log = logging.getLogger("weir.inference.remote")
 
 
 class Upkeep:
-    """Looks after one connection. lost: called with why it is of no use any more. block_tokens: what the server caches as one."""
+    """Looks after one connection. lost: called with why it is of no use any more. block_tokens: what the server caches as one.
+
+    shares_prefixes: asks the server, by prompts of its own, whether it serves one tenant what another has sent.
+    """
 
     def __init__(
         self,
@@ -38,6 +41,7 @@ class Upkeep:
         settings: RemoteSettings,
         block_tokens: int,
         lost: Callable[[str], None],
+        shares_prefixes: Callable[[], Awaitable[bool]],
     ) -> None:
         self._dialect = dialect
         self._channel = channel
@@ -45,6 +49,7 @@ class Upkeep:
         self._settings = settings
         self._block_tokens = block_tokens
         self._lost = lost
+        self._shares_prefixes = shares_prefixes
         self._stalls = StallWatch(core, settings.first_token_timeout_s, settings.inter_token_timeout_s)
         self._last_sequence_number: int | None = None
         self.blocks = KvEventIndex()
@@ -52,7 +57,7 @@ class Upkeep:
 
     def duties(self) -> list[Coroutine[Any, Any, None]]:
         """All that is to be done, each until it is cancelled or has called back."""
-        return [self._watch_channel(), self._watch_stalls(), self._look_often(), self._follow_cache()]
+        return [self._watch_channel(), self._watch_stalls(), self._look_often(), self._probe_often(), self._follow_cache()]
 
     async def _watch_channel(self) -> None:
         while (state := self._channel.get_state()) is grpc.ChannelConnectivity.READY:
@@ -82,6 +87,18 @@ class Upkeep:
                 _log.warning("%s does not tell its health: %s", self._settings.target, error.code().name)
                 unanswered_count += 1
         self._lost(f"{self._settings.target} does not answer when it is asked for its health")
+
+    async def _probe_often(self) -> None:
+        """A server behind the same address may be another one, or be told to cache otherwise, while the connection lasts."""
+        while not self._settings.share_prefixes:
+            await asyncio.sleep(self._settings.probe_interval_s)
+            try:
+                async with asyncio.timeout(self._settings.first_token_timeout_s):
+                    if await self._shares_prefixes():
+                        self._lost(f"{self._settings.target}: {SHARES}")
+                        return
+            except (TimeoutError, ServerUnfit, grpc.aio.AioRpcError) as error:  # full, or ill: others see to that
+                _log.warning("%s cannot be asked whether tenants share prefixes: %r", self._settings.target, error)
 
     async def _read_load(self) -> None:
         try:

@@ -281,6 +281,31 @@ async def test_a_server_that_is_unfit_is_not_used(world: RemoteWorld, fault: str
         await until(engine.healthy)
 
 
+@pytest.mark.parametrize(
+    ("service", "noticed_by"), [(Service.VLLM, "a sequence"), (Service.VLLM, "a probe"), (Service.TRTLLM, "a probe")]
+)
+async def test_a_server_that_begins_to_share_prefixes_leaves_use_until_it_is_fit_again(
+    tiny: TinyCheckpoint, world: RemoteWorld, noticed_by: str
+) -> None:
+    """It was fit when it was connected. One that knows no salts is seen by what its sequences say, any by a prompt of our own."""
+    watched = changed(tiny, world, probe_interval_s=0.05 if noticed_by == "a probe" else 3600.0)
+    head = prompt(uuid.uuid4().int, 64)
+    async with connected(watched) as engine:
+        assert len((await run(engine, make_request(head, 3, cache_salt="one"))).token_ids) == 3
+        world.server.go_wrong("unsalted", "no_events")
+        if noticed_by == "a sequence":
+            await run(engine, make_request(head, 3, cache_salt="one"))
+            with pytest.raises(EngineFailed, match="reuses prefixes"):
+                await run(engine, make_request(head, 3, cache_salt="another"))
+        await until(lambda: "WEIR_REMOTE_SHARE_PREFIXES" in engine.condition().reason)
+        with pytest.raises(EngineUnavailable):
+            await run(engine, make_request(head, 3))
+
+        world.server.go_wrong()
+        await until(engine.healthy)
+        assert len((await run(engine, make_request(head, 3))).token_ids) == 3
+
+
 async def test_prefixes_may_be_shared_where_it_is_said(tiny: TinyCheckpoint, world: RemoteWorld) -> None:
     world.server.go_wrong("unsalted", "no_events")
     head = prompt(uuid.uuid4().int, 64)

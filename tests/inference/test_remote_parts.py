@@ -158,7 +158,7 @@ class Core:
 @pytest.fixture
 def upkeep(tiny: TinyCheckpoint, remote_server: ServerProcess) -> Upkeep:
     settings = remote_settings(tiny, remote_server, Service.VLLM)
-    return Upkeep(cast(Any, None), cast(Any, None), cast(Any, Core()), settings, 4, lambda reason: None)
+    return Upkeep(cast(Any, None), cast(Any, None), cast(Any, Core()), settings, 4, lambda reason: None, cast(Any, None))
 
 
 def batch(number: int, *events: Any, **fields: Any) -> common_pb2.KvEventBatch:
