@@ -90,10 +90,11 @@ class Door:
         found = ("GET", self._model, LIST_MODELS) if path.startswith("/v1/models/") else self._handlers.get(path)
         if found is None:
             served = ", ".join(self._handlers)
-            raise HttpFault(404, f"there is nothing at {request.method} {path[:200]}; served are {served}", "unknown_url")
+            raise HttpFault(404, f"there is nothing at {request.method} {path[:200] or '/'}; served are {served}", "unknown_url")
         method, handler, stands_for = found
-        if request.method != method:
-            raise HttpFault(405, f"{path[:200]} takes {method}", "method_not_allowed", {"allow": method})
+        taken = ("GET", "HEAD") if method == "GET" else (method,)  # aiohttp leaves out the body of an answer to HEAD
+        if request.method not in taken:
+            raise HttpFault(405, f"{path[:200]} takes {method}", "method_not_allowed", {"allow": ", ".join(taken)})
         return handler, stands_for
 
     async def _chat(self, request: web.BaseRequest, arrival: Arrival, principal: Principal) -> web.StreamResponse:

@@ -10,6 +10,7 @@ from api.openai.refusals import wrong_parameter
 
 ANY_OBJECT = '{"type": "object"}'
 ABSENT = Raw(b"null")
+CHAT_FIELD = "response_format"  # of the chat API, which wraps the schema
 
 
 class Schema(Struct, forbid_unknown_fields=True):
@@ -40,12 +41,24 @@ def response_format(given: Format | None, field: str) -> pb.ResponseFormat | Non
         case Format(type="json_object"):
             return pb.ResponseFormat(json_schema=ANY_OBJECT)
         case Format(type="json_schema"):
-            wrapped = given.json_schema
-            schema = wrapped.schema if wrapped is not None else given.schema
-            if bytes(schema) == bytes(ABSENT):
-                raise wrong_parameter(f"{field}.{'json_schema.schema' if wrapped is not None else 'schema'}", "is required")
-            return pb.ResponseFormat(json_schema=bytes(schema).decode())
+            return pb.ResponseFormat(json_schema=bytes(_schema(given, field)).decode())
     raise wrong_parameter(f"{field}.type", "must be text, json_object or json_schema")
+
+
+def _schema(given: Format, field: str) -> Raw:
+    """The schema, from where this API has it. Raises: InvalidRequest."""
+    wrapped = given.json_schema
+    if field == CHAT_FIELD:
+        if wrapped is None:
+            raise wrong_parameter(f"{field}.json_schema", "is required: an object with name and schema")
+        if bytes(given.schema) != bytes(ABSENT):
+            raise wrong_parameter(f"{field}.schema", "belongs into json_schema: leave it out here")
+    elif wrapped is not None:
+        raise wrong_parameter(f"{field}.json_schema", "is the chat API's form: put name and schema beside type")
+    schema, place = (given.schema, field) if wrapped is None else (wrapped.schema, f"{field}.json_schema")
+    if bytes(schema) == bytes(ABSENT):
+        raise wrong_parameter(f"{place}.schema", "is required")
+    return schema
 
 
 def as_given(given: Format | None) -> object:

@@ -21,7 +21,9 @@ def one_model(models: list[pb.Model], name: str, started_at: int) -> dict[str, A
     for model in models:
         if model.name == name:
             return model_object(model, started_at)
-    raise HttpFault(404, f"the model {name[:200]!r} does not exist; GET /v1/models tells which there are", "model_not_found")
+    raise HttpFault(
+        404, f"the model {name[:200]!r} does not exist; GET /v1/models tells which there are", "model_not_found", param="model"
+    )
 
 
 def model_object(model: pb.Model, started_at: int) -> dict[str, Any]:

@@ -73,9 +73,11 @@ class Refusal:
 class HttpFault(Exception):
     """What is wrong with a request as HTTP, before anything of it was understood."""
 
-    def __init__(self, http_status: int, message: str, code: str, headers: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, http_status: int, message: str, code: str, headers: Mapping[str, str] | None = None, *, param: str | None = None
+    ) -> None:
         super().__init__(message)
-        self.refusal = Refusal(http_status, message, "invalid_request_error", code, None, headers or {})
+        self.refusal = Refusal(http_status, message, "invalid_request_error", code, param, headers or {})
 
 
 def wrong_parameter(param: str | None, description: str) -> InvalidRequest:

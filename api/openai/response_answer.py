@@ -140,4 +140,6 @@ class ResponseAnswer:
             "truncation": "disabled",
             "usage": None,
             "user": given.user,
+            "safety_identifier": given.safety_identifier,
+            "prompt_cache_key": given.prompt_cache_key,
         }

@@ -121,6 +121,12 @@ WRONG = (
     Wrong("tools", "not supported", {"tools": [{"type": "function", "function": {"name": "f"}}]}),
     Wrong("response_format.type", "must be text", {"response_format": {"type": "xml"}}),
     Wrong("response_format.json_schema.schema", "is required", {"response_format": {"type": "json_schema", "json_schema": {}}}),
+    Wrong("response_format.json_schema", "is required", {"response_format": {"type": "json_schema"}}),
+    Wrong(
+        "response_format.schema",
+        "belongs into json_schema",
+        {"response_format": {"type": "json_schema", "json_schema": {}, "schema": SCHEMA}},
+    ),
     Wrong(
         "response_format.json_schema.schema",
         "uniqueItems",
@@ -159,14 +165,16 @@ async def test_what_the_other_apis_do_not_serve_is_refused_by_name(service: Serv
         "conversation": "conv_1",
         "reasoning": {"effort": "high"},
         "tools": [{"type": "web_search"}],
+        "text.format.json_schema": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}},
     }
     plain: dict[str, Any] = {"model": MODEL, "prompt": "Hi", "max_tokens": 1}
     completions: dict[str, Any] = {"echo": True, "suffix": "x", "best_of": 3, "prompt": [], "logprobs": 30}
 
     with connect(service, tenant.secret) as client:
         for name, value in responses.items():
+            fields = {name: value} if "." not in name else {"text": {"format": value}}
             with pytest.raises(openai.BadRequestError) as caught:
-                client.responses.create(model=MODEL, input="Hi", **{name: value})
+                client.responses.create(model=MODEL, input="Hi", **fields)
             assert caught.value.param == name
         for name, value in completions.items():
             with pytest.raises(openai.BadRequestError) as caught:
@@ -207,7 +215,13 @@ async def test_bodies_that_are_no_request_are_refused_and_the_connection_lives_o
     assert keyless.headers["www-authenticate"] == "Bearer"
     await socket.say(post(tenant.secret, b"", path="/v1/models"))
     response = await socket.response()
-    assert (response.status, response.headers["allow"]) == (405, "GET")
+    assert (response.status, response.headers["allow"]) == (405, "GET, HEAD")
+    await socket.say(f"HEAD /v1/models HTTP/1.1\r\nhost: weir\r\nauthorization: Bearer {tenant.secret}\r\n\r\n".encode())
+    head = (await socket.reader.readuntil(b"\r\n\r\n")).decode()
+    await socket.say(b"GET / HTTP/1.1\r\nhost: weir\r\n\r\n")
+    nothing_there = await socket.response()
+    assert head.startswith("HTTP/1.1 200")
+    assert nothing_there.error["message"].startswith("there is nothing at GET /;")
     socket.writer.close()
 
 

@@ -248,7 +248,7 @@ async def test_models_are_listed_and_looked_up(service: Service) -> None:
     assert model == same
     assert (model.id, model.owned_by, model.object) == (MODEL, "weir", "model")
     assert extension(model)["context_window_tokens"] == CONTEXT_WINDOW_TOKENS
-    assert unknown.value.code == "model_not_found"
+    assert (unknown.value.code, unknown.value.param) == ("model_not_found", "model")
 
 
 async def test_a_limit_refuses_with_the_time_to_wait_and_the_client_waits_it_out(service: Service) -> None:
