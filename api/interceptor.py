@@ -28,8 +28,19 @@ async def abort(context: Context, status: status_pb2.Status) -> None:
     await context.abort(CODES[status.code], status.message, ((STATUS_DETAILS_KEY, status.SerializeToString()),))
 
 
+Failed = Callable[[str, BaseException], None]
+
+
+def tell_nobody(method: str, error: BaseException) -> None:
+    """For servers whose failed calls nobody counts."""
+
+
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
     """Wraps calls that answer once, with a stream, or talk both ways; passes on the abort itself and cancellation."""
+
+    def __init__(self, failed: Failed = tell_nobody) -> None:
+        """failed: told of the path of each call that ends with an error, and of that."""
+        self._failed = failed
 
     async def intercept_service(self, continuation: Continuation, details: grpc.HandlerCallDetails) -> Any:
         """See `grpc.aio.ServerInterceptor`."""
@@ -38,11 +49,13 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
             return None
         read, write = tolerant(handler.request_deserializer), handler.response_serializer
         if handler.unary_unary is not None:
-            return grpc.unary_unary_rpc_method_handler(guarded(handler.unary_unary, details.method), read, write)
+            return grpc.unary_unary_rpc_method_handler(guarded(handler.unary_unary, details.method, self._failed), read, write)
         if handler.unary_stream is not None:
-            return grpc.unary_stream_rpc_method_handler(guarded(writing(handler.unary_stream), details.method), read, write)
+            handle = guarded(writing(handler.unary_stream), details.method, self._failed)
+            return grpc.unary_stream_rpc_method_handler(handle, read, write)
         if handler.stream_stream is not None:
-            return grpc.stream_stream_rpc_method_handler(guarded(writing(handler.stream_stream), details.method), read, write)
+            handle = guarded(writing(handler.stream_stream), details.method, self._failed)
+            return grpc.stream_stream_rpc_method_handler(handle, read, write)
         return handler
 
 
@@ -58,8 +71,12 @@ def writing(handle: Callable[..., Any]) -> Callable[[Any, Any], Awaitable[Any]]:
     return write_all
 
 
-def guarded(handle: Callable[..., Any], method: str) -> Callable[[Any, Any], Awaitable[Any]]:
+def guarded(handle: Callable[..., Any], method: str, failed: Failed = tell_nobody) -> Callable[[Any, Any], Awaitable[Any]]:
     """A handler of the call at this path, whose errors become statuses."""
+
+    async def refuse(context: Context, error: BaseException) -> None:
+        failed(method, error)
+        await abort(context, status_of(error))
 
     async def guard(request: Any, context: Context) -> Any:
         METHOD.set(method)
@@ -70,11 +87,11 @@ def guarded(handle: Callable[..., Any], method: str) -> Callable[[Any, Any], Awa
         except NotImplementedError as error:
             # What the generated classes do for a call that nobody has written: not our bug, and no incident.
             is_absent = context.code() in (grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.UNIMPLEMENTED.value[0])
-            await abort(context, status_of(CallMissing(method) if is_absent else error))
+            await refuse(context, CallMissing(method) if is_absent else error)
         except BaseExceptionGroup as group:
-            await abort(context, status_of(first_error(group)))
+            await refuse(context, first_error(group))
         except Exception as error:
-            await abort(context, status_of(error))
+            await refuse(context, error)
 
     return guard
 

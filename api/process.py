@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from api.embedding.embedding import EmbedCaller, LiveEmbedding
 from api.embedding.embedding_wire import ValidEmbed
+from api.observability.observer import Observer
 from api.queue.fair_queue import FairQueue
 from api.queue.places import QueueLimits
 from api.requests.admission import Admission
@@ -37,9 +38,14 @@ class Process:
         tokenizers: Mapping[str, Tokenizer],
         safety: SafetyChecker | None = None,
         relays: Relays | None = None,
+        observer: Observer | None = None,
     ) -> None:
-        """safety: what prompts and outputs are checked by; None if they are not. relays: to requests of other processes."""
+        """safety: what prompts and outputs are checked by; None if they are not. relays: to requests of other processes.
+
+        observer: who is told how requests end; None: nobody asks it.
+        """
         settings = admission.settings
+        self.observer = observer or Observer(model.name for model in router.models())
         self.safety = safety
         self.admission = admission
         self.router = router

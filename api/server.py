@@ -25,7 +25,7 @@ from api.admin.admin_service import AdminServicer
 from api.billing.billing_service import BillingServicer
 from api.billing.receipt_service import ReceiptServicer
 from api.inference_service import InferenceServicer
-from api.interceptor import ErrorInterceptor
+from api.interceptor import ErrorInterceptor, Failed, tell_nobody
 from api.settings import Settings
 from api.streams.peers import PEER_KEEPALIVE_MS, Peer, advertised, make_certificate, peer_listen_address
 
@@ -73,12 +73,14 @@ class Health:
                 await self.servicer.set(name, status)
 
 
-def build_server(settings: Settings, servicers: Servicers, health: Health, tls: Tls | None = None) -> tuple[grpc.aio.Server, int]:
+def build_server(
+    settings: Settings, servicers: Servicers, health: Health, tls: Tls | None = None, failed: Failed = tell_nobody
+) -> tuple[grpc.aio.Server, int]:
     """The server and the port that it is bound to, which is chosen if the setting says 0. tls: None for plaintext.
 
-    Raises: OSError if the address cannot be bound.
+    failed: told of calls that end with an error. Raises: OSError if the address cannot be bound.
     """
-    server = grpc.aio.server(interceptors=(ErrorInterceptor(),), options=options(settings))
+    server = grpc.aio.server(interceptors=(ErrorInterceptor(failed),), options=options(settings))
     inference_service_pb2_grpc.add_InferenceServiceServicer_to_server(servicers.inference, server)
     admin_service_pb2_grpc.add_AdminServiceServicer_to_server(servicers.admin, server)
     billing_service_pb2_grpc.add_BillingServiceServicer_to_server(servicers.billing, server)

@@ -119,9 +119,19 @@ CODES: tuple[tuple[type[Exception], int], ...] = (
 )
 
 
+def code_of(error: BaseException) -> int:
+    """Its code in the table."""
+    return next((code for kind, code in CODES if isinstance(error, kind)), code_pb2.INTERNAL)
+
+
+def reason_of(error: BaseException) -> str:
+    """The reason that a client is told: one of some dozens, whatever the error says."""
+    return "INTERNAL" if code_of(error) == code_pb2.INTERNAL else str(getattr(error, "reason", "INTERNAL"))
+
+
 def status_of(error: BaseException) -> status_pb2.Status:
     """The status that a client sees for an error, details included. Internal errors carry an incident id and no text."""
-    code = next((code for kind, code in CODES if isinstance(error, kind)), code_pb2.INTERNAL)
+    code = code_of(error)
     if code == code_pb2.INTERNAL:
         return internal_status(error)
     reason = getattr(error, "reason", "INTERNAL")

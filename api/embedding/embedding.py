@@ -19,6 +19,7 @@ from weir.v1 import inference_service_pb2 as pb
 from api.embedding.embedding_limits import input_count_max, parts_of
 from api.embedding.embedding_wire import TokenizedText, ValidEmbed, check_against_model, embed_response
 from api.errors import CancelledEarly, EngineLost, InputsTooLong, LongInput
+from api.observability.observer import Ending
 from api.queue.places import Arrival, Outlook, Place
 from api.requests.admission import AdmissionRequest, Lease
 from api.requests.interruption import Interruption
@@ -30,7 +31,7 @@ from inference.engine import EmbeddingRequest, Encoder, EngineTimings, Vector
 from inference.errors import EngineFailed
 from inference.text.tokenizer import Tokenizer
 from metering.holds.journal import Delivered
-from metering.operations import Outcome, Payer
+from metering.operations import Outcome, Payer, Settled
 
 if TYPE_CHECKING:
     from api.process import Process
@@ -62,6 +63,7 @@ class LiveEmbedding:
         self._answer: asyncio.Future[pb.EmbedResponse] = asyncio.get_running_loop().create_future()
         self._interruption = Interruption(lambda: self._stop_error)
         self._lease: Lease | None = None
+        self._settled: Settled | None = None
         self._stop_error: Exception | None = None
 
     @property
@@ -105,6 +107,7 @@ class LiveEmbedding:
         try:
             structlog.contextvars.bind_contextvars(request_id=str(self.start.request_id))  # of this task alone, so never unbound
             response = await self._embed()
+            self._tell(None)
             if not self._answer.done():
                 self._answer.set_result(response)
         except EngineFailed:  # its own log says why
@@ -116,8 +119,14 @@ class LiveEmbedding:
             self._answer.cancel()
             self._process.ended(self)
 
+    def _tell(self, broken: Exception | None) -> None:
+        """Tell operators how it has ended, and where its time went."""
+        start, outcome = self.start, Outcome.STOP if broken is None else None
+        self._process.observer.ended(Ending(start.model, start.tier, outcome, broken, self._watch.timings(), self._settled, 0))
+
     def _fail(self, error: Exception) -> None:
         """Whoever still waits is told; the future of a call that has gone is looked at by nobody."""
+        self._tell(error)
         if not self._answer.done():
             self._answer.set_exception(error)
             self._answer.exception()
@@ -143,6 +152,7 @@ class LiveEmbedding:
                 for place in places:
                     place.leave()
         self._watch.lap("settle")
+        self._settled = lease.settled
         assert lease.settled is not None, "what was delivered is settled"
         return embed_response(texts, vectors, lease.admitted, lease.settled, self._watch.timings())
 

@@ -16,6 +16,7 @@ from api.accounts import models_for
 from api.embedding.embedding import EmbedCaller
 from api.embedding.embedding_wire import parse_embed
 from api.errors import Draining, Unauthenticated
+from api.observability.observer import HTTP
 from api.openai import answers
 from api.openai.chat_answer import ChatAnswer
 from api.openai.chat_parameters import ChatParameters, chat_asked
@@ -74,10 +75,12 @@ class Door:
             auth_ms = (time.monotonic() - received_at) * 1000
             return await handler(request, Arrival(payer(principal), request_id, received_at, auth_ms), principal)
         except HttpFault as fault:
+            self._process.observer.http_failed(fault.refusal.code)
             return refused(fault.refusal, request_id, closing=self._is_draining)
         except ConnectionError:  # in the middle of its body
             return web.Response(status=400)
         except Exception as error:
+            self._process.observer.call_failed(HTTP, error)
             return refused(refusal_of(status_of(error)), request_id, closing=self._is_draining)
 
     @property

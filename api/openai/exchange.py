@@ -80,6 +80,7 @@ class Exchange:
         try:
             starts = [parse_start(each, frame) for each, frame in zip(self._bill.request_ids, self._asked.starts, strict=True)]
         except InvalidRequest as error:
+            self._process.observer.start_refused(error)
             return refused(refusal_of(status_of(error), self._asked.names), self._arrival.request_id)
         try:
             self._begin(starts)

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import time
 import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import TYPE_CHECKING
@@ -18,6 +19,7 @@ import structlog
 from weir.v1 import inference_service_pb2 as pb
 
 from api.errors import ApiError, CancelledEarly, DeadlineBeforeStart, EngineLost, EngineLostMidway, NotAdmittedYet
+from api.observability.observer import Ending
 from api.queue.places import Outlook, Place
 from api.requests.admission import Lease
 from api.requests.engine_run import EngineRun, check_output_change
@@ -177,6 +179,8 @@ class LiveRequest:
     async def _run(self) -> None:
         lease: Lease | None = None
         end: pb.ServerFrame | None = None
+        broken: Exception | None = None
+        timings: dict[str, float] = {}
         try:
             structlog.contextvars.bind_contextvars(request_id=str(self.start.request_id))  # of this task alone, so never unbound
             async with contextlib.AsyncExitStack() as stack:
@@ -190,21 +194,41 @@ class LiveRequest:
                 await self._generate(engine, request, lease, place)
             self._watch.lap("settle")
             ends = self._reply.ends_of_choices(self._stop_outcome or Outcome.CANCELLED)
-            end = frames.finished(lease, self._watch.timings(), self._reply.exhausted, ends, self._migration_count)
+            timings = self._watch.timings()
+            end = frames.finished(lease, timings, self._reply.exhausted, ends, self._migration_count)
         except RequestSettled as error:
-            end = frames.failed(status_of(error), error.settled)
+            end, broken = frames.failed(status_of(error), error.settled), error
         except RequestInFlight as error:
             if not self._process.receive_elsewhere(self):
-                end = frames.failed(status_of(error), None)
+                end, broken = frames.failed(status_of(error), None), error
         except EngineFailed:  # its own log says why
             settled = lease.settled if lease else None
-            end = frames.failed(status_of(self._engine_loss(settled)), settled)
+            broken = self._engine_loss(settled)
+            end = frames.failed(status_of(broken), settled)
         except Exception as error:
-            end = frames.failed(status_of(error), lease.settled if lease else None)
+            end, broken = frames.failed(status_of(error), lease.settled if lease else None), error
         finally:
             self.attendance.ended()
             self._process.generated(self, can_be_received=lease is not None and lease.settled is not None)
             self.feed.end(end)
+            if end is not None:
+                self._tell(lease, broken, timings or self._watch.timings())
+
+    def _tell(self, lease: Lease | None, broken: Exception | None, timings: Mapping[str, float]) -> None:
+        """Tell operators how it has ended, and where its time went. broken: what it was refused or has failed with."""
+        start = self.start
+        self._process.observer.ended(
+            Ending(
+                start.model,
+                start.tier,
+                lease.outcome if lease is not None else None,
+                broken,
+                timings,
+                lease.settled if lease is not None else None,
+                0 if start.beam_search is not None else start.choice_count,
+                self._migration_count,
+            )
+        )
 
     def _engine_loss(self, settled: Settled | None) -> EngineLost | EngineLostMidway:
         """What the client is told of an engine that broke: whether anything is billed decides with which id it may try again."""

@@ -145,6 +145,7 @@ class ClientStream:
                 else:
                     self._process.begin(caller, start, receiver)
         except Exception as error:
+            self._process.observer.start_refused(error)
             self._refuse(frame.request_id, error)
 
     def _is_answered(self, start: ValidStart, here: LiveRequest | None) -> bool:

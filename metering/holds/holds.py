@@ -53,11 +53,15 @@ log = structlog.get_logger(__name__)
 class HoldStatistics:
     """Holds that this process answers for, those among them that no request has, and how its operations were batched.
 
+    open_operation_count: those that wait or are in the database now. owed_end_count: holds whose ends it
+    has yet to hear of.
     refusals: admissions that quotas have refused since the start, by the dimension and the subject of the quota in front.
     """
 
     live_hold_count: int
     standing_hold_count: int
+    open_operation_count: int
+    owed_end_count: int
     group_commit: GroupCommitStatistics
     refusals: Mapping[tuple[QuotaDimension, QuotaSubject], int]
 
@@ -84,12 +88,14 @@ class HoldStore:
         grace: tuple[GraceTerms, Bindings] | None = None,
         signer: BatchSigner | None = None,
         used: Callable[[], None] = lambda: None,
+        measured: Callable[[int, float], None] | None = None,
     ) -> None:
         """gate: shared with all others of this process that connect to the same database.
 
         answer_wait_s: how long an admission or an extension waits for a database that does not answer.
         grace: what is set aside to let requests in while the database is away, and where that is written down; None: nothing is.
         signer: of the receipts; None: they are not signed. used: called when usage has been written; must not block.
+        measured: told of each batch how many operations it had, and how many seconds it took.
         """
         self.owner_id = owner_id
         self.gate = gate or StoreGate()
@@ -105,6 +111,7 @@ class HoldStore:
         self._spared: set[uuid.UUID] = set()
         self._owed: dict[uuid.UUID, Settle | Void] = {}
         self._used = used
+        self._measured = measured
         self._began_at = self._leases.now()
         self._answered_at: float | None = None
         self._answering = asyncio.Event()
@@ -121,6 +128,7 @@ class HoldStore:
             waiting_count_max=WAITING_COUNT_MAX,
             overflow=lambda: StoreAway("the database does not keep up with admissions"),
             fair_share=self._fair_share,
+            measured=self._measured,
         )
 
     def _fair_share(self) -> int:
@@ -219,7 +227,10 @@ class HoldStore:
         """Never blocks."""
         standing_count = self._standing.standing_count if self._standing else 0
         commits = self._commits.statistics().plus(self._admissions.statistics())
-        return HoldStatistics(len(self._leases), standing_count, commits, self._admitting.refusals.counts)
+        open_count = self._commits.open_count + self._admissions.open_count
+        return HoldStatistics(
+            len(self._leases), standing_count, open_count, len(self._owed), commits, self._admitting.refusals.counts
+        )
 
     async def _void_all(self, hold_ids: Sequence[uuid.UUID]) -> None:
         """As far as the database answers in time."""

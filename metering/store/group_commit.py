@@ -7,6 +7,7 @@ process never contend with each other.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -58,6 +59,7 @@ class GroupCommit(Generic[Op, Result]):
     after its batch began. So nothing that it obtained is lost, and nothing that it had to do.
     droppable: whether an operation may be left out when its caller was cancelled before its batch began.
     fair_share: how many operations the next batch may take, where the rest is better left for the one after; None: all that wait.
+    measured: told of each batch how many operations it had, and how many seconds it took.
     """
 
     def __init__(
@@ -70,8 +72,10 @@ class GroupCommit(Generic[Op, Result]):
         waiting_count_max: int,
         overflow: Callable[[], Exception],
         fair_share: Callable[[], int] | None = None,
+        measured: Callable[[int, float], None] | None = None,
     ) -> None:
         self._execute = execute
+        self._measured = measured
         self._orphaned = orphaned
         self._droppable = droppable
         self._batch_size_max = batch_size_max
@@ -136,6 +140,7 @@ class GroupCommit(Generic[Op, Result]):
         self._operation_count += len(batch)
         self._batch_size_peak = max(self._batch_size_peak, len(batch))
         self._under_way_count = len(batch)
+        began_at = time.monotonic()
         try:
             results = await self._execute([waiting.op for waiting in batch])
         except Exception as error:
@@ -145,6 +150,8 @@ class GroupCommit(Generic[Op, Result]):
             raise
         finally:
             self._under_way_count = 0
+            if self._measured is not None:
+                self._measured(len(batch), time.monotonic() - began_at)
         for waiting, result in zip(batch, results, strict=True):
             self._answer(waiting, result)
 

@@ -1,0 +1,99 @@
+"""What became of requests, counted in memory by model and service tier: ends, tokens, refusals, and histograms of their times.
+
+Labels are names of models, tiers, reasons and kinds, of which a deployment has some dozens; never who asked, nor which request.
+A request costs some microseconds here, a token nothing. Owns the counts of this process since its start.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+
+from api.observability.histogram import Histogram
+from api.requests.stopwatch import STAGES
+from api.statuses import reason_of
+from metering.errors import QuotaExceeded
+from metering.models import ServiceTier
+from metering.operations import Settled
+
+# In ms: from what a lookup in memory takes to what nobody waits for. Two or three to a decade: a quantile is then right to a third.
+STAGE_BOUNDS_MS = (0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500, 1000, 2500, 5000, 10_000, 30_000, 60_000, 120_000)
+TOTAL_BOUNDS_MS = (10, 25, 50, 100, 250, 500, 1000, 2500, 5000, 10_000, 20_000, 30_000, 60_000, 120_000, 300_000, 600_000)
+TOKEN_BOUNDS_MS = (1, 2.5, 5, 7.5, 10, 15, 20, 30, 40, 50, 75, 100, 150, 250, 500, 1000, 2500)
+COLD_START_MS_MIN = 1.0  # below it no engine was waited for, and only the clock was looked at twice
+UNKNOWN_MODEL = ""  # of requests for models that there are not: what clients write there is no label
+
+Labels = tuple[str, ...]
+
+
+class Times:
+    """Histograms of the requests to one model in one tier, in ms."""
+
+    def __init__(self) -> None:
+        self.stages = {stage: Histogram(STAGE_BOUNDS_MS) for stage in STAGES}
+        self.first_token = Histogram(STAGE_BOUNDS_MS)
+        self.inter_token = Histogram(TOKEN_BOUNDS_MS)
+        self.total = Histogram(TOTAL_BOUNDS_MS)
+        self._by_key = [(f"{stage}_ms", histogram) for stage, histogram in self.stages.items() if stage != "cold_start"]
+
+    def add(self, timings: Mapping[str, float], later_token_count: int) -> None:
+        """One request that has ended. later_token_count: of each choice after its first one; they came at their mean pace."""
+        for key, histogram in self._by_key:
+            histogram.observe(timings[key])
+        if timings["cold_start_ms"] >= COLD_START_MS_MIN:
+            self.stages["cold_start"].observe(timings["cold_start_ms"])
+        if "ttft_ms" in timings:
+            self.first_token.observe(timings["ttft_ms"])
+        if later_token_count > 0:
+            self.inter_token.observe(timings["decode_ms"] / later_token_count, later_token_count)
+        self.total.observe(timings["total_ms"])
+
+
+class RequestCounts:
+    """All of them. Not thread-safe: one event loop counts and reads."""
+
+    def __init__(self, models: Iterable[str]) -> None:
+        """models: their own names; what is asked of any other is counted as one."""
+        self._models = frozenset(models)
+        self.ends: dict[Labels, int] = defaultdict(int)  # by model, tier and outcome
+        self.refusals: dict[Labels, int] = defaultdict(int)  # by model, reason, and the quota's dimension and subject
+        self.tokens: dict[Labels, int] = defaultdict(int)  # by model and kind
+        self.failed_calls: dict[Labels, int] = defaultdict(int)  # by call and reason
+        self.times: dict[tuple[str, ServiceTier], Times] = {}
+        self.migration_count = 0
+
+    def finished(
+        self, model: str, tier: ServiceTier, outcome: str, timings: Mapping[str, float], settled: Settled | None, choice_count: int
+    ) -> None:
+        """A request that ran has come to its end. choice_count: outputs side by side; 0: their pace is not known."""
+        self.ends[model, tier, outcome] += 1
+        times = self.times.get((model, tier))
+        if times is None:
+            times = self.times[model, tier] = Times()
+        later_token_count = 0
+        if settled is not None:
+            self._add_tokens(model, settled)
+            if choice_count:
+                later_token_count = settled.generated_token_count // choice_count - 1
+        times.add(timings, later_token_count)
+
+    def failed(self, model: str, tier: ServiceTier, error: Exception, settled: Settled | None) -> None:
+        """A request was refused, or broke. settled: what is billed of it all the same; without it, it was refused."""
+        model, reason = model if model in self._models else UNKNOWN_MODEL, reason_of(error)
+        self.ends[model, tier, reason.lower()] += 1
+        if settled is not None:
+            self._add_tokens(model, settled)
+            return
+        dimension = subject = ""
+        if isinstance(error, QuotaExceeded):
+            dimension, subject = error.failing[0].dimension, error.failing[0].subject
+        self.refusals[model, reason, dimension, subject] += 1
+
+    def _add_tokens(self, model: str, settled: Settled) -> None:
+        """What is billed. Input that the cache had is told apart from what was computed: both together are the prompt."""
+        tokens, cached = self.tokens, settled.cached_input_token_count
+        tokens[model, "input"] += settled.input_token_count - cached
+        tokens[model, "cached_input"] += cached
+        tokens[model, "output"] += settled.delivered_token_count
+        if settled.embedding_token_count:
+            tokens[model, "embedding"] += settled.embedding_token_count
