@@ -1,13 +1,13 @@
 """What a token costs on its way through the service, and what it does to the first one: server CPU per delivered token and added
 time to first token at 1, 50 and 500 streams, beside a bare `grpc.aio` server that sends the same messages.
 
-    python -m bench.streams [--seconds 6] [--streams 1,50,500] [--directory /dev/shm]
+    python -m bench.streams [--seconds 6] [--streams 1,50,500] [--directory /dev/shm] [--prefetch 64,256]
 
 One api process on a core of its own; on another core PostgreSQL, the simulated engine's host and the client. So many answers are
 being decoded, each on a connection of its own, one token per engine step; the last case has 500 on one stream, where a step is one
 message. Then probes beside them ask for short answers all the time: their time to first token, less that of the bare server, is
 what Weir adds. The step of both is that of the simulated engine at this batch. "late" is how much later than usual a message came
-after the one before it, p99.
+after the one before it, p99. `--prefetch` measures clients that send credit as well.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def echo_process(core: int, case: Case) -> Iterator[tuple[str, Processes]]:
         process.wait()
 
 
-def run(case: Case, address: str, processes: Processes, key: str, seconds: float) -> Result:
+def run(case: Case, address: str, processes: Processes, key: str, seconds: float, prefetch_tokens: int = 0) -> Result:
     """Load a server; the client runs where this process does. Raises: RuntimeError if the client fails."""
     load = {
         "address": address,
@@ -99,6 +99,7 @@ def run(case: Case, address: str, processes: Processes, key: str, seconds: float
         "step_s": step_s(case),
         "warm_up_s": WARM_UP_S,
         "seconds": seconds,
+        "prefetch_tokens": prefetch_tokens,
     }
     with subprocess.Popen(
         [sys.executable, "-m", "bench.streams_load", "client", json.dumps(load)], stdout=subprocess.PIPE, text=True
@@ -169,6 +170,9 @@ def measure(options: argparse.Namespace, url: str, core: int, other_core: int) -
                 beside = run(case, *bare, key, options.seconds)
             print(row(f"bare grpc.aio, {case.name}", beside, None), flush=True)
             print(row(f"Weir, {case.name}", run(case, address, processes, key, options.seconds), beside), flush=True)
+            for prefetch_tokens in map(int, filter(None, options.prefetch.split(","))):
+                result = run(case, address, processes, key, options.seconds, prefetch_tokens)
+                print(row(f"  with a prefetch of {prefetch_tokens}", result, beside), flush=True)
 
 
 def main() -> None:
@@ -176,6 +180,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=6.0, help="per case (default: %(default)s)")
     parser.add_argument("--streams", default="1,50,500", help="how many at once (default: %(default)s)")
+    parser.add_argument("--prefetch", default="", help="also with credit for so many tokens (default: none)")
     parser.add_argument("--directory", help="where the database of this run is (default: that of temporary files)")
     options = parser.parse_args()
     core, other_core = claim_cores()

@@ -13,6 +13,7 @@ import random
 import sys
 import time
 import uuid
+from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,6 +32,8 @@ class Load:
     """What a client does. stream_count: long answers, each on a connection of its own, or all on one if `shared`.
 
     step_s: how long the engine takes for a step. seconds: for reading alone, and once more with probes beside it.
+    prefetch_tokens: the long answers get credit for so many, and more whenever half of it is used up, as the clients do it; 0: they
+    need none.
     """
 
     address: str
@@ -42,6 +45,7 @@ class Load:
     step_s: float
     warm_up_s: float
     seconds: float
+    prefetch_tokens: int = 0
 
 
 @dataclass(slots=True)
@@ -56,10 +60,18 @@ class Seen:
     failures: list[str] = field(default_factory=list)
 
 
-def start_message(load: Load, token_count: int, request_count: int = 1) -> pb.GenerateRequest:
+def start_message(load: Load, token_count: int, request_count: int = 1, prefetch_tokens: int = 0) -> pb.GenerateRequest:
     """So many starts in one message."""
     start = pb.StartFrame(model=load.model, text=load.prompt, max_output_tokens=token_count, ignore_eos=True)
+    if prefetch_tokens:
+        start.initial_credit_tokens = prefetch_tokens
     return pb.GenerateRequest(frames=[pb.ClientFrame(request_id=str(uuid.uuid4()), start=start) for _ in range(request_count)])
+
+
+def grants(used: Counter[str], prefetch_tokens: int) -> list[pb.ClientFrame]:
+    """Credit for those that have used up half of theirs."""
+    due = [request_id for request_id, token_count in used.items() if 2 * token_count >= prefetch_tokens]
+    return [pb.ClientFrame(request_id=each, credit=pb.CreditFrame(token_count=used.pop(each))) for each in due]
 
 
 class Client:
@@ -97,14 +109,17 @@ class Client:
         await asyncio.sleep(random.random())  # all at one moment would be one huge prefill
         async with self._channel() as channel:
             call = self._open(channel)
-            await call.write(start_message(self._load, LONG_TOKENS, request_count).SerializeToString())
+            prefetch_tokens, used = self._load.prefetch_tokens, Counter[str]()
+            await call.write(start_message(self._load, LONG_TOKENS, request_count, prefetch_tokens).SerializeToString())
             last = 0.0
             while (data := await call.read()) is not grpc.aio.EOF:
                 message, now = pb.GenerateResponse.FromString(data), time.perf_counter()
                 token_count = ended_count = 0
                 for frame in message.frames:
                     kind = frame.WhichOneof("kind")
-                    token_count += len(frame.delta.token_ids) if kind == "delta" else 0
+                    if kind == "delta":
+                        token_count += len(frame.delta.token_ids)
+                        used[frame.request_id] += len(frame.delta.token_ids)
                     ended_count += kind in ("finished", "failed")
                     if kind == "failed":
                         self._seen.failures.append(frame.failed.status.message)
@@ -116,8 +131,10 @@ class Client:
                     if last:
                         self._seen.gap_ms.append((now - last) * 1000)
                 last = now
+                if prefetch_tokens and (granted := grants(used, prefetch_tokens)):
+                    await call.write(pb.GenerateRequest(frames=granted).SerializeToString())
                 if ended_count:
-                    await call.write(start_message(self._load, LONG_TOKENS, ended_count).SerializeToString())
+                    await call.write(start_message(self._load, LONG_TOKENS, ended_count, prefetch_tokens).SerializeToString())
             raise ConnectionError(f"the stream ended: {await call.details()}")
 
     async def _probe(self) -> None:

@@ -290,7 +290,9 @@ async def test_settles_at_close(service: Service) -> None:
         assert {await settled(client, generation.request_id) for generation in generations} == {"CANCELLED"}
 
 
-async def streamed_over_breaks(service: Service, tenant: Tenant, cut_count: int) -> tuple[list[Delta], list[Resumed], str]:
+async def streamed_over_breaks(
+    service: Service, tenant: Tenant, cut_count: int, prefetch_tokens: int | None = None
+) -> tuple[list[Delta], list[Resumed], str]:
     """3000 tokens through a door that is cut so often: at the first delta, and at the first one of each connection after it.
 
     The deltas, the news, and the request's id.
@@ -300,7 +302,9 @@ async def streamed_over_breaks(service: Service, tenant: Tenant, cut_count: int)
     news: list[Resumed] = []
     cuts_done = 0
     async with door.open(), AsyncClient(door.address, tenant.secret) as client:
-        generation = client.generate(MODEL, token_ids=PROMPT, max_output_tokens=3000, ignore_eos=True)
+        generation = client.generate(
+            MODEL, token_ids=PROMPT, max_output_tokens=3000, ignore_eos=True, prefetch_tokens=prefetch_tokens
+        )
         async for event in generation.events():
             if isinstance(event, Delta):
                 deltas.append(event)
@@ -433,6 +437,40 @@ async def test_changes_limits_while_it_runs(client: AsyncClient) -> None:
     assert result.usage.delivered_token_count < 4000
     with pytest.raises(FailedPrecondition):
         await generation.update(max_output_tokens=10)
+
+
+async def test_reads_no_further_ahead_than_asked(service: Service, client: AsyncClient) -> None:
+    whole = await client.complete(MODEL, token_ids=PROMPT, max_output_tokens=3000, ignore_eos=True)
+    asked = client.generate(
+        MODEL, token_ids=PROMPT, max_output_tokens=3000, ignore_eos=True, prefetch_tokens=8, keep_on_disconnect=None
+    )
+    deltas = [await anext(asked)]
+    beside = await client.complete(MODEL, token_ids=(20, 21), max_output_tokens=300, ignore_eos=True)  # as many steps for both
+    assert beside.usage.delivered_token_count == 300
+    assert len(asked.partial.token_ids) <= len(deltas[0].token_ids) + 8
+    deltas += [delta async for delta in asked]
+    assert [delta.seq for delta in deltas] == list(range(1, len(deltas) + 1))
+    assert asked.result.token_ids == whole.token_ids
+    deltas, news, _ = await streamed_over_breaks(service, await service.tenant(), 2, prefetch_tokens=8)
+    assert tuple(token for delta in deltas for token in delta.token_ids) == whole.token_ids
+    assert len(news) == 2
+    with pytest.raises(InvalidRequest, match="prefetch_tokens"):
+        client.generate(MODEL, token_ids=PROMPT, prefetch_tokens=0)
+
+
+async def test_takes_nothing_behind_its_cancel(client: AsyncClient) -> None:
+    for keep_s in (None, 500):
+        asked = client.generate(
+            MODEL, token_ids=PROMPT, max_output_tokens=3000, ignore_eos=True, prefetch_tokens=8, keep_on_disconnect=keep_s
+        )
+        first = await anext(asked)
+        await client.complete(MODEL, token_ids=(20, 21), max_output_tokens=300, ignore_eos=True)  # as many steps for both
+        asked.cancel()
+        result = await asked.wait()
+        assert result.finish_reason is FinishReason.CANCELLED
+        assert len(result.token_ids) <= len(first.token_ids) + 8
+        assert (result.usage.delivered_token_count == len(result.token_ids)) is (keep_s is None)
+        assert (result.usage.delivered_token_count > 200) is (keep_s is not None)
 
 
 async def price_encoder(service: Service) -> None:

@@ -6,7 +6,7 @@ import { type CallOptionsOf, type ClientOptions, Connection, RetryPolicy, resolv
 import { InvalidRequest, NO_DETAILS } from "./errors.js";
 import { ClientFrameSchema, InferenceService } from "./gen/weir/v1/inference_service_pb.js";
 import { Generation } from "./generation.js";
-import { type AttachOptions, buildEmbed, buildStart, conversation, type EmbedOptions, type GenerateOptions, invalid, type Prompt } from "./prompt.js";
+import { type AttachOptions, buildEmbed, buildStart, checkPrefetch, conversation, type EmbedOptions, type GenerateOptions, invalid, type Prompt } from "./prompt.js";
 import { RESUME_MS } from "./resumption.js";
 import { SharedStream } from "./stream.js";
 import type { EmbedResult, Generation as RecordedGeneration, Model, QuotaStatus, Quote, Result, TokenCount } from "./values.js";
@@ -59,6 +59,7 @@ export class WeirClient implements AsyncDisposable {
       timeoutMs: options.timeoutMs,
       retry: new RetryPolicy(options.maxRetries ?? retry.maxRetries, retry.waitMaxMs),
       signal: options.signal,
+      prefetchTokens: options.prefetchTokens,
       ...keep,
     });
   }
@@ -71,11 +72,12 @@ export class WeirClient implements AsyncDisposable {
    * (`REQUEST_SETTLED`) for one that is over and not kept any more, InvalidRequest (`OUTPUT_GONE`) for output that is not there.
    */
   attach(requestId: string, options: AttachOptions = {}): Generation {
-    const { afterSeq = 0, timeoutMs, resumeMs = RESUME_MS, signal } = options;
+    const { afterSeq = 0, timeoutMs, resumeMs = RESUME_MS, prefetchTokens, signal } = options;
+    checkPrefetch(prefetchTokens);
     if (!Number.isSafeInteger(afterSeq)) throw invalid("afterSeq", `${afterSeq} is not a whole number`);
     const frame = create(ClientFrameSchema, { requestId, kind: { case: "attach", value: { afterSeq: BigInt(afterSeq) } } });
     const { retry } = this.connection.settings;
-    return new Generation(this.stream, frame, "", { timeoutMs, retry, signal, keepMs: resumeMs, keepIsAsked: true });
+    return new Generation(this.stream, frame, "", { timeoutMs, retry, signal, keepMs: resumeMs, keepIsAsked: true, prefetchTokens });
   }
 
   /** The whole answer at once. Takes what `generate` takes. Throws a WeirError. */

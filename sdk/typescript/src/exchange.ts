@@ -1,41 +1,21 @@
 /**
  * One attempt at one request on a stream, as a state machine: frames in, events and exactly one outcome out.
  *
- * Nothing here waits for the network. Memory is bounded: at most `EVENTS_MAX` unread events, and text no longer than the request's
- * own output.
+ * Nothing here waits for the network. Memory is bounded: at most `EVENTS_MAX` unread events, far fewer with a `prefetch`, and text no
+ * longer than the request's own output.
  */
 
+import type { Carrier, Continuation } from "./carriers.js";
 import { Aborted, Cancelled, DeadlineExceeded, FailedPrecondition, IncompleteGeneration, Unavailable, WeirError } from "./errors.js";
 import type { ClientFrame, DeltaFrame, FailedFrame, FinishedFrame, ServerFrame, UpdatedFrame } from "./gen/weir/v1/inference_service_pb.js";
+import type { Prefetch } from "./prefetch.js";
+import { Received } from "./received.js";
 import { copyError, errorFromStatus } from "./status.js";
-import type { Admitted, Event, Limits, Money, Partial, Result, Timings, Usage } from "./values.js";
-import { Outputs } from "./output.js";
+import type { Admitted, Event, Limits, Partial, Result } from "./values.js";
 import * as wire from "./wire.js";
 
 const EVENTS_MAX = 65_536; // one delta per token: more than any context window in use; a reader that far behind is gone
 const CANCEL_GRACE_MS = 2_000; // how long the final frame may take after a cancel: one engine step and one settlement, with room
-
-/** The stream that an exchange runs on, as far as the exchange needs it. */
-export interface Carrier {
-  /** Writes a cancel frame, soon; never blocks. */
-  sendCancel(exchange: Exchange): void;
-  /** Writes another frame of the request, soon; never blocks. Throws Unavailable if there is no stream. */
-  sendUpdate(frame: ClientFrame): void;
-  /** Forgets an exchange that has ended; its later frames are strays. */
-  release(exchange: Exchange): void;
-}
-
-/** Who brings an exchange to another stream. Both answers are what it ends with, or undefined if it will go on. */
-export interface Continuation {
-  /** The stream ended under it. */
-  broken(cause: WeirError): WeirError | undefined;
-  /** The server will not go on with it on this stream. */
-  refused(error: WeirError): WeirError | undefined;
-  /** It goes on. */
-  resumed(): void;
-  /** It has ended. */
-  stop(): void;
-}
 
 /**
  * What has arrived for one request, and how it ended.
@@ -44,15 +24,12 @@ export interface Continuation {
  * does, so that whoever waits for the end never hangs. With a `continuation` it may ride several streams.
  */
 export class Exchange {
-  admitted: Admitted | undefined;
   outcome: Result | WeirError | undefined;
   /** The server has said anything at all about this request. */
   begun = false;
   cancelled = false;
   /** The caller's timeout passed. */
   expired = false;
-  /** The last `seq` that arrived. */
-  seq: number;
   /** On its way to another stream, whose answer has not come yet. */
   suspended = false;
   resumeCount = 0;
@@ -61,27 +38,37 @@ export class Exchange {
   continuation: Continuation | undefined;
 
   private events: Event[] = [];
-  private readonly outputs = new Outputs();
-  private usage: Usage | undefined;
-  private cost: Money | undefined;
-  private timings: Timings | undefined;
+  private readonly received: Received;
   private carrier: Carrier | undefined;
   private limitChanges: { resolve(limits: Limits): void; reject(error: WeirError): void }[] = []; // asked for, not answered yet
   private lost = ""; // the sentence about output that cannot be had any more
   private readonly timers: NodeJS.Timeout[] = [];
   private waiters: (() => void)[] = [];
 
+  /** `prefetch`: what the server is granted; undefined: the request needs no credit. */
   constructor(
     readonly requestId: string,
-    readonly model: string,
+    model: string,
     private readonly afterSeq = 0,
+    private readonly prefetch?: Prefetch,
   ) {
-    this.seq = afterSeq;
+    this.received = new Received(requestId, model, afterSeq);
   }
 
-  /** Binds it to the stream that it runs on, or to what looks for one. */
-  ride(carrier: Carrier): void {
+  /** Binds it to the stream that it runs on, or to what looks for one. `creditTokenCount`: what that stream was granted. */
+  ride(carrier: Carrier, creditTokenCount = 0): void {
     this.carrier = carrier;
+    this.prefetch?.begin(creditTokenCount);
+  }
+
+  /** What admission told; undefined until it comes. */
+  get admitted(): Admitted | undefined {
+    return this.received.admitted;
+  }
+
+  /** Of the last frame of output. */
+  get seq(): number {
+    return this.received.seq;
   }
 
   /** Ends it as late when so much time is over. */
@@ -98,11 +85,18 @@ export class Exchange {
     return this.seq > this.afterSeq;
   }
 
-  /** All events that nobody has taken yet. */
+  /** All events that nobody has taken yet. Whoever does tells with `read` what the caller has got of them. */
   take(): Event[] {
     const taken = this.events;
     this.events = [];
     return taken;
+  }
+
+  /** The caller has got so much output more. */
+  read(tokenCount: number): void {
+    if (this.prefetch === undefined) return;
+    this.prefetch.read(tokenCount);
+    this.grant(this.prefetch.grant());
   }
 
   /** Resolves when there is an event to take or the outcome is known. */
@@ -147,6 +141,7 @@ export class Exchange {
       case "attached": {
         const { afterSeq, lastSeq, running } = frame.kind.value;
         this.push({ type: "resumed", afterSeq: wire.count(afterSeq), lastSeq: wire.count(lastSeq), running });
+        this.grant(this.prefetch?.grant(true) ?? 0);
         break;
       }
       case "delta":
@@ -154,18 +149,19 @@ export class Exchange {
         break;
       case "admitted": {
         const isNews = this.admitted === undefined; // it comes again on each stream
-        this.admitted = wire.admitted(frame.kind.value);
-        if (isNews) this.push(this.admitted);
+        const admitted = (this.received.admitted = wire.admitted(frame.kind.value));
+        if (isNews) this.push(admitted);
         break;
       }
       case "progress":
         this.push(wire.progress(frame.kind.value));
         break;
-      case "usage":
-        this.usage = wire.usage(frame.kind.value.usage);
-        this.cost = wire.money(frame.kind.value.cost);
-        this.push({ type: "usage", usage: this.usage, cost: this.cost });
+      case "usage": {
+        const usage = (this.received.usage = wire.usage(frame.kind.value.usage));
+        const cost = (this.received.cost = wire.money(frame.kind.value.cost));
+        this.push({ type: "usage", usage, cost });
         break;
+      }
       case "finished":
         this.receiveFinished(frame.kind.value);
         break;
@@ -225,9 +221,11 @@ export class Exchange {
 
   /** What is known so far. */
   partial(): Partial {
-    const { text, tokenIds } = this.outputs.of(0).choice(0, "UNSPECIFIED");
-    const { requestId, model, usage, cost, timings, admitted } = this;
-    return { requestId, model, text, tokenIds, usage, cost, timings, admitted };
+    return this.received.partial();
+  }
+
+  private grant(tokenCount: number): void {
+    if (tokenCount > 0 && this.outcome === undefined) this.carrier?.sendCredit(this, tokenCount);
   }
 
   private change(): Promise<void> {
@@ -241,52 +239,21 @@ export class Exchange {
   }
 
   private receiveDelta(frame: DeltaFrame): void {
-    const delta = wire.delta(frame);
-    if (delta.seq <= this.seq || this.lost) return; // a repetition: already counted; or a piece behind a gap
-    if (delta.seq !== this.seq + 1) {
+    const seq = wire.count(frame.seq);
+    if (seq <= this.seq || this.lost) return; // a repetition: already counted; or a piece behind a gap
+    if (seq !== this.seq + 1) {
       this.cancel();
-      this.end(this.incomplete(`output is missing between frame ${this.seq} and frame ${delta.seq}`));
+      this.end(this.incomplete(`output is missing between frame ${this.seq} and frame ${seq}`));
       return;
     }
-    this.seq = delta.seq;
-    this.outputs.of(delta.choiceIndex).add(frame, delta.logprobs);
-    this.push(delta);
+    this.prefetch?.arrived(frame.tokenIds.length);
+    this.push(this.received.add(frame));
   }
 
   private receiveFinished(frame: FinishedFrame): void {
-    this.usage = wire.usage(frame.usage);
-    this.cost = wire.money(frame.cost);
-    this.timings = frame.timings && wire.timings(frame.timings);
-    const reason = wire.finishReason(frame.reason);
-    if (reason === "DEADLINE" || (this.expired && reason === "CANCELLED")) {
-      this.end(this.deadlineError());
-      return;
-    }
-    if (this.lost) {
-      this.end(this.incomplete(this.lost));
-      return;
-    }
-    const ends = frame.choices.length > 0 ? frame.choices : [{ choiceIndex: 0, reason: frame.reason }];
-    const choices = ends
-      .map((end) => this.outputs.of(end.choiceIndex).choice(end.choiceIndex, wire.finishReason(end.reason)))
-      .sort((one, other) => one.index - other.index);
-    const first = choices[0]!;
-    this.end({
-      requestId: this.requestId,
-      model: this.model,
-      finishReason: reason,
-      text: first.text,
-      tokenIds: first.tokenIds,
-      logprobs: first.logprobs,
-      choices,
-      usage: this.usage,
-      cost: this.cost,
-      timings: this.timings ?? wire.NO_TIMINGS,
-      admitted: this.admitted,
-      exhaustedQuotas: frame.exhaustedQuotas.map(wire.quota),
-      receiptCount: frame.receipts.length,
-      migrationCount: frame.migrationCount,
-    });
+    const reason = this.received.finish(frame);
+    if (reason === "DEADLINE" || (this.expired && reason === "CANCELLED")) this.end(this.deadlineError());
+    else this.end(this.lost ? this.incomplete(this.lost) : this.received.result(frame));
   }
 
   /** The answer to a try to go on: not the end of the request, unless nothing more can be done. */
@@ -314,10 +281,7 @@ export class Exchange {
   }
 
   private failure(frame: FailedFrame): WeirError {
-    if (frame.usage) {
-      this.usage = wire.usage(frame.usage);
-      this.cost = wire.money(frame.cost);
-    }
+    if (frame.usage) this.received.bill(frame);
     const status = frame.status ?? { $typeName: "google.rpc.Status", code: 13, message: "the server gave no reason", details: [] };
     const error = errorFromStatus(status, this.requestId, this.partial());
     this.refusal = error.reason;

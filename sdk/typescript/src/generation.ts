@@ -10,6 +10,7 @@ import type { RetryPolicy } from "./connection.js";
 import { Aborted, AlreadyExists, Cancelled, FailedPrecondition, NotFound, WeirError } from "./errors.js";
 import { Exchange } from "./exchange.js";
 import { type ClientFrame, ClientFrameSchema } from "./gen/weir/v1/inference_service_pb.js";
+import { EVERYTHING, Prefetch } from "./prefetch.js";
 import { OUTPUT_GONE, REQUEST_IN_FLIGHT, REQUEST_SETTLED, Resumption } from "./resumption.js";
 import { buildUpdate, type LimitOptions } from "./prompt.js";
 import type { SharedStream } from "./stream.js";
@@ -29,6 +30,8 @@ export interface GenerationTerms {
   readonly keepMs: number;
   /** The caller's own wish: a server that refuses it is not asked again without. */
   readonly keepIsAsked: boolean;
+  /** Output that may be unread; undefined: what comes. */
+  readonly prefetchTokens: number | undefined;
 }
 
 /**
@@ -120,7 +123,7 @@ export class Generation implements AsyncIterable<Delta>, AsyncDisposable {
    * @throws WeirError that the request ended with.
    */
   async result(): Promise<Result> {
-    while ((await this.take()).length > 0);
+    while ((await this.next()) !== undefined);
     const outcome = this.exchange?.outcome;
     if (!isResult(outcome)) throw new Error("the generation has no outcome"); // `take` returns nothing only after the end
     return outcome;
@@ -150,7 +153,9 @@ export class Generation implements AsyncIterable<Delta>, AsyncDisposable {
 
   private async next(): Promise<Event | undefined> {
     if (this.unread.length === 0) this.unread = (await this.take()).reverse();
-    return this.unread.pop();
+    const event = this.unread.pop();
+    if (event?.type === "delta") this.exchange?.read(event.tokenIds.length);
+    return event;
   }
 
   /** All events that have arrived, at least one; none at the end of the request. */
@@ -173,7 +178,10 @@ export class Generation implements AsyncIterable<Delta>, AsyncDisposable {
   private beginAttempt(): void {
     const { frame, stream, terms } = this;
     const attach = frame.kind.case === "attach" ? frame.kind.value : undefined;
-    const exchange = new Exchange(this.requestId, this.model, Number(attach?.afterSeq ?? 0));
+    // A request of somebody else may need credit, as whoever started it wanted.
+    const limit = terms.prefetchTokens ?? (attach && EVERYTHING);
+    const prefetch = limit === undefined ? undefined : new Prefetch(limit);
+    const exchange = new Exchange(this.requestId, this.model, Number(attach?.afterSeq ?? 0), prefetch);
     if (this.deadline !== undefined) exchange.expireIn(Math.max(0, this.deadline - performance.now()));
     this.held.exchange = exchange;
     try {

@@ -105,6 +105,11 @@ export interface GenerateOptions {
    * connection.
    */
   readonly keepOnDisconnectMs?: number;
+  /**
+   * The server sends no further ahead of what is read than so many output tokens; unset, as fast as it generates. One who reads nothing
+   * for a minute (as the operator says) while output is generated ends as SLOW_CONSUMER.
+   */
+  readonly prefetchTokens?: number;
   /** Cancels the request. */
   readonly signal?: AbortSignal;
 }
@@ -141,6 +146,8 @@ export interface AttachOptions {
   readonly timeoutMs?: number;
   /** How long to look for another stream when one breaks, or for the request's server if that does not answer. Default 30,000. */
   readonly resumeMs?: number;
+  /** As in `GenerateOptions`, for a request that was started with it. */
+  readonly prefetchTokens?: number;
   /** Cancels the request. */
   readonly signal?: AbortSignal;
 }
@@ -198,6 +205,7 @@ function startInit(model: string, options: GenerateOptions): MessageInitShape<ty
       maxOutputTokens: int64("maxOutputTokens", options.maxOutputTokens),
       maxCost: options.maxCost && moneyInit(options.maxCost),
       usageIntervalTokens: int64("usageIntervalTokens", options.usageIntervalTokens),
+      initialCreditTokens: int64("prefetchTokens", checkPrefetch(options.prefetchTokens)),
       topLogprobs: options.topLogprobs,
       choiceCount: options.choiceCount,
       responseFormat: responseFormat(options),
@@ -287,6 +295,14 @@ export function buildEmbed(
 export function buildUpdate(limits: LimitOptions): MessageInitShape<typeof UpdateFrameSchema> {
   const { maxOutputTokens, maxCost } = limits;
   return dropUndefined({ maxOutputTokens: int64("maxOutputTokens", maxOutputTokens), maxCost: maxCost && moneyInit(maxCost) });
+}
+
+/** As it is. Throws InvalidRequest for less than a token. */
+export function checkPrefetch(tokenCount: number | undefined): number | undefined {
+  if (tokenCount !== undefined && !(tokenCount >= 1)) {
+    throw invalid("prefetchTokens", `must be at least 1, or absent for no limit, not ${tokenCount}`);
+  }
+  return tokenCount;
 }
 
 function int64(field: string, value: number | bigint | undefined): bigint | undefined {

@@ -5,6 +5,7 @@
  */
 
 import { create } from "@bufbuild/protobuf";
+import type { Carrier, Continuation } from "./carriers.js";
 import {
   Cancelled,
   FailedPrecondition,
@@ -15,7 +16,7 @@ import {
   Unavailable,
   WeirError,
 } from "./errors.js";
-import type { Carrier, Continuation, Exchange } from "./exchange.js";
+import type { Exchange } from "./exchange.js";
 import { type ClientFrame, ClientFrameSchema } from "./gen/weir/v1/inference_service_pb.js";
 import { type SharedStream, UNREADABLE } from "./stream.js";
 
@@ -110,6 +111,9 @@ export class Resumption implements Carrier, Continuation {
   sendUpdate(): void {
     throw new Unavailable("the connection is broken: ask again when it is back", { requestId: this.exchange.requestId });
   }
+
+  /** There is nobody to grant it to; the next stream is granted all that there is room for. */
+  sendCredit(): void {}
 
   /** The exchange has ended or goes on; `stop` follows. */
   release(): void {}

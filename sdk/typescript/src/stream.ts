@@ -7,9 +7,10 @@
 
 import { create, toBinary } from "@bufbuild/protobuf";
 import type { ServiceError } from "@grpc/grpc-js";
+import type { Carrier } from "./carriers.js";
 import type { GenerateCall } from "./connection.js";
 import { Aborted, Cancelled, Internal, ResourceExhausted, Unavailable, type WeirError } from "./errors.js";
-import type { Carrier, Exchange } from "./exchange.js";
+import type { Exchange } from "./exchange.js";
 import { type ClientFrame, ClientFrameSchema, type GenerateResponse, GenerateRequestSchema } from "./gen/weir/v1/inference_service_pb.js";
 import { errorFromRpc } from "./status.js";
 
@@ -57,7 +58,8 @@ class StreamConnection implements Carrier {
       throw new ResourceExhausted(`${IN_FLIGHT_MAX} requests are running on this client`, { requestId });
     }
     this.exchanges.set(requestId, exchange);
-    exchange.ride(this);
+    const start = frame.kind.case === "start" ? frame.kind.value : undefined;
+    exchange.ride(this, Number(start?.initialCreditTokens ?? 0));
     this.send(frame);
   }
 
@@ -68,6 +70,11 @@ class StreamConnection implements Carrier {
 
   sendUpdate(frame: ClientFrame): void {
     this.send(frame);
+  }
+
+  sendCredit({ requestId }: Exchange, tokenCount: number): void {
+    if (!this.open || !this.exchanges.has(requestId)) return;
+    this.send(create(ClientFrameSchema, { requestId, kind: { case: "credit", value: { tokenCount: BigInt(tokenCount) } } }));
   }
 
   release(exchange: Exchange): void {

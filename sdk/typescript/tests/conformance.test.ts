@@ -12,6 +12,7 @@ import {
   DeadlineExceeded,
   type Delta,
   FailedPrecondition,
+  type GenerationStream,
   type GenerateOptions,
   IncompleteGeneration,
   InvalidRequest,
@@ -287,13 +288,13 @@ promise("settles-at-close", async (client) => {
 });
 
 /** 3000 tokens through a door that is cut so often: at the first delta, and at the first one of each connection after it. */
-async function streamedOverBreaks(cutCount: number): Promise<{ deltas: Delta[]; resumedCount: number; tokenIds: readonly number[] }> {
+async function streamedOverBreaks(cutCount: number, options = RESUMED): Promise<{ deltas: Delta[]; resumedCount: number; tokenIds: readonly number[] }> {
   const { address, server, cut } = await gate(() => true);
   await using client = new WeirClient({ address });
   const deltas: Delta[] = [];
   let resumedCount = 0;
   let cutsDone = 0;
-  const generation = client.generate(MODEL, RESUMED);
+  const generation = client.generate(MODEL, options);
   for await (const event of generation.events()) {
     if (event.type === "resumed") resumedCount += 1;
     if (event.type !== "delta") continue;
@@ -444,6 +445,42 @@ promise("changes-limits-while-it-runs", async (client) => {
   assert.equal(finishReason, "LENGTH");
   assert.ok(usage.deliveredTokenCount < 4000);
   await assert.rejects(generation.update({ maxOutputTokens: 10 }), FailedPrecondition);
+});
+
+/** The first delta of a request with a prefetch of 8; then so many steps of the engine have passed that it is far ahead. */
+async function readAhead(client: WeirClient, options: GenerateOptions): Promise<{ generation: GenerationStream; deltas: AsyncGenerator<Delta>; first: Delta }> {
+  const generation = client.generate(MODEL, { ...LONG, prefetchTokens: 8, ...options });
+  const deltas = generation[Symbol.asyncIterator]();
+  const first = (await deltas.next()).value;
+  assert.ok(first !== undefined);
+  assert.equal((await client.complete(MODEL, { ...SHORT, tokenIds: [20, 21], maxOutputTokens: 300 })).usage.deliveredTokenCount, 300);
+  return { generation, deltas, first };
+}
+
+promise("reads-no-further-ahead-than-asked", async (client) => {
+  const whole = await client.complete(MODEL, LONG);
+  const { generation, deltas, first } = await readAhead(client, { keepOnDisconnectMs: 0 });
+  assert.ok(generation.partial.tokenIds.length <= first.tokenIds.length + 8);
+  const seqs = [first.seq];
+  for await (const { seq } of deltas) seqs.push(seq);
+  assert.deepEqual(seqs, Array.from(seqs, (_, index) => index + 1));
+  assert.deepEqual((await generation.result()).tokenIds, whole.tokenIds);
+  const broken = await streamedOverBreaks(2, { ...RESUMED, prefetchTokens: 8 });
+  assert.deepEqual(broken.tokenIds, whole.tokenIds);
+  assert.equal(broken.resumedCount, 2);
+  assert.throws(() => client.generate(MODEL, { ...SHORT, prefetchTokens: 0 }), /prefetchTokens/);
+});
+
+promise("takes-nothing-behind-its-cancel", async (client) => {
+  for (const keepOnDisconnectMs of [0, 500_000]) {
+    const { generation, first } = await readAhead(client, { keepOnDisconnectMs });
+    generation.cancel();
+    const { finishReason, tokenIds, usage } = await generation.result();
+    assert.equal(finishReason, "CANCELLED");
+    assert.ok(tokenIds.length <= first.tokenIds.length + 8);
+    if (keepOnDisconnectMs === 0) assert.equal(usage.deliveredTokenCount, tokenIds.length);
+    else assert.ok(usage.deliveredTokenCount > 200);
+  }
 });
 
 promise("embeds", async (client) => {

@@ -22,7 +22,7 @@ from weir_client.connection import (
 )
 from weir_client.embedding import EmbedInput, EmbedOptions, EmbedResult, build_embed, embed_result
 from weir_client.generation import AsyncGeneration, Terms
-from weir_client.prompt import AttachOptions, GenerateOptions, Prompt, build_start, conversation
+from weir_client.prompt import AttachOptions, GenerateOptions, Prompt, build_start, checked_prefetch, conversation
 from weir_client.quote import Quote
 from weir_client.resumption import RESUME_S
 from weir_client.stream import SharedStream
@@ -106,8 +106,9 @@ class AsyncClient:
         for output that is not there.
         """
         frame = pb.ClientFrame(request_id=request_id, attach=pb.AttachFrame(after_seq=options.get("after_seq", 0)))
-        keep_s = options.get("resume_s", RESUME_S)
-        return AsyncGeneration(self._open_stream(), frame, Terms(options.get("timeout"), self._settings.retry, keep_s))
+        keep_s, prefetch_tokens = options.get("resume_s", RESUME_S), checked_prefetch(options.get("prefetch_tokens"))
+        terms = Terms(options.get("timeout"), self._settings.retry, keep_s, prefetch_tokens=prefetch_tokens)
+        return AsyncGeneration(self._open_stream(), frame, terms)
 
     def _open_stream(self) -> SharedStream:
         if self._stream is None:
@@ -125,7 +126,7 @@ class AsyncClient:
             keep_s = max(min(RESUME_S, timeout_s), KEEP_MIN_S)
         if keep_s is not None:
             frame.start.keep_on_disconnect.FromNanoseconds(round(keep_s * 1e9))
-        return Terms(timeout_s, retry, keep_s, keep_is_asked=asked)
+        return Terms(timeout_s, retry, keep_s, keep_is_asked=asked, prefetch_tokens=options.get("prefetch_tokens"))
 
     async def complete(self, model: str, prompt: Prompt | None = None, **options: Unpack[GenerateOptions]) -> Result:
         """The whole answer at once. Takes what `generate` takes. Cancelling the call cancels the request.

@@ -21,6 +21,9 @@ class Carrier(Protocol):
     def send_update(self, exchange: Exchange, update: pb.UpdateFrame) -> None:
         """Writes an update frame, soon; never blocks. Raises: Unavailable if there is no stream."""
 
+    def send_credit(self, exchange: Exchange, token_count: int) -> None:
+        """Writes a credit frame, soon; never blocks."""
+
     def release(self, exchange: Exchange) -> None:
         """Forgets an exchange that has ended; its later frames are strays."""
 

@@ -1,13 +1,12 @@
 """One attempt at one request on a stream, as a state machine: frames in, events and exactly one outcome out.
 
-Owned by the event loop; nothing here waits for the network. Memory is bounded: at most `EVENTS_MAX` unread events, and text
-no longer than the request's own output.
+Owned by the event loop; nothing here waits for the network. Memory is bounded: at most `EVENTS_MAX` unread events, far fewer with a
+`prefetch`, and text no longer than the request's own output.
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import deque
 
 from weir.v1 import inference_service_pb2 as pb
@@ -15,23 +14,10 @@ from weir.v1 import inference_service_pb2 as pb
 from weir_client import errors, wire
 from weir_client.carriers import Carrier, Continuation
 from weir_client.limits import LimitChanges, Limits
-from weir_client.output import Outputs
-from weir_client.receipts import Receipt
+from weir_client.prefetch import Prefetch
+from weir_client.received import Received
 from weir_client.status import error_from_status
-from weir_client.values import (
-    Admitted,
-    Delta,
-    Event,
-    FinishReason,
-    Money,
-    Partial,
-    Result,
-    Resumed,
-    Timings,
-    Usage,
-    UsageUpdate,
-)
-from weir_client.wire_receipts import receipts
+from weir_client.values import Admitted, Event, FinishReason, Partial, Result, Resumed, UsageUpdate
 
 EVENTS_MAX = 65_536  # one delta per token: more than any context window in use; a reader that far behind is gone
 CANCEL_GRACE_S = 2.0  # how long the final frame may take after a cancel: one engine step and one settlement, with room
@@ -44,10 +30,9 @@ class Exchange:
     server does, so that whoever waits for the end never hangs. With a `continuation` it may ride several streams.
     """
 
-    def __init__(self, request_id: str, model: str, after_seq: int = 0) -> None:
+    def __init__(self, request_id: str, model: str, after_seq: int = 0, prefetch: Prefetch | None = None) -> None:
+        """prefetch: what the server is granted; None: the request needs no credit."""
         self.request_id = request_id
-        self.model = model
-        self.admitted: Admitted | None = None
         self.outcome: Result | errors.WeirError | None = None
         self.begun = False  # the server has said anything at all about this request
         self.cancelled = False
@@ -55,29 +40,37 @@ class Exchange:
         self._events: deque[Event] = deque()
         self._changed = asyncio.Event()
         self._ended = asyncio.Event()
-        self.seq = after_seq  # of the last frame of output
         self.suspended = False  # on its way to another stream, whose answer has not come yet
         self.resume_count = 0
         self.refusal = ""  # why the server refused it on this stream: the reason
         self.continuation: Continuation | None = None
         self._after_seq = after_seq
+        self._received = Received(request_id, model, after_seq)
+        self._prefetch = prefetch
         self._lost = ""  # the sentence about output that cannot be had any more
-        self._outputs = Outputs()
         self._limit_changes = LimitChanges()
-        self._usage: Usage | None = None
-        self._cost: Money | None = None
-        self._timings: Timings | None = None
-        self._receipts: tuple[Receipt, ...] = ()
         self._carrier: Carrier | None = None
         self._timers: list[asyncio.TimerHandle] = []
 
-    def ride(self, carrier: Carrier) -> None:
-        """Binds it to the stream that it runs on, or to what looks for one."""
+    def ride(self, carrier: Carrier, credit_token_count: int = 0) -> None:
+        """Binds it to the stream that it runs on, or to what looks for one. credit_token_count: what that stream was granted."""
         self._carrier = carrier
+        if self._prefetch is not None:
+            self._prefetch.begin(credit_token_count)
 
     def expire_at(self, deadline: float) -> None:
         """Ends it as late at that time of the loop."""
         self._timers.append(asyncio.get_running_loop().call_at(deadline, self._expire))
+
+    @property
+    def admitted(self) -> Admitted | None:
+        """What admission told; None until it comes."""
+        return self._received.admitted
+
+    @property
+    def seq(self) -> int:
+        """Of the last frame of output."""
+        return self._received.seq
 
     @property
     def delivered(self) -> bool:
@@ -85,10 +78,16 @@ class Exchange:
         return self.seq > self._after_seq
 
     def take(self) -> list[Event]:
-        """All events that nobody has taken yet."""
+        """All events that nobody has taken yet. Whoever does tells with `read` what the caller has got of them."""
         events = list(self._events)
         self._events.clear()
         return events
+
+    def read(self, token_count: int) -> None:
+        """The caller has got so much output more."""
+        if self._prefetch is not None:
+            self._prefetch.read(token_count)
+            self._grant(self._prefetch.grant())
 
     async def wait(self) -> None:
         """Returns when there is an event to take or the outcome is known."""
@@ -137,18 +136,21 @@ class Exchange:
                 self._limit_changes.answer(frame.updated, self.request_id)
             case "attached":
                 self._push(Resumed(frame.attached.after_seq, frame.attached.last_seq, frame.attached.running))
+                if self._prefetch is not None:
+                    self._grant(self._prefetch.grant(at_once=True))
             case "delta":
                 self._receive_delta(frame.delta)
             case "admitted":
                 is_news = self.admitted is None
-                self.admitted = wire.admitted(frame.admitted)
+                self._received.admitted = admitted = wire.admitted(frame.admitted)
                 if is_news:  # it comes again on each stream
-                    self._push(self.admitted)
+                    self._push(admitted)
             case "progress":
                 self._push(wire.progress(frame.progress))
             case "usage":
-                self._usage, self._cost = wire.usage(frame.usage.usage), wire.money(frame.usage.cost)
-                self._push(UsageUpdate(self._usage, self._cost))
+                usage, cost = wire.usage(frame.usage.usage), wire.money(frame.usage.cost)
+                self._received.usage, self._received.cost = usage, cost
+                self._push(UsageUpdate(usage, cost))
             case "finished":
                 self._receive_finished(frame.finished)
             case "failed":
@@ -196,17 +198,11 @@ class Exchange:
 
     def partial(self) -> Partial:
         """What is known so far."""
-        return Partial(
-            request_id=self.request_id,
-            model=self.model,
-            text="".join(self._outputs.of(0).texts),
-            token_ids=tuple(self._outputs.of(0).token_ids),
-            usage=self._usage,
-            cost=self._cost,
-            timings=self._timings,
-            admitted=self.admitted,
-            receipts=self._receipts,
-        )
+        return self._received.partial()
+
+    def _grant(self, token_count: int) -> None:
+        if token_count and self._carrier is not None and self.outcome is None:
+            self._carrier.send_credit(self, token_count)
 
     def _receive_delta(self, frame: pb.DeltaFrame) -> None:
         if frame.seq <= self.seq or self._lost:
@@ -215,48 +211,22 @@ class Exchange:
             self.cancel()
             self._end(self.incomplete(f"output is missing between frame {self.seq} and frame {frame.seq}"))
             return
-        self.seq = frame.seq
-        logprobs = wire.logprobs(frame)
-        self._outputs.of(frame.choice_index).add(frame, logprobs)
-        self._push(Delta(frame.seq, frame.text, tuple(frame.token_ids), time.monotonic(), logprobs, frame.choice_index))
+        if self._prefetch is not None:
+            self._prefetch.arrived(len(frame.token_ids))
+        self._push(self._received.add(frame))
 
     def _receive_finished(self, frame: pb.FinishedFrame) -> None:
-        self._usage, self._cost = wire.usage(frame.usage), wire.money(frame.cost)
-        reason = wire.finish_reason(frame.reason)
-        timings = self._timings = wire.timings(frame.timings)
-        self._receipts = receipts(frame.receipts)
+        reason = self._received.finish(frame)
         if reason is FinishReason.DEADLINE or (self.expired and reason is FinishReason.CANCELLED):
             self._end(self._deadline_error())
-            return
-        if self._lost:
+        elif self._lost:
             self._end(self.incomplete(self._lost))
-            return
-        reasons = {each.choice_index: wire.finish_reason(each.reason) for each in frame.choices} or {0: reason}
-        choices = tuple(self._outputs.of(index).choice(index, reasons[index]) for index in sorted(reasons))
-        exhausted = tuple(wire.quota(each) for each in frame.exhausted_quotas)
-        self._end(
-            Result(
-                request_id=self.request_id,
-                model=self.model,
-                finish_reason=reason,
-                text=choices[0].text,
-                token_ids=choices[0].token_ids,
-                usage=self._usage,
-                cost=self._cost,
-                timings=timings,
-                admitted=self.admitted,
-                exhausted_quotas=exhausted,
-                logprobs=choices[0].logprobs,
-                choices=choices,
-                receipts=self._receipts,
-                migration_count=frame.migration_count,
-            )
-        )
+        else:
+            self._end(self._received.result(frame))
 
     def _failure(self, frame: pb.FailedFrame) -> errors.WeirError:
         if frame.HasField("usage"):
-            self._usage, self._cost = wire.usage(frame.usage), wire.money(frame.cost)
-            self._receipts = receipts(frame.receipts)
+            self._received.bill(frame)
         error = error_from_status(frame.status, request_id=self.request_id, partial=self.partial())
         self.refusal = error.reason
         return error

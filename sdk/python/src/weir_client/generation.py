@@ -19,6 +19,7 @@ from weir_client import errors
 from weir_client.connection import RetryPolicy
 from weir_client.exchange import Exchange
 from weir_client.limits import Limits, update_frame
+from weir_client.prefetch import EVERYTHING, Prefetch
 from weir_client.resumption import OUTPUT_GONE, REQUEST_IN_FLIGHT, REQUEST_SETTLED, Resumption
 from weir_client.stream import SharedStream
 from weir_client.values import Admitted, Delta, Event, Money, Partial, Result
@@ -34,6 +35,7 @@ class Terms:
     retry: RetryPolicy
     keep_s: float | None  # how long a broken stream may be looked for again; the server keeps the request so long
     keep_is_asked: bool = True  # the caller's own wish: a server that refuses it is not asked again without
+    prefetch_tokens: int | None = None  # output that may be unread; None: what comes
 
 
 class AsyncGeneration:
@@ -75,6 +77,11 @@ class AsyncGeneration:
         if self._exchange is None:
             return Partial(self.request_id, self.model, "", ())
         return self._exchange.partial()
+
+    @property
+    def holds_back(self) -> bool:
+        """Whether the server sends no further ahead than `prefetch_tokens`."""
+        return self._terms.prefetch_tokens is not None
 
     @property
     def done(self) -> bool:
@@ -136,7 +143,7 @@ class AsyncGeneration:
 
         Raises: WeirError.
         """
-        while await self.take():
+        while await self.next_event() is not None:
             pass
         return self.result
 
@@ -145,6 +152,20 @@ class AsyncGeneration:
 
         Raises: WeirError if the request failed.
         """
+        events = await self._take()
+        for event in events:
+            self._note_read(event)
+        return events
+
+    async def next_event(self) -> Event | None:
+        """The next event; None at the end of the request. Raises: WeirError if the request failed."""
+        if not self._unread:
+            self._unread.extend(await self._take())
+        event = self._unread.popleft() if self._unread else None
+        self._note_read(event)
+        return event
+
+    async def _take(self) -> list[Event]:
         self.start()
         while True:
             if self._error is not None:
@@ -165,7 +186,7 @@ class AsyncGeneration:
 
     async def events(self) -> AsyncIterator[Event]:
         """Everything as it comes: `Admitted`, `Progress`, `Delta`, `UsageUpdate`, `Resumed`."""
-        while (event := await self._next_event()) is not None:
+        while (event := await self.next_event()) is not None:
             yield event
 
     def __aiter__(self) -> AsyncIterator[Delta]:
@@ -173,7 +194,7 @@ class AsyncGeneration:
         return _Deltas(self)
 
     async def __anext__(self) -> Delta:
-        while (event := await self._next_event()) is not None:
+        while (event := await self.next_event()) is not None:
             if isinstance(event, Delta):
                 return event
         raise StopAsyncIteration
@@ -192,14 +213,13 @@ class AsyncGeneration:
     def _outcome(self) -> Result | errors.WeirError | None:
         return self._exchange.outcome if self._exchange else None
 
-    async def _next_event(self) -> Event | None:
-        if not self._unread:
-            self._unread.extend(await self.take())
-        return self._unread.popleft() if self._unread else None
+    def _note_read(self, event: Event | None) -> None:
+        if isinstance(event, Delta) and self._exchange is not None:
+            self._exchange.read(len(event.token_ids))
 
     def _begin_attempt(self) -> None:
         frame = self._frame
-        exchange = Exchange(self.request_id, self.model, frame.attach.after_seq)
+        exchange = Exchange(self.request_id, self.model, frame.attach.after_seq, self._prefetch())
         self._exchange = exchange
         try:
             continuation = Resumption(self._stream, exchange, frame, self._terms.keep_s) if self._terms.keep_s else None
@@ -212,6 +232,12 @@ class AsyncGeneration:
         except errors.WeirError as error:
             self._error = error
             raise
+
+    def _prefetch(self) -> Prefetch | None:
+        limit = self._terms.prefetch_tokens
+        if limit is None and self._frame.HasField("attach"):
+            limit = EVERYTHING  # it may need credit, as whoever started it wanted
+        return None if limit is None else Prefetch(limit)
 
     async def _retry_or_raise(self, error: errors.WeirError) -> None:
         """Begins the next attempt after the wait that is due, or makes `error` the end of the request and raises it.

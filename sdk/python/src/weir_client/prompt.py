@@ -78,6 +78,8 @@ class GenerateOptions(TypedDict, total=False):
     keep_on_disconnect: seconds for which the server goes on with the request when the connection breaks, and for which the
         client looks for another one; 30, or `timeout` if that is less. What is generated meanwhile is billed, also if nobody
         comes back. None or 0: the request ends with its connection.
+    prefetch_tokens: the server sends no further ahead of what is read than so many output tokens; unset, as fast as it generates.
+        One who reads nothing for a minute (as the operator says) while output is generated ends as SLOW_CONSUMER.
     """
 
     text: str | None
@@ -114,6 +116,7 @@ class GenerateOptions(TypedDict, total=False):
     region: str | None
     max_retries: int | None
     keep_on_disconnect: float | None
+    prefetch_tokens: int | None
 
 
 class AttachOptions(TypedDict, total=False):
@@ -122,11 +125,13 @@ class AttachOptions(TypedDict, total=False):
     after_seq: the number of the last `Delta` that is known already; 0: everything.
     timeout: seconds for all of it; then the request is cancelled and DeadlineExceeded is raised.
     resume_s: seconds to look for another stream when one breaks, or for the request's server if that does not answer; 30.
+    prefetch_tokens: as in `GenerateOptions`, for a request that was started with it.
     """
 
     after_seq: int
     timeout: float | None
     resume_s: float
+    prefetch_tokens: int | None
 
 
 def build_start(model: str, prompt: Prompt | None, options: GenerateOptions) -> pb.ClientFrame:
@@ -157,6 +162,7 @@ def build_start(model: str, prompt: Prompt | None, options: GenerateOptions) -> 
             tier=service_tier(options.get("tier")),
             start_timeout=_start_timeout(options),
             region=options.get("region") or "",
+            initial_credit_tokens=checked_prefetch(options.get("prefetch_tokens")),
         )
         if (max_cost := options.get("max_cost")) is not None:
             start.max_cost.CopyFrom(money_message(max_cost))
@@ -169,6 +175,13 @@ def build_start(model: str, prompt: Prompt | None, options: GenerateOptions) -> 
         return pb.ClientFrame(request_id=request_id, start=start)
     except (TypeError, ValueError) as error:  # what protobuf raises for a value that its field cannot hold
         raise invalid("start", str(error)) from error
+
+
+def checked_prefetch(token_count: int | None) -> int | None:
+    """As it is. Raises: InvalidRequest for less than a token."""
+    if token_count is not None and token_count < 1:
+        raise invalid("prefetch_tokens", f"must be at least 1, or None for no limit, not {token_count}")
+    return token_count
 
 
 def service_tier(name: str | None) -> pb.ServiceTier.ValueType:

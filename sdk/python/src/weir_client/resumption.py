@@ -103,6 +103,9 @@ class Resumption:
         """Nobody can be asked now. Raises: Unavailable."""
         raise errors.Unavailable("the connection is broken: ask again when it is back", request_id=exchange.request_id)
 
+    def send_credit(self, exchange: Exchange, token_count: int) -> None:
+        """There is nobody to grant it to; the next stream is granted all that there is room for."""
+
     def release(self, exchange: Exchange) -> None:
         """The exchange has ended or goes on; `stop` follows."""
 

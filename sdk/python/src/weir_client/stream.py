@@ -74,6 +74,11 @@ class StreamConnection:
         """Writes an update frame, soon; never blocks."""
         self._send(pb.ClientFrame(request_id=exchange.request_id, update=update))
 
+    def send_credit(self, exchange: Exchange, token_count: int) -> None:
+        """Writes a credit frame, soon; never blocks."""
+        if self.open and exchange.request_id in self._exchanges:
+            self._send(pb.ClientFrame(request_id=exchange.request_id, credit=pb.CreditFrame(token_count=token_count)))
+
     def release(self, exchange: Exchange) -> None:
         """Forgets an exchange that has ended; its later frames are strays."""
         if self._exchanges.get(exchange.request_id) is exchange:
@@ -186,7 +191,7 @@ class SharedStream:
             self._running[task] = connection
             task.add_done_callback(self._running.pop)
         connection.start(exchange, frame)
-        exchange.ride(connection)
+        exchange.ride(connection, frame.start.initial_credit_tokens)
 
     def suspend(self, exchange: Exchange) -> None:
         """Knows a request that is between two streams, until `resume` or `forget`."""

@@ -109,6 +109,8 @@ class GenerationStream:
         self.close()
 
     def _next_event(self) -> Event | None:
+        if self._generation.holds_back:  # one by one, so that the server hears what is read, and not what is fetched
+            return self._thread.run(self._generation.next_event)
         if not self._unread:
             self._unread.extend(self._thread.run(self._generation.take))
         return self._unread.popleft() if self._unread else None

@@ -1,0 +1,85 @@
+"""What has arrived of one request: its output, its bill, and what its caller is given of them at the end."""
+
+from __future__ import annotations
+
+import time
+
+from weir.v1 import inference_service_pb2 as pb
+
+from weir_client import wire
+from weir_client.output import Outputs
+from weir_client.receipts import Receipt
+from weir_client.values import Admitted, Delta, FinishReason, Money, Partial, Result, Timings, Usage
+from weir_client.wire_receipts import receipts
+
+
+class Received:
+    """Frames in, `Partial` or `Result` out. `seq`: of the last frame of output."""
+
+    def __init__(self, request_id: str, model: str, after_seq: int) -> None:
+        self.seq = after_seq
+        self.admitted: Admitted | None = None
+        self.usage: Usage | None = None
+        self.cost: Money | None = None
+        self._request_id = request_id
+        self._model = model
+        self._outputs = Outputs()
+        self._timings: Timings | None = None
+        self._receipts: tuple[Receipt, ...] = ()
+
+    def add(self, frame: pb.DeltaFrame) -> Delta:
+        """One more frame of output."""
+        self.seq = frame.seq
+        logprobs = wire.logprobs(frame)
+        self._outputs.of(frame.choice_index).add(frame, logprobs)
+        return Delta(frame.seq, frame.text, tuple(frame.token_ids), time.monotonic(), logprobs, frame.choice_index)
+
+    def bill(self, frame: pb.FinishedFrame | pb.FailedFrame) -> None:
+        """What it is settled with."""
+        self.usage, self.cost = wire.usage(frame.usage), wire.money(frame.cost)
+        self._receipts = receipts(frame.receipts)
+
+    def finish(self, frame: pb.FinishedFrame) -> FinishReason:
+        """Its proper end; the reason."""
+        self.bill(frame)
+        self._timings = wire.timings(frame.timings)
+        return wire.finish_reason(frame.reason)
+
+    def partial(self) -> Partial:
+        """What is known so far."""
+        return Partial(
+            request_id=self._request_id,
+            model=self._model,
+            text="".join(self._outputs.of(0).texts),
+            token_ids=tuple(self._outputs.of(0).token_ids),
+            usage=self.usage,
+            cost=self.cost,
+            timings=self._timings,
+            admitted=self.admitted,
+            receipts=self._receipts,
+        )
+
+    def result(self, frame: pb.FinishedFrame) -> Result:
+        """All of it, after `finish`."""
+        assert self.usage is not None, "finish comes first"
+        assert self.cost is not None, "finish comes first"
+        assert self._timings is not None, "finish comes first"
+        reason = wire.finish_reason(frame.reason)
+        reasons = {each.choice_index: wire.finish_reason(each.reason) for each in frame.choices} or {0: reason}
+        choices = tuple(self._outputs.of(index).choice(index, reasons[index]) for index in sorted(reasons))
+        return Result(
+            request_id=self._request_id,
+            model=self._model,
+            finish_reason=reason,
+            text=choices[0].text,
+            token_ids=choices[0].token_ids,
+            usage=self.usage,
+            cost=self.cost,
+            timings=self._timings,
+            admitted=self.admitted,
+            exhausted_quotas=tuple(wire.quota(each) for each in frame.exhausted_quotas),
+            logprobs=choices[0].logprobs,
+            choices=choices,
+            receipts=self._receipts,
+            migration_count=frame.migration_count,
+        )

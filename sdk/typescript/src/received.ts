@@ -1,0 +1,76 @@
+/** What has arrived of one request: its output, its bill, and what its caller is given of them at the end. */
+
+import type { DeltaFrame, FailedFrame, FinishedFrame } from "./gen/weir/v1/inference_service_pb.js";
+import { Outputs } from "./output.js";
+import type { Admitted, Delta, FinishReason, Money, Partial, Result, Timings, Usage } from "./values.js";
+import * as wire from "./wire.js";
+
+/** Frames in, `Partial` or `Result` out. */
+export class Received {
+  admitted: Admitted | undefined;
+  usage: Usage | undefined;
+  cost: Money | undefined;
+
+  private timings: Timings | undefined;
+  private readonly outputs = new Outputs();
+
+  /** `seq`: of the last frame of output. */
+  constructor(
+    private readonly requestId: string,
+    private readonly model: string,
+    public seq: number,
+  ) {}
+
+  /** One more frame of output. */
+  add(frame: DeltaFrame): Delta {
+    const delta = wire.delta(frame);
+    this.seq = delta.seq;
+    this.outputs.of(delta.choiceIndex).add(frame, delta.logprobs);
+    return delta;
+  }
+
+  /** What it is settled with. */
+  bill(frame: FinishedFrame | FailedFrame): void {
+    this.usage = wire.usage(frame.usage);
+    this.cost = wire.money(frame.cost);
+  }
+
+  /** Its proper end; the reason. */
+  finish(frame: FinishedFrame): FinishReason {
+    this.bill(frame);
+    this.timings = frame.timings && wire.timings(frame.timings);
+    return wire.finishReason(frame.reason);
+  }
+
+  /** What is known so far. */
+  partial(): Partial {
+    const { text, tokenIds } = this.outputs.of(0).choice(0, "UNSPECIFIED");
+    const { requestId, model, usage, cost, timings, admitted } = this;
+    return { requestId, model, text, tokenIds, usage, cost, timings, admitted };
+  }
+
+  /** All of it, after `finish`. */
+  result(frame: FinishedFrame): Result {
+    const ends = frame.choices.length > 0 ? frame.choices : [{ choiceIndex: 0, reason: frame.reason }];
+    const choices = ends
+      .map((end) => this.outputs.of(end.choiceIndex).choice(end.choiceIndex, wire.finishReason(end.reason)))
+      .sort((one, other) => one.index - other.index);
+    const first = choices[0]!;
+    return {
+      requestId: this.requestId,
+      model: this.model,
+      finishReason: wire.finishReason(frame.reason),
+      text: first.text,
+      tokenIds: first.tokenIds,
+      logprobs: first.logprobs,
+      choices,
+      usage: wire.usage(frame.usage),
+      cost: wire.money(frame.cost),
+      timings: this.timings ?? wire.NO_TIMINGS,
+      admitted: this.admitted,
+      exhaustedQuotas: frame.exhaustedQuotas.map(wire.quota),
+      receiptCount: frame.receipts.length,
+      migrationCount: frame.migrationCount,
+    };
+  }
+}
