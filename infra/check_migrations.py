@@ -1,8 +1,9 @@
 """Run every migration up, down and up again on a real PostgreSQL, then compare the result with the mapped models.
 
-Run as `make migrations-check`. A revision that cannot be undone, that leaves something behind, or that says something else than
-`metering/models.py` fails here and not in an operator's terminal. `make migration NAME="..."` (`--write`) drafts a revision from
-the difference instead. The server lives in a temporary directory and is gone afterwards; no configured database is touched.
+Run as `make migrations-check`. A revision that cannot be undone, that leaves something behind, that loses or changes a row, that
+reads or rewrites a large table while nobody else can use it, or that says something else than `metering/models.py` fails here and
+not in an operator's terminal. `make migration NAME="..."` (`--write`) drafts a revision from the difference instead. The server
+lives in a temporary directory and is gone afterwards; no configured database is touched. `migrated_rows.py` looks at the rows.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from alembic.script import Script, ScriptDirectory
 from alembic.util import CommandError
 from sqlalchemy import create_engine, text
 
+from infra import migrated_rows
 from metering.store import embedded_postgres
 from metering.store.db import sqlalchemy_url
 
@@ -71,7 +73,7 @@ def complaints(url: str) -> Iterator[str]:
     command.upgrade(config, "head")
     command.downgrade(config, "base")
     yield from (f"left over after the downgrade: {name}" for name in left_over(url))
-    command.upgrade(config, "head")
+    yield from migrated_rows.complaints(url, config)
     try:
         command.check(config)
     except CommandError as difference:

@@ -27,7 +27,8 @@ MIGRATION_LOCK_ID = 7_355_608  # any fixed number; it only has to be ours
 PARTITION = re.compile(r"usage_events_(\d{4}_\d{2}|default)")
 MONTHS_AHEAD = 3  # a worker makes them, too: so long nobody notices that none runs
 CAN_MAKE_PARTITIONS = "SELECT to_regprocedure('create_usage_partitions(int)') IS NOT NULL"
-TIMEOUTS = "SET lock_timeout = '5s'; SET statement_timeout = '10min'"
+# Months and days are UTC here as everywhere, whatever the server's own time zone is.
+SETTINGS = "SET timezone = 'UTC'; SET lock_timeout = '5s'; SET statement_timeout = '10min'"
 
 
 def database_url() -> str:
@@ -48,7 +49,7 @@ def run_migrations() -> None:
     with engine.connect() as connection:
         # The lock first: waiting for another migration may take longer than waiting for live traffic ever should.
         connection.execute(text("SELECT pg_advisory_lock(:id)"), {"id": MIGRATION_LOCK_ID})
-        connection.execute(text(TIMEOUTS))
+        connection.execute(text(SETTINGS))
         connection.commit()
         context.configure(
             connection=connection, target_metadata=Base.metadata, transaction_per_migration=True, include_name=is_no_partition

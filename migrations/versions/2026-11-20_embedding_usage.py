@@ -21,33 +21,41 @@ END $$
 """
 
 
-def know_kinds(condition: str) -> None:
-    op.drop_constraint(op.f("ck_ledger_entries_token_kind_known"), "ledger_entries", type_="check")
-    op.create_check_constraint(op.f("ck_ledger_entries_token_kind_known"), "ledger_entries", f"token_kind IS NULL OR {condition}")
-    op.drop_constraint(op.f("ck_meter_batches_token_kind_known"), "meter_batches", type_="check")
-    op.create_check_constraint(op.f("ck_meter_batches_token_kind_known"), "meter_batches", condition)
+def know_kinds(condition: str, *, unread: bool) -> None:
+    names = op.f("ck_ledger_entries_token_kind_known"), op.f("ck_meter_batches_token_kind_known")
+    op.drop_constraint(names[0], "ledger_entries", type_="check")
+    op.create_check_constraint(names[0], "ledger_entries", f"token_kind IS NULL OR {condition}", postgresql_not_valid=unread)
+    op.drop_constraint(names[1], "meter_batches", type_="check")
+    op.create_check_constraint(names[1], "meter_batches", condition, postgresql_not_valid=unread)
 
 
 def upgrade() -> None:
-    """What there was embedded nothing."""
+    """What there was embedded nothing: no row is read while the tables are locked, which would hold up every request.
+
+    Revision 0022 reads them, and locks nobody out.
+    """
     op.add_column("holds", sa.Column("embedding", sa.Boolean(), server_default=sa.text("false"), nullable=False))
     op.create_check_constraint(
-        op.f("ck_holds_embedding_has_no_output"), "holds", "NOT embedding OR leased_token_count + cached_input_token_count = 0"
+        op.f("ck_holds_embedding_has_no_output"),
+        "holds",
+        "NOT embedding OR leased_token_count + cached_input_token_count = 0",
+        postgresql_not_valid=True,
     )
     op.add_column("usage_events", sa.Column("embedding_token_count", sa.BigInteger(), server_default="0", nullable=False))
     op.create_check_constraint(
         op.f("ck_usage_events_embedding_alone"),
         "usage_events",
         "embedding_token_count = 0 OR embedding_token_count > 0 AND input_token_count + generated_token_count = 0",
+        postgresql_not_valid=True,
     )
     op.execute("SELECT guard_usage_events()")
-    know_kinds(KINDS)
+    know_kinds(KINDS, unread=True)
 
 
 def downgrade() -> None:
     """Only where nothing was embedded."""
     op.execute(NOTHING_EMBEDDED)
-    know_kinds(OLD_KINDS)
+    know_kinds(OLD_KINDS, unread=False)
     op.execute("DROP TRIGGER usage_events_rated_once ON usage_events")
     op.drop_constraint(op.f("ck_usage_events_embedding_alone"), "usage_events", type_="check")
     op.drop_column("usage_events", "embedding_token_count")

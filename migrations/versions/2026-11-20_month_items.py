@@ -100,11 +100,14 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    """Only where no item was made: others have no place in the schema before."""
+    """Only where no month was looked at: what is owed, made and carried on has no place in the schema before.
+
+    Coming up again, the months would count as those of before there were items, and nobody would ever be asked for their rest.
+    """
     op.execute("""
         DO $$ BEGIN
-            IF EXISTS (SELECT FROM stripe_month_items) THEN
-                RAISE EXCEPTION 'there are invoice items of closed months: going back would forget them';
+            IF EXISTS (SELECT FROM stripe_month_settlements) THEN
+                RAISE EXCEPTION 'there are invoice items of closed months, or what is owed for them: going back would forget them';
             END IF;
         END $$
     """)

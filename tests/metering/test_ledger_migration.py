@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import psycopg
 from alembic import command
+from sqlalchemy import make_url
 
 from metering.billing.rating import rate_all_pending
 from metering.proof.fsck import CHECKS, fsck
@@ -63,6 +64,7 @@ def complaints(url: str) -> list[str]:
 
 async def test_what_was_posted_before_stays_posted_and_the_rest_is_rated(postgres_server: str) -> None:
     with new_database(postgres_server) as url, psycopg.connect(psycopg_conninfo(url), autocommit=True) as connection:
+        connection.execute(f"ALTER DATABASE {make_url(url).database} SET timezone = 'America/New_York'".encode())
         migrate(url, "0006")
         for statements in (BEFORE, RATED):
             connection.execute(statements.encode())

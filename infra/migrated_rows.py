@@ -1,0 +1,120 @@
+"""What migrations do to rows that are there: nothing is lost or changed, up and down, and no large table is locked for long.
+
+`rows_0015.sql` is a small installation as revision 0015 had it, with rows in every table. From there each later revision is run by
+itself. Of a table that grows with every request it must neither read nor rewrite the rows, since it locks the table until it ends:
+a constraint is added NOT VALID and read by a later revision, an index is built CONCURRENTLY.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import psycopg
+from alembic import command
+from alembic.config import Config
+from alembic.script import ScriptDirectory
+
+from metering.store.db import psycopg_conninfo
+
+REVISION = "0015"
+ROWS = Path(__file__).with_name(f"rows_{REVISION}.sql")
+LARGE = "'{holds,usage_events,unrated_usage,ledger_transactions,ledger_entries,meter_batches,audit_log}'::regclass[]"
+
+COLUMNS = """
+SELECT relname, array_agg(attname ORDER BY attnum) FROM pg_class JOIN pg_attribute ON attrelid = pg_class.oid
+WHERE relnamespace = 'public'::regnamespace AND relkind IN ('r', 'p') AND NOT relispartition AND relname <> 'alembic_version'
+    AND attnum > 0 AND NOT attisdropped
+GROUP BY 1 ORDER BY 1
+"""
+DRAWN = "SELECT sequencename, coalesce(last_value, 0) FROM pg_sequences WHERE schemaname = 'public'"
+# What a revision makes anew of a large table, or of its partitions that stay. A new file is a table that was rewritten.
+MADE = f"""
+WITH large AS (SELECT c.oid, c.relname FROM pg_class c LEFT JOIN pg_inherits ON inhrelid = c.oid
+               WHERE c.oid = ANY({LARGE}) OR inhparent = ANY({LARGE}))
+SELECT format('constraint %s of %s is checked', conname, relname), pg_constraint.oid::text
+FROM pg_constraint JOIN large ON large.oid = conrelid WHERE convalidated AND contype IN ('c', 'f')
+UNION ALL SELECT format('index %s of %s is built', indexrelid::regclass, relname), indexrelid::text
+FROM pg_index JOIN large ON large.oid = indrelid
+UNION ALL SELECT format('table %s is rewritten', relname), pg_relation_filenode(large.oid)::text
+FROM large WHERE pg_relation_filenode(large.oid) IS NOT NULL
+"""
+VALIDATED = """SELECT format('constraint %s of %s is checked', conname, conrelid::regclass), oid::text
+FROM pg_constraint WHERE NOT convalidated"""
+
+Connection = psycopg.Connection[tuple[object, ...]]
+Contents = dict[str, tuple[list[str], Counter[str]]]
+
+
+def complaints(url: str, config: Config) -> Iterator[str]:
+    """What the revisions from `REVISION` on do to rows that they must not. Leaves the empty database at `url` at the head."""
+    command.upgrade(config, REVISION)
+    with psycopg.connect(psycopg_conninfo(url), autocommit=True) as connection:
+        connection.execute(ROWS.read_bytes())
+        before, drawn = contents(connection), numbers(connection)
+        yield from (
+            f"no row of {table} shows what happens to it: add one to {ROWS.name}" for table in before if not rows_of(before, table)
+        )
+        for revision in revisions(config):
+            made, unread = things(connection, MADE), things(connection, VALIDATED)
+            command.upgrade(config, revision)
+            yield from (f"{revision}: {told} while it is locked" for told, _ in sorted(things(connection, MADE) - made - unread))
+        yield from lost(connection, before, drawn, "on the way up")
+        command.downgrade(config, REVISION)
+        yield from lost(connection, before, drawn, "on the way down")
+        command.upgrade(config, "head")
+        yield from lost(connection, before, drawn, "on the way up again")
+
+
+def revisions(config: Config) -> list[str]:
+    """Those after `REVISION`, in their order."""
+    script = ScriptDirectory.from_config(config)
+    return [each.revision for each in script.iterate_revisions("head", REVISION)][::-1]
+
+
+def things(connection: Connection, query: str) -> set[tuple[str, str]]:
+    """What there is, in words and by an id."""
+    return {(str(told), str(number)) for told, number in connection.execute(query.encode())}
+
+
+def contents(connection: Connection, columns: dict[str, list[str]] | None = None) -> Contents:
+    """The rows of every table by their columns; only of some tables and columns where they are given."""
+    found: Contents = {}
+    for table, names in (columns or columns_of(connection)).items():
+        row = ", ".join(f'"{name}"::text' for name in names)
+        rows = connection.execute(f"SELECT ARRAY[{row}]::text FROM {table}".encode()).fetchall()
+        found[table] = names, Counter(str(text) for (text,) in rows)
+    return found
+
+
+def columns_of(connection: Connection) -> dict[str, list[str]]:
+    """The columns of every table."""
+    return {str(table): list(map(str, names)) for table, names in connection.execute(COLUMNS.encode()) if isinstance(names, list)}
+
+
+def rows_of(found: Contents, table: str) -> Counter[str]:
+    """Each with how often it is there."""
+    return found[table][1]
+
+
+def numbers(connection: Connection) -> dict[str, int]:
+    """How far each sequence has counted."""
+    return {str(name): int(str(value)) for name, value in connection.execute(DRAWN.encode())}
+
+
+def lost(connection: Connection, before: Contents, drawn: dict[str, int], when: str) -> Iterator[str]:
+    """What was there before and is not any more, or is something else."""
+    present = columns_of(connection)
+    kept: dict[str, list[str]] = {}
+    for table, (names, _) in before.items():
+        gone = [name for name in names if name not in present.get(table, ())]
+        yield from (f"{when}: column {name} of {table} is gone" for name in gone)
+        if left := [name for name in names if name not in gone]:
+            kept[table] = left
+    now = contents(connection, kept)
+    for table, (names, rows) in before.items():
+        if kept.get(table) == names:
+            yield from (f"{when}: {table} has lost or changed {row}" for row in rows - rows_of(now, table))
+    counted = numbers(connection)
+    yield from (f"{when}: {name} counts from an earlier number" for name, last in drawn.items() if counted.get(name, 0) < last)
