@@ -29,6 +29,9 @@ from api.fleet.fleet import build_serving
 from api.health import keep_health
 from api.inference_service import InferenceServicer
 from api.logs import configure_logs
+from api.observability.observer import Observer
+from api.observability.process_metrics import Parts
+from api.observability.scrape import MetricsListener, Scrapes
 from api.openai.door import Door
 from api.openai.listener import Listener
 from api.process import Process
@@ -136,7 +139,7 @@ async def recover_regularly(settings: Settings, gate: StoreGate, signer: Signer 
 
 
 def open_holds(
-    settings: Settings, journal: UsageJournal, gate: StoreGate, signer: Signer | None, notices: UsageNotices
+    settings: Settings, journal: UsageJournal, gate: StoreGate, signer: Signer | None, notices: UsageNotices, observer: Observer
 ) -> HoldStore:
     """The holds of this process, under the deployment's policy for a database that is away."""
     terms = GraceTerms(settings.grace_holds_per_key, settings.grace_input_tokens, settings.lease_slice_tokens)
@@ -149,6 +152,7 @@ def open_holds(
         grace=(terms, journal.bindings) if settings.store_away_policy == "grace" else None,
         signer=signer,
         used=notices.used,
+        measured=observer.batches.measured,
     )
 
 
@@ -229,22 +233,28 @@ async def serve(settings: Settings) -> None:
     store = create_engine(settings.database_url, pool_size=settings.database_connections_max, gate=gate)
     sessions = create_sessions(store)
     journal, notices = UsageJournal(settings.journal_directory, owner_id), UsageNotices(sessions)
-    holds = open_holds(settings, journal, gate, signer, notices)
+    observer = Observer(model.name for model in router.models())
+    holds = open_holds(settings, journal, gate, signer, notices, observer)
     capacity, health, authenticator = Capacity(settings.requests_per_process_max), Health(), open_door(settings, sessions)
     async with asyncio.TaskGroup() as tasks:
         relays = Relays(sessions, owner_id, tasks)
-        process = Process(Admission(settings, capacity, holds, journal, tasks), router, tokenizers, safety.checker, relays)
+        admission = Admission(settings, capacity, holds, journal, tasks)
+        process = Process(admission, router, tokenizers, safety.checker, relays, observer)
         servicers = Servicers(
             InferenceServicer(process, authenticator, sessions),
             AdminServicer(router, authenticator, sessions, settings.database_url, signer),
             BillingServicer(authenticator, sessions, issuer),
             ReceiptServicer(authenticator, sessions),
         )
-        peer_server, peer = build_peer_server(settings, InferenceServicer(process, authenticator, sessions, for_peers=True))
-        server, port = build_server(settings, servicers, health, tls)
+        for_peers = InferenceServicer(process, authenticator, sessions, for_peers=True)
+        peer_server, peer = build_peer_server(settings, for_peers)
+        server, port = build_server(settings, servicers, health, tls, observer.call_failed)
         listener = Listener(Door(process, authenticator, sessions).handle, settings, tls)
         url = openai_url(settings, listener, tls)
-        endpoint = Endpoint(settings.home, settings.listen_address, port, tls=tls is not None, openai_url=url)
+        metrics = MetricsListener(settings.metrics_address(), settings.metrics_port_count)
+        parts = Parts(process, authenticator, servicers.inference.open_streams, for_peers.open_streams, listener.connection_count)
+        address, with_tls = settings.listen_address, tls is not None
+        endpoint = Endpoint(settings.home, address, port, tls=with_tls, openai_url=url, metrics_url=metrics.url)
         serve_engines(router, tasks)
         control = open_control(settings, owner_id, peer, process, authenticator)
         background = [
@@ -262,9 +272,11 @@ async def serve(settings: Settings) -> None:
         gc.freeze()  # what stands now stands to the end: a full collection that looked at it again would stop all streams for 5 ms
         await peer_server.start()
         await listener.start()
+        await metrics.start(Scrapes(parts, sessions))
         await server.start()
         health_task = tasks.create_task(keep_health(health, endpoint, router, holds, settings, stopping), name="health")
-        log.info("listening", address=settings.listen_address, port=port, openai_url=url, tls=bool(tls), models=sorted(tokenizers))
+        urls = {"openai_url": url, "metrics_url": metrics.url}
+        log.info("listening", address=address, port=port, tls=with_tls, models=sorted(tokenizers), **urls)
         with stop_signals(stopping):
             await stopping.wait()
         log.info("draining", running_request_count=capacity.taken_count)
@@ -277,6 +289,7 @@ async def serve(settings: Settings) -> None:
         for engine in router.backends():
             await engine.close()
         await listener.stop()
+        await metrics.stop()
         for task in background:
             task.cancel()
     journal.close()

@@ -11,6 +11,8 @@ from pathlib import Path
 from api.setting_values import SettingInvalid, address_or_off, seconds, setting, truth, whole
 
 OPENAI_PORT_DISTANCE = 1000  # so that servers on neighbouring ports do not meet
+METRICS_PORT_DISTANCE = 2000
+METRICS_PORTS_TRIED = 64  # by processes that share their port with others, and cannot share this one
 PORT_MAX = 65_535
 
 
@@ -21,6 +23,9 @@ class DoorSettings:
     listen_address: str = setting("WEIR_LISTEN", "127.0.0.1:8443", str)
     # For OpenAI's clients, over HTTP: host:port, or "off". Empty: this machine alone, 1000 ports above that of WEIR_LISTEN.
     openai_listen: str = setting("WEIR_OPENAI_LISTEN", "", address_or_off)
+    # For Prometheus, in the clear and without a key: host:port, or "off". Empty: this machine alone, 2000 ports above that of
+    # WEIR_LISTEN. A process that shares that port takes the first one from there on that is free.
+    metrics_listen: str = setting("WEIR_METRICS_LISTEN", "", address_or_off)
     # Lets several processes of one machine listen on one port; the kernel gives each connection to one of them. Without it a second
     # server on the same port is the mistake that it mostly is.
     share_port: bool = setting("WEIR_SHARE_PORT", False, truth)
@@ -69,16 +74,29 @@ class DoorSettings:
 
     def openai_address(self) -> tuple[str, int] | None:
         """Host and port for OpenAI's clients; None for no such door. Port 0 lets the system choose, as for gRPC."""
-        if self.openai_listen == "off":
+        return self._address(self.openai_listen, OPENAI_PORT_DISTANCE)
+
+    def metrics_address(self) -> tuple[str, int] | None:
+        """Host and port for Prometheus, in the same way."""
+        return self._address(self.metrics_listen, METRICS_PORT_DISTANCE)
+
+    @property
+    def metrics_port_count(self) -> int:
+        """Ports from that one on that may be taken."""
+        return METRICS_PORTS_TRIED if self.share_port else 1
+
+    def _address(self, given: str, distance: int) -> tuple[str, int] | None:
+        """What a setting says; if it says nothing, on the loopback so far above the port for gRPC, or below where there is none."""
+        if given == "off":
             return None
-        if self.openai_listen:
-            host, _, given = self.openai_listen.rpartition(":")
-            return host.strip("[]"), int(given)
+        if given:
+            host, _, port = given.rpartition(":")
+            return host.strip("[]"), int(port)
         port = self.listen_address.rpartition(":")[2]
         if not port.isdecimal():  # a Unix socket: there is no port to go by
             return None
-        above = int(port) + OPENAI_PORT_DISTANCE
-        return "127.0.0.1", 0 if port == "0" else above if above <= PORT_MAX else int(port) - OPENAI_PORT_DISTANCE
+        above = int(port) + distance
+        return "127.0.0.1", 0 if port == "0" else above if above <= PORT_MAX else int(port) - distance
 
     def tls_files(self) -> tuple[Path, Path, Path | None] | None:
         """Certificate, key and client authorities; None without TLS. Raises: SettingInvalid for a half of it."""

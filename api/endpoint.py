@@ -14,12 +14,18 @@ LOOPBACK = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "[::]": "[::1]"}  # of thos
 class Endpoint:
     """What this process tells."""
 
-    def __init__(self, home: Path, listen_address: str, port: int, *, tls: bool, openai_url: str = "") -> None:
-        """port: the one that it is bound to. openai_url: what OpenAI's clients take as base URL; empty if there is no such door."""
+    def __init__(
+        self, home: Path, listen_address: str, port: int, *, tls: bool, openai_url: str = "", metrics_url: str = ""
+    ) -> None:
+        """port: the one that it is bound to. openai_url: what OpenAI's clients take as base URL; empty if there is no such door.
+
+        metrics_url: what Prometheus asks; empty if it may not.
+        """
         host = listen_address.rpartition(":")[0]
         local = listen_address if listen_address.startswith("unix") else f"{LOOPBACK.get(host, host)}:{port}"
         self.address = f"https://{local}" if tls else local
         self.openai_url = openai_url
+        self.metrics_url = metrics_url
         self._home = home
         self._serving: bool | None = None
 
@@ -28,7 +34,8 @@ class Endpoint:
         if serving is self._serving:
             return
         self._serving = serving
-        told = {"address": self.address, "openai_url": self.openai_url, "pid": os.getpid(), "serving": serving}
+        urls = {"openai_url": self.openai_url, "metrics_url": self.metrics_url}
+        told = {"address": self.address, **urls, "pid": os.getpid(), "serving": serving}
         unfinished = self._home / f"{ENDPOINT_FILE}.{os.getpid()}"
         unfinished.write_text(json.dumps(told))
         unfinished.replace(self._home / ENDPOINT_FILE)
@@ -49,6 +56,11 @@ def serving_endpoint(home: Path) -> str | None:
 def read_openai_url(home: Path) -> str | None:
     """What OpenAI's clients take as base URL; None if there is no such door, or nobody has told of one."""
     return _told(home).get("openai_url") or None
+
+
+def read_metrics_url(home: Path) -> str | None:
+    """What Prometheus asks; None if it may not, or nobody has told."""
+    return _told(home).get("metrics_url") or None
 
 
 def base_url(host: str, port: int, *, tls: bool) -> str:

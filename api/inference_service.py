@@ -41,6 +41,10 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
         self._for_peers = for_peers
         self._open_streams = OpenStreams(process.admission.settings.streams_per_connection_max)
 
+    def open_streams(self) -> int:
+        """`Generate` calls that are open now."""
+        return self._open_streams.open_count
+
     async def Generate(  # type: ignore[override]  # the stubs know only generators, grpc.aio also takes writers
         self, requests: AsyncIterator[pb.GenerateRequest], context: Context
     ) -> None:

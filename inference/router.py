@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
 from inference.catalog import Catalog, Share
 from inference.engine import Backend, Encoder, Engine, ModelInfo
 from inference.errors import EngineError, RequestImpossible
-from inference.fleet.replica import ReplicaReport, ReplicaState
+from inference.fleet.replica import ReplicaReport as ReplicaReport
+from inference.fleet.replica import ReplicaState as ReplicaState
+
+ADAPTER_MARK = ":"  # between the name of a model and that of its adapter, which runs in the model's engine
 
 
 class ModelUnknown(EngineError):
@@ -138,6 +141,19 @@ class Router:
     def reports(self) -> list[ReplicaReport]:
         """How every replica stands, of models that have several."""
         return [report for engine in self.engines() if isinstance(engine, SeveralReplicas) for report in engine.reports()]
+
+    def every_replica(self) -> Iterator[tuple[str, ReplicaReport]]:
+        """How every engine stands that serves anything, with the name of what it serves."""
+        for backend in self.backends():
+            name = backend.model.name
+            if isinstance(backend, SeveralReplicas):
+                yield from ((name, report) for report in backend.reports())
+                continue
+            condition, told = backend.condition(), backend.statistics()
+            is_adapter = name.partition(ADAPTER_MARK)[0] in self._engines and ADAPTER_MARK in name
+            state = ReplicaState(condition.state.value)
+            live_count = told.running_sequence_count + told.waiting_sequence_count
+            yield name, ReplicaReport(name, "", state, live_count, 0, condition.reason, None if is_adapter else told)
 
     def engines(self) -> list[Engine]:
         """All engines, by the names that they serve."""

@@ -36,7 +36,7 @@ from weir_client import AsyncClient
 
 import api.__main__ as api_main
 from api.chaos.processes import children_of
-from api.endpoint import forget_endpoint, read_endpoint, read_openai_url
+from api.endpoint import forget_endpoint, read_endpoint, read_metrics_url, read_openai_url
 from api.process import Process
 from api.queue.places import QueueStatistics
 from api.requests.admission import Capacity
@@ -157,6 +157,13 @@ class Service:
         """The base URL for OpenAI's clients."""
         url = read_openai_url(self.home)
         assert url is not None, "the service has no door for them"
+        return url
+
+    @property
+    def metrics_url(self) -> str:
+        """What Prometheus asks."""
+        url = read_metrics_url(self.home)
+        assert url is not None, "the service has no metrics"
         return url
 
     @property

@@ -53,6 +53,11 @@ class Authenticator:
             OrderedDict()
         )  # by hash of the secret; checked last stands last
 
+    @property
+    def throttled_count(self) -> int:
+        """Addresses whose keys are not looked at for now."""
+        return self._throttle.refused_count
+
     async def principal(self, context: Context) -> Principal:
         """Who calls over gRPC. Raises as `principal_of`, and Unauthenticated if the call brings no secret."""
         return await self.principal_of(bearer_token(context), method=METHOD.get(), peer=context.peer())

@@ -66,6 +66,11 @@ class Throttle:
     def __len__(self) -> int:
         return len(self._buckets)
 
+    @property
+    def refused_count(self) -> int:
+        """Addresses that have been refused, and were not quiet since."""
+        return sum(bucket.is_refused for bucket in self._buckets.values())
+
     @contextlib.asynccontextmanager
     async def attempt(self, peer: str, is_known: Callable[[], bool]) -> AsyncIterator[None]:
         """A block in which a secret is looked up; KeyInvalid out of it counts against the address.

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import structlog
 
+from api.observability.hold_batches import HoldBatches
 from api.observability.request_counts import UNKNOWN_MODEL, RequestCounts
 from api.statuses import reason_of
 from metering.models import ServiceTier
@@ -45,6 +46,7 @@ class Observer:
     def __init__(self, models: Iterable[str]) -> None:
         """models: by their own names."""
         self.counts = RequestCounts(models)
+        self.batches = HoldBatches()
 
     def ended(self, ending: Ending) -> None:
         """A request has ended, or was refused after it had been parsed."""

@@ -99,6 +99,10 @@ class Listener:
         self._socket: socket.socket | None = None
         self._server: asyncio.Server | None = None
 
+    def connection_count(self) -> int:
+        """Connections that are open now."""
+        return len(self._http.connections)
+
     def bind(self, address: tuple[str, int]) -> int:
         """Take the address; the port, which is chosen if the given one is 0. Raises: OSError if it cannot be had."""
         self._socket = bound_socket(address, shared=self._settings.share_port)

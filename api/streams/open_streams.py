@@ -15,6 +15,11 @@ class OpenStreams:
         self._per_connection_max = per_connection_max
         self._counts: Counter[str] = Counter()
 
+    @property
+    def open_count(self) -> int:
+        """Of all connections."""
+        return self._counts.total()
+
     def take(self, peer: str) -> contextlib.ExitStack:
         """Count a stream until the stack is left. peer: the connection, as gRPC names it. Raises: Overloaded."""
         if self._counts[peer] >= self._per_connection_max:

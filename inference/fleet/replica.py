@@ -6,7 +6,7 @@ import asyncio
 from dataclasses import dataclass
 from enum import StrEnum
 
-from inference.engine import Engine, EngineState
+from inference.engine import Engine, EngineState, EngineStatistics
 from inference.fleet.breaker import BreakerLimits, BreakerState, CircuitBreaker
 from inference.fleet.prefixes import BLOCK_COUNT_MAX, SentPrefixes
 
@@ -26,7 +26,10 @@ class ReplicaState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ReplicaReport:
-    """One replica at one moment. outstanding_token_count: tokens still to be computed, by the set's own account."""
+    """One replica at one moment. outstanding_token_count: tokens still to be computed, by the set's own account.
+
+    statistics: what its engine told last; None of one that is counted with another.
+    """
 
     name: str
     region: str
@@ -34,6 +37,7 @@ class ReplicaReport:
     live_sequence_count: int
     outstanding_token_count: int
     reason: str = ""
+    statistics: EngineStatistics | None = None
 
 
 class Replica:
@@ -74,7 +78,8 @@ class Replica:
                 state, reason = ReplicaState.DRAINING, f"{self.live_sequence_count} sequences to go"
             elif self.breaker.state(now_s) is not BreakerState.CLOSED:
                 state, reason = ReplicaState.TRIPPED, "sequences were lost one after the other"
-        return ReplicaReport(self.name, self.region, state, self.live_sequence_count, self.outstanding_token_count, reason)
+        counts = self.live_sequence_count, self.outstanding_token_count
+        return ReplicaReport(self.name, self.region, state, *counts, reason, self.engine.statistics())
 
     def entered(self) -> None:
         """A sequence more."""

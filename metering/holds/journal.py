@@ -13,6 +13,7 @@ import fcntl
 import os
 import re
 import struct
+import time
 import uuid
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -56,6 +57,16 @@ class UsageJournal:
         self.bindings = BindingLog(directory, owner_id)
         self._fd, self._path = self._create_segment(())
         self._size_bytes = 0
+
+    @property
+    def size_bytes(self) -> int:
+        """Of the file that is written now."""
+        return self._size_bytes
+
+    @property
+    def unsettled_count(self) -> int:
+        """Requests that have delivered something the database has yet to hear of."""
+        return len(self._live)
 
     def record(self, entries: Sequence[Delivered]) -> None:
         """Write the new totals of these holds; what stands here may then be sent.
@@ -196,3 +207,23 @@ def abandoned_journals(directory: Path) -> Iterator[AbandonedJournal]:
             continue
         with AbandonedJournal(path, fd) as journal:
             yield journal
+
+
+class JournalBacklog(NamedTuple):
+    """Journals that nobody writes any more: those that wait for recovery, for how long, and those that wait for a person."""
+
+    abandoned_count: int
+    oldest_age_s: float
+    refused_count: int
+
+
+def journal_backlog(directory: Path) -> JournalBacklog:
+    """Look, without taking anything from anybody: a recovery that comes in the same moment passes such a file over once."""
+    ages_s = []
+    for path in directory.glob(f"*{SUFFIX}"):
+        # It is gone meanwhile, or its owner lives.
+        with contextlib.suppress(FileNotFoundError, BlockingIOError), path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            ages_s.append(time.time() - os.fstat(file.fileno()).st_mtime)
+    refused_count = sum(1 for _ in directory.glob("*.refused"))
+    return JournalBacklog(len(ages_s), max(ages_s, default=0.0), refused_count)

@@ -1,0 +1,195 @@
+"""The endpoint that Prometheus scrapes: `GET /metrics` on a port of its own, in the clear, for whoever may reach it.
+
+Nothing here says who asked for what. The numbers are read on the event loop, which is where they change, and written as text in a
+thread, since a text of a thousand lines takes milliseconds. Owns the socket, and what was last asked of the database.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from collections.abc import Callable, Iterator
+from importlib.metadata import version
+
+import structlog
+from aiohttp import web
+from prometheus_client import CollectorRegistry, ProcessCollector
+from prometheus_client.core import Metric
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
+from prometheus_client.registry import Collector
+
+from api.observability.engine_metrics import engine_metrics, queue_metrics
+from api.observability.families import gauge, gauges
+from api.observability.process_metrics import Parts, books_metrics, journal_metrics, process_metrics
+from api.observability.request_metrics import request_metrics
+from metering.backlog import Backlog, read_backlog
+from metering.errors import StoreAway
+from metering.holds.journal import JournalBacklog, journal_backlog
+from metering.store.bounded_connection import patience
+from metering.store.db import Sessions
+
+PATH = "/metrics"
+BOOKS_INTERVAL_S = 10.0  # between two looks at the database, however many scrape
+BOOKS_WAIT_S = 2.0  # for an answer: a scrape has ten seconds for all of it
+CONNECTIONS_MAX = 32  # a few collectors, each with a connection or two
+HEADER_BYTES_MAX = 8192
+IDLE_MAX_S = 120.0  # above the interval of most collectors, which keep their connections
+SHUTDOWN_S = 1.0
+
+log = structlog.get_logger(__name__)
+
+
+class Families(Collector):
+    """Families that are there already, as the client library wants them."""
+
+    def __init__(self, families: list[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterator[Metric]:
+        """All of them."""
+        yield from self._families
+
+
+class Scrapes:
+    """Answers scrapes."""
+
+    def __init__(self, parts: Parts, sessions: Sessions, more: Callable[[], Iterator[Metric]] = lambda: iter(())) -> None:
+        """more: metrics beside those of the parts."""
+        self._parts = parts
+        self._sessions = sessions
+        self._more = more
+        self._process = ProcessCollector(registry=CollectorRegistry())
+        self._asking = asyncio.Lock()
+        self._asked_at: float | None = None
+        self._backlog: Backlog | None = None
+
+    async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        """Answer one HTTP request."""
+        if request.path != PATH:
+            return web.Response(status=404, text=f"there is nothing here; metrics are at {PATH}\n")
+        if request.method not in ("GET", "HEAD"):
+            return web.Response(status=405, text=f"{PATH} takes GET\n", headers={"allow": "GET, HEAD"})
+        text = await self.text()
+        return web.Response(body=text, headers={"content-type": CONTENT_TYPE_PLAIN_0_0_4, "cache-control": "no-store"})
+
+    async def text(self) -> bytes:
+        """Everything, in the exposition format."""
+        backlog = await self._books()
+        process = self._parts.process
+        journals = await asyncio.to_thread(journal_backlog, process.admission.settings.journal_directory)
+        families = [*self._families(backlog, journals), *self._more()]
+        return await asyncio.to_thread(self._write, families)
+
+    def _families(self, backlog: Backlog | None, journals: JournalBacklog) -> Iterator[Metric]:
+        process = self._parts.process
+        yield gauges("weir_build_info", "Always 1.", ("version",), [((version("weir"),), 1.0)])
+        yield from request_metrics(process.observer.counts)
+        yield from queue_metrics({name: queue.statistics() for name, queue in process.queues.items()})
+        yield from engine_metrics(process.router)
+        yield from process_metrics(self._parts)
+        yield from journal_metrics(journals)
+        yield gauge("weir_books_read", "Whether what follows could be asked of PostgreSQL.", float(backlog is not None))
+        if backlog is not None:
+            yield from books_metrics(backlog)
+
+    def _write(self, families: list[Metric]) -> bytes:
+        return generate_latest(Families([*families, *self._process.collect()]))
+
+    async def _books(self) -> Backlog | None:
+        """What the database says, or said a moment ago; None while it does not answer."""
+        async with self._asking:
+            now = time.monotonic()
+            if self._asked_at is None or now - self._asked_at >= BOOKS_INTERVAL_S:
+                try:
+                    with patience(BOOKS_WAIT_S):
+                        self._backlog = await read_backlog(self._sessions)
+                except StoreAway:
+                    self._backlog = None
+                except Exception:  # a schema that is being changed, say: all else is told nevertheless
+                    log.exception("books_not_read")
+                    self._backlog = None
+                self._asked_at = now
+            return self._backlog
+
+
+class MetricsServer(web.Server):
+    """aiohttp's server, with bounds."""
+
+    def __init__(self, scrapes: Scrapes) -> None:
+        super().__init__(
+            scrapes.handle,
+            keepalive_timeout=IDLE_MAX_S,
+            max_line_size=HEADER_BYTES_MAX,
+            max_field_size=HEADER_BYTES_MAX,
+            lingering_time=SHUTDOWN_S,
+            access_log=None,
+        )
+
+    def connection_made(self, handler: web.RequestHandler, transport: asyncio.Transport) -> None:
+        """See `web.Server`. A connection too many is closed."""
+        super().connection_made(handler, transport)
+        if len(self.connections) > CONNECTIONS_MAX:
+            log.warning("metrics_connection_refused", connection_count=len(self.connections))
+            transport.abort()
+
+
+class MetricsListener:
+    """The socket from its opening to its end."""
+
+    def __init__(self, address: tuple[str, int] | None, port_count: int = 1) -> None:
+        """Take the address, or the first of so many ports from there on that is free; None: listen nowhere. Raises: OSError."""
+        self._socket = None if address is None else bound_socket(address, port_count)
+        self._server: asyncio.Server | None = None
+        self._http: MetricsServer | None = None
+
+    @property
+    def url(self) -> str:
+        """What a collector of this machine asks; empty if there is none."""
+        if self._socket is None:
+            return ""
+        host, port = self._socket.getsockname()[:2]
+        here = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
+        return f"http://{here}:{port}{PATH}"
+
+    async def start(self, scrapes: Scrapes) -> None:
+        """Listen, if there is where."""
+        if self._socket is not None:
+            self._http = MetricsServer(scrapes)
+            self._server = await asyncio.get_running_loop().create_server(self._http, sock=self._socket)
+
+    async def stop(self) -> None:
+        """Close everything."""
+        if self._server is not None:
+            self._server.close()
+        if self._http is not None:
+            await self._http.shutdown(SHUTDOWN_S)
+        if self._socket is not None:
+            self._socket.close()
+
+
+def bound_socket(address: tuple[str, int], port_count: int) -> socket.socket:
+    """On the first of so many ports that is free. Raises: OSError naming them, and the setting."""
+    host, first = address
+    try:
+        family, kind, number, _, _ = socket.getaddrinfo(host, first, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        for port in range(first, first + port_count):
+            listening = socket.socket(family, kind, number)
+            try:
+                listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                listening.setblocking(False)
+                listening.bind((host, port))
+                listening.listen(
+                    CONNECTIONS_MAX
+                )  # now: a port that another process has bound and not listened on is no error before
+            except OSError:
+                listening.close()
+                if port == first + port_count - 1:
+                    raise
+                continue
+            return listening
+    except (OSError, OverflowError) as error:
+        ports = f"{first} to {first + port_count - 1}" if port_count > 1 else f"{first}"
+        wrong = f"cannot listen on {host}, port {ports}, for metrics: {error}; WEIR_METRICS_LISTEN names another, or off"
+        raise OSError(wrong) from error
+    raise AssertionError("there is at least one port")

@@ -1,0 +1,64 @@
+"""What the books have yet to do, over all processes: usage to rate, hours to export, holds that nobody has ended.
+
+For operators, who ask every few seconds: each number comes from a list or an index of what is not done yet, and counting stops at a
+bound, so that a long backlog is not made longer by looking at it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sqlalchemy import text
+
+from metering.store.db import Sessions
+
+COUNTED_MAX = 10_000  # rows of each list: beyond it an operator needs to know no more than that
+OVERDUE_AGE = "30 seconds"  # three rounds of the sweep
+
+BACKLOG = text(f"""
+SELECT u.event_count, u.age_s, h.hold_count, h.overdue_count, b.batch_count, b.age_s AS batch_age_s,
+    (SELECT count(*) FROM (SELECT FROM stripe_events WHERE handled_at IS NULL LIMIT {COUNTED_MAX}) s) AS unhandled_count,
+    coalesce((SELECT paused_until > now() FROM export_progress), false) AS is_paused
+FROM (SELECT count(*) AS event_count, coalesce(extract(epoch FROM now() - min(settled_at)), 0)::float8 AS age_s
+      FROM (SELECT settled_at FROM unrated_usage LIMIT {COUNTED_MAX}) w) u,
+     (SELECT count(*) AS hold_count,
+             count(*) FILTER (WHERE expires_at < clock_timestamp() - interval '{OVERDUE_AGE}') AS overdue_count
+      FROM (SELECT expires_at FROM holds WHERE state = 'held' LIMIT {COUNTED_MAX}) w) h,
+     (SELECT count(*) AS batch_count, coalesce(extract(epoch FROM now() - min(created_at)), 0)::float8 AS age_s
+      FROM (SELECT created_at FROM meter_batches WHERE state IN ('pending', 'sent') LIMIT {COUNTED_MAX}) w) b
+""")
+
+
+@dataclass(frozen=True, slots=True)
+class Backlog:
+    """At one moment. Counts end at `COUNTED_MAX`; ages are those of the oldest that was counted, 0 where there is none.
+
+    overdue_hold_count: of holds whose time was over so long ago that the sweep must have ended them.
+    unexported_batch_count: batches that no biller has counted yet, as far as anybody knows.
+    unhandled_event_count: of Stripe's events.
+    """
+
+    unrated_event_count: int
+    unrated_age_s: float
+    hold_count: int
+    overdue_hold_count: int
+    unexported_batch_count: int
+    unexported_age_s: float
+    unhandled_event_count: int
+    export_is_paused: bool
+
+
+async def read_backlog(sessions: Sessions) -> Backlog:
+    """Ask. Raises: StoreAway."""
+    async with sessions() as session:
+        row = (await session.execute(BACKLOG)).one()
+    return Backlog(
+        row.event_count,
+        row.age_s,
+        row.hold_count,
+        row.overdue_count,
+        row.batch_count,
+        row.batch_age_s,
+        row.unhandled_count,
+        row.is_paused,
+    )

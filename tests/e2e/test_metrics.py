@@ -1,0 +1,112 @@
+"""What Prometheus is told of requests, and what it is never told."""
+
+from __future__ import annotations
+
+import uuid
+
+import pytest
+from grpc import StatusCode
+
+from api.requests.stopwatch import STAGES
+from metering.models import QuotaDimension
+from tests.scraped import Scrape, scrape
+from tests.service import MODEL, Service
+
+OF = {"model": MODEL, "tier": "interactive"}
+ROUNDING_S = 1e-4  # stages are told to the microsecond
+
+
+def added(before: Scrape, after: Scrape, name: str, **labels: str) -> float:
+    """By how much a series has grown."""
+    return after.value(name, **labels) - before.value(name, **labels)
+
+
+async def test_a_request_is_counted_once_with_its_tokens_and_every_stage_of_its_time(service: Service) -> None:
+    tenant = await service.tenant()
+    before = await scrape(service.metrics_url)
+
+    async with service.stream(tenant.secret) as stream:
+        finished = await stream.finished(await stream.begin(max_output_tokens=20))
+    after = await scrape(service.metrics_url)
+
+    assert added(before, after, "weir_requests_total", **OF, outcome="length") == 1
+    assert added(before, after, "weir_tokens_total", model=MODEL, kind="output") == 20
+    usage = finished.usage
+    cached = added(before, after, "weir_tokens_total", model=MODEL, kind="cached_input")
+    assert cached == usage.cached_input_token_count
+    assert added(before, after, "weir_tokens_total", model=MODEL, kind="input") + cached == usage.input_token_count
+    for stage in set(STAGES) - {"cold_start"}:
+        told_s = added(before, after, "weir_stage_seconds_sum", **OF, stage=stage)
+        assert told_s == pytest.approx(getattr(finished.timings, f"{stage}_ms") / 1000, abs=ROUNDING_S), stage
+        assert added(before, after, "weir_stage_seconds_count", **OF, stage=stage) == 1, stage
+    assert added(before, after, "weir_stage_seconds_count", **OF, stage="cold_start") == 0, "the engine was there"
+    for name, told_ms in (
+        ("weir_time_to_first_token_seconds", finished.timings.ttft_ms),
+        ("weir_request_seconds", finished.timings.total_ms),
+        ("weir_inter_token_seconds", finished.timings.decode_ms),
+    ):
+        assert added(before, after, f"{name}_sum", **OF) == pytest.approx(told_ms / 1000, abs=ROUNDING_S), name
+    assert added(before, after, "weir_inter_token_seconds_count", **OF) == 19, "between twenty tokens"
+    assert added(before, after, "weir_inter_token_seconds_bucket", **OF, le="+Inf") == 19
+
+
+async def test_a_refusal_is_counted_by_what_refused_it(service: Service) -> None:
+    tenant = await service.tenant({QuotaDimension.TOKENS_PER_MONTH: 25})
+    nonsense = f"no-such-model-{uuid.uuid4()}"
+    before = await scrape(service.metrics_url)
+
+    async with service.stream(tenant.secret) as stream:
+        too_much = await stream.failed(await stream.begin(prompt=range(7, 60)))
+        unknown = await stream.failed(await stream.begin(model=nonsense))
+        wrong = await stream.failed(await stream.begin(max_output_tokens=-1))
+    async with service.stream("weir_not_a_key") as refused:
+        assert await refused.closed() is StatusCode.UNAUTHENTICATED
+    after = await scrape(service.metrics_url)
+
+    assert (too_much.reason, unknown.reason, wrong.reason) == ("QUOTA_EXCEEDED", "MODEL_UNKNOWN", "FIELD_INVALID")
+    quota = {"model": MODEL, "reason": "QUOTA_EXCEEDED", "dimension": "tokens_per_month", "subject": "organization"}
+    assert added(before, after, "weir_refusals_total", **quota) == 1
+    assert added(before, after, "weir_requests_total", **OF, outcome="quota_exceeded") == 1
+    for reason in ("MODEL_UNKNOWN", "FIELD_INVALID"):
+        labels = {"model": "", "reason": reason, "dimension": "", "subject": ""}
+        assert added(before, after, "weir_refusals_total", **labels) == 1, reason
+    assert added(before, after, "weir_failed_calls_total", call="Generate", reason="UNAUTHENTICATED") == 1
+    assert nonsense not in after.text
+
+
+async def test_nothing_says_who_asked_or_which_request_it_was(service: Service) -> None:
+    tenant = await service.tenant()
+
+    async with service.stream(tenant.secret) as stream:
+        request_id = await stream.begin(labels={"team": "marketing-of-acme"})
+        await stream.finished(request_id)
+    text = (await scrape(service.metrics_url)).text
+
+    ids = (tenant.organization_id, tenant.project_id, tenant.key.id, request_id)
+    told = {str(each) for each in (*ids, tenant.name, tenant.key.prefix, "marketing-of-acme")}
+    assert not {each for each in told if each in text}
+
+
+async def test_what_runs_is_told_while_it_runs_and_gone_when_it_has_ended(service: Service) -> None:
+    tenant = await service.tenant()
+    idle = await scrape(service.metrics_url)
+
+    async with service.stream(tenant.secret) as stream:
+        request_id = await stream.begin(max_output_tokens=2000)
+        await stream.first(request_id, "delta")
+        busy = await scrape(service.metrics_url)
+        await stream.cancel(request_id)
+        await stream.finished(request_id)
+    done = await scrape(service.metrics_url)
+
+    running = ("weir_live_requests", {"phase": "streaming"}), ("weir_holds", {}), ("weir_permits_taken", {})
+    for name, labels in running:
+        assert added(idle, busy, name, **labels) == 1, name
+        assert added(idle, done, name, **labels) == 0, name
+    assert added(idle, busy, "weir_open_streams", door="clients") == 1
+    replica = {"model": MODEL, "replica": MODEL}
+    assert busy.value("weir_engine_up", **replica) == busy.value("weir_engine_state", **replica, state="ready") == 1
+    assert busy.value("weir_kv_blocks", **replica, state="held") > 0
+    assert done.value("weir_database_up") == done.value("weir_books_read") == 1
+    assert added(idle, done, "weir_requests_total", **OF, outcome="cancelled") == 1
+    assert added(idle, done, "weir_hold_batch_seconds_count") == added(idle, done, "weir_hold_batch_operations_count") >= 2
