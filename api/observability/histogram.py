@@ -25,6 +25,12 @@ class Histogram:
         self.counts[bisect_left(self.bounds, value)] += count
         self.sum += value * count
 
+    def copy(self) -> Histogram:
+        """As it is now."""
+        made = Histogram(self.bounds)
+        made.counts, made.sum = self.counts[:], self.sum
+        return made
+
     @property
     def count(self) -> int:
         """Of all values."""

@@ -36,6 +36,13 @@ class Times:
         self.total = Histogram(TOTAL_BOUNDS_MS)
         self._by_key = [(f"{stage}_ms", histogram) for stage, histogram in self.stages.items() if stage != "cold_start"]
 
+    def copy(self) -> Times:
+        """As they are now, to be read."""
+        made = Times()
+        made.stages = {stage: histogram.copy() for stage, histogram in self.stages.items()}
+        made.first_token, made.inter_token, made.total = self.first_token.copy(), self.inter_token.copy(), self.total.copy()
+        return made
+
     def add(self, timings: Mapping[str, float], later_token_count: int) -> None:
         """One request that has ended. later_token_count: of each choice after its first one; they came at their mean pace."""
         for key, histogram in self._by_key:
@@ -61,6 +68,15 @@ class RequestCounts:
         self.failed_calls: dict[Labels, int] = defaultdict(int)  # by call and reason
         self.times: dict[tuple[str, ServiceTier], Times] = {}
         self.migration_count = 0
+
+    def copy(self) -> RequestCounts:
+        """As they are now, for whoever takes longer to read them than the event loop should wait."""
+        made = RequestCounts(self._models)
+        made.ends, made.refusals = self.ends.copy(), self.refusals.copy()
+        made.tokens, made.failed_calls = self.tokens.copy(), self.failed_calls.copy()
+        made.times = {of: times.copy() for of, times in self.times.items()}
+        made.migration_count = self.migration_count
+        return made
 
     def finished(
         self, model: str, tier: ServiceTier, outcome: str, timings: Mapping[str, float], settled: Settled | None, choice_count: int

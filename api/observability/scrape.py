@@ -1,7 +1,7 @@
 """The endpoint that Prometheus scrapes: `GET /metrics` on a port of its own, in the clear, for whoever may reach it.
 
-Nothing here says who asked for what. The numbers are read on the event loop, which is where they change, and written as text in a
-thread, since a text of a thousand lines takes milliseconds. Owns the socket, and what was last asked of the database.
+Nothing here says who asked for what. The numbers are read on the event loop, which is where they change, and become text in a
+thread, since a thousand lines take milliseconds. Owns the socket, and what was last asked of the database.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from prometheus_client.registry import Collector
 from api.observability.engine_metrics import engine_metrics, queue_metrics
 from api.observability.families import gauge, gauges
 from api.observability.process_metrics import Parts, books_metrics, journal_metrics, process_metrics
+from api.observability.request_counts import RequestCounts
 from api.observability.request_metrics import request_metrics
 from metering.backlog import Backlog, read_backlog
 from metering.errors import StoreAway
@@ -79,12 +80,11 @@ class Scrapes:
         process = self._parts.process
         journals = await asyncio.to_thread(journal_backlog, process.admission.settings.journal_directory)
         families = [*self._families(backlog, journals), *self._more()]
-        return await asyncio.to_thread(self._write, families)
+        return await asyncio.to_thread(self._write, families, process.observer.counts.copy())
 
     def _families(self, backlog: Backlog | None, journals: JournalBacklog) -> Iterator[Metric]:
         process = self._parts.process
         yield gauges("weir_build_info", "Always 1.", ("version",), [((version("weir"),), 1.0)])
-        yield from request_metrics(process.observer.counts)
         yield from queue_metrics({name: queue.statistics() for name, queue in process.queues.items()})
         yield from engine_metrics(process.router)
         yield from process_metrics(self._parts)
@@ -93,8 +93,8 @@ class Scrapes:
         if backlog is not None:
             yield from books_metrics(backlog)
 
-    def _write(self, families: list[Metric]) -> bytes:
-        return generate_latest(Families([*families, *self._process.collect()]))
+    def _write(self, families: list[Metric], counts: RequestCounts) -> bytes:
+        return generate_latest(Families([*families, *request_metrics(counts), *self._process.collect()]))
 
     async def _books(self) -> Backlog | None:
         """What the database says, or said a moment ago; None while it does not answer."""

@@ -99,7 +99,8 @@ async def test_what_runs_is_told_while_it_runs_and_gone_when_it_has_ended(servic
         await stream.finished(request_id)
     done = await scrape(service.metrics_url)
 
-    running = ("weir_live_requests", {"phase": "streaming"}), ("weir_holds", {}), ("weir_permits_taken", {})
+    running: list[tuple[str, dict[str, str]]]
+    running = [("weir_live_requests", {"phase": "streaming"}), ("weir_holds", {}), ("weir_permits_taken", {})]
     for name, labels in running:
         assert added(idle, busy, name, **labels) == 1, name
         assert added(idle, done, name, **labels) == 0, name

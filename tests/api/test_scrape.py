@@ -1,0 +1,142 @@
+"""The port of the metrics, and the counts behind them."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import uuid
+from bisect import bisect_left
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from structlog.testing import capture_logs
+
+from api.observability.histogram import Histogram
+from api.observability.observer import Ending, Observer
+from api.observability.request_counts import RequestCounts
+from api.observability.scrape import MetricsListener
+from api.requests.stopwatch import STAGES
+from api.settings import Settings
+from metering.errors import StoreAway
+from metering.holds.journal import Delivered, UsageJournal, journal_backlog
+from metering.models import ServiceTier
+from metering.operations import Outcome, Settled
+
+TIMINGS = {f"{stage}_ms": 1.0 for stage in STAGES} | {"total_ms": 10.0}
+
+
+@pytest.mark.parametrize(
+    ("given", "address"),
+    [
+        ({}, ("127.0.0.1", 10_443)),
+        ({"WEIR_LISTEN": "0.0.0.0:8450"}, ("127.0.0.1", 10_450)),
+        ({"WEIR_LISTEN": "127.0.0.1:0"}, ("127.0.0.1", 0)),
+        ({"WEIR_LISTEN": "127.0.0.1:65000"}, ("127.0.0.1", 63_000)),
+        ({"WEIR_LISTEN": "unix:/tmp/weir.sock"}, None),
+        ({"WEIR_METRICS_LISTEN": "off"}, None),
+        ({"WEIR_METRICS_LISTEN": "0.0.0.0:9100"}, ("0.0.0.0", 9100)),
+        ({"WEIR_METRICS_LISTEN": "[::1]:9100"}, ("::1", 9100)),
+    ],
+)
+def test_metrics_are_on_this_machine_alone_unless_it_is_said_otherwise(
+    given: dict[str, str], address: tuple[str, int] | None
+) -> None:
+    assert Settings.from_environment(given).metrics_address() == address
+
+
+async def test_processes_that_share_a_port_take_metrics_ports_side_by_side() -> None:
+    with listening() as first:
+        port = port_of(first)
+        with listening(port, port_count=64) as second:
+            assert port < port_of(second) < port + 64
+
+
+async def test_a_taken_port_is_refused_with_the_setting_that_names_another() -> None:
+    with listening() as first, pytest.raises(OSError, match="WEIR_METRICS_LISTEN names another, or off"):
+        MetricsListener(("127.0.0.1", port_of(first)))
+
+
+async def test_without_an_address_nothing_listens() -> None:
+    listener = MetricsListener(None)
+
+    assert listener.url == ""
+    await listener.stop()
+
+
+@given(st.lists(st.floats(0, 1000), max_size=50))
+def test_a_histogram_counts_each_value_in_every_bucket_that_it_does_not_exceed(values: list[float]) -> None:
+    bounds = (1, 10, 100)
+    histogram = Histogram(bounds)
+
+    for value in values:
+        histogram.observe(value)
+
+    expected = [(f"{bound:g}", sum(value <= bound for value in values)) for bound in bounds]
+    assert histogram.buckets() == [*expected, ("+Inf", len(values))]
+    assert histogram.sum == pytest.approx(sum(values))
+    assert bisect_left(bounds, 10) == 1, "a value at the bound is within it"
+
+
+def test_the_pace_of_several_choices_is_that_of_each() -> None:
+    """Ten tokens each, side by side: nine gaps, not nineteen."""
+    counts = RequestCounts(["m"])
+    settled = Settled(uuid.uuid4(), 5, 0, 20, 20, 20, 1, "USD", "length")
+
+    counts.finished("m", ServiceTier.BATCH, "length", TIMINGS | {"decode_ms": 90.0}, settled, 2)
+
+    pace = counts.times["m", ServiceTier.BATCH].inter_token
+    assert (pace.count, pace.sum) == (9, 90.0)
+
+
+def test_what_is_read_does_not_change_while_it_is_written() -> None:
+    counts = RequestCounts(["m"])
+    counts.finished("m", ServiceTier.BATCH, "stop", TIMINGS, None, 1)
+
+    copied = counts.copy()
+    counts.finished("m", ServiceTier.BATCH, "stop", TIMINGS, None, 1)
+    counts.failed("other", ServiceTier.BATCH, StoreAway("away"), None)
+
+    assert copied.ends == {("m", "batch", "stop"): 1}
+    assert copied.times["m", ServiceTier.BATCH].total.count == 1
+    assert counts.refusals == {("", "STORE_AWAY", "", ""): 1}, "what a client calls a model is no label"
+
+
+def test_a_fault_in_counting_is_logged_and_breaks_no_request() -> None:
+    with capture_logs() as logs:
+        Observer(["m"]).ended(Ending("m", ServiceTier.BATCH, Outcome.STOP, None, {}, None, 1))
+
+    assert [entry["event"] for entry in logs] == ["request_not_counted"]
+
+
+def test_journals_of_the_living_are_no_backlog(tmp_path: Path) -> None:
+    living, dead = UsageJournal(tmp_path, uuid.uuid4()), UsageJournal(tmp_path, uuid.uuid4())
+    for journal in (living, dead):
+        journal.record([Delivered(uuid.uuid4(), 1, 0, 1, 1)])
+    assert journal_backlog(tmp_path).abandoned_count == 0
+
+    dead.close()
+    (tmp_path / "x.refused").touch()
+    backlog = journal_backlog(tmp_path)
+
+    assert (backlog.abandoned_count, backlog.refused_count) == (1, 1)
+    assert 0 <= backlog.oldest_age_s < time.time()
+    living.close()
+
+
+@contextlib.contextmanager
+def listening(port: int = 0, port_count: int = 1) -> Iterator[MetricsListener]:
+    """A listener that has its port."""
+    listener = MetricsListener(("127.0.0.1", port), port_count)
+    try:
+        yield listener
+    finally:
+        assert listener._socket is not None
+        listener._socket.close()
+
+
+def port_of(listener: MetricsListener) -> int:
+    """From its URL."""
+    return int(listener.url.rpartition(":")[2].partition("/")[0])
