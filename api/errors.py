@@ -65,6 +65,14 @@ class InvalidRequest(ApiError):
         self.violations = tuple(violations)
 
 
+class KeepTooLong(InvalidRequest):
+    """A request wants to go on without its client for longer than this server lets it."""
+
+    def __init__(self, keep_s: float, keep_max_s: float) -> None:
+        super().__init__([FieldViolation("keep_on_disconnect", f"must be at most {keep_max_s:g} s here, not {keep_s:g} s")])
+        self.keep_max_s = keep_max_s
+
+
 class PromptTooLong(ApiError):
     """Prompt and asked-for output do not fit the context window."""
 

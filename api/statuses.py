@@ -28,6 +28,7 @@ from api.errors import (
     FieldViolation,
     InputsTooLong,
     InvalidRequest,
+    KeepTooLong,
     KeyRevokedMidway,
     MessageUnreadable,
     ModelNotAllowed,
@@ -163,6 +164,8 @@ def metadata_of(error: BaseException) -> dict[str, str]:
     match error:
         case metering_errors.QuotaExceeded():
             return quota_metadata(error)
+        case KeepTooLong():
+            return {"keep_max_s": str(error.keep_max_s)}
         case PromptTooLong():
             return {
                 "input_token_count": str(error.input_token_count),

@@ -18,7 +18,7 @@ from weir.v1 import inference_service_pb2 as pb
 
 from api.access.auth import check_model, payer
 from api.access.standing_key import StandingKey
-from api.errors import FieldViolation, InvalidRequest, Overloaded, RequestUnderWay, UnknownRequest
+from api.errors import FieldViolation, InvalidRequest, KeepTooLong, Overloaded, RequestUnderWay, UnknownRequest
 from api.process import Process
 from api.requests.live import Caller, LiveRequest
 from api.statuses import status_of
@@ -251,9 +251,9 @@ class ClientStream:
 
 
 def check_keep(keep_s: float | None, keep_max_s: float) -> None:
-    """Raises: InvalidRequest if a request wants to go on unattended for longer than this server lets it."""
+    """Raises: KeepTooLong if a request wants to go on unattended for longer than this server lets it."""
     if keep_s is not None and keep_s > keep_max_s:
-        raise InvalidRequest([FieldViolation("keep_on_disconnect", f"must be at most {keep_max_s:g} s here, not {keep_s:g} s")])
+        raise KeepTooLong(keep_s, keep_max_s)
 
 
 def remaining_s(context: Context) -> float | None:

@@ -45,6 +45,7 @@ CONFORMANCE = Path(__file__).resolve().parents[2] / "sdk" / "conformance.json"
 PROMPT = (7, 8, 9, 10)
 ENCODER = "encoder"
 EMBEDDING_PICOS = 20_000
+TIGHT_KEEP_S = 20.0
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +59,29 @@ def service(tmp_path_factory: pytest.TempPathFactory, postgres_server: str, temp
             yield service
             assert service.stop() == 0, service.log[-4000:]
         assert service.books.held_hold_count() == 0
+
+
+@pytest.fixture(scope="module")
+def tight_process(tmp_path_factory: pytest.TempPathFactory, service: Service) -> Iterator[Service]:
+    """A second server of the same machine, which keeps little, and for a short time."""
+    with running(tight_service(tmp_path_factory.mktemp("tight"), service)) as tight:
+        yield tight
+
+
+def tight_service(home: Path, beside: Service) -> Service:
+    """Each of them settles what the other leaves behind if it is killed."""
+    (home / "journal").symlink_to(beside.home / "journal")
+    model = beside.settings.models[MODEL]
+    return Service(home, beside.database_url, model, keep_max_s=TIGHT_KEEP_S, kept_bytes_per_request_max=100_000)
+
+
+@pytest.fixture
+def tight(tight_process: Service) -> Service:
+    """Started again if a test has killed it."""
+    assert tight_process.process is not None
+    if tight_process.process.poll() is not None:
+        tight_process.start()
+    return tight_process
 
 
 @pytest.fixture
@@ -412,6 +436,91 @@ async def test_leaves_nothing_behind_at_close(service: Service) -> None:
         door.cut()
     async with AsyncClient(service.address, tenant.secret) as client:
         assert {await settled(client, generation.request_id) for generation in kept} == {"CANCELLED"}
+
+
+async def test_keeps_as_long_as_allowed(service: Service, tight: Service) -> None:
+    tenant = await service.tenant()
+    door = TcpDoor(tight.address)
+    async with door.open(), AsyncClient(door.address, tenant.secret) as client:
+        for _ in range(2):  # the second one knows
+            generation = client.generate(MODEL, token_ids=PROMPT, max_output_tokens=1000, ignore_eos=True)
+            await anext(generation)
+            door.cut()
+            assert (await generation.wait()).usage.delivered_token_count == 1000
+            assert generation.resume_count == 1
+        with pytest.raises(InvalidRequest, match="keep_on_disconnect") as refused:
+            await client.complete(MODEL, token_ids=PROMPT, keep_on_disconnect=TIGHT_KEEP_S + 1)
+    assert float(refused.value.metadata["keep_max_s"]) == TIGHT_KEEP_S
+
+
+async def test_says_when_output_is_gone(service: Service, tight: Service) -> None:
+    tenant = await service.tenant()
+    door = TcpDoor(tight.address)
+    async with AsyncClient(tight.address, tenant.secret) as direct, door.open(), AsyncClient(door.address, tenant.secret) as client:
+        generation = client.generate(MODEL, token_ids=PROMPT, max_output_tokens=3000, ignore_eos=True)
+        await anext(generation)
+        door.shut_count = 10**6
+        door.cut()
+        await direct.complete(MODEL, token_ids=(20, 21), max_output_tokens=2000, ignore_eos=True)  # as many steps for both
+        door.shut_count = 0
+        with pytest.raises(IncompleteGeneration, match="not kept any more") as caught:
+            await generation.wait()
+        recorded = await direct.get_generation(generation.request_id)
+    partial = caught.value.partial
+    assert partial is not None
+    assert partial.usage == recorded.usage
+    assert 0 < len(partial.token_ids) < recorded.usage.billed_token_count
+    assert isinstance(caught.value.__cause__, InvalidRequest)
+    assert caught.value.__cause__.reason == "OUTPUT_GONE"
+
+
+async def test_says_how_it_was_settled(service: Service, client: AsyncClient) -> None:
+    tenant = await service.tenant()
+    door = TcpDoor(service.address)
+    async with AsyncClient(service.address, tenant.secret) as one, door.open(), AsyncClient(door.address, tenant.secret) as other:
+        started = one.generate(MODEL, token_ids=PROMPT, max_output_tokens=3000, ignore_eos=True, keep_on_disconnect=0.05)
+        await anext(started)
+        attached = other.attach(started.request_id, resume_s=60)
+        await anext(attached)
+        door.shut_count = 10**6
+        door.cut()
+        while not await is_forgotten(one, started.request_id):  # noqa: ASYNC110  # at the server
+            await asyncio.sleep(POLL_S)
+        door.shut_count = 0
+        with pytest.raises(IncompleteGeneration, match=r"settled \(cancelled\)") as caught:
+            await attached.wait()
+        recorded = await one.get_generation(started.request_id)
+    assert caught.value.partial is not None
+    assert (caught.value.partial.usage, caught.value.partial.cost) == (recorded.usage, recorded.cost)
+    assert isinstance(caught.value.__cause__, AlreadyExists)
+
+
+async def is_forgotten(client: AsyncClient, request_id: str) -> bool:
+    """Whether a request has ended, and its output is not kept any more."""
+    await settled(client, request_id)
+    try:
+        await client.attach(request_id).wait()
+    except AlreadyExists:
+        return True
+    return False
+
+
+async def test_asks_again_while_the_owner_is_away(service: Service, tight: Service) -> None:
+    tenant = await service.tenant()
+    async with AsyncClient(tight.address, tenant.secret) as one, AsyncClient(service.address, tenant.secret) as other:
+        started = one.generate(MODEL, token_ids=PROMPT, max_output_tokens=3000, ignore_eos=True)
+        await anext(started)
+        attached = other.attach(started.request_id, resume_s=60)
+        deltas = [await anext(attached)]
+        tight.kill()
+        with pytest.raises(IncompleteGeneration, match=r"settled \(failed\)") as caught:
+            deltas += [delta async for delta in attached]
+        recorded = await other.get_generation(started.request_id)
+        started.cancel()
+    assert [delta.seq for delta in deltas] == list(range(1, len(deltas) + 1))
+    assert caught.value.partial is not None
+    assert caught.value.partial.usage == recorded.usage
+    assert isinstance(caught.value.__cause__, AlreadyExists)
 
 
 async def test_costs_no_more_than_asked(client: AsyncClient) -> None:

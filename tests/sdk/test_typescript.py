@@ -19,7 +19,7 @@ from infra import typescript_sdk
 from metering.models import QuotaDimension
 from tests.conftest import new_database
 from tests.inference.encoder_checkpoints import make_random_encoder
-from tests.sdk.test_conformance import ENCODER, price_encoder
+from tests.sdk.test_conformance import ENCODER, price_encoder, tight_service
 from tests.service import MODEL, Service, make_model, running, wait_for
 
 CONFORMANCE = json.loads((typescript_sdk.SDK.parent / "conformance.json").read_text())
@@ -52,7 +52,14 @@ def service(
 
 
 @pytest.fixture(scope="module")
-def report(service: Service) -> dict[str, str]:
+def tight(tmp_path_factory: pytest.TempPathFactory, service: Service) -> Iterator[Service]:
+    """A second server, which keeps little, and for a short time."""
+    with running(tight_service(tmp_path_factory.mktemp("tight"), service)) as tight:
+        yield tight
+
+
+@pytest.fixture(scope="module")
+def report(service: Service, tight: Service) -> dict[str, str]:
     """What Node said of each of its tests: "ok", or why not."""
     tenant = asyncio.run(service.tenant())
     limited = asyncio.run(service.tenant({QuotaDimension.TOKENS_PER_MONTH: 40}))
@@ -62,6 +69,7 @@ def report(service: Service) -> dict[str, str]:
         "WEIR_ADDRESS": service.address,
         "WEIR_API_KEY": tenant.secret,
         "WEIR_TEST_LIMITED_KEY": limited.secret,
+        "WEIR_TEST_TIGHT_ADDRESS": tight.address,
         "WEIR_TEST_MODEL": MODEL,
         "WEIR_TEST_ENCODER": ENCODER,
     }

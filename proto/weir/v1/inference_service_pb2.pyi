@@ -393,7 +393,7 @@ class StartFrame(_message.Message):
         """What becomes of the request when the stream that receives it ends before it does. Unset: it is cancelled at once. Set: it goes on
         unattended for at most so long, more than 0 s; then it ends as CANCELLED. Its output is kept for `attach` while it runs, and for so
         long after its end. The server takes delivery for the client: every token counts as delivered, and is billed, once it is kept.
-        INVALID_ARGUMENT for more than the server allows (600 s unless its operator says otherwise).
+        INVALID_ARGUMENT for more than the server allows (600 s unless its operator says otherwise), with `keep_max_s` in the metadata.
         """
 
     def __init__(

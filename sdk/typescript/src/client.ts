@@ -1,11 +1,10 @@
 /** The client of the inference API. */
 
 import { create, toBinary } from "@bufbuild/protobuf";
-import { durationFromMs } from "@bufbuild/protobuf/wkt";
 import { type CallOptionsOf, type ClientOptions, Connection, RetryPolicy, resolveSettings } from "./connection.js";
 import { InvalidRequest, NO_DETAILS } from "./errors.js";
 import { ClientFrameSchema, InferenceService } from "./gen/weir/v1/inference_service_pb.js";
-import { Generation } from "./generation.js";
+import { Generation, setKeep } from "./generation.js";
 import { type AttachOptions, buildEmbed, buildStart, checkPrefetch, conversation, type EmbedOptions, type GenerateOptions, invalid, type Prompt } from "./prompt.js";
 import { RESUME_MS } from "./resumption.js";
 import { SharedStream } from "./stream.js";
@@ -45,8 +44,8 @@ export class WeirClient implements AsyncDisposable {
    */
   generate(model: string, options: GenerateOptions): Generation {
     const frame = buildStart(model, options);
-    const keep = keepFor(options);
-    if (keep.keepMs > 0 && frame.kind.case === "start") frame.kind.value.keepOnDisconnect = durationFromMs(Math.ceil(keep.keepMs));
+    const keep = keepFor(options, this.stream.keepMaxMs);
+    setKeep(frame, keep.keepMs);
     const { retry, maxMessageBytes } = this.connection.settings;
     const size = toBinary(ClientFrameSchema, frame).length + FRAMING_BYTES;
     if (size > maxMessageBytes) {
@@ -143,11 +142,15 @@ export class WeirClient implements AsyncDisposable {
   }
 }
 
-/** How long a request outlives its connection: as the caller says, else for a short time and never for longer than the caller waits. */
-function keepFor({ keepOnDisconnectMs, timeoutMs }: GenerateOptions): { keepMs: number; keepIsAsked: boolean } {
+/**
+ * How long a request outlives its connection: as the caller says, else for a short time and never for longer than the caller waits, or
+ * than the server has said that it keeps requests.
+ */
+function keepFor({ keepOnDisconnectMs, timeoutMs }: GenerateOptions, keepMaxMs: number): { keepMs: number; keepIsAsked: boolean } {
   if (keepOnDisconnectMs !== undefined && !(Number.isFinite(keepOnDisconnectMs) && keepOnDisconnectMs >= 0)) {
     throw invalid("keepOnDisconnectMs", `must be milliseconds, not ${keepOnDisconnectMs}`);
   }
   if (keepOnDisconnectMs !== undefined) return { keepMs: keepOnDisconnectMs, keepIsAsked: true };
-  return { keepMs: Math.max(1, Math.min(RESUME_MS, timeoutMs ?? RESUME_MS)), keepIsAsked: false };
+  const keepMs = keepMaxMs > 0 ? Math.max(1, Math.min(RESUME_MS, keepMaxMs, timeoutMs ?? RESUME_MS)) : 0;
+  return { keepMs, keepIsAsked: false };
 }

@@ -15,6 +15,7 @@ import type { Admitted, Event, Limits, Partial, Result } from "./values.js";
 import * as wire from "./wire.js";
 
 const EVENTS_MAX = 65_536; // one delta per token: more than any context window in use; a reader that far behind is gone
+const OWNER_AWAY = "OWNER_AWAY"; // the server's reason where it passed on what another one runs, and lost that: no end of the request
 const CANCEL_GRACE_MS = 2_000; // how long the final frame may take after a cancel: one engine step and one settlement, with room
 
 /**
@@ -42,6 +43,7 @@ export class Exchange {
   private carrier: Carrier | undefined;
   private limitChanges: { resolve(limits: Limits): void; reject(error: WeirError): void }[] = []; // asked for, not answered yet
   private lost = ""; // the sentence about output that cannot be had any more
+  private lostCause: WeirError | undefined;
   private readonly timers: NodeJS.Timeout[] = [];
   private waiters: (() => void)[] = [];
 
@@ -193,8 +195,9 @@ export class Exchange {
   }
 
   /** Output is missing that cannot be had: stops it, and ends it as incomplete with the usage that it is settled with. */
-  lose(message: string): void {
+  lose(message: string, cause: WeirError): void {
     this.lost = message;
+    this.lostCause = cause;
     this.cancel();
   }
 
@@ -253,7 +256,7 @@ export class Exchange {
   private receiveFinished(frame: FinishedFrame): void {
     const reason = this.received.finish(frame);
     if (reason === "DEADLINE" || (this.expired && reason === "CANCELLED")) this.end(this.deadlineError());
-    else this.end(this.lost ? this.incomplete(this.lost) : this.received.result(frame));
+    else this.end(this.lost ? this.incomplete(this.lost, this.lostCause) : this.received.result(frame));
   }
 
   /** The answer to a try to go on: not the end of the request, unless nothing more can be done. */
@@ -277,6 +280,11 @@ export class Exchange {
 
   private receiveFailed(frame: FailedFrame): void {
     const error = this.failure(frame);
+    if (error.reason === OWNER_AWAY && this.continuation) {
+      const verdict = this.continuation.broken(error);
+      if (verdict) this.fail(verdict);
+      return;
+    }
     this.end(this.expired && error instanceof Cancelled ? this.deadlineError() : error);
   }
 
@@ -302,7 +310,7 @@ export class Exchange {
 
   private giveUp(): void {
     const text = this.lost || `cancelled, but the server did not confirm it within ${CANCEL_GRACE_MS} ms`;
-    this.end(this.expired ? this.deadlineError() : this.incomplete(text));
+    this.end(this.expired ? this.deadlineError() : this.incomplete(text, this.lostCause));
   }
 
   private deadlineError(): DeadlineExceeded {

@@ -5,6 +5,7 @@
  */
 
 import { clone, create } from "@bufbuild/protobuf";
+import { durationFromMs } from "@bufbuild/protobuf/wkt";
 import { setTimeout as sleep } from "node:timers/promises";
 import type { RetryPolicy } from "./connection.js";
 import { Aborted, AlreadyExists, Cancelled, FailedPrecondition, NotFound, WeirError } from "./errors.js";
@@ -230,10 +231,11 @@ export class Generation implements AsyncIterable<Delta>, AsyncDisposable {
     }
     const fields = error.details.fieldViolations.map(({ field }) => field);
     if (terms.keepIsAsked || fields.length !== 1 || fields[0] !== KEEP_FIELD) return false;
-    const bare = clone(ClientFrameSchema, frame); // the operator keeps requests for less, or not at all
-    if (bare.kind.case === "start") delete bare.kind.value.keepOnDisconnect;
-    this.frame = bare;
-    this.terms = { ...terms, keepMs: 0 };
+    const keepMs = keepAllowedMs(error, terms.keepMs);
+    this.stream.keepMaxMs = keepMs;
+    this.frame = clone(ClientFrameSchema, frame);
+    setKeep(this.frame, keepMs);
+    this.terms = { ...terms, keepMs };
     return true;
   }
 
@@ -249,6 +251,19 @@ export class Generation implements AsyncIterable<Delta>, AsyncDisposable {
     this.error = error;
     return error;
   }
+}
+
+/** Writes how long the request outlives its connection; 0: not at all. */
+export function setKeep({ kind }: ClientFrame, keepMs: number): void {
+  if (kind.case !== "start") return;
+  if (keepMs > 0) kind.value.keepOnDisconnect = durationFromMs(Math.ceil(keepMs));
+  else delete kind.value.keepOnDisconnect;
+}
+
+/** For how long the operator keeps requests, as the refusal of a longer time tells; 0: not at all, or nobody knows. */
+function keepAllowedMs(refusal: WeirError, refusedMs: number): number {
+  const allowedMs = Math.floor(Number(refusal.metadata["keep_max_s"] ?? 0) * 1000);
+  return allowedMs > 0 && allowedMs < refusedMs ? allowedMs : 0;
 }
 
 function isResult(outcome: Result | WeirError | undefined): outcome is Result {

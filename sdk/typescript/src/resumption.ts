@@ -80,7 +80,7 @@ export class Resumption implements Carrier, Continuation {
     if (error.reason === OUTPUT_GONE && this.skipTo === undefined) {
       this.skipTo = Number(error.metadata["last_seq"] ?? exchange.seq);
       this.suspend();
-      exchange.lose(`output behind frame ${exchange.seq} is not kept any more`);
+      exchange.lose(`output behind frame ${exchange.seq} is not kept any more`, error);
       this.try();
       return undefined;
     }

@@ -158,6 +158,8 @@ class StreamConnection implements Carrier {
 
 /** Opens the stream when it is first needed, and again after it ended or its server began to drain. */
 export class SharedStream {
+  /** For so long the servers keep requests, as far as they have said. */
+  keepMaxMs = Infinity;
   private current: StreamConnection | undefined;
   private readonly running = new Set<StreamConnection>();
   private readonly suspended = new Set<Exchange>();

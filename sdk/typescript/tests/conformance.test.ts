@@ -24,11 +24,12 @@ import {
   type UsageUpdate,
   WeirClient,
 } from "../src/index.js";
-import { answering, ScriptedServer } from "./scripted.js";
+import { answering, away, delta, finished, ScriptedServer } from "./scripted.js";
 
 const MODEL = environment("WEIR_TEST_MODEL");
 const ENCODER = environment("WEIR_TEST_ENCODER");
 const ADDRESS = environment("WEIR_ADDRESS");
+const TIGHT_ADDRESS = environment("WEIR_TEST_TIGHT_ADDRESS"); // of a server that keeps some 1,600 tokens, for 20 s
 const LIMITED_KEY = environment("WEIR_TEST_LIMITED_KEY"); // of an organization with 40 tokens per month
 const INPUT_PICOS = 150_000n; // the test server's prices
 const CACHED_PICOS = 15_000n;
@@ -235,11 +236,9 @@ promise("looks-up", async (client) => {
 promise("retries-what-was-not-taken", async () => {
   // A door that is shut at first: the first connections are closed before a byte went through.
   let closedCount = 0;
-  const { address, server } = await gate((socket) => {
+  const { address, server } = await gate(() => {
     closedCount += 1;
-    if (closedCount > 1) return true;
-    socket.destroy();
-    return false;
+    return closedCount > 1;
   });
   const client = new WeirClient({ address, maxRetries: 5 });
   const result = await client.complete(MODEL, SHORT);
@@ -421,6 +420,88 @@ promise("leaves-nothing-behind-at-close", async (direct) => {
   server.close();
 });
 
+promise("keeps-as-long-as-allowed", async () => {
+  const { address, server, cut } = await gate(() => true, TIGHT_ADDRESS);
+  await using client = new WeirClient({ address });
+  for (const _ of [1, 2]) { // the second one knows
+    const generation = client.generate(MODEL, { ...LONG, maxOutputTokens: 1000 });
+    await generation[Symbol.asyncIterator]().next();
+    cut();
+    assert.equal((await generation.result()).usage.deliveredTokenCount, 1000);
+    assert.equal(generation.resumeCount, 1);
+  }
+  await assert.rejects(client.complete(MODEL, { ...SHORT, keepOnDisconnectMs: 21_000 }), (error: unknown) => {
+    assert.ok(error instanceof InvalidRequest);
+    assert.match(error.message, /keep_on_disconnect/);
+    assert.equal(Number(error.metadata["keep_max_s"]), 20);
+    return true;
+  });
+  server.close();
+});
+
+promise("says-when-output-is-gone", async () => {
+  await using direct = new WeirClient({ address: TIGHT_ADDRESS });
+  let isOpen = true;
+  const { address, server, cut } = await gate(() => isOpen, TIGHT_ADDRESS);
+  await using client = new WeirClient({ address });
+  const generation = client.generate(MODEL, LONG);
+  await generation[Symbol.asyncIterator]().next();
+  isOpen = false;
+  cut();
+  await direct.complete(MODEL, { ...LONG, tokenIds: [20, 21], maxOutputTokens: 2000 }); // as many steps for both
+  isOpen = true;
+  await assert.rejects(generation.result(), (error: unknown) => {
+    assert.ok(error instanceof IncompleteGeneration && error.cause instanceof InvalidRequest);
+    assert.equal(error.cause.reason, "OUTPUT_GONE");
+    assert.ok(error.partial?.usage !== undefined && error.partial.tokenIds.length > 0);
+    assert.ok(error.partial.tokenIds.length < error.partial.usage.billedTokenCount);
+    return true;
+  });
+  assert.deepEqual((await direct.getGeneration(generation.requestId)).usage, generation.partial.usage);
+  server.close();
+});
+
+promise("says-how-it-was-settled", async (direct) => {
+  let isOpen = true;
+  const { address, server, cut } = await gate(() => isOpen);
+  await using client = new WeirClient({ address });
+  const started = direct.generate(MODEL, { ...LONG, keepOnDisconnectMs: 50 });
+  await started[Symbol.asyncIterator]().next();
+  const attached = client.attach(started.requestId, { resumeMs: 60_000 });
+  await attached[Symbol.asyncIterator]().next();
+  isOpen = false;
+  cut();
+  const recorded = await until(() => direct.getGeneration(started.requestId), ({ state }) => state !== "RUNNING");
+  await until(() => direct.attach(started.requestId).result().catch((error: unknown) => error), (end) => end instanceof AlreadyExists);
+  isOpen = true;
+  await assert.rejects(attached.result(), (error: unknown) => {
+    assert.ok(error instanceof IncompleteGeneration && error.cause instanceof AlreadyExists);
+    assert.match(error.message, /settled \(cancelled\)/);
+    assert.deepEqual([error.partial?.usage, error.partial?.cost], [recorded.usage, recorded.cost]);
+    return true;
+  });
+  server.close();
+});
+
+promise("asks-again-while-the-owner-is-away", async () => {
+  const attachedTo: number[] = [];
+  await using server = await new ScriptedServer(async (stream) => {
+    const requestId = (await stream.read())!.requestId;
+    stream.send({ requestId, kind: { case: "admitted", value: {} } }, delta(requestId, 1, "Hel"), away(requestId));
+    for (let frame = await stream.read(); frame !== undefined; frame = await stream.read()) {
+      if (frame.kind.case !== "attach") continue;
+      const { afterSeq } = frame.kind.value;
+      if (attachedTo.push(Number(afterSeq)) < 3) stream.send(away(requestId));
+      else stream.send({ requestId, kind: { case: "attached", value: { afterSeq } } }, delta(requestId, 2, "lo"), finished(requestId, 2));
+    }
+  }).open();
+  await using client = new WeirClient({ address: server.address });
+  const generation = client.generate(MODEL, SHORT);
+  assert.equal((await generation.result()).text, "Hello");
+  assert.deepEqual(attachedTo, [1, 1, 1]);
+  assert.equal(generation.resumeCount, 1);
+});
+
 promise("costs-no-more-than-asked", async (client) => {
   const limit = new Money("USD", 4n * INPUT_PICOS + 10n * OUTPUT_PICOS);
   const { finishReason, cost, usage } = await client.complete(MODEL, { ...LONG, maxCost: limit });
@@ -501,14 +582,21 @@ promise("refuses-half-a-certificate", async () => {
 });
 
 /** A TCP door before the server that lets those connections through that `admit` says yes to. */
-async function gate(admit: (socket: Socket) => boolean): Promise<{ address: string; server: Server; cut: () => void }> {
-  const [host, port] = [ADDRESS.slice(0, ADDRESS.lastIndexOf(":")), Number(ADDRESS.slice(ADDRESS.lastIndexOf(":") + 1))];
+async function gate(
+  admit: (socket: Socket) => boolean,
+  behindAddress = ADDRESS,
+): Promise<{ address: string; server: Server; cut: () => void }> {
+  const colon = behindAddress.lastIndexOf(":");
+  const [host, port] = [behindAddress.slice(0, colon), Number(behindAddress.slice(colon + 1))];
   const sockets = new Set<Socket>();
   const server = createServer((socket) => {
     sockets.add(socket);
     socket.on("error", () => {});
     socket.on("close", () => sockets.delete(socket));
-    if (!admit(socket)) return;
+    if (!admit(socket)) {
+      socket.destroy();
+      return;
+    }
     const behind = connect(port, host);
     behind.on("error", () => socket.destroy());
     socket.on("close", () => behind.destroy());

@@ -1,7 +1,9 @@
 /** A server on loopback that does what a test tells it to: the double of our own server where that cannot be brought to do it. */
 
 import { create, fromBinary, type MessageInitShape, toBinary } from "@bufbuild/protobuf";
-import { Server, ServerCredentials, type ServerDuplexStream, type ServerUnaryCall, type sendUnaryData, type status } from "@grpc/grpc-js";
+import { anyPack } from "@bufbuild/protobuf/wkt";
+import { Server, ServerCredentials, type ServerDuplexStream, type ServerUnaryCall, type sendUnaryData, status } from "@grpc/grpc-js";
+import { ErrorInfoSchema, RetryInfoSchema } from "../src/gen/google/rpc/error_details_pb.js";
 import {
   type ClientFrame,
   type GenerateRequest,
@@ -11,6 +13,7 @@ import {
   ListModelsResponseSchema,
   type ServerFrameSchema,
 } from "../src/gen/weir/v1/inference_service_pb.js";
+import { FinishReason } from "../src/gen/weir/v1/types_pb.js";
 
 /** One frame of the server, without its request id. */
 export type Frame = MessageInitShape<typeof ServerFrameSchema>;
@@ -111,8 +114,7 @@ export function answering(...texts: string[]): Script {
       if (kind.case !== "start") continue;
       stream.send({ requestId, kind: { case: "admitted", value: { inputTokenCount: 5n } } });
       texts.forEach((text, index) => stream.send(delta(requestId, index + 1, text)));
-      const usage = { inputTokenCount: 5n, deliveredTokenCount: BigInt(texts.length), billedTokenCount: BigInt(texts.length) };
-      stream.send({ requestId, kind: { case: "finished", value: { reason: 1, usage, cost: { currencyCode: "USD" } } } });
+      stream.send(finished(requestId, texts.length));
     }
   };
 }
@@ -120,4 +122,18 @@ export function answering(...texts: string[]): Script {
 /** One token of text, whose id is its number. */
 export function delta(requestId: string, seq: number, text: string): Frame {
   return { requestId, kind: { case: "delta", value: { seq: BigInt(seq), text, tokenIds: [seq] } } };
+}
+
+/** The end of a request that ran. */
+export function finished(requestId: string, tokenCount: number): Frame {
+  const usage = { inputTokenCount: 5n, deliveredTokenCount: BigInt(tokenCount), billedTokenCount: BigInt(tokenCount) };
+  return { requestId, kind: { case: "finished", value: { reason: FinishReason.STOP, usage, cost: { currencyCode: "USD" } } } };
+}
+
+/** The server that runs the request does not answer. */
+export function away(requestId: string): Frame {
+  const info = anyPack(ErrorInfoSchema, create(ErrorInfoSchema, { reason: "OWNER_AWAY", domain: "weir.dev" }));
+  const retry = anyPack(RetryInfoSchema, create(RetryInfoSchema, { retryDelay: { nanos: 10_000_000 } }));
+  const unavailable = { code: status.UNAVAILABLE, message: "the server that runs this request does not answer", details: [info, retry] };
+  return { requestId, kind: { case: "failed", value: { status: unavailable } } };
 }

@@ -21,7 +21,7 @@ from weir_client.connection import (
     RetryPolicy,
 )
 from weir_client.embedding import EmbedInput, EmbedOptions, EmbedResult, build_embed, embed_result
-from weir_client.generation import AsyncGeneration, Terms
+from weir_client.generation import AsyncGeneration, Terms, set_keep
 from weir_client.prompt import AttachOptions, GenerateOptions, Prompt, build_start, checked_prefetch, conversation
 from weir_client.quote import Quote
 from weir_client.resumption import RESUME_S
@@ -121,11 +121,12 @@ class AsyncClient:
         if max_retries is not None:
             retry = RetryPolicy(max_retries, retry.wait_max_s)
         asked = "keep_on_disconnect" in options
-        keep_s = (options["keep_on_disconnect"] or None) if asked else RESUME_S
-        if not asked and timeout_s is not None:  # never for longer than the caller waits
-            keep_s = max(min(RESUME_S, timeout_s), KEEP_MIN_S)
-        if keep_s is not None:
-            frame.start.keep_on_disconnect.FromNanoseconds(round(keep_s * 1e9))
+        if asked:
+            keep_s = options["keep_on_disconnect"] or None
+        else:  # never for longer than the caller waits, or than the server has said that it keeps requests
+            longest_s = min(RESUME_S, RESUME_S if timeout_s is None else timeout_s, self._open_stream().keep_max_s)
+            keep_s = max(longest_s, KEEP_MIN_S) if self._open_stream().keep_max_s else None
+        set_keep(frame.start, keep_s)
         return Terms(timeout_s, retry, keep_s, keep_is_asked=asked, prefetch_tokens=options.get("prefetch_tokens"))
 
     async def complete(self, model: str, prompt: Prompt | None = None, **options: Unpack[GenerateOptions]) -> Result:

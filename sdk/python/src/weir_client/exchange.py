@@ -20,6 +20,7 @@ from weir_client.status import error_from_status
 from weir_client.values import Admitted, Event, FinishReason, Partial, Result, Resumed, UsageUpdate
 
 EVENTS_MAX = 65_536  # one delta per token: more than any context window in use; a reader that far behind is gone
+OWNER_AWAY = "OWNER_AWAY"  # the server's reason where it passed on what another one runs, and lost that: no end of the request
 CANCEL_GRACE_S = 2.0  # how long the final frame may take after a cancel: one engine step and one settlement, with room
 
 
@@ -48,6 +49,7 @@ class Exchange:
         self._received = Received(request_id, model, after_seq)
         self._prefetch = prefetch
         self._lost = ""  # the sentence about output that cannot be had any more
+        self._lost_cause: errors.WeirError | None = None
         self._limit_changes = LimitChanges()
         self._carrier: Carrier | None = None
         self._timers: list[asyncio.TimerHandle] = []
@@ -172,9 +174,9 @@ class Exchange:
         """Nobody can go on with it. If the caller's time is over, that is what it ends with."""
         self._end(self._deadline_error() if self.expired else error)
 
-    def lose(self, message: str) -> None:
+    def lose(self, message: str, cause: errors.WeirError) -> None:
         """Output is missing that cannot be had: stops it, and ends it as incomplete with the usage that it is settled with."""
-        self._lost = message
+        self._lost, self._lost_cause = message, cause
         self.cancel()
 
     def release(self) -> None:
@@ -220,7 +222,7 @@ class Exchange:
         if reason is FinishReason.DEADLINE or (self.expired and reason is FinishReason.CANCELLED):
             self._end(self._deadline_error())
         elif self._lost:
-            self._end(self.incomplete(self._lost))
+            self._end(self.incomplete(self._lost, self._lost_cause))
         else:
             self._end(self._received.result(frame))
 
@@ -246,6 +248,10 @@ class Exchange:
 
     def _receive_failed(self, frame: pb.FailedFrame) -> None:
         error = self._failure(frame)
+        if error.reason == OWNER_AWAY and self.continuation is not None:
+            if (verdict := self.continuation.broken(error)) is not None:
+                self.fail(verdict)
+            return
         self._end(self._deadline_error() if self.expired and isinstance(error, errors.Cancelled) else error)
 
     def _push(self, event: Event) -> None:
@@ -265,7 +271,8 @@ class Exchange:
         if self.expired:
             self._end(self._deadline_error())
         else:
-            self._end(self.incomplete(self._lost or f"cancelled, but the server did not confirm it within {CANCEL_GRACE_S:g} s"))
+            message = self._lost or f"cancelled, but the server did not confirm it within {CANCEL_GRACE_S:g} s"
+            self._end(self.incomplete(message, self._lost_cause))
 
     def _deadline_error(self) -> errors.DeadlineExceeded:
         return errors.DeadlineExceeded(

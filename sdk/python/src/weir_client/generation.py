@@ -38,6 +38,23 @@ class Terms:
     prefetch_tokens: int | None = None  # output that may be unread; None: what comes
 
 
+def set_keep(start: pb.StartFrame, keep_s: float | None) -> None:
+    """Writes how long the request outlives its connection; None: not at all."""
+    if keep_s is None:
+        start.ClearField("keep_on_disconnect")
+    else:
+        start.keep_on_disconnect.FromNanoseconds(round(keep_s * 1e9))
+
+
+def keep_allowed_s(refusal: errors.WeirError, refused_s: float) -> float | None:
+    """For how long the operator keeps requests, as the refusal of a longer time tells; None: not at all, or nobody knows."""
+    try:
+        allowed_s = float(refusal.metadata.get("keep_max_s", 0))
+    except ValueError:
+        return None
+    return allowed_s if 0 < allowed_s < refused_s else None
+
+
 class AsyncGeneration:
     """A streamed answer. Made by `AsyncClient.generate`; nothing is sent before it is entered, iterated or waited for.
 
@@ -279,13 +296,15 @@ class AsyncGeneration:
             self._frame = pb.ClientFrame(request_id=self.request_id, attach=pb.AttachFrame())
             return True
         fields = {each.field for each in error.details.field_violations}
-        if not self._terms.keep_is_asked and fields == {KEEP_FIELD}:  # the operator keeps requests for less, or not at all
-            self._frame = pb.ClientFrame()
-            self._frame.CopyFrom(frame)
-            self._frame.start.ClearField("keep_on_disconnect")
-            self._terms = replace(self._terms, keep_s=None)
-            return True
-        return False
+        if self._terms.keep_is_asked or fields != {KEEP_FIELD}:
+            return False
+        keep_s = keep_allowed_s(error, self._terms.keep_s)
+        self._stream.keep_max_s = keep_s or 0.0
+        self._frame = pb.ClientFrame()
+        self._frame.CopyFrom(frame)
+        set_keep(self._frame.start, keep_s)
+        self._terms = replace(self._terms, keep_s=keep_s)
+        return True
 
     def _retry_wait_s(self, error: errors.WeirError) -> float | None:
         exchange, loop = self._exchange, self._loop

@@ -75,7 +75,7 @@ class Resumption:
         if error.reason == OUTPUT_GONE and self._skip_to is None:
             self._skip_to = int(error.metadata.get("last_seq", exchange.seq))
             self._suspend()
-            exchange.lose(f"output behind frame {exchange.seq} is not kept any more")  # cancels, which tries at once
+            exchange.lose(f"output behind frame {exchange.seq} is not kept any more", error)  # cancels, which tries at once
             self._try()
             return None
         return self._ended(error)

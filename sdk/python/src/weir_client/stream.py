@@ -8,6 +8,7 @@ go on (`resumption`).
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import deque
 from collections.abc import Callable
 
@@ -156,6 +157,8 @@ class StreamConnection:
 
 class SharedStream:
     """Opens the stream when it is first needed, and again after it ended or its server began to drain."""
+
+    keep_max_s = math.inf  # for so long the servers keep requests, as far as they have said
 
     def __init__(self, open_call: Callable[[], Call], tasks: asyncio.TaskGroup) -> None:
         self._open_call = open_call
