@@ -64,6 +64,7 @@ CODES: tuple[tuple[type[Exception], int], ...] = (
     (KeyRevokedMidway, code_pb2.UNAUTHENTICATED),
     (PermissionDenied, code_pb2.PERMISSION_DENIED),
     (ModelNotAllowed, code_pb2.PERMISSION_DENIED),
+    (KeepTooLong, code_pb2.INVALID_ARGUMENT),
     (InvalidRequest, code_pb2.INVALID_ARGUMENT),
     (PromptTooLong, code_pb2.INVALID_ARGUMENT),
     (InputsTooLong, code_pb2.INVALID_ARGUMENT),

@@ -103,7 +103,10 @@ def test_two_incidents_have_two_ids() -> None:
 def test_a_violation_names_its_field() -> None:
     invalid = errors.InvalidRequest([FieldViolation("a", "must be b"), FieldViolation("c[0]", "must be d")])
 
+    too_long = Refusal(status_of(errors.KeepTooLong(30.0, 20.5)))
+
     assert Refusal(status_of(invalid)).fields == ["a", "c[0]"]
+    assert (too_long.fields, too_long.info.metadata["keep_max_s"]) == (["keep_on_disconnect"], "20.5")
     assert Refusal(status_of(InvalidValue("name", "give one"))).fields == ["name"]
 
 
