@@ -63,6 +63,8 @@ from metering.store.store_gate import StoreGate
 
 HEALTH_INTERVAL_S = 0.2
 SETTLE_GRACE_S = 10.0  # after the drain time, for the settlement of what was still running
+# Requests leave nothing to collect; to find that out the collector walks through all that is new, and stops all streams meanwhile.
+COLLECT_AFTER_OBJECTS = 50_000  # some MB; as many as 500 requests at once have
 
 log = structlog.get_logger(__name__)
 
@@ -270,6 +272,7 @@ async def serve(settings: Settings) -> None:
             background.append(tasks.create_task(safety.classifiers.serve(), name="classifiers"))
             await start_classifiers(safety.classifiers)
         gc.freeze()  # what stands now stands to the end: a full collection that looked at it again would stop all streams for 5 ms
+        gc.set_threshold(COLLECT_AFTER_OBJECTS)
         await peer_server.start()
         await listener.start()
         await metrics.start(Scrapes(parts, sessions))

@@ -61,7 +61,7 @@ class LiveEmbedding:
         self._process = process
         self._watch = Stopwatch(caller.received_at, caller.auth_ms)
         self._answer: asyncio.Future[pb.EmbedResponse] = asyncio.get_running_loop().create_future()
-        self._interruption = Interruption(lambda: self._stop_error)
+        self._interruption = Interruption()
         self._lease: Lease | None = None
         self._settled: Settled | None = None
         self._stop_error: Exception | None = None
@@ -134,7 +134,7 @@ class LiveEmbedding:
     async def _embed(self) -> pb.EmbedResponse:
         """All of it. Raises what breaks it, with nothing billed."""
         async with contextlib.AsyncExitStack() as stack:
-            with self._interruption.possible():
+            with self._interruption.possible(lambda: self._stop_error):
                 encoder = self._process.router.choose_encoder(self.start.model)
                 check_against_model(self.start, encoder.model, input_count_max(encoder.model))
                 texts = await tokenize_inputs(self.start, self._process.tokenizers[self.start.model], encoder)
@@ -144,7 +144,7 @@ class LiveEmbedding:
                 self._watch.lap("admission")
             self._lease = lease
             try:
-                with self._interruption.possible():
+                with self._interruption.possible(lambda: self._stop_error):
                     vectors = await self._encode(encoder, places)
                 self._deliver(lease, texts)
             finally:

@@ -45,9 +45,7 @@ class EngineRun:
         reply: Reply,
         watch: Stopwatch,
         usage: UsageSoFar,
-        on_begun: Callable[[], None],
     ) -> None:
-        """on_begun: called when the engine has let it enter."""
         self.migration_count = 0
         self.has_ended = False
         self._request = request
@@ -56,7 +54,6 @@ class EngineRun:
         self._reply = reply
         self._watch = watch
         self._usage = usage
-        self._on_begun = on_begun
         self._sequence: SequenceStream | None = None
         self._is_cancelled = False
         self._output: list[int] = []  # of a request that may be continued
@@ -68,15 +65,18 @@ class EngineRun:
         if self._sequence is not None:
             self._sequence.cancel()
 
-    async def run(self, engine: Engine) -> Outcome:
-        """Hand on what the engine generates; the outcome as the engine saw it. Raises what breaks it."""
+    async def run(self, engine: Engine, on_begun: Callable[[], None]) -> Outcome:
+        """Hand on what the engine generates; the outcome as the engine saw it. Raises what breaks it.
+
+        on_begun: called when the engine has let it enter.
+        """
         request = replace(self._request, rank=self._place.rank)
         while True:
             async with engine.generate(request) as sequence:
                 self._sequence = sequence
                 if self._is_cancelled:  # while the engine was taking it
                     sequence.cancel()
-                outcome = await self._stream(sequence)
+                outcome = await self._stream(sequence, on_begun)
             if outcome is not None:
                 return outcome
             limits = self._limits
@@ -84,14 +84,14 @@ class EngineRun:
             stop = replace(request.stop, max_output_tokens=limits.engine_token_count_max)
             request = replace(request, stop=stop, output_token_ids=tuple(self._output))
 
-    async def _stream(self, sequence: SequenceStream) -> Outcome | None:
+    async def _stream(self, sequence: SequenceStream, on_begun: Callable[[], None]) -> Outcome | None:
         """The outcome, or None if it is to go on from where it has ended."""
         usage, request = self._usage, self._request
         async for event in sequence:
             match event:
                 case Scheduled():
                     if not self._first_timings:
-                        self._on_begun()
+                        on_begun()
                         self._place.begun()
                         usage.input_token_count = len(request.prompt_token_ids)
                         usage.cached_input_token_count = event.cached_token_count

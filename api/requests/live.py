@@ -93,7 +93,7 @@ class LiveRequest:
         self.attendance = Attendance(self.feed, start.keep_s, self.stop, self.update)
         self._reply = Reply(self.feed, start, self.stop)
         self._watch = Stopwatch(caller.received_at, caller.auth_ms)
-        self._interruption = Interruption(self._interruption_error)
+        self._interruption = Interruption()
         self._engine_run: EngineRun | None = None  # once it was its turn
         self._lease: Lease | None = None  # while the request waits or runs under it
         self._engine_outcome: Outcome | None = None  # once the engine has ended it
@@ -184,7 +184,7 @@ class LiveRequest:
         try:
             structlog.contextvars.bind_contextvars(request_id=str(self.start.request_id))  # of this task alone, so never unbound
             async with contextlib.AsyncExitStack() as stack:
-                with self._interruption.possible():
+                with self._interruption.possible(self._interruption_error):
                     engine, request = await self._prepare()
                     place = stack.enter_context(self._enter_queue(engine, request))
                     asked = admission_request(self.start, request, self.caller.payer)
@@ -213,6 +213,9 @@ class LiveRequest:
             self.feed.end(end)
             if end is not None:
                 self._tell(lease, broken, timings or self._watch.timings())
+            # What refers to itself in a circle goes only with a collection, which stops all streams meanwhile.
+            self._reply.close()
+            broken = None
 
     def _tell(self, lease: Lease | None, broken: Exception | None, timings: Mapping[str, float]) -> None:
         """Tell operators how it has ended, and where its time went. broken: what it was refused or has failed with."""
@@ -263,12 +266,12 @@ class LiveRequest:
         self._reply.push(frames.admitted(lease.admitted, len(request.prompt_token_ids), predicted))
         timer = self._start_timer()
         try:
-            with self._interruption.possible():
+            with self._interruption.possible(self._interruption_error):
                 await self._wait_for_turn(engine, place, lease)
-            self._engine_run = EngineRun(request, place, limits, self._reply, self._watch, self.usage, self._begun)
+            self._engine_run = EngineRun(request, place, limits, self._reply, self._watch, self.usage)
             if self._stop_outcome is not None:
                 self._engine_run.cancel()
-            self._engine_outcome = await self._engine_run.run(engine)
+            self._engine_outcome = await self._engine_run.run(engine, self._begun)
         except Stopped:
             assert self._stop_outcome is not None
             lease.outcome = self._stop_outcome

@@ -58,6 +58,10 @@ class Reply:
         if discard:
             self.feed.discard()
 
+    def close(self) -> None:
+        """The request has ended: from now on this refers to nothing of it."""
+        self._stop = _ended
+
     def push(self, frame: pb.ServerFrame) -> None:
         """Say something of this request that is no output."""
         self.feed.push(frame)
@@ -154,3 +158,7 @@ class Reply:
         if output.hit is not None:
             log.info("output_filtered", rule=output.hit, choice_index=choice_index)
             self._stop(Outcome.FILTERED)
+
+
+def _ended(_: Outcome) -> None:
+    """What there was to stop has ended."""

@@ -69,8 +69,9 @@ class Attendance:
             self._unattended = asyncio.get_running_loop().call_later(self._keep_s, self.stop, Outcome.CANCELLED)
 
     def ended(self) -> None:
-        """The request is over: whoever still reads its output turns to what is kept of it."""
+        """The request is over: whoever still reads its output turns to what is kept of it, and nobody here to the request."""
         self._attended()
+        self._stop, self._update = _ended, _ended
         if self.feed.receiver is not None:
             self.feed.receiver.source = self.feed
 
@@ -78,3 +79,7 @@ class Attendance:
         if self._unattended is not None:
             self._unattended.cancel()
             self._unattended = None
+
+
+def _ended(*_: object) -> None:
+    """What there was to stop or to change has ended."""

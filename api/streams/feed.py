@@ -17,7 +17,7 @@ from api.errors import AttachedElsewhere, OutputGone
 from api.statuses import status_of
 from api.streams import frames
 from api.streams.mailbox import Mailbox
-from api.streams.outbox import Delivery, Tally, do_nothing
+from api.streams.outbox import Delivery, Tally, do_nothing, no_fence
 from api.streams.receiver import Receiver
 from api.streams.waiting_output import WaitingOutput
 from metering.billing.pricing import TokenPrices
@@ -54,7 +54,8 @@ class Feed:
         self.mailbox = mailbox
         self.receiver: Receiver | None = receiver
         self.usage_telling: UsageTelling | None = None
-        self._flow = flow
+        self._stall_max_s = flow.stall_max_s
+        self._on_stall = flow.on_stall
         self._credit = flow.credit_token_count
         self._grant_count = 0
         self._stall_timer: asyncio.TimerHandle | None = None
@@ -181,8 +182,12 @@ class Feed:
         return old
 
     def end(self, frame: pb.ServerFrame | None) -> None:
-        """The request has ended: its last frame follows what waits. None: this process ends, and tells nobody."""
+        """The request has ended: its last frame follows what waits. None: this process ends, and tells nobody.
+
+        Nothing is left to stall or to fence, and nothing here refers to the request any more: it goes at once, without a collector.
+        """
         self._end, self._has_ended = frame, True
+        self._on_stall, self.tally.fence = do_nothing, no_fence
         self._watch_credit()
         self._pump()
 
@@ -315,7 +320,7 @@ class Feed:
             frame = frames.delta(self._last_seq, choice_index, text if is_last else "", token_ids[part], logprobs[part])
             unread_seq = self._next_seq if self.receiver is not None else self._last_seq + 1
             if not mailbox.put(frame.delta, unread_seq):
-                self._flow.on_stall()
+                self._on_stall()
                 self._next_seq = self._last_seq + 1  # the request is over; what is not kept cannot be sent
             elif self._next_seq == self._last_seq and self._may_send(len(frame.delta.token_ids)):
                 self._next_seq += 1
@@ -343,4 +348,4 @@ class Feed:
             self._stall_timer = None
         if blocked and self._stall_timer is None:
             loop = asyncio.get_running_loop()
-            self._stall_timer = loop.call_later(self._flow.stall_max_s, self._flow.on_stall)
+            self._stall_timer = loop.call_later(self._stall_max_s, self._on_stall)

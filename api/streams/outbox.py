@@ -34,13 +34,18 @@ class UsageSoFar:
     delivered_token_count: int = 0
 
 
+def no_fence() -> bool:
+    """Tokens may leave."""
+    return True
+
+
 @dataclass(slots=True, eq=False)
 class Tally:
     """What a request has come to, whichever stream receives it. fence: whether tokens may leave; where not, it ends the request."""
 
     usage: UsageSoFar = field(default_factory=UsageSoFar)
     hold_id: uuid.UUID | None = None
-    fence: Callable[[], bool] = lambda: True
+    fence: Callable[[], bool] = no_fence
 
 
 def do_nothing() -> None:

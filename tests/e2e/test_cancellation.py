@@ -5,6 +5,7 @@ everything that the request held is given back. Here the server runs in this pro
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
 import random
 import signal
@@ -19,6 +20,7 @@ from typing import Any
 import grpc
 import pytest
 import pytest_asyncio
+from google.protobuf.duration_pb2 import Duration
 from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import inference_service_pb2_grpc as pb_grpc
 from weir.v1 import types_pb2
@@ -161,6 +163,32 @@ async def test_a_cancel_at_any_moment_before_the_first_token_bills_no_output(ser
             elif not end.finished.usage.input_token_count:
                 assert events == [], "the engine had not begun"
     await service.no_hold_left(tenant)
+
+
+async def test_requests_that_have_ended_leave_nothing_to_the_garbage_collector(service: Service, tenant: Tenant) -> None:
+    """Nothing of one that ran, was kept, was cancelled or was refused is part of a circle: collecting those stops all streams."""
+    async with service.stream(tenant.secret) as stream:
+        await stream.finished(await stream.begin(max_output_tokens=2))  # what is imported and remembered once is there after it
+        gc.collect()
+        gc.disable()
+        try:
+            kept = await stream.begin(max_output_tokens=3, keep_on_disconnect=Duration(seconds=60))
+            await stream.finished(await stream.begin(max_output_tokens=3))
+            await stream.finished(kept)
+            cancelled = await stream.begin(max_output_tokens=3000)
+            await stream.received(cancelled, 1)
+            await stream.cancel(cancelled)
+            await stream.finished(cancelled)
+            await stream.failed(await stream.begin(prompt=[10**6]))
+            gc.set_debug(gc.DEBUG_SAVEALL)
+            gc.collect()
+        finally:
+            gc.set_debug(0)
+            gc.enable()
+        garbage = [type(each) for each in gc.garbage]
+        gc.garbage.clear()
+
+    assert [kind for kind in garbage if kind.__module__.startswith(("api.", "inference."))] == []
 
 
 async def test_a_cancel_in_the_queue_of_the_engine_bills_nothing(inside: Inside, service: Service, tenant: Tenant) -> None:
