@@ -78,8 +78,8 @@ class QuotaState(NamedTuple):
 
     @property
     def remaining(self) -> int:
-        """What may still be held; negative where it is not enforced, or has become less than what was used."""
-        return self.limit_value - self.used - self.held
+        """What may still be held; negative where it is not enforced, or has become less than what was used. At least -2**63."""
+        return max(self.limit_value - self.used - self.held, -(2**63))
 
     @property
     def resets_at(self) -> datetime | None:

@@ -14,6 +14,7 @@ Functions take a session and never commit. Whoever changes an organization's cre
 
 from __future__ import annotations
 
+import logging
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ from metering.billing.plan_models import PrepaidOrganization
 from metering.billing.plans import UsableGrant, apply_credit
 from metering.errors import InvalidValue
 from metering.models import Organization, Quota, QuotaDimension, QuotaSubject
+from metering.money import to_decimal
 from metering.quotas.quota_recount import recount
 from metering.quotas.quota_rules import window_end
 from metering.store.db import Sessions
@@ -38,7 +40,9 @@ from metering.tenants.audit import record_change, snapshot
 from metering.tenants.tenants import find_organization
 
 ENDS_WITH_THE_MONTH = "prepaid credit that ends with the month"
-LIMIT_MAX = 2**63 - 1  # what the column holds
+LIMIT_MAX = 2**63 - 1  # what the column holds: nine million units, of all that an organization ever uses
+
+log = logging.getLogger(__name__)
 
 # What is owed by the month that bills it: usage of that month and of earlier ones, and all else. What is not rated yet will be
 # billed in its month, or the first open one after it. What a credit note gives back is paid out: nothing more to spend.
@@ -131,18 +135,30 @@ async def set_prepaid(session: AsyncSession, *, organization: str, prepaid: bool
     # Nobody is let in from here to the end: the limit is set before the first request meets it.
     await recount(session, [(quota, owner.id)])
     await record_change(session, actor=actor, action="quota.set", subject_id=str(quota.id), before=None, after=snapshot(quota))
-    await refresh(session, owner.id, actor=actor)
+    await refresh(session, owner.id, actor=actor, extending=True)
     return owner, False
 
 
-async def refresh(session: AsyncSession, organization_id: uuid.UUID, *, actor: str) -> None:
-    """Set the limit of a prepaid organization to what its credit is now; nothing for any other."""
+async def refresh(session: AsyncSession, organization_id: uuid.UUID, *, actor: str, extending: bool = False) -> None:
+    """Set the limit of a prepaid organization to what its credit is now; nothing for any other.
+
+    extending: somebody asks for credit, who is told where the limit ends. Otherwise what is beyond its end is an error in the log.
+    Raises: InvalidValue.
+    """
     await _lock(session, organization_id)
     prepaid = await session.get(PrepaidOrganization, organization_id, populate_existing=True)
     if prepaid is None:
         return
     month = await current_month(session)
-    allowed = await allowance(session, organization_id, month)
+    asked = await allowance(session, organization_id, month)
+    if asked.until_month_end_picos > LIMIT_MAX:
+        told = (
+            f"what it has used in all and its credit come to more than {to_decimal(LIMIT_MAX):,.0f} units, which no limit can say"
+        )
+        if extending:
+            raise InvalidValue("organization", f"{told}: let it pay afterwards, or go on as another organization")
+        log.error("prepaid organization %s is refused what is beyond: %s", organization_id, told)
+    allowed = Allowed(min(asked.lasting_picos, LIMIT_MAX), min(asked.until_month_end_picos, LIMIT_MAX))
     values: dict[str, Any] = {"limit_value": allowed.lasting_picos}
     values |= {"raised_limit_value": None, "raised_until": None, "raise_reason": None}
     if allowed.until_month_end_picos > allowed.lasting_picos:
@@ -174,7 +190,7 @@ async def refresh_for_the_month(sessions: Sessions) -> int:
 
 
 async def allowance(session: AsyncSession, organization_id: uuid.UUID, month: date) -> Allowed:
-    """What the quota's limit has to be in a month."""
+    """What the quota's limit has to be in a month, however much that is."""
     owed, closed = await _owed(session, organization_id, month)
     grants = await grants_of(session, organization_id)
     left = left_for(month, grants, [each for each in owed if each.month < month and each.month not in closed])
@@ -186,7 +202,7 @@ async def allowance(session: AsyncSession, organization_id: uuid.UUID, month: da
     )
     lasting_limit = used_before + max(lasting - else_due, 0)
     until_end = used_before + max(lasting + ending - else_due, 0)
-    return Allowed(min(lasting_limit, LIMIT_MAX), min(until_end, LIMIT_MAX))
+    return Allowed(lasting_limit, until_end)
 
 
 def left_for(month: date, grants: Sequence[Grant], open_before: Sequence[Owed]) -> list[tuple[Grant, int]]:

@@ -14,7 +14,7 @@ import psycopg
 
 from metering.holds.exchange import Connection, Packed, Statement, array, exchange, id_number_array, time_array
 from metering.quotas.quota_rules import CounterKey
-from metering.quotas.quotas import Counter, Counters
+from metering.quotas.quotas import USED_MAX, Counter, Counters
 
 LOCK_COUNTERS = """
 SELECT c.quota_id, c.window_start, c.used, c.held
@@ -43,9 +43,10 @@ WHERE c.quota_id = v.quota_id AND c.window_start = v.window_start
 """
 # What fails where a row that has to be moved is not there, or has no room: a division by nothing, and with it the transaction.
 GuardFailed = psycopg.errors.DivisionByZero
-MOVE_COUNTERS = """
+MOVE_COUNTERS = f"""
 WITH moved AS (
-    UPDATE quota_counters c SET used = c.used + v.used, held = c.held + v.held
+    UPDATE quota_counters c SET held = c.held + v.held, used = CASE
+        WHEN c.used <= {USED_MAX} - greatest(v.used, 0) AND c.used < {USED_MAX} THEN c.used + v.used ELSE {USED_MAX} END
     FROM unnest(%s::uuid[], %s::timestamptz[], %s::bigint[], %s::bigint[]) AS v(quota_id, window_start, used, held)
     WHERE c.quota_id = v.quota_id AND c.window_start = v.window_start RETURNING 1
 ) SELECT 1 / (count(*) = %s)::int FROM moved

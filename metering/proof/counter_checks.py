@@ -17,6 +17,7 @@ DIMENSIONS = """(VALUES
     ('tokens_per_month', 'tokens', 'month', 1, 1), ('cost_picos_per_day', 'money', 'day', 1, 1),
     ('cost_picos_per_month', 'money', 'month', 1, 1), ('prepaid_credit_picos', 'money', NULL, 1, 1))
     AS d (dimension, charge, unit, counts_input, counts_output)"""
+USED_MAX = 2**63 - 1  # where a counter ends: it says "so much or more" from there on
 MONTHS_KEPT, DAYS_KEPT = "93 days", "2 days"  # so old counters of months, and of minutes and days, get before they are deleted
 
 # A quota counts what was used before it was there if an admin has set it, and from then on what it is charged.
@@ -126,7 +127,8 @@ COUNTERS_EQUAL_HOLDS = Check(
         """,
         {
             "stands AND held <> claimed": "concat('held ', held, ', but live holds claim ', claimed)",
-            "stands AND used NOT BETWEEN least AND most": "concat('used ', used, ', but holds left ', least, ' to ', most)",
+            f"stands AND used < {USED_MAX} AND used NOT BETWEEN least AND most": "concat('used ', used, ', but holds left ', "
+            "least, ' to ', most)",
             "NOT stands AND (claimed > 0 OR (least > 0 AND kept))": "concat('is missing: holds claim ', claimed, ' and left ', "
             "least)",
         },

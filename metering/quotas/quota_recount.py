@@ -43,6 +43,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from metering.holds.hold_rows import QUOTA_LOCK
 from metering.models import Hold, HoldState, Quota, QuotaCounter, QuotaDimension, QuotaSubject
 from metering.quotas.quota_rules import DIMENSIONS, NO_WINDOW, Kind, Unit, Weights, token_scale, window_end, window_start
+from metering.quotas.quotas import USED_MAX
 
 # A batch of hold operations is given up after some seconds, and the server ends a transaction that idles.
 SETTLED_AGE = timedelta(minutes=2)
@@ -126,7 +127,7 @@ AMOUNTS = f"""
              ELSE {amount("sent", "(CASE WHEN w_cached > w_input THEN sent ELSE 0 END)", "leased")} END AS held
     FROM posted
 )
-SELECT window_start, sum({posted_at("window_end")} - {posted_at("window_start")})::bigint AS used,
+SELECT window_start, least(sum({posted_at("window_end")} - {posted_at("window_start")}), {USED_MAX})::bigint AS used,
     sum(CASE WHEN charged_at >= window_start AND charged_at < window_end THEN held ELSE 0 END)::bigint AS held
 FROM charged, unnest(CAST(:starts AS timestamptz[]), CAST(:ends AS timestamptz[])) AS s(window_start, window_end)
 GROUP BY 1
@@ -200,7 +201,8 @@ async def _write(session: AsyncSession, quota: Quota, organization_id: uuid.UUID
     await session.execute(delete(QuotaCounter).where(QuotaCounter.quota_id == quota.id))
     starts = [start for start, _ in windows if used[start] or held[start]]
     if starts:
-        rows = [{"quota_id": quota.id, "window_start": start, "used": used[start], "held": held[start]} for start in starts]
+        counted = {start: {"used": min(used[start], USED_MAX), "held": held[start]} for start in starts}
+        rows = [{"quota_id": quota.id, "window_start": start} | columns for start, columns in counted.items()]
         await session.execute(insert(QuotaCounter), rows)
     uncharged = update(Hold).where(Hold.id.in_([row.id for row in live]), ~Hold.quota_ids.contains([quota.id]))
     await session.execute(uncharged.values(quota_ids=func.array_append(Hold.quota_ids, quota.id)))

@@ -17,6 +17,9 @@ from metering.operations import QuotaState
 from metering.quotas.quota_rules import NO_WINDOW, Claim, CounterKey, Kind, QuotaRule, money_scale, window_end, window_starts
 
 Tokens = tuple[int, int]  # input and output
+# A counter that has come so far stays there, for the rest of its window: "so much or more". Limits end there, too, so that none is
+# passed; but where a limit only watches, or was set after the use, a request that was served has to be settled whatever it adds.
+USED_MAX = 2**63 - 1  # what the column holds: some nine million units of money
 
 
 @dataclass(slots=True)
@@ -49,10 +52,11 @@ class Counters:
             return
         if self.unread:
             before = self.moves.get(key, (0, 0))
-            self.moves[key] = before[0] + used, before[1] + held
+            self.moves[key] = min(before[0] + used, USED_MAX), before[1] + held
             return
         row = self.rows[key]
-        row.used += used
+        if row.used < USED_MAX:
+            row.used = min(row.used + used, USED_MAX)
         row.held += held
         assert row.used >= 0, f"counter {key} used {row.used} < 0"
         assert row.held >= 0, f"counter {key} held {row.held} < 0"

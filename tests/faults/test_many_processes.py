@@ -23,8 +23,12 @@ from pathlib import Path
 
 import grpc
 import pytest
+from sqlalchemy.ext.asyncio import AsyncSession
 from weir.v1 import inference_service_pb2_grpc as pb_grpc
 
+from metering.billing.credits import current_month, grant_credit
+from metering.billing.months import month_after
+from metering.billing.prepaid import refresh, set_prepaid
 from metering.models import QuotaDimension, QuotaSubject
 from metering.quotas.quota_admin import set_quota
 from metering.store.db import create_engine, create_sessions
@@ -56,15 +60,16 @@ DEMAND = {
     QuotaDimension.TOKENS_PER_MONTH: INPUT_TOKENS + OUTPUT_TOKENS,
     QuotaDimension.COST_PICOS_PER_DAY: COST_PICOS,
     QuotaDimension.COST_PICOS_PER_MONTH: COST_PICOS,
+    QuotaDimension.PREPAID_CREDIT_PICOS: COST_PICOS,
 }
-PREPAID = {QuotaDimension.PREPAID_CREDIT_PICOS}  # is granted, not set: `tests/metering` shows it
-assert set(DEMAND) == set(QuotaDimension) - PREPAID, "every dimension that an admin sets is proved"
+assert set(DEMAND) == set(QuotaDimension), "every dimension is proved"
 USUAL = (
     QuotaDimension.CONCURRENT_REQUESTS,
     QuotaDimension.REQUESTS_PER_MINUTE,
     QuotaDimension.OUTPUT_TOKENS_PER_MINUTE,
     QuotaDimension.TOKENS_PER_MONTH,
     QuotaDimension.COST_PICOS_PER_MONTH,
+    QuotaDimension.PREPAID_CREDIT_PICOS,
 )
 PROVED = tuple(DEMAND) if os.environ.get("WEIR_TEST_DIMENSIONS") == "all" else USUAL
 WATCH = """
@@ -218,11 +223,21 @@ async def tenants(service: Service, dimension: QuotaDimension, limits: Sequence[
             key, secret = await create_api_key(
                 session, organization=name, project="main", name="key", scopes=("inference",), lifetime=None, actor="test"
             )
-            await set_quota(
-                session, subject=QuotaSubject.ORGANIZATION, subject_ref=name, dimension=dimension, limit_value=limit, actor="test"
-            )
+            if dimension is QuotaDimension.PREPAID_CREDIT_PICOS:
+                await pay_in_advance(session, name, limit)
+            else:
+                of = QuotaSubject.ORGANIZATION
+                await set_quota(session, subject=of, subject_ref=name, dimension=dimension, limit_value=limit, actor="test")
             made.append(Tenant(name, organization.id, project.id, key, secret))
     return made
+
+
+async def pay_in_advance(session: AsyncSession, organization: str, amount_picos: int) -> None:
+    """Keep an organization to credit of that amount, which goes on into the next month: so it is the limit itself, and no raise."""
+    owner, _ = await set_prepaid(session, organization=organization, prepaid=True, actor="test")
+    last = month_after(await current_month(session))
+    await grant_credit(session, organization=organization, amount_picos=amount_picos, last_month=last, reason="paid", actor="test")
+    await refresh(session, owner.id, actor="test", extending=True)
 
 
 async def storm(services: list[Service], victim: Service, hot: Tenant, small: list[Tenant], rng: random.Random) -> None:

@@ -70,7 +70,7 @@ async def grant(session: AsyncSession, amount: int, *, last_month: date, first_m
         reason="paid",
         actor="test",
     )
-    await refresh(session, made.organization_id, actor="test")
+    await refresh(session, made.organization_id, actor="test", extending=True)
     return made
 
 
@@ -236,6 +236,19 @@ async def test_a_voided_request_gives_all_back(world: HoldWorld, books: Sessions
     await world.run(Void(admitted.hold_id))
 
     assert await remaining(books, payer) == EACH
+
+
+async def test_credit_beyond_what_a_limit_can_say_is_refused_and_not_left_unused(world: HoldWorld, books: Sessions) -> None:
+    payer = await prepaid(books, world, 0)
+    async with books.begin() as session:
+        for _ in range(9):
+            await grant(session, 10**18, last_month=DECEMBER)
+
+    with pytest.raises(InvalidValue, match="come to more than 9,223,372 units"):
+        async with books.begin() as session:
+            await grant(session, 10**18, last_month=DECEMBER)
+
+    assert await available(books) == await remaining(books, payer) == 9 * 10**18
 
 
 async def test_plans_and_limits_by_hand_are_refused_with_the_remedy(world: HoldWorld, books: Sessions) -> None:

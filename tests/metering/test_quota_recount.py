@@ -288,3 +288,49 @@ async def test_the_lock_that_admissions_share_is_what_keeps_the_sum_exact(world:
     async with sessions() as session:
         [quota] = (await session.scalars(select(Quota))).all()
     assert world.counters(quota.id) == [(0, 30)]
+
+
+@pytest.mark.parametrize("watched", [True, False], ids=["watched", "counted afterwards"])
+async def test_more_than_a_counter_can_say_is_settled_all_the_same(world: HoldWorld, sessions: Sessions, watched: bool) -> None:
+    """Nine million units of money are little in some currencies. Of a limit that only watches nothing keeps its customer below."""
+    payer = world.tenant()
+    world.set_price(10**13, 10**13, 10**13)
+    money = QuotaDimension.COST_PICOS_PER_MONTH
+    if watched:
+        await set_limit(sessions, payer, money, 100, enforced=False)
+
+    answers: list[object] = []
+    for batch in (1, 1, 2):  # settled alone and together, so with counters read and unread
+        ops = [admit(payer, input_tokens=400_000, slice_tokens=10) for _ in range(batch)]
+        answers += await world.run(*ops)
+        answers += await world.run(*(settle(op.hold_id, 10, input_tokens=400_000) for op in ops))
+    state = await set_limit(sessions, payer, money, 100, enforced=True)
+
+    assert [type(answer) for answer in answers if isinstance(answer, Exception)] == []
+    assert world.counters(state.quota_id) == [(2**63 - 1, 0)]
+    assert of_type(QuotaExceeded, await world.run(admit(payer)))
+    check_invariants(world.url, over=[state.quota_id])
+
+
+@pytest.mark.parametrize("seconds", [0, 61], ids=["in its window", "in a later one"])
+async def test_a_late_settlement_gives_back_by_the_weights_of_now(world: HoldWorld, sessions: Sessions, seconds: int) -> None:
+    """Its expiry charged the lease by the weights of then; since then the windows that still run were weighed anew."""
+    payer = world.tenant()
+    for dimension in TOKEN_DIMENSIONS:
+        await set_limit(sessions, payer, dimension)
+    early, moved = admit(payer), admit(payer)
+    await world.run(early, moved)
+    await world.run(Extend(moved.hold_id, 5, 4, 10))
+    world.advance(61)
+    await world.run(Extend(moved.hold_id, 9, 4, 10))
+    world.execute("UPDATE holds SET expires_at = now()")
+    await world.run(Expire(early.hold_id), Expire(moved.hold_id))
+    check_invariants(world.url)
+
+    for weights in (Weights(1000, 100, 1500), Weights(333, 1001, 7)):
+        for dimension in (QuotaDimension.TOKENS_PER_MINUTE, QuotaDimension.TOKENS_PER_DAY, QuotaDimension.TOKENS_PER_MONTH):
+            await set_limit(sessions, payer, dimension, weights=weights)
+    world.advance(seconds)
+    await world.run(settle(early.hold_id, 7, cached_tokens=10), settle(moved.hold_id, 12, cached_tokens=4))
+
+    check_invariants(world.url, all_ended=True)

@@ -335,7 +335,7 @@ class QuotaStatus(_message.Message):
     limit_value: _builtins.int
     """The limit in force now, in requests, tokens or picos by dimension."""
     used_value: _builtins.int
-    """Already used in this window."""
+    """Already used in this window; 9223372036854775807 for that or more."""
     held_value: _builtins.int
     """Held by requests that run now."""
     remaining_value: _builtins.int
