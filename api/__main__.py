@@ -32,6 +32,7 @@ from api.logs import configure_logs
 from api.observability.observer import Observer
 from api.observability.process_metrics import Parts
 from api.observability.scrape import MetricsListener, Scrapes
+from api.observability.spans import open_spans
 from api.openai.door import Door
 from api.openai.listener import Listener
 from api.process import Process
@@ -235,7 +236,8 @@ async def serve(settings: Settings) -> None:
     store = create_engine(settings.database_url, pool_size=settings.database_connections_max, gate=gate)
     sessions = create_sessions(store)
     journal, notices = UsageJournal(settings.journal_directory, owner_id), UsageNotices(sessions)
-    observer = Observer(model.name for model in router.models())
+    spans = open_spans(owner_id)
+    observer = Observer((model.name for model in router.models()), spans)
     holds = open_holds(settings, journal, gate, signer, notices, observer)
     capacity, health, authenticator = Capacity(settings.requests_per_process_max), Health(), open_door(settings, sessions)
     async with asyncio.TaskGroup() as tasks:
@@ -296,6 +298,8 @@ async def serve(settings: Settings) -> None:
         for task in background:
             task.cancel()
     journal.close()
+    if spans is not None:
+        await asyncio.to_thread(spans.close)
     await store.dispose()
     log.info("stopped")
 

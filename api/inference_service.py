@@ -18,6 +18,7 @@ from api.embedding.embedding import EmbedCaller
 from api.embedding.embedding_wire import parse_embed
 from api.errors import Overloaded
 from api.interceptor import Context
+from api.observability.trace_context import trace_of_metadata
 from api.process import Process
 from api.quota_wire import effective_quota_statuses
 from api.requests.quoting import quote
@@ -63,7 +64,8 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
             auth_ms = (time.monotonic() - opened_at) * 1000
             interval_s = self._process.admission.settings.stream_key_check_s
             key = StandingKey(principal, lambda: self._authenticator.principal(context), interval_s)
-            stream = ClientStream(self._process, key, auth_ms, secret=bearer_token(context), is_relayed=self._for_peers)
+            secret, trace = bearer_token(context), trace_of_metadata(context.invocation_metadata())
+            stream = ClientStream(self._process, key, auth_ms, secret=secret, is_relayed=self._for_peers, trace=trace)
             await stream.serve(requests, context)
 
     async def CountTokens(self, request: pb.CountTokensRequest, context: Context) -> pb.CountTokensResponse:
@@ -113,4 +115,5 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
         start = parse_embed(request)
         check_model(principal, start.model)
         deadline = None if granted_s is None else received_at + granted_s
-        return await self._process.embed(EmbedCaller(payer(principal), auth_ms, received_at, deadline), start).answer()
+        caller = EmbedCaller(payer(principal), auth_ms, received_at, deadline, trace_of_metadata(context.invocation_metadata()))
+        return await self._process.embed(caller, start).answer()

@@ -123,6 +123,11 @@ class ValidStart:
     regions: tuple[str, ...] = ()
     served: str = ""
 
+    @property
+    def operation(self) -> str:
+        """What it is, by OpenTelemetry's names."""
+        return "chat" if self.prompt and isinstance(self.prompt[0], ChatMessage) else "text_completion"
+
 
 def parse_request_id(text: str) -> uuid.UUID:
     """Raises: InvalidRequest."""

@@ -194,6 +194,12 @@ BORDERS = (
         why="HTTP is the business of one door, and of one page for operators",
     ),
     Border(
+        ("opentelemetry",),
+        inside=PRODUCT,
+        save_for=("api/observability/otlp.py",),
+        why="an optional package: whoever sends spans alone needs it",
+    ),
+    Border(
         ("prometheus_client",),
         inside=PRODUCT,
         save_for=("api/observability/",),

@@ -20,6 +20,7 @@ from api.embedding.embedding_limits import input_count_max, parts_of
 from api.embedding.embedding_wire import TokenizedText, ValidEmbed, check_against_model, embed_response
 from api.errors import CancelledEarly, EngineLost, InputsTooLong, LongInput
 from api.observability.observer import Ending
+from api.observability.trace_context import NO_TRACE, TraceContext
 from api.queue.places import Arrival, Outlook, Place
 from api.requests.admission import AdmissionRequest, Lease
 from api.requests.interruption import Interruption
@@ -41,12 +42,16 @@ LONG_INPUTS_CHARS = 16_384  # beyond it tokenizing takes milliseconds, which bel
 
 @dataclass(frozen=True, slots=True)
 class EmbedCaller:
-    """Who asks, and since when. received_at and deadline, the latest time to begin, on the monotonic clock."""
+    """Who asks, and since when. received_at and deadline, the latest time to begin, on the monotonic clock.
+
+    trace: the one that it belongs to.
+    """
 
     payer: Payer
     auth_ms: float
     received_at: float
     deadline: float | None = None
+    trace: TraceContext = NO_TRACE
 
 
 class LiveEmbedding:
@@ -121,8 +126,8 @@ class LiveEmbedding:
 
     def _tell(self, broken: Exception | None) -> None:
         """Tell operators how it has ended, and where its time went."""
-        start, outcome = self.start, Outcome.STOP if broken is None else None
-        self._process.observer.ended(Ending(start.model, start.tier, outcome, broken, self._watch.timings(), self._settled, 0))
+        outcome, timings = Outcome.STOP if broken is None else None, self._watch.timings()
+        self._process.observer.ended(Ending(self.caller, self.start, outcome, broken, timings, self._settled, 0))
 
     def _fail(self, error: Exception) -> None:
         """Whoever still waits is told; the future of a call that has gone is looked at by nobody."""

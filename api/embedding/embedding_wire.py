@@ -34,6 +34,11 @@ class ValidEmbed:
     labels: dict[str, str]
     tier: ServiceTier
 
+    @property
+    def operation(self) -> str:
+        """What it is, by OpenTelemetry's names."""
+        return "embeddings"
+
 
 @dataclass(frozen=True, slots=True)
 class TokenizedText:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib.metadata import version
 
 import structlog
@@ -55,11 +55,9 @@ class Families(Collector):
 class Scrapes:
     """Answers scrapes."""
 
-    def __init__(self, parts: Parts, sessions: Sessions, more: Callable[[], Iterator[Metric]] = lambda: iter(())) -> None:
-        """more: metrics beside those of the parts."""
+    def __init__(self, parts: Parts, sessions: Sessions) -> None:
         self._parts = parts
         self._sessions = sessions
-        self._more = more
         self._process = ProcessCollector(registry=CollectorRegistry())
         self._asking = asyncio.Lock()
         self._asked_at: float | None = None
@@ -79,7 +77,7 @@ class Scrapes:
         backlog = await self._books()
         process = self._parts.process
         journals = await asyncio.to_thread(journal_backlog, process.admission.settings.journal_directory)
-        families = [*self._families(backlog, journals), *self._more()]
+        families = [*self._families(backlog, journals)]
         return await asyncio.to_thread(self._write, families, process.observer.counts.copy())
 
     def _families(self, backlog: Backlog | None, journals: JournalBacklog) -> Iterator[Metric]:
@@ -92,6 +90,8 @@ class Scrapes:
         yield gauge("weir_books_read", "Whether what follows could be asked of PostgreSQL.", float(backlog is not None))
         if backlog is not None:
             yield from books_metrics(backlog)
+        if process.observer.spans is not None:
+            yield from process.observer.spans.metrics()
 
     def _write(self, families: list[Metric], counts: RequestCounts) -> bytes:
         return generate_latest(Families([*families, *request_metrics(counts), *self._process.collect()]))

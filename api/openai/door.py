@@ -17,6 +17,7 @@ from api.embedding.embedding import EmbedCaller
 from api.embedding.embedding_wire import parse_embed
 from api.errors import Draining, Unauthenticated
 from api.observability.observer import HTTP
+from api.observability.trace_context import trace_context
 from api.openai import answers
 from api.openai.chat_answer import ChatAnswer
 from api.openai.chat_parameters import ChatParameters, chat_asked
@@ -73,7 +74,8 @@ class Door:
             handler, stands_for = self._find(request)
             principal = await self._authenticator.principal_of(secret_of(request), method=stands_for, peer=peer_of(request))
             auth_ms = (time.monotonic() - received_at) * 1000
-            return await handler(request, Arrival(payer(principal), request_id, received_at, auth_ms), principal)
+            trace = trace_context(request.headers.get)
+            return await handler(request, Arrival(payer(principal), request_id, received_at, auth_ms, trace), principal)
         except HttpFault as fault:
             self._process.observer.http_failed(fault.refusal.code)
             return refused(fault.refusal, request_id, closing=self._is_draining)
@@ -126,7 +128,7 @@ class Door:
             start = parse_embed(embed_request(given, str(arrival.request_id)))
             check_model(principal, start.model)
             check_dimensions(given, self._process.router.choose_encoder(start.model).model.embedding_dimension)
-            caller = EmbedCaller(arrival.payer, arrival.auth_ms, arrival.received_at)
+            caller = EmbedCaller(arrival.payer, arrival.auth_ms, arrival.received_at, trace=arrival.trace)
             response = await self._process.embed(caller, start).answer()
         except Exception as error:
             return refused(refusal_of(status_of(error), EMBEDDING_NAMES), arrival.request_id, closing=self._is_draining)

@@ -19,6 +19,7 @@ from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import types_pb2
 
 from api.errors import CancelledEarly, InvalidRequest, RequestUnderWay
+from api.observability.trace_context import NO_TRACE, TraceContext
 from api.openai import answers
 from api.openai.answers import Answer, Bill, Output
 from api.openai.parameters import Asked
@@ -50,6 +51,7 @@ class Arrival:
     request_id: uuid.UUID
     received_at: float
     auth_ms: float
+    trace: TraceContext = NO_TRACE
 
 
 class Exchange:
@@ -105,7 +107,7 @@ class Exchange:
     def _begin(self, starts: Sequence[ValidStart]) -> None:
         """Start all requests, or none. Raises: RequestInFlight, RequestUnderWay."""
         arrival = self._arrival
-        caller = Caller(arrival.payer, arrival.auth_ms, arrival.received_at)
+        caller = Caller(arrival.payer, arrival.auth_ms, arrival.received_at, trace=arrival.trace)
         keys = [(arrival.payer.project_id, start.request_id) for start in starts]
         for key, start in zip(keys, starts, strict=True):
             if (here := self._process.find(key)) is not None:

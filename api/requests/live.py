@@ -20,6 +20,7 @@ from weir.v1 import inference_service_pb2 as pb
 
 from api.errors import ApiError, CancelledEarly, DeadlineBeforeStart, EngineLost, EngineLostMidway, NotAdmittedYet
 from api.observability.observer import Ending
+from api.observability.trace_context import NO_TRACE, TraceContext
 from api.queue.places import Outlook, Place
 from api.requests.admission import Lease
 from api.requests.engine_run import EngineRun, check_output_change
@@ -68,13 +69,17 @@ class Stopped(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who asks, with what key, and since when. received_at and deadline, the latest time to begin, on the monotonic clock."""
+    """Who asks, with what key, and since when. received_at and deadline, the latest time to begin, on the monotonic clock.
+
+    trace: the one that it belongs to.
+    """
 
     payer: Payer
     auth_ms: float
     received_at: float
     deadline: float | None = None
     secret: str = field(default="", repr=False)
+    trace: TraceContext = NO_TRACE
 
 
 class LiveRequest:
@@ -222,8 +227,8 @@ class LiveRequest:
         start = self.start
         self._process.observer.ended(
             Ending(
-                start.model,
-                start.tier,
+                self.caller,
+                start,
                 lease.outcome if lease is not None else None,
                 broken,
                 timings,

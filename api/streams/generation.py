@@ -19,6 +19,7 @@ from weir.v1 import inference_service_pb2 as pb
 from api.access.auth import check_model, payer
 from api.access.standing_key import StandingKey
 from api.errors import FieldViolation, InvalidRequest, KeepTooLong, Overloaded, RequestUnderWay, UnknownRequest
+from api.observability.trace_context import NO_TRACE, TraceContext
 from api.process import Process
 from api.requests.live import Caller, LiveRequest
 from api.statuses import status_of
@@ -41,8 +42,21 @@ Context = grpc.aio.ServicerContext[pb.GenerateRequest, pb.GenerateResponse]
 class ClientStream:
     """One `Generate` call."""
 
-    def __init__(self, process: Process, key: StandingKey, auth_ms: float, *, secret: str = "", is_relayed: bool = False) -> None:
-        """secret: the API key, for other processes. is_relayed: the client is one of them, and wants what runs here."""
+    def __init__(
+        self,
+        process: Process,
+        key: StandingKey,
+        auth_ms: float,
+        *,
+        secret: str = "",
+        is_relayed: bool = False,
+        trace: TraceContext = NO_TRACE,
+    ) -> None:
+        """secret: the API key, for other processes. is_relayed: the client is one of them, and wants what runs here.
+
+        trace: the one that the call's requests are in.
+        """
+        self._trace = trace
         self._process = process
         self._key = key
         self._secret = secret
@@ -137,7 +151,7 @@ class ClientStream:
             here = self._process.find((self._key.principal.project_id, start.request_id))
             if self._is_answered(start, here):
                 return
-            caller = Caller(payer(self._key.principal), auth_ms, received_at, self._deadline, self._secret)
+            caller = Caller(payer(self._key.principal), auth_ms, received_at, self._deadline, self._secret, self._trace)
             with self._receiving(frame.request_id, start.request_id) as receiver:
                 receiver.payload_hash = start.payload_hash
                 if here is not None:

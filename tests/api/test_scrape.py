@@ -15,17 +15,15 @@ from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
 from api.observability.histogram import Histogram
-from api.observability.observer import Ending, Observer
+from api.observability.observer import Observer
 from api.observability.request_counts import RequestCounts
 from api.observability.scrape import MetricsListener
-from api.requests.stopwatch import STAGES
 from api.settings import Settings
 from metering.errors import StoreAway
 from metering.holds.journal import Delivered, UsageJournal, journal_backlog
 from metering.models import ServiceTier
-from metering.operations import Outcome, Settled
-
-TIMINGS = {f"{stage}_ms": 1.0 for stage in STAGES} | {"total_ms": 10.0}
+from metering.operations import Settled
+from tests.api.endings import TIMINGS, ending
 
 
 @pytest.mark.parametrize(
@@ -106,7 +104,7 @@ def test_what_is_read_does_not_change_while_it_is_written() -> None:
 
 def test_a_fault_in_counting_is_logged_and_breaks_no_request() -> None:
     with capture_logs() as logs:
-        Observer(["m"]).ended(Ending("m", ServiceTier.BATCH, Outcome.STOP, None, {}, None, 1))
+        Observer(["m"]).ended(ending(timings={}))
 
     assert [entry["event"] for entry in logs] == ["request_not_counted"]
 

@@ -1,0 +1,118 @@
+"""Records of requests as OpenTelemetry's spans, sent by OTLP over gRPC. Everything is set by OpenTelemetry's own variables.
+
+The spans are made when the request is over, with the times that it had: nothing is measured twice, and one that is not sampled
+costs as good as nothing. Attributes follow the semantic conventions for generative AI where these have a name for it.
+"""
+
+from __future__ import annotations
+
+import uuid
+from importlib.metadata import version
+
+from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import OTELResourceDetector, Resource
+from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
+from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+from opentelemetry.util.types import AttributeValue
+
+from api.observability.spans import Record
+
+# In the order in which they come. A request that waits for an engine twice, or for its turn before and inside the engine, has both
+# waits in one span.
+STAGES_IN_ORDER = ("auth", "tokenize", "admission", "cold_start", "queue", "prefill", "decode", "client_stall", "settle")
+NS_PER_MS = 1_000_000
+MODEL_CHARS_MAX = 128  # of what a client calls a model that there is not
+
+
+class Finished(SpanProcessor):
+    """Spans that have ended and are sampled, until they are taken."""
+
+    def __init__(self) -> None:
+        self._spans: list[ReadableSpan] = []
+
+    def on_end(self, span: ReadableSpan) -> None:
+        """See `SpanProcessor`."""
+        if span.context is not None and span.context.trace_flags.sampled:
+            self._spans.append(span)
+
+    def take(self) -> list[ReadableSpan]:
+        """All of them."""
+        taken, self._spans = self._spans, []
+        return taken
+
+
+class OtlpSender:
+    """Implements `Sender`."""
+
+    def __init__(self, owner_id: uuid.UUID, exporter: SpanExporter | None = None) -> None:
+        """exporter: where to, if that is not what the variables say."""
+        ours = {"service.name": "weir", "service.version": version("weir"), "service.instance.id": str(owner_id)}
+        resource = Resource.create(ours).merge(OTELResourceDetector().detect())
+        self._finished = Finished()
+        self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+        self._provider.add_span_processor(self._finished)
+        self._tracer = self._provider.get_tracer("weir", version("weir"))
+        self._propagator = TraceContextTextMapPropagator()
+        self._exporter = exporter or OTLPSpanExporter()
+
+    def send(self, records: list[Record]) -> bool:
+        """See `Sender`."""
+        for record in records:
+            self._make(record)
+        spans = self._finished.take()
+        return not spans or self._exporter.export(spans) is SpanExportResult.SUCCESS
+
+    def close(self) -> None:
+        """See `Sender`."""
+        self._exporter.shutdown()
+
+    def _make(self, record: Record) -> None:
+        """The spans of one request, if it is sampled: by its client, or by `OTEL_TRACES_SAMPLER` where that says nothing."""
+        carrier = {"traceparent": record.trace.traceparent, "tracestate": record.trace.tracestate}
+        parent = self._propagator.extract({key: value for key, value in carrier.items() if value})
+        at = record.ended_at_ns - int(record.timings["total_ms"] * NS_PER_MS)
+        name = f"{record.operation} {record.model[:MODEL_CHARS_MAX]}"
+        root = self._tracer.start_span(name, parent, SpanKind.SERVER, attributes(record), start_time=at)
+        if root.is_recording():
+            within = set_span_in_context(root)
+            for stage in STAGES_IN_ORDER:
+                length_ns = int(record.timings[f"{stage}_ms"] * NS_PER_MS)
+                if length_ns:
+                    self._tracer.start_span(stage, within, start_time=at).end(at + length_ns)
+                at += length_ns
+            if record.reason:
+                root.set_status(Status(StatusCode.ERROR, record.reason))
+        root.end(record.ended_at_ns)
+
+
+def attributes(record: Record) -> dict[str, AttributeValue]:
+    """Facts of one request."""
+    model = record.model[:MODEL_CHARS_MAX]
+    told: dict[str, AttributeValue] = {
+        "gen_ai.operation.name": record.operation,
+        "gen_ai.provider.name": "weir",
+        "gen_ai.request.model": model,
+        "gen_ai.response.id": str(record.request_id),
+        "weir.tier": record.tier,
+        "weir.organization_id": str(record.organization_id),
+        "weir.project_id": str(record.project_id),
+    }
+    if record.reason:
+        told["error.type"] = record.reason
+    else:
+        told |= {"gen_ai.response.model": model, "gen_ai.response.finish_reasons": (record.outcome,)}
+    if "ttft_ms" in record.timings:
+        told["gen_ai.response.time_to_first_chunk"] = record.timings["ttft_ms"] / 1000
+    if record.migration_count:
+        told["weir.migration_count"] = record.migration_count
+    if (settled := record.settled) is not None:
+        told |= {
+            "gen_ai.usage.input_tokens": settled.input_token_count + settled.embedding_token_count,
+            "gen_ai.usage.cache_read.input_tokens": settled.cached_input_token_count,
+            "gen_ai.usage.output_tokens": settled.delivered_token_count,
+            "weir.cost_picos": settled.cost_picos,
+            "weir.currency_code": settled.currency_code,
+        }
+    return told

@@ -1,0 +1,143 @@
+"""Spans of requests that have ended, for whoever collects them by OTLP: a trace for each, with a span for every stage of its time.
+
+A request leaves a small record in a bounded queue; a thread makes spans of it and sends them. Where the collector is too slow, or
+away, traces are dropped and counted, and no request waits. Prompts and answers never come here. Owns the thread and the queue.
+
+Off unless OpenTelemetry's own variables name a collector; needs `weir[otel]`, whose packages are imported then and not before.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import uuid
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import structlog
+from prometheus_client.core import Metric
+
+from api.observability.families import counter, gauge
+from api.observability.trace_context import TraceContext
+from api.setting_values import SettingInvalid
+from metering.operations import Settled
+
+RECORDS_MAX = 4096  # requests that wait to be sent, of less than a kilobyte each: some ten seconds of a busy process
+BATCH_MAX = 64  # requests sent in one message, of up to eleven spans each
+INTERVAL_S = 1.0  # how long the last request waits for others
+CLOSE_MAX_S = 5.0  # for sending what still waits when the process ends
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(slots=True)
+class Record:
+    """One request that has ended. reason: of a refusal or a failure; outcome: of one that ran. ended_at_ns: on the wall clock."""
+
+    request_id: uuid.UUID
+    organization_id: uuid.UUID
+    project_id: uuid.UUID
+    operation: str
+    model: str
+    tier: str
+    outcome: str
+    reason: str
+    timings: Mapping[str, float]
+    settled: Settled | None
+    migration_count: int
+    trace: TraceContext
+    ended_at_ns: int
+
+
+class Sender(Protocol):
+    """Makes spans of records and sends them."""
+
+    def send(self, records: list[Record]) -> bool:
+        """Whether they were taken. May wait for as long as the collector does; never raises for what that does."""
+        ...
+
+    def close(self) -> None:
+        """No more come."""
+        ...
+
+
+class Spans:
+    """Where ended requests are told."""
+
+    def __init__(self, sender: Sender, *, records_max: int = RECORDS_MAX) -> None:
+        self._sender = sender
+        self._records_max = records_max
+        self._waiting: deque[Record] = deque()
+        self._wake = threading.Event()
+        self._stopping = False
+        self._sent_count = 0
+        self._dropped_count = 0  # by the event loop: there was no room
+        self._lost_count = 0  # by the thread: they were not taken
+        self._thread = threading.Thread(target=self._run, name="spans", daemon=True)
+        self._thread.start()
+
+    def put(self, record: Record) -> None:
+        """Tell one. Never waits; without room it is dropped."""
+        if len(self._waiting) >= self._records_max:
+            self._dropped_count += 1
+            return
+        self._waiting.append(record)
+        if len(self._waiting) >= BATCH_MAX and not self._wake.is_set():
+            self._wake.set()
+
+    def close(self, wait_s: float = CLOSE_MAX_S) -> None:
+        """Send what waits, as far as that can be done in so long."""
+        self._stopping = True
+        self._wake.set()
+        self._thread.join(wait_s)
+
+    def metrics(self) -> Iterator[Metric]:
+        """What became of the traces."""
+        yield counter("weir_traces_sent", "Requests whose spans the collector has taken.", self._sent_count)
+        lost = self._dropped_count + self._lost_count
+        yield counter("weir_traces_dropped", "Requests whose spans it has not: it was away, or too slow.", lost)
+        yield gauge("weir_traces_waiting", "Requests whose spans are to be sent.", len(self._waiting))
+
+    def _run(self) -> None:
+        while True:
+            self._wake.wait(INTERVAL_S)
+            self._wake.clear()
+            stopping = self._stopping
+            while self._waiting:
+                self._send([self._waiting.popleft() for _ in range(min(BATCH_MAX, len(self._waiting)))])
+            if stopping:
+                self._sender.close()
+                return
+
+    def _send(self, batch: list[Record]) -> None:
+        try:
+            taken = self._sender.send(batch)
+        except Exception:  # a bug must not end the thread, and with it all traces to come
+            log.exception("spans_not_sent")
+            taken = False
+        if taken:
+            self._sent_count += len(batch)
+        else:
+            self._lost_count += len(batch)
+
+
+def open_spans(owner_id: uuid.UUID, environment: Mapping[str, str] = os.environ) -> Spans | None:
+    """Where to tell ended requests, if OpenTelemetry's variables name a collector. Raises: SettingInvalid.
+
+    owner_id: of this process, as holds know it.
+    """
+    named = environment.get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT") or environment.get("OTEL_EXPORTER_OTLP_ENDPOINT")
+    is_off = environment.get("OTEL_SDK_DISABLED", "").lower() == "true" or environment.get("OTEL_TRACES_EXPORTER") == "none"
+    if not named or is_off:
+        return None
+    for variable in ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL"):
+        if environment.get(variable, "grpc") not in ("", "grpc"):
+            raise SettingInvalid(f"{variable}={environment[variable]!r}: must be grpc, which collectors take on port 4317")
+    try:
+        from api.observability.otlp import OtlpSender
+    except ModuleNotFoundError as missing:
+        raise SettingInvalid(f"OTEL_EXPORTER_OTLP_ENDPOINT={named!r}: install weir[otel] ({missing.name} is missing)") from missing
+    log.info("spans_sent", endpoint=named)
+    return Spans(OtlpSender(owner_id))

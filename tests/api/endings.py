@@ -1,0 +1,28 @@
+"""How requests have ended, for tests of what is told of that."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Mapping
+from typing import Any
+
+from weir.v1 import inference_service_pb2 as pb
+
+from api.observability.observer import Ending
+from api.observability.trace_context import NO_TRACE, TraceContext
+from api.requests.live import Caller
+from api.requests.stopwatch import STAGES
+from api.wire import parse_start
+from metering.operations import Outcome, Payer
+
+TIMINGS = {f"{stage}_ms": 1.0 for stage in STAGES} | {"total_ms": 10.0}
+
+
+def ending(*, timings: Mapping[str, float] = TIMINGS, trace: TraceContext = NO_TRACE, **values: Any) -> Ending:
+    """Of a request to the model "m" that stopped by itself."""
+    payer = Payer(uuid.uuid4(), uuid.uuid4(), uuid.uuid4(), "USD")
+    start = parse_start(str(uuid.uuid4()), pb.StartFrame(model="m", text="a secret of theirs"))
+    caller = Caller(payer, 0.0, time.monotonic(), trace=trace)
+    usual: dict[str, Any] = {"outcome": Outcome.STOP, "broken": None, "settled": None, "choice_count": 1}
+    return Ending(caller, start, timings=timings, **(usual | values))

@@ -1,0 +1,156 @@
+"""Spans of real requests, at a real collector."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import urllib.request
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from opentelemetry.proto.trace.v1 import trace_pb2
+from weir.v1 import inference_service_pb2 as pb
+from weir.v1 import inference_service_pb2_grpc as pb_grpc
+
+from metering.models import QuotaDimension
+from tests.conftest import new_database
+from tests.otlp_receiver import Receiver, ToldSpan, receiving
+from tests.scraped import scrape
+from tests.service import MODEL, Service, Stream, bearer, conversation, running, start, until
+
+TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
+SPAN_ID = "b7ad6b7169203331"
+SECRET_WORDS = "nobody-but-the-model"
+US = 1000  # ns: timings are told to the microsecond
+
+
+@pytest.fixture(scope="module")
+def receiver() -> Iterator[Receiver]:
+    """A collector."""
+    with receiving() as receiver:
+        yield receiver
+
+
+@pytest.fixture(scope="module")
+def traced(
+    tmp_path_factory: pytest.TempPathFactory, receiver: Receiver, model: Path, postgres_server: str, template_database: str
+) -> Iterator[Service]:
+    """A service that sends its spans there."""
+    with pytest.MonkeyPatch.context() as patch, new_database(postgres_server, template=template_database) as url:
+        patch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", receiver.address)
+        patch.setenv("OTEL_RESOURCE_ATTRIBUTES", "deployment.environment.name=tests")
+        with running(Service(tmp_path_factory.mktemp("traced"), url, model)) as service:
+            yield service
+            assert service.stop() == 0, service.log[-4000:]
+
+
+def traceparent(flags: str) -> tuple[tuple[str, str], ...]:
+    """A client's metadata."""
+    return (("traceparent", f"00-{TRACE_ID}-{SPAN_ID}-{flags}"), ("tracestate", "vendor=1"))
+
+
+async def spans_of(receiver: Receiver, request_id: str) -> tuple[ToldSpan, list[ToldSpan]]:
+    """The span of a request and those of its stages, in their order."""
+    await until(lambda: request_id in receiver.traces(), "its spans to come")
+    told = receiver.traces()[request_id]
+    [root] = [each for each in told if "gen_ai.response.id" in each.attributes]
+    stages = sorted((each for each in told if each is not root), key=lambda each: each.span.start_time_unix_nano)
+    return root, stages
+
+
+async def ask(service: Service, secret: str, metadata: tuple[tuple[str, str], ...], frame: pb.ClientFrame) -> pb.ServerFrame:
+    """Run one request on a call with this metadata; its end."""
+    async with service.channel() as channel, asyncio.TaskGroup() as tasks:
+        call = pb_grpc.InferenceServiceStub(channel).Generate(metadata=(*bearer(secret), *metadata))
+        stream = Stream(call)
+        tasks.create_task(stream.read_all())
+        await stream.send(frame)
+        await stream.half_close()
+        return await stream.end(frame.request_id)
+
+
+async def test_a_clients_trace_goes_on_with_a_span_for_each_stage(traced: Service, receiver: Receiver) -> None:
+    tenant = await traced.tenant()
+    frame = start(conversation=conversation(SECRET_WORDS), max_output_tokens=15)
+
+    finished = (await ask(traced, tenant.secret, traceparent("01"), frame)).finished
+    root, stages = await spans_of(receiver, frame.request_id)
+
+    assert root.span.trace_id.hex() == TRACE_ID
+    assert root.span.parent_span_id.hex() == SPAN_ID
+    assert root.span.trace_state == "vendor=1"
+    assert (root.span.name, root.span.kind) == (f"chat {MODEL}", trace_pb2.Span.SPAN_KIND_SERVER)
+    facts = root.attributes
+    assert facts["gen_ai.operation.name"] == "chat"
+    assert facts["gen_ai.provider.name"] == "weir"
+    assert facts["gen_ai.request.model"] == facts["gen_ai.response.model"] == MODEL
+    assert facts["gen_ai.usage.input_tokens"] == finished.usage.input_token_count
+    assert facts["gen_ai.usage.output_tokens"] == 15
+    assert facts["gen_ai.response.finish_reasons"] == ["length"]
+    assert facts["gen_ai.response.time_to_first_chunk"] == pytest.approx(finished.timings.ttft_ms / 1000)
+    assert facts["weir.organization_id"] == str(tenant.organization_id)
+    assert root.resource["service.name"] == "weir"
+    assert root.resource["deployment.environment.name"] == "tests"
+    lengths_ms = {each.span.name: (each.span.end_time_unix_nano - each.span.start_time_unix_nano) / 1e6 for each in stages}
+    assert {"auth", "tokenize", "admission", "prefill", "decode", "settle"} <= lengths_ms.keys()
+    for name, length_ms in lengths_ms.items():
+        assert length_ms == pytest.approx(getattr(finished.timings, f"{name}_ms"), abs=0.001), name
+    assert all(each.span.parent_span_id == root.span.span_id for each in stages)
+    for earlier, later in itertools.pairwise(stages):
+        assert earlier.span.end_time_unix_nano <= later.span.start_time_unix_nano + US
+    assert stages[0].span.start_time_unix_nano >= root.span.start_time_unix_nano
+    assert stages[-1].span.end_time_unix_nano <= root.span.end_time_unix_nano + len(stages) * US
+
+
+async def test_a_refusal_is_a_span_with_its_reason(traced: Service, receiver: Receiver) -> None:
+    tenant = await traced.tenant({QuotaDimension.TOKENS_PER_MONTH: 25})
+    frame = start(prompt=range(7, 60))
+
+    await ask(traced, tenant.secret, traceparent("01"), frame)
+    root, stages = await spans_of(receiver, frame.request_id)
+
+    assert root.attributes["error.type"] == root.span.status.message == "QUOTA_EXCEEDED"
+    assert root.span.status.code == trace_pb2.Status.STATUS_CODE_ERROR
+    assert "gen_ai.usage.output_tokens" not in root.attributes
+    assert {each.span.name for each in stages} <= {"auth", "tokenize", "admission"}
+
+
+async def test_what_the_client_does_not_sample_is_not_sent(traced: Service, receiver: Receiver) -> None:
+    """Nor does anything of what was asked or answered go out with what is."""
+    tenant = await traced.tenant()
+    unsampled, sampled = start(), start(conversation=conversation(SECRET_WORDS))
+
+    await ask(traced, tenant.secret, traceparent("00"), unsampled)
+    await ask(traced, tenant.secret, traceparent("01"), sampled)
+    await spans_of(receiver, sampled.request_id)
+    told = await scrape(traced.metrics_url)
+
+    assert unsampled.request_id not in receiver.traces()
+    assert SECRET_WORDS.encode() not in receiver.data
+    assert tenant.secret.encode() not in receiver.data
+    assert told.value("weir_traces_dropped_total") == 0
+
+
+async def test_a_request_over_http_and_one_without_a_trace_are_told_too(traced: Service, receiver: Receiver) -> None:
+    tenant, request_id, frame = await traced.tenant(), str(uuid.uuid4()), start()
+    headers = {"authorization": f"Bearer {tenant.secret}", "content-type": "application/json", "x-request-id": request_id}
+    headers |= dict(traceparent("01"))
+    body = json.dumps({"model": MODEL, "prompt": "a b c", "max_tokens": 3}).encode()
+    request = urllib.request.Request(f"{traced.openai_url}/completions", data=body, headers=headers)
+
+    def post() -> None:
+        with urllib.request.urlopen(request, timeout=60) as response:
+            response.read()
+
+    await asyncio.to_thread(post)
+    await ask(traced, tenant.secret, (), frame)
+    over_http, _ = await spans_of(receiver, request_id)
+    alone, _ = await spans_of(receiver, frame.request_id)
+
+    assert over_http.span.trace_id.hex() == TRACE_ID
+    assert over_http.span.name == f"text_completion {MODEL}"
+    assert alone.span.trace_id.hex() != TRACE_ID
+    assert not alone.span.parent_span_id
