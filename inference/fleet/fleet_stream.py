@@ -25,6 +25,7 @@ from inference.engine import (
     TokensGenerated,
 )
 from inference.errors import EngineError, EngineFailed, EngineOverloaded, EngineStartFailed, EngineUnavailable, RequestImpossible
+from inference.limits import outside_continuation_fault
 
 if TYPE_CHECKING:
     from inference.fleet.attempt import Attempt
@@ -96,7 +97,7 @@ class FleetStream:
                     if (told := self._tell(self._attempt, event)) is not None:
                         return told
                     continue
-                loss = EngineUnavailable("the replica was closed", retry_after_s=0.0)
+                loss = EngineUnavailable("the replica was closed, or drained", retry_after_s=0.0)
             if (end := await self._go_on(loss)) is not None:
                 return end
         raise StopAsyncIteration
@@ -107,6 +108,29 @@ class FleetStream:
         self._cancel_asked.set()
         if self._attempt is not None and self._attempt.stream is not None:
             self._attempt.stream.cancel()
+
+    def move_from(self, name: str) -> bool:
+        """Leave the replica of this name for another, if it runs there, can go on elsewhere, and there is a place.
+
+        The engine is told to end it; that end is then not told, and it goes on from there as after a loss.
+        """
+        attempt = self._attempt
+        if attempt is None or attempt.stream is None or attempt.replica.name != name or attempt.is_moving:
+            return False
+        request = self._continued()
+        # Of a seed or of penalties some engines cannot take up the thread; which one it would be given to is not known before.
+        can_go_on = not self._is_told or (self._request.may_be_continued and outside_continuation_fault(request) is None)
+        if self._ended or self._cancelled or not can_go_on or not self._fleet.has_place(request):
+            return False
+        attempt.is_moving = True
+        attempt.stream.cancel()
+        return True
+
+    def _continued(self) -> GenerationRequest:
+        """What another engine would be asked now."""
+        if not self._output:
+            return self._request
+        return replace(self._request, output_token_ids=(*self._request.output_token_ids, *self._output))
 
     def _is_closed_under_it(self, event: SequenceEvent) -> bool:
         """Whether its engine was closed while the set goes on: nobody has cancelled the sequence."""
@@ -176,9 +200,7 @@ class FleetStream:
 
     async def _find_place(self, loss: EngineError, wait_s: float) -> None:
         """Enter another replica, or the same one when it is back; returns without a place once it is cancelled."""
-        request, give_up_at_s, pause_s = self._request, self._fleet.clock() + wait_s, PAUSE_S_MIN
-        if self._output:
-            request = replace(request, output_token_ids=(*request.output_token_ids, *self._output))
+        request, give_up_at_s, pause_s = self._continued(), self._fleet.clock() + wait_s, PAUSE_S_MIN
         while not self._cancelled:
             try:
                 await self._enter(request)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -29,6 +28,7 @@ class ReplicaReport:
     """One replica at one moment. outstanding_token_count: tokens still to be computed, by the set's own account.
 
     statistics: what its engine told last; None of one that is counted with another.
+    is_drained: an operator wants it to be given nothing new, whatever its state.
     """
 
     name: str
@@ -38,6 +38,7 @@ class ReplicaReport:
     outstanding_token_count: int
     reason: str = ""
     statistics: EngineStatistics | None = None
+    is_drained: bool = False
 
 
 class Replica:
@@ -49,12 +50,17 @@ class Replica:
         self.region = region
         self.breaker = CircuitBreaker(breaker or BreakerLimits())
         self.prefixes = SentPrefixes()
-        self.is_draining = False
+        self.is_drained = False  # by an operator's order
+        self.is_leaving = False  # because it is not needed: see `scaling.py`
         self.outstanding_token_count = 0
         self.live_sequence_count = 0
         self.placed_at = 0  # number of the last placement, so that equal ones take turns
-        self._emptied = asyncio.Event()
         self._was_ready = False
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether it is given nothing new, and runs what it has to its end."""
+        return self.is_drained or self.is_leaving
 
     def takes(self, now_s: float) -> bool:
         """Whether a sequence may be placed here now."""
@@ -79,7 +85,7 @@ class Replica:
             elif self.breaker.state(now_s) is not BreakerState.CLOSED:
                 state, reason = ReplicaState.TRIPPED, "sequences were lost one after the other"
         counts = self.live_sequence_count, self.outstanding_token_count
-        return ReplicaReport(self.name, self.region, state, *counts, reason, self.engine.statistics())
+        return ReplicaReport(self.name, self.region, state, *counts, reason, self.engine.statistics(), self.is_drained)
 
     def entered(self) -> None:
         """A sequence more."""
@@ -89,11 +95,3 @@ class Replica:
         """A sequence less."""
         self.live_sequence_count -= 1
         assert self.live_sequence_count >= 0, "whoever leaves has entered"
-        if not self.live_sequence_count:
-            self._emptied.set()
-            self._emptied = asyncio.Event()
-
-    async def empty(self) -> None:
-        """Wait until it has no sequence."""
-        while self.live_sequence_count:
-            await self._emptied.wait()

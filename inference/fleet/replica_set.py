@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 
 from inference.engine import (
@@ -31,6 +31,7 @@ from inference.fleet.set_statistics import SetStatistics
 RECOVERY_WAIT_S = 10.0  # seconds: a small model's process is back by then, and a client would rather wait than ask anew
 OUTPUT_TOKENS_FIRST = 128  # tokens: what an answer is taken to have before any has ended
 OUTPUT_MEMORY = 32  # answers after which a change of their lengths is mostly noticed
+DRAINED_RETRY_S = 5.0  # seconds: when it is worth asking again for a model whose replicas are all drained; a person decides it
 START_PAUSE_S = 0.05  # seconds between looks at replicas that are ready and may not be used yet
 
 # The more a state promises, the later it stands.
@@ -72,6 +73,7 @@ class ReplicaSet:
         self.clock = clock
         self.is_closing = False
         self._start_requested = asyncio.Event()
+        self._streams: set[FleetStream] = set()
         self._placement_count = 0
         self._output_token_count = float(OUTPUT_TOKENS_FIRST)
         self._migration_count = self._replacement_count = 0
@@ -113,10 +115,12 @@ class ReplicaSet:
     async def generate(self, request: GenerationRequest) -> AsyncIterator[SequenceStream]:
         """See `Engine.generate`."""
         stream = FleetStream(self, request)
+        self._streams.add(stream)
         try:
             await stream.open()
             yield stream
         finally:
+            self._streams.discard(stream)
             await stream.close()
 
     def predict_cached_token_count(self, prompt_token_ids: tuple[int, ...], cache_salt: str) -> int:
@@ -156,15 +160,23 @@ class ReplicaSet:
             for replica in self._replicas:
                 tasks.create_task(replica.engine.close(), name=f"replica close {replica.name}")
 
-    async def drain(self, name: str) -> None:
-        """Give a replica nothing new from now on; returns when it has nothing left. Raises: KeyError for an unknown name."""
-        replica = self._named(name)
-        replica.is_draining = True
-        await replica.empty()
+    def drain(self, names: Collection[str]) -> None:
+        """Give these replicas nothing new from now on, and the others what they take; what they run, they run to its end."""
+        for replica in self._replicas:
+            replica.is_drained = replica.name in names
 
-    def resume(self, name: str) -> None:
-        """End a drain. Raises: KeyError for an unknown name."""
-        self._named(name).is_draining = False
+    def move_out(self, name: str) -> int:
+        """Let what a drained replica runs go on elsewhere, as far as it can and somebody has room; how many were told to.
+
+        To be called again for those that had no place. An unknown name has nothing to move.
+        """
+        return sum(stream.move_from(name) for stream in tuple(self._streams))
+
+    def has_place(self, request: GenerationRequest) -> bool:
+        """Whether some replica takes it now, before others that wait there."""
+        now_s = self.clock()
+        candidates = [replica for tier in self._tiers(request, ()) for replica in tier if replica.takes(now_s)]
+        return any(not replica.engine.statistics().waiting_sequence_count for replica in candidates)
 
     async def enter(
         self, request: GenerationRequest, avoided: Sequence[Replica] = ()
@@ -251,14 +263,13 @@ class ReplicaSet:
     def _condition_of(self, replica: Replica) -> EngineCondition:
         """A replica's condition, where READY means that it may be used."""
         condition, now_s = replica.engine.condition(), self.clock()
+        if replica.is_drained:
+            return EngineCondition(EngineState.RESTARTING, retry_after_s=DRAINED_RETRY_S, reason="it is being drained")
         if condition.state is not EngineState.READY or replica.takes(now_s):
             return condition
         wait_s = replica.breaker.wait_s(now_s)
-        reason = "it is being drained" if replica.is_draining else "sequences were lost on it one after the other"
+        reason = "it is about to stop" if replica.is_leaving else "sequences were lost on it one after the other"
         return EngineCondition(EngineState.RESTARTING, retry_after_s=wait_s, reason=reason)
-
-    def _named(self, name: str) -> Replica:
-        return {replica.name: replica for replica in self._replicas}[name]
 
     async def _warm(self, replica: Replica) -> None:
         """Start a replica once the set is asked to start. Its failure is its own to tell."""
@@ -274,7 +285,7 @@ class ReplicaSet:
         usable = [replica for replica in self._replicas if not replica.is_draining]
         waited_for = [replica for replica in usable if replica in self._replicas[: max(self._warm_count, 1)]] or usable[:1]
         if not waited_for:
-            raise EngineUnavailable("all replicas are being drained", retry_after_s=0.0)
+            raise EngineUnavailable("all replicas are being drained", retry_after_s=DRAINED_RETRY_S)
         errors: list[EngineError] = []
         decided = asyncio.Event()
 

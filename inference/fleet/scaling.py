@@ -62,6 +62,8 @@ class Scaler:
         told = [replica.engine.statistics() for replica in serving]
         self._full_since_s = since(self._full_since_s, bool(told) and all(map(is_full, told)), now_s)
         self._roomy_since_s = since(self._roomy_since_s, self._others_would_do(serving, told), now_s)
+        if self.min_count and not serving and any(replica.is_drained for replica in replicas):
+            return self._one_more(replicas)  # the place of one that was kept warm
         if self._full_since_s is not None and now_s - self._full_since_s >= FULL_S:
             self._full_since_s = None  # the next one only after another such time
             return self._one_more(replicas)
@@ -80,19 +82,20 @@ class Scaler:
     def _one_more(self, replicas: Sequence[Replica]) -> Replica | None:
         """One that was to go stays; else a cold one for which there is memory, unless one is on its way."""
         for replica in replicas:
-            if replica.name in self._leaving and replica.engine.healthy():
+            if replica.name in self._leaving and replica.engine.healthy() and not replica.is_drained:
                 self._leaving.discard(replica.name)
-                replica.is_draining = False
+                replica.is_leaving = False
                 return None
-        states = [replica.engine.condition().state for replica in replicas]
+        usable = [replica for replica in replicas if not replica.is_drained]
+        states = [replica.engine.condition().state for replica in usable]
         if EngineState.LOADING in states:
             return None
-        cold = (replica for replica, state in zip(replicas, states, strict=True) if state is EngineState.COLD)
+        cold = (replica for replica, state in zip(usable, states, strict=True) if state is EngineState.COLD)
         return next((each for each in cold if isinstance(each.engine, Stoppable) and each.engine.fits_now()), None)
 
     def _let_go(self, replica: Replica) -> None:
         _log.info("replica %s is stopped: the others have room for all", replica.name)
-        replica.is_draining = True
+        replica.is_leaving = True
         self._leaving.add(replica.name)
 
     def _see_off(self, replicas: Sequence[Replica]) -> None:
@@ -106,7 +109,7 @@ class Scaler:
                 engine.evict()
             if not engine.healthy():
                 self._leaving.discard(replica.name)
-                replica.is_draining = False
+                replica.is_leaving = False
 
 
 class ScaledReplicaSet(ReplicaSet):

@@ -20,6 +20,7 @@ from inference.engine import (
     SamplingParams,
     Scheduled,
     SequenceFinished,
+    TokensGenerated,
 )
 from inference.errors import EngineFailed, EngineOverloaded
 from inference.fleet.replica import Replica
@@ -28,7 +29,7 @@ from inference.limits import EngineLimits, outside_continuation_fault
 from tests.inference.checkpoints import TinyCheckpoint
 from tests.inference.core_engine import CoreEngine
 from tests.inference.hosted import LONG, first_tokens, prompt, read_all, until
-from tests.inference.running import Outcome, make_core, make_request
+from tests.inference.running import Outcome, make_core, make_request, run_all
 
 TOKENS = 12
 SAMPLED = SamplingParams(temperature=1.0, seed=5, top_p=0.95)
@@ -110,6 +111,36 @@ async def test_a_sequence_that_is_lost_after_any_token_is_the_same(tiny: TinyChe
         assert outcome.finished.migration_count == (lost_at > 0)  # after the last token its end was still to be told
         assert replica_set.statistics().replacement_count == (lost_at == 0)
         assert [request.output_token_ids for request in engines[1].requests] == [tuple(undisturbed.token_ids[:lost_at])]
+
+
+@pytest.mark.parametrize("kind", ["greedy", "log-probabilities", "seeded"])
+async def test_a_drained_replica_lets_go_what_another_can_go_on_with(tiny: TinyCheckpoint, kind: str) -> None:
+    """The answer is the same, and counted as moved; what cannot be taken up everywhere, and what has no place, stays to its end."""
+    request = REQUESTS[kind] if kind == "seeded" else replace(REQUESTS[kind], sampling=replace(REQUESTS[kind].sampling, seed=None))
+    request = replace(request, sampling=replace(request.sampling, temperature=request.sampling.temperature * (kind == "seeded")))
+    [undisturbed] = run_all(make_core(tiny.directory), [request])
+    engines = [CoreEngine(tiny, lambda: make_core(tiny.directory)) for _ in range(2)]
+    async with fleet(engines) as replica_set, replica_set.generate(request) as stream:
+        replica_set.drain(["r0", "r1"])
+        assert replica_set.move_out("r0") == 0, "there is no place"
+        replica_set.drain(["r0"])
+        assert replica_set.move_out("r1") == 0, "it runs elsewhere"
+        outcome = Outcome()
+        async for event in stream:
+            if isinstance(event, TokensGenerated):
+                outcome.token_ids += event.token_ids
+                if len(outcome.token_ids) == 3:
+                    assert replica_set.move_out("r0") == (kind != "seeded")
+                    assert replica_set.move_out("r0") == 0, "it is on its way"
+            elif isinstance(event, SequenceFinished):
+                outcome.finished = event
+
+    assert outcome.token_ids == undisturbed.token_ids
+    assert outcome.finished is not None
+    assert undisturbed.finished is not None
+    assert outcome.finished.reason is undisturbed.finished.reason
+    assert outcome.finished.migration_count == (kind != "seeded")
+    assert len(engines[1].requests) == (kind != "seeded")
 
 
 async def test_a_stop_sequence_is_found_across_the_seam(tiny: TinyCheckpoint, core: EngineCore) -> None:

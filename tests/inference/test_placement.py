@@ -235,7 +235,7 @@ class PlacingMachine(RuleBasedStateMachine):
 
     @rule(which=st.integers(0, 3), draining=st.booleans())
     def drain(self, which: int, draining: bool) -> None:
-        self.set.replicas[which % len(self.puppets)].is_draining = draining
+        self.set.replicas[which % len(self.puppets)].is_drained = draining
 
     @rule(seconds=st.sampled_from([0.5, 6.0, 25.0]))
     def wait(self, seconds: float) -> None:
@@ -392,23 +392,27 @@ def test_a_breaker_opens_after_failures_in_a_row_and_probes_with_one() -> None:
     assert breaker.admits(21.0), "a success begins the count anew"
 
 
-async def test_a_drain_ends_with_the_last_sequence_and_nothing_new_comes() -> None:
+async def test_a_drained_replica_keeps_what_it_has_and_gets_nothing_new_until_that_is_over() -> None:
     replica_set, _, _ = make_set(2, policy=RoundRobin())
     async with asyncio.timeout(60), contextlib.AsyncExitStack() as stack:
         assert await place(replica_set, stack, prompted(1)) == "r0"
-        async with asyncio.TaskGroup() as tasks:
-            draining = tasks.create_task(replica_set.drain("r0"))
-            await asyncio.sleep(0)
-            assert [await place(replica_set, stack, prompted(1)) for _ in range(3)] == ["r1"] * 3
-            assert not draining.done()
-            assert [report.state for report in replica_set.reports()] == [ReplicaState.DRAINING, ReplicaState.READY]
-            await stack.aclose()
-    async with contextlib.AsyncExitStack() as stack:
-        replica_set.resume("r0")
+        replica_set.drain(["r0", "of another set"])
+        assert [await place(replica_set, stack, prompted(1)) for _ in range(3)] == ["r1"] * 3
+        told = replica_set.reports()
+        assert [(report.state, report.is_drained) for report in told] == [
+            (ReplicaState.DRAINING, True),
+            (ReplicaState.READY, False),
+        ]
+        assert (told[0].live_sequence_count, told[0].reason) == (1, "1 sequences to go")
+
+        replica_set.drain(["r0", "r1"])
+        assert not replica_set.healthy()
+        with pytest.raises(EngineUnavailable, match="drained") as refused:
+            await place(replica_set, stack, prompted(1))
+        assert refused.value.retry_after_s > 0
+
+        replica_set.drain([])
         assert await place(replica_set, stack, prompted(1)) == "r0"
-    await replica_set.drain("r1")
-    with pytest.raises(KeyError):
-        await replica_set.drain("r7")
 
 
 async def test_a_request_goes_to_the_first_region_that_takes_it_and_to_no_other_than_its_own() -> None:

@@ -157,11 +157,21 @@ def test_a_load_that_needs_both_keeps_both_and_what_an_operator_drains_is_left_a
     world.after(10 * IDLE_S)
     assert not world.replicas[1].is_draining
 
-    world.replicas[1].is_draining = True
+    world.replicas[1].is_drained = True
     world.load(0, 0, 0)
     world.after(10 * IDLE_S)
     assert world.slots[1].stopped_count == 0
     assert world.replicas[1].is_draining
+
+
+def test_one_takes_the_place_of_a_warm_one_that_is_drained() -> None:
+    world = World()
+    world.replicas[0].is_drained = True
+    assert world.after(0.5) == "m#1"
+    world.slots[1].state = EngineState.LOADING
+    assert world.after(1.0) is None, "one is enough"
+    world.ready("m#1")
+    assert world.after(10 * FULL_S) is None
 
 
 def test_nothing_is_stopped_without_an_idle_time() -> None:
