@@ -37,7 +37,7 @@ from api.openai.door import Door
 from api.openai.listener import Listener
 from api.process import Process
 from api.requests.admission import Admission, Capacity
-from api.requests.live_control import obey, process_name, report
+from api.requests.live_control import keep_out_of_use, obey, process_name, report, report_replicas
 from api.server import Health, Servicers, build_peer_server, build_server
 from api.settings import SettingInvalid, Settings
 from api.statistics_log import log_statistics_regularly
@@ -113,6 +113,8 @@ def open_control(
         peer=(peer.address, peer.certificate),
         stop=lambda order: obey(process, authenticator, order),
         report=lambda: report(process),
+        drain=lambda orders: keep_out_of_use(process, orders),
+        report_replicas=lambda: report_replicas(process),
     )
 
 

@@ -37,7 +37,7 @@ def statistics_of(process: Process) -> dict[str, Any]:
         },
         "replicas": {
             report.name: {"state": report.state.value, "live_sequence_count": report.live_sequence_count}
-            for report in process.router.reports()
+            for _, report in process.router.reports()
         },
     }
 

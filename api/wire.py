@@ -32,6 +32,7 @@ from api.requests.decoding import (
 from api.requests.output_limits import Cost, check_cost, cost_of
 from api.violations import Violations
 from inference.engine import BeamSearchParams, EngineFinishReason, ModelInfo, ResponseFormat
+from inference.router import ReplicaCounts
 from inference.text.tokenizer import ChatMessage
 from metering.billing.prices import CustomerPrice
 from metering.models import QuotaDimension, QuotaSubject
@@ -292,16 +293,19 @@ def known_duration(seconds: float) -> Duration:
     return Duration(seconds=sign * whole, nanos=sign * rest * 1000)
 
 
+ONE_REPLICA = ReplicaCounts(ready=1, total=1, drained=0)
+
+
 def model_message(
     model: ModelInfo,
     prices: Sequence[CustomerPrice],
     aliases: Sequence[str] = (),
     versions: Mapping[str, float] = MappingProxyType({}),
-    replicas: tuple[int, int] = (1, 1),
+    replicas: ReplicaCounts = ONE_REPLICA,
 ) -> pb.Model:
     """One model that can be asked for. prices: what the caller pays for it, by tier, the interactive one first.
 
-    versions: their shares. replicas: how many are ready, of how many.
+    versions: their shares.
     """
     tier_prices = [price_message(each) for each in prices]
     return pb.Model(
@@ -317,8 +321,9 @@ def model_message(
         embedding_input_count_max=input_count_max(model),
         aliases=aliases,
         versions=[pb.ModelVersion(version=version, share=share) for version, share in versions.items()],
-        ready_replica_count=replicas[0],
-        replica_count=replicas[1],
+        ready_replica_count=replicas.ready,
+        replica_count=replicas.total,
+        drained_replica_count=replicas.drained,
     )
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from inference.catalog import Catalog, Share
 from inference.engine import Backend, Encoder, Engine, ModelInfo
@@ -53,6 +53,22 @@ class SeveralReplicas(Protocol):
     def reports(self) -> list[ReplicaReport]:
         """How each of them stands."""
         ...
+
+    def drain(self, names: Collection[str]) -> None:
+        """Give these nothing new from now on, and the others what they take."""
+        ...
+
+    def move_out(self, name: str) -> int:
+        """Let what runs in a drained one go on elsewhere, as far as it can; how many were told to."""
+        ...
+
+
+class ReplicaCounts(NamedTuple):
+    """How many engines of a model take requests now, of how many, and how many of these an operator keeps out of use."""
+
+    ready: int
+    total: int
+    drained: int
 
 
 class Router:
@@ -131,16 +147,27 @@ class Router:
         total = sum(share.weight for share in shares)
         return {share.version: share.weight / total for share in shares}
 
-    def replicas(self, model: str) -> tuple[int, int]:
-        """How many engines take requests for a model now, of how many. model: its own name."""
+    def replicas(self, model: str) -> ReplicaCounts:
+        """How many engines a model has, in all its versions. model: its own name."""
         if model in self._encoders:
             return replica_counts(self._encoders[model])
         counts = [replica_counts(self._engines[share.served]) for share in self._catalog.shares[model]]
-        return sum(ready for ready, _ in counts), sum(total for _, total in counts)
+        return ReplicaCounts(*map(sum, zip(*counts, strict=True)))
 
-    def reports(self) -> list[ReplicaReport]:
-        """How every replica stands, of models that have several."""
-        return [report for engine in self.engines() if isinstance(engine, SeveralReplicas) for report in engine.reports()]
+    def reports(self) -> list[tuple[str, ReplicaReport]]:
+        """How every replica stands, of models that have several, with the name that it serves."""
+        return [(name, report) for name, several in self._several() for report in several.reports()]
+
+    def drain(self, drained: Mapping[str, Collection[str]]) -> None:
+        """Keep these replicas out of use, by the names that they serve, and no others."""
+        for name, several in self._several():
+            several.drain(drained.get(name, ()))
+
+    def move_out(self, served: str, replica: str) -> None:
+        """Let what runs in a drained replica go on elsewhere, as far as it can."""
+        for name, several in self._several():
+            if name == served:
+                several.move_out(replica)
 
     def every_replica(self) -> Iterator[tuple[str, ReplicaReport]]:
         """How every engine stands that serves anything, with the name of what it serves."""
@@ -175,13 +202,19 @@ class Router:
             raise ModelUnknown(model, self._names())
         return share
 
+    def _several(self) -> Iterator[tuple[str, SeveralReplicas]]:
+        for name, backend in sorted([*self._engines.items(), *self._encoders.items()]):
+            if isinstance(backend, SeveralReplicas):
+                yield name, backend
+
     def _names(self) -> list[str]:
         return sorted({*self._catalog.shares, *self._catalog.aliases, *self._encoders})
 
 
-def replica_counts(backend: Backend) -> tuple[int, int]:
-    """How many engines behind this one take requests, of how many."""
+def replica_counts(backend: Backend) -> ReplicaCounts:
+    """How many engines are behind this one."""
     if not isinstance(backend, SeveralReplicas):
-        return int(backend.healthy()), 1
-    states = [report.state for report in backend.reports()]
-    return states.count(ReplicaState.READY), len(states)
+        return ReplicaCounts(int(backend.healthy()), 1, 0)
+    told = backend.reports()
+    ready_count = sum(report.state is ReplicaState.READY for report in told)
+    return ReplicaCounts(ready_count, len(told), sum(report.is_drained for report in told))

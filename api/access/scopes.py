@@ -36,6 +36,7 @@ BY_SERVICE: Mapping[str, Mapping[frozenset[Scope], tuple[str, ...]]] = {
             *("GrantCredit", "ListCreditGrants", "GetCreditBalance", "SetPrepaid"),
             "ListAuditEntries",
             *("ListLiveRequests", "KillRequest", "EndOverdueHolds"),
+            *("ListReplicas", "DrainReplica", "UndrainReplica"),
             *("ApplyConfiguration", "ExportConfiguration"),
         ),
     },

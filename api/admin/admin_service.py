@@ -18,6 +18,7 @@ from api.access.auth import Authenticator
 from api.admin.admin_configuration import ConfigurationCalls
 from api.admin.admin_live import LiveCalls
 from api.admin.admin_prices import PriceCalls
+from api.admin.admin_replicas import ReplicaCalls
 from api.admin.admin_tenants import TenantCalls
 from api.admin.admin_terms import TermCalls
 from api.interceptor import Context
@@ -33,7 +34,7 @@ from metering.tenants import audit
 from metering.tenants.tenants import KeyRecord, find_api_key, find_organization, find_project
 
 
-class AdminServicer(TenantCalls, ConfigurationCalls, PriceCalls, TermCalls, LiveCalls):
+class AdminServicer(TenantCalls, ConfigurationCalls, PriceCalls, TermCalls, ReplicaCalls, LiveCalls):
     """See `proto/weir/v1/admin_service.proto`. One call, one transaction."""
 
     def __init__(

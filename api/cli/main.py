@@ -50,6 +50,7 @@ COMMANDS = {
     "key": Entry("api.cli.keys:key", "Create, rotate, change, revoke and list API keys.", MANAGE),
     "quota": Entry("api.cli.quotas:quota", "Set, show and remove limits.", MANAGE),
     "requests": Entry("api.cli.requests:requests", "Show and end what runs.", MANAGE),
+    "replicas": Entry("api.cli.replicas:replicas", "Show the engines behind each model; drain one.", MANAGE),
     "apply": Entry("api.cli.apply:apply", "Make everything what a file says.", MANAGE),
     "export": Entry("api.cli.apply:export", "Write everything as such a file.", MANAGE),
     "audit": Entry("api.cli.audit:audit", "Read who changed what.", MANAGE),

@@ -61,13 +61,19 @@ def models_table(models: list[Model]) -> RenderableType:
             each.architecture,
             f"{each.context_window_tokens:,}",
             each.engine,
-            *([f"{each.ready_replica_count} of {each.replica_count}"] if ready else []),
+            *([ready_text(each)] if ready else []),
             price_text(price, price.input_picos_per_token if price else 0),
             price_text(price, price.cached_input_picos_per_token if price else 0),
             price_text(price, price.output_picos_per_token if price else 0),
             *([price_text(price, price.embedding_picos_per_token if price else 0)] if embeds else []),
         )
     return made
+
+
+def ready_text(model: Model) -> str:
+    """How many engines take requests, of how many, and how many of these an admin keeps out of use."""
+    drained = f", {model.drained_replica_count} drained" if model.drained_replica_count else ""
+    return f"{model.ready_replica_count} of {model.replica_count}{drained}"
 
 
 def other_names(model: Model) -> str:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import socket
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from api.access.auth import Authenticator
 from api.errors import CancelledByAdmin, KeyRevokedMidway
 from api.process import Process, Running
 from api.requests.live import Phase
-from metering.control.stop_orders import StopOrder
+from metering.control.stop_orders import DrainOrder, StopOrder
 from metering.operations import Outcome
 
 
@@ -31,6 +32,34 @@ def obey(process: Process, authenticator: Authenticator, order: StopOrder) -> No
         elif (order.project_id, order.request_id) == (payer.project_id, request.start.request_id):
             why = f": {order.reason}" if order.reason else ""
             request.stop(Outcome.CANCELLED, CancelledByAdmin(f"an administrator has ended this request{why}"))
+
+
+def keep_out_of_use(process: Process, orders: Sequence[DrainOrder]) -> None:
+    """Drain the replicas that orders name, and no others; let go elsewhere what is to be moved, if there is a place by now."""
+    drained: dict[str, list[str]] = {}
+    for order in orders:
+        drained.setdefault(order.model, []).append(order.replica)
+    process.router.drain(drained)
+    for order in orders:
+        if order.is_moving:
+            process.router.move_out(order.model, order.replica)
+
+
+def report_replicas(process: Process) -> list[dict[str, Any]]:
+    """How the replicas here are, with the columns that `metering/control/replica_drains.py` reads."""
+    return [
+        {
+            "model": served,
+            "replica": told.name,
+            "region": told.region,
+            "state": told.state.value,
+            "reason": told.reason,
+            "is_drained": told.is_drained,
+            "request_count": told.live_sequence_count,
+            "outstanding_token_count": told.outstanding_token_count,
+        }
+        for served, told in process.router.reports()
+    ]
 
 
 def report(process: Process) -> list[dict[str, Any]]:

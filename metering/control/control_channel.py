@@ -16,11 +16,11 @@ from typing import Any
 import psycopg
 import structlog
 
-from metering.control.stop_orders import CHANNEL, REPORT, StopOrder
+from metering.control.stop_orders import CHANNEL, REPORT, DrainOrder, StopOrder
 from metering.store.bounded_connection import KEEPALIVES, BoundedConnection, patience
 from metering.store.db import connection_options, psycopg_conninfo
 
-LOOK_INTERVAL_S = 1.0  # one indexed query a second per process
+LOOK_INTERVAL_S = 1.0  # two small queries a second per process
 ANSWER_TIMEOUT_S = 2.0  # above the interval; a query of a few rows that takes longer has no server any more
 CONNECT_TIMEOUT_S = 2  # the least that libpq knows
 RECONNECT_MIN_S, RECONNECT_MAX_S = 0.05, 2.0
@@ -35,11 +35,15 @@ SELECT id, request_id, project_id, api_key_id, reason, ordered_at < clock_timest
 FROM stop_orders WHERE id > %s ORDER BY id
 """
 WRITE_REPORT = """
-INSERT INTO live_reports (owner_id, owner_name, peer_address, peer_certificate, reported_at, requests)
-VALUES (%s, %s, %s, %s, clock_timestamp(), %s::jsonb)
+INSERT INTO live_reports (owner_id, owner_name, peer_address, peer_certificate, reported_at, requests, replicas)
+VALUES (%s, %s, %s, %s, clock_timestamp(), %s::jsonb, %s::jsonb)
 ON CONFLICT (owner_id) DO UPDATE
 SET owner_name = excluded.owner_name, peer_address = excluded.peer_address, peer_certificate = excluded.peer_certificate,
-    reported_at = excluded.reported_at, requests = excluded.requests
+    reported_at = excluded.reported_at, requests = excluded.requests, replicas = excluded.replicas
+"""
+SELECT_DRAINS = """
+SELECT model, replica, coalesce(clock_timestamp() >= drained_at + move_after_ms * interval '1 millisecond', false)
+FROM replica_drains
 """
 
 log = structlog.get_logger(__name__)
@@ -57,15 +61,20 @@ class ControlChannel:
         peer: tuple[str, str] = ("", ""),
         stop: Callable[[StopOrder], None],
         report: Callable[[], Sequence[dict[str, Any]]],
+        drain: Callable[[Sequence[DrainOrder]], None],
+        report_replicas: Callable[[], Sequence[dict[str, Any]]],
     ) -> None:
         """stop: ends what an order names; called once per order. report: what runs now, as JSON values.
 
+        drain: called at each look with the replicas that are out of use, which are all that are. report_replicas: how all are.
         peer: "host:port" where the other processes reach this one, and the certificate that it shows there.
         """
         self._conninfo = psycopg_conninfo(database_url)
         self._owner = (owner_id, owner_name, *peer)
         self._stop = stop
         self._report = report
+        self._drain = drain
+        self._report_replicas = report_replicas
         self._floor: int | None = None  # orders up to here have been read, and none can appear among them any more
         self._obeyed: set[int] = set()  # orders above the floor that have been read
         self.connected = False
@@ -98,7 +107,8 @@ class ControlChannel:
         while True:
             await self._obey(connection)  # always: orders may have been given while nobody listened
             if REPORT in asked:
-                await connection.execute(WRITE_REPORT, (*self._owner, json.dumps(self._report())))
+                told = json.dumps(self._report()), json.dumps(self._report_replicas())
+                await connection.execute(WRITE_REPORT, (*self._owner, *told))
             asked = {notice.payload async for notice in connection.notifies(timeout=LOOK_INTERVAL_S, stop_after=1)}
 
     async def _obey(self, connection: BoundedConnection) -> None:
@@ -113,6 +123,8 @@ class ControlChannel:
             if is_old:
                 self._floor = number
         self._obeyed = {number for number in self._obeyed if number > self._floor}
+        cursor = await connection.execute(SELECT_DRAINS)
+        self._drain([DrainOrder(*row) for row in await cursor.fetchall()])
 
     @staticmethod
     async def _number(connection: BoundedConnection, query: str) -> int:

@@ -6,7 +6,7 @@ import uuid
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import CheckConstraint, ForeignKey, Identity, Index, func
+from sqlalchemy import BigInteger, CheckConstraint, ForeignKey, Identity, Index, func
 from sqlalchemy.dialects.postgresql import JSONB
 from sqlalchemy.orm import Mapped, mapped_column
 
@@ -80,3 +80,20 @@ class LiveReport(Base):
     peer_certificate: Mapped[str] = mapped_column(server_default="")
     reported_at: Mapped[datetime]
     requests: Mapped[list[dict[str, Any]]] = mapped_column(JSONB())
+    replicas: Mapped[list[dict[str, Any]]] = mapped_column(JSONB(), server_default="[]")
+
+
+class ReplicaDrain(Base):
+    """An admin's order to keep a replica out of use, in every process that has one of this name. It stands until it is deleted.
+
+    model: `name` or `name@version`. move_after_ms: so long after the order what still runs there is moved; None: never.
+    """
+
+    __tablename__ = "replica_drains"
+    __table_args__ = (CheckConstraint("move_after_ms >= 0", name="move_after_not_negative"),)
+
+    model: Mapped[str] = mapped_column(primary_key=True)
+    replica: Mapped[str] = mapped_column(primary_key=True)
+    reason: Mapped[str]
+    move_after_ms: Mapped[int | None] = mapped_column(BigInteger())
+    drained_at: Mapped[datetime] = mapped_column(server_default=func.clock_timestamp())

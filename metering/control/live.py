@@ -162,7 +162,7 @@ async def live_view(
         raise InvalidValue("page_size", f"give 1 to {PAGE_SIZE_MAX}")
     async with sessions() as session:
         organization_id = (await find_organization(session, organization)).id if organization else None
-    asked_at, silent = await _ask_all(sessions)
+    asked_at, silent = await ask_all(sessions)
     values = {"asked_at": asked_at, "stuck_only": stuck_only, "organization_id": organization_id}
     async with sessions() as session:
         requests = (await session.execute(SELECT_REQUESTS, values | {"page_size": page_size})).all()
@@ -182,14 +182,17 @@ async def find_places(session: AsyncSession, request_id: uuid.UUID, project_id: 
 
 async def find_waiting(sessions: Sessions, request_id: uuid.UUID, project_id: uuid.UUID | None = None) -> list[Place]:
     """The projects for which a request of this id waits without a hold, as all processes tell; of one project if it is given."""
-    asked_at, _ = await _ask_all(sessions)
+    asked_at, _ = await ask_all(sessions)
     async with sessions() as session:
         values = {"asked_at": asked_at, "request_id": request_id, "project_id": project_id}
         return [Place(found_id, False) for found_id in await session.scalars(SELECT_WAITING, values)]
 
 
-async def _ask_all(sessions: Sessions) -> tuple[datetime, set[uuid.UUID]]:
-    """Ask every process for its report, and wait for them. Since when reports count, and who has not answered."""
+async def ask_all(sessions: Sessions) -> tuple[datetime, set[uuid.UUID]]:
+    """Ask every process for its report, and wait for them. Since when reports count, and who has not answered.
+
+    A process reads all orders before it reports.
+    """
     async with sessions.begin() as session:
         asked_at = (await session.scalars(select(func.clock_timestamp()))).one()
         expected = set(await session.scalars(EXPECTED))

@@ -31,6 +31,15 @@ class StopOrder:
     reason: str
 
 
+@dataclass(frozen=True, slots=True)
+class DrainOrder:
+    """Keep this replica of a model out of use. is_moving: what still runs there is to go on elsewhere. See `replica_drains.py`."""
+
+    model: str
+    replica: str
+    is_moving: bool
+
+
 async def order_end_of_request(session: AsyncSession, *, project_id: uuid.UUID, request_id: uuid.UUID, reason: str) -> None:
     """Once the transaction is committed, the process that runs the request ends it."""
     await session.execute(insert(StopOrderRow).values(project_id=project_id, request_id=request_id, reason=reason))

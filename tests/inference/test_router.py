@@ -9,7 +9,7 @@ import pytest
 from inference.catalog import Catalog, Share, drawn
 from inference.engine import Engine, ModelInfo
 from inference.errors import RequestImpossible
-from inference.router import ModelUnknown, Router
+from inference.router import ModelUnknown, ReplicaCounts, Router
 
 REGIONS = {"eu": ("us",), "us": ("eu", "ap"), "ap": ()}
 
@@ -108,6 +108,6 @@ def test_models_are_listed_by_their_own_names_with_what_else_they_are_called() -
     assert router().aliases("chat") == ["canary", "chat-latest"]
     assert router().versions("chat") == {"v1": 0.9, "v2": 0.1}
     assert router().versions("code") == {}
-    assert router().replicas("chat") == (2, 2)
+    assert router().replicas("chat") == ReplicaCounts(ready=2, total=2, drained=0)
     assert router().choose("chat").model.name == "chat@v1", "most of its requests go there"
     assert router().choose("canary").model.name == "chat@v2"

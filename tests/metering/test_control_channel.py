@@ -5,17 +5,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
+from datetime import timedelta
 from typing import Any
 
 import psycopg
 import pytest
-from sqlalchemy import text
+from sqlalchemy import select, text
 
 from metering.control import control_channel
 from metering.control.control_channel import ControlChannel
 from metering.control.live import live_view
-from metering.control.stop_orders import StopOrder, order_end_of_key, order_end_of_request
+from metering.control.replica_drains import end_drain, order_drain
+from metering.control.stop_orders import DrainOrder, StopOrder, order_end_of_key, order_end_of_request
+from metering.models import AuditEntry
 from metering.store.db import Sessions, psycopg_conninfo
 from tests.metering.books import Customer
 from tests.metering.cutting_proxy import CuttingProxy
@@ -29,8 +32,21 @@ class Listener:
     def __init__(self, url: str) -> None:
         self.orders: list[StopOrder] = []
         self.owner_id = uuid.uuid4()
-        self.channel = ControlChannel(url, self.owner_id, "here:1", stop=self.orders.append, report=self._report)
+        self.drains: list[DrainOrder] = []
+        self.replicas: list[dict[str, Any]] = []
+        self.channel = ControlChannel(
+            url,
+            self.owner_id,
+            "here:1",
+            stop=self.orders.append,
+            report=self._report,
+            drain=self._drain,
+            report_replicas=lambda: self.replicas,
+        )
         self.reported = 0
+
+    def _drain(self, orders: Sequence[DrainOrder]) -> None:
+        self.drains = list(orders)
 
     def _report(self) -> list[dict[str, Any]]:
         self.reported += 1
@@ -165,6 +181,38 @@ async def test_old_orders_are_not_read_again_and_again(
 
     assert [each.request_id for each in newcomer.orders] == [last]
     assert len(listener.orders) == 4
+
+
+async def test_a_drain_stands_for_all_processes_also_later_ones_until_it_is_ended(database_url: str, sessions: Sessions) -> None:
+    """And moves what runs only when its time has come."""
+    place = {"model": "chat@v1", "replica": "chat@v1#0"}
+
+    async def drain(move_after_s: float | None) -> None:
+        move_after = None if move_after_s is None else timedelta(seconds=move_after_s)
+        async with sessions.begin() as session:
+            await order_drain(session, **place, reason="new disks", move_after=move_after, actor="ops")
+
+    async with listening(database_url) as first:
+        await drain(3600.0)
+        await until(lambda: first.drains, "the order")
+        async with listening(database_url) as later:
+            assert later.drains == first.drains == [DrainOrder(**place, is_moving=False)]
+            await drain(0.0)
+            await until(lambda: [each.is_moving for each in (*first.drains, *later.drains)] == [True, True], "the change")
+            await drain(0.0)
+            async with sessions.begin() as session:
+                assert await end_drain(session, **place, reason="done", actor="ops")
+                assert not await end_drain(session, **place, reason="done", actor="ops")
+            await until(lambda: first.drains == later.drains == [], "the end")
+    async with sessions() as session:
+        entries = list(await session.scalars(select(AuditEntry).order_by(AuditEntry.id)))
+    assert [(each.action, each.subject_id) for each in entries] == [
+        ("replica.drain", "chat@v1 chat@v1#0"),
+        ("replica.drain", "chat@v1 chat@v1#0"),
+        ("replica.undrain", "chat@v1 chat@v1#0"),
+    ], "a repetition is no change"
+    changed = [(each.before and each.before["move_after_ms"], each.after and each.after.get("move_after_ms")) for each in entries]
+    assert changed == [(None, 3_600_000), (3_600_000, 0), (0, None)]
 
 
 async def test_a_view_asks_who_is_there_and_names_who_is_silent(database_url: str, sessions: Sessions, customer: Customer) -> None:

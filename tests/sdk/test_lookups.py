@@ -11,7 +11,15 @@ import pytest
 from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
 from weir.v1 import admin_service_pb2 as admin_pb
-from weir.v1 import admin_service_pb2_grpc, billing_service_pb2_grpc, configuration_pb2, live_requests_pb2, prices_pb2, types_pb2
+from weir.v1 import (
+    admin_service_pb2_grpc,
+    billing_service_pb2_grpc,
+    configuration_pb2,
+    live_requests_pb2,
+    prices_pb2,
+    replicas_pb2,
+    types_pb2,
+)
 from weir.v1 import billing_service_pb2 as billing_pb
 from weir.v1 import inference_service_pb2 as pb
 from weir_client import (
@@ -106,7 +114,7 @@ class Recorder:
             self.requests.append(request)
             if self.refusals:
                 await scripted.abort(context, self.refusals.pop(0))
-            modules = (prices_pb2, admin_pb, billing_pb, live_requests_pb2, configuration_pb2)
+            modules = (prices_pb2, admin_pb, billing_pb, live_requests_pb2, configuration_pb2, replicas_pb2)
             [module] = [each for each in modules if hasattr(each, f"{method}Response")]
             reply = self.replies.get(f"{method}Response", getattr(module, f"{method}Response")())
             assert isinstance(reply, Message)
@@ -269,9 +277,12 @@ def test_the_blocking_twins_make_the_same_calls(monkeypatch: pytest.MonkeyPatch)
             assert admin.list_live_requests("acme", stuck_only=True).requests == ()
             assert admin.kill_request("r1", reason="loops").generation is None
             assert admin.end_overdue_holds() == 0
+            assert admin.list_replicas("chat").drains == ()
+            assert admin.drain_replica("chat", "chat#0", move_after_s=1.5).replicas == ()
+            assert admin.undrain_replica("chat", "chat#0").undrained is False
             assert admin.apply_configuration({"organizations": [{"name": "acme"}]}, dry_run=True).changes == ()
             assert admin.export_configuration("acme") == {}
         with BillingClient() as billing:
             assert billing.get_month_report("acme", "2026-11").lines == ()
 
-    assert len(recorder.requests) == 22
+    assert len(recorder.requests) == 25

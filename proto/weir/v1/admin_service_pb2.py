@@ -28,84 +28,85 @@ from weir.v1 import configuration_pb2 as weir_dot_v1_dot_configuration__pb2
 from weir.v1 import live_requests_pb2 as weir_dot_v1_dot_live__requests__pb2
 from weir.v1 import plans_pb2 as weir_dot_v1_dot_plans__pb2
 from weir.v1 import prices_pb2 as weir_dot_v1_dot_prices__pb2
+from weir.v1 import replicas_pb2 as weir_dot_v1_dot_replicas__pb2
 from weir.v1 import types_pb2 as weir_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bweir/v1/admin_service.proto\x12\x07weir.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1bweir/v1/configuration.proto\x1a\x1bweir/v1/live_requests.proto\x1a\x13weir/v1/plans.proto\x1a\x14weir/v1/prices.proto\x1a\x13weir/v1/types.proto\"}\n\x0cOrganization\x12\x17\n\x0forganization_id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x15\n\rcurrency_code\x18\x03 \x01(\t\x12/\n\x0b\x63reate_time\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"u\n\x07Project\x12\x12\n\nproject_id\x18\x01 \x01(\t\x12\x17\n\x0forganization_id\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12/\n\x0b\x63reate_time\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"\xd0\x02\n\x06\x41piKey\x12\x12\n\napi_key_id\x18\x01 \x01(\t\x12\x12\n\nproject_id\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x0e\n\x06prefix\x18\x04 \x01(\t\x12\x0e\n\x06scopes\x18\x05 \x03(\t\x12/\n\x0b\x63reate_time\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12/\n\x0b\x65xpire_time\x18\x07 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12/\n\x0brevoke_time\x18\x08 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x17\n\x0forganization_id\x18\t \x01(\t\x12\x34\n\x10overlap_end_time\x18\n \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x0e\n\x06models\x18\x0b \x03(\t\"l\n\x19\x43reateOrganizationRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x15\n\rcurrency_code\x18\x02 \x01(\t\x12\x12\n\nrequest_id\x18\x03 \x01(\t\x12\x16\n\x0e\x61llow_existing\x18\x04 \x01(\x08\"Z\n\x1a\x43reateOrganizationResponse\x12+\n\x0corganization\x18\x01 \x01(\x0b\x32\x15.weir.v1.Organization\x12\x0f\n\x07\x65xisted\x18\x02 \x01(\x08\"\x1a\n\x18ListOrganizationsRequest\"I\n\x19ListOrganizationsResponse\x12,\n\rorganizations\x18\x01 \x03(\x0b\x32\x15.weir.v1.Organization\"f\n\x14\x43reateProjectRequest\x12\x14\n\x0corganization\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x12\n\nrequest_id\x18\x03 \x01(\t\x12\x16\n\x0e\x61llow_existing\x18\x04 \x01(\x08\"K\n\x15\x43reateProjectResponse\x12!\n\x07project\x18\x01 \x01(\x0b\x32\x10.weir.v1.Project\x12\x0f\n\x07\x65xisted\x18\x02 \x01(\x08\"+\n\x13ListProjectsRequest\x12\x14\n\x0corganization\x18\x01 \x01(\t\":\n\x14ListProjectsResponse\x12\"\n\x08projects\x18\x01 \x03(\x0b\x32\x10.weir.v1.Project\"\xc3\x01\n\x13\x43reateApiKeyRequest\x12\x14\n\x0corganization\x18\x01 \x01(\t\x12\x0f\n\x07project\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x0e\n\x06scopes\x18\x04 \x03(\t\x12+\n\x08lifetime\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x12\n\nrequest_id\x18\x06 \x01(\t\x12\x16\n\x0e\x61llow_existing\x18\x07 \x01(\x08\x12\x0e\n\x06models\x18\x08 \x03(\t\"Y\n\x14\x43reateApiKeyResponse\x12 \n\x07\x61pi_key\x18\x01 \x01(\x0b\x32\x0f.weir.v1.ApiKey\x12\x0e\n\x06secret\x18\x02 \x01(\t\x12\x0f\n\x07\x65xisted\x18\x03 \x01(\x08\"f\n\x13RotateApiKeyRequest\x12\x0f\n\x07\x61pi_key\x18\x01 \x01(\t\x12*\n\x07overlap\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x12\n\nrequest_id\x18\x03 \x01(\t\"~\n\x14RotateApiKeyResponse\x12 \n\x07\x61pi_key\x18\x01 \x01(\x0b\x32\x0f.weir.v1.ApiKey\x12\x0e\n\x06secret\x18\x02 \x01(\t\x12\x34\n\x10overlap_end_time\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"\xbe\x01\n\x13UpdateApiKeyRequest\x12\x0f\n\x07\x61pi_key\x18\x01 \x01(\t\x12\x11\n\x04name\x18\x02 \x01(\tH\x00\x88\x01\x01\x12\x0e\n\x06scopes\x18\x03 \x03(\t\x12/\n\x0b\x65xpire_time\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x15\n\rnever_expires\x18\x05 \x01(\x08\x12\x0e\n\x06models\x18\x06 \x03(\t\x12\x12\n\nall_models\x18\x07 \x01(\x08\x42\x07\n\x05_name\"8\n\x14UpdateApiKeyResponse\x12 \n\x07\x61pi_key\x18\x01 \x01(\x0b\x32\x0f.weir.v1.ApiKey\"&\n\x13RevokeApiKeyRequest\x12\x0f\n\x07\x61pi_key\x18\x01 \x01(\t\"8\n\x14RevokeApiKeyResponse\x12 \n\x07\x61pi_key\x18\x01 \x01(\x0b\x32\x0f.weir.v1.ApiKey\"*\n\x12ListApiKeysRequest\x12\x14\n\x0corganization\x18\x01 \x01(\t\"8\n\x13ListApiKeysResponse\x12!\n\x08\x61pi_keys\x18\x01 \x03(\x0b\x32\x0f.weir.v1.ApiKey\"\x90\x03\n\x0fSetQuotaRequest\x12&\n\x07subject\x18\x01 \x01(\x0e\x32\x15.weir.v1.QuotaSubject\x12\x13\n\x0bsubject_ref\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12*\n\tdimension\x18\x04 \x01(\x0e\x32\x17.weir.v1.QuotaDimension\x12\x13\n\x0blimit_value\x18\x05 \x01(\x03\x12\x14\n\x0c\x66or_new_keys\x18\x06 \x01(\x08\x12\x15\n\x08\x65nforced\x18\x07 \x01(\x08H\x00\x88\x01\x01\x12\x1f\n\x12input_weight_milli\x18\x08 \x01(\x03H\x01\x88\x01\x01\x12&\n\x19\x63\x61\x63hed_input_weight_milli\x18\t \x01(\x03H\x02\x88\x01\x01\x12 \n\x13output_weight_milli\x18\n \x01(\x03H\x03\x88\x01\x01\x42\x0b\n\t_enforcedB\x15\n\x13_input_weight_milliB\x1c\n\x1a_cached_input_weight_milliB\x16\n\x14_output_weight_milli\"7\n\x10SetQuotaResponse\x12#\n\x05quota\x18\x01 \x01(\x0b\x32\x14.weir.v1.QuotaStatus\"{\n\x11RaiseQuotaRequest\x12\x10\n\x08quota_id\x18\x01 \x01(\t\x12\x13\n\x0blimit_value\x18\x02 \x01(\x03\x12/\n\x0b\x65xpire_time\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x0e\n\x06reason\x18\x04 \x01(\t\"9\n\x12RaiseQuotaResponse\x12#\n\x05quota\x18\x01 \x01(\x0b\x32\x14.weir.v1.QuotaStatus\"=\n\x12\x44\x65leteQuotaRequest\x12\x10\n\x08quota_id\x18\x01 \x01(\t\x12\x15\n\rallow_missing\x18\x02 \x01(\x08\"&\n\x13\x44\x65leteQuotaResponse\x12\x0f\n\x07\x64\x65leted\x18\x01 \x01(\x08\"I\n\x11ListQuotasRequest\x12\x14\n\x0corganization\x18\x01 \x01(\t\x12\x0f\n\x07\x61pi_key\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\":\n\x12ListQuotasResponse\x12$\n\x06quotas\x18\x01 \x03(\x0b\x32\x14.weir.v1.QuotaStatus\"\x80\x03\n\x0fSetPriceRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x15\n\rcurrency_code\x18\x02 \x01(\t\x12\x1d\n\x15input_picos_per_token\x18\x03 \x01(\x03\x12$\n\x1c\x63\x61\x63hed_input_picos_per_token\x18\x04 \x01(\x03\x12\x1e\n\x16output_picos_per_token\x18\x05 \x01(\x03\x12\x32\n\x0e\x65\x66\x66\x65\x63tive_time\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x12\n\nrequest_id\x18\x07 \x01(\t\x12\x14\n\x0corganization\x18\x08 \x01(\t\x12&\n\x19\x65mbedding_picos_per_token\x18\t \x01(\x03H\x00\x88\x01\x01\x12#\n\x16\x62\x61tch_multiplier_milli\x18\n \x01(\x03H\x01\x88\x01\x01\x42\x1c\n\x1a_embedding_picos_per_tokenB\x19\n\x17_batch_multiplier_milli\"L\n\x10SetPriceResponse\x12\x0f\n\x07version\x18\x01 \x01(\x03\x12\'\n\x08versions\x18\x02 \x03(\x0b\x32\x15.weir.v1.PriceVersion\"\xda\x01\n\x17ListAuditEntriesRequest\x12\x11\n\tpage_size\x18\x01 \x01(\x05\x12\x17\n\x0f\x62\x65\x66ore_entry_id\x18\x02 \x01(\x03\x12\x0f\n\x07subject\x18\x03 \x01(\t\x12\r\n\x05\x61\x63tor\x18\x04 \x01(\t\x12\x15\n\raction_prefix\x18\x05 \x01(\t\x12.\n\nstart_time\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12,\n\x08\x65nd_time\x18\x07 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"@\n\x18ListAuditEntriesResponse\x12$\n\x07\x65ntries\x18\x01 \x03(\x0b\x32\x13.weir.v1.AuditEntry\"\xab\x01\n\nAuditEntry\x12\x10\n\x08\x65ntry_id\x18\x01 \x01(\x03\x12/\n\x0b\x63reate_time\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\r\n\x05\x61\x63tor\x18\x03 \x01(\t\x12\x0e\n\x06\x61\x63tion\x18\x04 \x01(\t\x12\x12\n\nsubject_id\x18\x05 \x01(\t\x12\x13\n\x0b\x62\x65\x66ore_json\x18\x06 \x01(\t\x12\x12\n\nafter_json\x18\x07 \x01(\t2\xd0\x12\n\x0c\x41\x64minService\x12]\n\x12\x43reateOrganization\x12\".weir.v1.CreateOrganizationRequest\x1a#.weir.v1.CreateOrganizationResponse\x12Z\n\x11ListOrganizations\x12!.weir.v1.ListOrganizationsRequest\x1a\".weir.v1.ListOrganizationsResponse\x12N\n\rCreateProject\x12\x1d.weir.v1.CreateProjectRequest\x1a\x1e.weir.v1.CreateProjectResponse\x12K\n\x0cListProjects\x12\x1c.weir.v1.ListProjectsRequest\x1a\x1d.weir.v1.ListProjectsResponse\x12K\n\x0c\x43reateApiKey\x12\x1c.weir.v1.CreateApiKeyRequest\x1a\x1d.weir.v1.CreateApiKeyResponse\x12K\n\x0cRotateApiKey\x12\x1c.weir.v1.RotateApiKeyRequest\x1a\x1d.weir.v1.RotateApiKeyResponse\x12K\n\x0cUpdateApiKey\x12\x1c.weir.v1.UpdateApiKeyRequest\x1a\x1d.weir.v1.UpdateApiKeyResponse\x12K\n\x0cRevokeApiKey\x12\x1c.weir.v1.RevokeApiKeyRequest\x1a\x1d.weir.v1.RevokeApiKeyResponse\x12H\n\x0bListApiKeys\x12\x1b.weir.v1.ListApiKeysRequest\x1a\x1c.weir.v1.ListApiKeysResponse\x12?\n\x08SetQuota\x12\x18.weir.v1.SetQuotaRequest\x1a\x19.weir.v1.SetQuotaResponse\x12\x45\n\nRaiseQuota\x12\x1a.weir.v1.RaiseQuotaRequest\x1a\x1b.weir.v1.RaiseQuotaResponse\x12H\n\x0b\x44\x65leteQuota\x12\x1b.weir.v1.DeleteQuotaRequest\x1a\x1c.weir.v1.DeleteQuotaResponse\x12\x45\n\nListQuotas\x12\x1a.weir.v1.ListQuotasRequest\x1a\x1b.weir.v1.ListQuotasResponse\x12?\n\x08SetPrice\x12\x18.weir.v1.SetPriceRequest\x1a\x19.weir.v1.SetPriceResponse\x12\x45\n\nListPrices\x12\x1a.weir.v1.ListPricesRequest\x1a\x1b.weir.v1.ListPricesResponse\x12N\n\rWithdrawPrice\x12\x1d.weir.v1.WithdrawPriceRequest\x1a\x1e.weir.v1.WithdrawPriceResponse\x12Q\n\x0eSimulatePrices\x12\x1e.weir.v1.SimulatePricesRequest\x1a\x1f.weir.v1.SimulatePricesResponse\x12\x45\n\nCreatePlan\x12\x1a.weir.v1.CreatePlanRequest\x1a\x1b.weir.v1.CreatePlanResponse\x12\x42\n\tListPlans\x12\x19.weir.v1.ListPlansRequest\x1a\x1a.weir.v1.ListPlansResponse\x12\x45\n\nAssignPlan\x12\x1a.weir.v1.AssignPlanRequest\x1a\x1b.weir.v1.AssignPlanResponse\x12H\n\x0bGrantCredit\x12\x1b.weir.v1.GrantCreditRequest\x1a\x1c.weir.v1.GrantCreditResponse\x12W\n\x10ListCreditGrants\x12 .weir.v1.ListCreditGrantsRequest\x1a!.weir.v1.ListCreditGrantsResponse\x12W\n\x10GetCreditBalance\x12 .weir.v1.GetCreditBalanceRequest\x1a!.weir.v1.GetCreditBalanceResponse\x12\x45\n\nSetPrepaid\x12\x1a.weir.v1.SetPrepaidRequest\x1a\x1b.weir.v1.SetPrepaidResponse\x12W\n\x10ListAuditEntries\x12 .weir.v1.ListAuditEntriesRequest\x1a!.weir.v1.ListAuditEntriesResponse\x12W\n\x10ListLiveRequests\x12 .weir.v1.ListLiveRequestsRequest\x1a!.weir.v1.ListLiveRequestsResponse\x12H\n\x0bKillRequest\x12\x1b.weir.v1.KillRequestRequest\x1a\x1c.weir.v1.KillRequestResponse\x12T\n\x0f\x45ndOverdueHolds\x12\x1f.weir.v1.EndOverdueHoldsRequest\x1a .weir.v1.EndOverdueHoldsResponse\x12]\n\x12\x41pplyConfiguration\x12\".weir.v1.ApplyConfigurationRequest\x1a#.weir.v1.ApplyConfigurationResponse\x12`\n\x13\x45xportConfiguration\x12#.weir.v1.ExportConfigurationRequest\x1a$.weir.v1.ExportConfigurationResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bweir/v1/admin_service.proto\x12\x07weir.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1bweir/v1/configuration.proto\x1a\x1bweir/v1/live_requests.proto\x1a\x13weir/v1/plans.proto\x1a\x14weir/v1/prices.proto\x1a\x16weir/v1/replicas.proto\x1a\x13weir/v1/types.proto\"}\n\x0cOrganization\x12\x17\n\x0forganization_id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x15\n\rcurrency_code\x18\x03 \x01(\t\x12/\n\x0b\x63reate_time\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"u\n\x07Project\x12\x12\n\nproject_id\x18\x01 \x01(\t\x12\x17\n\x0forganization_id\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12/\n\x0b\x63reate_time\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"\xd0\x02\n\x06\x41piKey\x12\x12\n\napi_key_id\x18\x01 \x01(\t\x12\x12\n\nproject_id\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x0e\n\x06prefix\x18\x04 \x01(\t\x12\x0e\n\x06scopes\x18\x05 \x03(\t\x12/\n\x0b\x63reate_time\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12/\n\x0b\x65xpire_time\x18\x07 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12/\n\x0brevoke_time\x18\x08 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x17\n\x0forganization_id\x18\t \x01(\t\x12\x34\n\x10overlap_end_time\x18\n \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x0e\n\x06models\x18\x0b \x03(\t\"l\n\x19\x43reateOrganizationRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x15\n\rcurrency_code\x18\x02 \x01(\t\x12\x12\n\nrequest_id\x18\x03 \x01(\t\x12\x16\n\x0e\x61llow_existing\x18\x04 \x01(\x08\"Z\n\x1a\x43reateOrganizationResponse\x12+\n\x0corganization\x18\x01 \x01(\x0b\x32\x15.weir.v1.Organization\x12\x0f\n\x07\x65xisted\x18\x02 \x01(\x08\"\x1a\n\x18ListOrganizationsRequest\"I\n\x19ListOrganizationsResponse\x12,\n\rorganizations\x18\x01 \x03(\x0b\x32\x15.weir.v1.Organization\"f\n\x14\x43reateProjectRequest\x12\x14\n\x0corganization\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x12\n\nrequest_id\x18\x03 \x01(\t\x12\x16\n\x0e\x61llow_existing\x18\x04 \x01(\x08\"K\n\x15\x43reateProjectResponse\x12!\n\x07project\x18\x01 \x01(\x0b\x32\x10.weir.v1.Project\x12\x0f\n\x07\x65xisted\x18\x02 \x01(\x08\"+\n\x13ListProjectsRequest\x12\x14\n\x0corganization\x18\x01 \x01(\t\":\n\x14ListProjectsResponse\x12\"\n\x08projects\x18\x01 \x03(\x0b\x32\x10.weir.v1.Project\"\xc3\x01\n\x13\x43reateApiKeyRequest\x12\x14\n\x0corganization\x18\x01 \x01(\t\x12\x0f\n\x07project\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x0e\n\x06scopes\x18\x04 \x03(\t\x12+\n\x08lifetime\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x12\n\nrequest_id\x18\x06 \x01(\t\x12\x16\n\x0e\x61llow_existing\x18\x07 \x01(\x08\x12\x0e\n\x06models\x18\x08 \x03(\t\"Y\n\x14\x43reateApiKeyResponse\x12 \n\x07\x61pi_key\x18\x01 \x01(\x0b\x32\x0f.weir.v1.ApiKey\x12\x0e\n\x06secret\x18\x02 \x01(\t\x12\x0f\n\x07\x65xisted\x18\x03 \x01(\x08\"f\n\x13RotateApiKeyRequest\x12\x0f\n\x07\x61pi_key\x18\x01 \x01(\t\x12*\n\x07overlap\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x12\n\nrequest_id\x18\x03 \x01(\t\"~\n\x14RotateApiKeyResponse\x12 \n\x07\x61pi_key\x18\x01 \x01(\x0b\x32\x0f.weir.v1.ApiKey\x12\x0e\n\x06secret\x18\x02 \x01(\t\x12\x34\n\x10overlap_end_time\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"\xbe\x01\n\x13UpdateApiKeyRequest\x12\x0f\n\x07\x61pi_key\x18\x01 \x01(\t\x12\x11\n\x04name\x18\x02 \x01(\tH\x00\x88\x01\x01\x12\x0e\n\x06scopes\x18\x03 \x03(\t\x12/\n\x0b\x65xpire_time\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x15\n\rnever_expires\x18\x05 \x01(\x08\x12\x0e\n\x06models\x18\x06 \x03(\t\x12\x12\n\nall_models\x18\x07 \x01(\x08\x42\x07\n\x05_name\"8\n\x14UpdateApiKeyResponse\x12 \n\x07\x61pi_key\x18\x01 \x01(\x0b\x32\x0f.weir.v1.ApiKey\"&\n\x13RevokeApiKeyRequest\x12\x0f\n\x07\x61pi_key\x18\x01 \x01(\t\"8\n\x14RevokeApiKeyResponse\x12 \n\x07\x61pi_key\x18\x01 \x01(\x0b\x32\x0f.weir.v1.ApiKey\"*\n\x12ListApiKeysRequest\x12\x14\n\x0corganization\x18\x01 \x01(\t\"8\n\x13ListApiKeysResponse\x12!\n\x08\x61pi_keys\x18\x01 \x03(\x0b\x32\x0f.weir.v1.ApiKey\"\x90\x03\n\x0fSetQuotaRequest\x12&\n\x07subject\x18\x01 \x01(\x0e\x32\x15.weir.v1.QuotaSubject\x12\x13\n\x0bsubject_ref\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12*\n\tdimension\x18\x04 \x01(\x0e\x32\x17.weir.v1.QuotaDimension\x12\x13\n\x0blimit_value\x18\x05 \x01(\x03\x12\x14\n\x0c\x66or_new_keys\x18\x06 \x01(\x08\x12\x15\n\x08\x65nforced\x18\x07 \x01(\x08H\x00\x88\x01\x01\x12\x1f\n\x12input_weight_milli\x18\x08 \x01(\x03H\x01\x88\x01\x01\x12&\n\x19\x63\x61\x63hed_input_weight_milli\x18\t \x01(\x03H\x02\x88\x01\x01\x12 \n\x13output_weight_milli\x18\n \x01(\x03H\x03\x88\x01\x01\x42\x0b\n\t_enforcedB\x15\n\x13_input_weight_milliB\x1c\n\x1a_cached_input_weight_milliB\x16\n\x14_output_weight_milli\"7\n\x10SetQuotaResponse\x12#\n\x05quota\x18\x01 \x01(\x0b\x32\x14.weir.v1.QuotaStatus\"{\n\x11RaiseQuotaRequest\x12\x10\n\x08quota_id\x18\x01 \x01(\t\x12\x13\n\x0blimit_value\x18\x02 \x01(\x03\x12/\n\x0b\x65xpire_time\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x0e\n\x06reason\x18\x04 \x01(\t\"9\n\x12RaiseQuotaResponse\x12#\n\x05quota\x18\x01 \x01(\x0b\x32\x14.weir.v1.QuotaStatus\"=\n\x12\x44\x65leteQuotaRequest\x12\x10\n\x08quota_id\x18\x01 \x01(\t\x12\x15\n\rallow_missing\x18\x02 \x01(\x08\"&\n\x13\x44\x65leteQuotaResponse\x12\x0f\n\x07\x64\x65leted\x18\x01 \x01(\x08\"I\n\x11ListQuotasRequest\x12\x14\n\x0corganization\x18\x01 \x01(\t\x12\x0f\n\x07\x61pi_key\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\":\n\x12ListQuotasResponse\x12$\n\x06quotas\x18\x01 \x03(\x0b\x32\x14.weir.v1.QuotaStatus\"\x80\x03\n\x0fSetPriceRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x15\n\rcurrency_code\x18\x02 \x01(\t\x12\x1d\n\x15input_picos_per_token\x18\x03 \x01(\x03\x12$\n\x1c\x63\x61\x63hed_input_picos_per_token\x18\x04 \x01(\x03\x12\x1e\n\x16output_picos_per_token\x18\x05 \x01(\x03\x12\x32\n\x0e\x65\x66\x66\x65\x63tive_time\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x12\n\nrequest_id\x18\x07 \x01(\t\x12\x14\n\x0corganization\x18\x08 \x01(\t\x12&\n\x19\x65mbedding_picos_per_token\x18\t \x01(\x03H\x00\x88\x01\x01\x12#\n\x16\x62\x61tch_multiplier_milli\x18\n \x01(\x03H\x01\x88\x01\x01\x42\x1c\n\x1a_embedding_picos_per_tokenB\x19\n\x17_batch_multiplier_milli\"L\n\x10SetPriceResponse\x12\x0f\n\x07version\x18\x01 \x01(\x03\x12\'\n\x08versions\x18\x02 \x03(\x0b\x32\x15.weir.v1.PriceVersion\"\xda\x01\n\x17ListAuditEntriesRequest\x12\x11\n\tpage_size\x18\x01 \x01(\x05\x12\x17\n\x0f\x62\x65\x66ore_entry_id\x18\x02 \x01(\x03\x12\x0f\n\x07subject\x18\x03 \x01(\t\x12\r\n\x05\x61\x63tor\x18\x04 \x01(\t\x12\x15\n\raction_prefix\x18\x05 \x01(\t\x12.\n\nstart_time\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12,\n\x08\x65nd_time\x18\x07 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"@\n\x18ListAuditEntriesResponse\x12$\n\x07\x65ntries\x18\x01 \x03(\x0b\x32\x13.weir.v1.AuditEntry\"\xab\x01\n\nAuditEntry\x12\x10\n\x08\x65ntry_id\x18\x01 \x01(\x03\x12/\n\x0b\x63reate_time\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\r\n\x05\x61\x63tor\x18\x03 \x01(\t\x12\x0e\n\x06\x61\x63tion\x18\x04 \x01(\t\x12\x12\n\nsubject_id\x18\x05 \x01(\t\x12\x13\n\x0b\x62\x65\x66ore_json\x18\x06 \x01(\t\x12\x12\n\nafter_json\x18\x07 \x01(\t2\xbd\x14\n\x0c\x41\x64minService\x12]\n\x12\x43reateOrganization\x12\".weir.v1.CreateOrganizationRequest\x1a#.weir.v1.CreateOrganizationResponse\x12Z\n\x11ListOrganizations\x12!.weir.v1.ListOrganizationsRequest\x1a\".weir.v1.ListOrganizationsResponse\x12N\n\rCreateProject\x12\x1d.weir.v1.CreateProjectRequest\x1a\x1e.weir.v1.CreateProjectResponse\x12K\n\x0cListProjects\x12\x1c.weir.v1.ListProjectsRequest\x1a\x1d.weir.v1.ListProjectsResponse\x12K\n\x0c\x43reateApiKey\x12\x1c.weir.v1.CreateApiKeyRequest\x1a\x1d.weir.v1.CreateApiKeyResponse\x12K\n\x0cRotateApiKey\x12\x1c.weir.v1.RotateApiKeyRequest\x1a\x1d.weir.v1.RotateApiKeyResponse\x12K\n\x0cUpdateApiKey\x12\x1c.weir.v1.UpdateApiKeyRequest\x1a\x1d.weir.v1.UpdateApiKeyResponse\x12K\n\x0cRevokeApiKey\x12\x1c.weir.v1.RevokeApiKeyRequest\x1a\x1d.weir.v1.RevokeApiKeyResponse\x12H\n\x0bListApiKeys\x12\x1b.weir.v1.ListApiKeysRequest\x1a\x1c.weir.v1.ListApiKeysResponse\x12?\n\x08SetQuota\x12\x18.weir.v1.SetQuotaRequest\x1a\x19.weir.v1.SetQuotaResponse\x12\x45\n\nRaiseQuota\x12\x1a.weir.v1.RaiseQuotaRequest\x1a\x1b.weir.v1.RaiseQuotaResponse\x12H\n\x0b\x44\x65leteQuota\x12\x1b.weir.v1.DeleteQuotaRequest\x1a\x1c.weir.v1.DeleteQuotaResponse\x12\x45\n\nListQuotas\x12\x1a.weir.v1.ListQuotasRequest\x1a\x1b.weir.v1.ListQuotasResponse\x12?\n\x08SetPrice\x12\x18.weir.v1.SetPriceRequest\x1a\x19.weir.v1.SetPriceResponse\x12\x45\n\nListPrices\x12\x1a.weir.v1.ListPricesRequest\x1a\x1b.weir.v1.ListPricesResponse\x12N\n\rWithdrawPrice\x12\x1d.weir.v1.WithdrawPriceRequest\x1a\x1e.weir.v1.WithdrawPriceResponse\x12Q\n\x0eSimulatePrices\x12\x1e.weir.v1.SimulatePricesRequest\x1a\x1f.weir.v1.SimulatePricesResponse\x12\x45\n\nCreatePlan\x12\x1a.weir.v1.CreatePlanRequest\x1a\x1b.weir.v1.CreatePlanResponse\x12\x42\n\tListPlans\x12\x19.weir.v1.ListPlansRequest\x1a\x1a.weir.v1.ListPlansResponse\x12\x45\n\nAssignPlan\x12\x1a.weir.v1.AssignPlanRequest\x1a\x1b.weir.v1.AssignPlanResponse\x12H\n\x0bGrantCredit\x12\x1b.weir.v1.GrantCreditRequest\x1a\x1c.weir.v1.GrantCreditResponse\x12W\n\x10ListCreditGrants\x12 .weir.v1.ListCreditGrantsRequest\x1a!.weir.v1.ListCreditGrantsResponse\x12W\n\x10GetCreditBalance\x12 .weir.v1.GetCreditBalanceRequest\x1a!.weir.v1.GetCreditBalanceResponse\x12\x45\n\nSetPrepaid\x12\x1a.weir.v1.SetPrepaidRequest\x1a\x1b.weir.v1.SetPrepaidResponse\x12W\n\x10ListAuditEntries\x12 .weir.v1.ListAuditEntriesRequest\x1a!.weir.v1.ListAuditEntriesResponse\x12W\n\x10ListLiveRequests\x12 .weir.v1.ListLiveRequestsRequest\x1a!.weir.v1.ListLiveRequestsResponse\x12H\n\x0bKillRequest\x12\x1b.weir.v1.KillRequestRequest\x1a\x1c.weir.v1.KillRequestResponse\x12T\n\x0f\x45ndOverdueHolds\x12\x1f.weir.v1.EndOverdueHoldsRequest\x1a .weir.v1.EndOverdueHoldsResponse\x12K\n\x0cListReplicas\x12\x1c.weir.v1.ListReplicasRequest\x1a\x1d.weir.v1.ListReplicasResponse\x12K\n\x0c\x44rainReplica\x12\x1c.weir.v1.DrainReplicaRequest\x1a\x1d.weir.v1.DrainReplicaResponse\x12Q\n\x0eUndrainReplica\x12\x1e.weir.v1.UndrainReplicaRequest\x1a\x1f.weir.v1.UndrainReplicaResponse\x12]\n\x12\x41pplyConfiguration\x12\".weir.v1.ApplyConfigurationRequest\x1a#.weir.v1.ApplyConfigurationResponse\x12`\n\x13\x45xportConfiguration\x12#.weir.v1.ExportConfigurationRequest\x1a$.weir.v1.ExportConfigurationResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'weir.v1.admin_service_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_ORGANIZATION']._serialized_start=227
-  _globals['_ORGANIZATION']._serialized_end=352
-  _globals['_PROJECT']._serialized_start=354
-  _globals['_PROJECT']._serialized_end=471
-  _globals['_APIKEY']._serialized_start=474
-  _globals['_APIKEY']._serialized_end=810
-  _globals['_CREATEORGANIZATIONREQUEST']._serialized_start=812
-  _globals['_CREATEORGANIZATIONREQUEST']._serialized_end=920
-  _globals['_CREATEORGANIZATIONRESPONSE']._serialized_start=922
-  _globals['_CREATEORGANIZATIONRESPONSE']._serialized_end=1012
-  _globals['_LISTORGANIZATIONSREQUEST']._serialized_start=1014
-  _globals['_LISTORGANIZATIONSREQUEST']._serialized_end=1040
-  _globals['_LISTORGANIZATIONSRESPONSE']._serialized_start=1042
-  _globals['_LISTORGANIZATIONSRESPONSE']._serialized_end=1115
-  _globals['_CREATEPROJECTREQUEST']._serialized_start=1117
-  _globals['_CREATEPROJECTREQUEST']._serialized_end=1219
-  _globals['_CREATEPROJECTRESPONSE']._serialized_start=1221
-  _globals['_CREATEPROJECTRESPONSE']._serialized_end=1296
-  _globals['_LISTPROJECTSREQUEST']._serialized_start=1298
-  _globals['_LISTPROJECTSREQUEST']._serialized_end=1341
-  _globals['_LISTPROJECTSRESPONSE']._serialized_start=1343
-  _globals['_LISTPROJECTSRESPONSE']._serialized_end=1401
-  _globals['_CREATEAPIKEYREQUEST']._serialized_start=1404
-  _globals['_CREATEAPIKEYREQUEST']._serialized_end=1599
-  _globals['_CREATEAPIKEYRESPONSE']._serialized_start=1601
-  _globals['_CREATEAPIKEYRESPONSE']._serialized_end=1690
-  _globals['_ROTATEAPIKEYREQUEST']._serialized_start=1692
-  _globals['_ROTATEAPIKEYREQUEST']._serialized_end=1794
-  _globals['_ROTATEAPIKEYRESPONSE']._serialized_start=1796
-  _globals['_ROTATEAPIKEYRESPONSE']._serialized_end=1922
-  _globals['_UPDATEAPIKEYREQUEST']._serialized_start=1925
-  _globals['_UPDATEAPIKEYREQUEST']._serialized_end=2115
-  _globals['_UPDATEAPIKEYRESPONSE']._serialized_start=2117
-  _globals['_UPDATEAPIKEYRESPONSE']._serialized_end=2173
-  _globals['_REVOKEAPIKEYREQUEST']._serialized_start=2175
-  _globals['_REVOKEAPIKEYREQUEST']._serialized_end=2213
-  _globals['_REVOKEAPIKEYRESPONSE']._serialized_start=2215
-  _globals['_REVOKEAPIKEYRESPONSE']._serialized_end=2271
-  _globals['_LISTAPIKEYSREQUEST']._serialized_start=2273
-  _globals['_LISTAPIKEYSREQUEST']._serialized_end=2315
-  _globals['_LISTAPIKEYSRESPONSE']._serialized_start=2317
-  _globals['_LISTAPIKEYSRESPONSE']._serialized_end=2373
-  _globals['_SETQUOTAREQUEST']._serialized_start=2376
-  _globals['_SETQUOTAREQUEST']._serialized_end=2776
-  _globals['_SETQUOTARESPONSE']._serialized_start=2778
-  _globals['_SETQUOTARESPONSE']._serialized_end=2833
-  _globals['_RAISEQUOTAREQUEST']._serialized_start=2835
-  _globals['_RAISEQUOTAREQUEST']._serialized_end=2958
-  _globals['_RAISEQUOTARESPONSE']._serialized_start=2960
-  _globals['_RAISEQUOTARESPONSE']._serialized_end=3017
-  _globals['_DELETEQUOTAREQUEST']._serialized_start=3019
-  _globals['_DELETEQUOTAREQUEST']._serialized_end=3080
-  _globals['_DELETEQUOTARESPONSE']._serialized_start=3082
-  _globals['_DELETEQUOTARESPONSE']._serialized_end=3120
-  _globals['_LISTQUOTASREQUEST']._serialized_start=3122
-  _globals['_LISTQUOTASREQUEST']._serialized_end=3195
-  _globals['_LISTQUOTASRESPONSE']._serialized_start=3197
-  _globals['_LISTQUOTASRESPONSE']._serialized_end=3255
-  _globals['_SETPRICEREQUEST']._serialized_start=3258
-  _globals['_SETPRICEREQUEST']._serialized_end=3642
-  _globals['_SETPRICERESPONSE']._serialized_start=3644
-  _globals['_SETPRICERESPONSE']._serialized_end=3720
-  _globals['_LISTAUDITENTRIESREQUEST']._serialized_start=3723
-  _globals['_LISTAUDITENTRIESREQUEST']._serialized_end=3941
-  _globals['_LISTAUDITENTRIESRESPONSE']._serialized_start=3943
-  _globals['_LISTAUDITENTRIESRESPONSE']._serialized_end=4007
-  _globals['_AUDITENTRY']._serialized_start=4010
-  _globals['_AUDITENTRY']._serialized_end=4181
-  _globals['_ADMINSERVICE']._serialized_start=4184
-  _globals['_ADMINSERVICE']._serialized_end=6568
+  _globals['_ORGANIZATION']._serialized_start=251
+  _globals['_ORGANIZATION']._serialized_end=376
+  _globals['_PROJECT']._serialized_start=378
+  _globals['_PROJECT']._serialized_end=495
+  _globals['_APIKEY']._serialized_start=498
+  _globals['_APIKEY']._serialized_end=834
+  _globals['_CREATEORGANIZATIONREQUEST']._serialized_start=836
+  _globals['_CREATEORGANIZATIONREQUEST']._serialized_end=944
+  _globals['_CREATEORGANIZATIONRESPONSE']._serialized_start=946
+  _globals['_CREATEORGANIZATIONRESPONSE']._serialized_end=1036
+  _globals['_LISTORGANIZATIONSREQUEST']._serialized_start=1038
+  _globals['_LISTORGANIZATIONSREQUEST']._serialized_end=1064
+  _globals['_LISTORGANIZATIONSRESPONSE']._serialized_start=1066
+  _globals['_LISTORGANIZATIONSRESPONSE']._serialized_end=1139
+  _globals['_CREATEPROJECTREQUEST']._serialized_start=1141
+  _globals['_CREATEPROJECTREQUEST']._serialized_end=1243
+  _globals['_CREATEPROJECTRESPONSE']._serialized_start=1245
+  _globals['_CREATEPROJECTRESPONSE']._serialized_end=1320
+  _globals['_LISTPROJECTSREQUEST']._serialized_start=1322
+  _globals['_LISTPROJECTSREQUEST']._serialized_end=1365
+  _globals['_LISTPROJECTSRESPONSE']._serialized_start=1367
+  _globals['_LISTPROJECTSRESPONSE']._serialized_end=1425
+  _globals['_CREATEAPIKEYREQUEST']._serialized_start=1428
+  _globals['_CREATEAPIKEYREQUEST']._serialized_end=1623
+  _globals['_CREATEAPIKEYRESPONSE']._serialized_start=1625
+  _globals['_CREATEAPIKEYRESPONSE']._serialized_end=1714
+  _globals['_ROTATEAPIKEYREQUEST']._serialized_start=1716
+  _globals['_ROTATEAPIKEYREQUEST']._serialized_end=1818
+  _globals['_ROTATEAPIKEYRESPONSE']._serialized_start=1820
+  _globals['_ROTATEAPIKEYRESPONSE']._serialized_end=1946
+  _globals['_UPDATEAPIKEYREQUEST']._serialized_start=1949
+  _globals['_UPDATEAPIKEYREQUEST']._serialized_end=2139
+  _globals['_UPDATEAPIKEYRESPONSE']._serialized_start=2141
+  _globals['_UPDATEAPIKEYRESPONSE']._serialized_end=2197
+  _globals['_REVOKEAPIKEYREQUEST']._serialized_start=2199
+  _globals['_REVOKEAPIKEYREQUEST']._serialized_end=2237
+  _globals['_REVOKEAPIKEYRESPONSE']._serialized_start=2239
+  _globals['_REVOKEAPIKEYRESPONSE']._serialized_end=2295
+  _globals['_LISTAPIKEYSREQUEST']._serialized_start=2297
+  _globals['_LISTAPIKEYSREQUEST']._serialized_end=2339
+  _globals['_LISTAPIKEYSRESPONSE']._serialized_start=2341
+  _globals['_LISTAPIKEYSRESPONSE']._serialized_end=2397
+  _globals['_SETQUOTAREQUEST']._serialized_start=2400
+  _globals['_SETQUOTAREQUEST']._serialized_end=2800
+  _globals['_SETQUOTARESPONSE']._serialized_start=2802
+  _globals['_SETQUOTARESPONSE']._serialized_end=2857
+  _globals['_RAISEQUOTAREQUEST']._serialized_start=2859
+  _globals['_RAISEQUOTAREQUEST']._serialized_end=2982
+  _globals['_RAISEQUOTARESPONSE']._serialized_start=2984
+  _globals['_RAISEQUOTARESPONSE']._serialized_end=3041
+  _globals['_DELETEQUOTAREQUEST']._serialized_start=3043
+  _globals['_DELETEQUOTAREQUEST']._serialized_end=3104
+  _globals['_DELETEQUOTARESPONSE']._serialized_start=3106
+  _globals['_DELETEQUOTARESPONSE']._serialized_end=3144
+  _globals['_LISTQUOTASREQUEST']._serialized_start=3146
+  _globals['_LISTQUOTASREQUEST']._serialized_end=3219
+  _globals['_LISTQUOTASRESPONSE']._serialized_start=3221
+  _globals['_LISTQUOTASRESPONSE']._serialized_end=3279
+  _globals['_SETPRICEREQUEST']._serialized_start=3282
+  _globals['_SETPRICEREQUEST']._serialized_end=3666
+  _globals['_SETPRICERESPONSE']._serialized_start=3668
+  _globals['_SETPRICERESPONSE']._serialized_end=3744
+  _globals['_LISTAUDITENTRIESREQUEST']._serialized_start=3747
+  _globals['_LISTAUDITENTRIESREQUEST']._serialized_end=3965
+  _globals['_LISTAUDITENTRIESRESPONSE']._serialized_start=3967
+  _globals['_LISTAUDITENTRIESRESPONSE']._serialized_end=4031
+  _globals['_AUDITENTRY']._serialized_start=4034
+  _globals['_AUDITENTRY']._serialized_end=4205
+  _globals['_ADMINSERVICE']._serialized_start=4208
+  _globals['_ADMINSERVICE']._serialized_end=6829
 # @@protoc_insertion_point(module_scope)

@@ -8,6 +8,7 @@ from weir.v1 import configuration_pb2 as weir_dot_v1_dot_configuration__pb2
 from weir.v1 import live_requests_pb2 as weir_dot_v1_dot_live__requests__pb2
 from weir.v1 import plans_pb2 as weir_dot_v1_dot_plans__pb2
 from weir.v1 import prices_pb2 as weir_dot_v1_dot_prices__pb2
+from weir.v1 import replicas_pb2 as weir_dot_v1_dot_replicas__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
 GRPC_VERSION = grpc.__version__
@@ -182,6 +183,21 @@ class AdminServiceStub:
                 '/weir.v1.AdminService/EndOverdueHolds',
                 request_serializer=weir_dot_v1_dot_live__requests__pb2.EndOverdueHoldsRequest.SerializeToString,
                 response_deserializer=weir_dot_v1_dot_live__requests__pb2.EndOverdueHoldsResponse.FromString,
+                _registered_method=True)
+        self.ListReplicas = channel.unary_unary(
+                '/weir.v1.AdminService/ListReplicas',
+                request_serializer=weir_dot_v1_dot_replicas__pb2.ListReplicasRequest.SerializeToString,
+                response_deserializer=weir_dot_v1_dot_replicas__pb2.ListReplicasResponse.FromString,
+                _registered_method=True)
+        self.DrainReplica = channel.unary_unary(
+                '/weir.v1.AdminService/DrainReplica',
+                request_serializer=weir_dot_v1_dot_replicas__pb2.DrainReplicaRequest.SerializeToString,
+                response_deserializer=weir_dot_v1_dot_replicas__pb2.DrainReplicaResponse.FromString,
+                _registered_method=True)
+        self.UndrainReplica = channel.unary_unary(
+                '/weir.v1.AdminService/UndrainReplica',
+                request_serializer=weir_dot_v1_dot_replicas__pb2.UndrainReplicaRequest.SerializeToString,
+                response_deserializer=weir_dot_v1_dot_replicas__pb2.UndrainReplicaResponse.FromString,
                 _registered_method=True)
         self.ApplyConfiguration = channel.unary_unary(
                 '/weir.v1.AdminService/ApplyConfiguration',
@@ -401,6 +417,27 @@ class AdminServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListReplicas(self, request, context):
+        """Lists the engines of models that have several, in all processes, and the orders that keep some out of use.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DrainReplica(self, request, context):
+        """Takes a replica out of use in all processes: what runs there ends by itself, nothing new begins. Doing it twice changes nothing.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UndrainReplica(self, request, context):
+        """Puts it into use again. Doing it twice changes nothing.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ApplyConfiguration(self, request, context):
         """Makes organizations, projects, keys, limits and prices what a document says, all or nothing. Doing it twice changes nothing.
         """
@@ -557,6 +594,21 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.EndOverdueHolds,
                     request_deserializer=weir_dot_v1_dot_live__requests__pb2.EndOverdueHoldsRequest.FromString,
                     response_serializer=weir_dot_v1_dot_live__requests__pb2.EndOverdueHoldsResponse.SerializeToString,
+            ),
+            'ListReplicas': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListReplicas,
+                    request_deserializer=weir_dot_v1_dot_replicas__pb2.ListReplicasRequest.FromString,
+                    response_serializer=weir_dot_v1_dot_replicas__pb2.ListReplicasResponse.SerializeToString,
+            ),
+            'DrainReplica': grpc.unary_unary_rpc_method_handler(
+                    servicer.DrainReplica,
+                    request_deserializer=weir_dot_v1_dot_replicas__pb2.DrainReplicaRequest.FromString,
+                    response_serializer=weir_dot_v1_dot_replicas__pb2.DrainReplicaResponse.SerializeToString,
+            ),
+            'UndrainReplica': grpc.unary_unary_rpc_method_handler(
+                    servicer.UndrainReplica,
+                    request_deserializer=weir_dot_v1_dot_replicas__pb2.UndrainReplicaRequest.FromString,
+                    response_serializer=weir_dot_v1_dot_replicas__pb2.UndrainReplicaResponse.SerializeToString,
             ),
             'ApplyConfiguration': grpc.unary_unary_rpc_method_handler(
                     servicer.ApplyConfiguration,
@@ -1330,6 +1382,87 @@ class AdminService:
             '/weir.v1.AdminService/EndOverdueHolds',
             weir_dot_v1_dot_live__requests__pb2.EndOverdueHoldsRequest.SerializeToString,
             weir_dot_v1_dot_live__requests__pb2.EndOverdueHoldsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListReplicas(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weir.v1.AdminService/ListReplicas',
+            weir_dot_v1_dot_replicas__pb2.ListReplicasRequest.SerializeToString,
+            weir_dot_v1_dot_replicas__pb2.ListReplicasResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DrainReplica(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weir.v1.AdminService/DrainReplica',
+            weir_dot_v1_dot_replicas__pb2.DrainReplicaRequest.SerializeToString,
+            weir_dot_v1_dot_replicas__pb2.DrainReplicaResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UndrainReplica(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weir.v1.AdminService/UndrainReplica',
+            weir_dot_v1_dot_replicas__pb2.UndrainReplicaRequest.SerializeToString,
+            weir_dot_v1_dot_replicas__pb2.UndrainReplicaResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -10,6 +10,7 @@ from weir.v1 import configuration_pb2 as _configuration_pb2
 from weir.v1 import live_requests_pb2 as _live_requests_pb2
 from weir.v1 import plans_pb2 as _plans_pb2
 from weir.v1 import prices_pb2 as _prices_pb2
+from weir.v1 import replicas_pb2 as _replicas_pb2
 import abc as _abc_1
 import grpc as _grpc
 import sys
@@ -102,6 +103,12 @@ class AdminServiceStub:
     """Ends a running request in whichever process it runs. Its client gets `failed` with the reason CANCELLED_BY_ADMIN and its final usage."""
     EndOverdueHolds: _grpc.UnaryUnaryMultiCallable[_live_requests_pb2.EndOverdueHoldsRequest, _live_requests_pb2.EndOverdueHoldsResponse]
     """Ends the holds whose time is over, as the worker does every ten seconds."""
+    ListReplicas: _grpc.UnaryUnaryMultiCallable[_replicas_pb2.ListReplicasRequest, _replicas_pb2.ListReplicasResponse]
+    """Lists the engines of models that have several, in all processes, and the orders that keep some out of use."""
+    DrainReplica: _grpc.UnaryUnaryMultiCallable[_replicas_pb2.DrainReplicaRequest, _replicas_pb2.DrainReplicaResponse]
+    """Takes a replica out of use in all processes: what runs there ends by itself, nothing new begins. Doing it twice changes nothing."""
+    UndrainReplica: _grpc.UnaryUnaryMultiCallable[_replicas_pb2.UndrainReplicaRequest, _replicas_pb2.UndrainReplicaResponse]
+    """Puts it into use again. Doing it twice changes nothing."""
     ApplyConfiguration: _grpc.UnaryUnaryMultiCallable[_configuration_pb2.ApplyConfigurationRequest, _configuration_pb2.ApplyConfigurationResponse]
     """Makes organizations, projects, keys, limits and prices what a document says, all or nothing. Doing it twice changes nothing."""
     ExportConfiguration: _grpc.UnaryUnaryMultiCallable[_configuration_pb2.ExportConfigurationRequest, _configuration_pb2.ExportConfigurationResponse]
@@ -177,6 +184,12 @@ class AdminServiceAsyncStub(AdminServiceStub):
     """Ends a running request in whichever process it runs. Its client gets `failed` with the reason CANCELLED_BY_ADMIN and its final usage."""
     EndOverdueHolds: _aio.UnaryUnaryMultiCallable[_live_requests_pb2.EndOverdueHoldsRequest, _live_requests_pb2.EndOverdueHoldsResponse]  # type: ignore[assignment]
     """Ends the holds whose time is over, as the worker does every ten seconds."""
+    ListReplicas: _aio.UnaryUnaryMultiCallable[_replicas_pb2.ListReplicasRequest, _replicas_pb2.ListReplicasResponse]  # type: ignore[assignment]
+    """Lists the engines of models that have several, in all processes, and the orders that keep some out of use."""
+    DrainReplica: _aio.UnaryUnaryMultiCallable[_replicas_pb2.DrainReplicaRequest, _replicas_pb2.DrainReplicaResponse]  # type: ignore[assignment]
+    """Takes a replica out of use in all processes: what runs there ends by itself, nothing new begins. Doing it twice changes nothing."""
+    UndrainReplica: _aio.UnaryUnaryMultiCallable[_replicas_pb2.UndrainReplicaRequest, _replicas_pb2.UndrainReplicaResponse]  # type: ignore[assignment]
+    """Puts it into use again. Doing it twice changes nothing."""
     ApplyConfiguration: _aio.UnaryUnaryMultiCallable[_configuration_pb2.ApplyConfigurationRequest, _configuration_pb2.ApplyConfigurationResponse]  # type: ignore[assignment]
     """Makes organizations, projects, keys, limits and prices what a document says, all or nothing. Doing it twice changes nothing."""
     ExportConfiguration: _aio.UnaryUnaryMultiCallable[_configuration_pb2.ExportConfigurationRequest, _configuration_pb2.ExportConfigurationResponse]  # type: ignore[assignment]
@@ -417,6 +430,30 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_live_requests_pb2.EndOverdueHoldsResponse, _abc.Awaitable[_live_requests_pb2.EndOverdueHoldsResponse]]:
         """Ends the holds whose time is over, as the worker does every ten seconds."""
+
+    @_abc_1.abstractmethod
+    def ListReplicas(
+        self,
+        request: _replicas_pb2.ListReplicasRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_replicas_pb2.ListReplicasResponse, _abc.Awaitable[_replicas_pb2.ListReplicasResponse]]:
+        """Lists the engines of models that have several, in all processes, and the orders that keep some out of use."""
+
+    @_abc_1.abstractmethod
+    def DrainReplica(
+        self,
+        request: _replicas_pb2.DrainReplicaRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_replicas_pb2.DrainReplicaResponse, _abc.Awaitable[_replicas_pb2.DrainReplicaResponse]]:
+        """Takes a replica out of use in all processes: what runs there ends by itself, nothing new begins. Doing it twice changes nothing."""
+
+    @_abc_1.abstractmethod
+    def UndrainReplica(
+        self,
+        request: _replicas_pb2.UndrainReplicaRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_replicas_pb2.UndrainReplicaResponse, _abc.Awaitable[_replicas_pb2.UndrainReplicaResponse]]:
+        """Puts it into use again. Doing it twice changes nothing."""
 
     @_abc_1.abstractmethod
     def ApplyConfiguration(

@@ -1463,6 +1463,7 @@ class Model(_message.Message):
     VERSIONS_FIELD_NUMBER: _builtins.int
     READY_REPLICA_COUNT_FIELD_NUMBER: _builtins.int
     REPLICA_COUNT_FIELD_NUMBER: _builtins.int
+    DRAINED_REPLICA_COUNT_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """The name to send in requests."""
     architecture: _builtins.str
@@ -1483,6 +1484,8 @@ class Model(_message.Message):
     """Engines that take requests for it now."""
     replica_count: _builtins.int
     """Engines that serve it, whatever they are doing."""
+    drained_replica_count: _builtins.int
+    """Engines among them that an admin keeps out of use."""
     @_builtins.property
     def price(self) -> Global___Price:
         """What the caller pays now for interactive requests. Unset: no price is set, and the model cannot be used."""
@@ -1516,10 +1519,11 @@ class Model(_message.Message):
         versions: _abc.Iterable[Global___ModelVersion] | None = ...,
         ready_replica_count: _builtins.int = ...,
         replica_count: _builtins.int = ...,
+        drained_replica_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["price", b"price"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["aliases", b"aliases", "architecture", b"architecture", "context_window_tokens", b"context_window_tokens", "embedding_dimension", b"embedding_dimension", "embedding_input_count_max", b"embedding_input_count_max", "engine", b"engine", "name", b"name", "price", b"price", "ready_replica_count", b"ready_replica_count", "replica_count", b"replica_count", "task", b"task", "tier_prices", b"tier_prices", "versions", b"versions", "vocabulary_size", b"vocabulary_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["aliases", b"aliases", "architecture", b"architecture", "context_window_tokens", b"context_window_tokens", "drained_replica_count", b"drained_replica_count", "embedding_dimension", b"embedding_dimension", "embedding_input_count_max", b"embedding_input_count_max", "engine", b"engine", "name", b"name", "price", b"price", "ready_replica_count", b"ready_replica_count", "replica_count", b"replica_count", "task", b"task", "tier_prices", b"tier_prices", "versions", b"versions", "vocabulary_size", b"vocabulary_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

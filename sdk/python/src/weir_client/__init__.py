@@ -103,6 +103,14 @@ from weir_client.receipts import (
     public_keys,
     verify_receipt,
 )
+from weir_client.replicas import (
+    DrainedReplica,
+    Replica,
+    ReplicaDrain,
+    ReplicaList,
+    ReplicaState,
+    UndrainedReplica,
+)
 from weir_client.sync import Client, GenerationStream
 from weir_client.usage import (
     MonthExportFormat,
@@ -177,6 +185,7 @@ __all__ = [
     "DeadlineExceeded",
     "Delta",
     "DocumentFormat",
+    "DrainedReplica",
     "EmbedInput",
     "EmbedOptions",
     "EmbedResult",
@@ -249,6 +258,10 @@ __all__ = [
     "ReceiptStep",
     "ReceiptVerdict",
     "Reconciliation",
+    "Replica",
+    "ReplicaDrain",
+    "ReplicaList",
+    "ReplicaState",
     "RequestCounts",
     "RequestPhase",
     "ResourceExhausted",
@@ -264,6 +277,7 @@ __all__ = [
     "TokenLogprobs",
     "Unauthenticated",
     "Unavailable",
+    "UndrainedReplica",
     "Usage",
     "UsageForecast",
     "UsageGrouping",

@@ -6,20 +6,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from google.protobuf.json_format import MessageToDict, ParseDict
-from weir.v1 import admin_service_pb2_grpc, configuration_pb2, live_requests_pb2
+from weir.v1 import configuration_pb2, live_requests_pb2
 
 from weir_client import wire_live
+from weir_client.admin_replicas import AsyncReplicaCalls, ReplicaCalls
 from weir_client.live import AppliedConfiguration, KilledRequest, LiveView
 from weir_client.loop_thread import LoopThread
-from weir_client.unary import UnaryClient
 
 
-class AsyncLiveCalls(UnaryClient):
+class AsyncLiveCalls(AsyncReplicaCalls):
     """Part of `AsyncAdminClient`."""
-
-    @property
-    def _stub(self) -> admin_service_pb2_grpc.AdminServiceAsyncStub:
-        return admin_service_pb2_grpc.AdminServiceStub(self._opened().channel)
 
     async def list_live_requests(self, organization: str = "", *, page_size: int = 200, stuck_only: bool = False) -> LiveView:
         """What runs in all processes, of one organization or all. stuck_only: holds that should have ended by themselves."""
@@ -54,7 +50,7 @@ class AsyncLiveCalls(UnaryClient):
         return exported
 
 
-class LiveCalls:
+class LiveCalls(ReplicaCalls):
     """Part of `AdminClient`: the blocking twins."""
 
     _client: AsyncLiveCalls

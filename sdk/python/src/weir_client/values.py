@@ -335,6 +335,7 @@ class Model:
     versions: tuple[ModelVersion, ...] = ()  # that can be asked for as `name@version`
     ready_replica_count: int = 0
     replica_count: int = 0
+    drained_replica_count: int = 0  # kept out of use by an admin
 
 
 @dataclass(frozen=True, slots=True)

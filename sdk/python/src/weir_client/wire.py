@@ -212,6 +212,7 @@ def model(message: pb.Model) -> values.Model:
         versions=tuple(values.ModelVersion(each.version, each.share) for each in message.versions),
         ready_replica_count=message.ready_replica_count,
         replica_count=message.replica_count,
+        drained_replica_count=message.drained_replica_count,
     )
 
 

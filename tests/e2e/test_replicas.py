@@ -1,0 +1,162 @@
+"""An admin takes a replica out of use: in every process, also one that starts later, while what runs there goes on."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+from google.protobuf.duration_pb2 import Duration
+from grpc import StatusCode
+from weir.v1 import admin_service_pb2 as admin_pb
+from weir.v1 import admin_service_pb2_grpc as pb_grpc
+from weir.v1 import replicas_pb2 as pb
+
+from api.settings import bundled_models
+from tests.conftest import new_database
+from tests.inference.checkpoints import LlamaShape, make_checkpoint
+from tests.service import MODEL, PATIENCE_S, Service, bearer, refused, running, wait_for
+
+FLEET = """
+models:
+  {model}: {{directory: {directory}, replicas: {{min: 2, max: 2}}}}
+"""
+FIRST, SECOND = f"{MODEL}#0", f"{MODEL}#1"
+
+
+@pytest.fixture(scope="module")
+def pair(
+    tmp_path_factory: pytest.TempPathFactory, postgres_server: str, template_database: str
+) -> Iterator[tuple[Service, Service]]:
+    """Two processes that have read the same file: two replicas each. Tokens take some ms: answers are met in the middle."""
+    directory = tmp_path_factory.mktemp("slow")
+    make_checkpoint(directory, shape=LlamaShape(layer_count=120, context_window_tokens=4096))
+    file = tmp_path_factory.mktemp("fleet") / "fleet.yaml"
+    file.write_text(FLEET.format(model=MODEL, directory=directory))
+    with new_database(postgres_server, template=template_database) as url, ExitStack() as stack:
+        homes = [tmp_path_factory.mktemp("pair") for _ in range(2)]
+        services = [Service(home, url, directory, models=bundled_models(), fleet_file=str(file)) for home in homes]
+        first, second = (stack.enter_context(running(service)) for service in services)
+        for service in services:
+            wait_for(lambda service=service: service.serving(f"engine/{MODEL}"), "the engines")  # type: ignore[misc]
+        yield first, second
+        for service in services:
+            assert service.stop() == 0, service.log[-4000:]
+        assert first.books.held_hold_count() == 0
+
+
+class Admin:
+    """Calls of an admin to one process."""
+
+    def __init__(self, service: Service, secret: str) -> None:
+        self._service, self._secret = service, secret
+
+    async def call(self, request: Any) -> Any:
+        """One call, named by its request."""
+        name = type(request).__name__.removesuffix("Request")
+        async with self._service.channel() as channel:
+            return await getattr(pb_grpc.AdminServiceStub(channel), name)(
+                request, metadata=bearer(self._secret), timeout=PATIENCE_S
+            )
+
+    async def told_by_all(self, request: Any) -> Any:
+        """The same, repeated until every process has answered in time, which a busy machine may keep it from."""
+        while True:
+            answer = await self.call(request)
+            if not answer.silent_owner_ids:
+                return answer
+
+    async def replicas(self) -> dict[str, list[pb.Replica]]:
+        """All that processes tell, by name."""
+        found: dict[str, list[pb.Replica]] = {}
+        for each in (await self.told_by_all(pb.ListReplicasRequest(model=MODEL))).replicas:
+            found.setdefault(each.replica, []).append(each)
+        return found
+
+    async def drain(self, replica: str = FIRST, **fields: Any) -> pb.DrainReplicaResponse:
+        """Out of use."""
+        answer: pb.DrainReplicaResponse = await self.told_by_all(pb.DrainReplicaRequest(model=MODEL, replica=replica, **fields))
+        return answer
+
+    async def undrain(self, replica: str = FIRST) -> pb.UndrainReplicaResponse:
+        """And into it."""
+        answer: pb.UndrainReplicaResponse = await self.call(pb.UndrainReplicaRequest(model=MODEL, replica=replica))
+        return answer
+
+
+async def admin_of(service: Service) -> Admin:
+    return Admin(service, (await service.tenant(scopes=("admin",))).secret)
+
+
+async def test_a_drained_replica_is_out_of_use_in_every_process_until_it_is_put_back(pair: tuple[Service, Service]) -> None:
+    first, second = pair
+    admin, ours = await admin_of(first), await second.tenant()
+    async with second.stream(ours.secret) as stream:
+        request_ids = [await stream.begin(max_output_tokens=3000) for _ in range(2)]
+        for request_id in request_ids:
+            await stream.received(request_id, 5)
+        before = await admin.replicas()
+        assert sorted(each.request_count for told in before.values() for each in told) == [0, 0, 1, 1], "one in each of the second"
+
+        drained = await admin.drain(reason="new disks")
+        again = await admin.drain(reason="new disks")
+
+        assert again.drain == drained.drain
+        assert (drained.drain.reason, drained.drain.HasField("move_after")) == ("new disks", False)
+        assert [each.drained for each in drained.replicas] == [True, True], "who answers has taken it"
+        assert {each.state for each in drained.replicas} == {pb.REPLICA_STATE_DRAINING}
+        later = await stream.begin(max_output_tokens=5)
+        await stream.finished(later)
+        now = await admin.replicas()
+        assert sum(each.request_count for each in now[FIRST]) == 1, "what runs there is left there"
+        async with second.client(ours.secret) as client:
+            [listed] = await client.list_models()
+        assert (listed.ready_replica_count, listed.drained_replica_count, listed.replica_count) == (1, 1, 2)
+
+        await admin.drain(move_after=Duration(seconds=0))
+        await until_moved(admin)
+        for request_id in request_ids:
+            await stream.cancel(request_id)
+        ends = [await stream.finished(request_id) for request_id in request_ids]
+        assert sorted(end.migration_count for end in ends) == [0, 1]
+
+    assert second.stop() == 0
+    second.start()
+    wait_for(lambda: second.serving(f"engine/{MODEL}"), "the engines")
+    restarted = await admin.replicas()
+    assert [each.drained for each in restarted[FIRST]] == [True, True], "one that starts later finds the order"
+
+    assert (await admin.undrain()).undrained
+    assert not (await admin.undrain()).undrained
+    assert [each.drained for told in (await admin.replicas()).values() for each in told] == [False] * 4
+    entries = (await admin.call(admin_pb.ListAuditEntriesRequest(action_prefix="replica."))).entries
+    assert [each.action for each in reversed(entries)] == ["replica.drain", "replica.drain", "replica.undrain"]
+    assert '"move_after_ms": 0' in entries[0].before_json
+
+
+async def until_moved(admin: Admin) -> None:
+    """Wait until nothing runs in the drained replica."""
+    async with asyncio.timeout(PATIENCE_S):
+        while any(each.request_count for each in (await admin.replicas())[FIRST]):
+            pass
+
+
+async def test_what_is_wrong_with_an_order_is_told_by_field(pair: tuple[Service, Service]) -> None:
+    admin = await admin_of(pair[0])
+    unknown = [
+        pb.DrainReplicaRequest(model="nothing", replica=FIRST),
+        pb.DrainReplicaRequest(model=MODEL, replica="tiny#7"),
+        pb.UndrainReplicaRequest(model=MODEL, replica="tiny#7"),
+        pb.ListReplicasRequest(model="nothing"),
+    ]
+    for request in unknown:
+        assert (await refused(admin.call(request))).code is StatusCode.NOT_FOUND
+    for field, value in (("reason", "x" * 201), ("move_after", Duration(seconds=-1)), ("move_after", Duration(seconds=2**40))):
+        refusal = await refused(admin.call(pb.DrainReplicaRequest(model=MODEL, replica=FIRST, **{field: value})))
+        assert (refusal.code, refusal.fields) == (StatusCode.INVALID_ARGUMENT, [field])
+    user = await pair[0].tenant()
+    for name in ("ListReplicas", "DrainReplica", "UndrainReplica"):
+        refusal = await refused(Admin(pair[0], user.secret).call(getattr(pb, f"{name}Request")(model=MODEL)))
+        assert refusal.code is StatusCode.PERMISSION_DENIED
