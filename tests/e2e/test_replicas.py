@@ -153,8 +153,13 @@ async def test_what_is_wrong_with_an_order_is_told_by_field(pair: tuple[Service,
     ]
     for request in unknown:
         assert (await refused(admin.call(request))).code is StatusCode.NOT_FOUND
-    for field, value in (("reason", "x" * 201), ("move_after", Duration(seconds=-1)), ("move_after", Duration(seconds=2**40))):
-        refusal = await refused(admin.call(pb.DrainReplicaRequest(model=MODEL, replica=FIRST, **{field: value})))
+    wrong: list[tuple[str, dict[str, Any]]] = [
+        ("reason", {"reason": "x" * 201}),
+        ("move_after", {"move_after": Duration(seconds=-1)}),
+        ("move_after", {"move_after": Duration(seconds=2**40)}),
+    ]
+    for field, said in wrong:
+        refusal = await refused(admin.call(pb.DrainReplicaRequest(model=MODEL, replica=FIRST, **said)))
         assert (refusal.code, refusal.fields) == (StatusCode.INVALID_ARGUMENT, [field])
     user = await pair[0].tenant()
     for name in ("ListReplicas", "DrainReplica", "UndrainReplica"):
