@@ -41,6 +41,7 @@ from tests.service import (
 
 HUNDRED_MB = 100_000_000
 UNKNOWN_KEY = "wk_abcdefgh_" + "x" * 43
+SOME_UUID = "0f8fad5b-d9cb-469f-a165-70867728950e"
 
 
 @pytest.fixture
@@ -146,7 +147,7 @@ async def test_an_overlong_prompt_is_told_by_how_much(service: Service, tenant: 
     assert facts["excess_token_count"] in refusal.status.message
 
 
-@pytest.mark.parametrize("request_id", ["", "x", "1234", str(uuid.uuid4())[:-1], str(uuid.uuid4()) + "0", "🙂" * 36])
+@pytest.mark.parametrize("request_id", ["", "x", "1234", SOME_UUID[:-1], SOME_UUID + "0", "🙂" * 36])
 async def test_a_malformed_id_is_refused(service: Service, tenant: Tenant, request_id: str) -> None:
     frame = start()
     frame.request_id = request_id
