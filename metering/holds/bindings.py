@@ -39,6 +39,7 @@ class BindingLog:
         self._path = directory / f"{owner_id}{SUFFIX}"
         self._fd = -1
         self._size_bytes = 0
+        self._torn = False
         self._open: set[uuid.UUID] = set()
 
     def record(self, bind: Bind) -> None:
@@ -49,16 +50,23 @@ class BindingLog:
         if self._fd < 0:
             self._fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
             self._size_bytes = os.fstat(self._fd).st_size
+        if self._torn:  # the disk took not even that
+            self._cut()
         line = encode(bind)
         try:
             if os.write(self._fd, line) != len(line):
                 raise OSError(f"{self._path} took a part of a record only")
         except OSError:
-            # Half a record would hide all that are written after it. Cutting a file short needs no space.
-            os.ftruncate(self._fd, self._size_bytes)
+            self._cut()
             raise
         self._size_bytes += len(line)
         self._open.add(bind.hold_id)
+
+    def _cut(self) -> None:
+        """Take half a record away, which would hide all that are written after it. Cutting a file short needs no space."""
+        self._torn = True
+        os.ftruncate(self._fd, self._size_bytes)
+        self._torn = False
 
     def forget(self, hold_id: uuid.UUID) -> None:
         """The database knows. With the last one the file goes."""
@@ -72,7 +80,7 @@ class BindingLog:
             if not keep:
                 self._path.unlink(missing_ok=True)
             os.close(self._fd)
-            self._fd = -1
+            self._fd, self._torn = -1, False
 
 
 def encode(bind: Bind) -> bytes:

@@ -57,6 +57,8 @@ class UsageJournal:
         self.bindings = BindingLog(directory, owner_id)
         self._fd, self._path = self._create_segment(())
         self._size_bytes = 0
+        self._torn = False
+        self._outlived: list[tuple[int, Path]] = []  # segments that the disk would not remove
 
     @property
     def size_bytes(self) -> int:
@@ -73,16 +75,23 @@ class UsageJournal:
 
         Raises: OSError if the disk refuses; nothing of it may be sent then, and nothing of it stands here.
         """
+        if self._torn:  # the disk took not even that
+            self._cut()
         try:
             write_all(self._fd, b"".join(map(encode, entries)))
         except OSError:
-            # Half a record would hide all that are written after it. Cutting a file short needs no space.
-            os.ftruncate(self._fd, self._size_bytes)
+            self._cut()
             raise
         self._size_bytes += RECORD.size * len(entries)
         self._live.update((entry.hold_id, entry) for entry in entries)
         if self._size_bytes >= self._rotate_at_bytes:
             self._rotate()
+
+    def _cut(self) -> None:
+        """Take half a record away, which would hide all that are written after it. Cutting a file short needs no space."""
+        self._torn = True
+        os.ftruncate(self._fd, self._size_bytes)
+        self._torn = False
 
     def forget(self, hold_id: uuid.UUID) -> None:
         """The hold has been settled: the database knows."""
@@ -92,10 +101,13 @@ class UsageJournal:
         """Give the file up; it stays for recovery if something in it was never settled. Idempotent."""
         self.bindings.close(keep=bool(self._live))
         if self._fd >= 0:
+            self._remove_outlived()
             if not self._live:
                 self._path.unlink(missing_ok=True)
             os.close(self._fd)
             self._fd = -1
+            for fd, _ in self._outlived:
+                os.close(fd)
 
     def _rotate(self) -> None:
         """Begin a new file with what is not settled yet, then remove the old one: at each moment one of them tells everything.
@@ -111,9 +123,16 @@ class UsageJournal:
             return
         self._size_bytes = RECORD.size * len(self._live)
         self._rotate_at_bytes = self._size_bytes + self._rotate_bytes
-        with contextlib.suppress(OSError):  # one that stays tells the same once more
-            old_path.unlink()
-        os.close(old_fd)
+        self._outlived.append((old_fd, old_path))
+        self._remove_outlived()
+
+    def _remove_outlived(self) -> None:
+        """Files that tell nothing which this one does not. One that stays is kept locked: unlocked it says that we are dead."""
+        for fd, path in list(self._outlived):
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
+                self._outlived.remove((fd, path))
+                os.close(fd)
 
     def _create_segment(self, entries: Iterable[Delivered]) -> tuple[int, Path]:
         self._segment += 1
@@ -129,6 +148,12 @@ class UsageJournal:
             os.close(fd)
             raise
         return fd, path
+
+
+def segment_of(path: Path) -> int:
+    """Which file of its owner it is, by its name: the higher, the newer."""
+    number = path.name.split(".")[1]
+    return int(number) if number.isdecimal() else -1
 
 
 def encode(entry: Delivered) -> bytes:
@@ -168,8 +193,11 @@ class AbandonedJournal:
         os.close(self._fd)
 
     def delivered(self) -> list[Delivered]:
-        """The last totals of each hold in it."""
-        last = {entry.hold_id: entry for entry in decode(self.path.read_bytes())}
+        """The last totals of each hold, in this file and any other of the same owner: what is outdated here stands there."""
+        last: dict[uuid.UUID, Delivered] = {}
+        for path in sorted(self.path.parent.glob(f"{self.owner_id}.*{SUFFIX}"), key=segment_of):
+            with contextlib.suppress(FileNotFoundError):  # another recovery was faster with that one
+                last |= {entry.hold_id: entry for entry in decode(path.read_bytes())}
         return list(last.values())
 
     def bindings(self) -> list[Bind]:

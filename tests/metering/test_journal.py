@@ -182,6 +182,49 @@ def test_a_rotation_that_fails_stops_nothing_and_is_tried_again_later(tmp_path: 
     assert recoverable(tmp_path) == {HOLDS[0]: 9}
 
 
+def test_a_disk_that_does_not_even_cut_a_file_short_hides_nothing_once_it_is_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal = UsageJournal(tmp_path, uuid.uuid4())
+    journal.record([entry(0, 1)])
+
+    def refusing(fd: int, size_bytes: int) -> None:
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(os, "ftruncate", refusing)
+        with disk_with(RECORD.size + 7), pytest.raises(OSError, match="Input/output error"):
+            journal.record([entry(0, 2)])
+        with pytest.raises(OSError, match="Input/output error"):
+            journal.record([entry(1, 5)])
+    journal.record([entry(2, 9)])
+    journal.close()
+
+    assert recoverable(tmp_path) == {HOLDS[0]: 1, HOLDS[2]: 9}
+
+
+def test_a_file_that_cannot_be_removed_says_neither_that_its_owner_is_dead_nor_anything_that_is_outdated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever recovers it would void what it does not know of, and settle the rest at an old count."""
+
+    def refusing(path: Path, missing_ok: bool = False) -> None:
+        raise OSError(1, "Operation not permitted")
+
+    monkeypatch.setattr(Path, "unlink", refusing)
+    journal = UsageJournal(tmp_path, uuid.uuid4(), rotate_bytes=RECORD.size * 2)
+    for delivered in range(1, 26):
+        journal.record([entry(delivered % 2, delivered)])
+    while_it_lives = list(abandoned_journals(tmp_path))
+    journal.close()
+
+    told = [{one.hold_id: one.delivered_token_count for one in each.delivered()} for each in abandoned_journals(tmp_path)]
+
+    assert while_it_lives == []
+    assert len(told) > 9
+    assert {tuple(sorted(each.items())) for each in told} == {((HOLDS[0], 24), (HOLDS[1], 25))}
+
+
 def test_what_an_unfinished_rotation_left_goes_with_the_journal(tmp_path: Path) -> None:
     journal = UsageJournal(tmp_path, uuid.uuid4())
     journal.record([entry(0, 1)])
