@@ -13,6 +13,7 @@ from weir.v1 import types_pb2
 
 from api import wire
 from api.receipt_wire import receipt_messages
+from api.requests.stopwatch import MIGRATIONS
 from inference.router import Router
 from metering.billing.prices import customer_prices, versions_in_force
 from metering.errors import NotFound
@@ -51,8 +52,10 @@ async def models_for(router: Router, sessions: Sessions, principal: Principal) -
 async def find_generation(session: AsyncSession, project_id: uuid.UUID, request_id: uuid.UUID) -> pb.Generation:
     """What is recorded of one request. Raises: NotFound if the project has no such request."""
     of_request = (Hold.project_id == project_id, Hold.request_id == request_id)
-    # A voided attempt may have been followed by one that ran: the latest tells how the request stands.
-    hold = await session.scalar(select(Hold).where(*of_request).order_by(Hold.admitted_at.desc()).limit(1))
+    # A voided attempt may have been followed by one that ran, which no other can follow, and which an index finds.
+    hold = await session.scalar(select(Hold).where(*of_request, Hold.state != HoldState.VOIDED))
+    if hold is None:
+        hold = await session.scalar(select(Hold).where(*of_request).order_by(Hold.admitted_at.desc()).limit(1))
     if hold is None:
         raise NotFound("request", str(request_id))
     price = await session.get_one(PriceVersion, hold.price_version_id)
@@ -72,7 +75,9 @@ async def find_generation(session: AsyncSession, project_id: uuid.UUID, request_
     if events:
         generation.outcome = events[-1].outcome.upper()
         if events[0].timings is not None:
-            generation.timings.CopyFrom(types_pb2.Timings(**events[0].timings))
+            timings = dict(events[0].timings)
+            generation.migration_count = int(timings.pop(MIGRATIONS, 0))
+            generation.timings.CopyFrom(types_pb2.Timings(**timings))
     return generation
 
 

@@ -35,7 +35,7 @@ BY_SERVICE: Mapping[str, Mapping[frozenset[Scope], tuple[str, ...]]] = {
             *("CreatePlan", "ListPlans", "AssignPlan"),
             *("GrantCredit", "ListCreditGrants", "GetCreditBalance", "SetPrepaid"),
             "ListAuditEntries",
-            *("ListLiveRequests", "KillRequest", "EndOverdueHolds"),
+            *("ListLiveRequests", "GetRequest", "KillRequest", "EndOverdueHolds"),
             *("ListReplicas", "DrainReplica", "UndrainReplica"),
             *("ApplyConfiguration", "ExportConfiguration"),
         ),

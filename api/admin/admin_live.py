@@ -67,6 +67,30 @@ class LiveCalls(AdminCalls, pb_grpc.AdminServiceServicer):
             silent_owner_ids=map(str, view.silent_owner_ids),
         )
 
+    async def GetRequest(self, request: pb.GetRequestRequest, context: Context) -> pb.GetRequestResponse:
+        """Looks up a request of any project."""
+        await self._caller(context)
+        request_id = wire.parse_request_id(request.request_id)
+        async with self._sessions() as session:
+            project_id = (await tenants.find_project(session, request.project)).id if request.project else None
+            owner = await self._owner(session, request_id, project_id)
+            return pb.GetRequestResponse(
+                generation=await find_generation(session, owner.project_id, request_id),
+                organization_name=owner.organization_name,
+                project_name=owner.project_name,
+                api_key_prefix=owner.api_key_prefix,
+            )
+
+    async def _owner(self, session: AsyncSession, request_id: uuid.UUID, project_id: uuid.UUID | None) -> live.RequestOwner:
+        """Whose request it is. Raises: NotFound; InvalidValue if several projects have one of this id."""
+        owners = await live.find_request_owners(session, request_id, project_id)
+        if not owners:
+            raise NotFound("request", str(request_id))
+        if len(owners) > 1:
+            names = ", ".join(sorted(f"{each.organization_name}/{each.project_name}" for each in owners))
+            raise InvalidValue("project", f"several projects have a request of this id, say which: {names}")
+        return owners[0]
+
     async def KillRequest(self, request: pb.KillRequestRequest, context: Context) -> pb.KillRequestResponse:
         """Ends a request wherever it runs."""
         await self._caller(context)

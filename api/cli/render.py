@@ -23,8 +23,8 @@ STAGES = (
     ("auth", "auth_ms", "resolve the key"),
     ("tokenize", "tokenize_ms", "tokenize the prompt"),
     ("admission", "admission_ms", "hold the tokens"),
-    ("queue", "queue_ms", "wait for the batch"),
     ("cold start", "cold_start_ms", "start the engine"),
+    ("queue", "queue_ms", "wait for the turn"),
     ("prefill", "prefill_ms", "compute the prompt"),
     ("decode", "decode_ms", "compute the answer"),
     ("client stall", "client_stall_ms", "wait for the client"),
@@ -123,8 +123,12 @@ def result_line(result: Result) -> str:
     return usage_line(result.usage, result.cost, result.timings, result.request_id)
 
 
-def waterfall(timings: Timings, *, cells: int = BAR_CELLS) -> RenderableType:
-    """The stages of one request as bars on one time axis: each begins where the one before it ended."""
+def waterfall(timings: Timings, *, cells: int = BAR_CELLS, usage: Usage | None = None) -> RenderableType:
+    """The stages of one request as bars on one time axis: each begins where the one before it ended.
+
+    usage: tells what prefill and decode were about.
+    """
+    about = {} if usage is None else work_of(usage, timings)
     rows = Sheet(box=None, pad_edge=False, show_header=False, padding=(0, 1, 0, 0))
     rows.add_column(no_wrap=True)
     rows.add_column(justify="right", no_wrap=True)
@@ -135,11 +139,26 @@ def waterfall(timings: Timings, *, cells: int = BAR_CELLS) -> RenderableType:
     start_ms = 0.0
     for (name, _, meaning), length_ms in zip(STAGES, lengths, strict=True):
         bar = Text(_bar(start_ms / scale_ms, length_ms / scale_ms, cells), style="cyan" if name != "decode" else "green")
-        rows.add_row(name, f"{length_ms:,.1f} ms", bar, meaning)
+        rows.add_row(name, f"{length_ms:,.1f} ms", bar, about.get(name, meaning))
         start_ms += length_ms
     rows.add_row("first token", f"{timings.ttft_ms:,.1f} ms", Text(_marker(timings.ttft_ms / scale_ms, cells)), "")
     rows.add_row(Text("total", style="bold"), Text(f"{timings.total_ms:,.1f} ms", style="bold"), Text("─" * cells, style="dim"), "")
     return rows
+
+
+def work_of(usage: Usage, timings: Timings) -> dict[str, str]:
+    """What a recorded request did in its stages: tokens to compute and not, and how far apart tokens came.
+
+    The time of its own settlement cannot be in the record that this wrote.
+    """
+    told, cached = {}, usage.cached_input_token_count
+    if not timings.settle_ms:
+        told["settle"] = "not kept: it was over"
+    if cached:
+        told["prefill"] = f"{usage.input_token_count - cached:,} new, {cached:,} cached"
+    if (rate := tokens_per_second(usage, timings)) is not None:
+        told["decode"] = f"{1000 / rate:,.1f} ms a token"
+    return told
 
 
 def _bar(start: float, length: float, cells: int) -> str:

@@ -29,7 +29,7 @@ from api.requests.output_limits import LimitChange, OutputLimits, parse_update
 from api.requests.preparation import admission_request, arrival_of, prepare, routed
 from api.requests.readiness import RETRY_S_MIN, wait_until_ready
 from api.requests.reply import UNDELIVERED_OUTCOMES, Reply
-from api.requests.stopwatch import Stopwatch
+from api.requests.stopwatch import MIGRATIONS, Stopwatch
 from api.statuses import status_of
 from api.streams import frames
 from api.streams.attendance import Attendance
@@ -300,6 +300,8 @@ class LiveRequest:
         lease.outcome = self._stop_outcome or self._engine_outcome
         self._watch.lap("client_stall")
         lease.timings = self._watch.timings()
+        if self._migration_count:
+            lease.timings[MIGRATIONS] = self._migration_count
 
     def end_if_lapsed(self) -> None:
         """End the request if its hold has lapsed, whatever it was about to do."""

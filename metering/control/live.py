@@ -92,6 +92,24 @@ WHERE r.reported_at >= :asked_at AND q.hold_id IS NULL AND q.request_id = :reque
 """)
 
 
+SELECT_OWNERS = text("""
+SELECT h.project_id, o.name AS organization_name, p.name AS project_name, k.prefix AS api_key_prefix
+FROM projects p JOIN holds h ON h.project_id = p.id AND h.request_id = :request_id AND h.state <> 'voided'
+JOIN organizations o ON o.id = p.organization_id JOIN api_keys k ON k.id = h.api_key_id
+WHERE CAST(:project_id AS uuid) IS NULL OR p.id = :project_id
+""")
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOwner:
+    """Whose a request is."""
+
+    project_id: uuid.UUID
+    organization_name: str
+    project_name: str
+    api_key_prefix: str
+
+
 @dataclass(frozen=True, slots=True)
 class LiveRequestRow:
     """One request that runs or waits. phase: empty where its process has not told; times None without a hold."""
@@ -178,6 +196,14 @@ async def find_places(session: AsyncSession, request_id: uuid.UUID, project_id: 
     """The projects whose books know a request of this id, or only this one. What waits without a hold is in none."""
     rows = await session.execute(SELECT_PLACES, {"request_id": request_id, "project_id": project_id})
     return [Place(found_id, state == HoldState.HELD) for found_id, state in rows]
+
+
+async def find_request_owners(
+    session: AsyncSession, request_id: uuid.UUID, project_id: uuid.UUID | None = None
+) -> list[RequestOwner]:
+    """Every project that has a request of this id, or only this one. What ended with nothing to bill is nobody's."""
+    rows = await session.execute(SELECT_OWNERS, {"request_id": request_id, "project_id": project_id})
+    return [RequestOwner(*row) for row in rows]
 
 
 async def find_waiting(sessions: Sessions, request_id: uuid.UUID, project_id: uuid.UUID | None = None) -> list[Place]:

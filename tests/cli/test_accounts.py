@@ -9,8 +9,11 @@ from decimal import Decimal
 from pathlib import Path
 
 import pytest
+from google.rpc import code_pb2, status_pb2
 from weir.v1 import admin_service_pb2 as admin_pb
 from weir.v1 import billing_service_pb2 as billing_pb
+from weir.v1 import inference_service_pb2 as pb
+from weir.v1 import live_requests_pb2 as live_pb
 from weir.v1 import types_pb2
 
 from tests.cli.conftest import Run, ScriptedWeir
@@ -280,10 +283,10 @@ def test_the_trace_of_a_request(weir: Run) -> None:
         "auth             0.4 ms ▏                                  resolve the key",
         "tokenize         2.1 ms ▏                                  tokenize the prompt",
         "admission        3.5 ms ▏                                  hold the tokens",
-        "queue           24.0 ms ▋                                  wait for the batch",
         "cold start       0.0 ms                                    start the engine",
-        "prefill        182.0 ms ████▍                              compute the prompt",
-        "decode       1,450.0 ms     █████████████████████████████▉ compute the answer",
+        "queue           24.0 ms ▋                                  wait for the turn",
+        "prefill        182.0 ms ████▍                              825 new, 200 cached",
+        "decode       1,450.0 ms     █████████████████████████████▉ 9.7 ms a token",
         "client stall     0.0 ms                                    wait for the client",
         "settle           4.0 ms                                  █ write the usage",
         "first token    212.0 ms     ▲",
@@ -292,3 +295,35 @@ def test_the_trace_of_a_request(weir: Run) -> None:
         "1,025 in (200 cached) · 150 out · 0.00022375 USD · TTFT 212 ms · 102.8 tokens/s",
     ]
     assert json.loads(weir("trace", "x", "--json").stdout)["timings"]["decode_ms"] == 1450
+
+
+@pytest.mark.parametrize("refusal", [code_pb2.NOT_FOUND, code_pb2.PERMISSION_DENIED])
+def test_a_request_of_another_project_is_traced_by_an_admins_key(weir: Run, server: ScriptedWeir, refusal: int) -> None:
+    """Which is asked when the other key knows no such request, or may not ask."""
+    generation = pb.Generation(request_id="x", model="demo", state=pb.Generation.STATE_VOIDED, migration_count=2)
+    server.accounts.replies["GetRequest"] = live_pb.GetRequestResponse(
+        generation=generation, organization_name="acme", project_name="search", api_key_prefix="wk_copilot1"
+    )
+    server.inference.refusals.append((status_pb2.Status(code=refusal, message="no"), True))
+
+    found, asked = weir("trace", "x"), server.accounts.keys[-1]
+    direct = weir("trace", "x", "--project", "acme/search", "--json")
+
+    assert asked == "Bearer weir_admin"
+    assert "acme/search · wk_copilot1" in found.stdout
+    assert "went on in another engine 2 times" in found.stdout
+    assert "No timings: it ended before anything was to be billed." in found.stdout
+    assert json.loads(direct.stdout)["organization_name"] == "acme"
+    assert server.accounts.requests[-1] == live_pb.GetRequestRequest(request_id="x", project="acme/search")
+
+
+def test_without_an_admins_key_an_unknown_request_is_unknown(
+    weir: Run, server: ScriptedWeir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("WEIR_ADMIN_KEY")
+    server.inference.refusals.append((status_pb2.Status(code=code_pb2.NOT_FOUND, message="request 'x' not found"), True))
+
+    result = weir("trace", "x")
+
+    assert (result.exit_code, server.accounts.requests) == (1, [])
+    assert "request 'x' not found" in result.stderr

@@ -381,3 +381,37 @@ async def test_a_stuck_hold_is_found_and_ended(pair: tuple[Service, Service]) ->
     assert ended.ended_count == 2
     assert not (await admin.live(stuck_only=True, all_told=False)).requests
     assert first.books.holds(tenant) == {"expired": 2}
+
+
+async def test_an_admin_looks_up_a_request_of_any_project_running_or_ended(pair: tuple[Service, Service]) -> None:
+    service, _ = pair
+    tenant, other, request_id = await service.tenant(), await service.tenant(), str(uuid.uuid4())
+    admin = await admin_of(service)
+
+    async def look_up(project: str = "") -> pb.GetRequestResponse:
+        request = pb.GetRequestRequest(request_id=request_id, project=project)
+        found: pb.GetRequestResponse = await admin.call("GetRequest", request)
+        return found
+
+    unknown = await refused(look_up())
+    async with service.stream(tenant.secret) as stream:
+        await stream.send(start(request_id, max_output_tokens=3000))
+        await stream.received(request_id, 1)
+        running = await look_up()
+        await stream.cancel(request_id)
+        finished = await stream.finished(request_id)
+    ended = await look_up()
+    async with service.stream(other.secret) as stream:
+        await stream.send(start(request_id))
+        await stream.finished(request_id)
+    several = await refused(look_up())
+    one = await look_up(project=f"{other.name}/main")
+
+    assert unknown.reason == "NOT_FOUND"
+    assert running.generation.state == inference_service_pb2.Generation.STATE_RUNNING
+    assert (ended.organization_name, ended.project_name, ended.api_key_prefix) == (tenant.name, "main", tenant.key.prefix)
+    assert ended.generation.usage == finished.usage
+    assert ended.generation.timings.decode_ms == finished.timings.decode_ms
+    assert several.fields == ["project"]
+    assert f"{other.name}/main" in several.status.message
+    assert one.organization_name == other.name

@@ -174,6 +174,11 @@ class AdminServiceStub:
                 request_serializer=weir_dot_v1_dot_live__requests__pb2.ListLiveRequestsRequest.SerializeToString,
                 response_deserializer=weir_dot_v1_dot_live__requests__pb2.ListLiveRequestsResponse.FromString,
                 _registered_method=True)
+        self.GetRequest = channel.unary_unary(
+                '/weir.v1.AdminService/GetRequest',
+                request_serializer=weir_dot_v1_dot_live__requests__pb2.GetRequestRequest.SerializeToString,
+                response_deserializer=weir_dot_v1_dot_live__requests__pb2.GetRequestResponse.FromString,
+                _registered_method=True)
         self.KillRequest = channel.unary_unary(
                 '/weir.v1.AdminService/KillRequest',
                 request_serializer=weir_dot_v1_dot_live__requests__pb2.KillRequestRequest.SerializeToString,
@@ -403,6 +408,14 @@ class AdminServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetRequest(self, request, context):
+        """Looks up one request of any project by its id: state, usage, cost and timings. NOT_FOUND if no project has such a request, and for
+        one that ended before anything was to be billed.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def KillRequest(self, request, context):
         """Ends a running request in whichever process it runs. Its client gets `failed` with the reason CANCELLED_BY_ADMIN and its final usage.
         """
@@ -584,6 +597,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.ListLiveRequests,
                     request_deserializer=weir_dot_v1_dot_live__requests__pb2.ListLiveRequestsRequest.FromString,
                     response_serializer=weir_dot_v1_dot_live__requests__pb2.ListLiveRequestsResponse.SerializeToString,
+            ),
+            'GetRequest': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetRequest,
+                    request_deserializer=weir_dot_v1_dot_live__requests__pb2.GetRequestRequest.FromString,
+                    response_serializer=weir_dot_v1_dot_live__requests__pb2.GetRequestResponse.SerializeToString,
             ),
             'KillRequest': grpc.unary_unary_rpc_method_handler(
                     servicer.KillRequest,
@@ -1328,6 +1346,33 @@ class AdminService:
             '/weir.v1.AdminService/ListLiveRequests',
             weir_dot_v1_dot_live__requests__pb2.ListLiveRequestsRequest.SerializeToString,
             weir_dot_v1_dot_live__requests__pb2.ListLiveRequestsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetRequest(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weir.v1.AdminService/GetRequest',
+            weir_dot_v1_dot_live__requests__pb2.GetRequestRequest.SerializeToString,
+            weir_dot_v1_dot_live__requests__pb2.GetRequestResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -99,6 +99,10 @@ class AdminServiceStub:
     """Reads the audit log, newest first."""
     ListLiveRequests: _grpc.UnaryUnaryMultiCallable[_live_requests_pb2.ListLiveRequestsRequest, _live_requests_pb2.ListLiveRequestsResponse]
     """Lists what runs in all processes: whose it is, where it stands, what it has used. Never what it says."""
+    GetRequest: _grpc.UnaryUnaryMultiCallable[_live_requests_pb2.GetRequestRequest, _live_requests_pb2.GetRequestResponse]
+    """Looks up one request of any project by its id: state, usage, cost and timings. NOT_FOUND if no project has such a request, and for
+    one that ended before anything was to be billed.
+    """
     KillRequest: _grpc.UnaryUnaryMultiCallable[_live_requests_pb2.KillRequestRequest, _live_requests_pb2.KillRequestResponse]
     """Ends a running request in whichever process it runs. Its client gets `failed` with the reason CANCELLED_BY_ADMIN and its final usage."""
     EndOverdueHolds: _grpc.UnaryUnaryMultiCallable[_live_requests_pb2.EndOverdueHoldsRequest, _live_requests_pb2.EndOverdueHoldsResponse]
@@ -180,6 +184,10 @@ class AdminServiceAsyncStub(AdminServiceStub):
     """Reads the audit log, newest first."""
     ListLiveRequests: _aio.UnaryUnaryMultiCallable[_live_requests_pb2.ListLiveRequestsRequest, _live_requests_pb2.ListLiveRequestsResponse]  # type: ignore[assignment]
     """Lists what runs in all processes: whose it is, where it stands, what it has used. Never what it says."""
+    GetRequest: _aio.UnaryUnaryMultiCallable[_live_requests_pb2.GetRequestRequest, _live_requests_pb2.GetRequestResponse]  # type: ignore[assignment]
+    """Looks up one request of any project by its id: state, usage, cost and timings. NOT_FOUND if no project has such a request, and for
+    one that ended before anything was to be billed.
+    """
     KillRequest: _aio.UnaryUnaryMultiCallable[_live_requests_pb2.KillRequestRequest, _live_requests_pb2.KillRequestResponse]  # type: ignore[assignment]
     """Ends a running request in whichever process it runs. Its client gets `failed` with the reason CANCELLED_BY_ADMIN and its final usage."""
     EndOverdueHolds: _aio.UnaryUnaryMultiCallable[_live_requests_pb2.EndOverdueHoldsRequest, _live_requests_pb2.EndOverdueHoldsResponse]  # type: ignore[assignment]
@@ -414,6 +422,16 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_live_requests_pb2.ListLiveRequestsResponse, _abc.Awaitable[_live_requests_pb2.ListLiveRequestsResponse]]:
         """Lists what runs in all processes: whose it is, where it stands, what it has used. Never what it says."""
+
+    @_abc_1.abstractmethod
+    def GetRequest(
+        self,
+        request: _live_requests_pb2.GetRequestRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_live_requests_pb2.GetRequestResponse, _abc.Awaitable[_live_requests_pb2.GetRequestResponse]]:
+        """Looks up one request of any project by its id: state, usage, cost and timings. NOT_FOUND if no project has such a request, and for
+        one that ended before anything was to be billed.
+        """
 
     @_abc_1.abstractmethod
     def KillRequest(

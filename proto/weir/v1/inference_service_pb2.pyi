@@ -1873,6 +1873,7 @@ class Generation(_message.Message):
     OUTCOME_FIELD_NUMBER: _builtins.int
     LABELS_FIELD_NUMBER: _builtins.int
     RECEIPTS_FIELD_NUMBER: _builtins.int
+    MIGRATION_COUNT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The id the client minted."""
     state: Global___Generation.State.ValueType
@@ -1881,6 +1882,8 @@ class Generation(_message.Message):
     """The model it ran on."""
     outcome: _builtins.str
     """Why it ended: the name of a FinishReason without its prefix, or FAILED. Empty while it runs and if nothing was billed."""
+    migration_count: _builtins.int
+    """How often its output went on in another engine because the one that generated it was lost. 0 while it runs."""
     @_builtins.property
     def admit_time(self) -> _timestamp_pb2.Timestamp:
         """When it was admitted."""
@@ -1923,10 +1926,11 @@ class Generation(_message.Message):
         outcome: _builtins.str = ...,
         labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         receipts: _abc.Iterable[_receipts_pb2.Receipt] | None = ...,
+        migration_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["admit_time", b"admit_time", "cost", b"cost", "settle_time", b"settle_time", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admit_time", b"admit_time", "cost", b"cost", "labels", b"labels", "model", b"model", "outcome", b"outcome", "receipts", b"receipts", "request_id", b"request_id", "settle_time", b"settle_time", "state", b"state", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admit_time", b"admit_time", "cost", b"cost", "labels", b"labels", "migration_count", b"migration_count", "model", b"model", "outcome", b"outcome", "receipts", b"receipts", "request_id", b"request_id", "settle_time", b"settle_time", "state", b"state", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -275,6 +275,68 @@ class ListLiveRequestsResponse(_message.Message):
 Global___ListLiveRequestsResponse: _TypeAlias = ListLiveRequestsResponse  # noqa: Y015
 
 @_typing.final
+class GetRequestRequest(_message.Message):
+    """Asks for one request."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    PROJECT_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """The client's id of it. Not a UUID: INVALID_ARGUMENT."""
+    project: _builtins.str
+    """Its project, as "organization/project" or id. Needed only where several projects have a request of this id: INVALID_ARGUMENT then."""
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        project: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["project", b"project", "request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetRequestRequest: _TypeAlias = GetRequestRequest  # noqa: Y015
+
+@_typing.final
+class GetRequestResponse(_message.Message):
+    """One request, and whose it is. Of its content nothing is told to anyone."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GENERATION_FIELD_NUMBER: _builtins.int
+    ORGANIZATION_NAME_FIELD_NUMBER: _builtins.int
+    PROJECT_NAME_FIELD_NUMBER: _builtins.int
+    API_KEY_PREFIX_FIELD_NUMBER: _builtins.int
+    organization_name: _builtins.str
+    """Name of the organization that pays."""
+    project_name: _builtins.str
+    """Name of the project of its key."""
+    api_key_prefix: _builtins.str
+    """First characters of the key that it came with, as shown everywhere."""
+    @_builtins.property
+    def generation(self) -> _inference_service_pb2.Generation:
+        """The request as recorded."""
+
+    def __init__(
+        self,
+        *,
+        generation: _inference_service_pb2.Generation | None = ...,
+        organization_name: _builtins.str = ...,
+        project_name: _builtins.str = ...,
+        api_key_prefix: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["api_key_prefix", b"api_key_prefix", "generation", b"generation", "organization_name", b"organization_name", "project_name", b"project_name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetRequestResponse: _TypeAlias = GetRequestResponse  # noqa: Y015
+
+@_typing.final
 class KillRequestRequest(_message.Message):
     """Ends a request."""
 

@@ -85,6 +85,7 @@ from weir_client.live import (
     LiveOrganization,
     LiveRequest,
     LiveView,
+    RecordedRequest,
     RequestPhase,
 )
 from weir_client.prompt import AttachOptions, GenerateOptions, Message, Prompt
@@ -258,6 +259,7 @@ __all__ = [
     "ReceiptStep",
     "ReceiptVerdict",
     "Reconciliation",
+    "RecordedRequest",
     "Replica",
     "ReplicaDrain",
     "ReplicaList",

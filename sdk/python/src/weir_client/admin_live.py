@@ -10,7 +10,7 @@ from weir.v1 import configuration_pb2, live_requests_pb2
 
 from weir_client import wire_live
 from weir_client.admin_replicas import AsyncReplicaCalls, ReplicaCalls
-from weir_client.live import AppliedConfiguration, KilledRequest, LiveView
+from weir_client.live import AppliedConfiguration, KilledRequest, LiveView, RecordedRequest
 from weir_client.loop_thread import LoopThread
 
 
@@ -21,6 +21,11 @@ class AsyncLiveCalls(AsyncReplicaCalls):
         """What runs in all processes, of one organization or all. stuck_only: holds that should have ended by themselves."""
         request = live_requests_pb2.ListLiveRequestsRequest(organization=organization, page_size=page_size, stuck_only=stuck_only)
         return wire_live.live_view(await self._call(self._stub.ListLiveRequests, request))
+
+    async def get_request(self, request_id: str, *, project: str = "") -> RecordedRequest:
+        """What is recorded of a request of any project. project: needed where several have one of this id. Raises: NotFound."""
+        request = live_requests_pb2.GetRequestRequest(request_id=request_id, project=project)
+        return wire_live.recorded(await self._call(self._stub.GetRequest, request))
 
     async def kill_request(self, request_id: str, *, project: str = "", reason: str = "") -> KilledRequest:
         """Ends a request wherever it runs; its client is told the reason. Doing it twice changes nothing."""
@@ -59,6 +64,10 @@ class LiveCalls(ReplicaCalls):
     def list_live_requests(self, organization: str = "", *, page_size: int = 200, stuck_only: bool = False) -> LiveView:
         """What runs in all processes, of one organization or all."""
         return self._thread.run(lambda: self._client.list_live_requests(organization, page_size=page_size, stuck_only=stuck_only))
+
+    def get_request(self, request_id: str, *, project: str = "") -> RecordedRequest:
+        """What is recorded of a request of any project."""
+        return self._thread.run(lambda: self._client.get_request(request_id, project=project))
 
     def kill_request(self, request_id: str, *, project: str = "", reason: str = "") -> KilledRequest:
         """Ends a request wherever it runs."""

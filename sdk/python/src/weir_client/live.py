@@ -78,6 +78,16 @@ class KillResult(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class RecordedRequest:
+    """One request as it is recorded, and whose it is."""
+
+    generation: Generation
+    organization_name: str
+    project_name: str
+    api_key_prefix: str
+
+
+@dataclass(frozen=True, slots=True)
 class KilledRequest:
     """A request that an admin has ended. generation: as recorded; None if it waited without a hold."""
 

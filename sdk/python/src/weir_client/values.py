@@ -353,3 +353,4 @@ class Generation:
     outcome: str  # a finish reason or the name of a status code; empty while it runs
     labels: Mapping[str, str]
     receipts: tuple[Receipt, ...] = ()  # one per part of its usage; none while it runs
+    migration_count: int = 0  # times that it went on in another engine

@@ -230,4 +230,5 @@ def generation(message: pb.Generation) -> values.Generation:
         outcome=message.outcome,
         labels=dict(message.labels),
         receipts=receipts(message.receipts),
+        migration_count=message.migration_count,
     )

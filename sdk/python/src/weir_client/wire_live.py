@@ -67,6 +67,13 @@ def live_request(message: live_requests_pb2.LiveRequest) -> live.LiveRequest:
     )
 
 
+def recorded(message: live_requests_pb2.GetRequestResponse) -> live.RecordedRequest:
+    """A request and whose it is."""
+    return live.RecordedRequest(
+        wire.generation(message.generation), message.organization_name, message.project_name, message.api_key_prefix
+    )
+
+
 def killed(message: live_requests_pb2.KillRequestResponse) -> live.KilledRequest:
     """A request that was ended."""
     return live.KilledRequest(
