@@ -80,6 +80,15 @@ def build_safety(settings: Settings) -> Safety:
         raise SettingInvalid(f"WEIR_SAFETY_RULES: {error}") from error
 
 
+def load_tokenizers(router: Router, settings: Settings) -> dict[str, Tokenizer]:
+    """By the names of the models. Raises: SettingInvalid, CheckpointInvalid."""
+    directories = {backend.model.name: Path(backend.model.directory) for backend in router.backends()}
+    formats = settings.tool_call_formats
+    if unknown := sorted(formats.keys() - directories.keys()):
+        raise SettingInvalid(f"WEIR_TOOL_CALL_FORMATS: no model is named {', '.join(unknown)}; known are {', '.join(directories)}")
+    return {name: Tokenizer(directory, formats.get(name)) for name, directory in directories.items()}
+
+
 async def start_classifiers(classifiers: ClassifierProcess) -> None:
     """Wait until they are loaded: nothing is let in that nobody could check. Raises: SettingInvalid."""
     if (failure := await classifiers.loaded()) is not None:
@@ -231,7 +240,7 @@ async def serve(settings: Settings) -> None:
     spares = SpareHosts(settings.spare_hosts)
     serving = build_serving(settings, spares.open)
     router = Router(serving.engines, serving.encoders, serving.catalog)
-    tokenizers = {backend.model.name: Tokenizer(Path(backend.model.directory)) for backend in router.backends()}
+    tokenizers = load_tokenizers(router, settings)
     gate, signer = StoreGate(), open_signer(settings)
     await recover(settings, gate, signer)
     stopping = asyncio.Event()

@@ -23,6 +23,7 @@ from api.process import Process
 from api.quota_wire import effective_quota_statuses
 from api.requests.quoting import quote
 from api.requests.tokenizing import tokenize
+from api.requests.tools import ToolUse, call_reading
 from api.streams.generation import ClientStream, remaining_s
 from api.streams.open_streams import OpenStreams
 from metering.quotas.quota_states import quotas_for
@@ -71,10 +72,12 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
     async def CountTokens(self, request: pb.CountTokensRequest, context: Context) -> pb.CountTokensResponse:
         """Counts a prompt's tokens."""
         principal = await self._authenticator.principal(context)
-        prompt = wire.parse_count_tokens(request)
+        prompt, tools = wire.parse_count_tokens(request)
         check_model(principal, self._process.router.own_name(request.model))
         model = self._process.router.find(request.model).model
-        token_ids = await tokenize(self._process.tokenizers[model.name], prompt)
+        tokenizer = self._process.tokenizers[model.name]
+        call_reading(ToolUse(tools, forced=True), tokenizer, request.model)  # whether the model can be shown them
+        token_ids = await tokenize(tokenizer, prompt, tools)
         return pb.CountTokensResponse(input_token_count=len(token_ids), context_window_tokens=model.context_window_tokens)
 
     async def ListModels(self, request: pb.ListModelsRequest, context: Context) -> pb.ListModelsResponse:

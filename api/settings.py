@@ -16,6 +16,7 @@ from typing import Any, Literal
 from api.remote_settings import RemoteEngineSettings
 from api.setting_values import SettingInvalid as SettingInvalid  # told to whoever reads settings
 from api.setting_values import one_of, scale, seconds, setting, whole
+from inference.text.tools import MODEL_CALL_FORMATS, CallFormat
 from metering.billing.invoice_document import Issuer, shown_by_helvetica
 
 DEMO_MODEL_NAME = "demo"
@@ -32,6 +33,17 @@ def paths_by_name(text: str) -> dict[str, Path]:
             raise ValueError("must be name=directory pairs separated by commas")
         models[name] = Path(directory)
     return models
+
+
+def call_formats(text: str) -> dict[str, CallFormat]:
+    """Parser of `name=format` pairs, separated by commas."""
+    formats = {}
+    for pair in filter(None, text.split(",")):
+        name, _, form = pair.partition("=")
+        if not name or form not in MODEL_CALL_FORMATS:
+            raise ValueError(f"must be name=format pairs separated by commas, each format one of {', '.join(MODEL_CALL_FORMATS)}")
+        formats[name] = CallFormat(form)
+    return formats
 
 
 def weights_by_id(text: str) -> dict[str, float]:
@@ -86,6 +98,10 @@ class Settings(RemoteEngineSettings):
     database_url: str = setting("WEIR_DATABASE_URL", "", str)
     home: Path = field(default_factory=default_home, metadata={"variable": "WEIR_HOME", "parse": Path})
     models: Mapping[str, Path] = field(default_factory=bundled_models, metadata={"variable": "WEIR_MODELS", "parse": paths_by_name})
+    # How models write tool calls, as name=hermes, =llama or =mistral, separated by commas; others write as their templates show.
+    tool_call_formats: Mapping[str, CallFormat] = field(
+        default_factory=dict, metadata={"variable": "WEIR_TOOL_CALL_FORMATS", "parse": call_formats}
+    )
     # Models that embed, in the layout of sentence-transformers.
     encoders: Mapping[str, Path] = field(default_factory=dict, metadata={"variable": "WEIR_ENCODERS", "parse": paths_by_name})
     # Tokens of an encoder's batch. More gain nothing on a CPU, and whoever comes next waits for them; a GPU takes many more.

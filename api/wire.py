@@ -20,6 +20,7 @@ from weir.v1 import types_pb2
 from api.embedding.embedding_limits import input_count_max
 from api.errors import FieldViolation, InvalidRequest
 from api.queue.places import ServiceTier
+from api.requests.conversation import Prompt, check_prompt, parse_prompt
 from api.requests.decoding import (
     SamplingOverrides,
     StopRules,
@@ -30,10 +31,12 @@ from api.requests.decoding import (
     parse_stop,
 )
 from api.requests.output_limits import Cost, check_cost, cost_of
+from api.requests.tools import NO_TOOLS, ToolUse, check_tool_use, check_tools, parse_tool_use, parse_tools
 from api.violations import Violations
 from inference.engine import BeamSearchParams, EngineFinishReason, ModelInfo, ResponseFormat
 from inference.router import ReplicaCounts
 from inference.text.tokenizer import ChatMessage
+from inference.text.tools import Tool
 from metering.billing.prices import CustomerPrice
 from metering.models import QuotaDimension, QuotaSubject
 from metering.operations import Outcome
@@ -47,9 +50,6 @@ EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 MICROSECOND = timedelta(microseconds=1)
 MICROS_PER_SECOND = 10**6
 
-Prompt = tuple[ChatMessage, ...] | str | tuple[int, ...]
-
-ROLES: Mapping[int, str] = {pb.ROLE_SYSTEM: "system", pb.ROLE_USER: "user", pb.ROLE_ASSISTANT: "assistant"}
 TIERS: Mapping[int, ServiceTier] = {
     pb.SERVICE_TIER_UNSPECIFIED: ServiceTier.INTERACTIVE,
     pb.SERVICE_TIER_INTERACTIVE: ServiceTier.INTERACTIVE,
@@ -123,6 +123,7 @@ class ValidStart:
     region: str = ""
     regions: tuple[str, ...] = ()
     served: str = ""
+    tool_use: ToolUse = NO_TOOLS
 
     @property
     def operation(self) -> str:
@@ -145,6 +146,7 @@ def parse_start(request_id: str, start: pb.StartFrame) -> ValidStart:
     wrong.check(bool(start.model), "model", "must name a model; ListModels tells which there are")
     check_prompt(start, wrong)
     check_decoding(start, wrong)
+    check_tool_use(start, wrong)
     check_limits(start, wrong)
     wrong.raise_if_any()
     return ValidStart(
@@ -166,26 +168,8 @@ def parse_start(request_id: str, start: pb.StartFrame) -> ValidStart:
         initial_credit_tokens=start.initial_credit_tokens if start.HasField("initial_credit_tokens") else None,
         max_cost=cost_of(start.max_cost) if start.HasField("max_cost") else None,
         region=start.region,
+        tool_use=parse_tool_use(start),
     )
-
-
-def check_prompt(message: pb.StartFrame | pb.CountTokensRequest, wrong: Violations) -> None:
-    """A prompt must be there and not be empty."""
-    match message.WhichOneof("prompt"):
-        case None:
-            wrong.check(False, "prompt", "one of conversation, text and token_ids must be set")
-        case "conversation":
-            messages = message.conversation.messages
-            wrong.check(bool(messages), "conversation.messages", "must hold at least one message")
-            for index, turn in enumerate(messages):
-                field = f"conversation.messages[{index}].role"
-                wrong.check(turn.role in ROLES, field, "must be ROLE_SYSTEM, ROLE_USER or ROLE_ASSISTANT")
-        case "text":
-            wrong.check(bool(message.text), "text", "must not be empty")
-        case "token_ids" if isinstance(message, pb.StartFrame):
-            wrong.check(bool(message.token_ids.ids), "token_ids.ids", "must hold at least one token id")
-        case _:
-            pass
 
 
 def check_limits(start: pb.StartFrame, wrong: Violations) -> None:
@@ -216,25 +200,21 @@ def check_tier_and_labels(message: pb.StartFrame | pb.EmbedRequest, wrong: Viola
         wrong.check(right and "\0" not in key + value, f"labels[{key[:LABEL_KEY_CHARS_MAX]!r}]", f"{limits}, none of them NUL")
 
 
-def parse_prompt(message: pb.StartFrame | pb.CountTokensRequest) -> Prompt:
-    """The prompt of a message that `check_prompt` found right."""
-    match message.WhichOneof("prompt"):
-        case "conversation":
-            return tuple(ChatMessage(ROLES[turn.role], turn.content) for turn in message.conversation.messages)
-        case "text":
-            return message.text
-        case _:
-            assert isinstance(message, pb.StartFrame)
-            return tuple(message.token_ids.ids)
-
-
-def parse_count_tokens(message: pb.CountTokensRequest) -> Prompt:
-    """Raises: InvalidRequest."""
+def parse_count_tokens(message: pb.CountTokensRequest) -> tuple[Prompt, tuple[Tool, ...]]:
+    """The prompt, and the tools that the model is shown with it. Raises: InvalidRequest."""
     wrong = Violations()
     wrong.check(bool(message.model), "model", "must name a model; ListModels tells which there are")
     check_prompt(message, wrong)
+    check_tools(message.tools, wrong)
+    right = not message.tools or message.WhichOneof("prompt") != "text"
+    wrong.check(right, "tools", "need a conversation: only that shows them to the model")
     wrong.raise_if_any()
-    return parse_prompt(message)
+    return parse_prompt(message), parse_tools(message.tools)
+
+
+def finish_reason(outcome: Outcome, *, called: bool) -> types_pb2.FinishReason.ValueType:
+    """Why an output ended. called: whether there are tool calls in it, whose results the model then waits for."""
+    return types_pb2.FINISH_REASON_TOOL_CALLS if called and outcome is Outcome.STOP else FINISH_REASONS[outcome]
 
 
 def money(currency_code: str, picos: int) -> types_pb2.Money:

@@ -94,15 +94,19 @@ class GrammarKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ResponseFormat:
-    """What the output must look like. A sequence ends by itself only where its text is an answer in this format."""
+    """What the output must look like. A sequence ends by itself only where its text is an answer in this format.
+
+    given_as: the field of the start frame that it comes from, if that is not `response_format`.
+    """
 
     kind: GrammarKind
     source: str
+    given_as: str = ""
 
     @property
     def field(self) -> str:
         """The name of the start frame's field, for errors."""
-        return f"response_format.{self.kind.value}"
+        return self.given_as or f"response_format.{self.kind.value}"
 
 
 class EarlyStopping(StrEnum):

@@ -68,12 +68,14 @@ class Border:
 
 # Beside `store`.
 METERING_PACKAGES = ("tenants", "quotas", "holds", "configuration", "control", "receipts", "billing", "export", "proof")
+# What the API must know of models' text: it tokenizes prompts, and reads tool calls out of outputs.
+TEXT_FOR_API = ("inference.text.tokenizer", "inference.text.tools", "inference.text.tool_calls", "inference.text.forced_calls")
 BORDERS = (
     Border(
         ("inference",),
         inside=("api/",),
         save_for=("api/__main__.py", "api/fleet/", "api/cli/"),
-        but=("inference.engine", "inference.router", "inference.errors", "inference.text.tokenizer", "inference.safety.safety"),
+        but=("inference.engine", "inference.router", "inference.errors", "inference.safety.safety", *TEXT_FOR_API),
         why="the API knows the engine protocol; only the composition roots build concrete engines",
     ),
     Border(("api", "metering", "migrations"), inside=("inference/",), why="engines know nothing of tenants, money or the wire"),

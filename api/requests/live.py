@@ -30,6 +30,7 @@ from api.requests.preparation import admission_request, arrival_of, prepare, rou
 from api.requests.readiness import RETRY_S_MIN, wait_until_ready
 from api.requests.reply import UNDELIVERED_OUTCOMES, Reply
 from api.requests.stopwatch import MIGRATIONS, Stopwatch
+from api.requests.tools import call_reading
 from api.statuses import status_of
 from api.streams import frames
 from api.streams.attendance import Attendance
@@ -199,8 +200,8 @@ class LiveRequest:
                 await self._generate(engine, request, lease, place)
             self._watch.lap("settle")
             ends = self._reply.ends_of_choices(self._stop_outcome or Outcome.CANCELLED)
-            timings = self._watch.timings()
-            end = frames.finished(lease, timings, self._reply.exhausted, ends, self._migration_count)
+            reply, timings = self._reply, self._watch.timings()
+            end = frames.finished(lease, timings, reply.exhausted, ends, self._migration_count, reply.called_choices)
         except RequestSettled as error:
             end, broken = frames.failed(status_of(error), error.settled), error
         except RequestInFlight as error:
@@ -247,7 +248,9 @@ class LiveRequest:
     async def _prepare(self) -> tuple[Engine, GenerationRequest]:
         process, salt = self._process, str(self.caller.payer.organization_id)
         self.start, engine = routed(self.start, process.router)
-        request = await prepare(self.start, engine, process.tokenizers[self.start.served], process.safety, salt)
+        tokenizer = process.tokenizers[self.start.served]
+        request = await prepare(self.start, engine, tokenizer, process.safety, salt)
+        self._reply.call_reading = call_reading(self.start.tool_use, tokenizer, self.start.model)
         self._watch.lap("tokenize")
         return engine, request
 

@@ -12,6 +12,7 @@ from api.queue.places import Arrival
 from api.requests.admission import AdmissionRequest
 from api.requests.decoding import check_against_model
 from api.requests.tokenizing import check_prompt, tokenize
+from api.requests.tools import call_reading, forced_format
 from api.wire import ValidStart
 from inference.engine import Engine, GenerationRequest, SequenceId
 from inference.router import Router
@@ -33,7 +34,8 @@ async def prepare(
 
     Raises: PromptTooLong, InvalidRequest, PromptFiltered, SafetyUnavailable, ChatTemplateFailed.
     """
-    prompt_token_ids = await tokenize(tokenizer, start.prompt)
+    call_reading(start.tool_use, tokenizer, start.model)  # refuses what the model is not made for
+    prompt_token_ids = await tokenize(tokenizer, start.prompt, start.tool_use.tools)
     window = engine.model.context_window_tokens
     wanted, room = start.stop.max_output_tokens, window - len(prompt_token_ids)
     if (wanted or 1) > room:
@@ -46,14 +48,14 @@ async def prepare(
         sampling=start.sampling.over(engine.model.default_sampling),
         stop=start.stop.within(room),
         cache_salt=cache_salt,
-        response_format=start.response_format,
+        response_format=start.response_format or forced_format(start.tool_use, tokenizer),
         choice_count=start.choice_count,
         beam_search=start.beam_search,
         regions=start.regions,
     )
     check_against_model(request, size)
     if safety is not None:
-        await check_prompt(safety, tokenizer, start.prompt)
+        await check_prompt(safety, tokenizer, start.prompt, start.tool_use.tools)
     return request
 
 

@@ -12,12 +12,14 @@ from weir.v1 import inference_service_pb2 as pb
 from api.requests.admission import Lease
 from api.requests.output_filter import OutputFilter, open_filters
 from api.requests.output_limits import OutputLimits
+from api.requests.tools import CallReading
 from api.settings import Settings
 from api.streams import frames
 from api.streams.feed import Feed, UsageTelling
 from api.wire import ValidStart
 from inference.engine import TokensGenerated
 from inference.safety.safety import SafetyChecker
+from inference.text.tool_calls import Parsed, ToolCallParser
 from metering.errors import QuotaExceeded
 from metering.operations import Outcome, QuotaState
 
@@ -39,6 +41,9 @@ class Reply:
         self._is_discarded = False
         self._filters: tuple[OutputFilter, ...] = ()  # by choice; empty: outputs are not checked
         self._choice_ends: dict[int, Outcome] = {}  # of several choices, those that have ended
+        self.call_reading: CallReading | None = None  # how tool calls are read; None: there are none
+        self.called_choices: set[int] = set()  # those with tool calls in them
+        self._parsers: dict[int, ToolCallParser] = {}  # by choice, while output may come
         self._limits: OutputLimits
         self._lease: Lease
         self._settings: Settings
@@ -50,9 +55,14 @@ class Reply:
         if self._start.usage_interval_tokens is not None:
             self.feed.usage_telling = UsageTelling(self._start.usage_interval_tokens, lease.admitted.prices)
         self._filters = open_filters(safety, self._start.choice_count)
+        if self.call_reading is not None:
+            self._parsers = {index: self.call_reading.open() for index in range(self._start.choice_count)}
 
     def cut_off(self, *, discard: bool) -> None:
         """Hand on no more output. discard: nor what still waits for the transport."""
+        if not discard and not self._is_cut_off:
+            for choice_index in list(self._parsers):
+                self._say_rest(choice_index, "")
         self._is_cut_off = True
         self._is_discarded = self._is_discarded or discard
         if discard:
@@ -90,8 +100,9 @@ class Reply:
             for part in await output.finish(text):
                 await self._hand_on_checked(part)
             self._note_filtered(output, choice_index)
-        elif text:
-            self.feed.say(choice_index, text, ())
+            text = ""
+        if not self._is_cut_off:
+            self._say_rest(choice_index, text)
 
     def end_choice(self, choice_index: int, outcome: Outcome) -> None:
         """One of several choices ended by itself. One whose last tokens were not handed on ended as the request does."""
@@ -144,10 +155,30 @@ class Reply:
         if self._is_cut_off:
             return
         logprobs = frames.token_logprobs(event.logprobs) if event.logprobs else ()
-        self.feed.say(event.choice_index, event.text, event.token_ids, logprobs)
+        text, calls, parser = event.text, list[pb.ToolCallDelta](), self._parsers.get(event.choice_index)
+        if parser is not None:
+            text, calls = self._parsed(event.choice_index, parser.push(text))
+        self.feed.say(event.choice_index, text, event.token_ids, logprobs, calls)
+        if parser is not None and self.call_reading is not None and self.call_reading.ends_with_call and parser.complete_count:
+            self._stop(Outcome.STOP)
         self.end_at_limit()
         if not self.feed.takes_whole and self.feed.unsent_token_count > self._settings.outbox_tokens_per_request_max:
             self._stop(Outcome.SLOW_CONSUMER)
+
+    def _say_rest(self, choice_index: int, text: str) -> None:
+        """The last of a choice: text that belongs to no further token, and what was held since it might have become a call."""
+        calls: list[pb.ToolCallDelta] = []
+        if (parser := self._parsers.pop(choice_index, None)) is not None:
+            before, begun = self._parsed(choice_index, parser.push(text))
+            rest, ended = self._parsed(choice_index, parser.finish())
+            text, calls = before + rest, begun + ended
+        if text or calls:
+            self.feed.say(choice_index, text, (), (), calls)
+
+    def _parsed(self, choice_index: int, parsed: Parsed) -> tuple[str, list[pb.ToolCallDelta]]:
+        if parsed.calls:
+            self.called_choices.add(choice_index)
+        return parsed.text, frames.tool_calls(parsed.calls)
 
     def end_at_limit(self) -> None:
         """End the request if it has all the output that it may have."""

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 from api.errors import PromptFiltered
-from api.wire import Prompt
+from api.requests.conversation import Prompt
 from inference.safety.safety import SafetyChecker
 from inference.text.tokenizer import ChatMessage, Tokenizer
+from inference.text.tools import Tool
 
 LONG_PROMPT_CHARS = 16_384  # beyond it tokenizing takes milliseconds, which belong into a thread
 
 
-async def tokenize(tokenizer: Tokenizer, prompt: Prompt) -> tuple[int, ...]:
-    """Token ids of a prompt, chat template included. Raises: ChatTemplateFailed."""
+async def tokenize(tokenizer: Tokenizer, prompt: Prompt, tools: Sequence[Tool] = ()) -> tuple[int, ...]:
+    """Token ids of a prompt, chat template and tools included. Raises: ChatTemplateFailed."""
     if isinstance(prompt, str):
         if len(prompt) > LONG_PROMPT_CHARS:
             return await asyncio.to_thread(tokenizer.encode, prompt)
@@ -21,27 +23,38 @@ async def tokenize(tokenizer: Tokenizer, prompt: Prompt) -> tuple[int, ...]:
     messages = [part for part in prompt if isinstance(part, ChatMessage)]
     if not messages:
         return tuple(part for part in prompt if isinstance(part, int))
-    if sum(len(message.content) for message in messages) > LONG_PROMPT_CHARS:
-        return await asyncio.to_thread(tokenizer.encode_chat, messages)
-    return tokenizer.encode_chat(messages)
+    if sum(map(len, (*_texts(messages), *_tool_texts(tools)))) > LONG_PROMPT_CHARS:
+        return await asyncio.to_thread(tokenizer.encode_chat, messages, tools)
+    return tokenizer.encode_chat(messages, tools)
 
 
-async def check_prompt(checker: SafetyChecker, tokenizer: Tokenizer, prompt: Prompt) -> None:
-    """Let the safety stage look at a prompt: every message of a conversation, ids as the text they stand for.
+async def check_prompt(checker: SafetyChecker, tokenizer: Tokenizer, prompt: Prompt, tools: Sequence[Tool] = ()) -> None:
+    """Let the safety stage look at a prompt: every message and call of a conversation, the tools, ids as the text they stand for.
 
     Raises: PromptFiltered, SafetyUnavailable.
     """
-    field, text = _text_of(tokenizer, prompt)
+    field, text = _text_of(tokenizer, prompt, tools)
     rule = await checker.check_prompt(text)
     if rule is not None:
         raise PromptFiltered(rule, field)
 
 
-def _text_of(tokenizer: Tokenizer, prompt: Prompt) -> tuple[str, str]:
+def _text_of(tokenizer: Tokenizer, prompt: Prompt, tools: Sequence[Tool]) -> tuple[str, str]:
     """The field that a prompt came in, and its text."""
     if isinstance(prompt, str):
         return "text", prompt
     token_ids = [part for part in prompt if isinstance(part, int)]
     if token_ids:
         return "token_ids.ids", tokenizer.decode(token_ids)
-    return "conversation.messages", "\n".join(part.content for part in prompt if isinstance(part, ChatMessage))
+    messages = [part for part in prompt if isinstance(part, ChatMessage)]
+    return "conversation.messages", "\n".join((*_texts(messages), *_tool_texts(tools)))
+
+
+def _texts(messages: Sequence[ChatMessage]) -> list[str]:
+    """What turns say, and what they call."""
+    calls = [text for message in messages for call in message.tool_calls for text in (call.name, call.arguments)]
+    return [message.content for message in messages] + calls
+
+
+def _tool_texts(tools: Sequence[Tool]) -> list[str]:
+    return [text for tool in tools for text in (tool.name, tool.description, tool.parameters)]

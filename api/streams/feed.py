@@ -102,15 +102,22 @@ class Feed:
         if self.receiver is not None:
             self.receiver.push(frame)
 
-    def say(self, choice_index: int, text: str, token_ids: Sequence[int], logprobs: Sequence[pb.TokenLogprobs] = ()) -> None:
+    def say(
+        self,
+        choice_index: int,
+        text: str,
+        token_ids: Sequence[int],
+        logprobs: Sequence[pb.TokenLogprobs] = (),
+        calls: Sequence[pb.ToolCallDelta] = (),
+    ) -> None:
         """New output. Raises: OSError if it has to be journalled and cannot be."""
         if self.mailbox is not None:
-            self._keep(self.mailbox, choice_index, text, token_ids, logprobs)
+            self._keep(self.mailbox, choice_index, text, token_ids, logprobs, calls)
             return
         if not self._waiting and self._may_send(len(token_ids)):
-            self._send(choice_index, text, token_ids, logprobs)
+            self._send(choice_index, text, token_ids, logprobs, calls)
             return
-        self._waiting.setdefault(choice_index, WaitingOutput()).add(text, token_ids, logprobs)
+        self._waiting.setdefault(choice_index, WaitingOutput()).add(text, token_ids, logprobs, calls)
         self._waiting_token_count += len(token_ids)
         self._pump()
 
@@ -229,7 +236,9 @@ class Feed:
         for frame in taken:
             self._last_seq -= 1
             self._waiting_token_count += len(frame.token_ids)
-            self._waiting.setdefault(frame.choice_index, WaitingOutput()).add(frame.text, frame.token_ids, frame.logprobs)
+            self._waiting.setdefault(frame.choice_index, WaitingOutput()).add(
+                frame.text, frame.token_ids, frame.logprobs, frame.tool_calls
+            )
             if self.usage_telling is not None:
                 self.usage_telling.sent_token_count -= len(frame.token_ids)
         for choice_index, output in later.items():
@@ -270,11 +279,11 @@ class Feed:
     def _pump_waiting(self) -> None:
         for choice_index, output in list(self._waiting.items()):
             while not output.empty and self._may_send(0):
-                text, token_ids, logprobs = output.take(self._frame_token_count_max())
-                if not token_ids and not text:
+                text, token_ids, logprobs, calls = output.take(self._frame_token_count_max())
+                if not token_ids and not text and not calls:
                     break  # the first token waits for credit
                 self._waiting_token_count -= len(token_ids)
-                self._send(choice_index, text, token_ids, logprobs)
+                self._send(choice_index, text, token_ids, logprobs, calls)
             if output.empty:
                 del self._waiting[choice_index]
 
@@ -294,10 +303,17 @@ class Feed:
             self._next_seq += 1
             self._give(pb.ServerFrame(delta=frame), token_count)
 
-    def _send(self, choice_index: int, text: str, token_ids: Sequence[int], logprobs: Sequence[pb.TokenLogprobs]) -> None:
+    def _send(
+        self,
+        choice_index: int,
+        text: str,
+        token_ids: Sequence[int],
+        logprobs: Sequence[pb.TokenLogprobs],
+        calls: Sequence[pb.ToolCallDelta],
+    ) -> None:
         self._last_seq += 1
         self._next_seq = self._last_seq + 1
-        self._give(frames.delta(self._last_seq, choice_index, text, token_ids, logprobs), len(token_ids))
+        self._give(frames.delta(self._last_seq, choice_index, text, token_ids, logprobs, calls), len(token_ids))
 
     def _keep(
         self,
@@ -306,6 +322,7 @@ class Feed:
         text: str,
         token_ids: Sequence[int],
         logprobs: Sequence[pb.TokenLogprobs],
+        calls: Sequence[pb.ToolCallDelta],
     ) -> None:
         """Take delivery, and send it if the receiver has got all before it. With credit each token is a frame of its own."""
         if not self.tally.fence():
@@ -317,7 +334,8 @@ class Feed:
             is_last = first + step >= len(token_ids)
             part = slice(first, first + step)
             self._last_seq += 1
-            frame = frames.delta(self._last_seq, choice_index, text if is_last else "", token_ids[part], logprobs[part])
+            told, called = (text, calls) if is_last else ("", ())
+            frame = frames.delta(self._last_seq, choice_index, told, token_ids[part], logprobs[part], called)
             unread_seq = self._next_seq if self.receiver is not None else self._last_seq + 1
             if not mailbox.put(frame.delta, unread_seq):
                 self._on_stall()

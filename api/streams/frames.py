@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from google.rpc import status_pb2
 from weir.v1 import inference_service_pb2 as pb
@@ -15,6 +15,7 @@ from api.requests.admission import Lease
 from api.requests.output_limits import OutputLimits
 from api.streams.outbox import UsageSoFar
 from inference.engine import EngineCondition, TokenLogprobs
+from inference.text.tool_calls import CallPiece
 from metering.billing.pricing import TokenPrices
 from metering.operations import Admitted, Outcome, QuotaState, Settled
 
@@ -49,10 +50,22 @@ def loading(engine: EngineCondition) -> pb.ServerFrame:
     return pb.ServerFrame(progress=frame)
 
 
-def delta(seq: int, choice_index: int, text: str, token_ids: Sequence[int], logprobs: Sequence[pb.TokenLogprobs]) -> pb.ServerFrame:
+def delta(
+    seq: int,
+    choice_index: int,
+    text: str,
+    token_ids: Sequence[int],
+    logprobs: Sequence[pb.TokenLogprobs],
+    calls: Sequence[pb.ToolCallDelta] = (),
+) -> pb.ServerFrame:
     """New output."""
-    frame = pb.DeltaFrame(seq=seq, text=text, token_ids=token_ids, choice_index=choice_index, logprobs=logprobs)
+    frame = pb.DeltaFrame(seq=seq, text=text, token_ids=token_ids, choice_index=choice_index, logprobs=logprobs, tool_calls=calls)
     return pb.ServerFrame(delta=frame)
+
+
+def tool_calls(pieces: Sequence[CallPiece]) -> list[pb.ToolCallDelta]:
+    """New of tool calls."""
+    return [pb.ToolCallDelta(index=each.index, id=each.id, name=each.name, arguments_json=each.arguments) for each in pieces]
 
 
 def token_logprobs(logprobs: Sequence[TokenLogprobs]) -> list[pb.TokenLogprobs]:
@@ -115,21 +128,26 @@ def finished(
     exhausted: Sequence[QuotaState],
     choice_ends: Mapping[int, Outcome],
     migration_count: int = 0,
+    called_choices: Collection[int] = (),
 ) -> pb.ServerFrame:
-    """The end of a request that ran, or was stopped after its admission. choice_ends: of several choices, by index."""
+    """The end of a request that ran, or was stopped after its admission. choice_ends: of several choices, by index.
+
+    called_choices: indices of those with tool calls in them.
+    """
     assert lease.outcome is not None, "a request without outcome has failed"
     outcome = Outcome(lease.outcome)
     currency_code = lease.admitted.prices.currency_code
     return pb.ServerFrame(
         finished=pb.FinishedFrame(
-            reason=wire.FINISH_REASONS[outcome],
+            reason=wire.finish_reason(outcome, called=0 in called_choices),
             usage=settled_usage(lease.settled) if lease.settled else types_pb2.Usage(),
             cost=wire.money(currency_code, lease.settled.cost_picos if lease.settled else 0),
             timings=types_pb2.Timings(**timings),
             exhausted_quotas=quota_statuses(exhausted),
             receipts=receipt_messages(lease.settled.receipts) if lease.settled else (),
             choices=[
-                pb.ChoiceEnd(choice_index=index, reason=wire.FINISH_REASONS[end]) for index, end in sorted(choice_ends.items())
+                pb.ChoiceEnd(choice_index=index, reason=wire.finish_reason(end, called=index in called_choices))
+                for index, end in sorted(choice_ends.items())
             ],
             migration_count=migration_count,
         )

@@ -12,6 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
@@ -22,8 +23,11 @@ from jinja2.parser import Parser
 from inference.checkpoint.checkpoint import read_json
 from inference.errors import ChatTemplateFailed, CheckpointInvalid
 from inference.text.template_sandbox import LOOK_AT_CLOCK, BoundedEnvironment, Budget
+from inference.text.tools import CallFormat, Tool, ToolCall, format_in
 
 DEFAULT_TEMPLATE = "default"
+TOOL_TEMPLATE = "tool_use"  # in the place of the default one where a checkpoint has it, as in transformers
+_PROBE = "weir_probe"
 
 # A role is put into the prompt beside control tokens; more than a name could imitate them.
 _ROLE = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,63}")
@@ -31,10 +35,15 @@ _ROLE = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,63}")
 
 @dataclass(frozen=True, slots=True)
 class ChatMessage:
-    """One turn of a conversation. Which roles exist is the template's business; it refuses the others."""
+    """One turn of a conversation. Which roles exist is the template's business; it refuses the others.
+
+    tool_calls: what the model has called in this turn. call: which call a turn of the role "tool" is the result of.
+    """
 
     role: str
     content: str
+    tool_calls: tuple[ToolCall, ...] = ()
+    call: ToolCall | None = None
 
 
 class ChatTemplates:
@@ -49,9 +58,31 @@ class ChatTemplates:
             name: _ChatTemplate(source, special_tokens, path) for name, (source, path) in _sources(directory, config).items()
         }
 
-    def render(self, messages: Sequence[ChatMessage], *, add_generation_prompt: bool, template_name: str) -> str:
-        """The conversation as text. Raises `ChatTemplateFailed` if the template refuses it, or is not there."""
-        template = self._by_name.get(template_name)
+    def call_format(self) -> CallFormat | None:
+        """The form of calls that the model was shown; None if it is none that is known here."""
+        template = self._template(DEFAULT_TEMPLATE, has_tools=True)
+        return None if template is None else format_in(template.source)
+
+    def shows_tools(self, template_name: str) -> bool:
+        """Whether the template puts tools before the model."""
+        template = self._template(template_name, has_tools=True)
+        return template is not None and template.shows_tools
+
+    def _template(self, name: str, *, has_tools: bool) -> _ChatTemplate | None:
+        if has_tools and name == DEFAULT_TEMPLATE and TOOL_TEMPLATE in self._by_name:
+            name = TOOL_TEMPLATE
+        return self._by_name.get(name)
+
+    def render(
+        self,
+        messages: Sequence[ChatMessage],
+        *,
+        add_generation_prompt: bool,
+        template_name: str,
+        tools: Sequence[Tool] = (),
+    ) -> str:
+        """The conversation as text. Raises `ChatTemplateFailed` if the template refuses it, is not there, or leaves tools out."""
+        template = self._template(template_name, has_tools=bool(tools))
         if template is None and self._by_name:
             names = ", ".join(self._by_name)
             raise ChatTemplateFailed(f"this model has no chat template named {template_name}; it has: {names}")
@@ -60,7 +91,11 @@ class ChatTemplates:
         for message in messages:
             if not _ROLE.fullmatch(message.role):
                 raise ChatTemplateFailed(f"role {message.role!r} is not a name")
-        return template.render(messages, add_generation_prompt=add_generation_prompt)
+        if tools and not template.shows_tools:
+            raise ChatTemplateFailed("this model's chat template has no place for tools")
+        if not template.shows_calls and any(message.tool_calls or message.call for message in messages):
+            raise ChatTemplateFailed("this model's chat template has no place for tool calls and their results")
+        return template.render(messages, tools, add_generation_prompt=add_generation_prompt)
 
 
 class _GenerationBlock(Extension):
@@ -84,14 +119,33 @@ class _ChatTemplate:
             self._template = environment.from_string(source)
         except TemplateError as error:
             raise CheckpointInvalid(str(path), f"the chat template does not parse: {error}") from error
+        self.source = source
         self._special_tokens = special_tokens
 
-    def render(self, messages: Sequence[ChatMessage], *, add_generation_prompt: bool) -> str:
+    @cached_property
+    def shows_tools(self) -> bool:
+        """Whether what is rendered tells of tools: a template that does not know them leaves them out without a word."""
+        return self._shows([ChatMessage("user", "?")], (Tool(_PROBE, _PROBE, '{"type": "object", "properties": {}}'),))
+
+    @cached_property
+    def shows_calls(self) -> bool:
+        """Whether what is rendered tells of calls and of what came of them."""
+        call = ToolCall("a1B2c3D4e", _PROBE, '{"probed": true}')
+        turns = [ChatMessage("user", "?"), ChatMessage("assistant", "", (call,)), ChatMessage("tool", "4711", (), call)]
+        return self._shows(turns, ()) and "4711" in self.render(turns)
+
+    def _shows(self, messages: Sequence[ChatMessage], tools: Sequence[Tool]) -> bool:
+        try:
+            return _PROBE in self.render(messages, tools)
+        except ChatTemplateFailed:
+            return False
+
+    def render(self, messages: Sequence[ChatMessage], tools: Sequence[Tool] = (), *, add_generation_prompt: bool = True) -> str:
         try:
             return self._template.render(
-                messages=[{"role": message.role, "content": message.content} for message in messages],
+                messages=[_as_dict(message) for message in messages],
                 add_generation_prompt=add_generation_prompt,
-                tools=None,
+                tools=[_tool_as_dict(tool) for tool in tools] or None,
                 documents=None,
                 **self._special_tokens,
                 **{LOOK_AT_CLOCK: Budget().look_at_clock},
@@ -102,6 +156,24 @@ class _ChatTemplate:
             raise ChatTemplateFailed("the chat template wants more memory than there is") from error
         except (TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError, ArithmeticError) as error:
             raise ChatTemplateFailed(str(error)) from error
+
+
+def _as_dict(message: ChatMessage) -> dict[str, Any]:
+    """A turn as published templates expect it. Arguments are objects: templates write them as JSON themselves."""
+    turn: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.tool_calls:
+        turn["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": json.loads(call.arguments)}}
+            for call in message.tool_calls
+        ]
+    if message.call is not None:
+        turn |= {"tool_call_id": message.call.id, "name": message.call.name}
+    return turn
+
+
+def _tool_as_dict(tool: Tool) -> dict[str, Any]:
+    function = {"name": tool.name, "description": tool.description, "parameters": json.loads(tool.parameters)}
+    return {"type": "function", "function": function}
 
 
 def _sources(directory: Path, config: Mapping[str, Any]) -> dict[str, tuple[str, Path]]:

@@ -100,8 +100,9 @@ class _TextTokenStream:
     def _emit(self) -> str:
         if not self._pending:
             return ""
-        known = self._backend.decode(self._context) if self._context else ""
-        text = self._backend.decode(self._context + self._pending)
+        # Control tokens are not among these; a special token that is here is one that counts as text.
+        known = self._backend.decode(self._context, skip_special_tokens=False) if self._context else ""
+        text = self._backend.decode(self._context + self._pending, skip_special_tokens=False)
         self._context, self._pending = self._pending[-1:], []
         return text[len(known) :]
 

@@ -6,10 +6,12 @@ torch: the API process tokenizes with it, and the engine host takes its decoder 
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import tokenizers
 
@@ -17,6 +19,7 @@ from inference.errors import CheckpointInvalid
 from inference.text.chat_template import DEFAULT_TEMPLATE, ChatMessage, ChatTemplates
 from inference.text.control_tokens import ControlTokens
 from inference.text.detokenizer import is_byte_level, token_bytes
+from inference.text.tools import MARKERS, CallFormat, Tool, ToolCall
 
 __all__ = ["ChatMessage", "Tokenizer"]
 
@@ -30,8 +33,11 @@ class Tokenizer:
     Safe to use from several threads at once; encoding releases Python's lock, so a long prompt may be encoded in a thread.
     """
 
-    def __init__(self, directory: Path) -> None:
-        """Load. Raises `CheckpointInvalid` if tokenizer.json is absent or unreadable, or the template does not parse."""
+    def __init__(self, directory: Path, call_format: CallFormat | None = None) -> None:
+        """Load. call_format: how the model writes tool calls; None: as its template shows.
+
+        Raises `CheckpointInvalid` if tokenizer.json is absent or unreadable, or the template does not parse.
+        """
         path = directory / "tokenizer.json"
         if not path.exists():
             raise CheckpointInvalid(str(path), "the file is missing")
@@ -43,11 +49,14 @@ class Tokenizer:
         self._backend.no_truncation()
         self._backend.no_padding()
         self._special_token_ids = frozenset(
-            token_id for token_id, token in self._backend.get_added_tokens_decoder().items() if token.special
+            token_id
+            for token_id, token in self._backend.get_added_tokens_decoder().items()
+            if token.special and token.content not in MARKERS
         )
         self._is_byte_level = is_byte_level(self._backend)
         self._control_tokens = ControlTokens(self._backend)
         self._templates = ChatTemplates(directory)
+        self.call_format = call_format or self._templates.call_format()
 
     @property
     def backend(self) -> tokenizers.Tokenizer:
@@ -56,7 +65,7 @@ class Tokenizer:
 
     @property
     def special_token_ids(self) -> frozenset[int]:
-        """Ids that are control tokens: they add no text."""
+        """Ids that are control tokens: they add no text. Those that begin and end a tool call are not among them."""
         return self._special_token_ids
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
@@ -87,25 +96,73 @@ class Tokenizer:
         token = self._backend.id_to_token(token_id)
         return b"" if token is None else token_bytes(token, self._is_byte_level)
 
+    def shows_tools(self, template_name: str = DEFAULT_TEMPLATE) -> bool:
+        """Whether the chat template puts tools before the model."""
+        return self._templates.shows_tools(template_name)
+
     def render_chat(
-        self, messages: Sequence[ChatMessage], *, add_generation_prompt: bool = True, template_name: str = DEFAULT_TEMPLATE
+        self,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[Tool] = (),
+        *,
+        add_generation_prompt: bool = True,
+        template_name: str = DEFAULT_TEMPLATE,
     ) -> str:
         """The conversation as the prompt text that the model was trained on.
 
-        Raises `ChatTemplateFailed` with the template's own words if it refuses the conversation, or if there is no template.
+        Raises `ChatTemplateFailed` with the template's own words if it refuses the conversation, and if there is no template, or
+        none that shows the model tools and calls where there are some.
         """
-        return self._templates.render(messages, add_generation_prompt=add_generation_prompt, template_name=template_name)
+        return self._templates.render(
+            messages, tools=tools, add_generation_prompt=add_generation_prompt, template_name=template_name
+        )
 
     def encode_chat(
-        self, messages: Sequence[ChatMessage], *, add_generation_prompt: bool = True, template_name: str = DEFAULT_TEMPLATE
+        self,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[Tool] = (),
+        *,
+        add_generation_prompt: bool = True,
+        template_name: str = DEFAULT_TEMPLATE,
     ) -> tuple[int, ...]:
         """Token ids of a conversation: control tokens where the template writes them, and nowhere else.
 
-        The template has written the special tokens, so none are added. What a message spells out is text.
+        The template has written the special tokens, so none are added. What a message, a call or a tool spells out is text.
         Raises `ChatTemplateFailed`.
         """
-        hidden = [replace(message, content=self._control_tokens.hide(message.content)) for message in messages]
-        rendered = self.render_chat(hidden, add_generation_prompt=add_generation_prompt, template_name=template_name)
-        if hidden == list(messages):
+        hidden = [self._hidden_message(message) for message in messages]
+        hidden_tools = [self._hidden_tool(tool) for tool in tools]
+        rendered = self.render_chat(hidden, hidden_tools, add_generation_prompt=add_generation_prompt, template_name=template_name)
+        if hidden == list(messages) and hidden_tools == list(tools):
             return self.encode(rendered, add_special_tokens=False)
         return self._control_tokens.encode(rendered)
+
+    def _hidden_message(self, message: ChatMessage) -> ChatMessage:
+        content = self._control_tokens.hide(message.content)
+        if not message.tool_calls and message.call is None:
+            return replace(message, content=content)
+        calls = tuple(map(self._hidden_call, message.tool_calls))
+        return replace(message, content=content, tool_calls=calls, call=self._hidden_call(message.call) if message.call else None)
+
+    def _hidden_call(self, call: ToolCall) -> ToolCall:
+        hide = self._control_tokens.hide
+        return ToolCall(hide(call.id), hide(call.name), self._hidden_json(call.arguments))
+
+    def _hidden_tool(self, tool: Tool) -> Tool:
+        hide = self._control_tokens.hide
+        return Tool(hide(tool.name), hide(tool.description), self._hidden_json(tool.parameters))
+
+    def _hidden_json(self, source: str) -> str:
+        """The same document with every text in it hidden; the very same where nothing is to be hidden."""
+        document = json.loads(source)
+        hidden = self._hidden_value(document)
+        return source if hidden == document else json.dumps(hidden, ensure_ascii=False)
+
+    def _hidden_value(self, value: Any) -> Any:
+        if isinstance(value, str):
+            return self._control_tokens.hide(value)
+        if isinstance(value, list):
+            return [self._hidden_value(each) for each in value]
+        if isinstance(value, dict):
+            return {self._control_tokens.hide(key): self._hidden_value(each) for key, each in value.items()}
+        return value

@@ -102,7 +102,8 @@ class World:
         ids = list(range(first, first + count))
         self.said[choice] += ids
         self.feed.tally.usage.generated_token_count += count
-        self.feed.say(choice, "".join(f"<{index}>" for index in ids), ids)
+        calls = [pb.ToolCallDelta(index=choice, arguments_json=f"<{index}>") for index in ids]
+        self.feed.say(choice, "".join(f"<{index}>" for index in ids), ids, (), calls)
 
     def grant(self, count: int) -> None:
         """Credit from whoever receives."""
@@ -166,6 +167,7 @@ class World:
                 assert ids == self.said[choice][: len(ids)], "in order"
                 text = "".join(delta.text for delta in told)
                 assert "".join(f"<{index}>" for index in ids).startswith(text), "text never runs ahead of its tokens"
+                assert "".join(call.arguments_json for delta in told for call in delta.tool_calls) == text, "nor do calls"
         delivered = self.feed.tally.usage.delivered_token_count
         assert delivered == self.journal.total
         if self.kept:

@@ -162,7 +162,9 @@ def test_every_domain_value_has_its_word_on_the_wire() -> None:
         (wire.DIMENSIONS, types_pb2.QuotaDimension),
         (wire.FINISH_REASONS, types_pb2.FinishReason),
     ):
-        assert sorted(table.values()) == sorted(set(enum.values()) - {0}), enum.DESCRIPTOR.name
+        # An output that ends with calls has ended by itself, as far as anything but its reader is concerned.
+        told_otherwise = {types_pb2.FINISH_REASON_TOOL_CALLS} if enum is types_pb2.FinishReason else set()
+        assert sorted(table.values()) == sorted(set(enum.values()) - {0} - told_otherwise), enum.DESCRIPTOR.name
 
 
 @given(at=st.datetimes(timezones=st.just(UTC)))

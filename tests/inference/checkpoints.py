@@ -98,6 +98,7 @@ def make_checkpoint(
     shard_count: int = 1,
     dtype: str = "float32",
     generation_config: Mapping[str, object] | None = None,
+    chat_template: str = CHAT_TEMPLATE,
 ) -> TinyCheckpoint:
     """Write a random checkpoint that `inference` and `transformers` both load.
 
@@ -114,12 +115,12 @@ def make_checkpoint(
     _write_json(directory / "config.json", _config(shape, dtype))
     ends = {"bos_token_id": 1, "eos_token_id": [2, 6], "pad_token_id": 0}
     _write_json(directory / "generation_config.json", ends | dict(generation_config or {}))
-    write_tokenizer(directory)
+    write_tokenizer(directory, chat_template)
     return TinyCheckpoint(directory, shape)
 
 
-def write_tokenizer(directory: Path) -> None:
-    """Write tokenizer.json and tokenizer_config.json (with `CHAT_TEMPLATE`): byte-level BPE, BOS put first."""
+def write_tokenizer(directory: Path, chat_template: str = CHAT_TEMPLATE) -> None:
+    """Write tokenizer.json and tokenizer_config.json (with the template): byte-level BPE, BOS put first."""
     (directory / "tokenizer.json").write_text(_tokenizer_json(), encoding="utf-8")
     _write_json(
         directory / "tokenizer_config.json",
@@ -128,7 +129,7 @@ def write_tokenizer(directory: Path) -> None:
             "bos_token": "<|bos|>",
             "eos_token": "<|eos|>",
             "pad_token": "<|pad|>",
-            "chat_template": CHAT_TEMPLATE,
+            "chat_template": chat_template,
             "clean_up_tokenization_spaces": False,
             "model_max_length": 2048,
         },

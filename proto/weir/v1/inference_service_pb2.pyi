@@ -24,6 +24,44 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _ToolMode:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _ToolModeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ToolMode.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    TOOL_MODE_UNSPECIFIED: _ToolMode.ValueType  # 0
+    """The same as TOOL_MODE_AUTO."""
+    TOOL_MODE_AUTO: _ToolMode.ValueType  # 1
+    """As the model decides: text, calls, or both. What it writes in the form of its kind (Hermes and Qwen, Llama 3, Mistral) with the
+    name of a tool is a call; arguments are as it wrote them. INVALID_ARGUMENT if the form is not known here.
+    """
+    TOOL_MODE_NONE: _ToolMode.ValueType  # 2
+    """None is called, and the model is not shown them."""
+    TOOL_MODE_REQUIRED: _ToolMode.ValueType  # 3
+    """At least one is called, up to 16, and there is no text. The output is kept to it as to a `response_format`: with the reason TOOL_CALLS
+    all arguments are valid under their schemas, with LENGTH a beginning of such. INVALID_ARGUMENT together with what excludes a
+    `response_format`, and with one.
+    """
+
+class ToolMode(_ToolMode, metaclass=_ToolModeEnumTypeWrapper):
+    """Whether the model calls tools."""
+
+TOOL_MODE_UNSPECIFIED: ToolMode.ValueType  # 0
+"""The same as TOOL_MODE_AUTO."""
+TOOL_MODE_AUTO: ToolMode.ValueType  # 1
+"""As the model decides: text, calls, or both. What it writes in the form of its kind (Hermes and Qwen, Llama 3, Mistral) with the
+name of a tool is a call; arguments are as it wrote them. INVALID_ARGUMENT if the form is not known here.
+"""
+TOOL_MODE_NONE: ToolMode.ValueType  # 2
+"""None is called, and the model is not shown them."""
+TOOL_MODE_REQUIRED: ToolMode.ValueType  # 3
+"""At least one is called, up to 16, and there is no text. The output is kept to it as to a `response_format`: with the reason TOOL_CALLS
+all arguments are valid under their schemas, with LENGTH a beginning of such. INVALID_ARGUMENT together with what excludes a
+`response_format`, and with one.
+"""
+Global___ToolMode: _TypeAlias = ToolMode  # noqa: Y015
+
 class _EarlyStopping:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -90,6 +128,8 @@ class _RoleEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Role.ValueType],
     """The end user."""
     ROLE_ASSISTANT: _Role.ValueType  # 3
     """The model."""
+    ROLE_TOOL: _Role.ValueType  # 4
+    """The result of a call that the model has made."""
 
 class Role(_Role, metaclass=_RoleEnumTypeWrapper):
     """Who said a message."""
@@ -102,6 +142,8 @@ ROLE_USER: Role.ValueType  # 2
 """The end user."""
 ROLE_ASSISTANT: Role.ValueType  # 3
 """The model."""
+ROLE_TOOL: Role.ValueType  # 4
+"""The result of a call that the model has made."""
 Global___Role: _TypeAlias = Role  # noqa: Y015
 
 class _ModelTask:
@@ -307,6 +349,8 @@ class StartFrame(_message.Message):
     KEEP_ON_DISCONNECT_FIELD_NUMBER: _builtins.int
     INITIAL_CREDIT_TOKENS_FIELD_NUMBER: _builtins.int
     REGION_FIELD_NUMBER: _builtins.int
+    TOOLS_FIELD_NUMBER: _builtins.int
+    TOOL_CHOICE_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Name of a model, as `ListModels` gives it. Unknown: NOT_FOUND."""
     text: _builtins.str
@@ -396,6 +440,16 @@ class StartFrame(_message.Message):
         INVALID_ARGUMENT for more than the server allows (600 s unless its operator says otherwise), with `keep_max_s` in the metadata.
         """
 
+    @_builtins.property
+    def tools(self) -> _containers.RepeatedCompositeFieldContainer[Global___Tool]:
+        """Functions that the model may call, up to 128: it is shown them in the way of its chat template. Needs `conversation`.
+        INVALID_ARGUMENT if the model's template has no place for tools, and if a tool is wrong.
+        """
+
+    @_builtins.property
+    def tool_choice(self) -> Global___ToolChoice:
+        """Which of `tools` may, or must, be called. Unset: as the model decides. INVALID_ARGUMENT without `tools`."""
+
     def __init__(
         self,
         *,
@@ -421,10 +475,12 @@ class StartFrame(_message.Message):
         keep_on_disconnect: _duration_pb2.Duration | None = ...,
         initial_credit_tokens: _builtins.int | None = ...,
         region: _builtins.str = ...,
+        tools: _abc.Iterable[Global___Tool] | None = ...,
+        tool_choice: Global___ToolChoice | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_choice_count", b"_choice_count", "_initial_credit_tokens", b"_initial_credit_tokens", "_max_output_tokens", b"_max_output_tokens", "_top_logprobs", b"_top_logprobs", "_usage_interval_tokens", b"_usage_interval_tokens", "beam_search", b"beam_search", "choice_count", b"choice_count", "conversation", b"conversation", "initial_credit_tokens", b"initial_credit_tokens", "keep_on_disconnect", b"keep_on_disconnect", "max_cost", b"max_cost", "max_output_tokens", b"max_output_tokens", "prompt", b"prompt", "response_format", b"response_format", "sampling", b"sampling", "start_timeout", b"start_timeout", "text", b"text", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs", "usage_interval_tokens", b"usage_interval_tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_choice_count", b"_choice_count", "_initial_credit_tokens", b"_initial_credit_tokens", "_max_output_tokens", b"_max_output_tokens", "_top_logprobs", b"_top_logprobs", "_usage_interval_tokens", b"_usage_interval_tokens", "beam_search", b"beam_search", "choice_count", b"choice_count", "conversation", b"conversation", "initial_credit_tokens", b"initial_credit_tokens", "keep_on_disconnect", b"keep_on_disconnect", "max_cost", b"max_cost", "max_output_tokens", b"max_output_tokens", "prompt", b"prompt", "response_format", b"response_format", "sampling", b"sampling", "start_timeout", b"start_timeout", "text", b"text", "token_ids", b"token_ids", "tool_choice", b"tool_choice", "top_logprobs", b"top_logprobs", "usage_interval_tokens", b"usage_interval_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_choice_count", b"_choice_count", "_initial_credit_tokens", b"_initial_credit_tokens", "_max_output_tokens", b"_max_output_tokens", "_top_logprobs", b"_top_logprobs", "_usage_interval_tokens", b"_usage_interval_tokens", "beam_search", b"beam_search", "choice_count", b"choice_count", "conversation", b"conversation", "ignore_eos", b"ignore_eos", "initial_credit_tokens", b"initial_credit_tokens", "keep_on_disconnect", b"keep_on_disconnect", "labels", b"labels", "max_cost", b"max_cost", "max_output_tokens", b"max_output_tokens", "min_output_tokens", b"min_output_tokens", "model", b"model", "prompt", b"prompt", "region", b"region", "response_format", b"response_format", "sampling", b"sampling", "start_timeout", b"start_timeout", "stop_sequences", b"stop_sequences", "stop_token_ids", b"stop_token_ids", "text", b"text", "tier", b"tier", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs", "usage_interval_tokens", b"usage_interval_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_choice_count", b"_choice_count", "_initial_credit_tokens", b"_initial_credit_tokens", "_max_output_tokens", b"_max_output_tokens", "_top_logprobs", b"_top_logprobs", "_usage_interval_tokens", b"_usage_interval_tokens", "beam_search", b"beam_search", "choice_count", b"choice_count", "conversation", b"conversation", "ignore_eos", b"ignore_eos", "initial_credit_tokens", b"initial_credit_tokens", "keep_on_disconnect", b"keep_on_disconnect", "labels", b"labels", "max_cost", b"max_cost", "max_output_tokens", b"max_output_tokens", "min_output_tokens", b"min_output_tokens", "model", b"model", "prompt", b"prompt", "region", b"region", "response_format", b"response_format", "sampling", b"sampling", "start_timeout", b"start_timeout", "stop_sequences", b"stop_sequences", "stop_token_ids", b"stop_token_ids", "text", b"text", "tier", b"tier", "token_ids", b"token_ids", "tool_choice", b"tool_choice", "tools", b"tools", "top_logprobs", b"top_logprobs", "usage_interval_tokens", b"usage_interval_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__choice_count: _TypeAlias = _typing.Literal["choice_count"]  # noqa: Y015
     _WhichOneofArgType__choice_count: _TypeAlias = _typing.Literal["_choice_count", b"_choice_count"]  # noqa: Y015
@@ -452,6 +508,134 @@ class StartFrame(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType_prompt) -> _WhichOneofReturnType_prompt | None: ...
 
 Global___StartFrame: _TypeAlias = StartFrame  # noqa: Y015
+
+@_typing.final
+class Tool(_message.Message):
+    """A function that the model may call. Nothing is called here: the call is part of the output, and whoever asked makes it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    DESCRIPTION_FIELD_NUMBER: _builtins.int
+    PARAMETERS_JSON_SCHEMA_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Unique in the request: 1 to 64 of the characters `A-Z`, `a-z`, `0-9`, `_` and `-`. INVALID_ARGUMENT otherwise."""
+    description: _builtins.str
+    """What it does and when to call it, for the model."""
+    parameters_json_schema: _builtins.str
+    """The JSON schema of its arguments, as JSON text of up to 65536 bytes: an object, at most 64 levels deep. Empty: it takes none.
+    INVALID_ARGUMENT otherwise, and for a call that is forced also for a keyword that cannot be kept.
+    """
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        description: _builtins.str = ...,
+        parameters_json_schema: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["description", b"description", "name", b"name", "parameters_json_schema", b"parameters_json_schema"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Tool: _TypeAlias = Tool  # noqa: Y015
+
+@_typing.final
+class ToolChoice(_message.Message):
+    """Which tools may, or must, be called."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODE_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    SINGLE_FIELD_NUMBER: _builtins.int
+    mode: Global___ToolMode.ValueType
+    """What holds for all of them."""
+    name: _builtins.str
+    """This one is called, exactly once, and there is no text: as with TOOL_MODE_REQUIRED."""
+    single: _builtins.bool
+    """At most one call in each output. The output ends with it."""
+    def __init__(
+        self,
+        *,
+        mode: Global___ToolMode.ValueType = ...,
+        name: _builtins.str = ...,
+        single: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "mode", b"mode", "name", b"name"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "mode", b"mode", "name", b"name", "single", b"single"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["mode", "name"]  # noqa: Y015
+    _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
+
+Global___ToolChoice: _TypeAlias = ToolChoice  # noqa: Y015
+
+@_typing.final
+class ToolCall(_message.Message):
+    """One call of a tool that the model has made."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ID_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    ARGUMENTS_JSON_FIELD_NUMBER: _builtins.int
+    id: _builtins.str
+    """Names it in its result. In messages that the client sends: 1 to 128 characters, unique in its message."""
+    name: _builtins.str
+    """Of the tool."""
+    arguments_json: _builtins.str
+    """A JSON object as JSON text. INVALID_ARGUMENT for anything else in messages that the client sends."""
+    def __init__(
+        self,
+        *,
+        id: _builtins.str = ...,
+        name: _builtins.str = ...,
+        arguments_json: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arguments_json", b"arguments_json", "id", b"id", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ToolCall: _TypeAlias = ToolCall  # noqa: Y015
+
+@_typing.final
+class ToolCallDelta(_message.Message):
+    """More of one call that the model makes."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INDEX_FIELD_NUMBER: _builtins.int
+    ID_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    ARGUMENTS_JSON_FIELD_NUMBER: _builtins.int
+    index: _builtins.int
+    """Among the calls of the choice, from 0."""
+    id: _builtins.str
+    """With the first piece of a call; empty later."""
+    name: _builtins.str
+    """With the first piece of a call: always the name of one of the request's tools; empty later."""
+    arguments_json: _builtins.str
+    """More of the arguments: all pieces together are the JSON text, as the model wrote it."""
+    def __init__(
+        self,
+        *,
+        index: _builtins.int = ...,
+        id: _builtins.str = ...,
+        name: _builtins.str = ...,
+        arguments_json: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arguments_json", b"arguments_json", "id", b"id", "index", b"index", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ToolCallDelta: _TypeAlias = ToolCallDelta  # noqa: Y015
 
 @_typing.final
 class BeamSearch(_message.Message):
@@ -565,19 +749,31 @@ class Message(_message.Message):
 
     ROLE_FIELD_NUMBER: _builtins.int
     CONTENT_FIELD_NUMBER: _builtins.int
+    TOOL_CALLS_FIELD_NUMBER: _builtins.int
+    TOOL_CALL_ID_FIELD_NUMBER: _builtins.int
     role: Global___Role.ValueType
     """Who said it. Required."""
     content: _builtins.str
-    """What was said."""
+    """What was said. Of ROLE_TOOL: what came of the call."""
+    tool_call_id: _builtins.str
+    """Of ROLE_TOOL: the call that this is the result of, which stands in an earlier message. INVALID_ARGUMENT otherwise."""
+    @_builtins.property
+    def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToolCall]:
+        """Of ROLE_ASSISTANT: what the model called in this turn. INVALID_ARGUMENT for other roles, and if the model's chat template has no
+        place for calls.
+        """
+
     def __init__(
         self,
         *,
         role: Global___Role.ValueType = ...,
         content: _builtins.str = ...,
+        tool_calls: _abc.Iterable[Global___ToolCall] | None = ...,
+        tool_call_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "role", b"role", "tool_call_id", b"tool_call_id", "tool_calls", b"tool_calls"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1087,6 +1283,7 @@ class DeltaFrame(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
     CHOICE_INDEX_FIELD_NUMBER: _builtins.int
+    TOOL_CALLS_FIELD_NUMBER: _builtins.int
     seq: _builtins.int
     """Grows by one with each `delta` of the request, from 1."""
     text: _builtins.str
@@ -1101,6 +1298,10 @@ class DeltaFrame(_message.Message):
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprobs]:
         """One for each of `token_ids`, in order, if the request set `top_logprobs`; else none."""
 
+    @_builtins.property
+    def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToolCallDelta]:
+        """New of calls that the model makes, if the request has `tools`. What is in calls is not in `text`."""
+
     def __init__(
         self,
         *,
@@ -1109,10 +1310,11 @@ class DeltaFrame(_message.Message):
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         logprobs: _abc.Iterable[Global___TokenLogprobs] | None = ...,
         choice_index: _builtins.int = ...,
+        tool_calls: _abc.Iterable[Global___ToolCallDelta] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice_index", b"choice_index", "logprobs", b"logprobs", "seq", b"seq", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice_index", b"choice_index", "logprobs", b"logprobs", "seq", b"seq", "text", b"text", "token_ids", b"token_ids", "tool_calls", b"tool_calls"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1351,6 +1553,7 @@ class CountTokensRequest(_message.Message):
     MODEL_FIELD_NUMBER: _builtins.int
     CONVERSATION_FIELD_NUMBER: _builtins.int
     TEXT_FIELD_NUMBER: _builtins.int
+    TOOLS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Name of a model. Unknown: NOT_FOUND."""
     text: _builtins.str
@@ -1359,16 +1562,21 @@ class CountTokensRequest(_message.Message):
     def conversation(self) -> Global___Conversation:
         """A conversation, rendered with the model's own chat template."""
 
+    @_builtins.property
+    def tools(self) -> _containers.RepeatedCompositeFieldContainer[Global___Tool]:
+        """Tools that the model is shown, as in `StartFrame.tools`; left out there with TOOL_MODE_NONE."""
+
     def __init__(
         self,
         *,
         model: _builtins.str = ...,
         conversation: Global___Conversation | None = ...,
         text: _builtins.str = ...,
+        tools: _abc.Iterable[Global___Tool] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["conversation", b"conversation", "prompt", b"prompt", "text", b"text"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["conversation", b"conversation", "model", b"model", "prompt", b"prompt", "text", b"text"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["conversation", b"conversation", "model", b"model", "prompt", b"prompt", "text", b"text", "tools", b"tools"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["conversation", "text"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015

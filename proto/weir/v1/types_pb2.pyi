@@ -45,6 +45,10 @@ class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishRe
     """The client stopped reading for longer than the server buffers."""
     FINISH_REASON_FILTERED: _FinishReason.ValueType  # 9
     """A safety rule ended the answer."""
+    FINISH_REASON_TOOL_CALLS: _FinishReason.ValueType  # 10
+    """The model ended its answer with calls in it, and waits for what comes of them. Only for requests with `tools`. The usage event, and
+    `Generation.outcome`, say STOP.
+    """
 
 class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper):
     """Why a request that ran came to its end."""
@@ -69,6 +73,10 @@ FINISH_REASON_SLOW_CONSUMER: FinishReason.ValueType  # 8
 """The client stopped reading for longer than the server buffers."""
 FINISH_REASON_FILTERED: FinishReason.ValueType  # 9
 """A safety rule ended the answer."""
+FINISH_REASON_TOOL_CALLS: FinishReason.ValueType  # 10
+"""The model ended its answer with calls in it, and waits for what comes of them. Only for requests with `tools`. The usage event, and
+`Generation.outcome`, say STOP.
+"""
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
 
 class _QuotaSubject:

@@ -19,7 +19,8 @@ export type FinishReason =
   | "QUOTA_EXHAUSTED"
   | "COST_LIMIT"
   | "SLOW_CONSUMER"
-  | "FILTERED";
+  | "FILTERED"
+  | "TOOL_CALLS";
 
 /** What a request waits for before its first token. */
 export type Stage = "UNSPECIFIED" | "QUEUED" | "ENGINE_LOADING";

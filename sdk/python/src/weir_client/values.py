@@ -30,6 +30,7 @@ class FinishReason(StrEnum):
     COST_LIMIT = "COST_LIMIT"
     SLOW_CONSUMER = "SLOW_CONSUMER"
     FILTERED = "FILTERED"
+    TOOL_CALLS = "TOOL_CALLS"  # the model waits for the results of its calls
 
 
 class Stage(StrEnum):

@@ -1,0 +1,89 @@
+"""What a request gives the model to go on from, in any of its forms: its checks, and the values that the tokenizer gets."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from weir.v1 import inference_service_pb2 as pb
+
+from api.requests.json_text import LEVELS_MAX, json_object
+from api.violations import Violations
+from inference.text.tokenizer import ChatMessage
+from inference.text.tools import ToolCall
+
+Prompt = tuple[ChatMessage, ...] | str | tuple[int, ...]
+
+ROLES: Mapping[int, str] = {
+    pb.ROLE_SYSTEM: "system",
+    pb.ROLE_USER: "user",
+    pb.ROLE_ASSISTANT: "assistant",
+    pb.ROLE_TOOL: "tool",
+}
+CALL_ID_CHARS_MAX = 128
+
+
+def check_prompt(message: pb.StartFrame | pb.CountTokensRequest, wrong: Violations) -> None:
+    """A prompt must be there and not be empty."""
+    match message.WhichOneof("prompt"):
+        case None:
+            wrong.check(False, "prompt", "one of conversation, text and token_ids must be set")
+        case "conversation":
+            check_messages(message.conversation.messages, wrong)
+        case "text":
+            wrong.check(bool(message.text), "text", "must not be empty")
+        case "token_ids" if isinstance(message, pb.StartFrame):
+            wrong.check(bool(message.token_ids.ids), "token_ids.ids", "must hold at least one token id")
+        case _:
+            pass
+
+
+def check_messages(messages: Sequence[pb.Message], wrong: Violations) -> None:
+    """Every turn in itself, and whether results follow their calls."""
+    wrong.check(bool(messages), "conversation.messages", "must hold at least one message")
+    call_ids: set[str] = set()
+    for index, turn in enumerate(messages):
+        field = f"conversation.messages[{index}]"
+        wrong.check(turn.role in ROLES, f"{field}.role", "must be ROLE_SYSTEM, ROLE_USER, ROLE_ASSISTANT or ROLE_TOOL")
+        if turn.role == pb.ROLE_TOOL:
+            wrong.check(turn.tool_call_id in call_ids, f"{field}.tool_call_id", "must be the id of a call in an earlier message")
+        elif turn.tool_call_id:
+            wrong.check(False, f"{field}.tool_call_id", "is for ROLE_TOOL alone: leave it out")
+        if turn.tool_calls:
+            wrong.check(turn.role == pb.ROLE_ASSISTANT, f"{field}.tool_calls", "are for ROLE_ASSISTANT alone: leave them out")
+            check_calls(turn.tool_calls, f"{field}.tool_calls", wrong)
+            call_ids.update(call.id for call in turn.tool_calls)
+
+
+def check_calls(calls: Sequence[pb.ToolCall], field: str, wrong: Violations) -> None:
+    """The calls of one turn."""
+    seen: set[str] = set()
+    for index, call in enumerate(calls):
+        right = 1 <= len(call.id) <= CALL_ID_CHARS_MAX and call.id not in seen
+        wrong.check(right, f"{field}[{index}].id", f"must have 1 to {CALL_ID_CHARS_MAX} characters and be unique in its message")
+        seen.add(call.id)
+        wrong.check(bool(call.name), f"{field}[{index}].name", "must name a tool")
+        right = json_object(call.arguments_json) is not None
+        wrong.check(right, f"{field}[{index}].arguments_json", f"must be a JSON object of at most {LEVELS_MAX} levels")
+
+
+def parse_prompt(message: pb.StartFrame | pb.CountTokensRequest) -> Prompt:
+    """The prompt of a message that `check_prompt` found right."""
+    match message.WhichOneof("prompt"):
+        case "conversation":
+            return _messages(message.conversation.messages)
+        case "text":
+            return message.text
+        case _:
+            assert isinstance(message, pb.StartFrame)
+            return tuple(message.token_ids.ids)
+
+
+def _messages(turns: Sequence[pb.Message]) -> tuple[ChatMessage, ...]:
+    messages: list[ChatMessage] = []
+    calls: dict[str, ToolCall] = {}  # the latest of each id
+    for turn in turns:
+        called = tuple(ToolCall(call.id, call.name, call.arguments_json) for call in turn.tool_calls)
+        calls |= {call.id: call for call in called}
+        result_of = calls[turn.tool_call_id] if turn.role == pb.ROLE_TOOL else None
+        messages.append(ChatMessage(ROLES[turn.role], turn.content, called, result_of))
+    return tuple(messages)

@@ -1,0 +1,150 @@
+"""Tools of a request: what the frame may say of them, how the model is held to them, and in which form its calls are to be read."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from weir.v1 import inference_service_pb2 as pb
+
+from api.errors import FieldViolation, InvalidRequest
+from api.requests.decoding import RESPONSE_FORMAT_BYTES_MAX
+from api.requests.json_text import LEVELS_MAX, json_object
+from api.violations import Violations
+from inference.engine import GrammarKind, ResponseFormat
+from inference.text.forced_calls import calls_schema
+from inference.text.tokenizer import Tokenizer
+from inference.text.tool_calls import ToolCallParser
+from inference.text.tools import CallFormat, Tool
+
+TOOL_COUNT_MAX = 128
+NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+NO_ARGUMENTS = '{"type": "object", "properties": {}, "additionalProperties": false}'
+SCHEMA_BYTES_MAX = RESPONSE_FORMAT_BYTES_MAX
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """The tools that a request shows its model. forced: at least one of `callable_names` is called. single: at most one is."""
+
+    tools: tuple[Tool, ...] = ()
+    callable_names: tuple[str, ...] = ()
+    forced: bool = False
+    single: bool = False
+
+
+NO_TOOLS = ToolUse()
+
+
+@dataclass(frozen=True, slots=True)
+class CallReading:
+    """How the calls of an output are read. ends_with_call: nothing is wanted behind the first one."""
+
+    form: CallFormat
+    names: tuple[str, ...]
+    ends_with_call: bool
+
+    def open(self) -> ToolCallParser:
+        """For one output."""
+        return ToolCallParser(self.form, self.names)
+
+
+def check_tools(tools: Sequence[pb.Tool], wrong: Violations) -> None:
+    """Every tool in itself."""
+    wrong.check(len(tools) <= TOOL_COUNT_MAX, "tools", f"at most {TOOL_COUNT_MAX} are allowed, not {len(tools)}")
+    seen: set[str] = set()
+    for index, tool in enumerate(tools):
+        field = f"tools[{index}]"
+        right = NAME.fullmatch(tool.name) is not None
+        wrong.check(right, f"{field}.name", "must be 1 to 64 letters, digits, underscores and hyphens")
+        wrong.check(tool.name not in seen, f"{field}.name", "must be unique in the request")
+        seen.add(tool.name)
+        if tool.parameters_json_schema:
+            size = len(tool.parameters_json_schema.encode())
+            right = size <= SCHEMA_BYTES_MAX and _is_schema(tool.parameters_json_schema)
+            remedy = f"must be the JSON schema of an object, of up to {SCHEMA_BYTES_MAX} bytes and {LEVELS_MAX} levels"
+            wrong.check(right, f"{field}.parameters_json_schema", remedy)
+
+
+def check_tool_use(start: pb.StartFrame, wrong: Violations) -> None:
+    """The tools of a frame, which of them are to be called, and what that excludes."""
+    check_tools(start.tools, wrong)
+    choice, kind = start.tool_choice, start.tool_choice.WhichOneof("kind")
+    if not start.tools:
+        wrong.check(not start.HasField("tool_choice"), "tool_choice", "needs tools: leave it out without any")
+        return
+    right = start.WhichOneof("prompt") in (None, "conversation")
+    wrong.check(right, "tools", "need a conversation: only that shows them to the model")
+    if start.HasField("tool_choice"):
+        wrong.check(kind is not None, "tool_choice", "one of mode and name must be set")
+        right = kind != "mode" or choice.mode in pb.ToolMode.values()
+        wrong.check(right, "tool_choice.mode", "must be TOOL_MODE_AUTO, TOOL_MODE_NONE or TOOL_MODE_REQUIRED")
+        right = kind != "name" or choice.name in {tool.name for tool in start.tools}
+        wrong.check(right, "tool_choice.name", "must be the name of one of tools")
+    if kind == "mode" and choice.mode == pb.TOOL_MODE_NONE:
+        return
+    for name in ("response_format", "beam_search"):
+        wrong.check(not start.HasField(name), name, "cannot be combined with tools; set tool_choice to TOOL_MODE_NONE")
+    if _is_forced(choice):
+        for name in ("ignore_eos", "min_output_tokens", "stop_token_ids"):
+            remedy = "cannot be combined with a forced call, which decides where the output ends"
+            wrong.check(not getattr(start, name), name, remedy)
+    elif choice.single:
+        remedy = "must be 1 where a single call ends the output, as tool_choice.single asks"
+        wrong.check(start.choice_count <= 1, "choice_count", remedy)
+
+
+def parse_tool_use(start: pb.StartFrame) -> ToolUse:
+    """The tools of a frame that `check_tool_use` found right: none, where none may be called."""
+    choice, kind = start.tool_choice, start.tool_choice.WhichOneof("kind")
+    if not start.tools or (kind == "mode" and choice.mode == pb.TOOL_MODE_NONE):
+        return NO_TOOLS
+    tools = parse_tools(start.tools)
+    names = (choice.name,) if kind == "name" else tuple(tool.name for tool in tools)
+    return ToolUse(tools, names, forced=_is_forced(choice), single=choice.single or kind == "name")
+
+
+def parse_tools(tools: Sequence[pb.Tool]) -> tuple[Tool, ...]:
+    """Tools that `check_tools` found right."""
+    return tuple(Tool(tool.name, tool.description, tool.parameters_json_schema or NO_ARGUMENTS) for tool in tools)
+
+
+def forced_format(use: ToolUse, tokenizer: Tokenizer) -> ResponseFormat | None:
+    """What the output is kept to where a call is forced. Raises: InvalidRequest if that is too large."""
+    if not use.forced:
+        return None
+    tools = [tool for tool in use.tools if tool.name in use.callable_names]
+    key = "parameters" if tokenizer.call_format is CallFormat.LLAMA else "arguments"  # as the model is used to
+    schema = calls_schema(tools, single=use.single, arguments_key=key)
+    if (size := len(schema.encode())) > SCHEMA_BYTES_MAX:
+        remedy = f"the schemas of a forced call may have {SCHEMA_BYTES_MAX} bytes together, not {size}: offer fewer, or name one"
+        raise InvalidRequest([FieldViolation("tools", remedy)])
+    return ResponseFormat(GrammarKind.JSON_SCHEMA, schema, "tools")
+
+
+def call_reading(use: ToolUse, tokenizer: Tokenizer, model: str) -> CallReading | None:
+    """How calls are to be read; None if there are none. Raises: InvalidRequest if the model is not made for tools."""
+    if not use.tools:
+        return None
+    if not tokenizer.shows_tools():
+        remedy = f"model {model!r} has no place for tools in its chat template: use a model that calls tools, or leave them out"
+        raise InvalidRequest([FieldViolation("tools", remedy)])
+    if use.forced:
+        return CallReading(CallFormat.JSON, use.callable_names, ends_with_call=False)
+    if tokenizer.call_format is None:
+        remedy = (
+            f"how model {model!r} writes its calls is not known here: force a call by tool_choice, or let the operator set "
+            "WEIR_TOOL_CALL_FORMATS"
+        )
+        raise InvalidRequest([FieldViolation("tool_choice", remedy)])
+    return CallReading(tokenizer.call_format, use.callable_names, ends_with_call=use.single)
+
+
+def _is_forced(choice: pb.ToolChoice) -> bool:
+    return choice.WhichOneof("kind") == "name" or choice.mode == pb.TOOL_MODE_REQUIRED
+
+
+def _is_schema(source: str) -> bool:
+    schema = json_object(source)
+    return schema is not None and schema.get("type", "object") == "object"

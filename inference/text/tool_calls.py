@@ -1,0 +1,368 @@
+"""Calls in the text of a model, found while it comes.
+
+What is given out is final and does not depend on how the text is cut: the parser decides character by character. A call begins
+when its name, which must be that of a tool, and the opening brace of its arguments have been read. What never gets so far is text,
+markers included; from then on what the model writes is the call's arguments, word for word, also where it is no JSON after all.
+Blanks around calls are layout, and belong to nothing.
+"""
+
+from __future__ import annotations
+
+import secrets
+import string
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from inference.text.json_scanner import BLANKS, JsonScanner
+from inference.text.tools import CallFormat
+
+ID_CHARACTERS = string.ascii_letters + string.digits
+ID_LENGTH = 9  # what Mistral's templates ask for, and no other minds
+HELD_CHARS_MAX = 16_384  # of what is neither text nor call yet: beyond it it is text, whatever follows
+# What an object may have, and what it means. The last two are what some models write beside, and are read over.
+KEYS: Mapping[str, str] = {"name": "name", "arguments": "arguments", "parameters": "arguments", "id": "id", "type": "type"}
+
+State = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class CallPiece:
+    """More of one call. index: among the calls of the output, from 0. id and name: with the first piece, and empty later."""
+
+    index: int
+    id: str
+    name: str
+    arguments: str
+
+
+class Parsed(NamedTuple):
+    """What became final: text, and pieces of calls in their order."""
+
+    text: str
+    calls: tuple[CallPiece, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """A `CallPiece` in the making."""
+
+    index: int
+    id: str
+    name: str
+    arguments: list[str]
+
+    def joined(self) -> CallPiece:
+        return CallPiece(self.index, self.id, self.name, "".join(self.arguments))
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """opening, closing: around a call or a list of calls; empty if there is nothing. bare: one may begin the output without."""
+
+    opening: str
+    closing: str = ""
+    bare: bool = False
+
+
+_SHAPES: Mapping[CallFormat, _Shape] = {
+    CallFormat.HERMES: _Shape("<tool_call>", "</tool_call>"),
+    CallFormat.LLAMA: _Shape("<|python_tag|>", bare=True),
+    CallFormat.MISTRAL: _Shape("[TOOL_CALLS]"),
+    CallFormat.JSON: _Shape("", bare=True),
+}
+
+
+def new_call_id() -> str:
+    """An id that no other call of a conversation has."""
+    return "".join(secrets.choice(ID_CHARACTERS) for _ in range(ID_LENGTH))
+
+
+class ToolCallParser:
+    """One output of one request. call_count: calls that have begun; complete_count: those whose arguments are whole."""
+
+    def __init__(self, form: CallFormat, names: Collection[str], new_id: Callable[[], str] = new_call_id) -> None:
+        """names: of the tools; other names are no calls."""
+        self.call_count = 0
+        self.complete_count = 0
+        self._shape = _SHAPES[form]
+        self._names = frozenset(names)
+        self._new_id = new_id
+        self._text: list[str] = []
+        self._pieces: list[_Piece] = []
+        self._held = ""  # was read, and is neither text nor call yet; in a call that has begun: what is neither argument nor text
+        self._word = ""  # a key or a name as far as it was read
+        self._is_list = False
+        self._seen: set[str] = set()  # keys of the object that is read
+        self._name: str | None = None  # of the call that is read
+        self._early = ""  # its arguments, if they stand before its name
+        self._has_begun = False  # whether what is read belongs to a call that was given out
+        self._scanner = JsonScanner()
+        self._between = self._fresh if self._shape.bare else self._outside
+        self._state: State = self._between
+
+    def push(self, text: str) -> Parsed:
+        """Take more of the output; what became final."""
+        place = 0
+        while place < len(text):
+            place = self._skip_plain(text, place)
+            if place < len(text):
+                self._state(text[place])
+                place += 1
+            if len(self._held) > HELD_CHARS_MAX:
+                self._text.append(self._held)
+                self._held = ""
+                self._leave(self._outside)
+        return self._taken()
+
+    def finish(self) -> Parsed:
+        """The rest, at the end; nothing may be pushed afterwards."""
+        held, self._held = self._held, ""
+        if self._state == self._broken:
+            self._add(held)
+        elif not self._has_begun and (held.strip(BLANKS) or not self.call_count):
+            self._text.append(held)
+        return self._taken()
+
+    def _taken(self) -> Parsed:
+        parsed = Parsed("".join(self._text), tuple(each.joined() for each in self._pieces))
+        self._text, self._pieces = [], []
+        return parsed
+
+    def _skip_plain(self, text: str, place: int) -> int:
+        """Take plain text at once up to where a call may begin: the same as character by character, in a fraction of the time."""
+        if self._held or self._state != self._outside:
+            return place
+        found = text.find(self._shape.opening[0], place) if self._shape.opening else -1
+        plain = text[place : len(text) if found < 0 else found].rstrip(BLANKS)
+        self._text.append(plain)
+        return place + len(plain)
+
+    def _again(self, character: str) -> None:
+        """Look once more, in the present state, at what was held, and at one character more."""
+        held, self._held = self._held, ""
+        for each in held + character:
+            self._state(each)
+
+    def _go(self, character: str, wanted: str, state: State) -> None:
+        """Take the one character that may come here but for blanks."""
+        if character == wanted:
+            self._state = state
+        elif character not in BLANKS:
+            self._fail(character)
+            return
+        self._held += character
+
+    def _fail(self, character: str) -> None:
+        """It is no call: what was held is text. Behind a call that has begun it is what follows it, an opening perhaps."""
+        if self._has_begun and self._shape.closing:
+            self._state = self._closing
+        elif self._has_begun:
+            self._leave(self._outside)
+        else:
+            self._text.append(self._held)
+            self._held = ""
+            self._state = self._outside
+        self._again(character)
+
+    def _leave(self, state: State) -> None:
+        """Go on outside of calls."""
+        self._has_begun = self._is_list = False
+        self._state = state
+
+    # Outside of calls.
+
+    def _fresh(self, character: str) -> None:
+        """Where a call may stand without an opening: at the beginning, or behind another one."""
+        if character in "{[":
+            self._state = self._opened
+            self._opened(character)
+        elif character in BLANKS or (character == ";" and self.call_count and ";" not in self._held):
+            self._held += character
+        else:
+            self._state = self._outside
+            self._again(character)
+
+    def _outside(self, character: str) -> None:
+        """In text. Blanks, and what may be the beginning of an opening, are held."""
+        opening, held = self._shape.opening, self._held + character
+        part = held.lstrip(BLANKS)
+        if opening.startswith(part):
+            self._held = held
+            if part and part == opening:
+                self._state = self._opened
+            return
+        self._text.append(held[: len(held) - len(part)])
+        while not opening.startswith(part.lstrip(BLANKS)):
+            self._text.append(part[0])
+            part = part[1:]
+        self._held = part
+
+    # From an opening to an object.
+
+    def _opened(self, character: str) -> None:
+        if character == "[" and not self._is_list:
+            self._held += character
+            self._is_list = True
+        else:
+            self._next_object(character)
+
+    def _next_object(self, character: str) -> None:
+        self._go(character, "{", self._first_key)
+        if self._state == self._first_key:
+            self._seen, self._name, self._early, self._has_begun = set(), None, "", False
+
+    # In an object.
+
+    def _first_key(self, character: str) -> None:
+        if character == "}":
+            self._end_object(character)
+        else:
+            self._key(character)
+
+    def _key(self, character: str) -> None:
+        self._word = ""
+        self._go(character, '"', self._in_key)
+
+    def _in_key(self, character: str) -> None:
+        word = self._word + character
+        if character == '"' and self._word in KEYS:
+            self._seen.add(KEYS[self._word])
+            self._state = self._colon
+        elif not any(key.startswith(word) and meaning not in self._seen for key, meaning in KEYS.items()):
+            self._fail(character)
+            return
+        else:
+            self._word = word
+        self._held += character
+
+    def _colon(self, character: str) -> None:
+        meaning = KEYS[self._word]
+        states = {"name": self._before_name, "arguments": self._before_arguments}
+        self._go(character, ":", states.get(meaning, self._before_aside))
+
+    def _before_name(self, character: str) -> None:
+        self._word = ""
+        self._go(character, '"', self._in_name)
+
+    def _in_name(self, character: str) -> None:
+        self._word += character
+        if character == '"' and self._word[:-1] in self._names:
+            self._held += character
+            self._name = self._word[:-1]
+            self._state = self._after_value
+            if self._early:
+                self._begin_call(self._early)
+                self.complete_count += 1
+        elif any(name.startswith(self._word) for name in self._names):
+            self._held += character
+        else:
+            self._fail(character)
+
+    def _before_aside(self, character: str) -> None:
+        self._go(character, '"', self._in_aside)
+
+    def _in_aside(self, character: str) -> None:
+        if character in "<[{\\" or character < " ":  # what an id has not, and what may begin a call
+            self._fail(character)
+            return
+        self._held += character
+        if character == '"':
+            self._state = self._after_value
+
+    def _before_arguments(self, character: str) -> None:
+        if character != "{":
+            self._go(character, "{", self._in_arguments)
+            return
+        self._scanner = JsonScanner()
+        self._state = self._in_arguments
+        if self._name is not None:
+            self._begin_call("")
+        self._in_arguments(character)
+
+    def _in_arguments(self, character: str) -> None:
+        right = self._scanner.push(character)
+        if self._has_begun:
+            if not right:
+                self._state = self._broken
+                self._broken(character)
+                return
+            self._add(character)
+        elif right:
+            self._held += character
+            self._early += character
+        else:
+            self._fail(character)
+            return
+        if self._scanner.complete:
+            self.complete_count += self._has_begun
+            self._state = self._after_value
+
+    def _after_value(self, character: str) -> None:
+        if character == "}":
+            self._end_object(character)
+        else:
+            self._go(character, ",", self._key)
+
+    def _end_object(self, character: str) -> None:
+        if self._name is None:
+            self._fail(character)
+            return
+        if not self._has_begun:
+            self._begin_call("{}")
+            self.complete_count += 1
+        self._held = ""
+        if self._is_list:
+            self._state = self._after_object
+        else:
+            self._close()
+
+    def _begin_call(self, arguments: str) -> None:
+        assert self._name is not None, "a call has a name"
+        self._has_begun = True
+        self._held = ""
+        self._pieces.append(_Piece(self.call_count, self._new_id(), self._name, [arguments]))
+        self.call_count += 1
+
+    def _add(self, arguments: str) -> None:
+        if not (self._pieces and self._pieces[-1].index == self.call_count - 1):
+            self._pieces.append(_Piece(self.call_count - 1, "", "", []))
+        self._pieces[-1].arguments.append(arguments)
+
+    def _broken(self, character: str) -> None:
+        """Arguments that are no JSON: all up to the closing, and where there is none to the end."""
+        closing, held = self._shape.closing, self._held + character
+        while held and not closing.startswith(held):
+            self._add(held[0])
+            held = held[1:]
+        self._held = held
+        if held and held == closing:
+            self._held = ""
+            self._leave(self._between)
+
+    # Behind an object.
+
+    def _after_object(self, character: str) -> None:
+        if character == "]":
+            self._held = ""
+            self._close()
+        else:
+            self._go(character, ",", self._next_object)
+
+    def _close(self) -> None:
+        if self._shape.closing:
+            self._state = self._closing
+        else:
+            self._leave(self._between)
+
+    def _closing(self, character: str) -> None:
+        held = self._held + character
+        part = held.lstrip(BLANKS)
+        if not self._shape.closing.startswith(part):
+            self._leave(self._between)
+            self._again(character)
+        elif part == self._shape.closing:
+            self._held = ""
+            self._leave(self._between)
+        else:
+            self._held = held

@@ -1,0 +1,251 @@
+"""Tools, over the wire: what the model is shown, calls as they stream, calls that are forced, and what is refused by name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+import pytest
+from google.rpc import error_details_pb2
+from weir.v1 import inference_service_pb2 as pb
+from weir.v1 import inference_service_pb2_grpc as pb_grpc
+from weir.v1 import types_pb2
+
+from tests.conftest import new_database
+from tests.inference.tool_checkpoints import make_scripted_checkpoint, make_tool_checkpoint
+from tests.service import MODEL, Service, Stream, Tenant, bearer, conversation, make_model, price_model, running
+
+SCRIPT = "script"  # the model that says what the test wants
+PLAIN = "plain"  # the model whose template knows no tools
+PIECES = (
+    *("Let me see.", "\n", "<tool_call>", '{"name": "book", ', '"arguments": {"hotel": ', '"Ulm"', ', "nights"', ": 2", "}}"),
+    *("</tool_call>", "\n<tool_call>\n", '{"name": "quit", "arguments": {', "}}\n", "</tool_call>\n", " Bye"),
+)
+HOTEL = {
+    "type": "object",
+    "properties": {"hotel": {"enum": ["Ulm", "Rom"]}, "stay": {"$ref": "#/$defs/stay"}},
+    "required": ["hotel", "stay"],
+    "additionalProperties": False,
+    "$defs": {"stay": {"type": "object", "properties": {"nights": {"enum": [1, 2]}}, "required": ["nights"]}},
+}
+DEEP = '{"a":' * 70 + "1" + "}" * 70
+TOOLS = [
+    pb.Tool(name="book", description="Books a room.", parameters_json_schema=json.dumps(HOTEL)),
+    pb.Tool(name="quit", description="Ends the talk."),
+]
+REQUIRED = pb.ToolChoice(mode=pb.TOOL_MODE_REQUIRED)
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory, postgres_server: str, template_database: str) -> Iterator[Service]:
+    """A service with three models: one with a template for tools, one that says what it is told to, one that knows no tools."""
+    home = tmp_path_factory.mktemp("home")
+    models = {
+        MODEL: make_tool_checkpoint(tmp_path_factory.mktemp("tools")),
+        SCRIPT: make_scripted_checkpoint(tmp_path_factory.mktemp("script"), PIECES),
+        PLAIN: make_model(tmp_path_factory.mktemp("plain")),
+    }
+    with (
+        new_database(postgres_server, template=template_database) as url,
+        running(Service(home, url, models[MODEL], models=models)) as service,
+    ):
+        yield service
+
+
+async def priced(service: Service) -> Tenant:
+    """A tenant that may use all three."""
+    tenant = await service.tenant()
+    async with service.session() as session:
+        for model in (SCRIPT, PLAIN):
+            await price_model(session, model)
+    return tenant
+
+
+async def begin(stream: Stream, **fields: Any) -> str:
+    """A request with tools."""
+    usual: dict[str, Any] = {
+        "conversation": conversation("Book a room."),
+        "tools": TOOLS,
+        "ignore_eos": False,
+        "max_output_tokens": 400,
+    }
+    return await stream.begin(**usual | fields)
+
+
+def calls_of(stream: Stream, request_id: str, choice_index: int = 0) -> list[tuple[str, str]]:
+    """Name and arguments of each call, put together from its pieces."""
+    calls: list[list[str]] = []
+    ids = set()
+    for frame in stream.frames[request_id]:
+        for piece in frame.delta.tool_calls:
+            if frame.delta.choice_index != choice_index:
+                continue
+            if piece.id:
+                assert piece.index == len(calls)
+                ids.add(piece.id)
+                calls.append([piece.name, ""])
+            calls[piece.index][1] += piece.arguments_json
+    assert len(ids) == len(calls)
+    return [(name, arguments) for name, arguments in calls]
+
+
+async def test_text_and_calls_come_apart_as_they_grow_and_every_token_is_billed(service: Service) -> None:
+    tenant = await priced(service)
+
+    async with service.stream(tenant.secret) as stream:
+        request_id = await begin(stream, model=SCRIPT)
+        finished = await stream.finished(request_id)
+
+    assert finished.reason == types_pb2.FINISH_REASON_TOOL_CALLS
+    assert stream.text(request_id) == "Let me see.\n Bye"
+    assert calls_of(stream, request_id) == [("book", '{"hotel": "Ulm", "nights": 2}'), ("quit", "{}")]
+    grown = [p.arguments_json for frame in stream.frames[request_id] for p in frame.delta.tool_calls]
+    assert len(grown) > 4, "arguments come as they are written"
+    event = service.books.event(tenant, request_id)
+    assert event["billed_token_count"] == len(stream.token_ids(request_id)) == len(PIECES) + 1
+    assert event["outcome"] == "stop"
+
+
+async def test_one_call_ends_the_output_where_one_is_wanted(service: Service) -> None:
+    tenant = await priced(service)
+
+    async with service.stream(tenant.secret) as stream:
+        request_id = await begin(stream, model=SCRIPT, tool_choice=pb.ToolChoice(mode=pb.TOOL_MODE_AUTO, single=True))
+        finished = await stream.finished(request_id)
+
+    assert finished.reason == types_pb2.FINISH_REASON_TOOL_CALLS
+    assert [name for name, _ in calls_of(stream, request_id)] == ["book"]
+    assert finished.usage.billed_token_count < len(PIECES)
+
+
+async def test_tools_that_may_not_be_called_are_not_shown_and_their_markers_are_text(service: Service) -> None:
+    tenant = await priced(service)
+    none = pb.ToolChoice(mode=pb.TOOL_MODE_NONE)
+
+    async with service.stream(tenant.secret) as stream:
+        without = await begin(stream, model=SCRIPT, tools=[])
+        ignored = await begin(stream, model=SCRIPT, tool_choice=none)
+        ends = [await stream.finished(each) for each in (without, ignored)]
+
+    assert [end.reason for end in ends] == [types_pb2.FINISH_REASON_STOP] * 2
+    assert stream.text(without) == stream.text(ignored) == "".join(PIECES)
+    assert ends[0].usage.input_token_count == ends[1].usage.input_token_count
+
+
+@pytest.mark.parametrize("choice_count", [1, 2])
+async def test_a_forced_call_is_valid_under_its_schema_whatever_the_model_would_say(service: Service, choice_count: int) -> None:
+    tenant = await priced(service)
+    drawn: dict[str, Any] = {"choice_count": choice_count, "sampling": {"temperature": 1.0, "seed": 5}}
+
+    async with service.stream(tenant.secret) as stream:
+        any_of_them = await begin(stream, tool_choice=REQUIRED, **drawn)
+        this_one = await begin(stream, tool_choice=pb.ToolChoice(name="book"), **drawn)
+        one_of_them = await begin(stream, tool_choice=pb.ToolChoice(mode=pb.TOOL_MODE_REQUIRED, single=True), **drawn)
+        ends = {each: await stream.finished(each) for each in (any_of_them, this_one, one_of_them)}
+
+    for request_id, end in ends.items():
+        reasons = [choice.reason for choice in end.choices] or [end.reason]
+        assert reasons == [types_pb2.FINISH_REASON_TOOL_CALLS] * choice_count
+        assert stream.text(request_id) == ""
+        for choice_index in range(choice_count):
+            calls = calls_of(stream, request_id, choice_index)
+            assert 1 <= len(calls) <= (16 if request_id == any_of_them else 1)
+            assert request_id != this_one or calls[0][0] == "book"
+            for name, arguments in calls:
+                check_arguments(name, json.loads(arguments))
+
+
+def taking(schema: str) -> list[pb.Tool]:
+    """One tool."""
+    return [pb.Tool(name="a", parameters_json_schema=schema)]
+
+
+def check_arguments(name: str, arguments: dict[str, Any]) -> None:
+    """What the schemas above say."""
+    if name == "quit":
+        assert arguments == {}
+        return
+    assert set(arguments) == {"hotel", "stay"}
+    assert arguments["hotel"] in ("Ulm", "Rom")
+    assert arguments["stay"]["nights"] in (1, 2)
+
+
+async def test_calls_and_their_results_are_part_of_the_conversation(service: Service) -> None:
+    tenant = await priced(service)
+    call = pb.ToolCall(id="c1", name="book", arguments_json='{"hotel": "Ulm <|end|>"}')
+    turns = [
+        pb.Message(role=pb.ROLE_USER, content="Book."),
+        pb.Message(role=pb.ROLE_ASSISTANT, tool_calls=[call]),
+        pb.Message(role=pb.ROLE_TOOL, tool_call_id="c1", content="Room 7"),
+    ]
+    talk = pb.Conversation(messages=turns)
+    parts = (
+        '<|user|>Book.<|end|><|assistant|><tool_call>{"name": "book", "arguments": {"hotel": "Ulm ',
+        '"}}</tool_call><|end|><|user|><tool_response>Room 7</tool_response><|end|><|assistant|>',
+    )
+    encode = service.tokenizer.encode
+
+    async with service.channel() as channel:
+        count = pb_grpc.InferenceServiceStub(channel).CountTokens
+        key = bearer(tenant.secret)
+        without = await count(pb.CountTokensRequest(model=MODEL, conversation=talk), metadata=key)
+        shown = await count(pb.CountTokensRequest(model=MODEL, conversation=talk, tools=TOOLS), metadata=key)
+        with pytest.raises(grpc.aio.AioRpcError, match="'plain' has no place for tools"):
+            await count(pb.CountTokensRequest(model=PLAIN, conversation=conversation("x"), tools=TOOLS), metadata=key)
+        with pytest.raises(grpc.aio.AioRpcError, match="no place for tool calls"):
+            await count(pb.CountTokensRequest(model=PLAIN, conversation=talk), metadata=key)
+
+    # What the call spells out is text, though it looks like a control token: more than the one token that it would be.
+    as_control = sum(len(encode(part, add_special_tokens=False)) for part in parts) + 1
+    assert without.input_token_count > as_control
+    assert shown.input_token_count > without.input_token_count + 100
+
+
+WRONG: tuple[tuple[str, str, dict[str, Any]], ...] = (
+    ("tools", "model 'plain' has no place for tools", {"model": PLAIN}),
+    ("tools", "need a conversation", {"conversation": None, "text": "x"}),
+    ("tools", "at most 128", {"tools": [pb.Tool(name=f"t{index}") for index in range(129)]}),
+    ("tools[0].name", "1 to 64", {"tools": [pb.Tool(name="a b")]}),
+    ("tools[1].name", "unique", {"tools": [pb.Tool(name="a"), pb.Tool(name="a")]}),
+    ("tools[0].parameters_json_schema", "JSON schema", {"tools": taking("{")}),
+    ("tools[0].parameters_json_schema", "JSON schema", {"tools": taking('{"type": "array"}')}),
+    ("tools[0].parameters_json_schema", "JSON schema", {"tools": taking('{"d": "\\ud800"}')}),
+    (
+        "tools[0].parameters_json_schema",
+        "64 levels",
+        {"tools": taking(DEEP)},
+    ),
+    (
+        "tools",
+        "cannot be compiled",
+        {"tools": taking('{"not": {"const": 1}}'), "tool_choice": REQUIRED},
+    ),
+    ("tool_choice", "needs tools", {"tools": [], "tool_choice": REQUIRED}),
+    ("tool_choice.name", "one of tools", {"tool_choice": pb.ToolChoice(name="c")}),
+    ("tool_choice", "one of mode and name", {"tool_choice": pb.ToolChoice(single=True)}),
+    ("response_format", "with tools", {"response_format": pb.ResponseFormat(regex="a")}),
+    ("ignore_eos", "forced call", {"tool_choice": REQUIRED, "ignore_eos": True}),
+    (
+        "choice_count",
+        "single call",
+        {"choice_count": 2, "tool_choice": pb.ToolChoice(mode=pb.TOOL_MODE_AUTO, single=True), "sampling": {"temperature": 1}},
+    ),
+)
+
+
+async def test_what_is_wrong_with_tools_is_refused_by_name_and_costs_nothing(service: Service) -> None:
+    tenant = await priced(service)
+
+    async with service.stream(tenant.secret) as stream:
+        for field, words, fields in WRONG:
+            request_id = await begin(stream, **fields)
+            failed = await stream.failed(request_id)
+            assert failed.code is grpc.StatusCode.INVALID_ARGUMENT, fields
+            bad_request = failed.detail(error_details_pb2.BadRequest)
+            assert bad_request is not None, failed.status
+            told = {violation.field: violation.description for violation in bad_request.field_violations}
+            assert words in told[field], told
+
+    assert service.books.events(tenant) == []

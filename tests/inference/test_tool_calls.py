@@ -1,0 +1,202 @@
+"""Calls in a model's text: found while it streams, the same however the text is cut, and nothing of it is lost."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from itertools import count
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from inference.text.json_scanner import JsonScanner
+from inference.text.tool_calls import HELD_CHARS_MAX, ToolCallParser
+from inference.text.tools import CallFormat, format_in
+
+NAMES = ("get_weather", "get", "book-room")
+WEATHER = '{"name": "get_weather", "arguments": {"city": "Ulm", "days": [1, 2]}}'
+CITY = '{"city": "Ulm", "days": [1, 2]}'
+
+Calls = list[tuple[str, str]]
+
+
+def parse(form: CallFormat, pieces: Sequence[str]) -> tuple[str, Calls, list[str]]:
+    """Text, calls by name and arguments, and their ids, of an output that comes in these pieces."""
+    numbers = count()
+    parser = ToolCallParser(form, NAMES, lambda: f"id{next(numbers)}")
+    text, calls, ids = "", list[list[str]](), list[str]()
+    for parsed in (*(parser.push(piece) for piece in pieces), parser.finish()):
+        text += parsed.text
+        for piece in parsed.calls:
+            if piece.id:
+                assert piece.index == len(calls)
+                ids.append(piece.id)
+                calls.append([piece.name, ""])
+            calls[piece.index][1] += piece.arguments
+    assert parser.call_count == len(calls)
+    return text, [(name, arguments) for name, arguments in calls], ids
+
+
+HERMES, LLAMA, MISTRAL, JSON = CallFormat.HERMES, CallFormat.LLAMA, CallFormat.MISTRAL, CallFormat.JSON
+CASES: tuple[tuple[CallFormat, str, str | None, Calls], ...] = (
+    (HERMES, "Just text.", "Just text.", []),
+    (HERMES, f"<tool_call>\n{WEATHER}\n</tool_call>", "", [("get_weather", CITY)]),
+    (HERMES, f"Let me see.\n<tool_call>{WEATHER}</tool_call>", "Let me see.", [("get_weather", CITY)]),
+    (HERMES, f"<tool_call>{WEATHER}</tool_call>\n<tool_call>{WEATHER}</tool_call>\n", "", [("get_weather", CITY)] * 2),
+    (HERMES, f"<tool_call>{WEATHER}</tool_call>\nDone.", "\nDone.", [("get_weather", CITY)]),
+    (HERMES, '<tool_call>{"arguments": {"a": 1}, "name": "get"}</tool_call>', "", [("get", '{"a": 1}')]),
+    (HERMES, '<tool_call>{"name": "get"}</tool_call>', "", [("get", "{}")]),
+    (HERMES, '<tool_call>{"name": "get", "arguments": {}</tool_call>!', "!", [("get", "{}")]),  # the model forgot a brace
+    (HERMES, '<tool_call>{"name": "get", "arguments": {"a": \'b\'}}</tool_call>x', "x", [("get", "{\"a\": 'b'}}")]),
+    (HERMES, '<tool_call>{"name": "get", "arguments": {"a": "</tool_call>"}}</tool_call>', "", [("get", '{"a": "</tool_call>"}')]),
+    (HERMES, '<tool_call>{"name": "get", "arguments": {"a"', "", [("get", '{"a"')]),  # cut off
+    (HERMES, '<tool_call>{"name": "ge', '<tool_call>{"name": "ge', []),
+    (HERMES, '<tool_call>{"name": "unknown", "arguments": {}}</tool_call>', None, []),
+    (HERMES, f"<tool_call>no<tool_call>{WEATHER}</tool_call>", "<tool_call>no", [("get_weather", CITY)]),
+    (HERMES, f'<tool_call>{{"na<tool_call>{WEATHER}</tool_call>', '<tool_call>{"na', [("get_weather", CITY)]),
+    (HERMES, "a < b <tool <tool_cal", "a < b <tool <tool_cal", []),
+    (HERMES, " \n", " \n", []),
+    (HERMES, f"<tool_call>[{WEATHER}, {WEATHER}]</tool_call>", "", [("get_weather", CITY)] * 2),
+    (LLAMA, '\n{"name": "get", "parameters": {"q": "ü\\"}"}}', "", [("get", '{"q": "ü\\"}"}')]),
+    (LLAMA, '{"name": "get", "parameters": {}}; {"name": "get", "parameters": {}}', "", [("get", "{}")] * 2),
+    (LLAMA, '<|python_tag|>{"type": "function", "name": "get", "parameters": {}}', "", [("get", "{}")]),
+    (LLAMA, '{"city": "Ulm"}', '{"city": "Ulm"}', []),
+    (LLAMA, "[1] says: {no}", "[1] says: {no}", []),
+    (LLAMA, 'I call {"name": "get", "parameters": {}}', 'I call {"name": "get", "parameters": {}}', []),
+    (LLAMA, '<|python_tag|>brave.call(q="x")', '<|python_tag|>brave.call(q="x")', []),
+    (MISTRAL, f"[TOOL_CALLS] [{WEATHER}]", "", [("get_weather", CITY)]),
+    (MISTRAL, '[TOOL_CALLS][{"name": "get", "arguments": {}, "id": "abcdefghi"}, {"name": "get"}]', "", [("get", "{}")] * 2),
+    (MISTRAL, f"Well [1]: [TOOL_CALLS][{WEATHER}, oops]", "Well [1]:, oops]", [("get_weather", CITY)]),
+    (JSON, f"[ {WEATHER} , {WEATHER} ]", "", [("get_weather", CITY)] * 2),
+    (JSON, WEATHER, "", [("get_weather", CITY)]),
+    (JSON, WEATHER[:-10], "", [("get_weather", CITY[:-9])]),
+)
+
+
+@pytest.mark.parametrize(("form", "output", "text", "calls"), CASES)
+def test_a_call_is_told_from_text_in_every_form(form: CallFormat, output: str, text: str | None, calls: Calls) -> None:
+    """text None: all of the output is text."""
+    found_text, found_calls, ids = parse(form, [output])
+
+    assert (found_text, found_calls) == (output if text is None else text, calls)
+    assert ids == [f"id{number}" for number in range(len(calls))]
+
+
+FRAGMENTS = (
+    *(
+        "<tool_call>",
+        "</tool_call>",
+        "<|python_tag|>",
+        "[TOOL_CALLS]",
+        "[",
+        "]",
+        ",",
+        ";",
+        " ",
+        "\n",
+        "{",
+        "}",
+        '"',
+        "x<",
+        "\\",
+        "{}",
+    ),
+    *(
+        '{"name": "get"',
+        ', "arguments": {"a": 1}',
+        '"parameters": {',
+        WEATHER,
+        '"id": "',
+        "<tool",
+        "]}",
+        ":",
+        '"name":',
+        "é🙂",
+        "-1e",
+    ),
+)
+
+
+@given(st.sampled_from(CallFormat), st.lists(st.sampled_from(FRAGMENTS), max_size=12), st.data())
+def test_however_the_text_is_cut_the_calls_are_those_of_the_whole(form: CallFormat, parts: list[str], data: st.DataObject) -> None:
+    output = "".join(parts)
+    cuts = sorted(data.draw(st.sets(st.integers(0, len(output)), max_size=6)))
+
+    pieces = [output[start:end] for start, end in zip([0, *cuts], [*cuts, len(output)], strict=True)]
+
+    whole = parse(form, [output])
+    assert parse(form, pieces) == whole
+    assert parse(form, list(output)) == whole
+    text, calls, _ = whole
+    if not calls:
+        assert text == output, "nothing is lost"
+
+
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    ),
+    st.booleans(),
+)
+def test_every_json_object_is_followed_to_its_end(value: Any, ascii_only: bool) -> None:
+    document = json.dumps({"v": value}, ensure_ascii=ascii_only)
+    scanner = JsonScanner()
+
+    complete = [scanner.push(character) and scanner.complete for character in document]
+
+    assert complete == [False] * (len(document) - 1) + [True]
+
+
+@given(st.text(alphabet='{}[]",:\\ue1-.0tfnrl x', max_size=14))
+def test_what_is_no_json_is_never_taken_for_an_object(text: str) -> None:
+    text = "{" + text
+    scanner = JsonScanner()
+
+    ends = next((index for index, character in enumerate(text, 1) if not scanner.push(character) or scanner.complete), None)
+
+    if scanner.complete:
+        assert isinstance(json.loads(text[:ends]), dict)
+    elif ends is None:
+        with pytest.raises(ValueError):  # noqa: PT011  # a beginning of an object is no object
+            json.loads(text)
+    else:
+        decoder = json.JSONDecoder()
+        with pytest.raises(ValueError):  # noqa: PT011
+            decoder.raw_decode(text)
+
+
+def test_what_never_becomes_a_call_is_not_held_for_ever() -> None:
+    blanks, parser = " " * (HELD_CHARS_MAX + 1), ToolCallParser(CallFormat.HERMES, NAMES)
+    early = '<tool_call>{"arguments": {"a": "' + "x" * HELD_CHARS_MAX
+
+    assert parser.push(blanks).text == blanks
+    assert parser.push(early).text == early
+    assert parser.push("y").text == "y"
+
+
+def test_a_long_output_takes_time_in_proportion_to_its_length() -> None:
+    """An output that is always about to become a call costs no more per character when it is long."""
+
+    def seconds(copies: int) -> float:
+        parser = ToolCallParser(CallFormat.HERMES, NAMES)
+        output = '<tool_call>{"arguments": {"<tool_call>{"name": "get", "arguments": {"b": \n' * copies
+        begun = time.process_time()
+        parser.push(output)
+        return time.process_time() - begun
+
+    short = min(seconds(500) for _ in range(3))
+
+    assert seconds(5000) < 30 * short
+
+
+def test_the_form_of_calls_is_known_by_the_template() -> None:
+    assert format_in("{{ '<tool_call>' ~ tool_call.function | tojson }}") is CallFormat.HERMES
+    assert format_in("{{ '[TOOL_CALLS] [' }}") is CallFormat.MISTRAL
+    assert format_in("{%- if message.role == 'ipython' %}{{ '\"parameters\": ' }}") is CallFormat.LLAMA
+    assert format_in("<tool_call>\n<function=example>") is None
+    assert format_in("[TOOL_CALLS]name[ARGS]{}") is None
+    assert format_in("{{ messages }}") is None

@@ -1,0 +1,72 @@
+"""Tiny checkpoints whose chat template knows tools, and one that says what it is told to: calls, where a test wants calls."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import load_file, save_file
+
+from tests.inference.checkpoints import LlamaShape, make_checkpoint
+
+# As Qwen and Hermes have it, shortened: tools in the system turn, calls between markers, results in the user's turn.
+TOOL_TEMPLATE = """\
+{%- if tools -%}
+{{ '<|system|>You may call <tools>' }}
+{%- for tool in tools -%}{{ '\\n' + (tool | tojson) }}{%- endfor -%}
+{{ '</tools> by <tool_call>{"name": ..., "arguments": ...}</tool_call>.<|end|>' }}
+{%- endif -%}
+{%- for message in messages -%}
+{%- if message['role'] == 'tool' -%}
+{{ '<|user|><tool_response>' + message['content'] + '</tool_response><|end|>' }}
+{%- else -%}
+{{ '<|' + message['role'] + '|>' + message['content'] }}
+{%- for call in message.tool_calls or [] -%}
+{{ '<tool_call>{"name": "' + call.function.name + '", "arguments": ' + (call.function.arguments | tojson) + '}</tool_call>' }}
+{%- endfor -%}
+{{ '<|end|>' }}
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{ '<|assistant|>' }}{%- endif -%}
+"""
+END_ID, ASSISTANT_ID = 6, 5
+
+
+def make_tool_checkpoint(directory: Path, *, shape: LlamaShape | None = None) -> Path:
+    """A random one: it calls tools where it must, and writes noise where it may not."""
+    make_checkpoint(directory, shape=shape, chat_template=TOOL_TEMPLATE)
+    return directory
+
+
+def make_scripted_checkpoint(directory: Path, script: Sequence[str]) -> Path:
+    """One that answers everything by these pieces and its end: each is a token of its own, so all must differ.
+
+    Its layers add nothing, and each token's embedding points to the next one.
+    """
+    shape = LlamaShape(layer_count=1)
+    make_checkpoint(directory, shape=shape, chat_template=TOOL_TEMPLATE)
+    tokenizer_path = directory / "tokenizer.json"
+    tokenizer = json.loads(tokenizer_path.read_text(encoding="utf-8"))
+    first_id = len(tokenizer["model"]["vocab"])
+    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": False}
+    tokenizer["added_tokens"] += [{"id": first_id + index, "content": piece, **plain} for index, piece in enumerate(script)]
+    tokenizer_path.write_text(json.dumps(tokenizer), encoding="utf-8")
+    chain = [ASSISTANT_ID, *range(first_id, first_id + len(script)), END_ID]
+    assert tokenizer["model"]["vocab"].keys().isdisjoint(script), "these are tokens already"
+    assert len(set(script)) == len(script) < shape.hidden_size
+    tensors = load_file(directory / "model.safetensors")
+    for name in list(tensors):
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            tensors[name] = np.zeros_like(tensors[name])
+    embeddings, head = (np.zeros((first_id + len(script), shape.hidden_size), np.float32) for _ in range(2))
+    for direction, (token_id, next_id) in enumerate(itertools.pairwise(chain)):
+        embeddings[token_id, direction] = 1.0
+        head[next_id, direction] = 1.0
+    tensors |= {"model.embed_tokens.weight": embeddings, "lm_head.weight": head}
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    (directory / "config.json").write_text(json.dumps(config | {"vocab_size": first_id + len(script)}), encoding="utf-8")
+    return directory
