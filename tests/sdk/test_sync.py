@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import os
 import signal
 import threading
@@ -11,7 +12,23 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from weir.v1 import types_pb2
-from weir_client import Client, DeadlineExceeded, Delta, FinishReason, InvalidRequest, Unauthenticated
+from weir_client import (
+    AdminClient,
+    AsyncAdminClient,
+    AsyncBillingClient,
+    AsyncClient,
+    AsyncGeneration,
+    AsyncReceiptClient,
+    BillingClient,
+    Client,
+    DeadlineExceeded,
+    Delta,
+    FinishReason,
+    GenerationStream,
+    InvalidRequest,
+    ReceiptClient,
+    Unauthenticated,
+)
 
 from tests.sdk import scripted
 from tests.sdk.scripted import ScriptedInference, ServerStream
@@ -168,3 +185,25 @@ async def test_it_works_inside_a_program_with_its_own_event_loop(address: str) -
             return client.complete("demo", "Hi there").text
 
     assert await asyncio.to_thread(ask) == "Hi there "
+
+
+@pytest.mark.parametrize(
+    ("asynchronous", "blocking"),
+    [
+        (AsyncClient, Client),
+        (AsyncAdminClient, AdminClient),
+        (AsyncBillingClient, BillingClient),
+        (AsyncReceiptClient, ReceiptClient),
+        (AsyncGeneration, GenerationStream),
+    ],
+)
+def test_whatever_can_be_awaited_can_be_waited_for(asynchronous: type, blocking: type) -> None:
+    """The same names, arguments and results; but for closing, and what only an event loop needs."""
+    only_async = {"aclose", "take", "next_event"}
+    calls = {name for name, value in inspect.getmembers(asynchronous, inspect.iscoroutinefunction) if not name.startswith("_")}
+
+    for name in calls - only_async:
+        twin = getattr(blocking, name)
+        assert not inspect.iscoroutinefunction(twin)
+        assert inspect.signature(twin) == inspect.signature(getattr(asynchronous, name)), name
+        assert twin.__doc__

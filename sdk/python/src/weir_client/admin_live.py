@@ -1,4 +1,4 @@
-"""The calls of the admin API about what runs and about whole configurations, asyncio and blocking."""
+"""The calls of the admin API about what runs and about whole configurations."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from google.protobuf.json_format import MessageToDict, ParseDict
 from weir.v1 import configuration_pb2, live_requests_pb2
 
 from weir_client import wire_live
-from weir_client.admin_replicas import AsyncReplicaCalls, ReplicaCalls
+from weir_client.admin_replicas import AsyncReplicaCalls
 from weir_client.live import AppliedConfiguration, KilledRequest, LiveView, RecordedRequest
-from weir_client.loop_thread import LoopThread
 
 
 class AsyncLiveCalls(AsyncReplicaCalls):
@@ -53,34 +52,3 @@ class AsyncLiveCalls(AsyncReplicaCalls):
         response = await self._call(self._stub.ExportConfiguration, request)
         exported: dict[str, Any] = MessageToDict(response.configuration, preserving_proto_field_name=True)
         return exported
-
-
-class LiveCalls(ReplicaCalls):
-    """Part of `AdminClient`: the blocking twins."""
-
-    _client: AsyncLiveCalls
-    _thread: LoopThread[Any]
-
-    def list_live_requests(self, organization: str = "", *, page_size: int = 200, stuck_only: bool = False) -> LiveView:
-        """What runs in all processes, of one organization or all."""
-        return self._thread.run(lambda: self._client.list_live_requests(organization, page_size=page_size, stuck_only=stuck_only))
-
-    def get_request(self, request_id: str, *, project: str = "") -> RecordedRequest:
-        """What is recorded of a request of any project."""
-        return self._thread.run(lambda: self._client.get_request(request_id, project=project))
-
-    def kill_request(self, request_id: str, *, project: str = "", reason: str = "") -> KilledRequest:
-        """Ends a request wherever it runs."""
-        return self._thread.run(lambda: self._client.kill_request(request_id, project=project, reason=reason))
-
-    def end_overdue_holds(self) -> int:
-        """Ends the holds whose time is over; tells how many."""
-        return self._thread.run(self._client.end_overdue_holds)
-
-    def apply_configuration(self, configuration: Mapping[str, Any], *, dry_run: bool = False) -> AppliedConfiguration:
-        """Makes everything what the configuration says, all or nothing."""
-        return self._thread.run(lambda: self._client.apply_configuration(configuration, dry_run=dry_run))
-
-    def export_configuration(self, organization: str = "") -> dict[str, Any]:
-        """The present state as a configuration."""
-        return self._thread.run(lambda: self._client.export_configuration(organization))

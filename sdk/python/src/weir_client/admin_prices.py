@@ -1,4 +1,4 @@
-"""The calls of the admin API about prices, asyncio and blocking."""
+"""The calls of the admin API about prices."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from weir.v1 import admin_service_pb2 as admin_pb
 from weir.v1 import prices_pb2 as pb
 
 from weir_client import wire_terms
-from weir_client.admin_live import AsyncLiveCalls, LiveCalls
+from weir_client.admin_live import AsyncLiveCalls
 from weir_client.billing_terms import PriceList, PriceVersion
 
 
@@ -82,64 +82,6 @@ class AsyncPriceCalls(AsyncLiveCalls):
             organization=organization, model=model, currency_code=currency_code, time=_stamp(time), history=history
         )
         return wire_terms.price_list(await self._call(self._stub.ListPrices, request))
-
-
-class PriceCalls(LiveCalls):
-    """Part of `AdminClient`. See `AsyncPriceCalls` for every call and its errors."""
-
-    _client: AsyncPriceCalls
-
-    def set_price(
-        self,
-        model: str,
-        *,
-        input_picos_per_token: int,
-        cached_input_picos_per_token: int,
-        output_picos_per_token: int,
-        embedding_picos_per_token: int | None = None,
-        batch_multiplier_milli: int | None = None,
-        organization: str = "",
-        currency_code: str = "",
-        effective_time: datetime | None = None,
-        request_id: str | None = None,
-    ) -> list[PriceVersion]:
-        """Adds a price version, and one for the batch tier where that pays another price."""
-        return self._thread.run(
-            lambda: self._client.set_price(
-                model,
-                input_picos_per_token=input_picos_per_token,
-                cached_input_picos_per_token=cached_input_picos_per_token,
-                output_picos_per_token=output_picos_per_token,
-                embedding_picos_per_token=embedding_picos_per_token,
-                batch_multiplier_milli=batch_multiplier_milli,
-                organization=organization,
-                currency_code=currency_code,
-                effective_time=effective_time,
-                request_id=request_id,
-            )
-        )
-
-    def withdraw_price(
-        self, organization: str, model: str, *, effective_time: datetime | None = None, request_id: str | None = None
-    ) -> list[PriceVersion]:
-        """Ends an organization's own price of a model."""
-        return self._thread.run(
-            lambda: self._client.withdraw_price(organization, model, effective_time=effective_time, request_id=request_id)
-        )
-
-    def list_prices(
-        self,
-        organization: str = "",
-        *,
-        model: str = "",
-        currency_code: str = "",
-        time: datetime | None = None,
-        history: bool = False,
-    ) -> PriceList:
-        """What an organization, or the list, pays, where that comes from and since when."""
-        return self._thread.run(
-            lambda: self._client.list_prices(organization, model=model, currency_code=currency_code, time=time, history=history)
-        )
 
 
 def _stamp(time: datetime | None) -> Timestamp | None:

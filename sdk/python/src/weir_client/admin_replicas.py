@@ -1,14 +1,11 @@
-"""The calls of the admin API about replicas, asyncio and blocking."""
+"""The calls of the admin API about replicas."""
 
 from __future__ import annotations
-
-from typing import Any
 
 from google.protobuf.duration_pb2 import Duration
 from weir.v1 import admin_service_pb2_grpc
 from weir.v1 import replicas_pb2 as pb
 
-from weir_client.loop_thread import LoopThread
 from weir_client.replicas import DrainedReplica, ReplicaList, UndrainedReplica, drain, replica
 from weir_client.unary import UnaryClient
 
@@ -42,25 +39,6 @@ class AsyncReplicaCalls(UnaryClient):
         request = pb.UndrainReplicaRequest(model=model, replica=name, reason=reason)
         answer = await self._call(self._stub.UndrainReplica, request)
         return UndrainedReplica(answer.undrained, tuple(map(replica, answer.replicas)), tuple(answer.silent_owner_ids))
-
-
-class ReplicaCalls:
-    """Part of `AdminClient`: the blocking twins."""
-
-    _client: AsyncReplicaCalls
-    _thread: LoopThread[Any]
-
-    def list_replicas(self, model: str = "") -> ReplicaList:
-        """The engines of models that have several, in all processes."""
-        return self._thread.run(lambda: self._client.list_replicas(model))
-
-    def drain_replica(self, model: str, name: str, *, reason: str = "", move_after_s: float | None = None) -> DrainedReplica:
-        """Takes a replica out of use in all processes."""
-        return self._thread.run(lambda: self._client.drain_replica(model, name, reason=reason, move_after_s=move_after_s))
-
-    def undrain_replica(self, model: str, name: str, *, reason: str = "") -> UndrainedReplica:
-        """Puts a replica into use again."""
-        return self._thread.run(lambda: self._client.undrain_replica(model, name, reason=reason))
 
 
 def _duration(seconds: float) -> Duration:

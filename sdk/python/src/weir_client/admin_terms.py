@@ -1,4 +1,4 @@
-"""The calls of the admin API about plans, prepaid credit and simulations, asyncio and blocking."""
+"""The calls of the admin API about plans, prepaid credit and simulations."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from google.protobuf.json_format import ParseDict
 from weir.v1 import plans_pb2 as pb
 
 from weir_client import wire_terms
-from weir_client.admin_prices import AsyncPriceCalls, PriceCalls
+from weir_client.admin_prices import AsyncPriceCalls
 from weir_client.billing_terms import CreditBalance, CreditGrant, Plan, PlanAssignment, PlanList, SimulatedCustomer
 
 
@@ -91,59 +91,3 @@ class AsyncTermCalls(AsyncPriceCalls):
         """Keeps an organization to its credit, or no longer; whether that was so before."""
         request = pb.SetPrepaidRequest(organization=organization, prepaid=prepaid)
         return (await self._call(self._stub.SetPrepaid, request)).existed
-
-
-class TermCalls(PriceCalls):
-    """Part of `AdminClient`. See `AsyncTermCalls` for every call and its errors."""
-
-    _client: AsyncTermCalls
-
-    def simulate_prices(self, month: str, proposal: Mapping[str, Any], *, organization: str = "") -> list[SimulatedCustomer]:
-        """What a past month would have come to with other prices or plans. Changes nothing."""
-        return self._thread.run(lambda: self._client.simulate_prices(month, proposal, organization=organization))
-
-    def create_plan(self, plan: Mapping[str, Any]) -> Plan:
-        """A plan, or the next version of one; the latest version if that says the same."""
-        return self._thread.run(lambda: self._client.create_plan(plan))
-
-    def list_plans(self, name: str = "", *, organization: str = "") -> PlanList:
-        """Plans, and who has which."""
-        return self._thread.run(lambda: self._client.list_plans(name, organization=organization))
-
-    def assign_plan(self, organization: str, plan: str, *, version: int = 0, first_month: str = "") -> PlanAssignment:
-        """Gives an organization a plan from a month on; an empty plan: none."""
-        return self._thread.run(lambda: self._client.assign_plan(organization, plan, version=version, first_month=first_month))
-
-    def grant_credit(
-        self,
-        organization: str,
-        amount_picos: int,
-        *,
-        last_month: str,
-        reason: str,
-        first_month: str = "",
-        request_id: str | None = None,
-    ) -> CreditGrant:
-        """Credit for what is billed in some months."""
-        return self._thread.run(
-            lambda: self._client.grant_credit(
-                organization,
-                amount_picos,
-                last_month=last_month,
-                reason=reason,
-                first_month=first_month,
-                request_id=request_id,
-            )
-        )
-
-    def list_credit_grants(self, organization: str = "") -> list[CreditGrant]:
-        """Credit of one organization or all."""
-        return self._thread.run(lambda: self._client.list_credit_grants(organization))
-
-    def get_credit_balance(self, organization: str) -> CreditBalance:
-        """What there is of an organization's credit at this moment."""
-        return self._thread.run(lambda: self._client.get_credit_balance(organization))
-
-    def set_prepaid(self, organization: str, prepaid: bool) -> bool:
-        """Keeps an organization to its credit, or no longer; whether that was so before."""
-        return self._thread.run(lambda: self._client.set_prepaid(organization, prepaid))

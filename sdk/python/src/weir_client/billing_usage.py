@@ -1,14 +1,12 @@
-"""The calls of the billing API that take a month apart, asyncio and blocking, and their messages as values."""
+"""The calls of the billing API that take a month apart; their messages as values."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from weir.v1 import billing_service_pb2_grpc
 from weir.v1 import usage_reports_pb2 as pb
 
-from weir_client.loop_thread import LoopThread
 from weir_client.unary import UnaryClient
 from weir_client.usage import MonthExportFormat, MonthFile, UsageForecast, UsageGrouping, UsagePage, UsageRow, UsageShare
 from weir_client.wire import money, time_of
@@ -91,49 +89,6 @@ class AsyncUsageCalls(UnaryClient):
         pieces = await self._opened().collect(self._stub.ExportMonth, request, timeout=self._timeout_s)
         content = b"".join(piece.chunk for piece in pieces)
         return MonthFile(pieces[0].file_name, pieces[0].media_type, content)
-
-
-class UsageCalls:
-    """Part of `BillingClient`: the blocking twins."""
-
-    _client: AsyncUsageCalls
-    _thread: LoopThread[Any]
-
-    def get_usage(
-        self,
-        month: str,
-        group_by: Sequence[UsageGrouping],
-        *,
-        organization: str = "",
-        day: str = "",
-        project: str = "",
-        api_key: str = "",
-        model: str = "",
-        page_size: int = 0,
-        page_token: str = "",
-    ) -> UsagePage:
-        """A page of what a month charges: see `AsyncBillingClient.get_usage`."""
-        return self._thread.run(
-            lambda: self._client.get_usage(
-                month,
-                group_by,
-                organization=organization,
-                day=day,
-                project=project,
-                api_key=api_key,
-                model=model,
-                page_size=page_size,
-                page_token=page_token,
-            )
-        )
-
-    def get_forecast(self, organization: str = "", month: str = "") -> UsageForecast:
-        """What a month will have cost by its end."""
-        return self._thread.run(lambda: self._client.get_forecast(organization, month))
-
-    def export_month(self, month: str, file_format: MonthExportFormat, *, organization: str = "") -> MonthFile:
-        """A file of a month (UTC, `YYYY-MM`)."""
-        return self._thread.run(lambda: self._client.export_month(month, file_format, organization=organization))
 
 
 def usage_row(message: pb.UsageRow) -> UsageRow:

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from types import TracebackType
 from typing import Self, Unpack
 
 from weir_client.aio import AsyncClient
+from weir_client.blocking import BlockingClient, blocking
 from weir_client.connection import KEEPALIVE_S, MESSAGE_BYTES_MAX, RETRY_WAIT_MAX_S
-from weir_client.embedding import EmbedInput, EmbedOptions, EmbedResult
 from weir_client.generation import AsyncGeneration
 from weir_client.limits import Limits
 from weir_client.loop_thread import LoopThread
 from weir_client.prompt import AttachOptions, GenerateOptions, Prompt
-from weir_client.quote import Quote
 from weir_client.tls import TlsOptions
-from weir_client.values import Admitted, Delta, Event, Generation, Model, Money, Partial, QuotaStatus, Result, TokenCount
+from weir_client.values import Admitted, Delta, Event, Money, Partial, Result
 
 
 class GenerationStream:
@@ -136,7 +135,7 @@ class _Deltas:
             self._stream.cancel()
 
 
-class Client:
+class Client(BlockingClient[AsyncClient]):
     """A connection to the inference API, to be used as `with Client() as client`. See `AsyncClient` for every argument."""
 
     def __init__(
@@ -151,7 +150,7 @@ class Client:
         **tls: Unpack[TlsOptions],
     ) -> None:
         """Settles where to connect. Raises: Unauthenticated if there is no key."""
-        self._client = AsyncClient(
+        client = AsyncClient(
             address,
             api_key,
             max_retries=max_retries,
@@ -160,12 +159,7 @@ class Client:
             keepalive_s=keepalive_s,
             **tls,
         )
-        self._thread = LoopThread(self._client)
-
-    @property
-    def address(self) -> str:
-        """Where this client connects to."""
-        return self._client.address
+        super().__init__(client)
 
     def generate(self, model: str, prompt: Prompt | None = None, **options: Unpack[GenerateOptions]) -> GenerationStream:
         """A streamed answer; see `AsyncClient.generate`. Raises: InvalidRequest for what cannot be written down."""
@@ -175,39 +169,10 @@ class Client:
         """Receives a request that was started elsewhere; see `AsyncClient.attach`."""
         return GenerationStream(self._thread, self._client.attach(request_id, **options))
 
-    def complete(self, model: str, prompt: Prompt | None = None, **options: Unpack[GenerateOptions]) -> Result:
-        """The whole answer at once. An interrupt cancels the request. Raises: WeirError."""
-        return self._thread.run(lambda: self._client.complete(model, prompt, **options))
-
-    def count_tokens(
-        self, model: str, prompt: Prompt | None = None, *, text: str | None = None, timeout: float | None = None
-    ) -> TokenCount:
-        """The size of a prompt as admission counts it, without running or billing anything. Raises: WeirError."""
-        return self._thread.run(lambda: self._client.count_tokens(model, prompt, text=text, timeout=timeout))
-
-    def quote(self, model: str, prompt: Prompt | None = None, **options: Unpack[GenerateOptions]) -> Quote:
-        """What the same call of `generate` would count and cost, without running it; see `AsyncClient.quote`."""
-        return self._thread.run(lambda: self._client.quote(model, prompt, **options))
-
-    def embed(self, model: str, inputs: str | Sequence[EmbedInput], **options: Unpack[EmbedOptions]) -> EmbedResult:
-        """Vectors of texts; see `AsyncClient.embed`. Raises: WeirError."""
-        return self._thread.run(lambda: self._client.embed(model, inputs, **options))
-
-    def list_models(self, *, timeout: float | None = None) -> list[Model]:
-        """The models that the key may use, by name. Raises: WeirError."""
-        return self._thread.run(lambda: self._client.list_models(timeout=timeout))
-
-    def get_quota(self, model: str = "", *, timeout: float | None = None) -> list[QuotaStatus]:
-        """Every limit that applies to the key, or to the key and one model. Empty: unlimited. Raises: WeirError."""
-        return self._thread.run(lambda: self._client.get_quota(model, timeout=timeout))
-
-    def get_generation(self, request_id: str, *, timeout: float | None = None) -> Generation:
-        """What is recorded of one request of the key's project. Raises: NotFound; any WeirError."""
-        return self._thread.run(lambda: self._client.get_generation(request_id, timeout=timeout))
-
-    def __enter__(self) -> Self:
-        self._thread.open()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._thread.close()
+    complete = blocking(AsyncClient.complete)
+    count_tokens = blocking(AsyncClient.count_tokens)
+    quote = blocking(AsyncClient.quote)
+    embed = blocking(AsyncClient.embed)
+    list_models = blocking(AsyncClient.list_models)
+    get_quota = blocking(AsyncClient.get_quota)
+    get_generation = blocking(AsyncClient.get_generation)
