@@ -1,11 +1,92 @@
-"""What holds for every test of the client: it leaves no task behind, and reads no settings of the machine it runs on."""
+"""What holds for every test of the clients: they leave no task behind, and read no settings of the machine they run on.
+
+And the servers that the tests of both clients, and those of their documentation, share; each test has tenants of its own.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import os
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 
 import pytest
+
+from infra import typescript_sdk
+from metering.billing.prices import set_price
+from tests.conftest import new_database
+from tests.inference.encoder_checkpoints import make_random_encoder
+from tests.service import MODEL, Service, make_model, running, wait_for
+
+ENCODER = "encoder"
+EMBEDDING_PICOS = 20_000
+TIGHT_KEEP_S = 20.0
+
+
+@pytest.fixture(scope="session")
+def service(tmp_path_factory: pytest.TempPathFactory, postgres_server: str, template_database: str) -> Iterator[Service]:
+    """A server with a model and an encoder."""
+    model = make_model(tmp_path_factory.mktemp("model"))
+    with new_database(postgres_server, template=template_database) as url:
+        encoders = {ENCODER: make_random_encoder(tmp_path_factory.mktemp("encoder"))}
+        with running(Service(tmp_path_factory.mktemp("home"), url, model, encoders=encoders)) as service:
+            wait_for(lambda: service.serving(f"engine/{ENCODER}"), "the encoder to be loaded")
+            asyncio.run(price_encoder(service))
+            yield service
+            assert service.stop() == 0, service.log[-4000:]
+        assert service.books.held_hold_count() == 0
+
+
+async def price_encoder(service: Service) -> None:
+    """What an embedded token costs."""
+    async with service.session() as session:
+        await set_price(
+            session,
+            model=ENCODER,
+            input_picos_per_token=0,
+            cached_input_picos_per_token=0,
+            output_picos_per_token=0,
+            embedding_picos_per_token=EMBEDDING_PICOS,
+            actor="test",
+        )
+
+
+@pytest.fixture(scope="session")
+def tight_process(tmp_path_factory: pytest.TempPathFactory, service: Service) -> Iterator[Service]:
+    """A second server of the same machine, which keeps little, and for a short time.
+
+    Each of them settles what the other leaves behind if it is killed.
+    """
+    home = tmp_path_factory.mktemp("tight")
+    (home / "journal").symlink_to(service.home / "journal")
+    model = service.settings.models[MODEL]
+    with running(Service(home, service.database_url, model, keep_max_s=TIGHT_KEEP_S, kept_bytes_per_request_max=100_000)) as tight:
+        yield tight
+
+
+@pytest.fixture
+def tight(tight_process: Service) -> Service:
+    """It, running."""
+    return alive(tight_process)
+
+
+def alive(service: Service) -> Service:
+    """Started again if a test has killed it."""
+    assert service.process is not None
+    if service.process.poll() is not None:
+        service.start()
+    return service
+
+
+@pytest.fixture(scope="session")
+def built() -> Path:
+    """The TypeScript client, compiled; where."""
+    if (why := typescript_sdk.missing()) is not None:
+        if os.environ.get("WEIR_REQUIRE_NODE"):
+            pytest.fail(why)
+        pytest.skip(why)
+    typescript_sdk.build()
+    return typescript_sdk.SDK / "dist"
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import uuid
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -33,55 +33,15 @@ from weir_client import (
     UsageUpdate,
 )
 
-from metering.billing.prices import set_price
 from metering.models import QuotaDimension
-from tests.conftest import new_database
-from tests.inference.encoder_checkpoints import DIMENSION, make_random_encoder
+from tests.inference.encoder_checkpoints import DIMENSION
 from tests.sdk import scripted
+from tests.sdk.conftest import EMBEDDING_PICOS, ENCODER, TIGHT_KEEP_S
 from tests.sdk.tcp_door import TcpDoor
-from tests.service import CACHED_PICOS, INPUT_PICOS, MODEL, OUTPUT_PICOS, POLL_S, Service, Tenant, make_model, running, wait_for
+from tests.service import CACHED_PICOS, INPUT_PICOS, MODEL, OUTPUT_PICOS, POLL_S, Service, Tenant
 
 CONFORMANCE = Path(__file__).resolve().parents[2] / "sdk" / "conformance.json"
 PROMPT = (7, 8, 9, 10)
-ENCODER = "encoder"
-EMBEDDING_PICOS = 20_000
-TIGHT_KEEP_S = 20.0
-
-
-@pytest.fixture(scope="module")
-def service(tmp_path_factory: pytest.TempPathFactory, postgres_server: str, template_database: str) -> Iterator[Service]:
-    """A server of its own."""
-    model = make_model(tmp_path_factory.mktemp("model"))
-    with new_database(postgres_server, template=template_database) as url:
-        encoders = {ENCODER: make_random_encoder(tmp_path_factory.mktemp("encoder"))}
-        with running(Service(tmp_path_factory.mktemp("home"), url, model, encoders=encoders)) as service:
-            wait_for(lambda: service.serving(f"engine/{ENCODER}"), "the encoder to be loaded")
-            yield service
-            assert service.stop() == 0, service.log[-4000:]
-        assert service.books.held_hold_count() == 0
-
-
-@pytest.fixture(scope="module")
-def tight_process(tmp_path_factory: pytest.TempPathFactory, service: Service) -> Iterator[Service]:
-    """A second server of the same machine, which keeps little, and for a short time."""
-    with running(tight_service(tmp_path_factory.mktemp("tight"), service)) as tight:
-        yield tight
-
-
-def tight_service(home: Path, beside: Service) -> Service:
-    """Each of them settles what the other leaves behind if it is killed."""
-    (home / "journal").symlink_to(beside.home / "journal")
-    model = beside.settings.models[MODEL]
-    return Service(home, beside.database_url, model, keep_max_s=TIGHT_KEEP_S, kept_bytes_per_request_max=100_000)
-
-
-@pytest.fixture
-def tight(tight_process: Service) -> Service:
-    """Started again if a test has killed it."""
-    assert tight_process.process is not None
-    if tight_process.process.poll() is not None:
-        tight_process.start()
-    return tight_process
 
 
 @pytest.fixture
@@ -529,6 +489,11 @@ async def test_costs_no_more_than_asked(client: AsyncClient) -> None:
     assert result.finish_reason is FinishReason.COST_LIMIT
     assert result.usage.billed_token_count >= 10
     assert result.cost <= limit
+    assert Money.of(limit.amount, "USD") == limit
+    assert Money.of("-1234567890123456789.000000000001", "USD").picos == -(1234567890123456789 * 10**12 + 1)
+    for wrong in ("", "1,5", "0.0000000000001", "NaN", 0.5):
+        with pytest.raises(ValueError, match="whole picos"):
+            Money.of(wrong, "USD")  # type: ignore[arg-type]  # a float is what somebody may give
     with pytest.raises(InvalidRequest, match="max_cost"):
         await client.complete(MODEL, token_ids=PROMPT, max_cost=Money("USD", 1))
 
@@ -582,22 +547,7 @@ async def test_takes_nothing_behind_its_cancel(client: AsyncClient) -> None:
         assert (result.usage.delivered_token_count > 200) is (keep_s is not None)
 
 
-async def price_encoder(service: Service) -> None:
-    """What an embedded token costs."""
-    async with service.session() as session:
-        await set_price(
-            session,
-            model=ENCODER,
-            input_picos_per_token=0,
-            cached_input_picos_per_token=0,
-            output_picos_per_token=0,
-            embedding_picos_per_token=EMBEDDING_PICOS,
-            actor="test",
-        )
-
-
-async def test_embeds(service: Service, client: AsyncClient) -> None:
-    await price_encoder(service)
+async def test_embeds(client: AsyncClient) -> None:
     result = await client.embed(ENCODER, ["the garden", [10, 11, 12]])
     [encoder] = [model for model in await client.list_models() if model.name == ENCODER]
     assert [len(each.vector) for each in result.embeddings] == [DIMENSION, DIMENSION]

@@ -39,6 +39,17 @@ export class Money {
     readonly picos: bigint,
   ) {}
 
+  /** From units of the currency as a decimal text. Throws a RangeError for what is no amount, or finer than a pico. */
+  static of(amount: string, currencyCode: string): Money {
+    const [, sign, units, fraction = ""] = /^(-?)(\d+)(?:\.(\d+))?$/.exec(amount) ?? [];
+    const digits = fraction.replace(/0+$/, "");
+    if (units === undefined || digits.length > 12) {
+      throw new RangeError(`'${amount}' is no amount in whole picos: give a text like "0.05"`);
+    }
+    const picos = BigInt(units) * PICOS_PER_UNIT + BigInt(digits.padEnd(12, "0"));
+    return new Money(currencyCode, sign === "-" ? -picos : picos);
+  }
+
   /** The amount in units as an exact decimal, at least two decimals: `0.00184`. */
   get amount(): string {
     const magnitude = this.picos < 0n ? -this.picos : this.picos;

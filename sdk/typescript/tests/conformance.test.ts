@@ -507,6 +507,8 @@ promise("costs-no-more-than-asked", async (client) => {
   const { finishReason, cost, usage } = await client.complete(MODEL, { ...LONG, maxCost: limit });
   assert.equal(finishReason, "COST_LIMIT");
   assert.ok(usage.billedTokenCount >= 10 && cost.picos <= limit.picos);
+  assert.deepEqual(Money.of(limit.amount, "USD"), limit);
+  for (const wrong of ["", "1,5", "0.0000000000001", "1e3"]) assert.throws(() => Money.of(wrong, "USD"), RangeError);
   await assert.rejects(client.complete(MODEL, { ...LONG, maxCost: new Money("USD", 1n) }), (error: unknown) => {
     assert.ok(error instanceof InvalidRequest);
     assert.match(error.message, /max_cost/);

@@ -7,7 +7,14 @@ from weir_client.blocking import BlockingUnaryClient, blocking
 
 
 class AdminClient(BlockingUnaryClient):
-    """Manages who may use the service, and how much. See `AsyncAdminClient` for every call and its errors."""
+    """Manages who may use the service, and how much. See `AsyncAdminClient` for every call and its errors.
+
+    >>> with AdminClient() as admin:
+    ...     organization = admin.create_organization("example", allow_existing=True)
+    ...     limit = admin.set_quota(QuotaSubject.ORGANIZATION, "example", QuotaDimension.TOKENS_PER_MONTH, 1_000_000)
+    >>> organization.name, limit.limit_value
+    ('example', 1000000)
+    """
 
     _async_class = AsyncAdminClient
 

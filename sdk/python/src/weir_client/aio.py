@@ -36,6 +36,13 @@ class AsyncClient:
     """A connection to the inference API, to be used as `async with AsyncClient() as client`.
 
     All generations share one stream; run as many at once as you like from the tasks of one event loop.
+
+    >>> import asyncio
+    >>> async def ask(*questions: str) -> list[Result]:
+    ...     async with AsyncClient() as client:
+    ...         return await asyncio.gather(*(client.complete("demo", each, max_output_tokens=20) for each in questions))
+    >>> [result.usage.billed_token_count <= 20 for result in asyncio.run(ask("Which hotel has a pool?", "And a garden?"))]
+    [True, True]
     """
 
     def __init__(

@@ -7,7 +7,14 @@ from weir_client.blocking import BlockingUnaryClient, blocking
 
 
 class BillingClient(BlockingUnaryClient):
-    """Reads the bill, closes months and corrects. See `AsyncBillingClient` for every call and its errors."""
+    """Reads the bill, closes months and corrects. See `AsyncBillingClient` for every call and its errors.
+
+    >>> with AdminClient() as admin, BillingClient() as billing:
+    ...     customer = admin.create_organization("example", allow_existing=True)
+    ...     report = billing.get_month_report("example", f"{customer.create_time:%Y-%m}")
+    >>> print(report.total)
+    0.00 USD
+    """
 
     _async_class = AsyncBillingClient
 

@@ -24,6 +24,11 @@ class GenerationStream:
     Leaving the `with` block cancels what still runs and waits (at most 2 s) until the server has settled it, so that `result`
     tells usage and cost. Breaking out of `for`, and an interrupt (Ctrl-C), cancel it as well. `next(stream)` takes single deltas
     without that. One thread reads; `cancel` may be called from any.
+
+    >>> with client.generate("demo", "Which hotel has a pool?", max_output_tokens=20) as stream:
+    ...     text = "".join(delta.text for delta in stream)
+    >>> text == stream.result.text
+    True
     """
 
     def __init__(self, thread: LoopThread[AsyncClient], generation: AsyncGeneration) -> None:
@@ -136,7 +141,13 @@ class _Deltas:
 
 
 class Client(BlockingClient[AsyncClient]):
-    """A connection to the inference API, to be used as `with Client() as client`. See `AsyncClient` for every argument."""
+    """A connection to the inference API, to be used as `with Client() as client`. See `AsyncClient` for every argument.
+
+    >>> with Client() as client:
+    ...     result = client.complete("demo", "Which hotel has a pool?", max_output_tokens=20)
+    >>> result.usage.billed_token_count <= 20
+    True
+    """
 
     def __init__(
         self,
