@@ -64,6 +64,7 @@ from metering.store.store_gate import StoreGate
 
 HEALTH_INTERVAL_S = 0.2
 SETTLE_GRACE_S = 10.0  # after the drain time, for the settlement of what was still running
+KEY_CONNECTIONS = 2  # a look-up takes a millisecond, and no report may keep one waiting
 # Requests leave nothing to collect; to find that out the collector walks through all that is new, and stops all streams meanwhile.
 COLLECT_AFTER_OBJECTS = 50_000  # some MB; as many as 500 requests at once have
 
@@ -245,12 +246,17 @@ async def serve(settings: Settings) -> None:
     await recover(settings, gate, signer)
     stopping = asyncio.Event()
     store = create_engine(settings.database_url, pool_size=settings.database_connections_max, gate=gate)
+    key_store = create_engine(settings.database_url, pool_size=KEY_CONNECTIONS, gate=gate)
     sessions = create_sessions(store)
     journal, notices = UsageJournal(settings.journal_directory, owner_id), UsageNotices(sessions)
     spans = open_spans(owner_id)
     observer = Observer((model.name for model in router.models()), spans)
     holds = open_holds(settings, journal, gate, signer, notices, observer)
-    capacity, health, authenticator = Capacity(settings.requests_per_process_max), Health(), open_door(settings, sessions)
+    capacity, health, authenticator = (
+        Capacity(settings.requests_per_process_max),
+        Health(),
+        open_door(settings, create_sessions(key_store)),
+    )
     async with asyncio.TaskGroup() as tasks:
         relays = Relays(sessions, owner_id, tasks)
         admission = Admission(settings, capacity, holds, journal, tasks)
@@ -312,6 +318,7 @@ async def serve(settings: Settings) -> None:
     if spans is not None:
         await asyncio.to_thread(spans.close)
     await store.dispose()
+    await key_store.dispose()
     log.info("stopped")
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+from datetime import UTC, datetime
 
+import psycopg
 from grpc import StatusCode
 from weir.v1 import (
     billing_service_pb2,
@@ -13,7 +15,10 @@ from weir.v1 import (
 from weir.v1 import inference_service_pb2 as pb
 
 from metering.models import QuotaDimension
-from tests.service import PLAIN_IDS, Service, bearer, refused, start
+from metering.store.db import psycopg_conninfo
+from tests.service import PLAIN_IDS, Service, bearer, refused, start, until
+
+CONNECTIONS = 5  # of a process, for whatever is looked up or reported
 
 
 async def test_requests_of_others_do_not_exist(service: Service) -> None:
@@ -65,6 +70,33 @@ async def test_a_used_up_tenant_takes_nothing_from_another(service: Service) -> 
         assert (await theirs.finished(await theirs.begin())).usage.delivered_token_count == 20
 
     assert refusal.info.metadata["subject_id"] == str(empty.organization_id)
+
+
+async def test_reports_that_take_long_keep_nobody_from_being_let_in(service: Service) -> None:
+    """Any customer's finance may ask for as many at once as it likes."""
+    one, other = await service.tenant(scopes=("billing",)), await service.tenant()
+    month = f"{datetime.now(UTC):%Y-%m}"
+
+    with psycopg.connect(psycopg_conninfo(service.database_url)) as slow:
+        slow.execute("LOCK TABLE ledger_entries IN ACCESS EXCLUSIVE MODE")
+        async with service.channel() as channel:
+            stub = billing_service_pb2_grpc.BillingServiceStub(channel)
+            request = billing_service_pb2.GetMonthReportRequest(organization=one.name, month=month)
+            reports = [stub.GetMonthReport(request, metadata=bearer(one.secret)) for _ in range(20)]
+            await until(lambda: waiting_count(service) == CONNECTIONS, "as many reports to wait as there are connections for them")
+            async with service.stream(other.secret) as stream:
+                finished = await stream.finished(await stream.begin())
+            still_waiting = waiting_count(service)
+            for report in reports:
+                report.cancel()
+
+    assert (finished.usage.delivered_token_count, still_waiting) == (20, CONNECTIONS)
+
+
+def waiting_count(service: Service) -> int:
+    """Statements that wait for a table."""
+    [row] = service.books.rows("SELECT count(*) AS n FROM pg_stat_activity WHERE wait_event = 'relation'")
+    return int(row["n"])
 
 
 async def test_a_prompt_is_cached_for_its_organization_alone(service: Service) -> None:
