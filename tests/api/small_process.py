@@ -1,0 +1,227 @@
+"""One api process without its sockets: everything between a stream and the database is the product's own, in this event loop.
+
+The engine computes nothing and steps once in each turn of the loop, so that a request meets the same suspensions in every run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from array import array
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+from weir.v1 import inference_service_pb2 as pb
+
+from api.access.auth import Authenticator
+from api.access.standing_key import StandingKey
+from api.process import Process
+from api.requests.admission import Admission, Capacity
+from api.requests.live import Caller, LiveRequest
+from api.settings import Settings
+from api.streams.generation import ClientStream
+from api.streams.receiver import Receiver
+from api.streams.relay import Relays
+from api.wire import ValidStart
+from inference.core.cost_model import CostModel
+from inference.core.engine_core import EngineCore, EngineOptions
+from inference.engine import (
+    EmbeddingRequest,
+    Embeddings,
+    EngineCondition,
+    EngineState,
+    EngineStatistics,
+    ModelInfo,
+)
+from inference.limits import EngineLimits
+from inference.router import Router
+from inference.text.tokenizer import Tokenizer
+from metering.holds.holds import HoldStore
+from metering.holds.journal import UsageJournal
+from metering.store.db import Sessions
+from metering.tenants.tenants import Principal
+from tests.inference.checkpoints import TinyCheckpoint
+from tests.inference.core_engine import CoreEngine
+
+ENCODER, DIMENSION = "encoder", 4
+
+
+class PacedEngine(CoreEngine):
+    """Steps while its gate is open."""
+
+    def __init__(self, checkpoint: TinyCheckpoint) -> None:
+        options = EngineOptions(checkpoint.directory, EngineLimits(2048, 256), simulation=CostModel(time_scale=0.0))
+        super().__init__(checkpoint, lambda: EngineCore(options, sleep=lambda _: None), name="demo")
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.paused = asyncio.Event()
+        self._pause_at: int | None = None  # tokens of all its sequences together
+
+    def pause_after(self, token_count: int) -> None:
+        """The gate closes by itself after so many more tokens."""
+        self.paused.clear()
+        self._pause_at = self.token_count + token_count
+
+    async def serve(self) -> None:
+        """See `CoreEngine`."""
+        while self.state is not EngineState.CLOSED:
+            await self._wake.wait()
+            await self.gate.wait()
+            if self.core is not None:
+                self.step()
+            if self._pause_at is not None and self.token_count >= self._pause_at:
+                self._pause_at = None
+                self.gate.clear()
+                self.paused.set()
+            if self.core is None or self.core.idle:
+                self._wake.clear()
+            await asyncio.sleep(0)
+
+
+class PlainEncoder:
+    """`Encoder` whose vectors mean nothing."""
+
+    def __init__(self, engine: CoreEngine) -> None:
+        facts = {name: getattr(engine.model, name) for name in ModelInfo.__dataclass_fields__}
+        self.model = ModelInfo(**facts | {"name": ENCODER, "embedding_dimension": DIMENSION})
+        self.running_count = 0
+
+    async def embed(self, request: EmbeddingRequest) -> Embeddings:
+        """See `Encoder`."""
+        self.running_count += 1
+        try:
+            await soon()
+            request.on_begin()
+            await soon()
+            return Embeddings(tuple(array("f", [1.0] * DIMENSION) for _ in request.inputs), 0.0, 0.0)
+        finally:
+            self.running_count -= 1
+
+    def healthy(self) -> bool:
+        """See `Backend`."""
+        return True
+
+    def condition(self) -> EngineCondition:
+        """See `Backend`."""
+        return EngineCondition(EngineState.READY)
+
+    def statistics(self) -> EngineStatistics:
+        """See `Backend`."""
+        return EngineStatistics(running_sequence_count=self.running_count)
+
+
+async def soon() -> None:
+    """Wait for something that comes in the next turn of the loop."""
+    loop = asyncio.get_running_loop()
+    comes: asyncio.Future[None] = loop.create_future()
+    loop.call_soon(lambda: None if comes.done() else comes.set_result(None))
+    await comes
+
+
+@dataclass(slots=True)
+class Call:
+    """Both ends of one `Generate` call. left_s: what the client's deadline leaves; None for no deadline."""
+
+    left_s: float | None = 1000.0
+    messages: list[pb.GenerateResponse] = field(default_factory=list)
+    on_frame: Callable[[pb.ServerFrame], object] = lambda _: None
+    _sent: asyncio.Queue[pb.GenerateRequest | None] = field(default_factory=asyncio.Queue)
+
+    def send(self, *frames: pb.ClientFrame) -> None:
+        """As the client."""
+        self._sent.put_nowait(pb.GenerateRequest(frames=frames))
+
+    def half_close(self) -> None:
+        """Nothing more is sent."""
+        self._sent.put_nowait(None)
+
+    async def requests(self) -> AsyncIterator[pb.GenerateRequest]:
+        """As the server reads them."""
+        while (message := await self._sent.get()) is not None:
+            yield message
+
+    async def write(self, message: pb.GenerateResponse) -> None:
+        """As the server writes: what is handed over counts as delivered, whatever becomes of it."""
+        self.messages.append(message)
+        for frame in message.frames:
+            self.on_frame(frame)
+        await soon()
+
+    def time_remaining(self) -> float | None:
+        """See `grpc.aio.ServicerContext`."""
+        return self.left_s
+
+    @property
+    def frames(self) -> list[pb.ServerFrame]:
+        """In order."""
+        return [frame for message in self.messages for frame in message.frames]
+
+
+class WatchedProcess(Process):
+    """Remembers the request that began last."""
+
+    last: LiveRequest | None = None
+
+    def begin(self, caller: Caller, start: ValidStart, receiver: Receiver) -> None:
+        """See `Process.begin`."""
+        super().begin(caller, start, receiver)
+        self.last = self.find((caller.payer.project_id, start.request_id))
+
+
+class SmallProcess:
+    """What `api/__main__.py` puts together, but for servers and background work that no request needs."""
+
+    def __init__(self, settings: Settings, checkpoint: TinyCheckpoint, sessions: Sessions, tasks: asyncio.TaskGroup) -> None:
+        self.owner_id = uuid.uuid4()
+        self.engine = PacedEngine(checkpoint)
+        self.encoder = PlainEncoder(self.engine)
+        self.journal = UsageJournal(settings.journal_directory, self.owner_id)
+        self.holds = HoldStore(settings.database_url, self.owner_id)
+        self.capacity = Capacity(settings.requests_per_process_max)
+        self.relays = Relays(sessions, self.owner_id, tasks)
+        self.authenticator = Authenticator(sessions)
+        router = Router({"demo": self.engine}, {ENCODER: cast(Any, self.encoder)})
+        tokenizer = Tokenizer(Path(self.engine.model.directory))
+        admission = Admission(settings, self.capacity, self.holds, self.journal, tasks)
+        self.process = WatchedProcess(admission, router, {"demo": tokenizer, ENCODER: tokenizer}, None, self.relays)
+        self._background = [
+            tasks.create_task(self.holds.run(), name="holds"),
+            tasks.create_task(self.engine.serve(), name="engine"),
+        ]
+
+    def stream(self, principal: Principal, secret: str) -> ClientStream:
+        """A `Generate` call's."""
+        key = StandingKey(principal, cast(Any, None), 3600.0)
+        return ClientStream(self.process, key, 0.0, secret=secret)
+
+    def left_over(self) -> dict[str, int]:
+        """What requests that have ended must have given back, by name; empty when nothing is left. Mailboxes are emptied."""
+        queues = [queue.statistics() for queue in self.process.queues.values()]
+        statistics, mailboxes = self.engine.statistics(), self.process.mailboxes
+        for key in list(mailboxes._ended):
+            mailboxes._forget(key)
+        counts = {
+            "permits": self.capacity.taken_count,
+            "places": sum(queue.waiting_count + queue.engine_pending_count for queue in queues),
+            "live holds": self.holds.statistics().live_hold_count,
+            "sequences": statistics.running_sequence_count + statistics.waiting_sequence_count + len(self.engine._streams),
+            "KV blocks": statistics.kv_block_count_held,
+            "texts": self.encoder.running_count,
+            "requests": len(self.process.running()) + len(self.process._by_key),
+            "mailboxes": mailboxes._live_count,
+            "kept bytes": mailboxes.byte_count,
+            "journalled holds": len(self.journal._live),
+            "relays": self.relays.running_count,
+        }
+        return {name: count for name, count in counts.items() if count}
+
+    async def close(self) -> None:
+        """End the background."""
+        await self.relays.close()
+        await self.engine.close()
+        for task in self._background:
+            task.cancel()
+        await asyncio.gather(*self._background, return_exceptions=True)
+        self.journal.close()

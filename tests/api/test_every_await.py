@@ -1,0 +1,488 @@
+"""Whatever ends a request, and at whichever `await` it does: what was delivered is what is billed, once, and nothing is left over.
+
+Each sweep runs one request again and again, and interrupts it at its first suspension, then at its second, until a run ends before
+the suspension comes. Nothing is drawn by chance.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import uuid
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import grpc
+import pytest
+from weir.v1 import inference_service_pb2 as pb
+
+from api.embedding.embedding import EmbedCaller
+from api.embedding.embedding_wire import ValidEmbed, parse_embed
+from api.errors import Draining
+from api.inference_service import InferenceServicer
+from api.openai.door import Door
+from api.openai.exchange import Exchange
+from api.openai.listener import Listener
+from api.server import build_peer_server
+from api.settings import Settings
+from metering.control.control_channel import WRITE_REPORT
+from metering.models import QuotaDimension
+from metering.operations import Outcome, Payer
+from metering.store.db import Sessions
+from metering.tenants.tenants import Principal, authenticate, create_api_key
+from tests.api.small_process import ENCODER, Call, SmallProcess
+from tests.api.suspensions import Moment, Suspensions
+from tests.inference.checkpoints import TinyCheckpoint, make_checkpoint
+from tests.metering.hold_world import HoldWorld
+from tests.service import PATIENCE_S
+
+TOKENS = 5  # of each answer, under leases of two: so that a request waits for the database in its middle, too
+PROMPT = range(7, 17)
+OTHER = "elsewhere"
+GOING_S = 20.0  # for what is left to go; it takes some milliseconds
+WATCHED = frozenset(
+    {
+        "ClientStream.serve",
+        "ClientStream._read_on",
+        "ClientStream._write",
+        "LiveRequest._run",
+        "LiveEmbedding._run",
+        "embed",
+        "Lease._extend_quietly",
+        "Relay._run",
+        "Relay._write",
+        "RequestHandler.start",
+        "RequestHandler._handle_request",
+        "Door.handle",
+    }
+)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> TinyCheckpoint:
+    return make_checkpoint(tmp_path_factory.mktemp("checkpoint"), seed=3)
+
+
+class World:
+    """Two processes of one deployment, whose tasks are watched, and the books of both."""
+
+    def __init__(self, books: HoldWorld, sessions: Sessions, payer: Payer, settings: Settings) -> None:
+        self.books = books
+        self.sessions = sessions
+        self.payer = payer
+        self.settings = settings
+        self.suspensions = Suspensions(WATCHED)
+        self.secret = ""
+        self.principal: Principal
+        self.here: SmallProcess
+        self.elsewhere: SmallProcess
+        self.listener: Listener
+        self.port = 0
+        self.peer_server: grpc.aio.Server
+        self.begun_tasks: set[asyncio.Task[Any]] = set()
+        self.is_broken = False
+
+    async def quiet(self) -> None:
+        """Wait until nothing runs any more of what was interrupted; fails with what is left."""
+        async with asyncio.timeout(PATIENCE_S):
+            while running := [task for task in self.suspensions.tasks if not task.done()]:
+                await asyncio.wait(running)
+        left: dict[str, Any] = {}
+
+        def nothing_left() -> bool:
+            left.clear()
+            left.update(self.here.left_over() | {f"{name} {OTHER}": n for name, n in self.elsewhere.left_over().items()})
+            if self.is_broken:
+                left.pop("journalled holds", None)
+            tasks = asyncio.all_tasks() - self.begun_tasks
+            left["tasks"] = [task for task in tasks if not qualified_name(task).startswith("AioServer.")]
+            left["timers"] = timers_of("api.")
+            left["held"] = self.books.one("SELECT count(*) FROM holds WHERE state = 'held'")
+            left["held of quotas"] = self.books.one("SELECT coalesce(sum(held), 0)::int FROM quota_counters")
+            return not any(left.values())
+
+        try:
+            async with asyncio.timeout(GOING_S):
+                while not nothing_left():  # noqa: ASYNC110  # some of it goes in the database
+                    await asyncio.sleep(0.001)
+        except TimeoutError:
+            raise AssertionError({name: value for name, value in left.items() if value}) from None
+
+    def mend(self) -> None:
+        """What is left to recovery is no concern of the next run."""
+        self.is_broken = False
+        for process in (self.here, self.elsewhere):
+            process.journal._live.clear()
+
+    def bill(self, request_id: str) -> tuple[int, int] | None:
+        """Input and delivered tokens of a request's one usage event; None if it costs nothing."""
+        rows = self.books.rows(
+            "SELECT h.state, e.input_token_count + e.embedding_token_count, e.delivered_token_count FROM holds h"
+            " LEFT JOIN usage_events e ON e.hold_id = h.id WHERE h.request_id = %s",
+            uuid.UUID(request_id),
+        )
+        billed = [row[1:] for row in rows if row[0] == "settled"]
+        assert len(billed) <= 1, "settled more than once"
+        assert all(row[1] is None for row in rows if row[0] != "settled")
+        return billed[0] if billed else None
+
+
+def qualified_name(task: asyncio.Task[Any]) -> str:
+    """Of what a task runs."""
+    return str(getattr(task.get_coro(), "__qualname__", ""))
+
+
+def timers_of(package: str) -> list[str]:
+    """What the loop is to call later, of a package's own functions."""
+    handles = [handle for handle in cast(Any, asyncio.get_running_loop())._scheduled if not handle.cancelled()]
+    return [str(handle) for handle in handles if getattr(handle._callback, "__module__", "").startswith(package)]
+
+
+@pytest.fixture
+async def world(tmp_path: Path, database_url: str, sessions: Sessions, checkpoint: TinyCheckpoint) -> AsyncIterator[World]:
+    settings = Settings(
+        database_url=database_url,
+        home=tmp_path,
+        lease_slice_tokens=2,
+        lease_least_tokens=1,
+        lease_margin_tokens=1,
+        openai_listen="127.0.0.1:0",
+        listen_address="127.0.0.1:0",
+    )
+    with HoldWorld(database_url, now=None) as books:
+        books.execute(PRICE_OF_ENCODER, ENCODER)
+        payer = books.tenant()
+        books.quota(payer, QuotaDimension.CONCURRENT_REQUESTS, 100)
+        books.quota(payer, QuotaDimension.TOKENS_PER_MONTH, 10**9)
+        world = World(books, sessions, payer, settings)
+        async with asyncio.TaskGroup() as tasks:
+            await open_processes(world, checkpoint, tasks)
+            asyncio.get_running_loop().set_task_factory(world.suspensions)
+            yield world
+            asyncio.get_running_loop().set_task_factory(None)
+            await close_processes(world)
+
+
+PRICE_OF_ENCODER = """
+INSERT INTO price_versions (model, currency_code, input_picos_per_token, cached_input_picos_per_token,
+                            output_picos_per_token, embedding_picos_per_token, effective_at)
+VALUES (%s, 'USD', 3, 1, 7, 2, now() - interval '1 day')
+"""
+
+
+async def open_processes(world: World, checkpoint: TinyCheckpoint, tasks: asyncio.TaskGroup) -> None:
+    """Start both, with what each needs for the other."""
+    async with world.sessions.begin() as session:
+        _, world.secret = await create_api_key(session, organization="acme", project="search", name="key", actor="test")
+    async with world.sessions() as session:
+        world.principal = await authenticate(session, world.secret)
+    world.here = SmallProcess(world.settings, checkpoint, world.sessions, tasks)
+    world.elsewhere = SmallProcess(world.settings, checkpoint, world.sessions, tasks)
+    for process in (world.here, world.elsewhere):
+        await process.engine.start()
+    servicer = InferenceServicer(world.elsewhere.process, world.elsewhere.authenticator, world.sessions, for_peers=True)
+    world.peer_server, peer = build_peer_server(world.settings, servicer)
+    await world.peer_server.start()
+    report = (world.elsewhere.owner_id, OTHER, peer.address, peer.certificate, "[]")
+    world.books.execute(WRITE_REPORT, *report)
+    door = Door(world.here.process, world.here.authenticator, world.sessions)
+    world.listener = Listener(door.handle, world.settings, None)
+    world.port = world.listener.bind(("127.0.0.1", 0))
+    await world.listener.start()
+
+
+async def close_processes(world: World) -> None:
+    """End both."""
+    await world.listener.stop()
+    await world.here.close()
+    await world.peer_server.stop(grace=None)
+    await world.elsewhere.close()
+
+
+def start_frame(**fields: Any) -> pb.ClientFrame:
+    """A request that runs to its limit."""
+    prompt = pb.TokenIds(ids=PROMPT)
+    start = pb.StartFrame(model="demo", token_ids=prompt, max_output_tokens=TOKENS, ignore_eos=True, **fields)
+    return pb.ClientFrame(request_id=str(uuid.uuid4()), start=start)
+
+
+@dataclass(slots=True)
+class StreamRun:
+    """A request on a stream of this process."""
+
+    world: World
+    frames: tuple[pb.ClientFrame, ...]
+    kept: bool = False
+    call: Call = field(default_factory=Call)
+    process: SmallProcess | None = None
+    serving: asyncio.Task[None] | None = None
+
+    @property
+    def request_id(self) -> str:
+        """Of its one request."""
+        return self.frames[0].request_id
+
+    async def run(self) -> None:
+        """Until the stream is over, and what it began."""
+        process = self.process or self.world.here
+        self.call.send(*self.frames)
+        self.call.half_close()
+        stream = process.stream(self.world.principal, self.world.secret)
+        self.serving = asyncio.create_task(stream.serve(self.call.requests(), cast(Any, self.call)))
+        with contextlib.suppress(asyncio.CancelledError):
+            await self.serving
+
+    def hang_up(self) -> None:
+        """The client goes away."""
+        assert self.serving is not None
+        self.serving.cancel()
+
+    def run_out_of_time(self) -> None:
+        """The deadline of the call passes: gRPC cancels its handler."""
+        self.call.left_s = 0.0
+        self.hang_up()
+
+    def check(self) -> None:
+        """What the client has is what is billed; and it is told of one end at most."""
+        bill = self.world.bill(self.request_id)
+        delivered_count = bill[1] if bill else 0
+        deltas = [frame.delta for frame in self.call.frames if frame.HasField("delta")]
+        received_count = sum(len(delta.token_ids) for delta in deltas)
+        assert received_count <= delivered_count if self.kept else received_count == delivered_count
+        assert [delta.seq for delta in deltas] == list(range(1, len(deltas) + 1))
+        ends = [frame for frame in self.call.frames if frame.WhichOneof("kind") in ("finished", "failed")]
+        assert len(ends) <= 1
+        for end in ends:
+            assert end == self.call.frames[-1]
+            told = end.finished if end.HasField("finished") else end.failed
+            assert not told.HasField("usage") or told.usage.delivered_token_count == delivered_count
+
+
+class ResumedRun(StreamRun):
+    """A kept request whose first stream goes away when it has said two tokens; the stream that attaches is watched."""
+
+    async def prepare(self) -> None:
+        """What comes before."""
+        world, owner = self.world, self.process or self.world.here
+        start = start_frame()
+        start.start.keep_on_disconnect.FromSeconds(60)
+        first = StreamRun(world, (start,), process=owner)
+        owner.engine.pause_after(2)
+        running = asyncio.create_task(first.run())
+        await owner.engine.paused.wait()
+        first.hang_up()
+        await running
+        self.frames = (self.coming_back(start),)
+        self.kept = True
+        self.process = world.here
+        self.call.on_frame = lambda frame: owner.engine.gate.set() if frame.HasField("attached") else None
+
+    def coming_back(self, start: pb.ClientFrame) -> pb.ClientFrame:
+        """The frame with which it is asked for again."""
+        return pb.ClientFrame(request_id=start.request_id, attach=pb.AttachFrame(after_seq=0))
+
+    async def run(self) -> None:
+        """See `StreamRun`; the engine goes on in any case."""
+        await StreamRun.run(self)
+        for process in (self.world.here, self.world.elsewhere):
+            process.engine.gate.set()
+
+
+class RestartedRun(ResumedRun):
+    """The same start frame again."""
+
+    def coming_back(self, start: pb.ClientFrame) -> pb.ClientFrame:
+        """See `ResumedRun`."""
+        return start
+
+
+async def embed(world: World, start: ValidEmbed) -> pb.EmbedResponse:
+    """As the handler of the call does."""
+    return await world.here.process.embed(EmbedCaller(world.payer, 0.0, 0.0), start).answer()
+
+
+@dataclass(slots=True)
+class EmbedRun:
+    """One `Embed` call."""
+
+    world: World
+    request_id: str = field(default_factory=lambda: str(uuid.uuid4()))
+    answering: asyncio.Task[pb.EmbedResponse] | None = None
+
+    async def run(self) -> None:
+        """Until the call is over."""
+        texts = [pb.EmbedInput(token_ids=pb.TokenIds(ids=PROMPT)) for _ in range(2)]
+        start = parse_embed(pb.EmbedRequest(request_id=self.request_id, model=ENCODER, inputs=texts))
+        self.answering = asyncio.create_task(embed(self.world, start))
+        await asyncio.wait([self.answering])
+
+    def hang_up(self) -> None:
+        """The client goes away."""
+        assert self.answering is not None
+        self.answering.cancel()
+
+    run_out_of_time = hang_up  # gRPC cancels the handler
+
+    def check(self) -> None:
+        """Whoever has the vectors pays for them."""
+        assert self.answering is not None
+        bill = self.world.bill(self.request_id)
+        assert bill in (None, (2 * len(PROMPT), 0))
+        if not self.answering.cancelled() and self.answering.exception() is None:
+            assert bill is not None
+            assert self.answering.result().usage.embedding_token_count == 2 * len(PROMPT)
+
+
+@dataclass(slots=True)
+class HttpRun:
+    """One chat over HTTP."""
+
+    world: World
+    streams: bool
+    request_id: str = field(default_factory=lambda: str(uuid.uuid4()))
+    data: bytes = b""
+
+    async def run(self) -> None:
+        """Until the connection is closed."""
+        handed_over.clear()
+        chat = {"model": "demo", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": TOKENS, "stream": self.streams}
+        body = json.dumps(chat | {"ignore_eos": True}).encode()
+        lines = [
+            "POST /v1/chat/completions HTTP/1.1",
+            "host: weir",
+            "connection: close",
+            f"x-request-id: {self.request_id}",
+            f"authorization: Bearer {self.world.secret}",
+            f"content-length: {len(body)}",
+        ]
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.world.port)
+        with contextlib.suppress(ConnectionError):
+            writer.write("\r\n".join(lines).encode() + b"\r\n\r\n" + body)
+            self.data = await reader.read()
+        writer.close()
+
+    def hang_up(self) -> None:
+        """The connection breaks."""
+        for transport in list(self.world.listener._http._connections.values()):
+            transport.abort()
+
+    run_out_of_time = hang_up  # such a client hangs up by its own clock
+
+    def check(self) -> None:
+        """What was handed to the connection is what is billed."""
+        bill = self.world.bill(self.request_id)
+        assert sum(handed_over) == (bill[1] if bill else 0)
+
+
+handed_over: list[int] = []  # tokens, by message, of the one HTTP request that runs
+
+
+@pytest.fixture(autouse=True)
+def _watch_handing_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    take = Exchange._take
+
+    async def take_and_note(self: Exchange, message: pb.GenerateResponse) -> None:
+        handed_over.append(sum(len(frame.delta.token_ids) for frame in message.frames))
+        await take(self, message)
+
+    monkeypatch.setattr(Exchange, "_take", take_and_note)
+
+
+Run = StreamRun | EmbedRun | HttpRun
+RUNS: dict[str, Callable[[World], Run]] = {
+    "a request": lambda world: StreamRun(world, (start_frame(),)),
+    "a request with credit": lambda world: with_credit(world),
+    "an attached request": lambda world: ResumedRun(world, ()),
+    "a relayed request": lambda world: ResumedRun(world, (), process=world.elsewhere),
+    "a request that runs elsewhere": lambda world: RestartedRun(world, (), process=world.elsewhere),
+    "an embedding": EmbedRun,
+    "a streamed chat": lambda world: HttpRun(world, True),
+    "a whole chat": lambda world: HttpRun(world, False),
+}
+
+
+def with_credit(world: World) -> StreamRun:
+    """It may send two tokens at first, and the rest when the client says so."""
+    start = start_frame(initial_credit_tokens=2)
+    credit = pb.ClientFrame(request_id=start.request_id, credit=pb.CreditFrame(token_count=TOKENS))
+    return StreamRun(world, (start, credit))
+
+
+def end_tasks(world: World, run: Run) -> None:
+    """The task of the request is cancelled, as by a process that breaks. One that has not begun would never run its first line.
+
+    Nobody hears then that the hold has ended: its journal stays for the recovery, which finds it settled.
+    """
+    world.is_broken = True
+    for name in ("LiveRequest._run", "LiveEmbedding._run"):
+        for task in world.suspensions.of(name):
+            task.cancel()
+
+
+def shut_down(world: World, run: Run) -> None:
+    """The drain time is over."""
+    for process in (world.here, world.elsewhere):
+        process.process.fail_all(Draining("shut down"))
+
+
+def miss_start(world: World, run: Run) -> None:
+    """The time in which the request was to begin is over."""
+    for process in (world.here, world.elsewhere):
+        for request in process.process.running():
+            if hasattr(request, "_stop_unless_begun"):
+                request._stop_unless_begun()
+
+
+def cancel_by_frame(world: World, run: Run) -> None:
+    """The client does not want it any more, and reads on."""
+    for process in (world.here, world.elsewhere):
+        for request in process.process.running():
+            if (receiver := request.feed.receiver if hasattr(request, "feed") else None) is not None:
+                receiver.source.stop(Outcome.CANCELLED)
+
+
+Interrupt = Callable[[World, Run], None]
+EARLY = ("the client goes away", "its deadline passes")
+INTERRUPTIONS: dict[str, Interrupt] = {
+    "the client goes away": lambda world, run: run.hang_up(),
+    "its deadline passes": lambda world, run: run.run_out_of_time(),
+    "it does not begin in time": miss_start,
+    "the client cancels": cancel_by_frame,
+    "its task is cancelled": end_tasks,
+    "the process shuts down": shut_down,
+}
+LEAST_SUSPENSIONS = 5  # of any of them; one that met fewer would not have been watched
+
+
+@pytest.mark.parametrize("name", RUNS)
+async def test_a_request_that_is_interrupted_anywhere_is_billed_once_and_leaves_nothing(world: World, name: str) -> None:
+    for kind, interrupt in INTERRUPTIONS.items():
+        for moment in Moment:
+            at = 1
+            while await is_met(world, RUNS[name](world), interrupt, at, moment, kind):
+                at += 1
+            assert at > LEAST_SUSPENSIONS
+
+
+async def is_met(world: World, run: Run, interrupt: Interrupt, at: int, moment: Moment, kind: str) -> bool:
+    """Interrupt a run at its suspension of this number, and check what is left; whether the run has met it."""
+    if isinstance(run, ResumedRun):
+        await run.prepare()
+    world.begun_tasks = asyncio.all_tasks()
+    world.suspensions.arm(at, moment, lambda: interrupt(world, run))
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            await run.run()
+        met = world.suspensions.disarm()
+        await world.quiet()
+        run.check()
+        if (at, moment) == (1, Moment.ASLEEP) and kind in EARLY and not isinstance(run, ResumedRun):
+            assert world.bill(run.request_id) is None, "nobody was there any more when it began"
+    except BaseException as error:
+        error.add_note(f"{kind} at suspension {at}, {moment}")
+        raise
+    world.mend()
+    return met
