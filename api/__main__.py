@@ -33,6 +33,7 @@ from api.observability.observer import Observer
 from api.observability.process_metrics import Parts
 from api.observability.scrape import MetricsListener, Scrapes
 from api.observability.spans import open_spans
+from api.open_files import allow_open_files
 from api.openai.door import Door
 from api.openai.listener import Listener
 from api.process import Process
@@ -326,8 +327,10 @@ def main(environment: Mapping[str, str] = os.environ) -> None:
     """Entry point of an api process."""
     configure_logs(environment.get("WEIR_LOG", "info"))
     try:
+        settings = Settings.from_environment(environment)
+        allow_open_files(settings)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(serve(Settings.from_environment(environment)))
+            runner.run(serve(settings))
     except BaseExceptionGroup as group:
         raise sole_cause(group) from None
 

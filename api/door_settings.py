@@ -60,6 +60,9 @@ class DoorSettings:
     metadata_bytes_max: int = setting("WEIR_METADATA_BYTES_MAX", 16 * 2**10, whole(1024, 2**20))
     # Some 40 kB and a check of the key each. One stream carries many requests, so that a client needs few.
     streams_per_connection_max: int = setting("WEIR_STREAMS_PER_CONNECTION_MAX", 1000, whole(1, 100_000))
+    # Of gRPC's clients, of some 20 kB each, 50 with TLS. One too many is closed before it is listened to, whoever has the others:
+    # how many one address may have is for the firewall, which alone knows whether a thousand customers stand behind it.
+    connections_max: int = setting("WEIR_CONNECTIONS_MAX", 10_000, whole(1, 1_000_000))
     # A connection without a call is closed after so long; a client that comes again connects anew and notices nothing.
     connection_idle_max_s: float = setting("WEIR_CONNECTION_IDLE_MAX_S", 1800.0, seconds(86_400))
     # After so long a connection takes no new calls, and the client connects anew: so load finds new servers, and a client

@@ -130,6 +130,7 @@ def options(settings: Settings) -> tuple[tuple[str, int], ...]:
         ("grpc.max_metadata_size", settings.metadata_bytes_max),
         ("grpc.absolute_max_metadata_size", settings.metadata_bytes_max),
         ("grpc.max_concurrent_streams", REFUSABLE_STREAMS_FACTOR * settings.streams_per_connection_max),
+        ("grpc.max_allowed_incoming_connections", settings.connections_max),
         ("grpc.max_connection_idle_ms", milliseconds(settings.connection_idle_max_s)),
         ("grpc.max_connection_age_ms", milliseconds(settings.connection_age_max_s)),
         ("grpc.server_handshake_timeout_ms", milliseconds(settings.handshake_max_s)),

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 from typing import Any
 
 import grpc
 from grpc import StatusCode
+from structlog.testing import capture_logs
 
+from api.open_files import allow_open_files
 from api.settings import Settings
 from tests.api.bare_server import TIMEOUT_S, bare_server, check, connection
 
@@ -73,3 +76,47 @@ async def test_who_connects_and_says_nothing_is_hung_up_on() -> None:
             while await reader.read(1000):
                 pass
         writer.close()
+
+
+async def greeted(address: str) -> tuple[bool, asyncio.StreamWriter]:
+    """Whether the server speaks to a new connection, or closes it at once."""
+    host, _, port = address.partition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    async with asyncio.timeout(TIMEOUT_S):
+        try:
+            return bool(await reader.read(1)), writer
+        except ConnectionError:
+            return False, writer
+
+
+async def test_a_connection_too_many_is_closed_and_there_is_room_again_when_another_one_ends() -> None:
+    async with bare_server(Settings(connections_max=3)) as address:
+        there = [await greeted(address) for _ in range(3)]
+        refused, lost = await greeted(address)
+        lost.close()
+        there[0][1].close()
+        while not (again := await greeted(address))[0]:
+            again[1].close()
+        again[1].close()
+        for _, writer in there:
+            writer.close()
+
+    assert [spoken_to for spoken_to, _ in there] == [True] * 3
+    assert not refused
+
+
+def test_a_process_may_open_as_many_files_as_its_connections_need() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(1024, hard), hard))
+        with capture_logs() as logs:
+            allow_open_files(Settings(connections_max=1000, http_connections_max=1000))
+            raised = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+            allow_open_files(Settings(connections_max=10, http_connections_max=10))
+            kept = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+            allow_open_files(Settings(connections_max=1_000_000, http_connections_max=1_000_000))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+    assert raised == kept == min(3000, hard)
+    assert [line["event"] for line in logs] == ["open_files_too_few"] * (1 if hard >= 3000 else 2) or hard > 2_001_000
