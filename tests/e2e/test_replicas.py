@@ -93,6 +93,7 @@ async def admin_of(service: Service) -> Admin:
 async def test_a_drained_replica_is_out_of_use_in_every_process_until_it_is_put_back(pair: tuple[Service, Service]) -> None:
     first, second = pair
     admin, ours = await admin_of(first), await second.tenant()
+    await until_all_are_ready(admin)
     async with second.stream(ours.secret) as stream:
         request_ids = [await stream.begin(max_output_tokens=3000) for _ in range(2)]
         for request_id in request_ids:
@@ -134,6 +135,13 @@ async def test_a_drained_replica_is_out_of_use_in_every_process_until_it_is_put_
     entries = (await admin.call(admin_pb.ListAuditEntriesRequest(action_prefix="replica."))).entries
     assert [each.action for each in reversed(entries)] == ["replica.drain", "replica.drain", "replica.undrain"]
     assert '"move_after_ms": 0' in entries[0].before_json
+
+
+async def until_all_are_ready(admin: Admin) -> None:
+    """Wait for both replicas of both processes."""
+    async with asyncio.timeout(PATIENCE_S):
+        while {each.state for told in (await admin.replicas()).values() for each in told} != {pb.REPLICA_STATE_READY}:
+            pass
 
 
 async def until_moved(admin: Admin) -> None:
