@@ -13,7 +13,6 @@ from weir.v1 import types_pb2
 
 from api import wire
 from api.receipt_wire import receipt_messages
-from api.requests.stopwatch import MIGRATIONS
 from inference.router import Router
 from metering.billing.prices import customer_prices, versions_in_force
 from metering.errors import NotFound
@@ -74,10 +73,9 @@ async def find_generation(session: AsyncSession, project_id: uuid.UUID, request_
         generation.cost.CopyFrom(wire.money(price.currency_code, sum(event.cost_picos for event in events)))
     if events:
         generation.outcome = events[-1].outcome.upper()
+        generation.migration_count = sum(event.migration_count for event in events)
         if events[0].timings is not None:
-            timings = dict(events[0].timings)
-            generation.migration_count = int(timings.pop(MIGRATIONS, 0))
-            generation.timings.CopyFrom(types_pb2.Timings(**timings))
+            generation.timings.CopyFrom(types_pb2.Timings(**events[0].timings))
     return generation
 
 

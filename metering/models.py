@@ -366,7 +366,8 @@ class UsageEvent(Base):
     and price version, and that no month has the part already; it puts the event into `unrated_usage`. Rating sets `rated_at` and
     `ledger_transaction_id` together, once; a trigger sees that the transaction is there, is of the same organization, and debits
     what its events cost. `receipt_hash` is that of the event's receipt, the rest of which is in the other columns; events of before
-    there were receipts have none.
+    there were receipts have none. `migration_count` says how often the request went on in another engine after its first token; it
+    is not billed, and of what a dead process left behind it is not known.
 
     One partition per month of `settled_at` (UTC). The primary key has that in it because PostgreSQL wants it there; `id` has no
     index, and is the order in which events were written. Pages are left half free for what rating writes (`usage_by_month`).
@@ -406,6 +407,7 @@ class UsageEvent(Base):
     delivered_token_count: Mapped[int]
     billed_token_count: Mapped[int]
     embedding_token_count: Mapped[int] = mapped_column(server_default="0")
+    migration_count: Mapped[int] = mapped_column(Integer(), server_default="0")
     price_version_id: Mapped[int]
     cost_picos: Mapped[int]
     timings: Mapped[dict[str, Any] | None]

@@ -149,7 +149,7 @@ class Settle:
     """End a hold with what was delivered, and write the usage event. Answers `Settled`; doing it again answers the same.
 
     input_token_count: prompt tokens to bill: all, or 0 if the engine never began. Of an embedding: those embedded, which the usage
-    event has as embedded tokens, not as input.
+    event has as embedded tokens, not as input. migration_count: how often it went on in another engine after its first token.
     """
 
     hold_id: uuid.UUID
@@ -160,6 +160,7 @@ class Settle:
     outcome: Outcome
     timings: dict[str, float] | None = None
     recovered: bool = False
+    migration_count: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -167,6 +167,7 @@ def usage_row(row: UsageRow, currency_code: str) -> pb.UsageRow:
         settle_time=wire.timestamp(row.settled_at),
         late=row.late,
         request_count=row.request_count,
+        migration_count=row.migration_count,
         **{COUNT_FIELDS[kind]: count for kind, count in row.token_counts.items()},
         cancelled=usage_share(row.cancelled, currency_code),
         limited=usage_share(row.limited, currency_code),

@@ -61,6 +61,7 @@ CSV_FIELDS: tuple[tuple[str, Field], ...] = (
     ("pending_amount", lambda row: plain(row.pending_amount)),
     ("currency_code", lambda row: row.amount.currency_code),
     ("embedding_token_count", lambda row: row.embedding_token_count),
+    ("migration_count", lambda row: row.migration_count),
 )
 
 

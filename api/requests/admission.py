@@ -91,8 +91,8 @@ class AdmissionRequest:
 class Lease:
     """The hold of one admitted request while it runs.
 
-    Set `outcome` and `timings` before leaving; with no outcome the exit is a failure. `settled` is there afterwards, unless nothing
-    was to be billed.
+    Set `outcome`, `timings` and `migration_count` before leaving; with no outcome the exit is a failure. `settled` is there
+    afterwards, unless nothing was to be billed.
     """
 
     def __init__(self, admission: Admission, request: AdmissionRequest, admitted: Admitted, usage: UsageSoFar) -> None:
@@ -100,6 +100,7 @@ class Lease:
         self.usage = usage
         self.outcome: Outcome | None = None
         self.timings: dict[str, float] | None = None
+        self.migration_count = 0
         self.settled: Settled | None = None
         self._admission = admission
         self._max_output_token_count = request.max_output_token_count
@@ -166,6 +167,7 @@ class Lease:
                     delivered_token_count=usage.delivered_token_count,
                     outcome=self.outcome or Outcome.FAILED,
                     timings=self.timings,
+                    migration_count=self.migration_count,
                 )
             )
         self._admission.journal.forget(hold_id)

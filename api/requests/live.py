@@ -29,7 +29,7 @@ from api.requests.output_limits import LimitChange, OutputLimits, parse_update
 from api.requests.preparation import admission_request, arrival_of, prepare, routed
 from api.requests.readiness import RETRY_S_MIN, wait_until_ready
 from api.requests.reply import UNDELIVERED_OUTCOMES, Reply
-from api.requests.stopwatch import MIGRATIONS, Stopwatch
+from api.requests.stopwatch import Stopwatch
 from api.requests.tools import call_reading
 from api.statuses import status_of
 from api.streams import frames
@@ -290,6 +290,7 @@ class LiveRequest:
             raise
         finally:
             self._lease = None
+            lease.migration_count = self._migration_count
             if timer is not None:
                 timer.cancel()
             place.leave()  # the engine is done with it; settling it is nothing that others wait for
@@ -303,8 +304,6 @@ class LiveRequest:
         lease.outcome = self._stop_outcome or self._engine_outcome
         self._watch.lap("client_stall")
         lease.timings = self._watch.timings()
-        if self._migration_count:
-            lease.timings[MIGRATIONS] = self._migration_count
 
     def end_if_lapsed(self) -> None:
         """End the request if its hold has lapsed, whatever it was about to do."""

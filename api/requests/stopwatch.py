@@ -7,7 +7,6 @@ import time
 from inference.engine import EngineTimings
 
 STAGES = ("auth", "tokenize", "admission", "queue", "cold_start", "prefill", "decode", "client_stall", "settle")
-MIGRATIONS = "migration_count"  # stands beside the stored timings of a request that went on in another engine
 
 
 class Stopwatch:

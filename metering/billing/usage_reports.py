@@ -56,7 +56,8 @@ class UsageRow:
     """Usage of one group; what it is not grouped by is None. token_counts: by kind as they are billed, cached input apart.
 
     amount_picos: as posted to the ledger. pending_picos: of events that are recorded and not posted yet. late: used in a month that
-    was closed before. A request whose rest was found later has a second row, which counts no request.
+    was closed before. migration_count: how often requests went on in another engine. A request whose rest was found later has a
+    second row, which counts no request.
     """
 
     organization_id: uuid.UUID | None
@@ -80,6 +81,7 @@ class UsageRow:
     failed: Share
     amount_picos: int
     pending_picos: int
+    migration_count: int
 
     @property
     def token_count(self) -> int:
@@ -181,4 +183,5 @@ def usage_row(row: Row[Any]) -> UsageRow:
         failed=shares["failed"],
         amount_picos=int(found["amount_picos"]),
         pending_picos=int(found["pending_picos"]),
+        migration_count=int(found["migration_count"]),
     )

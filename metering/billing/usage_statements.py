@@ -72,12 +72,14 @@ OUTCOMES = {"cancelled": CANCELLED, "limited": LIMITED, "failed": FAILED}
 # In two steps: first plain sums by whatever tells rows apart, which is all that is done for each event, then the rows of those few.
 KINDS = ", ".join(f"sum({count}) AS {kind}" for kind, (count, _) in COUNTS_OF_EVENT.items())
 PARTS = f"""u.outcome, u.rated_at IS NOT NULL AS is_posted, u.settled_at < :begins AS is_late,
-           count(*) FILTER (WHERE u.part = 0) AS request_count, sum(u.cost_picos) AS cost, {KINDS}"""
+           count(*) FILTER (WHERE u.part = 0) AS request_count, sum(u.cost_picos) AS cost,
+           sum(u.migration_count) AS migration_count, {KINDS}"""
 ALL_KINDS = " + ".join(COUNTS_OF_EVENT)
 PART_KEYS = "u.outcome, is_posted, is_late"
 SUMS = ",\n           ".join(
     [
         "coalesce(sum(request_count), 0) AS request_count",
+        "coalesce(sum(migration_count), 0) AS migration_count",
         *(f"coalesce(sum({kind}), 0) AS {kind}_tokens" for kind in COUNTS_OF_EVENT),
         "coalesce(sum(cost) FILTER (WHERE is_posted), 0) AS amount_picos",
         "coalesce(sum(cost) FILTER (WHERE NOT is_posted), 0) AS pending_picos",

@@ -235,7 +235,7 @@ class Decisions:
         claim = hold.claim(prices, op.cached_input_token_count)
         quotas.end(self.counters, self.reads.rules_of(hold), claim, op.input_token_count, op.delivered_token_count)
         self.ended(hold, claim, HoldState.SETTLED, op.delivered_token_count)
-        return self.record(hold, priced_usage(hold, prices, op), op.timings, recovered=op.recovered)
+        return self.record(hold, priced_usage(hold, prices, op), op, recovered=op.recovered)
 
     def settle_late(self, hold: HoldRow, prices: TokenPrices, op: Settle) -> Settled:
         """Record what an expired hold delivered beyond what its expiry billed, and give back what it did not use of its lease.
@@ -255,7 +255,7 @@ class Decisions:
         consumed = known.sent_token_count + rest.input_token_count, known.delivered_token_count + rest.delivered_token_count
         charged = hold.input_token_count, hold.leased_token_count
         quotas.give_back(self.counters, self.reads.rules_of(hold), hold.claim(prices), charged, consumed)
-        self.record(hold, priced_usage(hold, prices, rest), op.timings, recovered=True)
+        self.record(hold, priced_usage(hold, prices, rest), op, recovered=True)
         return self.standing_usage(hold, prices)
 
     def void(self, hold_id: uuid.UUID) -> Ended:
@@ -288,7 +288,7 @@ class Decisions:
                 delivered_token_count=hold.delivered_token_count,
                 outcome=Outcome.FAILED,
             )
-            self.record(hold, priced_usage(hold, prices, known), None, recovered=True)
+            self.record(hold, priced_usage(hold, prices, known), known, recovered=True)
         return Ended(done=True)
 
     def standing(self, hold_id: uuid.UUID) -> EventSums:
@@ -300,7 +300,7 @@ class Decisions:
         receipts = tuple(self.reads.receipts.get(hold.id.int, ()))
         return self.standing(hold.id).settled(hold.id, prices.currency_code, receipts)
 
-    def record(self, hold: HoldRow, part: Settled, timings: dict[str, float] | None, *, recovered: bool) -> Settled:
+    def record(self, hold: HoldRow, part: Settled, op: Settle, *, recovered: bool) -> Settled:
         """Write the next usage event of a hold, and its receipt."""
         known = self.standing(part.hold_id)
         receipt = self.writes.chains.append(
@@ -316,7 +316,7 @@ class Decisions:
             hold.admitted_at,
             (part.currency_code, hold.model, part.outcome),
         )
-        self.writes.events.append(NewUsageEvent(part, known.part_count, timings, recovered, receipt))
+        self.writes.events.append(NewUsageEvent(part, known.part_count, op.timings, recovered, receipt, op.migration_count))
         self.reads.events[part.hold_id.int] = known.plus(part)
         self.reads.receipts.setdefault(part.hold_id.int, []).append(receipt)
         return part.receipted(receipt)

@@ -71,15 +71,15 @@ WITH signed AS (
 INSERT INTO usage_events (hold_id, part, organization_id, project_id, api_key_id, request_id, model, outcome, input_token_count,
     cached_input_token_count, generated_token_count, delivered_token_count, billed_token_count, price_version_id, cost_picos,
     timings, labels, recovered, admitted_at, settled_at, receipt_sequence, previous_receipt_hash, receipt_hash,
-    embedding_token_count, receipt_batch_id)
+    embedding_token_count, migration_count, receipt_batch_id)
 SELECT h.id, v.part, h.organization_id, h.project_id, h.api_key_id, h.request_id, h.model, v.outcome, v.input, v.cached,
     v.generated, v.delivered, v.billed, h.price_version_id, v.cost, v.timings::jsonb, h.labels, v.recovered, h.admitted_at,
-    v.settled_at, v.sequence, v.previous_hash, v.hash, v.embedding, (SELECT id FROM signed)
+    v.settled_at, v.sequence, v.previous_hash, v.hash, v.embedding, v.migrations, (SELECT id FROM signed)
 FROM unnest(%s::uuid[], %s::smallint[], %s::text[], %s::bigint[], %s::bigint[], %s::bigint[], %s::bigint[], %s::bigint[],
             %s::bigint[], %s::text[], %s::bool[], %s::timestamptz[], %s::bigint[], %s::bytea[], %s::bytea[],
-            %s::bigint[])
+            %s::bigint[], %s::integer[])
     AS v(hold_id, part, outcome, input, cached, generated, delivered, billed, cost, timings, recovered, settled_at, sequence,
-         previous_hash, hash, embedding)
+         previous_hash, hash, embedding, migrations)
 JOIN holds h ON h.id = v.hold_id
 """
 
@@ -123,6 +123,7 @@ class NewUsageEvent(NamedTuple):
     timings: dict[str, float] | None
     recovered: bool
     receipt: IssuedReceipt
+    migration_count: int
 
 
 @dataclass(slots=True)
@@ -255,4 +256,5 @@ def usage_event_columns(events: Sequence[NewUsageEvent]) -> tuple[Value, ...]:
         bytes_array(event.receipt.previous_hash for event in events),
         bytes_array(event.receipt.hash for event in events),
         array(usage.embedding_token_count for usage in settled),
+        array(event.migration_count for event in events),
     )

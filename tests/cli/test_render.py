@@ -108,7 +108,7 @@ def test_embedded_tokens_have_a_column_where_there_are_some() -> None:
     assert "embedded" in shown
     assert "1,234" in shown
     assert "embedded" not in to_text(usage_table([plain], by, None, ""))
-    assert usage_csv([replace(plain, embedding_token_count=1_234)], header=False).rstrip().endswith(",1234")
+    assert usage_csv([replace(plain, embedding_token_count=1_234)], header=False).rstrip().endswith(",1234,0")
 
 
 @pytest.mark.parametrize(

@@ -122,6 +122,9 @@ async def test_a_drained_replica_is_out_of_use_in_every_process_until_it_is_put_
             await stream.cancel(request_id)
         ends = [await stream.finished(request_id) for request_id in request_ids]
         assert sorted(end.migration_count for end in ends) == [0, 1]
+        async with second.client(ours.secret) as client:
+            recorded = [await client.get_generation(request_id) for request_id in request_ids]
+        assert [each.migration_count for each in recorded] == [end.migration_count for end in ends]
 
     assert second.stop() == 0
     second.start()

@@ -97,7 +97,8 @@ async def test_a_killed_host_is_noticed_by_no_stream_and_on_no_bill(launch: Star
     assert service.books.holds(tenant) == {"settled": 120}
     delivered = service.books.delivered(tenant)
     assert {str(each.request_id): each.start.max_output_tokens for each in (*begun, *waiting)}.items() <= delivered.items()
-    assert len(service.books.events(tenant)) == 120
+    events = service.books.events(tenant)
+    assert (len(events), sum(event["migration_count"] for event in events)) == (120, migration_count), "and it is recorded"
     check_invariants(service.database_url, all_ended=True)
     await rate(service)
     check_ledger(service)

@@ -70,9 +70,14 @@ async def test_a_row_tells_tokens_by_kind_and_the_ways_requests_ended(
         other = await new_customer(session, "bolt")
         await add_usage(session, other, price, [Consumed(9_999, 0, 9_999, "stop", FIRST)])
     await rate_all_pending(sessions)
+    async with sessions.begin() as session:
+        moved = "UPDATE usage_events SET migration_count = 2 WHERE outcome IN ('stop', 'failed')"
+        await session.execute(text("SET LOCAL session_replication_role = replica"))  # else no event is ever changed
+        await session.execute(text(moved))
 
     (row,) = await rows(sessions, of(customer), DAY)
 
+    assert row.migration_count == 4, "of two requests of this customer"
     assert (row.day, row.request_count) == (date(2026, 11, 1), 5)
     assert row.token_counts == {TokenKind.INPUT: 78, TokenKind.CACHED_INPUT: 90, TokenKind.OUTPUT: 30, TokenKind.EMBEDDING: 0}
     assert row.token_count == 168 + 30

@@ -2091,7 +2091,9 @@ class Generation(_message.Message):
     outcome: _builtins.str
     """Why it ended: the name of a FinishReason without its prefix, or FAILED. Empty while it runs and if nothing was billed."""
     migration_count: _builtins.int
-    """How often its output went on in another engine because the one that generated it was lost. 0 while it runs."""
+    """How often it went on in another engine after its first token, because its own was lost or drained. 0 while it runs, and for what was
+    recovered after a crash.
+    """
     @_builtins.property
     def admit_time(self) -> _timestamp_pb2.Timestamp:
         """When it was admitted."""

@@ -117,6 +117,7 @@ def usage_row(message: pb.UsageRow) -> UsageRow:
         amount=money(message.amount),
         pending_amount=money(message.pending_amount),
         embedding_token_count=message.embedding_token_count,
+        migration_count=message.migration_count,
     )
 
 

@@ -67,6 +67,7 @@ class UsageRow:
     amount: Money
     pending_amount: Money
     embedding_token_count: int = 0
+    migration_count: int = 0  # how often requests went on in another engine
 
     @property
     def token_count(self) -> int:

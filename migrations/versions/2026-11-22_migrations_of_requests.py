@@ -1,0 +1,19 @@
+"""Each usage event says how often its request went on in another engine."""
+
+from __future__ import annotations
+
+import sqlalchemy as sa
+from alembic import op
+
+revision = "0024"
+down_revision = "0023"
+branch_labels = None
+depends_on = None
+
+
+def upgrade() -> None:
+    op.add_column("usage_events", sa.Column("migration_count", sa.Integer(), server_default="0", nullable=False))
+
+
+def downgrade() -> None:
+    op.drop_column("usage_events", "migration_count")
