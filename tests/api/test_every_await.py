@@ -28,7 +28,6 @@ from api.openai.exchange import Exchange
 from api.openai.listener import Listener
 from api.server import build_peer_server
 from api.settings import Settings
-from metering.control.control_channel import WRITE_REPORT
 from metering.models import QuotaDimension
 from metering.operations import Outcome, Payer
 from metering.store.db import Sessions
@@ -166,6 +165,10 @@ async def world(tmp_path: Path, database_url: str, sessions: Sessions, checkpoin
             await close_processes(world)
 
 
+WAY_TO_PROCESS = """
+INSERT INTO live_reports (owner_id, owner_name, peer_address, peer_certificate, reported_at, requests)
+VALUES (%s, %s, %s, %s, now(), '[]')
+"""
 PRICE_OF_ENCODER = """
 INSERT INTO price_versions (model, currency_code, input_picos_per_token, cached_input_picos_per_token,
                             output_picos_per_token, embedding_picos_per_token, effective_at)
@@ -186,8 +189,7 @@ async def open_processes(world: World, checkpoint: TinyCheckpoint, tasks: asynci
     servicer = InferenceServicer(world.elsewhere.process, world.elsewhere.authenticator, world.sessions, for_peers=True)
     world.peer_server, peer = build_peer_server(world.settings, servicer)
     await world.peer_server.start()
-    report = (world.elsewhere.owner_id, OTHER, peer.address, peer.certificate, "[]")
-    world.books.execute(WRITE_REPORT, *report)
+    world.books.execute(WAY_TO_PROCESS, world.elsewhere.owner_id, OTHER, peer.address, peer.certificate)
     door = Door(world.here.process, world.here.authenticator, world.sessions)
     world.listener = Listener(door.handle, world.settings, None)
     world.port = world.listener.bind(("127.0.0.1", 0))
