@@ -100,7 +100,7 @@ class ValidStart:
     """A start frame that is right in itself; whether model, context window and quotas allow it is decided later.
 
     given_id: the request id as the client spelt it, for the frames of its answer. model: as the client named it, and by its own
-    name from when it is routed; then regions are those in which it may run, and served is the name of the engine for it.
+    name from when it is routed.
     """
 
     request_id: uuid.UUID
@@ -121,8 +121,6 @@ class ValidStart:
     initial_credit_tokens: int | None = None
     max_cost: Cost | None = None
     region: str = ""
-    regions: tuple[str, ...] = ()
-    served: str = ""
     tool_use: ToolUse = NO_TOOLS
 
     @property

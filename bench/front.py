@@ -176,12 +176,22 @@ def row(name: str, result: Result) -> str:
     """One line of the table."""
     seen, us = result.seen, result.cpu_us
     busy = us["api"] * result.rate_per_s / 1e6
+    until_batch_ms = [sum(stages) for stages in zip(*seen["stages_ms"].values(), strict=True)]
     times = " ".join(
-        f"{quantile_ms(seen[kind], 0.5) / 1000:>7.2f} {quantile_ms(seen[kind], 0.99) / 1000:>7.2f}"
-        for kind in ("stages_ms", "admitted_ms", "finished_ms")
+        f"{quantile_ms(each, 0.5) / 1000:>7.2f} {quantile_ms(each, 0.99) / 1000:>7.2f}"
+        for each in (until_batch_ms, seen["admitted_ms"], seen["finished_ms"])
     )
     others = " ".join(f"{us.get(name, 0.0):>8.0f}" for name in ("postgres", "engine", "client"))
     return f"{name:<44}{result.rate_per_s:>8,.0f} {us['api']:>7.0f} {busy:>6.0%} {others}  {times}"
+
+
+def stages_row(result: Result) -> str:
+    """Where the time until the engine's batch goes: p50 and p99 of each stage."""
+    parts = [
+        f"{name} {quantile_ms(times, 0.5) / 1000:.2f}, {quantile_ms(times, 0.99) / 1000:.2f}"
+        for name, times in result.seen["stages_ms"].items()
+    ]
+    return f"{'of which, p50 and p99 in ms:':<44}{'; '.join(parts)}"
 
 
 def measure(options: argparse.Namespace, url: str, core: int, other_core: int) -> None:
@@ -218,7 +228,7 @@ def measure(options: argparse.Namespace, url: str, core: int, other_core: int) -
             rate_per_s = tell("Weir", many, weir).rate_per_s / 2
         paced = Case(f"{rate_per_s:,.0f} per s at random moments", STREAM_COUNT, rate_per_s=rate_per_s)
         tell("bare gRPC", paced, bare)
-        tell("Weir", paced, weir)
+        print(stages_row(tell("Weir", paced, weir)))
 
 
 def main() -> None:

@@ -26,6 +26,7 @@ from weir.v1 import types_pb2
 
 METHOD = "/weir.v1.InferenceService/Generate"
 UUID_CHARS = 36
+STAGES = ("auth", "tokenize", "admission", "queue", "cold_start")  # 1 to 5 of a request's life: until it is in the engine's batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,7 @@ class Load:
 
 @dataclass(slots=True)
 class Seen:
-    """What one run saw, after it was warm. Times in ms by request; stages: those of the server up to the engine's batch.
+    """What one run saw, after it was warm. Times in ms by request; stages: those of the server up to the engine's batch, by name.
 
     request_count_total: with those while it was not warm yet.
     """
@@ -55,7 +56,7 @@ class Seen:
     request_count: int = 0
     request_count_total: int = 0
     failures: list[str] = field(default_factory=list)
-    stages_ms: list[float] = field(default_factory=list)
+    stages_ms: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in STAGES})
     admitted_ms: list[float] = field(default_factory=list)
     finished_ms: list[float] = field(default_factory=list)
     wall_s: float = 0.0
@@ -142,7 +143,8 @@ class Client:
                 if self._counting:
                     self._seen.request_count += 1
                     self._seen.finished_ms.append((now - began) * 1000)
-                    self._seen.stages_ms.append(until_batch_ms(frame.finished.timings))
+                    for name, time_ms in until_batch_ms(frame.finished.timings).items():
+                        self._seen.stages_ms[name].append(time_ms)
             elif kind == "failed":
                 ended_count += 1
                 del sent_at[frame.request_id]
@@ -150,9 +152,9 @@ class Client:
         return ended_count
 
 
-def until_batch_ms(timings: types_pb2.Timings) -> float:
-    """From the start frame's arrival to a place in the engine's batch: stages 1 to 5 of a request's life."""
-    return timings.auth_ms + timings.tokenize_ms + timings.admission_ms + timings.queue_ms + timings.cold_start_ms
+def until_batch_ms(timings: types_pb2.Timings) -> dict[str, float]:
+    """From the start frame's arrival to a place in the engine's batch, by stage."""
+    return {name: getattr(timings, f"{name}_ms") for name in STAGES}
 
 
 async def answer_all(requests: AsyncIterator[pb.GenerateRequest], context: Any) -> None:

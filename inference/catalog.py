@@ -50,11 +50,12 @@ class Catalog:
         known = mark and any(share.version == version for share in self.shares.get(name, ()))
         return name if known else asked
 
-    def share(self, asked: str, request_id: str) -> Share | None:
+    def share(self, asked: str, request_id: object) -> Share | None:
         """The version that a request gets, the same for the same request in every process; None if the name is unknown."""
         target = self.aliases.get(asked, asked)
         if target in self.shares:
-            return drawn(self.shares[target], f"{target}\0{request_id}")
+            shares = self.shares[target]
+            return shares[0] if len(shares) == 1 else drawn(shares, f"{target}\0{request_id}")
         name, _, version = target.rpartition(VERSION_MARK)
         return next((share for share in self.shares.get(name, ()) if share.version and share.version == version), None)
 

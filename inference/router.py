@@ -45,6 +45,11 @@ class Route:
     engine: Engine
     regions: tuple[str, ...] = ()
 
+    @property
+    def served(self) -> str:
+        """The name that the engine serves."""
+        return self.engine.model.name
+
 
 @runtime_checkable
 class SeveralReplicas(Protocol):
@@ -106,8 +111,8 @@ class Router:
             return self._engines[self._catalog.main_share(own).served]
         return self._engines[self._share(model, "").served]
 
-    def route(self, model: str, request_id: str, region: str = "") -> Route:
-        """Where a request goes; the same one always to the same version. region: as the request says.
+    def route(self, model: str, request_id: object, region: str = "") -> Route:
+        """Where a request goes; the same one, by the text of its id, always to the same version. region: as the request says.
 
         Raises: ModelUnknown, ModelMismatch; RequestImpossible if the region is unknown.
         """
@@ -194,7 +199,7 @@ class Router:
         """Everything that is served: engines and encoders."""
         return [*self.engines(), *self.encoders()]
 
-    def _share(self, model: str, request_id: str) -> Share:
+    def _share(self, model: str, request_id: object) -> Share:
         share = self._catalog.share(model, request_id)
         if share is None:
             if model in self._encoders:

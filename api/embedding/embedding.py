@@ -145,7 +145,8 @@ class LiveEmbedding:
                 texts = await tokenize_inputs(self.start, self._process.tokenizers[self.start.model], encoder)
                 self._watch.lap("tokenize")
                 places = self._enter_queue(encoder, texts, stack)
-                lease = await stack.enter_async_context(self._process.admission.admit(self._admission_request(texts), self.usage))
+                lease = await self._process.admission.admit(self._admission_request(texts), self.usage)
+                await stack.enter_async_context(lease)
                 self._watch.lap("admission")
             self._lease = lease
             try:

@@ -147,7 +147,7 @@ class Door:
         """Token texts of the model asked for. Raises: ModelNotAllowed, ModelUnknown, RequestImpossible."""
         router = self._process.router
         check_model(principal, router.own_name(asked.model))
-        return self._texts[router.route(asked.model, str(request_id)).engine.model.name]
+        return self._texts[router.route(asked.model, request_id).served]
 
     async def _body(self, request: web.BaseRequest) -> bytes:
         """The body, once the request may have one. Raises: HttpFault, Draining."""

@@ -68,7 +68,7 @@ class FairQueue:
         place.state = State.RUNNING
         self._tiers[place.arrival.tier].line.begun(place, place.tenant)
         steps = self._engine().step_count - place.handed_at_step
-        behind = any(tier.line for tier in self._tiers.values())
+        behind = self._is_waited()
         overtakes = next(iter(self._handed)).rank > place.rank
         if not (place.arrival.compiles or overtakes):  # else it was its grammar that it waited for, or nothing
             self._lookahead.entered(steps, behind=behind)
@@ -142,7 +142,7 @@ class FairQueue:
         """Give the engine what it has room for."""
         now, engine = self._clock(), self._engine()
         self._lookahead.spread(engine.replica_count)
-        while (turn := self._next_turn(now)) is not None:
+        while self._is_waited() and (turn := self._next_turn(now)) is not None:
             tier, tenant, rank = turn
             if not self._lookahead.has_room(rank):
                 break
@@ -158,6 +158,10 @@ class FairQueue:
             place.on_turn()
         for tier in self._tiers.values():
             tier.waits.rate.watch(now, waiting=bool(tier.line))
+
+    def _is_waited(self) -> bool:
+        """Whether anybody waits for a turn."""
+        return any(tier.line for tier in self._tiers.values())
 
     def _take_back(self, place: Place) -> None:
         """The engine has begun with a request, or never will."""

@@ -127,10 +127,11 @@ class Place:
 
     async def turn(self) -> None:
         """Wait until the engine is to have the request. Cancelled, it still has to be left."""
-        handed = asyncio.Event()
-        self.on_turn = handed.set
         self._queue.join(self)
-        await handed.wait()
+        if self.state is State.WAITING:
+            handed = asyncio.Event()
+            self.on_turn = handed.set
+            await handed.wait()
 
     def begun(self) -> None:
         """The engine has let it enter."""

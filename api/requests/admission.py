@@ -6,10 +6,10 @@ Entering takes both or neither; leaving ends the hold exactly once, on every exi
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import uuid
-from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
 
 import structlog
 
@@ -40,21 +40,20 @@ class Capacity:
         """Requests that hold a permit now."""
         return self._taken_count
 
-    @contextlib.contextmanager
-    def permit(self) -> Iterator[None]:
-        """Raises: Draining, Overloaded."""
+    def take(self) -> None:
+        """Take a permit, to be given back once. Raises: Draining, Overloaded."""
         if self._draining:
             raise Draining("this server is shutting down: the same request will be served elsewhere")
         if self._taken_count >= self._permit_count_max:
             raise Overloaded(f"this server runs {self._taken_count} requests, as many as it may")
         self._taken_count += 1
         self._idle.clear()
-        try:
-            yield
-        finally:
-            self._taken_count -= 1
-            if not self._taken_count:
-                self._idle.set()
+
+    def give_back(self) -> None:
+        """The request has ended."""
+        self._taken_count -= 1
+        if not self._taken_count:
+            self._idle.set()
 
     @property
     def is_draining(self) -> bool:
@@ -89,7 +88,7 @@ class AdmissionRequest:
 
 
 class Lease:
-    """The hold of one admitted request while it runs.
+    """The hold and the permit of one admitted request while it runs: a context manager, and leaving it ends both.
 
     Set `outcome`, `timings` and `migration_count` before leaving; with no outcome the exit is a failure. `settled` is there
     afterwards, unless nothing was to be billed.
@@ -151,7 +150,16 @@ class Lease:
             self._leased_token_count = extended.leased_token_count
             self._anticipating = False
 
-    async def end(self) -> None:
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        try:
+            await self._end()
+        finally:
+            self._admission.capacity.give_back()
+
+    async def _end(self) -> None:
         """Settle what was delivered, or void if nothing is to be billed."""
         usage, hold_id = self.usage, self.admitted.hold_id
         failed_before_delivery = self.outcome is None and not usage.delivered_token_count
@@ -186,15 +194,15 @@ class Admission:
         self.tasks = tasks
         self.admitted_count = 0  # since the start
 
-    @contextlib.asynccontextmanager
-    async def admit(self, request: AdmissionRequest, usage: UsageSoFar) -> AsyncIterator[Lease]:
-        """Hold what the request may cost; on leaving, end the hold with what `usage` says then.
+    async def admit(self, request: AdmissionRequest, usage: UsageSoFar) -> Lease:
+        """Hold what the request may cost. Whoever gets the lease enters it at once: leaving it ends the hold by `usage`.
 
-        Raises on entering: Draining, Overloaded, QuotaExceeded, PriceMissing, KeyInvalid, RequestIdReused, RequestInFlight,
-        RequestSettled, StoreAway. A refused request leaves no trace.
+        Raises: Draining, Overloaded, QuotaExceeded, PriceMissing, KeyInvalid, RequestIdReused, RequestInFlight, RequestSettled,
+        StoreAway. A refused request leaves no trace.
         """
         slice_tokens = min(self.settings.lease_slice_tokens, request.max_output_token_count)
-        with self.capacity.permit():
+        self.capacity.take()
+        try:
             admitted = await self.holds.admit(
                 Admit(
                     hold_id=uuid.uuid4(),
@@ -210,9 +218,8 @@ class Admission:
                     embedding=request.embedding,
                 )
             )
-            self.admitted_count += 1
-            lease = Lease(self, request, admitted, usage)
-            try:
-                yield lease
-            finally:
-                await lease.end()
+        except BaseException:
+            self.capacity.give_back()
+            raise
+        self.admitted_count += 1
+        return Lease(self, request, admitted, usage)

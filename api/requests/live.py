@@ -7,7 +7,6 @@ that, and it ends and is settled by itself, with nobody's cancellation able to c
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 import uuid
 from collections.abc import Mapping
@@ -44,6 +43,7 @@ from inference.engine import (
     GenerationRequest,
 )
 from inference.errors import EngineFailed
+from inference.router import Route
 from metering.errors import RequestInFlight, RequestSettled
 from metering.operations import Outcome, Payer, Settled
 
@@ -105,6 +105,7 @@ class LiveRequest:
         self._engine_outcome: Outcome | None = None  # once the engine has ended it
         self._limits: OutputLimits | None = None  # once it is admitted
         self._request: GenerationRequest | None = None
+        self._route: Route | None = None  # once it is known where it goes
         self._stop_outcome: Outcome | None = None
         self._stop_error: Exception | None = None
 
@@ -171,14 +172,13 @@ class LiveRequest:
 
     def _change_limits(self, change: LimitChange) -> None:
         """Raises: InvalidRequest, NotAdmittedYet; nothing has changed then."""
-        limits, lease, request = self._limits, self._lease, self._request
-        if limits is None or lease is None or request is None:
+        limits, lease, request, route = self._limits, self._lease, self._request, self._route
+        if limits is None or lease is None or request is None or route is None:
             raise NotAdmittedYet("the request has not been admitted yet: change its limits after the `admitted` frame")
         if change.max_cost is not None:
             limits.check_currency(change.max_cost, "update.max_cost")
         if change.max_output_tokens is not None:
-            engine = self._process.router.engine(self.start.served)
-            check_output_change(request, engine.model, change.max_output_tokens)
+            check_output_change(request, route.engine.model, change.max_output_tokens)
             lease.allow(change.max_output_tokens)
         limits.change(change)
 
@@ -189,15 +189,14 @@ class LiveRequest:
         timings: dict[str, float] = {}
         try:
             structlog.contextvars.bind_contextvars(request_id=str(self.start.request_id))  # of this task alone, so never unbound
-            async with contextlib.AsyncExitStack() as stack:
-                with self._interruption.possible(self._interruption_error):
-                    engine, request = await self._prepare()
-                    place = stack.enter_context(self._enter_queue(engine, request))
-                    asked = admission_request(self.start, request, self.caller.payer)
-                    admission = self._process.admission.admit(asked, self.usage)
-                    lease = await stack.enter_async_context(admission)
-                    self._watch.lap("admission")
-                await self._generate(engine, request, lease, place)
+            with self._interruption.possible(self._interruption_error):
+                route, request = await self._prepare()
+                place = self._enter_queue(route, request)
+                asked = admission_request(self.start, request, self.caller.payer)
+                lease = await self._process.admission.admit(asked, self.usage)
+            async with lease:
+                self._watch.lap("admission")
+                await self._generate(route.engine, request, lease, place)
             self._watch.lap("settle")
             ends = self._reply.ends_of_choices(self._stop_outcome or Outcome.CANCELLED)
             reply, timings = self._reply, self._watch.timings()
@@ -214,6 +213,8 @@ class LiveRequest:
         except Exception as error:
             end, broken = frames.failed(status_of(error), lease.settled if lease else None), error
         finally:
+            if self.place is not None:
+                self.place.leave()
             self.attendance.ended()
             self._process.generated(self, can_be_received=lease is not None and lease.settled is not None)
             self.feed.end(end)
@@ -243,23 +244,24 @@ class LiveRequest:
         """What the client is told of an engine that broke: whether anything is billed decides with which id it may try again."""
         if settled is not None:
             return EngineLostMidway(settled.delivered_token_count)
-        return EngineLost(max(self._process.router.engine(self.start.served).condition().retry_after_s, RETRY_S_MIN))
+        assert self._route is not None, "an engine that was lost was chosen"
+        return EngineLost(max(self._route.engine.condition().retry_after_s, RETRY_S_MIN))
 
-    async def _prepare(self) -> tuple[Engine, GenerationRequest]:
+    async def _prepare(self) -> tuple[Route, GenerationRequest]:
         process, salt = self._process, str(self.caller.payer.organization_id)
-        self.start, engine = routed(self.start, process.router)
-        tokenizer = process.tokenizers[self.start.served]
-        request = await prepare(self.start, engine, tokenizer, process.safety, salt)
+        self.start, route = routed(self.start, process.router)
+        self._route, tokenizer = route, process.tokenizers[route.served]
+        request = await prepare(self.start, route, tokenizer, process.safety, salt)
         self._reply.call_reading = call_reading(self.start.tool_use, tokenizer, self.start.model)
         self._watch.lap("tokenize")
-        return engine, request
+        return route, request
 
-    def _enter_queue(self, engine: Engine, request: GenerationRequest) -> Place:
+    def _enter_queue(self, route: Route, request: GenerationRequest) -> Place:
         """A place in the queue, taken before the hold, so that what is refused here has touched nothing. Raises as `enter`."""
-        caller, weights = self.caller, self._process.admission.settings.queue_weights
+        caller, weights, engine = self.caller, self._process.admission.settings.queue_weights, route.engine
         engine_wait_s = 0.0 if engine.healthy() else engine.condition().retry_after_s
         arrival = arrival_of(self.start, request, caller.payer, weights, caller.received_at, caller.deadline)
-        self.place = self._process.queues[self.start.served].enter(arrival, engine_wait_s)
+        self.place = self._process.queues[route.served].enter(arrival, engine_wait_s)
         return self.place
 
     async def _generate(self, engine: Engine, request: GenerationRequest, lease: Lease, place: Place) -> None:
@@ -363,8 +365,8 @@ class LiveRequest:
 
     def tell_progress(self, outlook: Outlook | None) -> None:
         """Send a progress frame if the request waits for something that takes long. outlook: None if it is the engine's already."""
-        if self.phase is Phase.LOADING:  # so the model exists
-            condition = self._process.router.engine(self.start.served).condition()
+        if self.phase is Phase.LOADING and self._route is not None:
+            condition = self._route.engine.condition()
             if condition.state is not EngineState.READY:
                 self._reply.push(frames.loading(condition))
         elif self.phase is Phase.QUEUED:

@@ -14,21 +14,21 @@ from api.requests.decoding import check_against_model
 from api.requests.tokenizing import check_prompt, tokenize
 from api.requests.tools import call_reading, forced_format
 from api.wire import ValidStart
-from inference.engine import Engine, GenerationRequest, SequenceId
-from inference.router import Router
+from inference.engine import GenerationRequest, SequenceId
+from inference.router import Route, Router
 from inference.safety.safety import SafetyChecker
 from inference.text.tokenizer import Tokenizer
 from metering.operations import Payer
 
 
-def routed(start: ValidStart, router: Router) -> tuple[ValidStart, Engine]:
-    """The request under its model's own name, and the engine for it. Raises: ModelUnknown, RequestImpossible."""
-    route = router.route(start.model, str(start.request_id), start.region)
-    return replace(start, model=route.model, regions=route.regions, served=route.engine.model.name), route.engine
+def routed(start: ValidStart, router: Router) -> tuple[ValidStart, Route]:
+    """The request under its model's own name, and where it goes. Raises: ModelUnknown, RequestImpossible."""
+    route = router.route(start.model, start.request_id, start.region)
+    return start if start.model == route.model else replace(start, model=route.model), route
 
 
 async def prepare(
-    start: ValidStart, engine: Engine, tokenizer: Tokenizer, safety: SafetyChecker | None, cache_salt: str
+    start: ValidStart, route: Route, tokenizer: Tokenizer, safety: SafetyChecker | None, cache_salt: str
 ) -> GenerationRequest:
     """Tokenize the prompt and hold everything against the model and its context window.
 
@@ -36,22 +36,23 @@ async def prepare(
     """
     call_reading(start.tool_use, tokenizer, start.model)  # refuses what the model is not made for
     prompt_token_ids = await tokenize(tokenizer, start.prompt, start.tool_use.tools)
-    window = engine.model.context_window_tokens
+    model = route.engine.model
+    window = model.context_window_tokens
     wanted, room = start.stop.max_output_tokens, window - len(prompt_token_ids)
     if (wanted or 1) > room:
         raise PromptTooLong(len(prompt_token_ids), wanted, window)
-    if (size := engine.model.vocabulary_size) <= max(prompt_token_ids, default=0) or min(prompt_token_ids, default=0) < 0:
+    if (size := model.vocabulary_size) <= max(prompt_token_ids, default=0) or min(prompt_token_ids, default=0) < 0:
         raise InvalidRequest([FieldViolation("token_ids.ids", f"must each be from 0 to {size - 1}")])
     request = GenerationRequest(
         sequence_id=SequenceId(str(uuid.uuid4())),
         prompt_token_ids=prompt_token_ids,
-        sampling=start.sampling.over(engine.model.default_sampling),
+        sampling=start.sampling.over(model.default_sampling),
         stop=start.stop.within(room),
         cache_salt=cache_salt,
         response_format=start.response_format or forced_format(start.tool_use, tokenizer),
         choice_count=start.choice_count,
         beam_search=start.beam_search,
-        regions=start.regions,
+        regions=route.regions,
     )
     check_against_model(request, size)
     if safety is not None:

@@ -22,9 +22,9 @@ async def quote(process: Process, sessions: Sessions, principal: Principal, mess
     """Answer one call. Raises what the same request would be refused with, but for quotas."""
     start = wire.parse_start(str(uuid.uuid4()), message.start)
     check_model(principal, process.router.own_name(start.model))
-    start, engine = routed(start, process.router)
+    start, route = routed(start, process.router)
     salt = str(principal.organization_id)
-    request = await prepare(start, engine, process.tokenizers[start.served], process.safety, salt)
+    request = await prepare(start, route, process.tokenizers[route.served], process.safety, salt)
     sent, most = len(request.prompt_token_ids), request.stop.max_output_tokens * request.choice_count
     settings = process.admission.settings
     first_slice = min(settings.lease_slice_tokens, most)
@@ -38,7 +38,7 @@ async def quote(process: Process, sessions: Sessions, principal: Principal, mess
             least_slice_token_count=min(settings.lease_least_tokens, first_slice),
             tier=start.tier,
         )
-    cached = engine.predict_cached_token_count(request.prompt_token_ids, request.cache_salt)
+    cached = route.engine.predict_cached_token_count(request.prompt_token_ids, request.cache_salt)
     return response(found, sent, cached, most)
 
 

@@ -129,6 +129,8 @@ class Reply:
             self.feed.complete()
             await self.feed.all_taken()
             return
+        if self.feed.is_taken:
+            return
         before = None
         while before != (progress := self.feed.progress):
             before = progress

@@ -8,6 +8,8 @@ from inference.engine import EngineTimings
 
 STAGES = ("auth", "tokenize", "admission", "queue", "cold_start", "prefill", "decode", "client_stall", "settle")
 
+NAMES = tuple((stage, f"{stage}_ms") for stage in STAGES)  # as in `weir.v1.Timings`
+
 
 class Stopwatch:
     """Laps of one request. The stages follow each other, so that together they are the total."""
@@ -51,7 +53,8 @@ class Stopwatch:
 
     def timings(self) -> dict[str, float]:
         """All stages so far as `<stage>_ms`, with `ttft_ms` and `total_ms`; names as in `weir.v1.Timings`."""
-        result = {f"{stage}_ms": round(self._stages_ms.get(stage, 0.0), 3) for stage in STAGES}
+        stages_ms = self._stages_ms
+        result = {name: round(stages_ms[stage], 3) if stage in stages_ms else 0.0 for stage, name in NAMES}
         if self._first_token_at is not None:
             result["ttft_ms"] = round((self._first_token_at - self._received_at) * 1000, 3)
         result["total_ms"] = round((time.monotonic() - self._received_at) * 1000, 3)

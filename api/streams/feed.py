@@ -134,9 +134,15 @@ class Feed:
         if self.receiver is not None:
             self.receiver.outbox.complete(self.receiver.delivery)
 
+    @property
+    def is_taken(self) -> bool:
+        """Whether nothing waits for the client. A mailbox has taken all of it."""
+        receiver = self.receiver
+        return self.mailbox is not None or receiver is None or not (self._waiting or receiver.delivery.unsent_frame_count)
+
     async def all_taken(self) -> None:
-        """Wait until nothing waits for the client any more. Returns at once with a mailbox, which has taken all of it."""
-        while self.mailbox is None and self.receiver is not None and (self._waiting or self.receiver.delivery.unsent_frame_count):
+        """Wait until nothing waits for the client any more."""
+        while not self.is_taken:
             self._moved.clear()
             await self._moved.wait()
 

@@ -7,11 +7,10 @@ One reader and one writer per stream. The stream owns nothing of its requests bu
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable
 
 import grpc
 from weir.v1 import inference_service_pb2 as pb
@@ -151,13 +150,16 @@ class ClientStream:
             here = self._process.find((self._key.principal.project_id, start.request_id))
             if self._is_answered(start, here):
                 return
-            caller = Caller(payer(self._key.principal), auth_ms, received_at, self._deadline, self._secret, self._trace)
-            with self._receiving(frame.request_id, start.request_id) as receiver:
+
+            def bind(receiver: Receiver) -> None:
                 receiver.payload_hash = start.payload_hash
                 if here is not None:
                     here.attendance.attach(receiver, 0, start.initial_credit_tokens or 0)
                 else:
+                    caller = Caller(payer(self._key.principal), auth_ms, received_at, self._deadline, self._secret, self._trace)
                     self._process.begin(caller, start, receiver)
+
+            self._receive(frame.request_id, start.request_id, bind)
         except Exception as error:
             self._process.observer.start_refused(error)
             self._refuse(frame.request_id, error)
@@ -181,14 +183,17 @@ class ClientStream:
             if after_seq < 0:
                 raise InvalidRequest([FieldViolation("attach.after_seq", f"must be at least 0, not {after_seq}")])
             key = self._key.principal.project_id, request_id
-            source = self._source(key)
-            with self._receiving(frame.request_id, request_id) as receiver:
+            source, relays = self._source(key), None if self._is_relayed else self._process.relays
+
+            def bind(receiver: Receiver) -> None:
                 if source is not None:
                     source.attach(receiver, after_seq, 0)
-                elif self._process.relays is None or self._is_relayed:
+                elif relays is None:
                     raise UnknownRequest(f"this server does not run a request {frame.request_id[:64]!r}")
                 else:
-                    self._process.relays.begin(receiver, key, self._secret, after_seq=after_seq, credit_token_count=0)
+                    relays.begin(receiver, key, self._secret, after_seq=after_seq, credit_token_count=0)
+
+            self._receive(frame.request_id, request_id, bind)
         except Exception as error:
             self._refuse(frame.request_id, error)
 
@@ -203,9 +208,8 @@ class ClientStream:
         receiver = self._running.get(key[1])  # through a relay
         return None if receiver is None else receiver.source
 
-    @contextlib.contextmanager
-    def _receiving(self, given_id: str, request_id: uuid.UUID) -> Iterator[Receiver]:
-        """A receiver that is to be bound in the block; if that fails, all is as before. Raises: Overloaded."""
+    def _receive(self, given_id: str, request_id: uuid.UUID, bind: Callable[[Receiver], None]) -> None:
+        """Receive a request from what binds a receiver to it; if that fails, all is as before. Raises: Overloaded; as `bind`."""
         before = self._running.get(request_id)
         limit = self._process.admission.settings.requests_per_stream_max
         if before is None and len(self._running) >= limit:
@@ -214,7 +218,7 @@ class ClientStream:
         self._running[request_id] = receiver
         self._all_ended.clear()
         try:
-            yield receiver
+            bind(receiver)
         except BaseException:
             if before is not None:
                 self._running[request_id] = before

@@ -65,14 +65,14 @@ class Delivery:
     counts: bool = True
     unsent_frame_count: int = 0
     unsent_token_count: int = 0
-    sent: asyncio.Event = field(default_factory=asyncio.Event)
     on_change: Callable[[], None] = do_nothing
+    sent: asyncio.Event | None = None  # made by whoever waits until nothing does any more
 
     def left(self, frame_count: int, token_count: int) -> None:
         """So much waits no longer: it was sent, or will not be."""
         self.unsent_frame_count = max(self.unsent_frame_count - frame_count, 0)
         self.unsent_token_count = max(self.unsent_token_count - token_count, 0)
-        if not self.unsent_frame_count:
+        if self.sent is not None and not self.unsent_frame_count:
             self.sent.set()
         self.on_change()
 
@@ -109,8 +109,6 @@ class Outbox:
         """Add a frame; dropped if the client is gone. token_count: output tokens that it carries."""
         if self._abandoned:
             return
-        if not delivery.unsent_frame_count:
-            delivery.sent.clear()
         delivery.unsent_frame_count += 1
         delivery.unsent_token_count += token_count
         self._pending.append(Pending(delivery, frame, token_count))
@@ -131,7 +129,9 @@ class Outbox:
 
     async def flushed(self, delivery: Delivery) -> None:
         """Wait until nothing of the request waits any more: sent, discarded or abandoned."""
-        if delivery.unsent_frame_count:
+        while delivery.unsent_frame_count:
+            delivery.sent = delivery.sent or asyncio.Event()
+            delivery.sent.clear()
             await delivery.sent.wait()
 
     def discard(self, delivery: Delivery) -> None:

@@ -42,7 +42,7 @@ class Receiver:
         """given_id: the request id as this client spells it. on_end: called once, when the last frame has been pushed."""
         self.outbox = outbox
         self.given_id = given_id
-        self.delivery = Delivery(given_id)
+        self.delivery: Delivery  # made by whoever it is bound to
         self.source: Source
         self.payload_hash: bytes | None = None  # of the `start` that asked for it, if one did
         self._on_end = on_end

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator
 from inference.engine import (
     GenerationRequest,
     ModelInfo,
+    Scheduled,
     SequenceEvent,
     SequenceFinished,
     SequenceStream,
@@ -32,6 +33,7 @@ class EngineLife(BackendLife):
         super().__init__(model, waits)
         self._limits = limits
         self._streams: dict[int, BufferedStream] = {}
+        self._waiting_count = 0  # sequences among them that the engine has not let enter
         self._next_number = 0
         self._block_tokens = block_tokens
         self._block_count = 0  # of `KV_BLOCK_TOKENS` each
@@ -50,7 +52,8 @@ class EngineLife(BackendLife):
             yield stream
         finally:
             stream.cancel()
-            self._streams.pop(stream.number, None)
+            if self._streams.pop(stream.number, None) is not None and not stream.scheduled:
+                self._waiting_count -= request.choice_count
 
     @abstractmethod
     def _submit(self, stream: BufferedStream) -> None:
@@ -79,15 +82,13 @@ class EngineLife(BackendLife):
             raise RequestImpossible(fault)
         if (unserved := self._unserved(request)) is not None:
             raise unserved
-        if (
-            sum(stream.request.choice_count for stream in self._streams.values() if not stream.scheduled)
-            >= self._limits.waiting_sequence_count_max
-        ):
+        if self._waiting_count >= self._limits.waiting_sequence_count_max:
             raise EngineOverloaded("the engine's queue is full", self._overload_wait_s())
         stream = BufferedStream(self._next_number, request, self._cancel)
         self._next_number += 1
         self._streams[stream.number] = stream
         self._submit(stream)
+        self._waiting_count += request.choice_count
         return stream
 
     def _cancel(self, stream: BufferedStream) -> None:
@@ -101,6 +102,8 @@ class EngineLife(BackendLife):
     def _take(self, stream: BufferedStream, event: SequenceEvent) -> None:
         """The engine tells of a sequence."""
         request = stream.request
+        if isinstance(event, Scheduled) and not stream.scheduled:
+            self._waiting_count -= request.choice_count
         if isinstance(event, TokensGenerated) and not stream.has_output:
             self._hint.note(request.prompt_token_ids, self._cache_group(request.cache_salt))
         stream.put(event)
