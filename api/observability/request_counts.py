@@ -22,6 +22,8 @@ TOTAL_BOUNDS_MS = (10, 25, 50, 100, 250, 500, 1000, 2500, 5000, 10_000, 20_000, 
 TOKEN_BOUNDS_MS = (1, 2.5, 5, 7.5, 10, 15, 20, 30, 40, 50, 75, 100, 150, 250, 500, 1000, 2500)
 COLD_START_MS_MIN = 1.0  # below it no engine was waited for, and only the clock was looked at twice
 UNKNOWN_MODEL = ""  # of requests for models that there are not: what clients write there is no label
+WATCHED_CALLS = ("Generate", "Embed", "http")  # incidents of others are told from their second on
+INCIDENT = "INTERNAL"
 
 Labels = tuple[str, ...]
 
@@ -68,6 +70,11 @@ class RequestCounts:
         self.failed_calls: dict[Labels, int] = defaultdict(int)  # by call and reason
         self.times: dict[tuple[str, ServiceTier], Times] = {}
         self.migration_count = 0
+        # From zero: else the first incident would be a series that has always been 1, and no growth that anybody is woken by.
+        for model in [*self._models, UNKNOWN_MODEL]:
+            self.ends[model, ServiceTier.INTERACTIVE, INCIDENT.lower()] = 0
+        for call in WATCHED_CALLS:
+            self.failed_calls[call, INCIDENT] = 0
 
     def copy(self) -> RequestCounts:
         """As they are now, for whoever takes longer to read them than the event loop should wait."""

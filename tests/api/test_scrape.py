@@ -97,7 +97,7 @@ def test_what_is_read_does_not_change_while_it_is_written() -> None:
     counts.finished("m", ServiceTier.BATCH, "stop", TIMINGS, None, 1)
     counts.failed("other", ServiceTier.BATCH, StoreAway("away"), None)
 
-    assert copied.ends == {("m", "batch", "stop"): 1}
+    assert copied.ends["m", "batch", "stop"] == 1
     assert copied.times["m", ServiceTier.BATCH].total.count == 1
     assert counts.refusals == {("", "STORE_AWAY", "", ""): 1}, "what a client calls a model is no label"
 
