@@ -25,19 +25,51 @@ FINISH_REASONS: Mapping[int, str] = {
     types_pb2.FINISH_REASON_QUOTA_EXHAUSTED: "length",
     types_pb2.FINISH_REASON_COST_LIMIT: "length",
     types_pb2.FINISH_REASON_FILTERED: "content_filter",
+    types_pb2.FINISH_REASON_TOOL_CALLS: "tool_calls",
 }
 # What clients split lines at although it is no line end of an event stream; JSON may escape any of it.
 LINE_ENDS = ((b"\xc2\x85", b"\\u0085"), (b"\xe2\x80\xa8", b"\\u2028"), (b"\xe2\x80\xa9", b"\\u2029"))
 
 
 @dataclass(slots=True)
+class Call:
+    """One call of a tool, as far as it was told."""
+
+    id: str
+    name: str
+    pieces: list[str] = field(default_factory=list)
+
+    @property
+    def arguments(self) -> str:
+        """All of them."""
+        return "".join(self.pieces)
+
+
+@dataclass(slots=True)
 class Output:
-    """One choice of one prompt so far. index: among all choices of the answer."""
+    """One choice of one prompt so far. index: among all choices of the answer. places: of its parts, as they have begun.
+
+    A part is a call, by its number, or all of the text.
+    """
 
     index: int
     texts: list[str] = field(default_factory=list)
+    calls: list[Call] = field(default_factory=list)
+    places: list[int | None] = field(default_factory=list)
     logprobs: list[pb.TokenLogprobs] = field(default_factory=list)
     reason: types_pb2.FinishReason.ValueType = types_pb2.FINISH_REASON_UNSPECIFIED
+
+    def add(self, delta: pb.DeltaFrame) -> None:
+        """More of it."""
+        self.texts.append(delta.text)
+        self.logprobs.extend(delta.logprobs)
+        if delta.text and None not in self.places:
+            self.places.append(None)
+        for piece in delta.tool_calls:
+            if piece.id:
+                self.places.append(len(self.calls))
+                self.calls.append(Call(piece.id, piece.name))
+            self.calls[piece.index].pieces.append(piece.arguments_json)
 
     @property
     def text(self) -> str:
@@ -99,7 +131,7 @@ class Answer(Protocol):
         """Events before the first output."""
         ...
 
-    def delta(self, output: Output, text: str, logprobs: Sequence[pb.TokenLogprobs]) -> bytes:
+    def delta(self, output: Output, new: pb.DeltaFrame) -> bytes:
         """Events of new output, which `output` has already."""
         ...
 

@@ -36,10 +36,13 @@ class ChatAnswer:
         first = {"role": "assistant", "content": "", "refusal": None}
         return b"".join(self._chunk([_choice(output.index, first)]) for output in outputs)
 
-    def delta(self, output: Output, text: str, logprobs: Sequence[pb.TokenLogprobs]) -> bytes:
+    def delta(self, output: Output, new: pb.DeltaFrame) -> bytes:
         """See `Answer`."""
-        told = self._logprobs(logprobs) if logprobs else None
-        return self._chunk([_choice(output.index, {"content": text}, logprobs=told)])
+        told = self._logprobs(new.logprobs) if new.logprobs else None
+        said: dict[str, Any] = {"content": new.text} if new.text or not new.tool_calls else {}
+        if new.tool_calls:
+            said["tool_calls"] = [_call_delta(piece) for piece in new.tool_calls]
+        return self._chunk([_choice(output.index, said, logprobs=told)])
 
     def closing(self, outputs: Sequence[Output], bill: Bill) -> bytes:
         """See `Answer`."""
@@ -58,7 +61,7 @@ class ChatAnswer:
         choices: list[dict[str, Any]] = [
             {
                 "index": output.index,
-                "message": {"role": "assistant", "content": output.text, "refusal": None, "annotations": []},
+                "message": _message(output),
                 "logprobs": self._logprobs(output.logprobs) if self._wants_logprobs else None,
                 "finish_reason": output.finish_reason,
             }
@@ -82,3 +85,23 @@ def _choice(
     index: int, delta: dict[str, Any], *, logprobs: dict[str, Any] | None = None, finish_reason: str | None = None
 ) -> dict[str, Any]:
     return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
+
+
+def _message(output: Output) -> dict[str, Any]:
+    """A whole turn. One that is nothing but calls has no text, not an empty one."""
+    content = None if output.calls and not output.text else output.text
+    message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None, "annotations": []}
+    if output.calls:
+        message["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in output.calls
+        ]
+    return message
+
+
+def _call_delta(piece: pb.ToolCallDelta) -> dict[str, Any]:
+    """More of one call: what it is with its first piece, and later nothing but arguments."""
+    if not piece.id:
+        return {"index": piece.index, "function": {"arguments": piece.arguments_json}}
+    function = {"name": piece.name, "arguments": piece.arguments_json}
+    return {"index": piece.index, "id": piece.id, "type": "function", "function": function}

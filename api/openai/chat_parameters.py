@@ -20,10 +20,15 @@ from api.openai.parameters import (
     refuse_given,
 )
 from api.openai.refusals import wrong_parameter
+from api.openai.tools import Choice, ToolParameter, fill_tools
 
 NAMES = COMMON_NAMES | {
     "prompt": "messages",
-    "conversation.messages": "messages",
+    "tools[].name": "tools[].function.name",
+    "tools[].strict": "tools[].function.strict",
+    "tools[].parameters_json_schema": "tools[].function.parameters",
+    "tool_choice.name": "tool_choice.function.name",
+    "tool_choice.single": "parallel_tool_calls",
     "stop_sequences": "stop",
     "choice_count": "n",
     "response_format.json_schema": "response_format.json_schema.schema",
@@ -46,6 +51,9 @@ class ChatParameters(SharedParameters, forbid_unknown_fields=True, kw_only=True)
     top_logprobs: Int32 | None = None
     response_format: formats.Format | None = None
     modalities: list[str] | None = None
+    tools: list[ToolParameter] | None = None
+    tool_choice: Choice | None = None
+    parallel_tool_calls: bool | None = None
     # Served by others, not here: refused by name unless they ask for nothing.
     audio: Any = None
     function_call: Any = None
@@ -80,8 +88,10 @@ def chat_asked(given: ChatParameters) -> Asked:
     if given.modalities not in (None, [], ["text"]):
         raise wrong_parameter("modalities", "only text is supported")
     limit_name, limit = output_limit(given)
-    start = pb.StartFrame(conversation=conversation(given.messages, "messages"))
+    turns = conversation(given.messages, "messages")
+    start = pb.StartFrame(conversation=turns.conversation)
     fill_shared(start, given)
+    fill_tools(start, given.tools, given.tool_choice, given.parallel_tool_calls, wrapped=True)
     fill_decoding(start, given)
     if limit is not None:
         start.max_output_tokens = limit
@@ -96,7 +106,7 @@ def chat_asked(given: ChatParameters) -> Asked:
         model=given.model,
         streams=bool(given.stream),
         includes_usage=given.stream_options is not None and bool(given.stream_options.include_usage),
-        names=NAMES | {"max_output_tokens": limit_name},
+        names=NAMES | turns.names | {"max_output_tokens": limit_name},
         choice_count=1 if given.n is None else given.n,
     )
 

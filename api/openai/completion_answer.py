@@ -37,13 +37,13 @@ class CompletionAnswer:
         """See `Answer`."""
         return b""
 
-    def delta(self, output: Output, text: str, logprobs: Sequence[pb.TokenLogprobs]) -> bytes:
+    def delta(self, output: Output, new: pb.DeltaFrame) -> bytes:
         """See `Answer`."""
         told = None
-        if logprobs:
-            told = self._texts.columns(logprobs, self._offsets[output.index])
+        if new.logprobs:
+            told = self._texts.columns(new.logprobs, self._offsets[output.index])
             self._offsets[output.index] += sum(map(len, told["tokens"]))
-        return self._chunk([_choice(output.index, text, told, None)])
+        return self._chunk([_choice(output.index, new.text, told, None)])
 
     def closing(self, outputs: Sequence[Output], bill: Bill) -> bytes:
         """See `Answer`."""

@@ -31,7 +31,7 @@ from api.statuses import status_of
 from api.streams.outbox import Outbox
 from api.streams.receiver import Receiver
 from api.streams.whole_outbox import WholeOutbox
-from api.wire import FINISH_REASONS, ValidStart, parse_start
+from api.wire import ValidStart, finish_reason, parse_start
 from metering.errors import RequestInFlight
 from metering.operations import Outcome, Payer
 
@@ -165,11 +165,10 @@ class Exchange:
     def _delta(self, frame: pb.ServerFrame) -> bytes:
         delta = frame.delta
         output = self._outputs[self._places[frame.request_id] * self._asked.choice_count + delta.choice_index]
-        output.texts.append(delta.text)
-        output.logprobs.extend(delta.logprobs)
-        if not self._asked.streams or self._refusal is not None or not (delta.text or delta.logprobs):
+        output.add(delta)
+        if not self._asked.streams or self._refusal is not None or not (delta.text or delta.logprobs or delta.tool_calls):
             return b""
-        return self._opening() + self._answer.delta(output, delta.text, delta.logprobs)
+        return self._opening() + self._answer.delta(output, delta)
 
     def _opening(self) -> bytes:
         """What stands before the first event that is more than a sign of life."""
@@ -217,8 +216,9 @@ class Exchange:
         """The whole answer but for usage and cost, which are known when it has been delivered and settled."""
         for index, request in enumerate(self._live):
             for choice, outcome in request.ends().items():
-                reason = FINISH_REASONS.get(outcome, types_pb2.FINISH_REASON_UNSPECIFIED)
-                self._outputs[index * self._asked.choice_count + choice].reason = reason
+                output = self._outputs[index * self._asked.choice_count + choice]
+                if outcome is not Outcome.FAILED:
+                    output.reason = finish_reason(outcome, called=bool(output.calls))
         return answers.encode(self._answer.body(self._outputs))[:-1]
 
     async def _close(self) -> web.StreamResponse:

@@ -1,20 +1,28 @@
-"""Messages of a conversation as OpenAI's APIs write them: text, and nothing but text."""
+"""Messages of a conversation as OpenAI's APIs write them: text, calls of functions, and what came of those."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from msgspec import Struct
 from weir.v1 import inference_service_pb2 as pb
 
 from api.openai.refusals import wrong_parameter
+from api.openai.tools import CallParameter, call_messages
 
 ROLES: Mapping[str, pb.Role.ValueType] = {
     "system": pb.ROLE_SYSTEM,
     "developer": pb.ROLE_SYSTEM,  # the younger name of the same
     "user": pb.ROLE_USER,
     "assistant": pb.ROLE_ASSISTANT,
+    "tool": pb.ROLE_TOOL,
+}
+# Of a call in an earlier answer.
+NAMES = {
+    "conversation.messages[].tool_calls[].name": "messages[].tool_calls[].function.name",
+    "conversation.messages[].tool_calls[].arguments_json": "messages[].tool_calls[].function.arguments",
 }
 TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
 
@@ -38,7 +46,7 @@ class ContentPart(Struct, forbid_unknown_fields=True):
 
 
 class Message(Struct, forbid_unknown_fields=True):
-    """One message. The fields beside role and content are those with which a reply comes back, all of them empty."""
+    """One message. The fields beside role and content are those with which a reply comes back, most of them empty."""
 
     role: str
     content: str | list[ContentPart] | None = None
@@ -50,22 +58,30 @@ class Message(Struct, forbid_unknown_fields=True):
     refusal: str | None = None
     annotations: list[Any] | None = None
     audio: Any = None
-    tool_calls: list[Any] | None = None
+    tool_calls: list[CallParameter] | None = None
     tool_call_id: str | None = None
     function_call: Any = None
 
 
-def conversation(messages: Sequence[Message], field: str) -> pb.Conversation:
+@dataclass(frozen=True, slots=True)
+class Turns:
+    """A conversation, and how errors call the fields of its turns."""
+
+    conversation: pb.Conversation
+    names: dict[str, str]
+
+
+def conversation(messages: Sequence[Message], field: str) -> Turns:
     """The conversation for a start frame. field: the parameter that they stand in. Raises: InvalidRequest."""
     if not messages:
         raise wrong_parameter(field, "must hold at least one message")
     turns = [_turn(message, f"{field}[{index}]") for index, message in enumerate(messages)]
-    return pb.Conversation(messages=turns)
+    return Turns(pb.Conversation(messages=turns), NAMES | {"conversation.messages": field})
 
 
 def _turn(message: Message, field: str) -> pb.Message:
-    if message.role in ("tool", "function") or message.tool_calls or message.function_call:
-        raise wrong_parameter(field, "tools and functions are not supported: send their results as text of the user")
+    if message.role == "function" or message.function_call:
+        raise wrong_parameter(field, "functions have become tools: send tool_calls, and the role tool for what came of them")
     if message.role not in ROLES:
         raise wrong_parameter(f"{field}.role", f"must be one of {', '.join(ROLES)}")
     if message.type not in (None, "message"):
@@ -73,13 +89,15 @@ def _turn(message: Message, field: str) -> pb.Message:
     for name in ("name", "audio", "refusal"):
         if getattr(message, name):
             raise wrong_parameter(f"{field}.{name}", "is not supported: the model sees role and text alone")
-    if message.content is None:
+    calls = call_messages(message.tool_calls or (), f"{field}.tool_calls")
+    if message.content is None and not calls:
         raise wrong_parameter(f"{field}.content", "must be text")
-    return pb.Message(role=ROLES[message.role], content=_text(message.content, f"{field}.content"))
+    content = text_of(message.content or "", f"{field}.content")
+    return pb.Message(role=ROLES[message.role], content=content, tool_calls=calls, tool_call_id=message.tool_call_id or "")
 
 
-def _text(content: str | Sequence[ContentPart], field: str) -> str:
-    """All text parts, one after the other, with nothing between them."""
+def text_of(content: str | Sequence[ContentPart], field: str) -> str:
+    """All text parts, one after the other, with nothing between them. Raises: InvalidRequest."""
     if isinstance(content, str):
         return content
     for index, part in enumerate(content):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
@@ -72,9 +72,6 @@ class SharedParameters(Struct, forbid_unknown_fields=True, kw_only=True):
     service_tier: str | None = None
     prompt_cache_key: str | None = None  # what is cached is found by its content
     store: bool | None = None
-    parallel_tool_calls: bool | None = None  # there are no tools that could be called
-    tools: list[Any] | None = None
-    tool_choice: Any = None
 
     top_k: Int32 | None = None
     min_p: float | None = None
@@ -137,10 +134,6 @@ def fill_shared(start: pb.StartFrame, given: SharedParameters) -> None:
 
 def check_shared(given: SharedParameters) -> None:
     """Refuse what asks for something that does not happen here. Raises: InvalidRequest."""
-    if given.tools:
-        raise wrong_parameter("tools", "tools and functions are not supported: leave them out")
-    if given.tool_choice not in (None, "none", "auto"):
-        raise wrong_parameter("tool_choice", "tools and functions are not supported: leave it out")
     if given.store:
         raise wrong_parameter("store", "nothing is stored here: leave it out or send false")
     options = given.stream_options

@@ -6,6 +6,7 @@ Nothing is decided twice: every refusal is a `google.rpc.Status` first, as over 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -46,6 +47,8 @@ CODES: Mapping[str, str] = {
     "MODEL_UNKNOWN": "model_not_found",
     "INTERNAL": "server_error",
 }
+
+INDEX = re.compile(r"\[\d+\]")
 
 Detail = TypeVar("Detail", bound=Message)
 
@@ -129,10 +132,18 @@ def retry_headers(http_status: int, wait_s: float | None) -> dict[str, str]:
 
 
 def parameter(field_name: str, names: Mapping[str, str]) -> str:
-    """What the request calls a field of the start frame: the longest name that it begins with decides, indices stay."""
+    """What the request calls a field of the start frame: the longest name that it begins with decides, indices stay.
+
+    names: of one element, or with `[]` for any index, which then stands in the same order in the request's name.
+    """
     for end in boundaries(field_name):
-        if field_name[:end] in names:
-            return names[field_name[:end]] + field_name[end:]
+        head, rest = field_name[:end], field_name[end:]
+        if head in names:
+            return names[head] + rest
+        if (name := names.get(INDEX.sub("[]", head))) is not None:
+            for index in INDEX.findall(head):
+                name = name.replace("[]", index, 1)
+            return name + rest
     return field_name
 
 

@@ -8,13 +8,15 @@ from msgspec import Struct
 from weir.v1 import inference_service_pb2 as pb
 
 from api.openai import formats
-from api.openai.messages import Message, conversation
+from api.openai.items import Item, conversation_of
 from api.openai.parameters import COMMON_NAMES, Asked, Int32, Int64, SharedParameters, check_shared, fill_shared, refuse_given
 from api.openai.refusals import wrong_parameter
+from api.openai.tools import Choice, ToolParameter, fill_tools
 
 NAMES = COMMON_NAMES | {
     "prompt": "input",
-    "conversation.messages": "input",
+    "tools[].parameters_json_schema": "tools[].parameters",
+    "tool_choice.single": "parallel_tool_calls",
     "response_format.json_schema": "text.format.schema",
 }
 LOGPROBS = "message.output_text.logprobs"
@@ -38,7 +40,7 @@ class Reasoning(Struct, forbid_unknown_fields=True):
 class ResponseParameters(SharedParameters, forbid_unknown_fields=True, kw_only=True):
     """What `client.responses.create` may send."""
 
-    input: str | list[Message]
+    input: str | list[Item]
     instructions: str | None = None
     max_output_tokens: Int64 | None = None
     text: Text | None = None
@@ -46,6 +48,9 @@ class ResponseParameters(SharedParameters, forbid_unknown_fields=True, kw_only=T
     top_logprobs: Int32 | None = None
     truncation: str | None = None
     reasoning: Reasoning | None = None
+    tools: list[ToolParameter] | None = None
+    tool_choice: Choice | None = None
+    parallel_tool_calls: bool | None = None
     # Served by others, not here: refused by name unless they ask for nothing.
     background: Any = None
     context_management: Any = None
@@ -74,18 +79,20 @@ def response_asked(given: ResponseParameters) -> Asked:
     """What a response asks for. Raises: InvalidRequest."""
     check_shared(given)
     check_unserved(given)
-    messages = [Message("user", given.input)] if isinstance(given.input, str) else given.input
-    start = pb.StartFrame(conversation=conversation(messages, "input"))
-    if given.instructions:
-        start.conversation.messages.insert(0, pb.Message(role=pb.ROLE_SYSTEM, content=given.instructions))
+    items = [Item(role="user", content=given.input)] if isinstance(given.input, str) else given.input
+    turns = conversation_of(items, given.instructions)
+    start = pb.StartFrame(conversation=turns.conversation)
     fill_shared(start, given)
+    fill_tools(start, given.tools, given.tool_choice, given.parallel_tool_calls, wrapped=False)
     if given.max_output_tokens is not None:
         start.max_output_tokens = given.max_output_tokens
     if wants_logprobs(given):
+        if given.tools:
+            raise wrong_parameter("tools", "cannot be combined with log-probabilities: a call has no place for its own")
         start.top_logprobs = given.top_logprobs or 0
     if (wanted := formats.response_format(None if given.text is None else given.text.format, "text.format")) is not None:
         start.response_format.CopyFrom(wanted)
-    return Asked(starts=(start,), model=given.model, streams=bool(given.stream), includes_usage=True, names=NAMES)
+    return Asked(starts=(start,), model=given.model, streams=bool(given.stream), includes_usage=True, names=NAMES | turns.names)
 
 
 def check_unserved(given: ResponseParameters) -> None:

@@ -86,6 +86,9 @@ def check_tool_use(start: pb.StartFrame, wrong: Violations) -> None:
         return
     for name in ("response_format", "beam_search"):
         wrong.check(not start.HasField(name), name, "cannot be combined with tools; set tool_choice to TOOL_MODE_NONE")
+    for index, tool in enumerate(start.tools):
+        remedy = "is kept only where a call is forced: leave it out, or set tool_choice"
+        wrong.check(not tool.strict or _is_forced(choice), f"tools[{index}].strict", remedy)
     if _is_forced(choice):
         for name in ("ignore_eos", "min_output_tokens", "stop_token_ids"):
             remedy = "cannot be combined with a forced call, which decides where the output ends"

@@ -58,18 +58,22 @@ class _Piece:
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """opening, closing: around a call or a list of calls; empty if there is nothing. bare: one may begin the output without."""
+    """opening, closing: around a call or a list of calls; empty if there is nothing. bare: one may begin the output without.
+
+    textless: there is nothing beside calls, so what is left of one that the output's end has cut off is no text either.
+    """
 
     opening: str
     closing: str = ""
     bare: bool = False
+    textless: bool = False
 
 
 _SHAPES: Mapping[CallFormat, _Shape] = {
     CallFormat.HERMES: _Shape("<tool_call>", "</tool_call>"),
     CallFormat.LLAMA: _Shape("<|python_tag|>", bare=True),
     CallFormat.MISTRAL: _Shape("[TOOL_CALLS]"),
-    CallFormat.JSON: _Shape("", bare=True),
+    CallFormat.JSON: _Shape("", bare=True, textless=True),
 }
 
 
@@ -120,7 +124,7 @@ class ToolCallParser:
         held, self._held = self._held, ""
         if self._state == self._broken:
             self._add(held)
-        elif not self._has_begun and (held.strip(BLANKS) or not self.call_count):
+        elif not self._shape.textless and not self._has_begun and (held.strip(BLANKS) or not self.call_count):
             self._text.append(held)
         return self._taken()
 

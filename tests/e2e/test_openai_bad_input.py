@@ -117,8 +117,19 @@ WRONG = (
     Wrong(
         "messages[0].content[1]", "only text", {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}, IMAGE]}]}
     ),
-    Wrong("messages[0]", "tools", {"messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}]}),
-    Wrong("tools", "not supported", {"tools": [{"type": "function", "function": {"name": "f"}}]}),
+    Wrong("messages[0].tool_call_id", "earlier message", {"messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}]}),
+    Wrong("messages[0]", "have become tools", {"messages": [{"role": "function", "content": "x", "name": "f"}]}),
+    Wrong("tools", "no place for tools", {"tools": [{"type": "function", "function": {"name": "f"}}]}),
+    Wrong("tools[0].type", "must be function", {"tools": [{"type": "custom", "name": "f"}]}),
+    Wrong("tools[0].function.name", "1 to 64", {"tools": [{"type": "function", "function": {"name": "f f"}}]}),
+    Wrong(
+        "tools[0].function.parameters",
+        "JSON schema",
+        {"tools": [{"type": "function", "function": {"name": "f", "parameters": 5}}]},
+    ),
+    Wrong("tools[0].function", "is required", {"tools": [{"type": "function", "name": "f"}]}),
+    Wrong("tool_choice", "needs tools", {"tool_choice": "required"}),
+    Wrong("functions", "not supported", {"functions": [{"name": "f"}]}),
     Wrong("response_format.type", "must be text", {"response_format": {"type": "xml"}}),
     Wrong("response_format.json_schema.schema", "is required", {"response_format": {"type": "json_schema", "json_schema": {}}}),
     Wrong("response_format.json_schema", "is required", {"response_format": {"type": "json_schema"}}),
@@ -164,7 +175,8 @@ async def test_what_the_other_apis_do_not_serve_is_refused_by_name(service: Serv
         "truncation": "auto",
         "conversation": "conv_1",
         "reasoning": {"effort": "high"},
-        "tools": [{"type": "web_search"}],
+        "tools[0].type": [{"type": "web_search"}],
+        "max_tool_calls": 3,
         "text.format.json_schema": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}},
     }
     plain: dict[str, Any] = {"model": MODEL, "prompt": "Hi", "max_tokens": 1}
@@ -172,7 +184,7 @@ async def test_what_the_other_apis_do_not_serve_is_refused_by_name(service: Serv
 
     with connect(service, tenant.secret) as client:
         for name, value in responses.items():
-            fields = {name: value} if "." not in name else {"text": {"format": value}}
+            fields = {name: value} if "." not in name else {"text": {"format": value}} if name[:4] == "text" else {"tools": value}
             with pytest.raises(openai.BadRequestError) as caught:
                 client.responses.create(model=MODEL, input="Hi", **fields)
             assert caught.value.param == name
@@ -182,7 +194,7 @@ async def test_what_the_other_apis_do_not_serve_is_refused_by_name(service: Serv
             assert caught.value.param == name
         with pytest.raises(openai.BadRequestError) as caught:
             client.responses.create(model=MODEL, input=[{"type": "item_reference", "id": "msg_1"}])
-        assert caught.value.param == "input[0].role"
+        assert caught.value.param == "input[0].type"
         with pytest.raises(openai.NotFoundError):
             client.responses.retrieve("resp_1")
 

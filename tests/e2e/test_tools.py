@@ -13,54 +13,20 @@ from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import inference_service_pb2_grpc as pb_grpc
 from weir.v1 import types_pb2
 
-from tests.conftest import new_database
-from tests.inference.tool_checkpoints import make_scripted_checkpoint, make_tool_checkpoint
-from tests.service import MODEL, Service, Stream, Tenant, bearer, conversation, make_model, price_model, running
-
-SCRIPT = "script"  # the model that says what the test wants
-PLAIN = "plain"  # the model whose template knows no tools
-PIECES = (
-    *("Let me see.", "\n", "<tool_call>", '{"name": "book", ', '"arguments": {"hotel": ', '"Ulm"', ', "nights"', ": 2", "}}"),
-    *("</tool_call>", "\n<tool_call>\n", '{"name": "quit", "arguments": {', "}}\n", "</tool_call>\n", " Bye"),
-)
-HOTEL = {
-    "type": "object",
-    "properties": {"hotel": {"enum": ["Ulm", "Rom"]}, "stay": {"$ref": "#/$defs/stay"}},
-    "required": ["hotel", "stay"],
-    "additionalProperties": False,
-    "$defs": {"stay": {"type": "object", "properties": {"nights": {"enum": [1, 2]}}, "required": ["nights"]}},
-}
-DEEP = '{"a":' * 70 + "1" + "}" * 70
-TOOLS = [
-    pb.Tool(name="book", description="Books a room.", parameters_json_schema=json.dumps(HOTEL)),
-    pb.Tool(name="quit", description="Ends the talk."),
-]
-REQUIRED = pb.ToolChoice(mode=pb.TOOL_MODE_REQUIRED)
+from tests.e2e.tool_models import DEEP, PIECES, PLAIN, REQUIRED, SCRIPT, TOOLS, check_arguments, priced, running_with_tools
+from tests.service import MODEL, Service, Stream, bearer, conversation
 
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory, postgres_server: str, template_database: str) -> Iterator[Service]:
-    """A service with three models: one with a template for tools, one that says what it is told to, one that knows no tools."""
-    home = tmp_path_factory.mktemp("home")
-    models = {
-        MODEL: make_tool_checkpoint(tmp_path_factory.mktemp("tools")),
-        SCRIPT: make_scripted_checkpoint(tmp_path_factory.mktemp("script"), PIECES),
-        PLAIN: make_model(tmp_path_factory.mktemp("plain")),
-    }
-    with (
-        new_database(postgres_server, template=template_database) as url,
-        running(Service(home, url, models[MODEL], models=models)) as service,
-    ):
+    """With three models; see `tool_models.py`."""
+    with running_with_tools(tmp_path_factory.mktemp("tools"), postgres_server, template_database) as service:
         yield service
 
 
-async def priced(service: Service) -> Tenant:
-    """A tenant that may use all three."""
-    tenant = await service.tenant()
-    async with service.session() as session:
-        for model in (SCRIPT, PLAIN):
-            await price_model(session, model)
-    return tenant
+def taking(schema: str) -> list[pb.Tool]:
+    """One tool."""
+    return [pb.Tool(name="a", parameters_json_schema=schema)]
 
 
 async def begin(stream: Stream, **fields: Any) -> str:
@@ -155,21 +121,6 @@ async def test_a_forced_call_is_valid_under_its_schema_whatever_the_model_would_
             assert request_id != this_one or calls[0][0] == "book"
             for name, arguments in calls:
                 check_arguments(name, json.loads(arguments))
-
-
-def taking(schema: str) -> list[pb.Tool]:
-    """One tool."""
-    return [pb.Tool(name="a", parameters_json_schema=schema)]
-
-
-def check_arguments(name: str, arguments: dict[str, Any]) -> None:
-    """What the schemas above say."""
-    if name == "quit":
-        assert arguments == {}
-        return
-    assert set(arguments) == {"hotel", "stay"}
-    assert arguments["hotel"] in ("Ulm", "Rom")
-    assert arguments["stay"]["nights"] in (1, 2)
 
 
 async def test_calls_and_their_results_are_part_of_the_conversation(service: Service) -> None:

@@ -73,6 +73,7 @@ CASES: tuple[tuple[CallFormat, str, str | None, Calls], ...] = (
     (JSON, f"[ {WEATHER} , {WEATHER} ]", "", [("get_weather", CITY)] * 2),
     (JSON, WEATHER, "", [("get_weather", CITY)]),
     (JSON, WEATHER[:-10], "", [("get_weather", CITY[:-9])]),
+    (JSON, f'[{WEATHER}, {{"name": "ge', "", [("get_weather", CITY)]),
 )
 
 
@@ -131,7 +132,7 @@ def test_however_the_text_is_cut_the_calls_are_those_of_the_whole(form: CallForm
     assert parse(form, pieces) == whole
     assert parse(form, list(output)) == whole
     text, calls, _ = whole
-    if not calls:
+    if not calls and form is not JSON:
         assert text == output, "nothing is lost"
 
 

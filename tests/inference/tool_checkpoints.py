@@ -64,7 +64,7 @@ def make_scripted_checkpoint(directory: Path, script: Sequence[str]) -> Path:
     embeddings, head = (np.zeros((first_id + len(script), shape.hidden_size), np.float32) for _ in range(2))
     for direction, (token_id, next_id) in enumerate(itertools.pairwise(chain)):
         embeddings[token_id, direction] = 1.0
-        head[next_id, direction] = 1.0
+        head[next_id, direction] = 100.0  # no temperature changes its mind
     tensors |= {"model.embed_tokens.weight": embeddings, "lm_head.weight": head}
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((directory / "config.json").read_text(encoding="utf-8"))

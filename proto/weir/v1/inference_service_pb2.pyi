@@ -518,6 +518,7 @@ class Tool(_message.Message):
     NAME_FIELD_NUMBER: _builtins.int
     DESCRIPTION_FIELD_NUMBER: _builtins.int
     PARAMETERS_JSON_SCHEMA_FIELD_NUMBER: _builtins.int
+    STRICT_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Unique in the request: 1 to 64 of the characters `A-Z`, `a-z`, `0-9`, `_` and `-`. INVALID_ARGUMENT otherwise."""
     description: _builtins.str
@@ -526,16 +527,21 @@ class Tool(_message.Message):
     """The JSON schema of its arguments, as JSON text of up to 65536 bytes: an object, at most 64 levels deep. Empty: it takes none.
     INVALID_ARGUMENT otherwise, and for a call that is forced also for a keyword that cannot be kept.
     """
+    strict: _builtins.bool
+    """Its arguments are kept valid under the schema also where the model is free to call it; where a call is forced they always are.
+    INVALID_ARGUMENT for what excludes a `response_format`, and if the model's engine cannot keep it.
+    """
     def __init__(
         self,
         *,
         name: _builtins.str = ...,
         description: _builtins.str = ...,
         parameters_json_schema: _builtins.str = ...,
+        strict: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["description", b"description", "name", b"name", "parameters_json_schema", b"parameters_json_schema"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["description", b"description", "name", b"name", "parameters_json_schema", b"parameters_json_schema", "strict", b"strict"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

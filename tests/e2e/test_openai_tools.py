@@ -1,0 +1,184 @@
+"""OpenAI's own client calls tools here unchanged: in chats and responses, streamed and whole, and on with what came of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+
+from tests.e2e.openai_clients import check_billed, connect, extension, says
+from tests.e2e.tool_models import HOTEL, PIECES, PLAIN, SCRIPT, check_arguments, priced, running_with_tools
+from tests.service import MODEL, Service
+
+BOOK = {"name": "book", "description": "Books a room.", "parameters": HOTEL}
+QUIT = {"name": "quit", "parameters": {"type": "object", "properties": {}, "additionalProperties": False}}
+CHAT_TOOLS: list[Any] = [{"type": "function", "function": function} for function in (BOOK, QUIT)]
+TOOLS: list[Any] = [{"type": "function", "strict": None, **function} for function in (BOOK, QUIT)]
+BOOKED, SAID = '{"hotel": "Ulm", "nights": 2}', "Let me see.\n Bye"
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory, postgres_server: str, template_database: str) -> Iterator[Service]:
+    """With three models; see `tool_models.py`."""
+    with running_with_tools(tmp_path_factory.mktemp("tools"), postgres_server, template_database) as service:
+        yield service
+
+
+async def test_a_chat_calls_tools_whole_and_streamed_and_goes_on_with_the_results(service: Service) -> None:
+    tenant, streaming = await priced(service), await priced(service)
+    asked: dict[str, Any] = {"model": SCRIPT, "messages": says("Book!"), "tools": CHAT_TOOLS}
+
+    with connect(service, tenant.secret) as client:
+        answer: Any = client.chat.completions.create(**asked)
+        check_billed(service, tenant, answer)
+        message = answer.choices[0].message
+        results: list[Any] = [{"role": "tool", "tool_call_id": call.id, "content": "done"} for call in message.tool_calls or ()]
+        after: Any = client.chat.completions.create(**asked | {"messages": [*says("Book!"), message, *results]})
+    with connect(service, streaming.secret) as client, client.chat.completions.stream(**asked) as stream:
+        events: list[Any] = list(stream)
+        final: Any = stream.get_final_completion().choices[0]
+
+    assert answer.choices[0].finish_reason == final.finish_reason == "tool_calls"
+    assert message.content == final.message.content == SAID
+    for calls in (message.tool_calls or (), final.message.tool_calls or ()):
+        assert [(call.type, call.function.name, call.function.arguments) for call in calls if call.type == "function"] == [
+            ("function", "book", BOOKED),
+            ("function", "quit", "{}"),
+        ]
+    grown = [event for event in events if event.type == "tool_calls.function.arguments.delta"]
+    assert len(grown) > 4
+    [event] = service.books.events(streaming)
+    assert event["billed_token_count"] == len(PIECES) + 1
+    assert after.usage is not None
+    assert answer.usage is not None
+    assert after.usage.prompt_tokens > answer.usage.prompt_tokens + 20
+
+
+async def test_the_client_chooses_which_tools_are_called(service: Service) -> None:
+    tenant = await priced(service)
+    asked: dict[str, Any] = {"messages": says("Book!"), "tools": CHAT_TOOLS, "max_tokens": 400, "temperature": 1.0, "seed": 3}
+    named: Any = {"type": "function", "function": {"name": "book"}}
+
+    with connect(service, tenant.secret) as client:
+        create = client.chat.completions.create
+        free = create(model=SCRIPT, tool_choice="none", **asked)
+        single = create(model=SCRIPT, parallel_tool_calls=False, **asked)
+        required = create(model=MODEL, tool_choice="required", **asked)
+        this_one = create(model=MODEL, tool_choice=named, **asked)
+
+    assert free.choices[0].message.content == "".join(PIECES)
+    assert [call.function.name for call in calls_of(single)] == ["book"]
+    assert single.choices[0].finish_reason == "tool_calls"
+    assert extension(single)["finish_reasons"] == ["TOOL_CALLS"]
+    assert [call.function.name for call in calls_of(this_one)] == ["book"]
+    for answer in (required, this_one):
+        assert answer.choices[0].message.content is None
+        for call in calls_of(answer):
+            check_arguments(call.function.name, json.loads(call.function.arguments))
+
+
+def calls_of(answer: Any) -> list[Any]:
+    """Of the first choice; there must be some."""
+    calls: list[Any] = answer.choices[0].message.tool_calls
+    assert calls
+    return calls
+
+
+async def test_a_response_has_calls_as_items_of_its_own(service: Service) -> None:
+    tenant = await priced(service)
+    asked: dict[str, Any] = {"model": SCRIPT, "instructions": "Be brief.", "tools": TOOLS}
+
+    with connect(service, tenant.secret) as client:
+        response: Any = client.responses.create(input="Book!", **asked)
+        events: list[Any] = list(client.responses.create(input="Book!", stream=True, **asked))
+        with client.responses.stream(input="Book!", **asked) as stream:
+            gathered: Any = stream.get_final_response()
+        items: list[Any] = [{"role": "user", "content": "Book!"}, *response.output]
+        items += [
+            {"type": "function_call_output", "call_id": item.call_id, "output": "done"}
+            for item in response.output
+            if item.type == "function_call"
+        ]
+        after: Any = client.responses.create(input=items, **asked)
+
+    final = events[-1].response
+    for told in (response, final, gathered):
+        assert told.status == "completed"
+        assert told.output_text == SAID
+        assert [item.type for item in told.output] == ["message", "function_call", "function_call"]
+        assert [(item.name, item.arguments) for item in told.output[1:]] == [("book", BOOKED), ("quit", "{}")]
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    check_events(events, final.output)
+    assert response.tool_choice == "auto"
+    assert response.parallel_tool_calls
+    assert [tool.type for tool in response.tools] == ["function", "function"]
+    assert response.usage is not None
+    assert after.usage is not None
+    assert after.usage.input_tokens > response.usage.input_tokens + 20
+
+
+def check_events(events: list[Any], output: list[Any]) -> None:
+    """Every item is begun, grown and ended under its place and id, and the pieces are the whole."""
+    for place, item in enumerate(output):
+        of_item = [event for event in events if getattr(event, "output_index", None) == place]
+        assert of_item[0].type == "response.output_item.added"
+        assert of_item[-1].type == "response.output_item.done"
+        assert of_item[-1].item == item
+        assert {event.item_id for event in of_item if hasattr(event, "item_id")} == {item.id}
+        grown = "".join(event.delta for event in of_item if event.type.endswith(".delta"))
+        if item.type == "function_call":
+            [done] = [event for event in of_item if event.type == "response.function_call_arguments.done"]
+            assert grown == done.arguments == item.arguments
+        else:
+            assert grown == item.content[0].text
+
+
+async def test_a_call_that_is_cut_off_is_told_as_what_it_is(service: Service) -> None:
+    tenant = await priced(service)
+
+    with connect(service, tenant.secret) as client:
+        chat = client.chat.completions.create(model=SCRIPT, messages=says("Book!"), tools=CHAT_TOOLS, max_tokens=6)
+        response: Any = client.responses.create(model=SCRIPT, input="Book!", tools=TOOLS, max_output_tokens=6)
+        events: list[Any] = list(
+            client.responses.create(model=SCRIPT, input="Book!", tools=TOOLS, max_output_tokens=6, stream=True)
+        )
+
+    assert chat.choices[0].finish_reason == "length"
+    assert calls_of(chat)[0].function.arguments == '{"hotel": "Ulm"'
+    assert response.status == "incomplete"
+    assert [item.status for item in response.output] == ["completed", "incomplete"]
+    assert events[-1].type == "response.incomplete"
+    check_events(events, events[-1].response.output)
+
+
+async def test_wrong_tools_and_items_are_refused_by_their_own_names(service: Service) -> None:
+    tenant = await priced(service)
+    call = {"type": "function_call", "call_id": "c", "name": "book", "arguments": "{}"}
+    deep: Any = json.loads('{"a":' * 70 + "1" + "}" * 70)
+    too_deep: Any = [{"type": "function", "function": BOOK | {"parameters": deep}}]
+    wrong: list[tuple[str, dict[str, Any]]] = [
+        ("tools", {"model": PLAIN}),
+        ("tools[0].parameters", {"tools": [TOOLS[0] | {"parameters": deep}]}),
+        ("tool_choice", {"tool_choice": {"type": "function", "name": ""}}),
+        ("tool_choice.name", {"tool_choice": {"type": "function", "name": "gone"}}),
+        ("input[0].call_id", {"input": [{"type": "function_call_output", "call_id": "c", "output": "x"}]}),
+        ("input[1].call_id", {"input": [call, {"type": "function_call_output", "call_id": "d", "output": "x"}]}),
+        ("input[1].arguments", {"input": [{"role": "user", "content": "x"}, call | {"arguments": "{"}]}),
+        ("input[0].summary", {"input": [{"role": "user", "content": "x", "summary": []}]}),
+        ("input[0].type", {"input": [{"type": "reasoning", "id": "r", "summary": []}]}),
+        ("tools", {"top_logprobs": 2}),
+    ]
+
+    with connect(service, tenant.secret) as client:
+        for param, fields in wrong:
+            with pytest.raises(openai.BadRequestError) as caught:
+                client.responses.create(**{"model": SCRIPT, "input": "Book!", "tools": TOOLS, "instructions": "Hm."} | fields)
+            assert caught.value.param == param, caught.value
+        with pytest.raises(openai.BadRequestError) as caught:
+            client.chat.completions.create(model=SCRIPT, messages=says("x"), tools=too_deep)
+        assert caught.value.param == "tools[0].function.parameters"
+
+    assert service.books.events(tenant) == []
