@@ -105,8 +105,9 @@ async def close_month(
     with patience(LONG_READ_S):
         async with sessions.begin() as session:
             await _refuse_obstacles(session, request)
-            await _mark_closing(session, request)
-            await seal_month(session, request.organization_id, request.month)
+            if not await _is_closed(session, request):  # else there is nothing to mark, and months after it may be closed as well
+                await _mark_closing(session, request)
+                await seal_month(session, request.organization_id, request.month)
         async with sessions.begin() as session:
             return await _close(session, request)
 

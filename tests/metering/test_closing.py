@@ -209,6 +209,17 @@ async def test_a_request_that_still_runs_holds_a_month_open_unless_it_is_left_to
     assert not (await world.close("2025-10", leave_running=True)).already_closed
 
 
+async def test_a_month_that_is_closed_stays_closed_whoever_closes_it_again_however_late(world: ClosingWorld) -> None:
+    price = await world.price(SEPTEMBER)
+    await world.use(price, Consumed(1, settled_at=SEPTEMBER), Consumed(2, settled_at=OCTOBER))
+    first = await world.close("2025-09")
+    await world.close("2025-10")
+
+    again = await world.close("2025-09", actor="another")
+
+    assert again == replace(first, already_closed=True)
+
+
 async def test_everything_that_stands_in_the_way_is_told_at_once(world: ClosingWorld) -> None:
     price = await world.price(SEPTEMBER)
     await world.use(price, Consumed(1, settled_at=OCTOBER), Consumed(10, settled_at=NOVEMBER, cost_picos=1))
