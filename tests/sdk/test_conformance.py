@@ -8,10 +8,13 @@ from __future__ import annotations
 import asyncio
 import json
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
+from google.protobuf.descriptor import Descriptor
+from google.protobuf.message import Message
+from weir.v1 import inference_service_pb2 as inference_pb
 from weir_client import (
     Aborted,
     AlreadyExists,
@@ -20,6 +23,7 @@ from weir_client import (
     Delta,
     FailedPrecondition,
     FinishReason,
+    GenerateOptions,
     GenerationState,
     IncompleteGeneration,
     InvalidRequest,
@@ -557,6 +561,71 @@ async def test_embeds(client: AsyncClient) -> None:
     assert (encoder.task, encoder.embedding_dimension) == (ModelTask.EMBED, DIMENSION)
     with pytest.raises(InvalidRequest):
         await client.embed(MODEL, "the garden")
+
+
+async def test_offers_every_field() -> None:
+    server = scripted.ScriptedInference(lambda stream: scripted.answer(stream, "a"))
+    every = GenerateOptions(
+        max_output_tokens=5,
+        max_cost=Money("USD", 1),
+        temperature=1.0,
+        top_p=0.5,
+        top_k=3,
+        seed=1,
+        min_p=0.1,
+        repetition_penalty=1.1,
+        presence_penalty=0.1,
+        frequency_penalty=0.1,
+        logit_bias={7: 1.0},
+        stop="x",
+        stop_token_ids=(8,),
+        min_output_tokens=1,
+        ignore_eos=True,
+        choice_count=2,
+        beam_width=2,
+        length_penalty=0.5,
+        early_stopping=True,
+        top_logprobs=1,
+        usage_interval_tokens=1,
+        labels={"a": "b"},
+        tier="batch",
+        start_timeout=5,
+        region="here",
+        keep_on_disconnect=5,
+        prefetch_tokens=10,
+    )
+    async with scripted.serve(server) as address, AsyncClient(address, "key") as client:
+        await client.complete(MODEL, "Hi", **(every | GenerateOptions(json_schema={})))
+        await client.complete(MODEL, **(every | GenerateOptions(text="Hi", regex="a")))
+        await client.complete(MODEL, **(every | GenerateOptions(token_ids=(7,), lark="start: A")))
+        for inputs in ("a", [[7]]):
+            await client.embed(MODEL, inputs, truncate=True, labels={"a": "b"}, tier="batch")
+    starts = [frame.start for stream in server.streams for message in stream.messages for frame in message.frames]
+    offered = {field for request in (*starts, *server.requests) for field in fields_set(request)}
+    everything = {field for kind in (inference_pb.StartFrame, inference_pb.EmbedRequest) for field in fields_of(kind.DESCRIPTOR)}
+    unoffered = json.loads(CONFORMANCE.with_name("unoffered.json").read_text())
+    assert everything - offered == unoffered.keys()
+    assert all(unoffered.values())
+
+
+NESTED = ("weir.v1.Sampling", "weir.v1.BeamSearch", "weir.v1.ResponseFormat", "weir.v1.EmbedInput")  # whose fields are options, too
+
+
+def fields_of(descriptor: Descriptor) -> Iterator[str]:
+    """The full names of what a request may hold."""
+    for field in descriptor.fields:
+        yield field.full_name
+        if field.message_type is not None and field.message_type.full_name in NESTED:
+            yield from fields_of(field.message_type)
+
+
+def fields_set(message: Message) -> Iterator[str]:
+    """Of those, what one holds."""
+    for field, value in message.ListFields():
+        yield field.full_name
+        if field.message_type is not None and field.message_type.full_name in NESTED:
+            for each in [value] if isinstance(value, Message) else value:
+                yield from fields_set(each)
 
 
 def test_refuses_half_a_certificate() -> None:

@@ -5,10 +5,12 @@ import { type CallOptionsOf, type ClientOptions, Connection, RetryPolicy, resolv
 import { InvalidRequest, NO_DETAILS } from "./errors.js";
 import { ClientFrameSchema, InferenceService } from "./gen/weir/v1/inference_service_pb.js";
 import { Generation, setKeep } from "./generation.js";
-import { type AttachOptions, buildEmbed, buildStart, checkPrefetch, conversation, type EmbedOptions, type GenerateOptions, invalid, type Prompt } from "./prompt.js";
+import type { AttachOptions, EmbedOptions, GenerateOptions, Prompt } from "./options.js";
+import { buildEmbed, buildStart, checkPrefetch, conversation, invalid } from "./prompt.js";
 import { RESUME_MS } from "./resumption.js";
 import { SharedStream } from "./stream.js";
-import type { EmbedResult, Generation as RecordedGeneration, Model, QuotaStatus, Quote, Result, TokenCount } from "./values.js";
+import type { Model, Quote, TokenCount } from "./models.js";
+import type { EmbedResult, Generation as RecordedGeneration, QuotaStatus, Result } from "./values.js";
 import * as wire from "./wire.js";
 
 const FRAMING_BYTES = 16; // what a message adds to its only frame, at most

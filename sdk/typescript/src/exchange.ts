@@ -7,7 +7,8 @@
 
 import type { Carrier, Continuation } from "./carriers.js";
 import { Aborted, Cancelled, DeadlineExceeded, FailedPrecondition, IncompleteGeneration, Unavailable, WeirError } from "./errors.js";
-import type { ClientFrame, DeltaFrame, FailedFrame, FinishedFrame, ServerFrame, UpdatedFrame } from "./gen/weir/v1/inference_service_pb.js";
+import type { ClientFrame, DeltaFrame, FailedFrame, FinishedFrame, ServerFrame } from "./gen/weir/v1/inference_service_pb.js";
+import { LimitChanges } from "./limit_changes.js";
 import type { Prefetch } from "./prefetch.js";
 import { Received } from "./received.js";
 import { copyError, errorFromStatus } from "./status.js";
@@ -41,7 +42,7 @@ export class Exchange {
   private events: Event[] = [];
   private readonly received: Received;
   private carrier: Carrier | undefined;
-  private limitChanges: { resolve(limits: Limits): void; reject(error: WeirError): void }[] = []; // asked for, not answered yet
+  private readonly limitChanges = new LimitChanges();
   private lost = ""; // the sentence about output that cannot be had any more
   private lostCause: WeirError | undefined;
   private readonly timers: NodeJS.Timeout[] = [];
@@ -116,7 +117,7 @@ export class Exchange {
     const { carrier, requestId } = this;
     if (this.outcome !== undefined || !carrier) throw new FailedPrecondition("the request has ended", { reason: "REQUEST_ENDED", requestId });
     carrier.sendUpdate(frame);
-    return await new Promise((resolve, reject) => this.limitChanges.push({ resolve, reject }));
+    return await this.limitChanges.expect();
   }
 
   /** Asks the server to stop; the outcome follows within `CANCEL_GRACE_MS`. Nothing happens after the end or twice. */
@@ -138,7 +139,7 @@ export class Exchange {
     this.begun = true;
     switch (frame.kind.case) {
       case "updated":
-        this.receiveUpdated(frame.kind.value);
+        this.limitChanges.answer(frame.kind.value, this.requestId);
         break;
       case "attached": {
         const { afterSeq, lastSeq, running } = frame.kind.value;
@@ -203,10 +204,8 @@ export class Exchange {
 
   /** Leaves its stream, to go on elsewhere. */
   release(): void {
-    const { carrier, limitChanges, requestId } = this;
-    this.limitChanges = [];
-    const text = "no answer came before the stream ended";
-    for (const { reject } of limitChanges) reject(new Unavailable(text, { requestId }));
+    const { carrier, requestId } = this;
+    this.limitChanges.fail(new Unavailable("no answer came before the stream ended", { requestId }));
     this.carrier = undefined;
     carrier?.release(this);
   }
@@ -264,12 +263,6 @@ export class Exchange {
     const error = this.failure(frame);
     const verdict = this.continuation ? this.continuation.refused(error) : error;
     if (verdict) this.fail(verdict);
-  }
-
-  private receiveUpdated(frame: UpdatedFrame): void {
-    const change = this.limitChanges.shift();
-    if (frame.refusal) change?.reject(errorFromStatus(frame.refusal, this.requestId));
-    else change?.resolve(wire.limits(frame));
   }
 
   private resume(): void {

@@ -13,7 +13,8 @@ import { Exchange } from "./exchange.js";
 import { type ClientFrame, ClientFrameSchema } from "./gen/weir/v1/inference_service_pb.js";
 import { EVERYTHING, Prefetch } from "./prefetch.js";
 import { OUTPUT_GONE, REQUEST_IN_FLIGHT, REQUEST_SETTLED, Resumption } from "./resumption.js";
-import { buildUpdate, type LimitOptions } from "./prompt.js";
+import type { LimitOptions } from "./options.js";
+import { buildUpdate } from "./prompt.js";
 import type { SharedStream } from "./stream.js";
 import type { Admitted, Delta, Event, Limits, Partial, Result } from "./values.js";
 
@@ -77,6 +78,11 @@ export class Generation implements AsyncIterable<Delta>, AsyncDisposable {
   /** What has arrived so far, whether or not the request has ended. */
   get partial(): Partial {
     return (this.exchange ?? new Exchange(this.requestId, this.model)).partial();
+  }
+
+  /** Whether the request has ended, one way or another. */
+  get done(): boolean {
+    return this.error !== undefined || isResult(this.exchange?.outcome);
   }
 
   /** Sends the request if that was not done yet; the time of `timeoutMs` begins here. Throws a WeirError if it is not taken. */

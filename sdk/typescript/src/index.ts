@@ -4,5 +4,7 @@ export { WeirClient } from "./client.js";
 export { type CallOptionsOf as CallOptions, type ClientOptions, DEFAULT_ADDRESS } from "./connection.js";
 export * from "./errors.js";
 export { Generation as GenerationStream } from "./generation.js";
-export type { AttachOptions, EmbedOptions, GenerateOptions, LimitOptions, Message, Prompt } from "./prompt.js";
+export * from "./models.js";
+export * from "./money.js";
+export * from "./options.js";
 export * from "./values.js";

@@ -2,7 +2,8 @@
 
 import type { DeltaFrame, FailedFrame, FinishedFrame } from "./gen/weir/v1/inference_service_pb.js";
 import { Outputs } from "./output.js";
-import type { Admitted, Delta, FinishReason, Money, Partial, Result, Timings, Usage } from "./values.js";
+import type { Money } from "./money.js";
+import type { Admitted, Delta, FinishReason, Partial, Result, Timings, Usage } from "./values.js";
 import * as wire from "./wire.js";
 
 /** Frames in, `Partial` or `Result` out. */

@@ -5,8 +5,7 @@
  * because they are exact and may be larger than a `number` holds.
  */
 
-/** Picos (1e-12) in one unit of a currency. */
-export const PICOS_PER_UNIT = 1_000_000_000_000n;
+import type { Money } from "./money.js";
 
 /** Why a request that ran came to its end. */
 export type FinishReason =
@@ -31,42 +30,19 @@ export type GenerationState = "UNSPECIFIED" | "RUNNING" | "SETTLED" | "VOIDED" |
 /** What a quota hangs on. */
 export type QuotaSubject = "UNSPECIFIED" | "ORGANIZATION" | "PROJECT" | "API_KEY";
 
-/** An exact amount of money. */
-export class Money {
-  /** `picos`: whole picos (1e-12) of one unit of the currency. */
-  constructor(
-    readonly currencyCode: string,
-    readonly picos: bigint,
-  ) {}
-
-  /** From units of the currency as a decimal text. Throws a RangeError for what is no amount, or finer than a pico. */
-  static of(amount: string, currencyCode: string): Money {
-    const [, sign, units, fraction = ""] = /^(-?)(\d+)(?:\.(\d+))?$/.exec(amount) ?? [];
-    const digits = fraction.replace(/0+$/, "");
-    if (units === undefined || digits.length > 12) {
-      throw new RangeError(`'${amount}' is no amount in whole picos: give a text like "0.05"`);
-    }
-    const picos = BigInt(units) * PICOS_PER_UNIT + BigInt(digits.padEnd(12, "0"));
-    return new Money(currencyCode, sign === "-" ? -picos : picos);
-  }
-
-  /** The amount in units as an exact decimal, at least two decimals: `0.00184`. */
-  get amount(): string {
-    const magnitude = this.picos < 0n ? -this.picos : this.picos;
-    const fraction = (magnitude % PICOS_PER_UNIT).toString().padStart(12, "0").replace(/0+$/, "").padEnd(2, "0");
-    return `${this.picos < 0n ? "-" : ""}${magnitude / PICOS_PER_UNIT}.${fraction}`;
-  }
-
-  /** `0.00184 USD`. */
-  toString(): string {
-    return `${this.amount} ${this.currencyCode}`;
-  }
-
-  /** JSON has no exact numbers of this size: both as text. */
-  toJSON(): { currencyCode: string; picos: string } {
-    return { currencyCode: this.currencyCode, picos: this.picos.toString() };
-  }
-}
+/** What a quota counts, and over which time. UNSPECIFIED: something that is newer than this client. */
+export type QuotaDimension =
+  | "UNSPECIFIED"
+  | "CONCURRENT_REQUESTS"
+  | "REQUESTS_PER_MINUTE"
+  | "TOKENS_PER_MINUTE"
+  | "INPUT_TOKENS_PER_MINUTE"
+  | "OUTPUT_TOKENS_PER_MINUTE"
+  | "TOKENS_PER_DAY"
+  | "TOKENS_PER_MONTH"
+  | "COST_PER_DAY"
+  | "COST_PER_MONTH"
+  | "PREPAID_CREDIT";
 
 /** Tokens of one request, counted where it matters for the bill. */
 export interface Usage {
@@ -106,8 +82,7 @@ export interface QuotaStatus {
   readonly subjectId: string;
   /** Empty: all models together. */
   readonly model: string;
-  /** For example `TOKENS_PER_MINUTE`. */
-  readonly dimension: string;
+  readonly dimension: QuotaDimension;
   readonly limitValue: bigint;
   readonly usedValue: bigint;
   /** Held by requests that run now. */
@@ -115,8 +90,28 @@ export interface QuotaStatus {
   readonly remainingValue: bigint;
   /** Absent for concurrency. */
   readonly resetTime: Date | undefined;
+  readonly resetDelayMs: number | undefined;
+  /** For people. */
+  readonly subjectName: string;
   /** False: it counts and reports, and refuses nobody. */
   readonly enforced: boolean;
+  /** Admissions in this window that it would have refused. */
+  readonly wouldRefuseCount: number;
+  /** Weights are thousandths that a token of a kind counts; 0 where no tokens are counted. */
+  readonly inputWeightMilli: number;
+  readonly cachedInputWeightMilli: number;
+  readonly outputWeightMilli: number;
+  /** Without a raise. */
+  readonly standingLimitValue: bigint;
+  /** Absent: not raised. */
+  readonly raisedUntilTime: Date | undefined;
+  readonly raiseReason: string;
+  /** Of the limits on its dimension, it has least left. Told only with all the limits of one key, as the next. */
+  readonly binding: boolean;
+  /** A limit further up that always runs out first. */
+  readonly narrowedByQuotaId: string;
+  /** It limits nothing itself: new keys get a copy. */
+  readonly forNewKeys: boolean;
 }
 
 /** The request was let in and its tokens are held. */
@@ -245,33 +240,6 @@ export interface Partial {
   readonly admitted: Admitted | undefined;
 }
 
-/** The size of a prompt. */
-export interface TokenCount {
-  readonly inputTokenCount: number;
-  readonly contextWindowTokens: number;
-}
-
-/** One version of a model's price, in picos of the currency per token. */
-export interface Price {
-  readonly version: number;
-  readonly currencyCode: string;
-  readonly inputPicosPerToken: bigint;
-  readonly cachedInputPicosPerToken: bigint;
-  readonly outputPicosPerToken: bigint;
-  readonly embeddingPicosPerToken: bigint;
-  readonly effectiveTime: Date | undefined;
-}
-
-/** What a model does. UNSPECIFIED: something that is newer than this client. */
-export type ModelTask = "UNSPECIFIED" | "GENERATE" | "EMBED";
-
-/** One version of a model. */
-export interface ModelVersion {
-  readonly version: string;
-  /** Of the requests that name no version, 0 to 1. */
-  readonly share: number;
-}
-
 /** One text's vector. */
 export interface Embedding {
   readonly vector: readonly number[];
@@ -294,46 +262,6 @@ export interface EmbedResult {
   readonly quotas: readonly QuotaStatus[];
 }
 
-/** One model that can be asked for. */
-export interface Model {
-  readonly name: string;
-  readonly architecture: string;
-  readonly contextWindowTokens: number;
-  readonly vocabularySize: number;
-  readonly engine: string;
-  readonly task: ModelTask;
-  /** Floats in a vector; 0 if it generates. */
-  readonly embeddingDimension: number;
-  /** Texts in one call of `embed`; 0 if it generates. */
-  readonly embeddingInputCountMax: number;
-  /** Other names for it. */
-  readonly aliases: readonly string[];
-  /** That can be asked for as `name@version`. */
-  readonly versions: readonly ModelVersion[];
-  readonly readyReplicaCount: number;
-  readonly replicaCount: number;
-  /** One per service tier. */
-  readonly tierPrices: readonly Price[];
-  /** That of interactive requests; absent: no price is set. */
-  readonly price: Price | undefined;
-}
-
-/** What a request would count and cost, and whether it would be let in now. */
-export interface Quote {
-  readonly inputTokenCount: number;
-  readonly predictedCachedTokenCount: number;
-  readonly maxOutputTokenCount: number;
-  readonly expectedOutputTokenCount: number;
-  readonly worstCost: Money;
-  readonly expectedCost: Money;
-  readonly priceVersion: number;
-  readonly wouldAdmit: boolean;
-  readonly retryHelps: boolean;
-  readonly retryDelayMs: number | undefined;
-  readonly failingQuotas: readonly QuotaStatus[];
-  readonly quotas: readonly QuotaStatus[];
-}
-
 /** What the server has recorded of one request. */
 export interface Generation {
   readonly requestId: string;
@@ -349,5 +277,7 @@ export interface Generation {
   readonly timings: Timings | undefined;
   /** A finish reason or FAILED; empty while it runs. */
   readonly outcome: string;
+  /** How often it went on in another engine because its own was lost. */
+  readonly migrationCount: number;
   readonly labels: Readonly<Record<string, string>>;
 }

@@ -13,38 +13,36 @@ import {
   type ProgressFrame,
   ProgressFrame_Stage,
   type QuoteResponse,
+  ServiceTier,
   type UpdatedFrame,
 } from "./gen/weir/v1/inference_service_pb.js";
 import {
   FinishReason as FinishReasonMessage,
   type Money as MoneyMessage,
-  QuotaDimension,
+  QuotaDimension as QuotaDimensionMessage,
   type QuotaStatus as QuotaMessage,
   QuotaSubject as QuotaSubjectMessage,
   type Timings as TimingsMessage,
   type Usage as UsageMessage,
 } from "./gen/weir/v1/types_pb.js";
-import {
-  type Admitted,
-  type Delta,
-  type EmbedResult,
-  type FinishReason,
-  type Generation,
-  type GenerationState,
-  type Limits,
-  type Model,
-  type ModelTask,
-  Money,
-  PICOS_PER_UNIT,
-  type Price,
-  type Progress,
-  type QuotaStatus,
-  type QuotaSubject,
-  type Quote,
-  type Stage,
-  type Timings,
-  type TokenLogprobs,
-  type Usage,
+import type { Model, ModelTask, Price, Quote } from "./models.js";
+import { Money, PICOS_PER_UNIT } from "./money.js";
+import type {
+  Admitted,
+  Delta,
+  EmbedResult,
+  FinishReason,
+  Generation,
+  GenerationState,
+  Limits,
+  Progress,
+  QuotaDimension,
+  QuotaStatus,
+  QuotaSubject,
+  Stage,
+  Timings,
+  TokenLogprobs,
+  Usage,
 } from "./values.js";
 
 /** A count of tokens or frames as a plain number: exact, or an error. */
@@ -99,13 +97,25 @@ export function quota(value: QuotaMessage): QuotaStatus {
     subject: name<QuotaSubject>(QuotaSubjectMessage, value.subject),
     subjectId: value.subjectId,
     model: value.model,
-    dimension: name<string>(QuotaDimension, value.dimension),
+    dimension: name<QuotaDimension>(QuotaDimensionMessage, value.dimension),
     limitValue: value.limitValue,
     usedValue: value.usedValue,
     heldValue: value.heldValue,
     remainingValue: value.remainingValue,
     resetTime: date(value.resetTime),
+    resetDelayMs: durationMs(value.resetDelay),
+    subjectName: value.subjectName,
     enforced: value.enforced,
+    wouldRefuseCount: count(value.wouldRefuseCount),
+    inputWeightMilli: count(value.inputWeightMilli),
+    cachedInputWeightMilli: count(value.cachedInputWeightMilli),
+    outputWeightMilli: count(value.outputWeightMilli),
+    standingLimitValue: value.standingLimitValue,
+    raisedUntilTime: date(value.raisedUntilTime),
+    raiseReason: value.raiseReason,
+    binding: value.binding,
+    narrowedByQuotaId: value.narrowedByQuotaId,
+    forNewKeys: value.forNewKeys,
   };
 }
 
@@ -164,6 +174,8 @@ function price(value: PriceMessage): Price {
     outputPicosPerToken: value.outputPicosPerToken,
     embeddingPicosPerToken: value.embeddingPicosPerToken,
     effectiveTime: date(value.effectiveTime),
+    tier: value.tier === ServiceTier.BATCH ? "batch" : "interactive",
+    own: value.own,
   };
 }
 
@@ -196,6 +208,7 @@ export function model(value: ModelMessage): Model {
     versions: value.versions.map(({ version, share }) => ({ version, share })),
     readyReplicaCount: value.readyReplicaCount,
     replicaCount: value.replicaCount,
+    drainedReplicaCount: value.drainedReplicaCount,
   };
 }
 
@@ -210,7 +223,7 @@ export function quote(value: QuoteResponse): Quote {
     priceVersion: count(value.priceVersion),
     wouldAdmit: value.wouldAdmit,
     retryHelps: value.retryHelps,
-    retryDelayMs: durationMs(value.retryDelay),
+    retryAfterMs: durationMs(value.retryDelay),
     failingQuotas: value.failingQuotas.map(quota),
     quotas: value.quotas.map(quota),
   };
@@ -227,6 +240,7 @@ export function generation(value: GenerationMessage): Generation {
     cost: value.cost && money(value.cost),
     timings: value.timings && timings(value.timings),
     outcome: value.outcome,
+    migrationCount: value.migrationCount,
     labels: value.labels,
   };
 }

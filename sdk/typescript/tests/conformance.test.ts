@@ -3,9 +3,13 @@
 import assert from "node:assert/strict";
 import { randomUUID } from "node:crypto";
 import { once } from "node:events";
+import { readFileSync } from "node:fs";
 import { connect, createServer, type Server, type Socket } from "node:net";
 import { test } from "node:test";
+import type { DescMessage, Message } from "@bufbuild/protobuf";
+import { isReflectMessage, reflect, type ReflectMessage } from "@bufbuild/protobuf/reflect";
 import { status } from "@grpc/grpc-js";
+import { EmbedRequestSchema, StartFrameSchema } from "../src/gen/weir/v1/inference_service_pb.js";
 import {
   Aborted,
   AlreadyExists,
@@ -576,6 +580,76 @@ promise("embeds", async (client) => {
   assert.equal(cost.picos, BigInt(usage.embeddingTokenCount) * EMBEDDING_PICOS);
   await assert.rejects(client.embed(MODEL, "the garden"), InvalidRequest);
 });
+
+promise("offers-every-field", async () => {
+  await using server = await new ScriptedServer(answering("a")).open();
+  await using client = new WeirClient({ address: server.address });
+  const every: GenerateOptions = {
+    maxOutputTokens: 5,
+    maxCost: new Money("USD", 1n),
+    temperature: 1,
+    topP: 0.5,
+    topK: 3,
+    seed: 1,
+    minP: 0.1,
+    repetitionPenalty: 1.1,
+    presencePenalty: 0.1,
+    frequencyPenalty: 0.1,
+    logitBias: { 7: 1 },
+    stop: "x",
+    stopTokenIds: [8],
+    minOutputTokens: 1,
+    ignoreEos: true,
+    choiceCount: 2,
+    beamWidth: 2,
+    lengthPenalty: 0.5,
+    earlyStopping: true,
+    topLogprobs: 1,
+    usageIntervalTokens: 1,
+    labels: { a: "b" },
+    tier: "batch",
+    startTimeoutMs: 5000,
+    region: "here",
+    keepOnDisconnectMs: 5000,
+    prefetchTokens: 10,
+  };
+  await client.complete(MODEL, { ...every, prompt: "Hi", jsonSchema: {} });
+  await client.complete(MODEL, { ...every, text: "Hi", regex: "a" });
+  await client.complete(MODEL, { ...every, tokenIds: [7], lark: "start: A" });
+  for (const inputs of ["a", [[7]]]) await client.embed(MODEL, inputs, { truncate: true, labels: { a: "b" }, tier: "batch" });
+  const starts = server.frames.map(({ kind }) => (kind.case === "start" ? kind.value : undefined)).filter((each) => each !== undefined);
+  const offered = new Set([
+    ...starts.flatMap((start) => fieldsSet(StartFrameSchema, start)),
+    ...server.embeddings.flatMap((request) => fieldsSet(EmbedRequestSchema, request)),
+  ]);
+  const everything = [...fieldsOf(StartFrameSchema), ...fieldsOf(EmbedRequestSchema)];
+  const unoffered = JSON.parse(readFileSync(new URL("../../../unoffered.json", import.meta.url), "utf8")) as Record<string, string>;
+  assert.deepEqual(everything.filter((field) => !offered.has(field)), Object.keys(unoffered));
+});
+
+const NESTED = ["weir.v1.Sampling", "weir.v1.BeamSearch", "weir.v1.ResponseFormat", "weir.v1.EmbedInput"]; // whose fields are options, too
+
+/** The full names of what a request may hold. */
+function fieldsOf(schema: DescMessage): string[] {
+  return schema.fields.flatMap((field) => [
+    `${schema.typeName}.${field.name}`,
+    ...(field.message && NESTED.includes(field.message.typeName) ? fieldsOf(field.message) : []),
+  ]);
+}
+
+/** Of those, what one holds. */
+function fieldsSet(schema: DescMessage, message: Message): string[] {
+  const reflected = reflect(schema, message);
+  return reflected.sortedFields
+    .filter((field) => reflected.isSet(field))
+    .flatMap((field) => {
+      const name = `${schema.typeName}.${field.name}`;
+      if (!field.message || !NESTED.includes(field.message.typeName)) return [name];
+      const value: unknown = reflected.get(field);
+      const nested = isReflectMessage(value) ? [value] : [...(value as Iterable<ReflectMessage>)];
+      return [name, ...nested.flatMap((each) => fieldsSet(each.desc, each.message))];
+    });
+}
 
 promise("refuses-half-a-certificate", async () => {
   const address = "https://weir.example";

@@ -10,6 +10,9 @@ import {
   GenerateRequestSchema,
   type GenerateResponse,
   GenerateResponseSchema,
+  type EmbedRequest,
+  EmbedRequestSchema,
+  EmbedResponseSchema,
   ListModelsResponseSchema,
   type ServerFrameSchema,
 } from "../src/gen/weir/v1/inference_service_pb.js";
@@ -24,11 +27,16 @@ export class ServerStream {
   private isEnded = false;
   private wake: () => void = () => {};
 
-  constructor(private readonly call: ServerDuplexStream<GenerateRequest, GenerateResponse>) {
+  /** `received`: where every frame is noted. */
+  constructor(
+    private readonly call: ServerDuplexStream<GenerateRequest, GenerateResponse>,
+    received: ClientFrame[],
+  ) {
     call.on("error", () => this.end()); // the client went away
     call.on("end", () => this.end());
     call.on("data", (message: GenerateRequest) => {
       this.unread.push(...message.frames);
+      received.push(...message.frames);
       this.wake();
     });
   }
@@ -60,6 +68,8 @@ export type Script = (stream: ServerStream) => Promise<void>;
 /** Runs one script per stream, the last one again for streams beyond them; a call to list models is refused by `refusals`, then answered. */
 export class ScriptedServer implements AsyncDisposable {
   address = "";
+  readonly frames: ClientFrame[] = []; // of all streams
+  readonly embeddings: EmbedRequest[] = [];
   streamCount = 0;
   listCount = 0;
   refusals: status[] = [];
@@ -78,7 +88,7 @@ export class ScriptedServer implements AsyncDisposable {
     });
     const Generate = (call: ServerDuplexStream<GenerateRequest, GenerateResponse>): void => {
       this.streamCount += 1;
-      void scripts[Math.min(this.streamCount, scripts.length) - 1]!(new ServerStream(call)).finally(() => call.end());
+      void scripts[Math.min(this.streamCount, scripts.length) - 1]!(new ServerStream(call, this.frames)).finally(() => call.end());
     };
     const ListModels = (_: ServerUnaryCall<unknown, unknown>, answer: sendUnaryData<Uint8Array>): void => {
       this.listCount += 1;
@@ -86,9 +96,13 @@ export class ScriptedServer implements AsyncDisposable {
       if (code !== undefined) answer({ code, details: "refused by the script" });
       else answer(null, toBinary(ListModelsResponseSchema, create(ListModelsResponseSchema, {})));
     };
+    const Embed = ({ request }: ServerUnaryCall<Uint8Array, unknown>, answer: sendUnaryData<Uint8Array>): void => {
+      this.embeddings.push(fromBinary(EmbedRequestSchema, request));
+      answer(null, toBinary(EmbedResponseSchema, create(EmbedResponseSchema, {})));
+    };
     this.server.addService(
-      { Generate: method("Generate", true), ListModels: method("ListModels", false) },
-      { Generate, ListModels },
+      { Generate: method("Generate", true), ListModels: method("ListModels", false), Embed: method("Embed", false) },
+      { Generate, ListModels, Embed },
     );
   }
 

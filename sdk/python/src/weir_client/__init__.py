@@ -88,6 +88,8 @@ from weir_client.live import (
     RecordedRequest,
     RequestPhase,
 )
+from weir_client.models import Model, ModelTask, ModelVersion, Price
+from weir_client.money import PICOS_PER_UNIT, Money
 from weir_client.prompt import AttachOptions, GenerateOptions, Message, Prompt
 from weir_client.quote import Quote
 from weir_client.receipt_client import AsyncReceiptClient, ReceiptClient
@@ -123,7 +125,6 @@ from weir_client.usage import (
     UsageShare,
 )
 from weir_client.values import (
-    PICOS_PER_UNIT,
     Admitted,
     Choice,
     Delta,
@@ -131,12 +132,7 @@ from weir_client.values import (
     FinishReason,
     Generation,
     GenerationState,
-    Model,
-    ModelTask,
-    ModelVersion,
-    Money,
     Partial,
-    Price,
     Progress,
     QuotaDimension,
     QuotaStatus,

@@ -7,7 +7,7 @@ from datetime import datetime
 from enum import StrEnum
 
 from weir_client.bills import CreditNoteSummary, MonthCharge, MonthState, PrepaidCredit
-from weir_client.values import Money
+from weir_client.money import Money
 
 
 class TokenKind(StrEnum):

@@ -21,13 +21,15 @@ from weir_client.connection import (
     RetryPolicy,
 )
 from weir_client.embedding import EmbedInput, EmbedOptions, EmbedResult, build_embed, embed_result
-from weir_client.generation import AsyncGeneration, Terms, set_keep
+from weir_client.generation import AsyncGeneration
+from weir_client.models import Model
 from weir_client.prompt import AttachOptions, GenerateOptions, Prompt, build_start, checked_prefetch, conversation
 from weir_client.quote import Quote
 from weir_client.resumption import RESUME_S
 from weir_client.stream import SharedStream
+from weir_client.terms import Terms, set_keep
 from weir_client.tls import TlsOptions
-from weir_client.values import Generation, Model, QuotaStatus, Result, TokenCount
+from weir_client.values import Generation, QuotaStatus, Result, TokenCount
 
 KEEP_MIN_S = 0.001  # what a caller's clock ends at once is kept for as good as no time
 

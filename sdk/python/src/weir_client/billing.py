@@ -11,7 +11,7 @@ from weir_client import wire_accounts, wire_bills
 from weir_client.accounts import MonthReport
 from weir_client.billing_usage import AsyncUsageCalls
 from weir_client.bills import Adjustment, ClosedMonth, DocumentFormat, Invoice, Month, MonthVerification
-from weir_client.values import Money
+from weir_client.money import Money
 
 
 class AsyncBillingClient(AsyncUsageCalls):

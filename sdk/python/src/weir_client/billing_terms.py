@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from weir_client.values import Money
+from weir_client.money import Money
 
 
 @dataclass(frozen=True, slots=True)

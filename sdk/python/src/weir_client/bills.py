@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from enum import StrEnum
 
-from weir_client.values import Money
+from weir_client.money import Money
 
 
 class MonthState(StrEnum):

@@ -10,9 +10,10 @@ from typing import Literal, TypedDict
 from weir.v1 import inference_service_pb2 as pb
 
 from weir_client import wire
+from weir_client.money import Money
 from weir_client.prompt import invalid, service_tier
 from weir_client.receipts import Receipt
-from weir_client.values import Money, QuotaStatus, Timings, Usage
+from weir_client.values import QuotaStatus, Timings, Usage
 from weir_client.wire_receipts import receipts
 
 EmbedInput = str | Sequence[int]

@@ -9,50 +9,20 @@ import asyncio
 import contextlib
 from collections import deque
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Self
 
 from weir.v1 import inference_service_pb2 as pb
 
 from weir_client import errors
-from weir_client.connection import RetryPolicy
 from weir_client.exchange import Exchange
 from weir_client.limits import Limits, update_frame
+from weir_client.money import Money
 from weir_client.prefetch import EVERYTHING, Prefetch
-from weir_client.resumption import OUTPUT_GONE, REQUEST_IN_FLIGHT, REQUEST_SETTLED, Resumption
+from weir_client.resumption import OUTPUT_GONE, Resumption
 from weir_client.stream import SharedStream
-from weir_client.values import Admitted, Delta, Event, Money, Partial, Result
-
-KEEP_FIELD = "keep_on_disconnect"
-
-
-@dataclass(frozen=True, slots=True)
-class Terms:
-    """How one generation is to be run. Times in seconds; None: without."""
-
-    timeout_s: float | None
-    retry: RetryPolicy
-    keep_s: float | None  # how long a broken stream may be looked for again; the server keeps the request so long
-    keep_is_asked: bool = True  # the caller's own wish: a server that refuses it is not asked again without
-    prefetch_tokens: int | None = None  # output that may be unread; None: what comes
-
-
-def set_keep(start: pb.StartFrame, keep_s: float | None) -> None:
-    """Writes how long the request outlives its connection; None: not at all."""
-    if keep_s is None:
-        start.ClearField("keep_on_disconnect")
-    else:
-        start.keep_on_disconnect.FromNanoseconds(round(keep_s * 1e9))
-
-
-def keep_allowed_s(refusal: errors.WeirError, refused_s: float) -> float | None:
-    """For how long the operator keeps requests, as the refusal of a longer time tells; None: not at all, or nobody knows."""
-    try:
-        allowed_s = float(refusal.metadata.get("keep_max_s", 0))
-    except ValueError:
-        return None
-    return allowed_s if 0 < allowed_s < refused_s else None
+from weir_client.terms import Terms, asked_differently
+from weir_client.values import Admitted, Delta, Event, Partial, Result
 
 
 class AsyncGeneration:
@@ -182,25 +152,6 @@ class AsyncGeneration:
         self._note_read(event)
         return event
 
-    async def _take(self) -> list[Event]:
-        self.start()
-        while True:
-            if self._error is not None:
-                raise self._error
-            exchange = self._exchange
-            assert exchange is not None  # `start` made one, or raised
-            try:
-                await exchange.wait()
-            except asyncio.CancelledError:
-                self.cancel()
-                raise
-            events = exchange.take()
-            if events:
-                return events
-            if not isinstance(exchange.outcome, errors.WeirError):
-                return []
-            await self._retry_or_raise(exchange.outcome)
-
     async def events(self) -> AsyncIterator[Event]:
         """Everything as it comes: `Admitted`, `Progress`, `Delta`, `UsageUpdate`, `Resumed`."""
         while (event := await self.next_event()) is not None:
@@ -229,6 +180,25 @@ class AsyncGeneration:
     @property
     def _outcome(self) -> Result | errors.WeirError | None:
         return self._exchange.outcome if self._exchange else None
+
+    async def _take(self) -> list[Event]:
+        self.start()
+        while True:
+            if self._error is not None:
+                raise self._error
+            exchange = self._exchange
+            assert exchange is not None  # `start` made one, or raised
+            try:
+                await exchange.wait()
+            except asyncio.CancelledError:
+                self.cancel()
+                raise
+            events = exchange.take()
+            if events:
+                return events
+            if not isinstance(exchange.outcome, errors.WeirError):
+                return []
+            await self._retry_or_raise(exchange.outcome)
 
     def _note_read(self, event: Event | None) -> None:
         if isinstance(event, Delta) and self._exchange is not None:
@@ -263,7 +233,11 @@ class AsyncGeneration:
         unseen is received, or answered with ALREADY_EXISTS or ABORTED, instead of being run and billed again. That answer to a
         retry is about our own first attempt: its output is fetched where it is kept, else the failure of that attempt is raised.
         """
-        if self._can_be_asked_differently(error):
+        again = None if self._cancel_asked.is_set() else asked_differently(self._frame, self._terms, error, self._failure)
+        if again is not None:
+            self._frame, self._terms = again
+            if self._frame.HasField("start"):
+                self._stream.keep_max_s = self._terms.keep_s or 0.0
             self._begin_attempt()
             return
         wait_s = self._retry_wait_s(error)
@@ -286,25 +260,6 @@ class AsyncGeneration:
         else:
             self._error = errors.Cancelled("cancelled while waiting to try again", request_id=self.request_id)
             raise self._error
-
-    def _can_be_asked_differently(self, error: errors.WeirError) -> bool:
-        """Changes the frame to what the server's answer suggests; once each."""
-        frame = self._frame
-        if self._cancel_asked.is_set() or not frame.HasField("start") or self._terms.keep_s is None:
-            return False
-        if self._failure is not None and error.reason in (REQUEST_SETTLED, REQUEST_IN_FLIGHT):
-            self._frame = pb.ClientFrame(request_id=self.request_id, attach=pb.AttachFrame())
-            return True
-        fields = {each.field for each in error.details.field_violations}
-        if self._terms.keep_is_asked or fields != {KEEP_FIELD}:
-            return False
-        keep_s = keep_allowed_s(error, self._terms.keep_s)
-        self._stream.keep_max_s = keep_s or 0.0
-        self._frame = pb.ClientFrame()
-        self._frame.CopyFrom(frame)
-        set_keep(self._frame.start, keep_s)
-        self._terms = replace(self._terms, keep_s=keep_s)
-        return True
 
     def _retry_wait_s(self, error: errors.WeirError) -> float | None:
         exchange, loop = self._exchange, self._loop

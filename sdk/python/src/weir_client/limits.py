@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from weir.v1 import inference_service_pb2 as pb
 
 from weir_client import errors, wire
+from weir_client.money import Money
 from weir_client.status import error_from_status
-from weir_client.values import Money
 
 
 @dataclass(frozen=True, slots=True)

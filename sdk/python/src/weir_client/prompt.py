@@ -14,7 +14,7 @@ from google.protobuf.duration_pb2 import Duration
 from weir.v1 import inference_service_pb2 as pb
 
 from weir_client.errors import ErrorDetails, FieldViolation, InvalidRequest
-from weir_client.values import Money
+from weir_client.money import Money
 from weir_client.wire import money_message
 
 Role = Literal["system", "user", "assistant"]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from weir_client.values import Money, QuotaStatus
+from weir_client.money import Money
+from weir_client.values import QuotaStatus
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,9 +7,10 @@ import time
 from weir.v1 import inference_service_pb2 as pb
 
 from weir_client import wire
+from weir_client.money import Money
 from weir_client.output import Outputs
 from weir_client.receipts import Receipt
-from weir_client.values import Admitted, Delta, FinishReason, Money, Partial, Result, Timings, Usage
+from weir_client.values import Admitted, Delta, FinishReason, Partial, Result, Timings, Usage
 from weir_client.wire_receipts import receipts
 
 

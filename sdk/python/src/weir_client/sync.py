@@ -13,9 +13,10 @@ from weir_client.connection import KEEPALIVE_S, MESSAGE_BYTES_MAX, RETRY_WAIT_MA
 from weir_client.generation import AsyncGeneration
 from weir_client.limits import Limits
 from weir_client.loop_thread import LoopThread
+from weir_client.money import Money
 from weir_client.prompt import AttachOptions, GenerateOptions, Prompt
 from weir_client.tls import TlsOptions
-from weir_client.values import Admitted, Delta, Event, Money, Partial, Result
+from weir_client.values import Admitted, Delta, Event, Partial, Result
 
 
 class GenerationStream:

@@ -9,13 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
-from decimal import Decimal
 from enum import StrEnum
-from typing import Self
 
+from weir_client.money import Money
 from weir_client.receipts import Receipt
-
-PICOS_PER_UNIT = 10**12  # one unit of a currency, the scale that all prices and costs are kept at
 
 
 class FinishReason(StrEnum):
@@ -75,48 +72,6 @@ class QuotaDimension(StrEnum):
     COST_PER_DAY = "cost-per-day"
     PREPAID_CREDIT = "prepaid-credit"  # of an organization that pays in advance; follows from what is granted
     COST_PER_MONTH = "cost-per-month"
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class Money:
-    """An exact amount: whole picos (1e-12) of one unit of a currency.
-
-    >>> Money.of("0.05", "USD")
-    Money(currency_code='USD', picos=50000000000)
-    >>> print(Money("USD", 50_000_000_000))
-    0.05 USD
-    """
-
-    currency_code: str
-    picos: int
-
-    @classmethod
-    def of(cls, amount: str | int | Decimal, currency_code: str) -> Self:
-        """From units of the currency. Raises: ValueError for what is no amount, or finer than a pico."""
-        refusal = ValueError(f"{amount!r} is no amount in whole picos: give a text like '0.05', a Decimal or an int")
-        if isinstance(amount, float):
-            raise refusal
-        try:
-            sign, digits, exponent = Decimal(amount).as_tuple()
-        except ArithmeticError:
-            raise refusal from None
-        if not isinstance(exponent, int):  # not a number, or infinite
-            raise refusal
-        whole, rest = divmod(int("".join(map(str, digits))) * 10 ** max(exponent + 12, 0), 10 ** max(-12 - exponent, 0))
-        if rest:
-            raise refusal
-        return cls(currency_code, -whole if sign else whole)
-
-    @property
-    def amount(self) -> Decimal:
-        """The amount in units of the currency, exact to the pico."""
-        digits = tuple(int(digit) for digit in str(abs(self.picos)))
-        return Decimal((int(self.picos < 0), digits, -12))
-
-    def __str__(self) -> str:
-        """The exact amount without needless zeros, at least two decimals: `0.00184 USD`."""
-        whole, _, fraction = f"{self.amount:f}".partition(".")
-        return f"{whole}.{fraction.rstrip('0').ljust(2, '0')} {self.currency_code}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,58 +264,6 @@ class TokenCount:
 
     input_token_count: int
     context_window_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class Price:
-    """One version of a model's price, in picos of the currency per token."""
-
-    version: int
-    currency_code: str
-    input_picos_per_token: int
-    cached_input_picos_per_token: int
-    output_picos_per_token: int
-    effective_time: datetime | None
-    embedding_picos_per_token: int = 0
-    tier: str = "interactive"  # or "batch"
-    own: bool = False  # the caller's own price, not that of the list
-
-
-class ModelTask(StrEnum):
-    """What a model does. UNSPECIFIED: something that is newer than this client."""
-
-    UNSPECIFIED = "UNSPECIFIED"
-    GENERATE = "GENERATE"
-    EMBED = "EMBED"
-
-
-@dataclass(frozen=True, slots=True)
-class ModelVersion:
-    """One version of a model. share: of the requests that name no version, 0 to 1."""
-
-    version: str
-    share: float
-
-
-@dataclass(frozen=True, slots=True)
-class Model:
-    """One model that can be asked for."""
-
-    name: str
-    architecture: str
-    context_window_tokens: int
-    vocabulary_size: int
-    engine: str
-    price: Price | None  # that of interactive requests; None: no price is set
-    tier_prices: tuple[Price, ...] = ()  # one per service tier
-    task: ModelTask = ModelTask.GENERATE
-    embedding_dimension: int = 0  # floats in a vector; 0 if it generates
-    embedding_input_count_max: int = 0  # texts in one call of `embed`; 0 if it generates
-    aliases: tuple[str, ...] = ()  # other names for it
-    versions: tuple[ModelVersion, ...] = ()  # that can be asked for as `name@version`
-    ready_replica_count: int = 0
-    replica_count: int = 0
-    drained_replica_count: int = 0  # kept out of use by an admin
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,8 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import types_pb2
 
-from weir_client import values
+from weir_client import models, values
+from weir_client.money import PICOS_PER_UNIT, Money
 from weir_client.quote import Quote
 from weir_client.wire_receipts import receipts
 
@@ -19,9 +20,9 @@ _FINISH_REASONS = {
 _STAGES = {number: values.Stage(name.removeprefix("STAGE_")) for name, number in pb.ProgressFrame.Stage.items()}
 _STATES = {number: values.GenerationState(name.removeprefix("STATE_")) for name, number in pb.Generation.State.items()}
 _TASKS = {
-    pb.MODEL_TASK_UNSPECIFIED: values.ModelTask.GENERATE,  # of a server that knows no other
-    pb.MODEL_TASK_GENERATE: values.ModelTask.GENERATE,
-    pb.MODEL_TASK_EMBED: values.ModelTask.EMBED,
+    pb.MODEL_TASK_UNSPECIFIED: models.ModelTask.GENERATE,  # of a server that knows no other
+    pb.MODEL_TASK_GENERATE: models.ModelTask.GENERATE,
+    pb.MODEL_TASK_EMBED: models.ModelTask.EMBED,
 }
 SUBJECTS = {
     types_pb2.QUOTA_SUBJECT_ORGANIZATION: values.QuotaSubject.ORGANIZATION,
@@ -52,15 +53,15 @@ def seconds_of(duration: Duration) -> float:
     return duration.seconds + duration.nanos / 1e9
 
 
-def money_message(value: values.Money) -> types_pb2.Money:
+def money_message(value: Money) -> types_pb2.Money:
     """An amount for the server."""
-    units, picos = divmod(value.picos, values.PICOS_PER_UNIT)
+    units, picos = divmod(value.picos, PICOS_PER_UNIT)
     return types_pb2.Money(currency_code=value.currency_code, units=units, picos=picos)
 
 
-def money(message: types_pb2.Money) -> values.Money:
+def money(message: types_pb2.Money) -> Money:
     """An exact amount."""
-    return values.Money(message.currency_code, message.units * values.PICOS_PER_UNIT + message.picos)
+    return Money(message.currency_code, message.units * PICOS_PER_UNIT + message.picos)
 
 
 def usage(message: types_pb2.Usage) -> values.Usage:
@@ -180,9 +181,9 @@ def finish_reason(number: types_pb2.FinishReason.ValueType) -> values.FinishReas
 TIERS = {pb.SERVICE_TIER_INTERACTIVE: "interactive", pb.SERVICE_TIER_BATCH: "batch"}
 
 
-def price(message: pb.Price) -> values.Price:
+def price(message: pb.Price) -> models.Price:
     """A price version."""
-    return values.Price(
+    return models.Price(
         version=message.version,
         currency_code=message.currency_code,
         input_picos_per_token=message.input_picos_per_token,
@@ -195,9 +196,9 @@ def price(message: pb.Price) -> values.Price:
     )
 
 
-def model(message: pb.Model) -> values.Model:
+def model(message: pb.Model) -> models.Model:
     """A model with its price."""
-    return values.Model(
+    return models.Model(
         name=message.name,
         architecture=message.architecture,
         context_window_tokens=message.context_window_tokens,
@@ -205,11 +206,11 @@ def model(message: pb.Model) -> values.Model:
         engine=message.engine,
         price=price(message.price) if message.HasField("price") else None,
         tier_prices=tuple(map(price, message.tier_prices)),
-        task=_TASKS.get(message.task, values.ModelTask.UNSPECIFIED),
+        task=_TASKS.get(message.task, models.ModelTask.UNSPECIFIED),
         embedding_dimension=message.embedding_dimension,
         embedding_input_count_max=message.embedding_input_count_max,
         aliases=tuple(message.aliases),
-        versions=tuple(values.ModelVersion(each.version, each.share) for each in message.versions),
+        versions=tuple(models.ModelVersion(each.version, each.share) for each in message.versions),
         ready_replica_count=message.ready_replica_count,
         replica_count=message.replica_count,
         drained_replica_count=message.drained_replica_count,

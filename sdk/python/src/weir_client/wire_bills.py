@@ -10,7 +10,7 @@ from weir.v1 import months_pb2 as pb
 from weir.v1 import types_pb2
 
 from weir_client import bills
-from weir_client.values import PICOS_PER_UNIT, Money
+from weir_client.money import PICOS_PER_UNIT, Money
 from weir_client.wire import money, time_of
 
 _MONTH_STATES = {

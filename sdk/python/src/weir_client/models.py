@@ -1,0 +1,59 @@
+"""What a deployment offers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime
+from enum import StrEnum
+
+
+@dataclass(frozen=True, slots=True)
+class Price:
+    """One version of a model's price, in picos of the currency per token."""
+
+    version: int
+    currency_code: str
+    input_picos_per_token: int
+    cached_input_picos_per_token: int
+    output_picos_per_token: int
+    effective_time: datetime | None
+    embedding_picos_per_token: int = 0
+    tier: str = "interactive"  # or "batch"
+    own: bool = False  # the caller's own price, not that of the list
+
+
+class ModelTask(StrEnum):
+    """What a model does. UNSPECIFIED: something that is newer than this client."""
+
+    UNSPECIFIED = "UNSPECIFIED"
+    GENERATE = "GENERATE"
+    EMBED = "EMBED"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelVersion:
+    """One version of a model. share: of the requests that name no version, 0 to 1."""
+
+    version: str
+    share: float
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """One model that can be asked for."""
+
+    name: str
+    architecture: str
+    context_window_tokens: int
+    vocabulary_size: int
+    engine: str
+    price: Price | None  # that of interactive requests; None: no price is set
+    tier_prices: tuple[Price, ...] = ()  # one per service tier
+    task: ModelTask = ModelTask.GENERATE
+    embedding_dimension: int = 0  # floats in a vector; 0 if it generates
+    embedding_input_count_max: int = 0  # texts in one call of `embed`; 0 if it generates
+    aliases: tuple[str, ...] = ()  # other names for it
+    versions: tuple[ModelVersion, ...] = ()  # that can be asked for as `name@version`
+    ready_replica_count: int = 0
+    replica_count: int = 0
+    drained_replica_count: int = 0  # kept out of use by an admin

@@ -1,0 +1,51 @@
+"""Exact amounts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from decimal import Decimal
+from typing import Self
+
+PICOS_PER_UNIT = 10**12  # one unit of a currency, the scale that all prices and costs are kept at
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Money:
+    """An exact amount: whole picos (1e-12) of one unit of a currency.
+
+    >>> Money.of("0.05", "USD")
+    Money(currency_code='USD', picos=50000000000)
+    >>> print(Money("USD", 50_000_000_000))
+    0.05 USD
+    """
+
+    currency_code: str
+    picos: int
+
+    @classmethod
+    def of(cls, amount: str | int | Decimal, currency_code: str) -> Self:
+        """From units of the currency. Raises: ValueError for what is no amount, or finer than a pico."""
+        refusal = ValueError(f"{amount!r} is no amount in whole picos: give a text like '0.05', a Decimal or an int")
+        if isinstance(amount, float):
+            raise refusal
+        try:
+            sign, digits, exponent = Decimal(amount).as_tuple()
+        except ArithmeticError:
+            raise refusal from None
+        if not isinstance(exponent, int):  # not a number, or infinite
+            raise refusal
+        whole, rest = divmod(int("".join(map(str, digits))) * 10 ** max(exponent + 12, 0), 10 ** max(-12 - exponent, 0))
+        if rest:
+            raise refusal
+        return cls(currency_code, -whole if sign else whole)
+
+    @property
+    def amount(self) -> Decimal:
+        """The amount in units of the currency, exact to the pico."""
+        digits = tuple(int(digit) for digit in str(abs(self.picos)))
+        return Decimal((int(self.picos < 0), digits, -12))
+
+    def __str__(self) -> str:
+        """The exact amount without needless zeros, at least two decimals: `0.00184 USD`."""
+        whole, _, fraction = f"{self.amount:f}".partition(".")
+        return f"{whole}.{fraction.rstrip('0').ljust(2, '0')} {self.currency_code}"

@@ -1,0 +1,41 @@
+/** Exact amounts. */
+
+/** Picos (1e-12) in one unit of a currency. */
+export const PICOS_PER_UNIT = 1_000_000_000_000n;
+
+/** An exact amount of money. */
+export class Money {
+  /** `picos`: whole picos (1e-12) of one unit of the currency. */
+  constructor(
+    readonly currencyCode: string,
+    readonly picos: bigint,
+  ) {}
+
+  /** From units of the currency as a decimal text. Throws a RangeError for what is no amount, or finer than a pico. */
+  static of(amount: string, currencyCode: string): Money {
+    const [, sign, units, fraction = ""] = /^(-?)(\d+)(?:\.(\d+))?$/.exec(amount) ?? [];
+    const digits = fraction.replace(/0+$/, "");
+    if (units === undefined || digits.length > 12) {
+      throw new RangeError(`'${amount}' is no amount in whole picos: give a text like "0.05"`);
+    }
+    const picos = BigInt(units) * PICOS_PER_UNIT + BigInt(digits.padEnd(12, "0"));
+    return new Money(currencyCode, sign === "-" ? -picos : picos);
+  }
+
+  /** The amount in units as an exact decimal, at least two decimals: `0.00184`. */
+  get amount(): string {
+    const magnitude = this.picos < 0n ? -this.picos : this.picos;
+    const fraction = (magnitude % PICOS_PER_UNIT).toString().padStart(12, "0").replace(/0+$/, "").padEnd(2, "0");
+    return `${this.picos < 0n ? "-" : ""}${magnitude / PICOS_PER_UNIT}.${fraction}`;
+  }
+
+  /** `0.00184 USD`. */
+  toString(): string {
+    return `${this.amount} ${this.currencyCode}`;
+  }
+
+  /** JSON has no exact numbers of this size: both as text. */
+  toJSON(): { currencyCode: string; picos: string } {
+    return { currencyCode: this.currencyCode, picos: this.picos.toString() };
+  }
+}

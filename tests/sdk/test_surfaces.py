@@ -1,0 +1,124 @@
+"""The two clients side by side: what one offers or tells and the other does not is listed here, with the reason."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import inspect
+import re
+
+import pytest
+import weir_client
+from weir_client import prompt, tls
+
+from infra import typescript_sdk
+
+SOURCES = typescript_sdk.SDK / "src"
+PROMPT = "is an argument of its own in Python"
+SIGNAL = "Python cancels by asyncio"
+TYPE = "Python tells events apart by their classes"
+RECEIPTS = "receipts are read and checked by the Python client and the command line; TypeScript counts them"
+ONE_SIDED = {
+    "GenerateOptions.prompt": PROMPT,
+    "GenerateOptions.signal": SIGNAL,
+    "AttachOptions.signal": SIGNAL,
+    "EmbedOptions.signal": SIGNAL,
+    "Admitted.type": TYPE,
+    "Progress.type": TYPE,
+    "Delta.type": TYPE,
+    "UsageUpdate.type": TYPE,
+    "Resumed.type": TYPE,
+    "Delta.received": "for the benchmarks, which are in Python",
+    "Result.receipt_count": RECEIPTS,
+    "Result.receipts": RECEIPTS,
+    "Partial.receipts": RECEIPTS,
+    "EmbedResult.receipts": RECEIPTS,
+    "Generation.receipts": RECEIPTS,
+    "Client.close": "TypeScript closes with this or `await using`, Python with its blocks",
+    "GenerationStream.take": "for the blocking client",
+    "GenerationStream.next_event": "for the blocking client",
+    "GenerationStream.holds_back": "for the blocking client",
+    "GenerationStream.wait": "`result()` in TypeScript waits",
+    "GenerationStream.aclose": "`close` in TypeScript",
+    "GenerationStream.close": "`aclose` in Python, as of asyncio's own objects",
+}
+ENUMS = ("FinishReason", "Stage", "GenerationState", "QuotaSubject", "QuotaDimension", "ModelTask")
+
+
+def snake(name: str) -> str:
+    """As Python spells it, without the unit of a time."""
+    return re.sub(r"_(ms|s)$", "", re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower())
+
+
+def typescript() -> str:
+    """All of the client but its generated code."""
+    return "\n".join(path.read_text() for path in sorted(SOURCES.glob("*.ts")))
+
+
+def interfaces() -> dict[str, set[str]]:
+    """The members of every interface that both clients have."""
+    found = re.finditer(r"^export interface (\w+)(?: extends [\w, ]+)? \{\n(.*?)^\}", typescript(), re.M | re.S)
+    members = {each[1]: {snake(name) for name in re.findall(r"^  readonly (\w+)\??:", each[2], re.M)} for each in found}
+    return {name: of for name, of in members.items() if in_python(name) is not None}
+
+
+def in_python(name: str) -> set[str] | None:
+    """The members of a value or a set of options in the Python client."""
+    kind = next((getattr(module, name) for module in (weir_client, prompt, tls) if hasattr(module, name)), None)
+    if kind is None:
+        return None
+    members = [field.name for field in dataclasses.fields(kind)] if dataclasses.is_dataclass(kind) else kind.__annotations__
+    return {snake(member) for member in members}
+
+
+def class_members(name: str) -> set[str]:
+    """What is public of a class of the TypeScript client."""
+    match = re.search(rf"^export class {name} .*?\{{\n(.*?)^\}}", typescript(), re.M | re.S)
+    assert match is not None
+    methods = re.findall(r"^  (?:async )?\*?(?:get )?(\w+)(?:<.*?>)?\(", match[1], re.M)
+    fields = re.findall(r"^  readonly (\w+):", match[1], re.M)
+    return {snake(each) for each in (*methods, *fields) if each != "constructor"}
+
+
+def public(kind: type) -> set[str]:
+    """What is public of a class of the Python client, set in its constructor too."""
+    attributes = re.findall(r"self\.([a-z]\w*) = ", inspect.getsource(kind))
+    return {snake(name) for name in (*vars(kind), *attributes) if not name.startswith("_")}
+
+
+def one_sided(name: str, theirs: set[str], ours: set[str]) -> set[str]:
+    """What only one of them has."""
+    return {f"{name}.{member}" for member in theirs ^ ours}
+
+
+def test_both_clients_offer_and_tell_the_same_or_the_difference_has_a_reason() -> None:
+    differences = set()
+    for name, theirs in interfaces().items():
+        ours = in_python(name)
+        assert ours is not None
+        differences |= one_sided(name, theirs, ours)
+    differences |= one_sided("Client", class_members("WeirClient"), public(weir_client.AsyncClient))
+    differences |= one_sided("GenerationStream", class_members("Generation"), public(weir_client.AsyncGeneration))
+
+    assert len(interfaces()) > 25
+    assert differences - ONE_SIDED.keys() == set()
+    assert ONE_SIDED.keys() - differences == set(), "reasons for what is not so any more"
+
+
+@pytest.mark.parametrize("name", ENUMS)
+def test_both_clients_know_the_same_words(name: str) -> None:
+    match = re.search(rf"^export type {name} =(.*?);", typescript(), re.M | re.S)
+    kind = getattr(weir_client, name)
+
+    assert match is not None
+    assert issubclass(kind, enum.Enum)
+    assert set(re.findall(r'"(\w+)"', match[1])) == set(kind.__members__)
+
+
+def test_both_clients_have_the_same_errors() -> None:
+    theirs = set(re.findall(r"^export class (\w+) extends \w+", (SOURCES / "errors.ts").read_text(), re.M))
+    ours = {
+        name for name in weir_client.__all__ if inspect.isclass(kind := getattr(weir_client, name)) and issubclass(kind, Exception)
+    }
+
+    assert theirs == ours - {"ReceiptInvalid"}
