@@ -22,6 +22,7 @@ from api.statuses import status_of
 from api.streams import frames
 from api.streams.mailbox import Key
 from api.streams.outbox import Delivery
+from api.streams.peer_channels import PeerChannels
 from api.streams.peers import Peer
 from api.streams.receiver import Receiver
 from metering.control.owners import Owner, find_owner
@@ -47,7 +48,7 @@ class Relays:
         self.sessions = sessions
         self.owner_id = owner_id
         self._tasks = tasks
-        self._channels: dict[Peer, grpc.aio.Channel] = {}
+        self.channels = PeerChannels(tasks)
         self._running: set[Relay] = set()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -75,20 +76,11 @@ class Relays:
         """Wait until there is none."""
         await self._idle.wait()
 
-    def stub(self, owner: Owner) -> pb_grpc.InferenceServiceAsyncStub:
-        """The service of another process, over a connection that all relays to it share."""
-        peer = Peer(owner.address, owner.certificate)
-        if (channel := self._channels.get(peer)) is None:
-            channel = self._channels[peer] = peer.channel()
-        return pb_grpc.InferenceServiceStub(channel)
-
     async def close(self) -> None:
         """End all of them and the connections, as this process ends. Their requests go on where they run, if they are to."""
         for relay in list(self._running):
             relay.give_up(OwnerAway("this server has shut down: ask for the request again, of another one"))
-        for channel in self._channels.values():
-            await channel.close()
-        self._channels.clear()
+        await self.channels.close()
 
 
 class Relay:
@@ -179,20 +171,25 @@ class Relay:
         if owner is None:
             raise UnknownRequest("no request of this request_id has been admitted in this project: start it")
         if owner.address and owner.owner_id != self._relays.owner_id:
-            metadata = (("authorization", f"Bearer {self._secret}"),)
-            call = self._relays.stub(owner).Generate(metadata=metadata)
-            try:
-                async with asyncio.TaskGroup() as tasks:
-                    writer = tasks.create_task(self._write(call), name="relay writer")
-                    end = await self._read(call)
-                    writer.cancel()
-            except BaseExceptionGroup as group:
-                raise group.exceptions[0] from None
-            finally:
-                call.cancel()
+            with self._relays.channels.use(Peer(owner.address, owner.certificate)) as channel:
+                end = await self._receive_over(channel)
             if end.failed.status.code != grpc.StatusCode.NOT_FOUND.value[0]:
                 return end
         return await self._end_without_owner() or frames.failed(status_of(self._not_there(owner)), None)
+
+    async def _receive_over(self, channel: grpc.aio.Channel) -> pb.ServerFrame:
+        """The same from one process. Raises what breaks it."""
+        call = pb_grpc.InferenceServiceStub(channel).Generate(metadata=(("authorization", f"Bearer {self._secret}"),))
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                writer = tasks.create_task(self._write(call), name="relay writer")
+                end = await self._read(call)
+                writer.cancel()
+        except BaseExceptionGroup as group:
+            raise group.exceptions[0] from None
+        finally:
+            call.cancel()
+        return end
 
     def _not_there(self, owner: Owner) -> Exception:
         """Why nobody has a request that the books say runs."""

@@ -214,6 +214,7 @@ class SmallProcess:
             "kept bytes": mailboxes.byte_count,
             "journalled holds": len(self.journal._live),
             "relays": self.relays.running_count,
+            "uses of connections": sum(each.use_count for each in self.relays.channels._connections.values()),
         }
         return {name: count for name, count in counts.items() if count}
 

@@ -1,0 +1,64 @@
+"""Connections to other processes are kept while they are used and for a while, and never for more processes than there are."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+import pytest
+
+from api.streams import peer_channels
+from api.streams.peer_channels import PeerChannels
+from api.streams.peers import Peer, make_certificate
+from tests.service import until
+
+CERTIFICATE = make_certificate()[1].decode()
+
+
+@contextlib.asynccontextmanager
+async def open_channels(idle_s: float) -> AsyncIterator[PeerChannels]:
+    """Closed at the end of the block."""
+    async with asyncio.TaskGroup() as tasks:
+        channels = PeerChannels(tasks, idle_s=idle_s)
+        yield channels
+        await channels.close()
+    assert len(channels) == 0
+
+
+def peer(port: int) -> Peer:
+    """Nobody is there, which does not matter."""
+    return Peer(f"127.0.0.1:{port}", CERTIFICATE)
+
+
+async def test_those_that_use_a_connection_share_it_and_those_that_come_soon_after_find_it() -> None:
+    async with open_channels(3600.0) as channels:
+        with channels.use(peer(1)) as first, channels.use(peer(1)) as second:
+            assert first is second
+        with channels.use(peer(1)) as third:
+            assert third is first
+        assert len(channels) == 1
+
+
+async def test_a_connection_that_nobody_uses_is_closed_and_one_that_somebody_uses_is_not() -> None:
+    async with open_channels(0.01) as channels:
+        with channels.use(peer(1)) as used:
+            with channels.use(peer(2)):
+                pass
+            await until(lambda: len(channels) == 1, "the other one to be closed")
+            with channels.use(peer(1)) as again:
+                assert again is used
+        await until(lambda: len(channels) == 0, "it to be closed as well")
+        with channels.use(peer(1)) as anew:
+            assert anew is not used
+
+
+async def test_a_peer_that_restarts_again_and_again_leaves_a_bounded_number_of_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peer_channels, "IDLE_COUNT_MAX", 3)
+    async with open_channels(3600.0) as channels:
+        for port in range(1, 10):
+            with channels.use(peer(port)):
+                pass
+        assert len(channels) == 3
+        with channels.use(peer(9)) as latest, channels.use(peer(1)), channels.use(peer(9)) as same:
+            assert latest is same
