@@ -7,12 +7,26 @@ limit has room (`quick_admissions.py`). Rows are locked in the order of (quota, 
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime
 
 import psycopg
 
-from metering.holds.exchange import Connection, Packed, Statement, array, exchange, id_number_array, time_array
+from metering.holds.exchange import (
+    TIMESTAMPTZ_OID,
+    UUID_OID,
+    Connection,
+    Packed,
+    Statement,
+    array,
+    bigint_array,
+    exchange,
+    id_number_array,
+    packed_array,
+    packed_id,
+    packed_time,
+    time_array,
+)
 from metering.quotas.quota_rules import CounterKey
 from metering.quotas.quotas import USED_MAX, Counter, Counters
 
@@ -72,13 +86,29 @@ def key_columns(keys: Collection[CounterKey]) -> tuple[Packed, Packed]:
     return id_number_array([number for number, _ in keys]), time_array([start for _, start in keys])
 
 
+def packed_key(key: CounterKey) -> bytes:
+    """A counter's key in the server's form: its two columns, one after the other. Sorts as the keys of one time do."""
+    return packed_id(key[0]) + packed_time(key[1])
+
+
+def packed_columns(keys: Sequence[bytes]) -> tuple[Packed, Packed]:
+    """The two columns of keys that are packed already."""
+    return packed_array(UUID_OID, [key[:20] for key in keys]), packed_array(TIMESTAMPTZ_OID, [key[20:] for key in keys])
+
+
+def move_statement(moves: Mapping[bytes, Sequence[int]]) -> Statement:
+    """Moves rows that must be there, by used and held. moves: by packed keys. Raises there: GuardFailed."""
+    keys = sorted(moves)
+    rows = [moves[key] for key in keys]
+    values = bigint_array([used for used, _ in rows]), bigint_array([held for _, held in rows])
+    return MOVE_COUNTERS, (*packed_columns(keys), *values, len(keys))
+
+
 def counter_writes(counters: Counters) -> list[Statement]:
     """What brings the rows to what was decided."""
     statements: list[Statement] = []
-    if moves := sorted((key, move) for key, move in counters.moves.items() if move != (0, 0)):
-        keys = [key for key, _ in moves]
-        values = array(used for _, (used, _) in moves), array(held for _, (_, held) in moves)
-        statements.append((MOVE_COUNTERS, (*key_columns(keys), *values, len(moves))))
+    if moves := {packed_key(key): move for key, move in counters.moves.items() if move != (0, 0)}:
+        statements.append(move_statement(moves))
     if counters.changed:
         rows = [counters.rows[key] for key in counters.changed]
         values = (array(row.used for row in rows), array(row.held for row in rows))

@@ -12,7 +12,7 @@ import re
 import struct
 import uuid
 import weakref
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from datetime import UTC, datetime, timedelta
 from functools import lru_cache
 from typing import Any
@@ -34,10 +34,11 @@ class Packed(bytes):
 Value = str | int | float | Packed | None
 Statement = tuple[str, Sequence[Value]]  # SQL with %s for each value, and the values
 
-UUID_OID, BYTEA_OID, TIMESTAMPTZ_OID = 2950, 17, 1184  # of the server's types: the same in all versions
+UUID_OID, BYTEA_OID, TIMESTAMPTZ_OID, BIGINT_OID = 2950, 17, 1184, 20  # of the server's types: the same in all versions
 _HEAD = struct.Struct(">iiiii")  # dimensions, whether there is a NULL, type, length, lower bound
 _TIME = struct.Struct(">iq")
 _LENGTH_16 = 16 << 128  # before an id's number
+_SIZE_16 = (16).to_bytes(4, "big")
 _POSTGRES_EPOCH = datetime(2000, 1, 1, tzinfo=UTC)
 _MICROSECOND = timedelta(microseconds=1)
 _PLACEHOLDER = re.compile(r"%[s%]")
@@ -144,6 +145,21 @@ def array(values: Iterable[int | bool | datetime | str]) -> str:
     return "{" + ",".join(map(str, values)) + "}"
 
 
+def bigint_array(values: Sequence[int]) -> Packed:
+    """An array of numbers of 64 bits. Raises: ValueError for one that needs more."""
+    sized = [8] * (2 * len(values))
+    sized[1::2] = values
+    try:
+        return Packed(_head(BIGINT_OID, len(values)) + _bigint_packer(len(values))(*sized))
+    except struct.error as error:
+        raise ValueError(f"not for a bigint[]: {error}") from error
+
+
+@lru_cache(maxsize=4096)  # a batch has at most some hundred rows, and some thousand counters
+def _bigint_packer(count: int) -> Callable[..., bytes]:
+    return struct.Struct(">" + "iq" * count).pack
+
+
 def id_array(ids: Iterable[uuid.UUID]) -> Packed:
     """An array of ids. In text the server would take longer to read them than to do anything else with them."""
     return id_number_array([each.int for each in ids])
@@ -151,23 +167,38 @@ def id_array(ids: Iterable[uuid.UUID]) -> Packed:
 
 def id_number_array(numbers: Sequence[int]) -> Packed:
     """The same of the ids' numbers."""
-    return _packed_array(UUID_OID, [(_LENGTH_16 | number).to_bytes(20, "big") for number in numbers])
+    return packed_array(UUID_OID, [(_LENGTH_16 | number).to_bytes(20, "big") for number in numbers])
+
+
+def id_bytes_array(ids: Iterable[bytes]) -> Packed:
+    """The same of their 16 bytes."""
+    return packed_array(UUID_OID, [_SIZE_16 + each for each in ids])
 
 
 def time_array(times: Iterable[datetime]) -> Packed:
     """An array of times."""
-    return _packed_array(TIMESTAMPTZ_OID, [_packed_time(at) for at in times])
+    return packed_array(TIMESTAMPTZ_OID, [packed_time(at) for at in times])
+
+
+def packed_id(number: int) -> bytes:
+    """An element of `packed_array`: its length and itself."""
+    return (_LENGTH_16 | number).to_bytes(20, "big")
 
 
 @lru_cache(maxsize=256)  # the windows of now
-def _packed_time(at: datetime) -> bytes:
-    """Its length and itself: microseconds since 2000."""
+def packed_time(at: datetime) -> bytes:
+    """The same of a time: microseconds since 2000."""
     return _TIME.pack(8, (at - _POSTGRES_EPOCH) // _MICROSECOND)
 
 
-def _packed_array(oid: int, elements: Sequence[bytes]) -> Packed:
+def packed_array(oid: int, elements: Sequence[bytes]) -> Packed:
     """One dimension from 1 on, without NULL; each element is its length and itself."""
-    return Packed(_HEAD.pack(1 if elements else 0, 0, oid, len(elements), 1)[: None if elements else 12] + b"".join(elements))
+    return Packed(_head(oid, len(elements)) + b"".join(elements))
+
+
+@lru_cache(maxsize=4096)
+def _head(oid: int, count: int) -> bytes:
+    return _HEAD.pack(1 if count else 0, 0, oid, count, 1)[: None if count else 12]
 
 
 def text_array(texts: Iterable[str | None]) -> str:
@@ -177,7 +208,7 @@ def text_array(texts: Iterable[str | None]) -> str:
 
 def bytes_array(values: Iterable[bytes]) -> Packed:
     """An array of bytea."""
-    return _packed_array(BYTEA_OID, [len(value).to_bytes(4, "big") + value for value in values])
+    return packed_array(BYTEA_OID, [len(value).to_bytes(4, "big") + value for value in values])
 
 
 def _quoted(text: str) -> str:

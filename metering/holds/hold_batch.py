@@ -25,8 +25,9 @@ from metering.errors import (
 from metering.holds.counter_rows import GuardFailed, lock_counters
 from metering.holds.exchange import Connection, exchange, id_array
 from metering.holds.hold_rows import SELECT_ORPHANS, BatchReads, EventSums, HoldRow, SameRequest, read_and_lock
-from metering.holds.hold_writes import BatchWrites, End, Extension, NewHold, NewUsageEvent, write_and_commit
+from metering.holds.hold_writes import BatchWrites, End, Extension, NewHold, usage_row, write_and_commit
 from metering.holds.known import known_of
+from metering.holds.own_holds import OwnHolds
 from metering.models import HoldState
 from metering.operations import (
     Admit,
@@ -62,20 +63,24 @@ async def execute_batch(
     expiry_s: float,
     refusals: Refusals | None = None,
     signer: BatchSigner | None = None,
+    own: OwnHolds | None = None,
 ) -> list[HoldAnswer | Exception]:
     """Run the operations in one transaction; answer each in order with its result or the error that refused it.
 
     refusals: counts admissions that quotas refuse, and tells each when to try again. signer: of the receipts, if they are signed.
+    own: told of what is taken and extended here.
     connection: in autocommit mode and used by nobody else meanwhile. A refused operation changes nothing. Raises whatever the
     database raises; the caller must then drop the connection, and whether the batch was committed is unknown to it.
     """
     orphans = await find_orphans(connection, operations)
     batch = [*operations, *(Void(hold_id) for hold_id in orphans)]
     try:
-        reads, answers = await decide_and_commit(connection, batch, owner_id, expiry_s, signer, unread=True)
+        reads, writes, answers = await decide_and_commit(connection, batch, owner_id, expiry_s, signer, unread=True)
     except GuardFailed:  # a counter is not there: with its row locked that is decided about too
         await exchange(connection, [("ROLLBACK", ())])
-        reads, answers = await decide_and_commit(connection, batch, owner_id, expiry_s, signer, unread=False)
+        reads, writes, answers = await decide_and_commit(connection, batch, owner_id, expiry_s, signer, unread=False)
+    if own is not None:
+        remember(own, reads, writes)
     if refusals is not None and (refused := refused_of(operations, answers)):
         await refusals.note(connection, reads.now, refused)
     return [answers[index] for index in range(len(operations))]
@@ -89,7 +94,7 @@ async def decide_and_commit(
     signer: BatchSigner | None,
     *,
     unread: bool,
-) -> tuple[BatchReads, dict[int, HoldAnswer | Exception]]:
+) -> tuple[BatchReads, BatchWrites, dict[int, HoldAnswer | Exception]]:
     """One transaction. unread: whether counters may be moved without being read. Raises: GuardFailed if one is missing then."""
     admits = [op for op in batch if isinstance(op, Admit)]
     hold_ids = {op.hold_id for op in batch if not isinstance(op, Admit | Renew)}
@@ -111,7 +116,17 @@ async def decide_and_commit(
     answers.update(zip(renewals, map(Renewed, renewed), strict=True))
     gone = counters.created - counters.changed
     known_of(connection).saw((key, row.used + row.held) for key, row in counters.rows.items() if key not in gone)
-    return reads, answers
+    return reads, decisions.writes, answers
+
+
+def remember(own: OwnHolds, reads: BatchReads, writes: BatchWrites) -> None:
+    """What stands now of the holds that were taken or extended."""
+    for new in writes.holds:
+        own.admitted(new.admit, new.terms, new.leased_token_count, reads.now)
+    for number in writes.extensions:
+        hold = reads.holds[number]
+        if hold.state == HoldState.HELD:
+            own.extended(hold.id, hold.own(reads.prices[hold.price_version_id]))
 
 
 def only_gives_back(reads: BatchReads, batch: Sequence[HoldOperation]) -> bool:
@@ -185,13 +200,13 @@ class Decisions:
         prices = self.reads.prices_in_force.find(op.model, op.payer.currency_code, op.payer.organization_id, op.tier)
         if prices is None:
             raise PriceMissing(op.model, op.payer.currency_code)
-        rules, quota_ids = self.reads.rules_for(op.payer, op.model)
+        rules = self.reads.rules_for(op.payer, op.model).rules
         if op.embedding and (op.first_slice_token_count or op.least_slice_token_count):
             raise InvariantViolated(f"hold {op.hold_id}: an embedding has no output to lease")
         charged = embedding_terms(prices) if op.embedding else prices
         claim = Claim(charged, op.input_token_count, 0, 0, 0, admitted_at=self.reads.now, charged_at=self.reads.now)
         claim = quotas.admit(self.counters, rules, claim, op.first_slice_token_count, op.least_slice_token_count)
-        self.writes.holds.append(NewHold(op, prices.version, claim.leased_token_count, quota_ids))
+        self.writes.holds.append(NewHold(op, self.reads.hold_terms(op, prices), claim.leased_token_count))
         self.reads.same_requests[request_key] = SameRequest(HoldState.HELD, op.payload_hash, None)
         states = tuple(self.counters.state(rule) for rule in rules)
         return Admitted(op.hold_id, claim.leased_token_count, prices, states, self.reads.now)
@@ -316,7 +331,7 @@ class Decisions:
             hold.admitted_at,
             (part.currency_code, hold.model, part.outcome),
         )
-        self.writes.events.append(NewUsageEvent(part, known.part_count, op.timings, recovered, receipt, op.migration_count))
+        self.writes.events.append(usage_row(part, known.part_count, op, receipt, recovered=recovered))
         self.reads.events[part.hold_id.int] = known.plus(part)
         self.reads.receipts.setdefault(part.hold_id.int, []).append(receipt)
         return part.receipted(receipt)

@@ -18,10 +18,12 @@ import structlog
 from metering.errors import InvariantViolated, StoreAway
 from metering.holds.bind_batch import execute_binds
 from metering.holds.bindings import Bind
-from metering.holds.exchange import Connection
+from metering.holds.exchange import Connection, exchange
 from metering.holds.hold_batch import execute_batch
 from metering.holds.known import known_of
+from metering.holds.own_holds import OwnHolds
 from metering.holds.quick_admissions import admit_planned, plan
+from metering.holds.quick_ends import end_planned, plan_ends
 from metering.operations import Admit, Admitted, HoldAnswer, HoldOperation
 from metering.quotas.refusals import Refusals
 from metering.receipts.chaining import BatchSigner
@@ -56,6 +58,7 @@ PUBLISH_KEY = "INSERT INTO receipt_keys (id, public_key) VALUES (%s, %s) ON CONF
 log = structlog.get_logger(__name__)
 
 Op = TypeVar("Op")
+IDLE = psycopg.pq.TransactionStatus.IDLE
 Answers = Coroutine[Any, Any, list[HoldAnswer | Exception]]
 
 CONFLICTS = (psycopg.errors.DeadlockDetected, psycopg.errors.SerializationFailure, psycopg.errors.UniqueViolation)
@@ -81,16 +84,18 @@ class HoldConnection:
         expiry_s: float = EXPIRY_S,
         gate: StoreGate | None = None,
         signer: BatchSigner | None = None,
+        own: OwnHolds | None = None,
     ) -> None:
         """gate: shared with all others of this process that connect to the same database.
 
-        signer: of the receipts, if they are signed.
+        signer: of the receipts, if they are signed. own: shared with all others that act for the same owner.
         """
         self._conninfo = psycopg_conninfo(database_url)
         self._owner_id = owner_id
         self._expiry_s = expiry_s
         self._gate = gate or StoreGate()
         self._signer = signer
+        self._own = OwnHolds() if own is None else own
         self.refusals = Refusals()
         self._connection: BoundedConnection | None = None
 
@@ -114,9 +119,10 @@ class HoldConnection:
                 expiry_s=self._expiry_s,
                 refusals=self.refusals,
                 signer=self._signer,
+                own=self._own,
             )
 
-        quick = await self._admit_quickly(batch)
+        quick = await self._admit_quickly(batch) or await self._end_quickly(batch)
         if len(quick) == len(batch) > 0:
             answers = [quick[place] for place in range(len(batch))]
         else:
@@ -139,21 +145,47 @@ class HoldConnection:
         if planned is None:
             return {}
 
-        async def run(connection: Connection, operations: Sequence[Admit]) -> list[HoldAnswer | Exception]:
+        async def run(connection: Connection) -> list[HoldAnswer | Exception]:
+            known = known_of(connection)
+            admitted = await admit_planned(connection, known, planned, self._owner_id, self._expiry_s)
+            for answer, (op, terms, _) in zip(admitted, planned.admissions, strict=True):
+                self._own.admitted(op, terms.common, answer.leased_token_count, answer.admitted_at)
+            return [*admitted]
+
+        return dict(zip(planned.places, await self._try([each.op for each in planned.admissions], run), strict=False))
+
+    async def _end_quickly(self, batch: Sequence[HoldOperation]) -> dict[int, HoldAnswer | Exception]:
+        """The same of settlements whose holds need not be read. What ends comes first, whatever else is in the batch."""
+        planned = plan_ends(self._own, batch)
+        if planned is None or self._connection is None:
+            return {}
+
+        async def run(connection: Connection) -> list[HoldAnswer | Exception]:
+            return [*await end_planned(connection, known_of(connection), planned, self._signer)]
+
+        return dict(zip(planned.places, await self._try([end.op for end in planned.ends], run), strict=False))
+
+    async def _try(
+        self, operations: Sequence[HoldOperation], quickly: Callable[[Connection], Answers]
+    ) -> list[HoldAnswer | Exception]:
+        """All of the operations at once, or none, which then go the long way: nothing is committed and nothing answered."""
+
+        async def run(connection: Connection, operations: Sequence[HoldOperation]) -> list[HoldAnswer | Exception]:
             try:
-                return [*await admit_planned(connection, known_of(connection), planned, self._owner_id, self._expiry_s)]
+                return await quickly(connection)
             except (*CONFLICTS, psycopg.DataError, psycopg.IntegrityError, ValueError) as unforeseen:
-                log.debug("admissions_go_the_long_way", cause=type(unforeseen).__name__, operation_count=len(operations))
+                log.debug("batch_goes_the_long_way", cause=type(unforeseen).__name__, operation_count=len(operations))
+                if connection.pgconn.transaction_status != IDLE:
+                    await exchange(connection, [("ROLLBACK", ())])
                 return []
             except AWAY:
                 raise
             except Exception as broken:  # the plan is of all together: only the long way can find out whom it is about
-                log.warning("admissions_go_the_long_way", cause=repr(broken), operation_count=len(operations))
+                log.warning("batch_goes_the_long_way", cause=repr(broken), operation_count=len(operations))
                 await self.close()
                 return []
 
-        answers = await self._execute(run, [op for op, _, _ in planned.admissions])
-        return dict(zip(planned.places, answers, strict=False))
+        return await self._execute(run, operations)
 
     async def bind(self, binds: Sequence[Bind]) -> list[HoldAnswer | Exception]:
         """The same for requests that were let in without the database."""

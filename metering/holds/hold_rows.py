@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from metering.billing.pricing import PriceBook, TokenPrices, embedding_terms
 from metering.holds.exchange import Connection, Row, Statement, array, exchange, id_array, text_array
 from metering.holds.known import SELECT_CHANGES, Terms, earliest, known_of
+from metering.holds.own_holds import HoldTerms, OwnHold
 from metering.holds.rule_cache import RULE_COLUMNS, rules_of_rows
 from metering.models import HoldState
 from metering.operations import Admit, Payer, Settled
@@ -141,6 +142,21 @@ class HoldRow:
             tuple(self.posted_minutes),
         )
 
+    def own(self, prices: TokenPrices) -> OwnHold:
+        """What the process that has taken it remembers."""
+        quota_ids = tuple(quota_id.int for quota_id in self.quota_ids)
+        return OwnHold(
+            HoldTerms(self.receipt_ids[:48], self.model, self.embedding, prices, quota_ids),
+            self.request_id,
+            self.input_token_count,
+            self.cached_input_token_count,
+            self.leased_token_count,
+            self.delivered_token_count,
+            self.posted_token_count,
+            self.admitted_at,
+            self.charged_at,
+        )
+
 
 class EventSums(NamedTuple):
     """What the usage events of one hold add up to; nothing for a hold that has none."""
@@ -203,6 +219,7 @@ class BatchReads:
     prices: dict[int, TokenPrices] = field(default_factory=dict)
     _by_subject: dict[tuple[int, str], list[QuotaRule]] = field(default_factory=dict)
     _by_payer: dict[tuple[Payer, str], PayerRules] = field(default_factory=dict)
+    _hold_terms: dict[tuple[Payer, str, int, bool], HoldTerms] = field(default_factory=dict)
 
     def rules_for(self, payer: Payer, model: str) -> PayerRules:
         """What a new request of the payer for the model is charged to; found once per batch, not once per request."""
@@ -219,6 +236,15 @@ class BatchReads:
                 if model:
                     rules += get((subject_id.int, model), ())
             found = self._by_payer[payer, model] = payer_rules(tuple(rules))
+        return found
+
+    def hold_terms(self, op: Admit, prices: TokenPrices) -> HoldTerms:
+        """What a new hold has in common with others; the same object for all of the batch that have the same."""
+        key = op.payer, op.model, prices.version, op.embedding
+        found = self._hold_terms.get(key)
+        if found is None:
+            quota_ids = self.rules_for(op.payer, op.model).quota_ids
+            found = self._hold_terms[key] = HoldTerms(op.payer.receipt_ids, op.model, op.embedding, prices, quota_ids)
         return found
 
     def rules_of(self, hold: HoldRow) -> list[QuotaRule]:
@@ -341,8 +367,8 @@ def take_admission_reads(
         found = reads.rules_for(payer, model)
         ends = [rule.raised_until for rule in found.rules]
         until = earliest([*ends, expiries[payer.api_key_id.int], next_price_at[model, payer.currency_code]])
-        terms = Terms.of(found.rules, found.quota_ids, current, until, embedding=embedding)
-        known.add_terms((payer, model, tier, embedding), terms)
+        terms = Terms.of(payer, model, found.rules, found.quota_ids, current, until, embedding=embedding)
+        known.add_terms((payer.api_key_id.int, model, tier, embedding), terms)
     return same
 
 

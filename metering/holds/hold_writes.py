@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import uuid
 from collections.abc import Sequence
@@ -15,28 +16,30 @@ from metering.holds.exchange import (
     Statement,
     Value,
     array,
+    bigint_array,
     bytes_array,
     exchange,
     id_array,
+    id_bytes_array,
     id_number_array,
     text_array,
     time_array,
 )
+from metering.holds.own_holds import HoldTerms
 from metering.models import HoldState
-from metering.operations import Admit, Settled
+from metering.operations import Admit, Settle, Settled
 from metering.quotas.quotas import Counters
 from metering.receipts.chaining import BatchSigner, Chains, IssuedReceipt, SignedBatch
 
+# What holds have in common comes once for all that have it: `terms` is their place in those arrays.
 INSERT_HOLDS = """
 INSERT INTO holds (id, organization_id, project_id, api_key_id, request_id, payload_hash, model, price_version_id, labels,
                    owner_id, input_token_count, leased_token_count, quota_ids, admitted_at, charged_at, expires_at, embedding)
-SELECT id, organization_id, project_id, api_key_id, request_id, payload_hash, model, price_version_id, labels::jsonb,
-       %s::uuid, input_token_count, leased_token_count, (%s::uuid[])[quotas_from:quotas_to], now(), now(),
-       now() + make_interval(secs => %s), embedding
-FROM unnest(%s::uuid[], %s::uuid[], %s::uuid[], %s::uuid[], %s::uuid[], %s::bytea[], %s::text[], %s::bigint[], %s::text[],
-            %s::bigint[], %s::bigint[], %s::int[], %s::int[], %s::bool[])
-    AS v(id, organization_id, project_id, api_key_id, request_id, payload_hash, model, price_version_id, labels,
-         input_token_count, leased_token_count, quotas_from, quotas_to, embedding)
+SELECT id, (%s::uuid[])[terms], (%s::uuid[])[terms], (%s::uuid[])[terms], request_id, payload_hash, (%s::text[])[terms],
+       (%s::bigint[])[terms], coalesce(labels::jsonb, '{}'), %s::uuid, input_token_count, leased_token_count,
+       (%s::uuid[])[(%s::int[])[terms]:(%s::int[])[terms]], now(), now(), now() + make_interval(secs => %s), (%s::bool[])[terms]
+FROM unnest(%s::uuid[], %s::int[], %s::uuid[], %s::bytea[], %s::text[], %s::bigint[], %s::bigint[])
+    AS v(id, terms, request_id, payload_hash, labels, input_token_count, leased_token_count)
 """
 EXTEND_HOLDS = """
 UPDATE holds h SET cached_input_token_count = v.cached, leased_token_count = v.leased, delivered_token_count = v.delivered,
@@ -107,23 +110,40 @@ class End(NamedTuple):
 
 
 class NewHold(NamedTuple):
-    """A hold to insert. quota_ids: as numbers."""
+    """A hold to insert."""
 
     admit: Admit
-    price_version: int
+    terms: HoldTerms
     leased_token_count: int
-    quota_ids: tuple[int, ...]
 
 
-class NewUsageEvent(NamedTuple):
-    """A usage event to insert."""
+# A usage event to insert, in the order of INSERT_USAGE_EVENTS: the number of its hold, part, outcome; input, cached, generated,
+# delivered and billed tokens, cost; timings as JSON, whether recovered; of its receipt time, place, hash before and hash; embedded
+# tokens; migrations.
+UsageRow = tuple[int, int, str, int, int, int, int, int, int, str | None, bool, datetime, int, bytes, bytes, int, int]
 
-    settled: Settled
-    part: int
-    timings: dict[str, float] | None
-    recovered: bool
-    receipt: IssuedReceipt
-    migration_count: int
+
+def usage_row(usage: Settled, part: int, op: Settle, receipt: IssuedReceipt, *, recovered: bool) -> UsageRow:
+    """One part of what a hold has used."""
+    return (
+        usage.hold_id.int,
+        part,
+        usage.outcome,
+        usage.input_token_count,
+        usage.cached_input_token_count,
+        usage.generated_token_count,
+        usage.delivered_token_count,
+        usage.billed_token_count,
+        usage.cost_picos,
+        None if op.timings is None else json.dumps(op.timings),
+        recovered,
+        receipt.settled_at,
+        receipt.sequence,
+        receipt.previous_hash,
+        receipt.hash,
+        usage.embedding_token_count,
+        op.migration_count,
+    )
 
 
 @dataclass(slots=True)
@@ -134,7 +154,7 @@ class BatchWrites:
     holds: list[NewHold] = field(default_factory=list)
     extensions: dict[int, Extension] = field(default_factory=dict)
     ends: dict[int, End] = field(default_factory=dict)
-    events: list[NewUsageEvent] = field(default_factory=list)
+    events: list[UsageRow] = field(default_factory=list)
     renewed: list[tuple[uuid.UUID, frozenset[uuid.UUID]]] = field(default_factory=list)
 
 
@@ -155,9 +175,7 @@ async def write_and_commit(
     if writes.ends:
         statements.append((END_HOLDS, end_columns(list(writes.ends.values()))))
     if writes.events:
-        signed = writes.chains.sign(signer)
-        statements.append((UPDATE_CHAINS, chain_columns(writes.chains)))
-        statements.append((INSERT_USAGE_EVENTS, (*batch_values(signed), *usage_event_columns(writes.events))))
+        statements += usage_writes(writes.chains, writes.events, signer)
     first_renewal = len(statements)
     for renewing_owner_id, hold_ids in writes.renewed:
         statements.append((RENEW_HOLDS, (expiry_s, str(renewing_owner_id), id_array(hold_ids))))
@@ -165,34 +183,47 @@ async def write_and_commit(
     return [frozenset(row[0] for row in found) for found in rows[first_renewal : len(statements)]]
 
 
+def usage_writes(chains: Chains, events: Sequence[UsageRow], signer: BatchSigner | None) -> list[Statement]:
+    """Usage events with their receipts, which are signed here."""
+    signed = chains.sign(signer)
+    return [
+        (UPDATE_CHAINS, chain_columns(chains)),
+        (INSERT_USAGE_EVENTS, (*batch_values(signed), *usage_event_columns(events))),
+    ]
+
+
 def insertion(owner_id: uuid.UUID, expiry_s: float, holds: Sequence[NewHold]) -> Statement:
-    """INSERT_HOLDS with its values: the quotas of all payers once, then one list per column; a hold tells which are its own."""
-    quota_ids: list[int] = []
-    places: dict[tuple[int, ...], tuple[int, int]] = {}
-    for hold in holds:
-        if hold.quota_ids not in places:
-            places[hold.quota_ids] = len(quota_ids) + 1, len(quota_ids) + len(hold.quota_ids)
-            quota_ids += hold.quota_ids
-    admits = [hold.admit for hold in holds]
-    payers = [op.payer for op in admits]
+    """INSERT_HOLDS with its values."""
+    places: dict[int, int] = {}
+    terms: list[HoldTerms] = []
+    of_holds: list[int] = []
+    for _, each, _ in holds:
+        place = places.get(id(each))
+        if place is None:
+            terms.append(each)
+            place = places[id(each)] = len(terms)
+        of_holds.append(place)
+    ends = list(itertools.accumulate(len(each.quota_ids) for each in terms))
+    admits = [op for op, _, _ in holds]
     return INSERT_HOLDS, (
+        id_bytes_array([each.payer_ids[:16] for each in terms]),
+        id_bytes_array([each.project_id for each in terms]),
+        id_bytes_array([each.payer_ids[32:] for each in terms]),
+        text_array([each.model for each in terms]),
+        bigint_array([each.prices.version for each in terms]),
         str(owner_id),
-        id_number_array(quota_ids),
+        id_number_array([number for each in terms for number in each.quota_ids]),
+        array([end - len(each.quota_ids) + 1 for end, each in zip(ends, terms, strict=True)]),
+        array(ends),
         expiry_s,
+        array([each.embedding for each in terms]),
         id_array([op.hold_id for op in admits]),
-        id_array([payer.organization_id for payer in payers]),
-        id_array([payer.project_id for payer in payers]),
-        id_array([payer.api_key_id for payer in payers]),
+        array(of_holds),
         id_array([op.request_id for op in admits]),
         bytes_array([op.payload_hash for op in admits]),
-        text_array([op.model for op in admits]),
-        array([hold.price_version for hold in holds]),
-        text_array([json.dumps(op.labels) if op.labels else "{}" for op in admits]),
-        array([op.input_token_count for op in admits]),
-        array([hold.leased_token_count for hold in holds]),
-        array([places[hold.quota_ids][0] for hold in holds]),
-        array([places[hold.quota_ids][1] for hold in holds]),
-        array([op.embedding for op in admits]),
+        text_array([json.dumps(op.labels) if op.labels else None for op in admits]),
+        bigint_array([op.input_token_count for op in admits]),
+        bigint_array([lease for _, _, lease in holds]),
     )
 
 
@@ -224,10 +255,10 @@ def chain_columns(chains: Chains) -> tuple[Value, ...]:
     """One list per column of UPDATE_CHAINS."""
     heads = [chains.heads[project_id] for project_id in chains.changed]
     return (
-        array(head.project_id.hex() for head in heads),
-        array(head.sequence for head in heads),
-        bytes_array(head.hash for head in heads),
-        array(head.settled_at for head in heads),
+        id_bytes_array([head.project_id for head in heads]),
+        bigint_array([head.sequence for head in heads]),
+        bytes_array([head.hash for head in heads]),
+        time_array([head.settled_at for head in heads]),
     )
 
 
@@ -236,25 +267,21 @@ def batch_values(batch: SignedBatch | None) -> tuple[str, str, str]:
     return ("", "", "") if batch is None else (batch.key_id, b"".join(batch.hashes).hex(), batch.signature.hex())
 
 
-def usage_event_columns(events: Sequence[NewUsageEvent]) -> tuple[Value, ...]:
+def usage_event_columns(events: Sequence[UsageRow]) -> tuple[Value, ...]:
     """One list per column of INSERT_USAGE_EVENTS."""
-    settled = [event.settled for event in events]
+    columns = zip(*events, strict=True)
+    holds, parts, outcomes, *counts, timings, recovered, settled, sequences, previous, hashes, embedded, migrations = columns
     return (
-        id_array(usage.hold_id for usage in settled),
-        array(event.part for event in events),
-        array(str(usage.outcome) for usage in settled),
-        array(usage.input_token_count for usage in settled),
-        array(usage.cached_input_token_count for usage in settled),
-        array(usage.generated_token_count for usage in settled),
-        array(usage.delivered_token_count for usage in settled),
-        array(usage.billed_token_count for usage in settled),
-        array(usage.cost_picos for usage in settled),
-        text_array(None if event.timings is None else json.dumps(event.timings) for event in events),
-        array(event.recovered for event in events),
-        time_array(event.receipt.settled_at for event in events),
-        array(event.receipt.sequence for event in events),
-        bytes_array(event.receipt.previous_hash for event in events),
-        bytes_array(event.receipt.hash for event in events),
-        array(usage.embedding_token_count for usage in settled),
-        array(event.migration_count for event in events),
+        id_number_array(holds),
+        array(parts),
+        array(outcomes),
+        *map(bigint_array, counts),
+        text_array(timings),
+        array(recovered),
+        time_array(settled),
+        bigint_array(sequences),
+        bytes_array(previous),
+        bytes_array(hashes),
+        bigint_array(embedded),
+        array(migrations),
     )

@@ -18,6 +18,7 @@ import structlog
 from metering.errors import HoldEnded, InvariantViolated, QuotaExceeded, StoreAway
 from metering.holds.hold_connection import BATCH_SIZE_MAX, EXPIRY_S, HoldConnection
 from metering.holds.lease_clock import LeaseClock
+from metering.holds.own_holds import OwnHolds
 from metering.holds.standing_holds import Bindings, GraceTerms, StandingHolds
 from metering.models import QuotaDimension, QuotaSubject
 from metering.operations import (
@@ -35,7 +36,7 @@ from metering.operations import (
     Void,
 )
 from metering.receipts.chaining import BatchSigner
-from metering.store.group_commit import GroupCommit, GroupCommitStatistics
+from metering.store.group_commit import GroupCommit, GroupCommitStatistics, Patience
 from metering.store.store_gate import StoreGate
 
 RENEW_INTERVAL_S = 15.0  # a quarter of the expiry: three renewals may fail before anything is lost
@@ -101,9 +102,10 @@ class HoldStore:
         self.gate = gate or StoreGate()
         self._expiry_s = expiry_s
         self._answer_wait_s = answer_wait_s
-        self._connection = HoldConnection(database_url, owner_id, expiry_s=expiry_s, gate=self.gate, signer=signer)
+        own = OwnHolds()
+        self._connection = HoldConnection(database_url, owner_id, expiry_s=expiry_s, gate=self.gate, signer=signer, own=own)
         # Admissions have a connection of their own: one batch of them and one of all else are under way at the same time.
-        self._admitting = HoldConnection(database_url, owner_id, expiry_s=expiry_s, gate=self.gate, signer=signer)
+        self._admitting = HoldConnection(database_url, owner_id, expiry_s=expiry_s, gate=self.gate, signer=signer, own=own)
         self._admission_turn, self._turn = asyncio.Lock(), asyncio.Lock()  # who needs both takes them in this order
         self._leases = LeaseClock(expiry_s)
         self._standing = StandingHolds(*grace, self._leases) if grace else None
@@ -116,10 +118,11 @@ class HoldStore:
         self._answered_at: float | None = None
         self._answering = asyncio.Event()
         self._closed = False
+        late = f"the quota store has not answered within {answer_wait_s:g} s"
         self._commits = self._group_commit(self._execute)
-        self._admissions = self._group_commit(self._execute_admissions)
+        self._admissions = self._group_commit(self._execute_admissions, Patience(answer_wait_s, lambda: StoreAway(late)))
 
-    def _group_commit(self, execute: Execute) -> GroupCommit[HoldOperation | Probe, HoldAnswer]:
+    def _group_commit(self, execute: Execute, patience: Patience | None = None) -> GroupCommit[HoldOperation | Probe, HoldAnswer]:
         return GroupCommit(
             execute,
             orphaned=self._orphaned,
@@ -129,6 +132,7 @@ class HoldStore:
             overflow=lambda: StoreAway("the database does not keep up with admissions"),
             fair_share=self._fair_share,
             measured=self._measured,
+            patience=patience,
         )
 
     def _fair_share(self) -> int:
@@ -240,11 +244,7 @@ class HoldStore:
 
     async def _admit(self, op: Admit) -> Admitted:
         self.gate.check()
-        try:
-            async with asyncio.timeout(self._answer_wait_s):
-                answer = await self._admissions.submit(op)
-        except TimeoutError:
-            raise StoreAway(f"the quota store has not answered within {self._answer_wait_s:g} s") from None
+        answer = await self._admissions.submit(op)
         assert isinstance(answer, Admitted)
         return answer
 
@@ -331,16 +331,18 @@ class HoldStore:
     async def _execute_on(
         self, connection: HoldConnection, operations: Sequence[HoldOperation | Probe]
     ) -> Sequence[HoldAnswer | Exception]:
-        renewal = self._renewal()
         sent_at = self._leases.now()
-        batch = [renewal if isinstance(op, Renew) else op for op in operations if not isinstance(op, Probe)]
-        answers = iter(await connection.execute(batch))
+        batch = [self._renewal() if isinstance(op, Renew) else op for op in operations if not isinstance(op, Probe)]
+        answers = await connection.execute(batch)
         self._note_answer()
-        there = Ended(done=self.gate.away_s is None)
-        result = [there if isinstance(op, Probe) else next(answers) for op in operations]
-        for op, answer in zip(operations, result, strict=True):
-            self._note(renewal if isinstance(op, Renew) else op, answer, sent_at)
-        return result
+        for op, answer in zip(batch, answers, strict=True):
+            self._note(op, answer, sent_at)
+        if any(type(answer) is Settled for answer in answers):
+            self._used()
+        if len(batch) == len(operations):
+            return answers
+        there, given = Ended(done=self.gate.away_s is None), iter(answers)
+        return [there if isinstance(op, Probe) else next(given) for op in operations]
 
     def _note_answer(self) -> None:
         """Tell whoever waits for the database that it is there; and after an outage renew at once what may soon lapse."""
@@ -354,25 +356,23 @@ class HoldStore:
             self._admissions.post(Probe())  # a connection that the outage has broken is found before a request finds it
             self._renew()
 
-    def _note(self, op: HoldOperation | Probe, answer: HoldAnswer | Exception, sent_at: float) -> None:
+    def _note(self, op: HoldOperation, answer: HoldAnswer | Exception, sent_at: float) -> None:
         """Keep the list of live holds, and until when they are ours, as the database has just answered."""
-        match op, answer:
-            case Admit(), Admitted():
-                self._leases.begin(answer.hold_id, sent_at)
-            case Extend(), Extended():
-                if op.hold_id in self._leases.hold_ids:  # its settlement may have been answered before
-                    self._leases.begin(op.hold_id, sent_at)
-            case Renew(), Renewed():
-                self._leases.renew(answer.hold_ids, sent_at)
-            case (Settle() | Void(), _) if not isinstance(answer, StoreAway):
-                self._leases.end(op.hold_id)
-                if isinstance(answer, Settled):
-                    self._used()
-                if self._standing is not None:
-                    self._standing.ended(op.hold_id)
-                if isinstance(answer, InvariantViolated):
-                    # Voiding it would lose what was delivered, renewing it would hold its quotas for ever.
-                    self._spared.add(op.hold_id)
+        if isinstance(answer, Admitted):
+            self._leases.begin(answer.hold_id, sent_at)
+        elif isinstance(op, Settle | Void):
+            if isinstance(answer, StoreAway):
+                return
+            self._leases.end(op.hold_id)
+            if self._standing is not None:
+                self._standing.ended(op.hold_id)
+            if isinstance(answer, InvariantViolated):
+                # Voiding it would lose what was delivered, renewing it would hold its quotas for ever.
+                self._spared.add(op.hold_id)
+        elif isinstance(op, Extend) and isinstance(answer, Extended):
+            self._leases.extend(op.hold_id, sent_at)
+        elif isinstance(answer, Renewed):
+            self._leases.renew(answer.hold_ids, sent_at)
 
     def _renewal(self) -> Renew:
         """Of all holds that are live now."""

@@ -7,6 +7,7 @@ Each connection has its own memory, since another server, or the same one restor
 
 from __future__ import annotations
 
+import operator
 import uuid
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -15,11 +16,13 @@ from datetime import datetime, timedelta
 from typing import NamedTuple
 
 from metering.billing.pricing import TokenPrices, embedding_terms
-from metering.holds.exchange import Connection
+from metering.holds.counter_rows import packed_key
+from metering.holds.exchange import Connection, packed_id
 from metering.holds.lease_clock import boot_time_s
+from metering.holds.own_holds import HoldTerms
 from metering.models import ServiceTier
-from metering.operations import Payer
-from metering.quotas.quota_rules import CounterKey, Kind, QuotaRule
+from metering.operations import Admit, Payer
+from metering.quotas.quota_rules import CounterKey, Kind, QuotaRule, window_starts
 
 # One row: the time, the snapshot to ask with next time, and whom changes were about since the one asked with; NULL: all.
 SELECT_CHANGES = """
@@ -31,7 +34,7 @@ SELECT now(), pg_current_snapshot()::text, ARRAY(
 AGE_MAX = timedelta(hours=1)  # far less than rows of `rule_changes` are kept
 COUNT_MAX = 65_536  # of each kind: some 30 MB; beyond it all is read anew
 
-TermsKey = tuple[Payer, str, ServiceTier, bool]  # the last: of requests to embed
+TermsKey = tuple[int, str, ServiceTier, bool]  # the key's number, and at last: of requests to embed
 
 
 class Weighing(NamedTuple):
@@ -60,19 +63,79 @@ class Weighing(NamedTuple):
         return self.fixed or -(-(input_token_count * self.per_input + output_token_count * self.per_output) // self.divisor)
 
 
-@dataclass(frozen=True, slots=True)
-class Terms:
-    """What decides about admissions of a key for a model and tier, to embed or not. quota_ids: numbers. until: None: for ever."""
+class Return(NamedTuple):
+    """What a rule counts of a claim that ends: a place, or tokens by these factors, rounded up. window: see `QuotaRule`.
 
+    packed_number: of the quota, as `packed_id` has it. per_held_input: at which input is held until something is posted.
+    """
+
+    packed_number: bytes
+    window: int
+    is_place: bool
+    per_held_input: int
+    per_input: int
+    per_cached_input: int
+    per_output: int
+    divisor: int
+
+    @classmethod
+    def of(cls, rule: QuotaRule, prices: TokenPrices) -> Return | None:
+        """None for a rule that gets nothing back."""
+        if rule.kind is Kind.REQUESTS:
+            return None
+        if rule.kind is Kind.CONCURRENCY:
+            return cls(packed_id(rule.number), rule.window, True, 0, 0, 0, 0, 1)
+        scale = rule.scale(prices)
+        dearest = max(scale.input, scale.cached_input)
+        factors = scale.input, scale.cached_input, scale.output, scale.divisor
+        return cls(packed_id(rule.number), rule.window, False, dearest, *factors)
+
+    def amount(self, input_token_count: int, cached_input_token_count: int, output_token_count: int) -> int:
+        """The same as `Scale.amount`."""
+        fresh = (input_token_count - cached_input_token_count) * self.per_input
+        return -(-(fresh + cached_input_token_count * self.per_cached_input + output_token_count * self.per_output) // self.divisor)
+
+
+ReturnsKey = tuple[tuple[int, ...], int, bool]  # the numbers of the quotas, the price version, whether to embed
+
+
+@dataclass(slots=True)
+class Meter:
+    """A counter as the connection has seen it last. total: used and held; a guess, which never decides.
+
+    packed: its key (`packed_key`). used, held: what a batch adds to it, and after the commit of that what stands there.
+    """
+
+    packed: bytes
+    total: int
+    used: int = 0
+    held: int = 0
+
+
+# How an admission is charged by one rule: its meter, and what its `Weighing` says from `limit_value` on.
+Metering = tuple[Meter, int, bool, int, int, int, int]
+
+
+@dataclass(slots=True)
+class Terms:
+    """What decides about admissions of a key for a model and tier, to embed or not. until: None: for ever.
+
+    common: what the holds that are taken have. metered: the minute that `meterings` are of.
+    """
+
+    payer: Payer
+    common: HoldTerms
     rules: tuple[QuotaRule, ...]
-    quota_ids: tuple[int, ...]
-    prices: TokenPrices
     until: datetime | None
     weighings: tuple[Weighing, ...]
+    metered: datetime | None = None
+    meterings: tuple[Metering, ...] = ()
 
     @classmethod
     def of(
         cls,
+        payer: Payer,
+        model: str,
         rules: tuple[QuotaRule, ...],
         quota_ids: tuple[int, ...],
         prices: TokenPrices,
@@ -82,19 +145,21 @@ class Terms:
     ) -> Terms:
         """With what follows from these."""
         charged = embedding_terms(prices) if embedding else prices
-        return cls(rules, quota_ids, prices, until, tuple(Weighing.of(rule, charged) for rule in rules))
+        common = HoldTerms(payer.receipt_ids, model, embedding, prices, quota_ids)
+        return cls(payer, common, rules, until, tuple(Weighing.of(rule, charged) for rule in rules))
 
 
 @dataclass(slots=True)
 class Known:
-    """The memory of one connection. totals: of counters, used and held when last seen: a guess, which never decides."""
+    """The memory of one connection."""
 
     clock: Callable[[], float] = boot_time_s
     snapshot: str | None = None
     terms: dict[TermsKey, Terms] = field(default_factory=dict)
     rules: dict[int, QuotaRule] = field(default_factory=dict)
     prices: dict[int, TokenPrices] = field(default_factory=dict)  # by version; those never change
-    totals: dict[CounterKey, int] = field(default_factory=dict)
+    meters: dict[CounterKey, Meter] = field(default_factory=dict)
+    _returns: dict[ReturnsKey, tuple[tuple[QuotaRule, ...], tuple[Return, ...]]] = field(default_factory=dict)
     _asked_at: datetime | None = None
     _asked_at_s: float = 0.0
     _terms_of: dict[int, set[TermsKey]] = field(default_factory=dict)  # by subject, like the next
@@ -118,6 +183,28 @@ class Known:
                 self._forget(subject_id.int)
         self._asked_at, self._asked_at_s, self.snapshot = now, self.clock(), snapshot
 
+    def returns_of(self, terms: HoldTerms) -> tuple[Return, ...] | None:
+        """What the end of such a hold gives back, by its rules as they are now; None if one of these is not known."""
+        key = terms.quota_ids, terms.prices.version, terms.embedding
+        rules = tuple(map(self.rules.get, terms.quota_ids))
+        before = self._returns.get(key)
+        if before is not None and all(map(operator.is_, before[0], rules)):
+            return before[1]
+        known = tuple(rule for rule in rules if rule is not None)
+        if len(known) < len(rules):
+            return None
+        charged = embedding_terms(terms.prices) if terms.embedding else terms.prices
+        returns = tuple(each for rule in known if (each := Return.of(rule, charged)) is not None)
+        if len(self._returns) > COUNT_MAX:
+            self._returns.clear()
+        self._returns[key] = known, returns
+        return returns
+
+    def terms_of(self, op: Admit) -> Terms | None:
+        """What decides about an admission, if that is known."""
+        terms = self.terms.get((op.payer.api_key_id.int, op.model, op.tier, op.embedding))
+        return terms if terms is not None and (terms.payer is op.payer or terms.payer == op.payer) else None
+
     def add_rules(self, rules: Iterable[QuotaRule]) -> None:
         """Rules that were read after `asked`."""
         if len(self.rules) > COUNT_MAX:
@@ -131,14 +218,31 @@ class Known:
         if len(self.terms) > COUNT_MAX:
             self._forget_all()
         self.terms[key] = terms
-        for subject_id in key[0].subject_ids:
+        for subject_id in terms.payer.subject_ids:
             self._terms_of.setdefault(subject_id.int, set()).add(key)
 
     def saw(self, totals: Iterable[tuple[CounterKey, int]]) -> None:
-        """Counters as they were just committed."""
-        if len(self.totals) > COUNT_MAX:
-            self.totals.clear()
-        self.totals.update(totals)
+        """Counters as they were just committed: used and held."""
+        if len(self.meters) > COUNT_MAX:
+            self.meters.clear()
+        for key, total in totals:
+            meter = self.meters.get(key)
+            if meter is None:
+                self.meters[key] = Meter(packed_key(key), total)
+            else:
+                meter.total = total
+
+    def meterings_of(self, terms: Terms, minute: datetime) -> tuple[Metering, ...] | None:
+        """How admissions under these terms are charged in a minute; None if a counter is not known."""
+        if terms.metered != minute:
+            starts = window_starts(minute)
+            meters = [self.meters.get((each.number, starts[each.window])) for each in terms.weighings]
+            if None in meters:
+                return None
+            found = zip(meters, terms.weighings, strict=True)
+            terms.meterings = tuple((meter, *each[2:]) for meter, each in found if meter is not None)
+            terms.metered = minute
+        return terms.meterings
 
     def rules_for(self, quota_ids: Iterable[uuid.UUID], now: datetime) -> tuple[dict[int, QuotaRule], set[uuid.UUID]]:
         """Rules that are known, and which of these have to be read: also those whose raise has just ended."""
@@ -154,15 +258,16 @@ class Known:
 
     def _forget(self, subject: int) -> None:
         for key in self._terms_of.pop(subject, ()):
-            self.terms.pop(key, None)
-            for other in key[0].subject_ids:  # else keys that were revoked would be listed under their organization for ever
+            terms = self.terms.pop(key, None)
+            others = terms.payer.subject_ids if terms else ()
+            for other in others:  # else keys that were revoked would be listed under their organization for ever
                 if (listed := self._terms_of.get(other.int)) is not None:
                     listed.discard(key)
         for number in self._rules_of.pop(subject, ()):
             self.rules.pop(number, None)
 
     def _forget_all(self) -> None:
-        for each in (self.terms, self.rules, self._terms_of, self._rules_of):
+        for each in (self.terms, self.rules, self._returns, self._terms_of, self._rules_of):
             each.clear()
 
 

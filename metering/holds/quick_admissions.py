@@ -13,14 +13,14 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
+from typing import NamedTuple
 
-from metering.holds.counter_rows import key_columns
-from metering.holds.exchange import Connection, Statement, array, exchange
+from metering.holds.counter_rows import packed_columns
+from metering.holds.exchange import Connection, Statement, bigint_array, exchange
 from metering.holds.hold_rows import BEGIN_ADMITTING
 from metering.holds.hold_writes import NewHold, insertion
-from metering.holds.known import Known, Terms
+from metering.holds.known import Known, Meter, Metering, Terms
 from metering.operations import Admit, Admitted, QuotaState
-from metering.quotas.quota_rules import CounterKey, QuotaRule, window_starts
 
 MINUTE = timedelta(minutes=1)
 # After the lock that whoever sets a quota holds alone, and in a statement of its own: it sees what was committed meanwhile.
@@ -41,13 +41,12 @@ WITH charged AS (
 """
 
 
-@dataclass(slots=True)
-class Charge:
-    """What a batch adds to one counter, and after its commit what stands there."""
+class Planned(NamedTuple):
+    """An admission that fits, and what it adds by each of its meterings."""
 
-    rule: QuotaRule
-    used: int = 0
-    held: int = 0
+    op: Admit
+    terms: Terms
+    amounts: list[int]
 
 
 @dataclass(slots=True)
@@ -58,8 +57,8 @@ class Plan:
     until: datetime
     snapshot: str
     places: list[int] = field(default_factory=list)  # of the admissions in their batch
-    admissions: list[tuple[Admit, Terms, list[tuple[CounterKey, bool, int]]]] = field(default_factory=list)
-    charges: dict[CounterKey, Charge] = field(default_factory=dict)
+    admissions: list[Planned] = field(default_factory=list)
+    charges: dict[bytes, tuple[Meter, int]] = field(default_factory=dict)  # with the limit; by the packed key
 
 
 def plan(known: Known, operations: Sequence[Admit]) -> Plan | None:
@@ -69,42 +68,61 @@ def plan(known: Known, operations: Sequence[Admit]) -> Plan | None:
         return None
     minute = now.replace(second=0, microsecond=0)
     planned = Plan(minute, minute + MINUTE, known.snapshot)
-    starts = window_starts(minute)
+    met: set[int] = set()  # terms by their identity
     for place, op in enumerate(operations):
-        terms = known.terms.get((op.payer, op.model, op.tier, op.embedding))
+        terms = known.terms_of(op)
         if terms is None or (terms.until is not None and terms.until <= now):
             continue
-        charges = charges_of(known, op, terms, starts)
-        if charges is None:
+        meterings = known.meterings_of(terms, minute)
+        if meterings is None:
+            continue
+        if id(terms) not in met:
+            met.add(id(terms))
+            begin(planned, meterings)
+        amounts = charge(op, meterings)
+        if amounts is None:
             continue
         planned.places.append(place)
-        planned.admissions.append((op, terms, charges))
+        planned.admissions.append(Planned(op, terms, amounts))
         if terms.until is not None and terms.until < planned.until:
             planned.until = terms.until
-        for (key, is_used_at_once, amount), rule in zip(charges, terms.rules, strict=True):
-            charge = planned.charges.get(key)
-            if charge is None:
-                charge = planned.charges[key] = Charge(rule)
-            if is_used_at_once:
-                charge.used += amount
-            else:
-                charge.held += amount
-            known.totals[key] += amount  # a guess as well: the commit will tell
     return planned if planned.admissions else None
 
 
-def charges_of(known: Known, op: Admit, terms: Terms, starts: tuple[datetime, ...]) -> list[tuple[CounterKey, bool, int]] | None:
-    """What one admission with its whole first slice adds to each counter; None if that may not fit, or a counter is not known."""
-    sent, lease, totals = op.input_token_count, op.first_slice_token_count, known.totals
-    charges: list[tuple[CounterKey, bool, int]] = []
-    for number, window, limit, is_used_at_once, fixed, per_input, per_output, divisor in terms.weighings:
-        key = (number, starts[window])
+def begin(planned: Plan, meterings: Sequence[Metering]) -> None:
+    """Nothing is added by this batch yet."""
+    for meter, limit, *_ in meterings:
+        if meter.packed not in planned.charges:
+            planned.charges[meter.packed] = meter, limit
+            meter.used = meter.held = 0
+
+
+def charge(op: Admit, meterings: Sequence[Metering]) -> list[int] | None:
+    """Add one admission with its whole first slice; None, and nothing is added, if that may not fit."""
+    sent, lease = op.input_token_count, op.first_slice_token_count
+    amounts: list[int] = []
+    for meter, limit, is_used_at_once, fixed, per_input, per_output, divisor in meterings:
         amount = fixed or -(-(sent * per_input + lease * per_output) // divisor)  # `Weighing.amount`, without the call
-        total = totals.get(key)
-        if total is None or total + amount > limit:
+        meter.total += amount
+        if is_used_at_once:
+            meter.used += amount
+        else:
+            meter.held += amount
+        amounts.append(amount)
+        if meter.total > limit:
+            take_back(meterings, amounts)
             return None
-        charges.append((key, is_used_at_once, amount))
-    return charges
+    return amounts
+
+
+def take_back(meterings: Sequence[Metering], amounts: Sequence[int]) -> None:
+    """As if the admission had never been."""
+    for (meter, _, is_used_at_once, *_), amount in zip(meterings, amounts, strict=False):
+        meter.total -= amount
+        if is_used_at_once:
+            meter.used -= amount
+        else:
+            meter.held -= amount
 
 
 async def admit_planned(
@@ -116,41 +134,39 @@ async def admit_planned(
     """
     keys = sorted(planned.charges)
     charges = [planned.charges[key] for key in keys]
-    columns = (
-        *key_columns(keys),
-        array(charge.used for charge in charges),
-        array(charge.held for charge in charges),
-        array(charge.rule.limit_value or 0 for charge in charges),
-    )
-    holds = [NewHold(op, terms.prices.version, op.first_slice_token_count, terms.quota_ids) for op, terms, _ in planned.admissions]
     statements: list[Statement] = [
         (BEGIN_ADMITTING, ()),
         (CHECK_KNOWN, (time_text(planned.minute), time_text(planned.until), planned.snapshot)),
     ]
     if charges:  # before the holds: whoever waits for a request id of another has its counters, like everybody else
-        statements.append((CHARGE_COUNTERS, (*columns, len(keys))))
+        columns = (
+            bigint_array([meter.used for meter, _ in charges]),
+            bigint_array([meter.held for meter, _ in charges]),
+            bigint_array([limit for _, limit in charges]),
+        )
+        statements.append((CHARGE_COUNTERS, (*packed_columns(keys), *columns, len(keys))))
+    holds = [NewHold(op, terms.common, op.first_slice_token_count) for op, terms, _ in planned.admissions]
     statements.append(insertion(owner_id, expiry_s, holds))
     _, [(now, snapshot, _)], *charged, _ = await exchange(connection, statements)
     known.asked(now, snapshot, ())
     for place, used, held, _ in charged[0] if charged else ():
-        charges[place - 1].used, charges[place - 1].held = used, held
-    known.saw((key, charge.used + charge.held) for key, charge in zip(keys, charges, strict=True))
+        meter, _ = charges[place - 1]
+        meter.used, meter.held, meter.total = used, held, used + held
     return answers(planned, now)
 
 
 def answers(planned: Plan, now: datetime) -> list[Admitted]:
     """Each admission with the counters as they stood when it was counted: from the last one backwards."""
     found: list[Admitted] = []
-    for op, terms, added in reversed(planned.admissions):
+    for op, terms, amounts in reversed(planned.admissions):
         states: list[QuotaState] = []
-        for key, is_used_at_once, amount in added:
-            charge = planned.charges[key]
-            states.append(QuotaState(charge.rule, charge.used, charge.held, now))
+        for (meter, _, is_used_at_once, *_), rule, amount in zip(terms.meterings, terms.rules, amounts, strict=True):
+            states.append(QuotaState(rule, meter.used, meter.held, now))
             if is_used_at_once:
-                charge.used -= amount
+                meter.used -= amount
             else:
-                charge.held -= amount
-        found.append(Admitted(op.hold_id, op.first_slice_token_count, terms.prices, tuple(states), now))
+                meter.held -= amount
+        found.append(Admitted(op.hold_id, op.first_slice_token_count, terms.common.prices, tuple(states), now))
     found.reverse()
     return found
 

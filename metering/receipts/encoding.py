@@ -117,6 +117,7 @@ def hash_of(encoded: bytes) -> bytes:
     return hashlib.sha256(encoded).digest()
 
 
+@functools.lru_cache(maxsize=4096)  # what was admitted together has one time
 def micros(at: datetime) -> int:
     """Microseconds since 1970, exactly."""
     return (at - EPOCH) // MICROSECOND

@@ -7,6 +7,7 @@ process never contend with each other.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
@@ -44,11 +45,20 @@ class Waiting(Generic[Op, Result]):
 
     op: Op
     future: asyncio.Future[Result] | None
+    since: float  # by the loop's clock
 
     @property
-    def cancelled(self) -> bool:
+    def abandoned(self) -> bool:
         """Whether somebody waited and does not any more."""
-        return self.future is not None and self.future.cancelled()
+        return self.future is not None and self.future.done()
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How long an operation waits for its answer at most, and the error that it gets then. The answer is orphaned."""
+
+    wait_s: float
+    error: Callable[[], Exception]
 
 
 class GroupCommit(Generic[Op, Result]):
@@ -56,8 +66,9 @@ class GroupCommit(Generic[Op, Result]):
 
     execute: answers each operation of a batch with a result or an exception, in order; raising fails the whole batch.
     orphaned: told of each answer, result or error, that nobody takes: of a posted operation, or of one whose caller was cancelled
-    after its batch began. So nothing that it obtained is lost, and nothing that it had to do.
+    after its batch began, or has lost patience. So nothing that it obtained is lost, and nothing that it had to do.
     droppable: whether an operation may be left out when its caller was cancelled before its batch began.
+    patience: None: whoever waits waits until there is an answer.
     fair_share: how many operations the next batch may take, where the rest is better left for the one after; None: all that wait.
     measured: told of each batch how many operations it had, and how many seconds it took.
     """
@@ -73,6 +84,7 @@ class GroupCommit(Generic[Op, Result]):
         overflow: Callable[[], Exception],
         fair_share: Callable[[], int] | None = None,
         measured: Callable[[int, float], None] | None = None,
+        patience: Patience | None = None,
     ) -> None:
         self._execute = execute
         self._measured = measured
@@ -82,7 +94,9 @@ class GroupCommit(Generic[Op, Result]):
         self._waiting_count_max = waiting_count_max
         self._overflow = overflow
         self._fair_share = fair_share
-        self._under_way_count = 0
+        self._patience = patience
+        self._overdue_check: asyncio.TimerHandle | None = None
+        self._under_way: list[Waiting[Op, Result]] = []
         self._queue: deque[Waiting[Op, Result]] = deque()
         self._arrived = asyncio.Event()
         self._closed: Exception | None = None
@@ -94,15 +108,18 @@ class GroupCommit(Generic[Op, Result]):
     async def submit(self, op: Op) -> Result:
         """Run one operation in the next batch.
 
-        Raises: what `execute` answered; `overflow()` if too many wait and the operation is droppable (others are always taken,
-        since their number is bounded by what was admitted before); what `close` was given, from then on.
+        Raises: what `execute` answered; the error of `patience`; `overflow()` if too many wait and the operation is droppable
+        (others are always taken, since their number is bounded by what was admitted before); what `close` was given, from then on.
         """
         if self._closed is not None:
             raise self._closed
         if len(self._queue) >= self._waiting_count_max and self._droppable(op):
             raise self._overflow()
-        future: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
-        self._append(Waiting(op, future))
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[Result] = loop.create_future()
+        self._append(Waiting(op, future, loop.time()))
+        if self._patience is not None and self._overdue_check is None:
+            self._overdue_check = loop.call_later(self._patience.wait_s, self._answer_overdue, self._patience)
         try:
             return await future
         except asyncio.CancelledError:
@@ -117,7 +134,7 @@ class GroupCommit(Generic[Op, Result]):
 
     def post(self, op: Op) -> None:
         """Run one operation without waiting for its answer, which goes to `orphaned`."""
-        self._append(Waiting(op, None))
+        self._append(Waiting(op, None, 0.0))
 
     def close(self, error: Exception) -> None:
         """Answer everything that waits, and all that is submitted later, with the error: no batch will run any more."""
@@ -127,8 +144,22 @@ class GroupCommit(Generic[Op, Result]):
 
     def _append(self, waiting: Waiting[Op, Result]) -> None:
         self._queue.append(waiting)
-        self._waiting_count_peak = max(self._waiting_count_peak, len(self._queue))
+        if len(self._queue) > self._waiting_count_peak:
+            self._waiting_count_peak = len(self._queue)
         self._arrived.set()
+
+    def _answer_overdue(self, patience: Patience) -> None:
+        """One look for all: a timer for each operation would cost as much as answering it."""
+        loop = asyncio.get_running_loop()
+        self._overdue_check = None
+        latest = loop.time() - patience.wait_s
+        for waiting in itertools.chain(self._under_way, self._queue):  # who waits longest comes first
+            if waiting.future is None or waiting.future.done():
+                continue
+            if waiting.since > latest:
+                self._overdue_check = loop.call_at(waiting.since + patience.wait_s, self._answer_overdue, patience)
+                return
+            waiting.future.set_exception(patience.error())
 
     async def run_batch(self) -> None:
         """Wait until something waits, then run one batch."""
@@ -139,8 +170,8 @@ class GroupCommit(Generic[Op, Result]):
         self._batch_count += 1
         self._operation_count += len(batch)
         self._batch_size_peak = max(self._batch_size_peak, len(batch))
-        self._under_way_count = len(batch)
         began_at = time.monotonic()
+        self._under_way = batch
         try:
             results = await self._execute([waiting.op for waiting in batch])
         except Exception as error:
@@ -149,7 +180,7 @@ class GroupCommit(Generic[Op, Result]):
             self._queue.extendleft(reversed(batch))  # for `close` to answer
             raise
         finally:
-            self._under_way_count = 0
+            self._under_way = []
             if self._measured is not None:
                 self._measured(len(batch), time.monotonic() - began_at)
         for waiting, result in zip(batch, results, strict=True):
@@ -162,7 +193,7 @@ class GroupCommit(Generic[Op, Result]):
     @property
     def open_count(self) -> int:
         """Operations that wait or are under way."""
-        return len(self._queue) + self._under_way_count
+        return len(self._queue) + len(self._under_way)
 
     def statistics(self) -> GroupCommitStatistics:
         """Counts and peaks so far."""
@@ -178,16 +209,17 @@ class GroupCommit(Generic[Op, Result]):
         """The next batch, without operations that nobody waits for any more."""
         batch: list[Waiting[Op, Result]] = []
         size_max = self._batch_size_max if self._fair_share is None else min(self._batch_size_max, self._fair_share())
-        while self._queue and len(batch) < size_max:
-            waiting = self._queue.popleft()
-            if not (waiting.cancelled and self._droppable(waiting.op)):
+        queue = self._queue
+        while queue and len(batch) < size_max:
+            waiting = queue.popleft()
+            if not (waiting.abandoned and self._droppable(waiting.op)):
                 batch.append(waiting)
         if not self._queue:
             self._arrived.clear()
         return batch
 
     def _answer(self, waiting: Waiting[Op, Result], answer: Result | Exception) -> None:
-        if waiting.future is None or waiting.future.cancelled():
+        if waiting.future is None or waiting.future.done():
             self._orphaned(waiting.op, answer)
         elif isinstance(answer, Exception):
             waiting.future.set_exception(answer)

@@ -10,6 +10,9 @@
 `admit` takes input + first slice and, if it is given, the least slice (`10+20>5`); `extend` takes what is delivered and what is
 wanted, `settle` what is delivered, each with `~n` cached input tokens if some were. `counter` tells used/held of each window, the
 oldest first. Every act is a batch of its own, acts joined by `&` are one. After each row all invariants are checked.
+
+Each table is played twice, and answers the same: by processes that remember what they have read and taken, and by ones that have
+just begun, for each batch. So both ways that a batch can go are held to it.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from datetime import UTC, datetime
 from typing import assert_never
 
 from metering.errors import MeteringError, QuotaExceeded, RequestSettled
+from metering.holds.hold_connection import HoldConnection
 from metering.models import QuotaDimension
 from metering.operations import (
     Admit,
@@ -53,9 +57,10 @@ class Request:
 
 @dataclass(slots=True)
 class Scenario:
-    """What the names of a table stand for."""
+    """What the names of a table stand for. remembering: the connections of owners that keep one; None: each batch has a new one."""
 
     world: HoldWorld
+    remembering: dict[str, HoldConnection] | None = None
     payers: dict[str, Payer] = field(default_factory=dict)
     requests: dict[str, Request] = field(default_factory=dict)
     owners: dict[str, uuid.UUID] = field(default_factory=dict)
@@ -65,7 +70,7 @@ class Scenario:
     def payer(self, name: str) -> Payer:
         """A tenant, made when it is first named."""
         if name not in self.payers:
-            self.payers[name] = self.world.tenant(name)
+            self.payers[name] = self.world.tenant(name if self.remembering is None else f"{name}-remembered")
         return self.payers[name]
 
     @property
@@ -103,8 +108,15 @@ class Scenario:
                 return " ".join(f"{sent}+{delivered}" for sent, delivered in self.world.rows(query, hold_id)) or "none"
             case _:
                 operations = [self.operation(part.split()) for part in " ".join(words).split(" & ")]
-                answers = await self.world.run(*operations, owner_id=self.owner_id)
-                return " & ".join(map(told, answers))
+                return " & ".join(map(told, await self.execute(operations)))
+
+    async def execute(self, operations: list[HoldOperation]) -> list[HoldAnswer | Exception]:
+        """One batch of the process that acts now."""
+        if self.remembering is None:
+            return await self.world.run(*operations, owner_id=self.owner_id)
+        if self.owner not in self.remembering:
+            self.remembering[self.owner] = HoldConnection(self.world.url, self.owner_id)
+        return await self.remembering[self.owner].execute(operations)
 
     def operation(self, words: list[str]) -> HoldOperation:
         """The operation of one act."""
@@ -183,11 +195,24 @@ def used(settled: Settled) -> str:
 
 
 async def run(world: HoldWorld, table: str) -> Scenario:
-    """Play a table, row by row."""
+    """Play a table, row by row, both ways."""
+    begins = world.now
+    remembering: dict[str, HoldConnection] = {}
+    await play(Scenario(world, remembering), table, each_row=False)
+    for connection in remembering.values():
+        await connection.close()
+    world.set_time(begins)
     scenario = Scenario(world)
+    await play(scenario, table, each_row=True)
+    return scenario
+
+
+async def play(scenario: Scenario, table: str, *, each_row: bool) -> None:
+    """Every row must be answered as the table says. each_row: check the invariants after each, not only at the end."""
     for line in filter(None, map(str.strip, table.splitlines())):
         act, expected = re.split(r"\s{2,}", line, maxsplit=1)
         answer = await scenario.act(act.split())
         assert answer == expected, f"{line}\n    answered: {answer}"
-        check_invariants(world.url)
-    return scenario
+        if each_row:
+            check_invariants(scenario.world.url)
+    check_invariants(scenario.world.url)

@@ -18,7 +18,7 @@ from metering.models import QuotaDimension, QuotaSubject
 from metering.operations import Ended, Extend, Outcome, Renew, Renewed, Settled, Void
 from metering.quotas.quota_admin import SETTABLE
 from metering.store.db import psycopg_conninfo
-from tests.metering.hold_scenarios import run
+from tests.metering.hold_scenarios import Scenario, run
 from tests.metering.hold_world import HoldWorld, admit, hold_world, settle
 from tests.metering.invariants import check_invariants
 
@@ -282,15 +282,8 @@ async def test_a_paused_owner_finds_its_hold_ended_and_its_late_settlement_gives
     ids=lambda order: ", ".join(order),
 )
 async def test_expiry_recovery_and_a_late_settlement_in_any_order_record_the_same(world: HoldWorld, order: tuple[str, ...]) -> None:
-    scenario = await run(
-        world,
-        """
-        admit alice r1 10+20                    leased 20
-        clock 2026-11-20 13:00:00               ok
-        """,
-    )
-
-    for act in order:
+    scenario = Scenario(world)
+    for act in ("admit alice r1 10+20", "clock 2026-11-20 13:00:00", *order):
         await scenario.act(act.split())
 
     assert [event[1:3] for event in world.events()] == [(10, 9)]

@@ -51,10 +51,11 @@ def test_an_extension_proves_that_the_hold_is_still_ours() -> None:
     leases.begin(ID, sent_at=1000.0)
     clock.now = 1100.0
 
-    leases.begin(ID, sent_at=1100.0)
+    leases.extend(ID, sent_at=1100.0)
 
     assert leases.left_s(ID) > 0.0
     leases.end(ID)
+    leases.extend(ID, sent_at=1100.0)  # its settlement was answered before
     assert leases.left_s(ID) == 0.0
     assert len(leases) == 0
 

@@ -1,0 +1,300 @@
+"""A settlement whose hold is not read is the one that it would be if it were, whatever has become of the hold meanwhile."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from metering.billing.pricing import TokenPrices, embedding_terms
+from metering.holds import hold_batch, hold_rows
+from metering.holds.counter_rows import packed_key
+from metering.holds.hold_connection import HoldConnection
+from metering.holds.known import Return
+from metering.holds.own_holds import HoldTerms, OwnHold
+from metering.holds.quick_ends import End, moves_of
+from metering.models import Quota, QuotaDimension, QuotaSubject
+from metering.operations import Admit, Expire, Extend, HoldAnswer, Outcome, Payer, Settle, Settled, Void
+from metering.quotas import quotas
+from metering.quotas.quota_recount import recount
+from metering.quotas.quota_rules import Claim, QuotaRule, Weights
+from metering.quotas.quotas import Counters
+from metering.store.db import create_engine, create_sessions
+from tests.metering.hold_world import HoldWorld, admit, hold_world, settle
+from tests.metering.invariants import check_invariants
+
+LIMIT = 10_000
+
+
+@pytest.fixture
+def world(database_url: str) -> Iterator[HoldWorld]:
+    with hold_world(database_url) as world:
+        yield world
+
+
+@pytest.fixture
+async def holds(world: HoldWorld) -> AsyncIterator[HoldConnection]:
+    async with HoldConnection(world.url, uuid.uuid4()) as opened:
+        yield opened
+
+
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many holds each batch read that went the long way."""
+    counts: list[int] = []
+    read_and_lock = hold_rows.read_and_lock
+
+    async def counted(connection: Any, hold_ids: Any, admits: Sequence[Admit] = (), billed_ids: Any = ()) -> object:
+        counts.append(len(hold_ids))
+        return await read_and_lock(connection, hold_ids, admits, billed_ids)
+
+    monkeypatch.setattr(hold_batch, "read_and_lock", counted)
+    return counts
+
+
+def tenant(world: HoldWorld, name: str = "acme") -> tuple[Payer, dict[QuotaDimension, uuid.UUID]]:
+    """With a limit on each level, and one that counts in thousandths."""
+    payer = world.tenant(name)
+    levels = {
+        QuotaDimension.CONCURRENT_REQUESTS: QuotaSubject.API_KEY,
+        QuotaDimension.REQUESTS_PER_MINUTE: QuotaSubject.PROJECT,
+        QuotaDimension.TOKENS_PER_MINUTE: QuotaSubject.PROJECT,
+        QuotaDimension.TOKENS_PER_MONTH: QuotaSubject.ORGANIZATION,
+        QuotaDimension.COST_PICOS_PER_MONTH: QuotaSubject.ORGANIZATION,
+    }
+    quota_ids = {each: world.quota(payer, each, LIMIT, subject=level) for each, level in levels.items()}
+    world.execute(
+        "UPDATE quotas SET cached_input_weight_milli = 333, output_weight_milli = 1500 WHERE id = %s",
+        quota_ids[QuotaDimension.TOKENS_PER_MONTH],
+    )
+    return payer, quota_ids
+
+
+def without_id(answer: HoldAnswer | Exception) -> Settled:
+    assert isinstance(answer, Settled), answer
+    return replace(answer, hold_id=uuid.UUID(int=0))
+
+
+async def test_settlements_of_own_holds_read_none_of_them_and_leave_what_the_long_way_leaves(
+    world: HoldWorld, holds: HoldConnection, read: list[int]
+) -> None:
+    (quick, quick_quotas), (slow, slow_quotas) = tenant(world, "quick"), tenant(world, "slow")
+    taken = [[admit(payer), admit(payer, input_tokens=7), admit(payer, embedding=True)] for payer in (quick, slow)]
+
+    def ends(ops: Sequence[Admit]) -> list[Settle]:
+        first, second, embedded = ops
+        done = Settle(first.hold_id, 10, 4, 21, 20, Outcome.LENGTH, {"queued": 0.5})
+        return [done, settle(second.hold_id, 3, input_tokens=7), settle(embedded.hold_id, 0, cached_tokens=2)]
+
+    for ops in taken:
+        await holds.execute(ops)
+    read.clear()
+    unread = await holds.execute(ends(taken[0]))
+    assert read == []
+    answers = await world.run(*ends(taken[1]))
+
+    assert read == [3]
+    assert all(isinstance(answer, Settled) and len(answer.receipts) == 1 for answer in unread)
+    assert [without_id(answer) for answer in unread] == [without_id(answer) for answer in answers]
+    assert [world.counters(each) for each in quick_quotas.values()] == [world.counters(each) for each in slow_quotas.values()]
+    columns = "part, outcome, input_token_count, cached_input_token_count, generated_token_count, billed_token_count, timings::text"
+    rows = [world.rows(f"SELECT {columns}, recovered FROM usage_events WHERE project_id = %s", p.project_id) for p in (quick, slow)]
+    assert sorted(rows[0]) == sorted(rows[1])
+    check_invariants(world.url, all_ended=True)
+
+
+async def test_what_was_extended_over_a_minute_is_settled_unread_too(
+    world: HoldWorld, holds: HoldConnection, read: list[int]
+) -> None:
+    payer, quota_ids = tenant(world)
+    op = admit(payer)
+    await holds.execute([op])
+    await holds.execute([Extend(op.hold_id, 15, 4, 20)])
+    world.advance(60)
+    await holds.execute([Extend(op.hold_id, 30, 4, 20)])
+    read.clear()
+
+    [answer] = await holds.execute([settle(op.hold_id, 33, cached_tokens=4)])
+
+    assert isinstance(answer, Settled)
+    assert read == []
+    assert world.counters(quota_ids[QuotaDimension.TOKENS_PER_MINUTE]) == [(40, 0), (3, 0)]
+    check_invariants(world.url, all_ended=True)
+
+
+Change = Callable[[HoldWorld, Admit, Payer], Coroutine[Any, Any, None]]
+
+
+async def expired(world: HoldWorld, op: Admit, payer: Payer) -> None:
+    world.advance(61)
+    await world.run(Expire(op.hold_id))
+
+
+async def settled(world: HoldWorld, op: Admit, payer: Payer) -> None:
+    await world.run(settle(op.hold_id, 12))
+
+
+async def extended(world: HoldWorld, op: Admit, payer: Payer) -> None:
+    """By no more than room: nothing was delivered since, so nothing is posted."""
+    await world.run(Extend(op.hold_id, 10, 0, 20))
+
+
+async def charged_to_one_more_quota(world: HoldWorld, op: Admit, payer: Payer) -> None:
+    """Set while the hold runs: it is charged to that from then on."""
+    quota_id = world.quota(payer, QuotaDimension.TOKENS_PER_DAY, LIMIT)
+    world.execute("INSERT INTO audit_log (actor, action, subject_id) VALUES ('test', 'quota.set', %s)", str(quota_id))
+    await recounted(world, quota_id, payer)
+
+
+async def weighed_anew(world: HoldWorld, op: Admit, payer: Payer) -> None:
+    quota_id = world.one("SELECT id FROM quotas WHERE dimension = 'tokens_per_minute'")
+    world.execute("UPDATE quotas SET output_weight_milli = 2500 WHERE id = %s", quota_id)
+    await recounted(world, quota_id, payer)
+
+
+async def recounted(world: HoldWorld, quota_id: uuid.UUID, payer: Payer) -> None:
+    engine = create_engine(world.url)
+    async with create_sessions(engine).begin() as session:
+        await count_anew(session, quota_id, payer)
+    await engine.dispose()
+
+
+async def count_anew(session: AsyncSession, quota_id: uuid.UUID, payer: Payer) -> None:
+    quota = await session.get_one(Quota, quota_id)
+    await recount(session, [(quota, payer.organization_id)])
+
+
+CHANGES: list[tuple[Change, list[int]]] = [
+    (expired, [1]),
+    (settled, [1]),
+    (extended, [1]),
+    (charged_to_one_more_quota, [1]),
+    (weighed_anew, []),  # the rules that its end goes by are those of the moment, read or not
+]
+
+
+@pytest.mark.parametrize(("change", "long"), CHANGES, ids=[change.__name__ for change, _ in CHANGES])
+async def test_a_hold_that_has_changed_meanwhile_is_settled_as_it_is(
+    world: HoldWorld, holds: HoldConnection, read: list[int], change: Change, long: list[int]
+) -> None:
+    payer, _ = tenant(world)
+    before, op, other = admit(payer), admit(payer), admit(payer)
+    await holds.execute([before, op, other])
+    await holds.execute([Extend(op.hold_id, 10, 0, 5)])
+    await holds.execute([settle(before.hold_id, 1)])  # now its rules are known
+    await change(world, op, payer)
+    read.clear()
+
+    answers = await holds.execute([settle(op.hold_id, 15)])
+    rest = await holds.execute([settle(other.hold_id, 20)])
+
+    assert all(isinstance(answer, Settled) for answer in [*answers, *rest]), answers
+    assert read[:1] == long
+    check_invariants(world.url, all_ended=True)
+
+
+async def test_one_that_has_changed_keeps_no_other_from_its_end_and_each_is_settled_once(
+    world: HoldWorld, holds: HoldConnection, read: list[int]
+) -> None:
+    payer, quota_ids = tenant(world)
+    ops = [admit(payer) for _ in range(4)]
+    await holds.execute(ops)
+    await world.run(settle(ops[0].hold_id, 5))
+    read.clear()
+
+    ends = [settle(op.hold_id, 5) for op in ops[:3]]
+    answers = await holds.execute([*ends, ends[1], Void(ops[3].hold_id)])
+    again = await holds.execute(ends)
+
+    assert read == [4, 3]
+    assert [type(answer).__name__ for answer in answers] == ["Settled"] * 4 + ["Ended"]
+    assert again == answers[:3]
+    assert world.counters(quota_ids[QuotaDimension.TOKENS_PER_MINUTE]) == [(45, 0)]
+    check_invariants(world.url, all_ended=True)
+
+
+async def test_a_counter_that_is_gone_is_made_again_by_the_long_way(
+    world: HoldWorld, holds: HoldConnection, read: list[int]
+) -> None:
+    payer, quota_ids = tenant(world)
+    op = admit(payer)
+    await holds.execute([op])
+    world.execute("DELETE FROM quota_counters WHERE quota_id = %s", quota_ids[QuotaDimension.TOKENS_PER_MINUTE])
+    read.clear()
+
+    [answer] = await holds.execute([settle(op.hold_id, 5)])
+
+    assert not isinstance(answer, Settled)  # nothing was held there that could be given back: somebody has tampered
+    assert read == [1, 1]
+    assert world.hold_count() == 1
+
+
+async def test_nothing_is_remembered_of_holds_that_have_ended_or_that_no_request_has(
+    world: HoldWorld, holds: HoldConnection
+) -> None:
+    payer, _ = tenant(world)
+    standing_id = uuid.uuid4()
+    ops = [admit(payer), admit(payer), admit(payer), admit(payer, hold_id=standing_id, request_id=standing_id)]
+    await holds.execute(ops)
+    assert len(holds._own) == 3
+
+    await holds.execute([settle(ops[0].hold_id, 1), Void(ops[1].hold_id), settle(ops[2].hold_id, 999)])
+
+    assert len(holds._own) == 0
+
+
+NOON = datetime(2026, 11, 20, 12, 0, 30, tzinfo=UTC)
+tokens = st.integers(0, 3000)
+
+
+@st.composite
+def ends(draw: st.DrawFn) -> tuple[tuple[bool, int, int, int, int, datetime], tuple[int, int, int]]:
+    """A hold (embedding, input, cached, leased, posted tokens, charged at) and how it ends (input, cached, delivered)."""
+    sent, leased = draw(tokens), draw(tokens)
+    cached, delivered = draw(st.integers(0, sent)), draw(st.integers(0, leased))
+    posted = draw(st.just(0) | st.integers(sent, sent + delivered))
+    charged_at = NOON + timedelta(minutes=draw(st.integers(0, 1)))
+    known = draw(st.integers(0, sent))
+    return (draw(st.booleans()), sent, cached, leased, posted, charged_at), (draw(st.just(sent) | st.just(0)), known, delivered)
+
+
+@given(
+    rules=st.lists(
+        st.tuples(
+            st.sampled_from(QuotaDimension), st.builds(Weights, st.integers(0, 3000), st.integers(0, 3000), st.integers(0, 3000))
+        ),
+        min_size=1,
+        max_size=5,
+    ),
+    prices=st.builds(TokenPrices, st.just(1), st.just("USD"), *[st.integers(0, 9)] * 4),
+    all_ends=st.lists(ends(), min_size=1, max_size=8),
+)
+def test_what_ends_give_back_together_is_what_each_gives_back_the_long_way(
+    rules: list[tuple[QuotaDimension, Weights]], prices: TokenPrices, all_ends: list[Any]
+) -> None:
+    charged = [QuotaRule(uuid.uuid4(), QuotaSubject.API_KEY, uuid.uuid4(), "", each, LIMIT, weights) for each, weights in rules]
+    numbers = tuple(rule.number for rule in charged)
+    terms = {embedding: HoldTerms(bytes(48), "m", embedding, prices, numbers) for embedding in (False, True)}
+    counters = Counters(NOON, unread=True)
+    planned: list[End] = []
+    returns: dict[int, tuple[Return, ...]] = {}
+    for number, ((embedding, sent, cached, leased, posted, charged_at), (billed, known, delivered)) in enumerate(all_ends):
+        of_hold = terms[embedding]
+        hold = OwnHold(of_hold, uuid.uuid4(), sent, cached, leased, 0, posted, NOON, charged_at)
+        cached = cached if posted else max(cached, known)
+        planned.append(End(number, Settle(uuid.uuid4(), billed, known, delivered, delivered, Outcome.STOP), hold, cached))
+        paid = embedding_terms(prices) if embedding else prices
+        returns[id(of_hold)] = tuple(each for rule in charged if (each := Return.of(rule, paid)) is not None)
+        claim = Claim(paid, sent, cached, leased, posted, NOON, charged_at)
+        quotas.end(counters, charged, claim, billed, delivered)
+
+    moves = {key: tuple(move) for key, move in moves_of(planned, returns).items() if move != [0, 0]}
+
+    assert moves == {packed_key(key): move for key, move in counters.moves.items() if move != (0, 0)}
