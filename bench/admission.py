@@ -35,13 +35,16 @@ from typing import Protocol
 
 import psycopg
 import uvloop
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from bench.admission_peers import INPUT_TOKENS, MODEL, OUTPUT_TOKENS, Pair, pgbench_binary, plain_pair, run_pgbench
 from bench.processes import children_of, cpu_s, postgres_pid
 from metering.billing.pricing import TokenPrices
 from metering.holds.exchange import Connection
+from metering.holds.hold_ids import new_hold_id
 from metering.holds.holds import HoldStore
 from metering.operations import Admit, Admitted, Outcome, Payer, Settle, Settled
+from metering.receipts.signing import Signer
 from metering.store import embedded_postgres
 from metering.store.db import psycopg_conninfo
 from metering.store.migrations_runner import migrate
@@ -146,7 +149,7 @@ def create_tenants(database_url: str, count: int) -> list[Payer]:
 
 def new_admit(payer: Payer) -> Admit:
     """A request like all others."""
-    return Admit(uuid.uuid4(), payer, uuid.uuid4(), bytes(32), MODEL, INPUT_TOKENS, OUTPUT_TOKENS, 1)
+    return Admit(new_hold_id(), payer, uuid.uuid4(), bytes(32), MODEL, INPUT_TOKENS, OUTPUT_TOKENS, 1)
 
 
 def store_pair(store: Store) -> Pair:
@@ -205,7 +208,7 @@ class Cases:
 
     async def group_commit(self, tenants: list[Payer], concurrency: int) -> Result:
         """With a store of this process."""
-        store = HoldStore(self._url, uuid.uuid4())
+        store = HoldStore(self._url, uuid.uuid4(), signer=Signer(Ed25519PrivateKey.generate()))
         async with asyncio.TaskGroup() as tasks:
             running = tasks.create_task(store.run())
             await self._warm_up(store_pair(store), tenants, concurrency)

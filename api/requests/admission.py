@@ -17,6 +17,7 @@ from api.errors import Draining, Overloaded
 from api.settings import Settings
 from api.streams.outbox import UsageSoFar
 from metering.errors import MeteringError
+from metering.holds.hold_ids import new_hold_id
 from metering.holds.holds import HoldStore
 from metering.holds.journal import UsageJournal
 from metering.models import ServiceTier
@@ -205,7 +206,7 @@ class Admission:
         try:
             admitted = await self.holds.admit(
                 Admit(
-                    hold_id=uuid.uuid4(),
+                    hold_id=new_hold_id(),
                     payer=request.payer,
                     request_id=request.request_id,
                     payload_hash=request.payload_hash,

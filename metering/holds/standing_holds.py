@@ -17,6 +17,7 @@ from typing import Protocol
 
 from metering.errors import RequestIdReused, RequestInFlight, StoreAway
 from metering.holds.bindings import Bind
+from metering.holds.hold_ids import new_hold_id
 from metering.holds.lease_clock import LeaseClock
 from metering.models import ServiceTier
 from metering.operations import Admit, Admitted, Payer
@@ -185,7 +186,7 @@ class StandingHolds:
         ]
 
     def _admit(self, user: User) -> Admit:
-        hold_id = uuid.uuid4()
+        hold_id = new_hold_id()
         output_token_count = 0 if user.embedding else self._terms.output_token_count
         return Admit(
             hold_id=hold_id,

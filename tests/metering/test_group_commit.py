@@ -11,11 +11,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from metering.store.group_commit import GroupCommit
+from metering.store.group_commit import GroupCommit, Patience
 
 
 class Overflow(Exception):
     """Too many wait."""
+
+
+class Late(Exception):
+    """Waited too long."""
 
 
 class Closing(Exception):
@@ -55,13 +59,17 @@ async def collect(commits: GroupCommit[int, int], op: int) -> int:
     """The answer; -1 for an error, so that a task group lives on."""
     try:
         return await commits.submit(op)
-    except (ValueError, Overflow, Closing, RuntimeError):
+    except (ValueError, Overflow, Closing, Late, RuntimeError):
         return -1
 
 
 @asynccontextmanager
 async def running(
-    *, batch_size_max: int = 100, waiting_count_max: int = 100, droppable: Callable[[int], bool] = lambda op: True
+    *,
+    batch_size_max: int = 100,
+    waiting_count_max: int = 100,
+    droppable: Callable[[int], bool] = lambda op: True,
+    patience: Patience | None = None,
 ) -> AsyncIterator[Rig]:
     store = Store()
     orphans: list[tuple[int, int | Exception]] = []
@@ -72,6 +80,7 @@ async def running(
         batch_size_max=batch_size_max,
         waiting_count_max=waiting_count_max,
         overflow=Overflow,
+        patience=patience,
     )
 
     async def run() -> None:
@@ -106,6 +115,26 @@ async def test_what_waits_while_a_batch_is_under_way_goes_out_together() -> None
     assert answers == [0, 2, 4, 6]
     assert rig.commits.statistics().batch_size_peak == 3
     assert rig.commits.statistics().operation_count == 4
+
+
+async def test_who_loses_patience_is_told_so_and_what_is_done_for_him_later_is_orphaned() -> None:
+    """Whether it was under way or not; what was not is left out. Who comes after them waits from then on."""
+    async with running(patience=Patience(0.02, Late)) as rig:
+        first = rig.submit(0)
+        await rig.store.begun.acquire()
+        second = rig.submit(2)
+        assert (await first, await second) == (-1, -1)
+
+        third = rig.submit(4)
+        assert await third == -1
+        rig.store.may_answer.release()
+        rig.store.may_answer.release()
+        await settled_down()
+        last = await rig.submit(6)
+
+    assert rig.store.batches == [[0], [6]]
+    assert rig.orphans == [(0, 0)]
+    assert last == 6
 
 
 async def test_a_batch_is_bounded_and_the_rest_follows_in_order() -> None:
