@@ -35,7 +35,6 @@ from typing import Protocol
 
 import psycopg
 import uvloop
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from bench.admission_peers import INPUT_TOKENS, MODEL, OUTPUT_TOKENS, Pair, pgbench_binary, plain_pair, run_pgbench
 from bench.processes import children_of, cpu_s, postgres_pid
@@ -44,7 +43,7 @@ from metering.holds.exchange import Connection
 from metering.holds.hold_ids import new_hold_id
 from metering.holds.holds import HoldStore
 from metering.operations import Admit, Admitted, Outcome, Payer, Settle, Settled
-from metering.receipts.signing import Signer
+from metering.receipts.signing import ensure_key, read_key
 from metering.store import embedded_postgres
 from metering.store.db import psycopg_conninfo
 from metering.store.migrations_runner import migrate
@@ -198,6 +197,10 @@ class Cases:
         self._url = database_url
         self._seconds = seconds
         self._postgres = postgres_pid(database_url)
+        with tempfile.TemporaryDirectory() as directory:
+            key_file = Path(directory) / "key.pem"
+            ensure_key(key_file)
+            self._signer = read_key(key_file)
 
     def _database(self) -> list[int]:
         return [self._postgres, *children_of(self._postgres)]
@@ -208,7 +211,7 @@ class Cases:
 
     async def group_commit(self, tenants: list[Payer], concurrency: int) -> Result:
         """With a store of this process."""
-        store = HoldStore(self._url, uuid.uuid4(), signer=Signer(Ed25519PrivateKey.generate()))
+        store = HoldStore(self._url, uuid.uuid4(), signer=self._signer)
         async with asyncio.TaskGroup() as tasks:
             running = tasks.create_task(store.run())
             await self._warm_up(store_pair(store), tenants, concurrency)

@@ -90,7 +90,7 @@ async def test_settlements_of_own_holds_read_none_of_them_and_leave_what_the_lon
 
     def ends(ops: Sequence[Admit]) -> list[Settle]:
         first, second, embedded = ops
-        done = Settle(first.hold_id, 10, 4, 21, 20, Outcome.LENGTH, {"queued": 0.5})
+        done = Settle(first.hold_id, 10, 4, 21, 20, Outcome.LENGTH, {"queued": 0.5}, migration_count=2)
         return [done, settle(second.hold_id, 3, input_tokens=7), settle(embedded.hold_id, 0, cached_tokens=2)]
 
     for ops in taken:
@@ -105,7 +105,10 @@ async def test_settlements_of_own_holds_read_none_of_them_and_leave_what_the_lon
     assert [without_id(answer) for answer in unread] == [without_id(answer) for answer in answers]
     assert [world.counters(each) for each in quick_quotas.values()] == [world.counters(each) for each in slow_quotas.values()]
     columns = "part, outcome, input_token_count, cached_input_token_count, generated_token_count, billed_token_count, timings::text"
-    rows = [world.rows(f"SELECT {columns}, recovered FROM usage_events WHERE project_id = %s", p.project_id) for p in (quick, slow)]
+    rows = [
+        world.rows(f"SELECT {columns}, recovered, migration_count FROM usage_events WHERE project_id = %s", p.project_id)
+        for p in (quick, slow)
+    ]
     assert sorted(rows[0]) == sorted(rows[1])
     check_invariants(world.url, all_ended=True)
 
