@@ -32,6 +32,8 @@ class FileExporter:
         self._path = path
         self._known: set[str] = set()
         self._read_until = 0  # bytes of the file that `_known` covers
+        self._line_count = 0  # in them
+        self._last_line = b""  # of them
         self._lock = Lock()
 
     async def deliver(self, quantity: Quantity) -> Answer:
@@ -41,27 +43,31 @@ class FileExporter:
         except OSError as error:
             # Whether the line got there is seen when the file is read again, so asking again is harmless.
             return Answer(Verdict.LATER, f"{self._path} cannot be written: {error}", certain=False)
+        except (ValueError, KeyError, TypeError) as error:
+            told = f"line {self._line_count + 1} of {self._path} is no quantity: mend it, or move the file away ({error!r})"
+            return Answer(Verdict.LATER, told)
         return DELIVERED
 
     def _write(self, quantity: Quantity) -> None:
         with self._lock:
-            new = not self._path.exists()
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with self._path.open("a+b") as file:
                 fcntl.flock(file, fcntl.LOCK_EX)
-                self._read_new_lines(file)
-                if quantity.identifier in self._known:
-                    return
-                file.write(line_of(quantity))
-                file.flush()
-                os.fsync(file.fileno())
-            if new:
+                is_another = self._read_new_lines(file)
+                if quantity.identifier not in self._known:
+                    file.write(line_of(quantity))
+                    file.flush()
+                os.fsync(file.fileno())  # also a line that was there: whoever wrote it may have died before this
+            if is_another:
                 sync_directory(self._path.parent)  # without it, a crash of the machine could forget the file itself
 
-    def _read_new_lines(self, file: IO[bytes]) -> None:
-        if file.seek(0, os.SEEK_END) < self._read_until:
+    def _read_new_lines(self, file: IO[bytes]) -> bool:
+        """Whether it is another file than the last time: then what was read last does not stand where it was read."""
+        file.seek(self._read_until - len(self._last_line))
+        is_another = self._read_until == 0 or file.read(len(self._last_line)) != self._last_line
+        if is_another:
             self._known.clear()
-            self._read_until = 0
+            self._read_until, self._line_count, self._last_line = 0, 0, b""
         file.seek(self._read_until)
         for line in file:
             if not line.endswith(b"\n"):
@@ -69,7 +75,10 @@ class FileExporter:
                 break
             self._known.add(str(json.loads(line)["identifier"]))
             self._read_until += len(line)
+            self._line_count += 1
+            self._last_line = line
         file.seek(0, os.SEEK_END)
+        return is_another
 
 
 def counted(path: Path, begins: datetime, ends: datetime) -> Counter[Stream]:

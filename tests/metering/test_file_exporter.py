@@ -1,0 +1,81 @@
+"""The file of usage: each quantity stands in it once, on the disk before it counts, whoever writes, dies or moves it meanwhile."""
+
+from __future__ import annotations
+
+import json
+import os
+import uuid
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+
+from metering.export.exporting import Quantity, Stream, Verdict
+from metering.export.file_exporter import FileExporter, line_of
+from metering.models import TokenKind
+
+STREAM = Stream(uuid.UUID(int=1), 1, TokenKind.INPUT)
+
+
+def quantity(number: int) -> Quantity:
+    """All of the same length as text, so that lines of one file begin where those of another do."""
+    return Quantity(str(uuid.UUID(int=number)), STREAM, datetime(2026, 11, 1, tzinfo=UTC), 10, 1)
+
+
+def identifiers(path: Path) -> list[int]:
+    """What the file has, in order."""
+    return [uuid.UUID(json.loads(line)["identifier"]).int for line in path.read_text().splitlines()]
+
+
+def inode_of(path: Path) -> int:
+    """Of a file or directory."""
+    return path.stat().st_ino
+
+
+@pytest.fixture
+def synced(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """What was made to survive a crash of the machine, by its inode."""
+    found: list[int] = []
+
+    def fsync(descriptor: int) -> None:
+        found.append(os.fstat(descriptor).st_ino)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    return found
+
+
+async def test_a_file_that_was_moved_away_and_has_grown_again_is_read_from_its_beginning(tmp_path: Path) -> None:
+    path = tmp_path / "usage.jsonl"
+    one, other = FileExporter(path), FileExporter(path)
+    for number in (1, 9):
+        await one.deliver(quantity(number))
+    path.rename(tmp_path / "usage.1")
+
+    await other.deliver(quantity(2))
+    await other.deliver(quantity(3))
+    answers = [await one.deliver(quantity(number)) for number in (2, 3, 4)]
+
+    assert identifiers(path) == [2, 3, 4]
+    assert {answer.verdict for answer in answers} == {Verdict.DELIVERED}
+
+
+async def test_a_line_that_a_dead_worker_left_is_on_the_disk_before_it_counts(tmp_path: Path, synced: list[int]) -> None:
+    path = tmp_path / "usage.jsonl"
+    path.write_bytes(line_of(quantity(1)))
+
+    answer = await FileExporter(path).deliver(quantity(1))
+
+    assert answer.verdict is Verdict.DELIVERED
+    assert {inode_of(path), inode_of(tmp_path)} <= set(synced)
+    assert identifiers(path) == [1]
+
+
+async def test_a_line_that_is_none_is_named_and_nothing_is_written_behind_it(tmp_path: Path) -> None:
+    path = tmp_path / "usage.jsonl"
+    path.write_bytes(line_of(quantity(1)) + b"by hand\n")
+
+    answer = await FileExporter(path).deliver(quantity(2))
+
+    assert (answer.verdict, answer.certain) == (Verdict.LATER, True)
+    assert "line 2" in answer.reason
+    assert path.read_bytes().endswith(b"by hand\n")
