@@ -31,6 +31,10 @@ class RemoteEngineSettings(DoorSettings):
     remote_targets: Mapping[str, str] = field(
         default_factory=dict, metadata={"variable": "WEIR_REMOTE_TARGETS", "parse": values_by_name}
     )
+    # The same for models that embed. WEIR_ENCODERS names a directory where the server cannot be asked for the files.
+    remote_encoders: Mapping[str, str] = field(
+        default_factory=dict, metadata={"variable": "WEIR_REMOTE_ENCODERS", "parse": values_by_name}
+    )
     # Otherwise a server that serves prefixes of one tenant to another is not used: vLLM has to run without its prefix cache then.
     remote_share_prefixes: bool = setting("WEIR_REMOTE_SHARE_PREFIXES", False, truth)
     # Sequences of one process in one server; more wait here, where their rank counts. A server may allow less.

@@ -8,12 +8,12 @@ from typing import Literal
 
 import structlog
 
-from api.fleet.remote_engines import build_remote_engines
+from api.fleet.remote_engines import build_remote_encoder, build_remote_engines
 from api.settings import SettingInvalid, Settings
 from inference.core.cost_model import CostModel
 from inference.encoder.engine import TorchEncoder
 from inference.encoder.settings import EncoderSettings
-from inference.engine import Engine
+from inference.engine import Encoder, Engine
 from inference.fleet.memory_budget import BudgetTooSmall, MemoryBudget, Resident
 from inference.fleet.memory_estimate import HOST_BYTES, stored_bytes, torch_memory_bytes
 from inference.fleet.on_demand import OnDemandEncoder, OnDemandEngine, SlotTerms
@@ -70,13 +70,21 @@ def build_slot(
 
 def check_encoder_names(settings: Settings) -> None:
     """Raises: SettingInvalid for a name that a model which generates has."""
-    if taken := sorted(settings.encoders.keys() & settings.models.keys()):
-        raise SettingInvalid(f"WEIR_ENCODERS: {', '.join(taken)} is a model of WEIR_MODELS: give the encoder another name")
+    generating = settings.models.keys() | settings.remote_targets.keys()
+    for variable, encoders in (("WEIR_ENCODERS", settings.encoders), ("WEIR_REMOTE_ENCODERS", settings.remote_encoders)):
+        if taken := sorted(encoders.keys() & generating):
+            raise SettingInvalid(f"{variable}: {', '.join(taken)} is a model that generates: give the encoder another name")
 
 
 def build_encoders(settings: Settings, budget: MemoryBudget) -> dict[str, OnDemandEncoder]:
-    """One encoder per model that embeds. Raises: CheckpointInvalid naming the file."""
-    return {name: build_encoder(settings, budget, name, directory) for name, directory in settings.encoders.items()}
+    """One encoder per model that embeds on this machine. Raises: CheckpointInvalid naming the file."""
+    here = {name: directory for name, directory in settings.encoders.items() if name not in settings.remote_encoders}
+    return {name: build_encoder(settings, budget, name, directory) for name, directory in here.items()}
+
+
+def build_remote_encoders(settings: Settings) -> dict[str, Encoder]:
+    """One encoder per model of WEIR_REMOTE_ENCODERS. Raises: CheckpointInvalid, SettingInvalid."""
+    return {name: build_remote_encoder(settings, name, target) for name, target in settings.remote_encoders.items()}
 
 
 def build_encoder(settings: Settings, budget: MemoryBudget, name: str, directory: Path) -> OnDemandEncoder:

@@ -15,6 +15,7 @@ from api.fleet.engines import (
     build_encoder,
     build_encoders,
     build_engines,
+    build_remote_encoders,
     check_budget,
     check_encoder_names,
     engine_plan,
@@ -53,15 +54,19 @@ def build_serving(settings: Settings, opener: HostOpener = open_host) -> Serving
         check_encoder_names(settings)
         if settings.max_replicas > 1 and settings.engine_backend != "remote":
             models = starmap(partial(several, settings), settings.models.items())
-            encoders = starmap(embedding_model, settings.encoders.items())
-            return build_fleet(settings, Fleet((*models, *encoders)), opener)
+            here = {name: place for name, place in settings.encoders.items() if name not in settings.remote_encoders}
+            encoders = starmap(embedding_model, here.items())
+            serving = build_fleet(settings, Fleet((*models, *encoders)), opener)
+            return replace(serving, encoders=serving.encoders | build_remote_encoders(settings))
         budget = MemoryBudget(settings.engine_memory_bytes or None)
         engines, slots = build_engines(settings, opener, budget), build_encoders(settings, budget)
         residents: list[Resident] = [engine for engine in engines.values() if isinstance(engine, OnDemandEngine)]
         check_budget(budget, [*residents, *slots.values()], f"WEIR_ENGINE_MEMORY_BYTES={settings.engine_memory_bytes}")
-        return Serving(engines, dict(slots), Catalog.plain(tuple(engines)))
-    if dict(settings.models) != bundled_models() or settings.encoders or settings.remote_targets:
-        raise SettingInvalid("WEIR_FLEET excludes WEIR_MODELS, WEIR_ENCODERS and WEIR_REMOTE_TARGETS: name all models in the file")
+        return Serving(engines, dict(slots) | build_remote_encoders(settings), Catalog.plain(tuple(engines)))
+    named = settings.encoders or settings.remote_targets or settings.remote_encoders
+    if dict(settings.models) != bundled_models() or named:
+        others = "WEIR_MODELS, WEIR_ENCODERS, WEIR_REMOTE_TARGETS and WEIR_REMOTE_ENCODERS"
+        raise SettingInvalid(f"WEIR_FLEET excludes {others}: name all models in the file")
     fleet = read_fleet(Path(settings.fleet_file))
     if settings.region and settings.region not in fleet.regions:
         known = ", ".join(fleet.regions) or "none"

@@ -10,7 +10,7 @@ import grpc
 import structlog
 
 from api.settings import SettingInvalid, Settings, bundled_models
-from inference.engine import Engine
+from inference.engine import Encoder, Engine
 from inference.remote.settings import RemoteSettings, Target, TlsFiles, parse_target
 
 FETCH_TIMEOUT_S = 30.0  # for a tokenizer of some ten MB; a server that loads its model does not answer yet
@@ -33,6 +33,14 @@ def build_remote_engine(settings: Settings, name: str, target: str, directory: P
     from inference.remote.engine import RemoteEngine
 
     return RemoteEngine(wanted)
+
+
+def build_remote_encoder(settings: Settings, name: str, target: str, directory: Path | None = None) -> Encoder:
+    """One server that embeds. Raises: CheckpointInvalid, SettingInvalid."""
+    wanted = remote_settings(settings, name, target, directory or settings.encoders.get(name))
+    from inference.remote.encoder import RemoteEncoder
+
+    return RemoteEncoder(wanted)
 
 
 def remote_settings(settings: Settings, name: str, target_text: str, directory: Path | None = None) -> RemoteSettings:

@@ -49,25 +49,20 @@ def make_dialect(target: Target, channel: grpc.aio.Channel, call_timeout_s: floa
             assert_never(target.service)
 
 
-class Examination:
-    """The questions before the first request. Raises throughout: ServerUnfit, grpc.aio.AioRpcError."""
+class Introduction:
+    """The questions that any server is asked before the first request. Raises throughout: ServerUnfit, grpc.aio.AioRpcError."""
 
-    def __init__(self, dialect: Dialect, settings: RemoteSettings, model: ModelInfo, decoder: TextDecoder) -> None:
+    def __init__(self, dialect: Dialect, settings: RemoteSettings, model: ModelInfo) -> None:
         self.dialect = dialect
         self._settings = settings
         self._model = model
-        self._decoder = decoder
 
-    async def pass_all(self) -> ServerFacts:
-        """What the server is, once it is fit."""
+    async def introduce(self) -> ServerFacts:
+        """What the server is, if it is well and has the model that is meant."""
         if (fault := await self.dialect.health_fault()) is not None:
             raise ServerUnfit(f"the server says of its health: {fault}")
         facts = self.fitting(await self.dialect.facts())
         await self.check_tokenizer()
-        if self._settings.share_prefixes:
-            await self.cached_tokens(self.probe_prompt(), "weir-probe")
-        elif await self.shares_prefixes():
-            raise ServerUnfit(SHARES)
         return facts
 
     def fitting(self, facts: ServerFacts) -> ServerFacts:
@@ -97,6 +92,23 @@ class Examination:
             )
             return
         check_tokenizer(bundle.files(), self._settings.directory.absolute())
+
+
+class Examination(Introduction):
+    """Those that one which generates is asked."""
+
+    def __init__(self, dialect: Dialect, settings: RemoteSettings, model: ModelInfo, decoder: TextDecoder) -> None:
+        super().__init__(dialect, settings, model)
+        self._decoder = decoder
+
+    async def pass_all(self) -> ServerFacts:
+        """What the server is, once it is fit."""
+        facts = await self.introduce()
+        if self._settings.share_prefixes:
+            await self.cached_tokens(self.probe_prompt(), "weir-probe")
+        elif await self.shares_prefixes():
+            raise ServerUnfit(SHARES)
+        return facts
 
     async def shares_prefixes(self) -> bool:
         """Whether a prompt that was sent under one salt is found under another. Nobody else has ever sent this one."""

@@ -83,6 +83,10 @@ class Dialect(ABC):
     def take(self, message: Any, choice: Choice, output: WireOutput) -> int:
         """Add a message to the output. Returns how many prompt tokens were cached. Raises: EngineFailed if it cannot be."""
 
+    @abstractmethod
+    def embed(self, request_id: str, token_ids: tuple[int, ...], timeout_s: float) -> Any:
+        """Send one text to be embedded; the call, to be awaited and cancelled. Its answer has `embedding` and `prompt_tokens`."""
+
     def unserved(self, request: GenerationRequest, facts: ServerFacts | None) -> RequestImpossible | None:
         """What the wire cannot say of a request, and we cannot do instead."""
         if request.beam_search is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from inference.checkpoint.checkpoint import read_default_sampling, read_end_token_ids, read_json
+from inference.checkpoint.checkpoint import read_default_sampling, read_end_token_ids, read_json, read_json_list
 from inference.engine import ModelInfo
 from inference.errors import CheckpointInvalid
 
@@ -40,6 +40,37 @@ def read_remote_model(
         continues_output=True,
     )
     return model, ends
+
+
+# Families whose first position is the row behind that of the padding token.
+_OFFSET_FAMILIES = frozenset({"roberta", "xlm-roberta", "camembert", "mpnet"})
+
+
+def read_remote_encoder(directory: Path, *, name: str, engine: str, input_tokens_max: int | None) -> tuple[ModelInfo, bool]:
+    """A model that embeds, and whether its vectors have the length 1. Raises: CheckpointInvalid naming the file."""
+    path = directory / "config.json"
+    raw = read_json(path)
+    size = "hidden_size" if "hidden_size" in raw else "dim"
+    window = _count(raw, "max_position_embeddings", path)
+    if raw.get("model_type") in _OFFSET_FAMILIES:
+        window -= int(raw.get("pad_token_id") or 0) + 1
+    limits = [window, input_tokens_max or window]
+    if (limit_path := directory / "sentence_bert_config.json").exists():
+        limit = read_json(limit_path).get("max_seq_length")
+        limits += [limit] if isinstance(limit, int) and limit > 0 else []
+    modules = read_json_list(directory / "modules.json") if (directory / "modules.json").exists() else []
+    normalized = any(str(module.get("type", "")).endswith("Normalize") for module in modules)
+    architectures = raw.get("architectures") or ["unknown"]
+    model = ModelInfo(
+        name=name,
+        architecture=str(architectures[0]),
+        engine=engine,
+        context_window_tokens=min(limits),
+        vocabulary_size=_count(raw, "vocab_size", path),
+        directory=str(directory),
+        embedding_dimension=_count(raw, size, path),
+    )
+    return model, normalized
 
 
 def _count(raw: dict[str, Any], entry: str, path: Path) -> int:

@@ -57,7 +57,8 @@ class RemoteSettings:
 
     directory: the checkpoint's config.json, tokenizer.json and chat template on this machine; its weights are not needed.
     share_prefixes: whether a prefix cached for one tenant may serve others; otherwise a server that does it is not used.
-    running_sequence_count_max: so many are sent at once, fewer if the server takes fewer; the others wait here by rank.
+    running_sequence_count_max: so many are sent at once, fewer if the server takes fewer; the others wait here by rank. Of texts
+    to embed `waiting_token_count_max` may wait.
 
     connect_timeout_s: for all that is asked before the first request. call_timeout_s: for each small call afterwards.
     poll_interval_s: between looks at the server's health and load. probe_interval_s: between looks whether it has begun to share
@@ -74,6 +75,7 @@ class RemoteSettings:
     context_window_tokens_max: int | None = None
     running_sequence_count_max: int = 256
     waiting_sequence_count_max: int = 2048
+    waiting_token_count_max: int = 1 << 20
     connect_timeout_s: float = 30.0
     call_timeout_s: float = 5.0
     poll_interval_s: float = 5.0

@@ -91,6 +91,11 @@ class TrtllmDialect(Dialect):
             request.cache_salt_id = salt_id(wanted.cache_salt)
         return self._stream("Generate", request)
 
+    def embed(self, request_id: str, token_ids: tuple[int, ...], timeout_s: float) -> Any:
+        """See `Dialect.embed`."""
+        request = pb.EmbedRequest(request_id=request_id, tokenized=pb.TokenizedInput(input_token_ids=token_ids))
+        return self._stub.Embed(request, timeout=timeout_s)
+
     async def abort(self, request_id: str) -> None:
         """See `Dialect.abort`."""
         await self._call("Abort", pb.AbortRequest(request_id=request_id))

@@ -18,8 +18,8 @@ from inference.outside.core import OutsideCore
 from inference.outside.stalls import StallWatch
 from inference.remote.dialect import SHARES, Dialect, ServerUnfit, block_counts
 from inference.remote.settings import RemoteSettings
+from inference.remote.watch import ConnectionWatch
 
-UNANSWERED_MAX = 2  # looks in a row that may go unanswered: one may be lost in a moment of load
 STALL_LOOK_S = 0.5
 EVENTS_AGAIN_S = 30.0  # after a subscription ended that had begun
 BLOCKS_MAX = 4 << 20  # of an index: beyond the cache of any server; a stream that only ever adds is broken
@@ -27,7 +27,7 @@ BLOCKS_MAX = 4 << 20  # of an index: beyond the cache of any server; a stream th
 _log = logging.getLogger("weir.inference.remote")
 
 
-class Upkeep:
+class Upkeep(ConnectionWatch):
     """Looks after one connection. lost: called with why it is of no use any more. block_tokens: what the server caches as one.
 
     shares_prefixes: asks the server, by prompts of its own, whether it serves one tenant what another has sent.
@@ -43,12 +43,9 @@ class Upkeep:
         lost: Callable[[str], None],
         shares_prefixes: Callable[[], Awaitable[bool]],
     ) -> None:
-        self._dialect = dialect
-        self._channel = channel
+        super().__init__(dialect, channel, settings, lost)
         self._core = core
-        self._settings = settings
         self._block_tokens = block_tokens
-        self._lost = lost
         self._shares_prefixes = shares_prefixes
         self._stalls = StallWatch(core, settings.first_token_timeout_s, settings.inter_token_timeout_s)
         self._last_sequence_number: int | None = None
@@ -57,12 +54,7 @@ class Upkeep:
 
     def duties(self) -> list[Coroutine[Any, Any, None]]:
         """All that is to be done, each until it is cancelled or has called back."""
-        return [self._watch_channel(), self._watch_stalls(), self._look_often(), self._probe_often(), self._follow_cache()]
-
-    async def _watch_channel(self) -> None:
-        while (state := self._channel.get_state()) is grpc.ChannelConnectivity.READY:
-            await self._channel.wait_for_state_change(state)
-        self._lost(f"the connection to {self._settings.target} was lost")
+        return [self.watch_channel(), self._watch_stalls(), self.look_often(), self._probe_often(), self._follow_cache()]
 
     async def _watch_stalls(self) -> None:
         shortest_s = min(self._settings.first_token_timeout_s, self._settings.inter_token_timeout_s)
@@ -71,22 +63,6 @@ class Upkeep:
                 self._lost(f"{self._settings.target}: {reason}")
                 return
             await asyncio.sleep(min(STALL_LOOK_S, shortest_s / 4))
-
-    async def _look_often(self) -> None:
-        unanswered_count = 0
-        while unanswered_count < UNANSWERED_MAX:
-            await asyncio.sleep(self._settings.poll_interval_s)
-            try:
-                fault = await self._dialect.health_fault()
-                if fault is not None:
-                    self._lost(f"{self._settings.target} says of its health: {fault}")
-                    return
-                unanswered_count = 0
-                await self._read_load()
-            except grpc.aio.AioRpcError as error:
-                _log.warning("%s does not tell its health: %s", self._settings.target, error.code().name)
-                unanswered_count += 1
-        self._lost(f"{self._settings.target} does not answer when it is asked for its health")
 
     async def _probe_often(self) -> None:
         """A server behind the same address may be another one, or be told to cache otherwise, while the connection lasts."""

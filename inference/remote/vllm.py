@@ -77,6 +77,11 @@ class VllmDialect(Dialect):
         )
         return self._stream("Generate", request)
 
+    def embed(self, request_id: str, token_ids: tuple[int, ...], timeout_s: float) -> Any:
+        """See `Dialect.embed`."""
+        request = pb.EmbedRequest(request_id=request_id, tokenized=pb.TokenizedInput(input_ids=token_ids))
+        return self._stub.Embed(request, timeout=timeout_s)
+
     async def abort(self, request_id: str) -> None:
         """See `Dialect.abort`."""
         await self._call("Abort", pb.AbortRequest(request_ids=[request_id]))

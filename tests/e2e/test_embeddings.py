@@ -23,6 +23,7 @@ from weir.v1 import inference_service_pb2_grpc as pb_grpc
 from weir_client import AlreadyExists, Client, ModelTask
 
 from api.chaos.processes import children_of
+from inference.remote.settings import Service as RemoteService
 from inference.text.tokenizer import Tokenizer
 from metering.billing.prices import set_price
 from metering.billing.rating import rate_all_pending
@@ -31,9 +32,12 @@ from metering.store.db import create_engine, create_sessions, psycopg_conninfo
 from tests.conftest import new_database
 from tests.e2e.openai_clients import connect, extension, says
 from tests.inference.encoder_checkpoints import DIMENSION, INPUT_TOKENS_MAX, PLAIN_IDS, make_random_encoder
+from tests.remote_servers.certificates import make_certificates
+from tests.remote_servers.serving import server_process
 from tests.service import MODEL, Service, Tenant, bearer, refused, running, until, wait_for
 
 ENCODER = "encoder"
+FAR = "far"  # the same checkpoint, on a remote server
 PICOS = 20_000
 TEXTS = ("the garden is near the sea", "a hotel with breakfast", "poison")
 LONG = "the garden " * INPUT_TOKENS_MAX
@@ -48,11 +52,19 @@ def encoder_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def embedding(
     tmp_path_factory: pytest.TempPathFactory, model: Path, encoder_directory: Path, postgres_server: str, template_database: str
 ) -> Iterator[Service]:
-    """A service with a model that generates and one that embeds."""
-    with new_database(postgres_server, template=template_database) as url:
-        service = Service(tmp_path_factory.mktemp("home"), url, model, encoders={ENCODER: encoder_directory}, hold_expiry_s=3600.0)
+    """A service with a model that generates and one that embeds, here and on a remote server."""
+    certificates = make_certificates(tmp_path_factory.mktemp("remote") / "certificates")
+    with (
+        new_database(postgres_server, template=template_database) as url,
+        server_process(encoder_directory, certificates) as server,
+    ):
+        encoders, targets = {ENCODER: encoder_directory}, {FAR: str(server.target(RemoteService.VLLM))}
+        service = Service(
+            tmp_path_factory.mktemp("home"), url, model, encoders=encoders, remote_encoders=targets, hold_expiry_s=3600.0
+        )
         with running(service) as service:
-            wait_for(lambda: service.serving(f"engine/{ENCODER}"), "the encoder to be loaded")
+            for name in (ENCODER, FAR):
+                wait_for(lambda name=name: service.serving(f"engine/{name}"), "the encoders to be loaded")  # type: ignore[misc]
             yield service
             assert service.stop() == 0, service.log[-4000:]
         assert service.books.held_hold_count() == 0
@@ -69,15 +81,16 @@ async def priced_tenant(service: Service, quotas: dict[QuotaDimension, int] | No
     """A tenant with a price for the encoder."""
     tenant = await service.tenant(quotas, **options)
     async with service.session() as session:
-        await set_price(
-            session,
-            model=ENCODER,
-            input_picos_per_token=0,
-            cached_input_picos_per_token=0,
-            output_picos_per_token=0,
-            embedding_picos_per_token=PICOS,
-            actor="test",
-        )
+        for name in (ENCODER, FAR):
+            await set_price(
+                session,
+                model=name,
+                input_picos_per_token=0,
+                cached_input_picos_per_token=0,
+                output_picos_per_token=0,
+                embedding_picos_per_token=PICOS,
+                actor="test",
+            )
     return tenant
 
 
@@ -118,6 +131,23 @@ async def nothing_billed(service: Service, tenant: Tenant) -> None:
     await service.no_hold_left(tenant)
     assert service.books.events(tenant) == []
     assert all(counts == (0, 0) for counts in service.books.counters(tenant).values()), service.books.counters(tenant)
+
+
+async def test_a_remote_encoder_gives_the_same_vectors_under_the_same_limits_for_the_same_bill(embedding: Service) -> None:
+    """Its tokenizer and sizes come from its server."""
+    tenant = await priced_tenant(embedding, {QuotaDimension.TOKENS_PER_MINUTE: 60})
+    async with stub_of(embedding) as stub:
+        here, far = [await stub.Embed(request_of(*TEXTS, model=name), metadata=bearer(tenant.secret)) for name in (ENCODER, FAR)]
+        too_much = await refused(stub.Embed(request_of(*TEXTS * 5, model=FAR), metadata=bearer(tenant.secret)))
+        too_long = await refused(stub.Embed(request_of(LONG, model=FAR), metadata=bearer(tenant.secret)))
+
+    assert (far.usage, far.cost, far.price_version > 0) == (here.usage, here.cost, True)
+    for told, true in zip(far.embeddings, here.embeddings, strict=True):
+        assert told.token_count == true.token_count
+        assert max(abs(a - b) for a, b in zip(told.vector, true.vector, strict=True)) < 1e-5
+    assert too_much.reason == "QUOTA_EXCEEDED"
+    assert (too_long.code, too_long.fields) == (grpc.StatusCode.INVALID_ARGUMENT, ["inputs[0]"])
+    assert [event["model"] for event in embedding.books.events(tenant)] == [ENCODER, FAR]
 
 
 async def test_every_token_is_billed_once_from_the_event_to_the_month(embedding: Service, encoder_directory: Path) -> None:
@@ -204,6 +234,7 @@ async def test_each_model_says_which_call_it_serves(embedding: Service) -> None:
     assert "serves Embed" in refusal.status.message
     assert [(each.name, each.task, each.embedding_dimension, each.embedding_input_count_max) for each in models] == [
         (ENCODER, pb.MODEL_TASK_EMBED, DIMENSION, 2048),
+        (FAR, pb.MODEL_TASK_EMBED, DIMENSION, 2048),
         (MODEL, pb.MODEL_TASK_GENERATE, 0, 0),
     ]
     assert (models[0].context_window_tokens, models[0].price.embedding_picos_per_token) == (INPUT_TOKENS_MAX, PICOS)

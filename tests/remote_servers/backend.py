@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import io
+import math
 import zipfile
 from collections.abc import AsyncIterator, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -13,7 +14,8 @@ from pathlib import Path
 import grpc
 from smg_grpc_proto.generated import common_pb2
 
-from inference.engine import GenerationRequest, Scheduled, SequenceFinished, SequenceStream, TokensGenerated
+from inference.encoder.engine import TorchEncoder
+from inference.engine import EmbeddingRequest, GenerationRequest, Scheduled, SequenceFinished, SequenceStream, TokensGenerated
 from inference.errors import EngineError, RequestImpossible
 from inference.hosts.torch_engine import TorchEngine
 
@@ -38,6 +40,9 @@ FAULTS = frozenset(
         "corrupt_tokenizer",
         "no_events",
         "lose_event",
+        "short_vector",  # sends a float too few
+        "no_number",  # sends a vector with one that is none
+        "long_vector",  # does not bring vectors to the length 1
     }
 )
 MESSAGES_BEFORE_FAULT = 3
@@ -48,7 +53,7 @@ BLOCK_TOKENS = 16
 class Backend:
     """One engine behind a server. faults: of `FAULTS`; may be changed while it serves."""
 
-    engine: TorchEngine
+    engine: TorchEngine | TorchEncoder
     directory: Path
     faults: set[str] = field(default_factory=set)
     running: dict[str, SequenceStream] = field(default_factory=dict)
@@ -76,6 +81,7 @@ class Backend:
         if "mute" in self.faults:
             await self._release.wait()
         message_count = 0
+        assert isinstance(self.engine, TorchEngine), "it generates"
         try:
             async with self.engine.generate(request) as stream:
                 self.running[request_id] = stream
@@ -96,6 +102,25 @@ class Backend:
             await context.abort(grpc.StatusCode.INTERNAL, str(error))
         finally:
             self.running.pop(request_id, None)
+
+    async def embed(self, token_ids: tuple[int, ...], context: Context) -> tuple[list[float], int]:
+        """The vector of a text and the number of its tokens, with the faults that there are."""
+        self.seen_count += 1
+        if not isinstance(self.engine, TorchEncoder):
+            await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this model does not embed")
+            raise AssertionError("aborted")
+        if "refuse" in self.faults:
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "the queue is full")
+        if "drop" in self.faults:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "the worker is gone")
+        if "mute" in self.faults:
+            await self._release.wait()
+        [vector] = (await self.engine.embed(EmbeddingRequest((token_ids,)))).vectors
+        floats = list(vector)[: -1 if "short_vector" in self.faults else None]
+        if "no_number" in self.faults:
+            floats[0] = math.nan
+        scale = 2.0 if "long_vector" in self.faults else 1.0
+        return [scale * each for each in floats], len(token_ids) + ("wrong_prompt" in self.faults)
 
     async def _go_wrong(self, stream: SequenceStream, context: Context) -> None:
         if "wedge" in self.faults:
@@ -123,7 +148,7 @@ class Backend:
             for path in sorted(self.directory.glob("*.json")):
                 content = path.read_bytes()
                 if path.name == "tokenizer.json" and "other_tokenizer" in self.faults:
-                    content = content.replace(b"<|pad|>", b"<|dap|>")
+                    content = content.replace(b"<|pad|>", b"<|dap|>").replace(b"[PAD]", b"[DAP]")
                 archive.writestr(path.name, content)
         data = buffer.getvalue()
         digest = hashlib.sha256(data).hexdigest()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable, Iterator
@@ -15,6 +16,8 @@ from typing import Any, cast
 import grpc
 from smg_grpc_proto.generated import trtllm_service_pb2_grpc, vllm_engine_pb2_grpc
 
+from inference.encoder.engine import TorchEncoder
+from inference.encoder.settings import EncoderSettings
 from inference.hosts.torch_engine import TorchEngine, TorchEngineSettings
 from inference.remote.settings import Service, Target
 from tests.remote_servers.backend import Backend
@@ -81,7 +84,11 @@ async def serve(directory: str, certificates: str, port: str) -> None:
     """Be such a process, until it is killed."""
     # A port that is taken must not be shared with whoever has it.
     server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
-    engine = TorchEngine(TorchEngineSettings(Path(directory), "remote", kv_cache_bytes=8 << 20, torch_thread_count=1))
+    engine: TorchEngine | TorchEncoder
+    if os.path.exists(os.path.join(directory, "modules.json")):  # noqa: ASYNC240 - nothing is served yet
+        engine = TorchEncoder(EncoderSettings(Path(directory), "remote", torch_thread_count=1))
+    else:
+        engine = TorchEngine(TorchEngineSettings(Path(directory), "remote", kv_cache_bytes=8 << 20, torch_thread_count=1))
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(engine.serve())
         await engine.start()

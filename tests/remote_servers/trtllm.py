@@ -101,7 +101,8 @@ class TrtllmServicer:
             yield batch
 
     async def Embed(self, request: pb.EmbedRequest, context: Context) -> pb.EmbedResponse:
-        raise NotImplementedError
+        vector, token_count = await self._backend.embed(tuple(request.tokenized.input_token_ids), context)
+        return pb.EmbedResponse(request_id=request.request_id, embedding=vector, prompt_tokens=token_count)
 
     def _request(self, request: pb.GenerateRequest) -> GenerationRequest:
         config = request.sampling_config

@@ -112,9 +112,13 @@ class VllmServicer:
             yield batch
 
     async def Embed(self, request: pb.EmbedRequest, context: Context) -> pb.EmbedResponse:
+        vector, token_count = await self._backend.embed(tuple(request.tokenized.input_ids), context)
+        return pb.EmbedResponse(embedding=vector, prompt_tokens=token_count, embedding_dim=len(vector))
+
+    async def FlushCache(self, request: Any, context: Context) -> Any:
         raise NotImplementedError
 
-    FlushCache = StartProfile = StopProfile = Embed
+    StartProfile = StopProfile = FlushCache
 
     def _request(self, request: pb.GenerateRequest) -> GenerationRequest:
         params = request.sampling_params

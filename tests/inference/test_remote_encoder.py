@@ -1,0 +1,183 @@
+"""A remote server as an encoder, over both services: its vectors are those of the encoder here, and what it says is checked."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from inference.encoder.engine import TorchEncoder
+from inference.encoder.settings import EncoderSettings
+from inference.engine import EmbeddingRequest, EngineState
+from inference.errors import EngineError, EngineFailed, EngineOverloaded, EngineStartFailed, EngineUnavailable, RequestImpossible
+from inference.remote.encoder import RemoteEncoder
+from inference.remote.settings import RemoteSettings, Service
+from tests.inference.checkpoints import TinyCheckpoint
+from tests.inference.encoder_checkpoints import CLS, DIMENSION, INPUT_TOKENS_MAX, PLAIN_IDS, SEP, make_random_encoder
+from tests.inference.hosted import WAIT_S, until
+from tests.remote_servers.certificates import make_certificates
+from tests.remote_servers.serving import ServerProcess, server_process
+
+TEXTS = tuple((CLS, *(PLAIN_IDS[(start + step) % len(PLAIN_IDS)] for step in range(start)), SEP) for start in range(1, 25))
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_random_encoder(tmp_path_factory.mktemp("encoder") / "checkpoint")
+
+
+@pytest.fixture(scope="module")
+def _process(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    with server_process(directory, make_certificates(tmp_path_factory.mktemp("remote") / "certificates")) as server:
+        yield server
+
+
+@pytest.fixture
+def server(_process: ServerProcess) -> Iterator[ServerProcess]:
+    """A server of both services that embeds, in which nothing is wrong at first."""
+    _process.go_wrong()
+    yield _process
+    _process.go_wrong()
+
+
+@pytest.fixture(params=list(Service))
+def settings(request: pytest.FixtureRequest, directory: Path, server: ServerProcess) -> RemoteSettings:
+    return settings_for(directory, server, Service(request.param))
+
+
+def settings_for(directory: Path, server: ServerProcess, service: Service, **changes: Any) -> RemoteSettings:
+    """Short waits."""
+    quick: dict[str, Any] = {"poll_interval_s": 0.05, "restart_delay_s_min": 0.05, "restart_delay_s_max": 0.2}
+    return RemoteSettings(directory=directory, name="far", target=server.target(service), **(quick | changes))
+
+
+@contextlib.asynccontextmanager
+async def serving(encoder: RemoteEncoder | TorchEncoder, *, started: bool = True) -> AsyncIterator[None]:
+    """Its life, closed at the end."""
+    async with asyncio.timeout(4 * WAIT_S), asyncio.TaskGroup() as tasks:
+        tasks.create_task(encoder.serve())
+        try:
+            if started:
+                await encoder.start()
+            yield
+        finally:
+            await encoder.close()
+
+
+async def test_vectors_are_those_of_the_encoder_here(settings: RemoteSettings, directory: Path) -> None:
+    """Each text is computed alone or with others there; so equal but for the rounding of a matrix product."""
+    here, far = TorchEncoder(EncoderSettings(directory, "here", torch_thread_count=1)), RemoteEncoder(settings)
+    begun: list[int] = []
+    async with serving(here), serving(far):
+        expected = (await here.embed(EmbeddingRequest(TEXTS))).vectors
+        told = await far.embed(EmbeddingRequest(TEXTS, on_begin=lambda: begun.append(1)))
+
+        assert far.statistics().prompt_token_count == sum(map(len, TEXTS))
+        assert (far.model.embedding_dimension, far.model.context_window_tokens) == (DIMENSION, INPUT_TOKENS_MAX)
+        assert (far.model.vocabulary_size, far.model.architecture) == (here.model.vocabulary_size, here.model.architecture)
+    assert begun == [1]
+    assert len(told.vectors) == len(TEXTS)
+    for vector, true in zip(told.vectors, expected, strict=True):
+        assert max(abs(a - b) for a, b in zip(vector, true, strict=True)) < 1e-5
+
+
+async def test_no_more_texts_are_sent_than_the_server_shall_have_and_those_that_nobody_wants_are_not(
+    directory: Path, server: ServerProcess
+) -> None:
+    encoder = RemoteEncoder(settings_for(directory, server, Service.VLLM, running_sequence_count_max=2, waiting_token_count_max=60))
+    async with serving(encoder):
+        server.go_wrong("mute")
+        before = server.state()["seen"]
+        waiting = asyncio.create_task(encoder.embed(EmbeddingRequest(TEXTS)))
+        await until(lambda: server.state()["seen"] == before + 2)
+        assert encoder.statistics().waiting_sequence_count == len(TEXTS) - 2
+        with pytest.raises(EngineOverloaded) as overloaded:
+            await encoder.embed(EmbeddingRequest(TEXTS[:1]))
+        assert overloaded.value.retry_after_s > 0
+        waiting.cancel()
+        await asyncio.wait([waiting])
+        server.go_wrong()
+        assert len((await encoder.embed(EmbeddingRequest(TEXTS[:3], rank=1.0))).vectors) == 3
+        assert server.state()["seen"] == before + 2 + 3, "what was cancelled was never sent"
+        assert encoder.statistics().running_sequence_count == 0
+
+
+@pytest.mark.parametrize(
+    ("fault", "error"),
+    [
+        ("short_vector", EngineFailed),
+        ("no_number", EngineFailed),
+        ("wrong_prompt", EngineFailed),
+        ("drop", EngineFailed),
+        ("refuse", EngineOverloaded),
+    ],
+)
+async def test_what_cannot_be_fails_its_call_alone(settings: RemoteSettings, server: ServerProcess, fault: str, error: Any) -> None:
+    encoder = RemoteEncoder(settings)
+    async with serving(encoder):
+        server.go_wrong(fault)
+        with pytest.raises(error):
+            await encoder.embed(EmbeddingRequest(TEXTS[:4]))
+        server.go_wrong()
+        assert encoder.healthy()
+        assert len((await encoder.embed(EmbeddingRequest(TEXTS[:4]))).vectors) == 4
+
+
+async def test_a_text_that_could_never_be_is_refused_by_its_field(settings: RemoteSettings) -> None:
+    impossible: list[tuple[tuple[tuple[int, ...], ...], str]] = [
+        ((TEXTS[0], ()), "inputs[1]"),
+        (((CLS,) * (INPUT_TOKENS_MAX + 1),), "inputs[0]"),
+        (((10**6,),), "inputs[0]"),
+    ]
+    encoder = RemoteEncoder(settings)
+    async with serving(encoder):
+        for texts, field in impossible:
+            with pytest.raises(RequestImpossible) as refused:
+                await encoder.embed(EmbeddingRequest(texts))
+            assert refused.value.field == field
+
+
+async def test_a_server_that_is_ill_fails_who_waits_and_is_used_again_when_it_is_well(
+    settings: RemoteSettings, server: ServerProcess
+) -> None:
+    encoder = RemoteEncoder(settings)
+    async with serving(encoder):
+        server.go_wrong("mute", "unhealthy")
+        with pytest.raises(EngineFailed, match="health"):
+            await encoder.embed(EmbeddingRequest(TEXTS))
+        assert encoder.condition().state in (EngineState.RESTARTING, EngineState.LOADING)
+        with pytest.raises(EngineUnavailable):
+            await encoder.embed(EmbeddingRequest(TEXTS))
+        server.go_wrong()
+        await until(encoder.healthy)
+        assert len((await encoder.embed(EmbeddingRequest(TEXTS))).vectors) == len(TEXTS)
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"), [("other_tokenizer", "another one than"), ("long_vector", "have the length 1"), ("no_number", "test text")]
+)
+async def test_a_server_with_another_model_is_not_used(
+    settings: RemoteSettings, server: ServerProcess, fault: str, said: str
+) -> None:
+    server.go_wrong(fault)
+    encoder = RemoteEncoder(settings)
+    async with serving(encoder, started=False):
+        with pytest.raises(EngineStartFailed, match=re.escape(said)):
+            await encoder.start()
+        server.go_wrong()
+        await until(encoder.healthy)
+
+
+async def test_a_server_that_only_generates_is_not_used(
+    tiny: TinyCheckpoint, directory: Path, remote_server: ServerProcess
+) -> None:
+    """Found out by its model, or at the latest by the call that it does not have."""
+    encoder = RemoteEncoder(settings_for(directory, remote_server, Service.VLLM))
+    async with serving(encoder, started=False):
+        with pytest.raises(EngineError):
+            await encoder.start()
