@@ -8,7 +8,7 @@ import signal
 from rich.panel import Panel
 
 from api.cli.local import HomeOption, ListenOption, clear_failures, read_settings, stderr
-from api.endpoint import read_openai_url
+from api.endpoint import read_metrics_url, read_openai_url
 
 
 def up(listen: ListenOption = "", home: HomeOption = None) -> None:
@@ -33,18 +33,20 @@ async def run_until_stopped(listen: str, home: HomeOption) -> None:
     with stderr.status("Starting") as status:
         async with asyncio.TaskGroup() as tasks, run_stack(settings, status.update) as stack:
             status.stop()
-            stderr.print(welcome(stack.connection.address, str(settings.home), read_openai_url(settings.home)))
+            urls = read_openai_url(settings.home), read_metrics_url(settings.home)
+            stderr.print(welcome(stack.connection.address, str(settings.home), *urls))
             supervisor = tasks.create_task(stack.supervise(lambda message: stderr.print(f"[yellow]{message}[/yellow]")))
             await stopping.wait()
             supervisor.cancel()
             stderr.print("Stopping: running requests finish first")
 
 
-def welcome(address: str, home: str, openai_url: str | None) -> Panel:
-    """What to do next. openai_url: for OpenAI's clients, if there is a door for them."""
+def welcome(address: str, home: str, openai_url: str | None, metrics_url: str | None = None) -> Panel:
+    """What to do next. openai_url: for OpenAI's clients, if there is a door for them. metrics_url: for Prometheus, if it may."""
     openai = f"\nOpenAI's clients take [bold]base_url={openai_url}[/bold] with the same keys." if openai_url else ""
+    metrics = f"\nPrometheus scrapes {metrics_url}." if metrics_url else ""
     return Panel(
-        f"Weir listens on [bold]{address}[/bold].{openai} In another terminal:\n\n"
+        f"Weir listens on [bold]{address}[/bold].{openai}{metrics} In another terminal:\n\n"
         '  weir generate "Hello"\n'
         "  weir quota set tokens-per-month 1000000 --org demo\n"
         "  weir report month --help\n\n"

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import re
+from collections.abc import Iterable
 from typing import NamedTuple
 
-TRACEPARENT_CHARS = 55  # of version 00, and no other is defined
+TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}", re.ASCII)  # version 00, and no other is defined
 TRACESTATE_CHARS_MAX = 512  # that whoever passes one on has to keep; more is not kept
 
 
@@ -19,15 +20,15 @@ class TraceContext(NamedTuple):
 NO_TRACE = TraceContext()
 
 
-def trace_context(get: Callable[[str], str | None]) -> TraceContext:
-    """From headers. get: a header by its name in small letters."""
-    traceparent, tracestate = get("traceparent"), get("tracestate") or ""
-    if traceparent is None or len(traceparent) != TRACEPARENT_CHARS:
+def trace_of(traceparent: str | None, tracestate: str | None) -> TraceContext:
+    """From what a client tells; what is no traceparent is ignored, as W3C asks."""
+    if not traceparent or TRACEPARENT.fullmatch(traceparent) is None:
         return NO_TRACE
-    return TraceContext(traceparent, tracestate if len(tracestate) <= TRACESTATE_CHARS_MAX else "")
+    kept = tracestate if tracestate is not None and len(tracestate) <= TRACESTATE_CHARS_MAX else ""
+    return TraceContext(traceparent, kept)
 
 
 def trace_of_metadata(metadata: Iterable[tuple[str, str | bytes]] | None) -> TraceContext:
     """From the metadata of a gRPC call."""
     told = {key: value for key, value in metadata or () if key in ("traceparent", "tracestate") and isinstance(value, str)}
-    return trace_context(told.get) if told else NO_TRACE
+    return trace_of(told.get("traceparent"), told.get("tracestate")) if told else NO_TRACE

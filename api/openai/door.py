@@ -17,7 +17,7 @@ from api.embedding.embedding import EmbedCaller
 from api.embedding.embedding_wire import parse_embed
 from api.errors import Draining, Unauthenticated
 from api.observability.observer import HTTP
-from api.observability.trace_context import trace_context
+from api.observability.trace_context import trace_of
 from api.openai import answers
 from api.openai.chat_answer import ChatAnswer
 from api.openai.chat_parameters import ChatParameters, chat_asked
@@ -74,7 +74,7 @@ class Door:
             handler, stands_for = self._find(request)
             principal = await self._authenticator.principal_of(secret_of(request), method=stands_for, peer=peer_of(request))
             auth_ms = (time.monotonic() - received_at) * 1000
-            trace = trace_context(request.headers.get)
+            trace = trace_of(request.headers.get("traceparent"), request.headers.get("tracestate"))
             return await handler(request, Arrival(payer(principal), request_id, received_at, auth_ms, trace), principal)
         except HttpFault as fault:
             self._process.observer.http_failed(fault.refusal.code)

@@ -18,7 +18,7 @@ from weir.v1 import inference_service_pb2 as pb
 from api.access.auth import check_model, payer
 from api.access.standing_key import StandingKey
 from api.errors import FieldViolation, InvalidRequest, KeepTooLong, Overloaded, RequestUnderWay, UnknownRequest
-from api.observability.trace_context import NO_TRACE, TraceContext
+from api.observability.trace_context import NO_TRACE, TraceContext, trace_of
 from api.process import Process
 from api.requests.live import Caller, LiveRequest
 from api.statuses import status_of
@@ -53,7 +53,7 @@ class ClientStream:
     ) -> None:
         """secret: the API key, for other processes. is_relayed: the client is one of them, and wants what runs here.
 
-        trace: the one that the call's requests are in.
+        trace: the one that those of the call's requests are in that name no other.
         """
         self._trace = trace
         self._process = process
@@ -156,7 +156,9 @@ class ClientStream:
                 if here is not None:
                     here.attendance.attach(receiver, 0, start.initial_credit_tokens or 0)
                 else:
-                    caller = Caller(payer(self._key.principal), auth_ms, received_at, self._deadline, self._secret, self._trace)
+                    told = trace_of(frame.traceparent, frame.tracestate)
+                    trace = told if told.traceparent else self._trace
+                    caller = Caller(payer(self._key.principal), auth_ms, received_at, self._deadline, self._secret, trace)
                     self._process.begin(caller, start, receiver)
 
             self._receive(frame.request_id, start.request_id, bind)

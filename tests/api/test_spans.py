@@ -120,6 +120,7 @@ def test_every_ended_request_is_told_if_anybody_collects() -> None:
         ([("traceparent", TRACEPARENT), ("tracestate", "a=1")], TraceContext(TRACEPARENT, "a=1")),
         ([("traceparent", TRACEPARENT), ("tracestate", "a" * 513)], TraceContext(TRACEPARENT)),
         ([("traceparent", TRACEPARENT + "-and-more")], NO_TRACE),
+        ([("traceparent", TRACEPARENT.upper())], NO_TRACE),
         ([("tracestate", "a=1")], NO_TRACE),
         ([("authorization", "Bearer x")], NO_TRACE),
         ([], NO_TRACE),

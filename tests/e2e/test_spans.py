@@ -19,9 +19,10 @@ from metering.models import QuotaDimension
 from tests.conftest import new_database
 from tests.otlp_receiver import Receiver, ToldSpan, receiving
 from tests.scraped import scrape
-from tests.service import MODEL, Service, Stream, bearer, conversation, running, start, until
+from tests.service import MODEL, Refusal, Service, Stream, bearer, conversation, running, start, until
 
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
+OTHER_TRACE_ID = "4bf92f3577b34da6a3ce929d0e0e4736"
 SPAN_ID = "b7ad6b7169203331"
 SECRET_WORDS = "nobody-but-the-model"
 US = 1000  # ns: timings are told to the microsecond
@@ -154,3 +155,37 @@ async def test_a_request_over_http_and_one_without_a_trace_are_told_too(traced: 
     assert over_http.span.name == f"text_completion {MODEL}"
     assert alone.span.trace_id.hex() != TRACE_ID
     assert not alone.span.parent_span_id
+
+
+async def test_requests_of_one_stream_may_belong_to_traces_of_their_own(traced: Service, receiver: Receiver) -> None:
+    """By their start frames, which are the same request whatever trace they come in; others are in that of the call."""
+    tenant = await traced.tenant()
+    own, wrong = start(), start()
+    own.traceparent, wrong.traceparent = f"00-{OTHER_TRACE_ID}-{SPAN_ID}-01", "no traceparent, and no reason to refuse anybody"
+    async with traced.channel() as channel, asyncio.TaskGroup() as tasks:
+        call = pb_grpc.InferenceServiceStub(channel).Generate(metadata=(*bearer(tenant.secret), *traceparent("01")))
+        stream = Stream(call)
+        tasks.create_task(stream.read_all())
+        await stream.send(own, wrong)
+        await stream.finished(own.request_id)
+        await stream.finished(wrong.request_id)
+        await stream.half_close()
+    own.traceparent = f"00-{TRACE_ID}-{SPAN_ID}-00"
+    again = Refusal((await ask(traced, tenant.secret, (), own)).failed.status)
+
+    in_own, _ = await spans_of(receiver, own.request_id)
+    in_that_of_the_call, _ = await spans_of(receiver, wrong.request_id)
+
+    assert in_own.span.trace_id.hex() == OTHER_TRACE_ID
+    assert in_that_of_the_call.span.trace_id.hex() == TRACE_ID
+    assert again.reason == "REQUEST_SETTLED", "the same payload, not another one"
+
+
+async def test_the_clients_of_the_sdk_hand_a_trace_on(traced: Service, receiver: Receiver) -> None:
+    tenant, request_id = await traced.tenant(), str(uuid.uuid4())
+
+    async with traced.client(tenant.secret) as client:
+        await client.complete(MODEL, "a b c", max_output_tokens=3, request_id=request_id, traceparent=traceparent("01")[0][1])
+    root, _ = await spans_of(receiver, request_id)
+
+    assert root.span.trace_id.hex() == TRACE_ID

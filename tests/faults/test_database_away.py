@@ -24,7 +24,8 @@ from metering.store.embedded_postgres import EmbeddedPostgres
 from tests.faults.conftest import Start
 from tests.faults.servers import restart
 from tests.metering.invariants import check_invariants
-from tests.service import PATIENCE_S, Service, bearer, log_events, refused, start, until, wait_for
+from tests.scraped import Scrape, scrape
+from tests.service import MODEL, PATIENCE_S, Service, bearer, log_events, refused, start, until, wait_for
 
 pytestmark = pytest.mark.faults
 
@@ -54,6 +55,7 @@ async def test_a_crash_of_the_database_loses_and_doubles_nothing(launch: Start, 
             listing = await refused(stub.ListModels(pb.ListModelsRequest(), metadata=bearer(tenant.secret)))
             assert (listing.code, listing.reason) == (grpc.StatusCode.UNAVAILABLE, "STORE_AWAY")
         await until(lambda: len(waiting_settlements(service)) == 12, "all to come to the end of their leases")
+        away = await scrape(service.metrics_url)
         await asyncio.to_thread(restart, postgres)
 
         for frame in short:
@@ -70,6 +72,20 @@ async def test_a_crash_of_the_database_loses_and_doubles_nothing(launch: Start, 
         assert (await stream.finished(await stream.begin())).usage.delivered_token_count == 20
     assert "held" not in service.books.holds(tenant)
     check_invariants(postgres.url, all_ended=True)
+    check_told(away, await scrape(service.metrics_url))
+
+
+def check_told(away: Scrape, back: Scrape) -> None:
+    """What operators are told during the outage, and after it: what cannot be known is missing, and all else is there."""
+    assert away.value("weir_database_away_seconds") > 0
+    assert away.value("weir_journal_unsettled_requests") == 12
+    assert away.value("weir_books_read") == 0
+    assert "weir_books_holds" not in away.names()
+    refusals = {"model": MODEL, "reason": "STORE_AWAY", "dimension": "", "subject": ""}
+    assert away.value("weir_refusals_total", **refusals) == 1
+    assert back.value("weir_database_away_seconds") == back.value("weir_journal_unsettled_requests") == 0
+    assert back.value("weir_requests_total", model=MODEL, tier="interactive", outcome="store_away") == 7, "six of them delivered"
+    assert back.value("weir_refusals_total", **refusals) == 1, "and were billed"
 
 
 def waiting_settlements(service: Service) -> set[str]:

@@ -254,10 +254,18 @@ class ClientFrame(_message.Message):
     ATTACH_FIELD_NUMBER: _builtins.int
     CREDIT_FIELD_NUMBER: _builtins.int
     UPDATE_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
+    TRACESTATE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """UUID minted by the client. It is the idempotency key within the project of the API key: whatever a client does, a request is
     billed once.
     """
+    traceparent: _builtins.str
+    """With `start`: the trace that the request belongs to, as W3C's header of this name has it. Not a part of what is asked: the same
+    `start` may come again in another trace. Unset, and for what is no traceparent: that of the call's metadata.
+    """
+    tracestate: _builtins.str
+    """With `traceparent`: what else the systems of that trace hand on, as W3C's header of this name has it; up to 512 characters."""
     @_builtins.property
     def start(self) -> Global___StartFrame:
         """Begin a request. The same `start` again receives the one that runs, as `attach` with `after_seq` 0 does, and never begins a
@@ -290,10 +298,12 @@ class ClientFrame(_message.Message):
         attach: Global___AttachFrame | None = ...,
         credit: Global___CreditFrame | None = ...,
         update: Global___UpdateFrame | None = ...,
+        traceparent: _builtins.str = ...,
+        tracestate: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["attach", b"attach", "cancel", b"cancel", "credit", b"credit", "kind", b"kind", "start", b"start", "update", b"update"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attach", b"attach", "cancel", b"cancel", "credit", b"credit", "kind", b"kind", "request_id", b"request_id", "start", b"start", "update", b"update"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attach", b"attach", "cancel", b"cancel", "credit", b"credit", "kind", b"kind", "request_id", b"request_id", "start", b"start", "traceparent", b"traceparent", "tracestate", b"tracestate", "update", b"update"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["start", "cancel", "attach", "credit", "update"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015

@@ -78,6 +78,7 @@ class GenerateOptions(TypedDict, total=False):
     keep_on_disconnect: seconds for which the server goes on with the request when the connection breaks, and for which the
         client looks for another one; 30, or `timeout` if that is less. What is generated meanwhile is billed, also if nobody
         comes back. None or 0: the request ends with its connection.
+    traceparent, tracestate: the trace that the request belongs to, as in W3C's headers; servers that trace go on with it.
     prefetch_tokens: the server sends no further ahead of what is read than so many output tokens; unset, as fast as it generates.
         One who reads nothing for a minute (as the operator says) while output is generated ends as SLOW_CONSUMER.
     """
@@ -116,6 +117,8 @@ class GenerateOptions(TypedDict, total=False):
     region: str | None
     max_retries: int | None
     keep_on_disconnect: float | None
+    traceparent: str | None
+    tracestate: str | None
     prefetch_tokens: int | None
 
 
@@ -172,7 +175,8 @@ def build_start(model: str, prompt: Prompt | None, options: GenerateOptions) -> 
             start.text = text
         else:
             start.token_ids.CopyFrom(pb.TokenIds(ids=token_ids))
-        return pb.ClientFrame(request_id=request_id, start=start)
+        traceparent, tracestate = options.get("traceparent") or "", options.get("tracestate") or ""
+        return pb.ClientFrame(request_id=request_id, start=start, traceparent=traceparent, tracestate=tracestate)
     except (TypeError, ValueError) as error:  # what protobuf raises for a value that its field cannot hold
         raise invalid("start", str(error)) from error
 
