@@ -19,6 +19,7 @@ import structlog
 import uvloop
 
 from api.access.auth import Authenticator
+from api.access.shared_failures import SharedFailures
 from api.access.tls import Tls, open_tls
 from api.admin.admin_service import AdminServicer
 from api.billing.billing_service import BillingServicer
@@ -126,6 +127,7 @@ def open_control(
         report=lambda: report(process),
         drain=lambda orders: keep_out_of_use(process, orders),
         report_replicas=lambda: report_replicas(process),
+        gossip=SharedFailures(authenticator.throttle, owner_id),
     )
 
 

@@ -47,7 +47,7 @@ class Authenticator:
         self._sessions = sessions
         self._answer_wait_s = answer_wait_s
         self._grace_s = grace_s
-        self._throttle = Throttle(failures_per_minute)
+        self.throttle = Throttle(failures_per_minute)
         self._lookups: SharedLookups[Principal] = SharedLookups()  # by hash of the secret: streams come by the thousand
         self._remembered: OrderedDict[bytes, tuple[float, Principal]] = (
             OrderedDict()
@@ -56,7 +56,7 @@ class Authenticator:
     @property
     def throttled_count(self) -> int:
         """Addresses whose keys are not looked at for now."""
-        return self._throttle.refused_count
+        return self.throttle.refused_count
 
     async def principal(self, context: Context) -> Principal:
         """Who calls over gRPC. Raises as `principal_of`, and Unauthenticated if the call brings no secret."""
@@ -91,7 +91,7 @@ class Authenticator:
     async def _look_up(self, secret: str, peer: str) -> Principal:
         digest = hashlib.sha256(secret.encode(errors="replace")).digest()
         try:
-            async with self._throttle.attempt(peer, lambda: digest in self._remembered):
+            async with self.throttle.attempt(peer, lambda: digest in self._remembered):
                 principal = await self._lookups.ask(digest, lambda: self._check(secret))
         except StoreAway:
             if not self._grace_s:

@@ -2,7 +2,7 @@
 
 It keeps floods of wrong keys from the database. Nobody guesses a secret of 256 bits, so no key is ever locked, and keys that were
 good before pass whatever comes from their address: behind one address there may be a whole company. Owns the counts of this
-process, for so many addresses and no more.
+process, for so many addresses and no more; `shared_failures.py` brings those of the others.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import asyncio
 import contextlib
 import ipaddress
 import time
-from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable
+from collections import Counter, OrderedDict
+from collections.abc import AsyncIterator, Callable, Mapping
 from urllib.parse import unquote
 
 import structlog
@@ -62,6 +62,7 @@ class Throttle:
         self._per_s = per_minute / 60
         self._clock = clock
         self._buckets: OrderedDict[str, Bucket] = OrderedDict()  # the one that came last stands last
+        self._untold: Counter[str] = Counter()  # failures here that the other processes have not been told of
 
     def __len__(self) -> int:
         return len(self._buckets)
@@ -87,14 +88,33 @@ class Throttle:
         try:
             yield
         except KeyInvalid:
-            bucket.drain(self._clock(), self._per_s)
-            bucket.failure_count = min(bucket.failure_count + 1, float(self._most))
+            self._count(bucket, 1)
+            if address in self._untold or len(self._untold) < ADDRESSES_MAX:
+                self._untold[address] += 1
             raise
         finally:
             if counted:
                 bucket.ended()
             if not bucket.under_way_count and not bucket.failure_count:
                 self._buckets.pop(address, None)
+
+    def take_untold(self, address_count_max: int) -> dict[str, int]:
+        """Failures of this process that were not given out before, by address; those with most of them first."""
+        taken = dict(self._untold.most_common(address_count_max))
+        for address in taken:
+            del self._untold[address]
+        return taken
+
+    def add(self, counts: Mapping[str, int]) -> None:
+        """Count failures that others have seen."""
+        if not self._most:
+            return
+        for address, count in counts.items():
+            self._count(self._bucket(address), max(count, 0))
+
+    def _count(self, bucket: Bucket, failure_count: int) -> None:
+        bucket.drain(self._clock(), self._per_s)
+        bucket.failure_count = min(bucket.failure_count + failure_count, float(self._most))
 
     async def _enter(self, address: str, bucket: Bucket, is_known: Callable[[], bool]) -> bool:
         """Wait for room among the attempts of the address; whether this one is counted among them.

@@ -16,6 +16,7 @@ from typing import Any
 import psycopg
 import structlog
 
+from metering.control.gossip import Gossip, Teller
 from metering.control.stop_orders import CHANNEL, REPORT, DrainOrder, StopOrder
 from metering.store.bounded_connection import KEEPALIVES, BoundedConnection, patience
 from metering.store.db import connection_options, psycopg_conninfo
@@ -63,11 +64,13 @@ class ControlChannel:
         report: Callable[[], Sequence[dict[str, Any]]],
         drain: Callable[[Sequence[DrainOrder]], None],
         report_replicas: Callable[[], Sequence[dict[str, Any]]],
+        gossip: Gossip | None = None,
     ) -> None:
         """stop: ends what an order names; called once per order. report: what runs now, as JSON values.
 
         drain: called at each look with the replicas that are out of use, which are all that are. report_replicas: how all are.
         peer: "host:port" where the other processes reach this one, and the certificate that it shows there.
+        gossip: what the processes tell each other in passing over the same connection.
         """
         self._conninfo = psycopg_conninfo(database_url)
         self._owner = (owner_id, owner_name, *peer)
@@ -75,6 +78,7 @@ class ControlChannel:
         self._report = report
         self._drain = drain
         self._report_replicas = report_replicas
+        self._teller = Teller(gossip)
         self._floor: int | None = None  # orders up to here have been read, and none can appear among them any more
         self._obeyed: set[int] = set()  # orders above the floor that have been read
         self.connected = False
@@ -103,13 +107,16 @@ class ControlChannel:
 
     async def _serve(self, connection: BoundedConnection) -> None:
         await connection.execute(f"LISTEN {CHANNEL}")
+        await self._teller.listen(connection)
         asked = {REPORT}  # nobody has, but the row says that this process is one to wait for
         while True:
             await self._obey(connection)  # always: orders may have been given while nobody listened
             if REPORT in asked:
                 told = json.dumps(self._report()), json.dumps(self._report_replicas())
                 await connection.execute(WRITE_REPORT, (*self._owner, *told))
-            asked = {notice.payload async for notice in connection.notifies(timeout=LOOK_INTERVAL_S, stop_after=1)}
+            await self._teller.tell(connection)
+            notices = [notice async for notice in connection.notifies(timeout=LOOK_INTERVAL_S, stop_after=1)]
+            asked = {notice.payload for notice in notices if not self._teller.hear(notice)}
 
     async def _obey(self, connection: BoundedConnection) -> None:
         """Act on the orders that have come since the last look. What was ordered before this process began is not for it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import uuid
 from collections.abc import Sequence
 from typing import Any
@@ -12,8 +13,10 @@ from structlog.testing import capture_logs
 
 from api.access import auth, throttle
 from api.access.auth import Authenticator
+from api.access.shared_failures import ADDRESSES_AT_ONCE, SharedFailures
 from api.access.throttle import ADDRESSES_MAX, Throttle, address_of
 from api.errors import AuthenticationThrottled
+from metering.control.gossip import BYTES_MAX
 from metering.errors import KeyInvalid, StoreAway
 from metering.store.db import create_engine, create_sessions
 from metering.tenants.tenants import Principal
@@ -38,7 +41,7 @@ class Door:
             create_sessions(create_engine("postgresql://nobody@localhost/nothing")), failures_per_minute=MOST
         )
         self.throttle = Throttle(MOST, clock=lambda: self.now)
-        monkeypatch.setattr(self.authenticator, "_throttle", self.throttle)
+        monkeypatch.setattr(self.authenticator, "throttle", self.throttle)
 
     async def _authenticate(self, session: Any, secret: str) -> Principal:
         self.asked.append(secret)
@@ -169,6 +172,51 @@ async def test_addresses_beyond_the_bound_are_forgotten_the_oldest_first(monkeyp
     assert len(door.throttle) == 3
     assert await door.knock("wrong", "ipv4:10.0.0.0:1") is KeyInvalid
     assert ADDRESSES_MAX == 10_000
+
+
+async def test_an_address_has_one_count_in_all_processes_that_hear_of_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    here, there = Door(monkeypatch), Door(monkeypatch)
+    shared = [SharedFailures(door.throttle, uuid.uuid4()) for door in (here, there)]
+    for number in range(MOST - 1):
+        assert await here.knock(f"wrong {number}") is KeyInvalid
+    assert await here.knock("wrong", ELSEWHERE) is KeyInvalid
+
+    text = shared[0].told()
+    for each in shared:
+        each.heard(text)
+
+    assert shared[0].told() == shared[1].told() == "", "what was heard is not told again"
+    assert [await here.knock("last"), await here.knock("beyond")] == [KeyInvalid, AuthenticationThrottled], "heard of itself"
+    assert [await there.knock("last"), await there.knock("beyond")] == [KeyInvalid, AuthenticationThrottled]
+    assert await there.knock("wrong", ELSEWHERE) is KeyInvalid
+    there.now += 10.0
+    assert [await there.knock("drained"), await there.knock("beyond")] == [KeyInvalid, AuthenticationThrottled]
+
+
+async def test_what_many_addresses_fail_is_told_the_worst_first_in_texts_that_the_database_takes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    door = Door(monkeypatch)
+    shared, told = SharedFailures(door.throttle, uuid.uuid4()), []
+    for number in range(3 * ADDRESSES_AT_ONCE):
+        await door.knock("wrong", f"ipv6:[2001:db8:{number:x}:ffff::1]:4711")
+    await door.knock("wrong again", "ipv6:[2001:db8:beef:ffff::1]:4711")
+    await door.knock("wrong again", "ipv6:[2001:db8:beef:ffff::1]:4711")
+
+    while text := shared.told():
+        assert len(text.encode()) <= BYTES_MAX
+        told.append(json.loads(text)["counts"])
+
+    assert told[0]["2001:db8:beef:ffff::/64"] == 2
+    assert sum(sum(counts.values()) for counts in told) == 3 * ADDRESSES_AT_ONCE + 2
+
+
+@pytest.mark.parametrize("text", ["", "x", "[]", '{"owner": 1, "counts": {}}', '{"owner": "x", "counts": {"a": "b"}}'])
+def test_a_text_that_is_none_changes_nothing(text: str) -> None:
+    throttled = Throttle(MOST)
+    SharedFailures(throttled, uuid.uuid4()).heard(text)
+    SharedFailures(throttled, uuid.uuid4()).heard('{"owner": "x", "counts": {"192.0.2.9": -5}}')
+    assert all(not bucket.failure_count for bucket in throttled._buckets.values())
 
 
 async def test_without_a_bound_nothing_is_counted() -> None:

@@ -13,7 +13,7 @@ import psycopg
 import pytest
 from sqlalchemy import select, text
 
-from metering.control import control_channel
+from metering.control import control_channel, gossip
 from metering.control.control_channel import ControlChannel
 from metering.control.live import live_view
 from metering.control.replica_drains import end_drain, order_drain
@@ -42,7 +42,10 @@ class Listener:
             report=self._report,
             drain=self._drain,
             report_replicas=lambda: self.replicas,
+            gossip=self,
         )
+        self.to_tell: list[str] = []
+        self.has_heard: list[str] = []
         self.reported = 0
 
     def _drain(self, orders: Sequence[DrainOrder]) -> None:
@@ -51,6 +54,14 @@ class Listener:
     def _report(self) -> list[dict[str, Any]]:
         self.reported += 1
         return []
+
+    def told(self) -> str:
+        """See `Gossip`."""
+        return self.to_tell.pop(0) if self.to_tell else ""
+
+    def heard(self, text: str) -> None:
+        """See `Gossip`."""
+        self.has_heard.append(text)
 
     async def got(self, count: int) -> None:
         """Wait for so many orders."""
@@ -242,3 +253,35 @@ async def test_two_database_connections_are_all_that_it_costs(database_url: str,
     assert before is not None
     assert after is not None
     assert after[0] == before[0] + 1
+
+
+async def test_what_processes_tell_each_other_reaches_all_that_listen_and_is_stored_nowhere(
+    database_url: str, sessions: Sessions, customer: Customer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gossip, "INTERVAL_S", 0.0)
+    monkeypatch.setattr(control_channel, "LOOK_INTERVAL_S", 0.01)
+    async with listening(database_url) as here, listening(database_url) as there:
+        reported = there.reported
+        here.to_tell += ["first", "second"]
+        there.to_tell += ["third"]
+        await until(lambda: len(here.has_heard) == len(there.has_heard) == 3, "the texts")
+        await order(sessions, customer)
+        await there.got(1)
+
+    assert [text for text in there.has_heard if text != "third"] == ["first", "second"]
+    assert set(here.has_heard) == {"first", "second", "third"}
+    assert there.reported == reported, "nobody has asked for a report"
+
+
+async def test_a_process_tells_no_more_than_one_text_in_each_interval(
+    database_url: str, sessions: Sessions, customer: Customer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gossip, "INTERVAL_S", 3600.0)
+    async with listening(database_url) as here:
+        here.to_tell += ["first", "second"]
+        await until(lambda: here.has_heard, "the first text")
+        for _ in range(3):
+            await order(sessions, customer)  # each wakes it
+        await here.got(3)
+
+    assert (here.has_heard, here.to_tell) == (["first"], ["second"])
