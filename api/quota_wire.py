@@ -24,6 +24,12 @@ DIMENSION_ORDER = {dimension: index for index, dimension in enumerate(QuotaDimen
 def quota_status(state: QuotaState) -> types_pb2.QuotaStatus:
     """One limit and what is left of it."""
     status = types_pb2.QuotaStatus()
+    fill_quota_status(status, state)
+    return status
+
+
+def fill_quota_status(status: types_pb2.QuotaStatus, state: QuotaState) -> None:
+    """The same in a message that is there already, and empty."""
     status.CopyFrom(quota_in_force(state.rule, state.subject_name, state.raise_reason))
     status.used_value = state.used
     status.held_value = state.held
@@ -35,7 +41,6 @@ def quota_status(state: QuotaState) -> types_pb2.QuotaStatus:
     if (resets_at := state.resets_at) is not None:
         status.reset_time.CopyFrom(reset_time(resets_at))
         status.reset_delay.CopyFrom(reset_delay(resets_at, state.now))
-    return status
 
 
 @functools.lru_cache(maxsize=32_768)  # told with every request, and rarely changed; some 20 MB at most
@@ -76,8 +81,13 @@ def reset_delay(at: datetime, now: datetime) -> Duration:
 
 
 def quota_statuses(states: Iterable[QuotaState]) -> list[types_pb2.QuotaStatus]:
+    """One message each, in order."""
+    return [quota_status(state) for state in in_order(states)]
+
+
+def in_order(states: Iterable[QuotaState]) -> list[QuotaState]:
     """Limits in a fixed order: organization, project, key, then dimension."""
-    return [quota_status(state) for state in sorted(states, key=order)]
+    return sorted(states, key=order)
 
 
 def effective_quota_statuses(states: Iterable[QuotaState]) -> list[types_pb2.QuotaStatus]:
@@ -93,4 +103,5 @@ def effective_quota_statuses(states: Iterable[QuotaState]) -> list[types_pb2.Quo
 
 def order(state: QuotaState) -> tuple[int, int, str]:
     """By subject, from the organization down, then dimension, then model."""
-    return SUBJECT_ORDER[state.subject], DIMENSION_ORDER[state.dimension], state.model
+    rule = state.rule
+    return SUBJECT_ORDER[rule.subject], DIMENSION_ORDER[rule.dimension], rule.model

@@ -11,7 +11,7 @@ from weir.v1 import inference_service_pb2 as pb
 
 from api.requests.admission import Lease
 from api.requests.output_filter import OutputFilter, open_filters
-from api.requests.output_limits import OutputLimits
+from api.requests.output_limits import UNBOUNDED, OutputLimits
 from api.requests.tools import CallReading
 from api.settings import Settings
 from api.streams import frames
@@ -184,7 +184,11 @@ class Reply:
 
     def end_at_limit(self) -> None:
         """End the request if it has all the output that it may have."""
-        if not self._is_cut_off and self.feed.queued_token_count >= self._limits.token_count_max:
+        if (
+            not self._is_cut_off
+            and self._limits.token_count_max < UNBOUNDED
+            and self.feed.queued_token_count >= self._limits.token_count_max
+        ):
             self._stop(self._limits.outcome)
 
     def _note_filtered(self, output: OutputFilter, choice_index: int) -> None:

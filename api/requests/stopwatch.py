@@ -7,8 +7,8 @@ import time
 from inference.engine import EngineTimings
 
 STAGES = ("auth", "tokenize", "admission", "queue", "cold_start", "prefill", "decode", "client_stall", "settle")
-
-NAMES = tuple((stage, f"{stage}_ms") for stage in STAGES)  # as in `weir.v1.Timings`
+NAMES = {stage: f"{stage}_ms" for stage in STAGES}  # as in `weir.v1.Timings`
+NO_TIMINGS = dict.fromkeys(NAMES.values(), 0.0)
 
 
 class Stopwatch:
@@ -18,12 +18,12 @@ class Stopwatch:
         self._received_at = received_at
         self._last = received_at + auth_ms / 1000
         self._first_token_at: float | None = None
-        self._stages_ms: dict[str, float] = {"auth": auth_ms}
+        self._stages_ms = NO_TIMINGS | {"auth_ms": round(auth_ms, 3)}
 
     def lap(self, stage: str) -> None:
         """A stage ends now; it began when the one before it ended. One that comes several times has all of them together."""
         now = time.monotonic()
-        self._stages_ms[stage] = self._stages_ms.get(stage, 0.0) + (now - self._last) * 1000
+        self._add(stage, (now - self._last) * 1000)
         self._last = now
 
     def first_token(self) -> None:
@@ -46,16 +46,19 @@ class Stopwatch:
         first_token_at = now if self._first_token_at is None else self._first_token_at
         until_first_ms = (first_token_at - self._last) * 1000
         queue_ms = min(timings.queue_ms, until_first_ms)
-        self._stages_ms["queue"] = self._stages_ms.get("queue", 0.0) + queue_ms
-        self._stages_ms["prefill"] = until_first_ms - queue_ms
-        self._stages_ms["decode"] = (now - first_token_at) * 1000
+        self._add("queue", queue_ms)
+        self._add("prefill", until_first_ms - queue_ms)
+        self._add("decode", (now - first_token_at) * 1000)
         self._last = now
 
     def timings(self) -> dict[str, float]:
         """All stages so far as `<stage>_ms`, with `ttft_ms` and `total_ms`; names as in `weir.v1.Timings`."""
-        stages_ms = self._stages_ms
-        result = {name: round(stages_ms[stage], 3) if stage in stages_ms else 0.0 for stage, name in NAMES}
+        result = self._stages_ms.copy()
         if self._first_token_at is not None:
             result["ttft_ms"] = round((self._first_token_at - self._received_at) * 1000, 3)
         result["total_ms"] = round((time.monotonic() - self._received_at) * 1000, 3)
         return result
+
+    def _add(self, stage: str, time_ms: float) -> None:
+        name = NAMES[stage]
+        self._stages_ms[name] = round(self._stages_ms[name] + time_ms, 3)

@@ -9,7 +9,7 @@ from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import types_pb2
 
 from api import wire
-from api.quota_wire import quota_statuses
+from api.quota_wire import fill_quota_status, in_order, quota_statuses
 from api.receipt_wire import receipt_messages
 from api.requests.admission import Lease
 from api.requests.output_limits import OutputLimits
@@ -22,14 +22,14 @@ from metering.operations import Admitted, Outcome, QuotaState, Settled
 
 def admitted(admission: Admitted, input_token_count: int, predicted_cached_token_count: int) -> pb.ServerFrame:
     """The request was let in."""
-    return pb.ServerFrame(
-        admitted=pb.AdmittedFrame(
-            input_token_count=input_token_count,
-            predicted_cached_token_count=predicted_cached_token_count,
-            quotas=quota_statuses(admission.quotas),
-            price_version=admission.prices.version,
-        )
-    )
+    frame = pb.ServerFrame()  # filled in place, like those of output: a message that is put into another one is copied
+    said = frame.admitted
+    said.input_token_count = input_token_count
+    said.predicted_cached_token_count = predicted_cached_token_count
+    said.price_version = admission.prices.version
+    for state in in_order(admission.quotas):
+        fill_quota_status(said.quotas.add(), state)
+    return frame
 
 
 def queued(position: int, estimated_wait_s: float | None) -> pb.ServerFrame:
@@ -59,8 +59,17 @@ def delta(
     calls: Sequence[pb.ToolCallDelta] = (),
 ) -> pb.ServerFrame:
     """New output."""
-    frame = pb.DeltaFrame(seq=seq, text=text, token_ids=token_ids, choice_index=choice_index, logprobs=logprobs, tool_calls=calls)
-    return pb.ServerFrame(delta=frame)
+    frame = pb.ServerFrame()
+    said = frame.delta
+    said.seq = seq
+    said.choice_index = choice_index
+    said.text = text
+    said.token_ids.extend(token_ids)
+    if logprobs:
+        said.logprobs.extend(logprobs)
+    if calls:
+        said.tool_calls.extend(calls)
+    return frame
 
 
 def tool_calls(pieces: Sequence[CallPiece]) -> list[pb.ToolCallDelta]:

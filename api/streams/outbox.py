@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -189,9 +189,14 @@ class Outbox:
                     return
                 self._arrived.clear()
                 continue
-            batch = self._without_fenced(batch)
+            token_counts = counts_of(batch)
+            # Looked at here, since a process may be stopped anywhere before, for any time.
+            if token_counts and (fenced := {each for each in token_counts if not each.tally.fence()}):
+                batch = self._without(batch, fenced)
+                token_counts = counts_of(batch)
             self._in_flight = batch  # before anything can fail, so that `abandon` reaches these too
-            self._count_as_delivered(batch)
+            if token_counts:
+                self._count_as_delivered(token_counts)
             await write(pb.GenerateResponse(frames=[pending.frame for pending in batch]))
             self._message_count += 1
             if not self._abandoned:
@@ -208,15 +213,8 @@ class Outbox:
             room -= batch[-1].token_count
         return batch
 
-    def _without_fenced(self, batch: list[Pending]) -> list[Pending]:
-        """Leave out the tokens of requests whose holds are not theirs any more, and forget what else of them waits.
-
-        Looked at here, since a process may be stopped anywhere before, for any time.
-        """
-        counted = {pending.delivery for pending in batch if pending.token_count and pending.delivery.counts}
-        fenced = {delivery for delivery in counted if not delivery.tally.fence()}
-        if not fenced:
-            return batch
+    def _without(self, batch: list[Pending], fenced: set[Delivery]) -> list[Pending]:
+        """Leave out the frames of requests whose holds are not theirs any more, and forget what else of them waits."""
         kept = [pending for pending in batch if pending.delivery not in fenced]
         for pending in batch:
             if pending.delivery in fenced:
@@ -225,18 +223,21 @@ class Outbox:
             self.discard(delivery)
         return kept
 
-    def _count_as_delivered(self, batch: list[Pending]) -> None:
-        counts: dict[Delivery, int] = {}
-        for pending in batch:
-            if pending.token_count and pending.delivery.counts:
-                counts[pending.delivery] = counts.get(pending.delivery, 0) + pending.token_count
-        if not counts:
-            return
-        totals = {delivery: delivery.tally.usage.delivered_token_count + token_count for delivery, token_count in counts.items()}
-        self._journal.record([journal_entry(delivery.tally, total) for delivery, total in totals.items()])
-        for delivery, token_count in counts.items():
-            delivery.tally.usage.delivered_token_count = totals[delivery]
+    def _count_as_delivered(self, token_counts: dict[Delivery, int]) -> None:
+        totals = [(each.tally, each.tally.usage.delivered_token_count + token_count) for each, token_count in token_counts.items()]
+        self._journal.record([journal_entry(tally, total) for tally, total in totals])
+        for delivery, token_count in token_counts.items():
+            delivery.tally.usage.delivered_token_count += token_count
             delivery.unsent_token_count -= token_count  # now, so that no token is in two counts at once, or in none
+
+
+def counts_of(batch: Iterable[Pending]) -> dict[Delivery, int]:
+    """The tokens that a message delivers, by request."""
+    token_counts: dict[Delivery, int] = {}
+    for delivery, _, token_count in batch:
+        if token_count and delivery.counts:
+            token_counts[delivery] = token_counts.get(delivery, 0) + token_count
+    return token_counts
 
 
 def journal_entry(tally: Tally, delivered_token_count: int) -> Delivered:

@@ -94,8 +94,27 @@ def decode(encoded: bytes) -> Receipt:
     if len(encoded) < FIXED.size or not encoded.startswith(MAGIC):
         raise ValueError("these are not the bytes of a receipt of version 1")
     _, ids, *numbers, previous_hash = FIXED.unpack_from(encoded)
+    values: tuple[Any, ...] = (
+        *owners_in(ids[:48]),
+        uuid.UUID(bytes=ids[48:]),
+        *numbers,
+        previous_hash,
+        *texts_in(encoded[FIXED.size :]),
+    )
+    return Receipt(*values)
+
+
+@functools.lru_cache(maxsize=4096)  # the keys in use
+def owners_in(ids: bytes) -> tuple[uuid.UUID, ...]:
+    """Organization, project and API key."""
+    return tuple(uuid.UUID(bytes=ids[start : start + 16]) for start in range(0, len(ids), 16))
+
+
+@functools.lru_cache(maxsize=4096)  # currencies x models x outcomes
+def texts_in(encoded: bytes) -> tuple[str, ...]:
+    """What `texts` has encoded. Raises: ValueError."""
     found: list[str] = []
-    at = FIXED.size
+    at = 0
     for _ in range(3):
         if len(encoded) < at + LENGTH.size:
             raise ValueError("the receipt ends before its texts do")
@@ -107,9 +126,7 @@ def decode(encoded: bytes) -> Receipt:
         at += length
     if at != len(encoded):
         raise ValueError("the receipt goes on after its texts")
-    four = [uuid.UUID(bytes=ids[start : start + 16]) for start in range(0, 64, 16)]
-    values: tuple[Any, ...] = (*four, *numbers, previous_hash, *found)
-    return Receipt(*values)
+    return tuple(found)
 
 
 def hash_of(encoded: bytes) -> bytes:
