@@ -132,6 +132,8 @@ class Settings(RemoteEngineSettings):
     # "on" keeps the packed weights of large models in the home directory: all hosts of a model map one copy, and later starts read
     # that alone. "off" leaves the disk alone, and gives each host its own.
     packed_weights: Literal["on", "off"] = setting("WEIR_PACKED_WEIGHTS", "on", one_of("on", "off"))
+    # Of all these files: the least recently used go where there are more, but for those of models that run.
+    packed_weights_bytes: int = setting("WEIR_PACKED_WEIGHTS_BYTES", 64 << 30, whole(0, 2**50))
     # Engine hosts of the torch backend that have imported torch and wait for a model: a start that takes one saves that time. Some
     # 130 MB each.
     spare_hosts: int = setting("WEIR_SPARE_HOSTS", 0, whole(0, 16))

@@ -21,6 +21,7 @@ from bench.shapes import SHAPES, Precision, write_checkpoint
 from inference.engine import GenerationRequest, SamplingParams, SequenceId, StopCriteria
 from inference.hosts.torch_engine import TorchEngine, TorchEngineSettings
 from inference.native.loader import SWITCH
+from inference.native.packed_place import PackedPlace
 
 HOSTS = 2
 KV_CACHE_BYTES = 64 << 20
@@ -66,7 +67,7 @@ def main() -> None:
     settings = TorchEngineSettings(
         directory, "model", compute_dtype=arguments.precision, kv_cache_bytes=KV_CACHE_BYTES, torch_thread_count=1
     )
-    packed = replace(settings, packed_directory=directory / "packed")
+    packed = replace(settings, packed=PackedPlace(str(directory / "packed"), 1 << 40))
     for name, switch, each in (("mapped", "1", packed), ("packed", "1", settings), ("torch", "0", settings)):
         os.environ[SWITCH] = switch
         for index, memory in enumerate(asyncio.run(two_hosts(each))):

@@ -20,6 +20,7 @@ from inference.fleet.on_demand import OnDemandEncoder, OnDemandEngine, SlotTerms
 from inference.hosts.adapter_view import AdapterView
 from inference.hosts.host_process import HostOpener, open_host
 from inference.hosts.torch_engine import TorchEngine, TorchEngineSettings
+from inference.native.packed_place import PackedPlace
 from inference.tensorrt.engine import TensorRtEngine
 from inference.tensorrt.settings import TensorRtOptions, TensorRtSettings
 
@@ -175,5 +176,12 @@ def torch_settings(settings: Settings, name: str, directory: Path) -> TorchEngin
         device=settings.engine_device,
         kv_cache_bytes=settings.kv_cache_bytes,
         torch_thread_count=settings.engine_thread_count,
-        packed_directory=settings.home / "packed" if settings.packed_weights == "on" else None,
+        packed=packed_place(settings),
     )
+
+
+def packed_place(settings: Settings) -> PackedPlace | None:
+    """Where packed weights are kept, if anywhere."""
+    if settings.packed_weights == "off":
+        return None
+    return PackedPlace(str(settings.home / "packed"), settings.packed_weights_bytes)

@@ -35,6 +35,7 @@ from inference.engine import (
     TokensGenerated,
 )
 from inference.limits import EngineLimits, request_fault
+from inference.native.packed_place import PackedPlace
 from inference.sampling.grammar import Grammar, GrammarCompiler
 from inference.sampling.sampler import Chosen
 from inference.sampling.seeds import choice_seed
@@ -68,7 +69,7 @@ NumberedEvent = tuple[int, SequenceEvent | SequenceBroken]
 class EngineOptions:
     """How to run a checkpoint, or, with a simulation, how long to pretend to.
 
-    kv_cache_bytes: the pool's size; raised if one full context needs more. packed_directory: where packed weights are kept, so that
+    kv_cache_bytes: the pool's size; raised if one full context needs more. packed: where packed weights are kept, so that
     hosts share them; None keeps none.
     """
 
@@ -78,7 +79,7 @@ class EngineOptions:
     kv_cache_bytes: int = 1 << 30
     device: Literal["cpu", "cuda"] = "cpu"
     simulation: CostModel | None = None
-    packed_directory: Path | None = None
+    packed: PackedPlace | None = None
 
 
 class Runner(Protocol):
@@ -131,7 +132,7 @@ class EngineCore:
                 block_count=self._pool.block_count_total,
                 device=options.device,
                 on_progress=on_progress,
-                packed_directory=options.packed_directory,
+                packed=options.packed,
             )
         else:
             self._runner = SimulatedRunner(options.simulation, tokenizer, clock=clock, sleep=sleep)

@@ -25,6 +25,7 @@ from inference.decoder.model import Batch, Decoder, Spans, move_batch
 from inference.decoder.weights import DecoderWeights, load_weights, move_weights
 from inference.errors import EngineStartFailed, InvariantViolated
 from inference.native.decoder import NativeDecoder, supports
+from inference.native.packed_place import PackedPlace
 from inference.native.packing import open_decoder, path_for
 from inference.sampling.grammar import MaskWorker
 from inference.sampling.sampler import Chosen, choose
@@ -48,9 +49,9 @@ class ModelRunner:
         block_count: int,
         device: Literal["cpu", "cuda"] = "cpu",
         on_progress: Callable[[float], None] = lambda fraction: None,
-        packed_directory: Path | None = None,
+        packed: PackedPlace | None = None,
     ) -> None:
-        """Load. on_progress: called with 0 to 1 while reading weights. packed_directory: where packed weights are kept, if any.
+        """Load. on_progress: called with 0 to 1 while reading weights. packed: where packed weights are kept, if anywhere.
 
         Raises `CheckpointInvalid`, or `EngineStartFailed` if there is no such device.
         """
@@ -67,7 +68,8 @@ class ModelRunner:
         self._native: NativeDecoder | None = None
         if self._device.type == "cpu" and supports(config, dtype):
             self._native = open_decoder(
-                path_for(packed_directory, directory, compute_dtype),
+                path_for(packed, directory, compute_dtype),
+                0 if packed is None else packed.bytes_max,
                 load,
                 lambda weights: NativeDecoder(config, weights, dtype, context_window_tokens, block_count),
             )

@@ -108,7 +108,7 @@ class Host:
             message.kv_cache_bytes,
             message.device,
             message.simulation,
-            Path(message.packed_directory) if message.packed_directory else None,
+            message.packed,
         )
         core = EngineCore(options, lambda part: self._send(Loading("weights", IMPORT_FRACTION + (1 - IMPORT_FRACTION) * part)))
         # What is there now stays: a collection among the steps would only walk through it, for milliseconds.

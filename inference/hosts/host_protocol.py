@@ -34,6 +34,7 @@ from inference.engine import (
 )
 from inference.kv_event_index import KvCacheChange
 from inference.limits import EngineLimits
+from inference.native.packed_place import PackedPlace
 from inference.tensorrt.settings import LoadTensorRt
 
 MESSAGE_BYTES_MAX = 64 << 20  # bytes: a prompt of 10 million tokens; more is a broken peer, not a request
@@ -50,7 +51,7 @@ class LoadModel(msgspec.Struct, tag="load", array_like=True, frozen=True):
     torch_thread_count: int
     device: Literal["cpu", "cuda"] = "cpu"
     simulation: CostModel | None = None
-    packed_directory: str = ""
+    packed: PackedPlace | None = None
 
 
 class StartSequence(msgspec.Struct, tag="start", array_like=True, frozen=True):

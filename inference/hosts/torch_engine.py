@@ -46,7 +46,7 @@ class TorchEngine(HostedEngine):
             torch_thread_count=settings.torch_thread_count or os.cpu_count() or 1,
             device=settings.device,
             simulation=settings.simulation,
-            packed_directory="" if settings.packed_directory is None else str(settings.packed_directory),
+            packed=settings.packed,
         )
         super().__init__(
             model, limits, settings, HostKind("inference.hosts.host", CHILD_ENVIRONMENT, load, KV_BLOCK_TOKENS, opener)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from inference.core.cost_model import CostModel
+from inference.native.packed_place import PackedPlace
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,7 +16,7 @@ class TorchEngineSettings:
 
     name: what clients call the model. context_window_tokens_max: below the model's own to save memory; None keeps it.
     compute_dtype: "int8" stores matrices in 8 bits and computes in bfloat16. device: "cuda" needs a GPU and a torch built for
-    it. torch_thread_count: 0 takes one per core. packed_directory: where large models' packed weights are kept for all hosts to
+    it. torch_thread_count: 0 takes one per core. packed: where large models' packed weights are kept for all hosts to
     map; None: each has its own. simulation: compute nothing and only take this much time; for load tests.
     """
 
@@ -37,4 +38,4 @@ class TorchEngineSettings:
     restart_delay_s_max: float = 30.0
     stable_after_s: float = 60.0  # seconds of service after which the restart delay begins anew
     simulation: CostModel | None = None
-    packed_directory: Path | None = None
+    packed: PackedPlace | None = None

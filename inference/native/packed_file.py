@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import hashlib
 import json
 import logging
@@ -90,6 +91,11 @@ class PackedFile:
     def __init__(self, path: Path) -> None:
         """Map it, and bring its pages in at once. Raises: OSError or ValueError if it is not there or no such file."""
         with path.open("rb") as file:
+            # The lock is held by the mapping, which has the file open too, and tells `trim_packed` that it is there.
+            with contextlib.suppress(OSError):  # where the disk knows no locks nothing is removed
+                fcntl.flock(file, fcntl.LOCK_SH)
+            with contextlib.suppress(OSError):
+                os.utime(path)  # last used now
             populate = getattr(mmap, "MAP_POPULATE", 0)  # else the first tokens would wait for each page by itself
             self._mapping = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_SHARED | populate, prot=mmap.PROT_READ)
         if self._mapping[: len(_MAGIC)] != _MAGIC:
@@ -117,6 +123,36 @@ def open_packed(path: Path) -> PackedFile | None:
     except (OSError, ValueError) as error:
         _log.warning("packed weights are not used: %s", error)
         return None
+
+
+def trim_packed(directory: Path, bytes_max: int) -> None:
+    """Remove files, the least recently used first, until all together have no more bytes; none that somebody has mapped.
+
+    Never raises for files: what cannot be removed stays.
+    """
+    found = []
+    for path in directory.glob(f"*{_SUFFIX}"):
+        with contextlib.suppress(OSError):
+            status = path.stat()
+            found.append((status.st_mtime_ns, path, status.st_size))
+    total = sum(size for _, _, size in found)
+    for _, path, size in sorted(found):
+        if total <= bytes_max:
+            return
+        if _removed_unmapped(path):
+            _log.info("packed weights in %s are removed: they were used last of all, and %d bytes are too many", path, total)
+            total -= size
+
+
+def _removed_unmapped(path: Path) -> bool:
+    """Remove a file unless somebody has it mapped. Whoever opens it meanwhile has it mapped to its end, and it is gone then."""
+    try:
+        with path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.unlink()
+    except OSError:
+        return False
+    return True
 
 
 def _begin_of_parts(header_byte_count: int) -> int:

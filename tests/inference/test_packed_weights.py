@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from pathlib import Path
 
@@ -13,7 +14,8 @@ from inference.errors import CheckpointInvalid
 from inference.limits import EngineLimits
 from inference.native import packing
 from inference.native.loader import load
-from inference.native.packed_file import PackedFile
+from inference.native.packed_file import PackedFile, trim_packed
+from inference.native.packed_place import PackedPlace
 from tests.inference.checkpoints import LlamaShape, make_checkpoint
 from tests.inference.hosted import prompt
 from tests.inference.running import SMALL_KV_BYTES, make_request, run_all
@@ -26,9 +28,10 @@ def _keep_small_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packing, "PACKED_BYTES_MIN", 0)
 
 
-def core_of(directory: Path, packed: Path | None, dtype: ComputeDtype = "float32") -> EngineCore:
+def core_of(directory: Path, packed: Path | None, dtype: ComputeDtype = "float32", bytes_max: int = 1 << 40) -> EngineCore:
     limits = EngineLimits(context_window_tokens=256, step_token_count_max=128)
-    return EngineCore(EngineOptions(directory, limits, dtype, SMALL_KV_BYTES, packed_directory=packed))
+    place = None if packed is None else PackedPlace(str(packed), bytes_max)
+    return EngineCore(EngineOptions(directory, limits, dtype, SMALL_KV_BYTES, packed=place))
 
 
 def tokens(core: EngineCore) -> list[list[int]]:
@@ -129,6 +132,35 @@ def test_without_room_each_host_has_its_own(tmp_path: Path) -> None:
     packed.write_text("in the way")
 
     assert tokens(core_of(directory, packed)) == tokens(core_of(directory, None))
+
+
+def test_what_is_used_no_more_goes_where_there_is_too_much_and_what_is_mapped_stays(tmp_path: Path) -> None:
+    """The least recently used first; a host that has a file mapped keeps it, however much there is."""
+    packed = tmp_path / "packed"
+    models = [tmp_path / f"model{seed}" for seed in range(4)]
+    made: list[Path] = []
+    for seed, directory in enumerate(models):
+        make_checkpoint(directory, seed=seed)
+        core_of(directory, packed)
+        [new] = set(files(packed)) - set(made)
+        os.utime(new, ns=(seed, seed))  # in this order, whatever the clock can tell apart
+        made.append(new)
+    size = made[0].stat().st_size
+
+    mapped = core_of(models[0], packed, bytes_max=4 * size)
+    assert files(packed) == sorted(made)
+    os.utime(made[0], ns=(0, 0))
+    trim_packed(packed, 3 * size)
+    assert files(packed) == sorted([made[0], *made[2:]]), "the second was used before the third, and the first is mapped"
+    again = core_of(models[2], packed, bytes_max=0)
+    assert files(packed) == sorted([made[0], made[2]]), "only what is mapped, now by two"
+
+    assert tokens(mapped) == tokens(core_of(models[0], None))
+    assert tokens(again) == tokens(core_of(models[2], None))
+    del mapped, again
+    gc.collect()
+    trim_packed(packed, 0)
+    assert files(packed) == []
 
 
 def test_only_weights_that_matter_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
