@@ -13,7 +13,7 @@ from metering.quotas.quota_rules import QuotaRule, Weights
 
 # The limit of the moment: a raise ends by the database's clock.
 RULE_COLUMNS = """
-concat(ctid, '.', xmin, '.', raised_until > now()) AS version, id, subject, subject_id, model, dimension,
+concat(id, '.', xmin, '.', raised_until > now()) AS version, id, subject, subject_id, model, dimension,
 CASE WHEN deleted_at IS NOT NULL THEN NULL WHEN raised_until > now() THEN raised_limit_value ELSE limit_value END AS in_force,
 input_weight_milli, cached_input_weight_milli, output_weight_milli, enforced, limit_value AS standing_limit_value,
 CASE WHEN raised_until > now() THEN raised_until END AS raised_until
@@ -23,8 +23,8 @@ CASE WHEN raised_until > now() THEN raised_until END AS raised_until
 class RuleCache:
     """Rules by the version of their row and whether a raise holds: every batch reads the same ones, and building one is slow.
 
-    Where a row stands and which transaction wrote it are together another for each version that a server ever commits. Another
-    server, or the same one restored from a backup, may come to the same place with another row: so each connection has its own.
+    A row's id and the transaction that wrote it are together another for each version that a server ever commits. Another server,
+    or the same one restored from a backup, may come to the same with another version: so each connection has its own.
     """
 
     def __init__(self, count_max: int) -> None:

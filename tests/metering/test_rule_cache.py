@@ -58,6 +58,18 @@ async def test_a_row_that_comes_to_stand_where_another_version_stood_is_not_take
         assert (await read(connection, quota_id)).limit_value == limit
 
 
+async def test_a_row_that_a_rewrite_moves_is_not_taken_for_one_that_was_written_with_it(connection: Connection) -> None:
+    """As a configuration is applied, all in one transaction; and tables are rewritten to be small again."""
+    async with connection.transaction():
+        first, other = await add_quota(connection), await add_quota(connection)
+    assert [(await read(connection, each)).id for each in (first, other)] == [first, other]
+
+    await connection.execute("UPDATE quotas SET limit_value = 7 WHERE id = %s", (first,))
+    await connection.execute("VACUUM FULL quotas")
+
+    assert [(await read(connection, each)).limit_value for each in (first, other)] == [7, 5]
+
+
 async def test_a_raise_ends_without_anybody_touching_the_row(connection: Connection) -> None:
     quota_id = await add_quota(connection)
     await connection.execute(
