@@ -300,6 +300,7 @@ async def read_and_lock(
     same: list[Row] = []
     if admits:
         same = take_admission_reads(connection, reads, admits, list(answers))
+    await add_rules_made_since(connection, [hold for hold in reads.holds.values() if hold.state == HoldState.EXPIRED])
     await know_what_holds_need(connection, reads)
     ended_holds = [hold.id for hold in reads.holds.values() if hold.state != HoldState.HELD]
     ended = id_array([*ended_holds, *(row[4] for row in same if row[2] != HoldState.HELD)])
@@ -312,6 +313,18 @@ async def read_and_lock(
             reads.receipts.setdefault(hold_id.int, []).append(receipt)
     reads.same_requests = {(row[0].int, row[1].int): same_request(row, reads.events) for row in same}
     return reads
+
+
+async def add_rules_made_since(connection: Connection, expired: Sequence[HoldRow]) -> None:
+    """Beside those that they were charged to as they ran: rules that were made later have counted them as they had expired."""
+    if not expired:
+        return
+    subjects = {hold.id: [uuid.UUID(bytes=hold.receipt_ids[place : place + 16]) for place in (0, 16, 32)] for hold in expired}
+    [rows] = await exchange(connection, [(SELECT_RULES, (id_array({each for ids in subjects.values() for each in ids}),))])
+    for rule in rules_of_rows(connection, rows).values():
+        for hold in expired:
+            if rule.subject_id in subjects[hold.id] and rule.model in ("", hold.model) and rule.id not in hold.quota_ids:
+                hold.quota_ids.append(rule.id)
 
 
 async def know_what_holds_need(connection: Connection, reads: BatchReads) -> None:

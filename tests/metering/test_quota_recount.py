@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import pytest
 from sqlalchemy import select
 
+from metering.billing.prepaid import set_prepaid
 from metering.errors import QuotaExceeded
 from metering.models import Quota, QuotaDimension, QuotaSubject
 from metering.operations import Expire, Extend, Payer, QuotaState, Void
@@ -310,6 +311,34 @@ async def test_more_than_a_counter_can_say_is_settled_all_the_same(world: HoldWo
     assert world.counters(state.quota_id) == [(2**63 - 1, 0)]
     assert of_type(QuotaExceeded, await world.run(admit(payer)))
     check_invariants(world.url, over=[state.quota_id])
+
+
+async def test_a_late_settlement_gives_back_to_what_was_made_after_the_expiry_too(world: HoldWorld, sessions: Sessions) -> None:
+    """A limit that is made then counts the whole lease, since nobody knows better; of prepaid credit it would be lost for ever."""
+    payer, other = world.tenant(), world.tenant("other")
+    before = await set_limit(sessions, payer, QuotaDimension.TOKENS_PER_DAY)
+    early, told, theirs = admit(payer), admit(payer), admit(other)
+    await world.run(early, told, theirs)
+    await world.run(Extend(early.hold_id, 5, 4, 10))
+    world.execute("UPDATE holds SET expires_at = now()")
+    await world.run(*(Expire(op.hold_id) for op in (early, told, theirs)))
+    await world.run(settle(told.hold_id, 8))
+    made = {
+        "month": await set_limit(sessions, payer, QuotaDimension.TOKENS_PER_MONTH),
+        "key": await set_limit(sessions, payer, QuotaDimension.OUTPUT_TOKENS_PER_MINUTE, subject=QuotaSubject.API_KEY),
+        "model": await set_limit(sessions, payer, QuotaDimension.TOKENS_PER_MONTH, model="another"),
+    }
+    async with sessions.begin() as session:
+        await set_prepaid(session, organization="acme", prepaid=True, actor="test")
+    assert [state.used for state in made.values()] == [10 + 30 + 18, 30 + 8, 0]
+
+    for _ in range(2):
+        await world.run(settle(early.hold_id, 7), settle(told.hold_id, 8), settle(theirs.hold_id, 1))
+
+    assert [world.counters(state.quota_id) for state in (before, *made.values())] == [[(35, 0)], [(35, 0)], [(15, 0)], []]
+    credit = world.one("SELECT id FROM quotas WHERE dimension = 'prepaid_credit_picos'")
+    assert world.counters(credit) == [(16 * 3 + 4 * 1 + 15 * 7, 0)]
+    check_invariants(world.url, all_ended=True, over=[credit])
 
 
 @pytest.mark.parametrize("seconds", [0, 61], ids=["in its window", "in a later one"])
