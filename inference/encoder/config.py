@@ -33,12 +33,16 @@ class EncoderFamily:
 
     prefix: of the tensors, where the file holds the encoder within another model. sizes: entries by the name that BERT gives them;
     entries: all that are understood. skips_padding_positions: positions begin behind that of the padding token.
+    position_offset: where they begin, whatever the padding token is. relative_positions: attention also depends on how far apart
+    two tokens are.
     """
 
     prefix: str
     sizes: Mapping[str, str]
     entries: str
     skips_padding_positions: bool = False
+    position_offset: int = 0
+    relative_positions: bool = False
 
 
 _BERT_SIZES = {
@@ -61,12 +65,17 @@ _DISTIL_ENTRIES = """
     dim hidden_dim n_layers n_heads activation sinusoidal_pos_embds dropout attention_dropout qa_dropout seq_classif_dropout
     tie_weights_
 """
+_MPNET_SIZES = {name: entry for name, entry in _BERT_SIZES.items() if name != "type_vocab_size"}
 FAMILIES: dict[str, EncoderFamily] = {
     "bert": EncoderFamily("bert.", _BERT_SIZES, _BERT_ENTRIES),
     "roberta": EncoderFamily("roberta.", _BERT_SIZES, _BERT_ENTRIES, skips_padding_positions=True),
     "xlm-roberta": EncoderFamily("roberta.", _BERT_SIZES, _BERT_ENTRIES, skips_padding_positions=True),
     "distilbert": EncoderFamily("distilbert.", _DISTIL_SIZES, _DISTIL_ENTRIES),
+    "mpnet": EncoderFamily(
+        "mpnet.", _MPNET_SIZES, f"{_BERT_ENTRIES} relative_attention_num_buckets", position_offset=2, relative_positions=True
+    ),
 }
+RELATIVE_BUCKETS = 32  # of distances between tokens: the reference computes with these, whatever the configuration says
 # Of every family; the last two are about heads that no vector depends on.
 _ENTRIES = """
     architectures model_type vocab_size max_position_embeddings pad_token_id quantization_config tie_word_embeddings eos_token_id
@@ -78,7 +87,8 @@ class EncoderConfig:
     """Sizes of an encoder, in heads, layers, floats and tokens.
 
     directory: where tokenizer and weights are. input_tokens_max: of one text, special tokens included. position_offset: the row of
-    the first position in the table. token_type_count: rows of the table of token types; 0 where there is none.
+    the first position in the table. has_relative_positions: attention also depends on distances. token_type_count: rows of the
+    table of token types; 0 where there is none.
     """
 
     directory: Path
@@ -93,6 +103,7 @@ class EncoderConfig:
     layer_norm_eps: float
     position_count: int
     position_offset: int
+    has_relative_positions: bool
     token_type_count: int
     input_tokens_max: int
     pooling: Pooling
@@ -156,10 +167,13 @@ def _read_config(modules: _Modules, raw: Mapping[str, Any], path: Path) -> Encod
     for name, value in sizes.items():
         if value < 1:
             raise CheckpointInvalid(str(path), f"entry {family.sizes.get(name, name)} = {value!r} is not a count of at least 1")
-    offset = int(raw["pad_token_id"]) + 1 if family.skips_padding_positions else 0
+    if raw.get("relative_attention_num_buckets", RELATIVE_BUCKETS) != RELATIVE_BUCKETS:
+        told = f"entry relative_attention_num_buckets = {raw['relative_attention_num_buckets']!r} is not supported"
+        raise CheckpointInvalid(str(path), f"{told}; supported: {RELATIVE_BUCKETS}")
+    offset = int(raw["pad_token_id"]) + 1 if family.skips_padding_positions else family.position_offset
     positions = sizes["max_position_embeddings"] - offset
     if positions < 1:
-        raise CheckpointInvalid(str(path), f"max_position_embeddings leaves {positions} positions behind pad_token_id")
+        raise CheckpointInvalid(str(path), f"max_position_embeddings leaves {positions} positions behind the padding")
     named = raw.get("architectures") or [model_type]
     return EncoderConfig(
         directory=modules.transformer,
@@ -174,6 +188,7 @@ def _read_config(modules: _Modules, raw: Mapping[str, Any], path: Path) -> Encod
         layer_norm_eps=float(raw.get("layer_norm_eps", 1e-12)),
         position_count=sizes["max_position_embeddings"],
         position_offset=offset,
+        has_relative_positions=family.relative_positions,
         token_type_count=int(raw.get("type_vocab_size", 2)) if "type_vocab_size" in family.sizes else 0,
         input_tokens_max=min(modules.input_tokens_max or positions, positions),
         pooling=modules.pooling,

@@ -7,6 +7,7 @@ changes its vector by no more than the rounding of a matrix product.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -16,8 +17,10 @@ from torch import Tensor
 from torch.nn.functional import gelu, layer_norm, normalize, relu, scaled_dot_product_attention
 
 from inference.decoder.linear import LinearWeights, project
-from inference.encoder.config import EncoderConfig, Pooling
+from inference.encoder.config import RELATIVE_BUCKETS, EncoderConfig, Pooling
 from inference.encoder.weights import EncoderLayerWeights, EncoderWeights, NormWeights
+
+FARTHEST = 128  # tokens: distances beyond it are in one bucket
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": gelu,
@@ -52,8 +55,9 @@ class EncoderNetwork:
         order = sorted(range(len(texts)), key=lambda index: len(texts[index]))
         groups = _groups([len(texts[index]) for index in order])
         rows = self._embed_tokens([texts[index] for index in order])
+        biases = self._distance_biases(groups)
         for layer in self._weights.layers:
-            rows = self._run_layer(layer, rows, groups)
+            rows = self._run_layer(layer, rows, groups, biases)
         pooled = torch.cat([self._pool(rows[group.begin : group.end].float(), group) for group in groups])
         if self._config.normalized:
             pooled = normalize(pooled, dim=-1)
@@ -71,20 +75,29 @@ class EncoderNetwork:
             rows += weights.token_type
         return self._norm(rows, weights.embedding_norm)
 
-    def _run_layer(self, layer: EncoderLayerWeights, rows: Tensor, groups: list[_Group]) -> Tensor:
+    def _distance_biases(self, groups: list[_Group]) -> Tensor | None:
+        """(heads, longest, longest): what is added to the scores of two tokens so far apart; None where that does not matter."""
+        weights = self._weights.distance_biases
+        if weights is None:
+            return None
+        positions = torch.arange(groups[-1].length, device=self._device)
+        return weights[distance_buckets(positions[None, :] - positions[:, None])].permute(2, 0, 1).contiguous()
+
+    def _run_layer(self, layer: EncoderLayerWeights, rows: Tensor, groups: list[_Group], biases: Tensor | None) -> Tensor:
         """(tokens, hidden) -> (tokens, hidden)."""
-        attended = project(self._attend(layer, rows, groups), layer.attention_out)
+        attended = project(self._attend(layer, rows, groups, biases), layer.attention_out)
         rows = self._norm(attended + rows, layer.attention_norm)
         widened = self._activation(project(rows, layer.up))
         return self._norm(project(widened, layer.down) + rows, layer.output_norm)
 
-    def _attend(self, layer: EncoderLayerWeights, rows: Tensor, groups: list[_Group]) -> Tensor:
+    def _attend(self, layer: EncoderLayerWeights, rows: Tensor, groups: list[_Group], biases: Tensor | None) -> Tensor:
         """(tokens, hidden): each token's mixture of the values of its own text."""
         query, key, value = (project(rows, weights) for weights in (layer.query, layer.key, layer.value))
         mixed = torch.empty_like(query)
         for group in groups:
             q, k, v = (self._heads(each[group.begin : group.end], group) for each in (query, key, value))
-            heads = scaled_dot_product_attention(q, k, v)  # (texts, heads, length, head size)
+            bias = None if biases is None else biases[None, :, : group.length, : group.length]
+            heads = scaled_dot_product_attention(q, k, v, attn_mask=bias)  # (texts, heads, length, head size)
             mixed[group.begin : group.end] = heads.transpose(1, 2).reshape(group.end - group.begin, -1)
         return mixed
 
@@ -99,6 +112,19 @@ class EncoderNetwork:
 
     def _norm(self, rows: Tensor, norm: NormWeights) -> Tensor:
         return layer_norm(rows, rows.shape[-1:], norm.weight, norm.bias, self._config.layer_norm_eps)
+
+
+def distance_buckets(distances: Tensor) -> Tensor:
+    """The bucket of each distance from a token to another: near ones have their own, far ones share, those behind come last.
+
+    distances: in tokens, above 0 to those that follow. Source: the T5 scheme as MPNet uses it, with 32 buckets and 128 tokens as
+    the farthest that is told apart.
+    """
+    half = RELATIVE_BUCKETS // 2
+    exact = half // 2
+    far = distances.abs()
+    shared = exact + (torch.log(far.float().clamp(min=1) / exact) / math.log(FARTHEST / exact) * (half - exact)).long()
+    return torch.where(far < exact, far, shared.clamp(max=half - 1)) + (distances > 0) * half
 
 
 def _groups(lengths: list[int]) -> list[_Group]:
@@ -136,4 +162,6 @@ def _moved(weights: EncoderWeights, device: torch.device) -> EncoderWeights:
         for layer in weights.layers
     )
     token_type = None if weights.token_type is None else weights.token_type.to(device)
-    return EncoderWeights(weights.words.to(device), weights.positions.to(device), token_type, norm(weights.embedding_norm), layers)
+    biases = None if weights.distance_biases is None else weights.distance_biases.to(device)
+    embedding_norm = norm(weights.embedding_norm)
+    return EncoderWeights(weights.words.to(device), weights.positions.to(device), token_type, embedding_norm, layers, biases)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from inference.checkpoint.tensor_reader import TensorReader
 from inference.decoder.linear import LinearWeights
-from inference.encoder.config import EncoderConfig
+from inference.encoder.config import RELATIVE_BUCKETS, EncoderConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +38,17 @@ class EncoderLayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class EncoderWeights:
-    """All weights. words (vocabulary, hidden), positions (position_count, hidden); token_type (hidden,), or None without any."""
+    """All weights. words (vocabulary, hidden), positions (position_count, hidden); token_type (hidden,), or None without any.
+
+    distance_biases (buckets of distances, heads): what is added to attention's scores; None where distances do not matter.
+    """
 
     words: Tensor
     positions: Tensor
     token_type: Tensor | None
     embedding_norm: NormWeights
     layers: tuple[EncoderLayerWeights, ...]
+    distance_biases: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +88,15 @@ _DISTIL_NAMES = _Names(
     down="ffn.lin2",
     output_norm="output_layer_norm",
 )
+_MPNET_NAMES = replace(
+    _BERT_NAMES,
+    query="attention.attn.q",
+    key="attention.attn.k",
+    value="attention.attn.v",
+    attention_out="attention.attn.o",
+    attention_norm="attention.LayerNorm",
+)
+_NAMES = {"distilbert": _DISTIL_NAMES, "mpnet": _MPNET_NAMES}
 # Heads of other tasks, and what follows from the configuration: no vector depends on them.
 _IGNORED_NAMES = re.compile(r"(.*\.)?(embeddings\.(position_ids|token_type_ids)|pooler\..*|cls\..*|lm_head\..*|vocab_\w+\..*)")
 
@@ -109,13 +122,16 @@ def load_encoder_weights(
     if config.token_type_count:
         token_type = reader.read(f"{tables}.token_type_embeddings.weight", (config.token_type_count, hidden))[0]
     embedding_norm = _read_norm(reader, f"{tables}.LayerNorm", hidden)
-    names = _DISTIL_NAMES if config.model_type == "distilbert" else _BERT_NAMES
+    distance_biases = None
+    if config.has_relative_positions:
+        distance_biases = reader.read(f"{prefix}encoder.relative_attention_bias.weight", (RELATIVE_BUCKETS, config.head_count))
+    names = _NAMES.get(config.model_type, _BERT_NAMES)
     layers = []
     for index in range(config.layer_count):
         layers.append(_read_layer(reader, config, names, f"{prefix}{names.layer}.{index}"))
         on_progress((index + 1) / config.layer_count)
     reader.refuse_unread(config.architecture, _IGNORED_NAMES)
-    return EncoderWeights(words, positions, token_type, embedding_norm, tuple(layers))
+    return EncoderWeights(words, positions, token_type, embedding_norm, tuple(layers), distance_biases)
 
 
 def _read_layer(reader: TensorReader, config: EncoderConfig, names: _Names, prefix: str) -> EncoderLayerWeights:

@@ -14,7 +14,7 @@ from typing import Any
 from tests.inference.classifier_checkpoints import write_word_tokenizer
 
 INPUT_TOKENS_MAX = 32
-ARCHITECTURES = ("Bert", "Roberta", "XLMRoberta", "DistilBert")
+ARCHITECTURES = ("Bert", "Roberta", "XLMRoberta", "DistilBert", "MPNet")
 DIMENSION = 32
 PLAIN_IDS = range(4, 19)  # of the word tokenizer; those below are special tokens
 CLS, SEP = 2, 3
@@ -35,6 +35,7 @@ def make_random_encoder(
     pooling: str = "pooling_mode_mean_tokens",
     normalized: bool = True,
     layer_count: int = 2,
+    input_tokens_max: int = INPUT_TOKENS_MAX,
     **entries: Any,
 ) -> Path:
     """A random checkpoint of thin layers. entries: of its configuration, as the library knows it."""
@@ -48,7 +49,9 @@ def make_random_encoder(
         sizes |= {"dim": DIMENSION, "hidden_dim": 64, "n_layers": layer_count, "n_heads": 2, "max_position_embeddings": 64}
     else:
         sizes |= {"hidden_size": DIMENSION, "intermediate_size": 64, "num_hidden_layers": layer_count, "num_attention_heads": 2}
-        sizes["max_position_embeddings"] = 64 if architecture == "Bert" else 65
+        sizes["max_position_embeddings"] = {"Bert": 64, "MPNet": 166}.get(architecture, 65)
+        if architecture == "MPNet":
+            sizes |= {"pad_token_id": 1}  # the model takes it for that, whatever it is told
     model = getattr(transformers, f"{architecture}Model")(getattr(transformers, f"{architecture}Config")(**(sizes | entries)))
     with torch.no_grad():
         for parameter in model.parameters():  # else vectors of different texts hardly differ
@@ -57,7 +60,7 @@ def make_random_encoder(
     write_modules(directory, ["Transformer", "Pooling", *(["Normalize"] if normalized else [])])
     (directory / "1_Pooling").mkdir(exist_ok=True)
     write_json(directory / "1_Pooling" / "config.json", {"word_embedding_dimension": DIMENSION, pooling: True})
-    write_json(directory / "sentence_bert_config.json", {"max_seq_length": INPUT_TOKENS_MAX, "do_lower_case": False})
+    write_json(directory / "sentence_bert_config.json", {"max_seq_length": input_tokens_max, "do_lower_case": False})
     return directory
 
 

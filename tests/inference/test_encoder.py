@@ -95,6 +95,7 @@ class TestVectors:
             ("Roberta", FIRST, True),
             ("XLMRoberta", MEAN, False),
             ("DistilBert", MEAN, True),
+            ("MPNet", FIRST, False),
         ],
     )
     def test_equal_those_of_transformers(self, architecture: str, pooling: str, normalized: bool, tmp_path: Path) -> None:
@@ -106,6 +107,19 @@ class TestVectors:
         expected = torch.tensor(reference_vectors(directory, given, pooling=pooling, normalized=normalized))
         assert vectors.shape == (len(given), DIMENSION)
         torch.testing.assert_close(vectors, expected, atol=1e-5, rtol=1e-5)
+
+    def test_of_relative_positions_are_those_of_transformers_at_all_distances(self, tmp_path: Path) -> None:
+        """Near tokens have a bias each, those farther apart share one, and beyond 128 all do."""
+        directory = make_random_encoder(tmp_path, "MPNet", input_tokens_max=160)
+        given = texts(6, 160, 3, 129, 40)
+
+        vectors = network_of(directory).embed(given)
+
+        expected = torch.tensor(reference_vectors(directory, given, pooling=MEAN, normalized=True))
+        torch.testing.assert_close(vectors, expected, atol=1e-5, rtol=1e-5)
+        edit_config(directory, relative_attention_num_buckets=16)
+        with pytest.raises(CheckpointInvalid, match="relative_attention_num_buckets = 16 is not supported"):
+            read_encoder_config(directory)
 
     def test_depend_on_the_text_alone(self, tiny: Path) -> None:
         """Whatever a text is batched with, and in whatever order: no more than the rounding of a matrix product."""
@@ -203,7 +217,7 @@ LAYER = "encoder.layer.1.output.dense"
 @pytest.mark.parametrize(
     ("spoil", "named"),
     [
-        (entries(model_type="mpnet"), "model_type mpnet"),
+        (entries(model_type="deberta-v2"), "model_type deberta-v2"),
         (entries(position_embedding_type="relative_key"), "'relative_key'"),
         (entries(hidden_act="swish"), "activation swish"),
         (entries(is_decoder=True), "is_decoder = True"),
