@@ -5,14 +5,15 @@ holds of the subject are locked like by any batch. So every charge is either in 
 never neither. Live holds are charged to the quota from then on.
 
 A long window is summed up in two steps, so that admissions wait for the second one only: first, without the lock, what had ended
-before `SETTLED_AGE`, of which no transaction can be open any more; then the rest.
+before `SETTLED_AGE`, of which no transaction can be open any more; then the rest. Many quotas are counted together, by as many
+statements as one of each kind takes.
 """
 
 from __future__ import annotations
 
 import uuid
-from collections import Counter
-from collections.abc import Collection, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -21,28 +22,22 @@ from sqlalchemy import (
     BigInteger,
     BindParameter,
     Boolean,
-    ColumnElement,
     DateTime,
-    Select,
     Text,
-    TextClause,
     Uuid,
-    and_,
     bindparam,
     delete,
     func,
-    insert,
     or_,
     select,
     text,
-    update,
 )
 from sqlalchemy.dialects.postgresql import ARRAY
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from metering.holds.hold_rows import QUOTA_LOCK
-from metering.models import Hold, HoldState, Quota, QuotaCounter, QuotaDimension, QuotaSubject
-from metering.quotas.quota_rules import DIMENSIONS, NO_WINDOW, Kind, Unit, Weights, token_scale, window_end, window_start
+from metering.models import Hold, HoldState, Quota, QuotaCounter, QuotaDimension
+from metering.quotas.quota_rules import DIMENSIONS, Kind, Unit, Weights, token_scale, window_end, window_start
 from metering.quotas.quotas import USED_MAX
 
 # A batch of hold operations is given up after some seconds, and the server ends a transaction that idles.
@@ -53,19 +48,13 @@ EARLY_TIMEOUT_MS = 600_000  # a month of a large customer is millions of rows, a
 LOCKED_TIMEOUT_MS = 3_000  # below what a batch waits for a lock: rather no quota than no admissions
 FOR_EVER = datetime(9999, 1, 1, tzinfo=UTC)
 
-SUBJECT_COLUMNS = {
-    QuotaSubject.ORGANIZATION: Hold.organization_id,
-    QuotaSubject.PROJECT: Hold.project_id,
-    QuotaSubject.API_KEY: Hold.api_key_id,
-}
-
 Window = tuple[datetime, datetime]
 Uncounted = tuple[Quota, uuid.UUID]  # with the organization of its subject
 
 
 def amount(sent: str, cached: str, output: str) -> str:
     """SQL of a weighted sum, rounded up, as `quota_rules.Scale.amount` has it."""
-    return f"(({sent} - {cached}) * w_input + {cached} * w_cached + {output} * w_output + :divisor - 1) / :divisor"
+    return f"(({sent} - {cached}) * w_input + {cached} * w_cached + {output} * w_output + divisor - 1) / divisor"
 
 
 def posted_at(border: str) -> str:
@@ -76,43 +65,54 @@ def posted_at(border: str) -> str:
                ELSE coalesce((SELECT {amount("sent", "cached", "(mark - sent)")} FROM (SELECT {posted} AS mark) m), 0) END"""
 
 
-# All that was charged to the subject in each of some windows by holds that ended in a time, and by live ones. A settled hold has
-# one usage event. An expired one is charged its lease, until its owner has told by a usage event beyond the one of its expiry what
-# it delivered.
+# All that was charged to each of some subjects in each of some windows by holds that ended in a time, and by live ones. A settled
+# hold has one usage event. An expired one is charged its lease, until its owner has told by a usage event beyond the one of its
+# expiry what it delivered.
 COLUMNS = """
-    h.state, h.posted_minutes, h.posted_token_count AS posted_tokens, h.admitted_at, h.charged_at, h.input_token_count AS sent,
+    h.organization_id, h.project_id, h.api_key_id, h.model AS charged_model, h.state, h.posted_minutes,
+    h.posted_token_count AS posted_tokens, h.admitted_at, h.charged_at, h.input_token_count AS sent,
     h.cached_input_token_count AS cached, h.leased_token_count AS leased, h.price_version_id, h.embedding,
 """
-OF_SUBJECT = "h.{subject_column} = :subject_id AND (:model = '' OR h.model = :model)"
+OF_SUBJECTS = """
+(h.organization_id = ANY(:subject_ids) OR h.project_id = ANY(:subject_ids) OR h.api_key_id = ANY(:subject_ids))
+"""
 CHARGES = f"""
-WITH charged_holds AS (
+WITH asked AS (
+    SELECT * FROM unnest(CAST(:numbers AS bigint[]), CAST(:subjects AS uuid[]), CAST(:models AS text[]), CAST(:inputs AS bigint[]),
+                         CAST(:cached_inputs AS bigint[]), CAST(:outputs AS bigint[]), CAST(:divisors AS bigint[]))
+        AS a(number, subject_id, model, input, cached_input, output, divisor)
+), windows AS (
+    SELECT * FROM unnest(CAST(:windows AS bigint[]), CAST(:starts AS timestamptz[]), CAST(:ends AS timestamptz[]))
+        AS w(number, window_start, window_end)
+), charged_holds AS (
     SELECT {COLUMNS}
         true AS told, e.input_token_count + e.embedding_token_count AS told_input, e.delivered_token_count AS told_output
     FROM usage_events e JOIN holds h ON h.id = e.hold_id
-    WHERE e.organization_id = :organization_id AND e.settled_at >= :since AND e.settled_at < :until AND e.part = 0
-        AND h.state = 'settled' AND {OF_SUBJECT}
+    WHERE e.organization_id = ANY(:organization_ids) AND e.settled_at >= :since AND e.settled_at < :until AND e.part = 0
+        AND h.state = 'settled' AND {OF_SUBJECTS}
     UNION ALL
     SELECT {COLUMNS}
         h.state = 'expired' AND e.parts > CASE WHEN h.delivered_token_count > 0 THEN 1 ELSE 0 END, e.input, e.delivered
     FROM (
-        SELECT * FROM holds WHERE organization_id = :organization_id AND state = 'held' AND :live
+        SELECT * FROM holds WHERE organization_id = ANY(:organization_ids) AND state = 'held' AND :live
         UNION ALL
         SELECT * FROM holds
-        WHERE organization_id = :organization_id AND (state = 'expired' OR (state = 'voided' AND posted_token_count > 0))
+        WHERE organization_id = ANY(:organization_ids) AND (state = 'expired' OR (state = 'voided' AND posted_token_count > 0))
             AND ended_at >= :since AND ended_at < :until
     ) h,
     LATERAL (SELECT count(*) AS parts, coalesce(sum(input_token_count + embedding_token_count), 0)::bigint AS input,
                     coalesce(sum(delivered_token_count), 0)::bigint AS delivered
              FROM usage_events WHERE hold_id = h.id) e
-    WHERE {OF_SUBJECT}
+    WHERE {OF_SUBJECTS}
 ), found AS (
-    SELECT c.*,
-        coalesce(CAST(:input AS bigint), CASE WHEN embedding THEN p.embedding_picos_per_token ELSE p.input_picos_per_token END)
-            AS w_input,
-        coalesce(CAST(:cached AS bigint),
-                 CASE WHEN embedding THEN p.embedding_picos_per_token ELSE p.cached_input_picos_per_token END) AS w_cached,
-        coalesce(CAST(:output AS bigint), p.output_picos_per_token) AS w_output
-    FROM charged_holds c JOIN price_versions p ON p.id = c.price_version_id
+    SELECT c.*, a.number, a.divisor,
+        coalesce(a.input, CASE WHEN embedding THEN p.embedding_picos_per_token ELSE p.input_picos_per_token END) AS w_input,
+        coalesce(a.cached_input, CASE WHEN embedding THEN p.embedding_picos_per_token ELSE p.cached_input_picos_per_token END)
+            AS w_cached,
+        coalesce(a.output, p.output_picos_per_token) AS w_output
+    FROM charged_holds c CROSS JOIN LATERAL (VALUES (c.organization_id), (c.project_id), (c.api_key_id)) AS s(subject_id)
+    JOIN asked a ON a.subject_id = s.subject_id AND (a.model = '' OR a.model = c.charged_model)
+    JOIN price_versions p ON p.id = c.price_version_id
 )
 """
 AMOUNTS = f"""
@@ -127,45 +127,81 @@ AMOUNTS = f"""
              ELSE {amount("sent", "(CASE WHEN w_cached > w_input THEN sent ELSE 0 END)", "leased")} END AS held
     FROM posted
 )
-SELECT window_start, least(sum({posted_at("window_end")} - {posted_at("window_start")}), {USED_MAX})::bigint AS used,
+SELECT number, window_start, least(sum({posted_at("window_end")} - {posted_at("window_start")}), {USED_MAX})::bigint AS used,
     sum(CASE WHEN charged_at >= window_start AND charged_at < window_end THEN held ELSE 0 END)::bigint AS held
-FROM charged, unnest(CAST(:starts AS timestamptz[]), CAST(:ends AS timestamptz[])) AS s(window_start, window_end)
-GROUP BY 1
+FROM charged JOIN windows USING (number) GROUP BY number, window_start
 """
 REQUESTS = """
-SELECT s.window_start, count(*) AS used, 0 AS held
-FROM found f JOIN unnest(CAST(:starts AS timestamptz[]), CAST(:ends AS timestamptz[])) AS s(window_start, window_end)
-    ON admitted_at >= s.window_start AND admitted_at < s.window_end
-WHERE state <> 'voided'
-GROUP BY 1
+SELECT number, window_start, count(*) AS used, 0 AS held
+FROM found JOIN windows USING (number)
+WHERE admitted_at >= window_start AND admitted_at < window_end AND state <> 'voided' GROUP BY number, window_start
 """
 CONCURRENCY = """
-SELECT window_start, 0 AS used, count(*) AS held FROM found, unnest(CAST(:starts AS timestamptz[])) AS s(window_start)
-WHERE state = 'held' GROUP BY 1
+SELECT number, window_start, 0 AS used, count(*) AS held FROM found JOIN windows USING (number)
+WHERE state = 'held' GROUP BY number, window_start
 """
 TAILS = {Kind.CONCURRENCY: CONCURRENCY, Kind.REQUESTS: REQUESTS, Kind.TOKENS: AMOUNTS, Kind.MONEY: AMOUNTS}
-TIME = DateTime(timezone=True)
-PARAMETERS: dict[str, BindParameter[Any]] = {
-    "organization_id": bindparam("organization_id", type_=Uuid()),
-    "subject_id": bindparam("subject_id", type_=Uuid()),
-    "model": bindparam("model", type_=Text()),
-    "starts": bindparam("starts", type_=ARRAY(TIME)),
-    "ends": bindparam("ends", type_=ARRAY(TIME)),
-    "since": bindparam("since", type_=TIME),
-    "until": bindparam("until", type_=TIME),
-    "live": bindparam("live", type_=Boolean()),
-    **{name: bindparam(name, type_=BigInteger()) for name in ("input", "cached", "output", "divisor")},
-}
+IDS, NUMBERS, TIMES, TIME = ARRAY(Uuid()), ARRAY(BigInteger()), ARRAY(DateTime(timezone=True)), DateTime(timezone=True)
+PARAMETERS: tuple[BindParameter[Any], ...] = (
+    *(bindparam(name, type_=IDS) for name in ("organization_ids", "subject_ids", "subjects")),
+    *(bindparam(name, type_=NUMBERS) for name in ("numbers", "inputs", "cached_inputs", "outputs", "divisors", "windows")),
+    *(bindparam(name, type_=TIMES) for name in ("starts", "ends")),
+    *(bindparam(name, type_=TIME) for name in ("since", "until")),
+    bindparam("models", type_=ARRAY(Text())),
+    bindparam("live", type_=Boolean()),
+)
+INSERT_COUNTERS = text("""
+INSERT INTO quota_counters (quota_id, window_start, used, held)
+SELECT * FROM unnest(CAST(:quota_ids AS uuid[]), CAST(:starts AS timestamptz[]), CAST(:used AS bigint[]), CAST(:held AS bigint[]))
+""").bindparams(
+    bindparam("quota_ids", type_=IDS),
+    bindparam("starts", type_=TIMES),
+    *(bindparam(name, type_=NUMBERS) for name in ("used", "held")),
+)
+CHARGE_HOLDS = text("""
+UPDATE holds h SET quota_ids = h.quota_ids || n.quota_ids
+FROM (SELECT c.hold_id, array_agg(c.quota_id ORDER BY c.place) AS quota_ids
+      FROM unnest(CAST(:hold_ids AS uuid[]), CAST(:quota_ids AS uuid[])) WITH ORDINALITY AS c(hold_id, quota_id, place)
+      JOIN holds o ON o.id = c.hold_id WHERE c.quota_id <> ALL (o.quota_ids) GROUP BY c.hold_id) n
+WHERE h.id = n.hold_id
+""").bindparams(*(bindparam(name, type_=IDS) for name in ("hold_ids", "quota_ids")))
 
 
-@dataclass(frozen=True, slots=True)
-class Charges:
-    """What was used and held in each window by its start, of holds that ended before `until`."""
+@dataclass(slots=True)
+class Recount:
+    """One quota that is counted anew: what was used and held by window, of which windows, and the live holds of its subject.
 
-    windows: frozenset[Window] = frozenset()
-    until: datetime = NO_WINDOW
+    number: its place among those that are counted together. early: windows of which all that ended long ago is in the sums.
+    """
+
+    number: int
+    quota: Quota
+    organization_id: uuid.UUID
+    early: frozenset[Window] = frozenset()
+    windows: set[Window] = field(default_factory=set)
+    live_ids: list[uuid.UUID] = field(default_factory=list)
     used: Counter[datetime] = field(default_factory=Counter)
     held: Counter[datetime] = field(default_factory=Counter)
+
+    @property
+    def dimension(self) -> QuotaDimension:
+        """What it counts."""
+        return QuotaDimension(self.quota.dimension)
+
+    @property
+    def kind(self) -> Kind:
+        """What a request is charged in."""
+        return DIMENSIONS[self.dimension][0]
+
+    @property
+    def unit(self) -> Unit | None:
+        """Over which window."""
+        return DIMENSIONS[self.dimension][1]
+
+    @property
+    def is_summed_early(self) -> bool:
+        """Whether its window is long, so that most of it can be summed up while others admit."""
+        return self.unit is not Unit.MINUTE and (self.unit is not None or self.kind is Kind.MONEY)
 
 
 async def recount(session: AsyncSession, uncounted: Sequence[Uncounted]) -> None:
@@ -175,104 +211,104 @@ async def recount(session: AsyncSession, uncounted: Sequence[Uncounted]) -> None
     """
     if not uncounted:
         return
+    recounts = [Recount(number, *each) for number, each in enumerate(uncounted)]
     await session.execute(text(f"SET LOCAL statement_timeout = {EARLY_TIMEOUT_MS}"))
-    early = [await _ended_long_ago(session, *each) for each in uncounted]
+    now = await _clock(session)
+    for each in recounts:
+        each.early = frozenset(_windows_about(each.dimension, now)) if each.is_summed_early else frozenset()
+    ended_before = now - SETTLED_AGE
+    await _sum_up(session, [(each, each.early) for each in recounts], until=ended_before, live=False)
     await session.execute(text(f"SET LOCAL statement_timeout = {LOCKED_TIMEOUT_MS}"))
     await session.execute(text(f"SELECT pg_advisory_xact_lock({QUOTA_LOCK})"))
-    if len(uncounted) > 1:  # all at once, since one subject's after another's would not be in the order of every batch
-        await session.execute(_locked(or_(*(_of_subject(quota) for quota, _ in uncounted))).with_only_columns(Hold.id))
-    for (quota, organization_id), charges in zip(uncounted, early, strict=True):
-        await _write(session, quota, organization_id, charges)
+    await _find_live(session, recounts)
+    await _sum_up(session, [(each, each.windows & each.early) for each in recounts], since=ended_before)
+    await _sum_up(session, [(each, each.windows - each.early) for each in recounts])
+    await _write(session, recounts)
     await session.execute(text("SET LOCAL statement_timeout = DEFAULT"))
 
 
-async def _write(session: AsyncSession, quota: Quota, organization_id: uuid.UUID, early: Charges) -> None:
-    """Count one quota, with the lock."""
-    dimension = QuotaDimension(quota.dimension)
-    live = (await session.execute(_locked(_of_subject(quota)))).all()
-    windows = _windows_about(dimension, await _clock(session))
-    by_admission = DIMENSIONS[dimension][0] is Kind.REQUESTS
-    windows |= {_window(dimension, row.admitted_at if by_admission else row.charged_at) for row in live}
-    late = [
-        await _charges(session, quota, organization_id, windows & early.windows, since=early.until),
-        await _charges(session, quota, organization_id, windows - early.windows),
-    ]
-    used, held = early.used + late[0].used + late[1].used, late[0].held + late[1].held
-    await session.execute(delete(QuotaCounter).where(QuotaCounter.quota_id == quota.id))
-    starts = [start for start, _ in windows if used[start] or held[start]]
-    if starts:
-        counted = {start: {"used": min(used[start], USED_MAX), "held": held[start]} for start in starts}
-        rows = [{"quota_id": quota.id, "window_start": start} | columns for start, columns in counted.items()]
-        await session.execute(insert(QuotaCounter), rows)
-    uncharged = update(Hold).where(Hold.id.in_([row.id for row in live]), ~Hold.quota_ids.contains([quota.id]))
-    await session.execute(uncharged.values(quota_ids=func.array_append(Hold.quota_ids, quota.id)))
-
-
-async def _ended_long_ago(session: AsyncSession, quota: Quota, organization_id: uuid.UUID) -> Charges:
-    """The part of a long window that can be summed up while others admit."""
-    dimension = QuotaDimension(quota.dimension)
-    kind, unit, *_ = DIMENSIONS[dimension]
-    if unit is Unit.MINUTE or (unit is None and kind is not Kind.MONEY):
-        return Charges()
+async def _find_live(session: AsyncSession, recounts: Sequence[Recount]) -> None:
+    """Lock the live holds of all subjects, in the order of every batch, and note which windows have to be counted."""
+    by_subject: defaultdict[uuid.UUID, list[Recount]] = defaultdict(list)
+    for each in recounts:
+        by_subject[each.quota.subject_id].append(each)
+    subject_ids = list(by_subject)
+    of_subjects = or_(*(column.in_(subject_ids) for column in (Hold.organization_id, Hold.project_id, Hold.api_key_id)))
+    columns = (Hold.id, Hold.organization_id, Hold.project_id, Hold.api_key_id, Hold.model, Hold.admitted_at, Hold.charged_at)
+    query = select(*columns).where(Hold.state == HoldState.HELD, of_subjects).order_by(Hold.id).with_for_update()
+    live = (await session.execute(query)).all()
     now = await _clock(session)
-    windows = _windows_about(dimension, now)
-    return await _charges(session, quota, organization_id, windows, until=now - SETTLED_AGE, live=False)
+    for each in recounts:
+        each.windows = _windows_about(each.dimension, now)
+    for row in live:
+        for subject_id in (row.organization_id, row.project_id, row.api_key_id):
+            for each in by_subject.get(subject_id, ()):
+                if each.quota.model in ("", row.model):
+                    each.live_ids.append(row.id)
+                    each.windows.add(_window(each.dimension, row.admitted_at if each.kind is Kind.REQUESTS else row.charged_at))
 
 
-async def _charges(
+async def _sum_up(
     session: AsyncSession,
-    quota: Quota,
-    organization_id: uuid.UUID,
-    windows: Collection[Window],
+    asked: Iterable[tuple[Recount, Collection[Window]]],
     *,
     since: datetime | None = None,
     until: datetime = FOR_EVER,
     live: bool = True,
-) -> Charges:
-    """Charges of holds that ended in a time, by default since the first window began, and of live ones."""
-    if not windows:
-        return Charges()
-    dimension = QuotaDimension(quota.dimension)
-    kind = DIMENSIONS[dimension][0]
-    weights = Weights(quota.input_weight_milli, quota.cached_input_weight_milli, quota.output_weight_milli)
-    scale = token_scale(dimension, weights)
-    statement = CHARGES.replace("{subject_column}", SUBJECT_COLUMNS[QuotaSubject(quota.subject)].key) + TAILS[kind]
-    values = {
-        "organization_id": organization_id,
-        "subject_id": quota.subject_id,
-        "model": quota.model,
-        "starts": [start for start, _ in windows],
-        "ends": [end for _, end in windows],
-        "since": min(start for start, _ in windows) if since is None else since,
-        "until": until,
-        "live": live,
-        "input": scale and scale.input,
-        "cached": scale and scale.cached_input,
-        "output": scale and scale.output,
-        "divisor": scale.divisor if scale else 1,
+) -> None:
+    """Add charges in these windows of holds that ended in a time, by default since the first window began, and of live ones."""
+    groups: defaultdict[tuple[str, Unit | None], list[tuple[Recount, Collection[Window]]]] = defaultdict(list)
+    for each, windows in asked:
+        if windows:
+            groups[TAILS[each.kind], each.unit].append((each, windows))
+    by_number: dict[int, Recount] = {}
+    for (tail, _), group in groups.items():
+        by_number.update((each.number, each) for each, _ in group)
+        first = min(start for _, windows in group for start, _ in windows)
+        values = _values(group) | {"since": first if since is None else since, "until": until, "live": live}
+        for number, start, used, held in await session.execute(text(CHARGES + tail).bindparams(*PARAMETERS), values):
+            by_number[number].used[start] += used
+            by_number[number].held[start] += held
+
+
+def _values(group: Sequence[tuple[Recount, Collection[Window]]]) -> dict[str, Any]:
+    """What CHARGES asks for these quotas."""
+    quotas = [each.quota for each, _ in group]
+    weights = [Weights(quota.input_weight_milli, quota.cached_input_weight_milli, quota.output_weight_milli) for quota in quotas]
+    scales = [token_scale(QuotaDimension(quota.dimension), each) for quota, each in zip(quotas, weights, strict=True)]
+    windows = [(each.number, start, end) for each, of_each in group for start, end in of_each]
+    return {
+        "organization_ids": list({each.organization_id for each, _ in group}),
+        "subject_ids": list({quota.subject_id for quota in quotas}),
+        "numbers": [each.number for each, _ in group],
+        "subjects": [quota.subject_id for quota in quotas],
+        "models": [quota.model for quota in quotas],
+        "inputs": [scale and scale.input for scale in scales],
+        "cached_inputs": [scale and scale.cached_input for scale in scales],
+        "outputs": [scale and scale.output for scale in scales],
+        "divisors": [scale.divisor if scale else 1 for scale in scales],
+        "windows": [number for number, _, _ in windows],
+        "starts": [start for _, start, _ in windows],
+        "ends": [end for _, _, end in windows],
     }
-    charges = Charges(frozenset(windows), until)
-    for start, used, held in await session.execute(_statement(statement), values):
-        charges.used[start] += used
-        charges.held[start] += held
-    return charges
 
 
-def _statement(sql: str) -> TextClause:
-    """The statement with those parameters that it names."""
-    return text(sql).bindparams(*(parameter for name, parameter in PARAMETERS.items() if f":{name}" in sql))
-
-
-def _of_subject(quota: Quota) -> ColumnElement[bool]:
-    """The holds that a quota applies to."""
-    of_subject = SUBJECT_COLUMNS[QuotaSubject(quota.subject)] == quota.subject_id
-    return and_(of_subject, Hold.model == quota.model) if quota.model else of_subject
-
-
-def _locked(which: ColumnElement[bool]) -> Select[uuid.UUID, datetime, datetime]:
-    """Locks live holds in the order of every batch."""
-    query = select(Hold.id, Hold.admitted_at, Hold.charged_at).where(Hold.state == HoldState.HELD, which)
-    return query.order_by(Hold.id).with_for_update()
+async def _write(session: AsyncSession, recounts: Sequence[Recount]) -> None:
+    """The counters as they were summed up, and the live holds charged to those quotas that they were not charged to."""
+    await session.execute(delete(QuotaCounter).where(QuotaCounter.quota_id.in_([each.quota.id for each in recounts])))
+    rows = [
+        (each.quota.id, start, min(each.used[start], USED_MAX), each.held[start])
+        for each in recounts
+        for start, _ in each.windows
+        if each.used[start] or each.held[start]
+    ]
+    if rows:
+        quota_ids, starts, used, held = map(list, zip(*rows, strict=True))
+        await session.execute(INSERT_COUNTERS, {"quota_ids": quota_ids, "starts": starts, "used": used, "held": held})
+    charged = [(hold_id, each.quota.id) for each in recounts for hold_id in each.live_ids]
+    if charged:
+        hold_ids, quota_ids = map(list, zip(*charged, strict=True))
+        await session.execute(CHARGE_HOLDS, {"hold_ids": hold_ids, "quota_ids": quota_ids})
 
 
 async def _clock(session: AsyncSession) -> datetime:

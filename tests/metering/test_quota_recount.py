@@ -7,15 +7,17 @@ import os
 import random
 import uuid
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
-from sqlalchemy import select
+from sqlalchemy import event, select, update
 
 from metering.billing.prepaid import set_prepaid
 from metering.errors import QuotaExceeded
 from metering.models import Quota, QuotaDimension, QuotaSubject
 from metering.operations import Expire, Extend, Payer, QuotaState, Void
 from metering.quotas.quota_admin import SETTABLE, delete_quota, set_quota
+from metering.quotas.quota_recount import recount
 from metering.quotas.quota_rules import Weights
 from metering.store.db import Sessions
 from tests.metering.hold_world import MODEL, HoldWorld, admit, hold_world, of_type, settle
@@ -363,3 +365,35 @@ async def test_a_late_settlement_gives_back_by_the_weights_of_now(world: HoldWor
     await world.run(settle(early.hold_id, 7, cached_tokens=10), settle(moved.hold_id, 12, cached_tokens=4))
 
     check_invariants(world.url, all_ended=True)
+
+
+async def test_many_quotas_are_counted_anew_by_as_many_statements_as_few(world: HoldWorld, sessions: Sessions) -> None:
+    """Nobody admits meanwhile, so it must not take longer with each key whose limits an organization weighs otherwise."""
+    owner = world.tenant()
+    payers = [replace(owner, api_key_id=world.key(owner.project_id)) for _ in range(12)]
+    dimensions = (QuotaDimension.TOKENS_PER_MONTH, QuotaDimension.TOKENS_PER_MINUTE, QuotaDimension.COST_PICOS_PER_DAY)
+    for payer in payers:
+        for dimension in dimensions:
+            await set_limit(sessions, payer, dimension, subject=QuotaSubject.API_KEY)
+    ops = [admit(payer) for payer in payers for _ in range(2)]
+    await world.run(*ops)
+    await world.run(*(settle(op.hold_id, index % 20) for index, op in enumerate(ops[::2])))
+    statements: list[str] = []
+    event.listen(sessions.kw["bind"].sync_engine, "before_cursor_execute", lambda *arguments: statements.append(arguments[2]))
+
+    counts = []
+    for weight, subjects in ((2000, payers[:1]), (1500, payers)):
+        async with sessions.begin() as session:
+            of_keys = Quota.subject_id.in_([payer.api_key_id for payer in subjects])
+            await session.execute(
+                update(Quota).where(of_keys, Quota.dimension != dimensions[-1]).values(output_weight_milli=weight)
+            )
+            quotas = (await session.scalars(select(Quota).where(of_keys))).all()
+            statements.clear()
+            await recount(session, [(quota, owner.organization_id) for quota in quotas])
+            counts.append(len(statements))
+
+    assert len(quotas) == 3 * len(payers)
+    assert counts[0] == counts[1]
+    assert sum("FOR UPDATE" in statement for statement in statements) == 1
+    check_invariants(world.url)
