@@ -16,9 +16,11 @@ from infra import typescript_sdk
 from metering.billing.prices import set_price
 from tests.conftest import new_database
 from tests.inference.encoder_checkpoints import make_random_encoder
-from tests.service import MODEL, Service, make_model, running, wait_for
+from tests.inference.tool_checkpoints import make_tool_checkpoint
+from tests.service import MODEL, Service, make_model, price_model, running, wait_for
 
 ENCODER = "encoder"
+TOOL_MODEL = "tooled"
 EMBEDDING_PICOS = 20_000
 TIGHT_KEEP_S = 20.0
 
@@ -29,8 +31,10 @@ def service(tmp_path_factory: pytest.TempPathFactory, postgres_server: str, temp
     model = make_model(tmp_path_factory.mktemp("model"))
     with new_database(postgres_server, template=template_database) as url:
         encoders = {ENCODER: make_random_encoder(tmp_path_factory.mktemp("encoder"))}
-        with running(Service(tmp_path_factory.mktemp("home"), url, model, encoders=encoders)) as service:
+        models = {MODEL: model, TOOL_MODEL: make_tool_checkpoint(tmp_path_factory.mktemp("tooled"))}
+        with running(Service(tmp_path_factory.mktemp("home"), url, model, models=models, encoders=encoders)) as service:
             wait_for(lambda: service.serving(f"engine/{ENCODER}"), "the encoder to be loaded")
+            wait_for(lambda: service.serving(f"engine/{TOOL_MODEL}"), "the model for tools to be loaded")
             asyncio.run(price_encoder(service))
             yield service
             assert service.stop() == 0, service.log[-4000:]
@@ -38,7 +42,7 @@ def service(tmp_path_factory: pytest.TempPathFactory, postgres_server: str, temp
 
 
 async def price_encoder(service: Service) -> None:
-    """What an embedded token costs."""
+    """What an embedded token costs, and those of the model that calls tools."""
     async with service.session() as session:
         await set_price(
             session,
@@ -49,6 +53,7 @@ async def price_encoder(service: Service) -> None:
             embedding_picos_per_token=EMBEDDING_PICOS,
             actor="test",
         )
+        await price_model(session, TOOL_MODEL)
 
 
 @pytest.fixture(scope="session")

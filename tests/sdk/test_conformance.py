@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from google.protobuf.descriptor import Descriptor
-from google.protobuf.message import Message
+from google.protobuf.message import Message as ProtoMessage
 from weir.v1 import inference_service_pb2 as inference_pb
 from weir_client import (
     Aborted,
@@ -27,11 +27,14 @@ from weir_client import (
     GenerationState,
     IncompleteGeneration,
     InvalidRequest,
+    Message,
     ModelTask,
     Money,
     NotFound,
     QuotaExceeded,
     Resumed,
+    Tool,
+    ToolCallDelta,
     Unauthenticated,
     Unavailable,
     UsageUpdate,
@@ -40,7 +43,7 @@ from weir_client import (
 from metering.models import QuotaDimension
 from tests.inference.encoder_checkpoints import DIMENSION
 from tests.sdk import scripted
-from tests.sdk.conftest import EMBEDDING_PICOS, ENCODER, TIGHT_KEEP_S
+from tests.sdk.conftest import EMBEDDING_PICOS, ENCODER, TIGHT_KEEP_S, TOOL_MODEL
 from tests.sdk.tcp_door import TcpDoor
 from tests.service import CACHED_PICOS, INPUT_PICOS, MODEL, OUTPUT_PICOS, POLL_S, Service, Tenant
 
@@ -197,6 +200,31 @@ async def test_keeps_response_formats(client: AsyncClient) -> None:
         assert isinstance(json.loads(result.text)["ok"], bool)
     else:
         assert result.text.lstrip().startswith("{")
+
+
+async def test_calls_tools(client: AsyncClient) -> None:
+    schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"], "additionalProperties": False}
+    tool = Tool("check", "Checks it.", schema)
+    deltas: list[ToolCallDelta] = []
+    tools = [tool, Tool("other")]
+    async with client.generate(TOOL_MODEL, "Is it?", tools=tools, tool_choice=tool, max_output_tokens=400) as stream:
+        async for delta in stream:
+            deltas += delta.tool_calls
+    result = stream.result
+    assert result.finish_reason is FinishReason.TOOL_CALLS
+    assert result.text == ""
+    [call] = result.tool_calls
+    assert result.choices[0].tool_calls == (call,)
+    assert call.name == "check"
+    assert isinstance(call.arguments["ok"], bool)
+    assert [(delta.index, delta.id, delta.name) for delta in deltas[:2]] == [(0, call.id, "check"), (0, "", "")]
+    assert "".join(delta.arguments_json for delta in deltas) == call.arguments_json
+    talk = [Message("user", "Is it?"), Message("assistant", "", result.tool_calls), Message("tool", "It is.", (), call.id)]
+    after = await client.complete(TOOL_MODEL, talk, tools=[tool], tool_choice="none", max_output_tokens=2)
+    assert after.tool_calls == ()
+    with pytest.raises(InvalidRequest) as caught:
+        await client.complete(MODEL, "Is it?", tools=[tool], max_output_tokens=2)
+    assert caught.value.details.field_violations[0].field == "tools"
 
 
 async def test_returns_choices_and_logprobs(client: AsyncClient) -> None:
@@ -593,6 +621,9 @@ async def test_offers_every_field() -> None:
         region="here",
         keep_on_disconnect=5,
         prefetch_tokens=10,
+        tools=[Tool("t")],
+        tool_choice="auto",
+        single_tool_call=True,
     )
     async with scripted.serve(server) as address, AsyncClient(address, "key") as client:
         await client.complete(MODEL, "Hi", **(every | GenerateOptions(json_schema={})))
@@ -619,12 +650,12 @@ def fields_of(descriptor: Descriptor) -> Iterator[str]:
             yield from fields_of(field.message_type)
 
 
-def fields_set(message: Message) -> Iterator[str]:
+def fields_set(message: ProtoMessage) -> Iterator[str]:
     """Of those, what one holds."""
     for field, value in message.ListFields():
         yield field.full_name
         if field.message_type is not None and field.message_type.full_name in NESTED:
-            for each in [value] if isinstance(value, Message) else value:
+            for each in [value] if isinstance(value, ProtoMessage) else value:
                 yield from fields_set(each)
 
 

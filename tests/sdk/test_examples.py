@@ -18,7 +18,7 @@ import pytest
 import weir_client
 
 from infra import typescript_sdk
-from tests.sdk.conftest import ENCODER
+from tests.sdk.conftest import ENCODER, TOOL_MODEL
 from tests.service import MODEL, Service
 
 PYTHON_README = typescript_sdk.SDK.parent / "python" / "README.md"
@@ -39,7 +39,7 @@ def examples(readme: Path, language: str) -> list[tuple[int, str]]:
 
 def with_test_models(text: str) -> str:
     """The models of the examples, by the names that those of the tests have."""
-    return text.replace('"demo"', f'"{MODEL}"').replace('"minilm"', f'"{ENCODER}"')
+    return text.replace('"demo"', f'"{MODEL}"').replace('"minilm"', f'"{ENCODER}"').replace('"qwen"', f'"{TOOL_MODEL}"')
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ import pytest
 
 from infra import typescript_sdk
 from metering.models import QuotaDimension
-from tests.sdk.conftest import ENCODER, alive
+from tests.sdk.conftest import ENCODER, TOOL_MODEL, alive
 from tests.service import MODEL, Service
 
 CONFORMANCE = json.loads((typescript_sdk.SDK.parent / "conformance.json").read_text())
@@ -36,6 +36,7 @@ def report(built: Path, service: Service, tight_process: Service) -> dict[str, s
         "WEIR_TEST_TIGHT_ADDRESS": alive(tight_process).address,
         "WEIR_TEST_MODEL": MODEL,
         "WEIR_TEST_ENCODER": ENCODER,
+        "WEIR_TEST_TOOL_MODEL": TOOL_MODEL,
     }
     tests = sorted(map(str, (built / "tests").glob("*.test.js")))
     done = subprocess.run(

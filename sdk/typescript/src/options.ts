@@ -1,11 +1,24 @@
 /** What the calls of a client take. */
 
 import type { Money } from "./money.js";
+import type { ToolCall } from "./values.js";
 
 /** One message of a conversation. */
 export interface Message {
-  readonly role: "system" | "user" | "assistant";
+  readonly role: "system" | "user" | "assistant" | "tool";
   readonly content: string;
+  /** What the model called in a message of the role `assistant`: `Result.toolCalls`. */
+  readonly toolCalls?: readonly ToolCall[];
+  /** Which call a message of the role `tool` is the result of. */
+  readonly toolCallId?: string;
+}
+
+/** A function that the model may call. Your program makes the call, and sends its result with the next request. */
+export interface Tool {
+  readonly name: string;
+  readonly description?: string;
+  /** The JSON schema of an object, or its text; without one it takes nothing. */
+  readonly parameters?: object | string;
 }
 
 /** A question, or the messages so far. */
@@ -55,6 +68,18 @@ export interface GenerateOptions {
   readonly regex?: string;
   /** The answer follows this EBNF grammar in Lark's syntax. */
   readonly lark?: string;
+  /**
+   * Functions that the model may call, if its chat template has a place for them: the calls are in `Result.toolCalls`, and come as they
+   * grow in `Delta.toolCalls`. Excludes the formats above and `beamWidth`.
+   */
+  readonly tools?: readonly Tool[];
+  /**
+   * `auto` is the default; `required`: at least one call, valid under its schema, and no text; the name of a tool in `name`: that one is
+   * called once.
+   */
+  readonly toolChoice?: "auto" | "none" | "required" | { readonly name: string };
+  /** The output ends with its first call. */
+  readonly singleToolCall?: boolean;
   /** 1 to 16 answers to the one prompt, in `Result.choices`; needs a temperature above 0, or `beamWidth`. */
   readonly choiceCount?: number;
   /** 2 to 16 beams that search for the likeliest answers. */

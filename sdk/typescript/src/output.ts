@@ -10,15 +10,28 @@ class Output {
   private readonly texts: string[] = [];
   private readonly tokenIds: number[] = [];
   private readonly logprobs: TokenLogprobs[] = [];
+  private readonly calls: { id: string; name: string; pieces: string[] }[] = [];
 
   add(frame: DeltaFrame, logprobs: readonly TokenLogprobs[]): void {
     this.texts.push(frame.text);
     for (const tokenId of frame.tokenIds) this.tokenIds.push(tokenId);
     for (const each of logprobs) this.logprobs.push(each);
+    for (const { id, name, argumentsJson } of frame.toolCalls) {
+      if (id !== "") this.calls.push({ id, name, pieces: [] });
+      this.calls.at(-1)?.pieces.push(argumentsJson);
+    }
   }
 
   choice(index: number, finishReason: FinishReason): Choice {
-    return { index, finishReason, text: this.texts.join(""), tokenIds: [...this.tokenIds], logprobs: [...this.logprobs] };
+    const toolCalls = this.calls.map(({ id, name, pieces }) => ({ id, name, argumentsJson: pieces.join("") }));
+    return {
+      index,
+      finishReason,
+      text: this.texts.join(""),
+      tokenIds: [...this.tokenIds],
+      logprobs: [...this.logprobs],
+      toolCalls,
+    };
   }
 }
 

@@ -16,13 +16,20 @@ import {
   Role,
   ServiceTier,
   type StartFrameSchema,
+  ToolMode,
   Truncation,
   type UpdateFrameSchema,
 } from "./gen/weir/v1/inference_service_pb.js";
 import type { EmbedOptions, GenerateOptions, LimitOptions, Message, Prompt } from "./options.js";
 import { moneyInit } from "./wire.js";
 
-const ROLES: Readonly<Record<string, Role>> = { system: Role.SYSTEM, user: Role.USER, assistant: Role.ASSISTANT };
+const ROLES: Readonly<Record<string, Role>> = {
+  system: Role.SYSTEM,
+  user: Role.USER,
+  assistant: Role.ASSISTANT,
+  tool: Role.TOOL,
+};
+const TOOL_MODES: Readonly<Record<string, ToolMode>> = { auto: ToolMode.AUTO, none: ToolMode.NONE, required: ToolMode.REQUIRED };
 
 /** An `InvalidRequest` that names one field. */
 export function invalid(field: string, description: string): InvalidRequest {
@@ -72,7 +79,13 @@ function startInit(model: string, options: GenerateOptions): MessageInitShape<ty
     labels: { ...labels },
     tier: options.tier === "batch" ? ServiceTier.BATCH : ServiceTier.INTERACTIVE,
     region: options.region ?? "",
+    tools: (options.tools ?? []).map(({ name, description = "", parameters = "" }) => ({
+      name,
+      description,
+      parametersJsonSchema: typeof parameters === "string" ? parameters : JSON.stringify(parameters),
+    })),
     ...dropUndefined({
+      toolChoice: toolChoice(options),
       maxOutputTokens: int64("maxOutputTokens", options.maxOutputTokens),
       maxCost: options.maxCost && moneyInit(options.maxCost),
       usageIntervalTokens: int64("usageIntervalTokens", options.usageIntervalTokens),
@@ -98,7 +111,8 @@ export function conversation(prompt: Prompt): MessageInitShape<typeof Conversati
       const role = ROLES[message.role];
       if (role === undefined) throw invalid(`messages[${index}].role`, `'${message.role}' is not one of ${Object.keys(ROLES).join(", ")}`);
       if (typeof message.content !== "string") throw invalid(`messages[${index}].content`, "must be a text");
-      return { role, content: message.content };
+      const toolCalls = (message.toolCalls ?? []).map(({ id, name, argumentsJson }) => ({ id, name, argumentsJson }));
+      return { role, content: message.content, toolCalls, toolCallId: message.toolCallId ?? "" };
     }),
   };
 }
@@ -123,6 +137,15 @@ function responseFormat(options: GenerateOptions): MessageInitShape<typeof Start
   }
   if (regex !== undefined) return { kind: { case: "regex", value: regex } };
   return lark === undefined ? undefined : { kind: { case: "lark", value: lark } };
+}
+
+function toolChoice(options: GenerateOptions): MessageInitShape<typeof StartFrameSchema>["toolChoice"] {
+  const { toolChoice: choice, singleToolCall: single = false } = options;
+  if (choice === undefined && !single) return undefined;
+  if (typeof choice === "object") return { kind: { case: "name", value: choice.name }, single };
+  const mode = TOOL_MODES[choice ?? "auto"];
+  if (mode === undefined) throw invalid("toolChoice", `'${choice}' is not one of ${Object.keys(TOOL_MODES).join(", ")}`);
+  return { kind: { case: "mode", value: mode }, single };
 }
 
 function beamSearch(options: GenerateOptions): MessageInitShape<typeof StartFrameSchema>["beamSearch"] {

@@ -64,6 +64,7 @@ export class Received {
       text: first.text,
       tokenIds: first.tokenIds,
       logprobs: first.logprobs,
+      toolCalls: first.toolCalls,
       choices,
       usage: wire.usage(frame.usage),
       cost: wire.money(frame.cost),

@@ -150,6 +150,27 @@ export interface TokenLogprobs {
   readonly top: readonly TokenLogprob[];
 }
 
+/** One call of a tool that the model has made. Where it was free to call, the arguments are what it wrote: read them with care. */
+export interface ToolCall {
+  /** For the message with the result. */
+  readonly id: string;
+  readonly name: string;
+  /** The JSON text of an object. */
+  readonly argumentsJson: string;
+}
+
+/** More of one call. */
+export interface ToolCallDelta {
+  /** Among the calls of the choice, from 0. */
+  readonly index: number;
+  /** With the first piece of a call, and empty later. */
+  readonly id: string;
+  /** With the first piece of a call, and empty later. */
+  readonly name: string;
+  /** More of the arguments. */
+  readonly argumentsJson: string;
+}
+
 /** New output of a request. */
 export interface Delta {
   readonly type: "delta";
@@ -162,6 +183,8 @@ export interface Delta {
   readonly logprobs: readonly TokenLogprobs[];
   /** Whose output, if `choiceCount` is more than 1. */
   readonly choiceIndex: number;
+  /** New of calls, if `tools` was given. */
+  readonly toolCalls: readonly ToolCallDelta[];
 }
 
 /** Running counts, sent at the interval asked for with `usageIntervalTokens`. */
@@ -200,6 +223,8 @@ export interface Choice {
   readonly text: string;
   readonly tokenIds: readonly number[];
   readonly logprobs: readonly TokenLogprobs[];
+  /** What the model calls, if `tools` was given. */
+  readonly toolCalls: readonly ToolCall[];
 }
 
 /**
@@ -214,6 +239,8 @@ export interface Result {
   readonly text: string;
   readonly tokenIds: readonly number[];
   readonly logprobs: readonly TokenLogprobs[];
+  /** What the model calls, if `tools` was given. */
+  readonly toolCalls: readonly ToolCall[];
   readonly choices: readonly Choice[];
   readonly usage: Usage;
   /** Before plan and tax. */

@@ -162,6 +162,7 @@ export function delta(frame: DeltaFrame): Delta {
       }),
     ),
     choiceIndex: frame.choiceIndex,
+    toolCalls: frame.toolCalls.map(({ index, id, name, argumentsJson }) => ({ index, id, name, argumentsJson })),
   };
 }
 

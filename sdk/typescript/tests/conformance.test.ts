@@ -6,7 +6,7 @@ import { once } from "node:events";
 import { readFileSync } from "node:fs";
 import { connect, createServer, type Server, type Socket } from "node:net";
 import { test } from "node:test";
-import type { DescMessage, Message } from "@bufbuild/protobuf";
+import type { DescMessage, Message as ProtoMessage } from "@bufbuild/protobuf";
 import { isReflectMessage, reflect, type ReflectMessage } from "@bufbuild/protobuf/reflect";
 import { status } from "@grpc/grpc-js";
 import { EmbedRequestSchema, StartFrameSchema } from "../src/gen/weir/v1/inference_service_pb.js";
@@ -20,9 +20,12 @@ import {
   type GenerateOptions,
   IncompleteGeneration,
   InvalidRequest,
+  type Message,
   Money,
   NotFound,
   QuotaExceeded,
+  type Tool,
+  type ToolCallDelta,
   Unauthenticated,
   Unavailable,
   type UsageUpdate,
@@ -31,6 +34,7 @@ import {
 import { answering, away, delta, finished, ScriptedServer } from "./scripted.js";
 
 const MODEL = environment("WEIR_TEST_MODEL");
+const TOOL_MODEL = environment("WEIR_TEST_TOOL_MODEL"); // whose chat template has a place for tools
 const ENCODER = environment("WEIR_TEST_ENCODER");
 const ADDRESS = environment("WEIR_ADDRESS");
 const TIGHT_ADDRESS = environment("WEIR_TEST_TIGHT_ADDRESS"); // of a server that keeps some 1,600 tokens, for 20 s
@@ -199,6 +203,36 @@ promise("keeps-response-formats", async (client) => {
   const result = await client.complete(MODEL, { tokenIds: [7, 8, 9], maxOutputTokens: 200, jsonSchema });
   if (result.finishReason === "STOP") assert.equal(typeof (JSON.parse(result.text) as { ok: unknown }).ok, "boolean");
   else assert.match(result.text, /^\s*\{/);
+});
+
+promise("calls-tools", async (client) => {
+  const parameters = { type: "object", properties: { ok: { type: "boolean" } }, required: ["ok"], additionalProperties: false };
+  const tools: readonly Tool[] = [{ name: "check", description: "Checks it.", parameters }, { name: "other" }];
+  const stream = client.generate(TOOL_MODEL, { prompt: "Is it?", tools, toolChoice: { name: "check" }, maxOutputTokens: 400 });
+  const deltas: ToolCallDelta[] = [];
+  for await (const delta of stream) deltas.push(...delta.toolCalls);
+  const result = await stream.result();
+  assert.equal(result.finishReason, "TOOL_CALLS");
+  assert.equal(result.text, "");
+  assert.equal(result.toolCalls.length, 1);
+  const call = result.toolCalls[0]!;
+  assert.deepEqual(result.choices[0]!.toolCalls, result.toolCalls);
+  assert.equal(call.name, "check");
+  assert.equal(typeof (JSON.parse(call.argumentsJson) as { ok: unknown }).ok, "boolean");
+  assert.deepEqual(deltas.slice(0, 2).map(({ index, id, name }) => [index, id, name]), [[0, call.id, "check"], [0, "", ""]]);
+  assert.equal(deltas.map(({ argumentsJson }) => argumentsJson).join(""), call.argumentsJson);
+  const talk: readonly Message[] = [
+    { role: "user", content: "Is it?" },
+    { role: "assistant", content: "", toolCalls: result.toolCalls },
+    { role: "tool", content: "It is.", toolCallId: call.id },
+  ];
+  const after = await client.complete(TOOL_MODEL, { prompt: talk, tools, toolChoice: "none", maxOutputTokens: 2 });
+  assert.deepEqual(after.toolCalls, []);
+  await assert.rejects(client.complete(MODEL, { prompt: "Is it?", tools, maxOutputTokens: 2 }), (error) => {
+    assert.ok(error instanceof InvalidRequest);
+    assert.equal(error.details.fieldViolations[0]?.field, "tools");
+    return true;
+  });
 });
 
 promise("returns-choices-and-logprobs", async (client) => {
@@ -612,6 +646,9 @@ promise("offers-every-field", async () => {
     region: "here",
     keepOnDisconnectMs: 5000,
     prefetchTokens: 10,
+    tools: [{ name: "t" }],
+    toolChoice: "auto",
+    singleToolCall: true,
   };
   await client.complete(MODEL, { ...every, prompt: "Hi", jsonSchema: {} });
   await client.complete(MODEL, { ...every, text: "Hi", regex: "a" });
@@ -638,7 +675,7 @@ function fieldsOf(schema: DescMessage): string[] {
 }
 
 /** Of those, what one holds. */
-function fieldsSet(schema: DescMessage, message: Message): string[] {
+function fieldsSet(schema: DescMessage, message: ProtoMessage): string[] {
   const reflected = reflect(schema, message);
   return reflected.sortedFields
     .filter((field) => reflected.isSet(field))

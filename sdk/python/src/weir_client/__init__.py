@@ -115,6 +115,7 @@ from weir_client.replicas import (
     UndrainedReplica,
 )
 from weir_client.sync import Client, GenerationStream
+from weir_client.tools import Tool, ToolCall, ToolCallDelta
 from weir_client.usage import (
     MonthExportFormat,
     MonthFile,
@@ -273,6 +274,9 @@ __all__ = [
     "TokenKind",
     "TokenLogprob",
     "TokenLogprobs",
+    "Tool",
+    "ToolCall",
+    "ToolCallDelta",
     "Unauthenticated",
     "Unavailable",
     "UndrainedReplica",

@@ -15,14 +15,22 @@ from weir.v1 import inference_service_pb2 as pb
 
 from weir_client.errors import ErrorDetails, FieldViolation, InvalidRequest
 from weir_client.money import Money
+from weir_client.tools import Tool, ToolCall
 from weir_client.wire import money_message
 
-Role = Literal["system", "user", "assistant"]
+Role = Literal["system", "user", "assistant", "tool"]
 
 _ROLES: Mapping[str, pb.Role.ValueType] = {
     "system": pb.ROLE_SYSTEM,
     "user": pb.ROLE_USER,
     "assistant": pb.ROLE_ASSISTANT,
+    "tool": pb.ROLE_TOOL,
+}
+
+_TOOL_MODES: Mapping[str, pb.ToolMode.ValueType] = {
+    "auto": pb.TOOL_MODE_AUTO,
+    "none": pb.TOOL_MODE_NONE,
+    "required": pb.TOOL_MODE_REQUIRED,
 }
 
 _EARLY_STOPPING: Mapping[bool | str, pb.EarlyStopping.ValueType] = {
@@ -34,10 +42,16 @@ _EARLY_STOPPING: Mapping[bool | str, pb.EarlyStopping.ValueType] = {
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One message of a conversation."""
+    """One message of a conversation.
+
+    tool_calls: what the model called in a message of the role "assistant": `Result.tool_calls`. tool_call_id: the call that a
+    message of the role "tool" is the result of.
+    """
 
     role: Role
     content: str
+    tool_calls: Sequence[ToolCall] = ()
+    tool_call_id: str = ""
 
 
 Prompt = str | Sequence[Message | Mapping[str, str]]
@@ -61,6 +75,10 @@ class GenerateOptions(TypedDict, total=False):
     ignore_eos: goes on where the model would stop by itself; for benchmarks.
     json_schema: the answer is a JSON document valid under it (a mapping, or its text); regex: the answer matches it; lark: it
         follows this EBNF grammar in Lark's syntax. At most one of the three.
+    tools: functions that the model may call, if its chat template has a place for them; the calls are in `Result.tool_calls`, and
+        come as they grow in `Delta.tool_calls`. Excludes the formats above and beam_width.
+    tool_choice: "auto" (default), "none", "required" (at least one call, valid under its schema, and no text), or one of the tools,
+        which is then called once. single_tool_call: the output ends with its first call.
     choice_count: 1 to 16 answers to the one prompt, in `Result.choices`; needs a temperature above 0, or beam_width.
     beam_width: 2 to 16 beams that search for the likeliest answers, as num_beams in transformers; choice_count, up to beam_width,
         gets the best ones. Excludes temperature, top_p, top_k, min_p, seed, stop and the formats above.
@@ -103,6 +121,9 @@ class GenerateOptions(TypedDict, total=False):
     json_schema: Mapping[str, object] | str | None
     regex: str | None
     lark: str | None
+    tools: Sequence[Tool]
+    tool_choice: Literal["auto", "none", "required"] | Tool | None
+    single_tool_call: bool
     choice_count: int | None
     beam_width: int | None
     length_penalty: float | None
@@ -167,6 +188,7 @@ def build_start(model: str, prompt: Prompt | None, options: GenerateOptions) -> 
             region=options.get("region") or "",
             initial_credit_tokens=checked_prefetch(options.get("prefetch_tokens")),
         )
+        _add_tools(start, options)
         if (max_cost := options.get("max_cost")) is not None:
             start.max_cost.CopyFrom(money_message(max_cost))
         if prompt is not None:
@@ -256,17 +278,33 @@ def _beam_search(options: GenerateOptions) -> pb.BeamSearch | None:
     return pb.BeamSearch(width=width, length_penalty=length_penalty, early_stopping=_EARLY_STOPPING[early_stopping])
 
 
+def _add_tools(start: pb.StartFrame, options: GenerateOptions) -> None:
+    choice, single = options.get("tool_choice"), options.get("single_tool_call", False)
+    for tool in options.get("tools", ()):
+        start.tools.add(name=tool.name, description=tool.description, parameters_json_schema=tool.parameters_json)
+    if isinstance(choice, Tool):
+        start.tool_choice.name = choice.name
+    elif choice is not None or single:
+        if choice not in (None, *_TOOL_MODES):
+            raise invalid("tool_choice", f"{choice!r} is neither one of {', '.join(_TOOL_MODES)} nor a Tool")
+        start.tool_choice.mode = _TOOL_MODES[choice or "auto"]
+    if single:
+        start.tool_choice.single = True
+
+
 def _message(index: int, message: Message | Mapping[str, str]) -> pb.Message:
     if isinstance(message, Message):
         role, content = str(message.role), message.content
+        calls = [pb.ToolCall(id=call.id, name=call.name, arguments_json=call.arguments_json) for call in message.tool_calls]
+        call_id = message.tool_call_id
     else:
         missing = {"role", "content"} - message.keys()
         if missing:
             raise invalid(f"messages[{index}]", f"needs {' and '.join(sorted(missing))}")
-        role, content = message["role"], message["content"]
+        role, content, calls, call_id = message["role"], message["content"], [], message.get("tool_call_id", "")
     if role not in _ROLES:
         raise invalid(f"messages[{index}].role", f"{role!r} is not one of {', '.join(_ROLES)}")
-    return pb.Message(role=_ROLES[role], content=content)
+    return pb.Message(role=_ROLES[role], content=content, tool_calls=calls, tool_call_id=call_id)
 
 
 def invalid(field: str, description: str) -> InvalidRequest:

@@ -10,6 +10,7 @@ from weir_client import wire
 from weir_client.money import Money
 from weir_client.output import Outputs
 from weir_client.receipts import Receipt
+from weir_client.tools import ToolCallDelta
 from weir_client.values import Admitted, Delta, FinishReason, Partial, Result, Timings, Usage
 from weir_client.wire_receipts import receipts
 
@@ -33,7 +34,8 @@ class Received:
         self.seq = frame.seq
         logprobs = wire.logprobs(frame)
         self._outputs.of(frame.choice_index).add(frame, logprobs)
-        return Delta(frame.seq, frame.text, tuple(frame.token_ids), time.monotonic(), logprobs, frame.choice_index)
+        calls = tuple(ToolCallDelta(each.index, each.id, each.name, each.arguments_json) for each in frame.tool_calls)
+        return Delta(frame.seq, frame.text, tuple(frame.token_ids), time.monotonic(), logprobs, frame.choice_index, calls)
 
     def bill(self, frame: pb.FinishedFrame | pb.FailedFrame) -> None:
         """What it is settled with."""
@@ -83,4 +85,5 @@ class Received:
             choices=choices,
             receipts=self._receipts,
             migration_count=frame.migration_count,
+            tool_calls=choices[0].tool_calls,
         )

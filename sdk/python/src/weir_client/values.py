@@ -13,6 +13,7 @@ from enum import StrEnum
 
 from weir_client.money import Money
 from weir_client.receipts import Receipt
+from weir_client.tools import ToolCall, ToolCallDelta
 
 
 class FinishReason(StrEnum):
@@ -183,6 +184,7 @@ class Delta:
     received_s: float  # `time.monotonic()` at which this client read it, for latency measurements
     logprobs: tuple[TokenLogprobs, ...] = ()  # one per token, if `top_logprobs` was given
     choice_index: int = 0  # whose output, if `choice_count` is more than 1
+    tool_calls: tuple[ToolCallDelta, ...] = ()  # new of calls, if `tools` was given
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,6 +216,7 @@ class Choice:
     text: str
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] = ()
+    tool_calls: tuple[ToolCall, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,6 +241,7 @@ class Result:
     choices: tuple[Choice, ...] = ()
     receipts: tuple[Receipt, ...] = ()  # one, unless nothing was to be billed; `verify_receipt` checks it
     migration_count: int = 0  # how often it went on in another engine because its own was lost
+    tool_calls: tuple[ToolCall, ...] = ()  # what the model calls, if `tools` was given
 
 
 @dataclass(frozen=True, slots=True)
