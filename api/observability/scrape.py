@@ -179,9 +179,7 @@ def bound_socket(address: tuple[str, int], port_count: int) -> socket.socket:
                 listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 listening.setblocking(False)
                 listening.bind((host, port))
-                listening.listen(
-                    CONNECTIONS_MAX
-                )  # now: a port that another process has bound and not listened on is no error before
+                listening.listen(CONNECTIONS_MAX)  # now, since two may bind a port, and only one may listen there
             except OSError:
                 listening.close()
                 if port == first + port_count - 1:
