@@ -139,7 +139,7 @@ BORDERS = (
     Border(
         ("weir",),
         inside=PRODUCT,
-        save_for=("api/", "sdk/", "bench/front_load.py", "bench/streams_load.py", "bench/cluster_load.py"),
+        save_for=("api/", "sdk/", "bench/observations.py", "bench/front_load.py", "bench/streams_load.py", "bench/cluster_load.py"),
         why="generated messages stay at the edge",
     ),
     Border(
@@ -198,13 +198,13 @@ BORDERS = (
     Border(
         ("opentelemetry",),
         inside=PRODUCT,
-        save_for=("api/observability/otlp.py",),
+        save_for=("api/observability/otlp.py", "bench/observations.py"),
         why="an optional package: whoever sends spans alone needs it",
     ),
     Border(
         ("prometheus_client",),
         inside=PRODUCT,
-        save_for=("api/observability/",),
+        save_for=("api/observability/", "bench/observations.py"),
         why="what is counted is counted in plain numbers, and becomes metrics where somebody asks",
     ),
     Border(("openai",), inside=PRODUCT, save_for=("bench/door.py",), why="the clients of the door test it, and are no part of it"),

@@ -1,6 +1,6 @@
 """A histogram with fixed buckets, filled by the event loop at the price of an addition, and read by it when somebody scrapes.
 
-The client library's own takes a lock for each observation, some ten times as long; nothing here needs one.
+The client library's own takes a lock for each observation, which takes eight times as long; nothing here needs one.
 """
 
 from __future__ import annotations

@@ -1,0 +1,98 @@
+"""What it costs to tell operators of a request: its counts, beside as many of the client library's own; its spans; a scrape.
+
+    python -m bench.observations
+
+Each figure is the best of several runs in one thread, in µs of CPU. The baseline is what one would write without thinking: a
+labelled histogram of `prometheus_client` for each stage, and a counter for each count. Spans are made and encoded in a thread of
+their own.
+"""
+
+from __future__ import annotations
+
+import time
+import timeit
+import uuid
+from collections.abc import Callable, Sequence
+
+from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from weir.v1 import inference_service_pb2 as pb
+
+from api.observability.observer import Ending, Observer, record_of
+from api.observability.otlp import OtlpSender
+from api.observability.request_metrics import request_metrics
+from api.observability.scrape import Families
+from api.observability.trace_context import TraceContext
+from api.requests.live import Caller
+from api.requests.stopwatch import STAGES
+from api.wire import parse_start
+from metering.operations import Outcome, Payer, Settled
+
+RUNS, CALLS = 9, 2000
+MODEL, TIER = "demo", "interactive"
+TIMINGS = {f"{stage}_ms": 3.0 for stage in STAGES} | {"ttft_ms": 12.0, "total_ms": 30.0}
+SAMPLED, UNSAMPLED = (f"00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-{flags}" for flags in ("01", "00"))
+
+
+class Encoder(SpanExporter):
+    """Does what an exporter does before it sends."""
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        """See `SpanExporter`."""
+        encode_spans(spans).SerializeToString()
+        return SpanExportResult.SUCCESS
+
+
+def an_ending(traceparent: str = "") -> Ending:
+    """A request of the reference workload."""
+    payer = Payer(uuid.uuid4(), uuid.uuid4(), uuid.uuid4(), "USD")
+    start = parse_start(str(uuid.uuid4()), pb.StartFrame(model=MODEL, text="a prompt"))
+    settled = Settled(uuid.uuid4(), 1025, 200, 150, 150, 150, 10**8, "USD", "stop")
+    caller = Caller(payer, 0.0, time.monotonic(), trace=TraceContext(traceparent))
+    return Ending(caller, start, Outcome.STOP, None, TIMINGS, settled, 1)
+
+
+def by_the_library() -> Callable[[], None]:
+    """The baseline."""
+    registry = CollectorRegistry()
+    names = [*STAGES, "ttft", "inter_token", "total"]
+    histograms = [Histogram(f"{name}_seconds", name, ("model", "tier"), registry=registry) for name in names]
+    counters = [Counter(f"count_{index}", "tokens", ("model", "kind"), registry=registry) for index in range(4)]
+
+    def tell() -> None:
+        for histogram in histograms:
+            histogram.labels(MODEL, TIER).observe(0.01)
+        for counter in counters:
+            counter.labels(MODEL, TIER).inc(5)
+
+    return tell
+
+
+def us(call: Callable[[], object], calls: int = CALLS) -> float:
+    """µs of CPU of one call."""
+    return min(timeit.repeat(call, number=calls, repeat=RUNS, timer=time.process_time)) / calls * 1e6
+
+
+def main() -> None:
+    """Measure and print."""
+    observer, ending = Observer([MODEL]), an_ending()
+    ours, theirs = us(lambda: observer.ended(ending)), us(by_the_library())
+    print(f"{'a request counted, with all its stages':<56}{ours:>8.1f} µs")
+    print(f"{'the same by labelled metrics of the client library':<56}{theirs:>8.1f} µs  {theirs / ours:.0f} times")
+    sender = OtlpSender(uuid.uuid4(), Encoder())
+    print(f"{'noted for its spans, on the event loop':<56}{us(lambda: record_of(ending)):>8.1f} µs")
+    for name, traceparent in (
+        ("its spans made and encoded, in a thread", SAMPLED),
+        ("where its client does not sample it", UNSAMPLED),
+    ):
+        record = record_of(an_ending(traceparent))
+        print(f"{name:<56}{us(lambda record=record: sender.send([record]), 100):>8.1f} µs")  # type: ignore[misc]
+    print(f"{'counts of one model copied for a scrape, on the event loop':<56}{us(observer.counts.copy, 200):>8.1f} µs")
+    text = us(lambda: generate_latest(Families([*request_metrics(observer.counts)])), 20)
+    print(f"{'their text, in a thread':<56}{text:>8.1f} µs")
+
+
+if __name__ == "__main__":
+    main()
