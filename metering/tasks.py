@@ -51,8 +51,8 @@ def delete_past_counters() -> None:
 
 
 async def _delete_past_counters() -> None:
-    async with open_sessions() as sessions, sessions.begin() as session:
-        await quota_admin.delete_past_counters(session)
+    async with open_sessions() as sessions:
+        await quota_admin.delete_all_past_counters(sessions)
 
 
 @task("weir.keep_partitions")

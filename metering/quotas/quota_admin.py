@@ -21,10 +21,13 @@ from metering.operations import QuotaState
 from metering.quotas.quota_recount import Uncounted, recount
 from metering.quotas.quota_rules import DIMENSIONS, PLAIN, Kind, Unit, Weights, token_scale
 from metering.quotas.quota_states import rule_now, states
+from metering.store.db import Sessions
 from metering.tenants.audit import record_change, snapshot
 from metering.tenants.tenants import as_uuid, find_api_key, find_organization, find_project
 
 LIMIT_MAX = 2**63 - 1  # what the column holds; in picos of money that is some nine million units
+PAST_COUNTER_BATCHES_MAX = 50  # in one run: some seconds, in which the worker does nothing else
+PAST_COUNTERS_MAX = 20_000  # deleted by one statement: far below its time limit, also where two days of minutes are left
 WEIGHT_MAX = 1_000_000  # a thousandfold; more would be a unit mixed up
 REASON_CHARS_MAX = 500
 RAISE_MAX = timedelta(days=366)  # what lasts longer is not temporary
@@ -131,8 +134,8 @@ async def delete_quota(session: AsyncSession, *, quota_id: str, actor: str) -> N
     await record_change(session, actor=actor, action="quota.delete", subject_id=str(quota.id), before=before, after=None)
 
 
-async def delete_past_counters(session: AsyncSession) -> int:
-    """Delete the counters of windows that ended long ago, of which nothing is held any more; tells how many.
+async def delete_past_counters(session: AsyncSession, limit: int = PAST_COUNTERS_MAX) -> int:
+    """Delete the counters of windows that ended long ago, of which nothing is held any more, so many at most; tells how many.
 
     Long ago is a day after the end of a minute or a day, two months after that of a month: no request runs for so long. With them
     go the marks of changes that nobody asks for any more (`holds/known.py`).
@@ -144,10 +147,25 @@ async def delete_past_counters(session: AsyncSession) -> int:
         if unit
     }
     ended = or_(*(and_(Quota.dimension == d, QuotaCounter.window_start < func.now() - age) for d, age in ages.items()))
-    past = select(QuotaCounter.quota_id, QuotaCounter.window_start).join(Quota).where(ended, QuotaCounter.held == 0)
+    past = select(QuotaCounter.quota_id, QuotaCounter.window_start).join(Quota).where(ended, QuotaCounter.held == 0).limit(limit)
     key = tuple_(QuotaCounter.quota_id, QuotaCounter.window_start)
     deleted = await session.scalars(delete(QuotaCounter).where(key.in_(past)).returning(QuotaCounter.quota_id))
     return len(deleted.all())
+
+
+async def delete_all_past_counters(sessions: Sessions, limit: int = PAST_COUNTERS_MAX) -> int:
+    """The same, a transaction for each so many, until none is left or a run has done its part; tells how many.
+
+    However long no worker ran: cut off anywhere, the next run goes on.
+    """
+    deleted_count = 0
+    for _ in range(PAST_COUNTER_BATCHES_MAX):
+        async with sessions.begin() as session:
+            batch_count = await delete_past_counters(session, limit)
+        deleted_count += batch_count
+        if batch_count < limit:
+            break
+    return deleted_count
 
 
 async def find_subject(session: AsyncSession, subject: QuotaSubject, ref: str) -> tuple[uuid.UUID, uuid.UUID]:
