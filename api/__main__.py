@@ -288,6 +288,7 @@ async def serve(settings: Settings) -> None:
             tasks.create_task(recover_regularly(settings, gate, signer), name="recovery"),
             tasks.create_task(process.tell_progress_regularly(), name="progress"),
             tasks.create_task(log_statistics_regularly(process), name="statistics log"),
+            tasks.create_task(observer.loop_lag.measure(), name="loop lag"),
             tasks.create_task(spares.serve(), name="spare hosts"),
         ]
         if safety.classifiers is not None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import structlog
 
 from api.observability.hold_batches import HoldBatches
+from api.observability.loop_lag import LoopLag
 from api.observability.request_counts import UNKNOWN_MODEL, RequestCounts
 from api.observability.spans import Record, Spans
 from api.statuses import reason_of
@@ -57,6 +58,7 @@ class Observer:
         self.counts = RequestCounts(models)
         self.spans = spans
         self.batches = HoldBatches()
+        self.loop_lag = LoopLag()
 
     def ended(self, ending: Ending) -> None:
         """A request has ended, or was refused after it had been parsed."""

@@ -44,6 +44,8 @@ def process_metrics(parts: Parts) -> Iterator[Metric]:
     yield gauge("weir_relays", "Requests of other processes that clients of this one receive.", relay_count(process))
     yield gauge("weir_kept_output_bytes", "Output kept for clients that may come back.", process.mailboxes.byte_count)
     yield gauge("weir_kept_requests", "Requests that have ended and whose output is kept.", process.mailboxes.ended_count)
+    lags = [((), process.observer.loop_lag.lags)]
+    yield histograms("weir_event_loop_lag_seconds", "How late the event loop comes to what is due.", (), lags)
     throttled = parts.authenticator.throttled_count
     yield gauge("weir_throttled_addresses", "Addresses whose keys are not looked at for now: too many were wrong.", throttled)
     yield from store_metrics(parts)

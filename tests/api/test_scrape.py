@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
 from api.observability.histogram import Histogram
+from api.observability.loop_lag import LoopLag
 from api.observability.observer import Observer
 from api.observability.request_counts import RequestCounts
 from api.observability.scrape import MetricsListener
@@ -138,3 +139,22 @@ def listening(port: int = 0, port_count: int = 1) -> Iterator[MetricsListener]:
 def port_of(listener: MetricsListener) -> int:
     """From its URL."""
     return int(listener.url.rpartition(":")[2].partition("/")[0])
+
+
+async def test_the_loop_is_late_by_what_a_timer_comes_later_than_asked() -> None:
+    class Enough(Exception):
+        pass
+
+    times_s = [10.0, 10.001, 11.0, 11.031]  # two timers of a millisecond: one in time, one held up for 30
+
+    def clock() -> float:
+        if not times_s:
+            raise Enough
+        return times_s.pop(0)
+
+    lag = LoopLag(clock)
+    with pytest.raises(Enough):
+        await lag.measure(interval_s=0.001)
+
+    assert lag.lags.count == 2
+    assert lag.lags.sum == pytest.approx(30.0)

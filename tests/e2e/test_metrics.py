@@ -108,6 +108,7 @@ async def test_what_runs_is_told_while_it_runs_and_gone_when_it_has_ended(servic
     replica = {"model": MODEL, "replica": MODEL}
     assert busy.value("weir_engine_up", **replica) == busy.value("weir_engine_state", **replica, state="ready") == 1
     assert busy.value("weir_kv_blocks", **replica, state="held") > 0
+    assert done.value("weir_event_loop_lag_seconds_count") > 0
     assert done.value("weir_database_up") == done.value("weir_books_read") == 1
     assert added(idle, done, "weir_requests_total", **OF, outcome="cancelled") == 1
     assert added(idle, done, "weir_hold_batch_seconds_count") == added(idle, done, "weir_hold_batch_operations_count") >= 2
