@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import uuid
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -180,6 +181,44 @@ async def test_never_bills_twice(client: AsyncClient) -> None:
     assert caught.value.reason == "REQUEST_SETTLED"
     assert caught.value.partial is not None
     assert caught.value.partial.usage == first.usage
+
+
+WRONG_OPTIONS: dict[str, object] = {
+    "max_tokens": 3,
+    "temperature": "hot",
+    "stop": [1],
+    "max_cost": 0.05,
+    "tier": "cheap",
+    "labels": {"a": 1},
+    "timeout": "5 s",
+    "keep_on_disconnect": "30",
+    "prefetch_tokens": 2.5,
+    "text": 5,
+}
+
+
+async def test_refuses_what_it_does_not_know(service: Service) -> None:
+    server = scripted.ScriptedInference(lambda stream: scripted.answer(stream, "a"))
+    async with scripted.serve(server) as address, AsyncClient(address, "key") as client:
+        for name, value in WRONG_OPTIONS.items():
+            prompt = None if name == "text" else "Hi"
+            with pytest.raises(InvalidRequest) as refused:
+                client.generate(MODEL, prompt, **{name: value})  # type: ignore[arg-type]
+            assert [each.field for each in refused.value.field_violations] == [name]
+        for wrong, field in ((["Hi"], "messages[0]"), (5, "prompt"), ([{"role": "user", "content": []}], "messages[0].content")):
+            with pytest.raises(InvalidRequest, match=re.escape(field)):
+                client.generate(MODEL, wrong)  # type: ignore[arg-type]
+        with pytest.raises(InvalidRequest, match="did you mean truncate"):
+            await client.embed(MODEL, "a", truncation=True)  # type: ignore[call-arg]
+        with pytest.raises(InvalidRequest, match="resume_ms"):
+            client.attach(str(uuid.uuid4()), resume_ms=5)  # type: ignore[call-arg]
+        with pytest.raises(InvalidRequest, match="did you mean address"):
+            AsyncClient(adress=address)  # type: ignore[call-arg]
+    async with AsyncClient(f"https://{service.address}", "key", max_retries=0) as client:
+        with pytest.raises(Unavailable, match="tls=False"):
+            await client.list_models()
+    assert not server.streams
+    assert not server.requests
 
 
 async def test_refuses_too_large_requests_itself(service: Service) -> None:

@@ -196,7 +196,7 @@ async def test_a_prompt_that_cannot_be_written_down_is_refused_with_its_field() 
             client.generate("demo", [{"role": "robot", "content": ""}])
         with pytest.raises(InvalidRequest, match=r"messages\[0\]: needs content"):
             client.generate("demo", [{"role": "user"}])
-        with pytest.raises(InvalidRequest, match="start: "):
+        with pytest.raises(InvalidRequest, match="seed: "):
             client.generate("demo", "Hi", seed=2**70)
 
 

@@ -1,12 +1,13 @@
 /** The client of the inference API. */
 
 import { create, toBinary } from "@bufbuild/protobuf";
+import { ATTACH, checkOptions, invalid } from "./checks.js";
 import { type CallOptionsOf, type ClientOptions, Connection, RetryPolicy, resolveSettings } from "./connection.js";
 import { InvalidRequest, NO_DETAILS } from "./errors.js";
 import { ClientFrameSchema, InferenceService } from "./gen/weir/v1/inference_service_pb.js";
 import { Generation, setKeep } from "./generation.js";
 import type { AttachOptions, EmbedOptions, GenerateOptions, Prompt } from "./options.js";
-import { buildEmbed, buildStart, checkPrefetch, conversation, invalid } from "./prompt.js";
+import { buildEmbed, buildStart, conversation } from "./prompt.js";
 import { RESUME_MS } from "./resumption.js";
 import { SharedStream } from "./stream.js";
 import type { Model, Quote, TokenCount } from "./models.js";
@@ -74,8 +75,7 @@ export class WeirClient implements AsyncDisposable {
    */
   attach(requestId: string, options: AttachOptions = {}): Generation {
     const { afterSeq = 0, timeoutMs, resumeMs = RESUME_MS, prefetchTokens, signal } = options;
-    checkPrefetch(prefetchTokens);
-    if (!Number.isSafeInteger(afterSeq)) throw invalid("afterSeq", `${afterSeq} is not a whole number`);
+    checkOptions(options, ATTACH);
     const frame = create(ClientFrameSchema, { requestId, kind: { case: "attach", value: { afterSeq: BigInt(afterSeq) } } });
     const { retry } = this.connection.settings;
     return new Generation(this.stream, frame, "", { timeoutMs, retry, signal, keepMs: resumeMs, keepIsAsked: true, prefetchTokens });

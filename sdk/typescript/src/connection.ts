@@ -12,6 +12,7 @@ import {
   Metadata,
   type ServiceError,
 } from "@grpc/grpc-js";
+import { checkKnown } from "./checks.js";
 import { Cancelled, QuotaExceeded, Unauthenticated, Unavailable, WeirError } from "./errors.js";
 import {
   type GenerateRequest,
@@ -87,14 +88,28 @@ export interface ConnectionSettings {
   readonly retry: RetryPolicy;
 }
 
+const KNOWN: Readonly<Record<keyof ClientOptions, true>> = {
+  address: true,
+  apiKey: true,
+  maxRetries: true,
+  retryWaitMaxMs: true,
+  maxMessageBytes: true,
+  keepaliveMs: true,
+  tls: true,
+  rootCertificates: true,
+  clientCertificate: true,
+  clientKey: true,
+};
+const CLIENT_OPTIONS = Object.keys(KNOWN);
 const SCHEMES = [["https://", true], ["grpcs://", true], ["http://", false], ["grpc://", false]] as const;
 
 /**
  * Fills in what is not given from the environment.
  *
- * @throws Unauthenticated if there is no key; InvalidRequest for certificates that cannot be used.
+ * @throws Unauthenticated if there is no key; InvalidRequest for certificates that cannot be used, and for options that there are not.
  */
 export function resolveSettings(options: ClientOptions, environment = process.env): ConnectionSettings {
+  checkKnown(options, CLIENT_OPTIONS);
   let address = options.address || environment["WEIR_ADDRESS"] || DEFAULT_ADDRESS;
   let secureScheme: boolean | undefined;
   for (const [scheme, secure] of SCHEMES) {

@@ -100,6 +100,10 @@ export interface GenerateOptions {
   readonly tier?: "interactive" | "batch";
   /** Where to run, one of the deployment's regions; elsewhere only as the operator lets it. Unset: where the server is. */
   readonly region?: string;
+  /** The trace that the request belongs to, as in W3C's header; servers that trace go on with it. */
+  readonly traceparent?: string;
+  /** What else the systems of that trace hand on. */
+  readonly tracestate?: string;
   /** How long the request may wait for its turn; `timeoutMs` if absent. Refused at once if it would wait longer. */
   readonly startTimeoutMs?: number;
   /** For the whole request, retries included; then it is cancelled and `DeadlineExceeded` is thrown. */

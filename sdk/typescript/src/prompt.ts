@@ -6,7 +6,7 @@
 import { randomUUID } from "node:crypto";
 import { create, type MessageInitShape, toBinary } from "@bufbuild/protobuf";
 import { durationFromMs } from "@bufbuild/protobuf/wkt";
-import { InvalidRequest, NO_DETAILS } from "./errors.js";
+import { checkOptions, EMBED, GENERATE, invalid } from "./checks.js";
 import {
   type ClientFrame,
   ClientFrameSchema,
@@ -31,21 +31,18 @@ const ROLES: Readonly<Record<string, Role>> = {
 };
 const TOOL_MODES: Readonly<Record<string, ToolMode>> = { auto: ToolMode.AUTO, none: ToolMode.NONE, required: ToolMode.REQUIRED };
 
-/** An `InvalidRequest` that names one field. */
-export function invalid(field: string, description: string): InvalidRequest {
-  const details = { ...NO_DETAILS, reason: "FIELD_INVALID", fieldViolations: [{ field, description }] };
-  return new InvalidRequest(`${field}: ${description}`, { details });
-}
-
 /**
  * The start frame of a request.
  *
  * @throws InvalidRequest if not exactly one of prompt, text and tokenIds is given, or a value does not fit its field.
  */
 export function buildStart(model: string, options: GenerateOptions): ClientFrame {
+  checkOptions(options, GENERATE);
   const frame = create(ClientFrameSchema, {
     requestId: options.requestId ?? randomUUID(),
     kind: { case: "start", value: startInit(model, options) },
+    traceparent: options.traceparent ?? "",
+    tracestate: options.tracestate ?? "",
   });
   try {
     toBinary(ClientFrameSchema, frame); // a value that its field cannot hold is found here, and not on the shared stream
@@ -89,7 +86,7 @@ function startInit(model: string, options: GenerateOptions): MessageInitShape<ty
       maxOutputTokens: int64("maxOutputTokens", options.maxOutputTokens),
       maxCost: options.maxCost && moneyInit(options.maxCost),
       usageIntervalTokens: int64("usageIntervalTokens", options.usageIntervalTokens),
-      initialCreditTokens: int64("prefetchTokens", checkPrefetch(options.prefetchTokens)),
+      initialCreditTokens: int64("prefetchTokens", options.prefetchTokens),
       topLogprobs: options.topLogprobs,
       choiceCount: options.choiceCount,
       responseFormat: responseFormat(options),
@@ -108,6 +105,7 @@ export function conversation(prompt: Prompt): MessageInitShape<typeof Conversati
   const messages: readonly Message[] = typeof prompt === "string" ? [{ role: "user", content: prompt }] : prompt;
   return {
     messages: messages.map((message, index) => {
+      if (typeof message !== "object" || message === null) throw invalid(`messages[${index}]`, "must be an object with role and content");
       const role = ROLES[message.role];
       if (role === undefined) throw invalid(`messages[${index}].role`, `'${message.role}' is not one of ${Object.keys(ROLES).join(", ")}`);
       if (typeof message.content !== "string") throw invalid(`messages[${index}].content`, "must be a text");
@@ -172,7 +170,11 @@ export function buildEmbed(
   inputs: string | readonly (string | readonly number[])[],
   options: EmbedOptions,
 ): MessageInitShape<typeof EmbedRequestSchema> & { requestId: string } {
+  checkOptions(options, EMBED);
   const texts = typeof inputs === "string" ? [inputs] : inputs;
+  texts.forEach((each, index) => {
+    if (typeof each !== "string" && !Array.isArray(each)) throw invalid(`inputs[${index}]`, "give a text or a list of token ids");
+  });
   return {
     requestId: options.requestId ?? randomUUID(),
     model,
@@ -189,14 +191,6 @@ export function buildEmbed(
 export function buildUpdate(limits: LimitOptions): MessageInitShape<typeof UpdateFrameSchema> {
   const { maxOutputTokens, maxCost } = limits;
   return dropUndefined({ maxOutputTokens: int64("maxOutputTokens", maxOutputTokens), maxCost: maxCost && moneyInit(maxCost) });
-}
-
-/** As it is. Throws InvalidRequest for less than a token. */
-export function checkPrefetch(tokenCount: number | undefined): number | undefined {
-  if (tokenCount !== undefined && !(tokenCount >= 1)) {
-    throw invalid("prefetchTokens", `must be at least 1, or absent for no limit, not ${tokenCount}`);
-  }
-  return tokenCount;
 }
 
 function int64(field: string, value: number | bigint | undefined): bigint | undefined {

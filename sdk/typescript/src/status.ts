@@ -19,6 +19,7 @@ import { type Status, StatusSchema } from "./gen/google/rpc/status_pb.js";
 import type { Partial } from "./values.js";
 import { durationMs } from "./wire.js";
 
+const NOT_TLS = /wrong version number/; // what OpenSSL says of an answer in plain text
 const STATUS_DETAILS_KEY = "grpc-status-details-bin";
 
 type ErrorClass = new (message: string, options?: errors.ErrorOptions) => errors.WeirError;
@@ -64,7 +65,9 @@ export function errorFromRpc(error: ServiceError, isCancelledHere: boolean, requ
   if (error.code === grpcStatus.CANCELLED && !isCancelledHere) {
     return new errors.Unavailable("the server cancelled the call: it is stopping", { requestId, cause: error });
   }
-  return typedError(grpcStatus[error.code] ?? "UNKNOWN", error.details || error.message, errors.NO_DETAILS, requestId);
+  const said = (error.details || error.message).trim();
+  const hint = NOT_TLS.test(said) ? "; the server does not speak TLS: say http:// before its address, or tls: false" : "";
+  return typedError(grpcStatus[error.code] ?? "UNKNOWN", said + hint, errors.NO_DETAILS, requestId);
 }
 
 /** A new error of the same kind for another request: one object thrown in many places would mix their stack traces. */

@@ -191,6 +191,39 @@ promise("never-bills-twice", async (client) => {
   });
 });
 
+const WRONG_OPTIONS = {
+  maxTokens: 3,
+  temperature: "hot",
+  stop: [1],
+  maxCost: 0.05,
+  tier: "cheap",
+  labels: { a: 1 },
+  timeoutMs: "5 s",
+  keepOnDisconnectMs: "30",
+  prefetchTokens: 2.5,
+  text: 5,
+};
+
+promise("refuses-what-it-does-not-know", async () => {
+  await using server = await new ScriptedServer(answering("a")).open();
+  await using client = new WeirClient({ address: server.address });
+  const refused = (call: () => unknown, field: string): void =>
+    assert.throws(call, (error: unknown) => error instanceof InvalidRequest && error.fieldViolations[0]?.field === field);
+  for (const [name, value] of Object.entries(WRONG_OPTIONS)) {
+    refused(() => client.generate(MODEL, { ...(name === "text" ? {} : { prompt: "Hi" }), [name]: value }), name);
+  }
+  refused(() => client.generate(MODEL, "Hi" as unknown as GenerateOptions), "options");
+  for (const [prompt, field] of [[["Hi"], "messages[0]"], [5, "prompt"], [[{ role: "user", content: [] }], "messages[0].content"]]) {
+    refused(() => client.generate(MODEL, { prompt } as unknown as GenerateOptions), field as string);
+  }
+  await assert.rejects(client.embed(MODEL, "a", { truncation: true } as object), /truncation: no such option/);
+  refused(() => client.attach(randomUUID(), { resumeS: 5 } as object), "resumeS");
+  refused(() => new WeirClient({ adress: server.address } as object), "adress");
+  await using secure = new WeirClient({ address: `https://${ADDRESS}`, maxRetries: 0 });
+  await assert.rejects(secure.listModels(), /tls: false/);
+  assert.deepEqual([server.streamCount, server.embeddings.length], [0, 0]);
+});
+
 promise("refuses-too-large-requests-itself", async () => {
   await using client = new WeirClient({ maxMessageBytes: 10_000 });
   const running = client.complete(MODEL, SHORT);
@@ -644,6 +677,8 @@ promise("offers-every-field", async () => {
     tier: "batch",
     startTimeoutMs: 5000,
     region: "here",
+    traceparent: "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",
+    tracestate: "a=b",
     keepOnDisconnectMs: 5000,
     prefetchTokens: 10,
     tools: [{ name: "t" }],
@@ -662,6 +697,7 @@ promise("offers-every-field", async () => {
   const everything = [...fieldsOf(StartFrameSchema), ...fieldsOf(EmbedRequestSchema)];
   const unoffered = JSON.parse(readFileSync(new URL("../../../unoffered.json", import.meta.url), "utf8")) as Record<string, string>;
   assert.deepEqual(everything.filter((field) => !offered.has(field)), Object.keys(unoffered));
+  assert.deepEqual([server.frames[0]?.traceparent, server.frames[0]?.tracestate], [every.traceparent, every.tracestate]);
 });
 
 const NESTED = ["weir.v1.Sampling", "weir.v1.BeamSearch", "weir.v1.ResponseFormat", "weir.v1.EmbedInput"]; // whose fields are options, too

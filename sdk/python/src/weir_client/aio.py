@@ -12,6 +12,7 @@ from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import inference_service_pb2_grpc
 
 from weir_client import errors, wire
+from weir_client.checks import check_known, check_seconds, written
 from weir_client.connection import (
     KEEPALIVE_S,
     MESSAGE_BYTES_MAX,
@@ -114,14 +115,18 @@ class AsyncClient:
         admitted, AlreadyExists (`REQUEST_SETTLED`) for one that is over and not kept any more, InvalidRequest (`OUTPUT_GONE`)
         for output that is not there.
         """
-        frame = pb.ClientFrame(request_id=request_id, attach=pb.AttachFrame(after_seq=options.get("after_seq", 0)))
+        check_known(options, AttachOptions.__annotations__)
+        for name in ("timeout", "resume_s"):
+            check_seconds(name, options.get(name))
+        after = written(pb.AttachFrame, {"after_seq": options.get("after_seq", 0)})
+        frame = written(pb.ClientFrame, {"request_id": request_id, "attach": after})
         keep_s, prefetch_tokens = options.get("resume_s", RESUME_S), checked_prefetch(options.get("prefetch_tokens"))
         terms = Terms(options.get("timeout"), self._settings.retry, keep_s, prefetch_tokens=prefetch_tokens)
         return AsyncGeneration(self._open_stream(), frame, terms)
 
     def _open_stream(self) -> SharedStream:
         if self._stream is None:
-            raise RuntimeError("the client is not open: use it inside `async with`")
+            raise RuntimeError("the client is not open: use it inside its `with` or `async with` block")
         return self._stream
 
     def _terms(self, frame: pb.ClientFrame, options: GenerateOptions) -> Terms:
@@ -130,6 +135,7 @@ class AsyncClient:
         if max_retries is not None:
             retry = RetryPolicy(max_retries, retry.wait_max_s)
         asked = "keep_on_disconnect" in options
+        check_seconds("keep_on_disconnect", options.get("keep_on_disconnect"))
         if asked:
             keep_s = options["keep_on_disconnect"] or None
         else:  # never for longer than the caller waits, or than the server has said that it keeps requests
@@ -223,5 +229,5 @@ class AsyncClient:
 
     def _opened(self) -> Connection:
         if self._connection is None:
-            raise RuntimeError("the client is not open: use it inside `with`")
+            raise RuntimeError("the client is not open: use it inside its `with` or `async with` block")
         return self._connection

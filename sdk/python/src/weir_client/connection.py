@@ -17,6 +17,7 @@ from typing import Any, TypeVar, Unpack
 import grpc.aio
 
 from weir_client import errors
+from weir_client.checks import check_known
 from weir_client.status import error_from_rpc
 from weir_client.tls import Tls, TlsOptions, resolve_tls, without_scheme
 
@@ -28,6 +29,8 @@ KEEPALIVE_S = 60.0  # below the idle limit of common load balancers (60 to 350 s
 KEEPALIVE_TIMEOUT_S = 20.0  # a peer that does not answer a ping for so long is gone
 RETRY_BASE_S = 0.1  # first back-off where the server gives no hint; doubles each time
 RETRY_WAIT_MAX_S = 10.0  # a longer wait is the caller's decision, so the error is raised instead
+
+CLIENT_OPTIONS = ("address", "api_key", "timeout", "max_retries", "retry_wait_max_s", "max_message_bytes", "keepalive_s")
 
 _Request = TypeVar("_Request")
 _Response = TypeVar("_Response")
@@ -91,8 +94,9 @@ class ConnectionSettings:
         """Fills in what is not given from the environment.
 
         Raises: Unauthenticated if no key is given and none of `key_variables` is set (an empty key means: call without one);
-        InvalidRequest for certificates that cannot be used.
+        InvalidRequest for certificates that cannot be used, and for options that there are not.
         """
+        check_known(tls, (*TlsOptions.__annotations__, *CLIENT_OPTIONS))
         target, scheme = without_scheme(address or os.environ.get("WEIR_ADDRESS") or DEFAULT_ADDRESS)
         if api_key is None:
             api_key = next((os.environ[name] for name in key_variables if os.environ.get(name)), None)

@@ -10,8 +10,9 @@ from typing import Literal, TypedDict
 from weir.v1 import inference_service_pb2 as pb
 
 from weir_client import wire
+from weir_client.checks import check_known, check_seconds, invalid, written
 from weir_client.money import Money
-from weir_client.prompt import invalid, service_tier
+from weir_client.prompt import service_tier
 from weir_client.receipts import Receipt
 from weir_client.values import QuotaStatus, Timings, Usage
 from weir_client.wire_receipts import receipts
@@ -67,18 +68,18 @@ class EmbedResult:
 
 def build_embed(model: str, inputs: str | Sequence[EmbedInput], options: EmbedOptions) -> pb.EmbedRequest:
     """The request. inputs: one text, or several; each a text or its token ids. Raises: InvalidRequest."""
+    check_known(options, EmbedOptions.__annotations__)
+    check_seconds("timeout", options.get("timeout"))
     texts = [inputs] if isinstance(inputs, str) else list(inputs)
-    try:
-        return pb.EmbedRequest(
-            request_id=options.get("request_id") or str(uuid.uuid4()),
-            model=model,
-            inputs=[_input(index, each) for index, each in enumerate(texts)],
-            truncation=pb.TRUNCATION_END if options.get("truncate") else pb.TRUNCATION_NONE,
-            labels=options.get("labels", {}),
-            tier=service_tier(options.get("tier")),
-        )
-    except (TypeError, ValueError) as error:
-        raise invalid("request", str(error)) from error
+    fields = {
+        "request_id": options.get("request_id") or str(uuid.uuid4()),
+        "model": model,
+        "inputs": [_input(index, each) for index, each in enumerate(texts)],
+        "truncation": pb.TRUNCATION_END if options.get("truncate") else pb.TRUNCATION_NONE,
+        "labels": options.get("labels", {}),
+        "tier": service_tier(options.get("tier")),
+    }
+    return written(pb.EmbedRequest, fields)
 
 
 def _input(index: int, given: EmbedInput) -> pb.EmbedInput:

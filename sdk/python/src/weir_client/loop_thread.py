@@ -57,7 +57,7 @@ class LoopThread(Generic[_Client]):
         """
         loop = self._loop
         if self._thread is None or loop is None:
-            raise RuntimeError("the client is not open: use it inside `with`")
+            raise RuntimeError("the client is not open: use it inside its `with` block")
         if threading.current_thread() is self._thread:
             raise RuntimeError("a sync client cannot be called from its own event loop: use AsyncClient there")
         future = asyncio.run_coroutine_threadsafe(call(), loop)

@@ -6,14 +6,14 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypedDict
 
 from google.protobuf.duration_pb2 import Duration
 from weir.v1 import inference_service_pb2 as pb
 
-from weir_client.errors import ErrorDetails, FieldViolation, InvalidRequest
+from weir_client.checks import check_known, check_seconds, invalid, written
 from weir_client.money import Money
 from weir_client.tools import Tool, ToolCall
 from weir_client.wire import money_message
@@ -53,6 +53,19 @@ class Message:
     tool_calls: Sequence[ToolCall] = ()
     tool_call_id: str = ""
 
+
+_MESSAGE_KEYS = ("role", "content", "tool_call_id")  # of a mapping; a Message has more
+_SAMPLING = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "seed",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
+)
 
 Prompt = str | Sequence[Message | Mapping[str, str]]
 
@@ -163,51 +176,56 @@ def build_start(model: str, prompt: Prompt | None, options: GenerateOptions) -> 
 
     Raises: InvalidRequest if not exactly one of prompt, text and token_ids is given, or a value does not fit its field.
     """
-    text, token_ids = options.get("text"), options.get("token_ids")
+    check_known(options, GenerateOptions.__annotations__)
+    for name in ("timeout", "start_timeout"):
+        check_seconds(name, options.get(name))
+    text, token_ids, max_cost = options.get("text"), options.get("token_ids"), options.get("max_cost")
     if sum(given is not None for given in (prompt, text, token_ids)) != 1:
         raise invalid("prompt", "give exactly one of: a prompt, text=, token_ids=")
-    request_id = options.get("request_id") or str(uuid.uuid4())
+    if max_cost is not None and not isinstance(max_cost, Money):
+        raise invalid("max_cost", f'must be Money, for example Money.of("0.05", "USD"), not {max_cost!r}')
     stop = options.get("stop", ())
-    try:
-        start = pb.StartFrame(
-            model=model,
-            sampling=_sampling(options),
-            stop_sequences=[stop] if isinstance(stop, str) else stop,
-            stop_token_ids=options.get("stop_token_ids", ()),
-            min_output_tokens=options.get("min_output_tokens", 0),
-            top_logprobs=options.get("top_logprobs"),
-            response_format=_response_format(options),
-            choice_count=options.get("choice_count"),
-            beam_search=_beam_search(options),
-            max_output_tokens=options.get("max_output_tokens"),
-            ignore_eos=options.get("ignore_eos", False),
-            usage_interval_tokens=options.get("usage_interval_tokens"),
-            labels=options.get("labels", {}),
-            tier=service_tier(options.get("tier")),
-            start_timeout=_start_timeout(options),
-            region=options.get("region") or "",
-            initial_credit_tokens=checked_prefetch(options.get("prefetch_tokens")),
-        )
-        _add_tools(start, options)
-        if (max_cost := options.get("max_cost")) is not None:
-            start.max_cost.CopyFrom(money_message(max_cost))
-        if prompt is not None:
-            start.conversation.CopyFrom(conversation(prompt))
-        elif text is not None:
-            start.text = text
-        else:
-            start.token_ids.CopyFrom(pb.TokenIds(ids=token_ids))
-        traceparent, tracestate = options.get("traceparent") or "", options.get("tracestate") or ""
-        return pb.ClientFrame(request_id=request_id, start=start, traceparent=traceparent, tracestate=tracestate)
-    except (TypeError, ValueError) as error:  # what protobuf raises for a value that its field cannot hold
-        raise invalid("start", str(error)) from error
+    fields = {
+        "model": model,
+        "conversation": None if prompt is None else conversation(prompt),
+        "text": text,
+        "token_ids": None if token_ids is None else written(pb.TokenIds, {"ids": token_ids}, {"ids": "token_ids"}),
+        "sampling": written(pb.Sampling, {name: options.get(name) for name in _SAMPLING}),
+        "stop_sequences": [stop] if isinstance(stop, str) else stop,
+        "stop_token_ids": options.get("stop_token_ids", ()),
+        "min_output_tokens": options.get("min_output_tokens", 0),
+        "top_logprobs": options.get("top_logprobs"),
+        "response_format": _response_format(options),
+        "choice_count": options.get("choice_count"),
+        "beam_search": _beam_search(options),
+        "max_output_tokens": options.get("max_output_tokens"),
+        "max_cost": None if max_cost is None else money_message(max_cost),
+        "ignore_eos": options.get("ignore_eos", False),
+        "usage_interval_tokens": options.get("usage_interval_tokens"),
+        "labels": options.get("labels", {}),
+        "tier": service_tier(options.get("tier")),
+        "start_timeout": _start_timeout(options),
+        "region": options.get("region") or "",
+        "initial_credit_tokens": checked_prefetch(options.get("prefetch_tokens")),
+        "tools": [_tool(index, each) for index, each in enumerate(options.get("tools", ()))],
+        "tool_choice": _tool_choice(options),
+    }
+    names = {"stop_sequences": "stop", "initial_credit_tokens": "prefetch_tokens"}
+    start = written(pb.StartFrame, fields, names)
+    frame = {
+        "request_id": options.get("request_id") or str(uuid.uuid4()),
+        "start": start,
+        "traceparent": options.get("traceparent") or "",
+        "tracestate": options.get("tracestate") or "",
+    }
+    return written(pb.ClientFrame, frame)
 
 
-def checked_prefetch(token_count: int | None) -> int | None:
+def checked_prefetch(token_count: object) -> int | None:
     """As it is. Raises: InvalidRequest for less than a token."""
-    if token_count is not None and token_count < 1:
-        raise invalid("prefetch_tokens", f"must be at least 1, or None for no limit, not {token_count}")
-    return token_count
+    if token_count is None or (isinstance(token_count, int) and not isinstance(token_count, bool) and token_count >= 1):
+        return token_count
+    raise invalid("prefetch_tokens", f"must be a whole number of at least 1, or None for no limit, not {token_count!r}")
 
 
 def service_tier(name: str | None) -> pb.ServiceTier.ValueType:
@@ -236,21 +254,9 @@ def conversation(prompt: Prompt) -> pb.Conversation:
     """
     if isinstance(prompt, str):
         return pb.Conversation(messages=[pb.Message(role=pb.ROLE_USER, content=prompt)])
+    if not isinstance(prompt, Iterable):
+        raise invalid("prompt", f"must be a text or a list of messages, not {type(prompt).__name__}")
     return pb.Conversation(messages=[_message(index, each) for index, each in enumerate(prompt)])
-
-
-def _sampling(options: GenerateOptions) -> pb.Sampling:
-    return pb.Sampling(
-        temperature=options.get("temperature"),
-        top_p=options.get("top_p"),
-        top_k=options.get("top_k"),
-        seed=options.get("seed"),
-        min_p=options.get("min_p"),
-        repetition_penalty=options.get("repetition_penalty"),
-        presence_penalty=options.get("presence_penalty"),
-        frequency_penalty=options.get("frequency_penalty"),
-        logit_bias=options.get("logit_bias", {}),
-    )
 
 
 def _response_format(options: GenerateOptions) -> pb.ResponseFormat | None:
@@ -262,7 +268,7 @@ def _response_format(options: GenerateOptions) -> pb.ResponseFormat | None:
         return None
     if schema is not None:
         return pb.ResponseFormat(json_schema=schema if isinstance(schema, str) else json.dumps(schema))
-    return pb.ResponseFormat(regex=regex) if regex is not None else pb.ResponseFormat(lark=lark or "")
+    return written(pb.ResponseFormat, {"regex": regex} if regex is not None else {"lark": lark})
 
 
 def _beam_search(options: GenerateOptions) -> pb.BeamSearch | None:
@@ -275,24 +281,30 @@ def _beam_search(options: GenerateOptions) -> pb.BeamSearch | None:
     if early_stopping not in _EARLY_STOPPING:
         raise invalid("early_stopping", f"{early_stopping!r} is not one of False, True and 'never'")
     length_penalty = options.get("length_penalty")
-    return pb.BeamSearch(width=width, length_penalty=length_penalty, early_stopping=_EARLY_STOPPING[early_stopping])
+    fields = {"width": width, "length_penalty": length_penalty, "early_stopping": _EARLY_STOPPING[early_stopping]}
+    return written(pb.BeamSearch, fields, {"width": "beam_width"})
 
 
-def _add_tools(start: pb.StartFrame, options: GenerateOptions) -> None:
+def _tool(index: int, tool: object) -> pb.Tool:
+    if not isinstance(tool, Tool):
+        raise invalid(f"tools[{index}]", f"must be a Tool, not {type(tool).__name__}")
+    return pb.Tool(name=tool.name, description=tool.description, parameters_json_schema=tool.parameters_json)
+
+
+def _tool_choice(options: GenerateOptions) -> pb.ToolChoice | None:
     choice, single = options.get("tool_choice"), options.get("single_tool_call", False)
-    for tool in options.get("tools", ()):
-        start.tools.add(name=tool.name, description=tool.description, parameters_json_schema=tool.parameters_json)
     if isinstance(choice, Tool):
-        start.tool_choice.name = choice.name
-    elif choice is not None or single:
-        if choice not in (None, *_TOOL_MODES):
-            raise invalid("tool_choice", f"{choice!r} is neither one of {', '.join(_TOOL_MODES)} nor a Tool")
-        start.tool_choice.mode = _TOOL_MODES[choice or "auto"]
-    if single:
-        start.tool_choice.single = True
+        return pb.ToolChoice(name=choice.name, single=single)
+    if choice is None and not single:
+        return None
+    if choice not in (None, *_TOOL_MODES):
+        raise invalid("tool_choice", f"{choice!r} is neither one of {', '.join(_TOOL_MODES)} nor a Tool")
+    return pb.ToolChoice(mode=_TOOL_MODES[choice or "auto"], single=single)
 
 
 def _message(index: int, message: Message | Mapping[str, str]) -> pb.Message:
+    if not isinstance(message, Message | Mapping):
+        raise invalid(f"messages[{index}]", f"must be a Message or a mapping with role and content, not {type(message).__name__}")
     if isinstance(message, Message):
         role, content = str(message.role), message.content
         calls = [pb.ToolCall(id=call.id, name=call.name, arguments_json=call.arguments_json) for call in message.tool_calls]
@@ -301,13 +313,10 @@ def _message(index: int, message: Message | Mapping[str, str]) -> pb.Message:
         missing = {"role", "content"} - message.keys()
         if missing:
             raise invalid(f"messages[{index}]", f"needs {' and '.join(sorted(missing))}")
+        check_known(message, _MESSAGE_KEYS, f"messages[{index}].")
         role, content, calls, call_id = message["role"], message["content"], [], message.get("tool_call_id", "")
     if role not in _ROLES:
         raise invalid(f"messages[{index}].role", f"{role!r} is not one of {', '.join(_ROLES)}")
+    if not isinstance(content, str):
+        raise invalid(f"messages[{index}].content", f"must be a text, not {type(content).__name__}")
     return pb.Message(role=_ROLES[role], content=content, tool_calls=calls, tool_call_id=call_id)
-
-
-def invalid(field: str, description: str) -> InvalidRequest:
-    """A request that cannot be written down."""
-    details = ErrorDetails(reason="FIELD_INVALID", field_violations=(FieldViolation(field, description),))
-    return InvalidRequest(f"{field}: {description}", details=details)

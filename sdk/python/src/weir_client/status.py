@@ -54,6 +54,8 @@ def error_from_status(status: status_pb2.Status, *, request_id: str = "", partia
 # What grpcio puts in place of the status that the server sent, if a write fails as the stream ends (grpc/grpc#36066).
 OVERWRITTEN = "Internal error from Core"
 
+NOT_TLS = "WRONG_VERSION_NUMBER"  # what OpenSSL says of an answer in plain text
+
 
 def error_from_rpc(error: grpc.aio.AioRpcError, *, request_id: str = "", partial: Partial | None = None) -> errors.WeirError:
     """The typed error for an RPC that failed, from its status details where the server sent them."""
@@ -77,7 +79,10 @@ def _status_of(error: grpc.aio.AioRpcError) -> status_pb2.Status:
         # Not by this client, whose own cancellations raise nothing of the kind: gRPC's servers drop so what comes while they stop.
         return status_pb2.Status(code=code_pb2.UNAVAILABLE, message="the server cancelled the call: it is stopping")
     number, _ = error.code().value
-    return status_pb2.Status(code=number, message=error.details() or "")
+    message = error.details() or ""
+    if NOT_TLS in message:
+        message += "; the server does not speak TLS: say http:// before its address, or tls=False"
+    return status_pb2.Status(code=number, message=message)
 
 
 def _code_name(number: int) -> str:

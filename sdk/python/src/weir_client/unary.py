@@ -53,7 +53,7 @@ class UnaryClient:
 
     def _opened(self) -> Connection:
         if self._connection is None:
-            raise RuntimeError("the client is not open: use it inside `with`")
+            raise RuntimeError("the client is not open: use it inside its `with` or `async with` block")
         return self._connection
 
     async def _call(

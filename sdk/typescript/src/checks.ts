@@ -1,0 +1,107 @@
+/** What a caller gave and no request can hold is refused here by its name, before anything is sent: JavaScript has no types to do it. */
+
+import { InvalidRequest, NO_DETAILS } from "./errors.js";
+import { Money } from "./money.js";
+import type { AttachOptions, EmbedOptions, GenerateOptions, Tool } from "./options.js";
+
+/** Whether a value can be, and what it must be. */
+type Check = readonly [fits: (value: unknown) => boolean, what: string];
+
+const TEXT: Check = [(value) => typeof value === "string", "a text"];
+const TEXTS: Check = [(value) => typeof value === "string" || isListOf(value, "string"), "a text or a list of texts"];
+const NUMBER: Check = [(value) => typeof value === "number" && !Number.isNaN(value), "a number"];
+const WHOLE: Check = [(value) => typeof value === "bigint" || Number.isSafeInteger(value), "a whole number"];
+const MILLISECONDS: Check = [NUMBER[0], "a number of milliseconds"];
+const IDS: Check = [(value) => isListOf(value, "number") || ArrayBuffer.isView(value), "a list of token ids"];
+const BOOLEAN: Check = [(value) => typeof value === "boolean", "true or false"];
+const LABELS: Check = [(value) => isObject(value) && isListOf(Object.values(value), "string"), "an object of texts"];
+const TIER: Check = [(value) => value === "interactive" || value === "batch", '"interactive" or "batch"'];
+const SIGNAL: Check = [(value) => value instanceof AbortSignal, "an AbortSignal"];
+const MONEY: Check = [(value) => value instanceof Money, 'Money, for example Money.of("0.05", "USD")'];
+
+const COMMON = { labels: LABELS, requestId: TEXT, tier: TIER, timeoutMs: MILLISECONDS, signal: SIGNAL };
+
+/** Every option of `generate`. */
+export const GENERATE: Readonly<Record<keyof GenerateOptions, Check>> = {
+  ...COMMON,
+  prompt: [(value) => typeof value === "string" || Array.isArray(value), "a text or a list of messages"],
+  text: TEXT,
+  tokenIds: IDS,
+  maxOutputTokens: WHOLE,
+  maxCost: MONEY,
+  temperature: NUMBER,
+  topP: NUMBER,
+  topK: WHOLE,
+  seed: WHOLE,
+  minP: NUMBER,
+  repetitionPenalty: NUMBER,
+  presencePenalty: NUMBER,
+  frequencyPenalty: NUMBER,
+  logitBias: [(value) => isObject(value) && isListOf(Object.values(value), "number"), "an object of numbers by token id"],
+  stop: TEXTS,
+  stopTokenIds: IDS,
+  minOutputTokens: WHOLE,
+  ignoreEos: BOOLEAN,
+  jsonSchema: [(value) => typeof value === "string" || isObject(value), "an object, or its text"],
+  regex: TEXT,
+  lark: TEXT,
+  tools: [(value) => Array.isArray(value) && value.every((each) => isObject(each) && TEXT[0]((each as Tool).name)), "a list of tools"],
+  toolChoice: [(value) => typeof value === "string" || isObject(value), '"auto", "none", "required" or a tool'],
+  singleToolCall: BOOLEAN,
+  choiceCount: WHOLE,
+  beamWidth: WHOLE,
+  lengthPenalty: NUMBER,
+  earlyStopping: [(value) => typeof value === "boolean" || value === "never", 'true, false or "never"'],
+  topLogprobs: WHOLE,
+  usageIntervalTokens: WHOLE,
+  region: TEXT,
+  traceparent: TEXT,
+  tracestate: TEXT,
+  startTimeoutMs: MILLISECONDS,
+  maxRetries: WHOLE,
+  keepOnDisconnectMs: MILLISECONDS,
+  prefetchTokens: [(value) => Number.isSafeInteger(value) && Number(value) >= 1, "a whole number of at least 1, or absent for no limit"],
+};
+
+/** Every option of `attach`. */
+export const ATTACH: Readonly<Record<keyof AttachOptions, Check>> = {
+  afterSeq: WHOLE,
+  timeoutMs: MILLISECONDS,
+  resumeMs: MILLISECONDS,
+  prefetchTokens: GENERATE.prefetchTokens,
+  signal: SIGNAL,
+};
+
+/** Every option of `embed`. */
+export const EMBED: Readonly<Record<keyof EmbedOptions, Check>> = { ...COMMON, truncate: BOOLEAN };
+
+/** An `InvalidRequest` that names one field. */
+export function invalid(field: string, description: string): InvalidRequest {
+  const details = { ...NO_DETAILS, reason: "FIELD_INVALID", fieldViolations: [{ field, description }] };
+  return new InvalidRequest(`${field}: ${description}`, { details });
+}
+
+/** Throws InvalidRequest for an option that does not exist, and for a value that cannot be. */
+export function checkOptions(options: object, known: Readonly<Record<string, Check>>): void {
+  if (!isObject(options)) throw invalid("options", `must be an object, for example { prompt: "Hello" }, not ${typeof options}`);
+  checkKnown(options, Object.keys(known));
+  for (const [name, value] of Object.entries(options)) {
+    const [fits, what] = known[name]!;
+    if (value !== undefined && !fits(value)) throw invalid(name, `must be ${what}, not ${isObject(value) ? "an object" : typeof value}`);
+  }
+}
+
+/** Throws InvalidRequest for an option that does not exist, with those that do. */
+export function checkKnown(options: object, known: readonly string[]): void {
+  for (const name of Object.keys(options)) {
+    if (!known.includes(name)) throw invalid(name, `no such option; there are ${known.join(", ")}`);
+  }
+}
+
+function isObject(value: unknown): value is object {
+  return typeof value === "object" && value !== null && !Array.isArray(value);
+}
+
+function isListOf(value: unknown, kind: "string" | "number"): boolean {
+  return Array.isArray(value) && value.every((each) => typeof each === kind);
+}
