@@ -243,7 +243,7 @@ async def serve(settings: Settings) -> None:
     settings.home.mkdir(parents=True, exist_ok=True)
     spares = SpareHosts(settings.spare_hosts)
     serving = build_serving(settings, spares.open)
-    router = Router(serving.engines, serving.encoders, serving.catalog)
+    router = Router(serving.engines, serving.encoders, serving.catalog, serving.encoder_catalog)
     tokenizers = load_tokenizers(router, settings)
     gate, signer = StoreGate(), open_signer(settings)
     await recover(settings, gate, signer)

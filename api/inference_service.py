@@ -116,7 +116,7 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
         principal = await self._authenticator.principal(context)
         auth_ms = (time.monotonic() - received_at) * 1000
         start = parse_embed(request)
-        check_model(principal, start.model)
+        check_model(principal, self._process.router.own_name(start.model))
         deadline = None if granted_s is None else received_at + granted_s
         caller = EmbedCaller(payer(principal), auth_ms, received_at, deadline, trace_of_metadata(context.invocation_metadata()))
         return await self._process.embed(caller, start).answer()

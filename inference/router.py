@@ -38,6 +38,15 @@ class ModelMismatch(EngineError):
 
 
 @dataclass(frozen=True, slots=True)
+class EncoderRoute:
+    """Where a request that embeds goes. model: the own name of what was asked for; served: the name that the encoder serves."""
+
+    model: str
+    served: str
+    encoder: Encoder
+
+
+@dataclass(frozen=True, slots=True)
 class Route:
     """Where a request goes. model: the own name of what was asked for, by which it is billed. regions: see `GenerationRequest`."""
 
@@ -80,22 +89,28 @@ class Router:
     """Chooses an engine. Engines are known by the names that they serve: a model's, or `name@version`."""
 
     def __init__(
-        self, engines: Mapping[str, Engine], encoders: Mapping[str, Encoder] | None = None, catalog: Catalog | None = None
+        self,
+        engines: Mapping[str, Engine],
+        encoders: Mapping[str, Encoder] | None = None,
+        catalog: Catalog | None = None,
+        encoder_catalog: Catalog | None = None,
     ) -> None:
-        """encoders: models that embed, by names of their own. catalog: names every engine; without one, each is a model."""
+        """encoders: models that embed, by names of their own. The catalogs name all of each; without one, each is a model."""
         self._engines = dict(engines)
         self._encoders = dict(encoders or {})
         self._catalog = catalog or Catalog.plain(tuple(engines))
+        self._encoder_catalog = encoder_catalog or Catalog.plain(tuple(self._encoders))
 
     def own_name(self, model: str) -> str:
         """A model's own name for an alias or a version of it; any other name stays as it is."""
-        return self._catalog.own_name(model)
+        own = self._encoder_catalog.own_name(model)
+        return own if own in self._encoder_catalog.shares else self._catalog.own_name(model)
 
     def check_own_name(self, model: str) -> None:
         """Of what is set for a model and must not change with its aliases. Raises: ModelUnknown."""
-        if model not in self._catalog.shares and model not in self._encoders:
-            self.choose(model)
-            raise ModelUnknown(model, (), self._catalog.own_name(model))
+        if model not in self._catalog.shares and model not in self._encoder_catalog.shares:
+            self.find(model)
+            raise ModelUnknown(model, (), self.own_name(model))
 
     def engine(self, served: str) -> Engine:
         """The engine that serves under this name."""
@@ -125,38 +140,49 @@ class Router:
             raise RequestImpossible(f"region {region[:64]!r} is unknown; {remedy}", "region") from None
         return Route(self._catalog.own_name(model), self._engines[share.served], regions)
 
-    def choose_encoder(self, model: str) -> Encoder:
-        """The encoder for a request. Raises: ModelUnknown; ModelMismatch for a model that generates."""
-        encoder = self._encoders.get(model)
-        if encoder is None:
+    def route_encoder(self, model: str, request_id: str) -> EncoderRoute:
+        """Where a request that embeds goes; the same one always to the same version.
+
+        Raises: ModelUnknown; ModelMismatch for a model that generates.
+        """
+        share = self._encoder_catalog.share(model, request_id)
+        if share is None:
             if self._catalog.share(model, "") is not None:
                 raise ModelMismatch(model, wanted="embed", does="Generate")
             raise ModelUnknown(model, self._names())
-        return encoder
+        return EncoderRoute(self._encoder_catalog.own_name(model), share.served, self._encoders[share.served])
+
+    def choose_encoder(self, model: str) -> Encoder:
+        """The encoder of a model, an alias or a version; of several versions the one with the largest share. Raises as above."""
+        own = self._encoder_catalog.own_name(model)
+        if own in self._encoder_catalog.shares and own == self._encoder_catalog.aliases.get(model, model):
+            return self._encoders[self._encoder_catalog.main_share(own).served]
+        return self.route_encoder(model, "").encoder
 
     def find(self, model: str) -> Backend:
         """What serves a model, whatever it does. Raises: ModelUnknown."""
-        return self._encoders.get(model) or self.choose(model)
+        embeds = self._encoder_catalog.share(model, "") is not None
+        return self.choose_encoder(model) if embeds else self.choose(model)
 
     def models(self) -> list[ModelInfo]:
         """All models by their own names, as most of their requests find them."""
-        return [replace(self.find(name).model, name=name) for name in sorted([*self._catalog.shares, *self._encoders])]
+        names = sorted([*self._catalog.shares, *self._encoder_catalog.shares])
+        return [replace(self.find(name).model, name=name) for name in names]
 
     def aliases(self, model: str) -> list[str]:
         """Other names of a model and of its versions. model: its own name."""
-        return self._catalog.aliases_of(model)
+        return self._catalog_of(model).aliases_of(model)
 
     def versions(self, model: str) -> dict[str, float]:
         """The versions of a model that can be pinned, with their shares of what pins none. model: its own name."""
-        shares = [share for share in self._catalog.shares.get(model, ()) if share.version]
+        shares = [share for share in self._catalog_of(model).shares.get(model, ()) if share.version]
         total = sum(share.weight for share in shares)
         return {share.version: share.weight / total for share in shares}
 
     def replicas(self, model: str) -> ReplicaCounts:
         """How many engines a model has, in all its versions. model: its own name."""
-        if model in self._encoders:
-            return replica_counts(self._encoders[model])
-        counts = [replica_counts(self._engines[share.served]) for share in self._catalog.shares[model]]
+        backends: Mapping[str, Backend] = self._encoders if model in self._encoder_catalog.shares else self._engines
+        counts = [replica_counts(backends[share.served]) for share in self._catalog_of(model).shares[model]]
         return ReplicaCounts(*map(sum, zip(*counts, strict=True)))
 
     def reports(self) -> list[tuple[str, ReplicaReport]]:
@@ -202,10 +228,13 @@ class Router:
     def _share(self, model: str, request_id: object) -> Share:
         share = self._catalog.share(model, request_id)
         if share is None:
-            if model in self._encoders:
+            if self._encoder_catalog.share(model, "") is not None:
                 raise ModelMismatch(model, wanted="generate", does="Embed")
             raise ModelUnknown(model, self._names())
         return share
+
+    def _catalog_of(self, model: str) -> Catalog:
+        return self._encoder_catalog if model in self._encoder_catalog.shares else self._catalog
 
     def _several(self) -> Iterator[tuple[str, SeveralReplicas]]:
         for name, backend in sorted([*self._engines.items(), *self._encoders.items()]):
@@ -213,7 +242,8 @@ class Router:
                 yield name, backend
 
     def _names(self) -> list[str]:
-        return sorted({*self._catalog.shares, *self._catalog.aliases, *self._encoders})
+        catalogs = (self._catalog, self._encoder_catalog)
+        return sorted({name for catalog in catalogs for name in (*catalog.shares, *catalog.aliases)})
 
 
 def replica_counts(backend: Backend) -> ReplicaCounts:

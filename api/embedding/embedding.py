@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import time
 import uuid
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import structlog
@@ -63,6 +63,7 @@ class LiveEmbedding:
         self.phase = Phase.PREPARING
         self.place: Place | None = None  # of its first part, once it has been let in
         self.usage = UsageSoFar()
+        self._served = ""  # the name of its encoder, once it has one
         self._process = process
         self._watch = Stopwatch(caller.received_at, caller.auth_ms)
         self._answer: asyncio.Future[pb.EmbedResponse] = asyncio.get_running_loop().create_future()
@@ -116,7 +117,7 @@ class LiveEmbedding:
             if not self._answer.done():
                 self._answer.set_result(response)
         except EngineFailed:  # its own log says why
-            encoder = self._process.router.choose_encoder(self.start.model)
+            encoder = self._process.router.choose_encoder(self._served)
             self._fail(EngineLost(max(encoder.condition().retry_after_s, RETRY_S_MIN)))
         except Exception as error:
             self._fail(error)
@@ -140,9 +141,11 @@ class LiveEmbedding:
         """All of it. Raises what breaks it, with nothing billed."""
         async with contextlib.AsyncExitStack() as stack:
             with self._interruption.possible(lambda: self._stop_error):
-                encoder = self._process.router.choose_encoder(self.start.model)
+                route = self._process.router.route_encoder(self.start.model, str(self.start.request_id))
+                encoder, self._served = route.encoder, route.served
+                self.start = replace(self.start, model=route.model)  # by its own name it is limited and billed
                 check_against_model(self.start, encoder.model, input_count_max(encoder.model))
-                texts = await tokenize_inputs(self.start, self._process.tokenizers[self.start.model], encoder)
+                texts = await tokenize_inputs(self.start, self._process.tokenizers[self._served], encoder)
                 self._watch.lap("tokenize")
                 places = self._enter_queue(encoder, texts, stack)
                 lease = await self._process.admission.admit(self._admission_request(texts), self.usage)
@@ -164,7 +167,7 @@ class LiveEmbedding:
 
     def _enter_queue(self, encoder: Encoder, texts: list[TokenizedText], stack: contextlib.AsyncExitStack) -> dict[Place, Part]:
         """Places for all parts, taken before the hold, so that what is refused here has touched nothing. Raises as `enter`."""
-        caller, queue = self.caller, self._process.queues[self.start.model]
+        caller, queue = self.caller, self._process.queues[self._served]
         tenant_id = caller.payer.organization_id
         engine_wait_s = 0.0 if encoder.healthy() else encoder.condition().retry_after_s
         places: dict[Place, Part] = {}

@@ -90,6 +90,13 @@ def build_remote_encoders(settings: Settings) -> dict[str, Encoder]:
 
 def build_encoder(settings: Settings, budget: MemoryBudget, name: str, directory: Path) -> OnDemandEncoder:
     """The place for a model that embeds, which runs while it is wanted. Raises: CheckpointInvalid naming the file."""
+    build, memory_bytes = encoder_plan(settings, name, directory)
+    terms = SlotTerms(settings.model_idle_timeout_s, keep_warm=settings.min_replicas > 0, memory_bytes=memory_bytes)
+    return OnDemandEncoder(build, terms, budget)
+
+
+def encoder_plan(settings: Settings, name: str, directory: Path) -> tuple[Callable[[], Encoder], int]:
+    """How an encoder is built, and how much memory it takes. Raises: CheckpointInvalid naming the file."""
     options = EncoderSettings(
         directory=directory,
         name=name,
@@ -99,8 +106,7 @@ def build_encoder(settings: Settings, budget: MemoryBudget, name: str, directory
         batch_token_count_max=settings.encoder_batch_tokens,
     )
     memory_bytes = torch_memory_bytes(directory, options.compute_dtype, kv_cache_bytes=0)
-    terms = SlotTerms(settings.model_idle_timeout_s, keep_warm=settings.min_replicas > 0, memory_bytes=memory_bytes)
-    return OnDemandEncoder(lambda: TorchEncoder(options), terms, budget)
+    return lambda: TorchEncoder(options), memory_bytes
 
 
 def engine_plan(

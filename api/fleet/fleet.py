@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import starmap
@@ -12,21 +13,22 @@ from pathlib import Path
 
 from api.fleet.engines import (
     adapters_by_model,
-    build_encoder,
     build_encoders,
     build_engines,
     build_remote_encoders,
     check_budget,
     check_encoder_names,
+    encoder_plan,
     engine_plan,
 )
 from api.fleet.fleet_file import Fleet, FleetModel, FleetVersion, read_fleet
-from api.fleet.remote_engines import build_remote_engine
+from api.fleet.remote_engines import build_remote_encoder, build_remote_engine
 from api.settings import SettingInvalid, Settings, bundled_models
 from inference.catalog import VERSION_MARK, Catalog, Share
 from inference.engine import Encoder, Engine
+from inference.fleet.encoder_set import EncoderReplica, EncoderSet
 from inference.fleet.memory_budget import MemoryBudget, Resident
-from inference.fleet.on_demand import OnDemandEngine, SlotTerms
+from inference.fleet.on_demand import OnDemandEncoder, OnDemandEngine, SlotTerms
 from inference.fleet.placement import POLICIES
 from inference.fleet.replica import Replica
 from inference.fleet.replica_set import ReplicaSet
@@ -37,11 +39,12 @@ from inference.hosts.host_process import HostOpener, open_host
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """engines: by the names that they serve. encoders: models that embed. catalog: what can be asked for."""
+    """engines: by the names that they serve. encoders: models that embed. catalog, encoder_catalog: what can be asked for."""
 
     engines: dict[str, Engine]
     encoders: dict[str, Encoder]
     catalog: Catalog
+    encoder_catalog: Catalog
 
 
 def build_serving(settings: Settings, opener: HostOpener = open_host) -> Serving:
@@ -55,14 +58,17 @@ def build_serving(settings: Settings, opener: HostOpener = open_host) -> Serving
         if settings.max_replicas > 1 and settings.engine_backend != "remote":
             models = starmap(partial(several, settings), settings.models.items())
             here = {name: place for name, place in settings.encoders.items() if name not in settings.remote_encoders}
-            encoders = starmap(embedding_model, here.items())
+            encoders = starmap(partial(embedding_model, settings), here.items())
             serving = build_fleet(settings, Fleet((*models, *encoders)), opener)
-            return replace(serving, encoders=serving.encoders | build_remote_encoders(settings))
+            far = build_remote_encoders(settings)
+            shares = {**serving.encoder_catalog.shares, **Catalog.plain(tuple(far)).shares}
+            return replace(serving, encoders=serving.encoders | far, encoder_catalog=Catalog(shares))
         budget = MemoryBudget(settings.engine_memory_bytes or None)
         engines, slots = build_engines(settings, opener, budget), build_encoders(settings, budget)
         residents: list[Resident] = [engine for engine in engines.values() if isinstance(engine, OnDemandEngine)]
         check_budget(budget, [*residents, *slots.values()], f"WEIR_ENGINE_MEMORY_BYTES={settings.engine_memory_bytes}")
-        return Serving(engines, dict(slots) | build_remote_encoders(settings), Catalog.plain(tuple(engines)))
+        all_encoders = dict(slots) | build_remote_encoders(settings)
+        return Serving(engines, all_encoders, Catalog.plain(tuple(engines)), Catalog.plain(tuple(all_encoders)))
     named = settings.encoders or settings.remote_targets or settings.remote_encoders
     if dict(settings.models) != bundled_models() or named:
         others = "WEIR_MODELS, WEIR_ENCODERS, WEIR_REMOTE_TARGETS and WEIR_REMOTE_ENCODERS"
@@ -87,9 +93,10 @@ def several(settings: Settings, name: str, directory: Path) -> FleetModel:
     return FleetModel(name, (version,))
 
 
-def embedding_model(name: str, directory: Path) -> FleetModel:
-    """A model of WEIR_ENCODERS."""
-    return FleetModel(name, (FleetVersion("", "encoder", directory),))
+def embedding_model(settings: Settings, name: str, directory: Path) -> FleetModel:
+    """A model of WEIR_ENCODERS with as many replicas as the settings say."""
+    least, most = settings.min_replicas, settings.max_replicas
+    return FleetModel(name, (FleetVersion("", "encoder", directory, replica_count_min=least, replica_count_max=most),))
 
 
 def build_fleet(settings: Settings, fleet: Fleet, opener: HostOpener) -> Serving:
@@ -99,10 +106,13 @@ def build_fleet(settings: Settings, fleet: Fleet, opener: HostOpener) -> Serving
     engines: dict[str, Engine] = {}
     encoders: dict[str, Encoder] = {}
     shares: dict[str, list[Share]] = {}
+    encoder_shares: dict[str, list[Share]] = {}
     for model in fleet.models:
         if model.embeds:
-            encoders[model.name] = slot = build_encoder(settings, yard.budget, model.name, model.versions[0].directory)
-            yard.slots.append(slot)
+            for version in model.versions:
+                served = f"{model.name}{VERSION_MARK}{version.version}" if version.version else model.name
+                encoders[served] = yard.build_encoders(version, served)
+                encoder_shares.setdefault(model.name, []).append(Share(version.version, served, version.weight))
             continue
         for version in model.versions:
             served = f"{model.name}{VERSION_MARK}{version.version}" if version.version else model.name
@@ -113,7 +123,13 @@ def build_fleet(settings: Settings, fleet: Fleet, opener: HostOpener) -> Serving
                 engines[view.model.name] = view
                 shares.setdefault(f"{model.name}:{adapter}", []).append(Share(version.version, view.model.name, version.weight))
     check_budget(yard.budget, yard.slots, "memory_bytes of WEIR_FLEET, or WEIR_ENGINE_MEMORY_BYTES")
-    return Serving(engines, encoders, Catalog(shares, fleet.aliases, fleet.regions, settings.region))
+    catalog = Catalog(shares, aliases_within(fleet.aliases, shares), fleet.regions, settings.region)
+    return Serving(engines, encoders, catalog, Catalog(encoder_shares, aliases_within(fleet.aliases, encoder_shares)))
+
+
+def aliases_within(aliases: Mapping[str, str], shares: Mapping[str, Sequence[Share]]) -> dict[str, str]:
+    """Those of these models and of their versions."""
+    return {alias: target for alias, target in aliases.items() if target.partition(VERSION_MARK)[0] in shares}
 
 
 class Yard:
@@ -138,6 +154,22 @@ class Yard:
         if least >= version.replica_count_max:
             return ReplicaSet(info, replicas, policy, warm_count=least, recovery_wait_s=wait_s)
         return ScaledReplicaSet(info, replicas, policy, scaler=Scaler(least, self._idle_timeout_s(version)), recovery_wait_s=wait_s)
+
+    def build_encoders(self, version: FleetVersion, served: str) -> EncoderSet:
+        """The replicas of one version of a model that embeds. Raises: CheckpointInvalid, SettingInvalid."""
+        found: list[EncoderReplica] = []
+        for target in version.targets:
+            far = build_remote_encoder(self._settings, served, target.address, version.directory)
+            found.append(EncoderReplica(target.address, far))
+        for index in range(0 if version.targets else version.replica_count_max):
+            is_warm = index < version.replica_count_min
+            build, memory_bytes = encoder_plan(self._settings, served, version.directory)
+            terms = SlotTerms(self._idle_timeout_s(version), keep_warm=is_warm, memory_bytes=version.memory_bytes or memory_bytes)
+            slot = OnDemandEncoder(build, terms, self.budget)
+            self.slots.append(slot)
+            found.append(EncoderReplica(f"{served}#{index}", slot))
+        warm_count = len(found) if version.targets else version.replica_count_min
+        return EncoderSet(replace(found[0].encoder.model, name=served), found, warm_count=warm_count)
 
     def _idle_timeout_s(self, version: FleetVersion) -> float:
         return self._settings.model_idle_timeout_s if version.idle_timeout_s is None else version.idle_timeout_s

@@ -18,7 +18,8 @@ import yaml
 from api.fleet.strict_yaml import Keys, StrictReader, number, size, target, text, whole, word
 from api.settings import SettingInvalid, Settings
 
-EngineKind = Literal["torch", "tensorrt", "remote", "encoder", "simulated"]
+EngineKind = Literal["torch", "tensorrt", "remote", "encoder", "remote-encoder", "simulated"]
+ENCODERS = ("encoder", "remote-encoder")
 Policy = Literal["prefix_aware", "least_loaded", "round_robin"]
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:-]{0,127}")  # of a model or an alias; `@` is kept for versions
@@ -73,8 +74,8 @@ class FleetModel:
 
     @property
     def embeds(self) -> bool:
-        """Whether it turns texts into vectors, in one engine."""
-        return self.versions[0].engine == "encoder"
+        """Whether it turns texts into vectors."""
+        return self.versions[0].engine in ENCODERS
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +170,11 @@ class FleetReader(StrictReader):
                 self.wrong(keys["versions"], f"{place}.versions", "must have at least one version with a weight above 0")
         else:
             versions = (self.version("", keys, node, place),)
+        if versions and len({version.engine in ENCODERS for version in versions}) > 1:
+            self.wrong(node, place, "must have versions that all generate, or that all embed")
+        for key in ("policy", "recovery_wait_s") if versions and versions[0].engine in ENCODERS else ():
+            if key in keys:
+                self.wrong(keys[key], f"{place}.{key}", "is for models that generate: leave it out here")
         wait = number(0, RECOVERY_WAIT_S_MAX)
         return FleetModel(
             name=name,
@@ -189,7 +195,7 @@ class FleetReader(StrictReader):
             self.wrong(node, f"{place}.directory", "is missing: name that of the checkpoint, or of a remote model's tokenizer")
         least, most = self.replicas(get("replicas"), f"{place}.replicas")
         targets = self.targets(get("targets"), f"{place}.targets")
-        if engine == "remote":
+        if engine in ("remote", "remote-encoder"):
             least = most = max(len(targets), 1)
             if not targets:
                 self.wrong(
@@ -199,10 +205,10 @@ class FleetReader(StrictReader):
                 )
             for key in keys.keys() & OF_LOCAL_ENGINES:
                 self.wrong(keys[key], f"{place}.{key}", "is for engines that Weir starts itself: leave it out here")
-        elif engine == "encoder" and (version or keys.keys() - {"engine", "directory"}):
-            self.wrong(node, place, "embeds with one engine: leave out all but engine and directory, and versions")
         elif "targets" in keys:
             self.wrong(keys["targets"], f"{place}.targets", "is for remote engines: leave it out, or say `engine: remote`")
+        if engine in ENCODERS and ("region" in keys or any(each.region for each in targets)):
+            self.wrong(node, f"{place}.region", "is for models that generate: requests that embed name no region")
         return FleetVersion(
             version=version,
             engine=engine,
@@ -246,7 +252,7 @@ class FleetReader(StrictReader):
 
     def aliases(self, node: yaml.Node | None, models: tuple[FleetModel, ...]) -> dict[str, str]:
         """Other names, each of a model or of a version."""
-        known = {model.name for model in models if not (model.versions and model.embeds)}
+        known = {model.name for model in models}
         known |= {f"{model.name}@{version.version}" for model in models for version in model.versions if version.version}
         found = {}
         for alias, each in self.named(node, "aliases", NAME, "an alias").items():

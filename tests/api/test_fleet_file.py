@@ -56,7 +56,7 @@ def test_the_example_of_the_documentation_is_read() -> None:
         ("models: {chat: {directory: d, weight: 1}}", ["models.chat.weight: is no key of this place"]),
         (
             "models: {chat: {directory: d, engine: vllm}}",
-            ["engine: must be one of torch, tensorrt, remote, encoder, simulated, not 'vllm'"],
+            ["engine: must be one of torch, tensorrt, remote, encoder, remote-encoder, simulated, not 'vllm'"],
         ),
         ("models: {chat: {directory: d, replicas: 2}}", ["models.chat.replicas: must be a mapping"]),
         (
@@ -103,6 +103,16 @@ def test_the_example_of_the_documentation_is_read() -> None:
         ("models: {chat: {directory: d}}\naliases: {latest: chat@v2}", ["aliases.latest: must name a model, or a version"]),
         ("models: {chat: {directory: d}}\naliases: {chat: chat}", ["aliases.chat: is the name of a model"]),
         ("models: {chat: [", ["this is no YAML"]),
+        ("models: {e: {engine: encoder, directory: d, policy: least_loaded}}", ["models.e.policy: is for models that generate"]),
+        ("models: {e: {engine: remote-encoder, directory: d}}", ["models.e.targets: is missing"]),
+        (
+            "regions: {eu: []}\nmodels: {e: {engine: encoder, directory: d, region: eu}}",
+            ["models.e.region: is for models that generate"],
+        ),
+        (
+            "models: {e: {versions: {a: {engine: encoder, directory: d}, b: {directory: d}}}}",
+            ["models.e: must have versions that all generate, or that all embed"],
+        ),
     ],
 )
 def test_a_mistake_is_told_with_its_place_and_the_remedy(content: str, mistakes: list[str]) -> None:

@@ -1,0 +1,62 @@
+"""Models that embed, in a fleet file: versions, replicas, remote servers and other names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from api.fleet.fleet import build_serving
+from api.settings import Settings
+from inference.router import ModelMismatch, ReplicaCounts, Router
+from tests.inference.encoder_checkpoints import make_random_encoder
+
+FLEET = """
+models:
+  search:
+    versions:
+      v1: {{engine: encoder, directory: {directory}, weight: 3, replicas: {{min: 0, max: 3}}, memory_bytes: 1MiB}}
+      v2: {{engine: encoder, directory: {directory}}}
+  far:
+    engine: remote-encoder
+    directory: {directory}
+    targets: ["vllm://10.0.0.1:1", "trtllm://10.0.0.2:1"]
+aliases: {{minilm: search, next: search@v2}}
+"""
+
+
+@pytest.fixture
+def router(tmp_path: Path) -> Router:
+    directory = make_random_encoder(tmp_path / "encoder")
+    (tmp_path / "fleet.yaml").write_text(FLEET.format(directory=directory))
+    serving = build_serving(Settings(home=tmp_path, fleet_file=str(tmp_path / "fleet.yaml")))
+    return Router(serving.engines, serving.encoders, serving.catalog, serving.encoder_catalog)
+
+
+def test_versions_aliases_and_replicas_are_those_of_the_file(router: Router) -> None:
+    assert [model.name for model in router.models()] == ["far", "search"]
+    assert (router.aliases("search"), router.versions("search")) == (["minilm", "next"], {"v1": 0.75, "v2": 0.25})
+    assert router.replicas("search") == ReplicaCounts(ready=0, total=4, drained=0)
+    assert [name for _, told in router.reports() for name in [told.name]] == [
+        *("vllm://10.0.0.1:1", "trtllm://10.0.0.2:1"),
+        *("search@v1#0", "search@v1#1", "search@v1#2", "search@v2#0"),
+    ]
+    router.drain({"search@v1": ["search@v1#1"]})
+    assert router.replicas("search").drained == 1
+
+
+def test_a_request_gets_one_version_by_its_id_and_is_billed_by_the_models_own_name(router: Router) -> None:
+    routes = {name: router.route_encoder(name, "a") for name in ("search", "minilm", "search@v2", "next", "far")}
+
+    assert {name: route.model for name, route in routes.items()} == {
+        **dict.fromkeys(("search", "minilm", "search@v2", "next"), "search"),
+        "far": "far",
+    }
+    assert routes["next"].served == routes["search@v2"].served == "search@v2"
+    assert routes["search"] == routes["minilm"]
+    served = [router.route_encoder("search", str(number)).served for number in range(400)]
+    assert 250 < served.count("search@v1") < 350
+    assert (router.own_name("next"), router.own_name("search@v9")) == ("search", "search@v9")
+    router.check_own_name("search")
+    with pytest.raises(ModelMismatch, match="serves Embed"):
+        router.route("minilm", "a")
