@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager
+from types import TracebackType
 
 from inference.engine import EmbeddingRequest, Embeddings, Encoder, Engine, GenerationRequest, SequenceStream
 from inference.fleet.slot import FAULT_STANDS_S, OnDemandSlot, SlotTerms
@@ -23,13 +23,9 @@ class OnDemandEngine(OnDemandSlot[Engine]):
         engine = self._running()
         return 0 if engine is None else engine.predict_cached_token_count(prompt_token_ids, cache_salt)
 
-    @contextlib.asynccontextmanager
-    async def generate(self, request: GenerationRequest) -> AsyncIterator[SequenceStream]:
+    def generate(self, request: GenerationRequest) -> SlotSequence:
         """See `Engine.generate`; waits for the start if it is cold. Raises as `start` does, too."""
-        with self._in_use():
-            engine = await self._started()
-            async with engine.generate(request) as stream:
-                yield stream
+        return SlotSequence(self, request)
 
 
 class OnDemandEncoder(OnDemandSlot[Encoder]):
@@ -38,5 +34,31 @@ class OnDemandEncoder(OnDemandSlot[Encoder]):
     async def embed(self, request: EmbeddingRequest) -> Embeddings:
         """See `Encoder.embed`; waits for the start if it is cold. Raises as `start` does, too."""
         with self._in_use():
-            encoder = await self._started()
+            encoder = await self.started()
             return await encoder.embed(request)
+
+
+class SlotSequence:
+    """One sequence in a slot, as a context manager: from entering it to leaving it the slot is in use."""
+
+    def __init__(self, slot: OnDemandEngine, request: GenerationRequest) -> None:
+        self._slot = slot
+        self._request = request
+        self._running: AbstractAsyncContextManager[SequenceStream]
+
+    async def __aenter__(self) -> SequenceStream:
+        self._slot.begin_use()
+        try:
+            self._running = (await self._slot.started()).generate(self._request)
+            return await self._running.__aenter__()
+        except BaseException:
+            self._slot.end_use()
+            raise
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool | None:
+        try:
+            return await self._running.__aexit__(kind, error, trace)
+        finally:
+            self._slot.end_use()

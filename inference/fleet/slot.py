@@ -142,7 +142,7 @@ class OnDemandSlot(Generic[Served]):
     async def start(self) -> None:
         """See `Backend.start`."""
         with self._in_use():
-            await self._started()
+            await self.started()
 
     async def close(self) -> None:
         """See `Backend.close`."""
@@ -224,7 +224,7 @@ class OnDemandSlot(Generic[Served]):
             self._load_time_s = self._clock() - self._started_at_s
             self._tell()
 
-    async def _started(self) -> Served:
+    async def started(self) -> Served:
         """The engine, once it takes requests; nothing is awaited between that and the return. Raises as `start`."""
         while True:
             if self._closed:
@@ -251,14 +251,22 @@ class OnDemandSlot(Generic[Served]):
     @contextlib.contextmanager
     def _in_use(self) -> Iterator[None]:
         """Neither idle nor to be closed for others meanwhile."""
-        self._user_count += 1
-        self._forget_timer()
+        self.begin_use()
         try:
             yield
         finally:
-            self._user_count -= 1
-            if not self._user_count:
-                self._rest()
+            self.end_use()
+
+    def begin_use(self) -> None:
+        """From now on somebody uses it, until `end_use`."""
+        self._user_count += 1
+        self._forget_timer()
+
+    def end_use(self) -> None:
+        """One of those who use it does not any more."""
+        self._user_count -= 1
+        if not self._user_count:
+            self._rest()
 
     def _rest(self) -> None:
         """Nobody uses it any more."""

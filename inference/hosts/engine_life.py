@@ -5,9 +5,8 @@ Implements `Engine` but for what reaches the engine itself: `hosted_engine.py` a
 
 from __future__ import annotations
 
-import contextlib
 from abc import abstractmethod
-from collections.abc import AsyncIterator
+from types import TracebackType
 
 from inference.engine import (
     GenerationRequest,
@@ -44,16 +43,9 @@ class EngineLife(BackendLife):
         """See `Engine.predict_cached_token_count`."""
         return self._hint.predict(prompt_token_ids, self._cache_group(cache_salt))
 
-    @contextlib.asynccontextmanager
-    async def generate(self, request: GenerationRequest) -> AsyncIterator[SequenceStream]:
+    def generate(self, request: GenerationRequest) -> RunningSequence:
         """See `Engine.generate`."""
-        stream = self._open_stream(request)
-        try:
-            yield stream
-        finally:
-            stream.cancel()
-            if self._streams.pop(stream.number, None) is not None and not stream.scheduled:
-                self._waiting_count -= request.choice_count
+        return RunningSequence(self, request)
 
     @abstractmethod
     def _submit(self, stream: BufferedStream) -> None:
@@ -75,7 +67,8 @@ class EngineLife(BackendLife):
         """The engine is gone, and its cache with it, as far as anybody knows."""
         self._hint.clear()
 
-    def _open_stream(self, request: GenerationRequest) -> BufferedStream:
+    def open_stream(self, request: GenerationRequest) -> BufferedStream:
+        """Hand a sequence to the engine, for `close_stream` to follow. Raises as `generate` on entering."""
         self._check_ready()
         fault = request_fault(request, self._limits, self._model.vocabulary_size, self._block_count)
         if fault is not None:
@@ -90,6 +83,12 @@ class EngineLife(BackendLife):
         self._submit(stream)
         self._waiting_count += request.choice_count
         return stream
+
+    def close_stream(self, stream: BufferedStream) -> None:
+        """Its caller has left: it is cancelled if it still runs, and forgotten."""
+        stream.cancel()
+        if self._streams.pop(stream.number, None) is not None and not stream.scheduled:
+            self._waiting_count -= stream.request.choice_count
 
     def _cancel(self, stream: BufferedStream) -> None:
         if stream.number in self._streams:
@@ -124,3 +123,19 @@ class EngineLife(BackendLife):
         self._forget_cache()
         for stream in self._streams.values():
             stream.fail(self._loss(reason))
+
+
+class RunningSequence:
+    """One sequence on an engine, as a context manager: leaving it ends the sequence."""
+
+    def __init__(self, engine: EngineLife, request: GenerationRequest) -> None:
+        self._engine = engine
+        self._request = request
+        self._stream: BufferedStream
+
+    async def __aenter__(self) -> SequenceStream:
+        self._stream = self._engine.open_stream(self._request)
+        return self._stream
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._engine.close_stream(self._stream)
