@@ -29,7 +29,8 @@ class FairQueue:
         self._limits = limits
         self._engine = engine
         self._clock = clock
-        self._tiers = {tier: Tier() for tier in ServiceTier}
+        self._interactive, self._batch = Tier(), Tier()
+        self._tiers = {ServiceTier.INTERACTIVE: self._interactive, ServiceTier.BATCH: self._batch}
         self._lookahead = Lookahead()
         self._entrance = Entrance(limits, self._tiers, self._lookahead)
         self._handed: dict[Place, None] = {}  # with the engine, which has not begun with them, the first given first
@@ -146,7 +147,7 @@ class FairQueue:
             tier, tenant, rank = turn
             if not self._lookahead.has_room(rank):
                 break
-            if tier is self._tiers[ServiceTier.BATCH]:
+            if tier is self._batch:
                 self._batch_moved_at = now
             place = tier.line.take(tenant, tier.waits.output_tokens(tenant, tenant.first.output_token_count_max))
             place.rank = rank
@@ -156,12 +157,12 @@ class FairQueue:
             place.handed_at_step = engine.step_count
             place.state = State.HANDED
             place.on_turn()
-        for tier in self._tiers.values():
+        for tier in (self._interactive, self._batch):
             tier.waits.rate.watch(now, waiting=bool(tier.line))
 
     def _is_waited(self) -> bool:
         """Whether anybody waits for a turn."""
-        return any(tier.line for tier in self._tiers.values())
+        return bool(self._interactive.line or self._batch.line)
 
     def _take_back(self, place: Place) -> None:
         """The engine has begun with a request, or never will."""
@@ -174,14 +175,14 @@ class FairQueue:
         Interactive first, unless the batch tier has waited for so long that the next turn is its own: then it is ranked as if it
         were interactive and came back from idling. Otherwise batch comes after everything interactive in the engine, too.
         """
-        interactive, batch = self._tiers[ServiceTier.INTERACTIVE].line, self._tiers[ServiceTier.BATCH].line
+        interactive, batch = self._interactive.line, self._batch.line
         is_overdue = now - self._batch_moved_at >= self._limits.batch_wait_s_max
         if batch and (is_overdue or not interactive):
             tenant = batch.next_tenant()
             assert tenant is not None, "something of the tier waits"
             rank = interactive.level() if interactive else BATCH_RANK + tenant.rank
-            return self._tiers[ServiceTier.BATCH], tenant, rank if self._limits.fair else 0.0
+            return self._batch, tenant, rank if self._limits.fair else 0.0
         tenant = interactive.next_tenant()
         if tenant is None:
             return None
-        return self._tiers[ServiceTier.INTERACTIVE], tenant, tenant.rank if self._limits.fair else 0.0
+        return self._interactive, tenant, tenant.rank if self._limits.fair else 0.0

@@ -211,11 +211,10 @@ def _check_biases(sampling: pb.Sampling, wrong: Violations) -> None:
 def _check_stop(start: pb.StartFrame, wrong: Violations) -> None:
     most, least = start.max_output_tokens, start.min_output_tokens
     limited = start.HasField("max_output_tokens")
-    wrong.check(
-        not limited or most >= 1, "max_output_tokens", f"must be at least 1, not {most}; leave it unset for no limit of your own"
-    )
-    right = least >= 0 and (not limited or least <= max(most, 1))
-    wrong.check(right, "min_output_tokens", f"must be from 0 to max_output_tokens, not {least}")
+    if limited and most < 1:
+        wrong.check(False, "max_output_tokens", f"must be at least 1, not {most}; leave it unset for no limit of your own")
+    if least < 0 or (limited and least > max(most, 1)):
+        wrong.check(False, "min_output_tokens", f"must be from 0 to max_output_tokens, not {least}")
     stops, count_max = start.stop_sequences, STOP_SEQUENCE_COUNT_MAX
     wrong.check(len(stops) <= count_max, "stop_sequences", f"at most {count_max} are allowed, not {len(stops)}")
     for index, stop in enumerate(stops):
