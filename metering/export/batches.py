@@ -6,6 +6,7 @@ exist. The part's number is unique, so two who work it out at once write it once
 
 from __future__ import annotations
 
+import time
 import uuid
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -15,14 +16,17 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from metering.billing.months import LANE_LOCK
 from metering.billing.pricing import TOKENS_BY_KIND
+from metering.store.bounded_connection import patience
 from metering.store.db import Sessions
 
 CLOSE_DELAY = timedelta(
     minutes=2
 )  # after an hour's end: most of what was settled in it is rated by then, so most hours have one part
 BACK_TO = timedelta(days=35)  # how far the first run looks back: a biller takes nothing that is older
-CLOSE_AT_ONCE = timedelta(days=1)  # hours in one transaction while catching up
-CLOSE_RUNS_MAX = 60  # per run: bounds the first one, which has 35 days before it
+CLOSE_AT_ONCE = timedelta(hours=1)  # in one statement, also while catching up: a day of a busy service takes longer than it may
+CLOSE_BUDGET_S = 20.0  # per run: bounds the first one, which has 35 days before it; the next one goes on
+FORM_S = 30.0  # for an hour of some ten million events; such a statement keeps nobody waiting
+LONG_STATEMENTS = text(f"SET LOCAL statement_timeout = '{FORM_S:.0f}s'")
 # `rated_at` is when its transaction began; it is visible when that commits, which a task's time limit puts a minute later at most.
 SCAN_MARGIN = timedelta(seconds=150)
 
@@ -46,6 +50,15 @@ FROM used, LATERAL (
 ) parts
 WHERE used.token_count > parts.token_count
 ON CONFLICT (organization_id, price_version_id, token_kind, hour, part) DO NOTHING
+""")
+# The first hour of a stretch in which anything was used that is rated: what is rated later is late, here as everywhere.
+FIRST_USED = text("""
+SELECT date_trunc('hour', min(used.settled_at), 'UTC')
+FROM organizations o, LATERAL (
+    SELECT settled_at FROM usage_events
+    WHERE organization_id = o.id AND rated_at IS NOT NULL AND settled_at >= :begins AND settled_at < :ends
+    ORDER BY settled_at LIMIT 1
+) AS used
 """)
 BEGIN = text("""
 INSERT INTO export_progress (id, closed_until, scanned_until)
@@ -80,17 +93,21 @@ async def form_batches(sessions: Sessions) -> int:
     formed = 0
     async with sessions.begin() as session:
         await session.execute(BEGIN, {"back_to": BACK_TO})
-    for _ in range(CLOSE_RUNS_MAX):
+    deadline = time.monotonic() + CLOSE_BUDGET_S
+    with patience(FORM_S + 2):
+        while time.monotonic() < deadline:
+            async with sessions.begin() as session:
+                standing = await _standing(session)
+                if standing is None or standing.closed_until >= standing.closable_until:
+                    break
+                stretch = {"begins": standing.closed_until, "ends": standing.closable_until}
+                begins = await session.scalar(FIRST_USED, stretch) or standing.closable_until
+                ends = min(begins + CLOSE_AT_ONCE, standing.closable_until)
+                formed += await form(session, begins, ends)
+                await session.execute(text("UPDATE export_progress SET closed_until = :ends"), {"ends": ends})
         async with sessions.begin() as session:
-            standing = await _standing(session)
-            if standing is None or standing.closed_until >= standing.closable_until:
-                break
-            ends = min(standing.closed_until + CLOSE_AT_ONCE, standing.closable_until)
-            formed += await form(session, standing.closed_until, ends)
-            await session.execute(text("UPDATE export_progress SET closed_until = :ends"), {"ends": ends})
-    async with sessions.begin() as session:
-        if (standing := await _standing(session)) is not None:
-            formed += await _form_late(session, standing)
+            if (standing := await _standing(session)) is not None:
+                formed += await _form_late(session, standing)
     return formed
 
 
@@ -114,5 +131,6 @@ async def _form_late(session: AsyncSession, standing: _Standing) -> int:
 
 
 async def _standing(session: AsyncSession) -> _Standing | None:
+    await session.execute(LONG_STATEMENTS)
     row = (await session.execute(STANDING, {"close_delay": CLOSE_DELAY})).one_or_none()
     return None if row is None else _Standing(*row)

@@ -9,8 +9,9 @@ import random
 import subprocess
 import sys
 import threading
+import uuid
 from collections.abc import Iterator
-from datetime import timedelta
+from datetime import datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sqlalchemy import text
 from sqlalchemy.exc import DBAPIError
+from sqlalchemy.ext.asyncio import AsyncSession
 
 from metering.billing.months import take_lane
 from metering.billing.prices import ModelPrice
@@ -92,6 +94,27 @@ async def test_an_hour_that_is_over_is_one_batch_per_kind_and_what_comes_late_is
         rows = [tuple(row) for row in await session.execute(query)]
     assert (first, again, late) == (3, 0, 1)
     assert rows == [("cached_input", 0, 30), ("input", 0, 77), ("input", 1, 3), ("output", 0, 21)]
+    check_export(database_url)
+
+
+async def test_after_a_time_without_a_worker_each_used_hour_is_a_statement_that_has_time(
+    sessions: Sessions, customer: Customer, price: ModelPrice, database_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A day of a busy service in one statement was given up each time it was tried, and nothing was ever exported again."""
+    await use_and_rate(sessions, customer, price, *(Consumed(10, settled_at=hours_ago(hour)) for hour in (900, 800, 30, 3)))
+    spans: list[tuple[datetime, timedelta, str]] = []
+    real = batches.form
+
+    async def form(session: AsyncSession, begins: datetime, ends: datetime, of: uuid.UUID | None = None) -> int:
+        if of is None:  # else it is late usage, and of an hour in any case
+            spans.append((begins, ends - begins, str(await session.scalar(text("SHOW statement_timeout")))))
+        return await real(session, begins, ends, of)
+
+    monkeypatch.setattr(batches, "form", form)
+    await form_batches(sessions)
+
+    hours = [hours_ago(hour).replace(minute=0) for hour in (800, 30, 3)]  # what is 900 hours old is late by now
+    assert [span for span in spans if span[1]] == [(begins, timedelta(hours=1), "30s") for begins in hours]
     check_export(database_url)
 
 
