@@ -11,7 +11,8 @@ import gc
 import os
 import signal
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Coroutine, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import grpc.aio
@@ -233,6 +234,52 @@ def stop_signals(stopping: asyncio.Event) -> Iterator[None]:
         loop.remove_signal_handler(signal_number)
 
 
+@dataclass(frozen=True, slots=True)
+class Doors:
+    """All that others connect to, bound to its addresses."""
+
+    server: grpc.aio.Server
+    peer_server: grpc.aio.Server
+    listener: Listener
+    metrics: MetricsListener
+
+    async def open(self, scrapes: Scrapes) -> None:
+        """Take connections; that of clients last."""
+        await self.peer_server.start()
+        await self.listener.start()
+        await self.metrics.start(scrapes)
+        await self.server.start()
+
+    async def shut(self, router: Router) -> None:
+        """Let nobody wait any more, and stop the engines. Operators see it to the end."""
+        await self.server.stop(grace=1.0)
+        for engine in router.backends():
+            await engine.close()
+        await self.listener.stop()
+        await self.metrics.stop()
+
+
+def in_background(
+    tasks: asyncio.TaskGroup,
+    process: Process,
+    control: ControlChannel,
+    notices: UsageNotices,
+    spares: SpareHosts,
+    recovery: Coroutine[None, None, None],
+) -> list[asyncio.Task[None]]:
+    """What goes on beside requests until the end."""
+    return [
+        tasks.create_task(control.run(), name="control channel"),
+        tasks.create_task(process.admission.holds.run(), name="holds"),
+        tasks.create_task(notices.run(), name="usage notices"),
+        tasks.create_task(recovery, name="recovery"),
+        tasks.create_task(process.tell_progress_regularly(), name="progress"),
+        tasks.create_task(log_statistics_regularly(process), name="statistics log"),
+        tasks.create_task(process.observer.loop_lag.measure(), name="loop lag"),
+        tasks.create_task(spares.serve(), name="spare hosts"),
+    ]
+
+
 async def serve(settings: Settings) -> None:
     """Run one api process until it is told to stop.
 
@@ -255,11 +302,8 @@ async def serve(settings: Settings) -> None:
     spans = open_spans(owner_id)
     observer = Observer((model.name for model in router.models()), spans)
     holds = open_holds(settings, journal, gate, signer, notices, observer)
-    capacity, health, authenticator = (
-        Capacity(settings.requests_per_process_max),
-        Health(),
-        open_door(settings, create_sessions(key_store)),
-    )
+    capacity, health = Capacity(settings.requests_per_process_max), Health()
+    authenticator = open_door(settings, create_sessions(key_store))
     async with asyncio.TaskGroup() as tasks:
         relays = Relays(sessions, owner_id, tasks)
         admission = Admission(settings, capacity, holds, journal, tasks)
@@ -281,25 +325,14 @@ async def serve(settings: Settings) -> None:
         endpoint = Endpoint(settings.home, address, port, tls=with_tls, openai_url=url, metrics_url=metrics.url)
         serve_engines(router, tasks)
         control = open_control(settings, owner_id, peer, process, authenticator)
-        background = [
-            tasks.create_task(control.run(), name="control channel"),
-            tasks.create_task(holds.run(), name="holds"),
-            tasks.create_task(notices.run(), name="usage notices"),
-            tasks.create_task(recover_regularly(settings, gate, signer), name="recovery"),
-            tasks.create_task(process.tell_progress_regularly(), name="progress"),
-            tasks.create_task(log_statistics_regularly(process), name="statistics log"),
-            tasks.create_task(observer.loop_lag.measure(), name="loop lag"),
-            tasks.create_task(spares.serve(), name="spare hosts"),
-        ]
+        background = in_background(tasks, process, control, notices, spares, recover_regularly(settings, gate, signer))
         if safety.classifiers is not None:
             background.append(tasks.create_task(safety.classifiers.serve(), name="classifiers"))
             await start_classifiers(safety.classifiers)
         gc.freeze()  # what stands now stands to the end: a full collection that looked at it again would stop all streams for 5 ms
         gc.set_threshold(COLLECT_AFTER_OBJECTS)
-        await peer_server.start()
-        await listener.start()
-        await metrics.start(Scrapes(parts, sessions))
-        await server.start()
+        doors = Doors(server, peer_server, listener, metrics)
+        await doors.open(Scrapes(parts, sessions))
         health_task = tasks.create_task(keep_health(health, endpoint, router, holds, settings, stopping), name="health")
         urls = {"openai_url": url, "metrics_url": metrics.url}
         log.info("listening", address=address, port=port, tls=with_tls, models=sorted(tokenizers), **urls)
@@ -311,11 +344,7 @@ async def serve(settings: Settings) -> None:
         await relays.close()
         await peer_server.stop(grace=1.0)
         await holds.release_standing()
-        await server.stop(grace=1.0)
-        for engine in router.backends():
-            await engine.close()
-        await listener.stop()
-        await metrics.stop()
+        await doors.shut(router)
         for task in background:
             task.cancel()
     journal.close()
