@@ -33,6 +33,7 @@ class Entry:
 SERVE, ASK, MANAGE, PAY = "Run Weir", "Use models", "Manage access", "See usage and money"
 COMMANDS = {
     "up": Entry("api.cli.up:up", "Start everything on this machine.", SERVE),
+    "env": Entry("api.cli.env:env", "Tell programs where `weir up` listens, and its keys.", SERVE),
     "serve": Entry("api.cli.serve:serve", "Start one API server.", SERVE),
     "demo": Entry("api.cli.demo:demo", "Show the whole path of a request, live.", SERVE),
     "chaos": Entry("api.cli.chaos:chaos", "Break a Weir of its own, and account for every token.", SERVE),

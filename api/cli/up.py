@@ -49,7 +49,8 @@ def welcome(address: str, home: str, openai_url: str | None, metrics_url: str | 
         f"Weir listens on [bold]{address}[/bold].{openai}{metrics} In another terminal:\n\n"
         '  weir generate "Hello"\n'
         "  weir quota set tokens-per-month 1000000 --org demo\n"
-        "  weir report month --help\n\n"
+        "  weir report month --help\n"
+        '  eval "$(weir env)"   for programs that use the SDKs\n\n'
         f"Keys are in {home}/connection.json, logs in {home}/logs. Ctrl-C stops everything.",
         title="weir up",
         expand=False,

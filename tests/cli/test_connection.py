@@ -143,3 +143,17 @@ def test_client_commands_never_load_the_server() -> None:
     code = f"import sys; {imports}; print([name for name in {heavy} if name in sys.modules])"
 
     assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.strip() == "[]"
+
+
+def test_programs_find_what_was_started_by_the_shell(connection_file: Path, bare_weir: Run) -> None:
+    connection_file.write_text(json.dumps(FILE | {"api_key": "it's mine"}))
+    told = bare_weir("env")
+    shell = subprocess.run(
+        ["sh", "-c", f'{told.stdout}\necho "$WEIR_ADDRESS $WEIR_API_KEY $WEIR_ADMIN_KEY"'], capture_output=True, text=True
+    )
+    connection_file.unlink()
+    untold = bare_weir("env")
+
+    assert shell.stdout.strip() == "127.0.0.1:7001 it's mine file_admin"
+    assert untold.exit_code == 1
+    assert "weir up" in untold.stderr
