@@ -15,8 +15,9 @@ from api.access.auth import Authenticator, bearer_token, check_model, payer
 from api.access.standing_key import StandingKey
 from api.accounts import find_generation, models_for
 from api.embedding.embedding import EmbedCaller
+from api.embedding.embedding_quote import quote_embed
 from api.embedding.embedding_wire import parse_embed
-from api.errors import Overloaded
+from api.errors import FieldViolation, InvalidRequest, Overloaded
 from api.interceptor import Context
 from api.observability.trace_context import trace_of_metadata
 from api.process import Process
@@ -100,6 +101,10 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
     async def Quote(self, request: pb.QuoteRequest, context: Context) -> pb.QuoteResponse:
         """Tells what a request would be."""
         principal = await self._authenticator.principal(context)
+        if request.HasField("embed"):
+            if request.HasField("start"):
+                raise InvalidRequest([FieldViolation("embed", "must not be set beside start")])
+            return await quote_embed(self._process, self._sessions, principal, request.embed)
         return await quote(self._process, self._sessions, principal, request)
 
     async def GetGeneration(self, request: pb.GetGenerationRequest, context: Context) -> pb.GetGenerationResponse:

@@ -9,11 +9,12 @@ from typing import Annotated
 
 import typer
 from rich.console import RenderableType
-from weir_client import EmbedResult
+from weir_client import EmbedOptions, EmbedResult
 
 from api.cli.connection import AddressOption, KeyOption, inference_client
 from api.cli.output import JsonOption, note, print_json, show
 from api.cli.prompting import FileOption, read_file
+from api.cli.quote import tell_quote
 from api.cli.render import printable, table, usage_line
 
 FLOATS_SHOWN = 4
@@ -30,6 +31,9 @@ def embed(
     truncate: Annotated[bool, typer.Option(help="Leave out the end of texts that are too long, instead of refusing them.")] = False,
     tier: Annotated[str | None, typer.Option(help="interactive (default), or batch: runs when nothing else waits.")] = None,
     timeout: Annotated[float | None, typer.Option(help="Seconds after which the request is cancelled.")] = None,
+    ask: Annotated[
+        bool, typer.Option("--quote", help="Tell only what it would cost, and whether it fits (else exit code 3).")
+    ] = False,
     as_json: JsonOption = False,
     address: AddressOption = None,
     api_key: KeyOption = None,
@@ -44,7 +48,11 @@ def embed(
     if not model:
         raise typer.BadParameter("--model is missing; `weir models` lists those that embed")
     with inference_client(address, api_key) as client:
-        result = client.embed(model, given, truncate=truncate, tier="batch" if tier == "batch" else None, timeout=timeout)
+        options: EmbedOptions = {"truncate": truncate, "tier": "batch" if tier == "batch" else None, "timeout": timeout}
+        if ask:
+            tell_quote(client.quote_embed(model, given, **options), as_json=as_json)
+            return
+        result = client.embed(model, given, **options)
     if as_json:
         print_json(result)
     else:

@@ -38,6 +38,11 @@ def quote(
         found = client.quote(
             model, conversation, max_output_tokens=max_output_tokens, choice_count=choices, temperature=temperature
         )
+    tell_quote(found, as_json=as_json)
+
+
+def tell_quote(found: Quote, *, as_json: bool) -> None:
+    """What it would be. Raises: typer.Exit if it would be refused."""
     if as_json:
         print_json(found)
     else:
@@ -50,7 +55,9 @@ def quote(
 
 
 def told(found: Quote) -> str:
-    """Tokens and money in two lines."""
+    """Tokens and money in two lines; in one where there is no output."""
+    if not found.max_output_token_count:
+        return f"{found.input_token_count:,} tokens; {found.worst_cost} (price version {found.price_version})"
     cached = f", {found.predicted_cached_token_count:,} of them probably cached" if found.predicted_cached_token_count else ""
     return (
         f"{found.input_token_count:,} input tokens{cached}; {found.expected_output_token_count:,} output tokens expected, "

@@ -13,7 +13,7 @@ from sqlalchemy import Integer, func, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from metering.billing.prices import price_in_force
-from metering.billing.pricing import TokenPrices
+from metering.billing.pricing import TokenPrices, embedding_terms
 from metering.errors import QuotaExceeded
 from metering.models import ServiceTier, UsageEvent
 from metering.operations import Payer, QuotaState
@@ -50,11 +50,14 @@ async def quote(
     first_slice_token_count: int,
     least_slice_token_count: int,
     tier: ServiceTier = ServiceTier.INTERACTIVE,
+    embedding: bool = False,
 ) -> Quote:
     """See `operations.Admit` for the arguments. Raises: PriceMissing."""
     prices = await price_in_force(
         session, model=model, currency_code=payer.currency_code, organization_id=payer.organization_id, tier=tier
     )
+    if embedding:
+        prices = embedding_terms(prices)
     states = await quotas_for(session, subject_ids=payer.subject_ids, model=model)
     refusal = None
     if states:
@@ -68,7 +71,8 @@ async def quote(
             refusal = exceeded
             # Apart from what this process has promised to others: a quote is not a place in the line.
             await Refusals().note(await raw_connection(session), now, [Refused(payer.organization_id, refusal)])
-    return Quote(prices, await expected_output(session, payer, model), tuple(states), refusal)
+    expected = 0 if embedding else await expected_output(session, payer, model)
+    return Quote(prices, expected, tuple(states), refusal)
 
 
 async def expected_output(session: AsyncSession, payer: Payer, model: str) -> int | None:

@@ -37,6 +37,23 @@ def test_shows_the_vectors_and_how_like_each_other_they_are(weir: Run, server: S
     assert (asked.model, asked.truncation, asked.tier) == ("minilm", pb.TRUNCATION_END, pb.SERVICE_TIER_BATCH)
 
 
+def test_a_quote_is_told_instead_and_says_by_its_exit_code_whether_it_fits(weir: Run, server: ScriptedWeir) -> None:
+    cost = types_pb2.Money(currency_code="USD", picos=240_000)
+    quote = pb.QuoteResponse(input_token_count=12, worst_cost=cost, expected_cost=cost, price_version=3, would_admit=True)
+    server.inference.replies["QuoteRequest"] = quote
+
+    fits = weir("embed", "--model", "minilm", "a cat", "--quote")
+    quote.would_admit = False
+    too_much = weir("embed", "--model", "minilm", "a cat", "--quote", "--json")
+
+    assert fits.exit_code == 0
+    assert "12 tokens; 0.00000024 USD (price version 3)" in fits.stdout
+    assert (too_much.exit_code, json.loads(too_much.stdout)["input_token_count"]) == (3, 12)
+    asked = server.inference.requests[0]
+    assert isinstance(asked, pb.QuoteRequest)
+    assert (asked.embed.model, asked.HasField("start")) == ("minilm", False)
+
+
 def test_reads_lines_and_prints_one_document(weir: Run, server: ScriptedWeir) -> None:
     document = json.loads(weir("embed", "-m", "minilm", "-", "--json", stdin="one\n\ntwo\n").stdout)
 

@@ -20,7 +20,7 @@ from google.rpc import error_details_pb2
 from weir.v1 import billing_service_pb2, billing_service_pb2_grpc
 from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import inference_service_pb2_grpc as pb_grpc
-from weir_client import AlreadyExists, Client, ModelTask
+from weir_client import AlreadyExists, Client, InvalidRequest, ModelTask
 
 from api.chaos.processes import children_of
 from inference.remote.settings import Service as RemoteService
@@ -239,6 +239,30 @@ async def test_each_model_says_which_call_it_serves(embedding: Service) -> None:
     ]
     assert (models[0].context_window_tokens, models[0].price.embedding_picos_per_token) == (INPUT_TOKENS_MAX, PICOS)
     assert counted.input_token_count == 4
+
+
+async def test_a_quote_is_what_the_call_then_is_and_leaves_no_trace(embedding: Service) -> None:
+    tenant = await priced_tenant(embedding, {QuotaDimension.TOKENS_PER_MINUTE: 30})
+    async with embedding.client(tenant.secret) as client:
+        quote = await client.quote_embed(ENCODER, TEXTS)
+        refused_one = await client.quote_embed(ENCODER, TEXTS * 3)
+        cut = await client.quote_embed(ENCODER, LONG, truncate=True)
+        with pytest.raises(InvalidRequest) as long:
+            await client.quote_embed(ENCODER, LONG)
+        assert embedding.books.holds(tenant) == {}
+        result = await client.embed(ENCODER, TEXTS)
+    async with stub_of(embedding) as stub:
+        both = pb.QuoteRequest(start=pb.StartFrame(model=MODEL), embed=request_of(*TEXTS))
+        undecided = await refused(stub.Quote(both, metadata=bearer(tenant.secret)))
+
+    assert quote.would_admit
+    assert (quote.input_token_count, quote.max_output_token_count) == (result.usage.embedding_token_count, 0)
+    assert quote.worst_cost == quote.expected_cost == result.cost
+    assert not refused_one.would_admit
+    assert [each.dimension.value for each in refused_one.failing_quotas] == ["tokens-per-minute"]
+    assert (cut.input_token_count, cut.would_admit) == (INPUT_TOKENS_MAX, False)
+    assert [violation.field for violation in long.value.field_violations] == ["inputs[0]"]
+    assert (undecided.code, undecided.fields) == (grpc.StatusCode.INVALID_ARGUMENT, ["embed"])
 
 
 async def test_a_quota_without_room_refuses_and_leaves_no_trace(embedding: Service) -> None:

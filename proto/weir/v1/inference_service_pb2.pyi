@@ -1196,7 +1196,7 @@ class AdmittedFrame(_message.Message):
     QUOTAS_FIELD_NUMBER: _builtins.int
     PRICE_VERSION_FIELD_NUMBER: _builtins.int
     input_token_count: _builtins.int
-    """Tokens of the rendered prompt."""
+    """Tokens of the rendered prompt, or of all texts to embed."""
     predicted_cached_token_count: _builtins.int
     """Prompt tokens that the prefix cache is expected to serve."""
     price_version: _builtins.int
@@ -1888,18 +1888,26 @@ class QuoteRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     START_FIELD_NUMBER: _builtins.int
+    EMBED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def start(self) -> Global___StartFrame:
         """The request. Wrong in the same ways as in `Generate`, and refused with the same codes, but for quotas: those are the answer."""
+
+    @_builtins.property
+    def embed(self) -> Global___EmbedRequest:
+        """Texts to embed, in the place of `start`: both, or neither, are INVALID_ARGUMENT. Wrong in the same ways as in `Embed`, and refused with
+        the same codes, but for quotas; its `request_id` may be empty. The answer has no output tokens, and one cost.
+        """
 
     def __init__(
         self,
         *,
         start: Global___StartFrame | None = ...,
+        embed: Global___EmbedRequest | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["start", b"start"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["embed", b"embed", "start", b"start"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["start", b"start"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["embed", b"embed", "start", b"start"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1924,7 +1932,7 @@ class QuoteResponse(_message.Message):
     FAILING_QUOTAS_FIELD_NUMBER: _builtins.int
     QUOTAS_FIELD_NUMBER: _builtins.int
     input_token_count: _builtins.int
-    """Tokens of the rendered prompt."""
+    """Tokens of the rendered prompt, or of all texts to embed."""
     predicted_cached_token_count: _builtins.int
     """Prompt tokens that the prefix cache is expected to serve. 0 where unknown."""
     max_output_token_count: _builtins.int

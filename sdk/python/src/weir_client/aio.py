@@ -178,6 +178,15 @@ class AsyncClient:
         response = await self._opened().call(self._stub.Quote, request, timeout=options.get("timeout"))
         return wire.quote(response)
 
+    async def quote_embed(self, model: str, inputs: str | Sequence[EmbedInput], **options: Unpack[EmbedOptions]) -> Quote:
+        """What the same call of `embed` would count and cost, and whether it would be let in, without embedding anything.
+
+        Raises: what `embed` would, but for QuotaExceeded: that is the answer.
+        """
+        request = pb.QuoteRequest(embed=build_embed(model, inputs, options))
+        response = await self._opened().call(self._stub.Quote, request, timeout=options.get("timeout"))
+        return wire.quote(response)
+
     async def embed(self, model: str, inputs: str | Sequence[EmbedInput], **options: Unpack[EmbedOptions]) -> EmbedResult:
         """Vectors of texts. `inputs` is one text or several, each a text or its token ids; `EmbedOptions` tells the rest.
 

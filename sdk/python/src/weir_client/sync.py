@@ -184,6 +184,7 @@ class Client(BlockingClient[AsyncClient]):
     complete = blocking(AsyncClient.complete)
     count_tokens = blocking(AsyncClient.count_tokens)
     quote = blocking(AsyncClient.quote)
+    quote_embed = blocking(AsyncClient.quote_embed)
     embed = blocking(AsyncClient.embed)
     list_models = blocking(AsyncClient.list_models)
     get_quota = blocking(AsyncClient.get_quota)

@@ -1,0 +1,44 @@
+"""`Quote` of texts to embed: their tokens, the cost, and whether the call would be let in, without embedding them."""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import replace
+
+from weir.v1 import inference_service_pb2 as pb
+
+from api.access.auth import check_model
+from api.embedding.embedding import token_count_of, tokenize_inputs
+from api.embedding.embedding_limits import input_count_max
+from api.embedding.embedding_wire import check_against_model, parse_embed
+from api.process import Process
+from api.requests.quoting import response
+from metering.operations import Payer
+from metering.quotas import quoting
+from metering.store.db import Sessions
+from metering.tenants.tenants import Principal
+
+
+async def quote_embed(process: Process, sessions: Sessions, principal: Principal, message: pb.EmbedRequest) -> pb.QuoteResponse:
+    """Answer one call; its id only says which version it would get. Raises what the same call would, but for quotas."""
+    asked = pb.EmbedRequest()
+    asked.CopyFrom(message)
+    asked.request_id = asked.request_id or str(uuid.uuid4())
+    start = parse_embed(asked)
+    check_model(principal, process.router.own_name(start.model))
+    route = process.router.route_encoder(start.model, str(start.request_id))
+    start = replace(start, model=route.model)
+    check_against_model(start, route.encoder.model, input_count_max(route.encoder.model))
+    sent = token_count_of(await tokenize_inputs(start, process.tokenizers[route.served], route.encoder))
+    async with sessions() as session:
+        found = await quoting.quote(
+            session,
+            payer=Payer(principal.organization_id, principal.project_id, principal.api_key_id, principal.currency_code),
+            model=start.model,
+            input_token_count=sent,
+            first_slice_token_count=0,
+            least_slice_token_count=0,
+            tier=start.tier,
+            embedding=True,
+        )
+    return response(found, sent, 0, 0)
