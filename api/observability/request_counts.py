@@ -20,7 +20,7 @@ from metering.operations import Settled
 STAGE_BOUNDS_MS = (0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500, 1000, 2500, 5000, 10_000, 30_000, 60_000, 120_000)
 TOTAL_BOUNDS_MS = (10, 25, 50, 100, 250, 500, 1000, 2500, 5000, 10_000, 20_000, 30_000, 60_000, 120_000, 300_000, 600_000)
 TOKEN_BOUNDS_MS = (1, 2.5, 5, 7.5, 10, 15, 20, 30, 40, 50, 75, 100, 150, 250, 500, 1000, 2500)
-COLD_START_MS_MIN = 1.0  # below it no engine was waited for, and only the clock was looked at twice
+COLD_START_MS_MIN = 10.0  # below it no engine was waited for: none starts so quickly, and a busy process looks at its clock so late
 UNKNOWN_MODEL = ""  # of requests for models that there are not: what clients write there is no label
 WATCHED_CALLS = ("Generate", "Embed", "http")  # incidents of others are told from their second on
 INCIDENT = "INTERNAL"

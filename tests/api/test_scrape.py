@@ -17,7 +17,7 @@ from structlog.testing import capture_logs
 from api.observability.histogram import Histogram
 from api.observability.loop_lag import LoopLag
 from api.observability.observer import Observer
-from api.observability.request_counts import RequestCounts
+from api.observability.request_counts import COLD_START_MS_MIN, RequestCounts
 from api.observability.scrape import MetricsListener
 from api.settings import Settings
 from metering.errors import StoreAway
@@ -158,3 +158,13 @@ async def test_the_loop_is_late_by_what_a_timer_comes_later_than_asked() -> None
 
     assert lag.lags.count == 2
     assert lag.lags.sum == pytest.approx(30.0)
+
+
+def test_only_those_that_waited_for_an_engine_count_as_cold_starts() -> None:
+    counts = RequestCounts(["m"])
+
+    for cold_start_ms in (0.0, COLD_START_MS_MIN - 0.1, COLD_START_MS_MIN, 2000.0):
+        counts.finished("m", ServiceTier.INTERACTIVE, "stop", TIMINGS | {"cold_start_ms": cold_start_ms}, None, 1)
+
+    cold_starts = counts.times["m", ServiceTier.INTERACTIVE].stages["cold_start"]
+    assert (cold_starts.count, cold_starts.sum) == (2, COLD_START_MS_MIN + 2000.0)
