@@ -311,7 +311,7 @@ async def test_an_order_is_obeyed_without_its_notification_and_after_the_connect
     admin = await admin_of(first)
     terminate = """SELECT count(pg_terminate_backend(pid)) FROM pg_stat_activity
                    WHERE datname = current_database() AND pid <> pg_backend_pid()
-                       AND (query LIKE 'LISTEN%%' OR query LIKE '%%FROM stop_orders WHERE id >%%')"""
+                       AND query SIMILAR TO '(LISTEN|%%FROM stop_orders WHERE id >|%%FROM replica_drains)%%'"""
     order = "INSERT INTO stop_orders (project_id, request_id, reason) VALUES (%s, %s, '') RETURNING id"
     async with second.stream(tenant.secret) as stream:
         unheard = await stream.begin(max_output_tokens=4000)
