@@ -3,7 +3,8 @@
     .venv/bin/python -m bench.admission [--seconds 1.2] [--directory /dev/shm | --database-url URL] [--profile]
 
 One process drives one `HoldStore`, as an api process does. A pair is one admission and its settlement. Each tenant has five quotas:
-concurrent requests, requests and tokens per minute, tokens and money per month, on its key, its project and itself.
+concurrent requests, requests and tokens per minute, tokens and money per month, on its key, its project and itself. Receipts are
+signed.
 
 "Plain" locks the same counters, checks them and writes the same rows in a transaction of its own for each admission and each
 settlement; "pgbench" is PostgreSQL's own load generator doing the same, and tells the time of both together. Either has as many

@@ -206,7 +206,8 @@ class Decisions:
         charged = embedding_terms(prices) if op.embedding else prices
         claim = Claim(charged, op.input_token_count, 0, 0, 0, admitted_at=self.reads.now, charged_at=self.reads.now)
         claim = quotas.admit(self.counters, rules, claim, op.first_slice_token_count, op.least_slice_token_count)
-        self.writes.holds.append(NewHold(op, self.reads.hold_terms(op, prices), claim.leased_token_count))
+        terms = self.reads.hold_terms(op.payer, op.model, prices, embedding=op.embedding)
+        self.writes.holds.append(NewHold(op, terms, claim.leased_token_count))
         self.reads.same_requests[request_key] = SameRequest(HoldState.HELD, op.payload_hash, None)
         states = tuple(self.counters.state(rule) for rule in rules)
         return Admitted(op.hold_id, claim.leased_token_count, prices, states, self.reads.now)

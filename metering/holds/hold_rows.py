@@ -238,13 +238,13 @@ class BatchReads:
             found = self._by_payer[payer, model] = payer_rules(tuple(rules))
         return found
 
-    def hold_terms(self, op: Admit, prices: TokenPrices) -> HoldTerms:
-        """What a new hold has in common with others; the same object for all of the batch that have the same."""
-        key = op.payer, op.model, prices.version, op.embedding
+    def hold_terms(self, payer: Payer, model: str, prices: TokenPrices, *, embedding: bool) -> HoldTerms:
+        """What new holds have in common; the same object for all that have the same."""
+        key = payer, model, prices.version, embedding
         found = self._hold_terms.get(key)
         if found is None:
-            quota_ids = self.rules_for(op.payer, op.model).quota_ids
-            found = self._hold_terms[key] = HoldTerms(op.payer.receipt_ids, op.model, op.embedding, prices, quota_ids)
+            quota_ids = self.rules_for(payer, model).quota_ids
+            found = self._hold_terms[key] = HoldTerms(payer.receipt_ids, model, embedding, prices, quota_ids)
         return found
 
     def rules_of(self, hold: HoldRow) -> list[QuotaRule]:
@@ -380,7 +380,7 @@ def take_admission_reads(
         found = reads.rules_for(payer, model)
         ends = [rule.raised_until for rule in found.rules]
         until = earliest([*ends, expiries[payer.api_key_id.int], next_price_at[model, payer.currency_code]])
-        terms = Terms.of(payer, model, found.rules, found.quota_ids, current, until, embedding=embedding)
+        terms = Terms.of(payer, reads.hold_terms(payer, model, current, embedding=embedding), found.rules, until)
         known.add_terms((payer.api_key_id.int, model, tier, embedding), terms)
     return same
 

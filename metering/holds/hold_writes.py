@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from metering.holds.counter_rows import counter_writes
 from metering.holds.exchange import (
+    UUID_OID,
     Connection,
     Statement,
     Value,
@@ -22,6 +23,7 @@ from metering.holds.exchange import (
     id_array,
     id_bytes_array,
     id_number_array,
+    packed_array,
     text_array,
     time_array,
 )
@@ -212,7 +214,7 @@ def insertion(owner_id: uuid.UUID, expiry_s: float, holds: Sequence[NewHold]) ->
         text_array([each.model for each in terms]),
         bigint_array([each.prices.version for each in terms]),
         str(owner_id),
-        id_number_array([number for each in terms for number in each.quota_ids]),
+        packed_array(UUID_OID, [quota_id for each in terms for quota_id in each.packed_quota_ids]),
         array([end - len(each.quota_ids) + 1 for end, each in zip(ends, terms, strict=True)]),
         array(ends),
         expiry_s,

@@ -17,9 +17,9 @@ from typing import NamedTuple
 
 from metering.billing.pricing import TokenPrices, embedding_terms
 from metering.holds.counter_rows import packed_key
-from metering.holds.exchange import Connection, packed_id
+from metering.holds.exchange import Connection
 from metering.holds.lease_clock import boot_time_s
-from metering.holds.own_holds import HoldTerms
+from metering.holds.own_holds import HoldTerms, Return
 from metering.models import ServiceTier
 from metering.operations import Admit, Payer
 from metering.quotas.quota_rules import CounterKey, Kind, QuotaRule, window_starts
@@ -63,42 +63,6 @@ class Weighing(NamedTuple):
         return self.fixed or -(-(input_token_count * self.per_input + output_token_count * self.per_output) // self.divisor)
 
 
-class Return(NamedTuple):
-    """What a rule counts of a claim that ends: a place, or tokens by these factors, rounded up. window: see `QuotaRule`.
-
-    packed_number: of the quota, as `packed_id` has it. per_held_input: at which input is held until something is posted.
-    """
-
-    packed_number: bytes
-    window: int
-    is_place: bool
-    per_held_input: int
-    per_input: int
-    per_cached_input: int
-    per_output: int
-    divisor: int
-
-    @classmethod
-    def of(cls, rule: QuotaRule, prices: TokenPrices) -> Return | None:
-        """None for a rule that gets nothing back."""
-        if rule.kind is Kind.REQUESTS:
-            return None
-        if rule.kind is Kind.CONCURRENCY:
-            return cls(packed_id(rule.number), rule.window, True, 0, 0, 0, 0, 1)
-        scale = rule.scale(prices)
-        dearest = max(scale.input, scale.cached_input)
-        factors = scale.input, scale.cached_input, scale.output, scale.divisor
-        return cls(packed_id(rule.number), rule.window, False, dearest, *factors)
-
-    def amount(self, input_token_count: int, cached_input_token_count: int, output_token_count: int) -> int:
-        """The same as `Scale.amount`."""
-        fresh = (input_token_count - cached_input_token_count) * self.per_input
-        return -(-(fresh + cached_input_token_count * self.per_cached_input + output_token_count * self.per_output) // self.divisor)
-
-
-ReturnsKey = tuple[tuple[int, ...], int, bool]  # the numbers of the quotas, the price version, whether to embed
-
-
 @dataclass(slots=True)
 class Meter:
     """A counter as the connection has seen it last. total: used and held; a guess, which never decides.
@@ -132,20 +96,9 @@ class Terms:
     meterings: tuple[Metering, ...] = ()
 
     @classmethod
-    def of(
-        cls,
-        payer: Payer,
-        model: str,
-        rules: tuple[QuotaRule, ...],
-        quota_ids: tuple[int, ...],
-        prices: TokenPrices,
-        until: datetime | None,
-        *,
-        embedding: bool = False,
-    ) -> Terms:
+    def of(cls, payer: Payer, common: HoldTerms, rules: tuple[QuotaRule, ...], until: datetime | None) -> Terms:
         """With what follows from these."""
-        charged = embedding_terms(prices) if embedding else prices
-        common = HoldTerms(payer.receipt_ids, model, embedding, prices, quota_ids)
+        charged = embedding_terms(common.prices) if common.embedding else common.prices
         return cls(payer, common, rules, until, tuple(Weighing.of(rule, charged) for rule in rules))
 
 
@@ -159,7 +112,6 @@ class Known:
     rules: dict[int, QuotaRule] = field(default_factory=dict)
     prices: dict[int, TokenPrices] = field(default_factory=dict)  # by version; those never change
     meters: dict[CounterKey, Meter] = field(default_factory=dict)
-    _returns: dict[ReturnsKey, tuple[tuple[QuotaRule, ...], tuple[Return, ...]]] = field(default_factory=dict)
     _asked_at: datetime | None = None
     _asked_at_s: float = 0.0
     _terms_of: dict[int, set[TermsKey]] = field(default_factory=dict)  # by subject, like the next
@@ -185,19 +137,15 @@ class Known:
 
     def returns_of(self, terms: HoldTerms) -> tuple[Return, ...] | None:
         """What the end of such a hold gives back, by its rules as they are now; None if one of these is not known."""
-        key = terms.quota_ids, terms.prices.version, terms.embedding
         rules = tuple(map(self.rules.get, terms.quota_ids))
-        before = self._returns.get(key)
-        if before is not None and all(map(operator.is_, before[0], rules)):
-            return before[1]
+        if terms.returns is not None and all(map(operator.is_, terms.returns[0], rules)):
+            return terms.returns[1]
         known = tuple(rule for rule in rules if rule is not None)
         if len(known) < len(rules):
             return None
         charged = embedding_terms(terms.prices) if terms.embedding else terms.prices
         returns = tuple(each for rule in known if (each := Return.of(rule, charged)) is not None)
-        if len(self._returns) > COUNT_MAX:
-            self._returns.clear()
-        self._returns[key] = known, returns
+        terms.returns = known, returns
         return returns
 
     def terms_of(self, op: Admit) -> Terms | None:
@@ -267,7 +215,7 @@ class Known:
             self.rules.pop(number, None)
 
     def _forget_all(self) -> None:
-        for each in (self.terms, self.rules, self._returns, self._terms_of, self._rules_of):
+        for each in (self.terms, self.rules, self._terms_of, self._rules_of):
             each.clear()
 
 

@@ -6,20 +6,56 @@ A guess, like all that a process remembers: the statement that ends a hold compa
 from __future__ import annotations
 
 import uuid
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from typing import NamedTuple
 
 from metering.billing.pricing import TokenPrices
+from metering.holds.exchange import packed_id
 from metering.operations import Admit
+from metering.quotas.quota_rules import Kind, QuotaRule
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+class Return(NamedTuple):
+    """What a rule counts of a claim that ends: a place, or tokens by these factors, rounded up. window: see `QuotaRule`.
+
+    packed_number: of the quota, as `packed_id` has it. per_held_input: at which input is held until something is posted.
+    """
+
+    packed_number: bytes
+    window: int
+    is_place: bool
+    per_held_input: int
+    per_input: int
+    per_cached_input: int
+    per_output: int
+    divisor: int
+
+    @classmethod
+    def of(cls, rule: QuotaRule, prices: TokenPrices) -> Return | None:
+        """None for a rule that gets nothing back."""
+        if rule.kind is Kind.REQUESTS:
+            return None
+        if rule.kind is Kind.CONCURRENCY:
+            return cls(packed_id(rule.number), rule.window, True, 0, 0, 0, 0, 1)
+        scale = rule.scale(prices)
+        dearest = max(scale.input, scale.cached_input)
+        factors = scale.input, scale.cached_input, scale.output, scale.divisor
+        return cls(packed_id(rule.number), rule.window, False, dearest, *factors)
+
+    def amount(self, input_token_count: int, cached_input_token_count: int, output_token_count: int) -> int:
+        """The same as `Scale.amount`."""
+        fresh = (input_token_count - cached_input_token_count) * self.per_input
+        return -(-(fresh + cached_input_token_count * self.per_cached_input + output_token_count * self.per_output) // self.divisor)
+
+
+@dataclass(slots=True, eq=False)
 class HoldTerms:
     """What holds of one key for one model have in common: whose they are, their price, what they are charged to.
 
-    payer_ids: organization, project and key as a receipt has them, 48 bytes. quota_ids: numbers. Those of one batch are grouped by
-    identity.
+    payer_ids: organization, project and key as a receipt has them, 48 bytes. quota_ids: numbers. packed_quota_ids: the same as
+    elements of a packed array. returns: what their ends give back by these rules (`Known.returns_of`). Those of one batch are
+    grouped by identity, and live from batch to batch.
     """
 
     payer_ids: bytes
@@ -27,6 +63,12 @@ class HoldTerms:
     embedding: bool
     prices: TokenPrices
     quota_ids: tuple[int, ...]
+    packed_quota_ids: list[bytes] = field(init=False)
+    returns: tuple[tuple[QuotaRule, ...], tuple[Return, ...]] | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        """Work out once what each batch needs."""
+        self.packed_quota_ids = list(map(packed_id, self.quota_ids))
 
     @property
     def project_id(self) -> bytes:

@@ -158,10 +158,11 @@ async def admit_planned(
 def answers(planned: Plan, now: datetime) -> list[Admitted]:
     """Each admission with the counters as they stood when it was counted: from the last one backwards."""
     found: list[Admitted] = []
+    new = tuple.__new__  # five for each admission, so without the Python around it
     for op, terms, amounts in reversed(planned.admissions):
         states: list[QuotaState] = []
         for (meter, _, is_used_at_once, *_), rule, amount in zip(terms.meterings, terms.rules, amounts, strict=True):
-            states.append(QuotaState(rule, meter.used, meter.held, now))
+            states.append(new(QuotaState, (rule, meter.used, meter.held, now, "", "", 0, False)))
             if is_used_at_once:
                 meter.used -= amount
             else:

@@ -29,8 +29,8 @@ from metering.holds.exchange import (
 )
 from metering.holds.hold_rows import SELECT_RULES_BY_ID
 from metering.holds.hold_writes import UsageRow, usage_writes
-from metering.holds.known import SELECT_CHANGES, Known, Return
-from metering.holds.own_holds import HoldTerms, OwnHold, OwnHolds
+from metering.holds.known import SELECT_CHANGES, Known
+from metering.holds.own_holds import HoldTerms, OwnHold, OwnHolds, Return
 from metering.holds.rule_cache import rules_of_rows
 from metering.operations import HoldOperation, Renew, Settle, Settled, Void
 from metering.quotas.quota_rules import window_starts

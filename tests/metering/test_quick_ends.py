@@ -17,8 +17,7 @@ from metering.billing.pricing import TokenPrices, embedding_terms
 from metering.holds import hold_batch, hold_rows
 from metering.holds.counter_rows import packed_key
 from metering.holds.hold_connection import HoldConnection
-from metering.holds.known import Return
-from metering.holds.own_holds import HoldTerms, OwnHold
+from metering.holds.own_holds import HoldTerms, OwnHold, Return
 from metering.holds.quick_ends import End, moves_of
 from metering.models import Quota, QuotaDimension, QuotaSubject
 from metering.operations import Admit, Expire, Extend, HoldAnswer, Outcome, Payer, Settle, Settled, Void
