@@ -619,7 +619,10 @@ async def test_takes_nothing_behind_its_cancel(client: AsyncClient) -> None:
 
 
 async def test_embeds(client: AsyncClient) -> None:
+    quote = await client.quote_embed(ENCODER, ["the garden", [10, 11, 12]])
     result = await client.embed(ENCODER, ["the garden", [10, 11, 12]])
+    assert (quote.would_admit, quote.input_token_count) == (True, result.usage.embedding_token_count)
+    assert quote.worst_cost == result.cost
     [encoder] = [model for model in await client.list_models() if model.name == ENCODER]
     assert [len(each.vector) for each in result.embeddings] == [DIMENSION, DIMENSION]
     assert result.embeddings[1].token_count == 3

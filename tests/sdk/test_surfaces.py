@@ -6,10 +6,12 @@ import dataclasses
 import enum
 import inspect
 import re
+import subprocess
+import sys
 
 import pytest
 import weir_client
-from weir_client import prompt, tls
+from weir_client import options, tls
 
 from infra import typescript_sdk
 
@@ -64,7 +66,7 @@ def interfaces() -> dict[str, set[str]]:
 
 def in_python(name: str) -> set[str] | None:
     """The members of a value or a set of options in the Python client."""
-    kind = next((getattr(module, name) for module in (weir_client, prompt, tls) if hasattr(module, name)), None)
+    kind = next((getattr(module, name) for module in (weir_client, options, tls) if hasattr(module, name)), None)
     if kind is None:
         return None
     members = [field.name for field in dataclasses.fields(kind)] if dataclasses.is_dataclass(kind) else kind.__annotations__
@@ -122,3 +124,12 @@ def test_both_clients_have_the_same_errors() -> None:
     }
 
     assert theirs == ours - {"ReceiptInvalid"}
+
+
+def test_a_program_that_only_generates_loads_no_management() -> None:
+    program = "import sys, weir_client; print(*(name for name in sys.modules if name.startswith('weir')))"
+    loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
+
+    assert "weir_client.sync" in loaded
+    assert not {"weir_client.admin", "weir_client.billing", "weir.v1.admin_service_pb2"} & set(loaded)
+    assert all(getattr(weir_client, name) is not None for name in weir_client.__all__)

@@ -103,6 +103,13 @@ export class WeirClient implements AsyncDisposable {
     return wire.quote(await this.connection.call(InferenceService.method.quote, { start: kind.value }, call));
   }
 
+  /** What the same call of `embed` would count and cost, and whether it would be let in, without embedding anything. */
+  async quoteEmbed(model: string, inputs: string | readonly (string | readonly number[])[], options: EmbedOptions = {}): Promise<Quote> {
+    const { timeoutMs, signal } = options;
+    const embed = buildEmbed(model, inputs, options);
+    return wire.quote(await this.connection.call(InferenceService.method.quote, { embed }, { timeoutMs, signal }));
+  }
+
   /**
    * Vectors of texts: of one, or of several, each a text or its token ids. Tried again like every call, with the same request id, which
    * is billed once.

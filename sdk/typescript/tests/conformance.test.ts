@@ -638,7 +638,9 @@ promise("takes-nothing-behind-its-cancel", async (client) => {
 });
 
 promise("embeds", async (client) => {
+  const quote = await client.quoteEmbed(ENCODER, ["the garden", [10, 11, 12]]);
   const { embeddings, usage, cost } = await client.embed(ENCODER, ["the garden", [10, 11, 12]]);
+  assert.deepEqual([quote.wouldAdmit, quote.inputTokenCount, quote.worstCost], [true, usage.embeddingTokenCount, cost]);
   const encoder = (await client.listModels()).find(({ name }) => name === ENCODER);
   assert.equal(encoder?.task, "EMBED");
   assert.deepEqual(embeddings.map(({ vector }) => vector.length), [encoder.embeddingDimension, encoder.embeddingDimension]);

@@ -4,50 +4,10 @@
 from `WeirError`. The README tells the rest.
 """
 
-from weir_client.accounts import (
-    ApiKey,
-    AuditEntry,
-    CreatedApiKey,
-    MonthReport,
-    MonthReportLine,
-    Organization,
-    Project,
-    Reconciliation,
-    RequestCounts,
-    RotatedApiKey,
-    TokenKind,
-)
-from weir_client.admin import AsyncAdminClient
-from weir_client.admin_sync import AdminClient
+from importlib import import_module
+from typing import TYPE_CHECKING
+
 from weir_client.aio import AsyncClient
-from weir_client.billing import AsyncBillingClient
-from weir_client.billing_sync import BillingClient
-from weir_client.billing_terms import (
-    AppliedPrice,
-    CreditBalance,
-    CreditGrant,
-    Plan,
-    PlanAssignment,
-    PlanList,
-    PriceList,
-    PriceVersion,
-    SimulatedCustomer,
-)
-from weir_client.bills import (
-    Adjustment,
-    AdjustmentState,
-    ClosedMonth,
-    CreditNoteSummary,
-    DocumentFormat,
-    Invoice,
-    InvoiceLine,
-    Month,
-    MonthCharge,
-    MonthState,
-    MonthVerification,
-    Obstacle,
-    PrepaidCredit,
-)
 from weir_client.connection import DEFAULT_ADDRESS
 from weir_client.embedding import Embedding, EmbedInput, EmbedOptions, EmbedResult
 from weir_client.errors import (
@@ -74,26 +34,10 @@ from weir_client.errors import (
 )
 from weir_client.generation import AsyncGeneration
 from weir_client.limits import Limits
-from weir_client.live import (
-    AppliedConfiguration,
-    ChangeAction,
-    ConfigurationChange,
-    ConfigurationMistake,
-    FieldChange,
-    KilledRequest,
-    KillResult,
-    LiveOrganization,
-    LiveRequest,
-    LiveView,
-    RecordedRequest,
-    RequestPhase,
-)
 from weir_client.models import Model, ModelTask, ModelVersion, Price
 from weir_client.money import PICOS_PER_UNIT, Money
-from weir_client.prompt import AttachOptions, GenerateOptions, Message, Prompt
+from weir_client.options import AttachOptions, GenerateOptions, Message, Prompt
 from weir_client.quote import Quote
-from weir_client.receipt_client import AsyncReceiptClient, ReceiptClient
-from weir_client.receipt_months import ReceiptVerdict, verify_receipts
 from weir_client.receipts import (
     Fault,
     Receipt,
@@ -106,25 +50,8 @@ from weir_client.receipts import (
     public_keys,
     verify_receipt,
 )
-from weir_client.replicas import (
-    DrainedReplica,
-    Replica,
-    ReplicaDrain,
-    ReplicaList,
-    ReplicaState,
-    UndrainedReplica,
-)
 from weir_client.sync import Client, GenerationStream
 from weir_client.tools import Tool, ToolCall, ToolCallDelta
-from weir_client.usage import (
-    MonthExportFormat,
-    MonthFile,
-    UsageForecast,
-    UsageGrouping,
-    UsagePage,
-    UsageRow,
-    UsageShare,
-)
 from weir_client.values import (
     Admitted,
     Choice,
@@ -147,6 +74,100 @@ from weir_client.values import (
     TokenLogprobs,
     Usage,
     UsageUpdate,
+)
+
+if TYPE_CHECKING:
+    from weir_client.accounts import (
+        ApiKey,
+        AuditEntry,
+        CreatedApiKey,
+        MonthReport,
+        MonthReportLine,
+        Organization,
+        Project,
+        Reconciliation,
+        RequestCounts,
+        RotatedApiKey,
+        TokenKind,
+    )
+    from weir_client.admin import AsyncAdminClient
+    from weir_client.admin_sync import AdminClient
+    from weir_client.billing import AsyncBillingClient
+    from weir_client.billing_sync import BillingClient
+    from weir_client.billing_terms import (
+        AppliedPrice,
+        CreditBalance,
+        CreditGrant,
+        Plan,
+        PlanAssignment,
+        PlanList,
+        PriceList,
+        PriceVersion,
+        SimulatedCustomer,
+    )
+    from weir_client.bills import (
+        Adjustment,
+        AdjustmentState,
+        ClosedMonth,
+        CreditNoteSummary,
+        DocumentFormat,
+        Invoice,
+        InvoiceLine,
+        Month,
+        MonthCharge,
+        MonthState,
+        MonthVerification,
+        Obstacle,
+        PrepaidCredit,
+    )
+    from weir_client.live import (
+        AppliedConfiguration,
+        ChangeAction,
+        ConfigurationChange,
+        ConfigurationMistake,
+        FieldChange,
+        KilledRequest,
+        KillResult,
+        LiveOrganization,
+        LiveRequest,
+        LiveView,
+        RecordedRequest,
+        RequestPhase,
+    )
+    from weir_client.receipt_client import AsyncReceiptClient, ReceiptClient
+    from weir_client.receipt_months import ReceiptVerdict, verify_receipts
+    from weir_client.replicas import (
+        DrainedReplica,
+        Replica,
+        ReplicaDrain,
+        ReplicaList,
+        ReplicaState,
+        UndrainedReplica,
+    )
+    from weir_client.usage import (
+        MonthExportFormat,
+        MonthFile,
+        UsageForecast,
+        UsageGrouping,
+        UsagePage,
+        UsageRow,
+        UsageShare,
+    )
+
+# What manages and reports. A program that only generates does not wait for it: it takes half as long to load as all the rest.
+_MANAGING = (
+    "accounts",
+    "admin",
+    "admin_sync",
+    "billing",
+    "billing_sync",
+    "billing_terms",
+    "bills",
+    "live",
+    "receipt_client",
+    "receipt_months",
+    "replicas",
+    "usage",
 )
 
 __all__ = [
@@ -292,3 +313,18 @@ __all__ = [
     "verify_receipt",
     "verify_receipts",
 ]
+
+
+if not TYPE_CHECKING:  # for type checkers each name stands above, and a wrong one is an error
+
+    def __getattr__(name: str) -> object:
+        """Loads what is asked for the first time."""
+        if name in __all__:
+            for module in _MANAGING:
+                found = vars(import_module(f"{__name__}.{module}")).get(name)
+                if found is not None:
+                    return globals().setdefault(name, found)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})

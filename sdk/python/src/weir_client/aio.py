@@ -24,7 +24,8 @@ from weir_client.connection import (
 from weir_client.embedding import EmbedInput, EmbedOptions, EmbedResult, build_embed, embed_result
 from weir_client.generation import AsyncGeneration
 from weir_client.models import Model
-from weir_client.prompt import AttachOptions, GenerateOptions, Prompt, build_start, checked_prefetch, conversation
+from weir_client.options import AttachOptions, GenerateOptions, Prompt
+from weir_client.prompt import build_start, checked_prefetch, conversation
 from weir_client.quote import Quote
 from weir_client.resumption import RESUME_S
 from weir_client.stream import SharedStream

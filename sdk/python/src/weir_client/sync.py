@@ -14,7 +14,7 @@ from weir_client.generation import AsyncGeneration
 from weir_client.limits import Limits
 from weir_client.loop_thread import LoopThread
 from weir_client.money import Money
-from weir_client.prompt import AttachOptions, GenerateOptions, Prompt
+from weir_client.options import AttachOptions, GenerateOptions, Prompt
 from weir_client.tls import TlsOptions
 from weir_client.values import Admitted, Delta, Event, Partial, Result
 
