@@ -128,6 +128,9 @@ def finished(token_count: int) -> SequenceFinished:
     return SequenceFinished(EngineFinishReason.STOP, "", 1, 0, token_count, EngineTimings(0, 0, 0))
 
 
+EVENT_WAIT_S = 5.0  # for an event that has been put: a stream that never gives it fails, and does not hang
+
+
 class PlacingMachine(RuleBasedStateMachine):
     """Sequences come, progress, end, are left and lost, while replicas die, fill up, drain and come back."""
 
@@ -187,11 +190,14 @@ class PlacingMachine(RuleBasedStateMachine):
             events += [finished(tokens)] if ends else []
             for event in events:
                 mine[0].put(event)
-            for _ in events:
-                self.loop.run_until_complete(anext(aiter(stream)))
+            while self.next_of(stream) is not type(events[-1]):  # that a second engine has begun with it is not told
+                pass
         if ends or not reads:
             self.open.pop(which % len(self.open))
             self.loop.run_until_complete(stack.aclose())
+
+    def next_of(self, stream: SequenceStream) -> type[SequenceEvent]:
+        return type(self.loop.run_until_complete(asyncio.wait_for(anext(aiter(stream)), EVENT_WAIT_S)))
 
     def reads_from(self, stream: SequenceStream, buffered: BufferedStream) -> bool:
         attempt = vars(stream).get("_attempt")
