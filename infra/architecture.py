@@ -69,7 +69,7 @@ class Border:
 # Beside `store`.
 METERING_PACKAGES = ("tenants", "quotas", "holds", "configuration", "control", "receipts", "billing", "export", "proof")
 # What the API must know of models' text: it tokenizes prompts, and reads tool calls out of outputs.
-TEXT_FOR_API = ("inference.text.tokenizer", "inference.text.tools", "inference.text.tool_calls", "inference.text.forced_calls")
+TEXT_FOR_API = tuple(f"inference.text.{name}" for name in ("tokenizer", "tools", "tool_calls", "forced_calls", "strict_calls"))
 BORDERS = (
     Border(
         ("inference",),

@@ -12,7 +12,7 @@ from api.queue.places import Arrival
 from api.requests.admission import AdmissionRequest
 from api.requests.decoding import check_against_model
 from api.requests.tokenizing import check_prompt, tokenize
-from api.requests.tools import call_reading, forced_format
+from api.requests.tools import call_reading, format_of_calls
 from api.wire import ValidStart
 from inference.engine import GenerationRequest, SequenceId
 from inference.router import Route, Router
@@ -49,7 +49,7 @@ async def prepare(
         sampling=start.sampling.over(model.default_sampling),
         stop=start.stop.within(room),
         cache_salt=cache_salt,
-        response_format=start.response_format or forced_format(start.tool_use, tokenizer),
+        response_format=start.response_format or format_of_calls(start.tool_use, tokenizer),
         choice_count=start.choice_count,
         beam_search=start.beam_search,
         regions=route.regions,

@@ -14,6 +14,7 @@ from api.requests.json_text import LEVELS_MAX, json_object
 from api.violations import Violations
 from inference.engine import GrammarKind, ResponseFormat
 from inference.text.forced_calls import calls_schema
+from inference.text.strict_calls import strict_calls
 from inference.text.tokenizer import Tokenizer
 from inference.text.tool_calls import ToolCallParser
 from inference.text.tools import CallFormat, Tool
@@ -86,14 +87,11 @@ def check_tool_use(start: pb.StartFrame, wrong: Violations) -> None:
         return
     for name in ("response_format", "beam_search"):
         wrong.check(not start.HasField(name), name, "cannot be combined with tools; set tool_choice to TOOL_MODE_NONE")
-    for index, tool in enumerate(start.tools):
-        remedy = "is kept only where a call is forced: leave it out, or set tool_choice"
-        wrong.check(not tool.strict or _is_forced(choice), f"tools[{index}].strict", remedy)
-    if _is_forced(choice):
+    if _is_forced(choice) or any(tool.strict for tool in start.tools):
         for name in ("ignore_eos", "min_output_tokens", "stop_token_ids"):
-            remedy = "cannot be combined with a forced call, which decides where the output ends"
+            remedy = "cannot be combined with calls that are kept to their schemas: those decide where the output ends"
             wrong.check(not getattr(start, name), name, remedy)
-    elif choice.single:
+    if choice.single and not _is_forced(choice):
         remedy = "must be 1 where a single call ends the output, as tool_choice.single asks"
         wrong.check(start.choice_count <= 1, "choice_count", remedy)
 
@@ -110,20 +108,24 @@ def parse_tool_use(start: pb.StartFrame) -> ToolUse:
 
 def parse_tools(tools: Sequence[pb.Tool]) -> tuple[Tool, ...]:
     """Tools that `check_tools` found right."""
-    return tuple(Tool(tool.name, tool.description, tool.parameters_json_schema or NO_ARGUMENTS) for tool in tools)
+    return tuple(Tool(tool.name, tool.description, tool.parameters_json_schema or NO_ARGUMENTS, tool.strict) for tool in tools)
 
 
-def forced_format(use: ToolUse, tokenizer: Tokenizer) -> ResponseFormat | None:
-    """What the output is kept to where a call is forced. Raises: InvalidRequest if that is too large."""
-    if not use.forced:
+def format_of_calls(use: ToolUse, tokenizer: Tokenizer) -> ResponseFormat | None:
+    """What the output is kept to where a call is forced, or a tool strict. Raises: InvalidRequest if that is too large."""
+    if use.forced:
+        tools = [tool for tool in use.tools if tool.name in use.callable_names]
+        key = "parameters" if tokenizer.call_format is CallFormat.LLAMA else "arguments"  # as the model is used to
+        kept = ResponseFormat(GrammarKind.JSON_SCHEMA, calls_schema(tools, single=use.single, arguments_key=key), "tools")
+    elif any(tool.strict for tool in use.tools) and tokenizer.call_format is not None:
+        grammar = strict_calls(tokenizer.call_format, use.tools, single=use.single, token_id=tokenizer.token_id)
+        kept = ResponseFormat(GrammarKind.LARK, grammar, "tools")
+    else:
         return None
-    tools = [tool for tool in use.tools if tool.name in use.callable_names]
-    key = "parameters" if tokenizer.call_format is CallFormat.LLAMA else "arguments"  # as the model is used to
-    schema = calls_schema(tools, single=use.single, arguments_key=key)
-    if (size := len(schema.encode())) > SCHEMA_BYTES_MAX:
-        remedy = f"the schemas of a forced call may have {SCHEMA_BYTES_MAX} bytes together, not {size}: offer fewer, or name one"
+    if (size := len(kept.source.encode())) > SCHEMA_BYTES_MAX:
+        remedy = f"the schemas of calls that are kept to them may have {SCHEMA_BYTES_MAX} bytes together, not {size}: offer fewer"
         raise InvalidRequest([FieldViolation("tools", remedy)])
-    return ResponseFormat(GrammarKind.JSON_SCHEMA, schema, "tools")
+    return kept
 
 
 def call_reading(use: ToolUse, tokenizer: Tokenizer, model: str) -> CallReading | None:

@@ -24,14 +24,13 @@ from torch import Tensor
 
 from inference.engine import GrammarKind, ResponseFormat
 from inference.errors import RequestImpossible
+from inference.text.strict_calls import JSON_OPTIONS
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 COMPILED_COUNT_MAX = 64  # grammars kept: applications send the same few schemas; each takes some 100 kB
 ERROR_CHARS_MAX = 500  # of the library's words: enough for the reason, not for a dump of its state
-# Blanks between JSON's tokens: room for an indented answer, but an end to a model that would write blanks for ever.
-JSON_OPTIONS = {"whitespace_pattern": r"[\x20\x0A]{0,24}", "lenient": False}
 
 _ISO_RULE = re.compile(r"^\s*\w+\s*=[^;]*;\s*$", re.MULTILINE)
 

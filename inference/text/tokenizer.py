@@ -96,6 +96,10 @@ class Tokenizer:
         token = self._backend.id_to_token(token_id)
         return b"" if token is None else token_bytes(token, self._is_byte_level)
 
+    def token_id(self, text: str) -> int | None:
+        """The token that is this text; None if there is none."""
+        return self._backend.token_to_id(text)
+
     def shows_tools(self, template_name: str = DEFAULT_TEMPLATE) -> bool:
         """Whether the chat template puts tools before the model."""
         return self._templates.shows_tools(template_name)
@@ -150,7 +154,7 @@ class Tokenizer:
 
     def _hidden_tool(self, tool: Tool) -> Tool:
         hide = self._control_tokens.hide
-        return Tool(hide(tool.name), hide(tool.description), self._hidden_json(tool.parameters))
+        return Tool(hide(tool.name), hide(tool.description), self._hidden_json(tool.parameters), tool.strict)
 
     def _hidden_json(self, source: str) -> str:
         """The same document with every text in it hidden; the very same where nothing is to be hidden."""

@@ -11,11 +11,15 @@ from enum import StrEnum
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """One function that the model may call. parameters: the JSON schema of an object, as JSON text."""
+    """One function that the model may call. parameters: the JSON schema of an object, as JSON text.
+
+    strict: the arguments of its calls are kept to the schema also where the model is free.
+    """
 
     name: str
     description: str
     parameters: str
+    strict: bool = False
 
 
 @dataclass(frozen=True, slots=True)

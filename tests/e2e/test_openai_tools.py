@@ -8,9 +8,10 @@ from typing import Any
 
 import openai
 import pytest
+from pydantic import BaseModel
 
 from tests.e2e.openai_clients import check_billed, connect, extension, says
-from tests.e2e.tool_models import HOTEL, PIECES, PLAIN, SCRIPT, check_arguments, priced, running_with_tools
+from tests.e2e.tool_models import HOTEL, PIECES, PLAIN, SCRIPT, check_arguments, priced, running_with_tools, to_the_point
 from tests.service import MODEL, Service
 
 BOOK = {"name": "book", "description": "Books a room.", "parameters": HOTEL}
@@ -66,8 +67,9 @@ async def test_the_client_chooses_which_tools_are_called(service: Service) -> No
         create = client.chat.completions.create
         free = create(model=SCRIPT, tool_choice="none", **asked)
         single = create(model=SCRIPT, parallel_tool_calls=False, **asked)
-        required = create(model=MODEL, tool_choice="required", **asked)
-        this_one = create(model=MODEL, tool_choice=named, **asked)
+        ending: Any = {str(token_id): bias for token_id, bias in to_the_point(service).items()}
+        required = create(model=MODEL, tool_choice="required", logit_bias=ending, **asked)
+        this_one = create(model=MODEL, tool_choice=named, logit_bias=ending, **asked)
 
     assert free.choices[0].message.content == "".join(PIECES)
     assert [call.function.name for call in calls_of(single)] == ["book"]
@@ -75,9 +77,31 @@ async def test_the_client_chooses_which_tools_are_called(service: Service) -> No
     assert extension(single)["finish_reasons"] == ["TOOL_CALLS"]
     assert [call.function.name for call in calls_of(this_one)] == ["book"]
     for answer in (required, this_one):
+        assert answer.choices[0].finish_reason == "tool_calls"
         assert answer.choices[0].message.content is None
         for call in calls_of(answer):
             check_arguments(call.function.name, json.loads(call.function.arguments))
+
+
+class Book(BaseModel):
+    """As the script's first call has it."""
+
+    hotel: str
+    nights: int
+
+
+async def test_the_client_parses_the_calls_of_strict_tools_into_its_own_types(service: Service) -> None:
+    tenant = await priced(service)
+    tools = [openai.pydantic_function_tool(Book, name="book")]
+
+    with connect(service, tenant.secret) as client:
+        answer = client.chat.completions.parse(model=SCRIPT, messages=says("Book!"), tools=tools, parallel_tool_calls=False)
+        response: Any = client.responses.parse(
+            model=SCRIPT, input="Book!", tools=[openai.pydantic_function_tool(Book, name="book")], parallel_tool_calls=False
+        )
+
+    assert [call.function.parsed_arguments for call in answer.choices[0].message.tool_calls or ()] == [Book(hotel="Ulm", nights=2)]
+    assert [item.parsed_arguments for item in response.output[1:]] == [Book(hotel="Ulm", nights=2)]
 
 
 def calls_of(answer: Any) -> list[Any]:

@@ -13,7 +13,18 @@ from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import inference_service_pb2_grpc as pb_grpc
 from weir.v1 import types_pb2
 
-from tests.e2e.tool_models import DEEP, PIECES, PLAIN, REQUIRED, SCRIPT, TOOLS, check_arguments, priced, running_with_tools
+from tests.e2e.tool_models import (
+    DEEP,
+    PIECES,
+    PLAIN,
+    REQUIRED,
+    SCRIPT,
+    TOOLS,
+    check_arguments,
+    priced,
+    running_with_tools,
+    to_the_point,
+)
 from tests.service import MODEL, Service, Stream, bearer, conversation
 
 
@@ -74,6 +85,24 @@ async def test_text_and_calls_come_apart_as_they_grow_and_every_token_is_billed(
     assert event["outcome"] == "stop"
 
 
+async def test_a_strict_tool_is_called_with_valid_arguments_or_not_at_all(service: Service) -> None:
+    """The script's arguments lack what the schema requires: free to speak, the model is led to what it may call."""
+    tenant = await priced(service)
+    strict = [pb.Tool(name=tool.name, parameters_json_schema=tool.parameters_json_schema, strict=True) for tool in TOOLS]
+
+    async with service.stream(tenant.secret) as stream:
+        one = pb.ToolChoice(mode=pb.TOOL_MODE_AUTO, single=True)
+        request_id = await begin(stream, model=SCRIPT, tools=strict, max_output_tokens=1000)
+        single_id = await begin(stream, model=SCRIPT, tools=strict, tool_choice=one, max_output_tokens=1000)
+        ends = [await stream.finished(each) for each in (request_id, single_id)]
+
+    assert stream.text(request_id).startswith("Let me see.")
+    assert ends[1].reason == types_pb2.FINISH_REASON_TOOL_CALLS
+    assert len(calls_of(stream, single_id)) == 1
+    for name, arguments in (*calls_of(stream, request_id), *calls_of(stream, single_id)):
+        check_arguments(name, json.loads(arguments))
+
+
 async def test_one_call_ends_the_output_where_one_is_wanted(service: Service) -> None:
     tenant = await priced(service)
 
@@ -103,7 +132,10 @@ async def test_tools_that_may_not_be_called_are_not_shown_and_their_markers_are_
 @pytest.mark.parametrize("choice_count", [1, 2])
 async def test_a_forced_call_is_valid_under_its_schema_whatever_the_model_would_say(service: Service, choice_count: int) -> None:
     tenant = await priced(service)
-    drawn: dict[str, Any] = {"choice_count": choice_count, "sampling": {"temperature": 1.0, "seed": 5}}
+    drawn: dict[str, Any] = {
+        "choice_count": choice_count,
+        "sampling": {"temperature": 1.0, "seed": 5, "logit_bias": to_the_point(service)},
+    }
 
     async with service.stream(tenant.secret) as stream:
         any_of_them = await begin(stream, tool_choice=REQUIRED, **drawn)
@@ -177,7 +209,7 @@ WRONG: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("tool_choice.name", "one of tools", {"tool_choice": pb.ToolChoice(name="c")}),
     ("tool_choice", "one of mode and name", {"tool_choice": pb.ToolChoice(single=True)}),
     ("response_format", "with tools", {"response_format": pb.ResponseFormat(regex="a")}),
-    ("ignore_eos", "forced call", {"tool_choice": REQUIRED, "ignore_eos": True}),
+    ("ignore_eos", "kept to their schemas", {"tool_choice": REQUIRED, "ignore_eos": True}),
     (
         "choice_count",
         "single call",

@@ -20,12 +20,13 @@ PIECES = (
     *("Let me see.", "\n", "<tool_call>", '{"name": "book", ', '"arguments": {"hotel": ', '"Ulm"', ', "nights"', ": 2", "}}"),
     *("</tool_call>", "\n<tool_call>\n", '{"name": "quit", "arguments": {', "}}\n", "</tool_call>\n", " Bye"),
 )
+STAY = {"type": "object", "properties": {"nights": {"enum": [1, 2]}}, "required": ["nights"], "additionalProperties": False}
 HOTEL = {
     "type": "object",
     "properties": {"hotel": {"enum": ["Ulm", "Rom"]}, "stay": {"$ref": "#/$defs/stay"}},
     "required": ["hotel", "stay"],
     "additionalProperties": False,
-    "$defs": {"stay": {"type": "object", "properties": {"nights": {"enum": [1, 2]}}, "required": ["nights"]}},
+    "$defs": {"stay": STAY},
 }
 DEEP = '{"a":' * 70 + "1" + "}" * 70
 TOOLS = [
@@ -57,6 +58,11 @@ async def priced(service: Service) -> Tenant:
         for model in (SCRIPT, PLAIN):
             await price_model(session, model)
     return tenant
+
+
+def to_the_point(service: Service) -> dict[int, float]:
+    """Biases by which noise comes to an end, and does not write blanks for ever."""
+    return {token_id: 8.0 for text in ('"', "}", "]") for token_id in service.tokenizer.encode(text, add_special_tokens=False)}
 
 
 def check_arguments(name: str, arguments: dict[str, Any]) -> None:

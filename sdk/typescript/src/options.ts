@@ -19,6 +19,8 @@ export interface Tool {
   readonly description?: string;
   /** The JSON schema of an object, or its text; without one it takes nothing. */
   readonly parameters?: object | string;
+  /** Arguments are valid under it also where the model is free to call; only on engines that keep grammars. */
+  readonly strict?: boolean;
 }
 
 /** A question, or the messages so far. */

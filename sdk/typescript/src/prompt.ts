@@ -76,9 +76,10 @@ function startInit(model: string, options: GenerateOptions): MessageInitShape<ty
     labels: { ...labels },
     tier: options.tier === "batch" ? ServiceTier.BATCH : ServiceTier.INTERACTIVE,
     region: options.region ?? "",
-    tools: (options.tools ?? []).map(({ name, description = "", parameters = "" }) => ({
+    tools: (options.tools ?? []).map(({ name, description = "", parameters = "", strict = false }) => ({
       name,
       description,
+      strict,
       parametersJsonSchema: typeof parameters === "string" ? parameters : JSON.stringify(parameters),
     })),
     ...dropUndefined({

@@ -168,7 +168,8 @@ def _beam_search(options: GenerateOptions) -> pb.BeamSearch | None:
 def _tool(index: int, tool: object) -> pb.Tool:
     if not isinstance(tool, Tool):
         raise invalid(f"tools[{index}]", f"must be a Tool, not {type(tool).__name__}")
-    return pb.Tool(name=tool.name, description=tool.description, parameters_json_schema=tool.parameters_json)
+    schema = tool.parameters_json
+    return pb.Tool(name=tool.name, description=tool.description, parameters_json_schema=schema, strict=tool.strict)
 
 
 def _tool_choice(options: GenerateOptions) -> pb.ToolChoice | None:

@@ -15,6 +15,7 @@ class Tool:
     name: str
     description: str = ""
     parameters: Mapping[str, object] | str | None = None  # the JSON schema of an object, or its text; None: it takes nothing
+    strict: bool = False  # arguments are valid under it also where the model is free to call; only on engines that keep grammars
 
     @property
     def parameters_json(self) -> str:

@@ -1,0 +1,81 @@
+"""A model that is free to call tools writes any text, and calls that are whole and valid, in its own form."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from inference.engine import GrammarKind, ResponseFormat
+from inference.sampling.grammar import GrammarCompiler
+from inference.text.strict_calls import strict_calls
+from inference.text.tokenizer import Tokenizer
+from inference.text.tools import CallFormat, Tool
+from tests.inference.tool_checkpoints import make_scripted_checkpoint, make_tool_checkpoint
+
+A = '{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": false}'
+TOOLS = [Tool("f", "", A, strict=True), Tool("g", "", A)]
+MARKERS = ("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>")
+F, G, WRONG = (
+    '{"name": "f", "arguments": {"a": 1}}',
+    '{"name": "g", "arguments": {"b": []}}',  # not strict
+    '{"name": "f", "arguments": {"b": 1}}',
+)
+Compiled = tuple[Tokenizer, GrammarCompiler]
+HERMES, LLAMA, MISTRAL = CallFormat.HERMES, CallFormat.LLAMA, CallFormat.MISTRAL
+
+
+def llama(call: str) -> str:
+    """In Llama's words."""
+    return call.replace("arguments", "parameters")
+
+
+FREE = {
+    HERMES: ("", "hi", f"<tool_call>{F}</tool_call>", f"x <tool_call>\n{G}\n</tool_call>", "a < b <tool <tool_cal"),
+    LLAMA: ("", "hi { x }", llama(F), "\n" + llama(G), "a <| b"),
+    MISTRAL: ("", "hi [1]", f"[TOOL_CALLS][{F}]", f"x[TOOL_CALLS] [{G}]", "[TOOL"),
+}
+SEVERAL = {
+    HERMES: f"<tool_call>{F}</tool_call>\n<tool_call>{G}</tool_call> y",
+    LLAMA: f"{llama(F)}; {llama(G)}",
+    MISTRAL: f"[TOOL_CALLS][{F}, {G}]",
+}
+FORBIDDEN = {
+    HERMES: (f"x<tool_call>{WRONG}</tool_call>", "x<tool_call>no", f"<tool_call>{F}", '<tool_call>{"name": "h"'),
+    LLAMA: (llama(WRONG), "{no", "[1]", llama(F)[:-1], " {", "<|python_tag|>no"),
+    MISTRAL: (f"[TOOL_CALLS][{WRONG}]", "[TOOL_CALLS]f", f"[TOOL_CALLS][{F}"),
+}
+
+
+@pytest.fixture(scope="module", params=["markers are tokens", "markers are spelt"])
+def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Compiled:
+    """A tokenizer, and what compiles grammars for it."""
+    directory: Path = tmp_path_factory.mktemp("model")
+    if request.param == "markers are tokens":
+        make_scripted_checkpoint(directory, MARKERS)
+    else:
+        make_tool_checkpoint(directory)
+    tokenizer = Tokenizer(directory)
+    size = tokenizer.backend.get_vocab_size()
+    return tokenizer, GrammarCompiler(directory / "tokenizer.json", size, frozenset({2, 6}))
+
+
+@pytest.mark.parametrize("form", [HERMES, LLAMA, MISTRAL])
+@pytest.mark.parametrize("single", [False, True])
+def test_text_is_free_and_calls_are_valid(compiled: Compiled, form: CallFormat, single: bool) -> None:
+    tokenizer, compiler = compiled
+    source = strict_calls(form, TOOLS, single=single, token_id=tokenizer.token_id)
+
+    def allowed(output: str) -> bool:
+        grammar = compiler.compile(ResponseFormat(GrammarKind.LARK, source, "tools"))
+        for token_id in tokenizer.encode(output, add_special_tokens=False):
+            grammar.advance(token_id)
+            if grammar.fault is not None:
+                return False
+        return grammar.complete
+
+    for output in FREE[form]:
+        assert allowed(output), output
+    assert allowed(SEVERAL[form]) is not single
+    for output in FORBIDDEN[form]:
+        assert not allowed(output), output
