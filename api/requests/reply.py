@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 from collections.abc import Callable
 
 import structlog
@@ -134,10 +132,8 @@ class Reply:
         before = None
         while before != (progress := self.feed.progress):
             before = progress
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._settings.client_stall_max_s):
-                    await self.feed.all_taken()
-                    return
+            if await self.feed.all_taken(self._settings.client_stall_max_s):
+                return
         self._stop(Outcome.SLOW_CONSUMER)
         self.feed.discard()
 

@@ -140,11 +140,24 @@ class Feed:
         receiver = self.receiver
         return self.mailbox is not None or receiver is None or not (self._waiting or receiver.delivery.unsent_frame_count)
 
-    async def all_taken(self) -> None:
-        """Wait until nothing waits for the client any more."""
-        while not self.is_taken:
-            self._moved.clear()
-            await self._moved.wait()
+    async def all_taken(self, within_s: float | None = None) -> bool:
+        """Wait until nothing waits for the client any more, for ever or for so long; whether it came to that."""
+        is_over = False
+
+        def give_up() -> None:
+            nonlocal is_over
+            is_over = True
+            self._moved.set()
+
+        timer = None if within_s is None else asyncio.get_running_loop().call_later(within_s, give_up)
+        try:
+            while not (is_over or self.is_taken):
+                self._moved.clear()
+                await self._moved.wait()
+        finally:
+            if timer is not None:
+                timer.cancel()
+        return self.is_taken
 
     def discard(self, *, kept_too: bool = False) -> None:
         """Forget what was not handed to the transport. What a mailbox has is delivered: it is sent, as far as credit reaches.

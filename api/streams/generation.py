@@ -118,6 +118,7 @@ class ClientStream:
                 wrong = f"a message may hold {self._frames_max} frames, not {len(message.frames)}: send several messages"
                 raise InvalidRequest([FieldViolation("frames", wrong)])
             await self._key.look_again()
+            auth_ms = (time.monotonic() - received_at) * 1000
             for index, frame in enumerate(message.frames):
                 match frame.WhichOneof("kind"):
                     case "start":
