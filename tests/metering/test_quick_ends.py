@@ -26,8 +26,9 @@ from metering.quotas.quota_recount import recount
 from metering.quotas.quota_rules import Claim, QuotaRule, Weights
 from metering.quotas.quotas import Counters
 from metering.store.db import create_engine, create_sessions
-from tests.metering.hold_world import HoldWorld, admit, hold_world, settle
+from tests.metering.hold_world import HoldWorld, admit, hold_world, settle, until_idle
 from tests.metering.invariants import check_invariants
+from tests.metering.test_hold_concurrency import running_stores
 
 LIMIT = 10_000
 
@@ -128,6 +129,22 @@ async def test_what_was_extended_over_a_minute_is_settled_unread_too(
     assert isinstance(answer, Settled)
     assert read == []
     assert world.counters(quota_ids[QuotaDimension.TOKENS_PER_MINUTE]) == [(40, 0), (3, 0)]
+    check_invariants(world.url, all_ended=True)
+
+
+async def test_a_store_settles_unread_on_one_connection_what_it_has_taken_on_the_other(world: HoldWorld, read: list[int]) -> None:
+    payer, _ = tenant(world)
+    ops = [admit(payer) for _ in range(3)]
+    async with running_stores(world.url) as [store]:
+        await until_idle(store, payer)  # both connections are there
+        read.clear()
+
+        for op in ops:
+            await store.admit(op)
+            await store.settle(settle(op.hold_id, 5))
+
+        assert not any(read)  # a probe reads none
+        assert len(store._connection._own) == 0
     check_invariants(world.url, all_ended=True)
 
 
