@@ -7,8 +7,8 @@ pass, and the client. Each request asks for one token, on streams that are open,
 
 The baseline is a bare gRPC server in the place of the api process, that reads the same frames and answers as many. The columns
 in µs are what each of the processes took per request. "batch" is the server's own clock, from a start frame to its place in the
-engine's batch; "admit" and "fin." are the client's. The last two lines are at half of the rate that Weir came to before, with
-requests that arrive at random moments.
+engine's batch; "admit" and "fin." are the client's. The last lines are at half of the rate that Weir came to before, with
+requests that arrive at random moments, and tell the stages until the batch apart.
 """
 
 from __future__ import annotations
