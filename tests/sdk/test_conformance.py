@@ -437,7 +437,7 @@ async def test_cancels_while_the_connection_is_broken(service: Service) -> None:
 async def test_receives_what_another_client_started(service: Service, client: AsyncClient) -> None:
     tenant = await service.tenant()
     async with AsyncClient(service.address, tenant.secret) as one, AsyncClient(service.address, tenant.secret) as other:
-        started = one.generate(MODEL, token_ids=PROMPT, max_output_tokens=3000, ignore_eos=True)
+        started = one.generate(MODEL, token_ids=PROMPT, max_output_tokens=3000, ignore_eos=True, prefetch_tokens=50)
         first = await anext(started)
         attached = other.attach(started.request_id, after_seq=first.seq)
         deltas = [delta async for delta in attached]

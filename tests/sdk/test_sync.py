@@ -28,6 +28,7 @@ from weir_client import (
     InvalidRequest,
     ReceiptClient,
     Unauthenticated,
+    prefetch,
 )
 
 from tests.sdk import scripted
@@ -185,6 +186,50 @@ async def test_it_works_inside_a_program_with_its_own_event_loop(address: str) -
             return client.complete("demo", "Hi there").text
 
     assert await asyncio.to_thread(ask) == "Hi there "
+
+
+class Sluice:
+    """A server that sends as many tokens as it has credit for, and notes how far ahead of the reader that reaches."""
+
+    def __init__(self, token_count: int) -> None:
+        self.grants: list[int] = []
+        self.read_count = 0
+        self.ahead_max = 0
+        self._token_count = token_count
+
+    async def __call__(self, stream: ServerStream) -> None:
+        start = await stream.read_start()
+        self.grants.append(start.start.initial_credit_tokens)
+        seq = 0
+        while seq < self._token_count:
+            self.ahead_max = max(self.ahead_max, sum(self.grants) - self.read_count)
+            while seq < min(sum(self.grants), self._token_count):
+                seq += 1
+                await stream.send(scripted.delta(start.request_id, seq, "x"))
+            if seq < self._token_count:
+                frame = await stream.read()
+                assert frame is not None
+                assert frame.HasField("credit")
+                self.grants.append(frame.credit.token_count)
+        await stream.send(scripted.finished(start.request_id, seq))
+        await stream.read_to_end()  # more credit may be on its way
+
+
+@pytest.mark.parametrize(("interval_s", "grant"), [(3600.0, 5), (0.0, 1)], ids=["by halves", "after a while"])
+def test_what_is_read_is_granted_again(monkeypatch: pytest.MonkeyPatch, interval_s: float, grant: int) -> None:
+    monkeypatch.setattr(prefetch, "GRANT_INTERVAL_S", interval_s)
+    sluice = Sluice(40)
+    with (
+        scripted.serve_in_thread(ScriptedInference(sluice)) as address,
+        Client(address, "key") as client,
+        client.generate("demo", "Hi", prefetch_tokens=10) as stream,
+    ):
+        for delta in stream:
+            sluice.read_count = delta.seq
+
+    assert stream.result.text == "x" * 40
+    assert sluice.grants[:2] == [10, grant]
+    assert sluice.ahead_max <= 10 + 1, "the grant for a token may be there before its reader has noted it"
 
 
 @pytest.mark.parametrize(

@@ -457,7 +457,7 @@ promise("cancels-while-the-connection-is-broken", async (direct) => {
 
 promise("receives-what-another-client-started", async (one) => {
   await using other = new WeirClient();
-  const started = one.generate(MODEL, RESUMED);
+  const started = one.generate(MODEL, { ...RESUMED, prefetchTokens: 50 });
   const beginning = started[Symbol.asyncIterator]();
   const first = (await beginning.next()).value;
   assert.ok(first !== undefined);
