@@ -18,6 +18,7 @@ from api.streams.feed import FRAMES_IN_OUTBOX_MAX, TOKENS_PER_FRAME_MAX, Feed, F
 from api.streams.mailbox import Mailboxes
 from api.streams.outbox import Outbox
 from api.streams.receiver import Receiver
+from api.streams.waiting_output import WaitingOutput
 from metering.holds.journal import Delivered, UsageJournal
 
 EXAMPLES = int(os.environ.get("WEIR_TEST_FEED_EXAMPLES", "100"))
@@ -285,3 +286,20 @@ async def test_who_needs_no_credit_or_is_away_is_not_waited_for() -> None:
         for index in range(100):
             feed.say(0, "a", (index,))
         assert feed._stall_timer is None
+
+
+def test_what_waits_behind_what_waits_is_told_in_order() -> None:
+    def output(*words: str) -> WaitingOutput:
+        waiting = WaitingOutput()
+        for word in words:
+            waiting.add(f"{word} ", (1, 2), (), [pb.ToolCallDelta(index=0, arguments_json=word)])
+        return waiting
+
+    first, later = output("a", "b", "c"), output("d", "e", "f")
+    taken = [first.take(2), later.take(2)]
+    first.append(later)
+    while not first.empty:
+        taken.append(first.take(3))
+
+    assert "".join(text for text, _, _, _ in taken) == "a d b c e f "
+    assert [call.arguments_json for _, _, _, calls in taken for call in calls] == ["a", "d", "b", "c", "e", "f"]

@@ -12,6 +12,7 @@ from structlog.testing import capture_logs
 
 from api.fleet.engines import build_engines
 from api.settings import SettingInvalid, Settings
+from inference.text.tools import CallFormat
 from metering.billing.invoice_document import Issuer
 
 SPECS = {spec.metadata["variable"]: spec for spec in fields(Settings)}
@@ -193,3 +194,13 @@ def test_a_letterhead_that_could_not_be_drawn_is_refused_at_the_start(tmp_path: 
     for bad in ("two\nlines", "x" * 1001):
         with pytest.raises(SettingInvalid, match="WEIR_ISSUER_NAME"):
             Settings.from_environment({"WEIR_ISSUER_NAME": bad})
+
+
+def test_forms_of_tool_calls_are_read_by_model() -> None:
+    settings = Settings.from_environment({"WEIR_TOOL_CALL_FORMATS": "small=hermes,large=llama"})
+
+    assert settings.tool_call_formats == {"small": CallFormat.HERMES, "large": CallFormat.LLAMA}
+    assert Settings.from_environment(settings.to_environment()) == settings
+    for wrong in ("small", "=hermes", "small=json", "small=qwen"):
+        with pytest.raises(SettingInvalid, match="one of hermes, llama, mistral"):
+            Settings.from_environment({"WEIR_TOOL_CALL_FORMATS": wrong})
