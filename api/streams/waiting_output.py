@@ -19,7 +19,7 @@ class WaitingOutput:
         self._token_ids = array("i")
         self._text = bytearray()
         self._calls = bytearray()  # new of tool calls as serialized frames, of which those that follow each other are one
-        self._logprobs: list[pb.TokenLogprobs] = []
+        self._logprobs: list[bytes] = []  # as messages: with 20 alternatives a tenth of what the objects take
         # One of each per `add`, counted from the first token and byte that were ever added: where it ends.
         self._token_ends = array("Q")
         self._text_ends = array("Q")
@@ -47,7 +47,7 @@ class WaitingOutput:
         """Put behind what waits. logprobs: one for each token, or none."""
         self._token_ids.extend(token_ids)
         self._text += text.encode()
-        self._logprobs += logprobs
+        self._logprobs += [each.SerializeToString() for each in logprobs]
         self._token_ends.append(self._taken_token_count + len(self._token_ids))
         self._text_ends.append(self._taken_byte_count + len(self._text))
         if calls:
@@ -83,4 +83,9 @@ class WaitingOutput:
             calls, self._calls = bytes(self._calls[:byte_count]), self._calls[byte_count:]
             self._taken_call_byte_count += byte_count
             del self._token_ends[:whole_count], self._text_ends[:whole_count], self._call_ends[:whole_count]
-        return text.decode(), token_ids, logprobs, list(pb.DeltaFrame.FromString(calls).tool_calls)
+        return (
+            text.decode(),
+            token_ids,
+            [pb.TokenLogprobs.FromString(each) for each in logprobs],
+            list(pb.DeltaFrame.FromString(calls).tool_calls),
+        )

@@ -51,8 +51,9 @@ ENCODER, DIMENSION = "encoder", 4
 class PacedEngine(CoreEngine):
     """Steps while its gate is open."""
 
-    def __init__(self, checkpoint: TinyCheckpoint) -> None:
-        options = EngineOptions(checkpoint.directory, EngineLimits(2048, 256), simulation=CostModel(time_scale=0.0))
+    def __init__(self, checkpoint: TinyCheckpoint, batch_size: int) -> None:
+        limits = EngineLimits(2048, max(256, batch_size), running_sequence_count_max=batch_size)
+        options = EngineOptions(checkpoint.directory, limits, simulation=CostModel(time_scale=0.0))
         super().__init__(checkpoint, lambda: EngineCore(options, sleep=lambda _: None), name="demo")
         self.gate = asyncio.Event()
         self.gate.set()
@@ -173,9 +174,12 @@ class WatchedProcess(Process):
 class SmallProcess:
     """What `api/__main__.py` puts together, but for servers and background work that no request needs."""
 
-    def __init__(self, settings: Settings, checkpoint: TinyCheckpoint, sessions: Sessions, tasks: asyncio.TaskGroup) -> None:
+    def __init__(
+        self, settings: Settings, checkpoint: TinyCheckpoint, sessions: Sessions, tasks: asyncio.TaskGroup, *, batch_size: int = 64
+    ) -> None:
+        """batch_size: sequences that the engine runs at once."""
         self.owner_id = uuid.uuid4()
-        self.engine = PacedEngine(checkpoint)
+        self.engine = PacedEngine(checkpoint, batch_size)
         self.encoder = PlainEncoder(self.engine)
         self.journal = UsageJournal(settings.journal_directory, self.owner_id)
         self.holds = HoldStore(settings.database_url, self.owner_id)

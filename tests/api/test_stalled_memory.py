@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from weir.v1 import inference_service_pb2 as pb
 
 from api.streams.feed import Feed, FlowControl
 from api.streams.mailbox import Mailboxes
@@ -61,6 +62,25 @@ async def test_a_thousand_stalled_requests_take_some_bytes_a_token(journal: Usag
     assert sum(feed.unsent_token_count for feed in feeds) == REQUEST_COUNT * (TOKENS_AT_FIRST + TOKENS_THEN)
     for feed in feeds:
         feed.discard()
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="tells memory by Linux's /proc")
+async def test_log_probabilities_that_wait_take_little_more_than_their_message(journal: UsageJournal) -> None:
+    """Twenty alternatives for each token, as objects, were three kilobytes."""
+    alternatives = [pb.TokenLogprob(token_id=100 + place, logprob=-float(place)) for place in range(20)]
+    told = pb.TokenLogprobs(chosen=alternatives[0], top=alternatives)
+    feed = Feed(Receiver(Outbox(journal), "r", lambda _: None), "m", FlowControl(0, 60.0, lambda: None), None)
+    feed.tally.hold_id = uuid.uuid4()
+    before = resident_bytes()
+
+    for index in range(20_000):
+        again = pb.TokenLogprobs()
+        again.CopyFrom(told)
+        feed.say(0, " word", (index,), [again])
+    grown = resident_bytes() - before
+
+    assert grown / 20_000 < 2 * len(told.SerializeToString())
+    feed.discard()
 
 
 async def test_what_is_kept_stays_within_its_bounds(journal: UsageJournal) -> None:
