@@ -490,3 +490,25 @@ async def is_met(world: World, run: Run, interrupt: Interrupt, at: int, moment: 
         raise
     world.mend()
     return met
+
+
+async def test_one_id_that_is_started_in_two_processes_at_once_runs_in_one_and_is_billed_once(world: World) -> None:
+    """Whoever is second receives what the first one has begun, as far as there is a way to it; `here` lets nobody in."""
+    received: set[int] = set()
+    for _ in range(20):
+        start = start_frame()
+        start.start.keep_on_disconnect.FromSeconds(60)
+        runs = [StreamRun(world, (start,), kept=True, process=process) for process in (world.here, world.elsewhere)]
+        world.suspensions.arm(0, Moment.ASLEEP, lambda: None)
+        world.begun_tasks = asyncio.all_tasks()
+
+        async with asyncio.timeout(PATIENCE_S):
+            await asyncio.gather(*(run.run() for run in runs))
+        await world.quiet()
+
+        assert world.bill(start.request_id) == (len(PROMPT), TOKENS)
+        for run in runs:
+            run.check()
+            received.add(sum(len(frame.delta.token_ids) for frame in run.call.frames))
+            assert run.call.frames[-1].WhichOneof("kind") in ("finished", "failed")
+    assert TOKENS in received
