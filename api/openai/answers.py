@@ -126,6 +126,7 @@ class Answer(Protocol):
     """One API's way of saying what an exchange brings: as events, or as one body."""
 
     streams_done: bool
+    tells_all_again: bool  # whether the end of a stream repeats all of its output
 
     def opening(self, outputs: Sequence[Output]) -> bytes:
         """Events before the first output."""

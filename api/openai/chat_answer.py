@@ -7,22 +7,26 @@ from typing import Any
 
 from weir.v1 import inference_service_pb2 as pb
 
-from api.openai.answers import Bill, Output, event
+from api.openai.answers import Bill, Output, encode, event
 from api.openai.parameters import Asked, tier_name
 from api.openai.refusals import Refusal
 from api.openai.token_texts import TokenTexts
+
+MARK = "text"  # stands where the text will; after it comes nothing that a client has a say in
 
 
 class ChatAnswer:
     """One chat completion."""
 
     streams_done = True
+    tells_all_again = False
 
     def __init__(self, asked: Asked, texts: TokenTexts, answer_id: str, created: int) -> None:
         """answer_id: hexadecimal; created: in seconds since 1970."""
         self._asked = asked
         self._texts = texts
         self._wants_logprobs = asked.starts[0].HasField("top_logprobs")
+        self._plain_chunks: dict[int, tuple[bytes, bytes]] = {}
         self._common = {
             "id": f"chatcmpl-{answer_id}",
             "created": created,
@@ -38,11 +42,21 @@ class ChatAnswer:
 
     def delta(self, output: Output, new: pb.DeltaFrame) -> bytes:
         """See `Answer`."""
+        if not new.logprobs and not new.tool_calls:
+            before, after = self._plain_chunk(output.index)
+            return b"".join((before, encode(new.text), after))
         told = self._logprobs(new.logprobs) if new.logprobs else None
         said: dict[str, Any] = {"content": new.text} if new.text or not new.tool_calls else {}
         if new.tool_calls:
             said["tool_calls"] = [_call_delta(piece) for piece in new.tool_calls]
         return self._chunk([_choice(output.index, said, logprobs=told)])
+
+    def _plain_chunk(self, index: int) -> tuple[bytes, bytes]:
+        """The event of a piece of text, up to the text and after it: all but that is the same for every token of a choice."""
+        if (found := self._plain_chunks.get(index)) is None:
+            before, _, after = self._chunk([_choice(index, {"content": MARK})]).rpartition(encode(MARK))
+            found = self._plain_chunks[index] = before, after
+        return found
 
     def closing(self, outputs: Sequence[Output], bill: Bill) -> bytes:
         """See `Answer`."""

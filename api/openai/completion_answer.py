@@ -18,6 +18,7 @@ class CompletionAnswer:
     """One plain completion of one or more prompts."""
 
     streams_done = True
+    tells_all_again = False
 
     def __init__(self, asked: Asked, texts: TokenTexts, answer_id: str, created: int) -> None:
         """answer_id: hexadecimal; created: in seconds since 1970."""

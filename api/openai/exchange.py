@@ -11,9 +11,11 @@ import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import structlog
 from aiohttp import web
+from aiohttp.http_writer import StreamWriter
 from google.rpc import status_pb2
 from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import types_pb2
@@ -165,7 +167,8 @@ class Exchange:
     def _delta(self, frame: pb.ServerFrame) -> bytes:
         delta = frame.delta
         output = self._outputs[self._places[frame.request_id] * self._asked.choice_count + delta.choice_index]
-        output.add(delta)
+        if not self._asked.streams or self._answer.tells_all_again:
+            output.add(delta)  # a client that reads slowly must not cost memory for what it was told
         if not self._asked.streams or self._refusal is not None or not (delta.text or delta.logprobs or delta.tool_calls):
             return b""
         return self._opening() + self._answer.delta(output, delta)
@@ -256,9 +259,12 @@ class Exchange:
                 self._response.force_close()
             await self._response.prepare(self._http)
         self._silent_since = time.monotonic()
-        async with asyncio.timeout(self._process.admission.settings.client_stall_max_s):
-            await self._response.write(data)
-            await self._http.writer.drain()
+        # `StreamResponse.write` may wait by itself, and a clock for each token costs as much as the token.
+        writer = cast(StreamWriter, self._http.writer)
+        await writer.write(data, drain=False)
+        if self._http.protocol.writing_paused:
+            async with asyncio.timeout(self._process.admission.settings.client_stall_max_s):
+                await writer.drain()
 
     def _response_headers(self) -> dict[str, str]:
         kind = {"content-type": EVENT_STREAM, "x-accel-buffering": "no"} if self._asked.streams else {"content-type": JSON}

@@ -23,6 +23,7 @@ class ResponseAnswer:
     """One response: a message of one text and any number of calls, each an item in the order in which they have begun."""
 
     streams_done = False
+    tells_all_again = True
 
     def __init__(self, asked: Asked, given: ResponseParameters, texts: TokenTexts, answer_id: str, created: int) -> None:
         """answer_id: hexadecimal; created: in seconds since 1970."""

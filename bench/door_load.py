@@ -1,0 +1,210 @@
+"""Both ends of the wire for `bench.door`, each in a process of its own: a client that reads paced event streams of chats, and an
+aiohttp server that sends the same events at the same pace with nothing behind them.
+
+    python -m bench.door_load client '{"host": …}' | echo '{"step_s": …}'
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import random
+import sys
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+import uvloop
+from aiohttp import web
+from weir.v1 import inference_service_pb2 as pb
+
+from bench.streams_load import METHOD, Load, start_message
+
+LONG_TOKENS, PROBE_TOKENS, PROBES = 1500, 2, 4
+CONTENT = b'"delta":{"content":'
+FIRST = (
+    b'data: {"object":"chat.completion.chunk","id":"chatcmpl-6f1c0c9e2f6b5d0a9a543b1d9a1c7e10","created":1790000000,"model":"demo",'
+)
+EVENT = FIRST + (
+    b'"service_tier":"default","system_fingerprint":null,"choices":[{"index":0,"delta":{"content":" This"},'
+    b'"logprobs":null,"finish_reason":null}]}\n\n'
+)
+DONE = b"data: [DONE]\n\n"
+END = b"0\r\n\r\n"  # of a chunked body
+
+
+@dataclass(frozen=True, slots=True)
+class DoorLoad:
+    """What a client does. short: answers of one token, one after the other on each connection, over gRPC if there is an address.
+
+    Else long answers, and then probes beside them; see `bench.streams_load.Load`.
+    """
+
+    host: str
+    port: int
+    model: str
+    prompt: str
+    api_key: str
+    stream_count: int
+    step_s: float
+    warm_up_s: float
+    seconds: float
+    short: bool = False
+    grpc_address: str = ""
+
+
+@dataclass(slots=True)
+class Seen:
+    """What one run saw after it was warm. ttft_ms: of the probes."""
+
+    token_count: int = 0
+    request_count: int = 0
+    ttft_ms: list[float] = field(default_factory=list)
+    cpu_s: float = 0.0
+    failures: list[str] = field(default_factory=list)
+
+
+class Client:
+    """All connections of one run."""
+
+    def __init__(self, load: DoorLoad) -> None:
+        self._load = load
+        self._seen = Seen()
+        self._counting = False
+
+    async def run(self) -> Seen:
+        """Warm up, then count; tells its parent by a line when it begins and ends."""
+        load = self._load
+        async with asyncio.TaskGroup() as tasks:
+            work = self._call_short if load.grpc_address else self._ask_long
+            streams = [tasks.create_task(work()) for _ in range(load.stream_count)]
+            await asyncio.sleep(1.0 + load.warm_up_s)
+            self._counting, cpu = True, time.process_time()
+            print("begin", flush=True)
+            await asyncio.sleep(load.seconds)
+            self._counting = False
+            print("end", flush=True)
+            self._seen.cpu_s = time.process_time() - cpu
+            if not load.short:
+                streams += [tasks.create_task(self._probe()) for _ in range(PROBES)]
+                await asyncio.sleep(load.seconds)
+            for stream in streams:
+                stream.cancel()
+        return self._seen
+
+    async def _ask_long(self) -> None:
+        """Answers one after the other on one connection."""
+        await asyncio.sleep(random.random())  # all at one moment would be one huge prefill
+        reader, writer = await asyncio.open_connection(self._load.host, self._load.port)
+        request = self._request(1 if self._load.short else LONG_TOKENS)
+        while True:
+            writer.write(request)
+            ended, tail = False, b""
+            while not ended:
+                data = tail + await self._read(reader)
+                if self._counting:
+                    self._seen.token_count += data.count(CONTENT)
+                tail = data[-len(CONTENT) + 1 :]
+                ended = data.endswith(END)
+            self._seen.request_count += self._counting
+
+    async def _probe(self) -> None:
+        """Short answers one after the other, for the time to the first token."""
+        reader, writer = await asyncio.open_connection(self._load.host, self._load.port)
+        request = self._request(PROBE_TOKENS)
+        while True:
+            await asyncio.sleep(random.random() * self._load.step_s)  # the last answer ended with a step
+            sent_at, data, seen = time.perf_counter(), b"", False
+            writer.write(request)
+            while not data.endswith(END):
+                data += await self._read(reader)
+                if not seen and CONTENT in data:
+                    seen = True
+                    self._seen.ttft_ms.append((time.perf_counter() - sent_at) * 1000)
+
+    async def _call_short(self) -> None:
+        """The same short answers over gRPC, on a stream of its own."""
+        load = self._load
+        like = Load(load.grpc_address, load.model, load.prompt, load.api_key, 1, False, load.step_s, 0.0, 0.0)
+        options = (("grpc.use_local_subchannel_pool", 1),)
+        async with grpc.aio.insecure_channel(load.grpc_address, options) as channel:
+            open_stream: Any = channel.stream_stream(METHOD)  # no serializers: bytes both ways
+            call = open_stream(metadata=(("authorization", f"Bearer {load.api_key}"),))
+            while True:
+                await call.write(start_message(like, 1).SerializeToString())
+                ended = False
+                while not ended:
+                    for frame in pb.GenerateResponse.FromString(await call.read()).frames:
+                        ended = ended or frame.HasField("finished")
+                        if frame.HasField("failed"):
+                            self._seen.failures.append(frame.failed.status.message)
+                self._seen.request_count += self._counting
+
+    async def _read(self, reader: asyncio.StreamReader) -> bytes:
+        data = await reader.read(65_536)
+        if not data or b'"error":{' in data:
+            self._seen.failures.append(data[-300:].decode(errors="replace"))
+            raise ConnectionError(f"the answer broke: {data[-300:]!r}")
+        return data
+
+    def _request(self, token_count: int) -> bytes:
+        load = self._load
+        chat = {"model": load.model, "messages": [{"role": "user", "content": load.prompt}], "stream": True, "ignore_eos": True}
+        body = json.dumps(chat | {"max_tokens": token_count}).encode()
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: weir\r\nauthorization: Bearer {load.api_key}\r\n"
+        return f"{head}content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body
+
+
+class Echo:
+    """A server that answers each chat with one event per step; whoever comes waits for the next step, as before an engine."""
+
+    def __init__(self, step_s: float) -> None:
+        self._step_s = step_s
+        self._step = asyncio.Event()
+
+    async def tick(self) -> None:
+        """Be the engine: one step after the other, without drifting."""
+        due = time.perf_counter()
+        while True:
+            due = max(due + self._step_s, time.perf_counter())
+            await asyncio.sleep(due - time.perf_counter())
+            ended, self._step = self._step, asyncio.Event()
+            ended.set()
+
+    async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
+        """One chat."""
+        asked = json.loads(await request.read())
+        await self._step.wait()  # the step that runs now is not its own
+        response = web.StreamResponse(headers={"content-type": "text/event-stream"})
+        with contextlib.suppress(ConnectionError):  # the run is over
+            await response.prepare(request)
+            for _ in range(asked["max_tokens"]):
+                await self._step.wait()
+                await response.write(EVENT)
+            await response.write(DONE)
+            await response.write_eof()
+        return response
+
+
+async def serve_echo(step_s: float) -> None:
+    """Serve until killed; the first line of the output is the port."""
+    echo = Echo(step_s)
+    server = await asyncio.get_running_loop().create_server(web.Server(echo.answer, access_log=None), "127.0.0.1", 0)
+    print(server.sockets[0].getsockname()[1], flush=True)
+    await echo.tick()
+
+
+def main() -> None:
+    """Be one of the two."""
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        if sys.argv[1] == "echo":
+            runner.run(serve_echo(**json.loads(sys.argv[2])))
+        else:
+            print(json.dumps(dataclasses.asdict(runner.run(Client(DoorLoad(**json.loads(sys.argv[2]))).run()))))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,33 @@
+"""The events of a streamed chat, whose pieces of text are put together from bytes that were made before."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from typing import Any, cast
+
+from hypothesis import given
+from hypothesis import strategies as st
+from weir.v1 import inference_service_pb2 as pb
+
+from api.openai.answers import Output
+from api.openai.chat_answer import MARK, ChatAnswer
+from api.openai.parameters import Asked
+
+texts = st.text() | st.sampled_from([MARK, f'"{MARK}"', "\u2028\u0085\u2029", '"}],"usage":', "\x00"])
+
+
+@given(models=texts, said=st.lists(st.tuples(st.integers(0, 2), texts), max_size=6), usage=st.booleans())
+def test_every_piece_of_text_is_an_event_of_its_own_with_that_text(models: str, said: list[tuple[int, str]], usage: bool) -> None:
+    asked = Asked((pb.StartFrame(),), models, streams=True, includes_usage=usage, names={}, choice_count=3)
+    answer = ChatAnswer(asked, cast(Any, None), uuid.uuid4().hex, 1)
+
+    for index, text in said:
+        data = answer.delta(Output(index), pb.DeltaFrame(text=text)).decode()
+        assert data.startswith("data: ")
+        assert data.endswith("\n\n")
+        assert len(data.splitlines()) == 2
+        told = json.loads(data.removeprefix("data: "))
+        choice = {"index": index, "delta": {"content": text}, "logprobs": None, "finish_reason": None}
+        assert (told["choices"], told["model"], told["object"]) == ([choice], models, "chat.completion.chunk")
+        assert ("usage" in told) is usage
