@@ -62,7 +62,7 @@ from metering.holds.recovery import recover_journals
 from metering.holds.standing_holds import GraceTerms
 from metering.holds.usage_notices import UsageNotices
 from metering.receipts.signing import Signer, load_signer
-from metering.store.db import Sessions, create_engine, create_sessions
+from metering.store.db import Sessions, create_engine, create_lookups, create_sessions
 from metering.store.store_gate import StoreGate
 
 HEALTH_INTERVAL_S = 0.2
@@ -303,7 +303,7 @@ async def serve(settings: Settings) -> None:
     observer = Observer((model.name for model in router.models()), spans)
     holds = open_holds(settings, journal, gate, signer, notices, observer)
     capacity, health = Capacity(settings.requests_per_process_max), Health()
-    authenticator = open_door(settings, create_sessions(key_store))
+    authenticator = open_door(settings, create_lookups(key_store))
     async with asyncio.TaskGroup() as tasks:
         relays = Relays(sessions, owner_id, tasks)
         admission = Admission(settings, capacity, holds, journal, tasks)

@@ -116,6 +116,11 @@ def create_sessions(engine: AsyncEngine) -> Sessions:
     return async_sessionmaker(engine, expire_on_commit=False)
 
 
+def create_lookups(engine: AsyncEngine) -> Sessions:
+    """Sessions for single questions, each without a transaction around it: that would be two more ways to the database and back."""
+    return create_sessions(engine.execution_options(isolation_level="AUTOCOMMIT"))
+
+
 @contextlib.asynccontextmanager
 async def lock_holder(sessions: Sessions) -> AsyncIterator[AsyncSession]:
     """A session outside any transaction, for advisory locks that last as long as the block. Those of a lost connection are gone."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from typing import Any
 
-from sqlalchemy import Double, Select, and_, cast, func, or_, select, update
+from sqlalchemy import Double, Select, and_, bindparam, cast, func, or_, select, update
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.ext.asyncio import AsyncSession
 
@@ -179,17 +179,11 @@ async def list_api_keys(session: AsyncSession, *, organization: str | None = Non
     return [_key_record(*row) for row in await session.execute(query)]
 
 
-async def authenticate(session: AsyncSession, secret: str) -> Principal:
-    """Who the secret belongs to, by the database's clock. Raises: KeyInvalid, the same for unknown, revoked and expired.
-
-    No time tells them apart: one statement answers all, and it compares SHA-256s by index, which says nothing of the secret.
-    """
-    refusal = KeyInvalid("the API key is not valid: it is unknown, revoked or expired")
-    if SECRET_FORM.fullmatch(secret) is None:
-        raise refusal
-    replaced = select(SupersededSecret).where(SupersededSecret.secret_hash == hash_of(secret)).subquery()
+def select_principal() -> Select[Any]:
+    """Whom a secret belongs to, by its hash, if it is good now."""
+    replaced = select(SupersededSecret).where(SupersededSecret.secret_hash == bindparam("secret_hash")).subquery()
     ends_at = func.least(ApiKey.expires_at, replaced.c.expires_at)  # of those that are known
-    query = (
+    return (
         select(
             ApiKey.id,
             ApiKey.prefix,
@@ -204,12 +198,26 @@ async def authenticate(session: AsyncSession, secret: str) -> Principal:
         .join(Organization, Organization.id == Project.organization_id)
         .outerjoin(replaced, replaced.c.api_key_id == ApiKey.id)
         .where(
-            or_(ApiKey.secret_hash == hash_of(secret), ApiKey.id == select(replaced.c.api_key_id).scalar_subquery()),
+            or_(ApiKey.secret_hash == bindparam("secret_hash"), ApiKey.id == select(replaced.c.api_key_id).scalar_subquery()),
             ApiKey.revoked_at.is_(None),
             or_(ends_at.is_(None), ends_at > func.now()),
         )
     )
-    if (row := (await session.execute(query)).one_or_none()) is None:
+
+
+PRINCIPAL_OF_SECRET = select_principal()  # put together once: to do it for each call took as long as the answer
+
+
+async def authenticate(session: AsyncSession, secret: str) -> Principal:
+    """Who the secret belongs to, by the database's clock. Raises: KeyInvalid, the same for unknown, revoked and expired.
+
+    No time tells them apart: one statement answers all, and it compares SHA-256s by index, which says nothing of the secret.
+    """
+    refusal = KeyInvalid("the API key is not valid: it is unknown, revoked or expired")
+    if SECRET_FORM.fullmatch(secret) is None:
+        raise refusal
+    found = await session.execute(PRINCIPAL_OF_SECRET, {"secret_hash": hash_of(secret)})
+    if (row := found.one_or_none()) is None:
         raise refusal
     return Principal(row[0], row[1], row[2], row[3], row[4], frozenset(row[5]), row[6], frozenset(row[7]))
 
