@@ -139,7 +139,10 @@ BORDERS = (
     Border(
         ("weir",),
         inside=PRODUCT,
-        save_for=("api/", "sdk/", "bench/observations.py", "bench/front_load.py", "bench/streams_load.py", "bench/cluster_load.py"),
+        save_for=(
+            *("api/", "sdk/", "bench/observations.py", "bench/front_load.py", "bench/streams_load.py", "bench/cluster_load.py"),
+            "bench/door_load.py",
+        ),
         why="generated messages stay at the edge",
     ),
     Border(
@@ -192,7 +195,7 @@ BORDERS = (
     Border(
         ("aiohttp",),
         inside=PRODUCT,
-        save_for=("api/openai/", "api/observability/scrape.py"),
+        save_for=("api/openai/", "api/observability/scrape.py", "bench/door_load.py"),
         why="HTTP is the business of one door, and of one page for operators",
     ),
     Border(

@@ -145,6 +145,8 @@ class LiveRequest:
         self.attendance.stopping = True
         broken = error is not None and self.feed.takes_whole  # a part of an answer is no answer
         self._reply.cut_off(discard=broken or outcome in UNDELIVERED_OUTCOMES)
+        if error is not None:
+            self.feed.fail()
         if self._engine_run is not None:
             self._engine_run.cancel()
         else:

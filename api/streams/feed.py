@@ -66,6 +66,7 @@ class Feed:
         self._admitted: pb.AdmittedFrame | None = None
         self._end: pb.ServerFrame | None = None
         self._has_ended = False
+        self._has_failed = False
         self._moved = asyncio.Event()
         self._bind(receiver)
 
@@ -174,6 +175,11 @@ class Feed:
         self._watch_credit()
         self._moved.set()
 
+    def fail(self) -> None:
+        """The request is broken: what waits is sent as far as credit reaches, and no more credit is waited for."""
+        self._has_failed = True
+        self._pump()
+
     def attach(self, receiver: Receiver, after_seq: int, credit_token_count: int, *, running: bool = False) -> None:
         """From now on this one receives, from the delta after that one on. Raises: OutputGone; nothing has changed then."""
         oldest_seq, last_seq = self._there()
@@ -281,6 +287,10 @@ class Feed:
             self._pump_mailbox(self.mailbox)
         else:
             self._pump_waiting()
+            if self._has_failed and self._credit == 0 and self._waiting:
+                self._waiting.clear()
+                self._waiting_token_count = 0
+                self._moved.set()
         self._watch_credit()
         nothing_waits = not self._waiting and (self.mailbox is None or self._next_seq > self._last_seq)
         if self._has_ended and nothing_waits and self.receiver is not None:

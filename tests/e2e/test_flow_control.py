@@ -171,10 +171,12 @@ async def test_who_grants_nothing_for_so_long_is_given_up(
 
 
 @pytest.mark.parametrize("token_count", [0, -1, -(2**63)])
-async def test_credit_that_is_none_ends_its_request(service: Service, tenant: Tenant, token_count: int) -> None:
+async def test_credit_that_is_none_ends_its_request(inside: Inside, service: Service, tenant: Tenant, token_count: int) -> None:
+    """At once: what waits for credit is not waited for."""
     async with service.stream(tenant.secret) as stream:
         request_id = await stream.begin(max_output_tokens=3000, initial_credit_tokens=2)
         await stream.received(request_id, 2)
+        await until(lambda: generated(inside, tenant, request_id) > 10, "more to be there")
         await stream.send(credit(request_id, token_count))
         refusal = await stream.failed(request_id)
         await stream.send(credit(request_id, 5), cancel(request_id))  # it has ended: nothing happens
