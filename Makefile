@@ -6,6 +6,9 @@ BIN := $(VENV)/bin
 LOCK := requirements/constraints.txt
 PIP_VERSION := 26.3# pinned like the rest; from 25.1 on pip reads dependency groups
 PYTEST := $(BIN)/python -m pytest
+# Files of tests are shared out among processes, each with a PostgreSQL of its own. WORKERS=0 is plain pytest.
+WORKERS ?= logical
+SPREAD := --numprocesses $(WORKERS) --maxprocesses 8 --dist loadfile
 CHECKS := format-check lint types proto-check migrations-check architecture
 
 MAKEFLAGS += --no-print-directory
@@ -23,13 +26,13 @@ demo: setup ## start everything, run the reference workload, print the bill, sto
 	@$(BIN)/weir demo
 
 test: setup-dev ## every test
-	@$(PYTEST)
+	@$(PYTEST) $(SPREAD)
 
 test-fast: setup-dev ## every test but those that kill processes and cut connections
-	@$(PYTEST) -m "not faults"
+	@$(PYTEST) $(SPREAD) -m "not faults"
 
 test-faults: setup-dev ## the tests that kill processes and cut connections
-	@$(PYTEST) -m faults
+	@$(PYTEST) $(SPREAD) -m faults
 
 check: $(CHECKS) ## every check that is not a test: the six that follow
 
