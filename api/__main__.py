@@ -6,27 +6,23 @@ Everything that runs in the background is a task of the one `TaskGroup` here, or
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gc
 import os
-import signal
 import uuid
-from collections.abc import Coroutine, Iterator, Mapping
+from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import grpc.aio
 import structlog
 import uvloop
 
-from api.access.auth import Authenticator
-from api.access.shared_failures import SharedFailures
-from api.access.tls import Tls, open_tls
+from api.access.tls import open_tls
 from api.admin.admin_service import AdminServicer
 from api.billing.billing_service import BillingServicer
 from api.billing.receipt_service import ReceiptServicer
-from api.endpoint import Endpoint, base_url
-from api.errors import Draining
+from api.composition import build_safety, load_tokenizers, open_control, open_door, open_holds, open_signer, openai_url
+from api.draining import drain, stop_signals
+from api.endpoint import Endpoint
 from api.fleet.fleet import build_serving
 from api.health import keep_health
 from api.inference_service import InferenceServicer
@@ -40,57 +36,30 @@ from api.openai.door import Door
 from api.openai.listener import Listener
 from api.process import Process
 from api.requests.admission import Admission, Capacity
-from api.requests.live_control import keep_out_of_use, obey, process_name, report, report_replicas
 from api.server import Health, Servicers, build_peer_server, build_server
 from api.settings import SettingInvalid, Settings
 from api.statistics_log import log_statistics_regularly
-from api.streams.peers import Peer
 from api.streams.relay import Relays
 from inference.engine import Backend
 from inference.errors import EngineError
 from inference.hosts.spare_hosts import SpareHosts
 from inference.router import Router
 from inference.safety.classifier_process import ClassifierProcess
-from inference.safety.safety import SafetyRulesInvalid
-from inference.safety.safety_file import Safety, read_safety
-from inference.text.tokenizer import Tokenizer
 from metering.control.control_channel import ControlChannel
-from metering.errors import InvalidValue, StoreAway
-from metering.holds.holds import HoldStore
+from metering.errors import StoreAway
 from metering.holds.journal import UsageJournal
 from metering.holds.recovery import recover_journals
-from metering.holds.standing_holds import GraceTerms
 from metering.holds.usage_notices import UsageNotices
-from metering.receipts.signing import Signer, load_signer
-from metering.store.db import Sessions, create_engine, create_lookups, create_sessions
+from metering.receipts.signing import Signer
+from metering.store.db import create_engine, create_lookups, create_sessions
 from metering.store.store_gate import StoreGate
 
 HEALTH_INTERVAL_S = 0.2
-SETTLE_GRACE_S = 10.0  # after the drain time, for the settlement of what was still running
 KEY_CONNECTIONS = 2  # a look-up takes a millisecond, and no report may keep one waiting
 # Requests leave nothing to collect; to find that out the collector walks through all that is new, and stops all streams meanwhile.
 COLLECT_AFTER_OBJECTS = 50_000  # some MB; as many as 500 requests at once have
 
 log = structlog.get_logger(__name__)
-
-
-def build_safety(settings: Settings) -> Safety:
-    """What prompts and outputs are checked by, if anything. Raises: SettingInvalid naming the file and the rule."""
-    if not settings.safety_rules:
-        return Safety()
-    try:
-        return read_safety(Path(settings.safety_rules))
-    except SafetyRulesInvalid as error:
-        raise SettingInvalid(f"WEIR_SAFETY_RULES: {error}") from error
-
-
-def load_tokenizers(router: Router, settings: Settings) -> dict[str, Tokenizer]:
-    """By the names of the models. Raises: SettingInvalid, CheckpointInvalid."""
-    directories = {backend.model.name: Path(backend.model.directory) for backend in router.backends()}
-    formats = settings.tool_call_formats
-    if unknown := sorted(formats.keys() - directories.keys()):
-        raise SettingInvalid(f"WEIR_TOOL_CALL_FORMATS: no model is named {', '.join(unknown)}; known are {', '.join(directories)}")
-    return {name: Tokenizer(directory, formats.get(name)) for name, directory in directories.items()}
 
 
 async def start_classifiers(classifiers: ClassifierProcess) -> None:
@@ -115,33 +84,6 @@ def serve_engines(router: Router, tasks: asyncio.TaskGroup) -> None:
             tasks.create_task(start_engine(engine), name=f"engine start {engine.model.name}")
 
 
-def open_control(
-    settings: Settings, owner_id: uuid.UUID, peer: Peer, process: Process, authenticator: Authenticator
-) -> ControlChannel:
-    """The channel on which other processes tell this one whom to end, and ask what it runs."""
-    return ControlChannel(
-        settings.database_url,
-        owner_id,
-        process_name(),
-        peer=(peer.address, peer.certificate),
-        stop=lambda order: obey(process, authenticator, order),
-        report=lambda: report(process),
-        drain=lambda orders: keep_out_of_use(process, orders),
-        report_replicas=lambda: report_replicas(process),
-        gossip=SharedFailures(authenticator.throttle, owner_id),
-    )
-
-
-def open_signer(settings: Settings) -> Signer | None:
-    """What signs receipts, if anything. Raises: SettingInvalid."""
-    try:
-        signer = load_signer(settings.to_environment())
-    except InvalidValue as error:
-        raise SettingInvalid(str(error)) from error
-    log.info("receipts_signed", key_id=signer.key_id) if signer else log.info("receipts_not_signed")
-    return signer
-
-
 async def recover(settings: Settings, gate: StoreGate, signer: Signer | None) -> None:
     """Settle what dead processes of this machine left behind; without a database that is left for later."""
     try:
@@ -155,83 +97,6 @@ async def recover_regularly(settings: Settings, gate: StoreGate, signer: Signer 
     while True:
         await recover(settings, gate, signer)
         await asyncio.sleep(settings.recovery_interval_s)
-
-
-def open_holds(
-    settings: Settings, journal: UsageJournal, gate: StoreGate, signer: Signer | None, notices: UsageNotices, observer: Observer
-) -> HoldStore:
-    """The holds of this process, under the deployment's policy for a database that is away."""
-    terms = GraceTerms(settings.grace_holds_per_key, settings.grace_input_tokens, settings.lease_slice_tokens)
-    return HoldStore(
-        settings.database_url,
-        journal.owner_id,
-        expiry_s=settings.hold_expiry_s,
-        answer_wait_s=settings.store_answer_wait_s,
-        gate=gate,
-        grace=(terms, journal.bindings) if settings.store_away_policy == "grace" else None,
-        signer=signer,
-        used=notices.used,
-        measured=observer.batches.measured,
-    )
-
-
-def open_door(settings: Settings, sessions: Sessions) -> Authenticator:
-    """Who checks the keys, under the same policy."""
-    grace_s = settings.hold_expiry_s if settings.store_away_policy == "grace" else 0.0
-    return Authenticator(
-        sessions,
-        answer_wait_s=settings.store_answer_wait_s,
-        grace_s=grace_s,
-        failures_per_minute=settings.auth_failures_per_minute,
-    )
-
-
-def openai_url(settings: Settings, listener: Listener, tls: Tls | None) -> str:
-    """Bind the door for OpenAI's clients, if there is to be one; its base URL, else nothing. Raises: OSError."""
-    address = settings.openai_address()
-    return "" if address is None else base_url(address[0], listener.bind(address), tls=tls is not None)
-
-
-async def drain(settings: Settings, capacity: Capacity, process: Process, server: grpc.aio.Server, listener: Listener) -> None:
-    """Let running requests finish within the drain time; the rest ends settled. Clients are sent to other servers meanwhile."""
-    capacity.drain()
-    async with asyncio.TaskGroup() as tasks:
-        sending_away = tasks.create_task(send_away(settings, server, listener), name="sending away")
-        await finish(settings, capacity, process)
-        sending_away.cancel()
-
-
-async def send_away(settings: Settings, server: grpc.aio.Server, listener: Listener) -> None:
-    """Take no connections any more, and no calls on those there are. Streams go on; what they begin is refused."""
-    await asyncio.sleep(settings.drain_notice_s)
-    listener.send_away()
-    await server.stop(grace=settings.drain_s + SETTLE_GRACE_S)
-
-
-async def finish(settings: Settings, capacity: Capacity, process: Process) -> None:
-    """Wait for what runs, and end what takes too long."""
-    try:
-        async with asyncio.timeout(settings.drain_s):
-            await capacity.idle()
-            if process.relays is not None:
-                await process.relays.idle()
-    except TimeoutError:
-        log.warning("drain_time_over", running_request_count=capacity.taken_count)
-        process.fail_all(Draining("this server has shut down before the request was done; what was delivered is settled"))
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(SETTLE_GRACE_S):
-                await capacity.idle()
-
-
-@contextlib.contextmanager
-def stop_signals(stopping: asyncio.Event) -> Iterator[None]:
-    """SIGTERM and SIGINT begin the drain."""
-    loop = asyncio.get_running_loop()
-    for signal_number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(signal_number, stopping.set)
-    yield
-    for signal_number in (signal.SIGTERM, signal.SIGINT):
-        loop.remove_signal_handler(signal_number)
 
 
 @dataclass(frozen=True, slots=True)

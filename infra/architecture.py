@@ -74,7 +74,7 @@ BORDERS = (
     Border(
         ("inference",),
         inside=("api/",),
-        save_for=("api/__main__.py", "api/fleet/", "api/cli/"),
+        save_for=("api/__main__.py", "api/composition.py", "api/fleet/", "api/cli/"),
         but=("inference.engine", "inference.router", "inference.errors", "inference.safety.safety", *TEXT_FOR_API),
         why="the API knows the engine protocol; only the composition roots build concrete engines",
     ),
