@@ -54,7 +54,6 @@ from metering.receipts.signing import Signer
 from metering.store.db import create_engine, create_lookups, create_sessions
 from metering.store.store_gate import StoreGate
 
-HEALTH_INTERVAL_S = 0.2
 KEY_CONNECTIONS = 2  # a look-up takes a millisecond, and no report may keep one waiting
 # Requests leave nothing to collect; to find that out the collector walks through all that is new, and stops all streams meanwhile.
 COLLECT_AFTER_OBJECTS = 50_000  # some MB; as many as 500 requests at once have

@@ -113,6 +113,7 @@ async def victim(service: Service) -> Victim:
 # What is nobody's: filled in so that nothing but the key is wrong.
 COMMON = {
     "model": MODEL,
+    "replica": "0",
     "month": MONTH,
     "day": "",
     "reason": "none",
