@@ -34,7 +34,7 @@ LIMITS = {QuotaDimension.TOKENS_PER_MONTH: 10**9, QuotaDimension.CONCURRENT_REQU
 
 
 async def test_a_crash_of_the_database_loses_and_doubles_nothing(launch: Start, postgres: EmbeddedPostgres) -> None:
-    service = launch(database_url=postgres.url, store_answer_wait_s=0.05)
+    service = launch(database_url=postgres.url, store_answer_wait_s=0.5)
     tenant = await service.tenant(LIMITS)
     async with service.stream(tenant.secret) as stream:
         short = [start(max_output_tokens=120) for _ in range(6)]  # fits the first slice
