@@ -191,7 +191,8 @@ def check_tier_and_labels(message: pb.StartFrame | pb.EmbedRequest, wrong: Viola
     """What every request says beside what it asks for."""
     wrong.check(message.tier in TIERS, "tier", "must be SERVICE_TIER_INTERACTIVE or SERVICE_TIER_BATCH")
     labels = message.labels
-    wrong.check(len(labels) <= LABEL_COUNT_MAX, "labels", f"at most {LABEL_COUNT_MAX} are allowed, not {len(labels)}")
+    if not wrong.check_count(len(labels), LABEL_COUNT_MAX, "labels"):
+        return
     for key, value in labels.items():
         right = 1 <= len(key) <= LABEL_KEY_CHARS_MAX and len(value) <= LABEL_VALUE_CHARS_MAX
         limits = f"keys have 1 to {LABEL_KEY_CHARS_MAX} characters, values up to {LABEL_VALUE_CHARS_MAX}"

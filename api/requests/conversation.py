@@ -20,6 +20,8 @@ ROLES: Mapping[int, str] = {
     pb.ROLE_TOOL: "tool",
 }
 CALL_ID_CHARS_MAX = 128
+MESSAGE_COUNT_MAX = 10_000  # looking at as many takes some 20 ms, in which no other stream has its turn
+CALL_COUNT_MAX = 10_000  # of all messages together, for the same reason
 
 
 def check_prompt(message: pb.StartFrame | pb.CountTokensRequest, wrong: Violations) -> None:
@@ -40,6 +42,13 @@ def check_prompt(message: pb.StartFrame | pb.CountTokensRequest, wrong: Violatio
 def check_messages(messages: Sequence[pb.Message], wrong: Violations) -> None:
     """Every turn in itself, and whether results follow their calls."""
     wrong.check(bool(messages), "conversation.messages", "must hold at least one message")
+    if not wrong.check_count(len(messages), MESSAGE_COUNT_MAX, "conversation.messages"):
+        return
+    call_count = sum(len(turn.tool_calls) for turn in messages)
+    right = call_count <= CALL_COUNT_MAX
+    wrong.check(right, "conversation.messages", f"may have {CALL_COUNT_MAX} tool calls together, not {call_count}")
+    if not right:
+        return
     call_ids: set[str] = set()
     for index, turn in enumerate(messages):
         field = f"conversation.messages[{index}]"

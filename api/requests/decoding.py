@@ -199,8 +199,8 @@ def _check_sampling(sampling: pb.Sampling, wrong: Violations) -> None:
 
 def _check_biases(sampling: pb.Sampling, wrong: Violations) -> None:
     biases = sampling.logit_bias
-    most = LOGIT_BIAS_COUNT_MAX
-    wrong.check(len(biases) <= most, "sampling.logit_bias", f"at most {most} are allowed, not {len(biases)}")
+    if not wrong.check_count(len(biases), LOGIT_BIAS_COUNT_MAX, "sampling.logit_bias"):
+        return
     for token_id, bias in biases.items():
         field = f"sampling.logit_bias[{token_id}]"
         wrong.check(token_id >= 0, field, "token ids are 0 or more")
@@ -215,14 +215,13 @@ def _check_stop(start: pb.StartFrame, wrong: Violations) -> None:
         wrong.check(False, "max_output_tokens", f"must be at least 1, not {most}; leave it unset for no limit of your own")
     if least < 0 or (limited and least > max(most, 1)):
         wrong.check(False, "min_output_tokens", f"must be from 0 to max_output_tokens, not {least}")
-    stops, count_max = start.stop_sequences, STOP_SEQUENCE_COUNT_MAX
-    wrong.check(len(stops) <= count_max, "stop_sequences", f"at most {count_max} are allowed, not {len(stops)}")
-    for index, stop in enumerate(stops):
+    stops, ids = start.stop_sequences, start.stop_token_ids
+    few = wrong.check_count(len(stops), STOP_SEQUENCE_COUNT_MAX, "stop_sequences")
+    for index, stop in enumerate(stops if few else ()):
         right = 1 <= len(stop) <= STOP_SEQUENCE_CHARS_MAX
         wrong.check(right, f"stop_sequences[{index}]", f"must have 1 to {STOP_SEQUENCE_CHARS_MAX} characters, not {len(stop)}")
-    ids, count_max = start.stop_token_ids, STOP_TOKEN_ID_COUNT_MAX
-    wrong.check(len(ids) <= count_max, "stop_token_ids", f"at most {count_max} are allowed, not {len(ids)}")
-    for index, token_id in enumerate(ids):
+    few = wrong.check_count(len(ids), STOP_TOKEN_ID_COUNT_MAX, "stop_token_ids")
+    for index, token_id in enumerate(ids if few else ()):
         wrong.check(token_id >= 0, f"stop_token_ids[{index}]", f"token ids are 0 or more, not {token_id}")
 
 

@@ -53,7 +53,8 @@ class CallReading:
 
 def check_tools(tools: Sequence[pb.Tool], wrong: Violations) -> None:
     """Every tool in itself."""
-    wrong.check(len(tools) <= TOOL_COUNT_MAX, "tools", f"at most {TOOL_COUNT_MAX} are allowed, not {len(tools)}")
+    if not wrong.check_count(len(tools), TOOL_COUNT_MAX, "tools"):
+        return
     seen: set[str] = set()
     for index, tool in enumerate(tools):
         field = f"tools[{index}]"
@@ -71,6 +72,8 @@ def check_tools(tools: Sequence[pb.Tool], wrong: Violations) -> None:
 def check_tool_use(start: pb.StartFrame, wrong: Violations) -> None:
     """The tools of a frame, which of them are to be called, and what that excludes."""
     check_tools(start.tools, wrong)
+    if len(start.tools) > TOOL_COUNT_MAX:
+        return
     choice, kind = start.tool_choice, start.tool_choice.WhichOneof("kind")
     if not start.tools:
         wrong.check(not start.HasField("tool_choice"), "tool_choice", "needs tools: leave it out without any")

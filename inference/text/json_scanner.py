@@ -17,7 +17,8 @@ class JsonScanner:
     def __init__(self) -> None:
         self.complete = False
         self._open: list[str] = []  # the closing characters that are still to come
-        self._word = ""  # of a number or a literal
+        self._word = ""  # of a literal: what is still to come
+        self._digits: list[str] = []  # of a number, which may be as long as the output
         self._digits_left = 0  # of an escape by number
         self._is_key = False
         self._step: Callable[[str], bool] = self._begin
@@ -71,7 +72,7 @@ class JsonScanner:
             self._word = _LITERALS[character][1:]
             self._step = self._literal
         elif character in "-0123456789":
-            self._word = character
+            self._digits = [character]
             self._step = self._number
         else:
             return character in BLANKS
@@ -106,10 +107,10 @@ class JsonScanner:
 
     def _number(self, character: str) -> bool:
         if character in _NUMBER_CHARACTERS:
-            self._word += character
+            self._digits.append(character)
             return True
         self._step = self._after_value
-        return _NUMBER.fullmatch(self._word) is not None and self._after_value(character)
+        return _NUMBER.fullmatch("".join(self._digits)) is not None and self._after_value(character)
 
     def _after_value(self, character: str) -> bool:
         if character == ",":

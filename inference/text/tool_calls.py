@@ -82,6 +82,11 @@ def new_call_id() -> str:
     return "".join(secrets.choice(ID_CHARACTERS) for _ in range(ID_LENGTH))
 
 
+def _behind_blanks(held: str, marker: str) -> str:
+    """What is held of a marker behind any number of blanks, which are not looked at again for each character."""
+    return held[-max(len(marker), 1) :].lstrip(BLANKS)
+
+
 class ToolCallParser:
     """One output of one request. call_count: calls that have begun; complete_count: those whose arguments are whole."""
 
@@ -190,7 +195,7 @@ class ToolCallParser:
     def _outside(self, character: str) -> None:
         """In text. Blanks, and what may be the beginning of an opening, are held."""
         opening, held = self._shape.opening, self._held + character
-        part = held.lstrip(BLANKS)
+        part = _behind_blanks(held, opening)
         if opening.startswith(part):
             self._held = held
             if part and part == opening:
@@ -361,7 +366,7 @@ class ToolCallParser:
 
     def _closing(self, character: str) -> None:
         held = self._held + character
-        part = held.lstrip(BLANKS)
+        part = _behind_blanks(held, self._shape.closing)
         if not self._shape.closing.startswith(part):
             self._leave(self._between)
             self._again(character)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import uuid
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
@@ -17,6 +18,7 @@ from weir.v1 import types_pb2
 
 from api import wire
 from api.errors import InvalidRequest
+from api.violations import VIOLATION_COUNT_MAX
 from inference.engine import EngineFinishReason
 from inference.text.tokenizer import ChatMessage
 from metering.models import QuotaDimension, QuotaSubject
@@ -181,3 +183,34 @@ def test_durations_are_those_of_the_library(seconds: float) -> None:
     expected.FromTimedelta(timedelta(seconds=seconds))
 
     assert wire.duration(seconds) == expected
+
+
+FLOODS: dict[str, pb.StartFrame] = {
+    "conversation.messages": pb.StartFrame(conversation=pb.Conversation(messages=[pb.Message()] * 100_000)),
+    "conversation.messages[0].tool_calls[0].id": pb.StartFrame(
+        conversation=pb.Conversation(messages=[pb.Message(role=pb.ROLE_ASSISTANT, tool_calls=[pb.ToolCall()] * 9000)])
+    ),
+    "tools": pb.StartFrame(tools=[pb.Tool(name=str(index)) for index in range(100_000)]),
+    "stop_sequences": pb.StartFrame(stop_sequences=["."] * 100_000),
+    "sampling.logit_bias": pb.StartFrame(sampling=pb.Sampling(logit_bias=dict.fromkeys(range(100_000), 1.0))),
+    "labels": pb.StartFrame(labels={str(index): "" for index in range(100_000)}),
+}
+
+
+@pytest.mark.parametrize("field", FLOODS)
+def test_a_message_of_many_wrong_elements_is_refused_without_a_look_at_all_of_them(field: str) -> None:
+    """A hundred thousand looks would hold up everybody else for a second."""
+    looks = 0
+
+    def look(frame: object, event: str, _: object) -> None:
+        nonlocal looks
+        looks += event == "call"
+
+    sys.setprofile(look)
+    refusal = refused(lambda: wire.parse_start(ID, FLOODS[field]))
+    sys.setprofile(None)
+
+    assert isinstance(refusal, InvalidRequest)
+    assert field in {violation.field for violation in refusal.violations}
+    assert len(refusal.violations) <= VIOLATION_COUNT_MAX
+    assert looks < 5000

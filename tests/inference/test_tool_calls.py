@@ -186,19 +186,33 @@ def test_what_never_becomes_a_call_is_not_held_for_ever() -> None:
     assert parser.push("y").text == "y"
 
 
-def test_a_long_output_takes_time_in_proportion_to_its_length() -> None:
-    """An output that is always about to become a call costs no more per character when it is long."""
+@pytest.mark.parametrize(
+    ("before", "repeated"),
+    [
+        ("", '<tool_call>{"arguments": {"<tool_call>{"name": "get", "arguments": {"b": \n'),
+        ('<tool_call>{"name": "get", "arguments": {"number": ', "7" * 80),
+    ],
+)
+def test_a_long_output_takes_time_in_proportion_to_its_length(before: str, repeated: str) -> None:
+    """An output that is always about to become a call, or to go on, costs no more per character when it is long."""
+    short = min(seconds(before + repeated * 500) for _ in range(3))
 
-    def seconds(copies: int) -> float:
-        parser = ToolCallParser(CallFormat.HERMES, NAMES)
-        output = '<tool_call>{"arguments": {"<tool_call>{"name": "get", "arguments": {"b": \n' * copies
-        begun = time.process_time()
-        parser.push(output)
-        return time.process_time() - begun
+    assert seconds(before + repeated * 5000) < 30 * short
 
-    short = min(seconds(500) for _ in range(3))
 
-    assert seconds(5000) < 30 * short
+@pytest.mark.parametrize("before", ["Text.", '<tool_call>{"name": "get", "arguments": {}}'])
+def test_blanks_that_are_held_cost_no_more_than_the_text_of_a_call(before: str) -> None:
+    text = min(seconds('<tool_call>{"name": "get", "arguments": {"a": "' + "a" * 30_000) for _ in range(3))
+
+    assert seconds(before + "\n" * 30_000) < 10 * text
+
+
+def seconds(output: str) -> float:
+    """CPU time of reading an output."""
+    parser = ToolCallParser(CallFormat.HERMES, NAMES)
+    begun = time.process_time()
+    parser.push(output)
+    return time.process_time() - begun
 
 
 def test_the_form_of_calls_is_known_by_the_template() -> None:

@@ -742,7 +742,7 @@ class Conversation(_message.Message):
     MESSAGES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___Message]:
-        """At least one. Empty: INVALID_ARGUMENT."""
+        """1 to 10,000, with up to 10,000 tool calls together. INVALID_ARGUMENT otherwise."""
 
     def __init__(
         self,
