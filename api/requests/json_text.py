@@ -18,6 +18,24 @@ def json_object(text: str) -> dict[str, Any] | None:
     return value if isinstance(value, dict) and _level_count(value) <= LEVELS_MAX else None
 
 
+def shown_texts(source: str) -> list[str]:
+    """What a model may be shown of a document that `json_object` has read: all of it without escapes, and texts that need some.
+
+    A chat template writes it anew, or texts of it as they are, so what somebody has escaped stands there in the clear.
+    """
+    document = json.loads(source)
+    texts, values = [json.dumps(document, ensure_ascii=False)], [document]
+    while values:
+        value = values.pop()
+        if isinstance(value, dict):
+            values += (*value, *value.values())
+        elif isinstance(value, list):
+            values += value
+        elif isinstance(value, str) and json.dumps(value, ensure_ascii=False) != f'"{value}"':
+            texts.append(value)
+    return texts
+
+
 def _no_number(name: str) -> Any:
     raise ValueError(f"{name} is no number of JSON")
 

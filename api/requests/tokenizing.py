@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from api.errors import PromptFiltered
 from api.requests.conversation import Prompt
+from api.requests.json_text import shown_texts
 from inference.safety.safety import SafetyChecker
 from inference.text.tokenizer import ChatMessage, Tokenizer
 from inference.text.tools import Tool
@@ -23,7 +24,7 @@ async def tokenize(tokenizer: Tokenizer, prompt: Prompt, tools: Sequence[Tool] =
     messages = [part for part in prompt if isinstance(part, ChatMessage)]
     if not messages:
         return tuple(part for part in prompt if isinstance(part, int))
-    if sum(map(len, (*_texts(messages), *_tool_texts(tools)))) > LONG_PROMPT_CHARS:
+    if _length(messages, tools) > LONG_PROMPT_CHARS:
         return await asyncio.to_thread(tokenizer.encode_chat, messages, tools)
     return tokenizer.encode_chat(messages, tools)
 
@@ -47,14 +48,17 @@ def _text_of(tokenizer: Tokenizer, prompt: Prompt, tools: Sequence[Tool]) -> tup
     if token_ids:
         return "token_ids.ids", tokenizer.decode(token_ids)
     messages = [part for part in prompt if isinstance(part, ChatMessage)]
-    return "conversation.messages", "\n".join((*_texts(messages), *_tool_texts(tools)))
+    shown = [message.content for message in messages]
+    for message in messages:
+        for call in message.tool_calls:
+            shown += (call.id, call.name, *shown_texts(call.arguments))
+    for tool in tools:
+        shown += (tool.name, tool.description, *shown_texts(tool.parameters))
+    return "conversation.messages", "\n".join(shown)
 
 
-def _texts(messages: Sequence[ChatMessage]) -> list[str]:
-    """What turns say, and what they call."""
-    calls = [text for message in messages for call in message.tool_calls for text in (call.name, call.arguments)]
-    return [message.content for message in messages] + calls
-
-
-def _tool_texts(tools: Sequence[Tool]) -> list[str]:
-    return [text for tool in tools for text in (tool.name, tool.description, tool.parameters)]
+def _length(messages: Sequence[ChatMessage], tools: Sequence[Tool]) -> int:
+    """Characters that turns, their calls, and tools have."""
+    calls = sum(len(call.name) + len(call.arguments) for message in messages for call in message.tool_calls)
+    told = sum(len(tool.name) + len(tool.description) + len(tool.parameters) for tool in tools)
+    return sum(len(message.content) for message in messages) + calls + told
