@@ -48,7 +48,7 @@ class CallReading:
 
     def open(self) -> ToolCallParser:
         """For one output."""
-        return ToolCallParser(self.form, self.names)
+        return ToolCallParser(self.form, self.names, single=self.ends_with_call)
 
 
 def check_tools(tools: Sequence[pb.Tool], wrong: Violations) -> None:

@@ -90,13 +90,16 @@ def _behind_blanks(held: str, marker: str) -> str:
 class ToolCallParser:
     """One output of one request. call_count: calls that have begun; complete_count: those whose arguments are whole."""
 
-    def __init__(self, form: CallFormat, names: Collection[str], new_id: Callable[[], str] = new_call_id) -> None:
-        """names: of the tools; other names are no calls."""
+    def __init__(
+        self, form: CallFormat, names: Collection[str], new_id: Callable[[], str] = new_call_id, *, single: bool = False
+    ) -> None:
+        """names: of the tools; other names are no calls. single: behind the first call there is nothing but text."""
         self.call_count = 0
         self.complete_count = 0
         self._shape = _SHAPES[form]
         self._names = frozenset(names)
         self._new_id = new_id
+        self._single = single
         self._text: list[str] = []
         self._pieces: list[_Piece] = []
         self._held = ""  # was read, and is neither text nor call yet; in a call that has begun: what is neither argument nor text
@@ -217,6 +220,9 @@ class ToolCallParser:
             self._next_object(character)
 
     def _next_object(self, character: str) -> None:
+        if self._single and self.call_count:
+            self._fail(character)
+            return
         self._go(character, "{", self._first_key)
         if self._state == self._first_key:
             self._seen, self._name, self._early, self._has_begun = set(), None, "", False

@@ -177,6 +177,30 @@ def test_what_is_no_json_is_never_taken_for_an_object(document: str) -> None:
             assert (scanner.complete, end) == (True, expected), text
 
 
+@pytest.mark.parametrize(
+    ("form", "output", "text"),
+    [
+        (HERMES, f"<tool_call>{WEATHER}</tool_call>\n<tool_call>{WEATHER}</tool_call>", f"\n<tool_call>{WEATHER}</tool_call>"),
+        (HERMES, f"<tool_call>[{WEATHER}, {WEATHER}]</tool_call>", f", {WEATHER}]</tool_call>"),
+        (LLAMA, f"{WEATHER}; {WEATHER}", f"; {WEATHER}"),
+        (LLAMA, f"{WEATHER}<|python_tag|>{WEATHER}", f"<|python_tag|>{WEATHER}"),
+        (MISTRAL, f"[TOOL_CALLS][{WEATHER}, {WEATHER}]", f", {WEATHER}]"),
+        (MISTRAL, f"[TOOL_CALLS][{WEATHER}][TOOL_CALLS][{WEATHER}]", f"[TOOL_CALLS][{WEATHER}]"),
+    ],
+)
+@pytest.mark.parametrize("piece_length", [1, 1000])
+def test_where_one_call_is_wanted_what_comes_behind_it_is_text(form: CallFormat, output: str, text: str, piece_length: int) -> None:
+    """An engine may say so much at once that a second call is in it."""
+    parser = ToolCallParser(form, NAMES, single=True)
+    pieces = [output[place : place + piece_length] for place in range(0, len(output), piece_length)]
+
+    parsed = [*map(parser.push, pieces), parser.finish()]
+
+    assert "".join(each.text for each in parsed) == text
+    assert "".join(call.arguments for each in parsed for call in each.calls) == CITY
+    assert parser.call_count == parser.complete_count == 1
+
+
 def test_what_never_becomes_a_call_is_not_held_for_ever() -> None:
     blanks, parser = " " * (HELD_CHARS_MAX + 1), ToolCallParser(CallFormat.HERMES, NAMES)
     early = '<tool_call>{"arguments": {"a": "' + "x" * HELD_CHARS_MAX
