@@ -16,19 +16,24 @@ from datetime import datetime, timedelta
 from typing import NamedTuple
 
 from metering.holds.counter_rows import packed_columns
-from metering.holds.exchange import Connection, Statement, bigint_array, exchange
+from metering.holds.exchange import Connection, Statement, bigint_array, exchange, id_array, id_bytes_array
 from metering.holds.hold_rows import BEGIN_ADMITTING
 from metering.holds.hold_writes import NewHold, insertion
 from metering.holds.known import Known, Meter, Metering, Terms
 from metering.operations import Admit, Admitted, QuotaState
 
 MINUTE = timedelta(minutes=1)
-# After the lock that whoever sets a quota holds alone, and in a statement of its own: it sees what was committed meanwhile.
+# After the lock that whoever sets a quota holds alone, and in a statement of its own: it sees what was committed meanwhile. The
+# index would refuse a request id that is taken, but only once the counters are locked; and if the hold that has it is just being
+# ended it waits for that, which waits for the counters.
 CHECK_KNOWN = """
 SELECT now(), pg_current_snapshot()::text, 1 / (now() >= %s::timestamptz AND now() < %s::timestamptz AND NOT EXISTS (
     SELECT FROM rule_changes, (VALUES (%s::pg_snapshot)) AS s(before)
     WHERE transaction_id >= pg_snapshot_xmin(before)::text::bigint
-        AND NOT pg_visible_in_snapshot(transaction_id::text::xid8, before)))::int
+        AND NOT pg_visible_in_snapshot(transaction_id::text::xid8, before)
+) AND NOT EXISTS (
+    SELECT FROM unnest(%s::uuid[], %s::uuid[]) AS a(project_id, request_id) JOIN holds h USING (project_id, request_id)
+    WHERE h.state <> 'voided'))::int
 """
 CHARGE_COUNTERS = """
 WITH charged AS (
@@ -134,9 +139,13 @@ async def admit_planned(
     """
     keys = sorted(planned.charges)
     charges = [planned.charges[key] for key in keys]
+    requests = (
+        id_bytes_array([terms.common.project_id for _, terms, _ in planned.admissions]),
+        id_array([op.request_id for op, _, _ in planned.admissions]),
+    )
     statements: list[Statement] = [
         (BEGIN_ADMITTING, ()),
-        (CHECK_KNOWN, (time_text(planned.minute), time_text(planned.until), planned.snapshot)),
+        (CHECK_KNOWN, (time_text(planned.minute), time_text(planned.until), planned.snapshot, *requests)),
     ]
     if charges:  # before the holds: whoever waits for a request id of another has its counters, like everybody else
         columns = (

@@ -149,7 +149,10 @@ class GroupCommit(Generic[Op, Result]):
         self._arrived.set()
 
     def _answer_overdue(self, patience: Patience) -> None:
-        """One look for all: a timer for each operation would cost as much as answering it."""
+        """One look for all: a timer for each operation would cost as much as answering it.
+
+        Who is answered leaves the queue, so that no later look has to pass him, and that he takes nobody's place in it.
+        """
         loop = asyncio.get_running_loop()
         self._overdue_check = None
         latest = loop.time() - patience.wait_s
@@ -158,8 +161,19 @@ class GroupCommit(Generic[Op, Result]):
                 continue
             if waiting.since > latest:
                 self._overdue_check = loop.call_at(waiting.since + patience.wait_s, self._answer_overdue, patience)
-                return
+                break
             waiting.future.set_exception(patience.error())
+        self._drop_abandoned()
+
+    def _drop_abandoned(self) -> None:
+        """Take out of the front of the queue what may be left out, up to the first that somebody waits for."""
+        queue = self._queue
+        kept: list[Waiting[Op, Result]] = []
+        while queue and (queue[0].future is None or queue[0].abandoned):
+            waiting = queue.popleft()
+            if not (waiting.abandoned and self._droppable(waiting.op)):
+                kept.append(waiting)
+        queue.extendleft(reversed(kept))
 
     async def run_batch(self) -> None:
         """Wait until something waits, then run one batch."""

@@ -137,6 +137,29 @@ async def test_who_loses_patience_is_told_so_and_what_is_done_for_him_later_is_o
     assert last == 6
 
 
+async def test_who_has_lost_patience_takes_no_place_in_the_queue() -> None:
+    """While a batch hangs, too: what is posted and what must be done stays where it is, and in its order."""
+    rigged = running(waiting_count_max=3, patience=Patience(0.02, Late), droppable=lambda op: op < 10)
+    async with rigged as rig:
+        first = rig.submit(0)
+        await rig.store.begun.acquire()
+        rig.commits.post(8)
+        late = [rig.submit(op) for op in (2, 12, 4)]
+        assert await asyncio.gather(first, *late) == [-1] * 4
+
+        await settled_down()
+        assert rig.commits.statistics().waiting_count == 2
+        next_one = rig.submit(6)
+        await asyncio.sleep(0)
+        assert rig.commits.statistics().waiting_count == 3  # there was room for it
+        rig.store.may_answer.release()
+        rig.store.may_answer.release()
+        await next_one
+        await settled_down()
+
+    assert rig.store.batches[1][:2] == [8, 12]
+
+
 async def test_a_batch_is_bounded_and_the_rest_follows_in_order() -> None:
     async with running(batch_size_max=2) as rig:
         tasks = [rig.submit(op) for op in (0, 2, 4, 6, 8)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import replace
@@ -14,12 +15,12 @@ from hypothesis import strategies as st
 
 from metering.billing.pricing import TokenPrices
 from metering.errors import InvariantViolated, KeyInvalid, QuotaExceeded, RequestIdReused, RequestInFlight
-from metering.holds import hold_batch, hold_connection, hold_rows
+from metering.holds import hold_batch, hold_connection, hold_rows, quick_ends
 from metering.holds.hold_connection import HoldConnection
 from metering.holds.known import Weighing, known_of
 from metering.holds.quick_admissions import admit_planned
 from metering.models import QuotaDimension, QuotaSubject
-from metering.operations import Admit, Admitted, Ended, HoldAnswer, Payer, Renew, Void
+from metering.operations import Admit, Admitted, Ended, HoldAnswer, Payer, Renew, Settled, Void
 from metering.quotas import quotas
 from metering.quotas.quota_rules import NO_WINDOW, Claim, QuotaRule, Weights
 from metering.store.db import psycopg_conninfo
@@ -204,6 +205,37 @@ async def test_a_request_id_is_taken_once_also_within_one_batch(world: HoldWorld
     answers = await holds.execute([again, other, twice, replace(twice, hold_id=uuid.uuid4()), admit(payer)])
 
     assert [type(each) for each in answers] == [RequestInFlight, RequestIdReused, Admitted, RequestInFlight, Admitted]
+    check_invariants(world.url)
+
+
+async def test_a_request_that_is_sent_again_while_it_is_settled_waits_for_nobody_and_keeps_nobody_waiting(
+    world: HoldWorld, holds: HoldConnection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else it had the counters and waited for the end of the settlement, which waits for the counters."""
+    payer, _ = tenant(world)
+    ops = [admit(payer) for _ in range(3)]
+    ended, may_go_on = asyncio.Event(), asyncio.Event()
+    returns_of_all = quick_ends.returns_of_all
+
+    async def paused(*arguments: Any) -> Any:
+        ended.set()
+        await may_go_on.wait()
+        return await returns_of_all(*arguments)
+
+    async with HoldConnection(world.url, uuid.uuid4(), own=holds._own) as ending:
+        await holds.execute(ops[:1])
+        await holds.execute(ops[1:])
+        await ending.execute([settle(ops[0].hold_id, 1)])
+        monkeypatch.setattr(quick_ends, "returns_of_all", paused)
+        settling = asyncio.create_task(ending.execute([settle(ops[1].hold_id, 1)]))
+        await ended.wait()
+        again, other = await holds.execute([replace(ops[1], hold_id=uuid.uuid4()), admit(payer)])
+        may_go_on.set()
+        [settled] = await settling
+
+    assert isinstance(again, RequestInFlight)
+    assert isinstance(other, Admitted)
+    assert isinstance(settled, Settled)
     check_invariants(world.url)
 
 

@@ -219,6 +219,27 @@ async def test_a_hold_that_has_changed_meanwhile_is_settled_as_it_is(
     check_invariants(world.url, all_ended=True)
 
 
+@pytest.mark.parametrize("change", [expired, settled])
+async def test_a_hold_that_has_ended_is_not_ended_again_even_if_no_trigger_refuses_that(
+    world: HoldWorld, holds: HoldConnection, read: list[int], change: Change
+) -> None:
+    """Counters would not refuse it either: another hold claims enough of them."""
+    payer, _ = tenant(world)
+    op, other = admit(payer), admit(payer)
+    await holds.execute([op, other])
+    world.execute("ALTER TABLE holds DISABLE TRIGGER holds_end_once")
+    await change(world, op, payer)
+    world.advance(1)
+    read.clear()
+
+    [answer] = await holds.execute([settle(op.hold_id, 15)])
+
+    assert isinstance(answer, Settled)
+    assert read == [1]
+    world.execute("ALTER TABLE holds ENABLE TRIGGER holds_end_once")
+    check_invariants(world.url)
+
+
 async def test_one_that_has_changed_keeps_no_other_from_its_end_and_each_is_settled_once(
     world: HoldWorld, holds: HoldConnection, read: list[int]
 ) -> None:
