@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from importlib.metadata import version
 
 import structlog
@@ -39,6 +39,8 @@ IDLE_MAX_S = 120.0  # above the interval of most collectors, which keep their co
 SHUTDOWN_S = 1.0
 
 log = structlog.get_logger(__name__)
+
+Handle = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
 
 class Families(Collector):
@@ -114,11 +116,18 @@ class Scrapes:
 
 
 class MetricsServer(web.Server):
-    """aiohttp's server, with bounds."""
+    """aiohttp's server, with bounds.
 
-    def __init__(self, scrapes: Scrapes) -> None:
+    A connection asks for something within the time that an idle one may have, also one that takes no answer: a few that never read
+    would have all the connections that there are.
+    """
+
+    def __init__(self, handle: Handle) -> None:
+        self._answer = handle
+        self._asked: set[web.RequestHandler] = set()  # since they were looked at
+        self._looks: dict[web.RequestHandler, asyncio.TimerHandle] = {}
         super().__init__(
-            scrapes.handle,
+            self._handle,
             keepalive_timeout=IDLE_MAX_S,
             max_line_size=HEADER_BYTES_MAX,
             max_field_size=HEADER_BYTES_MAX,
@@ -131,6 +140,29 @@ class MetricsServer(web.Server):
         super().connection_made(handler, transport)
         if len(self.connections) > CONNECTIONS_MAX:
             log.warning("metrics_connection_refused", connection_count=len(self.connections))
+            transport.abort()
+            return
+        self._look_later(handler, transport)
+
+    def connection_lost(self, handler: web.RequestHandler, exc: BaseException | None = None) -> None:
+        """See `web.Server`."""
+        super().connection_lost(handler, exc)
+        self._asked.discard(handler)
+        if (look := self._looks.pop(handler, None)) is not None:
+            look.cancel()
+
+    async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        self._asked.add(request.protocol)
+        return await self._answer(request)
+
+    def _look_later(self, handler: web.RequestHandler, transport: asyncio.Transport) -> None:
+        self._looks[handler] = asyncio.get_running_loop().call_later(IDLE_MAX_S, self._look, handler, transport)
+
+    def _look(self, handler: web.RequestHandler, transport: asyncio.Transport) -> None:
+        if handler in self._asked:
+            self._asked.discard(handler)
+            self._look_later(handler, transport)
+        else:
             transport.abort()
 
 
@@ -155,7 +187,7 @@ class MetricsListener:
     async def start(self, scrapes: Scrapes) -> None:
         """Listen, if there is where."""
         if self._socket is not None:
-            self._http = MetricsServer(scrapes)
+            self._http = MetricsServer(scrapes.handle)
             self._server = await asyncio.get_running_loop().create_server(self._http, sock=self._socket)
 
     async def stop(self) -> None:

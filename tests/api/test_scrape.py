@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import socket
 import time
 import uuid
 from bisect import bisect_left
@@ -10,10 +12,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
+from api.observability import scrape
 from api.observability.histogram import Histogram
 from api.observability.loop_lag import LoopLag
 from api.observability.observer import Observer
@@ -25,6 +29,7 @@ from metering.holds.journal import Delivered, UsageJournal, journal_backlog
 from metering.models import ServiceTier
 from metering.operations import Settled
 from tests.api.endings import TIMINGS, ending
+from tests.service import until
 
 
 @pytest.mark.parametrize(
@@ -56,6 +61,36 @@ async def test_processes_that_share_a_port_take_metrics_ports_side_by_side() -> 
 async def test_a_taken_port_is_refused_with_the_setting_that_names_another() -> None:
     with listening() as first, pytest.raises(OSError, match="WEIR_METRICS_LISTEN names another, or off"):
         MetricsListener(("127.0.0.1", port_of(first)))
+
+
+async def test_who_reads_no_answer_keeps_nobody_from_the_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scrape, "IDLE_MAX_S", 0.2)
+    asks = b"GET /metrics HTTP/1.1\r\nHost: here\r\n\r\n"
+
+    asked = set()
+
+    async def much(request: web.BaseRequest) -> web.Response:
+        asked.add(request.protocol)
+        return web.Response(body=bytes(8 << 20))
+
+    server = scrape.MetricsServer(much)
+    listening = await asyncio.get_running_loop().create_server(server, "127.0.0.1", 0)
+    host, port = listening.sockets[0].getsockname()
+    silent = [socket.create_connection((host, port)) for _ in range(scrape.CONNECTIONS_MAX)]
+    for each in silent:
+        each.sendall(asks * 20)
+    await until(lambda: len(asked) == scrape.CONNECTIONS_MAX, "all connections to be taken")
+
+    await until(lambda: not server.connections, "those that read nothing to be closed")
+
+    reader, writer = await asyncio.open_connection(host, port)
+    writer.write(asks)
+    assert await reader.readline() == b"HTTP/1.1 200 OK\r\n"
+    writer.close()
+    for each in silent:
+        each.close()
+    listening.close()
+    await server.shutdown(1.0)
 
 
 async def test_without_an_address_nothing_listens() -> None:
