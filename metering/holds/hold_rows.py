@@ -275,7 +275,7 @@ async def read_and_lock(
     """Begin the transaction, lock the holds, read what decides about them and about new ones: in one round trip, as a rule.
 
     billed_ids: holds that may get a usage event, and with it a receipt: their projects' chains are locked. Each statement sees what
-    the ones before it have locked.
+    the ones before it have locked. Where a hold has expired it begins once more, with the lock that admissions share.
     """
     known = known_of(connection)
     statements: list[Statement] = [("BEGIN", ())]
@@ -293,6 +293,11 @@ async def read_and_lock(
     if admits:
         next(answers)
     held = next(answers) if hold_ids else []
+    if not admits and any(row[1] == HoldState.EXPIRED for row in held):
+        # Whoever sets a quota locks live holds only: what expired ones give back must not come between its sums and its commit.
+        await exchange(connection, [("ROLLBACK", ())])
+        _, _, held, *others = await exchange(connection, [statements[0], (BEGIN_ADMITTING, ()), *statements[1:]])
+        answers = iter(others)
     heads = next(answers) if billed_ids else []
     [(now, snapshot, changes)] = next(answers)
     reads = BatchReads(now, Chains.of_rows(now, heads), {row[0].int: HoldRow(*row) for row in held})

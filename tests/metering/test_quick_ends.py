@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from dataclasses import replace
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from metering.billing.pricing import TokenPrices, embedding_terms
-from metering.holds import hold_batch, hold_rows
+from metering.holds import hold_batch, hold_rows, hold_writes
 from metering.holds.counter_rows import packed_key
 from metering.holds.hold_connection import HoldConnection
 from metering.holds.own_holds import HoldTerms, OwnHold, Return
@@ -288,6 +289,46 @@ async def test_nothing_is_remembered_of_holds_that_have_ended_or_that_no_request
     await holds.execute([settle(ops[0].hold_id, 1), Void(ops[1].hold_id), settle(ops[2].hold_id, 999)])
 
     assert len(holds._own) == 0
+
+
+async def test_a_quota_that_is_set_while_a_late_settlement_is_written_counts_what_that_leaves(
+    world: HoldWorld, holds: HoldConnection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its hold has expired, so nobody who looks for live holds waits for it."""
+    payer, _ = tenant(world)
+    op = admit(payer)
+    await holds.execute([op])
+    await expired(world, op, payer)
+    decided = asyncio.Event()
+    write_and_commit = hold_writes.write_and_commit
+
+    async def paused(*arguments: Any) -> Any:
+        decided.set()
+        await until_somebody_waits_or(world, setting)
+        return await write_and_commit(*arguments)
+
+    async def set_meanwhile() -> None:
+        await decided.wait()
+        await charged_to_one_more_quota(world, op, payer)
+
+    monkeypatch.setattr(hold_batch, "write_and_commit", paused)
+    setting = asyncio.create_task(set_meanwhile())
+    [answer] = await holds.execute([settle(op.hold_id, 15)])
+    await setting
+
+    assert isinstance(answer, Settled)
+    assert world.counters(world.one("SELECT id FROM quotas WHERE dimension = 'tokens_per_day'")) == [(25, 0)]
+    check_invariants(world.url, all_ended=True)
+
+
+async def until_somebody_waits_or(world: HoldWorld, task: asyncio.Task[None]) -> None:
+    """For the lock that whoever sets a quota holds alone; or until the task is done, which has not waited then."""
+    waiting = """
+        SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND NOT granted
+        AND database = (SELECT oid FROM pg_database WHERE datname = current_database())
+    """
+    while not task.done() and not world.one(waiting):  # noqa: ASYNC110  # the server tells nobody
+        await asyncio.sleep(0.01)
 
 
 NOON = datetime(2026, 11, 20, 12, 0, 30, tzinfo=UTC)
