@@ -8,7 +8,7 @@ from typing import Any
 from msgspec import Struct
 from weir.v1 import inference_service_pb2 as pb
 
-from api.openai.messages import ROLES, ContentPart, Turns, text_of
+from api.openai.messages import ROLES, ContentPart, Turns, check_count, text_of
 from api.openai.refusals import wrong_parameter
 
 MESSAGE, CALL, RESULT = "message", "function_call", "function_call_output"
@@ -46,6 +46,7 @@ def conversation_of(items: Sequence[Item], instructions: str | None) -> Turns:
     """The conversation for a start frame. Calls belong to the assistant's turn that they follow. Raises: InvalidRequest."""
     if not items:
         raise wrong_parameter("input", "must hold at least one item")
+    check_count(items, "input")
     turns: list[pb.Message] = []
     names: dict[str, str] = {}
     if instructions:

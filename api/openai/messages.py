@@ -11,6 +11,7 @@ from weir.v1 import inference_service_pb2 as pb
 
 from api.openai.refusals import wrong_parameter
 from api.openai.tools import CallParameter, call_messages
+from api.requests.conversation import MESSAGE_COUNT_MAX
 
 ROLES: Mapping[str, pb.Role.ValueType] = {
     "system": pb.ROLE_SYSTEM,
@@ -75,8 +76,15 @@ def conversation(messages: Sequence[Message], field: str) -> Turns:
     """The conversation for a start frame. field: the parameter that they stand in. Raises: InvalidRequest."""
     if not messages:
         raise wrong_parameter(field, "must hold at least one message")
+    check_count(messages, field)
     turns = [_turn(message, f"{field}[{index}]") for index, message in enumerate(messages)]
     return Turns(pb.Conversation(messages=turns), NAMES | {"conversation.messages": field})
+
+
+def check_count(turns: Sequence[object], field: str) -> None:
+    """As many as a conversation may have, before any is looked at. Raises: InvalidRequest."""
+    if len(turns) > MESSAGE_COUNT_MAX:
+        raise wrong_parameter(field, f"at most {MESSAGE_COUNT_MAX} are allowed, not {len(turns)}")
 
 
 def _turn(message: Message, field: str) -> pb.Message:

@@ -17,10 +17,13 @@ from api.endpoint import base_url
 from api.errors import Draining, InvalidRequest, PromptTooLong, StartsTooLate, Unauthenticated
 from api.openai import answers
 from api.openai.chat_parameters import NAMES
+from api.openai.items import Item, conversation_of
+from api.openai.messages import Message, conversation
 from api.openai.parameters import decode
 from api.openai.rate_limits import duration_text, headers_of
 from api.openai.refusals import HTTP_STATUSES, parameter, refusal_of
 from api.openai.response_parameters import ResponseParameters
+from api.requests.conversation import MESSAGE_COUNT_MAX
 from api.settings import SettingInvalid, Settings
 from api.statuses import CODES, status_of
 
@@ -36,6 +39,16 @@ def test_a_wait_is_told_in_every_form_that_clients_read() -> None:
     assert refusal.http_status == 503
     assert refusal.headers == {"retry-after": "3", "retry-after-ms": "2001"}
     assert refusal.body()["error"]["weir"] == {"reason": "STARTS_TOO_LATE", "estimated_wait_s": "3.000"}
+
+
+def test_too_many_messages_are_refused_before_any_is_looked_at() -> None:
+    count = MESSAGE_COUNT_MAX + 1
+    wrong_role = "nobody"
+
+    with pytest.raises(InvalidRequest, match=f"messages: at most {MESSAGE_COUNT_MAX} are allowed, not {count}"):
+        conversation([Message(role=wrong_role)] * count, "messages")
+    with pytest.raises(InvalidRequest, match=f"input: at most {MESSAGE_COUNT_MAX} are allowed, not {count}"):
+        conversation_of([Item(role=wrong_role)] * count, None)
 
 
 def test_no_client_is_let_to_wait_for_what_is_too_far_away() -> None:

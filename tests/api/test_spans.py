@@ -118,7 +118,9 @@ def test_every_ended_request_is_told_if_anybody_collects() -> None:
     ("metadata", "context"),
     [
         ([("traceparent", TRACEPARENT), ("tracestate", "a=1")], TraceContext(TRACEPARENT, "a=1")),
-        ([("traceparent", TRACEPARENT), ("tracestate", "a" * 513)], TraceContext(TRACEPARENT)),
+        ([("traceparent", TRACEPARENT), ("tracestate", "a=1, b@c=2,,")], TraceContext(TRACEPARENT, "a=1, b@c=2,,")),
+        ([("traceparent", TRACEPARENT), ("tracestate", "a=1," * 129)], TraceContext(TRACEPARENT)),
+        ([("traceparent", TRACEPARENT), ("tracestate", "a=1,\nevent=forged")], TraceContext(TRACEPARENT)),
         ([("traceparent", TRACEPARENT + "-and-more")], NO_TRACE),
         ([("traceparent", TRACEPARENT.upper())], NO_TRACE),
         ([("tracestate", "a=1")], NO_TRACE),
