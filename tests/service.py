@@ -538,6 +538,11 @@ def cancel(request_id: str) -> pb.ClientFrame:
     return pb.ClientFrame(request_id=request_id, cancel=pb.CancelFrame())
 
 
+def credit(request_id: str, token_count: int) -> pb.ClientFrame:
+    """A credit frame."""
+    return pb.ClientFrame(request_id=request_id, credit=pb.CreditFrame(token_count=token_count))
+
+
 def conversation(*turns: str) -> pb.Conversation:
     """Turns of user and assistant, the user first."""
     roles = (pb.ROLE_USER, pb.ROLE_ASSISTANT)

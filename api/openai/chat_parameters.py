@@ -21,6 +21,7 @@ from api.openai.parameters import (
 )
 from api.openai.refusals import wrong_parameter
 from api.openai.tools import Choice, ToolParameter, fill_tools
+from api.requests.decoding import CHOICE_COUNT_MAX
 
 NAMES = COMMON_NAMES | {
     "prompt": "messages",
@@ -128,4 +129,6 @@ def fill_decoding(start: pb.StartFrame, given: Any) -> None:
         start.sampling.logit_bias[token_id] = bias
     start.stop_sequences.extend([given.stop] if isinstance(given.stop, str) else given.stop or ())
     if given.n is not None:
+        if not 1 <= given.n <= CHOICE_COUNT_MAX:  # before anything is made for each of them
+            raise wrong_parameter("n", f"must be from 1 to {CHOICE_COUNT_MAX}, not {given.n}")
         start.choice_count = given.n

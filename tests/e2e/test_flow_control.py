@@ -29,7 +29,7 @@ from weir.v1 import types_pb2
 from metering.models import QuotaDimension
 from tests.conftest import new_database
 from tests.metering.invariants import check_invariants
-from tests.service import SMALL_WINDOWS, Inside, Service, Stream, Tenant, bearer, cancel, run_inside, start, until
+from tests.service import SMALL_WINDOWS, Inside, Service, Stream, Tenant, bearer, cancel, credit, run_inside, start, until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -79,11 +79,6 @@ def less_patience(inside: Inside) -> Iterator[None]:
     object.__setattr__(inside.process.admission.settings, "client_stall_max_s", 0.2)
     yield
     object.__setattr__(inside.process.admission.settings, "client_stall_max_s", STALL_MAX_S)
-
-
-def credit(request_id: str, token_count: int) -> pb.ClientFrame:
-    """Grant more."""
-    return pb.ClientFrame(request_id=request_id, credit=pb.CreditFrame(token_count=token_count))
 
 
 def attach(request_id: str, after_seq: int = 0) -> pb.ClientFrame:

@@ -14,20 +14,19 @@ from weir.v1 import inference_service_pb2_grpc as pb_grpc
 
 from metering.models import QuotaDimension
 from tests.conftest import new_database
-from tests.service import Refusal, Service, Tenant, bearer, running, start
+from tests.service import Refusal, Service, Tenant, bearer, credit, running, start
 
 STREAM_COUNT = int(os.environ.get("WEIR_TEST_STREAMS", "400"))
 STREAMS_MAX = STREAM_COUNT // 4
+REQUESTS_MAX = 5  # on one stream
 
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory, model: Path, postgres_server: str, template_database: str) -> Iterator[Service]:
-    """A service that lets a connection have few streams."""
+    """A service that lets a connection have few streams, and a stream few requests."""
     home = tmp_path_factory.mktemp("small")
-    with (
-        new_database(postgres_server, template=template_database) as url,
-        running(Service(home, url, model, streams_per_connection_max=STREAMS_MAX)) as service,
-    ):
+    few = {"streams_per_connection_max": STREAMS_MAX, "requests_per_stream_max": REQUESTS_MAX}
+    with new_database(postgres_server, template=template_database) as url, running(Service(home, url, model, **few)) as service:
         yield service
 
 
@@ -73,3 +72,19 @@ async def test_a_refused_stream_that_sends_nothing_hears_why_all_the_same(small:
         assert {task.result() for task in done} == {grpc.StatusCode.UNAVAILABLE}
         for call in silent:
             call.cancel()
+
+
+async def test_more_requests_than_a_stream_may_have_are_refused_one_by_one(small: Service) -> None:
+    tenant = await small.tenant({QuotaDimension.TOKENS_PER_MONTH: 10**9})
+    frames = [start(max_output_tokens=1, initial_credit_tokens=0) for _ in range(REQUESTS_MAX + 2)]  # none ends without credit
+    async with small.stream(tenant.secret) as stream:
+        await stream.send(*frames)
+        refused = [await stream.failed(frame.request_id) for frame in frames[REQUESTS_MAX:]]
+        await stream.send(*(credit(frame.request_id, 1) for frame in frames[:REQUESTS_MAX]))
+        for frame in frames[:REQUESTS_MAX]:
+            await stream.finished(frame.request_id)
+        await stream.finished(await stream.begin(max_output_tokens=1))
+
+    assert {(each.code, each.reason) for each in refused} == {(grpc.StatusCode.UNAVAILABLE, "OVERLOADED")}
+    assert all(each.retry_after_s for each in refused)
+    await small.no_hold_left(tenant)

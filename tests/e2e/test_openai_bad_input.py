@@ -100,6 +100,7 @@ WRONG = (
     Wrong("temperature", "between 0 and 2", {"temperature": 3}),
     Wrong("top_p", "more than 0", {"top_p": 0}),
     Wrong("n", "from 1 to 16", {"n": 17}),
+    Wrong("n", "from 1 to 16", {"n": 2**31 - 1}),  # nothing may be made for each before that is said
     Wrong("n", "temperature of 0", {"n": 2, "temperature": 0}),
     Wrong("stop[1]", "1 to 256", {"stop": ["a", ""]}),
     Wrong("max_tokens", "at least 1", {"max_tokens": 0}),

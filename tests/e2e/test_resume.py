@@ -23,7 +23,7 @@ from weir.v1 import types_pb2
 
 from metering.models import QuotaDimension
 from tests.conftest import new_database
-from tests.service import Inside, Service, Stream, Tenant, cancel, run_inside, start, until
+from tests.service import Inside, Service, Stream, Tenant, cancel, credit, run_inside, start, until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -47,11 +47,6 @@ def kept(token_count: int, keep_s: float = 30.0, **fields: Any) -> pb.ClientFram
 def attach(request_id: str, after_seq: int = 0) -> pb.ClientFrame:
     """Receive a request."""
     return pb.ClientFrame(request_id=request_id, attach=pb.AttachFrame(after_seq=after_seq))
-
-
-def credit(request_id: str, token_count: int) -> pb.ClientFrame:
-    """Grant it more output."""
-    return pb.ClientFrame(request_id=request_id, credit=pb.CreditFrame(token_count=token_count))
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
