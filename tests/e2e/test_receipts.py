@@ -70,7 +70,9 @@ async def test_every_request_at_once_gets_its_own_place_in_the_chain(service: Se
     tenant = await service.tenant(LIMITS)
 
     async with service.stream(tenant.secret) as stream:
-        request_ids = [await stream.begin(max_output_tokens=40) for _ in range(12)]
+        # Every third one is cancelled, and cannot end before for want of credit.
+        credits = [None if index % 3 else 1 for index in range(12)]
+        request_ids = [await stream.begin(max_output_tokens=40, initial_credit_tokens=each) for each in credits]
         for request_id in request_ids[::3]:
             await stream.received(request_id, 1)
         await stream.cancel(*request_ids[::3])
