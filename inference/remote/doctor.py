@@ -102,9 +102,10 @@ async def end_tokens(patient: Patient) -> tuple[Verdict, str]:
     """Is the token that ends an output in it?"""
     request = patient.request(12)
     free = (await patient.run(request))[0].token_ids
-    ended = (await patient.run(replace(request, stop=replace(request.stop, ignore_eos=False)), frozenset({free[5]})))[0]
-    first = free.index(free[5])
-    listed = ended.token_ids[-1:] == [free[5]]
+    ends = patient.ends | {free[5]}  # the model's own may come before
+    ended = (await patient.run(replace(request, stop=replace(request.stop, ignore_eos=False)), ends))[0]
+    first = next(index for index, token_id in enumerate(free) if token_id in ends)
+    listed = ended.token_ids[-1:] == free[first : first + 1]
     right = ended.finish_reason == "stop" and len(ended.token_ids) in (first, first + 1)
     return needed(
         right
