@@ -1,4 +1,4 @@
-"""The tables of the ledger and of the months that are billed. Beside `metering/models.py`: it owns base, prices and usage events.
+"""The tables of the ledger and of the months that are billed. Beside `metering/models/`: it owns base, prices and usage events.
 
 The ledger is append-only, balanced and closed month by month, each by triggers in the migrations.
 """
