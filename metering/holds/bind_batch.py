@@ -11,14 +11,11 @@ import json
 import uuid
 from collections.abc import Sequence
 
+from metering.holds.batch_reads import read_and_lock
 from metering.holds.bindings import Bind
 from metering.holds.counter_rows import lock_counters
 from metering.holds.exchange import Connection, Value, array, bytes_array, exchange, id_array, text_array
-from metering.holds.hold_rows import (
-    BatchReads,
-    HoldRow,
-    read_and_lock,
-)
+from metering.holds.hold_rows import BatchReads, HoldRow
 from metering.holds.hold_writes import BatchWrites, write_and_commit
 from metering.models import HoldState
 from metering.operations import Ended, HoldAnswer

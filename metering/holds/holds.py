@@ -1,4 +1,4 @@
-"""Holds of one process: taken, extended and ended through group commit on a connection of its own.
+"""Holds of one process: taken, extended and ended through group commit on connections of its own.
 
 Owns the list of holds that this process answers for, and the ends that it owes them. A hold that this process forgets (a crash, an
 answer lost with its connection) ends all the same: by the journal's recovery, by `Renew`, or by expiry.
@@ -15,26 +15,13 @@ from dataclasses import dataclass
 
 import structlog
 
-from metering.errors import HoldEnded, InvariantViolated, QuotaExceeded, StoreAway
-from metering.holds.hold_connection import BATCH_SIZE_MAX, EXPIRY_S, HoldConnection
+from metering.errors import HoldEnded, QuotaExceeded, StoreAway
+from metering.holds.hold_connection import BATCH_SIZE_MAX, EXPIRY_S
 from metering.holds.lease_clock import LeaseClock
-from metering.holds.own_holds import OwnHolds
+from metering.holds.paired_connections import PairedConnections, Probe
 from metering.holds.standing_holds import Bindings, GraceTerms, StandingHolds
 from metering.models import QuotaDimension, QuotaSubject
-from metering.operations import (
-    Admit,
-    Admitted,
-    Ended,
-    Extend,
-    Extended,
-    HoldAnswer,
-    HoldOperation,
-    Renew,
-    Renewed,
-    Settle,
-    Settled,
-    Void,
-)
+from metering.operations import Admit, Admitted, Extend, Extended, HoldAnswer, HoldOperation, Renew, Settle, Settled, Void
 from metering.receipts.chaining import BatchSigner
 from metering.store.group_commit import GroupCommit, GroupCommitStatistics, Patience
 from metering.store.store_gate import StoreGate
@@ -67,11 +54,6 @@ class HoldStatistics:
     refusals: Mapping[tuple[QuotaDimension, QuotaSubject], int]
 
 
-@dataclass(frozen=True, slots=True)
-class Probe:
-    """Asks whether the database answers at all."""
-
-
 Execute = Callable[[Sequence[HoldOperation | Probe]], Awaitable[Sequence[HoldAnswer | Exception]]]
 
 
@@ -102,25 +84,29 @@ class HoldStore:
         self.gate = gate or StoreGate()
         self._expiry_s = expiry_s
         self._answer_wait_s = answer_wait_s
-        own = OwnHolds()
-        self._connection = HoldConnection(database_url, owner_id, expiry_s=expiry_s, gate=self.gate, signer=signer, own=own)
-        # Admissions have a connection of their own: one batch of them and one of all else are under way at the same time.
-        self._admitting = HoldConnection(database_url, owner_id, expiry_s=expiry_s, gate=self.gate, signer=signer, own=own)
-        self._admission_turn, self._turn = asyncio.Lock(), asyncio.Lock()  # who needs both takes them in this order
         self._leases = LeaseClock(expiry_s)
         self._standing = StandingHolds(*grace, self._leases) if grace else None
+        self._connections = PairedConnections(
+            database_url,
+            owner_id,
+            expiry_s=expiry_s,
+            gate=self.gate,
+            signer=signer,
+            leases=self._leases,
+            standing=self._standing,
+            used=used,
+            came_back=self._came_back,
+        )
         self._tending = asyncio.Lock()  # held while holds are being set aside: none may come after all were given back
-        self._spared: set[uuid.UUID] = set()
         self._owed: dict[uuid.UUID, Settle | Void] = {}
-        self._used = used
         self._measured = measured
         self._began_at = self._leases.now()
-        self._answered_at: float | None = None
-        self._answering = asyncio.Event()
         self._closed = False
         late = f"the quota store has not answered within {answer_wait_s:g} s"
-        self._commits = self._group_commit(self._execute)
-        self._admissions = self._group_commit(self._execute_admissions, Patience(answer_wait_s, lambda: StoreAway(late)))
+        self._commits = self._group_commit(self._connections.execute)
+        self._admissions = self._group_commit(
+            self._connections.execute_admissions, Patience(answer_wait_s, lambda: StoreAway(late))
+        )
 
     def _group_commit(self, execute: Execute, patience: Patience | None = None) -> GroupCommit[HoldOperation | Probe, HoldAnswer]:
         return GroupCommit(
@@ -153,8 +139,7 @@ class HoldStore:
             self._closed = True
             for commits in (self._commits, self._admissions):
                 commits.close(StoreAway("this process is shutting down"))
-            for connection in (self._connection, self._admitting):
-                await connection.close()
+            await self._connections.close()
 
     async def admit(self, op: Admit) -> Admitted:
         """Take a hold: from the database, or while that is away from what was set aside.
@@ -204,7 +189,7 @@ class HoldStore:
     @property
     def has_answered(self) -> bool:
         """Whether the database has answered this process at all."""
-        return self._answered_at is not None
+        return self._connections.has_answered
 
     @property
     def away_s(self) -> float | None:
@@ -232,9 +217,7 @@ class HoldStore:
         standing_count = self._standing.standing_count if self._standing else 0
         commits = self._commits.statistics().plus(self._admissions.statistics())
         open_count = self._commits.open_count + self._admissions.open_count
-        return HoldStatistics(
-            len(self._leases), standing_count, open_count, len(self._owed), commits, self._admitting.refusals.counts
-        )
+        return HoldStatistics(len(self._leases), standing_count, open_count, len(self._owed), commits, self._connections.refusals)
 
     async def _void_all(self, hold_ids: Sequence[uuid.UUID]) -> None:
         """As far as the database answers in time."""
@@ -259,9 +242,7 @@ class HoldStore:
                 log.warning("hold_operation_delayed", operation=type(op).__name__, hold_id=str(op.hold_id), cause=str(away))
             try:
                 await asyncio.sleep(delay_s * random.uniform(0.5, 1.5))
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(SETTLE_RETRY_MAX_S):
-                        await self._answering.wait()
+                await self._connections.wait_until_answering(SETTLE_RETRY_MAX_S)
             except asyncio.CancelledError:
                 if not isinstance(op, Extend):
                     self._owed[op.hold_id] = op
@@ -283,14 +264,18 @@ class HoldStore:
             self._commits.post(op)
         self._commits.post(Renew(self.owner_id, frozenset()))
 
+    def _came_back(self) -> None:
+        """After an outage: renew at once what may soon lapse."""
+        self._admissions.post(Probe())  # a connection that the outage has broken is found before a request finds it
+        self._renew()
+
     async def _probe_regularly(self) -> None:
         """See to it that an idle process, too, knows whether the database answers, and that someone tries while nobody asks."""
         for commits in (self._commits, self._admissions):
             commits.post(Probe())
         while True:
             await asyncio.sleep(PROBE_INTERVAL_S if self.gate.away_s is None else self.gate.pause_s)
-            quiet = self._answered_at is None or self._leases.now() - self._answered_at >= PROBE_INTERVAL_S / 2
-            if quiet and self._commits.empty():
+            if self._connections.is_quiet(PROBE_INTERVAL_S / 2) and self._commits.empty():
                 self._commits.post(Probe())
                 self._admissions.post(Probe())
 
@@ -308,100 +293,6 @@ class HoldStore:
                 for op, answer in zip(due, answers, strict=True):
                     if isinstance(answer, Admitted):
                         standing.taken(op, answer)
-
-    async def _execute(self, operations: Sequence[HoldOperation | Probe]) -> Sequence[HoldAnswer | Exception]:
-        """A batch of all but admissions."""
-        if not (self._has_given() or any(isinstance(op, Renew) for op in operations)):
-            async with self._turn:
-                return await self._execute_on(self._connection, operations)
-        # Whoever renews ends what nobody knows of: no admission may be half known then.
-        async with self._admission_turn, self._turn:
-            if not await self._bind():
-                return [StoreAway("the database does not answer")] * len(operations)
-            return await self._execute_on(self._connection, operations)
-
-    async def _execute_admissions(self, operations: Sequence[HoldOperation | Probe]) -> Sequence[HoldAnswer | Exception]:
-        async with self._admission_turn:
-            if self._has_given():
-                async with self._turn:
-                    if not await self._bind():
-                        return [StoreAway("the database does not answer")] * len(operations)
-            return await self._execute_on(self._admitting, operations)
-
-    async def _execute_on(
-        self, connection: HoldConnection, operations: Sequence[HoldOperation | Probe]
-    ) -> Sequence[HoldAnswer | Exception]:
-        sent_at = self._leases.now()
-        batch = [self._renewal() if isinstance(op, Renew) else op for op in operations if not isinstance(op, Probe)]
-        answers = await connection.execute(batch)
-        self._note_answer()
-        for op, answer in zip(batch, answers, strict=True):
-            self._note(op, answer, sent_at)
-        if any(type(answer) is Settled for answer in answers):
-            self._used()
-        if len(batch) == len(operations):
-            return answers
-        there, given = Ended(done=self.gate.away_s is None), iter(answers)
-        return [there if isinstance(op, Probe) else next(given) for op in operations]
-
-    def _note_answer(self) -> None:
-        """Tell whoever waits for the database that it is there; and after an outage renew at once what may soon lapse."""
-        if self.gate.away_s is not None:
-            self._answering.clear()
-            return
-        was_away = self.has_answered and not self._answering.is_set()
-        self._answered_at = self._leases.now()
-        self._answering.set()
-        if was_away:
-            self._admissions.post(Probe())  # a connection that the outage has broken is found before a request finds it
-            self._renew()
-
-    def _note(self, op: HoldOperation, answer: HoldAnswer | Exception, sent_at: float) -> None:
-        """Keep the list of live holds, and until when they are ours, as the database has just answered."""
-        if isinstance(answer, Admitted):
-            self._leases.begin(answer.hold_id, sent_at)
-        elif isinstance(op, Settle | Void):
-            if isinstance(answer, StoreAway):
-                return
-            self._leases.end(op.hold_id)
-            if self._standing is not None:
-                self._standing.ended(op.hold_id)
-            if isinstance(answer, InvariantViolated):
-                # Voiding it would lose what was delivered, renewing it would hold its quotas for ever.
-                self._spared.add(op.hold_id)
-        elif isinstance(op, Extend) and isinstance(answer, Extended):
-            self._leases.extend(op.hold_id, sent_at)
-        elif isinstance(answer, Renewed):
-            self._leases.renew(answer.hold_ids, sent_at)
-
-    def _renewal(self) -> Renew:
-        """Of all holds that are live now."""
-        return Renew(self.owner_id, frozenset(self._leases.hold_ids), frozenset(self._spared))
-
-    def _has_given(self) -> bool:
-        """Whether requests were let in that the database does not know of yet."""
-        return self._standing is not None and bool(self._standing.given)
-
-    async def _bind(self) -> bool:
-        """After an outage, before all else: tell the database which request has which hold. Whether it was told.
-
-        The renewal comes first: it voids what admissions obtained whose answers were lost, under the same request ids. So nothing
-        else may be under way.
-        """
-        standing = self._standing
-        if standing is None or not standing.given:
-            return True
-        answers = await self._connection.execute([self._renewal()])
-        given = standing.given
-        answers += await self._connection.bind(given) if not isinstance(answers[0], StoreAway) else answers
-        if any(isinstance(answer, StoreAway) for answer in answers):
-            self._note_answer()
-            return False
-        for bind, answer in zip(given, answers[1:], strict=True):
-            standing.bound(bind.hold_id)
-            if answer != Ended(done=True):
-                log.error("request_not_bound", hold_id=str(bind.hold_id), request_id=str(bind.request_id), cause=str(answer))
-        return True
 
     def _orphaned(self, op: HoldOperation | Probe, answer: HoldAnswer | Exception) -> None:
         """Nobody takes the answer: end what an admission obtained, and do later what could not be done now."""

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import NamedTuple
 
+from metering.holds.batch_reads import BEGIN_ADMITTING
 from metering.holds.counter_rows import packed_columns
 from metering.holds.exchange import Connection, Statement, bigint_array, exchange, id_array, id_bytes_array
-from metering.holds.hold_rows import BEGIN_ADMITTING
 from metering.holds.hold_writes import NewHold, insertion
 from metering.holds.known import Known, Meter, Metering, Terms
 from metering.operations import Admit, Admitted, QuotaState

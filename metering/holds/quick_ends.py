@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import NamedTuple
 
+from metering.holds.batch_reads import SELECT_RULES_BY_ID
 from metering.holds.counter_rows import move_statement
 from metering.holds.exchange import (
     Connection,
@@ -27,7 +28,6 @@ from metering.holds.exchange import (
     id_number_array,
     packed_time,
 )
-from metering.holds.hold_rows import SELECT_RULES_BY_ID
 from metering.holds.hold_writes import UsageRow, usage_writes
 from metering.holds.known import SELECT_CHANGES, Known
 from metering.holds.own_holds import HoldTerms, OwnHold, OwnHolds, Return

@@ -1,7 +1,7 @@
 """The receipts of one batch of settlements: each joined to its project's chain, and all signed at once.
 
 The heads of the chains are locked while a batch is decided, as its counters are, so that any number of processes write one chain
-per project without gap or fork. Pure but for the signature; the rows are read and written by `hold_rows.py` and `hold_writes.py`.
+per project without gap or fork. Pure but for the signature; the rows are read and written by `batch_reads.py` and `hold_writes.py`.
 """
 
 from __future__ import annotations

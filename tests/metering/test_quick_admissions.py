@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from metering.billing.pricing import TokenPrices
 from metering.errors import InvariantViolated, KeyInvalid, QuotaExceeded, RequestIdReused, RequestInFlight
-from metering.holds import hold_batch, hold_connection, hold_rows, quick_ends
+from metering.holds import batch_reads, hold_batch, hold_connection, quick_ends
 from metering.holds.hold_connection import HoldConnection
 from metering.holds.known import Weighing, known_of
 from metering.holds.quick_admissions import admit_planned
@@ -46,7 +46,7 @@ async def holds(world: HoldWorld) -> AsyncIterator[HoldConnection]:
 def long_ways(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The sizes of batches that went the long way."""
     sizes: list[int] = []
-    read_and_lock = hold_rows.read_and_lock
+    read_and_lock = batch_reads.read_and_lock
 
     async def counted(connection: object, hold_ids: object, admits: Sequence[Admit] = (), billed_ids: object = ()) -> object:
         sizes.append(len(admits))

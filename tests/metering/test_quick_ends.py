@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from metering.billing.pricing import TokenPrices, embedding_terms
-from metering.holds import hold_batch, hold_rows, hold_writes
+from metering.holds import batch_reads, hold_batch, hold_writes
 from metering.holds.counter_rows import packed_key
 from metering.holds.hold_connection import HoldConnection
 from metering.holds.own_holds import HoldTerms, OwnHold, Return
@@ -50,7 +50,7 @@ async def holds(world: HoldWorld) -> AsyncIterator[HoldConnection]:
 def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many holds each batch read that went the long way."""
     counts: list[int] = []
-    read_and_lock = hold_rows.read_and_lock
+    read_and_lock = batch_reads.read_and_lock
 
     async def counted(connection: Any, hold_ids: Any, admits: Sequence[Admit] = (), billed_ids: Any = ()) -> object:
         counts.append(len(hold_ids))
@@ -145,7 +145,7 @@ async def test_a_store_settles_unread_on_one_connection_what_it_has_taken_on_the
             await store.settle(settle(op.hold_id, 5))
 
         assert not any(read)  # a probe reads none
-        assert len(store._connection._own) == 0
+        assert len(store._connections.own) == 0
     check_invariants(world.url, all_ended=True)
 
 

@@ -13,9 +13,9 @@ import psycopg
 import pytest
 
 from metering.errors import QuotaExceeded, RequestIdReused, RequestInFlight, StoreAway
+from metering.holds.batch_reads import QUOTA_LOCK
 from metering.holds.bindings import Bind, BindingLog, read_bindings
 from metering.holds.hold_connection import HoldConnection
-from metering.holds.hold_rows import QUOTA_LOCK
 from metering.holds.holds import HoldStore
 from metering.holds.standing_holds import GraceTerms
 from metering.models import QuotaDimension
