@@ -48,11 +48,13 @@ from inference.safety.classifier_process import ClassifierProcess
 from metering.control.control_channel import ControlChannel
 from metering.errors import StoreAway
 from metering.holds.journal import UsageJournal
+from metering.holds.lease_clock import boot_time_s
 from metering.holds.recovery import recover_journals
 from metering.holds.usage_notices import UsageNotices
 from metering.receipts.signing import Signer
 from metering.store.db import create_engine, create_lookups, create_sessions
 from metering.store.store_gate import StoreGate
+from metering.tenants.key_uses import KeyUses
 
 KEY_CONNECTIONS = 2  # a look-up takes a millisecond, and no report may keep one waiting
 # Requests leave nothing to collect; to find that out the collector walks through all that is new, and stops all streams meanwhile.
@@ -128,6 +130,7 @@ def in_background(
     process: Process,
     control: ControlChannel,
     notices: UsageNotices,
+    uses: KeyUses,
     spares: SpareHosts,
     recovery: Coroutine[None, None, None],
 ) -> list[asyncio.Task[None]]:
@@ -136,6 +139,7 @@ def in_background(
         tasks.create_task(control.run(), name="control channel"),
         tasks.create_task(process.admission.holds.run(), name="holds"),
         tasks.create_task(notices.run(), name="usage notices"),
+        tasks.create_task(uses.run(), name="key uses"),
         tasks.create_task(recovery, name="recovery"),
         tasks.create_task(process.tell_progress_regularly(), name="progress"),
         tasks.create_task(log_statistics_regularly(process), name="statistics log"),
@@ -167,7 +171,8 @@ async def serve(settings: Settings) -> None:
     observer = Observer((model.name for model in router.models()), spans)
     holds = open_holds(settings, journal, gate, signer, notices, observer)
     capacity, health = Capacity(settings.requests_per_process_max), Health()
-    authenticator = open_door(settings, create_lookups(key_store))
+    uses = KeyUses(sessions, settings.key_use_interval_s, boot_time_s)
+    authenticator = open_door(settings, create_lookups(key_store), uses)
     async with asyncio.TaskGroup() as tasks:
         relays = Relays(sessions, owner_id, tasks)
         admission = Admission(settings, capacity, holds, journal, tasks)
@@ -189,7 +194,7 @@ async def serve(settings: Settings) -> None:
         endpoint = Endpoint(settings.home, address, port, tls=with_tls, openai_url=url, metrics_url=metrics.url)
         serve_engines(router, tasks)
         control = open_control(settings, owner_id, peer, process, authenticator)
-        background = in_background(tasks, process, control, notices, spares, recover_regularly(settings, gate, signer))
+        background = in_background(tasks, process, control, notices, uses, spares, recover_regularly(settings, gate, signer))
         if safety.classifiers is not None:
             background.append(tasks.create_task(safety.classifiers.serve(), name="classifiers"))
             await start_classifiers(safety.classifiers)
@@ -211,6 +216,7 @@ async def serve(settings: Settings) -> None:
         await doors.shut(router)
         for task in background:
             task.cancel()
+    await uses.write()
     journal.close()
     if spans is not None:
         await asyncio.to_thread(spans.close)

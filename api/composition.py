@@ -30,6 +30,7 @@ from metering.holds.usage_notices import UsageNotices
 from metering.receipts.signing import Signer, load_signer
 from metering.store.db import Sessions
 from metering.store.store_gate import StoreGate
+from metering.tenants.key_uses import KeyUses
 
 log = structlog.get_logger(__name__)
 
@@ -81,14 +82,15 @@ def open_holds(
     )
 
 
-def open_door(settings: Settings, sessions: Sessions) -> Authenticator:
-    """Who checks the keys, under the same policy."""
+def open_door(settings: Settings, sessions: Sessions, uses: KeyUses) -> Authenticator:
+    """Who checks the keys, under the same policy. uses: told of each key that is used."""
     grace_s = settings.hold_expiry_s if settings.store_away_policy == "grace" else 0.0
     return Authenticator(
         sessions,
         answer_wait_s=settings.store_answer_wait_s,
         grace_s=grace_s,
         failures_per_minute=settings.auth_failures_per_minute,
+        used=uses.note,
     )
 
 

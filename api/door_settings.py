@@ -51,6 +51,9 @@ class DoorSettings:
     # Revoking a key ends what runs with it at once, without this.
     stream_key_check_s: float = setting("WEIR_STREAM_KEY_CHECK_S", 60.0, seconds(86_400))
 
+    # When keys were used last is written once in so long, for all of them together, and so late it may be told.
+    key_use_interval_s: float = setting("WEIR_KEY_USE_INTERVAL_S", 60.0, seconds(3600))
+
     # 4 MiB hold a prompt of some hundred thousand tokens in any encoding; beyond it parsing alone would stall the others.
     message_bytes_max: int = setting("WEIR_MESSAGE_BYTES_MAX", 4 * 2**20, whole(1024, 2**30))
     # All frames of a message are begun with in one go, and no other stream is served meanwhile. Two for each request that a stream

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import uuid
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import replace
 
 from api.access.scopes import SCOPES
@@ -39,14 +40,16 @@ class Authenticator:
         answer_wait_s: float = ANSWER_WAIT_S,
         grace_s: float = 0.0,
         failures_per_minute: int = 0,
+        used: Callable[[uuid.UUID], None] = lambda _: None,
     ) -> None:
         """grace_s: for so long after its last check a key is good while the database is away.
 
-        failures_per_minute: that one address may have; 0: any number.
+        failures_per_minute: that one address may have; 0: any number. used: told of a key, by its id, each time that it is good.
         """
         self._sessions = sessions
         self._answer_wait_s = answer_wait_s
         self._grace_s = grace_s
+        self._used = used
         self.throttle = Throttle(failures_per_minute)
         self._lookups: SharedLookups[Principal] = SharedLookups()  # by hash of the secret: streams come by the thousand
         self._remembered: OrderedDict[bytes, tuple[float, Principal]] = (
@@ -71,6 +74,7 @@ class Authenticator:
         """
         needed = SCOPES[method]  # a call that is missing there is nobody's
         principal = await self._look_up(secret, peer)
+        self._used(principal.api_key_id)
         if principal.scopes.isdisjoint(needed):
             raise PermissionDenied(
                 f"key {principal.key_prefix} has the scopes {', '.join(sorted(principal.scopes))}; this call needs "

@@ -122,7 +122,12 @@ class TenantCalls(AdminCalls):
     async def ListApiKeys(self, request: pb.ListApiKeysRequest, context: Context) -> pb.ListApiKeysResponse:
         """Lists keys."""
         async with self._transaction(context) as (session, _):
-            keys = await tenants.list_api_keys(session, organization=request.organization or None)
+            keys = await tenants.list_api_keys(
+                session,
+                organization=request.organization or None,
+                api_key=request.api_key or None,
+                unused_for=wire.parse_duration(request.unused_for, "unused_for") if request.HasField("unused_for") else None,
+            )
             return pb.ListApiKeysResponse(api_keys=map(key_message, keys))
 
     def _known_models(self, models: Sequence[str]) -> tuple[str, ...]:
@@ -166,4 +171,6 @@ def key_message(key: tenants.KeyRecord) -> pb.ApiKey:
         expire_time=wire.timestamp(key.expires_at),
         revoke_time=wire.timestamp(key.revoked_at),
         overlap_end_time=wire.timestamp(key.overlap_ends_at),
+        last_use_time=wire.timestamp(key.last_used_at),
+        use_known_since_time=wire.timestamp(key.uses_known_since),
     )

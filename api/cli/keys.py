@@ -144,19 +144,39 @@ def revoke_key(
 @key.command("list")
 def list_keys(
     organization: Annotated[str, typer.Option("--org", help="Only keys of this organization, by name or id.")] = "",
+    unused_for: Annotated[
+        str | None, typer.Option(help="Only working keys that nobody has used for so long, as 90m, 12h, 90d or 13w: to clean up.")
+    ] = None,
     as_json: JsonOption = False,
     address: AddressOption = None,
     api_key: KeyOption = None,
 ) -> None:
     """List API keys, newest first, without their secrets."""
+    span = None if unused_for is None else parse_span(unused_for, "--unused-for")
     with admin_client(address, api_key) as client:
-        found = client.list_api_keys(organization)
+        found = client.list_api_keys(organization, unused_for=span)
     if as_json:
         print_json(found)
     elif found:
         show(keys_table(found, datetime.now(UTC)))
     else:
-        note("there is no key")
+        note("there is no key" if span is None else f"no working key is known to be unused for {unused_for}")
+
+
+@key.command("show")
+def show_key(
+    api_key_ref: KeyArgument,
+    as_json: JsonOption = False,
+    address: AddressOption = None,
+    api_key: KeyOption = None,
+) -> None:
+    """Show all that is known of an API key but its secret."""
+    with admin_client(address, api_key) as client:
+        found = client.list_api_keys(api_key=api_key_ref)
+    if as_json:
+        print_json(found[0])
+    else:
+        show(key_sheet(found[0], datetime.now(UTC)))
 
 
 def show_secret(secret: str) -> None:
@@ -183,11 +203,38 @@ def key_state(key: ApiKey, now: datetime) -> str:
     return f"{state}, two secrets until {time_text(key.overlap_end_time)}" if key.overlap_end_time else state
 
 
+def use_text(key: ApiKey) -> str:
+    """When a key was used last, as far as it is known."""
+    if key.last_use_time is not None:
+        return time_text(key.last_use_time)
+    if key.use_known_since_time is None or key.use_known_since_time == key.create_time:
+        return "never"
+    return f"not since {time_text(key.use_known_since_time)}"
+
+
 def keys_table(keys: list[ApiKey], now: datetime) -> RenderableType:
     """Keys with their scopes and state at `now`."""
-    made = table("key", "prefix", "scopes", "models", "state", "created", "id")
+    made = table("key", "prefix", "scopes", "models", "state", "created", "last used", "id")
     for each in keys:
-        scopes = " ".join(each.scopes)
-        models = " ".join(each.models) or "all"
-        made.add_row(each.name, each.prefix, scopes, models, key_state(each, now), time_text(each.create_time), each.api_key_id)
+        scopes, models = " ".join(each.scopes), " ".join(each.models) or "all"
+        times = key_state(each, now), time_text(each.create_time), use_text(each)
+        made.add_row(each.name, each.prefix, scopes, models, *times, each.api_key_id)
+    return made
+
+
+def key_sheet(key: ApiKey, now: datetime) -> RenderableType:
+    """One key, line by line."""
+    made = table("key", key.name)
+    for name, value in (
+        ("prefix", key.prefix),
+        ("state", key_state(key, now)),
+        ("scopes", " ".join(key.scopes)),
+        ("models", " ".join(key.models) or "all"),
+        ("created", time_text(key.create_time)),
+        ("last used", use_text(key)),
+        ("id", key.api_key_id),
+        ("project id", key.project_id),
+        ("organization id", key.organization_id),
+    ):
+        made.add_row(name, value)
     return made

@@ -13,11 +13,12 @@ from metering.models.base import Base, one_of
 from metering.models.holds import Hold, HoldState
 from metering.models.prices import PriceVersion, ServiceTier, TokenKind
 from metering.models.quotas import Quota, QuotaCounter, QuotaDimension, QuotaSubject, RuleChange
-from metering.models.tenants import ApiKey, AuditEntry, Organization, Project
+from metering.models.tenants import ApiKey, ApiKeyUse, AuditEntry, Organization, Project
 from metering.models.usage import UsageEvent, unrated_usage
 
 __all__ = [
     "ApiKey",
+    "ApiKeyUse",
     "AuditEntry",
     "Base",
     "Hold",

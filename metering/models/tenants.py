@@ -63,6 +63,18 @@ class ApiKey(Base):
     created_at: Mapped[datetime] = mapped_column(server_default=func.now())
     expires_at: Mapped[datetime | None]
     revoked_at: Mapped[datetime | None]
+    uses_known_since: Mapped[datetime] = mapped_column(server_default=func.now())  # later than `created_at` of keys of before
+
+
+class ApiKeyUse(Base):
+    """When a key was used last; a key without a row was not. Written by `tenants/key_uses.py`, a minute late, and only forward."""
+
+    __tablename__ = "api_key_uses"
+    # Free space on the page keeps the updates off the index.
+    __table_args__ = ({"postgresql_with": {"fillfactor": "50"}},)
+
+    api_key_id: Mapped[uuid.UUID] = mapped_column(ForeignKey("api_keys.id"), primary_key=True)
+    last_used_at: Mapped[datetime]
 
 
 class AuditEntry(Base):

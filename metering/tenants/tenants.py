@@ -20,7 +20,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from metering.control.control_models import SupersededSecret
 from metering.control.stop_orders import order_end_of_key
 from metering.errors import AlreadyExists, InvalidValue, KeyInvalid, NotFound
-from metering.models import ApiKey, Organization, Project
+from metering.models import ApiKey, ApiKeyUse, Organization, Project
 from metering.money import checked_currency
 from metering.quotas.quota_defaults import limit_new_key
 from metering.tenants.audit import record_change, snapshot
@@ -56,7 +56,7 @@ class Principal:
 class KeyRecord:
     """An API key as it may be shown: all but its secret. overlap_ends_at: until when a replaced secret works too.
 
-    models: those that it may use; none: every one.
+    models: those that it may use; none: every one. last_used_at: None if it was not used since `uses_known_since`.
     """
 
     id: uuid.UUID
@@ -68,8 +68,10 @@ class KeyRecord:
     created_at: datetime
     expires_at: datetime | None
     revoked_at: datetime | None
+    uses_known_since: datetime
     overlap_ends_at: datetime | None = None
     models: tuple[str, ...] = ()
+    last_used_at: datetime | None = None
 
 
 async def create_organization(session: AsyncSession, *, name: str, currency_code: str = "USD", actor: str) -> Organization:
@@ -171,9 +173,22 @@ async def change_key(session: AsyncSession, key: ApiKey, actor: str, action: str
     return changed
 
 
-async def list_api_keys(session: AsyncSession, *, organization: str | None = None) -> list[KeyRecord]:
-    """Newest first; only an organization's if it is given. Raises: NotFound."""
+async def list_api_keys(
+    session: AsyncSession, *, organization: str | None = None, api_key: str | None = None, unused_for: timedelta | None = None
+) -> list[KeyRecord]:
+    """Newest first; only an organization's, or only the one of this id or prefix, if they are given.
+
+    unused_for: only those that are not revoked and were not used for so long; of a key whose uses are not known for so long yet
+    nobody can tell. Raises: NotFound, InvalidValue.
+    """
     query = _select_keys().order_by(ApiKey.created_at.desc(), ApiKey.id)
+    if api_key:
+        query = query.where(ApiKey.id == (await find_api_key(session, api_key)).id)
+    if unused_for is not None:
+        if not timedelta(0) < unused_for <= LIFETIME_MAX:
+            raise InvalidValue("unused_for", f"give more than zero and at most {LIFETIME_MAX.days} days")
+        used_at = func.coalesce(ApiKeyUse.last_used_at, ApiKey.uses_known_since)
+        query = query.where(ApiKey.revoked_at.is_(None), used_at < func.now() - unused_for)
     if organization:
         query = query.where(Project.organization_id == (await find_organization(session, organization)).id)
     return [_key_record(*row) for row in await session.execute(query)]
@@ -283,16 +298,22 @@ def _checked_lifetime(lifetime: timedelta) -> timedelta:
     return lifetime
 
 
-def _select_keys() -> Select[ApiKey, uuid.UUID, datetime]:
+def _select_keys() -> Select[ApiKey, uuid.UUID, datetime, datetime]:
     overlap = (
         select(func.max(SupersededSecret.expires_at))
         .where(SupersededSecret.api_key_id == ApiKey.id, SupersededSecret.expires_at > func.now())
         .scalar_subquery()
     )
-    return select(ApiKey, Project.organization_id, overlap).join(Project, Project.id == ApiKey.project_id)
+    return (
+        select(ApiKey, Project.organization_id, overlap, ApiKeyUse.last_used_at)
+        .join(Project, Project.id == ApiKey.project_id)
+        .outerjoin(ApiKeyUse, ApiKeyUse.api_key_id == ApiKey.id)
+    )
 
 
-def _key_record(key: ApiKey, organization_id: uuid.UUID, overlap_ends_at: datetime | None = None) -> KeyRecord:
+def _key_record(
+    key: ApiKey, organization_id: uuid.UUID, overlap_ends_at: datetime | None = None, last_used_at: datetime | None = None
+) -> KeyRecord:
     return KeyRecord(
         id=key.id,
         organization_id=organization_id,
@@ -303,8 +324,10 @@ def _key_record(key: ApiKey, organization_id: uuid.UUID, overlap_ends_at: dateti
         created_at=key.created_at,
         expires_at=key.expires_at,
         revoked_at=key.revoked_at,
+        uses_known_since=key.uses_known_since,
         overlap_ends_at=overlap_ends_at,
         models=tuple(key.models),
+        last_used_at=last_used_at,
     )
 
 

@@ -7,6 +7,7 @@ import io
 import json
 from decimal import Decimal
 from pathlib import Path
+from typing import Any
 
 import pytest
 from google.rpc import code_pb2, status_pb2
@@ -38,10 +39,32 @@ def test_keys_are_listed_without_secrets_and_revoked(weir: Run) -> None:
     listed = weir("key", "list")
     revoked = weir("key", "revoke", "weir_ab12cd")
 
-    assert "laptop  weir_ab12cd  inference  all     active  2026-11-20 12:00:00Z" in listed.stdout
+    assert "laptop  weir_ab12cd  inference  all     active  2026-11-20 12:00:00Z  never" in listed.stdout
     assert "secret" not in listed.output
     assert revoked.stderr == "key laptop (weir_ab12cd) is revoked since 2026-11-20 12:00:00Z\n"
     assert json.loads(weir("key", "create", "k", "--org", "a", "--project", "b", "--json").stdout)["secret"]
+
+
+def test_when_a_key_was_used_is_told_as_far_as_it_is_known(weir: Run, server: ScriptedWeir) -> None:
+    replies: Any = server.accounts.replies
+    [key] = replies["ListApiKeys"].api_keys
+    never = weir("key", "show", "weir_ab12cd").stdout
+    key.use_known_since_time.FromJsonString("2026-11-21T00:00:00Z")
+    unknown = weir("key", "show", "weir_ab12cd").stdout
+    key.last_use_time.FromJsonString("2026-11-22T09:30:00Z")
+    used = weir("key", "show", "weir_ab12cd").stdout
+    told = json.loads(weir("key", "show", "weir_ab12cd", "--json").stdout)
+    unused = weir("key", "list", "--unused-for", "90d")
+    wrong = weir("key", "list", "--unused-for", "long")
+
+    assert "last used        never " in never
+    assert "not since 2026-11-21 00:00:00Z" in unknown
+    assert "2026-11-22 09:30:00Z" in used
+    assert (told["prefix"], told["last_use_time"]) == ("weir_ab12cd", "2026-11-22T09:30:00Z")
+    assert "weir_ab12cd" in unused.stdout
+    assert [request.api_key for request in server.accounts.requests] == ["weir_ab12cd"] * 4 + [""]
+    assert server.accounts.requests[-1].unused_for.seconds == 90 * 86_400
+    assert (wrong.exit_code, "90d" in wrong.stderr or "30d" in wrong.stderr) == (2, True)
 
 
 def test_a_lifetime_must_be_readable(weir: Run) -> None:

@@ -111,6 +111,8 @@ class ApiKey(_message.Message):
     ORGANIZATION_ID_FIELD_NUMBER: _builtins.int
     OVERLAP_END_TIME_FIELD_NUMBER: _builtins.int
     MODELS_FIELD_NUMBER: _builtins.int
+    LAST_USE_TIME_FIELD_NUMBER: _builtins.int
+    USE_KNOWN_SINCE_TIME_FIELD_NUMBER: _builtins.int
     api_key_id: _builtins.str
     """Server-minted UUID."""
     project_id: _builtins.str
@@ -145,6 +147,16 @@ class ApiKey(_message.Message):
     def models(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """The models that it may use, by name; a name stands for all versions of the model. Empty: every model."""
 
+    @_builtins.property
+    def last_use_time(self) -> _timestamp_pb2.Timestamp:
+        """When it was last good for a call or for a message on an open stream, up to two minutes ago as it may not be written yet. Unset:
+        not since `use_known_since_time`.
+        """
+
+    @_builtins.property
+    def use_known_since_time(self) -> _timestamp_pb2.Timestamp:
+        """Since when its uses are noted: `create_time`, but for keys that are older than the server's noting of uses."""
+
     def __init__(
         self,
         *,
@@ -159,10 +171,12 @@ class ApiKey(_message.Message):
         organization_id: _builtins.str = ...,
         overlap_end_time: _timestamp_pb2.Timestamp | None = ...,
         models: _abc.Iterable[_builtins.str] | None = ...,
+        last_use_time: _timestamp_pb2.Timestamp | None = ...,
+        use_known_since_time: _timestamp_pb2.Timestamp | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "expire_time", b"expire_time", "overlap_end_time", b"overlap_end_time", "revoke_time", b"revoke_time"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "expire_time", b"expire_time", "last_use_time", b"last_use_time", "overlap_end_time", b"overlap_end_time", "revoke_time", b"revoke_time", "use_known_since_time", b"use_known_since_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["api_key_id", b"api_key_id", "create_time", b"create_time", "expire_time", b"expire_time", "models", b"models", "name", b"name", "organization_id", b"organization_id", "overlap_end_time", b"overlap_end_time", "prefix", b"prefix", "project_id", b"project_id", "revoke_time", b"revoke_time", "scopes", b"scopes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["api_key_id", b"api_key_id", "create_time", b"create_time", "expire_time", b"expire_time", "last_use_time", b"last_use_time", "models", b"models", "name", b"name", "organization_id", b"organization_id", "overlap_end_time", b"overlap_end_time", "prefix", b"prefix", "project_id", b"project_id", "revoke_time", b"revoke_time", "scopes", b"scopes", "use_known_since_time", b"use_known_since_time"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -664,16 +678,28 @@ class ListApiKeysRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     ORGANIZATION_FIELD_NUMBER: _builtins.int
+    API_KEY_FIELD_NUMBER: _builtins.int
+    UNUSED_FOR_FIELD_NUMBER: _builtins.int
     organization: _builtins.str
     """Name or id of an organization; empty: all."""
+    api_key: _builtins.str
+    """Id of a key, or its prefix as shown: only this one. Unknown: NOT_FOUND."""
+    @_builtins.property
+    def unused_for(self) -> _duration_pb2.Duration:
+        """Only keys that are not revoked and were not used for so long; a key whose uses are not noted for so long yet is left out. Zero or
+        negative: INVALID_ARGUMENT.
+        """
+
     def __init__(
         self,
         *,
         organization: _builtins.str = ...,
+        api_key: _builtins.str = ...,
+        unused_for: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["unused_for", b"unused_for"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["organization", b"organization"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["api_key", b"api_key", "organization", b"organization", "unused_for", b"unused_for"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

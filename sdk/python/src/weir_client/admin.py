@@ -127,9 +127,16 @@ class AsyncAdminClient(AsyncTermCalls):
         response = await self._call(self._stub.RevokeApiKey, request)
         return wire_accounts.api_key(response.api_key)
 
-    async def list_api_keys(self, organization: str = "") -> list[ApiKey]:
-        """The keys of one organization, or all, newest first."""
-        request = admin_pb.ListApiKeysRequest(organization=organization)
+    async def list_api_keys(
+        self, organization: str = "", *, api_key: str = "", unused_for: timedelta | None = None
+    ) -> list[ApiKey]:
+        """The keys of one organization, or all, newest first. api_key: only the one of this id or prefix.
+
+        unused_for: only those that are not revoked and were not used for so long, as far as that is known.
+        """
+        request = admin_pb.ListApiKeysRequest(organization=organization, api_key=api_key)
+        if unused_for is not None:
+            request.unused_for.FromTimedelta(unused_for)
         response = await self._call(self._stub.ListApiKeys, request)
         return [wire_accounts.api_key(each) for each in response.api_keys]
 
