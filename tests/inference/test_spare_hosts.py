@@ -6,7 +6,10 @@ import asyncio
 import os
 import signal
 
+import pytest
+
 from api.chaos.processes import alive, children_of
+from inference.hosts import spare_hosts
 from inference.hosts.spare_hosts import SpareHosts
 from inference.hosts.torch_engine import TorchEngine
 from tests.inference.checkpoints import TinyCheckpoint
@@ -14,7 +17,10 @@ from tests.inference.hosted import prompt, run, settings_for, until
 from tests.inference.running import make_request
 
 
-async def test_a_start_takes_the_spare_and_one_that_died_is_not_taken(tiny: TinyCheckpoint) -> None:
+async def test_a_start_takes_the_spare_and_one_that_died_is_not_taken(
+    tiny: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(spare_hosts, "REPLACE_AFTER_S", 3600.0)  # a slow machine would be past it before the checks
     before = set(children_of(os.getpid()))
     spares = SpareHosts(1)
     async with asyncio.TaskGroup() as tasks:
