@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 
 from inference.engine import TokensGenerated
-from inference.safety.safety import OutputCheck, SafetyChecker, Verdict
+from inference.safety.safety import EscapedOutputCheck, OutputCheck, SafetyChecker, Verdict
 
 
 class OutputFilter:
@@ -56,7 +56,8 @@ class OutputFilter:
         return [self._waiting.popleft()[0] for _ in range(count)]
 
 
-def open_filters(checker: SafetyChecker | None, choice_count: int) -> tuple[OutputFilter, ...]:
-    """One filter per choice; none if outputs are not checked."""
-    checks = [] if checker is None else [checker.open_output() for _ in range(choice_count)]
-    return tuple(OutputFilter(check, index) for index, check in enumerate(checks) if check is not None)
+def open_filters(checker: SafetyChecker | None, choice_count: int, *, has_json: bool = False) -> tuple[OutputFilter, ...]:
+    """One filter per choice; none if outputs are not checked. has_json: they are checked as whoever parses them reads them, too."""
+    opened = [] if checker is None else [checker.open_output() for _ in range(choice_count)]
+    checks = [EscapedOutputCheck(check) if has_json else check for check in opened if check is not None]
+    return tuple(OutputFilter(check, index) for index, check in enumerate(checks))

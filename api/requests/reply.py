@@ -15,7 +15,7 @@ from api.settings import Settings
 from api.streams import frames
 from api.streams.feed import Feed, UsageTelling
 from api.wire import ValidStart
-from inference.engine import TokensGenerated
+from inference.engine import GrammarKind, TokensGenerated
 from inference.safety.safety import SafetyChecker
 from inference.text.tool_calls import Parsed, ToolCallParser
 from metering.errors import QuotaExceeded
@@ -52,9 +52,15 @@ class Reply:
         self.feed.tally.hold_id = lease.admitted.hold_id
         if self._start.usage_interval_tokens is not None:
             self.feed.usage_telling = UsageTelling(self._start.usage_interval_tokens, lease.admitted.prices)
-        self._filters = open_filters(safety, self._start.choice_count)
+        self._filters = open_filters(safety, self._start.choice_count, has_json=self._has_json)
         if self.call_reading is not None:
             self._parsers = {index: self.call_reading.open() for index in range(self._start.choice_count)}
+
+    @property
+    def _has_json(self) -> bool:
+        """Whether clients will parse the output, or calls in it."""
+        kept = self._start.response_format
+        return self.call_reading is not None or (kept is not None and kept.kind is GrammarKind.JSON_SCHEMA)
 
     def cut_off(self, *, discard: bool) -> None:
         """Hand on no more output. discard: nor what still waits for the transport."""

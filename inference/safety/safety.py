@@ -7,9 +7,13 @@ comes: text is let go once its checker has found nothing in it. Rules are in `sa
 
 from __future__ import annotations
 
+import copy
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
+
+from inference.safety.json_escapes import Unescaper
 
 
 class SafetyRulesInvalid(ValueError):
@@ -36,6 +40,10 @@ class OutputCheck(Protocol):
 
     async def finish(self) -> Verdict:
         """No more text comes: all of it is safe, or something was found. Raises `SafetyUnavailable`."""
+        ...
+
+    def fork(self) -> OutputCheck:
+        """Another check that has seen the same so far, and goes on by itself."""
         ...
 
 
@@ -89,6 +97,12 @@ class _SeveralOutputChecks:
         """See `OutputCheck.finish`."""
         return await self._ask(None)
 
+    def fork(self) -> OutputCheck:
+        """See `OutputCheck.fork`."""
+        twin = copy.copy(self)
+        twin._checks = tuple(check.fork() for check in self._checks)
+        return twin
+
     async def _ask(self, text: str | None) -> Verdict:
         """Ask all, the first hit wins. text: None at the end."""
         safe_char_counts = []
@@ -101,3 +115,61 @@ class _SeveralOutputChecks:
         if len(safe_char_counts) == len(self._checks):  # one that was not asked has said nothing about this text
             self._safe_char_count = max(self._safe_char_count, min(safe_char_counts))
         return Verdict(self._safe_char_count, self._hit)
+
+
+class EscapedOutputCheck:
+    r"""A check of an output that is JSON or has JSON in it: as the model writes it, and as whoever parses it reads it.
+
+    `forbidden\u0020topic` in the arguments of a call is a forbidden topic for whoever makes the call. So a second check sees the
+    same output with its escapes read. Up to the first escape both see the same, and there is but one.
+    """
+
+    def __init__(self, check: OutputCheck) -> None:
+        """check: of an output from its beginning."""
+        self._as_written = check
+        self._as_read: OutputCheck | None = None  # from the first escape on
+        self._unescaper = Unescaper()
+        self._char_count = 0  # of all text so far; of that what is known to be safe as it is read:
+        self._safe_char_count = 0
+        self._read_char_count = 0
+        self._common_char_count = 0  # before the first escape, where both are the same
+        self._ends: deque[tuple[int, int]] = deque()  # of pieces: characters as written, and how many as read must be safe for them
+
+    async def push(self, text: str) -> Verdict:
+        """See `OutputCheck.push`."""
+        if self._as_read is None and "\\" in text:
+            self._as_read = self._as_written.fork()
+            self._common_char_count = self._read_char_count = self._char_count
+        self._char_count += len(text)
+        verdict = await self._as_written.push(text)
+        if self._as_read is None or verdict.hit is not None:
+            return verdict
+        read = self._unescaper.push(text)
+        self._read_char_count += len(read)
+        # What an escape has begun must not leave before the character that it becomes may.
+        self._ends.append((self._char_count, self._read_char_count + bool(self._unescaper.pending)))
+        return self._both(verdict, await self._as_read.push(read))
+
+    async def finish(self) -> Verdict:
+        """See `OutputCheck.finish`."""
+        verdict = await self._as_written.finish()
+        if self._as_read is None or verdict.hit is not None:
+            return verdict
+        read = await self._as_read.push(self._unescaper.pending)
+        if read.hit is None:
+            read = await self._as_read.finish()
+        return verdict if read.hit is None else self._both(verdict, read)
+
+    def fork(self) -> OutputCheck:
+        """See `OutputCheck.fork`."""
+        twin = copy.copy(self)
+        twin._as_written = self._as_written.fork()
+        twin._as_read = None if self._as_read is None else self._as_read.fork()
+        twin._unescaper, twin._ends = copy.copy(self._unescaper), self._ends.copy()
+        return twin
+
+    def _both(self, written: Verdict, read: Verdict) -> Verdict:
+        while self._ends and self._ends[0][1] <= read.safe_char_count:
+            self._safe_char_count = self._ends.popleft()[0]
+        safe = max(self._safe_char_count, min(read.safe_char_count, self._common_char_count))
+        return Verdict(min(written.safe_char_count, safe), read.hit)

@@ -8,6 +8,7 @@ Prompts are scored in overlapping pieces, a few at a time, so that a long one ta
 
 from __future__ import annotations
 
+import copy
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -131,6 +132,10 @@ class ClassifierOutputCheck:
         if self._window:
             await self._check()
         return Verdict(self._safe_char_count, self._hit)
+
+    def fork(self) -> OutputCheck:
+        """See `OutputCheck.fork`."""
+        return copy.copy(self)
 
     async def _check(self) -> None:
         if self._hit is not None:

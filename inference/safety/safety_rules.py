@@ -6,6 +6,7 @@ A span of output that a rule matches never leaves, not even its beginning: text 
 from __future__ import annotations
 
 import asyncio
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -77,6 +78,10 @@ class RuleOutputCheck:
     async def finish(self) -> Verdict:
         """See `OutputCheck.finish`."""
         return self._check("", final=True)
+
+    def fork(self) -> OutputCheck:
+        """See `OutputCheck.fork`."""
+        return copy.copy(self)
 
     def _check(self, text: str, *, final: bool) -> Verdict:
         if self._hit is not None:

@@ -102,6 +102,9 @@ class Mute:
     async def finish(self) -> Verdict:
         raise SafetyUnavailable("no answer", 1.0)
 
+    def fork(self) -> OutputCheck:
+        raise AssertionError("nobody asks")
+
 
 async def test_nothing_leaves_without_an_answer() -> None:
     check: OutputCheck = Mute()

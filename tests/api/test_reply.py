@@ -10,11 +10,13 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import regex
 from weir.v1 import inference_service_pb2 as pb
 
 from api.requests.admission import Lease
 from api.requests.output_limits import OutputLimits
 from api.requests.reply import Reply
+from api.requests.tools import CallReading
 from api.settings import Settings
 from api.streams import outbox as outbox_module
 from api.streams.feed import Feed, FlowControl
@@ -22,12 +24,15 @@ from api.streams.outbox import Outbox
 from api.streams.receiver import Receiver
 from api.wire import ValidStart, parse_start
 from inference.engine import TokensGenerated
+from inference.safety.safety_rules import Rule, RuleChecker
+from inference.text.tools import CallFormat
 from metering.billing.pricing import TokenPrices
 from metering.holds.journal import UsageJournal
 from metering.operations import Outcome
+from tests.service import conversation
 
 OUTBOX_TOKENS = 50
-
+HIDING = r'{"name": "book", "arguments": {"about": "a forbidden\u0020\u0074opic"}}'
 PRICES = TokenPrices(1, "USD", 150_000, 15_000, 600_000)
 
 
@@ -118,3 +123,43 @@ async def test_a_request_behind_others_is_not_given_up_while_the_client_reads_th
 
     assert stopped == []
     assert last.feed.tally.usage.delivered_token_count == 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "said", "stopped"),
+    [
+        ({"conversation": conversation("Hi"), "tools": [pb.Tool(name="book")]}, "", [Outcome.FILTERED]),
+        ({"text": "Hi", "response_format": pb.ResponseFormat(json_schema="{}")}, "", [Outcome.FILTERED]),
+        ({"text": "Hi"}, HIDING, []),
+    ],
+)
+async def test_rules_read_escapes_in_what_clients_will_parse_and_in_nothing_else(
+    journal: UsageJournal, fields: dict[str, Any], said: str, stopped: list[Outcome]
+) -> None:
+    """Token by token, as a model writes it."""
+    start = parse_start(str(uuid.uuid4()), pb.StartFrame(model="tiny", **fields))
+    rules = RuleChecker([Rule("topic", regex.compile(r".*forbidden\s+topic"), in_prompt=False, in_output=True)])
+    settings = cast(Settings, SimpleNamespace(outbox_tokens_per_request_max=1000, client_stall_max_s=60.0))
+    ends: list[Outcome] = []
+    outbox = Outbox(journal)
+    reply = Reply(feed_of(outbox, start), start, ends.append)
+    if start.tool_use.tools:
+        reply.call_reading = CallReading(CallFormat.HERMES, ("book",), ends_with_call=False)
+    reply.open(cast(Lease, Covered()), OutputLimits(PRICES, 1000, None), settings, rules)
+    taken: list[pb.DeltaFrame] = []
+
+    async def write(message: pb.GenerateResponse) -> None:
+        taken.extend(frame.delta for frame in message.frames)
+
+    for index, character in enumerate(HIDING):
+        await reply.hand_on(TokensGenerated((index,), character))
+        if ends:
+            break
+    else:
+        await reply.hand_on_rest(0, "")
+    outbox.close()
+    await outbox.write_all(write)
+
+    assert ends == stopped
+    assert "".join(delta.text for delta in taken) == said
+    assert not any(delta.tool_calls for delta in taken)

@@ -180,6 +180,9 @@ class Found:
     async def finish(self) -> Verdict:
         return await self.push("")
 
+    def fork(self) -> Found:
+        raise AssertionError("nobody asks")
+
 
 def test_of_several_checkers_the_strictest_counts() -> None:
     first, second = Found(Verdict(4), Verdict(7), Verdict(9)), Found(Verdict(2), Verdict(7), Verdict(7, "bad"))
