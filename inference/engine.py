@@ -126,8 +126,9 @@ class ModelInfo:
     """What the API needs to know of a loaded checkpoint.
 
     directory holds tokenizer and chat template, so that the API can tokenize without the engine. continues_output: whether the
-    engine takes requests with `output_token_ids`. embedding_dimension: floats of a vector; 0 of a model that generates. Of one that
-    embeds, context_window_tokens bounds each text.
+    engine takes requests with `output_token_ids`. continues_exactly: it counts them as its own output; otherwise they are a part of
+    the prompt there, and requests for which that makes a difference are refused (`SamplingParams.counts_output`).
+    embedding_dimension: floats of a vector; 0 of a model that generates. Of one that embeds, context_window_tokens bounds a text.
     """
 
     name: str
@@ -138,7 +139,14 @@ class ModelInfo:
     directory: str
     default_sampling: SamplingParams = field(default_factory=SamplingParams)
     continues_output: bool = False
+    continues_exactly: bool = False
     embedding_dimension: int = 0
+
+    def can_continue(self, request: GenerationRequest) -> bool:
+        """Whether an engine of this model could take a request up in mid-output, and go on with it as it began."""
+        if not (request.may_be_continued and self.continues_output):
+            return False
+        return self.continues_exactly or not request.sampling.counts_output
 
 
 class EngineState(StrEnum):

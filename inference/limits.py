@@ -81,14 +81,11 @@ def _continuation_fault(request: GenerationRequest, vocabulary_size: int) -> str
 
 def outside_continuation_fault(request: GenerationRequest) -> str | None:
     """Why output begun elsewhere would go on otherwise on an engine that can only be given it as a part of the prompt."""
-    sampling = request.sampling
-    if not request.output_token_ids:
+    if not (request.output_token_ids and request.sampling.counts_output):
         return None
-    if sampling.presence_penalty or sampling.frequency_penalty:
+    if request.sampling.presence_penalty or request.sampling.frequency_penalty:
         return "this engine cannot count output that was generated elsewhere"
-    if sampling.temperature > 0 and sampling.seed is not None:
-        return "this engine cannot enter a random sequence in its middle"
-    return None
+    return "this engine cannot enter a random sequence in its middle"
 
 
 def _beam_fault(request: GenerationRequest, limits: EngineLimits, block_count: int) -> str | None:

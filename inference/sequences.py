@@ -42,6 +42,12 @@ class SamplingParams:
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
     @property
+    def counts_output(self) -> bool:
+        """Whether the next token hangs on which of those before it are output, and how many."""
+        counted = self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+        return counted or (self.temperature > 0.0 and self.seed is not None)
+
+    @property
     def takes_best(self) -> bool:
         """Whether the next token is the one with the model's largest logit, and nothing else is asked."""
         return self.temperature == 0.0 and not self.penalises and not self.logit_bias and self.top_logprobs is None

@@ -133,8 +133,12 @@ def check_output_change(request: GenerationRequest, model: ModelInfo, max_output
         wrong = "cannot be changed for several choices or beam search"
     elif max_output_tokens > room:
         wrong = f"must be at most {room}, which the context window leaves, not {max_output_tokens}"
-    elif max_output_tokens > request.stop.max_output_tokens and not (request.may_be_continued and model.continues_output):
-        why = "with a response format" if request.response_format is not None else "by the engine of this model"
+    elif max_output_tokens > request.stop.max_output_tokens and not model.can_continue(request):
+        why = "by the engine of this model"
+        if request.response_format is not None:
+            why = "with a response format"
+        elif model.continues_output:
+            why += " with a seed or penalties"
         wrong = f"cannot be raised above {request.stop.max_output_tokens} {why}"
     if wrong:
         raise InvalidRequest([FieldViolation("update.max_output_tokens", wrong)])

@@ -17,7 +17,6 @@ class Attempt:
         """output_token_count: what its output is expected to be. now_s: of the set's clock."""
         self.replica = replica
         self.stream: SequenceStream | None = None
-        self.is_moving = False  # whether it was told to end here and go on elsewhere
         self._request = request
         self._work = work
         self._began_at_s = now_s

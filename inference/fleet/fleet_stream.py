@@ -25,7 +25,6 @@ from inference.engine import (
     TokensGenerated,
 )
 from inference.errors import EngineError, EngineFailed, EngineOverloaded, EngineStartFailed, EngineUnavailable, RequestImpossible
-from inference.limits import outside_continuation_fault
 
 if TYPE_CHECKING:
     from inference.fleet.attempt import Attempt
@@ -115,16 +114,18 @@ class FleetStream:
         The engine is told to end it; that end is then not told, and it goes on from there as after a loss.
         """
         attempt = self._attempt
-        if attempt is None or attempt.stream is None or attempt.replica.name != name or attempt.is_moving:
+        if attempt is None or attempt.stream is None or attempt.replica.name != name or self in self._fleet.moving:
             return False
-        request = self._continued()
-        # Of a seed or of penalties some engines cannot take up the thread; which one it would be given to is not known before.
-        can_go_on = not self._is_told or (self._request.may_be_continued and outside_continuation_fault(request) is None)
-        if self._ended or self._cancelled or not can_go_on or not self._fleet.has_place(request):
+        if self._ended or self._cancelled or not self._may_go_on or not self._fleet.has_place(self._continued()):
             return False
-        attempt.is_moving = True
+        self._fleet.moving.add(self)
         attempt.stream.cancel()
         return True
+
+    @property
+    def _may_go_on(self) -> bool:
+        """Whether another engine could have it as it stands: from its beginning, or from where it is."""
+        return not self._is_told or self._fleet.could_continue(self._request)
 
     def _continued(self) -> GenerationRequest:
         """What another engine would be asked now."""
@@ -182,24 +183,29 @@ class FleetStream:
         self._lost_on.append(attempt.replica)
         if self._cancelled:
             return self._cancelled_end()
-        may_go_on = not self._is_told or self._request.may_be_continued
-        if not may_go_on or all_refused or self._fleet.is_closing or self._failure_count > LOSS_COUNT_MAX:
+        if not self._may_go_on or all_refused or self._fleet.is_closing or self._failure_count > LOSS_COUNT_MAX:
             self._ended = True
             raise loss
         # A queue that is full is told at once; whoever has lost a place gets some time to find another.
         wait_s = 0.0 if isinstance(loss, EngineOverloaded) and not self._is_told else self._fleet.recovery_wait_s
+        home = attempt.replica if self in self._fleet.moving and not has_failed else None
         try:
-            await self._find_place(loss, wait_s)
+            await self._find_place(loss, wait_s, home)
         except EngineError:
             self._ended = True
             raise
+        finally:
+            self._fleet.moving.discard(self)
         if self._cancelled and self._attempt is None:
             return self._cancelled_end()
         self._note_moved(attempt.replica)
         return None
 
-    async def _find_place(self, loss: EngineError, wait_s: float) -> None:
-        """Enter another replica, or the same one when it is back; returns without a place once it is cancelled."""
+    async def _find_place(self, loss: EngineError, wait_s: float, home: Replica | None) -> None:
+        """Enter another replica, or the same one when it is back; returns without a place once it is cancelled.
+
+        home: where it could have stayed. If nobody else takes it after all, it goes on there, drained or not.
+        """
         request, give_up_at_s, pause_s = self._continued(), self._fleet.clock() + wait_s, PAUSE_S_MIN
         while not self._cancelled:
             try:
@@ -208,6 +214,8 @@ class FleetStream:
             except RequestImpossible:
                 raise loss from None
             except (EngineUnavailable, EngineOverloaded, EngineStartFailed):
+                if home is not None and await self._returned_to(home, request):
+                    return
                 if self._fleet.is_closing or self._fleet.clock() >= give_up_at_s:
                     raise loss from None
             with contextlib.suppress(TimeoutError):
@@ -215,8 +223,17 @@ class FleetStream:
                     await self._cancel_asked.wait()
             pause_s = min(pause_s * 2, PAUSE_S_MAX)
 
+    async def _returned_to(self, home: Replica, request: GenerationRequest) -> bool:
+        try:
+            self._entered(*await self._fleet.enter_at(home, request))
+        except EngineError:
+            return False
+        return True
+
     async def _enter(self, request: GenerationRequest) -> None:
-        attempt, events = await self._fleet.enter(request, self._lost_on)
+        self._entered(*await self._fleet.enter(request, self._lost_on))
+
+    def _entered(self, attempt: Attempt, events: AsyncIterator[SequenceEvent]) -> None:
         self._attempt, self._events = attempt, events
         if self._cancelled and attempt.stream is not None:  # while the engine was taking it
             attempt.stream.cancel()

@@ -75,6 +75,16 @@ class Replica:
         told = self.engine.statistics().kv_block_count_total
         self.prefixes.block_count_max = told or BLOCK_COUNT_MAX
 
+    @property
+    def free_place_count(self) -> int:
+        """Places in its batch that nobody has or waits for; one of an engine that does not tell how many it has."""
+        told = self.engine.statistics()
+        if told.waiting_sequence_count:
+            return 0
+        if not told.running_sequence_count_max:
+            return 1
+        return max(told.running_sequence_count_max - max(told.running_sequence_count, self.live_sequence_count), 0)
+
     def report(self, now_s: float) -> ReplicaReport:
         """For operators."""
         condition = self.engine.condition()

@@ -73,6 +73,7 @@ class ReplicaSet:
         self.clock = clock
         self.is_closing = False
         self._start_requested = asyncio.Event()
+        self.moving: set[FleetStream] = set()  # told to leave their replica for another, and not there yet
         self._streams: set[FleetStream] = set()
         self._placement_count = 0
         self._output_token_count = float(OUTPUT_TOKENS_FIRST)
@@ -121,6 +122,7 @@ class ReplicaSet:
             yield stream
         finally:
             self._streams.discard(stream)
+            self.moving.discard(stream)
             await stream.close()
 
     def predict_cached_token_count(self, prompt_token_ids: tuple[int, ...], cache_salt: str) -> int:
@@ -173,10 +175,15 @@ class ReplicaSet:
         return sum(stream.move_from(name) for stream in tuple(self._streams))
 
     def has_place(self, request: GenerationRequest) -> bool:
-        """Whether some replica takes it now, before others that wait there."""
-        now_s = self.clock()
-        candidates = [replica for tier in self._tiers(request, ()) for replica in tier if replica.takes(now_s)]
-        return any(not replica.engine.statistics().waiting_sequence_count for replica in candidates)
+        """Whether some replica has a place in its batch for it, beside those that are moving already."""
+        now_s, free_count = self.clock(), 0
+        for replica in {replica for tier in self._tiers(request, ()) for replica in tier if replica.takes(now_s)}:
+            free_count += replica.free_place_count
+        return free_count > len(self.moving)
+
+    def could_continue(self, request: GenerationRequest) -> bool:
+        """Whether some replica, were it there, could go on with it in mid-output."""
+        return any(replica.engine.model.can_continue(request) for replica in self._replicas)
 
     async def enter(
         self, request: GenerationRequest, avoided: Sequence[Replica] = ()
@@ -197,6 +204,13 @@ class ReplicaSet:
                 except (EngineOverloaded, EngineUnavailable, EngineStartFailed) as refusal:
                     refusals.append(refusal)
         raise self._refusal(request, refusals)
+
+    async def enter_at(self, replica: Replica, request: GenerationRequest) -> tuple[Attempt, AsyncIterator[SequenceEvent]]:
+        """Place a sequence in this replica, be it drained. Raises as `Engine.generate`."""
+        if not (replica.engine.healthy() and replica.breaker.admits(self.clock())):
+            raise EngineUnavailable(f"replica {replica.name} does not work", retry_after_s=0.0)
+        work = self._policy.work_of(request.prompt_token_ids, request.cache_salt, request.output_token_ids)
+        return await self._enter(replica, request, work)
 
     def note_output(self, token_count: int) -> None:
         """A sequence has ended with so many tokens."""
@@ -235,7 +249,8 @@ class ReplicaSet:
 
     def _tiers(self, request: GenerationRequest, avoided: Sequence[Replica]) -> Iterator[list[Replica]]:
         """Those that may be asked, in groups: by region in the order of preference, and all avoided ones after all others."""
-        allowed = [replica for replica in self._replicas if not request.output_token_ids or replica.engine.model.continues_output]
+        begun = bool(request.output_token_ids)
+        allowed = [replica for replica in self._replicas if not begun or replica.engine.model.can_continue(request)]
         for is_avoided in (False, True):
             rest = [replica for replica in allowed if (replica in avoided) is is_avoided]
             if not request.regions:

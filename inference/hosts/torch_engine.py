@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 from inference.checkpoint.checkpoint import read_model_info
 from inference.core.kv_cache import KV_BLOCK_TOKENS
@@ -48,9 +49,8 @@ class TorchEngine(HostedEngine):
             simulation=settings.simulation,
             packed=settings.packed,
         )
-        super().__init__(
-            model, limits, settings, HostKind("inference.hosts.host", CHILD_ENVIRONMENT, load, KV_BLOCK_TOKENS, opener)
-        )
+        kind = HostKind("inference.hosts.host", CHILD_ENVIRONMENT, load, KV_BLOCK_TOKENS, opener)
+        super().__init__(replace(model, continues_exactly=True), limits, settings, kind)
         self._simulated = settings.simulation is not None
 
     def _unserved(self, request: GenerationRequest) -> RequestImpossible | None:

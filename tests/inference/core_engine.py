@@ -29,10 +29,13 @@ NUMBERS = itertools.count(1)  # of all engines, since several may share a core
 class CoreEngine:
     """`Engine` around a core. lose_at: tokens of all its sequences together after which it dies; it is not started again."""
 
-    def __init__(self, checkpoint: TinyCheckpoint, make: Callable[[], EngineCore], name: str = "tiny") -> None:
+    def __init__(
+        self, checkpoint: TinyCheckpoint, make: Callable[[], EngineCore], name: str = "tiny", *, continues_exactly: bool = True
+    ) -> None:
         info = read_model_info(checkpoint.directory, name=name, engine="torch", context_window_tokens_max=None)
         self.model = ModelInfo(
-            **{field: getattr(info, field) for field in ModelInfo.__dataclass_fields__} | {"continues_output": True}
+            **{field: getattr(info, field) for field in ModelInfo.__dataclass_fields__}
+            | {"continues_output": True, "continues_exactly": continues_exactly}
         )
         self.make = make
         self.core: EngineCore | None = None

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -113,13 +114,18 @@ async def test_a_sequence_that_is_lost_after_any_token_is_the_same(tiny: TinyChe
         assert [request.output_token_ids for request in engines[1].requests] == [tuple(undisturbed.token_ids[:lost_at])]
 
 
-@pytest.mark.parametrize("kind", ["greedy", "log-probabilities", "seeded"])
-async def test_a_drained_replica_lets_go_what_another_can_go_on_with(tiny: TinyCheckpoint, kind: str) -> None:
-    """The answer is the same, and counted as moved; what cannot be taken up everywhere, and what has no place, stays to its end."""
-    request = REQUESTS[kind] if kind == "seeded" else replace(REQUESTS[kind], sampling=replace(REQUESTS[kind].sampling, seed=None))
-    request = replace(request, sampling=replace(request.sampling, temperature=request.sampling.temperature * (kind == "seeded")))
+@pytest.mark.parametrize("continues_exactly", [True, False], ids=["as output", "as prompt"])
+@pytest.mark.parametrize("kind", ["greedy", "log-probabilities", "seeded", "penalised"])
+async def test_a_drained_replica_lets_go_what_another_can_go_on_with(
+    tiny: TinyCheckpoint, kind: str, continues_exactly: bool
+) -> None:
+    """The answer is the same, and counted as moved; what would come out otherwise, and what has no place, stays to its end."""
+    request = REQUESTS[kind]
+    if kind == "log-probabilities":
+        request = replace(request, sampling=replace(request.sampling, temperature=0.0))
+    moves = continues_exactly or kind in ("greedy", "log-probabilities")
     [undisturbed] = run_all(make_core(tiny.directory), [request])
-    engines = [CoreEngine(tiny, lambda: make_core(tiny.directory)) for _ in range(2)]
+    engines = [CoreEngine(tiny, lambda: make_core(tiny.directory), continues_exactly=continues_exactly) for _ in range(2)]
     async with fleet(engines) as replica_set, replica_set.generate(request) as stream:
         replica_set.drain(["r0", "r1"])
         assert replica_set.move_out("r0") == 0, "there is no place"
@@ -130,7 +136,7 @@ async def test_a_drained_replica_lets_go_what_another_can_go_on_with(tiny: TinyC
             if isinstance(event, TokensGenerated):
                 outcome.token_ids += event.token_ids
                 if len(outcome.token_ids) == 3:
-                    assert replica_set.move_out("r0") == (kind != "seeded")
+                    assert replica_set.move_out("r0") == moves
                     assert replica_set.move_out("r0") == 0, "it is on its way"
             elif isinstance(event, SequenceFinished):
                 outcome.finished = event
@@ -139,8 +145,34 @@ async def test_a_drained_replica_lets_go_what_another_can_go_on_with(tiny: TinyC
     assert outcome.finished is not None
     assert undisturbed.finished is not None
     assert outcome.finished.reason is undisturbed.finished.reason
-    assert outcome.finished.migration_count == (kind != "seeded")
-    assert len(engines[1].requests) == (kind != "seeded")
+    assert outcome.finished.migration_count == moves
+    assert len(engines[1].requests) == moves
+
+
+async def test_a_drain_moves_no_more_than_there_is_room_for_and_fails_nothing(tiny: TinyCheckpoint) -> None:
+    """Five run in the drained replica, and the other one has two places: the rest stays, also if those are taken meanwhile."""
+    place_counts = (8, 2)
+    engines = [CoreEngine(tiny, partial(make_core, tiny.directory, running_sequence_count_max=each)) for each in place_counts]
+    requests = [make_request(prompt(seed), 40, sampling=replace(SAMPLED, seed=seed)) for seed in range(5)]
+    undisturbed = run_all(make_core(tiny.directory), requests)
+    async with fleet(engines, recovery_wait_s=0.0) as replica_set, contextlib.AsyncExitStack() as stack:
+        replica_set.drain(["r1"])
+        streams = [await stack.enter_async_context(replica_set.generate(request)) for request in requests]
+        outcomes = [asyncio.create_task(read_all(stream)) for stream in streams]
+        await until(lambda: engines[0].token_count >= 10)
+        replica_set.drain(["r0"])
+
+        engines[1].queue_is_full = True
+        refused_count = replica_set.move_out("r0")
+        await until(lambda: not replica_set.moving)
+        engines[1].queue_is_full = False
+        moved_count = replica_set.move_out("r0")
+        await until(lambda: not replica_set.moving)
+
+        assert (refused_count, moved_count, replica_set.move_out("r0")) == (2, 2, 0)
+        assert [(await outcome).token_ids for outcome in outcomes] == [each.token_ids for each in undisturbed]
+    assert len(engines[1].requests) == 2
+    assert [report.live_sequence_count for report in replica_set.reports()] == [0, 0]
 
 
 async def test_a_stop_sequence_is_found_across_the_seam(tiny: TinyCheckpoint, core: EngineCore) -> None:

@@ -254,3 +254,20 @@ async def test_output_that_was_begun_elsewhere_is_continued(backend: Backend) ->
         with pytest.raises(RequestImpossible, match="more than max_output_tokens"):
             await run(engine, replace(make_request(prompt(1, 40), 2), output_token_ids=(9, 9, 9)))
         assert engine.model.continues_output
+
+
+async def test_what_hangs_on_which_tokens_are_output_is_continued_exactly_or_refused(backend: Backend) -> None:
+    """Seeds and penalties: our own engines take up the thread, the others are given output as a part of the prompt."""
+    drawn = SamplingParams(temperature=0.9, seed=3, presence_penalty=1.0, frequency_penalty=0.6, repetition_penalty=1.1)
+    request = make_request(prompt(1, 40), 17, sampling=drawn)
+    settings = backend()
+    async with serving(settings) as engine:
+        whole = await run(engine, request)
+        continued = replace(request, output_token_ids=tuple(whole.token_ids[:9]))
+
+        assert engine.model.continues_exactly == engine.model.can_continue(request) == (not is_outside(settings))
+        if is_outside(settings):
+            with pytest.raises(RequestImpossible, match="generated elsewhere"):
+                await run(engine, continued)
+        else:
+            assert whole.token_ids[:9] + (await run(engine, continued)).token_ids == whole.token_ids
