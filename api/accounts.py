@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Sequence
+from datetime import UTC, datetime, timedelta
 
 from google.protobuf.timestamp_pb2 import Timestamp
 from sqlalchemy import select
@@ -46,6 +47,19 @@ async def models_for(router: Router, sessions: Sessions, principal: Principal) -
         for model in router.models()
         if principal.may_use(model.name)
     ]
+
+
+def restrictions(principal: Principal) -> pb.KeyRestrictions:
+    """What the key itself is good for."""
+    lifetime_s, bounds = principal.secret_lifetime_s, principal.bounds
+    return pb.KeyRestrictions(
+        prefix=principal.key_prefix,
+        scopes=sorted(principal.scopes),
+        models=sorted(principal.models),
+        max_input_tokens=bounds.max_input_tokens or 0,
+        max_output_tokens=bounds.max_output_tokens or 0,
+        secret_expire_time=None if lifetime_s is None else wire.timestamp(datetime.now(UTC) + timedelta(seconds=lifetime_s)),
+    )
 
 
 async def find_generation(session: AsyncSession, project_id: uuid.UUID, request_id: uuid.UUID) -> pb.Generation:

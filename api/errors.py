@@ -73,6 +73,17 @@ class KeepTooLong(InvalidRequest):
         self.keep_max_s = keep_max_s
 
 
+class KeyBoundExceeded(InvalidRequest):
+    """A request has, or asks for, more tokens than its key may have in one."""
+
+    reason = "KEY_LIMIT_EXCEEDED"
+
+    def __init__(self, field: str, wrong: str, token_count: int, token_count_max: int) -> None:
+        super().__init__([FieldViolation(field, wrong)])
+        self.token_count = token_count
+        self.token_count_max = token_count_max
+
+
 class PromptTooLong(ApiError):
     """Prompt and asked-for output do not fit the context window."""
 

@@ -13,7 +13,7 @@ from weir.v1 import inference_service_pb2_grpc as pb_grpc
 from api import wire
 from api.access.auth import Authenticator, bearer_token, check_model, payer
 from api.access.standing_key import StandingKey
-from api.accounts import find_generation, models_for
+from api.accounts import find_generation, models_for, restrictions
 from api.embedding.embedding import EmbedCaller
 from api.embedding.embedding_quote import quote_embed
 from api.embedding.embedding_wire import parse_embed
@@ -96,7 +96,7 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
         subject_ids = (principal.organization_id, principal.project_id, principal.api_key_id)
         async with self._sessions() as session:
             states = await quotas_for(session, subject_ids=subject_ids, model=model or None)
-        return pb.GetQuotaResponse(quotas=effective_quota_statuses(states))
+        return pb.GetQuotaResponse(quotas=effective_quota_statuses(states), restrictions=restrictions(principal))
 
     async def Quote(self, request: pb.QuoteRequest, context: Context) -> pb.QuoteResponse:
         """Tells what a request would be."""
@@ -123,5 +123,6 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
         start = parse_embed(request)
         check_model(principal, self._process.router.own_name(start.model))
         deadline = None if granted_s is None else received_at + granted_s
-        caller = EmbedCaller(payer(principal), auth_ms, received_at, deadline, trace_of_metadata(context.invocation_metadata()))
+        trace = trace_of_metadata(context.invocation_metadata())
+        caller = EmbedCaller(payer(principal), auth_ms, received_at, deadline, trace, principal.bounds)
         return await self._process.embed(caller, start).answer()

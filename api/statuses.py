@@ -29,6 +29,7 @@ from api.errors import (
     InputsTooLong,
     InvalidRequest,
     KeepTooLong,
+    KeyBoundExceeded,
     KeyRevokedMidway,
     MessageUnreadable,
     ModelNotAllowed,
@@ -65,6 +66,7 @@ CODES: tuple[tuple[type[Exception], int], ...] = (
     (PermissionDenied, code_pb2.PERMISSION_DENIED),
     (ModelNotAllowed, code_pb2.PERMISSION_DENIED),
     (KeepTooLong, code_pb2.INVALID_ARGUMENT),
+    (KeyBoundExceeded, code_pb2.INVALID_ARGUMENT),
     (InvalidRequest, code_pb2.INVALID_ARGUMENT),
     (PromptTooLong, code_pb2.INVALID_ARGUMENT),
     (InputsTooLong, code_pb2.INVALID_ARGUMENT),
@@ -167,6 +169,9 @@ def metadata_of(error: BaseException) -> dict[str, str]:
             return quota_metadata(error)
         case KeepTooLong():
             return {"keep_max_s": str(error.keep_max_s)}
+        case KeyBoundExceeded():
+            excess = error.token_count - error.token_count_max
+            return {"limit": str(error.token_count_max), "requested": str(error.token_count), "excess_token_count": str(excess)}
         case PromptTooLong():
             return {
                 "input_token_count": str(error.input_token_count),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from weir.v1 import admin_service_pb2 as pb
 
@@ -68,18 +69,22 @@ class TenantCalls(AdminCalls):
             if (earlier := await acting.earlier(request)) is not None:
                 key = await tenants.find_api_key(acting.session, earlier)
                 return pb.CreateApiKeyResponse(api_key=key_message(key), existed=True)
-            models = self._known_models(request.models)
-            asked = {"organization": request.organization, "project": request.project, "name": request.name}
-            scopes = tuple(request.scopes) or ("inference",)
+            fields: dict[str, Any] = {
+                "organization": request.organization,
+                "project": request.project,
+                "name": request.name,
+                "scopes": tuple(request.scopes) or ("inference",),
+                "models": self._known_models(request.models),
+                "max_input_tokens": request.max_input_tokens,
+                "max_output_tokens": request.max_output_tokens,
+                "lifetime": lifetime,
+                "actor": acting.actor,
+            }
             existed = False
             if request.allow_existing:
-                key, secret, existed = await ensuring.ensure_api_key(
-                    acting.session, **asked, scopes=scopes, models=models, lifetime=lifetime, actor=acting.actor
-                )
+                key, secret, existed = await ensuring.ensure_api_key(acting.session, **fields)
             else:
-                key, secret = await tenants.create_api_key(
-                    acting.session, **asked, scopes=scopes, models=models, lifetime=lifetime, actor=acting.actor
-                )
+                key, secret = await tenants.create_api_key(acting.session, **fields)
             await acting.made(request, key.id)
             return pb.CreateApiKeyResponse(api_key=key_message(key), secret=secret, existed=existed)
 
@@ -107,6 +112,8 @@ class TenantCalls(AdminCalls):
                 scopes=tuple(request.scopes),
                 models=self._known_models(request.models),
                 all_models=request.all_models,
+                max_input_tokens=request.max_input_tokens if request.HasField("max_input_tokens") else None,
+                max_output_tokens=request.max_output_tokens if request.HasField("max_output_tokens") else None,
                 expires_at=wire.parse_timestamp(request.expire_time, "expire_time") if has_time else None,
                 never_expires=request.never_expires,
                 actor=actor,
@@ -173,4 +180,6 @@ def key_message(key: tenants.KeyRecord) -> pb.ApiKey:
         overlap_end_time=wire.timestamp(key.overlap_ends_at),
         last_use_time=wire.timestamp(key.last_used_at),
         use_known_since_time=wire.timestamp(key.uses_known_since),
+        max_input_tokens=key.bounds.max_input_tokens or 0,
+        max_output_tokens=key.bounds.max_output_tokens or 0,
     )

@@ -68,6 +68,8 @@ class Parsing:
             prefix=message.prefix,
             scopes=tuple(sorted(set(message.scopes))) or ("inference",),
             models=tuple(sorted(set(message.models))),
+            max_input_tokens=message.max_input_tokens or None,
+            max_output_tokens=message.max_output_tokens or None,
             expires_at=wire.parse_timestamp(message.expire_time, f"{path}.expire_time") if ends else None,
             quotas=self.quotas(path, message.quotas),
             prune_quotas=message.prune_quotas,
@@ -148,6 +150,8 @@ def project_message(project: ProjectSpec) -> pb.ProjectConfiguration:
             prefix=key.prefix,
             scopes=key.scopes,
             models=key.models,
+            max_input_tokens=key.max_input_tokens or 0,
+            max_output_tokens=key.max_output_tokens or 0,
             expire_time=wire.timestamp(key.expires_at),
             quotas=map(quota_message, key.quotas),
         )

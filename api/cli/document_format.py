@@ -191,6 +191,8 @@ KEY = Section(
         "prefix": text("prefix"),
         "scopes": Words("scopes"),
         "models": Words("models"),
+        "max_input_tokens": count("max_input_tokens"),
+        "max_output_tokens": count("max_output_tokens"),
         "expires": moment("expire_time"),
         "quotas": QUOTAS,
     },
@@ -257,5 +259,5 @@ def shown_field(kind: str, name: str, value: Json, quota: Mapping[str, Json]) ->
             if not isinstance(entry, Scalar):
                 return key, ", ".join(map(str, value))
             told = entry.show(value, quota)
-            return key, told.replace("_", ",") if entry.tag == "float" else told
+            return key, told.replace("_", ",") if entry.tag in ("float", "int") else told
     return name, str(value)

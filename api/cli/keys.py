@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 from rich.console import RenderableType
-from weir_client import ApiKey
+from weir_client import ApiKey, KeyRestrictions
 
 from api.cli.amounts import time_text
 from api.cli.connection import AddressOption, KeyOption, admin_client, organization_or_default, project_or_default
@@ -20,6 +20,12 @@ key = typer.Typer(help="Create, rotate, change, revoke and list API keys.", no_a
 
 ModelsOption = Annotated[
     list[str] | None, typer.Option(help="A model that it may use; may be given several times. None: every model.")
+]
+InputTokensOption = Annotated[
+    int | None, typer.Option("--max-input-tokens", min=0, help="Most tokens of one request's prompt or texts. 0: no limit.")
+]
+OutputTokensOption = Annotated[
+    int | None, typer.Option("--max-output-tokens", min=0, help="Most output tokens of one request, all its choices. 0: no limit.")
 ]
 KeyArgument = Annotated[str, typer.Argument(metavar="KEY", help="Id of the key, or its prefix as shown.")]
 
@@ -35,6 +41,8 @@ def create_key(
         list[str] | None, typer.Option(help="inference, admin or billing; may be given several times. Default: inference.")
     ] = None,
     model: ModelsOption = None,
+    max_input_tokens: InputTokensOption = None,
+    max_output_tokens: OutputTokensOption = None,
     expires_in: Annotated[str | None, typer.Option(help="How long it works, as 90m, 12h, 30d or 4w. Default: for ever.")] = None,
     if_missing: Annotated[
         bool, typer.Option("--if-missing", help="Do nothing if the project has a working key of this name and these scopes.")
@@ -52,6 +60,8 @@ def create_key(
             name,
             scopes=scope or ("inference",),
             models=model or (),
+            max_input_tokens=max_input_tokens,
+            max_output_tokens=max_output_tokens,
             lifetime=lifetime,
             allow_existing=if_missing,
         )
@@ -63,8 +73,8 @@ def create_key(
         note(f"key {made.name} ({made.prefix}) is there already; its secret was shown once: `weir key rotate` makes another")
         return
     until = f" until {time_text(made.expire_time)}" if made.expire_time else ""
-    models = f", models {', '.join(made.models)}" if made.models else ""
-    note(f"key {made.name} ({made.prefix}) for {', '.join(made.scopes)}{models}{until}, id {made.api_key_id}")
+    limits = "".join(f", {name} {value}" for name, value in restrictions(made))
+    note(f"key {made.name} ({made.prefix}) for {', '.join(made.scopes)}{limits}{until}, id {made.api_key_id}")
     show_secret(created.secret)
 
 
@@ -98,15 +108,21 @@ def update_key(
     ] = None,
     model: ModelsOption = None,
     all_models: Annotated[bool, typer.Option("--all-models", help="Let it use every model.")] = False,
+    max_input_tokens: InputTokensOption = None,
+    max_output_tokens: OutputTokensOption = None,
     expires_in: Annotated[str | None, typer.Option(help="Let it end in so long, as 90m, 12h, 30d or 4w; 0 ends it now.")] = None,
     never_expires: Annotated[bool, typer.Option("--never-expires", help="Let it work for ever.")] = False,
     as_json: JsonOption = False,
     address: AddressOption = None,
     api_key: KeyOption = None,
 ) -> None:
-    """Change name, scopes, models or end of a key. What is not given stays."""
-    if name is None and not (scope or model or all_models or never_expires) and expires_in is None:
-        raise typer.BadParameter("say what to change: --name, --scope, --model, --all-models, --expires-in or --never-expires")
+    """Change name, end, or what a key is good for. What is not given stays."""
+    given = (name, max_input_tokens, max_output_tokens, expires_in)
+    if all(each is None for each in given) and not (scope or model or all_models or never_expires):
+        raise typer.BadParameter(
+            "say what to change: --name, --scope, --model, --all-models, --max-input-tokens, --max-output-tokens, --expires-in or "
+            "--never-expires"
+        )
     span = None if expires_in is None else timedelta(0) if expires_in == "0" else parse_span(expires_in, "--expires-in")
     expire_time = None if span is None else datetime.now(UTC) + span
     with admin_client(address, api_key) as client:
@@ -116,6 +132,8 @@ def update_key(
             scopes=scope or (),
             models=model or (),
             all_models=all_models,
+            max_input_tokens=max_input_tokens,
+            max_output_tokens=max_output_tokens,
             expire_time=expire_time,
             never_expires=never_expires,
         )
@@ -212,6 +230,16 @@ def use_text(key: ApiKey) -> str:
     return f"not since {time_text(key.use_known_since_time)}"
 
 
+def restrictions(key: ApiKey | KeyRestrictions) -> list[tuple[str, str]]:
+    """What narrows a key, for people."""
+    found = [("models", " ".join(key.models))] if key.models else []
+    if key.max_input_tokens is not None:
+        found.append(("max input tokens", f"{key.max_input_tokens:,}"))
+    if key.max_output_tokens is not None:
+        found.append(("max output tokens", f"{key.max_output_tokens:,}"))
+    return found
+
+
 def keys_table(keys: list[ApiKey], now: datetime) -> RenderableType:
     """Keys with their scopes and state at `now`."""
     made = table("key", "prefix", "scopes", "models", "state", "created", "last used", "id")
@@ -229,7 +257,7 @@ def key_sheet(key: ApiKey, now: datetime) -> RenderableType:
         ("prefix", key.prefix),
         ("state", key_state(key, now)),
         ("scopes", " ".join(key.scopes)),
-        ("models", " ".join(key.models) or "all"),
+        *(restrictions(key) or [("restrictions", "none")]),
         ("created", time_text(key.create_time)),
         ("last used", use_text(key)),
         ("id", key.api_key_id),

@@ -11,6 +11,7 @@ from weir_client import QuotaDimension, QuotaStatus, QuotaSubject
 
 from api.cli.amounts import dimension_amount, duration_text, parse_limit, time_text
 from api.cli.connection import AddressOption, KeyOption, admin_client, inference_client
+from api.cli.keys import restrictions
 from api.cli.output import JsonOption, note, print_json, show
 from api.cli.render import table
 
@@ -106,12 +107,16 @@ def show_quotas(
     """Show every limit that applies to your own key, and what is left of it."""
     with inference_client(address, api_key) as client:
         found = client.get_quota(model)
-    if as_json:
+        own = None if as_json else client.get_restrictions()
+    if own is None:
         print_json(found)
-    elif found:
+        return
+    if found:
         show(quotas_table(found, ids=False))
     else:
         note("no limit applies to this key")
+    if narrowed := restrictions(own):
+        note(f"key {own.prefix} is good for: {'; '.join(f'{name} {value}' for name, value in narrowed)}")
 
 
 @quota.command("list")

@@ -24,6 +24,7 @@ from api.observability.trace_context import NO_TRACE, TraceContext
 from api.queue.places import Arrival, Outlook, Place
 from api.requests.admission import AdmissionRequest, Lease
 from api.requests.interruption import Interruption
+from api.requests.key_bounds import check_input_bound
 from api.requests.live import Phase
 from api.requests.readiness import RETRY_S_MIN, wait_until_ready
 from api.requests.stopwatch import Stopwatch
@@ -33,6 +34,7 @@ from inference.errors import EngineFailed
 from inference.text.tokenizer import Tokenizer
 from metering.holds.journal import Delivered
 from metering.operations import Outcome, Payer, Settled
+from metering.tenants.key_rules import NO_BOUNDS, TokenBounds
 
 if TYPE_CHECKING:
     from api.process import Process
@@ -44,7 +46,7 @@ LONG_INPUTS_CHARS = 16_384  # beyond it tokenizing takes milliseconds, which bel
 class EmbedCaller:
     """Who asks, and since when. received_at and deadline, the latest time to begin, on the monotonic clock.
 
-    trace: the one that it belongs to.
+    trace: the one that it belongs to. bounds: what the key may have in one request.
     """
 
     payer: Payer
@@ -52,6 +54,7 @@ class EmbedCaller:
     received_at: float
     deadline: float | None = None
     trace: TraceContext = NO_TRACE
+    bounds: TokenBounds = NO_BOUNDS
 
 
 class LiveEmbedding:
@@ -146,6 +149,7 @@ class LiveEmbedding:
                 self.start = replace(self.start, model=route.model)  # by its own name it is limited and billed
                 check_against_model(self.start, encoder.model, input_count_max(encoder.model))
                 texts = await tokenize_inputs(self.start, self._process.tokenizers[self._served], encoder)
+                check_input_bound(self.caller.bounds, token_count_of(texts), "inputs")
                 self._watch.lap("tokenize")
                 places = self._enter_queue(encoder, texts, stack)
                 lease = await self._process.admission.admit(self._admission_request(texts), self.usage)

@@ -12,6 +12,7 @@ from api.embedding.embedding import token_count_of, tokenize_inputs
 from api.embedding.embedding_limits import input_count_max
 from api.embedding.embedding_wire import check_against_model, parse_embed
 from api.process import Process
+from api.requests.key_bounds import check_input_bound
 from api.requests.quoting import response
 from metering.operations import Payer
 from metering.quotas import quoting
@@ -30,6 +31,7 @@ async def quote_embed(process: Process, sessions: Sessions, principal: Principal
     start = replace(start, model=route.model)
     check_against_model(start, route.encoder.model, input_count_max(route.encoder.model))
     sent = token_count_of(await tokenize_inputs(start, process.tokenizers[route.served], route.encoder))
+    check_input_bound(principal.bounds, sent, "inputs")
     async with sessions() as session:
         found = await quoting.quote(
             session,

@@ -75,7 +75,9 @@ class Door:
             principal = await self._authenticator.principal_of(secret_of(request), method=stands_for, peer=peer_of(request))
             auth_ms = (time.monotonic() - received_at) * 1000
             trace = trace_of(request.headers.get("traceparent"), request.headers.get("tracestate"))
-            return await handler(request, Arrival(payer(principal), request_id, received_at, auth_ms, trace), principal)
+            return await handler(
+                request, Arrival(payer(principal), request_id, received_at, auth_ms, trace, principal.bounds), principal
+            )
         except HttpFault as fault:
             self._process.observer.http_failed(fault.refusal.code)
             return refused(fault.refusal, request_id, closing=self._is_draining)
@@ -128,7 +130,7 @@ class Door:
             start = parse_embed(embed_request(given, str(arrival.request_id)))
             check_model(principal, start.model)
             check_dimensions(given, self._process.router.choose_encoder(start.model).model.embedding_dimension)
-            caller = EmbedCaller(arrival.payer, arrival.auth_ms, arrival.received_at, trace=arrival.trace)
+            caller = EmbedCaller(arrival.payer, arrival.auth_ms, arrival.received_at, trace=arrival.trace, bounds=arrival.bounds)
             response = await self._process.embed(caller, start).answer()
         except Exception as error:
             return refused(refusal_of(status_of(error), EMBEDDING_NAMES), arrival.request_id, closing=self._is_draining)

@@ -36,6 +36,7 @@ from api.streams.whole_outbox import WholeOutbox
 from api.wire import ValidStart, finish_reason, parse_start
 from metering.errors import RequestInFlight
 from metering.operations import Outcome, Payer
+from metering.tenants.key_rules import NO_BOUNDS, TokenBounds
 
 PING_INTERVAL_S = 10.0  # seconds of waiting after which a stream begins, and then tells that it lives: proxies cut after a minute
 EVENT_STREAM, JSON = "text/event-stream; charset=utf-8", "application/json"
@@ -47,13 +48,17 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """Who asks and since when. request_id: of the whole, and of its first request. received_at: on the monotonic clock."""
+    """Who asks and since when. request_id: of the whole, and of its first request. received_at: on the monotonic clock.
+
+    bounds: what the key may have in one request, of which there is one for each prompt.
+    """
 
     payer: Payer
     request_id: uuid.UUID
     received_at: float
     auth_ms: float
     trace: TraceContext = NO_TRACE
+    bounds: TokenBounds = NO_BOUNDS
 
 
 class Exchange:
@@ -109,7 +114,7 @@ class Exchange:
     def _begin(self, starts: Sequence[ValidStart]) -> None:
         """Start all requests, or none. Raises: RequestInFlight, RequestUnderWay."""
         arrival = self._arrival
-        caller = Caller(arrival.payer, arrival.auth_ms, arrival.received_at, trace=arrival.trace)
+        caller = Caller(arrival.payer, arrival.auth_ms, arrival.received_at, trace=arrival.trace, bounds=arrival.bounds)
         keys = [(arrival.payer.project_id, start.request_id) for start in starts]
         for key, start in zip(keys, starts, strict=True):
             if (here := self._process.find(key)) is not None:

@@ -24,6 +24,7 @@ from api.queue.places import Outlook, Place
 from api.requests.admission import Lease
 from api.requests.engine_run import EngineRun, check_output_change
 from api.requests.interruption import Interruption
+from api.requests.key_bounds import check_output_bound, is_bounded
 from api.requests.output_limits import LimitChange, OutputLimits, parse_update
 from api.requests.preparation import admission_request, arrival_of, prepare, routed
 from api.requests.readiness import RETRY_S_MIN, wait_until_ready
@@ -46,6 +47,7 @@ from inference.errors import EngineFailed
 from inference.router import Route
 from metering.errors import RequestInFlight, RequestSettled
 from metering.operations import Outcome, Payer, Settled
+from metering.tenants.key_rules import NO_BOUNDS, TokenBounds
 
 if TYPE_CHECKING:
     from api.process import Process
@@ -72,7 +74,7 @@ class Stopped(Exception):
 class Caller:
     """Who asks, with what key, and since when. received_at and deadline, the latest time to begin, on the monotonic clock.
 
-    trace: the one that it belongs to.
+    bounds: what the key may have in one request. trace: the one that it belongs to.
     """
 
     payer: Payer
@@ -81,6 +83,7 @@ class Caller:
     deadline: float | None = None
     secret: str = field(default="", repr=False)
     trace: TraceContext = NO_TRACE
+    bounds: TokenBounds = NO_BOUNDS
 
 
 class LiveRequest:
@@ -180,6 +183,7 @@ class LiveRequest:
         if change.max_cost is not None:
             limits.check_currency(change.max_cost, "update.max_cost")
         if change.max_output_tokens is not None:
+            check_output_bound(self.caller.bounds, change.max_output_tokens, request.choice_count, "update.max_output_tokens")
             check_output_change(request, route.engine.model, change.max_output_tokens)
             lease.allow(change.max_output_tokens)
         limits.change(change)
@@ -253,7 +257,7 @@ class LiveRequest:
         process, salt = self._process, str(self.caller.payer.organization_id)
         self.start, route = routed(self.start, process.router)
         self._route, tokenizer = route, process.tokenizers[route.served]
-        request = await prepare(self.start, route, tokenizer, process.safety, salt)
+        request = await prepare(self.start, route, tokenizer, process.safety, salt, self.caller.bounds)
         self._reply.call_reading = call_reading(self.start.tool_use, tokenizer, self.start.model)
         self._watch.lap("tokenize")
         return route, request
@@ -275,7 +279,8 @@ class LiveRequest:
         self.feed.tally.fence = lambda: self._may_send(lease)
         self._lease = lease
         predicted = engine.predict_cached_token_count(request.prompt_token_ids, request.cache_salt)
-        self._reply.push(frames.admitted(lease.admitted, len(request.prompt_token_ids), predicted))
+        bounded = is_bounded(self.caller.bounds, self.start.stop.max_output_tokens, request)
+        self._reply.push(frames.admitted(lease.admitted, request, predicted, bounded_by_key=bounded))
         timer = self._start_timer()
         try:
             with self._interruption.possible(self._interruption_error):

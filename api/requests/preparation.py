@@ -11,6 +11,7 @@ from api.errors import FieldViolation, InvalidRequest, PromptTooLong
 from api.queue.places import Arrival
 from api.requests.admission import AdmissionRequest
 from api.requests.decoding import check_against_model
+from api.requests.key_bounds import check_input_bound, output_room
 from api.requests.tokenizing import check_prompt, tokenize
 from api.requests.tools import call_reading, format_of_calls
 from api.wire import ValidStart
@@ -19,6 +20,7 @@ from inference.router import Route, Router
 from inference.safety.safety import SafetyChecker
 from inference.text.tokenizer import Tokenizer
 from metering.operations import Payer
+from metering.tenants.key_rules import TokenBounds
 
 
 def routed(start: ValidStart, router: Router) -> tuple[ValidStart, Route]:
@@ -28,17 +30,19 @@ def routed(start: ValidStart, router: Router) -> tuple[ValidStart, Route]:
 
 
 async def prepare(
-    start: ValidStart, route: Route, tokenizer: Tokenizer, safety: SafetyChecker | None, cache_salt: str
+    start: ValidStart, route: Route, tokenizer: Tokenizer, safety: SafetyChecker | None, cache_salt: str, bounds: TokenBounds
 ) -> GenerationRequest:
-    """Tokenize the prompt and hold everything against the model and its context window.
+    """Tokenize the prompt and hold everything against the model and its context window, and against what the key may have.
 
-    Raises: PromptTooLong, InvalidRequest, PromptFiltered, SafetyUnavailable, ChatTemplateFailed.
+    Raises: KeyBoundExceeded, PromptTooLong, InvalidRequest, PromptFiltered, SafetyUnavailable, ChatTemplateFailed.
     """
     call_reading(start.tool_use, tokenizer, start.model)  # refuses what the model is not made for
     prompt_token_ids = await tokenize(tokenizer, start.prompt, start.tool_use.tools)
     model = route.engine.model
     window = model.context_window_tokens
     wanted, room = start.stop.max_output_tokens, window - len(prompt_token_ids)
+    check_input_bound(bounds, len(prompt_token_ids), "prompt")
+    most = output_room(bounds, wanted, start.choice_count, room)
     if (wanted or 1) > room:
         raise PromptTooLong(len(prompt_token_ids), wanted, window)
     if (size := model.vocabulary_size) <= max(prompt_token_ids, default=0) or min(prompt_token_ids, default=0) < 0:
@@ -47,7 +51,7 @@ async def prepare(
         sequence_id=SequenceId(str(uuid.uuid4())),
         prompt_token_ids=prompt_token_ids,
         sampling=start.sampling.over(model.default_sampling),
-        stop=start.stop.within(room),
+        stop=start.stop.within(most),
         cache_salt=cache_salt,
         response_format=start.response_format or format_of_calls(start.tool_use, tokenizer),
         choice_count=start.choice_count,

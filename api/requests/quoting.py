@@ -24,7 +24,7 @@ async def quote(process: Process, sessions: Sessions, principal: Principal, mess
     check_model(principal, process.router.own_name(start.model))
     start, route = routed(start, process.router)
     salt = str(principal.organization_id)
-    request = await prepare(start, route, process.tokenizers[route.served], process.safety, salt)
+    request = await prepare(start, route, process.tokenizers[route.served], process.safety, salt, principal.bounds)
     sent, most = len(request.prompt_token_ids), request.stop.max_output_tokens * request.choice_count
     settings = process.admission.settings
     first_slice = min(settings.lease_slice_tokens, most)

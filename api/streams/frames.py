@@ -14,19 +14,23 @@ from api.receipt_wire import receipt_messages
 from api.requests.admission import Lease
 from api.requests.output_limits import OutputLimits
 from api.streams.outbox import UsageSoFar
-from inference.engine import EngineCondition, TokenLogprobs
+from inference.engine import EngineCondition, GenerationRequest, TokenLogprobs
 from inference.text.tool_calls import CallPiece
 from metering.billing.pricing import TokenPrices
 from metering.operations import Admitted, Outcome, QuotaState, Settled
 
 
-def admitted(admission: Admitted, input_token_count: int, predicted_cached_token_count: int) -> pb.ServerFrame:
-    """The request was let in."""
+def admitted(
+    admission: Admitted, request: GenerationRequest, predicted_cached_token_count: int, *, bounded_by_key: bool
+) -> pb.ServerFrame:
+    """The request was let in. bounded_by_key: its output, since it does not say how much it wants."""
     frame = pb.ServerFrame()  # filled in place, like those of output: a message that is put into another one is copied
     said = frame.admitted
-    said.input_token_count = input_token_count
+    said.input_token_count = len(request.prompt_token_ids)
     said.predicted_cached_token_count = predicted_cached_token_count
     said.price_version = admission.prices.version
+    said.max_output_token_count = request.stop.max_output_tokens * request.choice_count
+    said.bounded_by_key = bounded_by_key
     for state in in_order(admission.quotas):
         fill_quota_status(said.quotas.add(), state)
     return frame

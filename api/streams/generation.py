@@ -169,7 +169,8 @@ class ClientStream:
                 else:
                     told = trace_of(frame.traceparent, frame.tracestate)
                     trace = told if told.traceparent else self._trace
-                    caller = Caller(payer(self._key.principal), auth_ms, received_at, self._deadline, self._secret, trace)
+                    principal = self._key.principal
+                    caller = Caller(payer(principal), auth_ms, received_at, self._deadline, self._secret, trace, principal.bounds)
                     self._process.begin(caller, start, receiver)
 
             self._receive(frame.request_id, start.request_id, bind)

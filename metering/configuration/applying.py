@@ -37,6 +37,8 @@ from metering.money import checked_currency
 from metering.tenants.key_changes import update_api_key
 from metering.tenants.tenants import create_api_key, create_organization, create_project, revoke_api_key
 
+KEY_FIELDS = ("scopes", "models", "max_input_tokens", "max_output_tokens", "expires_at")  # what a key is good for
+
 Value = TypeVar("Value")
 
 
@@ -184,6 +186,8 @@ class Application:
                 name=wanted.name,
                 scopes=wanted.scopes,
                 models=wanted.models,
+                max_input_tokens=wanted.max_input_tokens,
+                max_output_tokens=wanted.max_output_tokens,
                 lifetime=None if wanted.expires_at is None else wanted.expires_at - self.work.now,
                 actor=self.work.actor,
             ),
@@ -192,12 +196,13 @@ class Application:
             return None
         record, secret = made
         self.work.created.add(record.id)
-        says = differences(None, record, ("scopes", "models", "expires_at"))
+        standing = await self.work.session.get_one(ApiKey, record.id)
+        says = differences(None, standing, KEY_FIELDS)
         self.work.changes.append(Change(Action.CREATE, "key", shown, says, key_prefix=record.prefix, secret=secret))
-        return await self.work.session.get_one(ApiKey, record.id)
+        return standing
 
     async def _changed_key(self, path: str, shown: str, wanted: KeySpec, standing: ApiKey) -> None:
-        changes = differences(standing, wanted, ("name", "scopes", "models", "expires_at"))
+        changes = differences(standing, wanted, ("name", *KEY_FIELDS))
         if not changes:
             return
         if standing.id == self.own_key_id and (
@@ -215,6 +220,8 @@ class Application:
                 scopes=wanted.scopes,
                 models=wanted.models,
                 all_models=not wanted.models,
+                max_input_tokens=wanted.max_input_tokens or 0,
+                max_output_tokens=wanted.max_output_tokens or 0,
                 expires_at=wanted.expires_at,
                 never_expires=wanted.expires_at is None,
                 actor=self.work.actor,

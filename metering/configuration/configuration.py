@@ -62,12 +62,14 @@ class QuotaSpec:
 
 @dataclass(frozen=True, slots=True)
 class KeySpec:
-    """A key. prefix: empty where the name alone says which."""
+    """A key. prefix: empty where the name alone says which. The names of what it is good for are those of its columns."""
 
     name: str
     prefix: str = ""
     scopes: tuple[str, ...] = ("inference",)
     models: tuple[str, ...] = ()
+    max_input_tokens: int | None = None
+    max_output_tokens: int | None = None
     expires_at: datetime | None = None
     quotas: tuple[tuple[QuotaPlace, QuotaSpec], ...] = ()
     prune_quotas: bool = False

@@ -13,7 +13,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from metering.errors import AlreadyExists
 from metering.models import ApiKey, Organization, Project
-from metering.tenants.key_rules import checked_models, checked_scopes
+from metering.tenants.key_rules import TokenBounds, checked_bound, checked_models, checked_scopes
 from metering.tenants.tenants import (
     KeyRecord,
     checked_name,
@@ -57,12 +57,14 @@ async def ensure_api_key(
     name: str,
     scopes: Collection[str] = ("inference",),
     models: Collection[str] = (),
+    max_input_tokens: int | None = None,
+    max_output_tokens: int | None = None,
     lifetime: timedelta | None = None,
     actor: str,
 ) -> tuple[KeyRecord, str, bool]:
     """The project's working key of this name; its secret only if it is new, else empty.
 
-    Raises: NotFound, InvalidValue; AlreadyExists if its scopes or models are others, or if several keys have the name.
+    Raises: NotFound, InvalidValue; AlreadyExists if what it is good for is something else, or if several keys have the name.
     """
     owner = await find_project(session, project, organization=organization)
     # Scripts that say the same at the same time take turns; admissions refer to the row and do not wait.
@@ -82,6 +84,8 @@ async def ensure_api_key(
             name=name,
             scopes=scopes,
             models=models,
+            max_input_tokens=max_input_tokens,
+            max_output_tokens=max_output_tokens,
             lifetime=lifetime,
             actor=actor,
         )
@@ -94,4 +98,9 @@ async def ensure_api_key(
     if sorted(standing.models) != checked_models(models):
         shown = ", ".join(standing.models) or "every model"
         raise AlreadyExists("API key", name, f"for {shown}: change that with UpdateApiKey")
+    if standing.bounds != TokenBounds(
+        checked_bound(max_input_tokens, "max_input_tokens"), checked_bound(max_output_tokens, "max_output_tokens")
+    ):
+        most = (standing.bounds.max_input_tokens or "any number of", standing.bounds.max_output_tokens or "any number of")
+        raise AlreadyExists("API key", name, f"for {most[0]} input and {most[1]} output tokens: change that with UpdateApiKey")
     return standing, "", True

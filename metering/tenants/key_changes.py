@@ -18,7 +18,7 @@ from metering.control.control_models import SupersededSecret
 from metering.errors import InvalidValue, KeyRevoked
 from metering.models import ApiKey
 from metering.tenants.audit import record_change, snapshot
-from metering.tenants.key_rules import checked_key_name, checked_models, checked_scopes
+from metering.tenants.key_rules import TokenBounds, checked_bound, checked_key_name, checked_models, checked_scopes
 from metering.tenants.key_secrets import hash_of, new_secret
 from metering.tenants.tenants import KeyRecord, change_key, find_api_key, locked_key
 
@@ -67,11 +67,13 @@ async def update_api_key(
     scopes: Collection[str] = (),
     models: Collection[str] = (),
     all_models: bool = False,
+    max_input_tokens: int | None = None,
+    max_output_tokens: int | None = None,
     expires_at: datetime | None = None,
     never_expires: bool = False,
     actor: str,
 ) -> KeyRecord:
-    """Change what is given of a key, by id or prefix; the rest stays. A time that has passed ends the key now.
+    """Change what is given of a key, by id or prefix; the rest stays. A time that has passed ends the key now; 0 tokens: no bound.
 
     Raises: NotFound, InvalidValue, KeyRevoked.
     """
@@ -87,6 +89,8 @@ async def update_api_key(
         "name": key.name if name is None else checked_key_name(name),
         "scopes": checked_scopes(scopes) if scopes else list(key.scopes),
         "models": checked_models(models) if models or all_models else list(key.models),
+        "max_input_tokens": _bound(key.max_input_tokens, max_input_tokens, "max_input_tokens"),
+        "max_output_tokens": _bound(key.max_output_tokens, max_output_tokens, "max_output_tokens"),
         "expires_at": None if never_expires else (expires_at or key.expires_at),
     }
     values = {column: value for column, value in wanted.items() if getattr(key, column) != value}
@@ -99,7 +103,12 @@ async def update_api_key(
         scopes=tuple(changed.scopes),
         models=tuple(changed.models),
         expires_at=changed.expires_at,
+        bounds=TokenBounds(changed.max_input_tokens, changed.max_output_tokens),
     )
+
+
+def _bound(standing: int | None, given: int | None, field: str) -> int | None:
+    return standing if given is None else checked_bound(given, field)
 
 
 async def _changeable(session: AsyncSession, found: KeyRecord) -> ApiKey:

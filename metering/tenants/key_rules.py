@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import dataclass
 
 from metering.errors import InvalidValue
 
@@ -10,6 +11,18 @@ KEY_NAME_MAX_CHARS = 100
 MODEL_NAME_MAX_CHARS = 200
 MODELS_PER_KEY_MAX = 100  # a key that is good for so many is better good for all
 SCOPES = frozenset({"inference", "admin", "billing"})
+TOKENS_MAX = 1_000_000_000  # of one request: above any context window, and far below what its column holds
+
+
+@dataclass(frozen=True, slots=True)
+class TokenBounds:
+    """The most tokens of one request of a key; None: as many as the model takes. Output is that of all choices together."""
+
+    max_input_tokens: int | None = None
+    max_output_tokens: int | None = None
+
+
+NO_BOUNDS = TokenBounds()
 
 
 def checked_key_name(name: str) -> str:
@@ -33,6 +46,13 @@ def checked_models(models: Collection[str]) -> list[str]:
     if not all(1 <= len(model) <= MODEL_NAME_MAX_CHARS and model.isprintable() for model in models):
         raise InvalidValue("models", f"give names of 1 to {MODEL_NAME_MAX_CHARS} printable characters")
     return sorted(set(models))
+
+
+def checked_bound(token_count: int | None, field: str) -> int | None:
+    """The most tokens of one request; 0 and None mean no bound. Raises: InvalidValue."""
+    if token_count is not None and not 0 <= token_count <= TOKENS_MAX:
+        raise InvalidValue(field, f"give 1 to {TOKENS_MAX:,} tokens, or 0 for no limit of the key")
+    return token_count or None
 
 
 def model_allowed(models: Collection[str], asked: str) -> bool:

@@ -24,7 +24,15 @@ from metering.models import ApiKey, ApiKeyUse, Organization, Project
 from metering.money import checked_currency
 from metering.quotas.quota_defaults import limit_new_key
 from metering.tenants.audit import record_change, snapshot
-from metering.tenants.key_rules import checked_key_name, checked_models, checked_scopes, model_allowed
+from metering.tenants.key_rules import (
+    NO_BOUNDS,
+    TokenBounds,
+    checked_bound,
+    checked_key_name,
+    checked_models,
+    checked_scopes,
+    model_allowed,
+)
 from metering.tenants.key_secrets import PREFIX_FORM, PREFIX_LENGTH, SECRET_FORM, hash_of, new_secret, prefix_of
 
 NAME_FORM = re.compile(r"[a-z][a-z0-9-]{0,62}", re.ASCII)
@@ -35,7 +43,7 @@ LIFETIME_MAX = timedelta(days=36_500)  # a century; keeps the sum inside what a 
 class Principal:
     """Who calls, as its key says. secret_lifetime_s: how long this secret of the key works from now on; None: for ever.
 
-    models: those that it may use; none: every one.
+    models: those that it may use; none: every one. bounds: on the tokens of one request.
     """
 
     api_key_id: uuid.UUID
@@ -46,6 +54,7 @@ class Principal:
     scopes: frozenset[str]
     secret_lifetime_s: float | None = None
     models: frozenset[str] = frozenset()
+    bounds: TokenBounds = NO_BOUNDS
 
     def may_use(self, model: str) -> bool:
         """Whether the key is good for the model of this name."""
@@ -72,6 +81,7 @@ class KeyRecord:
     overlap_ends_at: datetime | None = None
     models: tuple[str, ...] = ()
     last_used_at: datetime | None = None
+    bounds: TokenBounds = NO_BOUNDS
 
 
 async def create_organization(session: AsyncSession, *, name: str, currency_code: str = "USD", actor: str) -> Organization:
@@ -116,6 +126,8 @@ async def create_api_key(
     name: str,
     scopes: Collection[str] = ("inference",),
     models: Collection[str] = (),
+    max_input_tokens: int | None = None,
+    max_output_tokens: int | None = None,
     lifetime: timedelta | None = None,
     actor: str,
 ) -> tuple[KeyRecord, str]:
@@ -129,6 +141,8 @@ async def create_api_key(
         "name": checked_key_name(name),
         "scopes": checked_scopes(scopes),
         "models": checked_models(models),
+        "max_input_tokens": checked_bound(max_input_tokens, "max_input_tokens"),
+        "max_output_tokens": checked_bound(max_output_tokens, "max_output_tokens"),
         "expires_at": None if lifetime is None else func.now() + _checked_lifetime(lifetime),
     }
     while True:  # until a prefix is free, which the first one is but for one time in millions
@@ -208,6 +222,8 @@ def select_principal() -> Select[Any]:
             ApiKey.scopes,
             cast(func.extract("epoch", ends_at - func.now()), Double),
             ApiKey.models,
+            ApiKey.max_input_tokens,
+            ApiKey.max_output_tokens,
         )
         .join(Project, Project.id == ApiKey.project_id)
         .join(Organization, Organization.id == Project.organization_id)
@@ -234,7 +250,9 @@ async def authenticate(session: AsyncSession, secret: str) -> Principal:
     found = await session.execute(PRINCIPAL_OF_SECRET, {"secret_hash": hash_of(secret)})
     if (row := found.one_or_none()) is None:
         raise refusal
-    return Principal(row[0], row[1], row[2], row[3], row[4], frozenset(row[5]), row[6], frozenset(row[7]))
+    return Principal(
+        row[0], row[1], row[2], row[3], row[4], frozenset(row[5]), row[6], frozenset(row[7]), TokenBounds(row[8], row[9])
+    )
 
 
 async def find_organization(session: AsyncSession, ref: str) -> Organization:
@@ -328,6 +346,7 @@ def _key_record(
         overlap_ends_at=overlap_ends_at,
         models=tuple(key.models),
         last_used_at=last_used_at,
+        bounds=TokenBounds(key.max_input_tokens, key.max_output_tokens),
     )
 
 

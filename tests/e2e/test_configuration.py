@@ -66,7 +66,13 @@ def team(name: str, **fields: Any) -> dict[str, Any]:
     quota = {"dimension": "QUOTA_DIMENSION_TOKENS_PER_MONTH", "limit_value": 1000}
     keys = [
         {"name": "copilot", "quotas": [{"dimension": "QUOTA_DIMENSION_REQUESTS_PER_MINUTE", "limit_value": 9, "enforced": False}]},
-        {"name": "nightly", "scopes": ["inference", "billing"], "models": [MODEL], "expire_time": NEXT_YEAR},
+        {
+            "name": "nightly",
+            "scopes": ["inference", "billing"],
+            "models": [MODEL],
+            "expire_time": NEXT_YEAR,
+            "max_input_tokens": 900,
+        },
     ]
     weighted = {"dimension": "QUOTA_DIMENSION_TOKENS_PER_DAY", "model": MODEL, "limit_value": 500, "output_weight_milli": 2500}
     raised = {"raised_limit_value": 800, "raised_until_time": NEXT_YEAR, "raise_reason": "launch"}
@@ -152,7 +158,7 @@ async def test_changes_are_told_with_what_was_and_what_will_be(admin: Admin) -> 
     wanted["quotas"][0]["limit_value"] = 2000
     search = wanted["projects"][0]
     search["quotas"][0] |= {"output_weight_milli": 1000, "raised_limit_value": 900}
-    search["keys"][1] |= {"scopes": ["inference"], "models": []}
+    search["keys"][1] |= {"scopes": ["inference"], "models": [], "max_input_tokens": 0, "max_output_tokens": 50}
     del search["keys"][1]["expire_time"]
 
     changed = await admin.apply(wanted)
@@ -160,7 +166,16 @@ async def test_changes_are_told_with_what_was_and_what_will_be(admin: Admin) -> 
     assert [(change.kind, fields_of(change)) for change in changed.changes] == [
         ("quota", {"limit_value": (1000, 2000)}),
         ("quota", {"output_weight_milli": (2500, 1000), "raised_limit_value": (800, 900)}),
-        ("key", {"scopes": (["billing", "inference"], ["inference"]), "models": ([MODEL], []), "expire_time": (NEXT_YEAR, None)}),
+        (
+            "key",
+            {
+                "scopes": (["billing", "inference"], ["inference"]),
+                "models": ([MODEL], []),
+                "max_input_tokens": (900, None),
+                "max_output_tokens": (None, 50),
+                "expire_time": (NEXT_YEAR, None),
+            },
+        ),
     ]
     assert (await admin.export(name))["quotas"][0]["limit_value"] == "2000"
 
@@ -175,6 +190,7 @@ async def test_only_what_a_list_that_is_pruned_does_not_name_is_removed(service:
         "name": "nightly",
         "scopes": ["billing", "inference"],
         "models": [MODEL],
+        "max_input_tokens": 900,
         "expire_time": NEXT_YEAR,
         "prune_quotas": True,
     }
@@ -204,6 +220,7 @@ async def test_every_mistake_is_told_with_its_place_and_nothing_is_changed(admin
     before = admin.audit_count()
     wrong = team(name)
     wrong["projects"][0]["keys"][0] |= {"scopes": ["root"], "models": ["larg"]}
+    wrong["projects"][0]["keys"][1] |= {"max_output_tokens": -1}
     wrong["projects"][0]["keys"].append({"name": "nightly"})
     wrong["projects"][0]["quotas"] += [
         {"dimension": "QUOTA_DIMENSION_TOKENS_PER_DAY", "model": "nothing", "limit_value": 1},
@@ -220,6 +237,7 @@ async def test_every_mistake_is_told_with_its_place_and_nothing_is_changed(admin
     assert {mistake.field for mistake in answer.mistakes} == {
         "organizations[0].projects[0].keys[0].scopes",
         "organizations[0].projects[0].keys[0].models",
+        "organizations[0].projects[0].keys[1].max_output_tokens",
         "organizations[0].projects[0].keys[2].name",
         "organizations[0].projects[0].quotas[1].model",
         "organizations[0].projects[0].quotas[2].limit_value",

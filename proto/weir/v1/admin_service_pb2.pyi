@@ -113,6 +113,8 @@ class ApiKey(_message.Message):
     MODELS_FIELD_NUMBER: _builtins.int
     LAST_USE_TIME_FIELD_NUMBER: _builtins.int
     USE_KNOWN_SINCE_TIME_FIELD_NUMBER: _builtins.int
+    MAX_INPUT_TOKENS_FIELD_NUMBER: _builtins.int
+    MAX_OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
     api_key_id: _builtins.str
     """Server-minted UUID."""
     project_id: _builtins.str
@@ -123,6 +125,14 @@ class ApiKey(_message.Message):
     """The first characters of the key, enough to recognise it."""
     organization_id: _builtins.str
     """The organization of its project."""
+    max_input_tokens: _builtins.int
+    """Most tokens of one request's prompt, or of all texts that it embeds. 0: as many as the model takes. More: INVALID_ARGUMENT with the
+    reason KEY_LIMIT_EXCEEDED.
+    """
+    max_output_tokens: _builtins.int
+    """Most output tokens of one request, of all its choices together. 0: as many as the model gives. A request that asks for more is refused
+    in the same way; one that does not say how many it wants ends with FINISH_REASON_LENGTH there.
+    """
     @_builtins.property
     def scopes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """What it may do: "inference", "admin", "billing"."""
@@ -173,10 +183,12 @@ class ApiKey(_message.Message):
         models: _abc.Iterable[_builtins.str] | None = ...,
         last_use_time: _timestamp_pb2.Timestamp | None = ...,
         use_known_since_time: _timestamp_pb2.Timestamp | None = ...,
+        max_input_tokens: _builtins.int = ...,
+        max_output_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "expire_time", b"expire_time", "last_use_time", b"last_use_time", "overlap_end_time", b"overlap_end_time", "revoke_time", b"revoke_time", "use_known_since_time", b"use_known_since_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["api_key_id", b"api_key_id", "create_time", b"create_time", "expire_time", b"expire_time", "last_use_time", b"last_use_time", "models", b"models", "name", b"name", "organization_id", b"organization_id", "overlap_end_time", b"overlap_end_time", "prefix", b"prefix", "project_id", b"project_id", "revoke_time", b"revoke_time", "scopes", b"scopes", "use_known_since_time", b"use_known_since_time"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["api_key_id", b"api_key_id", "create_time", b"create_time", "expire_time", b"expire_time", "last_use_time", b"last_use_time", "max_input_tokens", b"max_input_tokens", "max_output_tokens", b"max_output_tokens", "models", b"models", "name", b"name", "organization_id", b"organization_id", "overlap_end_time", b"overlap_end_time", "prefix", b"prefix", "project_id", b"project_id", "revoke_time", b"revoke_time", "scopes", b"scopes", "use_known_since_time", b"use_known_since_time"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -407,6 +419,8 @@ class CreateApiKeyRequest(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     ALLOW_EXISTING_FIELD_NUMBER: _builtins.int
     MODELS_FIELD_NUMBER: _builtins.int
+    MAX_INPUT_TOKENS_FIELD_NUMBER: _builtins.int
+    MAX_OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
     organization: _builtins.str
     """Name or id of the organization. Unknown: NOT_FOUND."""
     project: _builtins.str
@@ -417,6 +431,10 @@ class CreateApiKeyRequest(_message.Message):
     """Makes a repetition safe: see the service. Not a UUID: INVALID_ARGUMENT."""
     allow_existing: _builtins.bool
     """Answer the project's working key of this name and these scopes if there is one; names need not be unique otherwise."""
+    max_input_tokens: _builtins.int
+    """See `ApiKey.max_input_tokens`: 1 to 1,000,000,000, or 0 for no limit."""
+    max_output_tokens: _builtins.int
+    """See `ApiKey.max_output_tokens`: 1 to 1,000,000,000, or 0 for no limit."""
     @_builtins.property
     def scopes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """At least one of "inference", "admin", "billing". Empty: "inference"."""
@@ -440,10 +458,12 @@ class CreateApiKeyRequest(_message.Message):
         request_id: _builtins.str = ...,
         allow_existing: _builtins.bool = ...,
         models: _abc.Iterable[_builtins.str] | None = ...,
+        max_input_tokens: _builtins.int = ...,
+        max_output_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["lifetime", b"lifetime"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["allow_existing", b"allow_existing", "lifetime", b"lifetime", "models", b"models", "name", b"name", "organization", b"organization", "project", b"project", "request_id", b"request_id", "scopes", b"scopes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["allow_existing", b"allow_existing", "lifetime", b"lifetime", "max_input_tokens", b"max_input_tokens", "max_output_tokens", b"max_output_tokens", "models", b"models", "name", b"name", "organization", b"organization", "project", b"project", "request_id", b"request_id", "scopes", b"scopes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -560,6 +580,8 @@ class UpdateApiKeyRequest(_message.Message):
     NEVER_EXPIRES_FIELD_NUMBER: _builtins.int
     MODELS_FIELD_NUMBER: _builtins.int
     ALL_MODELS_FIELD_NUMBER: _builtins.int
+    MAX_INPUT_TOKENS_FIELD_NUMBER: _builtins.int
+    MAX_OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
     api_key: _builtins.str
     """Its id, or its prefix as shown. Unknown: NOT_FOUND."""
     name: _builtins.str
@@ -568,6 +590,10 @@ class UpdateApiKeyRequest(_message.Message):
     """Let it work for ever. With `expire_time`: INVALID_ARGUMENT."""
     all_models: _builtins.bool
     """Let it use every model. With `models`: INVALID_ARGUMENT."""
+    max_input_tokens: _builtins.int
+    """New limit, see `CreateApiKeyRequest.max_input_tokens`; 0: none. What runs goes on under the limit that it began with."""
+    max_output_tokens: _builtins.int
+    """New limit, see `CreateApiKeyRequest.max_output_tokens`; 0: none. What runs goes on under the limit that it began with."""
     @_builtins.property
     def scopes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """New scopes. Empty: they stay."""
@@ -590,13 +616,24 @@ class UpdateApiKeyRequest(_message.Message):
         never_expires: _builtins.bool = ...,
         models: _abc.Iterable[_builtins.str] | None = ...,
         all_models: _builtins.bool = ...,
+        max_input_tokens: _builtins.int | None = ...,
+        max_output_tokens: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_name", b"_name", "expire_time", b"expire_time", "name", b"name"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_input_tokens", b"_max_input_tokens", "_max_output_tokens", b"_max_output_tokens", "_name", b"_name", "expire_time", b"expire_time", "max_input_tokens", b"max_input_tokens", "max_output_tokens", b"max_output_tokens", "name", b"name"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_name", b"_name", "all_models", b"all_models", "api_key", b"api_key", "expire_time", b"expire_time", "models", b"models", "name", b"name", "never_expires", b"never_expires", "scopes", b"scopes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_input_tokens", b"_max_input_tokens", "_max_output_tokens", b"_max_output_tokens", "_name", b"_name", "all_models", b"all_models", "api_key", b"api_key", "expire_time", b"expire_time", "max_input_tokens", b"max_input_tokens", "max_output_tokens", b"max_output_tokens", "models", b"models", "name", b"name", "never_expires", b"never_expires", "scopes", b"scopes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__max_input_tokens: _TypeAlias = _typing.Literal["max_input_tokens"]  # noqa: Y015
+    _WhichOneofArgType__max_input_tokens: _TypeAlias = _typing.Literal["_max_input_tokens", b"_max_input_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__max_output_tokens: _TypeAlias = _typing.Literal["max_output_tokens"]  # noqa: Y015
+    _WhichOneofArgType__max_output_tokens: _TypeAlias = _typing.Literal["_max_output_tokens", b"_max_output_tokens"]  # noqa: Y015
     _WhichOneofReturnType__name: _TypeAlias = _typing.Literal["name"]  # noqa: Y015
     _WhichOneofArgType__name: _TypeAlias = _typing.Literal["_name", b"_name"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_input_tokens) -> _WhichOneofReturnType__max_input_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_output_tokens) -> _WhichOneofReturnType__max_output_tokens | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__name) -> _WhichOneofReturnType__name | None: ...
 
 Global___UpdateApiKeyRequest: _TypeAlias = UpdateApiKeyRequest  # noqa: Y015

@@ -268,7 +268,7 @@ class AdminServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def UpdateApiKey(self, request, context):
-        """Changes name, scopes or expiry of an API key. FAILED_PRECONDITION for a revoked key.
+        """Changes name, expiry or what an API key is good for. FAILED_PRECONDITION for a revoked key.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

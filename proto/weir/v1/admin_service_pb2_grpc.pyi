@@ -58,7 +58,7 @@ class AdminServiceStub:
     prefix, limits and counters stay. FAILED_PRECONDITION for a revoked key.
     """
     UpdateApiKey: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.UpdateApiKeyRequest, _admin_service_pb2.UpdateApiKeyResponse]
-    """Changes name, scopes or expiry of an API key. FAILED_PRECONDITION for a revoked key."""
+    """Changes name, expiry or what an API key is good for. FAILED_PRECONDITION for a revoked key."""
     RevokeApiKey: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.RevokeApiKeyRequest, _admin_service_pb2.RevokeApiKeyResponse]
     """Revokes an API key for good: new calls with it are refused at once, and what runs with it is ended as `failed` with the reason
     KEY_REVOKED and its final usage, in every process. Revoking twice changes nothing.
@@ -143,7 +143,7 @@ class AdminServiceAsyncStub(AdminServiceStub):
     prefix, limits and counters stay. FAILED_PRECONDITION for a revoked key.
     """
     UpdateApiKey: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.UpdateApiKeyRequest, _admin_service_pb2.UpdateApiKeyResponse]  # type: ignore[assignment]
-    """Changes name, scopes or expiry of an API key. FAILED_PRECONDITION for a revoked key."""
+    """Changes name, expiry or what an API key is good for. FAILED_PRECONDITION for a revoked key."""
     RevokeApiKey: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.RevokeApiKeyRequest, _admin_service_pb2.RevokeApiKeyResponse]  # type: ignore[assignment]
     """Revokes an API key for good: new calls with it are refused at once, and what runs with it is ended as `failed` with the reason
     KEY_REVOKED and its final usage, in every process. Revoking twice changes nothing.
@@ -267,7 +267,7 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_service_pb2.UpdateApiKeyRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_service_pb2.UpdateApiKeyResponse, _abc.Awaitable[_admin_service_pb2.UpdateApiKeyResponse]]:
-        """Changes name, scopes or expiry of an API key. FAILED_PRECONDITION for a revoked key."""
+        """Changes name, expiry or what an API key is good for. FAILED_PRECONDITION for a revoked key."""
 
     @_abc_1.abstractmethod
     def RevokeApiKey(

@@ -148,12 +148,18 @@ class ApiKeyConfiguration(_message.Message):
     QUOTAS_FIELD_NUMBER: _builtins.int
     PRUNE_QUOTAS_FIELD_NUMBER: _builtins.int
     MODELS_FIELD_NUMBER: _builtins.int
+    MAX_INPUT_TOKENS_FIELD_NUMBER: _builtins.int
+    MAX_OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """See `CreateApiKeyRequest.name`."""
     prefix: _builtins.str
     """The key's first characters, to tell keys of one name apart; it must exist then. Empty: the name alone says which."""
     prune_quotas: _builtins.bool
     """Remove its limits that are not in `quotas`."""
+    max_input_tokens: _builtins.int
+    """See `ApiKey.max_input_tokens`. 0: no limit."""
+    max_output_tokens: _builtins.int
+    """See `ApiKey.max_output_tokens`. 0: no limit."""
     @_builtins.property
     def scopes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """See `CreateApiKeyRequest.scopes`."""
@@ -180,10 +186,12 @@ class ApiKeyConfiguration(_message.Message):
         quotas: _abc.Iterable[Global___QuotaConfiguration] | None = ...,
         prune_quotas: _builtins.bool = ...,
         models: _abc.Iterable[_builtins.str] | None = ...,
+        max_input_tokens: _builtins.int = ...,
+        max_output_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["expire_time", b"expire_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["expire_time", b"expire_time", "models", b"models", "name", b"name", "prefix", b"prefix", "prune_quotas", b"prune_quotas", "quotas", b"quotas", "scopes", b"scopes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["expire_time", b"expire_time", "max_input_tokens", b"max_input_tokens", "max_output_tokens", b"max_output_tokens", "models", b"models", "name", b"name", "prefix", b"prefix", "prune_quotas", b"prune_quotas", "quotas", b"quotas", "scopes", b"scopes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1195,12 +1195,18 @@ class AdmittedFrame(_message.Message):
     PREDICTED_CACHED_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     QUOTAS_FIELD_NUMBER: _builtins.int
     PRICE_VERSION_FIELD_NUMBER: _builtins.int
+    MAX_OUTPUT_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    BOUNDED_BY_KEY_FIELD_NUMBER: _builtins.int
     input_token_count: _builtins.int
     """Tokens of the rendered prompt, or of all texts to embed."""
     predicted_cached_token_count: _builtins.int
     """Prompt tokens that the prefix cache is expected to serve."""
     price_version: _builtins.int
     """Version of the price list that this request is billed by."""
+    max_output_token_count: _builtins.int
+    """Most output tokens of the request, all choices together: what it asks for, what the context window leaves, or what its key may have."""
+    bounded_by_key: _builtins.bool
+    """True if the request does not say how many it wants, and `max_output_token_count` is what its key may have in one request."""
     @_builtins.property
     def quotas(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.QuotaStatus]:
         """Every quota that applies, with this request's hold counted."""
@@ -1212,10 +1218,12 @@ class AdmittedFrame(_message.Message):
         predicted_cached_token_count: _builtins.int = ...,
         quotas: _abc.Iterable[_types_pb2.QuotaStatus] | None = ...,
         price_version: _builtins.int = ...,
+        max_output_token_count: _builtins.int = ...,
+        bounded_by_key: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["input_token_count", b"input_token_count", "predicted_cached_token_count", b"predicted_cached_token_count", "price_version", b"price_version", "quotas", b"quotas"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bounded_by_key", b"bounded_by_key", "input_token_count", b"input_token_count", "max_output_token_count", b"max_output_token_count", "predicted_cached_token_count", b"predicted_cached_token_count", "price_version", b"price_version", "quotas", b"quotas"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1864,22 +1872,76 @@ class GetQuotaResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     QUOTAS_FIELD_NUMBER: _builtins.int
+    RESTRICTIONS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def quotas(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.QuotaStatus]:
         """Sorted by organization, project, key, then dimension. Empty means unlimited."""
+
+    @_builtins.property
+    def restrictions(self) -> Global___KeyRestrictions:
+        """What the caller's key is good for."""
 
     def __init__(
         self,
         *,
         quotas: _abc.Iterable[_types_pb2.QuotaStatus] | None = ...,
+        restrictions: Global___KeyRestrictions | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["restrictions", b"restrictions"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["quotas", b"quotas"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["quotas", b"quotas", "restrictions", b"restrictions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetQuotaResponse: _TypeAlias = GetQuotaResponse  # noqa: Y015
+
+@_typing.final
+class KeyRestrictions(_message.Message):
+    """What a key is good for, as it may know itself."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PREFIX_FIELD_NUMBER: _builtins.int
+    SCOPES_FIELD_NUMBER: _builtins.int
+    MODELS_FIELD_NUMBER: _builtins.int
+    MAX_INPUT_TOKENS_FIELD_NUMBER: _builtins.int
+    MAX_OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
+    SECRET_EXPIRE_TIME_FIELD_NUMBER: _builtins.int
+    prefix: _builtins.str
+    """The first characters of the key."""
+    max_input_tokens: _builtins.int
+    """Most tokens of one request's prompt, or of all texts that it embeds. 0: as many as the model takes."""
+    max_output_tokens: _builtins.int
+    """Most output tokens of one request, of all its choices together. 0: as many as the model gives."""
+    @_builtins.property
+    def scopes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """What it may do: "inference", "admin", "billing"."""
+
+    @_builtins.property
+    def models(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The models that it may use, by name. Empty: every model."""
+
+    @_builtins.property
+    def secret_expire_time(self) -> _timestamp_pb2.Timestamp:
+        """When the secret that the call came with stops working. Unset: never."""
+
+    def __init__(
+        self,
+        *,
+        prefix: _builtins.str = ...,
+        scopes: _abc.Iterable[_builtins.str] | None = ...,
+        models: _abc.Iterable[_builtins.str] | None = ...,
+        max_input_tokens: _builtins.int = ...,
+        max_output_tokens: _builtins.int = ...,
+        secret_expire_time: _timestamp_pb2.Timestamp | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["secret_expire_time", b"secret_expire_time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_input_tokens", b"max_input_tokens", "max_output_tokens", b"max_output_tokens", "models", b"models", "prefix", b"prefix", "scopes", b"scopes", "secret_expire_time", b"secret_expire_time"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KeyRestrictions: _TypeAlias = KeyRestrictions  # noqa: Y015
 
 @_typing.final
 class QuoteRequest(_message.Message):

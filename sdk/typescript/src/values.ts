@@ -121,6 +121,10 @@ export interface Admitted {
   readonly predictedCachedTokenCount: number;
   readonly quotas: readonly QuotaStatus[];
   readonly priceVersion: number;
+  /** Of all choices; 0 from older servers, which do not tell. */
+  readonly maxOutputTokenCount: number;
+  /** That is what the key may have, since the request does not say how much it wants. */
+  readonly boundedByKey: boolean;
 }
 
 /** The request waits. */

@@ -135,6 +135,8 @@ export function admitted(frame: AdmittedFrame): Admitted {
     predictedCachedTokenCount: count(frame.predictedCachedTokenCount),
     quotas: frame.quotas.map(quota),
     priceVersion: count(frame.priceVersion),
+    maxOutputTokenCount: count(frame.maxOutputTokenCount),
+    boundedByKey: frame.boundedByKey,
   };
 }
 

@@ -66,14 +66,17 @@ class AsyncAdminClient(AsyncTermCalls):
         *,
         scopes: Sequence[str] = ("inference",),
         models: Sequence[str] = (),
+        max_input_tokens: int | None = None,
+        max_output_tokens: int | None = None,
         lifetime: timedelta | None = None,
         allow_existing: bool = False,
         request_id: str = "",
     ) -> CreatedApiKey:
         """A new key; its secret is told here and never again. `lifetime` None: it works until it is revoked.
 
-        models: those that it may use, by name; none: every one. allow_existing: or the working key of this name, these scopes and
-        models, without its secret. request_id: a UUID of your own; the same call with it again makes nothing new, tells no secret.
+        models: those that it may use, by name; none: every one. max_input_tokens, max_output_tokens: of one request.
+        allow_existing: or the working key of this name that is good for the same, without its secret. request_id: a UUID of your
+        own; the same call with it again makes nothing new, and tells no secret.
         """
         request = admin_pb.CreateApiKeyRequest(
             organization=organization,
@@ -81,6 +84,8 @@ class AsyncAdminClient(AsyncTermCalls):
             name=name,
             scopes=scopes,
             models=models,
+            max_input_tokens=max_input_tokens or 0,
+            max_output_tokens=max_output_tokens or 0,
             allow_existing=allow_existing,
             request_id=request_id,
         )
@@ -109,12 +114,21 @@ class AsyncAdminClient(AsyncTermCalls):
         scopes: Sequence[str] = (),
         models: Sequence[str] = (),
         all_models: bool = False,
+        max_input_tokens: int | None = None,
+        max_output_tokens: int | None = None,
         expire_time: datetime | None = None,
         never_expires: bool = False,
     ) -> ApiKey:
-        """Changes what is given of a key, by id or prefix. A time that has passed ends it now."""
+        """Changes what is given of a key, by id or prefix. A time that has passed ends it now; 0 tokens: no limit."""
         request = admin_pb.UpdateApiKeyRequest(
-            api_key=api_key, name=name, scopes=scopes, models=models, all_models=all_models, never_expires=never_expires
+            api_key=api_key,
+            name=name,
+            scopes=scopes,
+            models=models,
+            all_models=all_models,
+            max_input_tokens=max_input_tokens,
+            max_output_tokens=max_output_tokens,
+            never_expires=never_expires,
         )
         if expire_time is not None:
             request.expire_time.FromDatetime(expire_time)

@@ -31,7 +31,7 @@ from weir_client.resumption import RESUME_S
 from weir_client.stream import SharedStream
 from weir_client.terms import Terms, set_keep
 from weir_client.tls import TlsOptions
-from weir_client.values import Generation, QuotaStatus, Result, TokenCount
+from weir_client.values import Generation, KeyRestrictions, QuotaStatus, Result, TokenCount
 
 KEEP_MIN_S = 0.001  # what a caller's clock ends at once is kept for as good as no time
 
@@ -207,6 +207,11 @@ class AsyncClient:
         """Every limit that applies to the key, or to the key and one model. Empty: unlimited. Raises: WeirError."""
         response = await self._opened().call(self._stub.GetQuota, pb.GetQuotaRequest(model=model), timeout=timeout)
         return [wire.quota(each) for each in response.quotas]
+
+    async def get_restrictions(self, *, timeout: float | None = None) -> KeyRestrictions:
+        """What the key is good for: scopes, models, tokens of one request, until when. Raises: WeirError."""
+        response = await self._opened().call(self._stub.GetQuota, pb.GetQuotaRequest(), timeout=timeout)
+        return wire.restrictions(response.restrictions)
 
     async def get_generation(self, request_id: str, *, timeout: float | None = None) -> Generation:
         """What is recorded of one request of the key's project. Raises: NotFound; any WeirError."""

@@ -188,4 +188,5 @@ class Client(BlockingClient[AsyncClient]):
     embed = blocking(AsyncClient.embed)
     list_models = blocking(AsyncClient.list_models)
     get_quota = blocking(AsyncClient.get_quota)
+    get_restrictions = blocking(AsyncClient.get_restrictions)
     get_generation = blocking(AsyncClient.get_generation)

@@ -145,6 +145,20 @@ class Admitted:
     predicted_cached_token_count: int
     quotas: tuple[QuotaStatus, ...]
     price_version: int
+    max_output_token_count: int = 0  # of all choices; 0 from older servers, which do not tell
+    bounded_by_key: bool = False  # that is what the key may have, since the request does not say how much it wants
+
+
+@dataclass(frozen=True, slots=True)
+class KeyRestrictions:
+    """What a key is good for."""
+
+    prefix: str
+    scopes: tuple[str, ...]
+    models: tuple[str, ...]  # that it may use; empty: every one
+    max_input_tokens: int | None  # of one request; None: as many as the model takes
+    max_output_tokens: int | None  # of one request, all choices together
+    secret_expire_time: datetime | None  # of the secret that the client has; None: it does not end
 
 
 @dataclass(frozen=True, slots=True)

@@ -147,6 +147,20 @@ def admitted(frame: pb.AdmittedFrame) -> values.Admitted:
         predicted_cached_token_count=frame.predicted_cached_token_count,
         quotas=tuple(quota(each) for each in frame.quotas),
         price_version=frame.price_version,
+        max_output_token_count=frame.max_output_token_count,
+        bounded_by_key=frame.bounded_by_key,
+    )
+
+
+def restrictions(message: pb.KeyRestrictions) -> values.KeyRestrictions:
+    """What a key is good for."""
+    return values.KeyRestrictions(
+        prefix=message.prefix,
+        scopes=tuple(message.scopes),
+        models=tuple(message.models),
+        max_input_tokens=message.max_input_tokens or None,
+        max_output_tokens=message.max_output_tokens or None,
+        secret_expire_time=time_of(message.secret_expire_time) if message.HasField("secret_expire_time") else None,
     )
 
 
