@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from urllib.parse import unquote
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from api.access.auth import BEARER, Authenticator, check_model, payer
 from api.accounts import models_for
@@ -29,7 +30,7 @@ from api.openai.exchange import JSON, Arrival, Exchange, plain_headers, refused
 from api.openai.models import model_list, one_model
 from api.openai.parameters import Asked, decode
 from api.openai.rate_limits import headers_of
-from api.openai.refusals import HttpFault, refusal_of, wrong_parameter
+from api.openai.refusals import INVALID_HTTP, HttpFault, no_http, refusal_of, wrong_parameter
 from api.openai.response_answer import ResponseAnswer
 from api.openai.response_parameters import ResponseParameters, response_asked
 from api.openai.token_texts import TokenTexts
@@ -80,7 +81,7 @@ class Door:
             )
         except HttpFault as fault:
             self._process.observer.http_failed(fault.refusal.code)
-            return refused(fault.refusal, request_id, closing=self._is_draining)
+            return refused(fault.refusal, request_id, closing=self._is_draining or fault.closing)
         except ConnectionError:  # in the middle of its body
             return web.Response(status=400)
         except Exception as error:
@@ -155,13 +156,17 @@ class Door:
         """The body, once the request may have one. Raises: HttpFault, Draining."""
         if self._is_draining:
             raise Draining("this server is shutting down: the same request will be served elsewhere")
-        if request.headers.get("content-encoding", "identity").lower() != "identity":
+        if any(each.strip().lower() != "identity" for each in request.headers.getall("content-encoding", ())):
             raise HttpFault(415, "send the body as it is, without content-encoding", "unsupported_encoding")
+        if request.headers.get("transfer-encoding", "chunked").strip().lower() != "chunked":
+            raise HttpFault(400, no_http("transfer-encoding can only be chunked"), INVALID_HTTP, closing=True)
         most = self._process.admission.settings.message_bytes_max
-        too_large = HttpFault(413, f"the body is too large: at most {most} bytes are taken", "request_too_large")
+        too_large = HttpFault(413, f"the body is too large: at most {most} bytes are taken", "request_too_large", closing=True)
         if (request.content_length or 0) > most:
             raise too_large
-        if request.headers.get("expect", "").lower() == "100-continue":
+        if (expected := request.headers.get("expect")) is not None:
+            if expected.lower() != "100-continue":
+                raise HttpFault(417, "the header Expect can only be 100-continue", "expectation_failed", closing=True)
             await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
             request.writer.output_size = 0  # it is not the response
         try:
@@ -170,7 +175,9 @@ class Door:
         except web.HTTPRequestEntityTooLarge:
             raise too_large from None
         except TimeoutError:
-            raise HttpFault(408, f"the body did not come within {BODY_WAIT_S:.0f} s", "request_timeout") from None
+            raise HttpFault(408, f"the body did not come within {BODY_WAIT_S:.0f} s", "request_timeout", closing=True) from None
+        except HttpProcessingError as error:
+            raise HttpFault(400, no_http(error.message), INVALID_HTTP, closing=True) from None
 
 
 def answered(value: object, arrival: Arrival, more: Mapping[str, str] | None = None) -> web.Response:
@@ -187,7 +194,10 @@ def peer_of(request: web.BaseRequest) -> str:
 
 def secret_of(request: web.BaseRequest) -> str:
     """The API key of a request. Raises: Unauthenticated saying how to send it."""
-    given = request.headers.get("authorization", "")
+    keys = request.headers.getall("authorization", [])
+    if len(keys) > 1:
+        raise Unauthenticated("several API keys: send one header `Authorization: Bearer <API key>`")
+    given = keys[0] if keys else ""
     if given.lower().startswith(BEARER):
         return given[len(BEARER) :].strip()
     raise Unauthenticated("no API key: send the header `Authorization: Bearer <API key>`")
@@ -198,10 +208,12 @@ def request_id_of(request: web.BaseRequest) -> uuid.UUID | None:
 
     A proxy may put an `X-Request-Id` of its own form on everything: only a UUID is taken for one. Raises: InvalidRequest.
     """
-    key = request.headers.get("idempotency-key")
-    if key is not None:
-        if not IDEMPOTENCY_KEY.fullmatch(key):
-            raise wrong_parameter("Idempotency-Key", "must have 1 to 255 visible characters; a UUID becomes the request id itself")
+    keys = request.headers.getall("idempotency-key", [])
+    if keys:
+        key = keys[0]
+        if len(keys) > 1 or not IDEMPOTENCY_KEY.fullmatch(key):
+            remedy = "must be one, and have 1 to 255 visible characters; a UUID becomes the request id itself"
+            raise wrong_parameter("Idempotency-Key", remedy)
         return as_uuid(key) or uuid.uuid5(KEY_NAMESPACE, key)
     return as_uuid(request.headers.get("x-request-id", ""))
 

@@ -6,7 +6,6 @@ HTTP request is the outbox's writer. Tokens count as delivered when they are han
 
 from __future__ import annotations
 
-import asyncio
 import time
 import uuid
 from collections.abc import Sequence
@@ -14,7 +13,7 @@ from dataclasses import dataclass
 from typing import cast
 
 import structlog
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 from aiohttp.http_writer import StreamWriter
 from google.rpc import status_pb2
 from weir.v1 import inference_service_pb2 as pb
@@ -24,6 +23,7 @@ from api.errors import CancelledEarly, InvalidRequest, RequestUnderWay
 from api.observability.trace_context import NO_TRACE, TraceContext
 from api.openai import answers
 from api.openai.answers import Answer, Bill, Output
+from api.openai.listener import Connection
 from api.openai.parameters import Asked
 from api.openai.rate_limits import headers_of
 from api.openai.refusals import CLIENT_CLOSED, Refusal, refusal_of
@@ -260,7 +260,8 @@ class Exchange:
         """Hand bytes to the connection. Raises: ConnectionError if it is gone, TimeoutError if it takes nothing for too long."""
         if self._response is None:
             self._response = web.StreamResponse(headers=self._response_headers())
-            if self._process.admission.capacity.is_draining:
+            # Before HTTP/1.1 nothing but the end of the connection tells where such a body ends.
+            if self._process.admission.capacity.is_draining or self._http.version < HttpVersion11:
                 self._response.force_close()
             await self._response.prepare(self._http)
         self._silent_since = time.monotonic()
@@ -268,8 +269,7 @@ class Exchange:
         writer = cast(StreamWriter, self._http.writer)
         await writer.write(data, drain=False)
         if self._http.protocol.writing_paused:
-            async with asyncio.timeout(self._process.admission.settings.client_stall_max_s):
-                await writer.drain()
+            await cast(Connection, self._http.protocol).drained()
 
     def _response_headers(self) -> dict[str, str]:
         kind = {"content-type": EVENT_STREAM, "x-accel-buffering": "no"} if self._asked.streams else {"content-type": JSON}

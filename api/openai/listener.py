@@ -11,12 +11,13 @@ from collections.abc import Awaitable, Callable
 from typing import Any, cast
 
 import structlog
-from aiohttp import web
-from aiohttp.web_protocol import RequestHandler
+from aiohttp import StreamReader, web
+from aiohttp.http_exceptions import HttpProcessingError
+from aiohttp.web_protocol import RequestHandler, _ErrInfo
 
 from api.access.tls import Tls
 from api.openai import answers
-from api.openai.refusals import Refusal
+from api.openai.refusals import INVALID_HTTP, Refusal, no_http
 from api.settings import Settings
 
 # What a stalled client may leave unread here and in the kernel, whose buffer is as large again: some thousand tokens as events.
@@ -32,14 +33,89 @@ Handle = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
 
 class Connection(RequestHandler):
-    """One connection. Its bounds differ from aiohttp's, and what is not HTTP is answered in the form of every other error."""
+    """One connection. Its bounds differ from aiohttp's, and what is not HTTP is answered in the form of every other error.
 
-    __slots__ = ()
+    Whoever takes nothing of its answers for too long is hung up on, whatever they are: answers of errors cost no key.
+    """
+
+    __slots__ = ("_last_body", "_stall_max_s", "_stall_watch")
+
+    def __init__(self, manager: web.Server, *, stall_max_s: float, **options: Any) -> None:
+        """stall_max_s: for so long a client may take next to nothing of what it is sent."""
+        super().__init__(manager, **options)
+        self._stall_max_s = stall_max_s
+        self._stall_watch: asyncio.TimerHandle | None = None
+        self._last_body: StreamReader | None = None  # of the request that came last: of all requests only it may not be whole yet
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """See `asyncio.Protocol`."""
         cast(asyncio.WriteTransport, transport).set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
         super().connection_made(transport)
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        """See `asyncio.Protocol`."""
+        self._watch_no_more()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """See `asyncio.Protocol`. A body that can never be whole is not waited for: its request is told what is wrong with it."""
+        super().data_received(data)
+        if not self._messages:
+            return
+        message, body = self._messages[-1]
+        if not isinstance(message, _ErrInfo):
+            self._last_body = body
+        elif self._last_body is not None and not self._last_body.is_eof() and self._last_body.exception() is None:
+            self._last_body.set_exception(HttpProcessingError(message=message.message))
+
+    def pause_writing(self) -> None:
+        """See `asyncio.Protocol`."""
+        super().pause_writing()
+        self._watch(self.unsent_bytes)
+
+    def resume_writing(self) -> None:
+        """See `asyncio.Protocol`."""
+        self._watch_no_more()
+        super().resume_writing()
+
+    @property
+    def unsent_bytes(self) -> int:
+        """What the kernel has not taken yet of what was written."""
+        return 0 if self.transport is None else self.transport.get_write_buffer_size()
+
+    async def drained(self) -> None:
+        """Wait until more may be written. Raises: ConnectionError, TimeoutError if the client takes next to nothing."""
+        while self.writing_paused:
+            before = self.unsent_bytes
+            try:
+                async with asyncio.timeout(self._stall_max_s):
+                    await self._drain_helper()
+            except TimeoutError:
+                if before - self.unsent_bytes < WRITE_BUFFER_BYTES:
+                    raise
+                self._drain_waiter = None  # it was cancelled with the wait
+
+    def _watch(self, unsent_bytes: int) -> None:
+        """Look again when `drained` has given up, if anybody waits there: who does says better why it ends."""
+        self._stall_watch = self._loop.call_later(self._stall_max_s + SHUTDOWN_S, self._look_again, unsent_bytes)
+
+    def _watch_no_more(self) -> None:
+        if self._stall_watch is not None:
+            self._stall_watch.cancel()
+            self._stall_watch = None
+
+    def _look_again(self, before: int) -> None:
+        now = self.unsent_bytes
+        if before - now >= WRITE_BUFFER_BYTES:
+            self._watch(now)
+        elif self.transport is not None:
+            log.info("http_client_stalled", unsent_bytes=now)
+            self.transport.abort()
+
+    def log_exception(self, *args: Any, **kw: Any) -> None:
+        """See `RequestHandler`. What is wrong with the rest of a body whose request was answered before is nobody's concern."""
+        if not isinstance(kw.get("exc_info"), HttpProcessingError):
+            super().log_exception(*args, **kw)
 
     def handle_error(
         self, request: web.BaseRequest, status: int = 500, exc: BaseException | None = None, message: str | None = None
@@ -50,8 +126,8 @@ class Connection(RequestHandler):
         if request.writer.output_size > 0:
             raise ConnectionError("a part of the response has been sent")
         kind = "server_error" if status >= 500 else "invalid_request_error"
-        what = "internal error" if status >= 500 else f"this is not a valid HTTP request: {(message or '')[:200]}"
-        body = answers.encode(Refusal(status, what, kind, "server_error" if status >= 500 else "invalid_http").body())
+        what = "internal error" if status >= 500 else no_http(message)
+        body = answers.encode(Refusal(status, what, kind, "server_error" if status >= 500 else INVALID_HTTP).body())
         response = web.Response(status=status, body=body, content_type="application/json")
         response.force_close()
         return response
@@ -75,7 +151,7 @@ class HttpServer(web.Server):
 
     def __call__(self) -> RequestHandler:
         """The protocol of a new connection."""
-        return Connection(self, loop=self._loop, **self._options)
+        return Connection(self, stall_max_s=self._settings.client_stall_max_s, loop=self._loop, **self._options)
 
     def connection_made(self, handler: RequestHandler, transport: asyncio.Transport) -> None:
         """See `web.Server`. A connection too many is closed: it has no request yet that could be refused."""

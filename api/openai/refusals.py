@@ -18,6 +18,7 @@ from api.errors import FieldViolation, InvalidRequest
 from api.openai.rate_limits import headers_of_refusal, kind_of
 
 CLIENT_CLOSED = 499  # no number of the standard, but the one that proxies log; no client sends such a request again by itself
+INVALID_HTTP = "invalid_http"  # the code of what is no HTTP at all
 CLIENT_WAIT_MAX_S = 120.0  # seconds: for longer than that no OpenAI client waits by itself, it would only come too early
 
 HTTP_STATUSES: Mapping[int, int] = {
@@ -77,10 +78,24 @@ class HttpFault(Exception):
     """What is wrong with a request as HTTP, before anything of it was understood."""
 
     def __init__(
-        self, http_status: int, message: str, code: str, headers: Mapping[str, str] | None = None, *, param: str | None = None
+        self,
+        http_status: int,
+        message: str,
+        code: str,
+        headers: Mapping[str, str] | None = None,
+        *,
+        param: str | None = None,
+        closing: bool = False,
     ) -> None:
+        """closing: what else comes on the connection cannot be told from the rest of this request."""
         super().__init__(message)
+        self.closing = closing
         self.refusal = Refusal(http_status, message, "invalid_request_error", code, param, headers or {})
+
+
+def no_http(message: str | None) -> str:
+    """What is told of a request that is not HTTP. message: the parser's, whose first line says it."""
+    return f"this is not a valid HTTP request: {(message or '').partition(chr(10))[0].rstrip(':')[:200]}"
 
 
 def wrong_parameter(param: str | None, description: str) -> InvalidRequest:

@@ -11,10 +11,11 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from aiohttp import web
 
 from api.openai import listener as listener_module
 from api.openai.door import Door
-from api.openai.listener import Listener
+from api.openai.listener import Connection, Listener
 from api.requests.live import LiveRequest
 from api.settings import Settings
 from metering.store.db import Sessions
@@ -128,3 +129,24 @@ async def test_two_hundred_stalled_chats_keep_memory_flat_and_end_as_slow_consum
     await until(lambda: not world.small.process.running(), "all to be given up")
     rows = world.books.rows("SELECT outcome, count(*), sum(delivered_token_count)::int FROM usage_events GROUP BY outcome")
     assert rows == [("slow_consumer", CHATS, sum(delivered))]
+
+
+@pytest.mark.parametrize("unsent", [[400_000, 300_000, 300_000, 200_000, 200_000, 190_000], [20_000, 20_000]])
+async def test_a_client_that_reads_slowly_is_waited_for_as_long_as_it_reads(unsent: list[int]) -> None:
+    """An answer in one piece may be large: what counts is what is taken of it, not when all of it is."""
+
+    class Slow(asyncio.Transport):
+        def get_write_buffer_size(self) -> int:
+            return unsent.pop(0)
+
+    async def nothing(request: web.BaseRequest) -> web.StreamResponse:
+        raise AssertionError("nobody asks")
+
+    connection = Connection(web.Server(nothing), stall_max_s=0.001, loop=asyncio.get_running_loop())
+    connection.transport = Slow()
+    connection._paused = True
+
+    with pytest.raises(TimeoutError):
+        await connection.drained()
+
+    assert not unsent

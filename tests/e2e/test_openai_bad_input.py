@@ -277,6 +277,52 @@ async def test_what_is_not_http_is_answered_once_and_hung_up_on(service: Service
         socket.writer.close()
 
 
+BROKEN_BODIES = (b"zz\r\n", b"5\r\nhello\r\n-1\r\n", b"2\r\n{}ZZ", b"f" * 17 + b"\r\n", b"0\r\n" + b"x: y\r\n" * 1000)
+
+
+async def test_a_body_that_can_never_be_whole_is_refused_at_once_and_hung_up_on(service: Service, tenant: Tenant) -> None:
+    """Each in a packet of its own, when its request is waiting for its body, also behind another request."""
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: weir\r\nauthorization: Bearer {tenant.secret}\r\n"
+    chunked = f"{head}transfer-encoding: chunked\r\n".encode()
+
+    for broken in BROKEN_BODIES:
+        for before in (b"", post(tenant.secret, b"{}")):
+            socket = await dial(service)
+            await socket.say(before + chunked + b"expect: 100-continue\r\n\r\n")
+            if before:
+                assert (await socket.response()).error["param"] == "model"
+            async with asyncio.timeout(PATIENCE_S):
+                assert await socket.reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+            await socket.say(broken)
+            response = await socket.response()
+            assert (response.status, response.error["code"]) == (400, "invalid_http"), broken
+            assert "\n" not in response.error["message"]
+            assert await socket.ended() == b""
+            socket.writer.close()
+
+
+async def test_headers_that_ask_for_what_does_not_happen_are_refused(service: Service, tenant: Tenant) -> None:
+    """Two values of one header are none: what stands between may have gone by the other."""
+    wrong = {
+        "authorization: Bearer other": (401, "invalid_api_key"),
+        "idempotency-key: a\r\nidempotency-key: b": (400, "invalid_value"),
+        "content-encoding: identity\r\ncontent-encoding: gzip": (415, "unsupported_encoding"),
+        "expect: 200-ok": (417, "expectation_failed"),
+    }
+
+    for header, (status, code) in wrong.items():
+        socket = await dial(service)
+        await socket.say(post(tenant.secret, json.dumps(CHAT).encode(), header))
+        response = await socket.response()
+        assert (response.status, response.error["code"]) == (status, code)
+        socket.writer.close()
+    socket = await dial(service)
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: weir\r\nauthorization: Bearer {tenant.secret}\r\n"
+    await socket.say(f"{head}transfer-encoding: gzip, chunked\r\n\r\n2\r\n{{}}\r\n0\r\n\r\n".encode())
+    assert (await socket.response()).error["code"] == "invalid_http"
+    socket.writer.close()
+
+
 async def test_requests_sent_ahead_are_answered_in_their_order(service: Service, tenant: Tenant) -> None:
     body = json.dumps({"model": "none", "messages": says("x")}).encode()
     listing = f"GET /v1/models HTTP/1.1\r\nhost: weir\r\nauthorization: Bearer {tenant.secret}\r\n\r\n".encode()

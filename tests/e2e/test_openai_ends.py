@@ -220,6 +220,31 @@ async def test_who_does_not_come_to_the_point_is_hung_up_on(service: Service) ->
         each.writer.close()
 
 
+async def test_who_takes_no_answers_is_hung_up_on_also_without_a_key(service: Service) -> None:
+    """Small ones, which nobody writes piece by piece."""
+    line = await dial(service, receive_bytes=4096)
+
+    async with asyncio.timeout(PATIENCE_S):
+        with pytest.raises(ConnectionError):
+            await say_for_ever(line, b"GET /v1/nothing HTTP/1.1\r\nhost: weir\r\n\r\n" * 1000)
+    line.writer.close()
+
+
+async def test_a_body_without_a_length_ends_with_its_connection_where_nothing_else_says_so(service: Service) -> None:
+    tenant = await service.tenant()
+    body = json.dumps({"model": MODEL, "messages": says("Go"), "max_tokens": 2}).encode()
+    asked = post(tenant.secret, body, "connection: keep-alive").replace(b"HTTP/1.1", b"HTTP/1.0")
+
+    line = await dial(service)
+    await line.say(asked)
+    head, _, answer = (await line.ended()).partition(b"\r\n\r\n")
+
+    assert head.startswith(b"HTTP/1.0 200")
+    assert b"keep-alive" not in head.lower()
+    assert json.loads(answer)["usage"]["completion_tokens"] == 2
+    line.writer.close()
+
+
 async def test_connections_are_bounded_and_come_back(service: Service) -> None:
     tenant = await service.tenant()
     with capture_logs() as logs:
@@ -231,6 +256,12 @@ async def test_connections_are_bounded_and_come_back(service: Service) -> None:
 
     async with connect_async(service, tenant.secret, max_retries=100) as client:
         assert [model.id async for model in client.models.list()] == [MODEL]
+
+
+async def say_for_ever(line: Socket, data: bytes) -> None:
+    """Until the other side hangs up. Raises: ConnectionError."""
+    while True:
+        await line.say(data)
 
 
 async def refused(call: Any) -> openai.APIStatusError:
