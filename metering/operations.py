@@ -143,7 +143,7 @@ class Admit:
 
 @dataclass(frozen=True, slots=True)
 class Extend:
-    """Lease more output tokens. Answers `Extended`. Delivered and cached counts are those known now."""
+    """Lease more output tokens, at least one. Answers `Extended`. Delivered and cached counts are those known now."""
 
     hold_id: uuid.UUID
     delivered_token_count: int

@@ -101,6 +101,8 @@ class Decisions:
                 f"hold {hold.id}: {op.delivered_token_count} delivered, which was {hold.delivered_token_count} before, "
                 f"of {hold.leased_token_count} leased"
             )
+        if op.wanted_token_count < 1:
+            raise InvariantViolated(f"hold {hold.id}: a lease grows by at least one token, not by {op.wanted_token_count}")
         if hold.embedding:
             raise InvariantViolated(f"hold {hold.id}: an embedding has no output to lease")
         claim = hold.claim(self.reads.prices[hold.price_version_id], op.cached_input_token_count)

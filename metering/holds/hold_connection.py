@@ -24,7 +24,8 @@ from metering.holds.known import known_of
 from metering.holds.own_holds import OwnHolds
 from metering.holds.quick_admissions import admit_planned, plan
 from metering.holds.quick_ends import end_planned, plan_ends
-from metering.operations import Admit, Admitted, HoldAnswer, HoldOperation
+from metering.holds.quick_extensions import extend_planned, extended_hold, plan_extensions
+from metering.operations import Admit, Admitted, Extended, HoldAnswer, HoldOperation
 from metering.quotas.refusals import Refusals
 from metering.receipts.chaining import BatchSigner
 from metering.store.bounded_connection import KEEPALIVES, BoundedConnection
@@ -122,7 +123,7 @@ class HoldConnection:
                 own=self._own,
             )
 
-        quick = await self._admit_quickly(batch) or await self._end_quickly(batch)
+        quick = await self._admit_quickly(batch) or await self._end_quickly(batch) | await self._extend_quickly(batch)
         if len(quick) == len(batch) > 0:
             answers = [quick[place] for place in range(len(batch))]
         else:
@@ -164,6 +165,22 @@ class HoldConnection:
             return [*await end_planned(connection, known_of(connection), planned, self._signer)]
 
         return dict(zip(planned.places, await self._try([end.op for end in planned.ends], run), strict=False))
+
+    async def _extend_quickly(self, batch: Sequence[HoldOperation]) -> dict[int, HoldAnswer | Exception]:
+        """The same of extensions, after what ends."""
+        connection = self._connection
+        planned = None if connection is None else plan_extensions(self._own, known_of(connection), batch)
+        if planned is None:
+            return {}
+
+        async def run(connection: Connection) -> list[HoldAnswer | Exception]:
+            now = await extend_planned(connection, known_of(connection), planned, self._expiry_s)
+            extended = [extended_hold(each, now) for each in planned.extensions]
+            for each, hold in zip(planned.extensions, extended, strict=True):
+                self._own.extended(each.op.hold_id, hold)
+            return [Extended(hold.leased_token_count) for hold in extended]
+
+        return dict(zip(planned.places, await self._try([each.op for each in planned.extensions], run), strict=False))
 
     async def _try(
         self, operations: Sequence[HoldOperation], quickly: Callable[[Connection], Answers]

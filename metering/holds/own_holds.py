@@ -1,6 +1,7 @@
-"""The live holds of this process as they stand in the database, as far as it has been told: what ends them need not be read.
+"""The live holds of this process as they stand in the database, as far as it has been told: what ends or extends them reads none.
 
-A guess, like all that a process remembers: the statement that ends a hold compares what can have changed (`quick_ends.py`).
+A guess, like all that a process remembers: the statement that ends or extends a hold compares what can have changed
+(`quick_ends.py`, `quick_extensions.py`).
 """
 
 from __future__ import annotations
@@ -15,14 +16,19 @@ from metering.holds.exchange import packed_id
 from metering.operations import Admit
 from metering.quotas.quota_rules import Kind, QuotaRule
 
+NO_LIMIT = -1  # of a quota that is removed, or counts only
+
 
 class Return(NamedTuple):
-    """What a rule counts of a claim that ends: a place, or tokens by these factors, rounded up. window: see `QuotaRule`.
+    """What a rule counts of a claim that ends or moves on: a place, or tokens by these factors, rounded up.
 
-    packed_number: of the quota, as `packed_id` has it. per_held_input: at which input is held until something is posted.
+    number, packed_number: of the quota, the second as `packed_id` has it. limit_value: how far it may be charged, or NO_LIMIT.
+    window: see `QuotaRule`. per_held_input: at which input is held until something is posted.
     """
 
+    number: int
     packed_number: bytes
+    limit_value: int
     window: int
     is_place: bool
     per_held_input: int
@@ -36,12 +42,14 @@ class Return(NamedTuple):
         """None for a rule that gets nothing back."""
         if rule.kind is Kind.REQUESTS:
             return None
+        limit = rule.limit_value if rule.enforced and rule.limit_value is not None else NO_LIMIT
+        place = rule.number, packed_id(rule.number), limit, rule.window
         if rule.kind is Kind.CONCURRENCY:
-            return cls(packed_id(rule.number), rule.window, True, 0, 0, 0, 0, 1)
+            return cls(*place, True, 0, 0, 0, 0, 1)
         scale = rule.scale(prices)
         dearest = max(scale.input, scale.cached_input)
         factors = scale.input, scale.cached_input, scale.output, scale.divisor
-        return cls(packed_id(rule.number), rule.window, False, dearest, *factors)
+        return cls(*place, False, dearest, *factors)
 
     def amount(self, input_token_count: int, cached_input_token_count: int, output_token_count: int) -> int:
         """The same as `Scale.amount`."""
@@ -109,6 +117,10 @@ class OwnHolds:
         """It stands otherwise now."""
         if hold.request_id != hold_id:
             self._holds[hold_id.int] = hold
+
+    def get(self, number: int) -> OwnHold | None:
+        """What is known of a hold."""
+        return self._holds.get(number)
 
     def take(self, number: int) -> OwnHold | None:
         """What is known of a hold that is to be ended, and to be forgotten whatever comes of that."""

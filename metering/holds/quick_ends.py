@@ -200,7 +200,7 @@ def moves_of(ends: Sequence[End], returns: Mapping[int, tuple[Return, ...]]) -> 
 def give_back(moves: dict[bytes, list[int]], group: Returned) -> None:
     """What a group of ends moves. Where nothing is rounded it is that of their sum."""
     sums = [(group.fresh, group.cached, group.delivered, group.input, group.leased)]
-    for number, window, is_place, per_held, per_input, per_cached, per_output, divisor in group.returns:
+    for _, number, _, window, is_place, per_held, per_input, per_cached, per_output, divisor in group.returns:
         used, held = 0, group.count if is_place else 0
         for fresh, cached, delivered, sent, leased in sums if divisor == 1 else group.each or ():
             used -= -(fresh * per_input + cached * per_cached + delivered * per_output) // divisor

@@ -102,7 +102,8 @@ async def test_a_settlement_cut_at_any_message_is_written_exactly_once(world: Ho
 
 
 @pytest.mark.parametrize("side", SIDES)
-async def test_an_extension_cut_at_any_message_is_granted_all_the_same(world: HoldWorld, side: Side) -> None:
+@pytest.mark.parametrize("news", [False, True], ids=["in one round trip", "the long way"])
+async def test_an_extension_cut_at_any_message_is_granted_all_the_same(world: HoldWorld, side: Side, news: bool) -> None:
     """Twice, if only its answer was lost: the lease is what the database says, and what is not used of it is given back."""
     payer = world.tenant()
     async with CuttingProxy(world.url).listening() as proxy, running_stores(proxy.url) as [store]:
@@ -111,6 +112,8 @@ async def test_an_extension_cut_at_any_message_is_granted_all_the_same(world: Ho
             number += 1
             op = admit(payer)
             leased = (await store.admit(op)).leased_token_count
+            if news:
+                world.execute("INSERT INTO rule_changes DEFAULT VALUES")
             proxy.cut_before(side, number)
             leased = (await store.extend(Extend(op.hold_id, 2, 0, 10))).leased_token_count
             cut = not proxy.armed()
@@ -120,7 +123,7 @@ async def test_an_extension_cut_at_any_message_is_granted_all_the_same(world: Ho
 
             assert settled.delivered_token_count == leased
             assert leased in ((30, 40) if cut else (30,))
-        assert number > 10
+        assert number > (15 if news else 8)
     check_invariants(world.url, all_ended=True)
 
 

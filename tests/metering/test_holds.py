@@ -507,13 +507,13 @@ async def test_a_request_that_fails_after_an_extension_but_before_delivery_is_vo
     )
 
 
-@pytest.mark.parametrize("act", ["extend r1 21 5", "extend r1 4 5", "settle r1 41", "settle r1 4"])
+@pytest.mark.parametrize("act", ["extend r1 22 5", "extend r1 4 5", "settle r1 41", "settle r1 4"])
 async def test_counts_that_cannot_be_are_refused_without_a_trace(world: HoldWorld, act: str) -> None:
     scenario = await run(
         world,
         """
         admit alice r1 10+20                    leased 20
-        extend r1 5 0                           leased 20
+        extend r1 5 1                           leased 21
         """,
     )
     before = world.contents()
