@@ -10,6 +10,9 @@ from api.openai import formats
 from api.openai.messages import Message, conversation
 from api.openai.parameters import (
     COMMON_NAMES,
+    NO_EFFORT,
+    NO_RETENTION,
+    NO_VERBOSITY,
     Asked,
     Int32,
     Int64,
@@ -18,6 +21,7 @@ from api.openai.parameters import (
     check_shared,
     fill_shared,
     refuse_given,
+    refuse_unless,
 )
 from api.openai.refusals import wrong_parameter
 from api.openai.tools import Choice, ToolParameter, fill_tools
@@ -62,10 +66,11 @@ class ChatParameters(SharedParameters, forbid_unknown_fields=True, kw_only=True)
     moderation: Any = None
     prediction: Any = None
     prompt_cache_options: Any = None
+    web_search_options: Any = None
+    # Of these one value asks for what happens.
     prompt_cache_retention: Any = None
     reasoning_effort: Any = None
     verbosity: Any = None
-    web_search_options: Any = None
 
 
 REFUSED = (
@@ -75,9 +80,6 @@ REFUSED = (
     "moderation",
     "prediction",
     "prompt_cache_options",
-    "prompt_cache_retention",
-    "reasoning_effort",
-    "verbosity",
     "web_search_options",
 )
 
@@ -86,6 +88,9 @@ def chat_asked(given: ChatParameters) -> Asked:
     """What a chat completion asks for. Raises: InvalidRequest."""
     check_shared(given)
     refuse_given(given, *REFUSED)
+    refuse_unless(given.reasoning_effort, "reasoning_effort", *NO_EFFORT)
+    refuse_unless(given.verbosity, "verbosity", *NO_VERBOSITY)
+    refuse_unless(given.prompt_cache_retention, "prompt_cache_retention", *NO_RETENTION)
     if given.modalities not in (None, [], ["text"]):
         raise wrong_parameter("modalities", "only text is supported")
     limit_name, limit = output_limit(given)

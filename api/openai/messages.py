@@ -26,6 +26,7 @@ NAMES = {
     "conversation.messages[].tool_calls[].arguments_json": "messages[].tool_calls[].function.arguments",
 }
 TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
+NO_TEXT = ("refusal", "image_url", "input_audio", "file", "file_id", "file_data", "file_url", "filename", "detail")
 
 
 class ContentPart(Struct, forbid_unknown_fields=True):
@@ -113,4 +114,7 @@ def text_of(content: str | Sequence[ContentPart], field: str) -> str:
             raise wrong_parameter(f"{field}[{index}]", f"parts of the type {part.type[:40]!r} are not supported: only text is")
         if part.text is None:
             raise wrong_parameter(f"{field}[{index}].text", "is required")
+        for name in NO_TEXT:
+            if getattr(part, name) is not None:
+                raise wrong_parameter(f"{field}[{index}].{name}", "is not supported in a part that is text: leave it out")
     return "".join(part.text or "" for part in content)

@@ -58,6 +58,12 @@ class StreamOptions(Struct, forbid_unknown_fields=True):
     include_obfuscation: bool | None = None
 
 
+# What is taken of parameters that ask for more than there is, and why no more is.
+NO_EFFORT = ("none", "models here do not reason apart")
+NO_VERBOSITY = ("medium", "how much a model says is for its prompt and max_tokens to say")
+NO_RETENTION = ("in_memory", "what is cached stays as long as there is room")
+
+
 class SharedParameters(Struct, forbid_unknown_fields=True, kw_only=True):
     """Parameters that every generating API has. The second group are not OpenAI's: send them as `extra_body`."""
 
@@ -148,6 +154,12 @@ def refuse_given(given: Struct, *names: str) -> None:
     for name in names:
         if getattr(given, name) not in (None, False, [], {}):
             raise wrong_parameter(name, "is not supported: leave it out")
+
+
+def refuse_unless(given: object, param: str, taken: str, remedy: str) -> None:
+    """Refuse every value of a parameter but the one that asks for what happens. Raises: InvalidRequest."""
+    if given not in (None, taken):
+        raise wrong_parameter(param, f"must be {taken} or left out: {remedy}")
 
 
 def tier_name(start: pb.StartFrame) -> str:

@@ -197,7 +197,7 @@ class ResponseAnswer:
             "metadata": given.metadata or {},
             "parallel_tool_calls": given.parallel_tool_calls is not False,
             "previous_response_id": None,
-            "reasoning": {"effort": None, "summary": None},
+            "reasoning": {"effort": None if given.reasoning is None else given.reasoning.effort, "summary": None},
             "service_tier": tier_name(self._asked.starts[0]),
             "store": False,
             "background": False,

@@ -9,7 +9,20 @@ from weir.v1 import inference_service_pb2 as pb
 
 from api.openai import formats
 from api.openai.items import Item, conversation_of
-from api.openai.parameters import COMMON_NAMES, Asked, Int32, Int64, SharedParameters, check_shared, fill_shared, refuse_given
+from api.openai.parameters import (
+    COMMON_NAMES,
+    NO_EFFORT,
+    NO_RETENTION,
+    NO_VERBOSITY,
+    Asked,
+    Int32,
+    Int64,
+    SharedParameters,
+    check_shared,
+    fill_shared,
+    refuse_given,
+    refuse_unless,
+)
 from api.openai.refusals import wrong_parameter
 from api.openai.tools import Choice, ToolParameter, fill_tools
 
@@ -30,11 +43,13 @@ class Text(Struct, forbid_unknown_fields=True):
 
 
 class Reasoning(Struct, forbid_unknown_fields=True):
-    """Models here do not reason apart: only the empty value is right."""
+    """Models here do not reason apart, and have nothing to tell of it."""
 
     effort: Any = None
     summary: Any = None
     generate_summary: Any = None
+    context: Any = None
+    mode: Any = None
 
 
 class ResponseParameters(SharedParameters, forbid_unknown_fields=True, kw_only=True):
@@ -52,26 +67,29 @@ class ResponseParameters(SharedParameters, forbid_unknown_fields=True, kw_only=T
     tool_choice: Choice | None = None
     parallel_tool_calls: bool | None = None
     # Served by others, not here: refused by name unless they ask for nothing.
+    access_programs: Any = None
     background: Any = None
     context_management: Any = None
     conversation: Any = None
+    image: Any = None
     max_tool_calls: Any = None
     moderation: Any = None
     previous_response_id: Any = None
     prompt: Any = None
     prompt_cache_options: Any = None
-    prompt_cache_retention: Any = None
+    prompt_cache_retention: Any = None  # one value asks for what happens
 
 
 REFUSED = (
+    "access_programs",
     "background",
     "context_management",
     "conversation",
+    "image",
     "max_tool_calls",
     "moderation",
     "prompt",
     "prompt_cache_options",
-    "prompt_cache_retention",
 )
 
 
@@ -100,10 +118,14 @@ def check_unserved(given: ResponseParameters) -> None:
     if given.previous_response_id is not None:
         raise wrong_parameter("previous_response_id", "responses are not stored: send the conversation so far as input")
     refuse_given(given, *REFUSED)
-    if given.text is not None and given.text.verbosity is not None:
-        raise wrong_parameter("text.verbosity", "is not supported: leave it out")
-    if given.reasoning is not None and given.reasoning != Reasoning():
-        raise wrong_parameter("reasoning", "is not supported: leave it out")
+    refuse_unless(given.prompt_cache_retention, "prompt_cache_retention", *NO_RETENTION)
+    if given.text is not None:
+        refuse_unless(given.text.verbosity, "text.verbosity", *NO_VERBOSITY)
+    if given.reasoning is not None:
+        refuse_unless(given.reasoning.effort, "reasoning.effort", *NO_EFFORT)
+        for name in ("summary", "generate_summary", "context", "mode"):
+            if getattr(given.reasoning, name) is not None:
+                raise wrong_parameter(f"reasoning.{name}", f"is not supported: {NO_EFFORT[1]}; leave it out")
     if given.truncation not in (None, "disabled"):
         raise wrong_parameter("truncation", "must be disabled: an input that does not fit is refused, not cut")
     for index, each in enumerate(given.include or ()):

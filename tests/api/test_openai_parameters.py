@@ -1,0 +1,293 @@
+"""Every parameter that the official package knows stands in the documentation, with what the door does about it, and that is so.
+
+A new version of the package with a parameter or a kind that nobody has thought of fails here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, get_args, get_origin
+
+import msgspec
+import pytest
+from openai.types import completion_create_params, embedding_create_params
+from openai.types.chat import (
+    chat_completion_content_part_param,
+    chat_completion_message_param,
+    chat_completion_tool_choice_option_param,
+    chat_completion_tool_union_param,
+)
+from openai.types.chat import completion_create_params as chat_params
+from openai.types.responses import (
+    response_create_params,
+    response_includable,
+    response_input_content_param,
+    response_input_item_param,
+    tool_param,
+)
+from typing_extensions import get_type_hints, is_typeddict
+
+from api.errors import InvalidRequest
+from api.openai.chat_parameters import ChatParameters, chat_asked
+from api.openai.completion_parameters import CompletionParameters, completion_asked
+from api.openai.embedding_parameters import EmbeddingParameters, check_dimensions, embed_request
+from api.openai.parameters import decode
+from api.openai.response_parameters import ResponseParameters, response_asked
+from infra.architecture import ROOT
+
+DOCUMENT = ROOT / "docs" / "openai.md"
+APIS = ("chat", "responses", "completions", "embeddings")  # the columns of the table
+FUNCTION = {"type": "function", "name": "f"}
+WRAPPED = {"type": "function", "function": {"name": "f"}}
+BODIES: Mapping[str, dict[str, Any]] = {
+    "chat": {"model": "m", "messages": [{"role": "user", "content": "x"}], "stream": True, "tools": [WRAPPED]},
+    "responses": {"model": "m", "input": "x", "stream": True, "tools": [FUNCTION]},
+    "completions": {"model": "m", "prompt": "x", "stream": True},
+    "embeddings": {"model": "m", "input": "x"},
+}
+PACKAGE: Mapping[str, tuple[type, ...]] = {
+    "chat": (chat_params.CompletionCreateParamsBase, chat_params.CompletionCreateParamsStreaming),
+    "responses": (response_create_params.ResponseCreateParamsBase, response_create_params.ResponseCreateParamsStreaming),
+    "completions": (
+        completion_create_params.CompletionCreateParamsBase,
+        completion_create_params.CompletionCreateParamsStreaming,
+    ),
+    "embeddings": (embedding_create_params.EmbeddingCreateParams,),
+}
+TAKES: Mapping[str, type[msgspec.Struct]] = {
+    "chat": ChatParameters,
+    "responses": ResponseParameters,
+    "completions": CompletionParameters,
+    "embeddings": EmbeddingParameters,
+}
+# What every parameter takes, and of those that take but a part what the rest of it is; by API where they differ.
+RIGHT: Mapping[str, Any] = {
+    "model": "m",
+    "messages": [{"role": "developer", "content": [{"type": "text", "text": "x"}]}],
+    "input": ["x", "y"],
+    "responses input": [{"role": "user", "content": [{"type": "input_text", "text": "x"}]}],
+    "prompt": [[1, 2], [3]],
+    "instructions": "x",
+    "temperature": 0.5,
+    "stop": ["x"],
+    "logit_bias": {"5": 1},
+    "n": 2,
+    "best_of": 1,
+    "logprobs": True,
+    "completions logprobs": 2,
+    "stream_options": {"include_usage": True, "include_obfuscation": False},
+    "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}},
+    "text": {"format": {"type": "json_object"}, "verbosity": "medium"},
+    "tools": [WRAPPED],
+    "responses tools": [FUNCTION],
+    "tool_choice": WRAPPED,
+    "responses tool_choice": FUNCTION,
+    "metadata": {"a": "b"},
+    "user": "x",
+    "safety_identifier": "x",
+    "service_tier": "flex",
+    "prompt_cache_key": "x",
+    "prompt_cache_retention": "in_memory",
+    "reasoning_effort": "none",
+    "reasoning": {"effort": "none"},
+    "verbosity": "medium",
+    "modalities": ["text"],
+    "include": ["message.output_text.logprobs"],
+    "truncation": "disabled",
+    "encoding_format": "base64",
+    "dimensions": 8,
+    "stop_token_ids": [1],
+}
+# What goes beside them where they need it.
+BESIDE: Mapping[str, dict[str, Any]] = {
+    "chat top_logprobs": {"logprobs": True},
+    "responses top_logprobs": {"tools": []},
+    "responses include": {"tools": []},
+}
+FLAGS = frozenset({"stream", "parallel_tool_calls", "ignore_eos"})
+WRONG: Mapping[str, Any] = {
+    "best_of": 2,
+    "stream_options": {"include_obfuscation": True},
+    "text": {"verbosity": "low"},
+    "tools": [{"type": "custom", "name": "x"}],
+    "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []},
+    "service_tier": "priority",
+    "store": True,
+    "prompt_cache_retention": "24h",
+    "reasoning_effort": "low",
+    "reasoning": {"summary": "auto"},
+    "verbosity": "low",
+    "modalities": ["text", "audio"],
+    "include": ["reasoning.encrypted_content"],
+    "truncation": "auto",
+    "dimensions": 7,
+}
+SHAPES: tuple[Any, ...] = (True, 3, "x", ["x"], {"x": 1})
+
+
+def ask(api: str, body: dict[str, Any]) -> None:
+    """Read a body as the door does. Raises: InvalidRequest."""
+    data = msgspec.json.encode(body)
+    match api:
+        case "chat":
+            chat_asked(decode(data, ChatParameters))
+        case "responses":
+            response_asked(decode(data, ResponseParameters))
+        case "completions":
+            completion_asked(decode(data, CompletionParameters))
+        case _:
+            given = decode(data, EmbeddingParameters)
+            embed_request(given, "id")
+            check_dimensions(given, 8)
+
+
+def refused_field(api: str, body: dict[str, Any]) -> str:
+    """What is wrong with a body, which must be something."""
+    with pytest.raises(InvalidRequest) as refused:
+        ask(api, body)
+    return refused.value.violations[0].field
+
+
+def documented() -> dict[str, dict[str, str]]:
+    """What the table says of each parameter, by API."""
+    told: dict[str, dict[str, str]] = {api: {} for api in APIS}
+    for line in DOCUMENT.read_text(encoding="utf-8").partition("### Every parameter")[2].partition("- **Roles**")[0].splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if not line.startswith("| `"):
+            continue
+        for api, mark in zip(APIS, cells[1:5], strict=True):
+            if mark:
+                told[api] |= dict.fromkeys(re.findall(r"`(\w+)`", cells[0]), mark)
+    return told
+
+
+def words(kind: Any) -> set[str]:
+    """The literals of a type, wherever they stand in it."""
+    return set(get_args(kind)) if get_origin(kind) is Literal else {word for each in get_args(kind) for word in words(each)}
+
+
+def kinds(union: Any, key: str = "type") -> set[str]:
+    """What tells the members of a union of the package apart."""
+    if is_typeddict(union):
+        return words(get_type_hints(union).get(key))
+    return {kind for each in get_args(union) for kind in kinds(each, key)}
+
+
+@pytest.mark.parametrize("api", APIS)
+def test_the_table_has_every_parameter_of_the_package_and_of_the_door(api: str) -> None:
+    known = {name for form in PACKAGE[api] for name in get_type_hints(form)}
+
+    assert known | set(TAKES[api].__struct_fields__) == documented()[api].keys()
+
+
+@pytest.mark.parametrize("api", APIS)
+def test_what_the_table_says_of_a_parameter_is_so(api: str) -> None:
+    told = documented()[api]
+    assert set(told.values()) <= {"yes", "part", "idle", "no"}
+
+    for name, mark in told.items():
+        if mark == "no":
+            for shape in (*SHAPES, *([RIGHT[name]] if name in RIGHT else [])):
+                assert refused_field(api, BODIES[api] | {name: shape}).startswith(name), (name, shape)
+            continue
+        right = RIGHT.get(f"{api} {name}", RIGHT.get(name, False if name == "store" else True if name in FLAGS else 1))
+        ask(api, BODIES[api] | BESIDE.get(f"{api} {name}", {}) | {name: right})
+        assert (mark == "part") == (name in WRONG), name
+        if mark == "part":
+            assert refused_field(api, BODIES[api] | {name: WRONG[name]}).startswith(name), name
+
+
+ITEMS: Mapping[str, dict[str, Any]] = {
+    "message": {"role": "user", "content": "x"},
+    "function_call": {"call_id": "c", "name": "f", "arguments": "{}"},
+    "function_call_output": {"call_id": "c", "output": "x"},
+}
+
+
+@pytest.mark.parametrize(
+    ("union", "taken", "api", "body", "param"),
+    [
+        (
+            chat_completion_content_part_param.ChatCompletionContentPartParam,
+            {"text"},
+            "chat",
+            lambda kind: {"messages": [{"role": "user", "content": [{"type": kind, "text": "x"}]}]},
+            "messages[0].content[0]",
+        ),
+        (
+            chat_completion_tool_union_param.ChatCompletionToolUnionParam,
+            {"function"},
+            "chat",
+            lambda kind: {"tools": [WRAPPED | {"type": kind}]},
+            "tools[0].type",
+        ),
+        (
+            chat_completion_tool_choice_option_param.ChatCompletionToolChoiceOptionParam,
+            {"function"},
+            "chat",
+            lambda kind: {"tool_choice": WRAPPED | {"type": kind}},
+            "tool_choice",
+        ),
+        (
+            response_input_item_param.ResponseInputItemParam,
+            set(ITEMS),
+            "responses",
+            lambda kind: {"input": [{"type": kind} | ITEMS.get(kind, {})]},
+            "input[0].type",
+        ),
+        (
+            response_input_content_param.ResponseInputContentParam,
+            {"input_text"},
+            "responses",
+            lambda kind: {"input": [{"role": "user", "content": [{"type": kind, "text": "x"}]}]},
+            "input[0].content[0]",
+        ),
+        (
+            tool_param.ToolParam,
+            {"function"},
+            "responses",
+            lambda kind: {"tools": [FUNCTION | {"type": kind}]},
+            "tools[0].type",
+        ),
+        (
+            response_create_params.ToolChoice,
+            {"function"},
+            "responses",
+            lambda kind: {"tool_choice": FUNCTION | {"type": kind}},
+            "tool_choice",
+        ),
+    ],
+)
+def test_what_comes_in_kinds_is_taken_in_some_and_refused_in_all_others(
+    union: Any, taken: set[str], api: str, body: Callable[[str], dict[str, Any]], param: str
+) -> None:
+    known = kinds(union)
+    assert taken < known
+
+    for kind in known:
+        if kind in taken:
+            ask(api, BODIES[api] | body(kind))
+        else:
+            assert refused_field(api, BODIES[api] | body(kind)) == param, kind
+
+
+def test_every_role_is_taken_but_that_of_functions_and_every_tier_and_extra_is_taken_or_refused() -> None:
+    tiers = words(get_type_hints(response_create_params.ResponseCreateParamsBase)["service_tier"])
+    assert kinds(chat_completion_message_param.ChatCompletionMessageParam, "role") - {"function"} == {
+        *("developer", "system", "user", "assistant", "tool")
+    }
+
+    for tier in tiers - {"auto", "default", "flex"}:
+        assert refused_field("responses", BODIES["responses"] | {"service_tier": tier}) == "service_tier"
+    for each in words(response_includable.ResponseIncludable) - {"message.output_text.logprobs"}:
+        assert refused_field("responses", BODIES["responses"] | {"include": [each]}) == "include[0]"
+
+
+@pytest.mark.parametrize("name", ["image_url", "input_audio", "file", "refusal"])
+def test_a_part_that_is_text_has_nothing_else(name: str) -> None:
+    part = {"type": "text", "text": "x", name: {"x": 1}}
+
+    body = BODIES["chat"] | {"messages": [{"role": "user", "content": [part]}]}
+
+    assert refused_field("chat", body) == f"messages[0].content[0].{name}"
