@@ -298,6 +298,19 @@ async def test_looks_up(client: AsyncClient, limited: AsyncClient) -> None:
         await client.get_generation(str(uuid.uuid4()))
 
 
+async def test_counts_tools(client: AsyncClient) -> None:
+    tools = [Tool("check", "Checks it.", {"type": "object", "properties": {"ok": {"type": "boolean"}}}), Tool("other")]
+    without, shown = await client.count_tokens(TOOL_MODEL, "Is it?"), await client.count_tokens(TOOL_MODEL, "Is it?", tools=tools)
+    result = await client.complete(TOOL_MODEL, "Is it?", tools=tools, max_output_tokens=2)
+    assert without.input_token_count < shown.input_token_count == result.usage.input_token_count
+    for refused in (client.count_tokens(MODEL, "Is it?", tools=tools), client.count_tokens(TOOL_MODEL, text="Is it?", tools=tools)):
+        with pytest.raises(InvalidRequest) as caught:
+            await refused
+        assert caught.value.details.field_violations[0].field == "tools"
+    with pytest.raises(InvalidRequest, match=r"tools\[0\]"):
+        await client.count_tokens(TOOL_MODEL, "Is it?", tools=["check"])  # type: ignore[list-item]
+
+
 async def test_retries_what_was_not_taken(service: Service) -> None:
     tenant = await service.tenant()
     door = TcpDoor(service.address)

@@ -6,8 +6,8 @@ import { type CallOptionsOf, type ClientOptions, Connection, RetryPolicy, resolv
 import { InvalidRequest, NO_DETAILS } from "./errors.js";
 import { ClientFrameSchema, InferenceService } from "./gen/weir/v1/inference_service_pb.js";
 import { Generation, setKeep } from "./generation.js";
-import type { AttachOptions, EmbedOptions, GenerateOptions, Prompt } from "./options.js";
-import { buildEmbed, buildStart, conversation } from "./prompt.js";
+import type { AttachOptions, CountOptions, EmbedOptions, GenerateOptions } from "./options.js";
+import { buildCount, buildEmbed, buildStart } from "./prompt.js";
 import { RESUME_MS } from "./resumption.js";
 import { SharedStream } from "./stream.js";
 import type { Model, Quote, TokenCount } from "./models.js";
@@ -86,13 +86,13 @@ export class WeirClient implements AsyncDisposable {
     return await this.generate(model, options).result();
   }
 
-  /** The size of a prompt as admission counts it, without running or billing anything. Throws NotFound for an unknown model. */
-  async countTokens(model: string, input: { prompt: Prompt } | { text: string }, call: CallOptionsOf = {}): Promise<TokenCount> {
-    const prompt =
-      "prompt" in input
-        ? ({ case: "conversation", value: conversation(input.prompt) } as const)
-        : ({ case: "text", value: input.text } as const);
-    const response = await this.connection.call(InferenceService.method.countTokens, { model, prompt }, call);
+  /**
+   * The size of a prompt as admission counts it, with the tools that the model is shown, without running or billing anything.
+   *
+   * @throws NotFound for an unknown model; InvalidRequest for tools beside a `text`, or that the model cannot be shown.
+   */
+  async countTokens(model: string, input: CountOptions, call: CallOptionsOf = {}): Promise<TokenCount> {
+    const response = await this.connection.call(InferenceService.method.countTokens, buildCount(model, input), call);
     return { inputTokenCount: wire.count(response.inputTokenCount), contextWindowTokens: wire.count(response.contextWindowTokens) };
   }
 

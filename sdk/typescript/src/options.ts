@@ -143,6 +143,16 @@ export interface EmbedOptions {
   readonly signal?: AbortSignal;
 }
 
+/** What `countTokens` counts: one of `prompt` and `text`. */
+export interface CountOptions {
+  /** A question, or messages. */
+  readonly prompt?: Prompt;
+  /** Plain text. */
+  readonly text?: string;
+  /** Tools that the model is shown with a `prompt`. */
+  readonly tools?: readonly Tool[];
+}
+
 /** The options of `update`. What is left out stays as it is. */
 export interface LimitOptions {
   /** Below what there is already the request ends, as LENGTH. */

@@ -6,21 +6,23 @@
 import { randomUUID } from "node:crypto";
 import { create, type MessageInitShape, toBinary } from "@bufbuild/protobuf";
 import { durationFromMs } from "@bufbuild/protobuf/wkt";
-import { checkOptions, EMBED, GENERATE, invalid } from "./checks.js";
+import { checkOptions, COUNT, EMBED, GENERATE, invalid } from "./checks.js";
 import {
   type ClientFrame,
   ClientFrameSchema,
   ConversationSchema,
+  type CountTokensRequestSchema,
   EarlyStopping,
   type EmbedRequestSchema,
   Role,
   ServiceTier,
   type StartFrameSchema,
   ToolMode,
+  type ToolSchema,
   Truncation,
   type UpdateFrameSchema,
 } from "./gen/weir/v1/inference_service_pb.js";
-import type { EmbedOptions, GenerateOptions, LimitOptions, Message, Prompt } from "./options.js";
+import type { CountOptions, EmbedOptions, GenerateOptions, LimitOptions, Message, Prompt, Tool } from "./options.js";
 import { moneyInit } from "./wire.js";
 
 const ROLES: Readonly<Record<string, Role>> = {
@@ -76,12 +78,7 @@ function startInit(model: string, options: GenerateOptions): MessageInitShape<ty
     labels: { ...labels },
     tier: options.tier === "batch" ? ServiceTier.BATCH : ServiceTier.INTERACTIVE,
     region: options.region ?? "",
-    tools: (options.tools ?? []).map(({ name, description = "", parameters = "", strict = false }) => ({
-      name,
-      description,
-      strict,
-      parametersJsonSchema: typeof parameters === "string" ? parameters : JSON.stringify(parameters),
-    })),
+    tools: toolsInit(options.tools),
     ...dropUndefined({
       toolChoice: toolChoice(options),
       maxOutputTokens: int64("maxOutputTokens", options.maxOutputTokens),
@@ -94,6 +91,31 @@ function startInit(model: string, options: GenerateOptions): MessageInitShape<ty
       beamSearch: beamSearch(options),
       startTimeout: startTimeout === undefined ? undefined : durationFromMs(startTimeout),
     }),
+  };
+}
+
+function toolsInit(tools: readonly Tool[] = []): MessageInitShape<typeof ToolSchema>[] {
+  return tools.map(({ name, description = "", parameters = "", strict = false }) => ({
+    name,
+    description,
+    strict,
+    parametersJsonSchema: typeof parameters === "string" ? parameters : JSON.stringify(parameters),
+  }));
+}
+
+/**
+ * What is to be counted.
+ *
+ * @throws InvalidRequest if not exactly one of prompt and text is given.
+ */
+export function buildCount(model: string, options: CountOptions): MessageInitShape<typeof CountTokensRequestSchema> {
+  checkOptions(options, COUNT);
+  const { prompt, text, tools } = options;
+  if ((prompt === undefined) === (text === undefined)) throw invalid("prompt", "give exactly one of: prompt, text");
+  return {
+    model,
+    prompt: prompt !== undefined ? { case: "conversation", value: conversation(prompt) } : { case: "text", value: text ?? "" },
+    tools: toolsInit(tools),
   };
 }
 

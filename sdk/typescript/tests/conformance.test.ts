@@ -268,6 +268,20 @@ promise("calls-tools", async (client) => {
   });
 });
 
+promise("counts-tools", async (client) => {
+  const tools: readonly Tool[] = [{ name: "check", description: "Checks it.", parameters: { type: "object", properties: { ok: {} } } }, { name: "other" }];
+  const without = await client.countTokens(TOOL_MODEL, { prompt: "Is it?" });
+  const shown = await client.countTokens(TOOL_MODEL, { prompt: "Is it?", tools });
+  const { usage } = await client.complete(TOOL_MODEL, { prompt: "Is it?", tools, maxOutputTokens: 2 });
+  assert.ok(without.inputTokenCount < shown.inputTokenCount);
+  assert.equal(shown.inputTokenCount, usage.inputTokenCount);
+  for (const refused of [client.countTokens(MODEL, { prompt: "Is it?", tools }), client.countTokens(TOOL_MODEL, { text: "Is it?", tools })]) {
+    await assert.rejects(refused, (error: unknown) => error instanceof InvalidRequest && error.fieldViolations[0]?.field === "tools");
+  }
+  await assert.rejects(client.countTokens(TOOL_MODEL, { prompt: "Is it?", tool: "check" } as object), /tool: no such option/);
+  await assert.rejects(client.countTokens(TOOL_MODEL, {}), /exactly one of/);
+});
+
 promise("returns-choices-and-logprobs", async (client) => {
   const result = await client.complete(MODEL, { ...SHORT, choiceCount: 3, temperature: 1, seed: 5, topLogprobs: 2 });
   assert.deepEqual(result.choices.map(({ index }) => index), [0, 1, 2]);

@@ -25,12 +25,13 @@ from weir_client.embedding import EmbedInput, EmbedOptions, EmbedResult, build_e
 from weir_client.generation import AsyncGeneration
 from weir_client.models import Model
 from weir_client.options import AttachOptions, GenerateOptions, Prompt
-from weir_client.prompt import build_start, checked_prefetch, conversation
+from weir_client.prompt import build_start, checked_prefetch, conversation, tools_shown
 from weir_client.quote import Quote
 from weir_client.resumption import RESUME_S
 from weir_client.stream import SharedStream
 from weir_client.terms import Terms, set_keep
 from weir_client.tls import TlsOptions
+from weir_client.tools import Tool
 from weir_client.values import Generation, KeyRestrictions, QuotaStatus, Result, TokenCount
 
 KEEP_MIN_S = 0.001  # what a caller's clock ends at once is kept for as good as no time
@@ -154,19 +155,24 @@ class AsyncClient:
             return await generation.wait()
 
     async def count_tokens(
-        self, model: str, prompt: Prompt | None = None, *, text: str | None = None, timeout: float | None = None
+        self,
+        model: str,
+        prompt: Prompt | None = None,
+        *,
+        text: str | None = None,
+        tools: Sequence[Tool] = (),
+        timeout: float | None = None,
     ) -> TokenCount:
-        """The size of a prompt as admission counts it, without running or billing anything.
+        """The size of a prompt as admission counts it, with the tools that the model is shown, without running or billing anything.
 
-        Raises: NotFound for an unknown model; any WeirError.
+        Raises: NotFound for an unknown model; InvalidRequest for tools beside `text=`, or that the model cannot be shown; any
+        WeirError.
         """
         if (prompt is None) == (text is None):
             raise errors.InvalidRequest("give exactly one of: a prompt, text=", reason="FIELD_INVALID")
-        request = pb.CountTokensRequest(model=model)
-        if prompt is not None:
-            request.conversation.CopyFrom(conversation(prompt))
-        else:
-            request.text = text or ""
+        asked = None if prompt is None else conversation(prompt)
+        fields = {"model": model, "conversation": asked, "text": text, "tools": tools_shown(tools)}
+        request = written(pb.CountTokensRequest, fields)
         response = await self._opened().call(self._stub.CountTokens, request, timeout=timeout)
         return TokenCount(response.input_token_count, response.context_window_tokens)
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from google.protobuf.duration_pb2 import Duration
 from weir.v1 import inference_service_pb2 as pb
@@ -87,7 +87,7 @@ def build_start(model: str, prompt: Prompt | None, options: GenerateOptions) -> 
         "start_timeout": _start_timeout(options),
         "region": options.get("region") or "",
         "initial_credit_tokens": checked_prefetch(options.get("prefetch_tokens")),
-        "tools": [_tool(index, each) for index, each in enumerate(options.get("tools", ()))],
+        "tools": tools_shown(options.get("tools", ())),
         "tool_choice": _tool_choice(options),
     }
     names = {"stop_sequences": "stop", "initial_credit_tokens": "prefetch_tokens"}
@@ -163,6 +163,11 @@ def _beam_search(options: GenerateOptions) -> pb.BeamSearch | None:
     length_penalty = options.get("length_penalty")
     fields = {"width": width, "length_penalty": length_penalty, "early_stopping": _EARLY_STOPPING[early_stopping]}
     return written(pb.BeamSearch, fields, {"width": "beam_width"})
+
+
+def tools_shown(tools: Sequence[Tool]) -> list[pb.Tool]:
+    """Tools as a model is shown them. Raises: InvalidRequest for what is none."""
+    return [_tool(index, each) for index, each in enumerate(tools)]
 
 
 def _tool(index: int, tool: object) -> pb.Tool:
