@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from api.setting_values import SettingInvalid, address_or_off, seconds, setting, truth, whole
+from api.setting_values import SettingInvalid, address_or_off, seconds, setting, share, truth, whole
 
 OPENAI_PORT_DISTANCE = 1000  # so that servers on neighbouring ports do not meet
 METRICS_PORT_DISTANCE = 2000
@@ -59,6 +59,9 @@ class DoorSettings:
     # All frames of a message are begun with in one go, and no other stream is served meanwhile. Two for each request that a stream
     # may run: whoever starts more than that learns which one was too many.
     frames_per_message_max: int = setting("WEIR_FRAMES_PER_MESSAGE_MAX", 2000, whole(1, 1_000_000))
+    # Of the event loop's time, for reading the frames of one API key, on all of its streams, after half a second's worth: beyond it
+    # they are read more slowly. Thousands of frames in a second need a tenth of this, and a flood leaves three quarters to others.
+    frames_share_max: float = setting("WEIR_FRAMES_SHARE_MAX", 0.25, share)
     # Of one call, as HPACK counts it. A key, a deadline and a tracing context take a tenth of it.
     metadata_bytes_max: int = setting("WEIR_METADATA_BYTES_MAX", 16 * 2**10, whole(1024, 2**20))
     # Some 40 kB and a check of the key each. One stream carries many requests, so that a client needs few.

@@ -14,6 +14,7 @@ from api.requests.admission import Admission
 from api.requests.live import Caller, LiveRequest, Phase
 from api.settings import Settings
 from api.streams.mailbox import Key, Mailboxes
+from api.streams.pace import FramePace
 from api.streams.receiver import Receiver
 from api.streams.relay import Relays
 from api.wire import ValidStart
@@ -55,6 +56,7 @@ class Process:
             admission.journal, bytes_max=settings.kept_bytes_max, bytes_per_request_max=settings.kept_bytes_per_request_max
         )
         self.relays = relays
+        self.pace = FramePace(settings.frames_share_max)
         self._live: dict[Running, None] = {}  # in order of arrival
         self._by_key: dict[Key, LiveRequest] = {}
 

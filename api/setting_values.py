@@ -54,6 +54,14 @@ def scale(most: float) -> Callable[[str], float]:
     return parse
 
 
+def share(text: str) -> float:
+    """Parser of a part of a whole: more than nothing, at most all of it."""
+    value = float(text)
+    if not 0 < value <= 1:
+        raise ValueError("must be more than 0 and at most 1")
+    return value
+
+
 def one_of(*choices: str) -> Callable[[str], str]:
     """Parser of one word among several."""
 

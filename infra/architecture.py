@@ -142,6 +142,7 @@ BORDERS = (
         save_for=(
             *("api/", "sdk/", "bench/observations.py", "bench/front_load.py", "bench/streams_load.py", "bench/cluster_load.py"),
             "bench/door_load.py",
+            "bench/flood_load.py",
         ),
         why="generated messages stay at the edge",
     ),

@@ -10,7 +10,7 @@ import asyncio
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 
 import grpc
 from weir.v1 import inference_service_pb2 as pb
@@ -25,6 +25,7 @@ from api.statuses import status_of
 from api.streams import frames
 from api.streams.mailbox import Key
 from api.streams.outbox import Delivery, Outbox
+from api.streams.pace import LOOKUP_COST_S, MESSAGE_COST_S, REFUSAL_COST_S
 from api.streams.receiver import Receiver, Source
 from api.wire import ValidStart, parse_request_id, parse_start
 from metering.errors import RequestInFlight
@@ -70,6 +71,7 @@ class ClientStream:
         self._all_ended.set()
         self._violation: Exception | None = None
         self._deadline: float | None = None  # of the call, on the monotonic clock
+        self._begun_s = 0.0  # of processor time, for requests that began
 
     async def serve(self, requests: AsyncIterator[pb.GenerateRequest], context: Context) -> None:
         """Serve until the client has half-closed and every request has ended.
@@ -120,17 +122,35 @@ class ClientStream:
                 raise InvalidRequest([FieldViolation("frames", wrong)])
             await self._key.look_again()
             auth_ms = (time.monotonic() - received_at) * 1000
-            slice_began_at = time.monotonic()
-            for index, frame in enumerate(message.frames):
-                self._obey(index, frame, auth_ms, received_at)
-                if time.monotonic() - slice_began_at > SLICE_S:
-                    await asyncio.sleep(0)  # the streams of others go on, however full this message is
-                    await self._outbox.room()
-                    slice_began_at = time.monotonic()
-            await self._outbox.room()
+            await self._work_off(message.frames, auth_ms, received_at)
             auth_ms = 0.0  # only the requests of the first message waited for it
         await self._all_ended.wait()
         self._outbox.close()
+
+    async def _work_off(self, batch: Sequence[pb.ClientFrame], auth_ms: float, received_at: float) -> None:
+        """The frames of one message, in slices; between them the streams of others go on, however full it is.
+
+        Whose frames have taken their share of the event loop's time waits before the next slice, and before the next message.
+        """
+        pace, key_id = self._process.pace, self._key.principal.api_key_id
+        pace.spent(key_id, MESSAGE_COST_S)
+        slice_began_at, began_at = time.monotonic(), time.thread_time()
+        for index, frame in enumerate(batch):
+            self._obey(index, frame, auth_ms, received_at)
+            if time.monotonic() - slice_began_at > SLICE_S:
+                pace.spent(key_id, time.thread_time() - began_at - self._take_begun_s())
+                await asyncio.sleep(pace.wait_s(key_id))
+                await self._outbox.room()
+                slice_began_at, began_at = time.monotonic(), time.thread_time()
+        pace.spent(key_id, time.thread_time() - began_at - self._take_begun_s())
+        if (wait_s := pace.wait_s(key_id)) > 0:
+            await asyncio.sleep(wait_s)
+        await self._outbox.room()
+
+    def _take_begun_s(self) -> float:
+        """Processor time that went into requests which have begun since this was asked for last."""
+        taken, self._begun_s = self._begun_s, 0.0
+        return taken
 
     def _obey(self, index: int, frame: pb.ClientFrame, auth_ms: float, received_at: float) -> None:
         """One frame of a message. Raises: InvalidRequest for one that is of no kind."""
@@ -153,6 +173,7 @@ class ClientStream:
                 raise InvalidRequest([FieldViolation(f"frames[{index}].kind", what)])
 
     def _start(self, frame: pb.ClientFrame, auth_ms: float, received_at: float) -> None:
+        began_at = time.thread_time()
         try:
             self._key.check()
             start = parse_start(frame.request_id, frame.start)
@@ -172,6 +193,7 @@ class ClientStream:
                     principal = self._key.principal
                     caller = Caller(payer(principal), auth_ms, received_at, self._deadline, self._secret, trace, principal.bounds)
                     self._process.begin(caller, start, receiver)
+                    self._begun_s += time.thread_time() - began_at
 
             self._receive(frame.request_id, start.request_id, bind)
         except Exception as error:
@@ -205,6 +227,7 @@ class ClientStream:
                 elif relays is None:
                     raise UnknownRequest(f"this server does not run a request {frame.request_id[:64]!r}")
                 else:
+                    self._process.pace.spent(self._key.principal.api_key_id, LOOKUP_COST_S)
                     relays.begin(receiver, key, self._secret, after_seq=after_seq, credit_token_count=0)
 
             self._receive(frame.request_id, request_id, bind)
@@ -256,6 +279,8 @@ class ClientStream:
     def _on_end(self, request_id: uuid.UUID, receiver: Receiver) -> None:
         if self._running.get(request_id) is not receiver:
             return  # this stream receives it anew
+        if receiver.is_refused and receiver.payload_hash is not None:
+            self._process.pace.spent(self._key.principal.api_key_id, REFUSAL_COST_S)
         self._ended[request_id] = None
         if len(self._ended) > ENDED_IDS_REMEMBERED:
             self._ended.popitem(last=False)

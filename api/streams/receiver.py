@@ -45,6 +45,7 @@ class Receiver:
         self.delivery: Delivery  # made by whoever it is bound to
         self.source: Source
         self.payload_hash: bytes | None = None  # of the `start` that asked for it, if one did
+        self.is_refused = False  # it has ended without anything of a request
         self._on_end = on_end
 
     def push(self, frame: pb.ServerFrame, token_count: int = 0) -> None:
@@ -55,5 +56,6 @@ class Receiver:
     def end(self, frame: pb.ServerFrame | None) -> None:
         """Push the last frame; None: there is none, since this process ends."""
         if frame is not None:
+            self.is_refused = frame.HasField("failed") and not frame.failed.HasField("usage")
             self.push(frame)
         self._on_end(self)

@@ -17,6 +17,7 @@ from api.requests.live import Caller, LiveRequest, Phase
 from api.settings import Settings
 from api.streams.generation import ClientStream, outcome_of_leaving
 from api.streams.outbox import Outbox
+from api.streams.pace import FramePace
 from api.streams.receiver import Receiver
 from api.wire import parse_start
 from inference.router import ModelUnknown, Router
@@ -103,7 +104,7 @@ class DeafContext:
 async def test_a_client_that_sends_and_never_reads_is_not_read_either(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise the answers that it does not take would fill the memory of the server."""
     monkeypatch.setattr("api.streams.outbox.FRAMES_WAITING_MAX", 50)
-    process = cast(Any, SimpleNamespace(admission=SimpleNamespace(journal=None, settings=Settings())))
+    process = cast(Any, SimpleNamespace(admission=SimpleNamespace(journal=None, settings=Settings()), pace=FramePace(1.0)))
     context = DeafContext()
     taken = 0
 
@@ -115,7 +116,7 @@ async def test_a_client_that_sends_and_never_reads_is_not_read_either(monkeypatc
             yield pb.GenerateRequest(frames=unknown)
             await asyncio.sleep(0)  # as a message from a socket would
 
-    key = StandingKey(cast(Any, None), cast(Any, None), 60.0)  # which it has no time to look at
+    key = StandingKey(cast(Any, SimpleNamespace(api_key_id=uuid.uuid4())), cast(Any, None), 60.0)  # which it has no time to look at
     async with asyncio.TaskGroup() as tasks:
         serving = tasks.create_task(ClientStream(process, key, 0.0).serve(messages(), cast(Any, context)))
         for _ in range(1000):

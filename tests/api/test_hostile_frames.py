@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import uuid
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -12,7 +13,8 @@ import pytest
 from weir.v1 import inference_service_pb2 as pb
 
 from api.settings import Settings
-from api.streams import generation
+from api.streams import generation, pace
+from api.streams.pace import FramePace
 from metering.operations import Payer
 from metering.store.db import Sessions
 from metering.tenants.tenants import Principal
@@ -27,8 +29,10 @@ TOKENS = 20
 class World:
     """One process, the books, and who calls."""
 
-    def __init__(self, small: SmallProcess, books: HoldWorld, payer: Payer) -> None:
+    def __init__(self, small: SmallProcess, books: HoldWorld, payer: Payer, streams: asyncio.TaskGroup) -> None:
         self.small = small
+        self._streams = streams
+        self._serving: list[asyncio.Task[None]] = []
         self.books = books
         self.principal = Principal(payer.api_key_id, "wk", payer.project_id, payer.organization_id, "USD", frozenset({"inference"}))
         self.frames_max = small.process.admission.settings.frames_per_message_max
@@ -36,6 +40,17 @@ class World:
     def serve(self, call: Call, tasks: asyncio.TaskGroup) -> None:
         """Serve a stream."""
         tasks.create_task(self.small.stream(self.principal, "").serve(call.requests(), cast(Any, call)))
+
+    def serve_for(self, principal: Principal, call: Call) -> None:
+        """The same for another key, until the test ends."""
+        stream = self.small.stream(principal, "").serve(call.requests(), cast(Any, call))
+        self._serving.append(self._streams.create_task(stream))
+
+    async def hang_up(self) -> None:
+        """Those clients go away."""
+        for task in self._serving:
+            task.cancel()
+        await asyncio.gather(*self._serving, return_exceptions=True)
 
 
 @pytest.fixture
@@ -47,7 +62,9 @@ async def world(tmp_path: Path, database_url: str, sessions: Sessions) -> AsyncI
         async with asyncio.TaskGroup() as tasks:
             small = SmallProcess(settings, checkpoint, sessions, tasks)
             await small.engine.start()
-            yield World(small, books, payer)
+            world = World(small, books, payer, tasks)
+            yield world
+            await world.hang_up()
             assert small.left_over() == {}
             await small.close()
 
@@ -146,3 +163,92 @@ async def test_two_streams_that_take_a_request_from_each_other_a_thousand_times_
     assert sum(len(delta.token_ids) for delta in deltas) == TOKENS
     assert world.books.rows("SELECT delivered_token_count FROM usage_events") == [(TOKENS,)]
     world.small.process.mailboxes._forget((world.principal.project_id, uuid.UUID(request_id)))
+
+
+def pace_for_ever(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever has a frame worked off waits for hours before the next slice: so that no machine's speed decides."""
+    monkeypatch.setattr(pace, "BURST_S", 0.0)
+    monkeypatch.setattr(generation, "SLICE_S", 0.0)
+    world.small.process.pace = FramePace(1e-12)
+
+
+async def answered(world: World, principal: Principal, *frames: pb.ClientFrame) -> Call:
+    """A stream of its own that is told these frames in one message and answers each; its reader goes on to the next message."""
+    call = Call()
+    world.serve_for(principal, call)
+    call.send(*frames)
+    await until(lambda: len(call.frames) >= 1, "the first answer")
+    return call
+
+
+async def test_who_floods_is_read_no_further_and_nobody_else_waits(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the key, on all of its streams; a request of another key begins and ends meanwhile."""
+    flooding = dataclasses.replace(world.principal, api_key_id=uuid.uuid4())
+    pace_for_ever(world, monkeypatch)
+
+    flood = await answered(world, flooding, *[hostile("unknown", "") for _ in range(world.frames_max)])
+    quiet, start = Call(), start_frame()
+    start.start.initial_credit_tokens = TOKENS
+    start.start.ClearField("keep_on_disconnect")
+    world.small.process.pace._free_at.pop(world.principal.api_key_id, None)
+    world.serve_for(world.principal, quiet)
+    quiet.send(start)
+    await said(quiet, "finished")
+
+    assert len(flood.frames) == 1
+    assert world.small.process.pace.wait_s(flooding.api_key_id) > 3600
+
+
+@pytest.mark.parametrize("kind", ["attach", "start"])
+async def test_what_is_refused_behind_its_frame_counts_as_well(world: World, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An attach to what nobody knows looks into the books; a start that does not fit has been tokenized. One that runs is free."""
+    monkeypatch.setattr(generation, "REFUSAL_COST_S" if kind == "start" else "LOOKUP_COST_S", 1000.0)
+    frame = start_frame()
+    if kind == "attach":
+        frame = pb.ClientFrame(request_id=str(uuid.uuid4()), attach=pb.AttachFrame())
+    else:
+        frame.start.token_ids.ids[:] = [10**6]
+    runs = start_frame()
+    runs.start.ClearField("keep_on_disconnect")
+    runs.start.ClearField("initial_credit_tokens")
+    call = Call()
+
+    world.serve_for(world.principal, call)
+    call.send(runs)
+    await said(call, "finished")
+    before_s = world.small.process.pace.wait_s(world.principal.api_key_id)
+    world.small.process.pace = FramePace(1.0, clock=lambda: 0.0)
+    call.send(frame)
+    await said(call, "failed")
+    after_s = world.small.process.pace.wait_s(world.principal.api_key_id)
+
+    assert before_s < 1000 <= after_s
+
+
+def test_a_pause_gives_back_what_may_be_worked_off_at_once_and_no_more() -> None:
+    """Half a second of work at any speed, then a quarter of the time; other keys have their own."""
+    now, one, other = 1000.0, uuid.uuid4(), uuid.uuid4()
+    frame_pace = FramePace(0.25, clock=lambda: now)
+
+    frame_pace.spent(one, pace.BURST_S)
+    at_once_s = frame_pace.wait_s(one)
+    frame_pace.spent(one, 0.1)
+    beyond_s, of_the_other_s = frame_pace.wait_s(one), frame_pace.wait_s(other)
+    now += 3600.0
+    frame_pace.spent(one, pace.BURST_S + 0.05)
+
+    assert (at_once_s, of_the_other_s) == (0.0, 0.0)
+    assert [round(beyond_s, 6), round(frame_pace.wait_s(one), 6)] == [0.4, 0.2]
+
+
+def test_keys_that_owe_nothing_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that owes something is not, however many come."""
+    monkeypatch.setattr(pace, "KEYS_MAX", 100)
+    frame_pace, owing = FramePace(0.25, clock=lambda: 1000.0), uuid.uuid4()
+    frame_pace.spent(owing, 10.0)
+
+    for _ in range(250):
+        frame_pace.spent(uuid.uuid4(), 1e-6)
+
+    assert len(frame_pace._free_at) <= 100
+    assert frame_pace.wait_s(owing) > 0

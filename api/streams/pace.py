@@ -1,0 +1,39 @@
+"""How fast the frames of one API key are worked off: whoever sends more than that is read more slowly, and slows nobody else.
+
+It counts processor time and not frames: a cancel takes 10 µs, an attach that looks into the books half a millisecond. It refuses
+nothing. Requests that are let in are not counted: quotas, permits and the queue bound those.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable
+
+BURST_S = 0.5  # of work at any speed: a client that comes back attaches to a thousand requests at once
+MESSAGE_COST_S = 40e-6  # of the transport for each message, which nobody here can measure
+LOOKUP_COST_S = 500e-6  # of an attach to what does not run here: its way through the books, and perhaps to another process
+REFUSAL_COST_S = 300e-6  # of a request that has begun and was refused: by its model, the books, or the queue
+KEYS_MAX = 10_000  # beyond it those that owe nothing are forgotten
+
+
+class FramePace:
+    """What the frames of each key still have to wait for, in one process."""
+
+    def __init__(self, share: float, clock: Callable[[], float] = time.monotonic) -> None:
+        """share: of the event loop's time, for the frames of one key."""
+        self._share = share
+        self._clock = clock
+        self._free_at: dict[uuid.UUID, float] = {}  # when all that a key has spent will have been waited for
+
+    def spent(self, key_id: uuid.UUID, cost_s: float) -> None:
+        """So much more time was spent on frames of this key."""
+        now = self._clock()
+        free_at = max(self._free_at.get(key_id, 0.0), now - BURST_S / self._share)
+        self._free_at[key_id] = free_at + cost_s / self._share
+        if len(self._free_at) > KEYS_MAX:
+            self._free_at = {each: at for each, at in self._free_at.items() if at > now}
+
+    def wait_s(self, key_id: uuid.UUID) -> float:
+        """For so long nothing more of this key is to be worked off."""
+        return max(self._free_at.get(key_id, 0.0) - self._clock(), 0.0)

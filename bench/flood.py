@@ -1,0 +1,91 @@
+"""What clients that send frames at full rate do to a quiet one beside them: its time to first token and the gaps between its
+tokens, alone and beside floods of each kind, from one stream and from many.
+
+    python -m bench.flood [--seconds 4] [--streams 1,50] [--share 0.25] [--directory /dev/shm]
+
+Cores and engine are those of `bench.streams`. The flood has a key of its own, and its frames are cancels of requests that nobody
+knows, attaches to such, and limits that nobody can have: 1,000 in a message, the next one as soon as gRPC takes it. Without what
+paces them (`--share 1`) it takes what it can.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from api.settings import Settings, bundled_models
+from bench.admission import server
+from bench.admission_peers import MODEL
+from bench.front import api_process, create_keys
+from bench.processes import claim_cores
+from bench.streams import Case, Result, run, scale
+from metering.store.migrations_runner import migrate
+
+KINDS = ("cancel", "attach", "update")
+BURST_OVER_S = 6.0  # by then what may be worked off at once is spent
+
+
+@contextlib.contextmanager
+def flooding(address: str, key: str, kind: str, stream_count: int) -> Iterator[None]:
+    """A flood in a process of its own, which has begun a while ago."""
+    command = [sys.executable, "-m", "bench.flood_load", json.dumps([address, key, kind, stream_count])]
+    with subprocess.Popen(command) as process:
+        try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(BURST_OVER_S)
+            yield
+        finally:
+            process.kill()
+
+
+def row(name: str, result: Result) -> str:
+    """One line of the table."""
+    return f"{name:<28}{result.ttft_p50_ms:>9.2f} {result.ttft_p99_ms:>9.2f} {result.late_p99_ms:>9.2f} {result.busy:>6.0%}"
+
+
+def measure(options: argparse.Namespace, url: str, core: int, other_core: int) -> None:
+    """Every flood, and the table."""
+    migrate(url)
+    quiet, hostile = create_keys(url, 2)
+    with contextlib.ExitStack() as stack:
+        home = stack.enter_context(tempfile.TemporaryDirectory(prefix="weir-bench-", dir=options.directory))
+        settings = Settings(
+            database_url=url,
+            home=Path(home),
+            listen_address="127.0.0.1:0",
+            models={MODEL: next(iter(bundled_models().values()))},
+            engine_device="simulated",
+            simulated_time_scale=scale(),
+            frames_share_max=options.share,
+        )
+        address, processes = stack.enter_context(api_process(settings, core, other_core, None))
+        print(f"{'of the quiet stream':<28}{'ttft50 ms':>9} {'99':>9} {'late 99':>9} {'api':>6}")
+        print(row("alone", run(Case(1), address, processes, quiet, options.seconds)), flush=True)
+        for kind in KINDS:
+            for count in map(int, options.streams.split(",")):
+                with flooding(address, hostile, kind, count):
+                    result = run(Case(1), address, processes, quiet, options.seconds)
+                print(row(f"{kind}, {count} streams", result), flush=True)
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=4.0, help="per case (default: %(default)s)")
+    parser.add_argument("--streams", default="1,50", help="of the flood (default: %(default)s)")
+    parser.add_argument("--share", type=float, default=0.25, help="WEIR_FRAMES_SHARE_MAX (default: %(default)s)")
+    parser.add_argument("--directory", help="where the database of this run is (default: that of temporary files)")
+    options = parser.parse_args()
+    core, other_core = claim_cores()
+    with server(None, options.directory) as url:
+        measure(options, url, core, other_core)
+
+
+if __name__ == "__main__":
+    main()
