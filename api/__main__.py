@@ -20,7 +20,17 @@ from api.access.tls import open_tls
 from api.admin.admin_service import AdminServicer
 from api.billing.billing_service import BillingServicer
 from api.billing.receipt_service import ReceiptServicer
-from api.composition import build_safety, load_tokenizers, open_control, open_door, open_holds, open_signer, openai_url
+from api.composition import (
+    build_safety,
+    console_url,
+    http_handle,
+    load_tokenizers,
+    open_control,
+    open_door,
+    open_holds,
+    open_signer,
+    openai_url,
+)
 from api.draining import drain, stop_signals
 from api.endpoint import Endpoint
 from api.fleet.fleet import build_serving
@@ -32,7 +42,6 @@ from api.observability.process_metrics import Parts
 from api.observability.scrape import MetricsListener, Scrapes
 from api.observability.spans import open_spans
 from api.open_files import allow_open_files
-from api.openai.door import Door
 from api.openai.listener import Listener
 from api.process import Process
 from api.requests.admission import Admission, Capacity
@@ -186,12 +195,13 @@ async def serve(settings: Settings) -> None:
         for_peers = InferenceServicer(process, authenticator, sessions, for_peers=True)
         peer_server, peer = build_peer_server(settings, for_peers)
         server, port = build_server(settings, servicers, health, tls, observer.call_failed)
-        listener = Listener(Door(process, authenticator, sessions).handle, settings, tls)
+        listener = Listener(http_handle(settings, process, authenticator, sessions, servicers), settings, tls)
         url = openai_url(settings, listener, tls)
         metrics = MetricsListener(settings.metrics_address(), settings.metrics_port_count)
         parts = Parts(process, authenticator, servicers.inference.open_streams, for_peers.open_streams, listener.connection_count)
         address, with_tls = settings.listen_address, tls is not None
-        endpoint = Endpoint(settings.home, address, port, tls=with_tls, openai_url=url, metrics_url=metrics.url)
+        urls = {"openai_url": url, "console_url": console_url(settings, url), "metrics_url": metrics.url}
+        endpoint = Endpoint(settings.home, address, port, tls=with_tls, urls=urls)
         serve_engines(router, tasks)
         control = open_control(settings, owner_id, peer, process, authenticator)
         background = in_background(tasks, process, control, notices, uses, spares, recover_regularly(settings, gate, signer))
@@ -203,7 +213,6 @@ async def serve(settings: Settings) -> None:
         doors = Doors(server, peer_server, listener, metrics)
         await doors.open(Scrapes(parts, sessions))
         health_task = tasks.create_task(keep_health(health, endpoint, router, holds, settings, stopping), name="health")
-        urls = {"openai_url": url, "metrics_url": metrics.url}
         log.info("listening", address=address, port=port, tls=with_tls, models=sorted(tokenizers), **urls)
         with stop_signals(stopping):
             await stopping.wait()

@@ -10,11 +10,14 @@ import structlog
 from api.access.auth import Authenticator
 from api.access.shared_failures import SharedFailures
 from api.access.tls import Tls
+from api.console.console import ROOT, Console
 from api.endpoint import base_url
 from api.observability.observer import Observer
-from api.openai.listener import Listener
+from api.openai.door import Door
+from api.openai.listener import Handle, Listener
 from api.process import Process
 from api.requests.live_control import keep_out_of_use, obey, process_name, report, report_replicas
+from api.server import Servicers
 from api.settings import SettingInvalid, Settings
 from api.streams.peers import Peer
 from inference.router import Router
@@ -115,3 +118,26 @@ def openai_url(settings: Settings, listener: Listener, tls: Tls | None) -> str:
     """Bind the door for OpenAI's clients, if there is to be one; its base URL, else nothing. Raises: OSError."""
     address = settings.openai_address()
     return "" if address is None else base_url(address[0], listener.bind(address), tls=tls is not None)
+
+
+def http_handle(
+    settings: Settings, process: Process, authenticator: Authenticator, sessions: Sessions, servicers: Servicers
+) -> Handle:
+    """Who answers on the HTTP port: the door for OpenAI's clients, and the console unless it is switched off."""
+    door = Door(process, authenticator, sessions).handle
+    if not settings.console:
+        return door
+    capacity, stall_max_s = process.admission.capacity, settings.client_stall_max_s
+    return Console(
+        servicers,
+        authenticator,
+        door,
+        observer=process.observer,
+        is_draining=lambda: capacity.is_draining,
+        stall_max_s=stall_max_s,
+    ).handle
+
+
+def console_url(settings: Settings, openai_url: str) -> str:
+    """Where the console is for somebody on this machine; nothing if there is none."""
+    return f"{openai_url.removesuffix('/v1')}{ROOT}/" if openai_url and settings.console else ""

@@ -23,6 +23,8 @@ class DoorSettings:
     listen_address: str = setting("WEIR_LISTEN", "127.0.0.1:8443", str)
     # For OpenAI's clients, over HTTP: host:port, or "off". Empty: this machine alone, 1000 ports above that of WEIR_LISTEN.
     openai_listen: str = setting("WEIR_OPENAI_LISTEN", "", address_or_off)
+    # The page for people at /console of the same port. 0 switches it off, the JSON form of its calls with it.
+    console: bool = setting("WEIR_CONSOLE", True, truth)
     # For Prometheus, in the clear and without a key: host:port, or "off". Empty: this machine alone, 2000 ports above that of
     # WEIR_LISTEN. A process that shares that port takes the first one from there on that is free.
     metrics_listen: str = setting("WEIR_METRICS_LISTEN", "", address_or_off)

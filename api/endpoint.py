@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +15,14 @@ LOOPBACK = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "[::]": "[::1]"}  # of thos
 class Endpoint:
     """What this process tells."""
 
-    def __init__(
-        self, home: Path, listen_address: str, port: int, *, tls: bool, openai_url: str = "", metrics_url: str = ""
-    ) -> None:
-        """port: the one that it is bound to. openai_url: what OpenAI's clients take as base URL; empty if there is no such door.
-
-        metrics_url: what Prometheus asks; empty if it may not.
+    def __init__(self, home: Path, listen_address: str, port: int, *, tls: bool, urls: Mapping[str, str]) -> None:
+        """port: the one that it is bound to. urls: of the doors over HTTP, empty for those that there are not: openai_url, what
+        OpenAI's clients take as base URL; console_url, for people; metrics_url, what Prometheus asks.
         """
         host = listen_address.rpartition(":")[0]
         local = listen_address if listen_address.startswith("unix") else f"{LOOPBACK.get(host, host)}:{port}"
         self.address = f"https://{local}" if tls else local
-        self.openai_url = openai_url
-        self.metrics_url = metrics_url
+        self._urls = dict(urls)
         self._home = home
         self._serving: bool | None = None
 
@@ -34,8 +31,7 @@ class Endpoint:
         if serving is self._serving:
             return
         self._serving = serving
-        urls = {"openai_url": self.openai_url, "metrics_url": self.metrics_url}
-        told = {"address": self.address, **urls, "pid": os.getpid(), "serving": serving}
+        told = {"address": self.address, **self._urls, "pid": os.getpid(), "serving": serving}
         unfinished = self._home / f"{ENDPOINT_FILE}.{os.getpid()}"
         unfinished.write_text(json.dumps(told))
         unfinished.replace(self._home / ENDPOINT_FILE)
@@ -61,6 +57,11 @@ def read_openai_url(home: Path) -> str | None:
 def read_metrics_url(home: Path) -> str | None:
     """What Prometheus asks; None if it may not, or nobody has told."""
     return _told(home).get("metrics_url") or None
+
+
+def read_console_url(home: Path) -> str | None:
+    """Where people find the console; None if it is switched off, or nobody has told of one."""
+    return _told(home).get("console_url") or None
 
 
 def base_url(host: str, port: int, *, tls: bool) -> str:

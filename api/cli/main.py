@@ -34,6 +34,7 @@ SERVE, ASK, MANAGE, PAY = "Run Weir", "Use models", "Manage access", "See usage 
 COMMANDS = {
     "up": Entry("api.cli.up:up", "Start everything on this machine.", SERVE),
     "env": Entry("api.cli.env:env", "Tell programs where `weir up` listens, and its keys.", SERVE),
+    "console": Entry("api.cli.console:console", "Tell where the page for people is; open it.", SERVE),
     "serve": Entry("api.cli.serve:serve", "Start one API server.", SERVE),
     "demo": Entry("api.cli.demo:demo", "Show the whole path of a request, live.", SERVE),
     "chaos": Entry("api.cli.chaos:chaos", "Break a Weir of its own, and account for every token.", SERVE),

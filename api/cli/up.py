@@ -8,7 +8,7 @@ import signal
 from rich.panel import Panel
 
 from api.cli.local import HomeOption, ListenOption, clear_failures, read_settings, stderr
-from api.endpoint import read_metrics_url, read_openai_url
+from api.endpoint import read_console_url, read_metrics_url, read_openai_url
 
 
 def up(listen: ListenOption = "", home: HomeOption = None) -> None:
@@ -33,7 +33,7 @@ async def run_until_stopped(listen: str, home: HomeOption) -> None:
     with stderr.status("Starting") as status:
         async with asyncio.TaskGroup() as tasks, run_stack(settings, status.update) as stack:
             status.stop()
-            urls = read_openai_url(settings.home), read_metrics_url(settings.home)
+            urls = [read(settings.home) for read in (read_openai_url, read_metrics_url, read_console_url)]
             stderr.print(welcome(stack.connection.address, str(settings.home), *urls))
             supervisor = tasks.create_task(stack.supervise(lambda message: stderr.print(f"[yellow]{message}[/yellow]")))
             await stopping.wait()
@@ -41,12 +41,18 @@ async def run_until_stopped(listen: str, home: HomeOption) -> None:
             stderr.print("Stopping: running requests finish first")
 
 
-def welcome(address: str, home: str, openai_url: str | None, metrics_url: str | None = None) -> Panel:
-    """What to do next. openai_url: for OpenAI's clients, if there is a door for them. metrics_url: for Prometheus, if it may."""
+def welcome(
+    address: str, home: str, openai_url: str | None, metrics_url: str | None = None, console_url: str | None = None
+) -> Panel:
+    """What to do next. openai_url: for OpenAI's clients, if there is a door for them. metrics_url: for Prometheus, if it may.
+
+    console_url: for people, if there is a console.
+    """
     openai = f"\nOpenAI's clients take [bold]base_url={openai_url}[/bold] with the same keys." if openai_url else ""
     metrics = f"\nPrometheus scrapes {metrics_url}." if metrics_url else ""
+    console = f"\nThe console is at [bold]{console_url}[/bold]: sign in with a key of `weir env`." if console_url else ""
     return Panel(
-        f"Weir listens on [bold]{address}[/bold].{openai}{metrics} In another terminal:\n\n"
+        f"Weir listens on [bold]{address}[/bold].{openai}{console}{metrics} In another terminal:\n\n"
         '  weir generate "Hello"\n'
         "  weir quota set tokens-per-month 1000000 --org demo\n"
         "  weir report month --help\n"

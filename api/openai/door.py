@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 import time
 import uuid
@@ -10,13 +9,12 @@ from collections.abc import Awaitable, Callable, Mapping
 from urllib.parse import unquote
 
 from aiohttp import web
-from aiohttp.http_exceptions import HttpProcessingError
 
-from api.access.auth import BEARER, Authenticator, check_model, payer
+from api.access.auth import Authenticator, check_model, payer
 from api.accounts import models_for
 from api.embedding.embedding import EmbedCaller
 from api.embedding.embedding_wire import parse_embed
-from api.errors import Draining, Unauthenticated
+from api.errors import Draining
 from api.observability.observer import HTTP
 from api.observability.trace_context import trace_of
 from api.openai import answers
@@ -27,10 +25,11 @@ from api.openai.completion_parameters import CompletionParameters, completion_as
 from api.openai.embedding_parameters import NAMES as EMBEDDING_NAMES
 from api.openai.embedding_parameters import EmbeddingParameters, check_dimensions, embed_request, embedding_list
 from api.openai.exchange import JSON, Arrival, Exchange, plain_headers, refused
+from api.openai.http_requests import peer_of, read_body, secret_of
 from api.openai.models import model_list, one_model
 from api.openai.parameters import Asked, decode
 from api.openai.rate_limits import headers_of
-from api.openai.refusals import INVALID_HTTP, HttpFault, no_http, refusal_of, wrong_parameter
+from api.openai.refusals import HttpFault, refusal_of, wrong_parameter
 from api.openai.response_answer import ResponseAnswer
 from api.openai.response_parameters import ResponseParameters, response_asked
 from api.openai.token_texts import TokenTexts
@@ -42,7 +41,6 @@ from metering.tenants.tenants import Principal
 # The calls of the contract that these stand for: whoever may make those may make these.
 SERVICE = "/weir.v1.InferenceService"
 GENERATE, EMBED, LIST_MODELS = f"{SERVICE}/Generate", f"{SERVICE}/Embed", f"{SERVICE}/ListModels"
-BODY_WAIT_S = 30.0  # seconds: a body of 4 MiB comes through the slowest of lines; who sends it byte by byte is not waited for
 IDEMPOTENCY_KEY = re.compile(r"[\x21-\x7e]{1,255}")
 KEY_NAMESPACE = uuid.UUID("6f1c0c9e-2f6b-5d0a-9a54-3b1d9a1c7e10")  # of request ids that come from keys that are no UUIDs
 
@@ -156,51 +154,13 @@ class Door:
         """The body, once the request may have one. Raises: HttpFault, Draining."""
         if self._is_draining:
             raise Draining("this server is shutting down: the same request will be served elsewhere")
-        if any(each.strip().lower() != "identity" for each in request.headers.getall("content-encoding", ())):
-            raise HttpFault(415, "send the body as it is, without content-encoding", "unsupported_encoding")
-        if request.headers.get("transfer-encoding", "chunked").strip().lower() != "chunked":
-            raise HttpFault(400, no_http("transfer-encoding can only be chunked"), INVALID_HTTP, closing=True)
-        most = self._process.admission.settings.message_bytes_max
-        too_large = HttpFault(413, f"the body is too large: at most {most} bytes are taken", "request_too_large", closing=True)
-        if (request.content_length or 0) > most:
-            raise too_large
-        if (expected := request.headers.get("expect")) is not None:
-            if expected.lower() != "100-continue":
-                raise HttpFault(417, "the header Expect can only be 100-continue", "expectation_failed", closing=True)
-            await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-            request.writer.output_size = 0  # it is not the response
-        try:
-            async with asyncio.timeout(BODY_WAIT_S):
-                return await request.read()
-        except web.HTTPRequestEntityTooLarge:
-            raise too_large from None
-        except TimeoutError:
-            raise HttpFault(408, f"the body did not come within {BODY_WAIT_S:.0f} s", "request_timeout", closing=True) from None
-        except HttpProcessingError as error:
-            raise HttpFault(400, no_http(error.message), INVALID_HTTP, closing=True) from None
+        return await read_body(request, self._process.admission.settings.message_bytes_max)
 
 
 def answered(value: object, arrival: Arrival, more: Mapping[str, str] | None = None) -> web.Response:
     """A response of one piece of JSON. more: headers beside those that every response has."""
     headers = {"content-type": JSON, **plain_headers(arrival.request_id), **(more or {})}
     return web.Response(body=answers.encode(value), headers=headers)
-
-
-def peer_of(request: web.BaseRequest) -> str:
-    """Who has connected, as gRPC names it."""
-    host, port, *_ = request.get_extra_info("peername") or ("", 0)
-    return f"ipv6:[{host}]:{port}" if ":" in host else f"ipv4:{host}:{port}"
-
-
-def secret_of(request: web.BaseRequest) -> str:
-    """The API key of a request. Raises: Unauthenticated saying how to send it."""
-    keys = request.headers.getall("authorization", [])
-    if len(keys) > 1:
-        raise Unauthenticated("several API keys: send one header `Authorization: Bearer <API key>`")
-    given = keys[0] if keys else ""
-    if given.lower().startswith(BEARER):
-        return given[len(BEARER) :].strip()
-    raise Unauthenticated("no API key: send the header `Authorization: Bearer <API key>`")
 
 
 def request_id_of(request: web.BaseRequest) -> uuid.UUID | None:

@@ -19,7 +19,7 @@ import pytest_asyncio
 from structlog.testing import capture_logs
 
 from api.errors import Draining
-from api.openai import door
+from api.openai import http_requests
 from api.requests.live import LiveRequest
 from metering.models import QuotaDimension
 from metering.operations import Outcome
@@ -40,7 +40,7 @@ async def inside(
 ) -> AsyncIterator[Inside]:
     """A server with little patience."""
     with new_database(postgres_server, template=template_database) as url, pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(door, "BODY_WAIT_S", 0.2)
+        monkeypatch.setattr(http_requests, "BODY_WAIT_S", 0.2)
         service = Service(
             tmp_path_factory.mktemp("inside"),
             url,

@@ -1,0 +1,214 @@
+"""The console's door: its files, who is signed in, and the calls of the page as JSON. What is not under `/console` is others'.
+
+`POST /console/api/<Service>/<Method>` takes and gives the messages of the contract in protobuf's JSON form; what is refused is a
+`google.rpc.Status` in it. `GET /console/api/session` tells what a key is good for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from typing import Any
+
+from aiohttp import web
+from google.protobuf import json_format
+from google.protobuf.message import Message
+from google.rpc import code_pb2, error_details_pb2, status_pb2
+
+from api.access.auth import Authenticator
+from api.access.scopes import SCOPES
+from api.console.call_context import CallContext, Refused
+from api.console.calls import OfferedCall, offered_calls
+from api.console.files import HEADERS, read_files
+from api.errors import FieldViolation, InvalidRequest, MessageUnreadable
+from api.observability.observer import HTTP, Observer
+from api.openai.http_requests import peer_of, read_body, secret_of
+from api.openai.listener import Handle
+from api.openai.refusals import HTTP_STATUSES, HttpFault, refusal_of
+from api.server import Servicers
+from api.statuses import ERROR_DOMAIN, status_of
+
+ROOT = "/console"
+API = f"{ROOT}/api/"
+SESSION = "session"
+ANYBODY = "/weir.v1.ReceiptService/ListReceiptKeys"  # the call that every good key may make: telling what it may is no more
+JSON = "application/json"
+BODY_BYTES_MAX = 65_536  # the page asks by names and ids
+ANSWER_BYTES_MAX = 2**20  # of a message; turned into JSON it is five times as much, and takes a quarter of a second of a thread
+TOO_LARGE = "the answer is too large for a page: ask for less, or with the command `weir`"
+UNREADABLE_CHARS_MAX = 300
+FAULT_CODES = {404: code_pb2.UNIMPLEMENTED, 405: code_pb2.UNIMPLEMENTED, 408: code_pb2.DEADLINE_EXCEEDED}
+
+
+class Console:
+    """Answers what is under `/console`, and hands everything else on."""
+
+    def __init__(
+        self,
+        servicers: Servicers,
+        authenticator: Authenticator,
+        others: Handle,
+        *,
+        observer: Observer,
+        is_draining: Callable[[], bool],
+        stall_max_s: float,
+    ) -> None:
+        """others: answers what is not the console's. observer: told of what is refused.
+
+        stall_max_s: a client that takes nothing of a file for so long has gone.
+        """
+        self._calls = offered_calls(servicers, observer.call_failed)
+        self._files = read_files()
+        self._authenticator = authenticator
+        self._others = others
+        self._observer = observer
+        self._is_draining = is_draining
+        self._stall_max_s = stall_max_s
+        self._writing_json = asyncio.Lock()  # one at a time: a thread that computes slows the streams of this process
+
+    async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        """Answer one request."""
+        if request.path != ROOT and not request.path.startswith(f"{ROOT}/"):
+            return await self._others(request)
+        try:
+            response = await self._answer(request)
+        except HttpFault as fault:
+            self._observer.http_failed(fault.refusal.code)
+            response = refused(fault_status(fault), fault.refusal.http_status, fault.refusal.headers)
+        except Refused as error:
+            response = refused(error.status)
+        except ConnectionError:  # in the middle of its body
+            return web.Response(status=400, headers=HEADERS)
+        except Exception as error:
+            self._observer.call_failed(HTTP, error)
+            response = refused(status_of(error))
+        if self._is_draining():
+            response.force_close()
+        return response
+
+    async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
+        if request.path == ROOT:
+            check_method(request, "GET", "HEAD")
+            return web.Response(status=307, headers={**HEADERS, "location": "console/"})  # also behind a proxy with a prefix
+        if request.path.startswith(API):
+            return await self._answer_call(request, request.path.removeprefix(API))
+        file = self._files.get(request.path.removeprefix(f"{ROOT}/"))
+        if file is None:
+            raise HttpFault(404, "the console has no such file", "unknown_url")
+        check_method(request, "GET", "HEAD")
+        return file.answer(request)
+
+    async def _answer_call(self, request: web.BaseRequest, name: str) -> web.StreamResponse:
+        if name == SESSION:
+            check_method(request, "GET")
+            return await self._session(request)
+        call = self._calls.get(name)
+        if call is None:
+            raise HttpFault(
+                404, "the console does not offer this call; gRPC and the command `weir` do, if there is one", "not_offered"
+            )
+        check_method(request, "POST")
+        if request.content_type != JSON:
+            raise HttpFault(415, f"send the request as {JSON}", "unsupported_media_type")
+        asked = read_message(await read_body(request, BODY_BYTES_MAX), call.request_type)
+        if call.is_file:
+            return await FileAnswer(request, self._stall_max_s).serve(call, asked)
+        answer: Message = await call.answer(asked, CallContext(request))
+        return as_json(await self._json_of(answer))
+
+    async def _session(self, request: web.BaseRequest) -> web.Response:
+        """What the key is good for. The page shows what its calls may fetch, and the calls decide."""
+        principal = await self._authenticator.principal_of(secret_of(request), method=ANYBODY, peer=peer_of(request))
+        told: dict[str, Any] = {
+            "keyPrefix": principal.key_prefix,
+            "organizationId": str(principal.organization_id),
+            "currencyCode": principal.currency_code,
+            "scopes": sorted(principal.scopes),
+            "calls": [name for name, call in self._calls.items() if not principal.scopes.isdisjoint(SCOPES[call.path])],
+        }
+        return as_json(json.dumps(told))
+
+    async def _json_of(self, answer: Message) -> str:
+        """A message in protobuf's JSON form, made in a thread. Raises: InvalidRequest if it is too large for that."""
+        if answer.ByteSize() > ANSWER_BYTES_MAX:
+            raise InvalidRequest([FieldViolation("page_size", TOO_LARGE)])
+        async with self._writing_json:
+            return await asyncio.to_thread(json_format.MessageToJson, answer, indent=None)
+
+
+class FileAnswer:
+    """A call that answers with the pieces of a file: they become the body of one response."""
+
+    def __init__(self, request: web.BaseRequest, stall_max_s: float) -> None:
+        self._request = request
+        self._stall_max_s = stall_max_s
+        self._response: web.StreamResponse | None = None
+
+    async def serve(self, call: OfferedCall, asked: Message) -> web.StreamResponse:
+        """Answer. What fails after the first piece breaks the connection, so that nobody takes a part for the whole.
+
+        Raises: Refused before that.
+        """
+        try:
+            await call.answer(asked, CallContext(self._request, self._write))
+        except Refused:
+            if self._response is None:
+                raise
+            if (transport := self._request.transport) is not None:
+                transport.abort()
+            return self._response
+        assert self._response is not None, "a file has at least one piece"
+        await self._response.write_eof()
+        return self._response
+
+    async def _write(self, piece: Any) -> None:
+        try:
+            async with asyncio.timeout(self._stall_max_s):
+                if self._response is None:
+                    disposition = f'attachment; filename="{piece.file_name}"'
+                    headers = {"content-type": piece.media_type, "content-disposition": disposition, "cache-control": "no-store"}
+                    self._response = web.StreamResponse(headers={**HEADERS, **headers})
+                    await self._response.prepare(self._request)
+                await self._response.write(piece.chunk)
+        except (TimeoutError, ConnectionError) as gone:  # no mistake of ours
+            raise Refused(status_pb2.Status(code=code_pb2.CANCELLED, message="nobody takes the file")) from gone
+
+
+def read_message(body: bytes, kind: type[Message]) -> Message:
+    """A request in protobuf's JSON form; nothing at all is the empty one. Raises: MessageUnreadable saying what is wrong."""
+    message = kind()
+    try:
+        return json_format.Parse(body.decode() or "{}", message)
+    except Exception as error:  # its parser raises whatever the values make it raise
+        said = "".join(each for each in str(error) if each.isprintable())[:UNREADABLE_CHARS_MAX]
+        raise MessageUnreadable(
+            f"the body is not a {message.DESCRIPTOR.full_name} as JSON: {said or type(error).__name__}"
+        ) from error
+
+
+def check_method(request: web.BaseRequest, *taken: str) -> None:
+    """Raises: HttpFault for another method of HTTP. `OPTIONS` is among them: no other origin may call."""
+    if request.method not in taken:
+        raise HttpFault(405, f"this takes {taken[0]}", "method_not_allowed", {"allow": ", ".join(taken)})
+
+
+def as_json(text: str, http_status: int = 200) -> web.Response:
+    """An answer that is kept nowhere."""
+    headers = {**HEADERS, "content-type": JSON, "cache-control": "no-store"}
+    return web.Response(status=http_status, body=text.encode(), headers=headers)
+
+
+def refused(status: status_pb2.Status, http_status: int = 0, more: Any = None) -> web.Response:
+    """A status as an answer. http_status: where HTTP alone is what is wrong. more: headers beside those of the status."""
+    response = as_json(json_format.MessageToJson(status, indent=None), http_status or HTTP_STATUSES.get(status.code, 500))
+    response.headers.update(refusal_of(status).headers if more is None else more)
+    return response
+
+
+def fault_status(fault: HttpFault) -> status_pb2.Status:
+    """What is wrong as HTTP, as a status."""
+    code = FAULT_CODES.get(fault.refusal.http_status, code_pb2.INVALID_ARGUMENT)
+    status = status_pb2.Status(code=code, message=fault.refusal.message)
+    status.details.add().Pack(error_details_pb2.ErrorInfo(reason=fault.refusal.code.upper(), domain=ERROR_DOMAIN))
+    return status

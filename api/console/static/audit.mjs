@@ -1,0 +1,1 @@
+export const audit = { id: "audit", title: "audit", calls: [], scopes: "", async show() {} };

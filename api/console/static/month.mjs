@@ -1,0 +1,1 @@
+export const month = { id: "month", title: "month", calls: [], scopes: "", async show() {} };

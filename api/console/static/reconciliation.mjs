@@ -1,0 +1,1 @@
+export const reconciliation = { id: "reconciliation", title: "reconciliation", calls: [], scopes: "", async show() {} };

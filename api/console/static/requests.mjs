@@ -1,0 +1,1 @@
+export const requests = { id: "requests", title: "requests", calls: [], scopes: "", async show() {} };

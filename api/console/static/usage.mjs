@@ -1,0 +1,1 @@
+export const usage = { id: "usage", title: "usage", calls: [], scopes: "", async show() {} };

@@ -1,0 +1,172 @@
+// One page while it is shown: its calls, which end with it, what it repeats, and how it tells what went wrong.
+
+import { CallFailed, call, file, save } from "./client.mjs";
+import { choice, field, h, remark, swap } from "./dom.mjs";
+import { backedOff, localTime, monthOf, secondsOf, wait } from "./format.mjs";
+
+export class View {
+  constructor(page, session, params, { signedOut }) {
+    this.page = page;
+    this.session = session;
+    this.params = params;
+    this.body = h("div", { class: "body" });
+    this.status = h("p", { class: "status", role: "status" });
+    this.signedOut = signedOut;
+    this.left = new AbortController();
+  }
+
+  // Put the page into its place and fill it.
+  async show(place, isOther) {
+    swap(place, h("h1", {}, this.page.title), this.body, this.status);
+    if (isOther) place.focus({ preventScroll: true });
+    this.body.replaceChildren(h("p", { class: "empty" }, "Loading."));
+    try {
+      await this.page.show(this);
+    } catch (error) {
+      this.failed(error, () => swap(this.body, problem(error)));
+    }
+  }
+
+  leave() {
+    this.left.abort();
+  }
+
+  may(name) {
+    return this.session.calls.includes(name);
+  }
+
+  get isAdmin() {
+    return this.session.scopes.includes("admin");
+  }
+
+  // One call of the contract; it ends when the page is left.
+  call(name, request = {}) {
+    return call(name, request, this.left.signal);
+  }
+
+  // Go to this page with other parameters; empty ones are left out.
+  go(changes) {
+    const next = new URLSearchParams(this.params);
+    for (const [name, value] of Object.entries(changes)) {
+      if (value) next.set(name, value);
+      else next.delete(name);
+    }
+    const query = next.toString();
+    location.hash = `#/${this.page.id}${query ? `?${query}` : ""}`;
+  }
+
+  failed(error, show) {
+    if (this.left.signal.aborted) return;
+    if (error instanceof CallFailed && error.httpStatus === 401) this.signedOut();
+    else show();
+  }
+
+  // Say something in the line that screen readers follow; the same again is not said twice.
+  say(text) {
+    if (this.status.textContent !== text) this.status.textContent = text;
+  }
+
+  // Do it now and again while the page is seen, less often while it fails.
+  async repeat(usualMs, load) {
+    let failures = 0;
+    while (!this.left.signal.aborted) {
+      if (!document.hidden) {
+        try {
+          await load();
+          if (failures) this.say("");
+          failures = 0;
+        } catch (error) {
+          failures += 1;
+          const next = wait(backedOff(usualMs, failures) / 1000);
+          this.failed(error, () => this.say(`Not up to date: ${error.message}. Trying again in ${next}.`));
+        }
+      }
+      await this.pause(backedOff(usualMs, failures));
+    }
+  }
+
+  // Wait for so long, or until the page is seen again or left.
+  pause(ms) {
+    return new Promise((resolve) => {
+      const done = () => {
+        clearTimeout(timer);
+        document.removeEventListener("visibilitychange", done);
+        resolve();
+      };
+      const timer = setTimeout(done, ms);
+      document.addEventListener("visibilitychange", done);
+      this.left.signal.addEventListener("abort", done, { once: true });
+    });
+  }
+
+  // A button that fetches a file.
+  download(text, fetched) {
+    const button = h("button", { type: "button", click: async () => {
+      button.disabled = true;
+      try {
+        const { name, content } = await fetched();
+        save(name, content);
+        this.say(`${name} is saved.`);
+      } catch (error) {
+        this.failed(error, () => this.say(`Not saved: ${error.message}`));
+      }
+      button.disabled = false;
+    } }, text);
+    return button;
+  }
+
+  file(name, request) {
+    return file(name, request);
+  }
+
+  // The organization that is looked at: an admin chooses, everybody else has their own.
+  async organization({ all = "" } = {}) {
+    const own = this.session.organizationId;
+    if (!this.isAdmin) return { ref: own, name: "", chooser: null };
+    const { organizations = [] } = await this.call("AdminService/ListOrganizations");
+    const asked = this.params.get("org") ?? "";
+    const found = organizations.find((each) => each.name === asked || each.organizationId === asked)
+      ?? (all ? null : organizations.find((each) => each.organizationId === own));
+    const options = [...(all ? [["", all]] : []), ...organizations.map((each) => [each.name, each.name])];
+    const chooser = choice("Organization", options, found?.name ?? "", (org) => this.go({ org, month: "", key: "" }));
+    return { ref: found?.name ?? (all ? "" : own), name: found?.name ?? "", chooser };
+  }
+
+  // The month that is looked at, and all that there are of an organization.
+  async month(organization) {
+    const { months = [] } = await this.call("BillingService/ListMonths", { organization });
+    const names = months.map((each) => each.month);
+    const present = monthOf(new Date());
+    if (!names.includes(present)) names.unshift(present);
+    const asked = this.params.get("month");
+    const chosen = names.includes(asked) ? asked : names[0];
+    const told = new Map(months.map((each) => [each.month, each]));
+    const options = names.map((name) => [name, told.get(name)?.state === "MONTH_STATE_CLOSED" ? `${name}, closed` : name]);
+    const chooser = choice("Month (UTC)", options, chosen, (month) => this.go({ month }));
+    return { chosen, chooser, months };
+  }
+
+  // A form that goes to this page with what was typed in. names: by parameter.
+  search(names, button = "Show") {
+    const inputs = Object.entries(names).map(([name, [label, more = {}]]) =>
+      [name, field(label, { type: "text", name, value: this.params.get(name) ?? "", autocomplete: "off", spellcheck: "false", ...more })]);
+    return h("form", { class: "controls", submit: (event) => {
+      event.preventDefault();
+      this.go({ before: "", page: "", ...Object.fromEntries(inputs.map(([name, label]) => [name, label.querySelector("input").value.trim()])) });
+    } }, inputs.map(([, label]) => label), h("button", {}, button));
+  }
+}
+
+// What went wrong, with what is to be mended where the server says so.
+export function problem(error) {
+  if (!(error instanceof CallFailed)) return remark("bad", `This page has failed: ${error.message}`);
+  const violations = error.detail("BadRequest")?.fieldViolations ?? [];
+  const retry = secondsOf(error.detail("RetryInfo")?.retryDelay);
+  return remark("bad", violations.length ? violations.map((each) => `${each.field}: ${each.description}`).join("; ") : error.message,
+    retry !== null && ` Try again in ${wait(retry)}.`);
+}
+
+// When something was looked at.
+export function asOf() {
+  return `As of ${localTime(new Date().toISOString())}.`;
+}
