@@ -176,6 +176,17 @@ BORDERS = (
         why="who is next is decided without sockets and without the database",
     ),
     Border(
+        ("metering", "inference", "sqlalchemy", "psycopg"),
+        inside=("api/console/",),
+        why="the page is told what the calls of the contract answer, and nothing is decided or looked up beside them",
+    ),
+    Border(
+        ("api.console",),
+        inside=("api/",),
+        save_for=("api/console/", "api/composition.py", "api/cli/"),
+        why="everything works the same without a page",
+    ),
+    Border(
         ("api.admin", "api.billing", "api.openai", "api.cli", "api.chaos"),
         inside=("api/access/", "api/queue/", "api/requests/", "api/streams/", "api/embedding/", "api/fleet/"),
         why="a request runs the same whoever administers, bills, or asked for it",
@@ -196,8 +207,8 @@ BORDERS = (
     Border(
         ("aiohttp",),
         inside=PRODUCT,
-        save_for=("api/openai/", "api/observability/scrape.py", "bench/door_load.py"),
-        why="HTTP is the business of one door, and of one page for operators",
+        save_for=("api/openai/", "api/console/", "api/observability/scrape.py", "bench/door_load.py"),
+        why="HTTP is the business of one door, of the console, and of one page for operators",
     ),
     Border(
         ("opentelemetry",),

@@ -88,6 +88,8 @@ IMPORT_FAULTS = [
     ("inference/hosts/hosted_engine.py", "import torch", "torch"),
     ("inference/sampling/sampler.py", "from inference.core.scheduler import Scheduler", "inference.core.scheduler"),
     ("api/queue/fair_queue.py", "from api.requests.live import Live", "api.requests.live"),
+    ("api/console/calls.py", "from metering.billing.reports import month_bounds", "metering.billing.reports"),
+    ("api/openai/door.py", "from api.console.console import Console", "api.console.console"),
     ("api/requests/live.py", "from api.admin.admin_live import AdminLive", "api.admin.admin_live"),
 ]
 

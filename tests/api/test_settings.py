@@ -32,7 +32,7 @@ def test_every_variable_has_its_own_name() -> None:
 @pytest.mark.parametrize("name", NUMBERS)
 def test_every_number_is_read_from_its_variable(name: str) -> None:
     default: Any = SPECS[name].default
-    value = default + 1 if isinstance(default, int) else default / 2
+    value = not default if isinstance(default, bool) else default + 1 if isinstance(default, int) else default / 2
 
     settings = Settings.from_environment({name: str(value)})
 

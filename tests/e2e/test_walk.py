@@ -12,8 +12,10 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
+import aiohttp
 import grpc
 import pytest
+from google.protobuf import json_format
 from google.protobuf.descriptor import Descriptor, FieldDescriptor, MethodDescriptor
 from google.protobuf.descriptor_pool import Default
 from google.protobuf.message_factory import GetMessageClass
@@ -21,6 +23,7 @@ from grpc import StatusCode
 from weir.v1 import billing_service_pb2_grpc, months_pb2, types_pb2, usage_reports_pb2
 from weir.v1 import inference_service_pb2 as pb
 
+from api.console.calls import names as offered_names
 from api.server import SERVICES
 from metering.models import QuotaDimension
 from metering.tenants.key_secrets import new_secret
@@ -227,6 +230,43 @@ async def test_a_key_of_another_organization_gets_nothing_from_any_call(service:
     assert walked >= 4 * 2 * 50, "a walk that finds nothing proves nothing"
     assert rows_of(service, victim) == before
     assert {len(rows) for table, rows in before.items() if table in ("usage_events", "invoices", "receipts")} != {0}
+
+
+async def test_a_key_of_another_organization_gets_nothing_through_the_console(service: Service, victim: Victim) -> None:
+    stranger = await service.tenant()
+    keys = {
+        ("inference",): stranger.secret,
+        ("billing",): (await service.new_key(stranger, "billing"))[1],
+    }
+    own = (await service.new_key(victim.tenant, "billing"))[1]
+    before = rows_of(service, victim)
+    shown: set[str] = set()
+
+    async with aiohttp.ClientSession(service.openai_url.removesuffix("v1")) as http:
+        for method in (each for each in methods() if f"{each.containing_service.name}/{each.name}" in set(offered_names())):
+            for request in requests_for(method, victim):
+                for scopes, secret in keys.items():
+                    status, said = await ask_console(http, method, request, secret)
+                    where = f"{method.full_name} with {scopes}: {said!r}"
+                    if not scopes_of(method) & set(scopes):
+                        assert status == 403, where
+                    else:
+                        assert status in (200, 400, 404), where
+                    assert status != 200 or marks_in(said, victim) == [], where
+                status, said = await ask_console(http, method, request, own)
+                if status == 200 and marks_in(said, victim):
+                    shown.add(method.name)
+
+    assert rows_of(service, victim) == before
+    assert shown >= {"GetMonthReport", "GetUsage", "GetForecast", "GetInvoice", "ListAdjustments", "ListMonths"}
+
+
+async def ask_console(http: aiohttp.ClientSession, method: MethodDescriptor, request: Any, secret: str) -> tuple[int, bytes]:
+    """How the console answers a call."""
+    headers = {"authorization": f"Bearer {secret}", "content-type": "application/json"}
+    path = f"console/api/{method.containing_service.name}/{method.name}"
+    async with http.post(path, data=json_format.MessageToJson(request), headers=headers) as response:
+        return response.status, await response.read()
 
 
 async def test_without_a_good_key_no_call_is_answered(service: Service, victim: Victim) -> None:

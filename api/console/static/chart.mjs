@@ -3,12 +3,14 @@
 import { h, svg } from "./dom.mjs";
 import { milliseconds, share } from "./format.mjs";
 
-const WIDTH = 720, HEIGHT = 180, LEFT = 4, BOTTOM = 22, TOP = 8;
+const HEIGHT = 180, LEFT = 4, BOTTOM = 22, TOP = 8;
+const WIDE = 1160, NARROW = 340, NARROW_PAGE = 704; // in CSS pixels, so that letters are as large as elsewhere
 
 // One bar for each value. values: [name, whole number as BigInt, text] each.
 export function bars(label, values) {
   const most = values.reduce((found, [, value]) => (value > found ? value : found), 0n);
-  const step = (WIDTH - 2 * LEFT) / values.length;
+  const width = window.innerWidth < NARROW_PAGE ? NARROW : WIDE;
+  const step = (width - 2 * LEFT) / values.length;
   const full = HEIGHT - TOP - BOTTOM;
   const drawn = values.map(([name, value, text], index) => {
     const height = most > 0n ? Math.max(value > 0n ? 2 : 0, share(value, most) * full) : 0;
@@ -21,8 +23,8 @@ export function bars(label, values) {
       isNamed && svg("text", { x: x + step / 2, y: HEIGHT - 6, "text-anchor": "middle" }, name.slice(-2)));
   });
   return h("figure", { class: "chart" },
-    svg("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", "aria-label": label },
-      svg("line", { x1: LEFT, x2: WIDTH - LEFT, y1: HEIGHT - BOTTOM, y2: HEIGHT - BOTTOM, class: "axis" }), drawn),
+    svg("svg", { viewBox: `0 0 ${width} ${HEIGHT}`, role: "img", "aria-label": label },
+      svg("line", { x1: LEFT, x2: width - LEFT, y1: HEIGHT - BOTTOM, y2: HEIGHT - BOTTOM, class: "axis" }), drawn),
     h("figcaption", {}, label));
 }
 

@@ -37,13 +37,14 @@ export function column(head, cell, numeric = false) {
   return { head, cell, numeric };
 }
 
-// A table with heads; on narrow screens each row is a card whose cells carry their heads. Roles are named since cards lose them.
-export function table(caption, columns, rows, { empty = "Nothing.", foot = null, key = null } = {}) {
+// A table with heads; on narrow screens each row is a card whose cells carry their heads, or it scrolls if it is a
+// grid. Roles are named since cards lose them.
+export function table(caption, columns, rows, { empty = "Nothing.", foot = null, key = null, isGrid = false } = {}) {
   if (rows.length === 0 && !foot) return h("p", { class: "empty" }, empty);
   const heads = columns.map(({ head, numeric }) => h("th", { scope: "col", role: "columnheader", class: numeric && "number" }, head));
   const body = rows.map((row) => h("tr", { role: "row", "data-key": key && key(row) }, cellsOf(columns, row)));
   return h("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": caption },
-    h("table", { role: "table", class: "cards" },
+    h("table", { role: "table", class: isGrid ? "grid" : "cards" },
       h("caption", { class: "unseen" }, caption),
       h("thead", { role: "rowgroup" }, h("tr", { role: "row" }, heads)),
       h("tbody", { role: "rowgroup" }, body),
@@ -54,7 +55,8 @@ function cellsOf(columns, row) {
   return columns.map(({ head, cell, numeric }) => {
     const content = cell(row);
     const isEmpty = content === "" || content == null;
-    return h("td", { role: "cell", "data-head": head, class: [numeric && "number", isEmpty && "void"].filter(Boolean).join(" ") || null }, content);
+    return h("td", { role: "cell", "data-head": head, class: [numeric && "number", isEmpty && "void"].filter(Boolean).join(" ") || null },
+      h("div", { class: "value" }, content));
   });
 }
 

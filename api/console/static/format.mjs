@@ -25,14 +25,27 @@ export function decimal(value, scale, least = 2) {
   return number < 0n ? MINUS + text : text;
 }
 
+// The decimals that the finest of some values needs, so that a column of them stands in line.
+export function places(values, scale, least = 2) {
+  return values.reduce((most, value) => {
+    const digits = whole(value).toString().replace("-", "").padStart(scale, "0").slice(-scale).replace(/0+$/, "");
+    return Math.max(most, digits.length);
+  }, least);
+}
+
 // All of an amount in picos, as a BigInt.
 export function picosOf(money) {
   return whole(money?.units) * 10n ** BigInt(PICOS) + whole(money?.picos);
 }
 
 // An amount without its currency: 0.00000705.
-export function amount(money) {
-  return decimal(picosOf(money), PICOS);
+export function amount(money, least = 2) {
+  return decimal(picosOf(money), PICOS, least);
+}
+
+// The decimals of a column of amounts.
+export function amountPlaces(all) {
+  return places(all.map(picosOf), PICOS);
 }
 
 // An amount with its currency; a dash where there is none.
@@ -66,7 +79,9 @@ export function milliseconds(value) {
 
 // Tokens per second; a dash for none.
 export function rate(value) {
-  return value ? value.toFixed(1) : "\u2014";
+  if (!value) return "\u2014";
+  const [before, after] = value.toFixed(1).split(".");
+  return `${count(before)}.${after}`;
 }
 
 // A duration of the wire ("12.500s") in seconds; null where there is none.

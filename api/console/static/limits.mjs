@@ -15,9 +15,10 @@ export const limits = {
   scopes: "admin or inference",
   async show(view) {
     const controls = h("div", { class: "controls" }), shown = h("section", { "aria-label": "Limits" });
-    let load, whose = "this key", terminal = "weir quota show";
+    let load, currency = view.session.currencyCode, whose = "this key", terminal = "weir quota show";
     if (view.may(LIST)) {
-      const { ref, name, chooser } = await view.organization();
+      const { ref, name, currency: billed, chooser } = await view.organization();
+      currency = billed;
       const { apiKeys = [] } = await view.call(KEYS, { organization: ref });
       const good = apiKeys.filter((each) => !each.revokeTime);
       const key = good.find((each) => each.prefix === view.params.get("key"))?.prefix ?? "";
@@ -29,15 +30,15 @@ export const limits = {
     } else {
       load = () => view.call(OWN);
     }
-    swap(view.body, controls, shown, command("Set one", `weir quota set tokens-per-month 1000000 --org ORG`), command("The same in a terminal", terminal));
+    swap(view.body, controls, shown, command("Set one", "weir quota set tokens-per-month 1000000 --org ORG"), command("The same in a terminal", terminal));
     await view.repeat(REFRESH_MS, async () => {
       const { quotas = [] } = await load();
-      swap(shown, table(`Limits of ${whose}`, COLUMNS, quotas, { empty: "No limit is set: nothing is bounded here.", key: (each) => each.quotaId }), h("p", { class: "note" }, asOf()));
+      swap(shown, table(`Limits of ${whose}`, columns(currency), quotas, { empty: "No limit is set: nothing is bounded here.", key: (each) => each.quotaId }), h("p", { class: "note" }, asOf()));
     });
   },
 };
 
-const COLUMNS = [
+const columns = (currency) => [
   column("What it counts", (each) => [dimensionWords(each.dimension), each.model ? ` on ${each.model}` : "", remarksOf(each)]),
   column("Set on", (each) => [each.forNewKeys ? "new keys of " : "", words(each.subject, "QUOTA_SUBJECT_"), h("br"), h("span", { class: "note" }, each.subjectName ?? "")]),
   column("Filled", (each) => meter(each.usedValue, each.heldValue, each.limitValue)),
@@ -45,12 +46,12 @@ const COLUMNS = [
   column("Held", (each) => limitValue(each.dimension, each.heldValue), true),
   column("Left", (each) => limitValue(each.dimension, each.remainingValue), true),
   column("Limit", (each) => limitValue(each.dimension, each.limitValue), true),
-  column("Unit", (each) => unitOf(each.dimension)),
+  column("Unit", (each) => unitOf(each.dimension, currency)),
   column("Begins anew", (each) => each.resetTime ? [`in ${wait(secondsOf(each.resetDelay))}`, h("div", { class: "note" }, time(each.resetTime))] : "as requests end"),
 ];
 
-function unitOf(dimension) {
-  if (isMoney(dimension)) return "currency";
+function unitOf(dimension, currency) {
+  if (isMoney(dimension)) return currency;
   return /REQUESTS/.test(dimension) ? "requests" : "tokens";
 }
 

@@ -1,1 +1,96 @@
-export const month = { id: "month", title: "month", calls: [], scopes: "", async show() {} };
+// The bill of a month: what it would be now, or what it was closed as. Amounts are exact; nothing is added up here.
+
+import { badge, column, command, h, remark, swap, table, tile, tiles, time } from "./dom.mjs";
+import { amount, amountPlaces, count, money, perMillion, picosOf, plain, words } from "./format.mjs";
+
+const REPORT = "BillingService/GetMonthReport", DOCUMENT = "BillingService/GetMonthDocument", EXPORT = "BillingService/ExportMonth", INVOICE = "BillingService/GetInvoice";
+const STATES = { MONTH_STATE_OPEN: ["open: this is what the invoice would be now", "warning"], MONTH_STATE_CLOSING: ["being closed", "warning"], MONTH_STATE_CLOSED: ["closed", "good"] };
+
+export const month = {
+  id: "month",
+  title: "Month",
+  calls: [REPORT],
+  scopes: "billing or admin",
+  async show(view) {
+    const { ref, chooser } = await view.organization();
+    const { chosen, chooser: months } = await view.month(ref);
+    const report = await view.call(REPORT, { organization: ref, month: chosen });
+    const invoice = report.invoiceNumber ? await view.call(INVOICE, { number: report.invoiceNumber }) : null;
+    const currency = report.total?.currencyCode ?? "";
+    const [state, kind] = STATES[report.state] ?? ["", ""];
+    swap(view.body,
+      h("div", { class: "controls" }, chooser, months),
+      h("p", {}, h("strong", {}, `${plain(report.organizationName)}, ${chosen} (UTC) `), badge(state, kind), report.closeTime && [" ", time(report.closeTime), ` by ${plain(report.closedBy)}`]),
+      tiles(tile("Total", amount(report.totalRounded), currency, report.taxNote ?? ""), tile("Before rounding", amount(report.total), currency),
+        report.invoiceNumber && tile("Invoice", report.invoiceNumber), tile("Requests", count(report.requestCounts?.totalCount), "", endings(report.requestCounts ?? {}))),
+      downloads(view, ref, chosen, report),
+      h("h2", {}, "Usage"),
+      table("Lines of the bill", lineColumns(currency, report.lines ?? []), report.lines ?? [], { empty: "Nothing was used." }),
+      chargesPart(report.charges ?? [], currency),
+      h("h2", {}, "Total"),
+      table("From the lines to the total", [column("What", ([what]) => what), column(`Amount, ${currency}`, ([, value]) => amount(value, amountPlaces(totals(report).map((each) => each[1]))), true)], totals(report), { isGrid: true }),
+      report.unratedEventCount && remark("warning", `${count(report.unratedEventCount)} usage events are recorded and not yet in the lines above.`),
+      creditPart(report, invoice, currency),
+      h("p", { class: "note" }, report.taxNote ?? ""),
+      command("Close a month, for good", `weir month close ${chosen} --org ${report.organizationName}`),
+      command("The same in a terminal", `weir month show ${chosen} --org ${report.organizationName}`));
+  },
+};
+
+function endings({ completedCount, cancelledCount, limitedCount, failedCount }) {
+  return `${count(completedCount)} completed, ${count(cancelledCount)} cancelled, ${count(limitedCount)} limited, ${count(failedCount)} failed`;
+}
+
+function lineColumns(currency, lines) {
+  const least = amountPlaces(lines.map((each) => each.amount));
+  return [
+    column("Model", (each) => [each.model, each.tier === "batch" ? " (batch)" : "", each.lateMonth && h("div", { class: "note" }, `late of ${each.lateMonth}`)]),
+    column("Kind", (each) => words(each.tokenKind, "TOKEN_KIND_")),
+    column("Price", (each) => `v${each.priceVersion}`),
+    column("Requests", (each) => count(each.requestCount), true),
+    column("Tokens", (each) => count(each.tokenCount), true),
+    column("Of cancelled", (each) => count(each.cancelledTokenCount), true),
+    column(`Per million, ${currency}`, (each) => perMillion(each.unitPricePicos), true),
+    column(`Amount, ${currency}`, (each) => amount(each.amount, least), true),
+    column("Rounded", (each) => amount(each.roundedAmount), true),
+  ];
+}
+
+function chargesPart(charges, currency) {
+  const least = amountPlaces(charges.map((each) => each.amount));
+  return charges.length > 0 && [h("h2", {}, "Plan, corrections and credit"), table("Charges beside the usage", [
+    column("What", (each) => each.description),
+    column("Kind", (each) => words(each.kind, "CHARGE_KIND_")),
+    column("Model", (each) => each.model),
+    column("Tokens", (each) => (each.tokenCount ? count(each.tokenCount) : ""), true),
+    column(`Amount, ${currency}`, (each) => amount(each.amount, least), true),
+    column("Rounded", (each) => amount(each.roundedAmount), true),
+  ], charges)];
+}
+
+function totals(report) {
+  return [["Sum of the lines, exact", report.total], ["Left of rounding the months before", report.carriedIn],
+    ["Left for the next month by rounding", report.carriedOut], ["Total, rounded", report.totalRounded]];
+}
+
+function creditPart({ prepaidCredit, creditNotes = [] }, invoice, currency) {
+  const parts = [];
+  if (prepaidCredit && [prepaidCredit.granted, prepaidCredit.expired, prepaidCredit.left].some((each) => picosOf(each) !== 0n)) {
+    parts.push(h("h2", {}, "Prepaid credit"), tiles(tile("Granted", amount(prepaidCredit.granted), currency), tile("Expired", amount(prepaidCredit.expired), currency), tile("Left", amount(prepaidCredit.left), currency)));
+  }
+  for (const note of creditNotes) parts.push(remark("", `${plain(note.number)} gives back ${money(note.amount)} of ${plain(note.invoiceNumber)}: ${plain(note.reason)}`));
+  for (const note of invoice?.creditNotes ?? []) parts.push(remark("", `Credit note ${plain(note.creditNoteNumber)} on this invoice: ${money(note.amount)}, ${plain(note.reason)}`));
+  return parts;
+}
+
+function downloads(view, organization, month, report) {
+  const bytes = async (format, ending) => {
+    const { content = "" } = await view.call(DOCUMENT, { organization, month, format });
+    return { name: `${report.organizationName}-${month}.${ending}`, content: new Blob([Uint8Array.from(atob(content), (each) => each.charCodeAt(0))]) };
+  };
+  return h("div", { class: "buttons" },
+    view.download(report.invoiceNumber ? "Invoice as PDF" : "Draft as PDF", () => view.file(EXPORT, { organization, month, format: "MONTH_EXPORT_FORMAT_INVOICE_PDF" })),
+    view.download("Report as CSV", () => bytes("MONTH_DOCUMENT_FORMAT_CSV", "csv")),
+    view.download("Report as JSON", () => bytes("MONTH_DOCUMENT_FORMAT_JSON", "json")),
+    view.download("Charges as FOCUS CSV", () => view.file(EXPORT, { organization, month, format: "MONTH_EXPORT_FORMAT_FOCUS_CSV" })));
+}

@@ -40,8 +40,8 @@ function liveParts(view, { requests = [], organizations = [], requestCount = "0"
   const speed = organizations.reduce((total, each) => total + (each.tokensPerSecond ?? 0), 0);
   return [
     tiles(tile("Requests", count(requestCount)), tile("Waiting", count(waiting), "", isAll ? "" : `of the oldest ${count(requests.length)}`),
-      tile("Output", speed.toFixed(1), "tokens/s"), tile("Holds", count(sum(organizations, "holdCount"))),
-      tile("Held", count(sum(organizations, "heldTokenCount")), "tokens")),
+      tile("Output", rate(speed), "tokens/s"), tile("Holds", count(sum(organizations, "holdCount"))),
+      tile("Tokens held", count(sum(organizations, "heldTokenCount")))),
     silentOwnerIds.length > 0 && remark("warning", `No answer from process ${silentOwnerIds.join(", ")}: what is told of their requests may be old.`),
     organizations.length > 0 && h("h2", {}, "By organization"),
     organizations.length > 0 && table("What runs by organization", [
@@ -102,7 +102,7 @@ async function engineParts(view) {
       column("Engine", (each) => each.engine),
       column("Context", (each) => `${count(each.contextWindowTokens)} tokens`, true),
       column("Ready", (each) => `${each.readyReplicaCount ?? 0} of ${each.replicaCount ?? 0}${each.drainedReplicaCount ? `, ${each.drainedReplicaCount} drained` : ""}`, true),
-      column("Price per million in / cached / out", (each) => priceText(each.price), true),
+      column("Per million in / cached / out", (each) => priceText(each), true),
     ], models, { empty: "This key may use no model." }));
   }
   if (view.may(REPLICAS)) {
@@ -121,7 +121,8 @@ async function engineParts(view) {
   return parts;
 }
 
-function priceText(price) {
+function priceText({ price, task }) {
   if (!price) return "none set";
-  return `${perMillion(price.inputPicosPerToken)} / ${perMillion(price.cachedInputPicosPerToken)} / ${perMillion(price.outputPicosPerToken)} ${price.currencyCode ?? ""}`;
+  if (task === "MODEL_TASK_EMBED") return `${perMillion(price.embeddingPicosPerToken)} ${price.currencyCode}`;
+  return `${perMillion(price.inputPicosPerToken)} / ${perMillion(price.cachedInputPicosPerToken)} / ${perMillion(price.outputPicosPerToken)} ${price.currencyCode}`;
 }

@@ -1,1 +1,108 @@
-export const requests = { id: "requests", title: "requests", calls: [], scopes: "", async show() {} };
+// The requests of a day, and where the time of one of them went.
+
+import { span } from "./chart.mjs";
+import { badge, column, command, h, remark, swap, table, tile, tiles, time } from "./dom.mjs";
+import { amount, amountPlaces, count, milliseconds, plain, whole, words } from "./format.mjs";
+import { problem } from "./view.mjs";
+
+const ANY = "AdminService/GetRequest", OWN = "InferenceService/GetGeneration", USAGE = "BillingService/GetUsage";
+const PAGE_SIZE = 100;
+const STAGES = [
+  ["auth", "authMs", "resolve the key"], ["tokenize", "tokenizeMs", "tokenize the prompt"], ["admission", "admissionMs", "hold the tokens"],
+  ["cold start", "coldStartMs", "start the engine"], ["queue", "queueMs", "wait for the turn"], ["prefill", "prefillMs", "compute the prompt"],
+  ["decode", "decodeMs", "compute the answer"], ["client stall", "clientStallMs", "wait for the client"], ["settle", "settleMs", "write the usage"],
+];
+const WITHOUT_TIMINGS = {
+  STATE_RUNNING: "It still runs: look again when it has ended.",
+  STATE_VOIDED: "No timings: it ended before anything was to be billed.",
+  STATE_EXPIRED: "No timings: it was recovered after its server had gone away.",
+};
+
+export const requests = {
+  id: "requests",
+  title: "Requests",
+  calls: [ANY, OWN, USAGE],
+  scopes: "admin, inference or billing",
+  async show(view) {
+    const parts = [];
+    if (view.may(ANY) || view.may(OWN)) {
+      parts.push(view.search({ id: ["Id of a request", { size: 38 }], ...(view.may(ANY) && { project: ["Its project, if several have this id", { placeholder: "organization/project" }] }) }, "Look up"));
+      if (view.params.get("id")) parts.push(await onePart(view).catch((error) => (view.left.signal.aborted ? [] : problem(error))));
+      parts.push(command("The same in a terminal", `weir trace ${view.params.get("id") || "REQUEST"}`));
+    } else {
+      parts.push(h("p", { class: "note" }, "Stages of single requests are for keys with the scope admin or inference."));
+    }
+    if (view.may(USAGE)) parts.push(await dayPart(view));
+    swap(view.body, parts);
+  },
+};
+
+async function onePart(view) {
+  const requestId = view.params.get("id");
+  const found = view.may(ANY) ? await view.call(ANY, { requestId, project: view.params.get("project") ?? "" }) : await view.call(OWN, { requestId });
+  const { generation } = found;
+  const { usage = {}, timings } = generation;
+  const isEmbedding = whole(usage.embeddingTokenCount) > 0n;
+  return h("section", { "aria-label": "One request" },
+    h("h2", {}, h("span", { class: "id" }, generation.requestId), " ", badge(words(generation.state, "STATE_")), " ", generation.outcome && badge(words(generation.outcome), generation.outcome === "FAILED" ? "bad" : "")),
+    h("p", {}, `${plain(generation.model)}, admitted `, time(generation.admitTime), found.organizationName && `, ${plain(found.organizationName)}/${plain(found.projectName)}, key ${plain(found.apiKeyPrefix)}`),
+    tiles(isEmbedding ? tile("Embedded", count(usage.embeddingTokenCount), "tokens") : [
+      tile("Input", count(usage.inputTokenCount), "tokens", usage.cachedInputTokenCount ? `${count(usage.cachedInputTokenCount)} of them cached` : ""),
+      tile("Output", count(usage.billedTokenCount), "tokens", `${count(usage.generatedTokenCount)} generated, ${count(usage.deliveredTokenCount)} delivered`)],
+    tile("Cost", generation.cost ? amount(generation.cost) : "\u2014", generation.cost?.currencyCode), timings?.ttftMs && tile("First token after", milliseconds(timings.ttftMs)), timings && tile("Altogether", milliseconds(timings.totalMs))),
+    generation.migrationCount && remark("", `It went on in another engine ${generation.migrationCount} times; what follows is all of it.`),
+    timings ? waterfall(timings, generation.settleTime) : remark("warning", WITHOUT_TIMINGS[generation.state] ?? "No timings: it broke, or was recovered after its server had gone away."),
+    Object.keys(generation.labels ?? {}).length > 0 && h("p", { class: "note" }, `Labels: ${Object.entries(generation.labels).map(([name, value]) => `${plain(name)}=${plain(value)}`).join(", ")}`));
+}
+
+function waterfall(timings) {
+  const sum = STAGES.reduce((total, [, name]) => total + (timings[name] ?? 0), 0);
+  const all = Math.max(timings.totalMs ?? 0, sum) || 1;
+  let start = 0;
+  const rows = STAGES.map(([name, part, meaning]) => {
+    const row = { name, meaning, start, length: timings[part] ?? 0 };
+    start += row.length;
+    return row;
+  });
+  return table("Where the time went", [
+    column("Stage", (each) => each.name),
+    column("Took", (each) => milliseconds(each.length), true),
+    column("When", (each) => span(each.start, each.length, all, each.name)),
+    column("What it is", (each) => each.name === "settle" && !each.length ? "not kept: it was over" : each.meaning),
+  ], rows, { isGrid: true });
+}
+
+async function dayPart(view) {
+  const { ref, name, currency, chooser } = await view.organization();
+  const day = /^\d{4}-\d{2}-\d{2}$/.test(view.params.get("day") ?? "") ? view.params.get("day") : new Date().toISOString().slice(0, 10);
+  const asked = { organization: ref, month: day.slice(0, 7), day, groupBy: ["USAGE_GROUPING_REQUEST"], pageSize: PAGE_SIZE, pageToken: view.params.get("page") ?? "" };
+  const { rows = [], nextPageToken = "" } = await view.call(USAGE, asked);
+  const picker = h("input", { type: "date", value: day, change: () => picker.value && view.go({ day: picker.value, page: "" }) });
+  const least = amountPlaces(rows.map(costOf));
+  const canLookUp = view.may(ANY);
+  return h("section", { "aria-label": "Requests of a day" },
+    h("h2", {}, "Requests of a day, the oldest first"),
+    h("div", { class: "controls" }, chooser, h("label", { class: "field" }, h("span", {}, "Day (UTC)"), picker)),
+    table(`Requests of ${day}`, [
+      column("Settled", (each) => time(each.settleTime)),
+      column("Request", (each) => canLookUp
+        ? h("a", { class: "id", href: `#/requests?id=${encodeURIComponent(each.requestId)}&project=${encodeURIComponent(each.projectId)}` }, each.requestId)
+        : h("span", { class: "id" }, each.requestId)),
+      column("Project and key", (each) => [each.projectName, h("div", { class: "note" }, `${plain(each.apiKeyName)}, ${plain(each.apiKeyPrefix)}`)]),
+      column("Model", (each) => each.model),
+      column("Ended", (each) => words(each.outcome)),
+      column("In", (each) => count(each.inputTokenCount), true),
+      column("Cached", (each) => count(each.cachedInputTokenCount), true),
+      column("Out", (each) => count(whole(each.outputTokenCount) + whole(each.embeddingTokenCount)), true),
+      column(`Cost, ${currency}`, (each) => amount(costOf(each), least), true),
+    ], rows, { empty: `Nothing was settled on ${day}.`, key: (each) => each.requestId }),
+    h("div", { class: "buttons" },
+      view.params.get("page") && h("button", { type: "button", click: () => view.go({ page: "" }) }, "First page"),
+      nextPageToken && h("button", { type: "button", click: () => view.go({ page: nextPageToken }) }, "Next page")),
+    command("The same in a terminal", `weir report month ${day.slice(0, 7)} --org ${name || "ORG"} --by request --day ${day}`));
+}
+
+// What a request costs: posted to the ledger, or in the first second only recorded.
+function costOf({ amount: posted, pendingAmount }) {
+  return whole(pendingAmount?.picos) || whole(pendingAmount?.units) ? pendingAmount : posted;
+}

@@ -122,14 +122,14 @@ export class View {
   // The organization that is looked at: an admin chooses, everybody else has their own.
   async organization({ all = "" } = {}) {
     const own = this.session.organizationId;
-    if (!this.isAdmin) return { ref: own, name: "", chooser: null };
+    if (!this.isAdmin) return { ref: own, name: "", currency: this.session.currencyCode, chooser: null };
     const { organizations = [] } = await this.call("AdminService/ListOrganizations");
     const asked = this.params.get("org") ?? "";
     const found = organizations.find((each) => each.name === asked || each.organizationId === asked)
       ?? (all ? null : organizations.find((each) => each.organizationId === own));
     const options = [...(all ? [["", all]] : []), ...organizations.map((each) => [each.name, each.name])];
     const chooser = choice("Organization", options, found?.name ?? "", (org) => this.go({ org, month: "", key: "" }));
-    return { ref: found?.name ?? (all ? "" : own), name: found?.name ?? "", chooser };
+    return { ref: found?.name ?? (all ? "" : own), name: found?.name ?? "", currency: found?.currencyCode ?? "", chooser };
   }
 
   // The month that is looked at, and all that there are of an organization.

@@ -1,0 +1,77 @@
+// What the console shows of numbers, money and times, to the character. Run by tests/api/test_console_page.py.
+
+import assert from "node:assert/strict";
+import { test } from "node:test";
+import * as format from "../../api/console/static/format.mjs";
+
+test("counts are grouped, and a missing number is zero", () => {
+  assert.equal(format.count("9223372036854775807"), "9,223,372,036,854,775,807");
+  assert.equal(format.count(undefined), "0");
+  assert.equal(format.count("-1000"), "\u22121,000");
+  assert.equal(format.count(999), "999");
+});
+
+test("money is exact to the pico, with its sign", () => {
+  const usd = (units, picos) => ({ currencyCode: "USD", units, picos });
+  assert.equal(format.money(usd("9007199254740993", "1")), "9,007,199,254,740,993.000000000001 USD");
+  assert.equal(format.money(usd("0", "7050000")), "0.00000705 USD");
+  assert.equal(format.money(usd(undefined, "-500000000000")), "\u22120.50 USD");
+  assert.equal(format.money(usd("-1", "-500000000000")), "\u22121.50 USD");
+  assert.equal(format.money(usd("12")), "12.00 USD");
+  assert.equal(format.money(undefined), "\u2014");
+});
+
+test("prices are per million tokens", () => {
+  assert.equal(format.perMillion("150000"), "0.15");
+  assert.equal(format.perMillion("1"), "0.000001");
+});
+
+test("limits of money are in units of the currency, others are whole numbers", () => {
+  assert.equal(format.limitValue("QUOTA_DIMENSION_COST_PICOS_PER_MONTH", "5000000000000"), "5.00");
+  assert.equal(format.limitValue("QUOTA_DIMENSION_TOKENS_PER_DAY", "5000"), "5,000");
+  assert.equal(format.dimensionWords("QUOTA_DIMENSION_COST_PICOS_PER_MONTH"), "cost per month");
+});
+
+test("bars stay between nothing and full", () => {
+  assert.equal(format.share("50", "200"), 0.25);
+  assert.equal(format.share("300", "200"), 1);
+  assert.equal(format.share("-3", "200"), 0);
+  assert.equal(format.share("1", "0"), 1);
+  assert.equal(format.share(undefined, undefined), 0);
+  assert.equal(format.share("9223372036854775807", "9223372036854775807"), 1);
+});
+
+test("waits are rounded up", () => {
+  assert.equal(format.wait(format.secondsOf("0.250s")), "0.3 s");
+  assert.equal(format.wait(format.secondsOf("61.2s")), "62 s");
+  assert.equal(format.wait(7201), "3 h");
+  assert.equal(format.wait(null), "\u2014");
+  assert.equal(format.rate(2193.64), "2,193.6");
+});
+
+test("times are in the viewer's zone, with UTC beside them", () => {
+  assert.equal(format.localTime("2026-07-01T23:30:00Z"), "2026-07-02 01:30:00");
+  assert.equal(format.utcTime("2026-07-01T23:30:00Z"), "2026-07-01 23:30:00 UTC");
+});
+
+test("months and days are those of the bill, in UTC", () => {
+  assert.equal(format.monthOf(new Date("2026-12-31T23:30:00Z")), "2026-12");
+  assert.equal(format.monthOf(new Date("2026-01-31T12:00:00Z"), 2), "2025-11");
+  assert.equal(format.daysOf("2028-02").at(-1), "2028-02-29");
+});
+
+test("foreign text cannot hide or turn", () => {
+  assert.equal(format.plain("a\u202eb\u0000c\n"), "a\ufffdb\ufffdc\ufffd");
+  assert.equal(format.plain("<img src=x onerror=alert(1)>"), "<img src=x onerror=alert(1)>");
+});
+
+test("who cannot be reached is asked less often, up to a minute", () => {
+  assert.deepEqual([0, 1, 2, 5, 99].map((failures) => format.backedOff(2000, failures)), [2000, 4000, 8000, 60000, 60000]);
+});
+
+test("a column of amounts has the decimals of its finest", () => {
+  const usd = (units, picos) => ({ currencyCode: "USD", units, picos });
+  assert.equal(format.amountPlaces([usd("1"), usd("0", "7050000"), undefined, usd("0", "-500000000000")]), 8);
+  assert.equal(format.amount(usd("1"), 8), "1.00000000");
+  assert.equal(format.amountPlaces([]), 2);
+});

@@ -1,0 +1,84 @@
+"""The console's page without a browser: its files can do nothing dangerous, and the arithmetic of its modules runs in Node."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from api.console.files import STATIC
+
+MODULES = sorted(STATIC.glob("*.mjs"))
+NODE_WAIT_S = 60.0
+
+# What could make text into markup or code, or load from elsewhere. Any of it in the page's files fails.
+DANGERS = (
+    *(r"\binnerHTML\b", r"\bouterHTML\b", r"insertAdjacentHTML", r"document\.write", r"createContextualFragment", r"DOMParser"),
+    *(
+        r"\beval\b",
+        r"\bFunction\s*\(",
+        r"setTimeout\(\s*[\"'`]",
+        r"javascript:",
+        r"\bsrcdoc\b",
+        r"localStorage",
+        r"document\.cookie",
+    ),
+    *(
+        r"[\"'`(](?:https?:)?//(?!www\.w3\.org/2000/svg)",
+        r"\bon[a-z]+\s*=\s*[\"'{]",
+        r"<script(?![^>]*\bsrc=)[^>]*>",
+        r"<style",
+        r"\bstyle\s*=",
+    ),
+    *(r"@import", r"url\(", r"import\s*\("),
+)
+
+
+def test_no_file_of_the_page_can_turn_text_into_markup_or_code() -> None:
+    for path in STATIC.iterdir():
+        for danger in DANGERS:
+            assert re.findall(danger, path.read_text()) == [], path.name
+    page = (STATIC / "index.html").read_text()
+    assert set(re.findall(r'(?:src|href)="([^"#]+)"', page)) <= {path.name for path in STATIC.iterdir()}
+
+
+@pytest.mark.parametrize(
+    "planted", ["x.innerHTML = y", "eval(y)", '<p onclick="y()">', 'import("https://a.example/x.mjs")', "<script>y</script>"]
+)
+def test_such_a_thing_would_be_found(planted: str) -> None:
+    assert any(re.search(danger, planted) for danger in DANGERS)
+
+
+def test_all_files_are_in_the_wheel() -> None:
+    declared = Path("pyproject.toml").read_text()
+    assert '"api.console" = ["static/*"]' in declared
+    assert all(path.is_file() for path in STATIC.iterdir()), "folders below it would stay behind"
+
+
+def test_the_modules_format_exactly() -> None:
+    if (node := shutil.which("node")) is None:
+        pytest.skip("Node.js is not installed")
+    tests = Path(__file__).with_name("console_format.test.mjs")
+
+    done = subprocess.run(
+        [node, "--test", "--test-reporter=tap", tests],
+        capture_output=True,
+        text=True,
+        timeout=NODE_WAIT_S,
+        env={"TZ": "Europe/Berlin"},
+    )
+
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize("module", MODULES, ids=lambda path: path.name)
+def test_every_module_parses(module: Path) -> None:
+    if (node := shutil.which("node")) is None:
+        pytest.skip("Node.js is not installed")
+
+    done = subprocess.run([node, "--check", module], capture_output=True, text=True, timeout=NODE_WAIT_S)
+
+    assert done.returncode == 0, done.stderr
