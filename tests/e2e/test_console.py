@@ -334,16 +334,18 @@ def test_a_process_without_the_console_answers_nothing_there(
     tmp_path: Path, model: Path, postgres_server: str, template_database: str
 ) -> None:
     """`WEIR_CONSOLE=0`: neither the page nor its calls, and nobody is told of an address."""
-    with new_database(postgres_server, template=template_database) as url:
-        with running(Service(tmp_path, url, model, console=False)) as service:
-            refused = []
-            for path in ("", "app.mjs", "api/session", "api/AdminService/ListOrganizations"):
-                with pytest.raises(urllib.error.HTTPError) as caught:
-                    urllib.request.urlopen(console_url(service, path), timeout=PATIENCE_S)
-                refused.append((caught.value.code, json.loads(caught.value.read())["error"]["code"]))
-                caught.value.close()
-            told = read_console_url(service.home)
+    with (
+        new_database(postgres_server, template=template_database) as url,
+        running(Service(tmp_path, url, model, console=False)) as service,
+    ):
+        refused = []
+        for path in ("", "app.mjs", "api/session", "api/AdminService/ListOrganizations"):
+            with pytest.raises(urllib.error.HTTPError) as caught:
+                urllib.request.urlopen(console_url(service, path), timeout=PATIENCE_S)
+            refused.append((caught.value.code, json.loads(caught.value.read())["error"]["code"]))
+            caught.value.close()
+        told = read_console_url(service.home)
 
-            assert set(refused) == {(404, "unknown_url")}
-            assert told is None
-            assert service.stop() == 0
+        assert set(refused) == {(404, "unknown_url")}
+        assert told is None
+        assert service.stop() == 0
