@@ -71,9 +71,11 @@ class Console:
         """Answer one request."""
         if request.path != ROOT and not request.path.startswith(f"{ROOT}/"):
             return await self._others(request)
+        closing = False
         try:
             response = await self._answer(request)
         except HttpFault as fault:
+            closing = fault.closing
             self._observer.http_failed(fault.refusal.code)
             response = refused(fault_status(fault), fault.refusal.http_status, fault.refusal.headers)
         except Refused as error:
@@ -83,7 +85,7 @@ class Console:
         except Exception as error:
             self._observer.call_failed(HTTP, error)
             response = refused(status_of(error))
-        if self._is_draining():
+        if closing or self._is_draining():
             response.force_close()
         return response
 
@@ -111,6 +113,7 @@ class Console:
         check_method(request, "POST")
         if request.content_type != JSON:
             raise HttpFault(415, f"send the request as {JSON}", "unsupported_media_type")
+        secret_of(request)  # before a body is read; whose it is, and for what, the handler asks
         asked = read_message(await read_body(request, BODY_BYTES_MAX), call.request_type)
         if call.is_file:
             return await FileAnswer(request, self._stall_max_s).serve(call, asked)

@@ -238,26 +238,25 @@ async def test_a_key_of_another_organization_gets_nothing_through_the_console(se
         ("inference",): stranger.secret,
         ("billing",): (await service.new_key(stranger, "billing"))[1],
     }
-    own = (await service.new_key(victim.tenant, "billing"))[1]
     before = rows_of(service, victim)
+    offered = [each for each in methods() if f"{each.containing_service.name}/{each.name}" in set(offered_names())]
     shown: set[str] = set()
 
     async with aiohttp.ClientSession(service.openai_url.removesuffix("v1")) as http:
-        for method in (each for each in methods() if f"{each.containing_service.name}/{each.name}" in set(offered_names())):
-            for request in requests_for(method, victim):
-                for scopes, secret in keys.items():
-                    status, said = await ask_console(http, method, request, secret)
-                    where = f"{method.full_name} with {scopes}: {said!r}"
-                    if not scopes_of(method) & set(scopes):
-                        assert status == 403, where
-                    else:
-                        assert status in (200, 400, 404), where
-                    assert status != 200 or marks_in(said, victim) == [], where
-                status, said = await ask_console(http, method, request, own)
-                if status == 200 and marks_in(said, victim):
-                    shown.add(method.name)
+        asked = [(method, request) for method in offered for request in requests_for(method, victim)]
+        for method, request in asked:
+            for scopes, secret in keys.items():
+                status, said = await ask_console(http, method, request, secret)
+                where = f"{method.full_name} with {scopes}: {said!r}"
+                assert status in ((200, 400, 404) if scopes_of(method) & set(scopes) else (403,)), where
+                assert status != 200 or marks_in(said, victim) == [], where
+        assert rows_of(service, victim) == before
+        own = (await service.new_key(victim.tenant, "billing"))[1]
+        for method, request in asked:
+            status, said = await ask_console(http, method, request, own)
+            if status == 200 and marks_in(said, victim):
+                shown.add(method.name)
 
-    assert rows_of(service, victim) == before
     assert shown >= {"GetMonthReport", "GetUsage", "GetForecast", "GetInvoice", "ListAdjustments", "ListMonths"}
 
 
