@@ -25,6 +25,8 @@ def quota_status(state: QuotaState) -> types_pb2.QuotaStatus:
     """One limit and what is left of it."""
     status = types_pb2.QuotaStatus()
     fill_quota_status(status, state)
+    if state.alert_at:
+        status.alert_at.extend(state.alert_at)
     return status
 
 

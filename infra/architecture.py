@@ -67,7 +67,7 @@ class Border:
 
 
 # Beside `store`.
-METERING_PACKAGES = ("tenants", "quotas", "holds", "configuration", "control", "receipts", "billing", "export", "proof")
+METERING_PACKAGES = ("tenants", "quotas", "holds", "configuration", "control", "receipts", "billing", "alerts", "export", "proof")
 # What the API must know of models' text: it tokenizes prompts, and reads tool calls out of outputs.
 TEXT_FOR_API = tuple(f"inference.text.{name}" for name in ("tokenizer", "tools", "tool_calls", "forced_calls", "strict_calls"))
 BORDERS = (
@@ -104,6 +104,11 @@ BORDERS = (
         inside=("metering/tenants/", "metering/quotas/", "metering/holds/", "metering/control/"),
         but=("metering.billing.pricing", "metering.billing.prices"),
         why="admission knows what a token costs, and nothing of ledger, invoices or who bills",
+    ),
+    Border(
+        ("metering.alerts",),
+        inside=("metering/tenants/", "metering/quotas/", "metering/holds/", "metering/control/", "metering/billing/"),
+        why="what is counted and billed knows nothing of who is told; a look at the counters finds it",
     ),
     Border(("metering.holds",), inside=("metering/receipts/",), why="a receipt says what was settled, and knows nothing of how"),
     Border(

@@ -39,6 +39,7 @@ DELETE_COUNTERS_EVERY_S = 3600.0  # a quota per minute leaves 1,440 rows a day
 KEEP_PARTITIONS_EVERY_S = 3600.0  # they are made months ahead; soon again where a lock was not had
 SWEEP_EVERY_S = 10.0  # a small part of a hold's life of a minute
 EXPORT_EVERY_S = 15.0  # usage is exported by the hour, and a failed call comes round again soon
+ALERTS_EVERY_S = 15.0  # people read them; one query over the limits that alert, 0.2 s of CPU for 100,000
 PREPAID_EVERY_S = 5.0  # how late credit that begins with a month may come; one small query but in the first seconds of a month
 TIME_LIMIT_S = 60.0  # of one task: it stops by itself far earlier, so reaching this means that something hangs
 POLLING_INTERVAL_S = 0.05  # of the embedded broker, and so how late usage may be rated; looking into an empty directory costs 20 us
@@ -87,6 +88,7 @@ def configuration(environment: Mapping[str, str]) -> dict[str, Any]:
                 "schedule": PREPAID_EVERY_S,
                 "options": {"expires": 2 * PREPAID_EVERY_S},
             },
+            "fire_alerts": {"task": "weir.fire_alerts", "schedule": ALERTS_EVERY_S, "options": {"expires": 2 * ALERTS_EVERY_S}},
             "export_usage": {"task": "weir.export_usage", "schedule": EXPORT_EVERY_S, "options": {"expires": 2 * EXPORT_EVERY_S}},
             "sweep_expired_holds": {
                 "task": "weir.sweep_expired_holds",

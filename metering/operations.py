@@ -36,7 +36,8 @@ class QuotaState(NamedTuple):
 
     subject_name: the subject for people. It, raise_reason and would_refuse_count are empty where nobody looked them up.
     would_refuse_count: admissions of this window that the quota would have refused if it were enforced.
-    for_new_keys: it limits nothing itself, but is copied to each key that is created under its subject.
+    for_new_keys: it limits nothing itself, but is copied to each key that is created under its subject. alert_at: percent of the
+    limit, of prepaid credit picos that are left; empty where nobody looked it up.
     """
 
     rule: QuotaRule
@@ -47,6 +48,7 @@ class QuotaState(NamedTuple):
     raise_reason: str = ""
     would_refuse_count: int = 0
     for_new_keys: bool = False
+    alert_at: tuple[int, ...] = ()
 
     @property
     def quota_id(self) -> uuid.UUID:

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Coroutine
 
 import psycopg
 
+from metering.alerts.looking import look_for_alerts
 from metering.billing import usage_partitions
 from metering.billing.prepaid import refresh_for_the_month
 from metering.billing.rating import rate_all_pending
@@ -75,6 +76,17 @@ def refresh_prepaid() -> None:
 async def _refresh_prepaid() -> None:
     async with open_sessions() as sessions:
         await refresh_for_the_month(sessions)
+
+
+@task("weir.fire_alerts")
+def fire_alerts() -> None:
+    """Find the limits of which so much is used that somebody wants to know."""
+    run(_fire_alerts())
+
+
+async def _fire_alerts() -> None:
+    async with open_sessions() as sessions:
+        await look_for_alerts(sessions)
 
 
 @task("weir.export_usage")

@@ -12,6 +12,7 @@ from alembic import context
 from sqlalchemy import create_engine, text
 from sqlalchemy.pool import NullPool
 
+import metering.alerts.alert_models
 import metering.billing.invoice_models
 import metering.billing.letterheads
 import metering.billing.models  # declares its tables on the base

@@ -74,6 +74,7 @@ class AdminServicer(TenantCalls, ConfigurationCalls, PriceCalls, TermCalls, Repl
                 ),
                 enforced=request.enforced if request.HasField("enforced") else None,
                 for_new_keys=request.for_new_keys,
+                alert_at=request.alert_at.values if request.HasField("alert_at") else None,
                 actor=actor,
             )
             return pb.SetQuotaResponse(quota=await self._status(session, state))

@@ -127,7 +127,11 @@ class TermCalls(AdminCalls):
         """Keeps an organization to its credit, or no longer."""
         async with self._acting(context) as acting:
             _, existed = await prepaid.set_prepaid(
-                acting.session, organization=request.organization, prepaid=request.prepaid, actor=acting.actor
+                acting.session,
+                organization=request.organization,
+                prepaid=request.prepaid,
+                alert_at=request.alert_at.values if request.HasField("alert_at") else None,
+                actor=acting.actor,
             )
             return pb.SetPrepaidResponse(existed=existed)
 

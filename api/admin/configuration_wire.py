@@ -21,6 +21,7 @@ from metering.configuration.configuration import (
     QuotaPlace,
     QuotaSpec,
     Value,
+    said_thresholds,
 )
 
 ACTIONS = {
@@ -92,6 +93,8 @@ class Parsing:
             )
         place = QuotaPlace(dimensions.get(message.dimension, next(iter(wire.DIMENSIONS))), message.model, message.for_new_keys)
         values = {name: getattr(message, name) for name in ("enforced", *WEIGHTS) if name in said}
+        if message.HasField("alert_at"):
+            values["alert_at"] = said_thresholds(place.dimension, message.alert_at.values)
         if all(given):
             values |= {"raised_limit_value": message.raised_limit_value, "raise_reason": message.raise_reason}
             values["raised_until"] = wire.parse_timestamp(message.raised_until_time, f"{path}.raised_until_time")
@@ -169,6 +172,9 @@ def quota_message(quota: tuple[QuotaPlace, QuotaSpec]) -> pb.QuotaConfiguration:
     for name in ("enforced", *WEIGHTS):
         if getattr(spec, name) != getattr(usual, name):
             setattr(message, name, getattr(spec, name))
+    if spec.alert_at is not None:
+        message.alert_at.SetInParent()
+        message.alert_at.values.extend(spec.alert_at)
     if spec.raised_until is not None:
         message.raised_limit_value = spec.raised_limit_value or 0
         message.raised_until_time.FromDatetime(spec.raised_until)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from datetime import UTC, datetime
 from decimal import Context, Decimal, InvalidOperation
 
@@ -99,3 +100,27 @@ def parse_price(text: str) -> int:
     if rest:
         raise ValueError(f"{text} per million tokens is finer than a pico per token (six decimals)")
     return picos
+
+
+def parse_thresholds(text: str) -> list[int]:
+    """Percentages, separated by commas; `none` for none. Raises: ValueError."""
+    if text == "none":
+        return []
+    parts = text.split(",")
+    if not all(part.strip().isdecimal() for part in parts):
+        raise ValueError(f"{text!r} is no list of whole percentages: give some such as 50,80,100, or none")
+    return [int(part) for part in parts]
+
+
+def percents_text(values: Iterable[int]) -> str:
+    """Percentages for people."""
+    text = ", ".join(map(str, values))
+    return f"{text} %" if text else "none"
+
+
+def thresholds_text(dimension: QuotaDimension, values: Iterable[int]) -> str:
+    """At what a limit alerts: percent of it, or money that is left."""
+    if dimension is not QuotaDimension.PREPAID_CREDIT:
+        return percents_text(values)
+    text = ", ".join(dimension_amount(dimension, value) for value in values)
+    return f"{text} left" if text else "none"

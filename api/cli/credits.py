@@ -88,13 +88,22 @@ def show_balance(
 def set_prepaid(
     organization: OrganizationArgument,
     only: Annotated[bool, typer.Option("--only/--off", help="Let requests in only as far as credit reaches, or end that.")],
+    alert_left: Annotated[
+        str | None,
+        typer.Option(help="Alert when so much is left, such as 100.00,20.00; or none. Default: as it is; none at first."),
+    ] = None,
     as_json: JsonOption = False,
     address: AddressOption = None,
     api_key: KeyOption = None,
 ) -> None:
     """Keep an organization to its credit, exactly, from now on; or no longer."""
+    try:
+        parts = [] if alert_left in (None, "none") else (alert_left or "").split(",")
+        lefts = [units_to_picos(parse_amount(part.strip())) for part in parts]
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--alert-left") from error
     with admin_client(address, api_key) as client:
-        existed = client.set_prepaid(organization, only)
+        existed = client.set_prepaid(organization, only, alert_at=None if alert_left is None else lefts)
     if as_json:
         print_json({"organization": organization, "prepaid": only, "existed": existed})
     else:

@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from api.cli.document_format import DOCUMENT, Json, Scalar, Section, Sections, Words
+from api.cli.document_format import DOCUMENT, Json, Scalar, Section, Sections, Thresholds, Words
 
 NODES_MAX = 200_000  # what a file may come to once its aliases are followed; more is no configuration but an accident
 VERSION = "1"
@@ -109,6 +109,8 @@ class Reader:
                         found[entry.name] = scalar
                 case Words():
                     found[entry.name] = self._words(value, at, shown)
+                case Thresholds():
+                    found[entry.name] = {"values": self._thresholds(value, at, shown)}
                 case Sections():
                     found[entry.name] = self._list(value, entry, at, shown)
                     if entry.prune and self._prune:
@@ -163,6 +165,14 @@ class Reader:
             return []
         return [each.value for each in node.value]
 
+    def _thresholds(self, node: yaml.Node, path: str, place: str) -> list[str]:
+        self._enter(node, path, place)
+        parts = node.value if isinstance(node, yaml.SequenceNode) else None
+        if parts is None or not all(isinstance(each, yaml.ScalarNode) and each.value.isdecimal() for each in parts):
+            self._wrong(node, place, "write a list of whole percentages, such as [50, 80, 100]; `[]` for none")
+            return []
+        return [each.value for each in parts]
+
     def _list(self, node: yaml.Node, entry: Sections, path: str, place: str) -> list[dict[str, Json]]:
         self._enter(node, path, place)
         if not isinstance(node, yaml.SequenceNode):
@@ -200,6 +210,9 @@ def mapping_node(values: Mapping[str, Json], section: Section) -> yaml.MappingNo
                 pairs.append((scalar_node(key), scalar_node(entry.show(value, values), entry.tag)))
             case Words():
                 pairs.append((scalar_node(key), sequence_node([scalar_node(word) for word in value], flow=True)))
+            case Thresholds():
+                numbers = [scalar_node(str(each), "int") for each in value.get("values", [])]
+                pairs.append((scalar_node(key), sequence_node(numbers, flow=True)))
             case Sections():
                 pairs.append((scalar_node(key), sequence_node([mapping_node(each, entry.section) for each in value])))
     return yaml.MappingNode("tag:yaml.org,2002:map", pairs, flow_style=False)

@@ -15,7 +15,16 @@ from weir_client import Money, QuotaDimension
 from weir_client.wire import DIMENSIONS
 from weir_client.wire_accounts import DIMENSION_NUMBERS
 
-from api.cli.amounts import decimal_text, dimension_amount, parse_amount, parse_limit, parse_price, per_million, units_to_picos
+from api.cli.amounts import (
+    decimal_text,
+    dimension_amount,
+    parse_amount,
+    parse_limit,
+    parse_price,
+    per_million,
+    percents_text,
+    units_to_picos,
+)
 
 Json = Any  # a value of the JSON mapping of a message
 Texts = Mapping[str, str]  # the scalars of one mapping of the file, by key
@@ -42,6 +51,13 @@ class Words:
 
 
 @dataclass(frozen=True, slots=True)
+class Thresholds:
+    """A list of percentages."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
 class Sections:
     """A list of mappings. prune: the flag of the contract that removes what the list does not name; empty if nothing can be."""
 
@@ -54,7 +70,7 @@ class Sections:
 class Section:
     """One kind of mapping: its keys in the order in which they are written, and those that it must have."""
 
-    keys: Mapping[str, Scalar | Words | Sections]
+    keys: Mapping[str, Scalar | Words | Thresholds | Sections]
     required: tuple[str, ...]
 
 
@@ -178,6 +194,7 @@ QUOTA = Section(
         "input_weight": thousandths("input_weight_milli"),
         "cached_input_weight": thousandths("cached_input_weight_milli"),
         "output_weight": thousandths("output_weight_milli"),
+        "alert_at": Thresholds("alert_at"),
         "raised_limit": limit("raised_limit_value"),
         "raised_until": moment("raised_until_time"),
         "raise_reason": text("raise_reason"),
@@ -254,6 +271,8 @@ def shown_field(kind: str, name: str, value: Json, quota: Mapping[str, Json]) ->
     """A field of the contract as the file calls it, and its value as people read it."""
     for key, entry in SECTIONS[kind].keys.items():
         if entry.name == name:
+            if isinstance(entry, Thresholds):
+                return key, "as usual" if value is None else percents_text(value)
             if value is None:
                 return key, "—"
             if not isinstance(entry, Scalar):

@@ -9,7 +9,7 @@ import typer
 from rich.console import RenderableType
 from weir_client import QuotaDimension, QuotaStatus, QuotaSubject
 
-from api.cli.amounts import dimension_amount, duration_text, parse_limit, time_text
+from api.cli.amounts import dimension_amount, duration_text, parse_limit, parse_thresholds, thresholds_text, time_text
 from api.cli.connection import AddressOption, KeyOption, admin_client, inference_client
 from api.cli.keys import restrictions
 from api.cli.output import JsonOption, note, print_json, show
@@ -43,6 +43,12 @@ def set_quota(
     new_keys: Annotated[
         bool, typer.Option("--new-keys", help="Limit nothing now: each key created under the subject from then on gets a copy.")
     ] = False,
+    alert_at: Annotated[
+        str | None,
+        typer.Option(
+            help="Percent of the limit at which it alerts, such as 50,80,100; or none. Default: as it is; these at first."
+        ),
+    ] = None,
     as_json: JsonOption = False,
     address: AddressOption = None,
     api_key: KeyOption = None,
@@ -53,6 +59,10 @@ def set_quota(
         limit = parse_limit(kind, value)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="VALUE") from error
+    try:
+        thresholds = None if alert_at is None else parse_thresholds(alert_at)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--alert-at") from error
     subject, subject_ref = parse_subject(organization, project, key)
     with admin_client(address, api_key) as client:
         status = client.set_quota(
@@ -66,6 +76,7 @@ def set_quota(
             output_weight_milli=output_weight,
             enforced=enforce,
             for_new_keys=new_keys,
+            alert_at=thresholds,
         )
     show_one(status, as_json=as_json)
 
@@ -201,7 +212,7 @@ def parse_subject(organization: str | None, project: str | None, key: str | None
 def quotas_table(quotas: list[QuotaStatus], *, ids: bool = True) -> RenderableType:
     """Limits with what is used, held and left."""
     numbers = ("limit", "used", "held", "left")
-    made = table("of", "limit on", "model", *numbers, "resets in", *(["id"] if ids else []), right=numbers)
+    made = table("of", "limit on", "model", *numbers, "resets in", *(["alerts at", "id"] if ids else []), right=numbers)
     for each in quotas:
         values = (each.limit_value, each.used_value, each.held_value, each.remaining_value)
         made.add_row(
@@ -210,7 +221,7 @@ def quotas_table(quotas: list[QuotaStatus], *, ids: bool = True) -> RenderableTy
             each.model or "all",
             *(dimension_amount(each.dimension, value) for value in values),
             duration_text(each.reset_delay_s) if each.reset_delay_s is not None else "—",
-            *([each.quota_id] if ids else []),
+            *([thresholds_text(each.dimension, each.alert_at) if each.alert_at else "—", each.quota_id] if ids else []),
         )
     return made
 

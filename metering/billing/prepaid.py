@@ -33,6 +33,7 @@ from metering.billing.plans import UsableGrant, apply_credit
 from metering.errors import InvalidValue
 from metering.models import Organization, Quota, QuotaDimension, QuotaSubject
 from metering.money import to_decimal
+from metering.quotas.alert_thresholds import checked_lefts
 from metering.quotas.quota_recount import recount
 from metering.quotas.quota_rules import window_end
 from metering.store.db import Sessions
@@ -107,15 +108,23 @@ class CreditBalance:
     held_picos: int
 
 
-async def set_prepaid(session: AsyncSession, *, organization: str, prepaid: bool, actor: str) -> tuple[Organization, bool]:
+async def set_prepaid(
+    session: AsyncSession, *, organization: str, prepaid: bool, alert_at: Sequence[int] | None = None, actor: str
+) -> tuple[Organization, bool]:
     """Keep an organization to its credit from now on, or no longer; and whether that was so already.
 
-    Requests that run count at once. Raises: NotFound; InvalidValue where it has a plan.
+    alert_at: picos of credit that are left; None leaves it as it stands, at first none. Requests that run count at once. Raises:
+    NotFound; InvalidValue where it has a plan.
     """
+    thresholds = None if alert_at is None else list(checked_lefts(alert_at))
+    if thresholds and not prepaid:
+        raise InvalidValue("alert_at", "only what keeps an organization to its credit alerts: leave it out")
     owner = await find_organization(session, organization)
     await _lock(session, owner.id)
     standing = await session.get(PrepaidOrganization, owner.id, populate_existing=True)
     if (standing is not None) == prepaid:
+        if standing is not None and thresholds is not None:
+            await _change(session, standing.quota_id, {"alert_at": thresholds}, actor)
         return owner, True
     if standing is not None:
         await _end(session, standing, actor)
@@ -128,6 +137,7 @@ async def set_prepaid(session: AsyncSession, *, organization: str, prepaid: bool
         "subject_id": owner.id,
         "dimension": QuotaDimension.PREPAID_CREDIT_PICOS,
         "limit_value": 0,
+        "alert_at": thresholds or [],
     }
     quota = (await session.scalars(insert(Quota).values(values).returning(Quota))).one()
     row = {"organization_id": owner.id, "quota_id": quota.id, "month": await current_month(session)}
@@ -167,14 +177,18 @@ async def refresh(session: AsyncSession, organization_id: uuid.UUID, *, actor: s
             "raised_until": _end_of(month),
             "raise_reason": ENDS_WITH_THE_MONTH,
         }
-    quota = await session.get_one(Quota, prepaid.quota_id, populate_existing=True)
-    before = snapshot(quota)
-    changed = update(Quota).where(Quota.id == quota.id).values(values).returning(Quota)
-    after = snapshot((await session.scalars(changed.execution_options(populate_existing=True))).one())
+    await _change(session, prepaid.quota_id, values, actor)
     prepaid.month = month
     await session.flush()
+
+
+async def _change(session: AsyncSession, quota_id: uuid.UUID, values: dict[str, Any], actor: str) -> None:
+    """Set columns of the quota, and log it if that changes anything."""
+    before = snapshot(await session.get_one(Quota, quota_id, populate_existing=True))
+    changed = update(Quota).where(Quota.id == quota_id).values(values).returning(Quota)
+    after = snapshot((await session.scalars(changed.execution_options(populate_existing=True))).one())
     if before != after:
-        await record_change(session, actor=actor, action="quota.set", subject_id=str(quota.id), before=before, after=after)
+        await record_change(session, actor=actor, action="quota.set", subject_id=str(quota_id), before=before, after=after)
 
 
 async def refresh_for_the_month(sessions: Sessions) -> int:

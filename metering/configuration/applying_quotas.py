@@ -12,6 +12,7 @@ from sqlalchemy import select
 from metering.configuration.attempts import Attempts
 from metering.configuration.configuration import Action, Change, QuotaPlace, QuotaSpec, differences, named_twice
 from metering.models import Quota, QuotaDimension, QuotaSubject
+from metering.quotas.alert_thresholds import usual_thresholds
 from metering.quotas.quota_admin import delete_quota, raise_quota, set_quota
 from metering.quotas.quota_rules import Weights
 
@@ -86,6 +87,7 @@ async def apply_quota(
             weights=Weights(wanted.input_weight_milli, wanted.cached_input_weight_milli, wanted.output_weight_milli),
             enforced=wanted.enforced,
             for_new_keys=place.for_new_keys,
+            alert_at=usual_thresholds(place.dimension) if wanted.alert_at is None else wanted.alert_at,
             actor=work.actor,
             later=work.uncounted,
         ),

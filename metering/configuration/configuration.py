@@ -6,14 +6,15 @@ limit is one more line in `QuotaSpec`.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, fields, replace
 from datetime import UTC, datetime
 from enum import StrEnum
 
 from metering.models import Quota, QuotaDimension
+from metering.quotas.alert_thresholds import usual_thresholds
 
-Value = str | int | bool | None | list[str]
+Value = str | int | bool | None | list[str] | list[int]
 
 
 class Action(StrEnum):
@@ -36,13 +37,14 @@ class QuotaPlace:
 
 @dataclass(frozen=True, slots=True)
 class QuotaSpec:
-    """How a limit is set. A raise is all three of its fields or none; none leaves a raise that stands."""
+    """How a limit is set. alert_at: None is as usual. A raise is all three of its fields or none; none leaves one that stands."""
 
     limit_value: int
     enforced: bool = True
     input_weight_milli: int = 1000
     cached_input_weight_milli: int = 1000
     output_weight_milli: int = 1000
+    alert_at: tuple[int, ...] | None = None
     raised_limit_value: int | None = None
     raised_until: datetime | None = None
     raise_reason: str | None = None
@@ -51,7 +53,8 @@ class QuotaSpec:
     def of(cls, quota: Quota, now: datetime) -> QuotaSpec:
         """A limit as it stands. A raise whose time has passed is none."""
         spec = cls(**{each.name: getattr(quota, each.name) for each in fields(cls)})
-        return spec.without_past_raise(now)
+        said = said_thresholds(QuotaDimension(quota.dimension), quota.alert_at)
+        return replace(spec, alert_at=said).without_past_raise(now)
 
     def without_past_raise(self, now: datetime) -> QuotaSpec:
         """The same, but for a raise that is over."""
@@ -153,11 +156,19 @@ class Mistake:
     message: str
 
 
+def said_thresholds(dimension: QuotaDimension, thresholds: Iterable[int]) -> tuple[int, ...] | None:
+    """At what a limit alerts, in order; None where that is as usual."""
+    alert_at = tuple(sorted(thresholds))
+    return None if alert_at == usual_thresholds(dimension) else alert_at
+
+
 def differences(before: object | None, after: object, names: Collection[str]) -> tuple[FieldChange, ...]:
     """The named fields in which two values differ; of something new, those that say something."""
     pairs = ((name, value_of(before, name), value_of(after, name)) for name in names)
     return tuple(
-        FieldChange(name, old, new) for name, old, new in pairs if old != new and not (before is None and new in (None, "", []))
+        FieldChange(name, old, new)
+        for name, old, new in pairs
+        if old != new and (before is not None or name == "alert_at" or new not in (None, "", []))
     )
 
 
@@ -166,6 +177,8 @@ def value_of(thing: object | None, name: str) -> Value:
     match None if thing is None else getattr(thing, name):
         case datetime() as at:
             return at.astimezone(UTC).isoformat().replace("+00:00", "Z")
+        case tuple() as numbers if name == "alert_at":
+            return list(numbers)
         case tuple() | list() as several:
             return sorted(map(str, several))
         case None | str() | int() as plain:

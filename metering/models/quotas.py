@@ -40,7 +40,8 @@ class Quota(Base):
 
     Weights are thousandths per token of a kind, for quotas on tokens. A raise holds instead of the limit until `raised_until`. One
     that is not enforced counts and refuses nobody. One for new keys limits nothing itself: each key that is created under its
-    subject gets a copy of it.
+    subject gets a copy of it. `alert_at`: percent of the limit that are used, of prepaid credit picos that are left
+    (`quotas/alert_thresholds.py`).
     """
 
     __tablename__ = "quotas"
@@ -58,6 +59,7 @@ class Quota(Base):
             name="raise_complete",
         ),
         CheckConstraint("NOT for_new_keys OR subject <> 'api_key'", name="keys_have_no_new_keys"),
+        CheckConstraint("array_position(alert_at, NULL) IS NULL AND 0 < ALL (alert_at)", name="alert_at_sane"),
         Index(
             "uq_quotas_live",
             "subject_id",
@@ -83,7 +85,9 @@ class Quota(Base):
     raised_limit_value: Mapped[int | None]
     raised_until: Mapped[datetime | None]
     raise_reason: Mapped[str | None]
+    alert_at: Mapped[list[int]] = mapped_column(server_default=text("'{}'"))
     created_at: Mapped[datetime] = mapped_column(server_default=func.now())
+    changed_at: Mapped[datetime] = mapped_column(server_default=func.now())  # set by a trigger
     deleted_at: Mapped[datetime | None]
 
 

@@ -8,6 +8,7 @@ from metering.proof.checks import Check, Moment
 GUARDS = {
     "adjustment_decisions_append_only": "refuse_change",
     "adjustments_append_only": "refuse_change",
+    "alerts_append_only": "refuse_change",
     "api_keys_are_kept": "refuse_deletion",
     "api_keys_update_told": "api_keys_update_told",
     "audit_log_append_only": "refuse_change",
@@ -44,6 +45,7 @@ GUARDS = {
     "projects_have_receipt_chains": "create_receipt_chain",
     "quotas_delete_told": "quotas_delete_told",
     "quotas_insert_told": "quotas_insert_told",
+    "quotas_tell_when": "quotas_tell_when",
     "quotas_update_told": "quotas_update_told",
     "receipt_batches_append_only": "refuse_change",
     "receipt_chains_go_forward": "refuse_chain_going_back",

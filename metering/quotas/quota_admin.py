@@ -18,6 +18,7 @@ from metering.billing.prices import checked_model
 from metering.errors import InvalidValue, NotFound
 from metering.models import ApiKey, Organization, Project, Quota, QuotaCounter, QuotaDimension, QuotaSubject, RuleChange
 from metering.operations import QuotaState
+from metering.quotas.alert_thresholds import checked_percents, usual_thresholds
 from metering.quotas.quota_recount import Uncounted, recount
 from metering.quotas.quota_rules import DIMENSIONS, PLAIN, Kind, Unit, Weights, token_scale
 from metering.quotas.quota_states import rule_now, states
@@ -52,16 +53,17 @@ async def set_quota(
     weights: Sequence[int | None] | None = None,
     enforced: bool | None = None,
     for_new_keys: bool = False,
+    alert_at: Sequence[int] | None = None,
     actor: str,
     later: list[Uncounted] | None = None,
 ) -> QuotaState:
     """Set one limit. One that stands for the same subject, model and dimension keeps its id, and so what was used of it.
 
     subject_ref: as in `find_subject`. model: empty for all models together. weights: of input, cached input and output, in
-    thousandths. They and enforced: None leaves them as they stand; a new one weighs plainly and is enforced. for_new_keys: not a
-    limit of the subject, but one that each key that is created under it from then on gets for itself. A new limit counts from the
-    first what was used in its window. later: gets the limit instead, for a `recount` at the end of the transaction. A raise that is
-    not above the new limit ends. Raises: NotFound, InvalidValue.
+    thousandths. alert_at: in percent. They and enforced: None leaves them as they stand; a new one weighs plainly, is enforced and
+    alerts as usual. for_new_keys: not a limit of the subject, but one that each key that is created under it from then on gets for
+    itself. A new limit counts from the first what was used in its window. later: gets the limit instead, for a `recount` at the end
+    of the transaction. A raise that is not above the new limit ends. Raises: NotFound, InvalidValue.
     """
     _check_values(subject, dimension, limit_value, for_new_keys=for_new_keys)
     if model:
@@ -81,6 +83,10 @@ async def set_quota(
         values |= {f"{name}_weight_milli": weight for name, weight in asked._asdict().items()}
     if enforced is not None:
         values["enforced"] = enforced
+    if alert_at is not None:
+        values["alert_at"] = list(checked_percents(dimension, alert_at))
+    elif old is None:
+        values["alert_at"] = list(usual_thresholds(dimension))
     if old is None:
         quota = (await session.scalars(insert(Quota).values(subject=subject, **place, **values).returning(Quota))).one()
     else:

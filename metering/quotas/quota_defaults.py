@@ -13,7 +13,8 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from metering.models import Quota, QuotaSubject
 from metering.tenants.audit import record_change, snapshot
 
-COPIED = ("model", "dimension", "limit_value", "input_weight_milli", "cached_input_weight_milli", "output_weight_milli", "enforced")
+WEIGHTS = ("input_weight_milli", "cached_input_weight_milli", "output_weight_milli")
+COPIED = ("model", "dimension", "limit_value", *WEIGHTS, "enforced", "alert_at")
 
 
 async def limit_new_key(

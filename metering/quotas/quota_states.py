@@ -64,7 +64,7 @@ async def states(session: AsyncSession, query: Select[Quota]) -> list[QuotaState
         .add_columns(*(func.coalesce(each, 0) for each in (QuotaCounter.used, QuotaCounter.held, QuotaCounter.would_refuse_count)))
     )
     rows = (await session.execute(counted)).all()
-    names = await _subject_names(session, {row[0].subject_id for row in rows})
+    names = await subject_names(session, {row[0].subject_id for row in rows})
     return sorted((_state(row[0], row[1:], now, names) for row in rows), key=sort_key)
 
 
@@ -127,7 +127,7 @@ def sort_key(state: QuotaState) -> tuple[int, str, int, str, bool]:
     return *place, state.model, state.for_new_keys
 
 
-async def _subject_names(session: AsyncSession, subject_ids: Collection[uuid.UUID]) -> dict[uuid.UUID, str]:
+async def subject_names(session: AsyncSession, subject_ids: Collection[uuid.UUID]) -> dict[uuid.UUID, str]:
     """What people call these organizations, projects ("organization/project") and keys (their prefix)."""
     organizations = select(Organization.id, Organization.name)
     projects = select(Project.id, Organization.name + "/" + Project.name).join(
@@ -146,7 +146,9 @@ def _state(quota: Quota, counts: Sequence[int], now: datetime, names: Mapping[uu
     used, held, would_refuse_count = counts
     reason = quota.raise_reason or "" if quota.raised_until is not None and quota.raised_until > now else ""
     name = names.get(quota.subject_id, "")
-    return QuotaState(rule_now(quota, now), used, held, now, name, reason, would_refuse_count, quota.for_new_keys)
+    return QuotaState(
+        rule_now(quota, now), used, held, now, name, reason, would_refuse_count, quota.for_new_keys, tuple(quota.alert_at)
+    )
 
 
 def rule_now(quota: Quota, now: datetime) -> QuotaRule:

@@ -36,7 +36,10 @@ CHANGES = [
         kind="quota",
         path="acme",
         quota=MONEY,
-        fields=[pb.FieldChange(field="limit_value", before_json="100000000000000", after_json="1250500000000000")],
+        fields=[
+            pb.FieldChange(field="limit_value", before_json="100000000000000", after_json="1250500000000000"),
+            pb.FieldChange(field="alert_at", after_json="[60, 100]"),
+        ],
     ),
     pb.ConfigurationChange(action=pb.ConfigurationChange.ACTION_DELETE, kind="quota", path="acme/search", quota=TOKENS),
     pb.ConfigurationChange(
@@ -65,7 +68,8 @@ PLAN = """\
 + organization acme
     currency  USD
 ~ quota acme · cost-per-month
-    limit  100.00 → 1,250.50
+    limit     100.00 → 1,250.50
+    alert_at  as usual → 60, 100 %
 - quota acme/search · tokens-per-minute for demo, for new keys
 + key acme/search/copilot (wk_copilot1)
     scopes   admin, inference
@@ -134,7 +138,10 @@ def test_scripts_get_one_document(weir: Run, file: Path) -> None:
         "kind": "quota",
         "path": "acme",
         "quota": {"dimension": "QUOTA_DIMENSION_COST_PICOS_PER_MONTH"},
-        "fields": [{"field": "limit_value", "before": 100_000_000_000_000, "after": 1_250_500_000_000_000}],
+        "fields": [
+            {"field": "limit_value", "before": 100_000_000_000_000, "after": 1_250_500_000_000_000},
+            {"field": "alert_at", "before": None, "after": [60, 100]},
+        ],
     }
     assert document["changes"][3]["secret"] == "wk_copilot1_topsecret"
     assert document["kept"][0]["action"] == "keep"

@@ -204,6 +204,7 @@ quotas = st.fixed_dictionaries(
         "model": st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._:@/-]{0,20}", fullmatch=True),
         "for_new_keys": st.just(True),
         "enforced": st.just(False),
+        "alert_at": st.fixed_dictionaries({"values": st.lists(st.integers(1, 1000), max_size=4)}),
         "raised_limit_value": st.integers(1, 2**63 - 1),
         "raised_until_time": times,
         "raise_reason": st.text(st.characters(codec="utf-8", exclude_categories=("Cc", "Cs")), min_size=1, max_size=30),

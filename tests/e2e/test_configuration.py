@@ -180,6 +180,19 @@ async def test_changes_are_told_with_what_was_and_what_will_be(admin: Admin) -> 
     assert (await admin.export(name))["quotas"][0]["limit_value"] == "2000"
 
 
+async def test_thresholds_of_a_limit_change_by_what_the_file_says_and_go_back_to_the_usual_without(admin: Admin) -> None:
+    name = unique()
+    told = []
+    for alert_at in (None, [100, 80, 50], [90, 10], [10, 90], [], None):
+        wanted = team(name)
+        wanted["quotas"][0] |= {} if alert_at is None else {"alert_at": {"values": alert_at}}
+        told.append([fields_of(change) for change in (await admin.apply(wanted)).changes if change.kind == "quota"])
+        exported = (await admin.export(name))["quotas"][0]
+
+    assert told[1:] == [[], [{"alert_at": (None, [10, 90])}], [], [{"alert_at": ([10, 90], [])}], [{"alert_at": ([], None)}]]
+    assert "alert_at" not in exported
+
+
 async def test_only_what_a_list_that_is_pruned_does_not_name_is_removed(service: Service, admin: Admin) -> None:
     """Limits for new keys give a key its own, which no file names: they stay."""
     name = unique()

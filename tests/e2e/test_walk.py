@@ -20,11 +20,13 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor, MethodDescri
 from google.protobuf.descriptor_pool import Default
 from google.protobuf.message_factory import GetMessageClass
 from grpc import StatusCode
+from sqlalchemy import insert
 from weir.v1 import billing_service_pb2_grpc, months_pb2, types_pb2, usage_reports_pb2
 from weir.v1 import inference_service_pb2 as pb
 
 from api.console.calls import names as offered_names
 from api.server import SERVICES
+from metering.alerts.alert_models import Alert
 from metering.models import QuotaDimension
 from metering.tenants.key_secrets import new_secret
 from tests.metering.books import Consumed, Customer, add_usage, new_price
@@ -38,7 +40,7 @@ CHANGING_MONEY = {"CloseMonth", "CreateAdjustment", "CreateCreditNote", "Approve
 SHOWN_TO_THEIR_OWNER = {
     *("GetGeneration", "GetQuota"),
     *("GetMonthReport", "GetUsage", "GetForecast", "ExportMonth", "GetMonthDocument", "GetInvoice", "ListAdjustments"),
-    *("ListMonths", "ListReceipts", "GetReceiptMonth"),
+    *("ListAlerts", "ListMonths", "ListReceipts", "GetReceiptMonth"),
 }
 
 
@@ -93,6 +95,9 @@ async def victim(service: Service) -> Victim:
         asked = months_pb2.CreateAdjustmentRequest(organization=tenant.name, amount=amount, reason="good will")
         adjustment = (await billing.CreateAdjustment(asked, metadata=who)).adjustment
     [quota] = service.books.rows("SELECT id FROM quotas WHERE subject_id = %s", tenant.organization_id)
+    async with service.session() as session:
+        alert = {"organization_id": tenant.organization_id, "quota_id": quota["id"], "window_start": PAST}
+        await session.execute(insert(Alert).values(alert | {"threshold": 50, "limit_value": 1_234_567, "used": 700_000}))
     number = closed.month.invoice_number
     things = {
         "organization": tenant.name,

@@ -782,6 +782,7 @@ class SetQuotaRequest(_message.Message):
     INPUT_WEIGHT_MILLI_FIELD_NUMBER: _builtins.int
     CACHED_INPUT_WEIGHT_MILLI_FIELD_NUMBER: _builtins.int
     OUTPUT_WEIGHT_MILLI_FIELD_NUMBER: _builtins.int
+    ALERT_AT_FIELD_NUMBER: _builtins.int
     subject: _types_pb2.QuotaSubject.ValueType
     """What it hangs on."""
     subject_ref: _builtins.str
@@ -806,6 +807,12 @@ class SetQuotaRequest(_message.Message):
     """The same for a cached input token. Until the engine has told how much was cached, the dearer of both is held."""
     output_weight_milli: _builtins.int
     """The same for an output token."""
+    @_builtins.property
+    def alert_at(self) -> _types_pb2.AlertThresholds:
+        """At which percentages it alerts. Unset: as it stands; for a new limit on tokens or money per day or month 50, 80 and 100, none for any
+        other. INVALID_ARGUMENT for a limit on a minute or on what runs at once.
+        """
+
     def __init__(
         self,
         *,
@@ -819,10 +826,11 @@ class SetQuotaRequest(_message.Message):
         input_weight_milli: _builtins.int | None = ...,
         cached_input_weight_milli: _builtins.int | None = ...,
         output_weight_milli: _builtins.int | None = ...,
+        alert_at: _types_pb2.AlertThresholds | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_cached_input_weight_milli", b"_cached_input_weight_milli", "_enforced", b"_enforced", "_input_weight_milli", b"_input_weight_milli", "_output_weight_milli", b"_output_weight_milli", "cached_input_weight_milli", b"cached_input_weight_milli", "enforced", b"enforced", "input_weight_milli", b"input_weight_milli", "output_weight_milli", b"output_weight_milli"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_cached_input_weight_milli", b"_cached_input_weight_milli", "_enforced", b"_enforced", "_input_weight_milli", b"_input_weight_milli", "_output_weight_milli", b"_output_weight_milli", "alert_at", b"alert_at", "cached_input_weight_milli", b"cached_input_weight_milli", "enforced", b"enforced", "input_weight_milli", b"input_weight_milli", "output_weight_milli", b"output_weight_milli"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cached_input_weight_milli", b"_cached_input_weight_milli", "_enforced", b"_enforced", "_input_weight_milli", b"_input_weight_milli", "_output_weight_milli", b"_output_weight_milli", "cached_input_weight_milli", b"cached_input_weight_milli", "dimension", b"dimension", "enforced", b"enforced", "for_new_keys", b"for_new_keys", "input_weight_milli", b"input_weight_milli", "limit_value", b"limit_value", "model", b"model", "output_weight_milli", b"output_weight_milli", "subject", b"subject", "subject_ref", b"subject_ref"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cached_input_weight_milli", b"_cached_input_weight_milli", "_enforced", b"_enforced", "_input_weight_milli", b"_input_weight_milli", "_output_weight_milli", b"_output_weight_milli", "alert_at", b"alert_at", "cached_input_weight_milli", b"cached_input_weight_milli", "dimension", b"dimension", "enforced", b"enforced", "for_new_keys", b"for_new_keys", "input_weight_milli", b"input_weight_milli", "limit_value", b"limit_value", "model", b"model", "output_weight_milli", b"output_weight_milli", "subject", b"subject", "subject_ref", b"subject_ref"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__cached_input_weight_milli: _TypeAlias = _typing.Literal["cached_input_weight_milli"]  # noqa: Y015
     _WhichOneofArgType__cached_input_weight_milli: _TypeAlias = _typing.Literal["_cached_input_weight_milli", b"_cached_input_weight_milli"]  # noqa: Y015

@@ -3,6 +3,7 @@
 import grpc
 import warnings
 
+from weir.v1 import alerts_pb2 as weir_dot_v1_dot_alerts__pb2
 from weir.v1 import billing_service_pb2 as weir_dot_v1_dot_billing__service__pb2
 from weir.v1 import months_pb2 as weir_dot_v1_dot_months__pb2
 from weir.v1 import usage_reports_pb2 as weir_dot_v1_dot_usage__reports__pb2
@@ -107,6 +108,11 @@ class BillingServiceStub:
                 '/weir.v1.BillingService/ListAdjustments',
                 request_serializer=weir_dot_v1_dot_months__pb2.ListAdjustmentsRequest.SerializeToString,
                 response_deserializer=weir_dot_v1_dot_months__pb2.ListAdjustmentsResponse.FromString,
+                _registered_method=True)
+        self.ListAlerts = channel.unary_unary(
+                '/weir.v1.BillingService/ListAlerts',
+                request_serializer=weir_dot_v1_dot_alerts__pb2.ListAlertsRequest.SerializeToString,
+                response_deserializer=weir_dot_v1_dot_alerts__pb2.ListAlertsResponse.FromString,
                 _registered_method=True)
 
 
@@ -215,6 +221,13 @@ class BillingServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListAlerts(self, request, context):
+        """Lists alerts on limits and credit, the latest first.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_BillingServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -287,6 +300,11 @@ def add_BillingServiceServicer_to_server(servicer, server):
                     servicer.ListAdjustments,
                     request_deserializer=weir_dot_v1_dot_months__pb2.ListAdjustmentsRequest.FromString,
                     response_serializer=weir_dot_v1_dot_months__pb2.ListAdjustmentsResponse.SerializeToString,
+            ),
+            'ListAlerts': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListAlerts,
+                    request_deserializer=weir_dot_v1_dot_alerts__pb2.ListAlertsRequest.FromString,
+                    response_serializer=weir_dot_v1_dot_alerts__pb2.ListAlertsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -669,6 +687,33 @@ class BillingService:
             '/weir.v1.BillingService/ListAdjustments',
             weir_dot_v1_dot_months__pb2.ListAdjustmentsRequest.SerializeToString,
             weir_dot_v1_dot_months__pb2.ListAdjustmentsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListAlerts(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weir.v1.BillingService/ListAlerts',
+            weir_dot_v1_dot_alerts__pb2.ListAlertsRequest.SerializeToString,
+            weir_dot_v1_dot_alerts__pb2.ListAlertsResponse.FromString,
             options,
             channel_credentials,
             insecure,

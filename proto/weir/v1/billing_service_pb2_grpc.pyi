@@ -5,6 +5,7 @@ The API of finance: what was used, what it costs, closing a month, correcting a 
 
 from collections import abc as _abc
 from grpc import aio as _aio
+from weir.v1 import alerts_pb2 as _alerts_pb2
 from weir.v1 import billing_service_pb2 as _billing_service_pb2
 from weir.v1 import months_pb2 as _months_pb2
 from weir.v1 import usage_reports_pb2 as _usage_reports_pb2
@@ -69,6 +70,8 @@ class BillingServiceStub:
     """Rejects an adjustment or a credit note; its author may do so as well. Scope `admin`."""
     ListAdjustments: _grpc.UnaryUnaryMultiCallable[_months_pb2.ListAdjustmentsRequest, _months_pb2.ListAdjustmentsResponse]
     """Lists adjustments and credit notes, the latest first."""
+    ListAlerts: _grpc.UnaryUnaryMultiCallable[_alerts_pb2.ListAlertsRequest, _alerts_pb2.ListAlertsResponse]
+    """Lists alerts on limits and credit, the latest first."""
 
 @_typing.type_check_only
 class BillingServiceAsyncStub(BillingServiceStub):
@@ -109,6 +112,8 @@ class BillingServiceAsyncStub(BillingServiceStub):
     """Rejects an adjustment or a credit note; its author may do so as well. Scope `admin`."""
     ListAdjustments: _aio.UnaryUnaryMultiCallable[_months_pb2.ListAdjustmentsRequest, _months_pb2.ListAdjustmentsResponse]  # type: ignore[assignment]
     """Lists adjustments and credit notes, the latest first."""
+    ListAlerts: _aio.UnaryUnaryMultiCallable[_alerts_pb2.ListAlertsRequest, _alerts_pb2.ListAlertsResponse]  # type: ignore[assignment]
+    """Lists alerts on limits and credit, the latest first."""
 
 class BillingServiceServicer(metaclass=_abc_1.ABCMeta):
     """Reads the bill, and changes it. Reading needs a key with the scope `billing` or `admin`, everything else `admin`; PERMISSION_DENIED
@@ -230,5 +235,13 @@ class BillingServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_months_pb2.ListAdjustmentsResponse, _abc.Awaitable[_months_pb2.ListAdjustmentsResponse]]:
         """Lists adjustments and credit notes, the latest first."""
+
+    @_abc_1.abstractmethod
+    def ListAlerts(
+        self,
+        request: _alerts_pb2.ListAlertsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_alerts_pb2.ListAlertsResponse, _abc.Awaitable[_alerts_pb2.ListAlertsResponse]]:
+        """Lists alerts on limits and credit, the latest first."""
 
 def add_BillingServiceServicer_to_server(servicer: BillingServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -214,6 +214,7 @@ class QuotaConfiguration(_message.Message):
     RAISED_LIMIT_VALUE_FIELD_NUMBER: _builtins.int
     RAISED_UNTIL_TIME_FIELD_NUMBER: _builtins.int
     RAISE_REASON_FIELD_NUMBER: _builtins.int
+    ALERT_AT_FIELD_NUMBER: _builtins.int
     dimension: _types_pb2.QuotaDimension.ValueType
     """What it counts."""
     model: _builtins.str
@@ -238,6 +239,10 @@ class QuotaConfiguration(_message.Message):
     def raised_until_time(self) -> _timestamp_pb2.Timestamp:
         """Until when the raise holds. Set with `raised_limit_value` and only with it."""
 
+    @_builtins.property
+    def alert_at(self) -> _types_pb2.AlertThresholds:
+        """At which percentages it alerts. Unset: 50, 80 and 100 for tokens or money per day or month, none for any other."""
+
     def __init__(
         self,
         *,
@@ -252,10 +257,11 @@ class QuotaConfiguration(_message.Message):
         raised_limit_value: _builtins.int | None = ...,
         raised_until_time: _timestamp_pb2.Timestamp | None = ...,
         raise_reason: _builtins.str = ...,
+        alert_at: _types_pb2.AlertThresholds | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_cached_input_weight_milli", b"_cached_input_weight_milli", "_enforced", b"_enforced", "_input_weight_milli", b"_input_weight_milli", "_output_weight_milli", b"_output_weight_milli", "_raised_limit_value", b"_raised_limit_value", "cached_input_weight_milli", b"cached_input_weight_milli", "enforced", b"enforced", "input_weight_milli", b"input_weight_milli", "output_weight_milli", b"output_weight_milli", "raised_limit_value", b"raised_limit_value", "raised_until_time", b"raised_until_time"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_cached_input_weight_milli", b"_cached_input_weight_milli", "_enforced", b"_enforced", "_input_weight_milli", b"_input_weight_milli", "_output_weight_milli", b"_output_weight_milli", "_raised_limit_value", b"_raised_limit_value", "alert_at", b"alert_at", "cached_input_weight_milli", b"cached_input_weight_milli", "enforced", b"enforced", "input_weight_milli", b"input_weight_milli", "output_weight_milli", b"output_weight_milli", "raised_limit_value", b"raised_limit_value", "raised_until_time", b"raised_until_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cached_input_weight_milli", b"_cached_input_weight_milli", "_enforced", b"_enforced", "_input_weight_milli", b"_input_weight_milli", "_output_weight_milli", b"_output_weight_milli", "_raised_limit_value", b"_raised_limit_value", "cached_input_weight_milli", b"cached_input_weight_milli", "dimension", b"dimension", "enforced", b"enforced", "for_new_keys", b"for_new_keys", "input_weight_milli", b"input_weight_milli", "limit_value", b"limit_value", "model", b"model", "output_weight_milli", b"output_weight_milli", "raise_reason", b"raise_reason", "raised_limit_value", b"raised_limit_value", "raised_until_time", b"raised_until_time"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cached_input_weight_milli", b"_cached_input_weight_milli", "_enforced", b"_enforced", "_input_weight_milli", b"_input_weight_milli", "_output_weight_milli", b"_output_weight_milli", "_raised_limit_value", b"_raised_limit_value", "alert_at", b"alert_at", "cached_input_weight_milli", b"cached_input_weight_milli", "dimension", b"dimension", "enforced", b"enforced", "for_new_keys", b"for_new_keys", "input_weight_milli", b"input_weight_milli", "limit_value", b"limit_value", "model", b"model", "output_weight_milli", b"output_weight_milli", "raise_reason", b"raise_reason", "raised_limit_value", b"raised_limit_value", "raised_until_time", b"raised_until_time"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__cached_input_weight_milli: _TypeAlias = _typing.Literal["cached_input_weight_milli"]  # noqa: Y015
     _WhichOneofArgType__cached_input_weight_milli: _TypeAlias = _typing.Literal["_cached_input_weight_milli", b"_cached_input_weight_milli"]  # noqa: Y015

@@ -721,19 +721,25 @@ class SetPrepaidRequest(_message.Message):
 
     ORGANIZATION_FIELD_NUMBER: _builtins.int
     PREPAID_FIELD_NUMBER: _builtins.int
+    ALERT_AT_FIELD_NUMBER: _builtins.int
     organization: _builtins.str
     """Name or id of the organization. Unknown: NOT_FOUND. One that has a plan with rules: INVALID_ARGUMENT."""
     prepaid: _builtins.bool
     """True: a request is let in only as far as credit reaches; without it FAILED_PRECONDITION, reason INSUFFICIENT_CREDIT."""
+    @_builtins.property
+    def alert_at(self) -> _types_pb2.AlertThresholds:
+        """It alerts when so many picos of credit are left. Unset: as it stands; none at first. INVALID_ARGUMENT where `prepaid` is false."""
+
     def __init__(
         self,
         *,
         organization: _builtins.str = ...,
         prepaid: _builtins.bool = ...,
+        alert_at: _types_pb2.AlertThresholds | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["alert_at", b"alert_at"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["organization", b"organization", "prepaid", b"prepaid"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["alert_at", b"alert_at", "organization", b"organization", "prepaid", b"prepaid"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

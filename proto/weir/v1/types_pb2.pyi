@@ -3,10 +3,12 @@
 isort:skip_file
 Values that several services of the API share."""
 
+from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import message as _message
 from google.protobuf import timestamp_pb2 as _timestamp_pb2
+from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 import builtins as _builtins
 import sys
@@ -330,6 +332,7 @@ class QuotaStatus(_message.Message):
     BINDING_FIELD_NUMBER: _builtins.int
     NARROWED_BY_QUOTA_ID_FIELD_NUMBER: _builtins.int
     FOR_NEW_KEYS_FIELD_NUMBER: _builtins.int
+    ALERT_AT_FIELD_NUMBER: _builtins.int
     quota_id: _builtins.str
     """Server-minted UUID of the quota."""
     subject: Global___QuotaSubject.ValueType
@@ -386,6 +389,12 @@ class QuotaStatus(_message.Message):
     def raised_until_time(self) -> _timestamp_pb2.Timestamp:
         """Until when a raise is in force. Unset if none is."""
 
+    @_builtins.property
+    def alert_at(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """At what it alerts, rising: percent of `limit_value` that are used; of prepaid credit, picos that are left. Empty for a limit
+        that does not alert, and in `admitted` and `finished` frames.
+        """
+
     def __init__(
         self,
         *,
@@ -412,11 +421,36 @@ class QuotaStatus(_message.Message):
         binding: _builtins.bool = ...,
         narrowed_by_quota_id: _builtins.str = ...,
         for_new_keys: _builtins.bool = ...,
+        alert_at: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["raised_until_time", b"raised_until_time", "reset_delay", b"reset_delay", "reset_time", b"reset_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["binding", b"binding", "cached_input_weight_milli", b"cached_input_weight_milli", "dimension", b"dimension", "enforced", b"enforced", "for_new_keys", b"for_new_keys", "held_value", b"held_value", "input_weight_milli", b"input_weight_milli", "limit_value", b"limit_value", "model", b"model", "narrowed_by_quota_id", b"narrowed_by_quota_id", "output_weight_milli", b"output_weight_milli", "quota_id", b"quota_id", "raise_reason", b"raise_reason", "raised_until_time", b"raised_until_time", "remaining_value", b"remaining_value", "reset_delay", b"reset_delay", "reset_time", b"reset_time", "standing_limit_value", b"standing_limit_value", "subject", b"subject", "subject_id", b"subject_id", "subject_name", b"subject_name", "used_value", b"used_value", "would_refuse_count", b"would_refuse_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["alert_at", b"alert_at", "binding", b"binding", "cached_input_weight_milli", b"cached_input_weight_milli", "dimension", b"dimension", "enforced", b"enforced", "for_new_keys", b"for_new_keys", "held_value", b"held_value", "input_weight_milli", b"input_weight_milli", "limit_value", b"limit_value", "model", b"model", "narrowed_by_quota_id", b"narrowed_by_quota_id", "output_weight_milli", b"output_weight_milli", "quota_id", b"quota_id", "raise_reason", b"raise_reason", "raised_until_time", b"raised_until_time", "remaining_value", b"remaining_value", "reset_delay", b"reset_delay", "reset_time", b"reset_time", "standing_limit_value", b"standing_limit_value", "subject", b"subject", "subject_id", b"subject_id", "subject_name", b"subject_name", "used_value", b"used_value", "would_refuse_count", b"would_refuse_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___QuotaStatus: _TypeAlias = QuotaStatus  # noqa: Y015
+
+@_typing.final
+class AlertThresholds(_message.Message):
+    """At what a limit alerts. None: it does not."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VALUES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def values(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """At most 10, each once: percent of the limit that are used, 1 to 1000; of prepaid credit, picos that are left, more than 0."""
+
+    def __init__(
+        self,
+        *,
+        values: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["values", b"values"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AlertThresholds: _TypeAlias = AlertThresholds  # noqa: Y015

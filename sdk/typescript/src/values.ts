@@ -112,6 +112,8 @@ export interface QuotaStatus {
   readonly narrowedByQuotaId: string;
   /** It limits nothing itself: new keys get a copy. */
   readonly forNewKeys: boolean;
+  /** Percent of the limit that are used; of prepaid credit, picos that are left. Empty with a generation. */
+  readonly alertAt: readonly bigint[];
 }
 
 /** The request was let in and its tokens are held. */

@@ -116,6 +116,7 @@ export function quota(value: QuotaMessage): QuotaStatus {
     binding: value.binding,
     narrowedByQuotaId: value.narrowedByQuotaId,
     forNewKeys: value.forNewKeys,
+    alertAt: value.alertAt,
   };
 }
 

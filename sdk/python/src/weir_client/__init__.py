@@ -93,6 +93,7 @@ if TYPE_CHECKING:
     )
     from weir_client.admin import AsyncAdminClient
     from weir_client.admin_sync import AdminClient
+    from weir_client.alerts import Alert, AlertPage
     from weir_client.billing import AsyncBillingClient
     from weir_client.billing_sync import BillingClient
     from weir_client.billing_terms import (
@@ -160,6 +161,7 @@ _MANAGING = (
     "accounts",
     "admin",
     "admin_sync",
+    "alerts",
     "billing",
     "billing_sync",
     "billing_terms",
@@ -179,6 +181,8 @@ __all__ = [
     "AdjustmentState",
     "AdminClient",
     "Admitted",
+    "Alert",
+    "AlertPage",
     "AlreadyExists",
     "ApiKey",
     "AppliedConfiguration",

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from datetime import datetime, timedelta
 
 from weir.v1 import admin_service_pb2 as admin_pb
+from weir.v1 import types_pb2
 
 from weir_client import wire, wire_accounts
 from weir_client.accounts import ApiKey, AuditEntry, CreatedApiKey, Organization, Project, RotatedApiKey
@@ -167,11 +168,13 @@ class AsyncAdminClient(AsyncTermCalls):
         output_weight_milli: int | None = None,
         enforced: bool | None = None,
         for_new_keys: bool = False,
+        alert_at: Sequence[int] | None = None,
     ) -> QuotaStatus:
         """Sets one limit, in requests, tokens or picos by dimension; what was used is counted. 0 lets nothing in.
 
         Weights are thousandths that a token of a kind counts. What is None stays as it stands; a new limit counts each token as one
         and is enforced. `for_new_keys`: not a limit of the subject, but one that each key created under it from then on gets.
+        `alert_at`: percentages at which it alerts, none for never; a new limit per day or month alerts at 50, 80 and 100.
         """
         request = admin_pb.SetQuotaRequest(
             subject=wire_accounts.SUBJECT_NUMBERS[subject],
@@ -184,6 +187,7 @@ class AsyncAdminClient(AsyncTermCalls):
             output_weight_milli=output_weight_milli,
             enforced=enforced,
             for_new_keys=for_new_keys,
+            alert_at=None if alert_at is None else types_pb2.AlertThresholds(values=alert_at),
         )
         response = await self._call(self._stub.SetQuota, request)
         return wire.quota(response.quota)

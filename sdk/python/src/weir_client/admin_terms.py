@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from google.protobuf.json_format import ParseDict
 from weir.v1 import plans_pb2 as pb
+from weir.v1 import types_pb2
 
 from weir_client import wire_terms
 from weir_client.admin_prices import AsyncPriceCalls
@@ -87,7 +88,11 @@ class AsyncTermCalls(AsyncPriceCalls):
         request = pb.GetCreditBalanceRequest(organization=organization)
         return wire_terms.balance(await self._call(self._stub.GetCreditBalance, request))
 
-    async def set_prepaid(self, organization: str, prepaid: bool) -> bool:
-        """Keeps an organization to its credit, or no longer; whether that was so before."""
-        request = pb.SetPrepaidRequest(organization=organization, prepaid=prepaid)
+    async def set_prepaid(self, organization: str, prepaid: bool, *, alert_at: Sequence[int] | None = None) -> bool:
+        """Keeps an organization to its credit, or no longer; whether that was so before.
+
+        alert_at: it alerts when so many picos of credit are left; None: as it stands, none at first.
+        """
+        thresholds = None if alert_at is None else types_pb2.AlertThresholds(values=alert_at)
+        request = pb.SetPrepaidRequest(organization=organization, prepaid=prepaid, alert_at=thresholds)
         return (await self._call(self._stub.SetPrepaid, request)).existed

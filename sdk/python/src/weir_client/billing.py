@@ -9,12 +9,13 @@ from weir.v1 import months_pb2 as pb
 
 from weir_client import wire_accounts, wire_bills
 from weir_client.accounts import MonthReport
+from weir_client.alerts import AsyncAlertCalls
 from weir_client.billing_usage import AsyncUsageCalls
 from weir_client.bills import Adjustment, ClosedMonth, DocumentFormat, Invoice, Month, MonthVerification
 from weir_client.money import Money
 
 
-class AsyncBillingClient(AsyncUsageCalls):
+class AsyncBillingClient(AsyncUsageCalls, AsyncAlertCalls):
     """Reads the bill, closes months and corrects. Reading needs a key with the scope `billing` (its own organization only) or
     `admin`, everything else `admin`.
 

@@ -30,6 +30,8 @@ class BillingClient(BlockingUnaryClient):
     reject_adjustment = blocking(AsyncBillingClient.reject_adjustment)
     list_adjustments = blocking(AsyncBillingClient.list_adjustments)
 
+    list_alerts = blocking(AsyncBillingClient.list_alerts)
+
     get_usage = blocking(AsyncBillingClient.get_usage)
     get_forecast = blocking(AsyncBillingClient.get_forecast)
     export_month = blocking(AsyncBillingClient.export_month)

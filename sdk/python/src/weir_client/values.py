@@ -135,6 +135,7 @@ class QuotaStatus:
     binding: bool = False  # of the limits on its dimension, it has least left
     narrowed_by_quota_id: str = ""  # a limit further up that always runs out first
     for_new_keys: bool = False  # it limits nothing itself: new keys get a copy
+    alert_at: tuple[int, ...] = ()  # percent of the limit that are used; of prepaid credit, picos that are left
 
 
 @dataclass(frozen=True, slots=True)

@@ -119,6 +119,7 @@ def quota(message: types_pb2.QuotaStatus) -> values.QuotaStatus:
         binding=message.binding,
         narrowed_by_quota_id=message.narrowed_by_quota_id,
         for_new_keys=message.for_new_keys,
+        alert_at=tuple(message.alert_at),
     )
 
 

@@ -1,0 +1,38 @@
+"""Alerts as messages. Pure."""
+
+from __future__ import annotations
+
+from weir.v1 import alerts_pb2 as pb
+
+from api import wire
+from metering.alerts.listing import ListedAlert
+from metering.models import QuotaDimension, QuotaSubject
+from metering.quotas.quota_rules import NO_WINDOW
+
+
+def alert_message(listed: ListedAlert) -> pb.Alert:
+    """One alert."""
+    alert, quota = listed.alert, listed.quota
+    message = pb.Alert(
+        alert_id=str(alert.id),
+        organization_id=str(listed.organization.id),
+        organization_name=listed.organization.name,
+        currency_code=listed.organization.currency_code,
+        fire_time=wire.timestamp(alert.fired_at),
+    )
+    if quota is not None:
+        message.MergeFrom(
+            pb.Alert(
+                quota_id=str(quota.id),
+                subject=wire.SUBJECTS[QuotaSubject(quota.subject)],
+                subject_id=str(quota.subject_id),
+                subject_name=listed.subject_name,
+                model=quota.model,
+                dimension=wire.DIMENSIONS[QuotaDimension(quota.dimension)],
+                threshold=alert.threshold or 0,
+                limit_value=alert.limit_value or 0,
+                used_value=alert.used or 0,
+                window_start_time=None if alert.window_start == NO_WINDOW else wire.timestamp(alert.window_start),
+            )
+        )
+    return message

@@ -1,0 +1,77 @@
+"""Reading alerts, page by page, the latest first."""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+
+from sqlalchemy import select, tuple_
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from metering.alerts.alert_models import Alert, AlertDelivery
+from metering.errors import InvalidValue
+from metering.models import Organization, Quota
+from metering.quotas.quota_states import subject_names
+
+PAGE_SIZE_MAX = 1000  # alerts; one page is one answer, and an answer must fit a message
+
+
+@dataclass(frozen=True, slots=True)
+class ListedAlert:
+    """An alert with what it is about. quota: None for a test. delivery: None where the organization had no webhook."""
+
+    alert: Alert
+    organization: Organization
+    quota: Quota | None
+    delivery: AlertDelivery | None
+    subject_name: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """The last alert of a page: the next one begins after it."""
+
+    fired_at: datetime
+    alert_id: uuid.UUID
+
+    def __str__(self) -> str:
+        return f"{self.fired_at.astimezone(UTC).isoformat()}_{self.alert_id}"
+
+    @classmethod
+    def parse(cls, token: str) -> Mark:
+        """Raises: InvalidValue."""
+        try:
+            at, alert_id = token.split("_")
+            mark = cls(datetime.fromisoformat(at), uuid.UUID(alert_id))
+        except ValueError:
+            mark = None
+        if mark is None or str(mark) != token:
+            raise InvalidValue("page_token", "give `next_page_token` of the page before, as it came")
+        return mark
+
+
+async def list_alerts(
+    session: AsyncSession, *, organization_id: uuid.UUID | None, page_size: int = 100, page_token: str = ""
+) -> tuple[list[ListedAlert], str]:
+    """A page, and the token of the next one; empty if this is the last. organization_id: None for all. Raises: InvalidValue."""
+    if not 1 <= page_size <= PAGE_SIZE_MAX:
+        raise InvalidValue("page_size", f"give 1 to {PAGE_SIZE_MAX}")
+    query = (
+        select(Alert, Organization, Quota, AlertDelivery)
+        .join(Organization, Organization.id == Alert.organization_id)
+        .outerjoin(Quota, Quota.id == Alert.quota_id)
+        .outerjoin(AlertDelivery, AlertDelivery.alert_id == Alert.id)
+        .order_by(Alert.fired_at.desc(), Alert.id.desc())
+        .limit(page_size + 1)
+    )
+    if organization_id is not None:
+        query = query.where(Alert.organization_id == organization_id)
+    if page_token:
+        mark = Mark.parse(page_token)
+        query = query.where(tuple_(Alert.fired_at, Alert.id) < tuple_(mark.fired_at, mark.alert_id))
+    found = [ListedAlert(*row) for row in await session.execute(query)]
+    page = found[:page_size]
+    names = await subject_names(session, {each.quota.subject_id for each in page if each.quota is not None})
+    page = [each if each.quota is None else replace(each, subject_name=names.get(each.quota.subject_id, "")) for each in page]
+    return page, str(Mark(page[-1].alert.fired_at, page[-1].alert.id)) if len(found) > page_size else ""

@@ -1,0 +1,80 @@
+"""`weir alerts`, and the thresholds that other commands take: what is sent, and what is shown."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from google.protobuf.timestamp_pb2 import Timestamp
+from weir.v1 import admin_service_pb2, alerts_pb2, plans_pb2, types_pb2
+
+from tests.cli.conftest import Run, ScriptedWeir
+
+NOVEMBER = Timestamp(seconds=1793491200)  # 2026-11-01
+MONEY = alerts_pb2.Alert(
+    alert_id="a1",
+    organization_name="acme",
+    quota_id="q1",
+    subject=types_pb2.QUOTA_SUBJECT_API_KEY,
+    subject_name="wk_12345678",
+    dimension=types_pb2.QUOTA_DIMENSION_COST_PICOS_PER_MONTH,
+    threshold=80,
+    limit_value=250 * 10**12,
+    used_value=201 * 10**12,
+    window_start_time=NOVEMBER,
+)
+CREDIT = alerts_pb2.Alert(
+    alert_id="a2",
+    organization_name="acme",
+    quota_id="q2",
+    subject=types_pb2.QUOTA_SUBJECT_ORGANIZATION,
+    subject_name="acme",
+    dimension=types_pb2.QUOTA_DIMENSION_PREPAID_CREDIT_PICOS,
+    threshold=20 * 10**12,
+    limit_value=500 * 10**12,
+    used_value=480 * 10**12,
+)
+
+
+def test_alerts_are_listed_with_what_was_used_of_what(weir: Run, server: ScriptedWeir) -> None:
+    server.accounts.replies["ListAlerts"] = alerts_pb2.ListAlertsResponse(alerts=[MONEY, CREDIT], next_page_token="more")
+
+    shown = weir("alerts", "list", "--org", "acme", "--count", "2")
+    as_json = weir("alerts", "list", "--json", "--count", "2")
+
+    assert server.accounts.requests[0] == alerts_pb2.ListAlertsRequest(organization="acme", page_size=2)
+    for told in ("wk_12345678", "cost-per-month", "80 %", "201.00", "250.00", "2026-11", "20.00 left", "a2"):
+        assert told in shown.stdout
+    assert "--count more than 2" in shown.stderr
+    document = json.loads(as_json.stdout)
+    assert document["has_more"]
+    assert [each["threshold"] for each in document["alerts"]] == [80, 20 * 10**12]
+
+
+@pytest.mark.parametrize(("given", "sent"), [("80,100", [80, 100]), ("none", []), (None, None)])
+def test_thresholds_of_a_limit_are_sent(weir: Run, server: ScriptedWeir, given: str | None, sent: list[int] | None) -> None:
+    asked = weir("quota", "set", "tokens-per-day", "1000", "--org", "acme", *(() if given is None else ("--alert-at", given)))
+
+    [request] = server.accounts.requests
+    assert asked.exit_code == 0
+    assert isinstance(request, admin_service_pb2.SetQuotaRequest)
+    assert (list(request.alert_at.values) if request.HasField("alert_at") else None) == sent
+
+
+def test_amounts_of_credit_are_sent_in_picos(weir: Run, server: ScriptedWeir) -> None:
+    server.accounts.replies["SetPrepaid"] = plans_pb2.SetPrepaidResponse()
+
+    asked = weir("credit", "prepaid", "acme", "--only", "--alert-left", "100.00,0.5")
+
+    [request] = server.accounts.requests
+    assert asked.exit_code == 0
+    assert list(request.alert_at.values) == [100 * 10**12, 5 * 10**11]
+
+
+@pytest.mark.parametrize("given", ["half", "50,,80", "50.5", "-1"])
+def test_what_is_no_percentage_is_told_before_anything_is_sent(weir: Run, server: ScriptedWeir, given: str) -> None:
+    refused = weir("quota", "set", "tokens-per-day", "1000", "--org", "acme", f"--alert-at={given}")
+
+    assert refused.exit_code == 2
+    assert "50,80,100" in refused.stderr
+    assert server.accounts.requests == []
