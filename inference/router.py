@@ -11,6 +11,7 @@ from inference.engine import Backend, Encoder, Engine, ModelInfo
 from inference.errors import EngineError, RequestImpossible
 from inference.fleet.replica import ReplicaReport as ReplicaReport
 from inference.fleet.replica import ReplicaState as ReplicaState
+from inference.hosts.adapter_view import AdapterView
 
 ADAPTER_MARK = ":"  # between the name of a model and that of its adapter, which runs in the model's engine
 
@@ -61,8 +62,8 @@ class Route:
 
 
 @runtime_checkable
-class SeveralReplicas(Protocol):
-    """An engine that is several."""
+class Replicated(Protocol):
+    """An engine, or an encoder, that is made of replicas: one or several."""
 
     def reports(self) -> list[ReplicaReport]:
         """How each of them stands."""
@@ -186,25 +187,25 @@ class Router:
         return ReplicaCounts(*map(sum, zip(*counts, strict=True)))
 
     def reports(self) -> list[tuple[str, ReplicaReport]]:
-        """How every replica stands, of models that have several, with the name that it serves."""
-        return [(name, report) for name, several in self._several() for report in several.reports()]
+        """How every replica stands, with the name that it serves."""
+        return [(name, report) for name, backend in self._replicated() for report in backend.reports()]
 
     def drain(self, drained: Mapping[str, Collection[str]]) -> None:
         """Keep these replicas out of use, by the names that they serve, and no others."""
-        for name, several in self._several():
-            several.drain(drained.get(name, ()))
+        for name, backend in self._replicated():
+            backend.drain(drained.get(name, ()))
 
     def move_out(self, served: str, replica: str) -> None:
         """Let what runs in a drained replica go on elsewhere, as far as it can."""
-        for name, several in self._several():
+        for name, backend in self._replicated():
             if name == served:
-                several.move_out(replica)
+                backend.move_out(replica)
 
     def every_replica(self) -> Iterator[tuple[str, ReplicaReport]]:
         """How every engine stands that serves anything, with the name of what it serves."""
         for backend in self.backends():
             name = backend.model.name
-            if isinstance(backend, SeveralReplicas):
+            if isinstance(backend, Replicated):
                 yield from ((name, report) for report in backend.reports())
                 continue
             condition, told = backend.condition(), backend.statistics()
@@ -236,9 +237,9 @@ class Router:
     def _catalog_of(self, model: str) -> Catalog:
         return self._encoder_catalog if model in self._encoder_catalog.shares else self._catalog
 
-    def _several(self) -> Iterator[tuple[str, SeveralReplicas]]:
+    def _replicated(self) -> Iterator[tuple[str, Replicated]]:
         for name, backend in sorted([*self._engines.items(), *self._encoders.items()]):
-            if isinstance(backend, SeveralReplicas):
+            if isinstance(backend, Replicated):
                 yield name, backend
 
     def _names(self) -> list[str]:
@@ -247,8 +248,10 @@ class Router:
 
 
 def replica_counts(backend: Backend) -> ReplicaCounts:
-    """How many engines are behind this one."""
-    if not isinstance(backend, SeveralReplicas):
+    """How many engines are behind this one; an adapter has those of its model."""
+    if isinstance(backend, AdapterView):
+        backend = backend.base
+    if not isinstance(backend, Replicated):
         return ReplicaCounts(int(backend.healthy()), 1, 0)
     told = backend.reports()
     ready_count = sum(report.state is ReplicaState.READY for report in told)

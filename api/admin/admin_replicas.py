@@ -11,6 +11,7 @@ from weir.v1 import replicas_pb2 as pb
 from api import wire
 from api.admin.admin_calls import AdminCalls
 from api.interceptor import Context
+from inference.router import Router
 from metering.control import replica_drains
 from metering.control.control_models import ReplicaDrain
 from metering.control.replica_drains import ReplicaRow
@@ -22,6 +23,8 @@ REASON_CHARS_MAX = 200
 class ReplicaCalls(AdminCalls, pb_grpc.AdminServiceServicer):
     """See `proto/weir/v1/replicas.proto`."""
 
+    _router: Router
+
     async def ListReplicas(self, request: pb.ListReplicasRequest, context: Context) -> pb.ListReplicasResponse:
         """Lists engines and orders."""
         await self._caller(context)
@@ -30,7 +33,7 @@ class ReplicaCalls(AdminCalls, pb_grpc.AdminServiceServicer):
             drains = await replica_drains.list_drains(session)
         rows = [row for row in view.replicas if not request.model or row.is_of(request.model)]
         drains = [drain for drain in drains if not request.model or replica_drains.is_of(drain.model, request.model)]
-        if request.model and not (rows or drains):
+        if request.model and not (rows or drains or self._own(request.model)):
             raise NotFound("model with replicas", request.model)
         return pb.ListReplicasResponse(
             replicas=map(replica_message, rows),
@@ -78,7 +81,7 @@ class ReplicaCalls(AdminCalls, pb_grpc.AdminServiceServicer):
         async with self._sessions() as session:
             known = {(drain.model, drain.replica) for drain in await replica_drains.list_drains(session)}
         known |= {(row.model, row.replica) for row in view.replicas}
-        of_model = sorted(entry for entry in known if replica_drains.is_of(entry[0], model))
+        of_model = sorted({entry for entry in known if replica_drains.is_of(entry[0], model)} | self._own(model))
         if not of_model:
             raise NotFound("model with replicas", model)
         served = [served for served, name in of_model if name == replica]
@@ -87,6 +90,10 @@ class ReplicaCalls(AdminCalls, pb_grpc.AdminServiceServicer):
         if len(served) > 1:
             raise InvalidValue("model", f"several versions have a replica of this name, say which: {', '.join(served)}")
         return served[0]
+
+    def _own(self, model: str) -> set[tuple[str, str]]:
+        """What this process has of a model, which a busy one may not have told in time."""
+        return {(served, report.name) for served, report in self._router.reports() if replica_drains.is_of(served, model)}
 
 
 def check_reason(reason: str) -> None:

@@ -46,11 +46,11 @@ def count(
 
 
 def models_table(models: list[Model]) -> RenderableType:
-    """Models with prices per million tokens, and with what only some deployments have: other names, several replicas."""
+    """Models with prices per million tokens, and with what only some deployments have: other names, several or drained engines."""
     embeds = any(each.task is ModelTask.EMBED for each in models)
     prices = ("input", "cached input", "output", *(["embedding"] if embeds else []))
     names = ("also called",) if any(each.aliases or each.versions for each in models) else ()
-    ready = ("ready",) if any(each.replica_count > 1 for each in models) else ()
+    ready = ("ready",) if any(each.replica_count > 1 or each.drained_replica_count for each in models) else ()
     columns = ("model", *names, "architecture", "context", "engine", *ready, *prices)
     made = table(*columns, right=("context", *prices), title="prices per million tokens")
     for each in models:

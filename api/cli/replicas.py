@@ -28,13 +28,13 @@ def list_replicas(
     address: AddressOption = None,
     api_key: KeyOption = None,
 ) -> None:
-    """Show the engines of models that have several: where they run, what they do, what runs in them."""
+    """Show the engines of all models: where they run, what they do, what runs in them."""
     with admin_client(address, api_key) as client:
         found = client.list_replicas(model)
     if as_json:
         print_json(found)
     elif not found.replicas and not found.drains and not found.silent_owner_ids:
-        note("no model has several engines: WEIR_FLEET or WEIR_MAX_REPLICAS gives it some")
+        note("no process has told of an engine" + (f" of {model}" if model else ""))
     else:
         if found.replicas:
             show(replicas_table(found.replicas))

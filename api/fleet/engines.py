@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -28,7 +28,7 @@ log = structlog.get_logger(__name__)
 
 
 def build_engines(settings: Settings, opener: HostOpener = open_host, budget: MemoryBudget | None = None) -> dict[str, Engine]:
-    """One engine per model, one more name per adapter. opener: where the torch engines' hosts come from. budget: whose they are.
+    """One engine per model. opener: where the torch engines' hosts come from. budget: whose they are.
 
     Raises: CheckpointInvalid naming the file, SettingInvalid.
     """
@@ -37,12 +37,16 @@ def build_engines(settings: Settings, opener: HostOpener = open_host, budget: Me
     if settings.engine_backend == "remote":
         return build_remote_engines(settings)
     budget = budget or MemoryBudget()
-    engines: dict[str, Engine] = {}
     adapters = adapters_by_model(settings, settings.models)
-    for name, directory in settings.models.items():
-        base = build_slot(settings, budget, name, directory, adapters[name], opener)
-        engines |= {name: base} | {f"{name}:{adapter}": AdapterView(base, adapter) for adapter in adapters[name]}
-    return engines
+    places = settings.models.items()
+    return {name: build_slot(settings, budget, name, directory, adapters[name], opener) for name, directory in places}
+
+
+def with_adapters(settings: Settings, engines: Mapping[str, Engine]) -> dict[str, Engine]:
+    """Engines by model, and one more name for each of their adapters. Raises: SettingInvalid."""
+    adapters = adapters_by_model(settings, engines)
+    views = {f"{name}:{each}": AdapterView(engines[name], each) for name, known in adapters.items() for each in known}
+    return {**engines, **views}
 
 
 def check_budget(budget: MemoryBudget, slots: Iterable[Resident], setting: str) -> None:

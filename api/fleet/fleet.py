@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,16 +21,18 @@ from api.fleet.engines import (
     check_encoder_names,
     encoder_plan,
     engine_plan,
+    with_adapters,
 )
 from api.fleet.fleet_file import Fleet, FleetModel, FleetVersion, read_fleet
 from api.fleet.remote_engines import build_remote_encoder, build_remote_engine
 from api.settings import SettingInvalid, Settings, bundled_models
 from inference.catalog import VERSION_MARK, Catalog, Share
 from inference.engine import Encoder, Engine
+from inference.fleet.breaker import BreakerLimits
 from inference.fleet.encoder_set import EncoderReplica, EncoderSet
 from inference.fleet.memory_budget import MemoryBudget, Resident
 from inference.fleet.on_demand import OnDemandEncoder, OnDemandEngine, SlotTerms
-from inference.fleet.placement import POLICIES
+from inference.fleet.placement import POLICIES, LeastLoaded
 from inference.fleet.replica import Replica
 from inference.fleet.replica_set import ReplicaSet
 from inference.fleet.scaling import ScaledReplicaSet, Scaler
@@ -60,14 +63,15 @@ def build_serving(settings: Settings, opener: HostOpener = open_host) -> Serving
             here = {name: place for name, place in settings.encoders.items() if name not in settings.remote_encoders}
             encoders = starmap(partial(embedding_model, settings), here.items())
             serving = build_fleet(settings, Fleet((*models, *encoders)), opener)
-            far = build_remote_encoders(settings)
+            far = far_encoders(settings)
             shares = {**serving.encoder_catalog.shares, **Catalog.plain(tuple(far)).shares}
             return replace(serving, encoders=serving.encoders | far, encoder_catalog=Catalog(shares))
         budget = MemoryBudget(settings.engine_memory_bytes or None)
-        engines, slots = build_engines(settings, opener, budget), build_encoders(settings, budget)
-        residents: list[Resident] = [engine for engine in engines.values() if isinstance(engine, OnDemandEngine)]
+        found, slots = build_engines(settings, opener, budget), build_encoders(settings, budget)
+        residents: list[Resident] = [engine for engine in found.values() if isinstance(engine, OnDemandEngine)]
         check_budget(budget, [*residents, *slots.values()], f"WEIR_ENGINE_MEMORY_BYTES={settings.engine_memory_bytes}")
-        all_encoders = dict(slots) | build_remote_encoders(settings)
+        engines = with_adapters(settings, {name: lone_engine(settings, name, engine) for name, engine in found.items()})
+        all_encoders = {name: lone_encoder(settings, name, slot) for name, slot in slots.items()} | far_encoders(settings)
         return Serving(engines, all_encoders, Catalog.plain(tuple(engines)), Catalog.plain(tuple(all_encoders)))
     named = settings.encoders or settings.remote_targets or settings.remote_encoders
     if dict(settings.models) != bundled_models() or named:
@@ -78,6 +82,34 @@ def build_serving(settings: Settings, opener: HostOpener = open_host) -> Serving
         known = ", ".join(fleet.regions) or "none"
         raise SettingInvalid(f"WEIR_REGION={settings.region!r}: must be a region of WEIR_FLEET; there are: {known}")
     return build_fleet(settings, fleet, opener)
+
+
+def lone_engine(settings: Settings, name: str, engine: Engine) -> Engine:
+    """The one engine of a model, as a set of one: it is drained like one of several.
+
+    There is nowhere else to go: a loss is told at once, and an engine that loses sequences one after the other is not left alone.
+    """
+    target = settings.remote_targets.get(name)
+    warm_count = int(target is not None or settings.min_replicas > 0)
+    replica = Replica(target or first_name(name), engine, breaker=BreakerLimits(failure_count_max=sys.maxsize))
+    return ReplicaSet(engine.model, [replica], LeastLoaded(), warm_count=warm_count, recovery_wait_s=0.0)
+
+
+def lone_encoder(settings: Settings, name: str, encoder: Encoder) -> Encoder:
+    """The same of a model that embeds."""
+    target = settings.remote_encoders.get(name)
+    warm_count = int(target is not None or settings.min_replicas > 0)
+    return EncoderSet(encoder.model, [EncoderReplica(target or first_name(name), encoder)], warm_count=warm_count)
+
+
+def far_encoders(settings: Settings) -> dict[str, Encoder]:
+    """Those of WEIR_REMOTE_ENCODERS, each a set of one. Raises: CheckpointInvalid, SettingInvalid."""
+    return {name: lone_encoder(settings, name, encoder) for name, encoder in build_remote_encoders(settings).items()}
+
+
+def first_name(served: str) -> str:
+    """Of the replica that a model has in any case: the same whether it is the only one or not."""
+    return f"{served}#0"
 
 
 def several(settings: Settings, name: str, directory: Path) -> FleetModel:
@@ -149,7 +181,8 @@ class Yard:
             replicas = self._remote_replicas(version, served)
         else:
             replicas = self._local_replicas(version, served, adapters)
-        info, policy, wait_s = replace(replicas[0].engine.model, name=served), POLICIES[model.policy](), model.recovery_wait_s
+        info, wait_s = replace(replicas[0].engine.model, name=served), model.recovery_wait_s
+        policy = POLICIES[model.policy]() if len(replicas) > 1 else LeastLoaded()  # which looks at nothing that one alone has
         least = version.replica_count_min
         if least >= version.replica_count_max:
             return ReplicaSet(info, replicas, policy, warm_count=least, recovery_wait_s=wait_s)

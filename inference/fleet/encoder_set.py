@@ -131,7 +131,8 @@ class EncoderSet:
                 raise EngineUnavailable("the engine is closed", retry_after_s=0.0)
             usable = [replica for replica in self._replicas if not replica.is_drained]
             if not usable:
-                raise EngineUnavailable("all replicas are being drained", retry_after_s=DRAINED_RETRY_S)
+                who = "all replicas are" if len(self._replicas) > 1 else "the engine is"
+                raise EngineUnavailable(f"{who} being drained", retry_after_s=DRAINED_RETRY_S)
             await self._first_start([each for each in usable if each in self._replicas[: self._warm_count]] or usable[:1])
 
     async def embed(self, request: EmbeddingRequest) -> Embeddings:
@@ -166,8 +167,8 @@ class EncoderSet:
         if refusal is not None:
             raise refusal
         condition = self.condition()
-        said = f"no replica takes requests; the first is {condition.state.value}: {condition.reason}"
-        raise EngineUnavailable(said, condition.retry_after_s)
+        who = "no replica takes requests; the first" if len(self._replicas) > 1 else "the engine"
+        raise EngineUnavailable(f"{who} is {condition.state.value}: {condition.reason}", condition.retry_after_s)
 
     def statistics(self) -> EngineStatistics:
         """See `Backend.statistics`: sums, but for the steps."""

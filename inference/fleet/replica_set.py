@@ -21,7 +21,7 @@ from inference.engine import (
     SequenceEvent,
     SequenceStream,
 )
-from inference.errors import EngineError, EngineOverloaded, EngineStartFailed, EngineUnavailable
+from inference.errors import EngineError, EngineOverloaded, EngineStartFailed, EngineUnavailable, RequestImpossible
 from inference.fleet.attempt import Attempt
 from inference.fleet.fleet_stream import FleetStream
 from inference.fleet.placement import PlacementPolicy, PrefixAware, Work
@@ -150,7 +150,7 @@ class ReplicaSet:
             return EngineCondition(EngineState.CLOSED, reason="closed")
         if self.healthy():
             return EngineCondition(EngineState.READY, loading_fraction=1.0)
-        told = [self._condition_of(replica) for replica in self._replicas]
+        told = [self._condition_of(replica) for replica in usable(self._replicas)]
         best = max(told, key=lambda each: (_PROMISE.index(each.state), each.loading_fraction, -each.retry_after_s))
         return replace(best, starts_on_demand=best.starts_on_demand and not self._warm_count)
 
@@ -194,6 +194,7 @@ class ReplicaSet:
         """
         work = self._policy.work_of(request.prompt_token_ids, request.cache_salt, request.output_token_ids)
         refusals: list[EngineError] = []
+        impossible: RequestImpossible | None = None
         for tier in self._tiers(request, avoided):
             left = list(tier)
             while left := [replica for replica in left if replica.takes(self.clock())]:
@@ -203,6 +204,10 @@ class ReplicaSet:
                     return await self._enter(replica, request, work)
                 except (EngineOverloaded, EngineUnavailable, EngineStartFailed) as refusal:
                     refusals.append(refusal)
+                except RequestImpossible as fault:  # servers of different kinds can stand behind one model
+                    impossible = impossible or fault
+        if impossible is not None and not refusals:
+            raise impossible
         raise self._refusal(request, refusals)
 
     async def enter_at(self, replica: Replica, request: GenerationRequest) -> tuple[Attempt, AsyncIterator[SequenceEvent]]:
@@ -264,16 +269,18 @@ class ReplicaSet:
         """Why nobody took it."""
         overloads = [refusal.retry_after_s for refusal in refusals if isinstance(refusal, EngineOverloaded)]
         if overloads:
-            return EngineOverloaded("the queues of all replicas are full", min(overloads))
+            full = "the queues of all replicas are full" if len(self._replicas) > 1 else "the engine's queue is full"
+            return EngineOverloaded(full, min(overloads))
         allowed = {replica for tier in self._tiers(request, ()) for replica in tier}
-        told = [self._condition_of(replica) for replica in self._replicas if replica in allowed]
+        told = [self._condition_of(replica) for replica in usable([each for each in self._replicas if each in allowed])]
         if not told:
             return EngineUnavailable(f"no replica in {', '.join(request.regions) or 'this set'} could go on with it", 0.0)
         best = max(told, key=lambda each: _PROMISE.index(each.state))
         if best.state is EngineState.FAILED:
             return EngineStartFailed(best.reason)
         wait_s = min((each.retry_after_s for each in told if each.state is best.state), default=0.0)
-        return EngineUnavailable(f"no replica takes requests; the first is {best.state.value}: {best.reason}", wait_s)
+        who = "no replica takes requests; the first" if len(self._replicas) > 1 else "the engine"
+        return EngineUnavailable(f"{who} is {best.state.value}: {best.reason}", wait_s)
 
     def _condition_of(self, replica: Replica) -> EngineCondition:
         """A replica's condition, where READY means that it may be used."""
@@ -297,10 +304,11 @@ class ReplicaSet:
         """Wait until the first of those that are to be warm is ready. Raises the first error once none of them can be."""
         if self.is_closing:
             raise EngineUnavailable("the engine is closed", retry_after_s=0.0)
-        usable = [replica for replica in self._replicas if not replica.is_draining]
-        waited_for = [replica for replica in usable if replica in self._replicas[: max(self._warm_count, 1)]] or usable[:1]
+        others = [replica for replica in self._replicas if not replica.is_draining]
+        waited_for = [replica for replica in others if replica in self._replicas[: max(self._warm_count, 1)]] or others[:1]
         if not waited_for:
-            raise EngineUnavailable("all replicas are being drained", retry_after_s=DRAINED_RETRY_S)
+            who = "all replicas are" if len(self._replicas) > 1 else "the engine is"
+            raise EngineUnavailable(f"{who} being drained", retry_after_s=DRAINED_RETRY_S)
         errors: list[EngineError] = []
         decided = asyncio.Event()
 
@@ -320,3 +328,8 @@ class ReplicaSet:
                 task.cancel()
         if len(errors) == len(waited_for):
             raise errors[0]
+
+
+def usable(replicas: Sequence[Replica]) -> Sequence[Replica]:
+    """Those that no operator keeps out of use, of which requests hear; all of them where that is none."""
+    return [replica for replica in replicas if not replica.is_drained] or replicas

@@ -17,6 +17,11 @@ class AdapterView:
         self._model = replace(base.model, name=f"{base.model.name}:{adapter}")
 
     @property
+    def base(self) -> Engine:
+        """The engine that holds the adapter."""
+        return self._base
+
+    @property
     def model(self) -> ModelInfo:
         """See `Engine.model`."""
         return self._model

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from api.fleet.engines import build_engines
+from api.fleet.engines import build_engines, with_adapters
 from api.settings import SettingInvalid, Settings
 from inference.text.tools import CallFormat
 from metering.billing.invoice_document import Issuer
@@ -128,7 +128,8 @@ def test_tensorrt_gets_its_sizes_and_its_adapters_are_models_of_their_own() -> N
         "WEIR_TENSORRT_ABORT": "never",
     }
 
-    engines: Any = build_engines(Settings.from_environment(environment))
+    settings = Settings.from_environment(environment)
+    engines: Any = with_adapters(settings, build_engines(settings))
 
     options = engines["a"].options
     assert (options.tensor_parallel_size, options.expert_parallel_size, options.abort_running) == (8, 4, False)

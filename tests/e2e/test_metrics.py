@@ -110,7 +110,7 @@ async def test_what_runs_is_told_while_it_runs_and_gone_when_it_has_ended(servic
         assert added(idle, busy, name, **labels) == 1, name
         assert added(idle, done, name, **labels) == 0, name
     assert added(idle, busy, "weir_open_streams", door="clients") == 1
-    replica = {"model": MODEL, "replica": MODEL}
+    replica = {"model": MODEL, "replica": f"{MODEL}#0"}
     assert busy.value("weir_engine_up", **replica) == busy.value("weir_engine_state", **replica, state="ready") == 1
     assert sum(busy.value("weir_kv_blocks", **replica, state=state) for state in ("free", "cached", "held")) > 0
     assert done.value("weir_event_loop_lag_seconds_count") > 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -12,17 +13,23 @@ from google.protobuf.duration_pb2 import Duration
 from grpc import StatusCode
 from weir.v1 import admin_service_pb2 as admin_pb
 from weir.v1 import admin_service_pb2_grpc as pb_grpc
+from weir.v1 import inference_service_pb2 as inference_pb
+from weir.v1 import inference_service_pb2_grpc as inference_grpc
 from weir.v1 import replicas_pb2 as pb
 
 from api.settings import bundled_models
+from inference.fleet.replica_set import DRAINED_RETRY_S
+from metering.billing.prices import set_price
 from tests.conftest import new_database
 from tests.inference.checkpoints import LlamaShape, make_checkpoint
+from tests.inference.encoder_checkpoints import make_random_encoder
 from tests.service import MODEL, PATIENCE_S, Service, bearer, refused, running, wait_for
 
 FLEET = """
 models:
   {model}: {{directory: {directory}, replicas: {{min: 2, max: 2}}}}
 """
+DRAWN = inference_pb.Sampling(temperature=0.9, seed=11, presence_penalty=0.8, frequency_penalty=0.4)
 FIRST, SECOND = f"{MODEL}#0", f"{MODEL}#1"
 
 
@@ -95,7 +102,7 @@ async def test_a_drained_replica_is_out_of_use_in_every_process_until_it_is_put_
     admin, ours = await admin_of(first), await second.tenant()
     await until_all_are_ready(admin)
     async with second.stream(ours.secret) as stream:
-        request_ids = [await stream.begin(max_output_tokens=3000) for _ in range(2)]
+        request_ids = [await stream.begin(max_output_tokens=3000, sampling=DRAWN) for _ in range(2)]
         for request_id in request_ids:
             await stream.received(request_id, 5)
         before = await admin.replicas()
@@ -118,10 +125,15 @@ async def test_a_drained_replica_is_out_of_use_in_every_process_until_it_is_put_
 
         await admin.drain(move_after=Duration(seconds=0))
         await until_moved(admin)
+        counts = [len(stream.token_ids(request_id)) for request_id in request_ids]
+        for request_id, count in zip(request_ids, counts, strict=True):
+            await stream.received(request_id, count + 20)
         for request_id in request_ids:
             await stream.cancel(request_id)
         ends = [await stream.finished(request_id) for request_id in request_ids]
         assert sorted(end.migration_count for end in ends) == [0, 1]
+        stayed, moved = sorted((stream.token_ids(request_id) for request_id in request_ids), key=len)
+        assert stayed == moved[: len(stayed)], "with one seed and one prompt both are the same, wherever they ran"
         async with second.client(ours.secret) as client:
             recorded = [await client.get_generation(request_id) for request_id in request_ids]
         assert [each.migration_count for each in recorded] == [end.migration_count for end in ends]
@@ -138,6 +150,62 @@ async def test_a_drained_replica_is_out_of_use_in_every_process_until_it_is_put_
     entries = (await admin.call(admin_pb.ListAuditEntriesRequest(action_prefix="replica."))).entries
     assert [each.action for each in reversed(entries)] == ["replica.drain", "replica.drain", "replica.undrain"]
     assert '"move_after_ms": 0' in entries[0].before_json
+
+
+async def test_the_one_engine_of_a_model_is_drained_like_one_of_several(
+    tmp_path_factory: pytest.TempPathFactory, postgres_server: str, template_database: str
+) -> None:
+    """What runs there ends by itself, what is new is told when to come again, and putting it back takes no time."""
+    directory = tmp_path_factory.mktemp("slow")
+    make_checkpoint(directory, shape=LlamaShape(layer_count=120, context_window_tokens=4096))
+    encoders = {"encoder": make_random_encoder(tmp_path_factory.mktemp("encoder"))}
+    home = tmp_path_factory.mktemp("lone")
+    with (
+        new_database(postgres_server, template=template_database) as url,
+        running(Service(home, url, directory, encoders=encoders)) as lone,
+    ):
+        for name in (MODEL, "encoder"):
+            wait_for(lambda name=name: lone.serving(f"engine/{name}"), "the engines")  # type: ignore[misc]
+        admin, ours = await admin_of(lone), await lone.tenant()
+        async with lone.session() as session:
+            free: dict[str, Any] = {f"{kind}_picos_per_token": 0 for kind in ("input", "cached_input", "output", "embedding")}
+            await set_price(session, model="encoder", actor="test", **free)
+        texts = [
+            inference_pb.EmbedRequest(request_id=str(uuid.uuid4()), model="encoder", inputs=[inference_pb.EmbedInput(text="sea")])
+            for _ in range(2)
+        ]
+        async with lone.stream(ours.secret) as stream, lone.channel() as channel:
+            embedding: Any = inference_grpc.InferenceServiceStub(channel)
+            running_one = await stream.begin(max_output_tokens=3000)
+            await stream.received(running_one, 5)
+            [before] = (await admin.replicas())[FIRST]
+            await admin.drain(move_after=Duration(seconds=0))
+            await admin.told_by_all(pb.DrainReplicaRequest(model="encoder", replica="encoder#0"))
+
+            refusal = await stream.failed(await stream.begin(max_output_tokens=5))
+            text_refusal = await refused(embedding.Embed(texts[0], metadata=bearer(ours.secret)))
+            [drained] = (await admin.replicas())[FIRST]
+            async with lone.client(ours.secret) as client:
+                listed = {each.name: each for each in await client.list_models()}
+            await stream.received(running_one, len(stream.token_ids(running_one)) + 20)
+            await admin.undrain()
+            await admin.call(pb.UndrainReplicaRequest(model="encoder", replica="encoder#0"))
+            await stream.finished(await stream.begin(max_output_tokens=5))
+            await embedding.Embed(texts[1], metadata=bearer(ours.secret))
+            await stream.cancel(running_one)
+            end = await stream.finished(running_one)
+
+        assert (before.state, before.request_count, before.outstanding_token_count > 0) == (pb.REPLICA_STATE_READY, 1, True)
+        assert (drained.state, drained.drained, drained.request_count) == (pb.REPLICA_STATE_DRAINING, True, 1)
+        for told in (refusal, text_refusal):
+            assert (told.code, told.reason) == (StatusCode.UNAVAILABLE, "ENGINE_UNAVAILABLE")
+            assert told.status.message.endswith("the engine is being drained")
+            assert told.retry_after_s == DRAINED_RETRY_S
+        for name in (MODEL, "encoder"):
+            assert (listed[name].ready_replica_count, listed[name].drained_replica_count, listed[name].replica_count) == (0, 1, 1)
+        assert end.migration_count == 0
+        assert lone.stop() == 0, lone.log[-4000:]
+        assert lone.books.held_hold_count() == 0
 
 
 async def until_all_are_ready(admin: Admin) -> None:

@@ -27,7 +27,7 @@ from inference.engine import (
     SequenceStream,
     TokensGenerated,
 )
-from inference.errors import EngineError, EngineFailed, EngineOverloaded, EngineUnavailable
+from inference.errors import EngineError, EngineFailed, EngineOverloaded, EngineUnavailable, RequestImpossible
 from inference.fleet.breaker import BreakerLimits, BreakerState, CircuitBreaker
 from inference.fleet.placement import POLICIES, LeastLoaded, PrefixAware, RoundRobin
 from inference.fleet.prefixes import SentPrefixes, prefix_keys
@@ -49,6 +49,7 @@ class Puppet:
         self.model = MODEL
         self.state = EngineState.READY
         self.is_full = False
+        self.is_unable = False
         self.cached_token_count: int | None = None
         self.kv_block_count = 0
         self.streams: dict[int, BufferedStream] = {}
@@ -70,6 +71,8 @@ class Puppet:
             raise EngineUnavailable("away", 1.0)
         if self.is_full:
             raise EngineOverloaded("full", 2.0)
+        if self.is_unable:
+            raise RequestImpossible("not here", "sampling")
         number = len(self.requests)
         self.requests.append(request)
         stream = self.streams[number] = BufferedStream(number, request, lambda each: None)
@@ -419,6 +422,36 @@ async def test_a_drained_replica_keeps_what_it_has_and_gets_nothing_new_until_th
 
         replica_set.drain([])
         assert await place(replica_set, stack, prompted(1)) == "r0"
+
+
+async def test_what_one_replica_cannot_do_another_may() -> None:
+    """Servers of several kinds can stand behind one model. It is impossible once all that could be asked have said so."""
+    replica_set, puppets, _ = make_set(2, policy=RoundRobin())
+    async with asyncio.timeout(60), contextlib.AsyncExitStack() as stack:
+        puppets[0].is_unable = True
+        assert [await place(replica_set, stack, prompted(1)) for _ in range(2)] == ["r1", "r1"]
+
+        puppets[1].is_full = True
+        with pytest.raises(EngineOverloaded):
+            await place(replica_set, stack, prompted(1))
+        puppets[1].is_unable, puppets[1].is_full = True, False
+        with pytest.raises(RequestImpossible, match="not here"):
+            await place(replica_set, stack, prompted(1))
+
+    assert [report.live_sequence_count for report in replica_set.reports()] == [0, 0]
+
+
+async def test_a_model_is_as_well_as_the_replicas_that_are_in_use() -> None:
+    """A drained one says nothing of what the next request meets: health and progress go by the others."""
+    replica_set, puppets, _ = make_set(2, warm_count=0)
+    replica_set.drain(["r0"])
+    for state in (EngineState.COLD, EngineState.LOADING, EngineState.FAILED):
+        puppets[1].state = state
+
+        assert replica_set.condition().state is state
+
+    replica_set.drain(["r0", "r1"])
+    assert replica_set.condition().reason == "it is being drained"
 
 
 async def test_a_request_goes_to_the_first_region_that_takes_it_and_to_no_other_than_its_own() -> None:

@@ -431,7 +431,7 @@ class AdminServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ListReplicas(self, request, context):
-        """Lists the engines of models that have several, in all processes, and the orders that keep some out of use.
+        """Lists the engines of all models, in all processes, and the orders that keep some out of use.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -108,7 +108,7 @@ class AdminServiceStub:
     EndOverdueHolds: _grpc.UnaryUnaryMultiCallable[_live_requests_pb2.EndOverdueHoldsRequest, _live_requests_pb2.EndOverdueHoldsResponse]
     """Ends the holds whose time is over, as the worker does every ten seconds."""
     ListReplicas: _grpc.UnaryUnaryMultiCallable[_replicas_pb2.ListReplicasRequest, _replicas_pb2.ListReplicasResponse]
-    """Lists the engines of models that have several, in all processes, and the orders that keep some out of use."""
+    """Lists the engines of all models, in all processes, and the orders that keep some out of use."""
     DrainReplica: _grpc.UnaryUnaryMultiCallable[_replicas_pb2.DrainReplicaRequest, _replicas_pb2.DrainReplicaResponse]
     """Takes a replica out of use in all processes: what runs there ends by itself, nothing new begins. Doing it twice changes nothing."""
     UndrainReplica: _grpc.UnaryUnaryMultiCallable[_replicas_pb2.UndrainReplicaRequest, _replicas_pb2.UndrainReplicaResponse]
@@ -193,7 +193,7 @@ class AdminServiceAsyncStub(AdminServiceStub):
     EndOverdueHolds: _aio.UnaryUnaryMultiCallable[_live_requests_pb2.EndOverdueHoldsRequest, _live_requests_pb2.EndOverdueHoldsResponse]  # type: ignore[assignment]
     """Ends the holds whose time is over, as the worker does every ten seconds."""
     ListReplicas: _aio.UnaryUnaryMultiCallable[_replicas_pb2.ListReplicasRequest, _replicas_pb2.ListReplicasResponse]  # type: ignore[assignment]
-    """Lists the engines of models that have several, in all processes, and the orders that keep some out of use."""
+    """Lists the engines of all models, in all processes, and the orders that keep some out of use."""
     DrainReplica: _aio.UnaryUnaryMultiCallable[_replicas_pb2.DrainReplicaRequest, _replicas_pb2.DrainReplicaResponse]  # type: ignore[assignment]
     """Takes a replica out of use in all processes: what runs there ends by itself, nothing new begins. Doing it twice changes nothing."""
     UndrainReplica: _aio.UnaryUnaryMultiCallable[_replicas_pb2.UndrainReplicaRequest, _replicas_pb2.UndrainReplicaResponse]  # type: ignore[assignment]
@@ -455,7 +455,7 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _replicas_pb2.ListReplicasRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_replicas_pb2.ListReplicasResponse, _abc.Awaitable[_replicas_pb2.ListReplicasResponse]]:
-        """Lists the engines of models that have several, in all processes, and the orders that keep some out of use."""
+        """Lists the engines of all models, in all processes, and the orders that keep some out of use."""
 
     @_abc_1.abstractmethod
     def DrainReplica(

@@ -171,7 +171,7 @@ Global___ReplicaDrain: _TypeAlias = ReplicaDrain  # noqa: Y015
 
 @_typing.final
 class ListReplicasRequest(_message.Message):
-    """Asks for the engines of models that have several."""
+    """Asks for the engines of all models."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -202,7 +202,7 @@ class ListReplicasResponse(_message.Message):
     SILENT_OWNER_IDS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def replicas(self) -> _containers.RepeatedCompositeFieldContainer[Global___Replica]:
-        """By model, name and process. Models with one engine, without replicas, are not among them."""
+        """By model, name and process. An adapter runs in the engines of its model, which stand here for it."""
 
     @_builtins.property
     def drains(self) -> _containers.RepeatedCompositeFieldContainer[Global___ReplicaDrain]:

@@ -18,7 +18,7 @@ class AsyncReplicaCalls(UnaryClient):
         return admin_service_pb2_grpc.AdminServiceStub(self._opened().channel)
 
     async def list_replicas(self, model: str = "") -> ReplicaList:
-        """The engines of models that have several, in all processes; of one model or one `name@version` if it is given."""
+        """The engines of all models, in all processes; of one model or one `name@version` if it is given."""
         answer = await self._call(self._stub.ListReplicas, pb.ListReplicasRequest(model=model))
         return ReplicaList(tuple(map(replica, answer.replicas)), tuple(map(drain, answer.drains)), tuple(answer.silent_owner_ids))
 
