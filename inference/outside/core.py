@@ -20,6 +20,7 @@ from typing import NamedTuple, Protocol
 from inference.engine import EngineFinishReason, EngineStatistics, GenerationRequest, SequenceEvent, TokensGenerated
 from inference.errors import EngineError, EngineFailed
 from inference.limits import EngineLimits
+from inference.outside.empty_answers import EmptyAnswers
 from inference.outside.sequence import Choice, Output, Request
 from inference.sampling.seeds import choice_seed
 from inference.text.detokenizer import Detokenizer, TextDecoder
@@ -98,7 +99,8 @@ class OutsideCore:
         self._requests: dict[int, Request] = {}
         self._waiting: list[tuple[float, int, int, Choice]] = []  # a heap: by rank, then by arrival
         self._inside: dict[Choice, asyncio.Task[None]] = {}
-        self._empty_answer_count = 0
+        self._ended_count = 0  # of choices that ended while they waited, and may still be in the heap
+        self._empty_answers = EmptyAnswers(handling.empty_answer_count_max)
         self._prompt_token_count = self._cached_token_count = self._output_token_count = 0
         self.told = EngineStatistics()  # of blocks and steps: the last that the engine told
         self.moved_at_s = 0.0  # when the last token of anybody came
@@ -145,6 +147,9 @@ class OutsideCore:
                 continue  # its final count comes with the engine's answer, or when that was waited for long enough
             choice.ended = EngineFinishReason.CANCELLED
             self._report_end(choice)
+            self._ended_count += 1
+        if 2 * self._ended_count > len(self._waiting):
+            self._forget_ended()
 
     def cancel_all(self) -> None:
         """End every request."""
@@ -202,6 +207,12 @@ class OutsideCore:
                     choice.rank = -math.inf
         self._waiting = [(choice.rank, choice.number, choice.index, choice) for *_, choice in self._waiting]
         heapq.heapify(self._waiting)
+
+    def _forget_ended(self) -> None:
+        """Else whatever is cancelled in the queue of an engine that is full would stay there, with its prompt."""
+        self._waiting = [entry for entry in self._waiting if entry[-1].ended is None]
+        heapq.heapify(self._waiting)
+        self._ended_count = 0
 
     def _submit(self, choice: Choice) -> None:
         choice.silent_since_s = time.monotonic()
@@ -266,7 +277,8 @@ class OutsideCore:
             self._output_token_count += len(event.token_ids)
             self._tell(choice.number, event)
         if choice.ended is not None:
-            self._count_empty(choice)
+            if self._empty_answers.show_a_fault(choice, self.inside):
+                self._broken(f"{self._handling.empty_answer_count_max} answers in a row were empty")
             self._report_end(choice)
             if output.finish_reason is None and choice.ended is EngineFinishReason.STOP_SEQUENCE:
                 self._abort(choice)  # it is ours: the engine would go on to its own limit
@@ -297,12 +309,3 @@ class OutsideCore:
             self._tell(request.number, event)
         if len(request.ends) == request.wanted.choice_count:
             del self._requests[request.number]
-
-    def _count_empty(self, choice: Choice) -> None:
-        """Orphaned cache blocks make every answer end at once, and nothing says so (NVIDIA/TensorRT-LLM#12933, #15018)."""
-        if choice.ended is EngineFinishReason.CANCELLED:
-            return
-        is_empty = choice.token_count <= 1 and choice.ended is EngineFinishReason.STOP
-        self._empty_answer_count = self._empty_answer_count + 1 if is_empty else 0
-        if 0 < self._handling.empty_answer_count_max <= self._empty_answer_count:
-            self._broken(f"{self._empty_answer_count} answers in a row were empty")

@@ -53,7 +53,8 @@ class Output(Protocol):
 class Choice:
     """One output while it runs. answers: the engine's, once it was submitted. silent_since_s: of its last sign of life.
 
-    ended: how, once it was reported; the engine may still be busy with it. aborted: it was told to stop.
+    ended: how, once it was reported; the engine may still be busy with it. aborted: it was told to stop. stalled: it was given up
+    as stuck, and keeps its place until the engine lets go of it.
     """
 
     request: Request
@@ -66,6 +67,7 @@ class Choice:
     token_count: int = 0
     ended: EngineFinishReason | None = None
     aborted: bool = False
+    stalled: bool = False
     rank: float = field(init=False)
     overtaken_count: int = 0
 

@@ -29,8 +29,8 @@ class StallWatch:
         for choice in self._core.inside:
             first = choice.first_token_at_s is None
             limit_s = self._first_token_timeout_s if first else self._inter_token_timeout_s
-            if choice.aborted:
-                continue  # it is waited for by another clock
+            if choice.aborted or choice.stalled:
+                continue  # it is waited for by another clock, or was counted and could not be ended
             if now_s - choice.silent_since_s > limit_s:
                 stuck.append(choice)
                 shortest_s = min(shortest_s, limit_s)
@@ -41,6 +41,7 @@ class StallWatch:
         if not moving or self._stall_count >= STALLS_MAX:
             return f"{len(stuck)} sequences have been silent for too long"
         for choice in stuck:
+            choice.stalled = True
             _log.error("sequence %d is stuck while others go on", choice.number)
             self._core.fail(choice, EngineFailed("the engine has stopped generating this sequence"))
         return None

@@ -117,6 +117,16 @@ def test_lost_events_empty_the_index() -> None:
     assert index.matched_token_count([9, 9, 1]) == 2
 
 
+def test_the_index_follows_each_of_several_tenants_from_where_their_prompts_part() -> None:
+    """Their salts make blocks of the same tokens different ones, and are not told."""
+    index = KvEventIndex()
+    index.apply(KvCacheChange(False, [(0, 11, [1, 2]), (11, 12, [3, 4]), (0, 21, [1, 2]), (21, 22, [5, 6])], []))
+
+    assert [index.matched_token_count([1, 2, *rest, 9]) for rest in ([3, 4], [5, 6], [7, 8])] == [4, 4, 2]
+    index.apply(KvCacheChange(False, [], [21, 22]))
+    assert [index.matched_token_count([1, 2, *rest, 9]) for rest in ([3, 4], [5, 6], [7, 8])] == [4, 2, 2]
+
+
 blocks = st.lists(st.tuples(st.booleans(), st.integers(1, 12), st.integers(0, 12), st.integers(0, 2)), max_size=60)
 
 
@@ -125,17 +135,18 @@ def test_the_index_equals_a_walk_over_all_blocks(acts: list[tuple[bool, int, int
     index = KvEventIndex()
     held: dict[int, tuple[int, int]] = {}
     for stores, block, parent, token in acts:
-        if stores and block not in held and (parent, token) not in held.values():
+        if stores:
             held[block] = (parent, token)
             index.apply(KvCacheChange(False, [(parent, block, [token])], []))
-        elif not stores:
+        else:
             held.pop(block, None)
             index.apply(KvCacheChange(False, [], [block]))
 
-    count, at = 0, 0
-    by_place = {place: block for block, place in held.items()}
-    while any(held) and count + 1 < len(token_ids) and (at, token_ids[count]) in by_place:
-        at = by_place[(at, token_ids[count])]
+    count, parents = 0, {0}
+    while any(held) and count + 1 < len(token_ids):
+        parents = {block for block, (parent, token) in held.items() if parent in parents and token == token_ids[count]}
+        if not parents:
+            break
         count += 1
     assert index.matched_token_count(token_ids) == count
     assert len(index) == len(held)
