@@ -27,9 +27,10 @@ def posted_at(border: str) -> str:
                ELSE coalesce((SELECT {amount("sent", "cached", "(mark - sent)")} FROM (SELECT {posted} AS mark) m), 0) END"""
 
 
-# All that was charged to each of some subjects in each of some windows by holds that ended in a time, and by live ones. A settled
-# hold has one usage event. An expired one is charged its lease, until its owner has told by a usage event beyond the one of its
-# expiry what it delivered.
+# All that was charged to each of some subjects in each of some windows: by holds that were settled since a time, which change no
+# more, and by others. A settled hold has one usage event, and the receipts of a project are numbered in the order of their commits:
+# so `beyond` tells what was committed after the heads of the chains were read from what was before. An expired hold is charged its
+# lease, until its owner has told by a usage event beyond the one of its expiry what it delivered.
 COLUMNS = """
     h.organization_id, h.project_id, h.api_key_id, h.model AS charged_model, h.state, h.posted_minutes,
     h.posted_token_count AS posted_tokens, h.admitted_at, h.charged_at, h.input_token_count AS sent,
@@ -46,25 +47,27 @@ WITH asked AS (
 ), windows AS (
     SELECT * FROM unnest(CAST(:windows AS bigint[]), CAST(:starts AS timestamptz[]), CAST(:ends AS timestamptz[]))
         AS w(number, window_start, window_end)
+), heads AS (
+    SELECT * FROM unnest(CAST(:project_ids AS uuid[]), CAST(:sequences AS bigint[])) AS r(project_id, last_sequence)
 ), charged_holds AS (
     SELECT {COLUMNS}
         true AS told, e.input_token_count + e.embedding_token_count AS told_input, e.delivered_token_count AS told_output
-    FROM usage_events e JOIN holds h ON h.id = e.hold_id
-    WHERE e.organization_id = ANY(:organization_ids) AND e.settled_at >= :since AND e.settled_at < :until AND e.part = 0
-        AND h.state = 'settled' AND {OF_SUBJECTS}
+    FROM usage_events e LEFT JOIN heads r USING (project_id) JOIN holds h ON h.id = e.hold_id
+    WHERE :settled AND e.organization_id = ANY(:organization_ids) AND e.settled_at >= :since AND e.part = 0
+        AND (coalesce(e.receipt_sequence, 0) > coalesce(r.last_sequence, 0)) = :beyond AND h.state = 'settled' AND {OF_SUBJECTS}
     UNION ALL
     SELECT {COLUMNS}
         h.state = 'expired' AND e.parts > CASE WHEN h.delivered_token_count > 0 THEN 1 ELSE 0 END, e.input, e.delivered
     FROM (
-        SELECT * FROM holds WHERE organization_id = ANY(:organization_ids) AND state = 'held' AND :live
+        SELECT * FROM holds WHERE :others AND organization_id = ANY(:organization_ids) AND state = 'held'
         UNION ALL
         SELECT * FROM holds
-        WHERE organization_id = ANY(:organization_ids) AND (state = 'expired' OR (state = 'voided' AND posted_token_count > 0))
-            AND ended_at >= :since AND ended_at < :until
+        WHERE :others AND organization_id = ANY(:organization_ids)
+            AND (state = 'expired' OR (state = 'voided' AND posted_token_count > 0)) AND ended_at >= :since
     ) h,
     LATERAL (SELECT count(*) AS parts, coalesce(sum(input_token_count + embedding_token_count), 0)::bigint AS input,
                     coalesce(sum(delivered_token_count), 0)::bigint AS delivered
-             FROM usage_events WHERE hold_id = h.id) e
+             FROM usage_events WHERE hold_id = h.id AND settled_at >= h.ended_at) e
     WHERE {OF_SUBJECTS}
 ), found AS (
     SELECT c.*, a.number, a.divisor,
@@ -105,10 +108,13 @@ WHERE state = 'held' GROUP BY number, window_start
 TAILS = {Kind.CONCURRENCY: CONCURRENCY, Kind.REQUESTS: REQUESTS, Kind.TOKENS: AMOUNTS, Kind.MONEY: AMOUNTS}
 IDS, NUMBERS, TIMES, TIME = ARRAY(Uuid()), ARRAY(BigInteger()), ARRAY(DateTime(timezone=True)), DateTime(timezone=True)
 PARAMETERS: tuple[BindParameter[Any], ...] = (
-    *(bindparam(name, type_=IDS) for name in ("organization_ids", "subject_ids", "subjects")),
-    *(bindparam(name, type_=NUMBERS) for name in ("numbers", "inputs", "cached_inputs", "outputs", "divisors", "windows")),
+    *(bindparam(name, type_=IDS) for name in ("organization_ids", "subject_ids", "subjects", "project_ids")),
+    *(
+        bindparam(name, type_=NUMBERS)
+        for name in ("numbers", "inputs", "cached_inputs", "outputs", "divisors", "windows", "sequences")
+    ),
     *(bindparam(name, type_=TIMES) for name in ("starts", "ends")),
-    *(bindparam(name, type_=TIME) for name in ("since", "until")),
+    bindparam("since", type_=TIME),
     bindparam("models", type_=ARRAY(Text())),
-    bindparam("live", type_=Boolean()),
+    *(bindparam(name, type_=Boolean()) for name in ("settled", "beyond", "others")),
 )

@@ -4,9 +4,9 @@ Nobody admits while the sum is taken: admissions share a lock that is held alone
 holds of the subject are locked like by any batch. So every charge is either in the sum or made under the new quota, never both and
 never neither. Live holds are charged to the quota from then on.
 
-A long window is summed up in two steps, so that admissions wait for the second one only: first, without the lock, what had ended
-before `SETTLED_AGE`, of which no transaction can be open any more; then the rest. Many quotas are counted together, by as many
-statements as one of each kind takes.
+Windows are summed up in two steps, so that admissions wait for the second one only: first, without the lock, all that was settled
+up to the heads of the receipt chains, behind which nothing can be settled any more; then what is beyond them, and what has not been
+settled. Many quotas are counted together, by as many statements as one of each kind takes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from metering.quotas.past_charges import CHARGES, IDS, NUMBERS, PARAMETERS, TAIL
 from metering.quotas.quota_rules import DIMENSIONS, Kind, Unit, Weights, token_scale, window_end, window_start
 from metering.quotas.quotas import USED_MAX
 
-# A batch of hold operations is given up after some seconds, and the server ends a transaction that idles.
+# So old no transaction can be: a batch of hold operations is given up after some seconds, and the server ends one that idles.
 SETTLED_AGE = timedelta(minutes=2)
 # A batch that waited for the lock counts in the window of its beginning; it waits no longer than a statement may take.
 BORDER_AGE = timedelta(minutes=1)
@@ -38,6 +38,10 @@ FOR_EVER = datetime(9999, 1, 1, tzinfo=UTC)
 Window = tuple[datetime, datetime]
 Uncounted = tuple[Quota, uuid.UUID]  # with the organization of its subject
 
+SELECT_HEADS = text("""
+SELECT c.project_id, c.last_sequence, c.last_settled_at FROM receipt_chains c JOIN projects p ON p.id = c.project_id
+WHERE p.organization_id = ANY(:organization_ids)
+""").bindparams(bindparam("organization_ids", type_=IDS))
 INSERT_COUNTERS = text("""
 INSERT INTO quota_counters (quota_id, window_start, used, held)
 SELECT * FROM unnest(CAST(:quota_ids AS uuid[]), CAST(:starts AS timestamptz[]), CAST(:used AS bigint[]), CAST(:held AS bigint[]))
@@ -55,11 +59,15 @@ WHERE h.id = n.hold_id
 """).bindparams(*(bindparam(name, type_=IDS) for name in ("hold_ids", "quota_ids")))
 
 
+NO_HEAD = 0, datetime(1970, 1, 1, tzinfo=UTC)  # of a project that has just been made
+Heads = dict[uuid.UUID, tuple[int, datetime]]  # by project: the place of its last receipt, and when that was settled
+
+
 @dataclass(slots=True)
 class Recount:
     """One quota that is counted anew: what was used and held by window, of which windows, and the live holds of its subject.
 
-    number: its place among those that are counted together. early: windows of which all that ended long ago is in the sums.
+    number: its place among those that are counted together. early: windows of which all is in the sums that was settled early.
     """
 
     number: int
@@ -86,10 +94,15 @@ class Recount:
         """Over which window."""
         return DIMENSIONS[self.dimension][1]
 
-    @property
-    def is_summed_early(self) -> bool:
-        """Whether its window is long, so that most of it can be summed up while others admit."""
-        return self.unit is not Unit.MINUTE and (self.unit is not None or self.kind is Kind.MONEY)
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Which charges are summed up: of settled holds up to the heads of the chains or beyond them, or of all others."""
+
+    settled: bool
+    beyond: bool
+    heads: Heads = field(default_factory=dict)
+    since: datetime | None = None  # a time before which there are none; None: the beginning of the first window
 
 
 async def recount(session: AsyncSession, uncounted: Sequence[Uncounted]) -> None:
@@ -102,32 +115,41 @@ async def recount(session: AsyncSession, uncounted: Sequence[Uncounted]) -> None
     recounts = [Recount(number, *each) for number, each in enumerate(uncounted)]
     await session.execute(text(f"SET LOCAL statement_timeout = {EARLY_TIMEOUT_MS}"))
     now = await _clock(session)
+    await _find_live(session, recounts, lock=False)
     for each in recounts:
-        each.early = frozenset(_windows_about(each.dimension, now)) if each.is_summed_early else frozenset()
-    ended_before = now - SETTLED_AGE
-    await _sum_up(session, [(each, each.early) for each in recounts], until=ended_before, live=False)
+        each.early = frozenset(each.windows)
+    heads = await _chain_heads(session, recounts)
+    await _sum_up(session, [(each, each.early) for each in recounts], Share(settled=True, beyond=False, heads=heads))
     await session.execute(text(f"SET LOCAL statement_timeout = {LOCKED_TIMEOUT_MS}"))
+    await session.execute(text("SET LOCAL enable_seqscan = off"))  # whatever there is, little of it is new
     await session.execute(text(f"SELECT pg_advisory_xact_lock({QUOTA_LOCK})"))
-    await _find_live(session, recounts)
-    await _sum_up(session, [(each, each.windows & each.early) for each in recounts], since=ended_before)
-    await _sum_up(session, [(each, each.windows - each.early) for each in recounts])
+    await _find_live(session, recounts, lock=True)
+    heads_now = await _chain_heads(session, recounts)
+    grown_since = [heads.get(project_id, NO_HEAD)[1] for project_id, head in heads_now.items() if head != heads.get(project_id)]
+    if grown_since:
+        since = max(min(grown_since), now - SETTLED_AGE)
+        beyond = Share(settled=True, beyond=True, heads=heads, since=since)
+        await _sum_up(session, [(each, each.windows & each.early) for each in recounts], beyond)
+    await _sum_up(session, [(each, each.windows - each.early) for each in recounts], Share(settled=True, beyond=True))
+    await _sum_up(session, [(each, each.windows) for each in recounts], Share(settled=False, beyond=False))
     await _write(session, recounts)
+    await session.execute(text("SET LOCAL enable_seqscan = DEFAULT"))
     await session.execute(text("SET LOCAL statement_timeout = DEFAULT"))
 
 
-async def _find_live(session: AsyncSession, recounts: Sequence[Recount]) -> None:
-    """Lock the live holds of all subjects, in the order of every batch, and note which windows have to be counted."""
+async def _find_live(session: AsyncSession, recounts: Sequence[Recount], *, lock: bool) -> None:
+    """Note the live holds of all subjects, and which windows have to be counted. lock: the holds, in the order of every batch."""
     by_subject: defaultdict[uuid.UUID, list[Recount]] = defaultdict(list)
     for each in recounts:
         by_subject[each.quota.subject_id].append(each)
     subject_ids = list(by_subject)
     of_subjects = or_(*(column.in_(subject_ids) for column in (Hold.organization_id, Hold.project_id, Hold.api_key_id)))
     columns = (Hold.id, Hold.organization_id, Hold.project_id, Hold.api_key_id, Hold.model, Hold.admitted_at, Hold.charged_at)
-    query = select(*columns).where(Hold.state == HoldState.HELD, of_subjects).order_by(Hold.id).with_for_update()
-    live = (await session.execute(query)).all()
+    query = select(*columns).where(Hold.state == HoldState.HELD, of_subjects).order_by(Hold.id)
+    live = (await session.execute(query.with_for_update() if lock else query)).all()
     now = await _clock(session)
     for each in recounts:
-        each.windows = _windows_about(each.dimension, now)
+        each.windows, each.live_ids = _windows_about(each.dimension, now), []
     for row in live:
         for subject_id in (row.organization_id, row.project_id, row.api_key_id):
             for each in by_subject.get(subject_id, ()):
@@ -136,24 +158,31 @@ async def _find_live(session: AsyncSession, recounts: Sequence[Recount]) -> None
                     each.windows.add(_window(each.dimension, row.admitted_at if each.kind is Kind.REQUESTS else row.charged_at))
 
 
-async def _sum_up(
-    session: AsyncSession,
-    asked: Iterable[tuple[Recount, Collection[Window]]],
-    *,
-    since: datetime | None = None,
-    until: datetime = FOR_EVER,
-    live: bool = True,
-) -> None:
-    """Add charges in these windows of holds that ended in a time, by default since the first window began, and of live ones."""
+async def _chain_heads(session: AsyncSession, recounts: Sequence[Recount]) -> Heads:
+    """How far the receipts of all projects have come."""
+    organization_ids = list({each.organization_id for each in recounts})
+    rows = await session.execute(SELECT_HEADS, {"organization_ids": organization_ids})
+    return {project_id: (last_sequence, last_settled_at) for project_id, last_sequence, last_settled_at in rows}
+
+
+async def _sum_up(session: AsyncSession, asked: Iterable[tuple[Recount, Collection[Window]]], share: Share) -> None:
+    """Add a share of the charges in these windows."""
     groups: defaultdict[tuple[str, Unit | None], list[tuple[Recount, Collection[Window]]]] = defaultdict(list)
     for each, windows in asked:
-        if windows:
+        if windows and not (share.settled and each.kind is Kind.CONCURRENCY):
             groups[TAILS[each.kind], each.unit].append((each, windows))
     by_number: dict[int, Recount] = {}
     for (tail, _), group in groups.items():
         by_number.update((each.number, each) for each, _ in group)
         first = min(start for _, windows in group for start, _ in windows)
-        values = _values(group) | {"since": first if since is None else since, "until": until, "live": live}
+        values = _values(group) | {
+            "since": first if share.since is None else share.since,
+            "settled": share.settled,
+            "beyond": share.beyond,
+            "others": not share.settled,
+            "project_ids": list(share.heads),
+            "sequences": [last_sequence for last_sequence, _ in share.heads.values()],
+        }
         for number, start, used, held in await session.execute(text(CHARGES + tail).bindparams(*PARAMETERS), values):
             by_number[number].used[start] += used
             by_number[number].held[start] += held

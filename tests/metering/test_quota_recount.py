@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import random
 import uuid
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from sqlalchemy import event, select, update
@@ -16,6 +18,7 @@ from metering.billing.prepaid import set_prepaid
 from metering.errors import QuotaExceeded
 from metering.models import Quota, QuotaDimension, QuotaSubject
 from metering.operations import Expire, Extend, Payer, QuotaState, Void
+from metering.quotas import quota_recount
 from metering.quotas.quota_admin import SETTABLE, delete_quota, set_quota
 from metering.quotas.quota_recount import recount
 from metering.quotas.quota_rules import Weights
@@ -271,6 +274,45 @@ async def test_of_many_admissions_during_the_making_of_a_limit_none_goes_uncount
     assert not of_type(BaseException, answers)
     assert len(of_type(QuotaExceeded, more)) == 40
     assert world.counters(state.quota_id) == [(0, 200)]
+    check_invariants(world.url)
+
+
+BETWEEN = [
+    (QuotaDimension.TOKENS_PER_DAY, (17 + 14 + 35 + 15 + 35 + 13, 15 + 30)),
+    (QuotaDimension.TOKENS_PER_MINUTE, (13, 15 + 30)),
+    (QuotaDimension.CONCURRENT_REQUESTS, (0, 2)),
+    (QuotaDimension.REQUESTS_PER_MINUTE, (2, 0)),
+]
+
+
+@pytest.mark.parametrize(("dimension", "told"), BETWEEN, ids=[dimension for dimension, _ in BETWEEN])
+async def test_what_happens_between_the_sum_without_the_lock_and_the_one_with_it_is_counted_once(
+    world: HoldWorld, sessions: Sessions, monkeypatch: pytest.MonkeyPatch, dimension: QuotaDimension, told: tuple[int, int]
+) -> None:
+    """Ends, extensions, admissions; a lapsed hold whose owner tells what it was; a project that is new; a minute that turns."""
+    payer = world.tenant()
+    old, lapsed, overdue, long, live = (admit(payer) for _ in range(5))
+    await world.run(old, lapsed, overdue, long, live)
+    await world.run(settle(old.hold_id, 7), Extend(overdue.hold_id, 3, 0, 5), Extend(long.hold_id, 20, 0, 10))
+    world.advance(61)
+    await world.run(Expire(lapsed.hold_id))
+    world.advance(180)
+    sum_up, sums = quota_recount._sum_up, itertools.count()
+
+    async def interrupted(*arguments: Any) -> None:
+        await sum_up(*arguments)
+        if next(sums) == 0:
+            new = world.one("INSERT INTO projects (organization_id, name) VALUES (%s, 'new') RETURNING id", payer.organization_id)
+            other = admit(replace(payer, project_id=new, api_key_id=world.key(new)))
+            await world.run(settle(lapsed.hold_id, 4), Expire(overdue.hold_id), settle(live.hold_id, 5))
+            world.advance(60)
+            await world.run(Extend(long.hold_id, 25, 0, 10), other, admit(payer))
+            await world.run(settle(other.hold_id, 3))
+
+    monkeypatch.setattr(quota_recount, "_sum_up", interrupted)
+    state = await set_limit(sessions, payer, dimension)
+
+    assert (state.used, state.held) == told
     check_invariants(world.url)
 
 
