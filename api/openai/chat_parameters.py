@@ -18,6 +18,7 @@ from api.openai.parameters import (
     Int64,
     SharedParameters,
     TokenId,
+    check_count,
     check_shared,
     fill_shared,
     refuse_given,
@@ -25,7 +26,7 @@ from api.openai.parameters import (
 )
 from api.openai.refusals import wrong_parameter
 from api.openai.tools import Choice, ToolParameter, fill_tools
-from api.requests.decoding import CHOICE_COUNT_MAX
+from api.requests.decoding import CHOICE_COUNT_MAX, LOGIT_BIAS_COUNT_MAX, STOP_SEQUENCE_COUNT_MAX
 
 NAMES = COMMON_NAMES | {
     "prompt": "messages",
@@ -130,9 +131,12 @@ def fill_decoding(start: pb.StartFrame, given: Any) -> None:
     for name in ("presence_penalty", "frequency_penalty", "seed"):
         if (value := getattr(given, name)) is not None:
             setattr(start.sampling, name, value)
+    check_count(given.logit_bias, "logit_bias", LOGIT_BIAS_COUNT_MAX)
+    stop = [given.stop] if isinstance(given.stop, str) else given.stop
+    check_count(stop, "stop", STOP_SEQUENCE_COUNT_MAX)
     for token_id, bias in (given.logit_bias or {}).items():
         start.sampling.logit_bias[token_id] = bias
-    start.stop_sequences.extend([given.stop] if isinstance(given.stop, str) else given.stop or ())
+    start.stop_sequences.extend(stop or ())
     if given.n is not None:
         if not 1 <= given.n <= CHOICE_COUNT_MAX:  # before anything is made for each of them
             raise wrong_parameter("n", f"must be from 1 to {CHOICE_COUNT_MAX}, not {given.n}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, overload
 
 from weir.v1 import inference_service_pb2 as pb
 
@@ -15,6 +15,7 @@ from api.openai.parameters import (
     Int64,
     SharedParameters,
     TokenId,
+    check_count,
     check_shared,
     fill_shared,
     refuse_given,
@@ -33,6 +34,7 @@ NAMES = COMMON_NAMES | {
     "top_logprobs": "logprobs",
 }
 
+Prompts = Sequence[str | Sequence[int]]
 Prompt = str | list[str | TokenId | list[TokenId]]
 
 
@@ -53,6 +55,29 @@ class CompletionParameters(SharedParameters, forbid_unknown_fields=True, kw_only
     suffix: Any = None
 
 
+class PromptedFrames(Sequence[pb.StartFrame]):
+    """One frame for each prompt, made when it is looked at: what is wrong with all of them is refused once the first was made."""
+
+    def __init__(self, start: pb.StartFrame, prompts: Prompts) -> None:
+        """start: without a prompt."""
+        self._start = start
+        self._prompts = prompts
+
+    def __len__(self) -> int:
+        return len(self._prompts)
+
+    @overload
+    def __getitem__(self, index: int) -> pb.StartFrame: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> PromptedFrames: ...
+
+    def __getitem__(self, index: int | slice) -> pb.StartFrame | PromptedFrames:
+        if isinstance(index, slice):
+            return PromptedFrames(self._start, self._prompts[index])
+        return with_prompt(self._start, self._prompts[index])
+
+
 def completion_asked(given: CompletionParameters) -> Asked:
     """What a completion asks for. Raises: InvalidRequest."""
     check_shared(given)
@@ -66,7 +91,7 @@ def completion_asked(given: CompletionParameters) -> Asked:
     if given.logprobs is not None:
         start.top_logprobs = given.logprobs
     return Asked(
-        starts=tuple(with_prompt(start, prompt) for prompt in prompts_of(given.prompt)),
+        starts=PromptedFrames(start, prompts_of(given.prompt)),
         model=given.model,
         streams=bool(given.stream),
         includes_usage=given.stream_options is not None and bool(given.stream_options.include_usage),
@@ -75,17 +100,17 @@ def completion_asked(given: CompletionParameters) -> Asked:
     )
 
 
-def prompts_of(given: Prompt, param: str = "prompt", count_max: int = PROMPT_COUNT_MAX) -> Sequence[str | Sequence[int]]:
+def prompts_of(given: Prompt, param: str = "prompt", count_max: int = PROMPT_COUNT_MAX) -> Prompts:
     """The prompts: a text, texts, token ids, or lists of them. Raises: InvalidRequest for a mixture, none, or too many."""
     if isinstance(given, str):
         return [given]
+    if given and not isinstance(given[0], int):
+        check_count(given, param, count_max)
     texts = [each for each in given if isinstance(each, str)]
     ids = [each for each in given if isinstance(each, int)]
     lists = [each for each in given if isinstance(each, list)]
     if not given or len(given) not in (len(texts), len(ids), len(lists)):
         raise wrong_parameter(param, "must be a text, a list of texts, a list of token ids, or a list of such lists")
-    if len(texts) + len(lists) > count_max:
-        raise wrong_parameter(param, f"at most {count_max} are allowed in one request, not {len(given)}")
     return texts or ([ids] if ids else lists)
 
 

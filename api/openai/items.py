@@ -8,8 +8,10 @@ from typing import Any
 from msgspec import Struct
 from weir.v1 import inference_service_pb2 as pb
 
-from api.openai.messages import ROLES, ContentPart, Turns, check_count, text_of
+from api.openai.messages import ROLES, ContentPart, Turns, text_of
+from api.openai.parameters import check_count
 from api.openai.refusals import wrong_parameter
+from api.requests.conversation import MESSAGE_COUNT_MAX
 
 MESSAGE, CALL, RESULT = "message", "function_call", "function_call_output"
 KINDS = (MESSAGE, CALL, RESULT)
@@ -46,7 +48,7 @@ def conversation_of(items: Sequence[Item], instructions: str | None) -> Turns:
     """The conversation for a start frame. Calls belong to the assistant's turn that they follow. Raises: InvalidRequest."""
     if not items:
         raise wrong_parameter("input", "must hold at least one item")
-    check_count(items, "input")
+    check_count(items, "input", MESSAGE_COUNT_MAX)
     turns: list[pb.Message] = []
     names: dict[str, str] = {}
     if instructions:

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from msgspec import Struct
+from msgspec.structs import astuple
 from weir.v1 import inference_service_pb2 as pb
 
+from api.openai.parameters import check_count
 from api.openai.refusals import wrong_parameter
 from api.openai.tools import CallParameter, call_messages
 from api.requests.conversation import MESSAGE_COUNT_MAX
@@ -26,7 +28,6 @@ NAMES = {
     "conversation.messages[].tool_calls[].arguments_json": "messages[].tool_calls[].function.arguments",
 }
 TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
-NO_TEXT = ("refusal", "image_url", "input_audio", "file", "file_id", "file_data", "file_url", "filename", "detail")
 
 
 class ContentPart(Struct, forbid_unknown_fields=True):
@@ -65,6 +66,9 @@ class Message(Struct, forbid_unknown_fields=True):
     function_call: Any = None
 
 
+NO_TEXT = ContentPart.__struct_fields__[ContentPart.__struct_fields__.index("refusal") :]  # what parts of other types have
+
+
 @dataclass(frozen=True, slots=True)
 class Turns:
     """A conversation, and how errors call the fields of its turns."""
@@ -77,15 +81,9 @@ def conversation(messages: Sequence[Message], field: str) -> Turns:
     """The conversation for a start frame. field: the parameter that they stand in. Raises: InvalidRequest."""
     if not messages:
         raise wrong_parameter(field, "must hold at least one message")
-    check_count(messages, field)
+    check_count(messages, field, MESSAGE_COUNT_MAX)
     turns = [_turn(message, f"{field}[{index}]") for index, message in enumerate(messages)]
     return Turns(pb.Conversation(messages=turns), NAMES | {"conversation.messages": field})
-
-
-def check_count(turns: Sequence[object], field: str) -> None:
-    """As many as a conversation may have, before any is looked at. Raises: InvalidRequest."""
-    if len(turns) > MESSAGE_COUNT_MAX:
-        raise wrong_parameter(field, f"at most {MESSAGE_COUNT_MAX} are allowed, not {len(turns)}")
 
 
 def _turn(message: Message, field: str) -> pb.Message:
@@ -114,7 +112,7 @@ def text_of(content: str | Sequence[ContentPart], field: str) -> str:
             raise wrong_parameter(f"{field}[{index}]", f"parts of the type {part.type[:40]!r} are not supported: only text is")
         if part.text is None:
             raise wrong_parameter(f"{field}[{index}].text", "is required")
-        for name in NO_TEXT:
-            if getattr(part, name) is not None:
-                raise wrong_parameter(f"{field}[{index}].{name}", "is not supported in a part that is text: leave it out")
+        if any(beside := astuple(part)[-len(NO_TEXT) :]):
+            name = next(name for name, value in zip(NO_TEXT, beside, strict=True) if value)
+            raise wrong_parameter(f"{field}[{index}].{name}", "is not supported in a part that is text: leave it out")
     return "".join(part.text or "" for part in content)

@@ -7,7 +7,7 @@ what is accepted: a parameter is taken if what it asks for is what happens. Noth
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import Annotated, TypeVar
 
@@ -16,6 +16,8 @@ from msgspec import Meta, Struct
 from weir.v1 import inference_service_pb2 as pb
 
 from api.openai.refusals import HttpFault, wrong_parameter
+from api.requests.decoding import STOP_TOKEN_ID_COUNT_MAX
+from api.wire import LABEL_COUNT_MAX
 
 Int32 = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
 Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
@@ -91,7 +93,7 @@ class SharedParameters(Struct, forbid_unknown_fields=True, kw_only=True):
 class Asked:
     """One HTTP request, understood. starts: what is to run, one for each prompt. names: what errors call its parameters."""
 
-    starts: tuple[pb.StartFrame, ...]
+    starts: Sequence[pb.StartFrame]
     model: str
     streams: bool
     includes_usage: bool
@@ -124,6 +126,8 @@ def fill_shared(start: pb.StartFrame, given: SharedParameters) -> None:
     """Put into a start frame what `SharedParameters` has to say of it. Raises: InvalidRequest."""
     if not given.model:
         raise wrong_parameter("model", "must name a model; GET /v1/models tells which there are")
+    check_count(given.metadata, "metadata", LABEL_COUNT_MAX)
+    check_count(given.stop_token_ids, "stop_token_ids", STOP_TOKEN_ID_COUNT_MAX)
     start.model = given.model
     for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty"):
         if (value := getattr(given, name)) is not None:
@@ -147,6 +151,12 @@ def check_shared(given: SharedParameters) -> None:
         raise wrong_parameter("stream_options", "belongs to a stream: set stream to true or leave it out")
     if options is not None and options.include_obfuscation:
         raise wrong_parameter("stream_options.include_obfuscation", "is not supported: leave it out or send false")
+
+
+def check_count(elements: Sized | None, param: str, most: int) -> None:
+    """As many as there may be, before any is looked at. Raises: InvalidRequest."""
+    if elements is not None and len(elements) > most:
+        raise wrong_parameter(param, f"at most {most} are allowed, not {len(elements)}")
 
 
 def refuse_given(given: Struct, *names: str) -> None:

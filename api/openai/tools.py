@@ -9,7 +9,10 @@ import msgspec
 from msgspec import Raw, Struct
 from weir.v1 import inference_service_pb2 as pb
 
+from api.openai.parameters import check_count
 from api.openai.refusals import wrong_parameter
+from api.requests.conversation import CALL_COUNT_MAX
+from api.requests.tools import TOOL_COUNT_MAX
 
 ABSENT = Raw(b"null")
 MODES: Mapping[str, pb.ToolMode.ValueType] = {
@@ -84,6 +87,7 @@ def fill_tools(
 
     Without tools a choice between none and what the model likes asks for what happens, and is taken.
     """
+    check_count(tools, "tools", TOOL_COUNT_MAX)
     for index, tool in enumerate(tools or ()):
         field = f"tools[{index}]"
         function = _function(tool, field, wrapped=wrapped)
@@ -128,6 +132,7 @@ def choice_as_given(choice: Choice | None) -> str | dict[str, str]:
 
 def call_messages(calls: Sequence[CallParameter], field: str) -> list[pb.ToolCall]:
     """Calls of an assistant's turn in the chat API. Raises: InvalidRequest."""
+    check_count(calls, field, CALL_COUNT_MAX)
     messages = []
     for index, call in enumerate(calls):
         if call.type != "function" or call.function is None:

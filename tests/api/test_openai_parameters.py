@@ -40,6 +40,7 @@ DOCUMENT = ROOT / "docs" / "openai.md"
 APIS = ("chat", "responses", "completions", "embeddings")  # the columns of the table
 FUNCTION = {"type": "function", "name": "f"}
 WRAPPED = {"type": "function", "function": {"name": "f"}}
+CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 BODIES: Mapping[str, dict[str, Any]] = {
     "chat": {"model": "m", "messages": [{"role": "user", "content": "x"}], "stream": True, "tools": [WRAPPED]},
     "responses": {"model": "m", "input": "x", "stream": True, "tools": [FUNCTION]},
@@ -291,3 +292,31 @@ def test_a_part_that_is_text_has_nothing_else(name: str) -> None:
     body = BODIES["chat"] | {"messages": [{"role": "user", "content": [part]}]}
 
     assert refused_field("chat", body) == f"messages[0].content[0].{name}"
+
+
+@pytest.mark.parametrize(
+    ("api", "fields", "param"),
+    [
+        ("completions", {"metadata": {str(number): "x" for number in range(17)}}, "metadata"),
+        ("completions", {"stop": ["x"] * 17}, "stop"),
+        ("completions", {"stop_token_ids": [1] * 65}, "stop_token_ids"),
+        ("completions", {"logit_bias": {str(number): 1 for number in range(1025)}}, "logit_bias"),
+        ("completions", {"prompt": ["x"] * 129}, "prompt"),
+        ("embeddings", {"input": [[1]] * 2049}, "input"),
+        ("chat", {"tools": [WRAPPED] * 129}, "tools"),
+        ("responses", {"input": [{"role": "user", "content": "x"}] * 10_001}, "input"),
+        ("chat", {"messages": [{"role": "assistant", "tool_calls": [CALL] * 10_001}]}, "messages[0].tool_calls"),
+    ],
+)
+def test_too_many_of_anything_are_refused_before_each_is_looked_at(api: str, fields: dict[str, Any], param: str) -> None:
+    """What is wrong with each would be told otherwise, and a million of them hold up all others."""
+    assert refused_field(api, BODIES[api] | fields) == param
+
+
+def test_several_prompts_share_what_is_asked_of_them_until_it_was_found_right() -> None:
+    """A name of a megabyte for each of 128 prompts would be 128 megabytes."""
+    asked = completion_asked(decode(msgspec.json.encode({"model": "m" * 1_000_000, "prompt": ["x", "y"]}), CompletionParameters))
+
+    assert [frame.text for frame in asked.starts] == ["x", "y"]
+    assert asked.starts[0] is not asked.starts[0], "made when it is looked at"
+    assert [frame.text for frame in asked.starts[1:]] == ["y"]
