@@ -43,7 +43,7 @@ BY_SERVICE: Mapping[str, Mapping[frozenset[Scope], tuple[str, ...]]] = {
     "weir.v1.BillingService": {
         READERS: (
             *("GetMonthReport", "GetUsage", "GetForecast", "ExportMonth", "GetMonthDocument"),
-            *("ListMonths", "VerifyMonth", "GetInvoice", "ListAdjustments", "ListAlerts"),
+            *("ListMonths", "VerifyMonth", "GetReconciliation", "GetInvoice", "ListAdjustments", "ListAlerts"),
         ),
         ADMINS: ("CloseMonth", "CreateAdjustment", "CreateCreditNote", "ApproveAdjustment", "RejectAdjustment"),
     },

@@ -14,6 +14,7 @@ from weir.v1 import months_pb2
 from api.billing.alert_calls import AlertCalls
 from api.billing.billing_calls import may_see, visible
 from api.billing.billing_wire import adjustment_message, invoice_message, month_message, picos_of, report_message
+from api.billing.reconciliation_calls import ReconciliationCalls
 from api.billing.usage_calls import UsageCalls
 from api.interceptor import Context
 from metering.billing import adjustments
@@ -30,7 +31,7 @@ from metering.tenants.tenants import find_organization
 DOCUMENTS = {months_pb2.MONTH_DOCUMENT_FORMAT_JSON: to_json, months_pb2.MONTH_DOCUMENT_FORMAT_CSV: to_csv}
 
 
-class BillingServicer(UsageCalls, AlertCalls):
+class BillingServicer(UsageCalls, AlertCalls, ReconciliationCalls):
     """See `proto/weir/v1/billing_service.proto`."""
 
     async def GetMonthReport(self, request: pb.GetMonthReportRequest, context: Context) -> pb.GetMonthReportResponse:

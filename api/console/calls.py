@@ -24,7 +24,7 @@ OFFERED: Mapping[str, tuple[str, ...]] = {
     ),
     "BillingService": (
         *("GetUsage", "GetForecast", "ListMonths", "GetMonthReport", "GetMonthDocument", "ExportMonth"),
-        *("GetInvoice", "VerifyMonth", "ListAdjustments"),
+        *("GetInvoice", "VerifyMonth", "GetReconciliation", "ListAdjustments"),
     ),
     "InferenceService": ("ListModels", "GetQuota", "GetGeneration"),
     "ReceiptService": ("GetReceiptMonth",),

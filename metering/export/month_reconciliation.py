@@ -17,7 +17,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from metering.export.differences import Difference, Stage
 from metering.export.invoice_reconciliation import invoice_differences
-from metering.export.reconciliation import OurMonth, StageSum
+from metering.export.reconciliation import OurMonth, StageSum, our_month
 
 NAMED_MAX = 5  # batches named in a difference; `weir stripe status` lists them all
 
@@ -28,6 +28,7 @@ FROM meter_batches b
 WHERE b.organization_id = :organization_id AND b.hour >= :begins AND b.hour < :until AND b.state NOT IN ('delivered', 'cancelled')
 GROUP BY 1, 2, 3 ORDER BY 1, 2, 3
 """)
+EXPORTED = text("SELECT EXISTS (SELECT FROM export_progress)")  # from the first batch of any customer on
 REMEDIES = {
     "pending": "the worker hands it over by itself: see that one runs with WEIR_EXPORT set",
     "sent": "the worker asks again by itself: see that one runs with WEIR_EXPORT set",
@@ -63,6 +64,17 @@ async def differences_here(session: AsyncSession, ours: OurMonth, organization_i
     for each in sorted({(each.organization_id, each.organization) for each in ours.sums}):
         found += await stuck(session, ours, *each)
     return found + await invoice_differences(session, ours, organization_id)
+
+
+async def reconciled_here(session: AsyncSession, month: str, organization_id: uuid.UUID) -> tuple[MonthReconciliation, bool]:
+    """One customer's month as far as we know ourselves, and whether usage is exported at all. The biller is not asked.
+
+    Raises: InvalidValue for a month that is none.
+    """
+    ours = await our_month(session, month, (organization_id,))
+    is_exported = bool(await session.scalar(EXPORTED))
+    here = await differences_here(session, ours, organization_id) if is_exported else ()
+    return conclude(month, ours, here), is_exported
 
 
 def conclude(

@@ -40,7 +40,7 @@ CHANGING_MONEY = {"CloseMonth", "CreateAdjustment", "CreateCreditNote", "Approve
 SHOWN_TO_THEIR_OWNER = {
     *("GetGeneration", "GetQuota"),
     *("GetMonthReport", "GetUsage", "GetForecast", "ExportMonth", "GetMonthDocument", "GetInvoice", "ListAdjustments"),
-    *("ListAlerts", "ListMonths", "ListReceipts", "GetReceiptMonth"),
+    *("ListAlerts", "ListMonths", "ListReceipts", "GetReceiptMonth", "GetReconciliation"),
 }
 
 
@@ -262,7 +262,15 @@ async def test_a_key_of_another_organization_gets_nothing_through_the_console(se
             if status == 200 and marks_in(said, victim):
                 shown.add(method.name)
 
-    assert shown >= {"GetMonthReport", "GetUsage", "GetForecast", "GetInvoice", "ListAdjustments", "ListMonths"}
+    assert shown >= {
+        "GetMonthReport",
+        "GetUsage",
+        "GetForecast",
+        "GetInvoice",
+        "GetReconciliation",
+        "ListAdjustments",
+        "ListMonths",
+    }
 
 
 async def ask_console(http: aiohttp.ClientSession, method: MethodDescriptor, request: Any, secret: str) -> tuple[int, bytes]:

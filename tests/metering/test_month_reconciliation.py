@@ -14,7 +14,7 @@ from metering.export.deliveries import deliver_pending
 from metering.export.differences import Stage
 from metering.export.exporting import Stream
 from metering.export.file_exporter import FileExporter, counted
-from metering.export.month_reconciliation import MonthReconciliation, conclude, differences_here
+from metering.export.month_reconciliation import MonthReconciliation, conclude, differences_here, reconciled_here
 from metering.export.reconciliation import our_month
 from metering.models import TokenKind
 from metering.store.db import Sessions
@@ -124,6 +124,33 @@ async def test_what_the_biller_counts_is_compared_with_what_was_delivered(sessio
 
     assert [each.stage for each in found.differences] == [Stage.COUNTING]
     assert found.differences[0].token_count in (50, 400, 600)
+
+
+async def test_without_the_biller_everything_is_compared_that_is_kept_here(
+    sessions: Sessions, month: str, exported: Path, customer: Customer
+) -> None:
+    await execute(sessions, "UPDATE meter_batches SET state = 'parked' WHERE token_kind = 'output'")
+
+    async with sessions() as session:
+        found, is_exported = await reconciled_here(session, month, customer.organization_id)
+
+    assert is_exported
+    assert [(each.stage, each.token_count) for each in found.differences] == [(Stage.DELIVERY, 50)]
+    assert found.counted is None
+
+
+async def test_where_nothing_was_ever_exported_nothing_is_missing_in_batches(
+    sessions: Sessions, month: str, customer: Customer, price: ModelPrice
+) -> None:
+    await use_and_rate(sessions, customer, price, USED)
+    async with sessions.begin() as session:
+        await add_usage(session, customer, price, [Consumed(output_token_count=7, settled_at=USED.settled_at)])
+
+    async with sessions() as session:
+        found, is_exported = await reconciled_here(session, month, customer.organization_id)
+
+    assert not is_exported
+    assert [(each.stage, each.token_kind, each.token_count) for each in found.differences] == [(Stage.RATING, "output", 7)]
 
 
 async def test_only_the_organization_that_was_asked_for_is_compared(sessions: Sessions, month: str, exported: Path) -> None:

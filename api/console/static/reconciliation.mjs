@@ -1,41 +1,34 @@
-// A month from its usage to its invoice: what each stage says beside the one before it, and every exception.
+// A month from its usage to its invoice and to what was exported: what each stage says, and every exception. The server compares.
 
 import { badge, column, command, h, remark, swap, table, time } from "./dom.mjs";
-import { amount, count, money, picosOf, plain, whole, words } from "./format.mjs";
+import { count, money, plain, wait, words } from "./format.mjs";
 
-const REPORT = "BillingService/GetMonthReport", INVOICE = "BillingService/GetInvoice", VERIFY = "BillingService/VerifyMonth";
-const ADJUSTMENTS = "BillingService/ListAdjustments", RECEIPTS = "ReceiptService/GetReceiptMonth", MONTHS = "BillingService/ListMonths";
+const STAGES = "BillingService/GetReconciliation", VERIFY = "BillingService/VerifyMonth";
+const ADJUSTMENTS = "BillingService/ListAdjustments", RECEIPTS = "ReceiptService/GetReceiptMonth";
 
 export const reconciliation = {
   id: "reconciliation",
   title: "Reconciliation",
-  calls: [MONTHS],
+  calls: [STAGES],
   scopes: "billing or admin",
   async show(view) {
     const { ref, chooser } = await view.organization();
     const { chosen, chooser: picker, months } = await view.month(ref);
     const asked = { organization: ref, month: chosen };
     const told = months.find((each) => each.month === chosen);
-    const isClosed = told?.state === "MONTH_STATE_CLOSED";
-    const [report, receipts, { adjustments = [] }, verified, invoice] = await Promise.all([
-      view.call(REPORT, asked), view.call(RECEIPTS, asked), view.call(ADJUSTMENTS, { organization: ref, undecidedOnly: true }),
-      isClosed ? view.call(VERIFY, asked) : null, told?.invoiceNumber ? view.call(INVOICE, { number: told.invoiceNumber }) : null,
+    const [stages, receipts, { adjustments = [] }, verified] = await Promise.all([
+      view.call(STAGES, asked), view.call(RECEIPTS, asked), view.call(ADJUSTMENTS, { organization: ref, undecidedOnly: true }),
+      told?.state === "MONTH_STATE_CLOSED" ? view.call(VERIFY, asked) : null,
     ]);
-    const stages = stagesOf(report, receipts, verified, invoice?.invoice, told);
-    const exceptions = stages.filter((each) => each.exception);
+    const organization = stages.organizationName ?? "";
     swap(view.body,
       h("div", { class: "controls" }, chooser, picker),
-      exceptions.length === 0
-        ? remark("good", `Every stage of ${chosen} that is here says the same.`)
-        : exceptions.map((each) => remark("bad", h("strong", {}, `${each.stage}: `), each.exception)),
-      report.unratedEventCount && remark("warning", `${count(report.unratedEventCount)} usage events are not rated yet. The billing worker does that within seconds; if this number stays, look at its log.`),
-      h("h2", {}, `${plain(report.organizationName)}, ${chosen} (UTC)`),
-      table("Stages of the month", [
-        column("Stage", (each) => each.stage),
-        column("What it says", (each) => each.says),
-        column("Beside", (each) => each.beside),
-        column("Verdict", (each) => each.exception ? badge("differs", "bad") : each.open ? badge(each.open, "warning") : badge("agrees", "good")),
-      ], stages),
+      exceptions(stages, verified, chosen),
+      h("h2", {}, `${plain(organization)}, ${chosen} (UTC)`),
+      table("Tokens at each stage", columns(stages.exported), stages.sums ?? [], { empty: "Nothing was used in this month.", isGrid: true }),
+      h("p", { class: "note" }, stages.exported ? ["Due is what was used in hours before ", time(stages.dueTime), "; they should have been exported."] : "Nothing is exported: the ledger and the invoices are all that was compared."),
+      h("h2", {}, "Documents"),
+      table("Documents of the month", [column("What", ([what]) => what), column("It says", ([, says]) => says), column("Digest", ([,, digest]) => h("span", { class: "id" }, digest))], documents(told, verified, receipts)),
       h("h2", {}, "Corrections that wait for a decision"),
       table("Corrections that wait", [
         column("Proposed", (each) => time(each.createTime)),
@@ -46,65 +39,48 @@ export const reconciliation = {
       ], adjustments, { empty: "None." }),
       h("h2", {}, "All months"),
       table("Months of the organization", [
-        column("Month", (each) => h("a", { href: `#/month?month=${each.month}${ref ? `&org=${encodeURIComponent(ref)}` : ""}` }, each.month)),
+        column("Month", (each) => h("a", { href: `#/month?month=${each.month}&org=${encodeURIComponent(ref)}` }, each.month)),
         column("State", (each) => badge(words(each.state, "MONTH_STATE_"), each.state === "MONTH_STATE_CLOSED" ? "good" : "warning")),
         column("Closed", (each) => time(each.closeTime)),
         column("By", (each) => h("span", { class: "id" }, each.closedBy ?? "")),
         column("Invoice", (each) => each.invoiceNumber || (each.state === "MONTH_STATE_CLOSED" ? "nothing to invoice" : "")),
         column("Total", (each) => (each.total ? money(each.total) : ""), true),
       ], months, { empty: "No month yet." }),
-      command("What was exported, and what the biller counts and has invoiced, by whoever may read the database", `weir reconcile ${chosen}`),
+      command("With what the biller counts itself, where the database and the biller's key are", `weir reconcile ${chosen} --org ${organization}`),
       command("Whether the books are right in themselves", "weir fsck"));
   },
 };
 
-// One row for each stage: what it says, what the stage before it says, and where the two differ.
-function stagesOf(report, receipts, verified, invoice, month) {
-  const check = report.reconciliation ?? {};
-  const stages = [{
-    stage: "Usage to ledger",
-    says: `${count(check.ledgerTokenCount)} tokens posted, ${count(check.unratedTokenCount)} not rated yet`,
-    beside: `${count(check.usageTokenCount)} tokens in usage events`,
-    open: whole(check.unratedTokenCount) > 0n && "not all rated",
-    exception: !check.balanced && "the ledger and the usage events have not the same number of tokens. `weir fsck` tells which.",
-  }];
-  if (invoice) {
-    const isSame = picosOf(invoice.total) === picosOf(report.totalRounded) && picosOf(invoice.total) === picosOf(month?.total);
-    stages.push({
-      stage: "Ledger to invoice",
-      says: `${plain(invoice.number)} over ${money(invoice.total)}${picosOf(invoice.credited) ? `, ${amount(invoice.credited)} credited since` : ""}`,
-      beside: `the month's report comes to ${money(report.totalRounded)}`,
-      exception: !isSame && "the invoice is not over what the report of its month comes to.",
-    });
-  } else {
-    stages.push({
-      stage: "Ledger to invoice",
-      says: month?.state === "MONTH_STATE_CLOSED" ? "closed with nothing to invoice" : "no invoice yet",
-      beside: `the report comes to ${money(report.totalRounded)} now`,
-      open: month?.state !== "MONTH_STATE_CLOSED" && "month open",
-      exception: month?.state === "MONTH_STATE_CLOSED" && picosOf(report.totalRounded) !== 0n && "the month was closed without an invoice, and its report is not zero.",
-    });
+function exceptions({ differences = [] }, verified, month) {
+  const found = differences.map((each) => remark("bad",
+    h("strong", {}, `${plain(each.stage)}: `), `${plain(headline(each))}. `, h("br"), `What to do: ${plain(each.remedy)}.`));
+  if (verified && !verified.reproduced) {
+    found.push(remark("bad", h("strong", {}, "closed report: "), `the ledger does not give it any more: ${(verified.differences ?? []).map(plain).join("; ")}`));
   }
-  if (verified) {
-    stages.push({
-      stage: "Closed report",
-      says: h("span", { class: "id" }, verified.jsonSha256),
-      beside: h("span", { class: "id" }, verified.month?.jsonSha256 ?? ""),
-      exception: !verified.reproduced && `the ledger does not give the report of the close any more: ${(verified.differences ?? []).map(plain).join("; ")}`,
-    });
-  }
-  const isClosed = month?.state === "MONTH_STATE_CLOSED";
-  stages.push({
-    stage: "Receipts",
-    says: `${count(receipts.receiptCount)} receipts${receipts.unreceiptedCount ? `, ${count(receipts.unreceiptedCount)} parts of usage without one` : ""}`,
-    beside: report.receiptsRoot ? h("span", { class: "id" }, report.receiptsRoot) : (isClosed ? "there were none at the close" : "their root is frozen when the month is closed"),
-    open: !report.receiptsRoot && (isClosed ? "none" : "month open"),
-    exception: report.receiptsRoot && hexOf(receipts.root ?? "") !== report.receiptsRoot && "their root is not the one that was frozen at the close.",
-  });
-  return stages;
+  return found.length ? found : remark("good", `Every stage of ${month} says the same.`);
 }
 
-// Bytes of the wire in hexadecimal.
-function hexOf(base64) {
-  return [...atob(base64)].map((each) => each.charCodeAt(0).toString(16).padStart(2, "0")).join("");
+function headline({ model, priceVersion, tokenKind, tokenCount, amount, sinceTime, detail }) {
+  const where = [model, priceVersion && `version ${priceVersion}`, words(tokenKind)].filter(Boolean).join(" ");
+  const what = [tokenCount && `${count(tokenCount)} tokens`, amount && money(amount)].filter(Boolean).join(", ");
+  const age = sinceTime && `for ${wait((Date.now() - new Date(sinceTime)) / 1000)}`;
+  return [where, [what, age].filter(Boolean).join(", "), detail].filter(Boolean).join(": ");
+}
+
+function columns(isExported) {
+  const figure = (head, name) => column(head, (each) => count(each[name]), true);
+  return [
+    column("Model", (each) => [each.model, each.tier === "batch" ? " (batch)" : ""]),
+    column("Price", (each) => `v${each.priceVersion}`),
+    column("Tokens", (each) => words(each.tokenKind)),
+    figure("Used", "usedTokenCount"), figure("In the ledger", "postedTokenCount"), figure("Of closed months", "billedTokenCount"), figure("Invoiced", "invoicedTokenCount"),
+    ...(isExported ? [figure("Due", "dueTokenCount"), figure("In batches", "batchedTokenCount"), figure("Delivered", "deliveredTokenCount")] : []),
+  ];
+}
+
+function documents(month, verified, receipts) {
+  const rows = [["Receipts", `${count(receipts.receiptCount)}${receipts.unreceiptedCount ? `, and ${count(receipts.unreceiptedCount)} parts of usage from before there were any` : ""}`, month?.receiptsRoot ?? ""]];
+  if (verified) rows.unshift(["Report of the close", verified.reproduced ? badge("reproduced from the ledger", "good") : badge("not reproduced", "bad"), verified.month?.jsonSha256 ?? ""]);
+  if (month?.invoiceNumber) rows.unshift(["Invoice", `${plain(month.invoiceNumber)} over ${money(month.total)}`, ""]);
+  return rows;
 }

@@ -6,6 +6,7 @@ import warnings
 from weir.v1 import alerts_pb2 as weir_dot_v1_dot_alerts__pb2
 from weir.v1 import billing_service_pb2 as weir_dot_v1_dot_billing__service__pb2
 from weir.v1 import months_pb2 as weir_dot_v1_dot_months__pb2
+from weir.v1 import reconciliation_pb2 as weir_dot_v1_dot_reconciliation__pb2
 from weir.v1 import usage_reports_pb2 as weir_dot_v1_dot_usage__reports__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
@@ -78,6 +79,11 @@ class BillingServiceStub:
                 '/weir.v1.BillingService/VerifyMonth',
                 request_serializer=weir_dot_v1_dot_months__pb2.VerifyMonthRequest.SerializeToString,
                 response_deserializer=weir_dot_v1_dot_months__pb2.VerifyMonthResponse.FromString,
+                _registered_method=True)
+        self.GetReconciliation = channel.unary_unary(
+                '/weir.v1.BillingService/GetReconciliation',
+                request_serializer=weir_dot_v1_dot_reconciliation__pb2.GetReconciliationRequest.SerializeToString,
+                response_deserializer=weir_dot_v1_dot_reconciliation__pb2.GetReconciliationResponse.FromString,
                 _registered_method=True)
         self.GetInvoice = channel.unary_unary(
                 '/weir.v1.BillingService/GetInvoice',
@@ -178,6 +184,13 @@ class BillingServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetReconciliation(self, request, context):
+        """Compares the stages of a month, from its usage to the ledger, to our invoices and to what was exported, and tells every difference.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetInvoice(self, request, context):
         """Reads one invoice. Unknown, or of another organization for a `billing` key: NOT_FOUND.
         """
@@ -270,6 +283,11 @@ def add_BillingServiceServicer_to_server(servicer, server):
                     servicer.VerifyMonth,
                     request_deserializer=weir_dot_v1_dot_months__pb2.VerifyMonthRequest.FromString,
                     response_serializer=weir_dot_v1_dot_months__pb2.VerifyMonthResponse.SerializeToString,
+            ),
+            'GetReconciliation': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetReconciliation,
+                    request_deserializer=weir_dot_v1_dot_reconciliation__pb2.GetReconciliationRequest.FromString,
+                    response_serializer=weir_dot_v1_dot_reconciliation__pb2.GetReconciliationResponse.SerializeToString,
             ),
             'GetInvoice': grpc.unary_unary_rpc_method_handler(
                     servicer.GetInvoice,
@@ -525,6 +543,33 @@ class BillingService:
             '/weir.v1.BillingService/VerifyMonth',
             weir_dot_v1_dot_months__pb2.VerifyMonthRequest.SerializeToString,
             weir_dot_v1_dot_months__pb2.VerifyMonthResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetReconciliation(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weir.v1.BillingService/GetReconciliation',
+            weir_dot_v1_dot_reconciliation__pb2.GetReconciliationRequest.SerializeToString,
+            weir_dot_v1_dot_reconciliation__pb2.GetReconciliationResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -8,6 +8,7 @@ from grpc import aio as _aio
 from weir.v1 import alerts_pb2 as _alerts_pb2
 from weir.v1 import billing_service_pb2 as _billing_service_pb2
 from weir.v1 import months_pb2 as _months_pb2
+from weir.v1 import reconciliation_pb2 as _reconciliation_pb2
 from weir.v1 import usage_reports_pb2 as _usage_reports_pb2
 import abc as _abc_1
 import grpc as _grpc
@@ -56,6 +57,8 @@ class BillingServiceStub:
     """
     VerifyMonth: _grpc.UnaryUnaryMultiCallable[_months_pb2.VerifyMonthRequest, _months_pb2.VerifyMonthResponse]
     """Makes the report of a closed month again from the ledger, and compares it with the digests of its close."""
+    GetReconciliation: _grpc.UnaryUnaryMultiCallable[_reconciliation_pb2.GetReconciliationRequest, _reconciliation_pb2.GetReconciliationResponse]
+    """Compares the stages of a month, from its usage to the ledger, to our invoices and to what was exported, and tells every difference."""
     GetInvoice: _grpc.UnaryUnaryMultiCallable[_months_pb2.GetInvoiceRequest, _months_pb2.GetInvoiceResponse]
     """Reads one invoice. Unknown, or of another organization for a `billing` key: NOT_FOUND."""
     CreateAdjustment: _grpc.UnaryUnaryMultiCallable[_months_pb2.CreateAdjustmentRequest, _months_pb2.CreateAdjustmentResponse]
@@ -98,6 +101,8 @@ class BillingServiceAsyncStub(BillingServiceStub):
     """
     VerifyMonth: _aio.UnaryUnaryMultiCallable[_months_pb2.VerifyMonthRequest, _months_pb2.VerifyMonthResponse]  # type: ignore[assignment]
     """Makes the report of a closed month again from the ledger, and compares it with the digests of its close."""
+    GetReconciliation: _aio.UnaryUnaryMultiCallable[_reconciliation_pb2.GetReconciliationRequest, _reconciliation_pb2.GetReconciliationResponse]  # type: ignore[assignment]
+    """Compares the stages of a month, from its usage to the ledger, to our invoices and to what was exported, and tells every difference."""
     GetInvoice: _aio.UnaryUnaryMultiCallable[_months_pb2.GetInvoiceRequest, _months_pb2.GetInvoiceResponse]  # type: ignore[assignment]
     """Reads one invoice. Unknown, or of another organization for a `billing` key: NOT_FOUND."""
     CreateAdjustment: _aio.UnaryUnaryMultiCallable[_months_pb2.CreateAdjustmentRequest, _months_pb2.CreateAdjustmentResponse]  # type: ignore[assignment]
@@ -185,6 +190,14 @@ class BillingServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_months_pb2.VerifyMonthResponse, _abc.Awaitable[_months_pb2.VerifyMonthResponse]]:
         """Makes the report of a closed month again from the ledger, and compares it with the digests of its close."""
+
+    @_abc_1.abstractmethod
+    def GetReconciliation(
+        self,
+        request: _reconciliation_pb2.GetReconciliationRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_reconciliation_pb2.GetReconciliationResponse, _abc.Awaitable[_reconciliation_pb2.GetReconciliationResponse]]:
+        """Compares the stages of a month, from its usage to the ledger, to our invoices and to what was exported, and tells every difference."""
 
     @_abc_1.abstractmethod
     def GetInvoice(
