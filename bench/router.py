@@ -1,6 +1,6 @@
 """What the choice of a replica is worth: the three policies on one trace, in one run.
 
-    python -m bench.router [--replicas 8] [--conversations 400] [--rate 10] [--seed 1]
+    python -m bench.router [--replicas 8] [--conversations 400] [--rate 10] [--turns 3 6] [--seed 1]
 
 Conversations arrive at random, so many per second. Each belongs to one of twenty applications, whose system prompt it begins with;
 its first turn brings text of its own (500 to 3,000 tokens: a document, a file, search results), the later ones a question each.
@@ -72,8 +72,8 @@ class Seen:
     loads_s: list[float] = field(default_factory=list)
 
 
-def make_trace(conversation_count: int, per_second: float, seed: int) -> list[Dialogue]:
-    """The same for every policy."""
+def make_trace(conversation_count: int, per_second: float, seed: int, turns: tuple[int, int] = TURNS) -> list[Dialogue]:
+    """The same for every policy. turns: the fewest and the most of a conversation."""
     rng = random.Random(seed)
 
     def tokens(bounds: tuple[int, int]) -> tuple[int, ...]:
@@ -83,9 +83,9 @@ def make_trace(conversation_count: int, per_second: float, seed: int) -> list[Di
     found, now_s = [], 0.0
     for _ in range(conversation_count):
         now_s += rng.expovariate(per_second)
-        said = [rng.choice(systems) + tokens(OWN_TOKENS), *(tokens(QUESTION_TOKENS) for _ in range(rng.randint(*TURNS) - 1))]
-        turns = [Turn(each, rng.randint(*ANSWER_TOKENS), rng.uniform(*PAUSE_S)) for each in said]
-        found.append(Dialogue(now_s, tuple(turns)))
+        said = [rng.choice(systems) + tokens(OWN_TOKENS), *(tokens(QUESTION_TOKENS) for _ in range(rng.randint(*turns) - 1))]
+        spoken = [Turn(each, rng.randint(*ANSWER_TOKENS), rng.uniform(*PAUSE_S)) for each in said]
+        found.append(Dialogue(now_s, tuple(spoken)))
     return found
 
 
@@ -177,10 +177,11 @@ def main() -> None:
     parser.add_argument("--replicas", type=int, default=8, help="simulated engines")
     parser.add_argument("--conversations", type=int, default=400, help="how many there are")
     parser.add_argument("--rate", type=float, default=10.0, help="conversations that begin per second")
+    parser.add_argument("--turns", type=int, nargs=2, default=TURNS, metavar=("LEAST", "MOST"), help="of a conversation")
     parser.add_argument("--seed", type=int, default=1, help="of the trace")
     arguments = parser.parse_args()
     began_s = time.monotonic()
-    trace = make_trace(arguments.conversations, arguments.rate, arguments.seed)
+    trace = make_trace(arguments.conversations, arguments.rate, arguments.seed, tuple(arguments.turns))
     request_count = sum(len(dialogue.turns) for dialogue in trace)
     print(f"{arguments.replicas} replicas, {len(trace):,} conversations at {arguments.rate:g}/s, {request_count:,} requests")
     print(report(measure_side_by_side(trace, arguments.replicas)))

@@ -173,7 +173,9 @@ class FleetStream:
         assert attempt is not None
         has_failed = isinstance(loss, EngineFailed)
         if has_failed:
-            attempt.failed(self._fleet.clock())
+            # An engine that lives on says little by failing what has failed elsewhere: three such requests would trip them all.
+            if not (self._failure_count and attempt.replica.engine.healthy()):
+                attempt.failed(self._fleet.clock())
             self._failure_count += 1
         await attempt.leave()
         # Remote servers take a sequence and refuse it then. All have been asked once one of them refuses again.

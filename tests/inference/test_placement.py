@@ -441,6 +441,26 @@ async def test_what_one_replica_cannot_do_another_may() -> None:
     assert [report.live_sequence_count for report in replica_set.reports()] == [0, 0]
 
 
+async def test_requests_that_fail_wherever_they_run_do_not_take_all_replicas_out_of_use() -> None:
+    """Each is given up by three engines that live on, and counted against the first one only: it may be the request."""
+    replica_set, puppets, clock = make_set(3, policy=RoundRobin())
+    async with asyncio.timeout(60):
+        for _ in range(LIMITS.failure_count_max):
+            async with replica_set.generate(prompted(1)) as stream:
+                reading = asyncio.create_task(anext(aiter(stream)))
+                while not reading.done():
+                    for puppet in puppets:
+                        for running in puppet.streams.values():
+                            running.fail(EngineFailed("this one cannot be"))
+                    clock.now_s += 0.01
+                    await asyncio.sleep(0)
+                with pytest.raises(EngineFailed, match="this one"):
+                    reading.result()
+
+    assert [len(puppet.requests) for puppet in puppets] == [2, 2, 2]
+    assert [report.state for report in replica_set.reports()] == [ReplicaState.TRIPPED, ReplicaState.READY, ReplicaState.READY]
+
+
 async def test_a_model_is_as_well_as_the_replicas_that_are_in_use() -> None:
     """A drained one says nothing of what the next request meets: health and progress go by the others."""
     replica_set, puppets, _ = make_set(2, warm_count=0)
