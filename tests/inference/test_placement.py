@@ -447,7 +447,7 @@ async def test_requests_that_fail_wherever_they_run_do_not_take_all_replicas_out
     async with asyncio.timeout(60):
         for _ in range(LIMITS.failure_count_max):
             async with replica_set.generate(prompted(1)) as stream:
-                reading = asyncio.create_task(anext(aiter(stream)))
+                reading = asyncio.ensure_future(anext(aiter(stream)))
                 while not reading.done():
                     for puppet in puppets:
                         for running in puppet.streams.values():

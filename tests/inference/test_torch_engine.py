@@ -320,3 +320,19 @@ def test_the_api_process_never_imports_torch() -> None:
     code = f"import sys, {modules}; assert 'torch' not in sys.modules"
 
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+async def test_a_host_that_was_idle_is_not_taken_for_hung_while_somebody_has_yet_to_read(tiny: TinyCheckpoint) -> None:
+    """A client that reads slowly keeps its ended sequence open for minutes; the next one begins as if there were none."""
+    async with serving(settings_for(tiny)) as engine:
+        pid = engine.host_pid
+        async with engine.generate(make_request(prompt(1), 2)) as unread:
+            await until(lambda: not engine._owes_answers())
+            engine._watchdog._heard_at_s -= 1e6
+            async with engine.generate(make_request(prompt(2), 5)) as stream:
+                engine._watchdog._look()
+                later = await read_all(stream)
+            earlier = await read_all(unread)
+
+    assert (len(earlier.token_ids), len(later.token_ids), engine.host_pid) == (2, 5, None)
+    assert pid is not None

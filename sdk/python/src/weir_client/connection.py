@@ -6,6 +6,7 @@ Owns the channel. Knows nothing of generations.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ipaddress
 import os
 import random
@@ -127,6 +128,7 @@ class Connection:
         self.metadata: tuple[tuple[str, str], ...] = ()
         if settings.api_key:
             self.metadata = (("authorization", f"Bearer {settings.api_key}"),)
+        self._closing = asyncio.Event()
         options = _channel_options(settings)
         if settings.tls is not None:
             self.channel = grpc.aio.secure_channel(settings.address, settings.tls.credentials(), options)
@@ -134,7 +136,8 @@ class Connection:
             self.channel = grpc.aio.insecure_channel(settings.address, options)
 
     async def close(self) -> None:
-        """Closes the channel; calls that still run are cancelled."""
+        """Closes the channel; calls that still run, or wait to be made again, end as Cancelled."""
+        self._closing.set()
         await self.channel.close()
 
     async def call(
@@ -176,15 +179,24 @@ class Connection:
         deadline = loop.time() + timeout
         attempt = 0
         while True:
+            if self._closing.is_set():
+                raise errors.Cancelled("the client is closed")
             try:
                 return await call(max(0.0, deadline - loop.time()))
+            except asyncio.CancelledError:
+                task = asyncio.current_task()
+                if not self._closing.is_set() or task is None or task.cancelling():
+                    raise
+                raise errors.Cancelled("the client was closed") from None  # gRPC cancels the call, and nobody the caller
             except grpc.aio.AioRpcError as broken:
                 error = error_from_rpc(broken)
                 wait_s = self.settings.retry.wait_s(error, attempt) if idempotent else None
                 if wait_s is None or loop.time() + wait_s >= deadline:
                     raise error from broken
             attempt += 1
-            await asyncio.sleep(wait_s)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(wait_s):
+                    await self._closing.wait()
 
 
 def _channel_options(settings: ConnectionSettings) -> list[tuple[str, Any]]:

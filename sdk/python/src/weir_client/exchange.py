@@ -62,7 +62,8 @@ class Exchange:
 
     def expire_at(self, deadline: float) -> None:
         """Ends it as late at that time of the loop."""
-        self._timers.append(asyncio.get_running_loop().call_at(deadline, self._expire))
+        if self.outcome is None:
+            self._timers.append(asyncio.get_running_loop().call_at(deadline, self._expire))
 
     @property
     def admitted(self) -> Admitted | None:

@@ -47,6 +47,7 @@ class AsyncGeneration:
         self._error: errors.WeirError | None = None  # the final one
         self._loop: asyncio.AbstractEventLoop | None = None
         self._unread: deque[Event] = deque()
+        self._taking = asyncio.Lock()  # several may read at once: each event is one's
 
     @property
     def admitted(self) -> Admitted | None:
@@ -147,7 +148,9 @@ class AsyncGeneration:
     async def next_event(self) -> Event | None:
         """The next event; None at the end of the request. Raises: WeirError if the request failed."""
         if not self._unread:
-            self._unread.extend(await self._take())
+            async with self._taking:
+                if not self._unread:
+                    self._unread.extend(await self._take())
         event = self._unread.popleft() if self._unread else None
         self._note_read(event)
         return event
@@ -250,15 +253,17 @@ class AsyncGeneration:
         self._failure = error
         self._attempt += 1
         try:
-            async with asyncio.timeout(wait_s):
-                await self._cancel_asked.wait()
+            with self._stream.woken_at_close(self._cancel_asked):
+                async with asyncio.timeout(wait_s):
+                    await self._cancel_asked.wait()
         except TimeoutError:
             self._begin_attempt()
         except asyncio.CancelledError:
             self._error = error
             raise
         else:
-            self._error = errors.Cancelled("cancelled while waiting to try again", request_id=self.request_id)
+            why = "the client was closed" if self._stream.closed else "cancelled"
+            self._error = errors.Cancelled(f"{why} while waiting to try again", request_id=self.request_id)
             raise self._error
 
     def _retry_wait_s(self, error: errors.WeirError) -> float | None:

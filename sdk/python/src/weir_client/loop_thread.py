@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import threading
 from collections.abc import Callable, Coroutine
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Generic, TypeVar
+
+from weir_client import errors
 
 _Client = TypeVar("_Client")
 _Result = TypeVar("_Result")
@@ -23,6 +26,9 @@ class LoopThread(Generic[_Client]):
 
     def __init__(self, client: AbstractAsyncContextManager[_Client]) -> None:
         self._client = client
+        self._process_id = 0  # of the process in which the thread runs
+        self._lock = threading.Lock()  # between calls and the end
+        self._calls: set[Future[Any]] = set()
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop: asyncio.Event | None = None
@@ -32,6 +38,7 @@ class LoopThread(Generic[_Client]):
         if self._thread is not None:
             raise RuntimeError("this client is open already")
         entered: Future[_Client] = Future()
+        self._process_id = os.getpid()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._live(entered)), name="weir-client", daemon=True)
         self._thread.start()
         try:
@@ -41,38 +48,60 @@ class LoopThread(Generic[_Client]):
             raise
 
     def close(self) -> None:
-        """Leaves the client and ends the thread. Closing twice changes nothing."""
-        thread, loop, stop = self._thread, self._loop, self._stop
-        self._thread = None
+        """Leaves the client and ends the thread; calls of other threads end as Cancelled. Closing twice changes nothing."""
+        if self._is_of_another_process:
+            self._thread = None
+            return
+        with self._lock:
+            thread, loop, stop = self._thread, self._loop, self._stop
+            self._thread = None
         if thread is None or loop is None or stop is None:
             return
         with contextlib.suppress(RuntimeError):  # entering failed, and the loop is closed already
             loop.call_soon_threadsafe(stop.set)
         thread.join()
+        for call in list(self._calls):
+            call.cancel()  # of a call that came when the loop had stopped already: nobody else would ever end it
 
     def run(self, call: Callable[[], Coroutine[Any, Any, _Result]]) -> _Result:
         """Awaits `call()` in the loop and returns its result. An interrupt of the waiting thread cancels it there.
 
-        Raises: RuntimeError if the client is not open, or if called from the loop's own thread (which would wait for itself).
+        Raises: RuntimeError if the client is not open, was opened in another process, or if called from the loop's own thread
+        (which would wait for itself); Cancelled if the client is closed meanwhile.
         """
-        loop = self._loop
-        if self._thread is None or loop is None:
-            raise RuntimeError("the client is not open: use it inside its `with` block")
-        if threading.current_thread() is self._thread:
-            raise RuntimeError("a sync client cannot be called from its own event loop: use AsyncClient there")
-        future = asyncio.run_coroutine_threadsafe(call(), loop)
+        if self._is_of_another_process:
+            raise RuntimeError("the client was opened before this process was forked: open one in each process")
+        with self._lock:
+            loop = self._loop
+            if self._thread is None or loop is None:
+                raise RuntimeError("the client is not open: use it inside its `with` block")
+            if threading.current_thread() is self._thread:
+                raise RuntimeError("a sync client cannot be called from its own event loop: use AsyncClient there")
+            future = asyncio.run_coroutine_threadsafe(call(), loop)
+            self._calls.add(future)
         try:
             return future.result()
+        except CancelledError:
+            if self._thread is not None:
+                raise
+            raise errors.Cancelled("the client was closed") from None
         except BaseException:
             future.cancel()  # no effect on one that has ended
             raise
+        finally:
+            self._calls.discard(future)
 
     def run_soon(self, call: Callable[[], object]) -> None:
         """Runs `call()` in the loop, soon, without waiting. Nothing happens once the client is closed."""
         loop = self._loop
-        if self._thread is not None and loop is not None:
+        if self._thread is not None and loop is not None and not self._is_of_another_process:
             with contextlib.suppress(RuntimeError):  # it is closed just now
                 loop.call_soon_threadsafe(call)
+
+    @property
+    def _is_of_another_process(self) -> bool:
+        """Whether this one was forked from the one in which the thread runs: then nobody holds or gives back the lock here."""
+        return self._thread is not None and self._process_id != os.getpid()
 
     async def _live(self, entered: Future[_Client]) -> None:
         self._loop = asyncio.get_running_loop()

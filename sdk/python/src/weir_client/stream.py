@@ -8,9 +8,10 @@ go on (`resumption`).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import grpc
 import grpc.aio
@@ -166,6 +167,7 @@ class SharedStream:
         self._connection: StreamConnection | None = None
         self._running: dict[asyncio.Task[None], StreamConnection] = {}
         self._suspended: set[Exchange] = set()
+        self._waiting: set[asyncio.Event] = set()
         self._closed = False  # takes nothing new
         self._ended = False  # opens no stream any more
 
@@ -204,9 +206,30 @@ class SharedStream:
         """It is not between two streams any more."""
         self._suspended.discard(exchange)
 
+    @contextlib.contextmanager
+    def woken_at_close(self, event: asyncio.Event) -> Iterator[None]:
+        """Sets the event if the client is closed, or has been."""
+        self._waiting.add(event)
+        if self._closed:
+            event.set()
+        try:
+            yield
+        finally:
+            self._waiting.discard(event)
+
     async def close(self) -> None:
-        """Cancels what runs, waits a bounded time for the final frames, and ends the streams."""
+        """Cancels what runs, waits a bounded time for the final frames, and ends the streams; at once if it is cancelled itself."""
         self._closed = True
+        for event in self._waiting:
+            event.set()
+        try:
+            await self._settle()
+        finally:
+            self._ended = True
+            for task in self._running:
+                task.cancel()
+
+    async def _settle(self) -> None:
         exchanges = {exchange for connection in self._running.values() for exchange in connection.exchanges} | self._suspended
         for exchange in exchanges:
             exchange.cancel()
@@ -217,8 +240,6 @@ class SharedStream:
             connection.half_close()
         if self._running:
             await asyncio.wait(self._running, timeout=CLOSE_TIMEOUT_S)
-        for task in self._running:
-            task.cancel()
 
 
 def _copy(error: errors.WeirError, request_id: str) -> errors.WeirError:
