@@ -48,6 +48,7 @@ from api.requests.admission import Admission, Capacity
 from api.server import Health, Servicers, build_peer_server, build_server
 from api.settings import SettingInvalid, Settings
 from api.statistics_log import log_statistics_regularly
+from api.streams.peers import make_identity
 from api.streams.relay import Relays
 from inference.engine import Backend
 from inference.errors import EngineError
@@ -183,7 +184,8 @@ async def serve(settings: Settings) -> None:
     uses = KeyUses(sessions, settings.key_use_interval_s, boot_time_s)
     authenticator = open_door(settings, create_lookups(key_store), uses)
     async with asyncio.TaskGroup() as tasks:
-        relays = Relays(sessions, owner_id, tasks)
+        identity = make_identity(owner_id)
+        relays = Relays(sessions, owner_id, tasks, identity)
         admission = Admission(settings, capacity, holds, journal, tasks)
         process = Process(admission, router, tokenizers, safety.checker, relays, observer)
         servicers = Servicers(
@@ -193,7 +195,7 @@ async def serve(settings: Settings) -> None:
             ReceiptServicer(authenticator, sessions),
         )
         for_peers = InferenceServicer(process, authenticator, sessions, for_peers=True)
-        peer_server, peer = build_peer_server(settings, for_peers)
+        peer_server, peer = build_peer_server(settings, for_peers, identity)
         server, port = build_server(settings, servicers, health, tls, observer.call_failed)
         listener = Listener(http_handle(settings, process, authenticator, sessions, servicers), settings, tls)
         url = openai_url(settings, listener, tls)

@@ -56,6 +56,7 @@ def restrictions(principal: Principal) -> pb.KeyRestrictions:
         prefix=principal.key_prefix,
         scopes=sorted(principal.scopes),
         models=sorted(principal.models),
+        allowed_networks=map(str, principal.networks),
         max_input_tokens=bounds.max_input_tokens or 0,
         max_output_tokens=bounds.max_output_tokens or 0,
         secret_expire_time=None if lifetime_s is None else wire.timestamp(datetime.now(UTC) + timedelta(seconds=lifetime_s)),

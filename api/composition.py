@@ -7,6 +7,7 @@ from pathlib import Path
 
 import structlog
 
+from api.access.addresses import Proxies
 from api.access.auth import Authenticator
 from api.access.shared_failures import SharedFailures
 from api.access.tls import Tls
@@ -94,6 +95,7 @@ def open_door(settings: Settings, sessions: Sessions, uses: KeyUses) -> Authenti
         grace_s=grace_s,
         failures_per_minute=settings.auth_failures_per_minute,
         used=uses.note,
+        proxies=Proxies(settings.proxy_networks()),
     )
 
 

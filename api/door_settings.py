@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from api.setting_values import SettingInvalid, address_or_off, seconds, setting, share, truth, whole
+from api.setting_values import SettingInvalid, address_or_off, networks, seconds, setting, share, truth, whole
+from metering.tenants.networks import Network, networks_of
 
 OPENAI_PORT_DISTANCE = 1000  # so that servers on neighbouring ports do not meet
 METRICS_PORT_DISTANCE = 2000
@@ -49,8 +50,12 @@ class DoorSettings:
     # proxy, which see one address only.
     auth_failures_per_minute: int = setting("WEIR_AUTH_FAILURES_PER_MINUTE", 60, whole(0, 1_000_000))
 
-    # A stream is open for days, and its key may be narrowed meanwhile: it is looked at again with the first message after so long.
-    # Revoking a key ends what runs with it at once, without this.
+    # Networks of the proxies before this server, separated by commas: those alone are believed what `X-Forwarded-For` says of where
+    # a call comes from. Empty: nobody is, and a call comes from whoever has connected.
+    trusted_proxies: str = setting("WEIR_TRUSTED_PROXIES", "", networks)
+
+    # A stream is open for days, and its key may be changed meanwhile: it is looked at again with the first message after so long.
+    # That is for a process that is cut off: the others hear of a change, and of a revocation, at once.
     stream_key_check_s: float = setting("WEIR_STREAM_KEY_CHECK_S", 60.0, seconds(86_400))
 
     # When keys were used last is written once in so long, for all of them together, and so late it may be told.
@@ -108,6 +113,10 @@ class DoorSettings:
             return None
         above = int(port) + distance
         return "127.0.0.1", 0 if port == "0" else above if above <= PORT_MAX else int(port) - distance
+
+    def proxy_networks(self) -> tuple[Network, ...]:
+        """Where the proxies are whose word on addresses is taken."""
+        return networks_of(tuple(filter(None, self.trusted_proxies.split(","))))
 
     def tls_files(self) -> tuple[Path, Path, Path | None] | None:
         """Certificate, key and client authorities; None without TLS. Raises: SettingInvalid for a half of it."""

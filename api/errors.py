@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from metering.tenants.networks import Address
+
 
 class ApiError(Exception):
     """Base of the errors that the wire itself raises."""
@@ -35,6 +37,19 @@ class PermissionDenied(ApiError):
     """The key is good, but not for this."""
 
     reason = "PERMISSION_DENIED"
+
+
+class AddressNotAllowed(PermissionDenied):
+    """The key is good, but not from there. Which networks it is good from is not told: whoever is refused may have stolen it."""
+
+    reason = "ADDRESS_NOT_ALLOWED"
+
+    def __init__(self, address: Address | None) -> None:
+        self.address = "an unknown address" if address is None else str(address)
+        super().__init__(
+            f"this API key may not be used from {self.address}, which this call comes from: use it from one of its networks, "
+            "or let an administrator allow this one"
+        )
 
 
 class ModelNotAllowed(ApiError):

@@ -11,14 +11,15 @@ from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import inference_service_pb2_grpc as pb_grpc
 
 from api import wire
-from api.access.auth import Authenticator, bearer_token, check_model, payer
+from api.access.addresses import Origin
+from api.access.auth import Authenticator, bearer_token, check_model, metadata_values, payer
 from api.access.standing_key import StandingKey
 from api.accounts import find_generation, models_for, restrictions
 from api.embedding.embedding import EmbedCaller
 from api.embedding.embedding_quote import quote_embed
 from api.embedding.embedding_wire import parse_embed
-from api.errors import FieldViolation, InvalidRequest, Overloaded
-from api.interceptor import Context
+from api.errors import AddressNotAllowed, FieldViolation, InvalidRequest, Overloaded
+from api.interceptor import METHOD, Context
 from api.observability.trace_context import trace_of_metadata
 from api.process import Process
 from api.quota_wire import effective_quota_statuses
@@ -27,8 +28,11 @@ from api.requests.tokenizing import tokenize
 from api.requests.tools import ToolUse, call_reading
 from api.streams.generation import ClientStream, remaining_s
 from api.streams.open_streams import OpenStreams
+from api.streams.peers import VOUCHER, vouched_address, voucher_of
+from metering.control.owners import certificate_of
 from metering.quotas.quota_states import quotas_for
 from metering.store.db import Sessions
+from metering.tenants.tenants import Principal
 
 FIRST_MESSAGE_WAIT_S = 5.0  # for that of a stream that is refused: it is on its way, from a client that opens thousands
 
@@ -62,17 +66,43 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
                     await anext(aiter(requests), None)
             raise
         with place:
-            principal = await self._authenticator.principal(context)
+            secret, trace = bearer_token(context), trace_of_metadata(context.invocation_metadata())
+            origin = await self._origin(context, secret)
+
+            async def look_up() -> Principal:
+                return await self._authenticator.principal_of(secret, method=METHOD.get(), origin=origin)
+
+            principal = await look_up()
             auth_ms = (time.monotonic() - opened_at) * 1000
             interval_s = self._process.admission.settings.stream_key_check_s
-            key = StandingKey(principal, lambda: self._authenticator.principal(context), interval_s)
-            secret, trace = bearer_token(context), trace_of_metadata(context.invocation_metadata())
-            stream = ClientStream(self._process, key, auth_ms, secret=secret, is_relayed=self._for_peers, trace=trace)
-            await stream.serve(requests, context)
+            with self._authenticator.standing.hold(StandingKey(principal, look_up, interval_s)) as key:
+                stream = ClientStream(self._process, key, auth_ms, secret=secret, is_relayed=self._for_peers, trace=trace)
+                await stream.serve(requests, context)
+
+    async def _origin(self, context: Context, secret: str) -> Origin:
+        """From where a call comes; of one that another process passes on, from where its client comes, if that one vouches for it.
+
+        Raises as `principal_of`, but for the address: nothing is looked up for who has no key.
+        """
+        if not self._for_peers:
+            return self._authenticator.origin(context)
+        unknown = Origin(context.peer(), None)
+        voucher = next(iter(metadata_values(context, VOUCHER)), "")
+        if (owner_id := voucher_of(voucher)) is None:
+            return unknown
+        with contextlib.suppress(AddressNotAllowed):
+            await self._authenticator.principal_of(secret, method=METHOD.get(), origin=unknown)
+        async with self._sessions() as session:
+            certificate = await certificate_of(session, owner_id)
+        return Origin(context.peer(), vouched_address(voucher, secret, certificate, time.time()))
+
+    async def _principal(self, context: Context) -> Principal:
+        secret = bearer_token(context)
+        return await self._authenticator.principal_of(secret, method=METHOD.get(), origin=await self._origin(context, secret))
 
     async def CountTokens(self, request: pb.CountTokensRequest, context: Context) -> pb.CountTokensResponse:
         """Counts a prompt's tokens."""
-        principal = await self._authenticator.principal(context)
+        principal = await self._principal(context)
         prompt, tools = wire.parse_count_tokens(request)
         check_model(principal, self._process.router.own_name(request.model))
         model = self._process.router.find(request.model).model
@@ -83,12 +113,12 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
 
     async def ListModels(self, request: pb.ListModelsRequest, context: Context) -> pb.ListModelsResponse:
         """Lists models with what the caller pays for them."""
-        principal = await self._authenticator.principal(context)
+        principal = await self._principal(context)
         return pb.ListModelsResponse(models=await models_for(self._process.router, self._sessions, principal))
 
     async def GetQuota(self, request: pb.GetQuotaRequest, context: Context) -> pb.GetQuotaResponse:
         """Tells the caller's quotas."""
-        principal = await self._authenticator.principal(context)
+        principal = await self._principal(context)
         model = self._process.router.own_name(request.model)
         if model:
             check_model(principal, model)
@@ -100,7 +130,7 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
 
     async def Quote(self, request: pb.QuoteRequest, context: Context) -> pb.QuoteResponse:
         """Tells what a request would be."""
-        principal = await self._authenticator.principal(context)
+        principal = await self._principal(context)
         if request.HasField("embed"):
             if request.HasField("start"):
                 raise InvalidRequest([FieldViolation("embed", "must not be set beside start")])
@@ -109,7 +139,7 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
 
     async def GetGeneration(self, request: pb.GetGenerationRequest, context: Context) -> pb.GetGenerationResponse:
         """Looks up one request."""
-        principal = await self._authenticator.principal(context)
+        principal = await self._principal(context)
         request_id = wire.parse_request_id(request.request_id)
         async with self._sessions() as session:
             generation = await find_generation(session, principal.project_id, request_id)
@@ -118,11 +148,11 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
     async def Embed(self, request: pb.EmbedRequest, context: Context) -> pb.EmbedResponse:
         """Turns texts into vectors."""
         received_at, granted_s = time.monotonic(), remaining_s(context)
-        principal = await self._authenticator.principal(context)
+        principal = await self._principal(context)
         auth_ms = (time.monotonic() - received_at) * 1000
         start = parse_embed(request)
         check_model(principal, self._process.router.own_name(start.model))
         deadline = None if granted_s is None else received_at + granted_s
         trace = trace_of_metadata(context.invocation_metadata())
-        caller = EmbedCaller(payer(principal), auth_ms, received_at, deadline, trace, principal.bounds)
+        caller = EmbedCaller(payer(principal), auth_ms, received_at, deadline, trace, principal.bounds, principal.address)
         return await self._process.embed(caller, start).answer()

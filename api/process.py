@@ -79,7 +79,14 @@ class Process:
         if self.relays is None or not request.caller.secret or (receiver := request.feed.detach()) is None:
             return False
         key = request.caller.payer.project_id, request.start.request_id
-        self.relays.begin(receiver, key, request.caller.secret, after_seq=0, credit_token_count=request.feed.credit)
+        self.relays.begin(
+            receiver,
+            key,
+            request.caller.secret,
+            after_seq=0,
+            credit_token_count=request.feed.credit,
+            address=request.caller.address,
+        )
         return True
 
     def embed(self, caller: EmbedCaller, start: ValidEmbed) -> LiveEmbedding:

@@ -27,7 +27,7 @@ from api.billing.receipt_service import ReceiptServicer
 from api.inference_service import InferenceServicer
 from api.interceptor import ErrorInterceptor, Failed, tell_nobody
 from api.settings import Settings
-from api.streams.peers import PEER_KEEPALIVE_MS, Peer, advertised, make_certificate, peer_listen_address
+from api.streams.peers import PEER_KEEPALIVE_MS, Identity, Peer, advertised, peer_listen_address
 
 SERVICES = tuple(
     module.DESCRIPTOR.services_by_name[name].full_name
@@ -99,9 +99,9 @@ def build_server(
     return server, port
 
 
-def build_peer_server(settings: Settings, servicer: InferenceServicer) -> tuple[grpc.aio.Server, Peer]:
+def build_peer_server(settings: Settings, servicer: InferenceServicer, identity: Identity) -> tuple[grpc.aio.Server, Peer]:
     """The server for the other api processes, and how they reach it. Raises: OSError if the address cannot be bound."""
-    key, certificate = make_certificate()
+    key, certificate = identity.private_key, identity.certificate
     server = grpc.aio.server(
         interceptors=(ErrorInterceptor(),),
         options=(

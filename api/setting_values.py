@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import field
 from typing import Any, TypeVar
 
+from metering.tenants.networks import parse_network
+
 Value = TypeVar("Value")
 
 
@@ -79,6 +81,11 @@ def address_or_off(text: str) -> str:
     if text != "off" and not (host and port.isdecimal() and int(port) < 65_536):
         raise ValueError("must be host:port, or off")
     return text
+
+
+def networks(text: str) -> str:
+    """Parser of networks, separated by commas."""
+    return ",".join(str(parse_network(each.strip())) for each in text.split(",") if each.strip())
 
 
 def truth(text: str) -> bool:

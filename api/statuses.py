@@ -16,6 +16,7 @@ from google.protobuf.message import Message
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 
 from api.errors import (
+    AddressNotAllowed,
     AttachedElsewhere,
     AuthenticationThrottled,
     CallMissing,
@@ -63,6 +64,7 @@ CODES: tuple[tuple[type[Exception], int], ...] = (
     (Unauthenticated, code_pb2.UNAUTHENTICATED),
     (metering_errors.KeyInvalid, code_pb2.UNAUTHENTICATED),
     (KeyRevokedMidway, code_pb2.UNAUTHENTICATED),
+    (AddressNotAllowed, code_pb2.PERMISSION_DENIED),
     (PermissionDenied, code_pb2.PERMISSION_DENIED),
     (ModelNotAllowed, code_pb2.PERMISSION_DENIED),
     (KeepTooLong, code_pb2.INVALID_ARGUMENT),
@@ -167,6 +169,8 @@ def metadata_of(error: BaseException) -> dict[str, str]:
     match error:
         case metering_errors.QuotaExceeded():
             return quota_metadata(error)
+        case AddressNotAllowed():
+            return {"address": error.address}
         case KeepTooLong():
             return {"keep_max_s": str(error.keep_max_s)}
         case KeyBoundExceeded():

@@ -324,11 +324,17 @@ class Service:
 
     @contextlib.asynccontextmanager
     async def stream(
-        self, secret: str | None, *, reading: bool = True, timeout: float | None = None, options: Sequence[tuple[str, Any]] = ()
+        self,
+        secret: str | None,
+        *,
+        reading: bool = True,
+        timeout: float | None = None,
+        options: Sequence[tuple[str, Any]] = (),
+        metadata: Sequence[tuple[str, str]] = (),
     ) -> AsyncIterator[Stream]:
         """A `Generate` call on a connection of its own, cancelled at the end of the block if it still runs."""
         async with self.channel(*options) as channel, asyncio.TaskGroup() as tasks:
-            call = pb_grpc.InferenceServiceStub(channel).Generate(metadata=bearer(secret), timeout=timeout)
+            call = pb_grpc.InferenceServiceStub(channel).Generate(metadata=(*bearer(secret), *metadata), timeout=timeout)
             stream = Stream(call)
             reader = tasks.create_task(stream.read_all()) if reading else None
             try:

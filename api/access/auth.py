@@ -5,28 +5,36 @@ from __future__ import annotations
 import hashlib
 import uuid
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
+from api.access.addresses import FORWARDED_FOR, Origin, Proxies
+from api.access.key_changes import KeyChanges
 from api.access.scopes import SCOPES
 from api.access.shared_lookups import SharedLookups
+from api.access.standing_key import StandingKeys
 from api.access.throttle import Throttle
-from api.errors import ModelNotAllowed, PermissionDenied, Unauthenticated
+from api.errors import AddressNotAllowed, ModelNotAllowed, PermissionDenied, Unauthenticated
 from api.interceptor import METHOD, Context
 from metering.errors import KeyInvalid, StoreAway
 from metering.holds.lease_clock import boot_time_s
 from metering.operations import Payer
 from metering.store.bounded_connection import patience
 from metering.store.db import Sessions
+from metering.tenants.networks import Network, allows
 from metering.tenants.tenants import Principal, authenticate
 
 BEARER = "bearer "
+NO_PROXIES = Proxies()
 ANSWER_WAIT_S = 5.0  # a call that waits longer for its first lookup is better told to come again
 REMEMBERED_COUNT_MAX = 10_000  # keys, of 64 bytes each and what they may
 
 
 class Authenticator:
-    """Checks the API key of a call against the database. Nothing is cached: a revoked key is refused from its next call on.
+    """Checks the API key of a call against the database, and from where it comes. Nothing is cached.
+
+    So what has changed of a key holds from its next call on, and for open streams as soon as this process hears of it (`changed`).
+
     Calls that come with one key at the same time share a check that began after the last of them had come.
 
     What was found is remembered for two things: to let calls in while the database is away, if the deployment wants that, and to
@@ -41,16 +49,21 @@ class Authenticator:
         grace_s: float = 0.0,
         failures_per_minute: int = 0,
         used: Callable[[uuid.UUID], None] = lambda _: None,
+        proxies: Proxies = NO_PROXIES,
     ) -> None:
         """grace_s: for so long after its last check a key is good while the database is away.
 
         failures_per_minute: that one address may have; 0: any number. used: told of a key, by its id, each time that it is good.
+        proxies: whose word on addresses is taken.
         """
         self._sessions = sessions
         self._answer_wait_s = answer_wait_s
         self._grace_s = grace_s
         self._used = used
+        self._proxies = proxies
+        self.standing = StandingKeys()  # of open streams, and of HTTP requests that wait for their body
         self.throttle = Throttle(failures_per_minute)
+        self._changes = KeyChanges()
         self._lookups: SharedLookups[Principal] = SharedLookups()  # by hash of the secret: streams come by the thousand
         self._remembered: OrderedDict[bytes, tuple[float, Principal]] = (
             OrderedDict()
@@ -63,27 +76,46 @@ class Authenticator:
 
     async def principal(self, context: Context) -> Principal:
         """Who calls over gRPC. Raises as `principal_of`, and Unauthenticated if the call brings no secret."""
-        return await self.principal_of(bearer_token(context), method=METHOD.get(), peer=context.peer())
+        return await self.principal_of(bearer_token(context), method=METHOD.get(), origin=self.origin(context))
 
-    async def principal_of(self, secret: str, *, method: str, peer: str) -> Principal:
-        """Who has this secret, whatever wire it came over, if it is good for the call.
+    def origin(self, context: Context) -> Origin:
+        """From where a call over gRPC comes."""
+        return self.origin_of(context.peer(), metadata_values(context, FORWARDED_FOR))
+
+    def origin_of(self, peer: str, forwarded: Iterable[str]) -> Origin:
+        """The same of any wire. peer: as gRPC names who has connected; forwarded: values of `X-Forwarded-For`, in order."""
+        return self._proxies.origin(peer, forwarded)
+
+    async def principal_of(self, secret: str, *, method: str, origin: Origin) -> Principal:
+        """Who has this secret, whatever wire it came over, if it is good for the call, and from where it comes.
 
         method: path of the call in the contract, as in `api/access/scopes.py`; another wire names the call that it stands for.
-        peer: who has connected, as gRPC names it: `ipv4:192.0.2.1:4711`.
         Raises: PermissionDenied, StoreAway, AuthenticationThrottled; KeyInvalid for an unknown, expired or revoked key.
         """
         needed = SCOPES[method]  # a call that is missing there is nobody's
-        principal = await self._look_up(secret, peer)
+        principal = await self._look_up(secret, origin.peer)
+        # After the key: who has a wrong one learns nothing of networks. Before its scopes: who is outside learns nothing of them.
+        if not allows(principal.networks, origin.address):
+            raise AddressNotAllowed(origin.address)
         self._used(principal.api_key_id)
         if principal.scopes.isdisjoint(needed):
             raise PermissionDenied(
                 f"key {principal.key_prefix} has the scopes {', '.join(sorted(principal.scopes))}; this call needs "
                 f"{' or '.join(sorted(needed))}"
             )
-        return principal
+        return replace(principal, address=origin.address)
+
+    def changed(self, api_key_id: uuid.UUID, networks: Sequence[Network] = ()) -> None:
+        """A key was revoked, or is good for something else: what was found of it counts no more, also of look-ups under way.
+
+        networks: streams from outside of these are shut out at once.
+        """
+        self.forget(api_key_id)
+        self._changes.note(api_key_id)
+        self.standing.changed(api_key_id, networks)
 
     def forget(self, api_key_id: uuid.UUID) -> None:
-        """A key was revoked: none of its secrets is good any more, whether there is a database to be asked or not."""
+        """None of what was remembered of a key is good any more, whether there is a database to be asked or not."""
         for digest in [digest for digest, (_, principal) in self._remembered.items() if principal.api_key_id == api_key_id]:
             del self._remembered[digest]
 
@@ -96,7 +128,11 @@ class Authenticator:
         digest = hashlib.sha256(secret.encode(errors="replace")).digest()
         try:
             async with self.throttle.attempt(peer, lambda: digest in self._remembered):
-                principal = await self._lookups.ask(digest, lambda: self._check(secret))
+                while True:
+                    begun = self._changes.count
+                    principal = await self._lookups.ask(digest, lambda: self._check(secret))
+                    if not self._changes.since(begun, principal.api_key_id):
+                        break
         except StoreAway:
             if not self._grace_s:
                 raise
@@ -117,10 +153,15 @@ class Authenticator:
         return principal
 
 
+def metadata_values(context: Context, name: str) -> list[str]:
+    """The texts of this name in the metadata of a call, in order."""
+    return [value for key, value in context.invocation_metadata() or () if key == name and isinstance(value, str)]
+
+
 def bearer_token(context: Context) -> str:
     """The secret in the metadata of a call. Raises: Unauthenticated saying how to send it."""
-    for key, value in context.invocation_metadata() or ():
-        if key == "authorization" and isinstance(value, str) and value.lower().startswith(BEARER):
+    for value in metadata_values(context, "authorization"):
+        if value.lower().startswith(BEARER):
             return value[len(BEARER) :].strip()
     raise Unauthenticated("no API key: send the metadata `authorization: Bearer <API key>`")
 

@@ -1,12 +1,15 @@
-"""The key of an open stream: looked at again from time to time, since a stream may outlive what it was let in with."""
+"""The key of an open stream, which may outlive what it was let in with: looked at again at times, and when it has changed."""
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Awaitable, Callable
+import uuid
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 
-from api.errors import AuthenticationThrottled, PermissionDenied, Unauthenticated
+from api.errors import AddressNotAllowed, AuthenticationThrottled, PermissionDenied, Unauthenticated
 from metering.errors import KeyInvalid, StoreAway
+from metering.tenants.networks import Network, allows
 from metering.tenants.tenants import Principal
 
 
@@ -26,7 +29,9 @@ class StandingKey:
         self._interval_s = interval_s
         self._clock = clock
         self._looked_at = clock()
+        self._is_stale = False
         self._refusal: Exception | None = None
+        self.on_shut_out: Callable[[Exception], None] = lambda _: None  # called if it may not be used from there any more
 
     @property
     def principal(self) -> Principal:
@@ -36,15 +41,25 @@ class StandingKey:
     async def look_again(self) -> None:
         """Ask whether the key is still good, and for what, if the last answer is too old. Never raises what is found."""
         now = self._clock()
-        if now - self._looked_at < self._interval_s:
+        if now - self._looked_at < self._interval_s and not self._is_stale:
             return
+        self._is_stale = False  # before: what changes meanwhile is looked at again
         try:
             self._principal, self._refusal = await self._look_up(), None
         except (KeyInvalid, PermissionDenied) as refusal:
             self._refusal = refusal
         except (StoreAway, AuthenticationThrottled):
+            self._is_stale = True
             return  # nothing is known; the next message asks again
         self._looked_at = now
+
+    def change(self, networks: Sequence[Network]) -> None:
+        """The key has changed: the next message looks at it. networks: from outside of these nothing goes on."""
+        self._is_stale = True
+        principal = self._principal
+        if not allows(networks, principal.address):
+            self._refusal = AddressNotAllowed(principal.address)
+            self.on_shut_out(self._refusal)
 
     def check(self) -> None:
         """Whether a request may begin. Raises: Unauthenticated, KeyInvalid, PermissionDenied."""
@@ -53,3 +68,31 @@ class StandingKey:
         lifetime_s = self._principal.secret_lifetime_s
         if lifetime_s is not None and self._clock() >= self._looked_at + lifetime_s:
             raise Unauthenticated("the API key of this stream has expired or was rotated: open a stream with the new secret")
+
+
+class StandingKeys:
+    """Those of all that is open, by key."""
+
+    def __init__(self) -> None:
+        self._open: dict[uuid.UUID, set[StandingKey]] = {}
+
+    def __len__(self) -> int:
+        return sum(map(len, self._open.values()))
+
+    @contextlib.contextmanager
+    def hold(self, key: StandingKey) -> Iterator[StandingKey]:
+        """For the block, the key hears of changes."""
+        api_key_id = key.principal.api_key_id
+        self._open.setdefault(api_key_id, set()).add(key)
+        try:
+            yield key
+        finally:
+            held = self._open[api_key_id]
+            held.discard(key)
+            if not held:
+                del self._open[api_key_id]
+
+    def changed(self, api_key_id: uuid.UUID, networks: Sequence[Network]) -> None:
+        """Tell all that is open with a key."""
+        for key in tuple(self._open.get(api_key_id, ())):
+            key.change(networks)

@@ -27,6 +27,7 @@ class ConfigurationCalls(AdminCalls):
                 wanted,
                 actor=acting.actor,
                 own_key_id=acting.principal.api_key_id,
+                own_address=acting.principal.address,
                 models=[model.name for model in self._router.models()],
                 dry_run=request.dry_run or bool(parsing.mistakes),
             )

@@ -11,8 +11,10 @@ from api import wire
 from api.admin.admin_calls import AdminCalls
 from api.interceptor import Context
 from inference.router import Router
+from metering.errors import InvalidValue
 from metering.models import Organization, Project
 from metering.tenants import ensuring, key_changes, tenants
+from metering.tenants.networks import shuts_out
 
 
 class TenantCalls(AdminCalls):
@@ -75,6 +77,7 @@ class TenantCalls(AdminCalls):
                 "name": request.name,
                 "scopes": tuple(request.scopes) or ("inference",),
                 "models": self._known_models(request.models),
+                "allowed_networks": tuple(request.allowed_networks),
                 "max_input_tokens": request.max_input_tokens,
                 "max_output_tokens": request.max_output_tokens,
                 "lifetime": lifetime,
@@ -104,20 +107,25 @@ class TenantCalls(AdminCalls):
     async def UpdateApiKey(self, request: pb.UpdateApiKeyRequest, context: Context) -> pb.UpdateApiKeyResponse:
         """Changes a key."""
         has_time = request.HasField("expire_time")
-        async with self._transaction(context) as (session, actor):
+        async with self._acting(context) as acting:
             key = await key_changes.update_api_key(
-                session,
+                acting.session,
                 api_key=request.api_key,
                 name=request.name if request.HasField("name") else None,
                 scopes=tuple(request.scopes),
                 models=self._known_models(request.models),
                 all_models=request.all_models,
+                allowed_networks=tuple(request.allowed_networks),
+                all_networks=request.all_networks,
                 max_input_tokens=request.max_input_tokens if request.HasField("max_input_tokens") else None,
                 max_output_tokens=request.max_output_tokens if request.HasField("max_output_tokens") else None,
                 expires_at=wire.parse_timestamp(request.expire_time, "expire_time") if has_time else None,
                 never_expires=request.never_expires,
-                actor=actor,
+                actor=acting.actor,
             )
+            if key.id == acting.principal.api_key_id and shuts_out(key.allowed_networks, acting.principal.address):
+                wrong = f"this very call is made with this key, from {acting.principal.address}, which it would be shut out from"
+                raise InvalidValue("allowed_networks", f"{wrong}: name a network with that address too, or use another key")
             return pb.UpdateApiKeyResponse(api_key=key_message(key))
 
     async def RevokeApiKey(self, request: pb.RevokeApiKeyRequest, context: Context) -> pb.RevokeApiKeyResponse:
@@ -180,6 +188,7 @@ def key_message(key: tenants.KeyRecord) -> pb.ApiKey:
         overlap_end_time=wire.timestamp(key.overlap_ends_at),
         last_use_time=wire.timestamp(key.last_used_at),
         use_known_since_time=wire.timestamp(key.uses_known_since),
+        allowed_networks=key.allowed_networks,
         max_input_tokens=key.bounds.max_input_tokens or 0,
         max_output_tokens=key.bounds.max_output_tokens or 0,
     )

@@ -23,6 +23,7 @@ from metering.configuration.configuration import (
     Value,
     said_thresholds,
 )
+from metering.tenants.networks import in_one_form
 
 ACTIONS = {
     Action.CREATE: pb.ConfigurationChange.ACTION_CREATE,
@@ -69,6 +70,7 @@ class Parsing:
             prefix=message.prefix,
             scopes=tuple(sorted(set(message.scopes))) or ("inference",),
             models=tuple(sorted(set(message.models))),
+            allowed_networks=in_one_form(message.allowed_networks),
             max_input_tokens=message.max_input_tokens or None,
             max_output_tokens=message.max_output_tokens or None,
             expires_at=wire.parse_timestamp(message.expire_time, f"{path}.expire_time") if ends else None,
@@ -153,6 +155,7 @@ def project_message(project: ProjectSpec) -> pb.ProjectConfiguration:
             prefix=key.prefix,
             scopes=key.scopes,
             models=key.models,
+            allowed_networks=key.allowed_networks,
             max_input_tokens=key.max_input_tokens or 0,
             max_output_tokens=key.max_output_tokens or 0,
             expire_time=wire.timestamp(key.expires_at),

@@ -208,6 +208,7 @@ KEY = Section(
         "prefix": text("prefix"),
         "scopes": Words("scopes"),
         "models": Words("models"),
+        "allowed_networks": Words("allowed_networks"),
         "max_input_tokens": count("max_input_tokens"),
         "max_output_tokens": count("max_output_tokens"),
         "expires": moment("expire_time"),

@@ -21,6 +21,10 @@ key = typer.Typer(help="Create, rotate, change, revoke and list API keys.", no_a
 ModelsOption = Annotated[
     list[str] | None, typer.Option(help="A model that it may use; may be given several times. None: every model.")
 ]
+NetworksOption = Annotated[
+    list[str] | None,
+    typer.Option("--network", help="Network that it may be used from, as 203.0.113.0/24; may be given several times. None: all."),
+]
 InputTokensOption = Annotated[
     int | None, typer.Option("--max-input-tokens", min=0, help="Most tokens of one request's prompt or texts. 0: no limit.")
 ]
@@ -41,6 +45,7 @@ def create_key(
         list[str] | None, typer.Option(help="inference, admin or billing; may be given several times. Default: inference.")
     ] = None,
     model: ModelsOption = None,
+    network: NetworksOption = None,
     max_input_tokens: InputTokensOption = None,
     max_output_tokens: OutputTokensOption = None,
     expires_in: Annotated[str | None, typer.Option(help="How long it works, as 90m, 12h, 30d or 4w. Default: for ever.")] = None,
@@ -60,6 +65,7 @@ def create_key(
             name,
             scopes=scope or ("inference",),
             models=model or (),
+            allowed_networks=network or (),
             max_input_tokens=max_input_tokens,
             max_output_tokens=max_output_tokens,
             lifetime=lifetime,
@@ -108,6 +114,8 @@ def update_key(
     ] = None,
     model: ModelsOption = None,
     all_models: Annotated[bool, typer.Option("--all-models", help="Let it use every model.")] = False,
+    network: NetworksOption = None,
+    all_networks: Annotated[bool, typer.Option("--all-networks", help="Let it be used from everywhere.")] = False,
     max_input_tokens: InputTokensOption = None,
     max_output_tokens: OutputTokensOption = None,
     expires_in: Annotated[str | None, typer.Option(help="Let it end in so long, as 90m, 12h, 30d or 4w; 0 ends it now.")] = None,
@@ -118,10 +126,10 @@ def update_key(
 ) -> None:
     """Change name, end, or what a key is good for. What is not given stays."""
     given = (name, max_input_tokens, max_output_tokens, expires_in)
-    if all(each is None for each in given) and not (scope or model or all_models or never_expires):
+    if all(each is None for each in given) and not (scope or model or all_models or network or all_networks or never_expires):
         raise typer.BadParameter(
-            "say what to change: --name, --scope, --model, --all-models, --max-input-tokens, --max-output-tokens, --expires-in or "
-            "--never-expires"
+            "say what to change: --name, --scope, --model, --all-models, --network, --all-networks, --max-input-tokens, "
+            "--max-output-tokens, --expires-in or --never-expires"
         )
     span = None if expires_in is None else timedelta(0) if expires_in == "0" else parse_span(expires_in, "--expires-in")
     expire_time = None if span is None else datetime.now(UTC) + span
@@ -132,6 +140,8 @@ def update_key(
             scopes=scope or (),
             models=model or (),
             all_models=all_models,
+            allowed_networks=network or (),
+            all_networks=all_networks,
             max_input_tokens=max_input_tokens,
             max_output_tokens=max_output_tokens,
             expire_time=expire_time,
@@ -233,6 +243,8 @@ def use_text(key: ApiKey) -> str:
 def restrictions(key: ApiKey | KeyRestrictions) -> list[tuple[str, str]]:
     """What narrows a key, for people."""
     found = [("models", " ".join(key.models))] if key.models else []
+    if key.allowed_networks:
+        found.append(("networks", " ".join(key.allowed_networks)))
     if key.max_input_tokens is not None:
         found.append(("max input tokens", f"{key.max_input_tokens:,}"))
     if key.max_output_tokens is not None:

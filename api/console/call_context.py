@@ -10,10 +10,11 @@ from aiohttp import web
 from google.protobuf.message import Message
 from google.rpc import status_pb2
 
+from api.access.addresses import FORWARDED_FOR
 from api.openai.http_requests import peer_of
 from api.statuses import STATUS_DETAILS_KEY
 
-PASSED_ON = ("authorization", "traceparent", "tracestate")  # headers that are metadata of the call
+PASSED_ON = ("authorization", "traceparent", "tracestate", FORWARDED_FOR)  # headers that are metadata of the call
 Write = Callable[[Message], Awaitable[None]]
 
 
@@ -30,7 +31,7 @@ class CallContext:
 
     def __init__(self, request: web.BaseRequest, write: Write | None = None) -> None:
         """write: takes the messages of a call that answers with a stream."""
-        self._metadata = tuple((name, request.headers[name]) for name in PASSED_ON if name in request.headers)
+        self._metadata = tuple((name, value) for name in PASSED_ON for value in request.headers.getall(name, ()))
         self._peer = peer_of(request)
         self._write = write
 

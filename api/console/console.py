@@ -16,6 +16,7 @@ from google.protobuf import json_format
 from google.protobuf.message import Message
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 
+from api.access.addresses import FORWARDED_FOR
 from api.access.auth import Authenticator
 from api.access.scopes import SCOPES
 from api.console.call_context import CallContext, Refused
@@ -122,7 +123,8 @@ class Console:
 
     async def _session(self, request: web.BaseRequest) -> web.Response:
         """What the key is good for. The page shows what its calls may fetch, and the calls decide."""
-        principal = await self._authenticator.principal_of(secret_of(request), method=ANYBODY, peer=peer_of(request))
+        origin = self._authenticator.origin_of(peer_of(request), request.headers.getall(FORWARDED_FOR, ()))
+        principal = await self._authenticator.principal_of(secret_of(request), method=ANYBODY, origin=origin)
         told: dict[str, Any] = {
             "keyPrefix": principal.key_prefix,
             "organizationId": str(principal.organization_id),

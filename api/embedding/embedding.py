@@ -35,6 +35,7 @@ from inference.text.tokenizer import Tokenizer
 from metering.holds.journal import Delivered
 from metering.operations import Outcome, Payer, Settled
 from metering.tenants.key_rules import NO_BOUNDS, TokenBounds
+from metering.tenants.networks import Address
 
 if TYPE_CHECKING:
     from api.process import Process
@@ -46,7 +47,7 @@ LONG_INPUTS_CHARS = 16_384  # beyond it tokenizing takes milliseconds, which bel
 class EmbedCaller:
     """Who asks, and since when. received_at and deadline, the latest time to begin, on the monotonic clock.
 
-    trace: the one that it belongs to. bounds: what the key may have in one request.
+    trace: the one that it belongs to. bounds: what the key may have in one request. address: from where.
     """
 
     payer: Payer
@@ -55,6 +56,7 @@ class EmbedCaller:
     deadline: float | None = None
     trace: TraceContext = NO_TRACE
     bounds: TokenBounds = NO_BOUNDS
+    address: Address | None = None
 
 
 class LiveEmbedding:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import time
 import uuid
@@ -10,7 +11,9 @@ from urllib.parse import unquote
 
 from aiohttp import web
 
+from api.access.addresses import FORWARDED_FOR, Origin
 from api.access.auth import Authenticator, check_model, payer
+from api.access.standing_key import StandingKey
 from api.accounts import models_for
 from api.embedding.embedding import EmbedCaller
 from api.embedding.embedding_wire import parse_embed
@@ -71,12 +74,19 @@ class Door:
         try:
             request_id = request_id_of(request) or request_id
             handler, stands_for = self._find(request)
-            principal = await self._authenticator.principal_of(secret_of(request), method=stands_for, peer=peer_of(request))
+            secret, origin = secret_of(request), self._origin(request)
+
+            async def look_up() -> Principal:
+                return await self._authenticator.principal_of(secret, method=stands_for, origin=origin)
+
+            principal = await look_up()
             auth_ms = (time.monotonic() - received_at) * 1000
             trace = trace_of(request.headers.get("traceparent"), request.headers.get("tracestate"))
-            return await handler(
-                request, Arrival(payer(principal), request_id, received_at, auth_ms, trace, principal.bounds), principal
-            )
+            with self._authenticator.standing.hold(StandingKey(principal, look_up, math.inf)) as key:
+                arrival = Arrival(
+                    payer(principal), request_id, received_at, auth_ms, trace, principal.bounds, principal.address, key.check
+                )
+                return await handler(request, arrival, principal)
         except HttpFault as fault:
             self._process.observer.http_failed(fault.refusal.code)
             return refused(fault.refusal, request_id, closing=self._is_draining or fault.closing)
@@ -85,6 +95,10 @@ class Door:
         except Exception as error:
             self._process.observer.call_failed(HTTP, error)
             return refused(refusal_of(status_of(error)), request_id, closing=self._is_draining)
+
+    def _origin(self, request: web.BaseRequest) -> Origin:
+        """From where a request comes."""
+        return self._authenticator.origin_of(peer_of(request), request.headers.getall(FORWARDED_FOR, ()))
 
     @property
     def _is_draining(self) -> bool:
@@ -104,19 +118,19 @@ class Door:
         return handler, stands_for
 
     async def _chat(self, request: web.BaseRequest, arrival: Arrival, principal: Principal) -> web.StreamResponse:
-        asked = chat_asked(decode(await self._body(request), ChatParameters))
+        asked = chat_asked(decode(await self._body(request, arrival), ChatParameters))
         answer = ChatAnswer(asked, self._texts_of(asked, principal, arrival.request_id), arrival.request_id.hex, int(time.time()))
         return await Exchange(self._process, request, arrival, asked, answer).serve()
 
     async def _completion(self, request: web.BaseRequest, arrival: Arrival, principal: Principal) -> web.StreamResponse:
-        asked = completion_asked(decode(await self._body(request), CompletionParameters))
+        asked = completion_asked(decode(await self._body(request, arrival), CompletionParameters))
         answer = CompletionAnswer(
             asked, self._texts_of(asked, principal, arrival.request_id), arrival.request_id.hex, int(time.time())
         )
         return await Exchange(self._process, request, arrival, asked, answer).serve()
 
     async def _respond(self, request: web.BaseRequest, arrival: Arrival, principal: Principal) -> web.StreamResponse:
-        given = decode(await self._body(request), ResponseParameters)
+        given = decode(await self._body(request, arrival), ResponseParameters)
         asked = response_asked(given)
         answer = ResponseAnswer(
             asked, given, self._texts_of(asked, principal, arrival.request_id), arrival.request_id.hex, int(time.time())
@@ -124,12 +138,19 @@ class Door:
         return await Exchange(self._process, request, arrival, asked, answer).serve()
 
     async def _embed(self, request: web.BaseRequest, arrival: Arrival, principal: Principal) -> web.StreamResponse:
-        given = decode(await self._body(request), EmbeddingParameters)
+        given = decode(await self._body(request, arrival), EmbeddingParameters)
         try:
             start = parse_embed(embed_request(given, str(arrival.request_id)))
             check_model(principal, start.model)
             check_dimensions(given, self._process.router.choose_encoder(start.model).model.embedding_dimension)
-            caller = EmbedCaller(arrival.payer, arrival.auth_ms, arrival.received_at, trace=arrival.trace, bounds=arrival.bounds)
+            caller = EmbedCaller(
+                arrival.payer,
+                arrival.auth_ms,
+                arrival.received_at,
+                trace=arrival.trace,
+                bounds=arrival.bounds,
+                address=arrival.address,
+            )
             response = await self._process.embed(caller, start).answer()
         except Exception as error:
             return refused(refusal_of(status_of(error), EMBEDDING_NAMES), arrival.request_id, closing=self._is_draining)
@@ -150,8 +171,13 @@ class Door:
         check_model(principal, router.own_name(asked.model))
         return self._texts[router.route(asked.model, request_id).served]
 
-    async def _body(self, request: web.BaseRequest) -> bytes:
-        """The body, once the request may have one. Raises: HttpFault, Draining."""
+    async def _body(self, request: web.BaseRequest, arrival: Arrival) -> bytes:
+        """The body, once the request may have one. Raises: HttpFault, Draining; as `Arrival.check`, since a body takes its time."""
+        body = await self._read(request)
+        arrival.check()
+        return body
+
+    async def _read(self, request: web.BaseRequest) -> bytes:
         if self._is_draining:
             raise Draining("this server is shutting down: the same request will be served elsewhere")
         return await read_body(request, self._process.admission.settings.message_bytes_max)

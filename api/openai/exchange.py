@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -37,6 +37,7 @@ from api.wire import ValidStart, finish_reason, parse_start
 from metering.errors import RequestInFlight
 from metering.operations import Outcome, Payer
 from metering.tenants.key_rules import NO_BOUNDS, TokenBounds
+from metering.tenants.networks import Address
 
 PING_INTERVAL_S = 10.0  # seconds of waiting after which a stream begins, and then tells that it lives: proxies cut after a minute
 EVENT_STREAM, JSON = "text/event-stream; charset=utf-8", "application/json"
@@ -50,7 +51,8 @@ log = structlog.get_logger(__name__)
 class Arrival:
     """Who asks and since when. request_id: of the whole, and of its first request. received_at: on the monotonic clock.
 
-    bounds: what the key may have in one request, of which there is one for each prompt.
+    bounds: what the key may have in one request, of which there is one for each prompt. address: from where; None: not known.
+    check: raises what the key is refused with by now.
     """
 
     payer: Payer
@@ -59,6 +61,8 @@ class Arrival:
     auth_ms: float
     trace: TraceContext = NO_TRACE
     bounds: TokenBounds = NO_BOUNDS
+    address: Address | None = None
+    check: Callable[[], None] = lambda: None
 
 
 class Exchange:
@@ -114,7 +118,9 @@ class Exchange:
     def _begin(self, starts: Sequence[ValidStart]) -> None:
         """Start all requests, or none. Raises: RequestInFlight, RequestUnderWay."""
         arrival = self._arrival
-        caller = Caller(arrival.payer, arrival.auth_ms, arrival.received_at, trace=arrival.trace, bounds=arrival.bounds)
+        caller = Caller(
+            arrival.payer, arrival.auth_ms, arrival.received_at, trace=arrival.trace, bounds=arrival.bounds, address=arrival.address
+        )
         keys = [(arrival.payer.project_id, start.request_id) for start in starts]
         for key, start in zip(keys, starts, strict=True):
             if (here := self._process.find(key)) is not None:

@@ -48,6 +48,7 @@ from inference.router import Route
 from metering.errors import RequestInFlight, RequestSettled
 from metering.operations import Outcome, Payer, Settled
 from metering.tenants.key_rules import NO_BOUNDS, TokenBounds
+from metering.tenants.networks import Address
 
 if TYPE_CHECKING:
     from api.process import Process
@@ -74,7 +75,7 @@ class Stopped(Exception):
 class Caller:
     """Who asks, with what key, and since when. received_at and deadline, the latest time to begin, on the monotonic clock.
 
-    bounds: what the key may have in one request. trace: the one that it belongs to.
+    bounds: what the key may have in one request. address: from where; None: not known. trace: the one that it belongs to.
     """
 
     payer: Payer
@@ -84,6 +85,7 @@ class Caller:
     secret: str = field(default="", repr=False)
     trace: TraceContext = NO_TRACE
     bounds: TokenBounds = NO_BOUNDS
+    address: Address | None = None
 
 
 class LiveRequest:

@@ -9,11 +9,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from api.access.auth import Authenticator
-from api.errors import CancelledByAdmin, KeyRevokedMidway
+from api.errors import AddressNotAllowed, CancelledByAdmin, KeyRevokedMidway
 from api.process import Process, Running
 from api.requests.live import Phase
 from metering.control.stop_orders import DrainOrder, StopOrder
 from metering.operations import Outcome
+from metering.tenants.networks import allows, networks_of
 
 
 def process_name() -> str:
@@ -23,15 +24,20 @@ def process_name() -> str:
 
 def obey(process: Process, authenticator: Authenticator, order: StopOrder) -> None:
     """End what the order names, as far as it runs here. What was delivered is settled, and the client is told why it ended."""
-    if order.api_key_id is not None:
-        authenticator.forget(order.api_key_id)
+    networks = networks_of(order.allowed_networks)
     for request in process.running():
-        payer = request.caller.payer
+        payer, address = request.caller.payer, request.caller.address
         if order.api_key_id is not None and payer.api_key_id == order.api_key_id:
             request.stop(Outcome.CANCELLED, KeyRevokedMidway("the API key of this request was revoked"))
+        elif order.changed_key_id == payer.api_key_id and not allows(networks, address):
+            request.stop(Outcome.CANCELLED, AddressNotAllowed(address))
         elif (order.project_id, order.request_id) == (payer.project_id, request.start.request_id):
             why = f": {order.reason}" if order.reason else ""
             request.stop(Outcome.CANCELLED, CancelledByAdmin(f"an administrator has ended this request{why}"))
+    if order.api_key_id is not None:
+        authenticator.changed(order.api_key_id)
+    if order.changed_key_id is not None:
+        authenticator.changed(order.changed_key_id, networks)
 
 
 def keep_out_of_use(process: Process, orders: Sequence[DrainOrder]) -> None:

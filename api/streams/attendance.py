@@ -58,6 +58,11 @@ class Attendance:
         self.feed.attach(receiver, after_seq, credit_token_count, running=True)
         self._attended()
 
+    def shut_out(self, receiver: Receiver, error: Exception) -> None:
+        """End the request: who may not receive it may not have it run, either."""
+        if self.feed.receiver is receiver:
+            self._stop(Outcome.CANCELLED, error)
+
     def leave(self, receiver: Receiver, outcome: Outcome) -> None:
         """The stream that received it is gone, in this way: it ends, or goes on unattended for as long as the client wants."""
         if self.feed.receiver is not receiver:

@@ -231,6 +231,12 @@ class Feed:
     def update(self, message: pb.UpdateFrame) -> None:
         """It has ended."""
 
+    def shut_out(self, receiver: Receiver, error: Exception) -> None:
+        """The stream gets no more of it; who comes from elsewhere does."""
+        if self.receiver is receiver:
+            self.detach()
+            receiver.end(frames.failed(status_of(error), None))
+
     def leave(self, receiver: Receiver, outcome: Outcome) -> None:
         """The stream is gone."""
         if self.receiver is receiver:

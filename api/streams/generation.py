@@ -72,6 +72,7 @@ class ClientStream:
         self._violation: Exception | None = None
         self._deadline: float | None = None  # of the call, on the monotonic clock
         self._begun_s = 0.0  # of processor time, for requests that began
+        key.on_shut_out = self._shut_out
 
     async def serve(self, requests: AsyncIterator[pb.GenerateRequest], context: Context) -> None:
         """Serve until the client has half-closed and every request has ended.
@@ -191,7 +192,16 @@ class ClientStream:
                     told = trace_of(frame.traceparent, frame.tracestate)
                     trace = told if told.traceparent else self._trace
                     principal = self._key.principal
-                    caller = Caller(payer(principal), auth_ms, received_at, self._deadline, self._secret, trace, principal.bounds)
+                    caller = Caller(
+                        payer(principal),
+                        auth_ms,
+                        received_at,
+                        self._deadline,
+                        self._secret,
+                        trace,
+                        principal.bounds,
+                        principal.address,
+                    )
                     self._process.begin(caller, start, receiver)
                     self._begun_s += time.thread_time() - began_at
 
@@ -228,7 +238,9 @@ class ClientStream:
                     raise UnknownRequest(f"this server does not run a request {frame.request_id[:64]!r}")
                 else:
                     self._process.pace.spent(self._key.principal.api_key_id, LOOKUP_COST_S)
-                    relays.begin(receiver, key, self._secret, after_seq=after_seq, credit_token_count=0)
+                    relays.begin(
+                        receiver, key, self._secret, after_seq=after_seq, credit_token_count=0, address=self._key.principal.address
+                    )
 
             self._receive(frame.request_id, request_id, bind)
         except Exception as error:
@@ -290,6 +302,11 @@ class ClientStream:
         self._running.pop(request_id, None)
         if not self._running:
             self._all_ended.set()
+
+    def _shut_out(self, refusal: Exception) -> None:
+        """The key may not be used from here any more: nothing goes on, and what comes next is refused."""
+        for receiver in list(self._running.values()):
+            receiver.source.shut_out(receiver, refusal)
 
     def _leave(self, outcome: Outcome) -> None:
         """Deliver nothing more, and stop all requests, but for those that go on unattended."""

@@ -2,27 +2,34 @@
 
 It is a port of its own, since several processes may share the one for clients, and always speaks TLS, by a certificate that the
 process makes when it starts and hands to the others through the database. Who comes in shows the API key of the client that it
-comes for, and is let in as that one.
+comes for, and is let in as that one. From where that client comes another process is believed, since it signs for it; nobody else.
 """
 
 from __future__ import annotations
 
 import datetime
+import hashlib
 import socket
-from dataclasses import dataclass
+import time
+import uuid
+from dataclasses import dataclass, field
 
 import grpc
 from cryptography import x509
+from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 from weir_client.connection import is_local
 
 from api.door_settings import DoorSettings
+from metering.tenants.networks import Address, parse_address
 
 NAME = "weir-peer"  # in every such certificate; which process it is, the certificate itself says
 LIFETIME = datetime.timedelta(days=3650)  # longer than any process lives
 CLOCK_SLACK = datetime.timedelta(days=1)  # machines' clocks may differ
+VOUCHER = "weir-client-address"  # metadata: from where the client comes that another process comes for, signed by that one
+VOUCHER_LIFETIME_S = 300.0  # clocks of machines may differ by so much; a voucher never leaves TLS, so it need not be shorter
 ANY_HOST = frozenset({"", "*", "0.0.0.0", "[::]"})  # what to listen on, and nothing to connect to
 PEER_KEEPALIVE_MS, PEER_KEEPALIVE_TIMEOUT_MS = 10_000, 5_000  # finds a machine that is gone; only while a relay is under way
 
@@ -44,6 +51,56 @@ class Peer:
             ("grpc.keepalive_timeout_ms", PEER_KEEPALIVE_TIMEOUT_MS),
         )
         return grpc.aio.secure_channel(self.address, credentials, options=options)
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Who this process is to the others: what it signs they check by the certificate that it has handed them. Both PEM."""
+
+    owner_id: uuid.UUID
+    private_key: bytes = field(repr=False)
+    certificate: bytes
+
+    def vouch(self, secret: str, address: Address) -> str:
+        """Says from where the client with this secret comes, for the metadata of a call to another process."""
+        said = f"{self.owner_id.hex} {time.time():.0f} {address}"
+        key = serialization.load_pem_private_key(self.private_key, None)
+        assert isinstance(key, ec.EllipticCurvePrivateKey), "as `make_certificate` makes it"
+        signature = key.sign(_statement(said, secret), ec.ECDSA(hashes.SHA256()))
+        return f"{said} {signature.hex()}"
+
+
+def make_identity(owner_id: uuid.UUID) -> Identity:
+    """A new one."""
+    return Identity(owner_id, *make_certificate())
+
+
+def voucher_of(text: str) -> uuid.UUID | None:
+    """Which process has signed a voucher, as it says; None for what is none."""
+    try:
+        return uuid.UUID(hex=text.partition(" ")[0])
+    except ValueError:
+        return None
+
+
+def vouched_address(text: str, secret: str, certificate: str, now: float) -> Address | None:
+    """The address in a voucher for this secret; None unless it is signed by whose certificate it is, and new. now: since 1970."""
+    said, _, signature = text.rpartition(" ")
+    _, _, rest = said.partition(" ")
+    made_at, _, address = rest.partition(" ")
+    try:
+        key = x509.load_pem_x509_certificate(certificate.encode()).public_key()
+        assert isinstance(key, ec.EllipticCurvePublicKey), "as `make_certificate` makes it"
+        key.verify(bytes.fromhex(signature), _statement(said, secret), ec.ECDSA(hashes.SHA256()))
+        is_new = abs(now - int(made_at)) <= VOUCHER_LIFETIME_S
+    except (InvalidSignature, ValueError):
+        return None
+    return parse_address(address) if is_new else None
+
+
+def _statement(said: str, secret: str) -> bytes:
+    """What is signed: good for one secret, which is not in it."""
+    return f"weir voucher {said} ".encode() + hashlib.sha256(secret.encode(errors="replace")).digest()
 
 
 def peer_listen_address(settings: DoorSettings) -> str:

@@ -26,6 +26,10 @@ class Source(Protocol):
         """Change its limits. The answer comes as a frame."""
         ...
 
+    def shut_out(self, receiver: Receiver, error: Exception) -> None:
+        """The stream may not receive it any more: what it is told, and no more."""
+        ...
+
     def leave(self, receiver: Receiver, outcome: Outcome) -> None:
         """The stream is gone, in this way. Nothing happens if another one receives the request by now."""
         ...

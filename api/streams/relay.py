@@ -23,12 +23,13 @@ from api.streams import frames
 from api.streams.mailbox import Key
 from api.streams.outbox import Delivery
 from api.streams.peer_channels import PeerChannels
-from api.streams.peers import Peer
+from api.streams.peers import VOUCHER, Identity, Peer
 from api.streams.receiver import Receiver
 from metering.control.owners import Owner, find_owner
 from metering.errors import MeteringError, RequestInFlight
 from metering.operations import Outcome
 from metering.store.db import Sessions
+from metering.tenants.networks import Address
 
 FRAMES_UNREAD_MAX = 64  # of one relay: so many wait here for the client before no more are read from the other process
 FRAMES_UNWRITTEN_MAX = 1000  # of one relay: a client that says so much while the other process reads nothing reads nothing itself
@@ -43,8 +44,12 @@ log = structlog.get_logger(__name__)
 class Relays:
     """All relays of this process, and its connections to the others."""
 
-    def __init__(self, sessions: Sessions, owner_id: uuid.UUID, tasks: asyncio.TaskGroup) -> None:
-        """owner_id: this process, which has no need of a way to itself. tasks: those of the process."""
+    def __init__(self, sessions: Sessions, owner_id: uuid.UUID, tasks: asyncio.TaskGroup, identity: Identity | None = None) -> None:
+        """owner_id: this process, which has no need of a way to itself. tasks: those of the process.
+
+        identity: by which it vouches for where clients come from; None: it does not.
+        """
+        self.identity = identity
         self.sessions = sessions
         self.owner_id = owner_id
         self._tasks = tasks
@@ -58,9 +63,18 @@ class Relays:
         """Requests of other processes that streams of this one receive."""
         return len(self._running)
 
-    def begin(self, receiver: Receiver, key: Key, secret: str, *, after_seq: int, credit_token_count: int) -> None:
-        """Let the receiver have the request of this id, whoever runs it. secret: the caller's API key."""
-        relay = Relay(self, receiver, key, secret)
+    def begin(
+        self,
+        receiver: Receiver,
+        key: Key,
+        secret: str,
+        *,
+        after_seq: int,
+        credit_token_count: int,
+        address: Address | None = None,
+    ) -> None:
+        """Let the receiver have the request of this id, whoever runs it. secret: the caller's API key; address: the caller's."""
+        relay = Relay(self, receiver, key, secret, address)
         relay.attach(receiver, after_seq, credit_token_count)
         relay.run_in(self._tasks)
         self._running.add(relay)
@@ -86,11 +100,12 @@ class Relays:
 class Relay:
     """One request that runs elsewhere, as its stream's `Source`."""
 
-    def __init__(self, relays: Relays, receiver: Receiver, key: Key, secret: str) -> None:
+    def __init__(self, relays: Relays, receiver: Receiver, key: Key, secret: str, address: Address | None) -> None:
         self._relays = relays
         self._receiver: Receiver | None = receiver
         self._key = key
         self._secret = secret
+        self._address = address
         self._outgoing: deque[pb.ClientFrame] = deque()
         self._wake = asyncio.Event()
         self._room = asyncio.Event()
@@ -134,6 +149,10 @@ class Relay:
         self._send(pb.ClientFrame(attach=pb.AttachFrame(after_seq=after_seq)))
         if credit_token_count:
             self.grant(credit_token_count)
+
+    def shut_out(self, receiver: Receiver, error: Exception) -> None:
+        """The process that runs the request sees the stream go."""
+        self.give_up(error)
 
     def leave(self, receiver: Receiver, outcome: Outcome) -> None:
         """The stream is gone: the process that runs the request sees the same, and does as the client wants it."""
@@ -179,7 +198,10 @@ class Relay:
 
     async def _receive_over(self, channel: grpc.aio.Channel) -> pb.ServerFrame:
         """The same from one process. Raises what breaks it."""
-        call = pb_grpc.InferenceServiceStub(channel).Generate(metadata=(("authorization", f"Bearer {self._secret}"),))
+        metadata = [("authorization", f"Bearer {self._secret}")]
+        if self._relays.identity is not None and self._address is not None:
+            metadata.append((VOUCHER, self._relays.identity.vouch(self._secret, self._address)))
+        call = pb_grpc.InferenceServiceStub(channel).Generate(metadata=tuple(metadata))
         try:
             async with asyncio.TaskGroup() as tasks:
                 writer = tasks.create_task(self._write(call), name="relay writer")

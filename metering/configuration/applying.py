@@ -35,9 +35,17 @@ from metering.errors import InvalidValue
 from metering.models import ApiKey, Organization, Project, QuotaSubject
 from metering.money import checked_currency
 from metering.tenants.key_changes import update_api_key
+from metering.tenants.networks import Address, shuts_out
 from metering.tenants.tenants import create_api_key, create_organization, create_project, revoke_api_key
 
-KEY_FIELDS = ("scopes", "models", "max_input_tokens", "max_output_tokens", "expires_at")  # what a key is good for
+KEY_FIELDS = (
+    "scopes",
+    "models",
+    "allowed_networks",
+    "max_input_tokens",
+    "max_output_tokens",
+    "expires_at",
+)  # what a key is good for
 
 Value = TypeVar("Value")
 
@@ -48,16 +56,18 @@ async def apply_configuration(
     *,
     actor: str,
     own_key_id: uuid.UUID,
+    own_address: Address | None = None,
     models: Collection[str],
     dry_run: bool = False,
 ) -> Attempts:
     """Make what is into what is wanted; what was done, what was left, and what is wrong. Roll back if anything is.
 
-    own_key_id: the key that the caller came with. models: those that are served. dry_run: the caller will roll back in any case,
+    own_key_id: the key that the caller came with, from `own_address`. models: those that are served.
+    dry_run: the caller will roll back in any case,
     so nobody has to wait while limits are made to count the past.
     """
     now = (await session.scalars(select(func.now()))).one()
-    application = Application(Attempts(session, actor, now, models), own_key_id)
+    application = Application(Attempts(session, actor, now, models), own_key_id, own_address)
     await application.apply(wanted)
     if not dry_run and not application.work.mistakes:
         await application.work.count_past()
@@ -76,10 +86,11 @@ class Keys:
 
 @dataclass(slots=True)
 class Application:
-    """One configuration on its way. own_key_id: the key that asks for it, which must not be shut out by it."""
+    """One configuration on its way. own_key_id: the key that asks for it, from `own_address`; it must not be shut out by it."""
 
     work: Attempts
     own_key_id: uuid.UUID
+    own_address: Address | None
 
     async def apply(self, wanted: Configuration) -> None:
         """Do it all. What was done is in the changes; if there are mistakes, the caller must roll back."""
@@ -186,6 +197,7 @@ class Application:
                 name=wanted.name,
                 scopes=wanted.scopes,
                 models=wanted.models,
+                allowed_networks=wanted.allowed_networks,
                 max_input_tokens=wanted.max_input_tokens,
                 max_output_tokens=wanted.max_output_tokens,
                 lifetime=None if wanted.expires_at is None else wanted.expires_at - self.work.now,
@@ -211,6 +223,10 @@ class Application:
             self.work.wrong(
                 f"{path}.scopes", "this very call is made with this key, which would lose `admin` or expire: use another key"
             )
+        if standing.id == self.own_key_id and shuts_out(wanted.allowed_networks, self.own_address):
+            self.work.wrong(
+                f"{path}.allowed_networks", "this very call is made with this key from outside of them: use another key"
+            )
         await self.work.attempt(
             path,
             lambda: update_api_key(
@@ -220,6 +236,8 @@ class Application:
                 scopes=wanted.scopes,
                 models=wanted.models,
                 all_models=not wanted.models,
+                allowed_networks=wanted.allowed_networks,
+                all_networks=not wanted.allowed_networks,
                 max_input_tokens=wanted.max_input_tokens or 0,
                 max_output_tokens=wanted.max_output_tokens or 0,
                 expires_at=wanted.expires_at,

@@ -71,6 +71,7 @@ class KeySpec:
     prefix: str = ""
     scopes: tuple[str, ...] = ("inference",)
     models: tuple[str, ...] = ()
+    allowed_networks: tuple[str, ...] = ()
     max_input_tokens: int | None = None
     max_output_tokens: int | None = None
     expires_at: datetime | None = None

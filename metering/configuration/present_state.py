@@ -64,6 +64,7 @@ def key_specs(keys: Iterable[ApiKey], quotas: Quotas) -> tuple[KeySpec, ...]:
             prefix=key.prefix if count[key.name] > 1 else "",
             scopes=tuple(sorted(key.scopes)),
             models=tuple(sorted(key.models)),
+            allowed_networks=tuple(sorted(key.allowed_networks)),
             max_input_tokens=key.max_input_tokens,
             max_output_tokens=key.max_output_tokens,
             expires_at=key.expires_at,

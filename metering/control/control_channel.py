@@ -32,7 +32,8 @@ AWAY = (psycopg.OperationalError, psycopg.InterfaceError, OSError)
 SELECT_FLOOR = f"SELECT coalesce(max(id), 0) FROM stop_orders WHERE ordered_at < clock_timestamp() - interval '{SETTLED_AGE}'"
 # Numbers are given out before the commit, so a smaller one may appear after a greater one: young orders are read again and again.
 SELECT_ORDERS = f"""
-SELECT id, request_id, project_id, api_key_id, reason, ordered_at < clock_timestamp() - interval '{SETTLED_AGE}'
+SELECT id, request_id, project_id, api_key_id, reason, changed_key_id, coalesce(allowed_networks, '{{}}'),
+    ordered_at < clock_timestamp() - interval '{SETTLED_AGE}'
 FROM stop_orders WHERE id > %s ORDER BY id
 """
 WRITE_REPORT = """
@@ -123,10 +124,10 @@ class ControlChannel:
         if self._floor is None:
             self._floor = await self._number(connection, SELECT_FLOOR)
         cursor = await connection.execute(SELECT_ORDERS, (self._floor,))
-        for number, request_id, project_id, api_key_id, reason, is_old in await cursor.fetchall():
+        for number, request_id, project_id, api_key_id, reason, changed_key_id, networks, is_old in await cursor.fetchall():
             if number not in self._obeyed:
                 self._obeyed.add(number)
-                self._stop(StopOrder(number, request_id, project_id, api_key_id, reason))
+                self._stop(StopOrder(number, request_id, project_id, api_key_id, reason, changed_key_id, tuple(networks)))
             if is_old:
                 self._floor = number
         self._obeyed = {number for number in self._obeyed if number > self._floor}

@@ -47,12 +47,15 @@ class AdminRequest(Base):
 class StopOrder(Base):
     """An order to every api process: end this request, or all requests of this key. Kept for a day.
 
+    changed_key_id: of a key that is good for something else by now: look at it again, and end what comes from outside of
+    `allowed_networks`, if there are any.
     `ordered_at` is the time of the statement, not of its transaction: see `control_channel.py`.
     """
 
     __tablename__ = "stop_orders"
     __table_args__ = (
-        CheckConstraint("(request_id IS NULL) <> (api_key_id IS NULL)", name="one_target"),
+        CheckConstraint("num_nonnulls(request_id, api_key_id, changed_key_id) = 1", name="one_target"),
+        CheckConstraint("(changed_key_id IS NULL) = (allowed_networks IS NULL)", name="networks_of_key"),
         CheckConstraint("(request_id IS NULL) = (project_id IS NULL)", name="request_of_project"),
         Index("ix_stop_orders_ordered_at", "ordered_at"),
     )
@@ -61,6 +64,8 @@ class StopOrder(Base):
     request_id: Mapped[uuid.UUID | None]
     project_id: Mapped[uuid.UUID | None] = mapped_column(ForeignKey("projects.id"))
     api_key_id: Mapped[uuid.UUID | None] = mapped_column(ForeignKey("api_keys.id"))
+    changed_key_id: Mapped[uuid.UUID | None] = mapped_column(ForeignKey("api_keys.id"))
+    allowed_networks: Mapped[list[str] | None]
     reason: Mapped[str]
     ordered_at: Mapped[datetime] = mapped_column(server_default=func.clock_timestamp())
 

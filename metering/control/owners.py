@@ -32,6 +32,12 @@ class Owner:
     certificate: str
 
 
+async def certificate_of(session: AsyncSession, owner_id: uuid.UUID) -> str:
+    """What the process of this id shows the others; empty if there is none."""
+    found = await session.scalar(text("SELECT peer_certificate FROM live_reports WHERE owner_id = :id"), {"id": owner_id})
+    return str(found or "")
+
+
 async def find_owner(session: AsyncSession, project_id: uuid.UUID, request_id: uuid.UUID) -> Owner | None:
     """None if no request of this id has been admitted in the project."""
     row = (await session.execute(SELECT_OWNER, {"project_id": project_id, "request_id": request_id})).one_or_none()

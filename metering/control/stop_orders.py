@@ -7,6 +7,7 @@ Functions take a session and never commit.
 from __future__ import annotations
 
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -22,13 +23,18 @@ KEPT_FOR = timedelta(days=1)  # far longer than any process can be cut off and s
 
 @dataclass(frozen=True, slots=True)
 class StopOrder:
-    """End one request of a project, or everything of a key. reason: in the words of who ordered it; may be empty."""
+    """End one request of a project, or everything of a key. reason: in the words of who ordered it; may be empty.
+
+    changed_key_id: look at that key again, and end what comes from outside of `allowed_networks`; none of them: nothing.
+    """
 
     order_id: int
     request_id: uuid.UUID | None
     project_id: uuid.UUID | None
     api_key_id: uuid.UUID | None
     reason: str
+    changed_key_id: uuid.UUID | None = None
+    allowed_networks: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +55,14 @@ async def order_end_of_request(session: AsyncSession, *, project_id: uuid.UUID, 
 async def order_end_of_key(session: AsyncSession, api_key_id: uuid.UUID) -> None:
     """Once the transaction is committed, every process ends what it runs for the key."""
     await session.execute(insert(StopOrderRow).values(api_key_id=api_key_id, reason=""))
+    await _announce(session)
+
+
+async def order_look_at_key(session: AsyncSession, api_key_id: uuid.UUID, allowed_networks: Sequence[str]) -> None:
+    """Once the transaction is committed, every process looks at the key again, and ends what it runs from outside of these."""
+    await session.execute(
+        insert(StopOrderRow).values(changed_key_id=api_key_id, allowed_networks=list(allowed_networks), reason="")
+    )
     await _announce(session)
 
 

@@ -50,6 +50,7 @@ class ApiKey(Base):
         CheckConstraint("octet_length(secret_hash) = 32", name="secret_hash_size"),
         CheckConstraint("scopes <@ ARRAY['inference', 'admin', 'billing'] AND scopes <> '{}'", name="scopes_known"),
         CheckConstraint("array_position(models, '') IS NULL", name="models_named"),
+        CheckConstraint("allowed_networks::cidr[] IS NOT NULL", name="allowed_networks_are"),
         CheckConstraint("max_input_tokens > 0", name="max_input_tokens_positive"),
         CheckConstraint("max_output_tokens > 0", name="max_output_tokens_positive"),
         Index("ix_api_keys_project_id", "project_id"),
@@ -62,6 +63,7 @@ class ApiKey(Base):
     secret_hash: Mapped[bytes] = mapped_column(unique=True)
     scopes: Mapped[list[str]]
     models: Mapped[list[str]] = mapped_column(server_default=text("'{}'"))  # that it may use; none: every one
+    allowed_networks: Mapped[list[str]] = mapped_column(server_default=text("'{}'"))  # to be used from; none: everywhere
     max_input_tokens: Mapped[int | None]  # of one request; none: as many as the model takes
     max_output_tokens: Mapped[int | None]  # of one request, all its choices together
     created_at: Mapped[datetime] = mapped_column(server_default=func.now())

@@ -14,6 +14,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from metering.errors import AlreadyExists
 from metering.models import ApiKey, Organization, Project
 from metering.tenants.key_rules import TokenBounds, checked_bound, checked_models, checked_scopes
+from metering.tenants.networks import checked_networks
 from metering.tenants.tenants import (
     KeyRecord,
     checked_name,
@@ -57,6 +58,7 @@ async def ensure_api_key(
     name: str,
     scopes: Collection[str] = ("inference",),
     models: Collection[str] = (),
+    allowed_networks: Collection[str] = (),
     max_input_tokens: int | None = None,
     max_output_tokens: int | None = None,
     lifetime: timedelta | None = None,
@@ -84,6 +86,7 @@ async def ensure_api_key(
             name=name,
             scopes=scopes,
             models=models,
+            allowed_networks=allowed_networks,
             max_input_tokens=max_input_tokens,
             max_output_tokens=max_output_tokens,
             lifetime=lifetime,
@@ -98,6 +101,9 @@ async def ensure_api_key(
     if sorted(standing.models) != checked_models(models):
         shown = ", ".join(standing.models) or "every model"
         raise AlreadyExists("API key", name, f"for {shown}: change that with UpdateApiKey")
+    if sorted(standing.allowed_networks) != checked_networks(allowed_networks):
+        shown = ", ".join(standing.allowed_networks) or "everywhere"
+        raise AlreadyExists("API key", name, f"to be used from {shown}: change that with UpdateApiKey")
     if standing.bounds != TokenBounds(
         checked_bound(max_input_tokens, "max_input_tokens"), checked_bound(max_output_tokens, "max_output_tokens")
     ):

@@ -15,11 +15,13 @@ from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from metering.control.control_models import SupersededSecret
+from metering.control.stop_orders import order_look_at_key
 from metering.errors import InvalidValue, KeyRevoked
 from metering.models import ApiKey
 from metering.tenants.audit import record_change, snapshot
 from metering.tenants.key_rules import TokenBounds, checked_bound, checked_key_name, checked_models, checked_scopes
 from metering.tenants.key_secrets import hash_of, new_secret
+from metering.tenants.networks import checked_networks
 from metering.tenants.tenants import KeyRecord, change_key, find_api_key, locked_key
 
 OVERLAP = timedelta(hours=24)  # a working day to put the new secret in place
@@ -56,6 +58,7 @@ async def rotate_api_key(
     await record_change(
         session, actor=actor, action="api_key.rotate", subject_id=str(key.id), before=before | ended, after=before | ends
     )
+    await order_look_at_key(session, key.id, key.allowed_networks)
     return await find_api_key(session, str(key.id)), secret, ends_at
 
 
@@ -67,6 +70,8 @@ async def update_api_key(
     scopes: Collection[str] = (),
     models: Collection[str] = (),
     all_models: bool = False,
+    allowed_networks: Collection[str] = (),
+    all_networks: bool = False,
     max_input_tokens: int | None = None,
     max_output_tokens: int | None = None,
     expires_at: datetime | None = None,
@@ -75,10 +80,14 @@ async def update_api_key(
 ) -> KeyRecord:
     """Change what is given of a key, by id or prefix; the rest stays. A time that has passed ends the key now; 0 tokens: no bound.
 
+    Every process looks at the key again at once, and ends what it runs from outside of the key's networks.
+
     Raises: NotFound, InvalidValue, KeyRevoked.
     """
     if all_models and models:
         raise InvalidValue("all_models", "name models or say that it is good for all, not both")
+    if all_networks and allowed_networks:
+        raise InvalidValue("all_networks", "name networks or say that it is good from everywhere, not both")
     if never_expires and expires_at is not None:
         raise InvalidValue("never_expires", "give a time or say that there is none, not both")
     if expires_at is not None and not EXPIRY_MIN <= expires_at <= EXPIRY_MAX:
@@ -89,6 +98,9 @@ async def update_api_key(
         "name": key.name if name is None else checked_key_name(name),
         "scopes": checked_scopes(scopes) if scopes else list(key.scopes),
         "models": checked_models(models) if models or all_models else list(key.models),
+        "allowed_networks": (
+            checked_networks(allowed_networks) if allowed_networks or all_networks else list(key.allowed_networks)
+        ),
         "max_input_tokens": _bound(key.max_input_tokens, max_input_tokens, "max_input_tokens"),
         "max_output_tokens": _bound(key.max_output_tokens, max_output_tokens, "max_output_tokens"),
         "expires_at": None if never_expires else (expires_at or key.expires_at),
@@ -97,12 +109,15 @@ async def update_api_key(
     if not values:
         return found
     changed = await change_key(session, key, actor, "api_key.update", **values)
+    if values.keys() - {"name"}:
+        await order_look_at_key(session, key.id, changed.allowed_networks)
     return replace(
         found,
         name=changed.name,
         scopes=tuple(changed.scopes),
         models=tuple(changed.models),
         expires_at=changed.expires_at,
+        allowed_networks=tuple(changed.allowed_networks),
         bounds=TokenBounds(changed.max_input_tokens, changed.max_output_tokens),
     )
 

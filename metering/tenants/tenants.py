@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import uuid
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -34,6 +34,7 @@ from metering.tenants.key_rules import (
     model_allowed,
 )
 from metering.tenants.key_secrets import PREFIX_FORM, PREFIX_LENGTH, SECRET_FORM, hash_of, new_secret, prefix_of
+from metering.tenants.networks import Address, Network, checked_networks, networks_of
 
 NAME_FORM = re.compile(r"[a-z][a-z0-9-]{0,62}", re.ASCII)
 LIFETIME_MAX = timedelta(days=36_500)  # a century; keeps the sum inside what a timestamp can hold
@@ -43,7 +44,8 @@ LIFETIME_MAX = timedelta(days=36_500)  # a century; keeps the sum inside what a 
 class Principal:
     """Who calls, as its key says. secret_lifetime_s: how long this secret of the key works from now on; None: for ever.
 
-    models: those that it may use; none: every one. bounds: on the tokens of one request.
+    models: those that it may use; none: every one. bounds: on the tokens of one request. networks: from which it may be used; none:
+    from everywhere. address: from where it is used in this call, which whoever let it in has found out; None: that is not known.
     """
 
     api_key_id: uuid.UUID
@@ -55,6 +57,8 @@ class Principal:
     secret_lifetime_s: float | None = None
     models: frozenset[str] = frozenset()
     bounds: TokenBounds = NO_BOUNDS
+    networks: tuple[Network, ...] = ()
+    address: Address | None = field(default=None, compare=False)
 
     def may_use(self, model: str) -> bool:
         """Whether the key is good for the model of this name."""
@@ -82,6 +86,7 @@ class KeyRecord:
     models: tuple[str, ...] = ()
     last_used_at: datetime | None = None
     bounds: TokenBounds = NO_BOUNDS
+    allowed_networks: tuple[str, ...] = ()
 
 
 async def create_organization(session: AsyncSession, *, name: str, currency_code: str = "USD", actor: str) -> Organization:
@@ -126,6 +131,7 @@ async def create_api_key(
     name: str,
     scopes: Collection[str] = ("inference",),
     models: Collection[str] = (),
+    allowed_networks: Collection[str] = (),
     max_input_tokens: int | None = None,
     max_output_tokens: int | None = None,
     lifetime: timedelta | None = None,
@@ -141,6 +147,7 @@ async def create_api_key(
         "name": checked_key_name(name),
         "scopes": checked_scopes(scopes),
         "models": checked_models(models),
+        "allowed_networks": checked_networks(allowed_networks),
         "max_input_tokens": checked_bound(max_input_tokens, "max_input_tokens"),
         "max_output_tokens": checked_bound(max_output_tokens, "max_output_tokens"),
         "expires_at": None if lifetime is None else func.now() + _checked_lifetime(lifetime),
@@ -224,6 +231,7 @@ def select_principal() -> Select[Any]:
             ApiKey.models,
             ApiKey.max_input_tokens,
             ApiKey.max_output_tokens,
+            ApiKey.allowed_networks,
         )
         .join(Project, Project.id == ApiKey.project_id)
         .join(Organization, Organization.id == Project.organization_id)
@@ -250,8 +258,18 @@ async def authenticate(session: AsyncSession, secret: str) -> Principal:
     found = await session.execute(PRINCIPAL_OF_SECRET, {"secret_hash": hash_of(secret)})
     if (row := found.one_or_none()) is None:
         raise refusal
+    key_id, prefix, project_id, organization_id, currency_code, scopes, lifetime_s, models, most_in, most_out, networks = row
     return Principal(
-        row[0], row[1], row[2], row[3], row[4], frozenset(row[5]), row[6], frozenset(row[7]), TokenBounds(row[8], row[9])
+        api_key_id=key_id,
+        key_prefix=prefix,
+        project_id=project_id,
+        organization_id=organization_id,
+        currency_code=currency_code,
+        scopes=frozenset(scopes),
+        secret_lifetime_s=lifetime_s,
+        models=frozenset(models),
+        bounds=TokenBounds(most_in, most_out),
+        networks=networks_of(tuple(networks)),
     )
 
 
@@ -347,6 +365,7 @@ def _key_record(
         models=tuple(key.models),
         last_used_at=last_used_at,
         bounds=TokenBounds(key.max_input_tokens, key.max_output_tokens),
+        allowed_networks=tuple(key.allowed_networks),
     )
 
 

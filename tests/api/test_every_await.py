@@ -28,6 +28,7 @@ from api.openai.exchange import Exchange
 from api.openai.listener import Listener
 from api.server import build_peer_server
 from api.settings import Settings
+from api.streams.peers import make_identity
 from metering.models import QuotaDimension
 from metering.operations import Outcome, Payer
 from metering.store.db import Sessions
@@ -189,7 +190,7 @@ async def open_processes(world: World, checkpoint: TinyCheckpoint, tasks: asynci
     for process in (world.here, world.elsewhere):
         await process.engine.start()
     servicer = InferenceServicer(world.elsewhere.process, world.elsewhere.authenticator, world.sessions, for_peers=True)
-    world.peer_server, peer = build_peer_server(world.settings, servicer)
+    world.peer_server, peer = build_peer_server(world.settings, servicer, make_identity(world.elsewhere.owner_id))
     await world.peer_server.start()
     world.books.execute(WAY_TO_PROCESS, world.elsewhere.owner_id, OTHER, peer.address, peer.certificate)
     door = Door(world.here.process, world.here.authenticator, world.sessions)

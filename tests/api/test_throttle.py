@@ -12,6 +12,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from api.access import auth, throttle
+from api.access.addresses import Proxies
 from api.access.auth import Authenticator
 from api.access.shared_failures import ADDRESSES_AT_ONCE, SharedFailures
 from api.access.throttle import ADDRESSES_MAX, Throttle, address_of
@@ -56,7 +57,7 @@ class Door:
     async def knock(self, secret: str, peer: str = HOME) -> type[Exception] | None:
         """What comes of a call; None if it was let in."""
         try:
-            await self.authenticator.principal_of(secret, method=METHOD, peer=peer)
+            await self.authenticator.principal_of(secret, method=METHOD, origin=Proxies().origin(peer, ()))
         except (KeyInvalid, AuthenticationThrottled, StoreAway) as refusal:
             return type(refusal)
         return None
@@ -84,7 +85,7 @@ async def test_who_comes_when_it_was_told_is_looked_at(monkeypatch: pytest.Monke
     door = Door(monkeypatch, good=["new"])
     await door.exhaust()
     with pytest.raises(AuthenticationThrottled) as refused:
-        await door.authenticator.principal_of("new", method=METHOD, peer=HOME)
+        await door.authenticator.principal_of("new", method=METHOD, origin=Proxies().origin(HOME, ()))
 
     door.now += refused.value.retry_after_s
 

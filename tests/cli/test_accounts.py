@@ -23,7 +23,22 @@ from tests.cli.scripted_weir import QUOTA, REPORT
 
 def test_the_secret_of_a_key_is_alone_on_stdout_and_warned_about(weir: Run, server: ScriptedWeir) -> None:
     result = weir(
-        "key", "create", "laptop", "--org", "acme", "--project", "web", "--scope", "admin", "--model", "demo", "--expires-in", "30d"
+        *(
+            "key",
+            "create",
+            "laptop",
+            "--org",
+            "acme",
+            "--project",
+            "web",
+            "--scope",
+            "admin",
+            "--model",
+            "demo",
+            "--expires-in",
+            "30d",
+        ),
+        *("--network", "203.0.113.0/24", "--network", "2001:db8::/32", "--max-input-tokens", "8000", "--max-output-tokens", "100"),
     )
 
     assert result.stdout == "weir_ab12cd_topsecret\n"
@@ -31,6 +46,8 @@ def test_the_secret_of_a_key_is_alone_on_stdout_and_warned_about(weir: Run, serv
     request = server.accounts.requests[0]
     assert (request.organization, request.project, list(request.scopes)) == ("acme", "web", ["admin"])
     assert list(request.models) == ["demo"]
+    assert list(request.allowed_networks) == ["203.0.113.0/24", "2001:db8::/32"]
+    assert (request.max_input_tokens, request.max_output_tokens) == (8000, 100)
     assert request.lifetime.seconds == 30 * 86_400
     assert server.accounts.keys == ["Bearer weir_admin"]
 

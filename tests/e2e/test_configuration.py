@@ -72,6 +72,7 @@ def team(name: str, **fields: Any) -> dict[str, Any]:
             "models": [MODEL],
             "expire_time": NEXT_YEAR,
             "max_input_tokens": 900,
+            "allowed_networks": ["203.0.113.7"],  # as people write one address
         },
     ]
     weighted = {"dimension": "QUOTA_DIMENSION_TOKENS_PER_DAY", "model": MODEL, "limit_value": 500, "output_weight_milli": 2500}
@@ -158,7 +159,13 @@ async def test_changes_are_told_with_what_was_and_what_will_be(admin: Admin) -> 
     wanted["quotas"][0]["limit_value"] = 2000
     search = wanted["projects"][0]
     search["quotas"][0] |= {"output_weight_milli": 1000, "raised_limit_value": 900}
-    search["keys"][1] |= {"scopes": ["inference"], "models": [], "max_input_tokens": 0, "max_output_tokens": 50}
+    search["keys"][1] |= {
+        "scopes": ["inference"],
+        "models": [],
+        "max_input_tokens": 0,
+        "max_output_tokens": 50,
+        "allowed_networks": [],
+    }
     del search["keys"][1]["expire_time"]
 
     changed = await admin.apply(wanted)
@@ -171,6 +178,7 @@ async def test_changes_are_told_with_what_was_and_what_will_be(admin: Admin) -> 
             {
                 "scopes": (["billing", "inference"], ["inference"]),
                 "models": ([MODEL], []),
+                "allowed_networks": (["203.0.113.7/32"], []),
                 "max_input_tokens": (900, None),
                 "max_output_tokens": (None, 50),
                 "expire_time": (NEXT_YEAR, None),
@@ -204,6 +212,7 @@ async def test_only_what_a_list_that_is_pruned_does_not_name_is_removed(service:
         "scopes": ["billing", "inference"],
         "models": [MODEL],
         "max_input_tokens": 900,
+        "allowed_networks": ["203.0.113.7"],
         "expire_time": NEXT_YEAR,
         "prune_quotas": True,
     }
@@ -233,7 +242,8 @@ async def test_every_mistake_is_told_with_its_place_and_nothing_is_changed(admin
     before = admin.audit_count()
     wrong = team(name)
     wrong["projects"][0]["keys"][0] |= {"scopes": ["root"], "models": ["larg"]}
-    wrong["projects"][0]["keys"][1] |= {"max_output_tokens": -1}
+    wrong["projects"][0]["keys"][1] |= {"max_output_tokens": -1, "allowed_networks": []}
+    wrong["projects"][0]["keys"].append({"name": "away", "allowed_networks": ["10.0.0.1/8"]})
     wrong["projects"][0]["keys"].append({"name": "nightly"})
     wrong["projects"][0]["quotas"] += [
         {"dimension": "QUOTA_DIMENSION_TOKENS_PER_DAY", "model": "nothing", "limit_value": 1},
@@ -251,7 +261,8 @@ async def test_every_mistake_is_told_with_its_place_and_nothing_is_changed(admin
         "organizations[0].projects[0].keys[0].scopes",
         "organizations[0].projects[0].keys[0].models",
         "organizations[0].projects[0].keys[1].max_output_tokens",
-        "organizations[0].projects[0].keys[2].name",
+        "organizations[0].projects[0].keys[2].allowed_networks",
+        "organizations[0].projects[0].keys[3].name",
         "organizations[0].projects[0].quotas[1].model",
         "organizations[0].projects[0].quotas[2].limit_value",
         "organizations[0].projects[0].quotas[3].raised_limit_value",

@@ -115,6 +115,7 @@ class ApiKey(_message.Message):
     USE_KNOWN_SINCE_TIME_FIELD_NUMBER: _builtins.int
     MAX_INPUT_TOKENS_FIELD_NUMBER: _builtins.int
     MAX_OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
+    ALLOWED_NETWORKS_FIELD_NUMBER: _builtins.int
     api_key_id: _builtins.str
     """Server-minted UUID."""
     project_id: _builtins.str
@@ -167,6 +168,12 @@ class ApiKey(_message.Message):
     def use_known_since_time(self) -> _timestamp_pb2.Timestamp:
         """Since when its uses are noted: `create_time`, but for keys that are older than the server's noting of uses."""
 
+    @_builtins.property
+    def allowed_networks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Networks that it may be used from, as "203.0.113.0/24" or "2001:db8::/32". Empty: everywhere. A call from another address gets
+        PERMISSION_DENIED with the reason ADDRESS_NOT_ALLOWED, and so does what runs from there when they are narrowed.
+        """
+
     def __init__(
         self,
         *,
@@ -185,10 +192,11 @@ class ApiKey(_message.Message):
         use_known_since_time: _timestamp_pb2.Timestamp | None = ...,
         max_input_tokens: _builtins.int = ...,
         max_output_tokens: _builtins.int = ...,
+        allowed_networks: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "expire_time", b"expire_time", "last_use_time", b"last_use_time", "overlap_end_time", b"overlap_end_time", "revoke_time", b"revoke_time", "use_known_since_time", b"use_known_since_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["api_key_id", b"api_key_id", "create_time", b"create_time", "expire_time", b"expire_time", "last_use_time", b"last_use_time", "max_input_tokens", b"max_input_tokens", "max_output_tokens", b"max_output_tokens", "models", b"models", "name", b"name", "organization_id", b"organization_id", "overlap_end_time", b"overlap_end_time", "prefix", b"prefix", "project_id", b"project_id", "revoke_time", b"revoke_time", "scopes", b"scopes", "use_known_since_time", b"use_known_since_time"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["allowed_networks", b"allowed_networks", "api_key_id", b"api_key_id", "create_time", b"create_time", "expire_time", b"expire_time", "last_use_time", b"last_use_time", "max_input_tokens", b"max_input_tokens", "max_output_tokens", b"max_output_tokens", "models", b"models", "name", b"name", "organization_id", b"organization_id", "overlap_end_time", b"overlap_end_time", "prefix", b"prefix", "project_id", b"project_id", "revoke_time", b"revoke_time", "scopes", b"scopes", "use_known_since_time", b"use_known_since_time"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -421,6 +429,7 @@ class CreateApiKeyRequest(_message.Message):
     MODELS_FIELD_NUMBER: _builtins.int
     MAX_INPUT_TOKENS_FIELD_NUMBER: _builtins.int
     MAX_OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
+    ALLOWED_NETWORKS_FIELD_NUMBER: _builtins.int
     organization: _builtins.str
     """Name or id of the organization. Unknown: NOT_FOUND."""
     project: _builtins.str
@@ -447,6 +456,10 @@ class CreateApiKeyRequest(_message.Message):
     def models(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """See `ApiKey.models`. Unknown: NOT_FOUND. A call for another model gets PERMISSION_DENIED."""
 
+    @_builtins.property
+    def allowed_networks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """See `ApiKey.allowed_networks`: at most 100 networks, or addresses."""
+
     def __init__(
         self,
         *,
@@ -460,10 +473,11 @@ class CreateApiKeyRequest(_message.Message):
         models: _abc.Iterable[_builtins.str] | None = ...,
         max_input_tokens: _builtins.int = ...,
         max_output_tokens: _builtins.int = ...,
+        allowed_networks: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["lifetime", b"lifetime"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["allow_existing", b"allow_existing", "lifetime", b"lifetime", "max_input_tokens", b"max_input_tokens", "max_output_tokens", b"max_output_tokens", "models", b"models", "name", b"name", "organization", b"organization", "project", b"project", "request_id", b"request_id", "scopes", b"scopes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["allow_existing", b"allow_existing", "allowed_networks", b"allowed_networks", "lifetime", b"lifetime", "max_input_tokens", b"max_input_tokens", "max_output_tokens", b"max_output_tokens", "models", b"models", "name", b"name", "organization", b"organization", "project", b"project", "request_id", b"request_id", "scopes", b"scopes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -582,6 +596,8 @@ class UpdateApiKeyRequest(_message.Message):
     ALL_MODELS_FIELD_NUMBER: _builtins.int
     MAX_INPUT_TOKENS_FIELD_NUMBER: _builtins.int
     MAX_OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
+    ALLOWED_NETWORKS_FIELD_NUMBER: _builtins.int
+    ALL_NETWORKS_FIELD_NUMBER: _builtins.int
     api_key: _builtins.str
     """Its id, or its prefix as shown. Unknown: NOT_FOUND."""
     name: _builtins.str
@@ -594,6 +610,8 @@ class UpdateApiKeyRequest(_message.Message):
     """New limit, see `CreateApiKeyRequest.max_input_tokens`; 0: none. What runs goes on under the limit that it began with."""
     max_output_tokens: _builtins.int
     """New limit, see `CreateApiKeyRequest.max_output_tokens`; 0: none. What runs goes on under the limit that it began with."""
+    all_networks: _builtins.bool
+    """Let it be used from everywhere. With `allowed_networks`: INVALID_ARGUMENT."""
     @_builtins.property
     def scopes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """New scopes. Empty: they stay."""
@@ -605,6 +623,12 @@ class UpdateApiKeyRequest(_message.Message):
     @_builtins.property
     def models(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """New models. Empty: they stay. See `CreateApiKeyRequest.models`."""
+
+    @_builtins.property
+    def allowed_networks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """New networks. Empty: they stay. What runs from outside of them ends as `failed` with the reason ADDRESS_NOT_ALLOWED and its final
+        usage, in every process. INVALID_ARGUMENT if this call is made with the key from outside of them.
+        """
 
     def __init__(
         self,
@@ -618,10 +642,12 @@ class UpdateApiKeyRequest(_message.Message):
         all_models: _builtins.bool = ...,
         max_input_tokens: _builtins.int | None = ...,
         max_output_tokens: _builtins.int | None = ...,
+        allowed_networks: _abc.Iterable[_builtins.str] | None = ...,
+        all_networks: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_input_tokens", b"_max_input_tokens", "_max_output_tokens", b"_max_output_tokens", "_name", b"_name", "expire_time", b"expire_time", "max_input_tokens", b"max_input_tokens", "max_output_tokens", b"max_output_tokens", "name", b"name"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_input_tokens", b"_max_input_tokens", "_max_output_tokens", b"_max_output_tokens", "_name", b"_name", "all_models", b"all_models", "api_key", b"api_key", "expire_time", b"expire_time", "max_input_tokens", b"max_input_tokens", "max_output_tokens", b"max_output_tokens", "models", b"models", "name", b"name", "never_expires", b"never_expires", "scopes", b"scopes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_input_tokens", b"_max_input_tokens", "_max_output_tokens", b"_max_output_tokens", "_name", b"_name", "all_models", b"all_models", "all_networks", b"all_networks", "allowed_networks", b"allowed_networks", "api_key", b"api_key", "expire_time", b"expire_time", "max_input_tokens", b"max_input_tokens", "max_output_tokens", b"max_output_tokens", "models", b"models", "name", b"name", "never_expires", b"never_expires", "scopes", b"scopes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_input_tokens: _TypeAlias = _typing.Literal["max_input_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_input_tokens: _TypeAlias = _typing.Literal["_max_input_tokens", b"_max_input_tokens"]  # noqa: Y015

@@ -150,6 +150,7 @@ class ApiKeyConfiguration(_message.Message):
     MODELS_FIELD_NUMBER: _builtins.int
     MAX_INPUT_TOKENS_FIELD_NUMBER: _builtins.int
     MAX_OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
+    ALLOWED_NETWORKS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """See `CreateApiKeyRequest.name`."""
     prefix: _builtins.str
@@ -176,6 +177,10 @@ class ApiKeyConfiguration(_message.Message):
     def models(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """See `ApiKey.models`. Empty: every model."""
 
+    @_builtins.property
+    def allowed_networks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """See `ApiKey.allowed_networks`. Empty: everywhere."""
+
     def __init__(
         self,
         *,
@@ -188,10 +193,11 @@ class ApiKeyConfiguration(_message.Message):
         models: _abc.Iterable[_builtins.str] | None = ...,
         max_input_tokens: _builtins.int = ...,
         max_output_tokens: _builtins.int = ...,
+        allowed_networks: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["expire_time", b"expire_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["expire_time", b"expire_time", "max_input_tokens", b"max_input_tokens", "max_output_tokens", b"max_output_tokens", "models", b"models", "name", b"name", "prefix", b"prefix", "prune_quotas", b"prune_quotas", "quotas", b"quotas", "scopes", b"scopes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["allowed_networks", b"allowed_networks", "expire_time", b"expire_time", "max_input_tokens", b"max_input_tokens", "max_output_tokens", b"max_output_tokens", "models", b"models", "name", b"name", "prefix", b"prefix", "prune_quotas", b"prune_quotas", "quotas", b"quotas", "scopes", b"scopes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1907,6 +1907,7 @@ class KeyRestrictions(_message.Message):
     MAX_INPUT_TOKENS_FIELD_NUMBER: _builtins.int
     MAX_OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
     SECRET_EXPIRE_TIME_FIELD_NUMBER: _builtins.int
+    ALLOWED_NETWORKS_FIELD_NUMBER: _builtins.int
     prefix: _builtins.str
     """The first characters of the key."""
     max_input_tokens: _builtins.int
@@ -1925,6 +1926,10 @@ class KeyRestrictions(_message.Message):
     def secret_expire_time(self) -> _timestamp_pb2.Timestamp:
         """When the secret that the call came with stops working. Unset: never."""
 
+    @_builtins.property
+    def allowed_networks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Networks that it may be used from. Empty: everywhere."""
+
     def __init__(
         self,
         *,
@@ -1934,10 +1939,11 @@ class KeyRestrictions(_message.Message):
         max_input_tokens: _builtins.int = ...,
         max_output_tokens: _builtins.int = ...,
         secret_expire_time: _timestamp_pb2.Timestamp | None = ...,
+        allowed_networks: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["secret_expire_time", b"secret_expire_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_input_tokens", b"max_input_tokens", "max_output_tokens", b"max_output_tokens", "models", b"models", "prefix", b"prefix", "scopes", b"scopes", "secret_expire_time", b"secret_expire_time"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["allowed_networks", b"allowed_networks", "max_input_tokens", b"max_input_tokens", "max_output_tokens", b"max_output_tokens", "models", b"models", "prefix", b"prefix", "scopes", b"scopes", "secret_expire_time", b"secret_expire_time"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -55,6 +55,7 @@ class ApiKey:
     revoke_time: datetime | None  # None: it is not revoked
     overlap_end_time: datetime | None = None  # until when a replaced secret works too; None: only one works
     models: tuple[str, ...] = ()  # that it may use; empty: every one
+    allowed_networks: tuple[str, ...] = ()  # that it may be used from; empty: everywhere
     max_input_tokens: int | None = None  # of one request; None: as many as the model takes
     max_output_tokens: int | None = None  # of one request, all its choices together
     last_use_time: datetime | None = None  # to some two minutes; None: not since `use_known_since_time`

@@ -67,6 +67,7 @@ class AsyncAdminClient(AsyncTermCalls):
         *,
         scopes: Sequence[str] = ("inference",),
         models: Sequence[str] = (),
+        allowed_networks: Sequence[str] = (),
         max_input_tokens: int | None = None,
         max_output_tokens: int | None = None,
         lifetime: timedelta | None = None,
@@ -75,7 +76,8 @@ class AsyncAdminClient(AsyncTermCalls):
     ) -> CreatedApiKey:
         """A new key; its secret is told here and never again. `lifetime` None: it works until it is revoked.
 
-        models: those that it may use, by name; none: every one. max_input_tokens, max_output_tokens: of one request.
+        models: those that it may use, by name; none: every one. allowed_networks: that it may be used from, as 203.0.113.0/24;
+        none: everywhere. max_input_tokens, max_output_tokens: of one request.
         allow_existing: or the working key of this name that is good for the same, without its secret. request_id: a UUID of your
         own; the same call with it again makes nothing new, and tells no secret.
         """
@@ -85,6 +87,7 @@ class AsyncAdminClient(AsyncTermCalls):
             name=name,
             scopes=scopes,
             models=models,
+            allowed_networks=allowed_networks,
             max_input_tokens=max_input_tokens or 0,
             max_output_tokens=max_output_tokens or 0,
             allow_existing=allow_existing,
@@ -115,6 +118,8 @@ class AsyncAdminClient(AsyncTermCalls):
         scopes: Sequence[str] = (),
         models: Sequence[str] = (),
         all_models: bool = False,
+        allowed_networks: Sequence[str] = (),
+        all_networks: bool = False,
         max_input_tokens: int | None = None,
         max_output_tokens: int | None = None,
         expire_time: datetime | None = None,
@@ -127,6 +132,8 @@ class AsyncAdminClient(AsyncTermCalls):
             scopes=scopes,
             models=models,
             all_models=all_models,
+            allowed_networks=allowed_networks,
+            all_networks=all_networks,
             max_input_tokens=max_input_tokens,
             max_output_tokens=max_output_tokens,
             never_expires=never_expires,

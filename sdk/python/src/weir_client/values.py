@@ -159,6 +159,7 @@ class KeyRestrictions:
     models: tuple[str, ...]  # that it may use; empty: every one
     max_input_tokens: int | None  # of one request; None: as many as the model takes
     max_output_tokens: int | None  # of one request, all choices together
+    allowed_networks: tuple[str, ...]  # that it may be used from; empty: everywhere
     secret_expire_time: datetime | None  # of the secret that the client has; None: it does not end
 
 

@@ -161,6 +161,7 @@ def restrictions(message: pb.KeyRestrictions) -> values.KeyRestrictions:
         models=tuple(message.models),
         max_input_tokens=message.max_input_tokens or None,
         max_output_tokens=message.max_output_tokens or None,
+        allowed_networks=tuple(message.allowed_networks),
         secret_expire_time=time_of(message.secret_expire_time) if message.HasField("secret_expire_time") else None,
     )
 

@@ -58,6 +58,7 @@ def api_key(message: admin_pb.ApiKey) -> accounts.ApiKey:
         revoke_time=time_of(message.revoke_time) if message.HasField("revoke_time") else None,
         overlap_end_time=time_of(message.overlap_end_time) if message.HasField("overlap_end_time") else None,
         models=tuple(message.models),
+        allowed_networks=tuple(message.allowed_networks),
         max_input_tokens=message.max_input_tokens or None,
         max_output_tokens=message.max_output_tokens or None,
         last_use_time=time_of(message.last_use_time) if message.HasField("last_use_time") else None,

@@ -1,0 +1,72 @@
+"""From where a call comes: the address of who has connected, or what a trusted proxy says of who has connected to it.
+
+What a client writes about itself is never believed: of `X-Forwarded-For` only the entries that trusted proxies have added count,
+which are those at its right end.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from urllib.parse import unquote
+
+from metering.tenants.networks import Address, Network, allows, parse_address
+
+FORWARDED_FOR = "x-forwarded-for"  # the header, and the metadata of gRPC, that proxies add to
+WITH_PORT = re.compile(r"\[(?P<six>[^\]]*)\](?::\d+)?|(?P<four>[^:]*):\d+")  # as some proxies write an address
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """From where a call comes. peer: as gRPC names it: `ipv4:192.0.2.1:4711`. address: None where none is known."""
+
+    peer: str
+    address: Address | None
+
+
+class Proxies:
+    """Those whose word on addresses is taken."""
+
+    def __init__(self, networks: Sequence[Network] = ()) -> None:
+        """networks: where they are; none: nobody is believed."""
+        self._networks = networks
+
+    def origin(self, peer: str, forwarded: Iterable[str]) -> Origin:
+        """forwarded: values of `X-Forwarded-For`, in order. The right-most entry that is no trusted proxy is who has called."""
+        seen = address_of_peer(peer)
+        if not self._is_trusted(seen):
+            return Origin(peer, seen)
+        for entry in reversed([entry.strip() for value in forwarded for entry in value.split(",")]):
+            if not entry:
+                continue
+            address = parse_entry(entry)
+            if address is None:
+                return Origin(peer, None)  # a trusted proxy does not know it either
+            seen = address
+            if not self._is_trusted(seen):
+                break
+        assert seen is not None, "what is trusted is known"
+        return Origin(named(seen), seen)
+
+    def _is_trusted(self, address: Address | None) -> bool:
+        return bool(self._networks) and allows(self._networks, address)
+
+
+def address_of_peer(peer: str) -> Address | None:
+    """The address of a peer as gRPC names it; None for a socket of this machine."""
+    kind, _, rest = peer.partition(":")
+    return parse_address(unquote(rest).rpartition(":")[0].strip("[]")) if kind in ("ipv4", "ipv6") else None
+
+
+def parse_entry(text: str) -> Address | None:
+    """An address as proxies write it: alone, or with its port."""
+    if (address := parse_address(text)) is not None:
+        return address
+    match = WITH_PORT.fullmatch(text)
+    return None if match is None else parse_address(match["six"] or match["four"] or "")
+
+
+def named(address: Address) -> str:
+    """An address as gRPC names a peer, of no port."""
+    return f"ipv4:{address}:0" if address.version == 4 else f"ipv6:[{address}]:0"

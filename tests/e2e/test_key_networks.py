@@ -1,0 +1,314 @@
+"""Keys that may be used from some networks alone: on every way in, in every process, and for what runs already."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import uuid
+from collections.abc import AsyncIterator, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import grpc
+import openai
+import pytest
+from grpc import StatusCode
+from weir.v1 import admin_service_pb2 as admin_pb
+from weir.v1 import admin_service_pb2_grpc as admin_pb_grpc
+from weir.v1 import inference_service_pb2 as pb
+from weir.v1 import inference_service_pb2_grpc as pb_grpc
+
+from api.streams.peers import VOUCHER, Peer, make_identity
+from metering.tenants.key_changes import update_api_key
+from metering.tenants.networks import parse_address
+from tests.conftest import new_database
+from tests.e2e.openai_clients import connect_async, says
+from tests.e2e.test_console import console_url
+from tests.scraped import scrape
+from tests.service import MODEL, PATIENCE_S, Refusal, Service, Tenant, bearer, refused, running, start, until
+
+INSIDE, OTHER_INSIDE, OUTSIDE = "203.0.113.5", "2001:db8::7", "198.51.100.9"
+NETWORKS = ["203.0.113.0/24", "2001:db8::/32"]
+KEPT: dict[str, Any] = {"keep_on_disconnect": {"seconds": 60}}
+NEVER_LOOKED_AT = 86_400.0  # so what open streams notice they notice by an order
+
+
+def behind_proxy(address: str) -> tuple[tuple[str, str], ...]:
+    """What a proxy on this machine adds for its client."""
+    return (("x-forwarded-for", address),)
+
+
+@pytest.fixture(scope="module")
+def pair(
+    tmp_path_factory: pytest.TempPathFactory, model: Path, postgres_server: str, template_database: str
+) -> Iterator[tuple[Service, Service]]:
+    """Two api processes on one database, behind a proxy on this machine."""
+    settings = {"trusted_proxies": "127.0.0.0/8", "stream_key_check_s": NEVER_LOOKED_AT, "key_use_interval_s": 0.1}
+    with new_database(postgres_server, template=template_database) as url:
+        here, there = (Service(tmp_path_factory.mktemp(name), url, model, **settings) for name in ("here", "there"))
+        with running(here), running(there):
+            yield here, there
+            assert (here.stop(), there.stop()) == (0, 0)
+        assert here.books.held_hold_count() == 0
+
+
+class Key:
+    """A key of a tenant, and an admin who changes it by one process."""
+
+    def __init__(self, tenant: Tenant, stub: Any, admin_secret: str) -> None:
+        self.tenant, self.secret, self.prefix = tenant, tenant.secret, tenant.key.prefix
+        self._stub, self._admin_secret = stub, admin_secret
+
+    async def call(self, name: str, /, **fields: Any) -> Any:
+        """A call of the admin."""
+        request = getattr(admin_pb, f"{name}Request")(**fields)
+        return await getattr(self._stub, name)(request, metadata=bearer(self._admin_secret))
+
+    async def limit(self, networks: Sequence[str] = (), **fields: Any) -> admin_pb.ApiKey:
+        """Let it be used from these alone."""
+        answer = await self.call("UpdateApiKey", api_key=self.prefix, allowed_networks=networks, **fields)
+        return answer.api_key  # type: ignore[no-any-return]
+
+
+@pytest.fixture
+async def key(pair: tuple[Service, Service]) -> AsyncIterator[Key]:
+    """A key without limits, changed by the first of the processes."""
+    here, _ = pair
+    tenant, admin = await here.tenant(), await here.tenant(scopes=("admin",))
+    async with here.channel() as channel:
+        yield Key(tenant, admin_pb_grpc.AdminServiceStub(channel), admin.secret)
+
+
+def is_outside(refusal: Refusal, address: str) -> bool:
+    """Whether it is what an address that is not allowed gets."""
+    told = refusal.code, refusal.reason, refusal.info.metadata["address"]
+    said = refusal.status.message
+    return told == (StatusCode.PERMISSION_DENIED, "ADDRESS_NOT_ALLOWED", address) and address in said and "203.0.113" not in said
+
+
+async def on_every_call(service: Service, secret: str, metadata: Sequence[tuple[str, str]]) -> list[Refusal]:
+    """What each kind of call over gRPC is refused with."""
+    who = (*bearer(secret), *metadata)
+    async with service.channel() as channel, service.stream(secret, metadata=metadata) as stream:
+        stub = pb_grpc.InferenceServiceStub(channel)
+        await until(lambda: stream.over, "the stream to be refused")
+        assert stream.error is not None
+        return [
+            Refusal.of(stream.error),
+            await refused(stub.Embed(pb.EmbedRequest(request_id=str(uuid.uuid4()), model=MODEL), metadata=who)),
+            await refused(stub.CountTokens(pb.CountTokensRequest(model=MODEL, text="a"), metadata=who)),
+            await refused(stub.Quote(pb.QuoteRequest(start=start().start), metadata=who)),
+            await refused(stub.ListModels(pb.ListModelsRequest(), metadata=who)),
+        ]
+
+
+async def test_a_key_is_refused_from_elsewhere_on_every_way_in_and_its_refusals_are_counted(
+    pair: tuple[Service, Service], key: Key
+) -> None:
+    _, there = pair
+    await key.limit(NETWORKS)
+    before = await scrape(there.metrics_url)
+
+    refusals = await on_every_call(there, key.secret, behind_proxy(OUTSIDE))
+    unforwarded = await on_every_call(there, key.secret, ())
+    wrong = await on_every_call(there, key.secret[:-1] + "~", behind_proxy(INSIDE))
+    headers = {"x-forwarded-for": OUTSIDE}
+    async with connect_async(there, key.secret, default_headers=headers) as client:
+        for attempt in (
+            client.chat.completions.create(model=MODEL, messages=says("a")),
+            client.embeddings.create(model=MODEL, input="a"),
+            client.models.retrieve(MODEL),
+        ):
+            with pytest.raises(openai.PermissionDeniedError) as door:
+                await attempt
+            assert (door.value.code, OUTSIDE in str(door.value)) == ("address_not_allowed", True)
+    after = await scrape(there.metrics_url)
+    billing = await there.new_key(key.tenant, "billing")
+    await key.call("UpdateApiKey", api_key=billing[0].prefix, allowed_networks=NETWORKS)
+    async with aiohttp.ClientSession() as http:
+        for address, status in ((OUTSIDE, 403), (INSIDE, 200), (f"{INSIDE}, {OUTSIDE}", 403)):
+            seen = {"authorization": f"Bearer {billing[1]}", "x-forwarded-for": address}
+            async with http.get(console_url(there, "api/session"), headers=seen) as session:
+                assert session.status == status
+            async with http.post(console_url(there, "api/BillingService/ListMonths"), headers=seen, json={}) as months:
+                assert months.status == status
+
+    assert all(is_outside(refusal, OUTSIDE) for refusal in refusals)
+    assert all(is_outside(refusal, "127.0.0.1") for refusal in unforwarded)
+    assert {(refusal.code, refusal.reason) for refusal in wrong} == {(StatusCode.UNAUTHENTICATED, "UNAUTHENTICATED")}
+    for address in (INSIDE, OTHER_INSIDE):
+        async with there.stream(key.secret, metadata=behind_proxy(address)) as stream:
+            await stream.finished(await stream.begin())
+    async with connect_async(there, key.secret, default_headers={"x-forwarded-for": INSIDE}) as client:
+        assert (await client.chat.completions.create(model=MODEL, messages=says("a"), max_tokens=3)).usage
+    for call, count in (("Generate", 2), ("Embed", 2), ("CountTokens", 2), ("http", 3)):
+        labels = {"call": call, "reason": "ADDRESS_NOT_ALLOWED"}
+        added = after.value("weir_failed_calls_total", **labels) - before.value("weir_failed_calls_total", **labels)
+        assert added == count, call
+    assert len(there.books.events(key.tenant)) == 3
+
+
+async def test_what_a_client_says_of_its_own_address_is_not_believed(
+    service: Service, pair: tuple[Service, Service], key: Key
+) -> None:
+    """Without a trusted proxy nothing is; behind one, only what that has added."""
+    direct = await service.tenant()
+    async with service.session() as session:
+        await update_api_key(session, api_key=direct.key.prefix, allowed_networks=NETWORKS, actor="test")
+    await key.limit(NETWORKS)
+    _, there = pair
+
+    spoofed = await on_every_call(service, direct.secret, behind_proxy(INSIDE))
+    added = await on_every_call(there, key.secret, behind_proxy(f"{INSIDE}, {OUTSIDE}"))
+    twice = await on_every_call(there, key.secret, (*behind_proxy(INSIDE), *behind_proxy(OUTSIDE)))
+    unknown = await on_every_call(there, key.secret, behind_proxy(f"{INSIDE}, unknown"))
+    async with connect_async(service, direct.secret, default_headers={"x-forwarded-for": INSIDE}) as client:
+        with pytest.raises(openai.PermissionDeniedError, match=r"127\.0\.0\.1"):
+            await client.chat.completions.create(model=MODEL, messages=says("a"))
+
+    assert all(is_outside(refusal, "127.0.0.1") for refusal in spoofed)
+    assert all(is_outside(refusal, OUTSIDE) for refusal in (*added, *twice))
+    assert all(is_outside(refusal, "an unknown address") for refusal in unknown)
+    async with there.stream(key.secret, metadata=behind_proxy(f"{OUTSIDE}, {INSIDE}, 127.0.0.7")) as stream:
+        await stream.finished(await stream.begin())
+
+
+async def test_narrowing_ends_what_runs_outside_in_every_process_and_leaves_the_rest(
+    pair: tuple[Service, Service], key: Key
+) -> None:
+    """The key is good in the other process when it is narrowed, and its streams are not looked at for a day."""
+    _, there = pair
+    outside, inside = behind_proxy(OUTSIDE), behind_proxy(INSIDE)
+    async with (
+        there.stream(key.secret, metadata=outside) as out,
+        there.stream(key.secret, metadata=inside) as within,
+        connect_async(there, key.secret, default_headers=dict(outside)) as client,
+    ):
+        long, kept = (
+            await out.begin(max_output_tokens=4000),
+            await out.begin(max_output_tokens=4000, **KEPT),
+        )
+        goes_on = await within.begin(max_output_tokens=400, initial_credit_tokens=5)
+        for stream, request_id in ((out, long), (out, kept), (within, goes_on)):
+            await stream.received(request_id, 1)
+        chunks = await client.chat.completions.create(model=MODEL, messages=says("a"), stream=True, extra_body={"ignore_eos": True})
+        chat = aiter(chunks)
+        await anext(chat)
+
+        await key.limit(NETWORKS)
+        ends = [await out.failed(long), await out.failed(kept)]
+        with pytest.raises(openai.APIError, match="may not be used from"):
+            async for _ in chat:
+                pass
+        later = await out.failed(await out.begin())
+        await out.send(pb.ClientFrame(request_id=goes_on, attach=pb.AttachFrame()))
+        attached = await out.failed(goes_on)
+        await within.send(pb.ClientFrame(request_id=goes_on, credit=pb.CreditFrame(token_count=1000)))
+        end = await within.finished(goes_on)
+        await key.limit(all_networks=True)
+        async with asyncio.timeout(PATIENCE_S):
+            while (await out.end(await out.begin(max_output_tokens=1))).WhichOneof("kind") == "failed":
+                pass
+
+    assert all(is_outside(refusal, OUTSIDE) for refusal in (*ends, later, attached))
+    assert all(refusal.frame is not None and refusal.frame.usage.delivered_token_count > 0 for refusal in ends)
+    assert end.usage.delivered_token_count == 400
+    outcomes = sorted(event["outcome"] for event in there.books.events(key.tenant))
+    assert outcomes.count("cancelled") == 3
+
+
+async def test_a_request_that_waits_for_its_body_is_not_let_in_with_a_key_that_was_narrowed(
+    pair: tuple[Service, Service], key: Key
+) -> None:
+    """Its key was good when its head came."""
+    _, there = pair
+    host, port = there.openai_url.removeprefix("http://").removesuffix("/v1").rsplit(":", 1)
+    reader, writer = await asyncio.open_connection(host, int(port))
+    body = json.dumps({"model": MODEL, "messages": [{"role": "user", "content": "a"}], "max_tokens": 3}).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: a\r\nauthorization: Bearer {key.secret}\r\ncontent-length: {len(body)}\r\n"
+    writer.write(f"{head}x-forwarded-for: {OUTSIDE}\r\nexpect: 100-continue\r\n\r\n".encode())
+    assert b"100 Continue" in await reader.readuntil(b"\r\n\r\n")
+
+    async with there.stream(key.secret, metadata=behind_proxy(OUTSIDE)) as stream:
+        await stream.received(await stream.begin(max_output_tokens=4000), 1)
+        await key.limit(NETWORKS)
+        await until(lambda: any(stream.ends(each) for each in stream.frames), "the order to have come")
+    writer.write(body)
+    answer = await reader.readuntil(b"\r\n\r\n")
+    writer.close()
+
+    assert answer.startswith(b"HTTP/1.1 403")
+
+
+async def test_a_request_that_runs_elsewhere_is_received_from_inside_alone(pair: tuple[Service, Service], key: Key) -> None:
+    """The process in between says from where its client comes; nobody else is believed at that door."""
+    here, there = pair
+    await key.limit(NETWORKS)
+    inside = behind_proxy(INSIDE)
+    async with there.stream(key.secret, metadata=inside) as first, here.stream(key.secret, metadata=inside) as second:
+        request_id = await first.begin(max_output_tokens=300, **KEPT, initial_credit_tokens=5)
+        await first.received(request_id, 1)
+        await second.send(pb.ClientFrame(request_id=request_id, attach=pb.AttachFrame()))
+        await second.send(pb.ClientFrame(request_id=request_id, credit=pb.CreditFrame(token_count=1000)))
+        received = await second.finished(request_id)
+    [row] = there.books.rows(
+        "SELECT peer_address, peer_certificate FROM live_reports r JOIN holds h USING (owner_id) WHERE request_id = %s", request_id
+    )
+    stranger = make_identity(uuid.uuid4())
+    address = parse_address(INSIDE)
+    assert address is not None
+    refusals = []
+    for forged in ((), inside, ((VOUCHER, stranger.vouch(key.secret, address)),), ((VOUCHER, "nonsense"),)):
+        async with Peer(row["peer_address"], row["peer_certificate"]).channel() as channel:
+            call = pb_grpc.InferenceServiceStub(channel).Generate(metadata=(*bearer(key.secret), *forged))
+            try:
+                await call.read()
+            except grpc.aio.AioRpcError as error:
+                refusals.append(Refusal.of(error))
+
+    assert received.usage.delivered_token_count == 300
+    assert [is_outside(refusal, "an unknown address") for refusal in refusals] == [True] * 4
+
+
+async def test_networks_are_set_told_kept_by_a_rotation_and_cannot_shut_out_who_sets_them(
+    pair: tuple[Service, Service], key: Key
+) -> None:
+    _, there = pair
+    limited = await key.limit(["203.0.113.7", *NETWORKS, "203.0.113.7/32"])
+    rotated = await key.call("RotateApiKey", api_key=key.prefix)
+    created = await key.call("CreateApiKey", organization=key.tenant.name, project="main", name="bot", allowed_networks=NETWORKS)
+    standing = {"organization": key.tenant.name, "project": "main", "name": "bot", "allow_existing": True}
+    other = await refused(key.call("CreateApiKey", **standing))
+    wrong = await refused(key.limit(["10.0.0.1/8"]))
+    both = await refused(key.limit(NETWORKS, all_networks=True))
+    own = key._admin_secret[:11]
+    shut_out = await refused(key.call("UpdateApiKey", api_key=own, allowed_networks=NETWORKS))
+    async with there.channel() as channel:
+        stub = pb_grpc.InferenceServiceStub(channel)
+        kept = await refused(stub.GetQuota(pb.GetQuotaRequest(), metadata=(*bearer(rotated.secret), *behind_proxy(OUTSIDE))))
+        told = await stub.GetQuota(pb.GetQuotaRequest(), metadata=(*bearer(rotated.secret), *behind_proxy(INSIDE)))
+
+    async def is_noted() -> bool:
+        [found] = (await key.call("ListApiKeys", api_key=key.prefix)).api_keys
+        return bool(found.HasField("last_use_time"))
+
+    async with asyncio.timeout(PATIENCE_S):
+        while not await is_noted():
+            pass
+    [unused] = (await key.call("ListApiKeys", api_key=created.api_key.prefix)).api_keys
+    entries = (await key.call("ListAuditEntries", subject=key.prefix, action_prefix="api_key.update")).entries
+
+    assert (
+        list(limited.allowed_networks)
+        == list(rotated.api_key.allowed_networks)
+        == ["2001:db8::/32", "203.0.113.0/24", "203.0.113.7/32"]
+    )
+    assert is_outside(kept, OUTSIDE)
+    assert list(told.restrictions.allowed_networks) == list(limited.allowed_networks)
+    assert (other.code, wrong.fields, both.fields) == (StatusCode.ALREADY_EXISTS, ["allowed_networks"], ["all_networks"])
+    assert (shut_out.code, shut_out.fields) == (StatusCode.INVALID_ARGUMENT, ["allowed_networks"])
+    assert "127.0.0.1" in shut_out.status.message
+    assert not unused.HasField("last_use_time")
+    assert json.loads(entries[0].before_json)["allowed_networks"] == []
+    assert json.loads(entries[0].after_json)["allowed_networks"] == list(limited.allowed_networks)
