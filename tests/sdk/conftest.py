@@ -65,7 +65,8 @@ def tight_process(tmp_path_factory: pytest.TempPathFactory, service: Service) ->
     home = tmp_path_factory.mktemp("tight")
     (home / "journal").symlink_to(service.home / "journal")
     model = service.settings.models[MODEL]
-    with running(Service(home, service.database_url, model, keep_max_s=TIGHT_KEEP_S, kept_bytes_per_request_max=100_000)) as tight:
+    bounds = {"keep_max_s": TIGHT_KEEP_S, "kept_bytes_per_request_max": 100_000, "outbox_tokens_per_request_max": 500}
+    with running(Service(home, service.database_url, model, **bounds)) as tight:
         yield tight
 
 

@@ -7,7 +7,8 @@ import contextlib
 
 import pytest
 from weir.v1 import types_pb2
-from weir_client import AsyncClient, DeadlineExceeded, FinishReason, IncompleteGeneration, exchange
+from weir_client import AsyncClient, AsyncGeneration, DeadlineExceeded, FinishReason, IncompleteGeneration, exchange
+from weir_client.exchange import CANCEL_GRACE_S
 
 from tests.sdk import scripted
 from tests.sdk.scripted import ScriptedInference, ServerStream
@@ -202,3 +203,59 @@ async def test_a_closed_client_says_so() -> None:
             await client.__aenter__()
     with pytest.raises(RuntimeError, match="not open"):
         await client.list_models()
+
+
+async def test_closing_can_be_cancelled(no_tasks_left: None) -> None:
+    """A server that never confirms keeps nobody who has no time: what runs is given up, and the task ends as cancelled."""
+    begun, leaving = asyncio.Event(), asyncio.Event()
+
+    async def use(address: str) -> None:
+        async with AsyncClient(address, "key") as client:
+            client.generate("demo", "Hi").start()
+            await begun.wait()
+            leaving.set()
+
+    async def script(stream: ServerStream) -> None:
+        await stream.read_start()
+        begun.set()
+        await stream.read_cancel()
+        await stream.read()  # for ever, as far as this client is asked
+
+    async with scripted.serve(ScriptedInference(script)) as address:
+        task = asyncio.create_task(use(address))
+        await leaving.wait()
+        await asyncio.sleep(0)
+        task.cancel()
+        ended = await asyncio.wait([task], timeout=CANCEL_GRACE_S * 5)
+
+    assert (task.cancelled(), len(ended[1])) == (True, 0)
+
+
+async def test_two_that_read_one_generation_get_each_delta_once() -> None:
+    """And both see the end; what is refused at first is asked for once more, and not by each of them."""
+    texts, is_read = [str(number) for number in range(50)], asyncio.Event()
+
+    async def read(generation: AsyncGeneration) -> list[str]:
+        read = []
+        async for delta in generation:
+            is_read.set()
+            read.append(delta.text)
+        return read
+
+    async def script(stream: ServerStream) -> None:
+        refusal = scripted.status("UNAVAILABLE", "not now", "OVERLOADED", retry_after_s=0.01)
+        await stream.send(scripted.failed((await stream.read_start()).request_id, refusal))
+        start = await stream.read_start()
+        for seq, text in enumerate(texts, 1):
+            await stream.send(scripted.delta(start.request_id, seq, text))
+            await is_read.wait()
+        await stream.send(scripted.finished(start.request_id, len(texts)))
+        await stream.read_to_end()
+
+    async with scripted.serve(ScriptedInference(script)) as address, AsyncClient(address, "key") as client:
+        generation = client.generate("demo", "Hi")
+        one, other = await asyncio.gather(read(generation), read(generation))
+        result = generation.result
+
+    assert sorted(one + other, key=int) == texts
+    assert result.text == "".join(texts)

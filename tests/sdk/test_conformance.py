@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import re
 import uuid
@@ -20,6 +21,7 @@ from weir_client import (
     Aborted,
     AlreadyExists,
     AsyncClient,
+    Cancelled,
     DeadlineExceeded,
     Delta,
     FailedPrecondition,
@@ -45,6 +47,7 @@ from metering.models import QuotaDimension
 from tests.inference.encoder_checkpoints import DIMENSION
 from tests.sdk import scripted
 from tests.sdk.conftest import EMBEDDING_PICOS, ENCODER, TIGHT_KEEP_S, TOOL_MODEL
+from tests.sdk.scripted import ScriptedInference, ServerStream
 from tests.sdk.tcp_door import TcpDoor
 from tests.service import CACHED_PICOS, INPUT_PICOS, MODEL, OUTPUT_PICOS, POLL_S, Service, Tenant
 
@@ -198,7 +201,7 @@ WRONG_OPTIONS: dict[str, object] = {
 
 
 async def test_refuses_what_it_does_not_know(service: Service) -> None:
-    server = scripted.ScriptedInference(lambda stream: scripted.answer(stream, "a"))
+    server = ScriptedInference(lambda stream: scripted.answer(stream, "a"))
     async with scripted.serve(server) as address, AsyncClient(address, "key") as client:
         for name, value in WRONG_OPTIONS.items():
             prompt = None if name == "text" else "Hi"
@@ -330,12 +333,32 @@ async def test_makes_a_dropped_call_again() -> None:
         await stream.read_start()
         await scripted.abort(stream.context, dropped, with_details=False)
 
-    server = scripted.ScriptedInference(drop, lambda stream: scripted.answer(stream, "Hel", "lo"))
+    server = ScriptedInference(drop, lambda stream: scripted.answer(stream, "Hel", "lo"))
     server.refusals.append((dropped, False))
     async with scripted.serve(server) as address, AsyncClient(address, "key") as client:
         assert (await client.complete(MODEL, token_ids=PROMPT)).text == "Hello"
         assert await client.list_models() == []
     assert (len(server.streams), len(server.requests)) == (2, 2)
+
+
+async def test_stops_waiting_at_close() -> None:
+    hours, asked = 3600.0, asyncio.Event()
+
+    async def refuse(stream: ServerStream) -> None:
+        start = await stream.read_start()
+        refusal = scripted.status("UNAVAILABLE", "not now", "OVERLOADED", retry_after_s=hours)
+        await stream.send(scripted.failed(start.request_id, refusal))
+        asked.set()
+        await stream.read_to_end()
+
+    async with scripted.serve(ScriptedInference(refuse)) as address:
+        async with AsyncClient(address, "key", retry_wait_max_s=2 * hours) as client:
+            waiting = asyncio.create_task(client.complete(MODEL, "Hi", timeout=2 * hours))
+            await asked.wait()
+        with pytest.raises(Cancelled):
+            await waiting
+        with pytest.raises(RuntimeError, match="not open"):
+            await client.list_models()
 
 
 async def test_says_that_nobody_answers() -> None:
@@ -631,6 +654,24 @@ async def test_takes_nothing_behind_its_cancel(client: AsyncClient) -> None:
         assert (result.usage.delivered_token_count > 200) is (keep_s is not None)
 
 
+async def test_ends_a_stalled_reader(service: Service, tight: Service) -> None:
+    async with AsyncClient(tight.address, (await service.tenant()).secret) as client:
+        asked = client.generate(
+            MODEL, token_ids=PROMPT, max_output_tokens=2000, ignore_eos=True, prefetch_tokens=8, keep_on_disconnect=None
+        )
+        asked.start()
+        while True:  # meanwhile nothing is read
+            with contextlib.suppress(NotFound):
+                if await settled(client, asked.request_id) == "SLOW_CONSUMER":
+                    break
+            await asyncio.sleep(POLL_S)
+        deltas = [delta async for delta in asked]
+    result = asked.result
+    assert result.finish_reason is FinishReason.SLOW_CONSUMER
+    assert result.usage.delivered_token_count == result.usage.billed_token_count == len(result.token_ids) == 8
+    assert tuple(token for delta in deltas for token in delta.token_ids) == result.token_ids
+
+
 async def test_embeds(client: AsyncClient) -> None:
     quote = await client.quote_embed(ENCODER, ["the garden", [10, 11, 12]])
     result = await client.embed(ENCODER, ["the garden", [10, 11, 12]])
@@ -647,7 +688,7 @@ async def test_embeds(client: AsyncClient) -> None:
 
 
 async def test_offers_every_field() -> None:
-    server = scripted.ScriptedInference(lambda stream: scripted.answer(stream, "a"))
+    server = ScriptedInference(lambda stream: scripted.answer(stream, "a"))
     every = GenerateOptions(
         max_output_tokens=5,
         max_cost=Money("USD", 1),

@@ -6,9 +6,12 @@ import asyncio
 import inspect
 import os
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import pytest
 from weir.v1 import types_pb2
@@ -20,6 +23,7 @@ from weir_client import (
     AsyncGeneration,
     AsyncReceiptClient,
     BillingClient,
+    Cancelled,
     Client,
     DeadlineExceeded,
     Delta,
@@ -33,6 +37,7 @@ from weir_client import (
 
 from tests.sdk import scripted
 from tests.sdk.scripted import ScriptedInference, ServerStream
+from tests.service import PATIENCE_S
 
 
 async def echo(stream: ServerStream) -> None:
@@ -178,6 +183,50 @@ def test_closing_ends_the_thread(address: str) -> None:
         assert threading.active_count() > before
 
     assert threading.active_count() == before
+
+
+def test_a_call_of_another_thread_is_cancelled_by_closing(address: str) -> None:
+    """Whether it runs, waits to be made again, or comes when the loop has stopped already: none waits for ever."""
+    client = Client("127.0.0.1:1", "key", max_retries=100, retry_wait_max_s=3600)
+    client.__enter__()
+    entered = threading.Event()
+
+    async def stuck() -> None:
+        entered.set()
+        await asyncio.Event().wait()
+
+    with ThreadPoolExecutor(3) as threads:
+        calls: list[Future[Any]] = [threads.submit(client.list_models, timeout=3600), threads.submit(client._thread.run, stuck)]
+        entered.wait()
+        late: Future[object] = Future()  # as one that the loop has not seen any more
+        client._thread._calls.add(late)
+        client.__exit__(None, None, None)
+        ends = [call.exception() for call in calls]
+
+    assert [type(end) for end in ends] == [Cancelled, Cancelled]
+    assert late.cancelled()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork on this system")
+def test_a_client_that_was_opened_before_a_fork_says_so(address: str) -> None:
+    """Its thread is not there: who waited for it would wait for ever."""
+    code = (
+        "import os, sys, weir_client\n"
+        f"client = weir_client.Client({address!r}, 'key').__enter__()\n"
+        "child = os.fork()\n"
+        "try:\n"
+        "    client.complete('demo', 'Hi')\n"
+        "except RuntimeError as error:\n"
+        "    assert child == 0 and 'forked' in str(error), error\n"
+        "    client.__exit__(None, None, None)\n"
+        "    os._exit(7)\n"
+        "client.__exit__(None, None, None)\n"
+        "print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))\n"
+    )
+
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_S)
+
+    assert done.stdout.strip() == "7", done.stderr
 
 
 async def test_it_works_inside_a_program_with_its_own_event_loop(address: str) -> None:

@@ -2,7 +2,7 @@
 
 import { InvalidRequest, NO_DETAILS } from "./errors.js";
 import { Money } from "./money.js";
-import type { AttachOptions, CountOptions, EmbedOptions, GenerateOptions, Tool } from "./options.js";
+import type { AttachOptions, CountOptions, EmbedOptions, GenerateOptions, LimitOptions, Tool } from "./options.js";
 
 /** Whether a value can be, and what it must be. */
 type Check = readonly [fits: (value: unknown) => boolean, what: string];
@@ -71,6 +71,9 @@ export const ATTACH: Readonly<Record<keyof AttachOptions, Check>> = {
   prefetchTokens: GENERATE.prefetchTokens,
   signal: SIGNAL,
 };
+
+/** Every option of `update`. */
+export const LIMITS: Readonly<Record<keyof LimitOptions, Check>> = { maxOutputTokens: WHOLE, maxCost: MONEY };
 
 /** Every option of `countTokens`. */
 export const COUNT: Readonly<Record<keyof CountOptions, Check>> = { prompt: GENERATE.prompt, text: TEXT, tools: GENERATE.tools };

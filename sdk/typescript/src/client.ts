@@ -7,7 +7,7 @@ import { InvalidRequest, NO_DETAILS } from "./errors.js";
 import { ClientFrameSchema, InferenceService } from "./gen/weir/v1/inference_service_pb.js";
 import { Generation, setKeep } from "./generation.js";
 import type { AttachOptions, CountOptions, EmbedOptions, GenerateOptions } from "./options.js";
-import { buildCount, buildEmbed, buildStart } from "./prompt.js";
+import { buildCount, buildEmbed, buildStart, checkEncodable } from "./prompt.js";
 import { RESUME_MS } from "./resumption.js";
 import { SharedStream } from "./stream.js";
 import type { Model, Quote, TokenCount } from "./models.js";
@@ -77,6 +77,7 @@ export class WeirClient implements AsyncDisposable {
     const { afterSeq = 0, timeoutMs, resumeMs = RESUME_MS, prefetchTokens, signal } = options;
     checkOptions(options, ATTACH);
     const frame = create(ClientFrameSchema, { requestId, kind: { case: "attach", value: { afterSeq: BigInt(afterSeq) } } });
+    checkEncodable(frame, "attach");
     const { retry } = this.connection.settings;
     return new Generation(this.stream, frame, "", { timeoutMs, retry, signal, keepMs: resumeMs, keepIsAsked: true, prefetchTokens });
   }

@@ -1,7 +1,6 @@
 /** How a client reaches the server: address, TLS, API key, channel options, and one unary call with typed errors. */
 
 import { BlockList, isIP } from "node:net";
-import { setTimeout as sleep } from "node:timers/promises";
 import { create, type DescMethodUnary, fromBinary, type MessageInitShape, type MessageShape, toBinary } from "@bufbuild/protobuf";
 import {
   type CallOptions,
@@ -20,6 +19,7 @@ import {
   type GenerateResponse,
   GenerateResponseSchema,
 } from "./gen/weir/v1/inference_service_pb.js";
+import { closingController, pause } from "./pause.js";
 import { errorFromRpc } from "./status.js";
 import { resolveTls, type Tls, type TlsOptions } from "./tls.js";
 
@@ -150,6 +150,7 @@ export type GenerateCall = ClientDuplexStream<GenerateRequest, GenerateResponse>
 /** One channel with its credentials. */
 export class Connection {
   private readonly client: Client;
+  private readonly closing = closingController();
 
   constructor(readonly settings: ConnectionSettings) {
     const { tls } = settings;
@@ -161,6 +162,7 @@ export class Connection {
 
   /** Closes the channel. */
   close(): void {
+    this.closing.abort();
     this.client.close();
   }
 
@@ -190,11 +192,12 @@ export class Connection {
       try {
         return await this.attempt(method, request, Math.max(0, deadline - performance.now()), signal);
       } catch (error) {
+        if (this.closing.signal.aborted) throw new Cancelled("the client is closed", { cause: error });
         const waitMs = error instanceof WeirError ? this.settings.retry.waitMs(error, attempt) : undefined;
         if (waitMs === undefined || performance.now() + waitMs >= deadline) throw error;
-        await sleep(waitMs, undefined, signal ? { signal } : {}).catch(() => {
-          throw new Cancelled("cancelled while waiting to try again");
-        });
+        if (!(await pause(waitMs, [signal, this.closing.signal]))) {
+          throw new Cancelled(`${signal?.aborted ? "cancelled" : "the client was closed"} while waiting to try again`);
+        }
       }
     }
   }
@@ -208,6 +211,10 @@ export class Connection {
     return new Promise((resolve, reject) => {
       if (signal?.aborted) {
         reject(new Cancelled("the call was aborted before it began"));
+        return;
+      }
+      if (this.closing.signal.aborted) {
+        reject(new Cancelled("the client is closed"));
         return;
       }
       const options: CallOptions = { deadline: Date.now() + remainingMs };

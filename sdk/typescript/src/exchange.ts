@@ -76,6 +76,7 @@ export class Exchange {
 
   /** Ends it as late when so much time is over. */
   expireIn(milliseconds: number): void {
+    if (this.outcome !== undefined) return;
     const expire = (): void => {
       this.expired = true;
       this.cancel();

@@ -6,22 +6,30 @@
 
 import { clone, create } from "@bufbuild/protobuf";
 import { durationFromMs } from "@bufbuild/protobuf/wkt";
-import { setTimeout as sleep } from "node:timers/promises";
 import type { RetryPolicy } from "./connection.js";
 import { Aborted, AlreadyExists, Cancelled, FailedPrecondition, NotFound, WeirError } from "./errors.js";
 import { Exchange } from "./exchange.js";
 import { type ClientFrame, ClientFrameSchema } from "./gen/weir/v1/inference_service_pb.js";
+import { pause } from "./pause.js";
 import { EVERYTHING, Prefetch } from "./prefetch.js";
 import { OUTPUT_GONE, REQUEST_IN_FLIGHT, REQUEST_SETTLED, Resumption } from "./resumption.js";
 import type { LimitOptions } from "./options.js";
-import { buildUpdate } from "./prompt.js";
+import { buildUpdate, checkEncodable } from "./prompt.js";
 import type { SharedStream } from "./stream.js";
 import type { Admitted, Delta, Event, Limits, Partial, Result } from "./values.js";
 
 const KEEP_FIELD = "keep_on_disconnect";
 
-/** What is cancelled when nobody holds its generation any more: its exchange of the moment. */
-const abandoned = new FinalizationRegistry((held: { exchange: Exchange | undefined }) => held.exchange?.cancel());
+/** What outlives a generation that nobody holds any more: its exchange of the moment, and how to let go of the caller's signal. */
+interface Held {
+  exchange: Exchange | undefined;
+  detach(): void;
+}
+
+const abandoned = new FinalizationRegistry((held: Held) => {
+  held.exchange?.cancel();
+  held.detach();
+});
 
 /** How one generation is to be run. */
 export interface GenerationTerms {
@@ -46,13 +54,14 @@ export class Generation implements AsyncIterable<Delta>, AsyncDisposable {
   readonly requestId: string;
   readonly model: string;
 
-  private readonly held: { exchange: Exchange | undefined } = { exchange: undefined };
+  private readonly held: Held = { exchange: undefined, detach: () => {} };
   private attempt = 0;
   private deadline: number | undefined;
   private failure: WeirError | undefined; // of the attempt before the running one
   private error: WeirError | undefined; // the final one
   private readonly cancelling = new AbortController();
-  private unread: Event[] = [];
+  private unread: Event[] = []; // the next one stands last
+  private refilling: Promise<boolean> | undefined; // for all who read at once
 
   constructor(
     private readonly stream: SharedStream,
@@ -92,9 +101,7 @@ export class Generation implements AsyncIterable<Delta>, AsyncDisposable {
     const { signal } = this.terms;
     if (signal?.aborted) throw this.fail(new Cancelled("aborted before it was sent", { requestId: this.requestId, cause: signal.reason }));
     this.beginAttempt();
-    const abort = (): void => this.cancel();
-    signal?.addEventListener("abort", abort, { once: true });
-    this.cancelling.signal.addEventListener("abort", () => signal?.removeEventListener("abort", abort));
+    if (signal) this.attachTo(signal);
     return this;
   }
 
@@ -113,7 +120,9 @@ export class Generation implements AsyncIterable<Delta>, AsyncDisposable {
   async update(limits: LimitOptions): Promise<Limits> {
     const { requestId, exchange } = this;
     if (exchange === undefined) throw new FailedPrecondition("the request was not sent yet", { reason: "NOT_ADMITTED", requestId });
-    return await exchange.update(create(ClientFrameSchema, { requestId, kind: { case: "update", value: buildUpdate(limits) } }));
+    const frame = create(ClientFrameSchema, { requestId, kind: { case: "update", value: buildUpdate(limits) } });
+    checkEncodable(frame, "update");
+    return await exchange.update(frame);
   }
 
   /** Cancels the request if it runs, and waits until its end is known (at most 2 s). Never throws a WeirError. */
@@ -121,7 +130,7 @@ export class Generation implements AsyncIterable<Delta>, AsyncDisposable {
     if (this.exchange === undefined || this.error !== undefined || isResult(this.exchange.outcome)) return;
     this.cancel();
     await this.exchange.waitEnded();
-    if (this.exchange.outcome instanceof WeirError) this.error = this.exchange.outcome;
+    if (this.exchange.outcome instanceof WeirError) this.fail(this.exchange.outcome);
   }
 
   /**
@@ -137,7 +146,30 @@ export class Generation implements AsyncIterable<Delta>, AsyncDisposable {
   }
 
   /** Everything as it comes: `Admitted`, `Progress`, `Delta`, `UsageUpdate`, `Resumed`. Leaving the loop early cancels the request. */
-  async *events(): AsyncGenerator<Event, void, void> {
+  events(): AsyncGenerator<Event, void, void> {
+    return this.cancelledByReturn(this.readEvents());
+  }
+
+  /** The deltas. Leaving the loop early (`break`, an exception in its body) cancels the request. */
+  [Symbol.asyncIterator](): AsyncGenerator<Delta, void, void> {
+    return this.cancelledByReturn(this.readDeltas());
+  }
+
+  async [Symbol.asyncDispose](): Promise<void> {
+    await this.close();
+  }
+
+  /** A generator's `return` waits for the `next` before it, which waits for output: so that goes first. */
+  private cancelledByReturn<Item>(generator: AsyncGenerator<Item, void, void>): AsyncGenerator<Item, void, void> {
+    const end = generator.return.bind(generator);
+    generator.return = (value) => {
+      if (!this.done) this.cancel();
+      return end(value);
+    };
+    return generator;
+  }
+
+  private async *readEvents(): AsyncGenerator<Event, void, void> {
     let ended = false;
     try {
       for (let event = await this.next(); event !== undefined; event = await this.next()) yield event;
@@ -147,22 +179,46 @@ export class Generation implements AsyncIterable<Delta>, AsyncDisposable {
     }
   }
 
-  /** The deltas. Leaving the loop early (`break`, an exception in its body) cancels the request. */
-  async *[Symbol.asyncIterator](): AsyncGenerator<Delta, void, void> {
-    for await (const event of this.events()) {
+  private async *readDeltas(): AsyncGenerator<Delta, void, void> {
+    for await (const event of this.readEvents()) {
       if (event.type === "delta") yield event;
     }
   }
 
-  async [Symbol.asyncDispose](): Promise<void> {
-    await this.close();
-  }
-
+  /** Several may read at once: each event is one's. */
   private async next(): Promise<Event | undefined> {
-    if (this.unread.length === 0) this.unread = (await this.take()).reverse();
+    while (this.unread.length === 0) {
+      this.refilling ??= this.refill().finally(() => (this.refilling = undefined));
+      if (!(await this.refilling)) break;
+    }
     const event = this.unread.pop();
     if (event?.type === "delta") this.exchange?.read(event.tokenIds.length);
     return event;
+  }
+
+  /** Whether there is something to read, and not the end. */
+  private async refill(): Promise<boolean> {
+    this.unread = (await this.take()).reverse();
+    return this.unread.length > 0;
+  }
+
+  /** Lets a signal cancel it until its end; the signal may live for long after that, and does not hold it. */
+  private attachTo(signal: AbortSignal): void {
+    const { held, cancelling } = this;
+    const abort = (): void => {
+      cancelling.abort();
+      held.exchange?.cancel();
+    };
+    signal.addEventListener("abort", abort, { once: true });
+    held.detach = () => signal.removeEventListener("abort", abort);
+  }
+
+  private detachAtEnd(): void {
+    const { held } = this;
+    const exchange = held.exchange;
+    void exchange?.waitEnded().then(() => {
+      if (isResult(exchange.outcome)) held.detach();
+    });
   }
 
   /** All events that have arrived, at least one; none at the end of the request. */
@@ -189,14 +245,17 @@ export class Generation implements AsyncIterable<Delta>, AsyncDisposable {
     const limit = terms.prefetchTokens ?? (attach && EVERYTHING);
     const prefetch = limit === undefined ? undefined : new Prefetch(limit);
     const exchange = new Exchange(this.requestId, this.model, Number(attach?.afterSeq ?? 0), prefetch);
-    if (this.deadline !== undefined) exchange.expireIn(Math.max(0, this.deadline - performance.now()));
     this.held.exchange = exchange;
     try {
       const resumption = terms.keepMs > 0 ? new Resumption(stream, exchange, frame, terms.keepMs) : undefined;
       if (attach && resumption) resumption.begin();
       else stream.start(exchange, frame);
+      if (this.deadline !== undefined) exchange.expireIn(Math.max(0, this.deadline - performance.now()));
+      if (terms.signal) this.detachAtEnd();
     } catch (error) {
-      throw error instanceof WeirError ? this.fail(error) : error;
+      if (!(error instanceof WeirError)) throw error;
+      exchange.fail(error); // nothing of it is waited for
+      throw this.fail(error);
     }
   }
 
@@ -219,10 +278,9 @@ export class Generation implements AsyncIterable<Delta>, AsyncDisposable {
     }
     this.failure = error;
     this.attempt += 1;
-    try {
-      await sleep(waitMs, undefined, { signal: this.cancelling.signal });
-    } catch {
-      throw this.fail(new Cancelled("cancelled while waiting to try again", { requestId: this.requestId }));
+    if (!(await pause(waitMs, [this.cancelling.signal, this.stream.closed]))) {
+      const why = this.stream.closed.aborted ? "the client was closed" : "cancelled";
+      throw this.fail(new Cancelled(`${why} while waiting to try again`, { requestId: this.requestId }));
     }
     this.beginAttempt();
   }
@@ -255,6 +313,7 @@ export class Generation implements AsyncIterable<Delta>, AsyncDisposable {
 
   private fail(error: WeirError): WeirError {
     this.error = error;
+    this.held.detach();
     return error;
   }
 }

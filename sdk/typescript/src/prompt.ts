@@ -6,7 +6,7 @@
 import { randomUUID } from "node:crypto";
 import { create, type MessageInitShape, toBinary } from "@bufbuild/protobuf";
 import { durationFromMs } from "@bufbuild/protobuf/wkt";
-import { checkOptions, COUNT, EMBED, GENERATE, invalid } from "./checks.js";
+import { checkOptions, COUNT, EMBED, GENERATE, invalid, LIMITS } from "./checks.js";
 import {
   type ClientFrame,
   ClientFrameSchema,
@@ -46,12 +46,17 @@ export function buildStart(model: string, options: GenerateOptions): ClientFrame
     traceparent: options.traceparent ?? "",
     tracestate: options.tracestate ?? "",
   });
-  try {
-    toBinary(ClientFrameSchema, frame); // a value that its field cannot hold is found here, and not on the shared stream
-  } catch (error) {
-    throw invalid("start", error instanceof Error ? error.message : String(error));
-  }
+  checkEncodable(frame, "start");
   return frame;
+}
+
+/** Throws InvalidRequest for a value that its field cannot hold: it is found here, and not on the shared stream, which it would end. */
+export function checkEncodable(frame: ClientFrame, field: string): void {
+  try {
+    toBinary(ClientFrameSchema, frame);
+  } catch (error) {
+    throw invalid(field, error instanceof Error ? error.message : String(error));
+  }
 }
 
 function startInit(model: string, options: GenerateOptions): MessageInitShape<typeof StartFrameSchema> {
@@ -212,6 +217,7 @@ export function buildEmbed(
 
 /** Asks for other limits; what is left out stays as it is. */
 export function buildUpdate(limits: LimitOptions): MessageInitShape<typeof UpdateFrameSchema> {
+  checkOptions(limits, LIMITS);
   const { maxOutputTokens, maxCost } = limits;
   return dropUndefined({ maxOutputTokens: int64("maxOutputTokens", maxOutputTokens), maxCost: maxCost && moneyInit(maxCost) });
 }

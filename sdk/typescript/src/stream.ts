@@ -12,6 +12,7 @@ import type { GenerateCall } from "./connection.js";
 import { Aborted, Cancelled, Internal, ResourceExhausted, Unavailable, type WeirError } from "./errors.js";
 import type { Exchange } from "./exchange.js";
 import { type ClientFrame, ClientFrameSchema, type GenerateResponse, GenerateRequestSchema } from "./gen/weir/v1/inference_service_pb.js";
+import { closingController } from "./pause.js";
 import { errorFromRpc } from "./status.js";
 
 const BATCH_BYTES = 1024 * 1024; // frames are put into one message up to this; a larger frame travels alone
@@ -163,10 +164,15 @@ export class SharedStream {
   private current: StreamConnection | undefined;
   private readonly running = new Set<StreamConnection>();
   private readonly suspended = new Set<Exchange>();
-  private closing = false; // takes nothing new
+  private readonly closing = closingController();
   private ended = false; // opens no stream any more
 
   constructor(private readonly openCall: () => GenerateCall) {}
+
+  /** Aborted when nothing new is taken any more. */
+  get closed(): AbortSignal {
+    return this.closing.signal;
+  }
 
   /** Begins a request on the open stream, or on a new one. Throws a WeirError if the client will not take it. */
   start(exchange: Exchange, frame: ClientFrame): void {
@@ -176,7 +182,7 @@ export class SharedStream {
 
   /** Throws Cancelled if nothing new is taken. */
   checkOpen(requestId: string): void {
-    if (this.closing) throw new Cancelled("the client is closed", { requestId });
+    if (this.closed.aborted) throw new Cancelled("the client is closed", { requestId });
   }
 
   /** Goes on with a request; while the client closes too, because what runs on must be told to stop. Throws a WeirError. */
@@ -203,7 +209,7 @@ export class SharedStream {
 
   /** Cancels what runs, waits a bounded time for the final frames, and ends the streams. */
   async close(): Promise<void> {
-    this.closing = true;
+    this.closing.abort();
     const exchanges = [...[...this.running].flatMap((connection) => [...connection.exchanges.values()]), ...this.suspended];
     for (const exchange of exchanges) exchange.cancel();
     for (const exchange of exchanges) await exchange.waitEnded(); // bounded: each gives up by itself

@@ -2,7 +2,7 @@
 
 import assert from "node:assert/strict";
 import { randomUUID } from "node:crypto";
-import { once } from "node:events";
+import { getEventListeners, once } from "node:events";
 import { readFileSync } from "node:fs";
 import { connect, createServer, type Server, type Socket } from "node:net";
 import { test } from "node:test";
@@ -31,7 +31,8 @@ import {
   type UsageUpdate,
   WeirClient,
 } from "../src/index.js";
-import { answering, away, delta, finished, ScriptedServer } from "./scripted.js";
+import { answering, away, delta, finished, later, ScriptedServer } from "./scripted.js";
+import { inTime, waitingFor } from "./waiting.js";
 
 const MODEL = environment("WEIR_TEST_MODEL");
 const TOOL_MODEL = environment("WEIR_TEST_TOOL_MODEL"); // whose chat template has a place for tools
@@ -58,19 +59,21 @@ function environment(name: string): string {
 
 /** A test with a client of its own. */
 function promise(id: string, body: (client: WeirClient) => Promise<void>): void {
-  test(id, { timeout: PATIENCE_MS }, async () => {
-    await using client = new WeirClient();
-    await body(client);
-  });
+  test(id, () =>
+    inTime(PATIENCE_MS, async () => {
+      await using client = new WeirClient();
+      await body(client);
+    }),
+  );
 }
 
+/** Looks again and again, until what is seen holds; the test's own limit is the only one. */
 async function until<Value>(look: () => Promise<Value>, holds: (value: Value) => boolean): Promise<Value> {
-  const deadline = Date.now() + PATIENCE_MS;
   for (;;) {
     const value = await look();
     if (holds(value)) return value;
-    assert.ok(Date.now() < deadline, "waited in vain");
-    await new Promise((resolve) => setTimeout(resolve, 20));
+    const seen = (): string => JSON.stringify(value, (_, each: unknown) => (typeof each === "bigint" ? `${each}` : each));
+    await waitingFor(() => `another answer than ${seen()} (${holds})`, new Promise((resolve) => setTimeout(resolve, 20)));
   }
 }
 
@@ -91,6 +94,16 @@ promise("streams-in-order", async (client) => {
   assert.equal(result.usage.deliveredTokenCount, 12);
   assert.equal(result.finishReason, "LENGTH");
   assert.equal(result.admitted?.inputTokenCount, 4);
+
+  const shared = client.generate(MODEL, LONG); // read by two at once: each delta is one's, and both see the end
+  const read = async (): Promise<Delta[]> => {
+    const deltas: Delta[] = [];
+    for await (const delta of shared) deltas.push(delta);
+    return deltas;
+  };
+  const [one, other, { tokenIds }] = await Promise.all([read(), read(), read().then(() => shared.result())]);
+  assert.equal(tokenIds.length, 3000);
+  assert.ok(one.length + other.length <= 3000);
 });
 
 promise("tells-the-exact-bill", async (client) => {
@@ -138,6 +151,23 @@ promise("cancels-from-outside", async (client) => {
 
   const aborted = client.generate(MODEL, { ...LONG, signal: controller.signal });
   await assert.rejects(aborted.result(), { name: "Cancelled" });
+
+  const lasting = new AbortController(); // one for many requests
+  await client.complete(MODEL, { ...SHORT, signal: lasting.signal });
+  assert.deepEqual(getEventListeners(lasting.signal, "abort"), []);
+
+  await using server = await new ScriptedServer(async (stream) => {
+    const { requestId } = (await stream.read())!;
+    stream.send(delta(requestId, 1, "a"));
+    assert.equal((await stream.read())?.kind.case, "cancel");
+    stream.send(finished(requestId, 1));
+  }).open();
+  await using other = new WeirClient({ address: server.address });
+  const deltas = other.generate(MODEL, SHORT)[Symbol.asyncIterator]();
+  await deltas.next();
+  const waiting = deltas.next(); // for output that never comes
+  await waitingFor(() => "return of an iterator that waits", deltas.return());
+  assert.deepEqual(await waiting, { done: true, value: undefined });
 });
 
 promise("times-out", async (client) => {
@@ -217,6 +247,16 @@ promise("refuses-what-it-does-not-know", async () => {
     refused(() => client.generate(MODEL, { prompt } as unknown as GenerateOptions), field as string);
   }
   await assert.rejects(client.embed(MODEL, "a", { truncation: true } as object), /truncation: no such option/);
+  const tooLarge = 2n ** 70n; // sent all the same, it would end the shared stream
+  refused(() => client.attach(randomUUID(), { afterSeq: tooLarge } as object), "attach");
+  const unsent = new WeirClient();
+  const running = unsent.generate(MODEL, LONG);
+  await running[Symbol.asyncIterator]().next();
+  for (const wrong of [{ maxOutputTokens: tooLarge }, { maxOutputTokens: "5" }, { maxTokens: 5 }]) {
+    await assert.rejects(running.update(wrong as object), InvalidRequest);
+  }
+  assert.equal((await running.update({ maxOutputTokens: 2999 })).maxOutputTokens, 2999);
+  await unsent.close();
   refused(() => client.attach(randomUUID(), { resumeS: 5 } as object), "resumeS");
   refused(() => new WeirClient({ adress: server.address } as object), "adress");
   await using secure = new WeirClient({ address: `https://${ADDRESS}`, maxRetries: 0 });
@@ -325,12 +365,28 @@ promise("retries-what-was-not-taken", async () => {
     closedCount += 1;
     return closedCount > 1;
   });
-  const client = new WeirClient({ address, maxRetries: 5 });
+  await using client = new WeirClient({ address, maxRetries: 5 });
   const result = await client.complete(MODEL, SHORT);
   assert.equal(result.usage.deliveredTokenCount, 12);
   assert.ok(closedCount >= 2);
-  await client.close();
   server.close();
+});
+
+promise("stops-waiting-at-close", async () => {
+  const hours = 3_600_000;
+  await using server = await new ScriptedServer(async (stream) => {
+    const frame = await stream.read();
+    if (frame) stream.send(later(frame.requestId, hours));
+    await stream.read();
+  }).open();
+  const client = new WeirClient({ address: server.address, retryWaitMaxMs: 2 * hours });
+  const generation = client.generate(MODEL, { ...SHORT, timeoutMs: 2 * hours }).start();
+  const ended = assert.rejects(generation.result(), { name: "Cancelled" });
+  await until(async () => generation.partial, () => server.frames.length > 0);
+  await client.close();
+  await waitingFor(() => "the end of a request whose client is closed", ended);
+  await assert.rejects(client.listModels(), { name: "Cancelled" });
+  await assert.rejects(client.complete(MODEL, { ...SHORT, timeoutMs: hours }), { name: "Cancelled" });
 });
 
 promise("says-that-nobody-answers", async () => {
@@ -651,6 +707,19 @@ promise("takes-nothing-behind-its-cancel", async (client) => {
   }
 });
 
+promise("ends-a-stalled-reader", async () => {
+  await using client = new WeirClient({ address: TIGHT_ADDRESS });
+  const generation = client.generate(MODEL, { ...LONG, maxOutputTokens: 2000, keepOnDisconnectMs: 0, prefetchTokens: 8 }).start();
+  const look = (): Promise<string> => client.getGeneration(generation.requestId).then(({ state }) => state, () => "NOT THERE YET");
+  await until(look, (state) => state === "SETTLED"); // meanwhile nothing is read
+  const deltas: Delta[] = [];
+  for await (const each of generation) deltas.push(each);
+  const { finishReason, tokenIds, usage } = await generation.result();
+  assert.equal(finishReason, "SLOW_CONSUMER");
+  assert.deepEqual([usage.deliveredTokenCount, usage.billedTokenCount, tokenIds.length], [8, 8, 8]);
+  assert.deepEqual(deltas.flatMap((each) => each.tokenIds), tokenIds);
+});
+
 promise("embeds", async (client) => {
   const quote = await client.quoteEmbed(ENCODER, ["the garden", [10, 11, 12]]);
   const { embeddings, usage, cost } = await client.embed(ENCODER, ["the garden", [10, 11, 12]]);
@@ -770,6 +839,7 @@ async function gate(
   });
   server.listen(0, "127.0.0.1");
   await once(server, "listening");
+  server.unref(); // a test that fails leaves it open
   const address = server.address();
   assert.ok(address !== null && typeof address === "object");
   const cut = (): void => sockets.forEach((socket) => socket.resetAndDestroy());

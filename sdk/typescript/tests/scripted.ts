@@ -1,7 +1,7 @@
 /** A server on loopback that does what a test tells it to: the double of our own server where that cannot be brought to do it. */
 
 import { create, fromBinary, type MessageInitShape, toBinary } from "@bufbuild/protobuf";
-import { anyPack } from "@bufbuild/protobuf/wkt";
+import { anyPack, durationFromMs } from "@bufbuild/protobuf/wkt";
 import { Server, ServerCredentials, type ServerDuplexStream, type ServerUnaryCall, type sendUnaryData, status } from "@grpc/grpc-js";
 import { ErrorInfoSchema, RetryInfoSchema } from "../src/gen/google/rpc/error_details_pb.js";
 import {
@@ -146,8 +146,17 @@ export function finished(requestId: string, tokenCount: number): Frame {
 
 /** The server that runs the request does not answer. */
 export function away(requestId: string): Frame {
-  const info = anyPack(ErrorInfoSchema, create(ErrorInfoSchema, { reason: "OWNER_AWAY", domain: "weir.dev" }));
-  const retry = anyPack(RetryInfoSchema, create(RetryInfoSchema, { retryDelay: { nanos: 10_000_000 } }));
-  const unavailable = { code: status.UNAVAILABLE, message: "the server that runs this request does not answer", details: [info, retry] };
-  return { requestId, kind: { case: "failed", value: { status: unavailable } } };
+  return unavailable(requestId, "OWNER_AWAY", 10);
+}
+
+/** The server wants to be asked again after so long. */
+export function later(requestId: string, milliseconds: number): Frame {
+  return unavailable(requestId, "OVERLOADED", milliseconds);
+}
+
+function unavailable(requestId: string, reason: string, waitMs: number): Frame {
+  const info = anyPack(ErrorInfoSchema, create(ErrorInfoSchema, { reason, domain: "weir.dev" }));
+  const retry = anyPack(RetryInfoSchema, create(RetryInfoSchema, { retryDelay: durationFromMs(waitMs) }));
+  const refusal = { code: status.UNAVAILABLE, message: "not now", details: [info, retry] };
+  return { requestId, kind: { case: "failed", value: { status: refusal } } };
 }
