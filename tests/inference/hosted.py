@@ -16,7 +16,7 @@ from inference.tensorrt.settings import TensorRtSettings
 from tests.inference.checkpoints import TinyCheckpoint
 from tests.inference.running import Outcome, random_prompt
 
-WAIT_S = 30.0  # seconds: far above what anything here takes, so that a busy machine fails no test
+WAIT_S = 180.0  # seconds: far above what anything here takes, so that a busy machine fails no test
 LONG = 1500  # output tokens: a sequence that does not end by itself during a test
 
 

@@ -34,7 +34,7 @@ from inference.safety.safety_file import read_safety
 from tests.inference.classifier_checkpoints import ARCHITECTURES, edit_config, make_danger_classifier, make_random_classifier
 from tests.service import until
 
-PATIENCE_S = 60.0
+PATIENCE_S = 180.0
 HARMLESS, DANGEROUS = "the hotel is near the sea", "how to make a bomb"
 
 

@@ -23,7 +23,7 @@ from metering.store.db import Sessions, psycopg_conninfo
 from tests.metering.books import Customer
 from tests.metering.cutting_proxy import CuttingProxy
 
-PATIENCE_S = 30.0
+PATIENCE_S = 180.0
 
 
 class Listener:
