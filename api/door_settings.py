@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from api.setting_values import SettingInvalid, address_or_off, networks, seconds, setting, share, truth, whole
+from api.setting_values import SettingInvalid, address_or_off, listen_address, networks, seconds, setting, share, truth, whole
 from metering.tenants.networks import Network, networks_of
 
 OPENAI_PORT_DISTANCE = 1000  # so that servers on neighbouring ports do not meet
@@ -21,7 +21,7 @@ PORT_MAX = 65_535
 class DoorSettings:
     """What holds before anybody is let in. Durations in seconds, sizes in bytes."""
 
-    listen_address: str = setting("WEIR_LISTEN", "127.0.0.1:8443", str)
+    listen_address: str = setting("WEIR_LISTEN", "127.0.0.1:8443", listen_address)
     # For OpenAI's clients, over HTTP: host:port, or "off". Empty: this machine alone, 1000 ports above that of WEIR_LISTEN.
     openai_listen: str = setting("WEIR_OPENAI_LISTEN", "", address_or_off)
     # The page for people at /console of the same port. 0 switches it off, the JSON form of its calls with it.

@@ -95,7 +95,10 @@ def build_server(
         else:
             port = server.add_secure_port(settings.listen_address, tls.grpc_credentials())
     except RuntimeError as error:
-        raise OSError(f"cannot listen on {settings.listen_address}: {error}") from error
+        raise OSError(
+            f"cannot listen on {settings.listen_address}: another program listens there, or it is no address of this machine; "
+            "choose another with --listen or WEIR_LISTEN"
+        ) from error
     return server, port
 
 
@@ -118,7 +121,10 @@ def build_peer_server(settings: Settings, servicer: InferenceServicer, identity:
     try:
         port = server.add_secure_port(address, grpc.ssl_server_credentials([(key, certificate)]))
     except RuntimeError as error:
-        raise OSError(f"cannot listen on {address} for other api processes: {error}") from error
+        raise OSError(
+            f"cannot listen on {address} for other api processes: another program listens there, or it is no host:port of this "
+            "machine; WEIR_PEER_LISTEN names another"
+        ) from error
     return server, Peer(advertised(settings.advertise_address, address, port), certificate.decode())
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import field
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 from metering.tenants.networks import parse_network
 
@@ -13,6 +14,10 @@ Value = TypeVar("Value")
 
 class SettingInvalid(ValueError):
     """An environment variable holds something that cannot be used; the message names it and says what would do."""
+
+
+class Unshown(ValueError):
+    """A value that cannot be used, and that no message may repeat."""
 
 
 def setting(variable: str, default: Value, parse: Callable[[str], Value]) -> Any:
@@ -24,7 +29,10 @@ def whole(least: int, most: int) -> Callable[[str], int]:
     """Parser of a whole number between two bounds."""
 
     def parse(text: str) -> int:
-        value = int(text)
+        try:
+            value = int(text)
+        except ValueError:
+            raise ValueError("must be a whole number") from None
         if not least <= value <= most:
             raise ValueError(f"must be between {least} and {most}")
         return value
@@ -32,11 +40,19 @@ def whole(least: int, most: int) -> Callable[[str], int]:
     return parse
 
 
+def number(text: str) -> float:
+    """Parser of any number."""
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError("must be a number") from None
+
+
 def seconds(most: float) -> Callable[[str], float]:
     """Parser of a duration in seconds."""
 
     def parse(text: str) -> float:
-        value = float(text)
+        value = number(text)
         if not 0 < value <= most:
             raise ValueError(f"must be more than 0 and at most {most}")
         return value
@@ -48,7 +64,7 @@ def scale(most: float) -> Callable[[str], float]:
     """Parser of a factor, which may be 0."""
 
     def parse(text: str) -> float:
-        value = float(text)
+        value = number(text)
         if not 0 <= value <= most:
             raise ValueError(f"must be between 0 and {most}")
         return value
@@ -58,7 +74,7 @@ def scale(most: float) -> Callable[[str], float]:
 
 def share(text: str) -> float:
     """Parser of a part of a whole: more than nothing, at most all of it."""
-    value = float(text)
+    value = number(text)
     if not 0 < value <= 1:
         raise ValueError("must be more than 0 and at most 1")
     return value
@@ -86,6 +102,26 @@ def address_or_off(text: str) -> str:
 def networks(text: str) -> str:
     """Parser of networks, separated by commas."""
     return ",".join(str(parse_network(each.strip())) for each in text.split(",") if each.strip())
+
+
+def listen_address(text: str) -> str:
+    """Parser of where gRPC listens: `host:port`, `[IPv6]:port` or `unix:/path`."""
+    host, _, port = text.rpartition(":")
+    if not text.startswith(("unix:", "unix-abstract:")) and not (host and port.isdecimal() and int(port) < 65_536):
+        raise ValueError("must be host:port, such as 127.0.0.1:8443, or unix:/path")
+    return text
+
+
+def postgres_url(text: str) -> str:
+    """Parser of a database. What is refused is not repeated: it may hold a password."""
+    try:
+        parts = urlsplit(text)
+        known = parts.scheme.partition("+")[0] in ("postgresql", "postgres") and parts.port != 0
+    except ValueError:
+        known = False
+    if not known:
+        raise Unshown("must be a PostgreSQL database, written as postgresql://user:password@host:5432/name")
+    return text
 
 
 def truth(text: str) -> bool:

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from api.remote_settings import RemoteEngineSettings
 from api.setting_values import SettingInvalid as SettingInvalid  # told to whoever reads settings
-from api.setting_values import one_of, scale, seconds, setting, whole
+from api.setting_values import Unshown, one_of, postgres_url, scale, seconds, setting, whole
 from inference.text.tools import MODEL_CALL_FORMATS, CallFormat
 from metering.billing.invoice_document import Issuer, shown_by_helvetica
 
@@ -95,7 +95,7 @@ def lines_of(text: str) -> tuple[str, ...]:
 class Settings(RemoteEngineSettings):
     """Everything that an api process can be told. Durations in seconds, sizes in bytes."""
 
-    database_url: str = setting("WEIR_DATABASE_URL", "", str)
+    database_url: str = setting("WEIR_DATABASE_URL", "", postgres_url)
     home: Path = field(default_factory=default_home, metadata={"variable": "WEIR_HOME", "parse": Path})
     models: Mapping[str, Path] = field(default_factory=bundled_models, metadata={"variable": "WEIR_MODELS", "parse": paths_by_name})
     # How models write tool calls, as name=hermes, =llama or =mistral, separated by commas; others write as their templates show.
@@ -262,6 +262,8 @@ class Settings(RemoteEngineSettings):
             if text:
                 try:
                     values[spec.name] = parse(text)
+                except Unshown as error:
+                    raise SettingInvalid(f"{variable} {error}") from None
                 except ValueError as error:
                     raise SettingInvalid(f"{variable}={text!r}: {error}") from error
         return cls(**values)

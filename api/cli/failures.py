@@ -17,8 +17,11 @@ from weir_client import (
     Unavailable,
     WeirError,
 )
+from weir_client.connection import is_local
 
 from api.cli.amounts import dimension_amount, duration_text
+
+CLOCK_ONLY_S = 6 * 3600.0  # a wait below this is told without the day on which it ends
 
 # Fields of the API whose flag is not simply their own name with dashes.
 _FLAGS = {"stop_sequences": "--stop", "limit_value": "VALUE", "prompt": "PROMPT", "messages": "PROMPT", "conversation": "PROMPT"}
@@ -33,7 +36,7 @@ def explain(error: WeirError, address: str) -> str:
         case Unavailable() if not error.details.reason and (advice := _tls_advice(error.message)):
             return f"no secure connection to {address}: {advice}"
         case Unavailable() if not error.details.reason:
-            return f"no server at {address}: start one with `weir up` ({error.message.rpartition(': ')[2]})"
+            return _no_server(address, error.message)
         case QuotaExceeded():
             return _quota(error)
         case InvalidRequest() if error.field_violations:
@@ -68,6 +71,20 @@ def _tls_advice(message: str) -> str | None:
     return next((advice for sign, advice in _TLS_ADVICE.items() if sign in message), None)
 
 
+def _no_server(address: str, message: str) -> str:
+    """What to do about a server that does not answer: here one can be started, elsewhere it is for others to see to."""
+    if "HTTP/2" in message:
+        return (
+            f"no gRPC server at {address}: what answers there speaks another protocol; 8443 is the usual port, those of OpenAI's "
+            "clients and of metrics are others"
+        )
+    cause = message.rpartition(": ")[2].rstrip("])")
+    if "omain name" in cause or cause == address:  # gRPC's "Domain name not found", "Misformatted domain name"; a port that is none
+        return f"no server at {address}: there is no such host and port; write them as 127.0.0.1:8443"
+    remedy = "start one with `weir up`" if is_local(address) else "is one running there, and is the address right?"
+    return f"no server at {address}: {remedy} ({cause})"
+
+
 def flag_of(field: str) -> str:
     """The flag or argument that a field of the API was given by; the field itself where there is none."""
     name = field.partition("[")[0].rpartition(".")[2]
@@ -93,12 +110,17 @@ def _when(error: QuotaExceeded) -> str:
     if not error.retry_helps:
         return "; waiting does not help: ask for less, or have the limit raised (`weir quota set`)"
     if error.retry_after_s is not None:
-        reset = f" (resets at {error.reset_time.astimezone(UTC):%H:%M:%S} UTC)" if error.reset_time else ""
+        reset = f" (resets at {_moment(error.reset_time, error.retry_after_s)} UTC)" if error.reset_time else ""
         return f"; try again in {duration_text(error.retry_after_s)}{reset}"
     if error.reset_time is not None:
         wait_s = max(0.0, (error.reset_time - datetime.now(UTC)).total_seconds())
         return f"; try again in {duration_text(wait_s)}"
     return "; try again when running requests have ended"
+
+
+def _moment(time: datetime, wait_s: float) -> str:
+    """A time of day, with its date unless it is within hours."""
+    return f"{time.astimezone(UTC):%H:%M:%S}" if wait_s < CLOCK_ONLY_S else f"{time.astimezone(UTC):%Y-%m-%d %H:%M:%S}"
 
 
 def dimension_of(quota: ExceededQuota) -> QuotaDimension | None:

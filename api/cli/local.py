@@ -11,6 +11,7 @@ from typing import Annotated, NoReturn
 import typer
 from rich.console import Console
 
+from api.setting_values import listen_address
 from api.settings import SettingInvalid, Settings
 from inference.errors import CheckpointInvalid
 from metering.store.embedded_postgres import PostgresNotStarted
@@ -36,7 +37,31 @@ def read_settings(home: Path | None = None, listen: str = "") -> Settings:
     except SettingInvalid as error:
         fail(str(error), 2)
     settings = replace(settings, home=(home or settings.home).expanduser().absolute())
-    return replace(settings, listen_address=listen) if listen else settings
+    if not listen:
+        return settings
+    try:
+        return replace(settings, listen_address=listen_address(listen))
+    except ValueError as error:
+        fail(f"--listen {error}, not {listen!r}", 2)
+
+
+def said(error: Exception) -> str:
+    """What PostgreSQL or the way to it has said, in one line, without the wrapping of libraries."""
+    return " ".join(str(getattr(error, "orig", None) or error).split())
+
+
+@contextlib.contextmanager
+def lone_errors() -> Iterator[None]:
+    """An error that ends a task group alone leaves without the group; several stay together."""
+    try:
+        yield
+    except ExceptionGroup as group:
+        error: Exception = group
+        while isinstance(error, ExceptionGroup) and len(error.exceptions) == 1:
+            error = error.exceptions[0]
+        if error is group:
+            raise
+        raise error from None
 
 
 @contextlib.contextmanager
@@ -48,10 +73,11 @@ def clear_failures() -> Iterator[None]:
     from api.cli.stack import StackFailed
 
     try:
-        yield
+        with lone_errors():
+            yield
     except (StackFailed, PostgresNotStarted, CheckpointInvalid, SettingInvalid) as error:
         fail(str(error))
     except (psycopg.OperationalError, sqlalchemy.exc.OperationalError) as error:
-        fail(f"the database of WEIR_DATABASE_URL does not answer: {str(error).strip()}")
+        fail(f"the database of WEIR_DATABASE_URL does not answer: {said(error)}")
     except OSError as error:
         fail(str(error))

@@ -5,9 +5,11 @@ To add a command, add a line to `COMMANDS`. Its target is a function with typer 
 
 from __future__ import annotations
 
+import errno
 import os
+import sys
 from dataclasses import dataclass
-from importlib import import_module
+from importlib import import_module, metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
@@ -30,6 +32,7 @@ class Entry:
         return self.target.partition(":")[0]
 
 
+OUTPUT_LOST = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # what writing to a full or broken disk says
 SERVE, ASK, MANAGE, PAY = "Run Weir", "Use models", "Manage access", "See usage and money"
 COMMANDS = {
     "up": Entry("api.cli.up:up", "Start everything on this machine.", SERVE),
@@ -39,6 +42,7 @@ COMMANDS = {
     "demo": Entry("api.cli.demo:demo", "Show the whole path of a request, live.", SERVE),
     "chaos": Entry("api.cli.chaos:chaos", "Break a Weir of its own, and account for every token.", SERVE),
     "doctor": Entry("api.cli.doctor:doctor", "Look at what this machine really does.", SERVE),
+    "worker": Entry("api.cli.worker:worker", "Start one billing worker.", SERVE),
     "migrate": Entry("api.cli.migrate:migrate", "Bring the database to the current schema.", SERVE),
     "init": Entry("api.cli.init:init", "Create the first organization and admin key.", SERVE),
     "generate": Entry("api.cli.generate:generate", "Stream a model's answer to the terminal.", ASK),
@@ -115,6 +119,13 @@ app = typer.Typer(
 )
 
 
+def show_version(wanted: bool) -> None:
+    """The version of this program on stdout."""
+    if wanted:
+        typer.echo(f"weir {metadata.version('weir')}")
+        raise typer.Exit
+
+
 @app.callback()
 def weir(
     ca: Annotated[
@@ -125,6 +136,9 @@ def weir(
         Path | None, typer.Option(help="PEM file, for servers that want to see one. Else $WEIR_CLIENT_CERTIFICATE.")
     ] = None,
     client_key: Annotated[Path | None, typer.Option(help="PEM file of its key. Else $WEIR_CLIENT_KEY.")] = None,
+    version: Annotated[  # read by its callback alone
+        bool, typer.Option("--version", help="Show the version and exit.", callback=show_version, is_eager=True)
+    ] = False,
 ) -> None:
     """Weir: language models as a metered stream, from a key to an invoice."""
     given = {"WEIR_ROOT_CERTIFICATES": ca, "WEIR_CLIENT_CERTIFICATE": client_certificate, "WEIR_CLIENT_KEY": client_key}
@@ -136,7 +150,17 @@ def weir(
 def main() -> None:
     """Console script."""
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # gRPC's log lines would stand between the words of an answer
-    app()
+    try:
+        try:
+            app()
+        finally:
+            sys.stdout.flush()  # what is left of the output, while its failure can still be told
+    except OSError as error:
+        if error.errno not in OUTPUT_LOST:
+            raise
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # what is left in it cannot go out either
+        typer.echo(f"error: the output cannot be written: {error.strerror}", err=True)
+        sys.exit(1)
 
 
 if __name__ == "__main__":

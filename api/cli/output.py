@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
 PIPE_WIDTH = 160  # columns where there is no terminal to ask: wide enough that no id is cut
+TABLE_WIDTH_MAX = 100_000  # columns of a table in a pipe: more than any row has
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout, for scripts.")]
 
@@ -56,8 +57,21 @@ def print_json(value: Any) -> None:
 def show(*parts: RenderableType) -> None:
     """Tables and text on stdout."""
     console = make_console()
+    piped = not (console.is_terminal or os.environ.get("COLUMNS"))
     for part in parts:
+        if piped:
+            console.width = max(PIPE_WIDTH, whole_width(console, part))
         console.print(part, crop=False)  # a line too long for the terminal is wrapped by it, never cut
+
+
+def whole_width(console: Console, part: RenderableType) -> int:
+    """How wide a table is whose rows have a line each, as programs that read lines want them; 0 for what is no table."""
+    from rich.measure import Measurement
+    from rich.table import Table
+
+    if not isinstance(part, Table):
+        return 0
+    return Measurement.get(console, console.options.update(max_width=TABLE_WIDTH_MAX), part).maximum
 
 
 def note(text: str) -> None:

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import os
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -112,6 +113,7 @@ async def run_stack(settings: Settings, report: Report) -> AsyncIterator[Stack]:
     home = settings.home
     (home / "logs").mkdir(parents=True, exist_ok=True)
     async with contextlib.AsyncExitStack() as cleanup:
+        cleanup.enter_context(sole_stack(home))
         if not settings.database_url:
             report("Starting PostgreSQL")
             server = await asyncio.to_thread(embedded_postgres.start, home / "postgres")
@@ -134,6 +136,24 @@ async def run_stack(settings: Settings, report: Report) -> AsyncIterator[Stack]:
         connection = replace(connection, address=await wait_until_serving(home, api))
         connection.write(home)
         yield Stack(connection, children, environment)
+
+
+@contextlib.contextmanager
+def sole_stack(home: Path) -> Iterator[None]:
+    """Nobody else runs a stack in this directory during the block. Raises: StackFailed.
+
+    A second one would start a second worker, and stop the first one's PostgreSQL when it ends. The lock goes with its process,
+    however that ends, and no child has it.
+    """
+    with (home / ".up.lock").open("a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise StackFailed(
+                f"`weir up` runs in {home} already: use it from other terminals, stop it with Ctrl-C where it runs, "
+                "or give another directory with --home and another port with --listen"
+            ) from None
+        yield
 
 
 def optional_children(environment: Mapping[str, str], home: Path) -> list[Child]:

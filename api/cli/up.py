@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import shlex
+import shutil
 import signal
+import sys
+from pathlib import Path
 
+from rich.markup import escape
 from rich.panel import Panel
 
 from api.cli.local import HomeOption, ListenOption, clear_failures, read_settings, stderr
@@ -34,7 +39,7 @@ async def run_until_stopped(listen: str, home: HomeOption) -> None:
         async with asyncio.TaskGroup() as tasks, run_stack(settings, status.update) as stack:
             status.stop()
             urls = [read(settings.home) for read in (read_openai_url, read_metrics_url, read_console_url)]
-            stderr.print(welcome(stack.connection.address, str(settings.home), *urls))
+            stderr.print(welcome(stack.connection.address, settings.home, *urls))
             supervisor = tasks.create_task(stack.supervise(lambda message: stderr.print(f"[yellow]{message}[/yellow]")))
             await stopping.wait()
             supervisor.cancel()
@@ -42,7 +47,7 @@ async def run_until_stopped(listen: str, home: HomeOption) -> None:
 
 
 def welcome(
-    address: str, home: str, openai_url: str | None, metrics_url: str | None = None, console_url: str | None = None
+    address: str, home: Path, openai_url: str | None, metrics_url: str | None = None, console_url: str | None = None
 ) -> Panel:
     """What to do next. openai_url: for OpenAI's clients, if there is a door for them. metrics_url: for Prometheus, if it may.
 
@@ -50,14 +55,28 @@ def welcome(
     """
     openai = f"\nOpenAI's clients take [bold]base_url={openai_url}[/bold] with the same keys." if openai_url else ""
     metrics = f"\nPrometheus scrapes {metrics_url}." if metrics_url else ""
-    console = f"\nThe console is at [bold]{console_url}[/bold]: sign in with a key of `weir env`." if console_url else ""
+    weir = command_name()
+    console = f"\nThe console is at [bold]{console_url}[/bold]: sign in with a key of `{escape(weir)} env`." if console_url else ""
+    elsewhere = (
+        ""
+        if home == Path.home() / ".weir"
+        else f"  export WEIR_HOME={shlex.quote(str(home))}   where the commands find this server\n"
+    )
     return Panel(
         f"Weir listens on [bold]{address}[/bold].{openai}{console}{metrics} In another terminal:\n\n"
-        '  weir generate "Hello"\n'
-        "  weir quota set tokens-per-month 1000000 --org demo\n"
-        "  weir report month --help\n"
-        '  eval "$(weir env)"   for programs that use the SDKs\n\n'
+        f"{escape(elsewhere)}"
+        f'  {weir} generate "Hello"\n'
+        f"  {weir} quota set tokens-per-month 1000000 --org demo\n"
+        f"  {weir} report month --help\n"
+        f'  eval "$({weir} env)"   for programs that use the SDKs\n\n'
         f"Keys are in {home}/connection.json, logs in {home}/logs. Ctrl-C stops everything.",
         title="weir up",
         expand=False,
     )
+
+
+def command_name() -> str:
+    """How this program is called from this directory: `weir`, or its path where a shell would not find it by that name."""
+    called = sys.argv[0]
+    known = Path(called).name != "weir" or shutil.which("weir") == called
+    return "weir" if known else shlex.quote(called)

@@ -91,6 +91,7 @@ def compiled(directory: Path) -> Path:
     if library.exists():
         return library
     started_s = time.monotonic()
+    _log.info("compiling native kernels, once for this machine: the engine starts after it")
     try:
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         with tempfile.TemporaryDirectory(dir=directory) as own:

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+import threading
+from datetime import UTC, datetime
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from weir_client import ErrorDetails, ExceededQuota, QuotaExceeded, Unavailable
 
 from api.cli.connection import ConnectionProblem, Role, connection_path, read_connection_file, resolve
+from api.cli.failures import explain
 from api.cli.main import COMMANDS, load
 from tests.cli.conftest import Run, ScriptedWeir
 
@@ -104,6 +111,71 @@ def test_no_server_is_told_with_the_remedy(bare_weir: Run, monkeypatch: pytest.M
         assert result.exit_code == 1
         assert result.stderr.startswith("error: no server at 127.0.0.1:1: start one with `weir up`")
         assert result.stdout == ""
+
+
+@pytest.mark.parametrize("address", ["nowhere.invalid:8443", "127.0.0.1:port", "ftp://127.0.0.1:99"])
+def test_an_address_that_is_none_is_told_as_such(bare_weir: Run, monkeypatch: pytest.MonkeyPatch, address: str) -> None:
+    monkeypatch.setenv("WEIR_API_KEY", "key")
+    monkeypatch.setenv("WEIR_TLS", "0")
+
+    result = bare_weir("models", "--address", address)
+
+    assert result.exit_code == 1
+    assert result.stderr == f"error: no server at {address}: there is no such host and port; write them as 127.0.0.1:8443\n"
+
+
+def test_another_machine_is_nothing_to_start_with_weir_up() -> None:
+    error = Unavailable("failed to connect to all addresses; last error: UNKNOWN: ipv4:192.0.2.1:8443: Connection refused")
+
+    line = explain(error, "192.0.2.1:8443")
+
+    assert line == "no server at 192.0.2.1:8443: is one running there, and is the address right? (Connection refused)"
+
+
+def test_a_port_that_speaks_http_is_told_from_no_server(bare_weir: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WEIR_API_KEY", "key")
+
+    class Page(BaseHTTPRequestHandler):
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Page) as door:
+        serving = threading.Thread(target=door.serve_forever)
+        serving.start()
+        result = bare_weir("models", "--address", f"127.0.0.1:{door.server_port}")
+        door.shutdown()
+        serving.join()
+
+    assert result.exit_code == 1
+    assert result.stderr.startswith(
+        f"error: no gRPC server at 127.0.0.1:{door.server_port}: what answers there speaks another protocol"
+    )
+
+
+def test_the_version_is_told(bare_weir: Run) -> None:
+    assert bare_weir("--version").stdout == f"weir {metadata.version('weir')}\n"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has a file that is always full")
+@pytest.mark.parametrize("command", [["--help"], ["--version"], ["models"]])
+def test_a_full_disk_is_one_line_and_no_traceback(server: ScriptedWeir, command: list[str]) -> None:
+    environment = {**os.environ, "WEIR_ADDRESS": server.address, "WEIR_API_KEY": "weir_user"}
+
+    with open("/dev/full", "w") as full:
+        run = [sys.executable, "-m", "api.cli.main", *command]
+        result = subprocess.run(run, stdout=full, stderr=subprocess.PIPE, text=True, env=environment)
+
+    assert result.returncode == 1
+    assert result.stderr == "error: the output cannot be written: No space left on device\n"
+
+
+@pytest.mark.parametrize(("wait_s", "told"), [(32.0, "00:00:00 UTC"), (9 * 86_400.0, "2026-12-01 00:00:00 UTC")])
+def test_a_limit_that_resets_on_another_day_is_told_with_that_day(wait_s: float, told: str) -> None:
+    reset = datetime(2026, 12, 1, tzinfo=UTC)
+    quota = ExceededQuota("", "organization", "", "", "tokens-per-month", 50, 50, 0, 0, 21, reset, True)
+    error = QuotaExceeded("no", details=ErrorDetails(quota=quota, retry_after_s=wait_s))
+
+    assert explain(error, "127.0.0.1:8443").endswith(f" (resets at {told})")
 
 
 def test_no_key_is_told_with_the_remedy(bare_weir: Run) -> None:

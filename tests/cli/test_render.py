@@ -24,6 +24,7 @@ from api.cli.amounts import decimal_text, duration_text, parse_limit, parse_pric
 from api.cli.audit import changed
 from api.cli.failures import flag_of
 from api.cli.keys import key_state, parse_span
+from api.cli.output import show
 from api.cli.render import printable, table, to_text, tokens_per_second, usage_line, waterfall
 from api.cli.trace import traced
 from api.cli.usage_render import usage_csv, usage_table
@@ -83,6 +84,19 @@ def test_tables_never_cut_a_number_and_take_text_as_it_is() -> None:
     assert "\x1b" not in text
     assert "123,456,789.123456789012" in text
     assert "5b1f4c1e-0000-4000" in text
+
+
+def test_what_goes_into_a_pipe_has_each_row_in_a_line_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("COLUMNS")
+    made = table("change", "id")
+    made.add_row("tokens " * 40, "5b1f4c1e-0000-4000-8000-000000000001")
+
+    show(made)
+
+    (row,) = [line for line in capsys.readouterr().out.splitlines() if "tokens" in line]
+    assert row.rstrip().endswith("5b1f4c1e-0000-4000-8000-000000000001")
 
 
 def test_control_characters_do_not_reach_the_terminal() -> None:

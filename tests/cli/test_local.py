@@ -1,0 +1,96 @@
+"""Commands that run Weir itself: what they say when they cannot, and how they tell what comes next."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from api.cli.render import to_text
+from api.cli.up import welcome
+from tests.cli.conftest import Run
+
+
+def test_a_second_weir_up_in_one_directory_touches_nothing_of_the_first(bare_weir: Run, tmp_path: Path) -> None:
+    (tmp_path / "serve.json").write_text("the first one's")
+
+    with (tmp_path / ".up.lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        result = bare_weir("up", "--home", str(tmp_path))
+
+    assert result.exit_code == 1
+    assert result.stderr.startswith(f"error: `weir up` runs in {tmp_path} already: use it from other terminals")
+    assert sorted(each.name for each in tmp_path.iterdir()) == [".up.lock", "logs", "serve.json"]
+
+
+@pytest.mark.parametrize("command", ["serve", "worker", "migrate", "init", "fsck"])
+@pytest.mark.parametrize("url", ["!nonsense!", "mysql://weir:hunter2@db/weir", "postgresql://weir:hunter2@db:port/weir"])
+def test_a_database_that_is_none_is_refused_by_name_and_without_its_password(
+    bare_weir: Run, monkeypatch: pytest.MonkeyPatch, command: str, url: str
+) -> None:
+    monkeypatch.setenv("WEIR_DATABASE_URL", url)
+
+    result = bare_weir(command)
+
+    assert result.exit_code == 2
+    assert result.stderr == (
+        "error: WEIR_DATABASE_URL must be a PostgreSQL database, written as postgresql://user:password@host:5432/name\n"
+    )
+
+
+def test_a_database_that_is_away_is_told_in_one_line(bare_weir: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WEIR_DATABASE_URL", "postgresql://weir@127.0.0.1:1/weir")
+
+    result = bare_weir("serve")
+
+    assert result.exit_code == 1
+    assert result.stderr.startswith("error: the database of WEIR_DATABASE_URL does not answer: connection failed: ")
+    assert result.stderr.count("\n") == 1
+    assert "sqlalche" not in result.stderr
+
+
+def test_where_to_listen_is_host_and_port(bare_weir: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    flag = bare_weir("up", "--listen", "8443")
+    monkeypatch.setenv("WEIR_LISTEN", "localhost")
+    variable = bare_weir("up")
+
+    assert (flag.exit_code, variable.exit_code) == (2, 2)
+    assert flag.stderr == "error: --listen must be host:port, such as 127.0.0.1:8443, or unix:/path, not '8443'\n"
+    assert variable.stderr == "error: WEIR_LISTEN='localhost': must be host:port, such as 127.0.0.1:8443, or unix:/path\n"
+
+
+def test_what_comes_next_can_be_typed_as_it_stands(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sys, "argv", [".venv/bin/weir", "up"])
+
+    text = to_text(welcome("127.0.0.1:8443", tmp_path, None))
+
+    assert '  .venv/bin/weir generate "Hello"' in text
+    assert f"  export WEIR_HOME={tmp_path}" in text.replace("\n", "")
+
+
+def test_what_comes_next_is_short_where_the_defaults_hold(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(sys, "argv", [str(tmp_path / "weir"), "up"])
+    monkeypatch.setattr(shutil, "which", lambda name: str(tmp_path / "weir"))
+
+    text = to_text(welcome("127.0.0.1:8443", tmp_path / ".weir", None))
+
+    assert '  weir generate "Hello"' in text
+    assert "WEIR_HOME" not in text
+
+
+def test_a_worker_gets_the_settings_of_its_command(bare_weir: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    begun: list[tuple[list[str], str]] = []
+    monkeypatch.setenv("WEIR_DATABASE_URL", "postgresql://weir@127.0.0.1:1/weir")
+    monkeypatch.setattr(os, "execve", lambda path, command, environment: begun.append((command, environment["WEIR_HOME"])))
+
+    result = bare_weir("worker", "--home", str(tmp_path))
+
+    assert result.exit_code == 0
+    ((command, home),) = begun
+    assert command[:3] == [sys.executable, "-m", "celery"]
+    assert home == str(tmp_path)
