@@ -24,7 +24,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as the engine host: torch
 
 import torch
 
-from inference.core.engine_core import EngineCore, EngineOptions
+from inference.core.engine_core import EngineCore
+from inference.core.engine_options import EngineOptions
 from inference.engine import GenerationRequest, SamplingParams, SequenceId, StopCriteria
 from inference.hosts.host import event_message
 from inference.hosts.host_protocol import StepReport, encode, statistics_list

@@ -14,7 +14,8 @@ from pathlib import Path
 
 from inference.checkpoint.checkpoint import read_model_info
 from inference.core.cost_model import CostModel
-from inference.core.engine_core import EngineCore, EngineOptions, SequenceBroken
+from inference.core.engine_core import EngineCore, SequenceBroken
+from inference.core.engine_options import EngineOptions
 from inference.core.kv_cache import KV_BLOCK_TOKENS
 from inference.engine import (
     EngineCondition,

@@ -10,20 +10,15 @@ import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Literal, Protocol
 
 from inference.checkpoint.checkpoint import read_config
 from inference.checkpoint.rope_config import rotation_switch_tokens
 from inference.core.beam_group import BeamGroup
-from inference.core.cost_model import CostModel
-from inference.core.kv_cache import BlockPool, blocks_for
-from inference.core.model_runner import ComputeDtype, ModelRunner, kv_block_bytes
+from inference.core.engine_options import EngineOptions, open_runner
+from inference.core.kv_cache import BlockPool
 from inference.core.scheduler import Scheduler
 from inference.core.sequence import Sequence
-from inference.core.simulated_runner import SimulatedRunner
 from inference.core.step_pace import StepPace
-from inference.core.step_plan import StepPlan
 from inference.engine import (
     ChoiceFinished,
     EngineFinishReason,
@@ -34,8 +29,7 @@ from inference.engine import (
     SequenceFinished,
     TokensGenerated,
 )
-from inference.limits import EngineLimits, request_fault
-from inference.native.packed_place import PackedPlace
+from inference.limits import request_fault
 from inference.sampling.grammar import Grammar, GrammarCompiler
 from inference.sampling.sampler import Chosen
 from inference.sampling.seeds import choice_seed
@@ -65,31 +59,6 @@ class SequenceBroken:
 NumberedEvent = tuple[int, SequenceEvent | SequenceBroken]
 
 
-@dataclass(frozen=True, slots=True)
-class EngineOptions:
-    """How to run a checkpoint, or, with a simulation, how long to pretend to.
-
-    kv_cache_bytes: the pool's size; raised if one full context needs more. packed: where packed weights are kept, so that
-    hosts share them; None keeps none.
-    """
-
-    directory: Path
-    limits: EngineLimits
-    compute_dtype: ComputeDtype = "float32"
-    kv_cache_bytes: int = 1 << 30
-    device: Literal["cpu", "cuda"] = "cpu"
-    simulation: CostModel | None = None
-    packed: PackedPlace | None = None
-
-
-class Runner(Protocol):
-    """What computes a step: the model, or what stands in for it under load tests."""
-
-    def run(self, plan: StepPlan) -> dict[Sequence, Chosen]:
-        """See `ModelRunner.run`."""
-        ...
-
-
 class EngineCore:
     """Scheduler, runner and sequences of one model. Not thread-safe: one thread calls everything."""
 
@@ -113,29 +82,11 @@ class EngineCore:
         self._vocabulary_size = config.vocabulary_size
         self._rotation_switch_tokens = rotation_switch_tokens(config.rope, options.limits.context_window_tokens)
         self._grammars = GrammarCompiler(options.directory / "tokenizer.json", config.vocabulary_size, config.end_token_ids)
-        window = options.limits.context_window_tokens
-        if options.simulation is None:
-            block_count = options.kv_cache_bytes // kv_block_bytes(config, options.compute_dtype)
-        else:
-            block_count = options.simulation.kv_block_count
-        self._pool = BlockPool(max(block_count, blocks_for(window)))
+        self._pool = BlockPool(options.block_count(config))
         self._limits = options.limits
         self._scheduler = Scheduler(self._pool, options.limits)
         self._pace = StepPace(options.limits.step_time_target_s)
-        self._runner: Runner
-        if options.simulation is None:
-            self._runner = ModelRunner(
-                options.directory,
-                config,
-                compute_dtype=options.compute_dtype,
-                context_window_tokens=window,
-                block_count=self._pool.block_count_total,
-                device=options.device,
-                on_progress=on_progress,
-                packed=options.packed,
-            )
-        else:
-            self._runner = SimulatedRunner(options.simulation, tokenizer, clock=clock, sleep=sleep)
+        self._runner = open_runner(options, config, tokenizer, on_progress, clock, sleep)
         self._requests: dict[int, Choices] = {}
         self._events: list[NumberedEvent] = []
         self._step_count = 0

@@ -97,7 +97,8 @@ class Host:
         started_s = time.monotonic()
         import torch
 
-        from inference.core.engine_core import EngineCore, EngineOptions
+        from inference.core.engine_core import EngineCore
+        from inference.core.engine_options import EngineOptions
 
         torch.set_num_threads(message.torch_thread_count)
         self._send(Loading("weights", IMPORT_FRACTION))

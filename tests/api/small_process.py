@@ -26,7 +26,8 @@ from api.streams.receiver import Receiver
 from api.streams.relay import Relays
 from api.wire import ValidStart
 from inference.core.cost_model import CostModel
-from inference.core.engine_core import EngineCore, EngineOptions
+from inference.core.engine_core import EngineCore
+from inference.core.engine_options import EngineOptions
 from inference.engine import (
     EmbeddingRequest,
     Embeddings,

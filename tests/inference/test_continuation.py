@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from inference.core.cost_model import CostModel
-from inference.core.engine_core import EngineCore, EngineOptions
+from inference.core.engine_core import EngineCore
+from inference.core.engine_options import EngineOptions
 from inference.engine import (
     EngineFinishReason,
     GenerationRequest,

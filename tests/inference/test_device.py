@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from inference.checkpoint.checkpoint import read_config
-from inference.core.engine_core import EngineCore, EngineOptions
+from inference.core.engine_core import EngineCore
+from inference.core.engine_options import EngineOptions
 from inference.core.kv_cache import KV_BLOCK_TOKENS
 from inference.decoder.attention import DecodeSpan, LayerPool, PrefillSpan, row_indices
 from inference.decoder.model import Batch, Decoder, Spans, move_batch

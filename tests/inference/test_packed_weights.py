@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from inference.core.engine_core import EngineCore, EngineOptions
+from inference.core.engine_core import EngineCore
+from inference.core.engine_options import EngineOptions
 from inference.core.model_runner import ComputeDtype
 from inference.errors import CheckpointInvalid
 from inference.limits import EngineLimits

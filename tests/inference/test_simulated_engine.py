@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from inference.core.cost_model import CostModel
-from inference.core.engine_core import EngineCore, EngineOptions
+from inference.core.engine_core import EngineCore
+from inference.core.engine_options import EngineOptions
 from inference.core.simulated_runner import SENTENCE, SimulatedRunner
 from inference.engine import EngineFinishReason, GrammarKind, ResponseFormat, SamplingParams
 from inference.errors import RequestImpossible

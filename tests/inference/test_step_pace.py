@@ -6,7 +6,8 @@ import random
 
 import pytest
 
-from inference.core.engine_core import EngineCore, EngineOptions
+from inference.core.engine_core import EngineCore
+from inference.core.engine_options import EngineOptions
 from inference.core.step_pace import PROMPT_TOKENS_MIN, StepPace
 from inference.limits import EngineLimits
 from tests.inference.checkpoints import TinyCheckpoint

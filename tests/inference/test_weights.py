@@ -16,7 +16,8 @@ from torch.nn.functional import cross_entropy, linear
 
 from inference.checkpoint.checkpoint import read_config
 from inference.checkpoint.mapped_file import MappedFile
-from inference.core.engine_core import EngineCore, EngineOptions
+from inference.core.engine_core import EngineCore
+from inference.core.engine_options import EngineOptions
 from inference.core.kv_cache import KV_BLOCK_TOKENS, blocks_for
 from inference.decoder.attention import LayerPool, PrefillSpan, row_indices
 from inference.decoder.linear import PACKED_ROWS_MAX, WIDEN_COUNT, LinearWeights, project, quantize_rows

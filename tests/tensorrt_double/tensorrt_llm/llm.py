@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from inference.checkpoint.checkpoint import read_config
-from inference.core.engine_core import EngineCore, EngineOptions, SequenceBroken
+from inference.core.engine_core import EngineCore, SequenceBroken
+from inference.core.engine_options import EngineOptions
 from inference.core.kv_cache import KV_BLOCK_TOKENS
 from inference.engine import (
     EngineFinishReason,
