@@ -25,19 +25,11 @@ from inference.errors import EngineError, EngineFailed, EngineOverloaded, Engine
 from inference.fleet.replica import ReplicaReport, ReplicaState
 from inference.fleet.scaling import Stoppable
 from inference.fleet.set_statistics import SetStatistics
+from inference.fleet.standing import all_drained, nobody_takes, standing
 
 LOSS_COUNT_MAX = 2  # encoders that may break under one call: it may be what breaks them
 FULL_TOKENS = 16_384  # that each encoder has to embed before another is started: seconds of work on a CPU
-DRAINED_RETRY_S = 5.0  # seconds: when it is worth asking again for a model whose encoders are all drained; a person decides it
 
-_PROMISE = (
-    EngineState.CLOSED,
-    EngineState.FAILED,
-    EngineState.COLD,
-    EngineState.RESTARTING,
-    EngineState.LOADING,
-    EngineState.READY,
-)
 _log = logging.getLogger("weir.inference.fleet")
 
 
@@ -131,8 +123,7 @@ class EncoderSet:
                 raise EngineUnavailable("the engine is closed", retry_after_s=0.0)
             usable = [replica for replica in self._replicas if not replica.is_drained]
             if not usable:
-                who = "all replicas are" if len(self._replicas) > 1 else "the engine is"
-                raise EngineUnavailable(f"{who} being drained", retry_after_s=DRAINED_RETRY_S)
+                raise all_drained(len(self._replicas))
             await self._first_start([each for each in usable if each in self._replicas[: self._warm_count]] or usable[:1])
 
     async def embed(self, request: EmbeddingRequest) -> Embeddings:
@@ -166,9 +157,7 @@ class EncoderSet:
             _log.info("texts of %d tokens were not embedded by %s: %s", token_count, replica.name, refusal)
         if refusal is not None:
             raise refusal
-        condition = self.condition()
-        who = "no replica takes requests; the first" if len(self._replicas) > 1 else "the engine"
-        raise EngineUnavailable(f"{who} is {condition.state.value}: {condition.reason}", condition.retry_after_s)
+        raise nobody_takes(self._conditions(), len(self._replicas))
 
     def statistics(self) -> EngineStatistics:
         """See `Backend.statistics`: sums, but for the steps."""
@@ -186,11 +175,7 @@ class EncoderSet:
             return EngineCondition(EngineState.CLOSED, reason="closed")
         if self.healthy():
             return EngineCondition(EngineState.READY, loading_fraction=1.0)
-        told = [replica.encoder.condition() for replica in self._replicas if not replica.is_drained]
-        if not told:
-            return EngineCondition(EngineState.RESTARTING, retry_after_s=DRAINED_RETRY_S, reason="it is being drained")
-        best = max(told, key=lambda each: (_PROMISE.index(each.state), each.loading_fraction, -each.retry_after_s))
-        return replace(best, starts_on_demand=best.starts_on_demand and not self._warm_count)
+        return standing(self._conditions(), self._warm_count)
 
     async def close(self) -> None:
         """See `Backend.close`."""
@@ -199,6 +184,10 @@ class EncoderSet:
         async with asyncio.TaskGroup() as tasks:
             for replica in self._replicas:
                 tasks.create_task(replica.encoder.close(), name=f"replica close {replica.name}")
+
+    def _conditions(self) -> list[EngineCondition]:
+        """Of those that no operator keeps out of use."""
+        return [replica.encoder.condition() for replica in self._replicas if not replica.is_drained]
 
     def _look(self) -> None:
         """Another one is wanted where all that take calls have enough to do."""

@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
-from dataclasses import replace
 
 from inference.engine import (
     EngineCondition,
@@ -27,22 +26,12 @@ from inference.fleet.fleet_stream import FleetStream
 from inference.fleet.placement import PlacementPolicy, PrefixAware, Work
 from inference.fleet.replica import Replica, ReplicaReport
 from inference.fleet.set_statistics import SetStatistics
+from inference.fleet.standing import all_drained, nobody_takes, standing
 
 RECOVERY_WAIT_S = 10.0  # seconds: a small model's process is back by then, and a client would rather wait than ask anew
 OUTPUT_TOKENS_FIRST = 128  # tokens: what an answer is taken to have before any has ended
 OUTPUT_MEMORY = 32  # answers after which a change of their lengths is mostly noticed
-DRAINED_RETRY_S = 5.0  # seconds: when it is worth asking again for a model whose replicas are all drained; a person decides it
 START_PAUSE_S = 0.05  # seconds between looks at replicas that are ready and may not be used yet
-
-# The more a state promises, the later it stands.
-_PROMISE = (
-    EngineState.CLOSED,
-    EngineState.FAILED,
-    EngineState.COLD,
-    EngineState.RESTARTING,
-    EngineState.LOADING,
-    EngineState.READY,
-)
 
 
 class ReplicaSet:
@@ -150,9 +139,7 @@ class ReplicaSet:
             return EngineCondition(EngineState.CLOSED, reason="closed")
         if self.healthy():
             return EngineCondition(EngineState.READY, loading_fraction=1.0)
-        told = [self._condition_of(replica) for replica in usable(self._replicas)]
-        best = max(told, key=lambda each: (_PROMISE.index(each.state), each.loading_fraction, -each.retry_after_s))
-        return replace(best, starts_on_demand=best.starts_on_demand and not self._warm_count)
+        return standing(self._conditions(self._replicas), self._warm_count)
 
     async def close(self) -> None:
         """See `Engine.close`."""
@@ -272,21 +259,17 @@ class ReplicaSet:
             full = "the queues of all replicas are full" if len(self._replicas) > 1 else "the engine's queue is full"
             return EngineOverloaded(full, min(overloads))
         allowed = {replica for tier in self._tiers(request, ()) for replica in tier}
-        told = [self._condition_of(replica) for replica in usable([each for each in self._replicas if each in allowed])]
-        if not told:
+        if not allowed:
             return EngineUnavailable(f"no replica in {', '.join(request.regions) or 'this set'} could go on with it", 0.0)
-        best = max(told, key=lambda each: _PROMISE.index(each.state))
-        if best.state is EngineState.FAILED:
-            return EngineStartFailed(best.reason)
-        wait_s = min((each.retry_after_s for each in told if each.state is best.state), default=0.0)
-        who = "no replica takes requests; the first" if len(self._replicas) > 1 else "the engine"
-        return EngineUnavailable(f"{who} is {best.state.value}: {best.reason}", wait_s)
+        return nobody_takes(self._conditions(allowed), len(self._replicas))
+
+    def _conditions(self, replicas: Collection[Replica]) -> list[EngineCondition]:
+        """Of those that no operator keeps out of use."""
+        return [self._condition_of(replica) for replica in replicas if not replica.is_drained]
 
     def _condition_of(self, replica: Replica) -> EngineCondition:
         """A replica's condition, where READY means that it may be used."""
         condition, now_s = replica.engine.condition(), self.clock()
-        if replica.is_drained:
-            return EngineCondition(EngineState.RESTARTING, retry_after_s=DRAINED_RETRY_S, reason="it is being drained")
         if condition.state is not EngineState.READY or replica.takes(now_s):
             return condition
         wait_s = replica.breaker.wait_s(now_s)
@@ -307,8 +290,7 @@ class ReplicaSet:
         others = [replica for replica in self._replicas if not replica.is_draining]
         waited_for = [replica for replica in others if replica in self._replicas[: max(self._warm_count, 1)]] or others[:1]
         if not waited_for:
-            who = "all replicas are" if len(self._replicas) > 1 else "the engine is"
-            raise EngineUnavailable(f"{who} being drained", retry_after_s=DRAINED_RETRY_S)
+            raise all_drained(len(self._replicas))
         errors: list[EngineError] = []
         decided = asyncio.Event()
 
@@ -328,8 +310,3 @@ class ReplicaSet:
                 task.cancel()
         if len(errors) == len(waited_for):
             raise errors[0]
-
-
-def usable(replicas: Sequence[Replica]) -> Sequence[Replica]:
-    """Those that no operator keeps out of use, of which requests hear; all of them where that is none."""
-    return [replica for replica in replicas if not replica.is_drained] or replicas
