@@ -38,8 +38,8 @@ class HostedEngine(EngineLife, HostedLife):
 
     def _submit(self, stream: BufferedStream) -> None:
         assert self._host is not None, "the engine is ready"
-        if len(self._streams) == 1:
-            self._watchdog.heard()  # an idle host had no reason to report
+        if all(other.ended for other in self._streams.values() if other is not stream):
+            self._watchdog.heard()  # an idle host had no reason to report, whoever has yet to read what it has told
         self._host.send(start_message(stream.number, stream.request))
 
     def _send_cancel(self, stream: BufferedStream) -> None:
