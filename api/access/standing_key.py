@@ -13,6 +13,10 @@ from metering.tenants.networks import Network, allows
 from metering.tenants.tenants import Principal
 
 
+def tell_nobody(_: Exception) -> None:
+    """Of a key that nothing is open with."""
+
+
 class StandingKey:
     """What the key allows as far as is known. A refusal holds for what begins from then on; what runs goes on."""
 
@@ -31,7 +35,7 @@ class StandingKey:
         self._looked_at = clock()
         self._is_stale = False
         self._refusal: Exception | None = None
-        self.on_shut_out: Callable[[Exception], None] = lambda _: None  # called if it may not be used from there any more
+        self.on_shut_out: Callable[[Exception], None] = tell_nobody  # called if it may not be used from there any more
 
     @property
     def principal(self) -> Principal:
@@ -89,6 +93,7 @@ class StandingKeys:
         finally:
             held = self._open[api_key_id]
             held.discard(key)
+            key.on_shut_out = tell_nobody  # a stream that has ended goes at once, without a collector
             if not held:
                 del self._open[api_key_id]
 
