@@ -28,11 +28,15 @@ log = structlog.get_logger(__name__)
 
 
 class Bucket:
-    """One address. failure_count: those that have not drained yet; under_way_count: attempts that may still fail."""
+    """One address. failure_count: those that have not drained yet; under_way_count: attempts that may still fail.
+
+    holder_count: attempts that know this bucket, whether they wait, are under way, or are let in as known.
+    """
 
     def __init__(self, now: float) -> None:
         self.failure_count = 0.0
         self.under_way_count = 0
+        self.holder_count = 0
         self.drained_at = now
         self.is_refused = False
         self._changed = asyncio.Event()
@@ -70,7 +74,11 @@ class Throttle:
     @property
     def refused_count(self) -> int:
         """Addresses that have been refused, and were not quiet since."""
-        return sum(bucket.is_refused for bucket in self._buckets.values())
+        now = self._clock()
+        refused = [bucket for bucket in self._buckets.values() if bucket.is_refused]
+        for bucket in refused:
+            bucket.drain(now, self._per_s)
+        return sum(not self._is_quiet(bucket) for bucket in refused)
 
     @contextlib.asynccontextmanager
     async def attempt(self, peer: str, is_known: Callable[[], bool]) -> AsyncIterator[None]:
@@ -84,19 +92,23 @@ class Throttle:
             return
         address = address_of(peer)
         bucket = self._bucket(address)
-        counted = await self._enter(address, bucket, is_known)
+        bucket.holder_count += 1
+        counted = False
         try:
+            counted = await self._enter(address, bucket, is_known)
             yield
         except KeyInvalid:
-            self._count(bucket, 1)
+            self._count(self._bucket(address), 1)  # another one, if so many addresses came meanwhile that this one was forgotten
             if address in self._untold or len(self._untold) < ADDRESSES_MAX:
                 self._untold[address] += 1
             raise
         finally:
             if counted:
                 bucket.ended()
-            if not bucket.under_way_count and not bucket.failure_count:
-                self._buckets.pop(address, None)
+            bucket.holder_count -= 1
+            # An address has one bucket as long as anybody holds it: failures in another one would be forgotten with it.
+            if not bucket.holder_count and not bucket.failure_count and self._buckets.get(address) is bucket:
+                del self._buckets[address]
 
     def take_untold(self, address_count_max: int) -> dict[str, int]:
         """Failures of this process that were not given out before, by address; those with most of them first."""
@@ -129,12 +141,15 @@ class Throttle:
                     bucket.is_refused = True
                     log.warning("authentication_throttled", address=address, failures_per_minute=self._most)
                 raise AuthenticationThrottled((1 - room) / self._per_s)
-            bucket.is_refused = bucket.is_refused and room < self._most / 2  # logged again once it was quiet for a while
+            bucket.is_refused = bucket.is_refused and not self._is_quiet(bucket)  # logged again once it was quiet for a while
             if bucket.under_way_count < int(room + ROUNDING):
                 bucket.under_way_count += 1
                 return True
             await bucket.change()
         return False
+
+    def _is_quiet(self, bucket: Bucket) -> bool:
+        return self._most - bucket.failure_count >= self._most / 2
 
     def _bucket(self, address: str) -> Bucket:
         bucket = self._buckets.get(address)

@@ -148,6 +148,61 @@ async def test_one_new_key_on_many_streams_is_not_held_up_behind_itself(monkeypa
     assert not len(door.throttle), "an address without failures costs nothing"
 
 
+async def test_known_keys_that_come_and_go_make_no_failure_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind one address two calls with a good key overlap, and wrong keys come before the second has ended."""
+    door = Door(monkeypatch, good=["good"])
+    assert await door.knock("good") is None
+    held = [asyncio.Event(), asyncio.Event()]
+
+    async def known(until: asyncio.Event) -> None:
+        async with door.throttle.attempt(HOME, lambda: True):
+            await until.wait()
+
+    async with asyncio.TaskGroup() as tasks:
+        first, second = [tasks.create_task(known(each)) for each in held]
+        await asyncio.sleep(0)
+        held[0].set()
+        await first
+        await door.exhaust()
+        held[1].set()
+        await second
+
+    assert await door.knock("wrong") is AuthenticationThrottled
+    assert len(door.asked) == MOST + 1
+
+
+async def test_who_has_waited_behind_good_keys_fails_no_more_often_than_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All attempts under way end well at once, and many that waited for them are wrong, as are those that come after them."""
+    door = Door(monkeypatch, good=[f"good {number}" for number in range(MOST)])
+    door.held = asyncio.Event()
+    async with asyncio.TaskGroup() as tasks:
+        for secret in sorted(door.good):
+            tasks.create_task(door.knock(secret))
+        waiting = [tasks.create_task(door.knock(f"waited {number}")) for number in range(3 * MOST)]
+        for _ in range(10):
+            await asyncio.sleep(0)
+        door.held.set()
+        door.held = None
+    came_after = [await door.knock(f"after {number}") for number in range(3 * MOST)]
+
+    assert [*(each.result() for each in waiting), *came_after].count(KeyInvalid) == MOST
+    assert len(door.asked) == 2 * MOST
+
+
+async def test_an_address_that_was_refused_counts_as_such_until_it_is_quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if it never comes again."""
+    door = Door(monkeypatch)
+    await door.exhaust()
+    await door.knock("wrong")
+
+    counts = []
+    for _ in range(4):
+        counts.append(door.throttle.refused_count)
+        door.now += 10.0
+
+    assert counts == [1, 1, 1, 0], "half of its failures have drained"
+
+
 async def test_who_waits_may_go_away(monkeypatch: pytest.MonkeyPatch) -> None:
     door = Door(monkeypatch, good=[f"good {number}" for number in range(3 * MOST)])
     door.held = asyncio.Event()
