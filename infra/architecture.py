@@ -69,7 +69,9 @@ class Border:
 # Beside `store`.
 METERING_PACKAGES = ("tenants", "quotas", "holds", "configuration", "control", "receipts", "billing", "alerts", "export", "proof")
 # What the API must know of models' text: it tokenizes prompts, and reads tool calls out of outputs.
-TEXT_FOR_API = tuple(f"inference.text.{name}" for name in ("tokenizer", "tools", "tool_calls", "forced_calls", "strict_calls"))
+TEXT_FOR_API = tuple(
+    f"inference.text.{name}" for name in ("tokenizer", "tools", "tool_calls", "found_calls", "forced_calls", "strict_calls")
+)
 BORDERS = (
     Border(
         ("inference",),

@@ -17,7 +17,8 @@ from api.streams.feed import Feed, UsageTelling
 from api.wire import ValidStart
 from inference.engine import GrammarKind, TokensGenerated
 from inference.safety.safety import SafetyChecker
-from inference.text.tool_calls import Parsed, ToolCallParser
+from inference.text.found_calls import Parsed
+from inference.text.tool_calls import ToolCallParser
 from metering.errors import QuotaExceeded
 from metering.operations import Outcome, QuotaState
 

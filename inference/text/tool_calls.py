@@ -8,78 +8,17 @@ Blanks around calls are layout, and belong to nothing.
 
 from __future__ import annotations
 
-import secrets
-import string
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
-from typing import NamedTuple
 
+from inference.text.found_calls import Findings, Parsed, new_call_id
 from inference.text.json_scanner import BLANKS, JsonScanner
-from inference.text.tools import CallFormat
+from inference.text.tools import CALL_SHAPES, CallFormat
 
-ID_CHARACTERS = string.ascii_letters + string.digits
-ID_LENGTH = 9  # what Mistral's templates ask for, and no other minds
 HELD_CHARS_MAX = 16_384  # of what is neither text nor call yet: beyond it it is text, whatever follows
 # What an object may have, and what it means. The last two are what some models write beside, and are read over.
 KEYS: Mapping[str, str] = {"name": "name", "arguments": "arguments", "parameters": "arguments", "id": "id", "type": "type"}
 
 State = Callable[[str], None]
-
-
-@dataclass(frozen=True, slots=True)
-class CallPiece:
-    """More of one call. index: among the calls of the output, from 0. id and name: with the first piece, and empty later."""
-
-    index: int
-    id: str
-    name: str
-    arguments: str
-
-
-class Parsed(NamedTuple):
-    """What became final: text, and pieces of calls in their order."""
-
-    text: str
-    calls: tuple[CallPiece, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """A `CallPiece` in the making."""
-
-    index: int
-    id: str
-    name: str
-    arguments: list[str]
-
-    def joined(self) -> CallPiece:
-        return CallPiece(self.index, self.id, self.name, "".join(self.arguments))
-
-
-@dataclass(frozen=True, slots=True)
-class _Shape:
-    """opening, closing: around a call or a list of calls; empty if there is nothing. bare: one may begin the output without.
-
-    textless: there is nothing beside calls, so what is left of one that the output's end has cut off is no text either.
-    """
-
-    opening: str
-    closing: str = ""
-    bare: bool = False
-    textless: bool = False
-
-
-_SHAPES: Mapping[CallFormat, _Shape] = {
-    CallFormat.HERMES: _Shape("<tool_call>", "</tool_call>"),
-    CallFormat.LLAMA: _Shape("<|python_tag|>", bare=True),
-    CallFormat.MISTRAL: _Shape("[TOOL_CALLS]"),
-    CallFormat.JSON: _Shape("", bare=True, textless=True),
-}
-
-
-def new_call_id() -> str:
-    """An id that no other call of a conversation has."""
-    return "".join(secrets.choice(ID_CHARACTERS) for _ in range(ID_LENGTH))
 
 
 def _behind_blanks(held: str, marker: str) -> str:
@@ -88,20 +27,17 @@ def _behind_blanks(held: str, marker: str) -> str:
 
 
 class ToolCallParser:
-    """One output of one request. call_count: calls that have begun; complete_count: those whose arguments are whole."""
+    """One output of one request. complete_count: calls whose arguments are whole."""
 
     def __init__(
         self, form: CallFormat, names: Collection[str], new_id: Callable[[], str] = new_call_id, *, single: bool = False
     ) -> None:
         """names: of the tools; other names are no calls. single: behind the first call there is nothing but text."""
-        self.call_count = 0
         self.complete_count = 0
-        self._shape = _SHAPES[form]
+        self._shape = CALL_SHAPES[form]
         self._names = frozenset(names)
-        self._new_id = new_id
         self._single = single
-        self._text: list[str] = []
-        self._pieces: list[_Piece] = []
+        self._found = Findings(new_id)
         self._held = ""  # was read, and is neither text nor call yet; in a call that has begun: what is neither argument nor text
         self._word = ""  # a key or a name as far as it was read
         self._is_list = False
@@ -113,6 +49,11 @@ class ToolCallParser:
         self._between = self._fresh if self._shape.bare else self._outside
         self._state: State = self._between
 
+    @property
+    def call_count(self) -> int:
+        """Calls that have begun."""
+        return self._found.call_count
+
     def push(self, text: str) -> Parsed:
         """Take more of the output; what became final."""
         place = 0
@@ -122,24 +63,19 @@ class ToolCallParser:
                 self._state(text[place])
                 place += 1
             if len(self._held) > HELD_CHARS_MAX:
-                self._text.append(self._held)
+                self._found.add_text(self._held)
                 self._held = ""
                 self._leave(self._outside)
-        return self._taken()
+        return self._found.taken()
 
     def finish(self) -> Parsed:
         """The rest, at the end; nothing may be pushed afterwards."""
         held, self._held = self._held, ""
         if self._state == self._broken:
-            self._add(held)
+            self._found.add_arguments(held)
         elif not self._shape.textless and not self._has_begun and (held.strip(BLANKS) or not self.call_count):
-            self._text.append(held)
-        return self._taken()
-
-    def _taken(self) -> Parsed:
-        parsed = Parsed("".join(self._text), tuple(each.joined() for each in self._pieces))
-        self._text, self._pieces = [], []
-        return parsed
+            self._found.add_text(held)
+        return self._found.taken()
 
     def _skip_plain(self, text: str, place: int) -> int:
         """Take plain text at once up to where a call may begin: the same as character by character, in a fraction of the time."""
@@ -147,7 +83,7 @@ class ToolCallParser:
             return place
         found = text.find(self._shape.opening[0], place) if self._shape.opening else -1
         plain = text[place : len(text) if found < 0 else found].rstrip(BLANKS)
-        self._text.append(plain)
+        self._found.add_text(plain)
         return place + len(plain)
 
     def _again(self, character: str) -> None:
@@ -172,7 +108,7 @@ class ToolCallParser:
         elif self._has_begun:
             self._leave(self._outside)
         else:
-            self._text.append(self._held)
+            self._found.add_text(self._held)
             self._held = ""
             self._state = self._outside
         self._again(character)
@@ -204,9 +140,9 @@ class ToolCallParser:
             if part and part == opening:
                 self._state = self._opened
             return
-        self._text.append(held[: len(held) - len(part)])
+        self._found.add_text(held[: len(held) - len(part)])
         while not opening.startswith(part.lstrip(BLANKS)):
-            self._text.append(part[0])
+            self._found.add_text(part[0])
             part = part[1:]
         self._held = part
 
@@ -302,7 +238,7 @@ class ToolCallParser:
                 self._state = self._broken
                 self._broken(character)
                 return
-            self._add(character)
+            self._found.add_arguments(character)
         elif right:
             self._held += character
             self._early += character
@@ -336,19 +272,13 @@ class ToolCallParser:
         assert self._name is not None, "a call has a name"
         self._has_begun = True
         self._held = ""
-        self._pieces.append(_Piece(self.call_count, self._new_id(), self._name, [arguments]))
-        self.call_count += 1
-
-    def _add(self, arguments: str) -> None:
-        if not (self._pieces and self._pieces[-1].index == self.call_count - 1):
-            self._pieces.append(_Piece(self.call_count - 1, "", "", []))
-        self._pieces[-1].arguments.append(arguments)
+        self._found.begin_call(self._name, arguments)
 
     def _broken(self, character: str) -> None:
         """Arguments that are no JSON: all up to the closing, and where there is none to the end."""
         closing, held = self._shape.closing, self._held + character
         while held and not closing.startswith(held):
-            self._add(held[0])
+            self._found.add_arguments(held[0])
             held = held[1:]
         self._held = held
         if held and held == closing:

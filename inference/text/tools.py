@@ -5,6 +5,7 @@ A tool is the caller's: here it is a name, words about it, and the JSON schema o
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -44,6 +45,27 @@ class CallFormat(StrEnum):
     MISTRAL = "mistral"
     JSON = "json"
 
+
+@dataclass(frozen=True, slots=True)
+class CallShape:
+    """What a form has around its calls.
+
+    opening, closing: around a call or a list of calls; empty if there is nothing. bare: one may begin the output without.
+    textless: there is nothing beside calls, so what is left of one that the output's end has cut off is no text either.
+    """
+
+    opening: str
+    closing: str = ""
+    bare: bool = False
+    textless: bool = False
+
+
+CALL_SHAPES: Mapping[CallFormat, CallShape] = {
+    CallFormat.HERMES: CallShape("<tool_call>", "</tool_call>"),
+    CallFormat.LLAMA: CallShape("<|python_tag|>", bare=True),
+    CallFormat.MISTRAL: CallShape("[TOOL_CALLS]"),
+    CallFormat.JSON: CallShape("", bare=True, textless=True),
+}
 
 MODEL_CALL_FORMATS = (CallFormat.HERMES, CallFormat.LLAMA, CallFormat.MISTRAL)  # those that models know by themselves
 
