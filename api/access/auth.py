@@ -31,14 +31,14 @@ REMEMBERED_COUNT_MAX = 10_000  # keys, of 64 bytes each and what they may
 
 
 class Authenticator:
-    """Checks the API key of a call against the database, and from where it comes. Nothing is cached.
+    """Checks the API key of a call against the database, and from where it comes.
 
     So what has changed of a key holds from its next call on, and for open streams as soon as this process hears of it (`changed`).
 
     Calls that come with one key at the same time share a check that began after the last of them had come.
 
-    What was found is remembered for two things: to let calls in while the database is away, if the deployment wants that, and to
-    look at keys that were good before, whatever else comes from their address.
+    What was found is remembered for three things: to let calls in while the database is away, if the deployment wants that, to
+    look at keys that were good before, whatever else comes from their address, and for callers who say how old an answer may be.
     """
 
     def __init__(
@@ -86,14 +86,18 @@ class Authenticator:
         """The same of any wire. peer: as gRPC names who has connected; forwarded: values of `X-Forwarded-For`, in order."""
         return self._proxies.origin(peer, forwarded)
 
-    async def principal_of(self, secret: str, *, method: str, origin: Origin) -> Principal:
+    async def principal_of(self, secret: str, *, method: str, origin: Origin, age_max_s: float = 0.0) -> Principal:
         """Who has this secret, whatever wire it came over, if it is good for the call, and from where it comes.
 
         method: path of the call in the contract, as in `api/access/scopes.py`; another wire names the call that it stands for.
+        age_max_s: how old what is known of the key may be, where this process has heard of no change of it.
         Raises: PermissionDenied, StoreAway, AuthenticationThrottled; KeyInvalid for an unknown, expired or revoked key.
         """
         needed = SCOPES[method]  # a call that is missing there is nobody's
-        principal = await self._look_up(secret, origin.peer)
+        digest = hashlib.sha256(secret.encode(errors="replace")).digest()
+        principal = self._known(digest, age_max_s) if age_max_s else None
+        if principal is None:
+            principal = await self._look_up(digest, secret, origin.peer)
         # After the key: who has a wrong one learns nothing of networks. Before its scopes: who is outside learns nothing of them.
         if not allows(principal.networks, origin.address):
             raise AddressNotAllowed(origin.address)
@@ -124,29 +128,32 @@ class Authenticator:
             async with self._sessions() as session:
                 return await authenticate(session, secret)
 
-    async def _look_up(self, secret: str, peer: str) -> Principal:
-        digest = hashlib.sha256(secret.encode(errors="replace")).digest()
+    def _known(self, digest: bytes, age_max_s: float) -> Principal | None:
+        """What was asked so long ago at most, if the secret still works by that."""
+        asked_at, known = self._remembered.get(digest, (0.0, None))
+        if known is None:
+            return None
+        age_s, lifetime_s = boot_time_s() - asked_at, known.secret_lifetime_s
+        if age_s > age_max_s or (lifetime_s is not None and age_s >= lifetime_s):
+            return None
+        return known if lifetime_s is None else replace(known, secret_lifetime_s=lifetime_s - age_s)
+
+    async def _look_up(self, digest: bytes, secret: str, peer: str) -> Principal:
         try:
             async with self.throttle.attempt(peer, lambda: digest in self._remembered):
                 while True:
-                    begun = self._changes.count
+                    begun, asked_at = self._changes.count, boot_time_s()
                     principal = await self._lookups.ask(digest, lambda: self._check(secret))
                     if not self._changes.since(begun, principal.api_key_id):
                         break
         except StoreAway:
-            if not self._grace_s:
+            if not self._grace_s or (known := self._known(digest, self._grace_s)) is None:
                 raise
-            checked_at, known = self._remembered.get(digest, (0.0, None))
-            if known is None:
-                raise
-            age_s, lifetime_s = boot_time_s() - checked_at, known.secret_lifetime_s
-            if age_s > self._grace_s or (lifetime_s is not None and age_s >= lifetime_s):
-                raise
-            return known if lifetime_s is None else replace(known, secret_lifetime_s=lifetime_s - age_s)
+            return known
         except KeyInvalid:
             self._remembered.pop(digest, None)
             raise
-        self._remembered[digest] = boot_time_s(), principal
+        self._remembered[digest] = asked_at, principal
         self._remembered.move_to_end(digest)
         if len(self._remembered) > REMEMBERED_COUNT_MAX:
             self._remembered.popitem(last=False)

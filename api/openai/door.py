@@ -44,6 +44,7 @@ from metering.tenants.tenants import Principal
 # The calls of the contract that these stand for: whoever may make those may make these.
 SERVICE = "/weir.v1.InferenceService"
 GENERATE, EMBED, LIST_MODELS = f"{SERVICE}/Generate", f"{SERVICE}/Embed", f"{SERVICE}/ListModels"
+KEY_AGE_MAX_S = 1.0  # second: what is known of a key may be so old. Over gRPC a stream is let in once, here each request is
 IDEMPOTENCY_KEY = re.compile(r"[\x21-\x7e]{1,255}")
 KEY_NAMESPACE = uuid.UUID("6f1c0c9e-2f6b-5d0a-9a54-3b1d9a1c7e10")  # of request ids that come from keys that are no UUIDs
 
@@ -77,7 +78,7 @@ class Door:
             secret, origin = secret_of(request), self._origin(request)
 
             async def look_up() -> Principal:
-                return await self._authenticator.principal_of(secret, method=stands_for, origin=origin)
+                return await self._authenticator.principal_of(secret, method=stands_for, origin=origin, age_max_s=KEY_AGE_MAX_S)
 
             principal = await look_up()
             auth_ms = (time.monotonic() - received_at) * 1000

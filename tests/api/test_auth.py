@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from api.access import auth
+from api.access.addresses import Origin
 from api.access.auth import Authenticator
 from api.interceptor import METHOD
 from metering.errors import KeyInvalid, StoreAway
@@ -92,6 +93,32 @@ async def test_a_replaced_secret_is_not_good_beyond_its_overlap(monkeypatch: pyt
     world.now += 10
     with pytest.raises(StoreAway):
         await world.call()
+
+
+async def test_who_says_how_old_an_answer_may_be_gets_none_that_is_older_or_was_revoked(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(monkeypatch)
+    world.principal = replace(ALICE, secret_lifetime_s=2.5)
+    door: dict[str, Any] = {"method": METHOD.get(), "origin": Origin("unix:", None), "age_max_s": 1.0}
+    await world.call()
+    changed = world.principal = replace(ALICE, scopes=frozenset({"inference", "billing"}), secret_lifetime_s=1.5)
+
+    world.now += 1.0
+    known = await world.authenticator.principal_of(SECRET, **door)
+    world.now += 0.5
+    asked = await world.authenticator.principal_of(SECRET, **door)
+    world.now += 0.5
+    again = await world.authenticator.principal_of(SECRET, **door)
+
+    assert (known.scopes, known.secret_lifetime_s) == (ALICE.scopes, 1.5)
+    assert (asked, again) == (changed, replace(changed, secret_lifetime_s=1.0))
+    world.principal = replace(ALICE, secret_lifetime_s=0.25)
+    assert await world.call() == world.principal, "who says nothing is never told what was known"
+    world.now += 0.5
+    world.principal = changed
+    assert await world.authenticator.principal_of(SECRET, **door) == changed, "the secret that was known has ended"
+    world.authenticator.changed(ALICE.api_key_id)
+    world.principal = ALICE
+    assert await world.authenticator.principal_of(SECRET, **door) == ALICE
 
 
 class SlowKeys:
