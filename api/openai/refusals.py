@@ -49,6 +49,9 @@ CODES: Mapping[str, str] = {
     "INTERNAL": "server_error",
 }
 
+# Of the contract, as messages name them: parameters, which each API calls as it likes, and words that are the same in all of them.
+TERMS = re.compile(r"\b(?:max_output_tokens|min_output_tokens|choice_count|tool_choice\.single|TOOL_MODE_[A-Z]+|request_id)\b")
+WORDS = {"TOOL_MODE_NONE": "none", "TOOL_MODE_AUTO": "auto", "TOOL_MODE_REQUIRED": "required", "request_id": "Idempotency-Key"}
 INDEX = re.compile(r"\[\d+\]")
 
 Detail = TypeVar("Detail", bound=Message)
@@ -121,9 +124,14 @@ def wording(status: status_pb2.Status, info: error_details_pb2.ErrorInfo, names:
     """The message, and the parameter that it is about."""
     bad_request = detail_of(status, error_details_pb2.BadRequest)
     if bad_request is None or not bad_request.field_violations:
-        return status.message, "model" if info.reason == "MODEL_UNKNOWN" else None
-    told = [(parameter(each.field, names), each.description) for each in bad_request.field_violations]
+        return in_words_of(names, status.message), "model" if info.reason == "MODEL_UNKNOWN" else None
+    told = [(parameter(each.field, names), in_words_of(names, each.description)) for each in bad_request.field_violations]
     return "; ".join(f"{param}: {description}" if param else description for param, description in told), told[0][0] or None
+
+
+def in_words_of(names: Mapping[str, str], remedy: str) -> str:
+    """A message with what it says of the contract in the words of the API that was used."""
+    return TERMS.sub(lambda found: WORDS.get(found[0]) or names.get(found[0], found[0]), remedy)
 
 
 def category(http_status: int, info: error_details_pb2.ErrorInfo) -> tuple[str, str]:

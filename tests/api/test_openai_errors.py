@@ -8,13 +8,13 @@ from dataclasses import replace
 
 import pytest
 from google.protobuf.duration_pb2 import Duration
-from google.rpc import code_pb2
+from google.rpc import code_pb2, status_pb2
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from weir.v1 import types_pb2
 
 from api.endpoint import base_url
-from api.errors import Draining, InvalidRequest, PromptTooLong, StartsTooLate, Unauthenticated
+from api.errors import Draining, FieldViolation, InvalidRequest, PromptTooLong, StartsTooLate, Unauthenticated
 from api.openai import answers
 from api.openai.chat_parameters import NAMES
 from api.openai.items import Item, conversation_of
@@ -22,6 +22,7 @@ from api.openai.messages import Message, conversation
 from api.openai.parameters import decode
 from api.openai.rate_limits import duration_text, headers_of
 from api.openai.refusals import HTTP_STATUSES, parameter, refusal_of
+from api.openai.response_parameters import NAMES as RESPONSE_NAMES
 from api.openai.response_parameters import ResponseParameters
 from api.requests.conversation import MESSAGE_COUNT_MAX
 from api.settings import SettingInvalid, Settings
@@ -31,6 +32,19 @@ from api.statuses import CODES, status_of
 def test_every_code_of_the_table_has_a_status() -> None:
     assert {code for _, code in CODES} <= HTTP_STATUSES.keys()
     assert code_pb2.INTERNAL in HTTP_STATUSES
+
+
+def test_a_remedy_is_told_in_the_words_of_the_api() -> None:
+    left_out = InvalidRequest(
+        [FieldViolation("response_format", "cannot be combined with tools; set tool_choice to TOOL_MODE_NONE")]
+    )
+    too_long = status_of(PromptTooLong(7, 10, 12))
+    taken = code_pb2.ALREADY_EXISTS
+
+    assert refusal_of(status_of(left_out), NAMES).message.endswith("set tool_choice to none")
+    assert "max_tokens of" in refusal_of(too_long, NAMES | {"max_output_tokens": "max_tokens"}).message
+    assert "max_output_tokens of" in refusal_of(too_long, RESPONSE_NAMES).message
+    assert refusal_of(status_pb2.Status(code=taken, message="use a new request_id")).message == "use a new Idempotency-Key"
 
 
 def test_a_wait_is_told_in_every_form_that_clients_read() -> None:
