@@ -23,6 +23,7 @@ TOOL_COUNT_MAX = 128
 NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 NO_ARGUMENTS = '{"type": "object", "properties": {}, "additionalProperties": false}'
 SCHEMA_BYTES_MAX = RESPONSE_FORMAT_BYTES_MAX
+SCHEMAS_BYTES_MAX = 256 * 1024  # of all tools together: looking at them takes 45 µs a kB, in which all other streams wait
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,11 @@ def check_tools(tools: Sequence[pb.Tool], wrong: Violations) -> None:
     """Every tool in itself."""
     if not wrong.check_count(len(tools), TOOL_COUNT_MAX, "tools"):
         return
+    sizes = [len(tool.parameters_json_schema.encode()) for tool in tools]
+    if (size := sum(sizes)) > SCHEMAS_BYTES_MAX:
+        remedy = f"their schemas may have {SCHEMAS_BYTES_MAX} bytes together, not {size}: offer fewer tools, or shorten them"
+        wrong.check(False, "tools", remedy)
+        return
     seen: set[str] = set()
     for index, tool in enumerate(tools):
         field = f"tools[{index}]"
@@ -63,8 +69,7 @@ def check_tools(tools: Sequence[pb.Tool], wrong: Violations) -> None:
         wrong.check(tool.name not in seen, f"{field}.name", "must be unique in the request")
         seen.add(tool.name)
         if tool.parameters_json_schema:
-            size = len(tool.parameters_json_schema.encode())
-            right = size <= SCHEMA_BYTES_MAX and _is_schema(tool.parameters_json_schema)
+            right = sizes[index] <= SCHEMA_BYTES_MAX and _is_schema(tool.parameters_json_schema)
             remedy = f"must be the JSON schema of an object, of up to {SCHEMA_BYTES_MAX} bytes and {LEVELS_MAX} levels"
             wrong.check(right, f"{field}.parameters_json_schema", remedy)
 

@@ -18,6 +18,8 @@ from weir.v1 import types_pb2
 
 from api import wire
 from api.errors import InvalidRequest
+from api.requests import tools
+from api.requests.tools import SCHEMA_BYTES_MAX, SCHEMAS_BYTES_MAX
 from api.violations import VIOLATION_COUNT_MAX
 from inference.engine import EngineFinishReason
 from inference.text.tokenizer import ChatMessage
@@ -214,3 +216,24 @@ def test_a_message_of_many_wrong_elements_is_refused_without_a_look_at_all_of_th
     assert field in {violation.field for violation in refusal.violations}
     assert len(refusal.violations) <= VIOLATION_COUNT_MAX
     assert looks < 5000
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_schemas_that_are_too_large_together_are_refused_unread(strict: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each may be as large as one may be; reading all of them would hold up everybody else."""
+    schema = '{"description": "' + "x" * (SCHEMA_BYTES_MAX - 20) + '"}'
+    within, beyond = SCHEMAS_BYTES_MAX // SCHEMA_BYTES_MAX, SCHEMAS_BYTES_MAX // len(schema) + 1
+    start = pb.StartFrame(model="demo", conversation=pb.Conversation(messages=[pb.Message(role=pb.ROLE_USER, content="x")]))
+    start.tools.extend(pb.Tool(name=f"t{index}", parameters_json_schema=schema, strict=strict) for index in range(within))
+
+    wire.parse_start(ID, start)
+    start.tools.extend(pb.Tool(name=f"u{index}", parameters_json_schema=schema) for index in range(beyond - within))
+    monkeypatch.setattr(tools, "json_object", None)
+    count = pb.CountTokensRequest(model="demo", conversation=start.conversation, tools=start.tools)
+    refusals = [refused(lambda: wire.parse_start(ID, start)), refused(lambda: wire.parse_count_tokens(count))]
+
+    for refusal in refusals:
+        assert isinstance(refusal, InvalidRequest)
+        [violation] = refusal.violations
+        assert violation.field == "tools"
+        assert str(SCHEMAS_BYTES_MAX) in violation.description

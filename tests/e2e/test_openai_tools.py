@@ -182,10 +182,12 @@ async def test_wrong_tools_and_items_are_refused_by_their_own_names(service: Ser
     tenant = await priced(service)
     call = {"type": "function_call", "call_id": "c", "name": "book", "arguments": "{}"}
     deep: Any = json.loads('{"a":' * 70 + "1" + "}" * 70)
+    large = {"description": "x" * 60_000}
     too_deep: Any = [{"type": "function", "function": BOOK | {"parameters": deep}}]
     wrong: list[tuple[str, dict[str, Any]]] = [
         ("tools", {"model": PLAIN}),
         ("tools[0].parameters", {"tools": [TOOLS[0] | {"parameters": deep}]}),
+        ("tools", {"tools": [TOOLS[0] | {"name": f"t{index}", "parameters": large} for index in range(5)]}),
         ("tool_choice", {"tool_choice": {"type": "function", "name": ""}}),
         ("tool_choice.name", {"tool_choice": {"type": "function", "name": "gone"}}),
         ("input[0].call_id", {"input": [{"type": "function_call_output", "call_id": "c", "output": "x"}]}),

@@ -452,7 +452,8 @@ class StartFrame(_message.Message):
 
     @_builtins.property
     def tools(self) -> _containers.RepeatedCompositeFieldContainer[Global___Tool]:
-        """Functions that the model may call, up to 128: it is shown them in the way of its chat template. Needs `conversation`.
+        """Functions that the model may call, up to 128, with schemas of up to 262,144 bytes together: it is shown them in the way of its chat
+        template. Needs `conversation`.
         INVALID_ARGUMENT if the model's template has no place for tools, and if a tool is wrong.
         """
 
