@@ -25,7 +25,7 @@ from metering.holds.own_holds import OwnHolds
 from metering.holds.quick_admissions import admit_planned, plan
 from metering.holds.quick_ends import end_planned, plan_ends
 from metering.holds.quick_extensions import extend_planned, extended_hold, plan_extensions
-from metering.operations import Admit, Admitted, Extended, HoldAnswer, HoldOperation
+from metering.operations import Admit, Admitted, Ended, Extended, HoldAnswer, HoldOperation, Renew
 from metering.quotas.refusals import Refusals
 from metering.receipts.chaining import BatchSigner
 from metering.store.bounded_connection import KEEPALIVES, BoundedConnection
@@ -204,9 +204,22 @@ class HoldConnection:
 
         return await self._execute(run, operations)
 
-    async def bind(self, binds: Sequence[Bind]) -> list[HoldAnswer | Exception]:
-        """The same for requests that were let in without the database."""
-        return await self._execute(execute_binds, binds)
+    async def bind(self, binds: Sequence[Bind], renewal: Renew) -> list[HoldAnswer | Exception]:
+        """The same for requests that were let in without the database.
+
+        renewal: of all that its owner knows. It comes first, since it voids what admissions obtained whose answers were lost, under
+        the same request ids; so nothing else may be under way. Where one of these is taken all the same, it comes once more: what a
+        frozen server commits as it wakes up stands there now.
+        """
+        answers: list[HoldAnswer | Exception] = []
+        for _ in range(2):
+            [renewed] = await self.execute([renewal])
+            if isinstance(renewed, StoreAway):
+                return [renewed] * len(binds)
+            answers = await self._execute(execute_binds, binds)
+            if Ended(done=False) not in answers:
+                break
+        return answers
 
     async def _execute(
         self, run: Callable[[Connection, Sequence[Op]], Answers], batch: Sequence[Op]

@@ -265,7 +265,7 @@ class HoldStore:
         self._commits.post(Renew(self.owner_id, frozenset()))
 
     def _came_back(self) -> None:
-        """After an outage: renew at once what may soon lapse."""
+        """Renew at once what may soon lapse after an outage; and end by that what was taken without an answer."""
         self._admissions.post(Probe())  # a connection that the outage has broken is found before a request finds it
         self._renew()
 

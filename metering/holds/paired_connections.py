@@ -20,7 +20,20 @@ from metering.holds.lease_clock import LeaseClock
 from metering.holds.own_holds import OwnHolds
 from metering.holds.standing_holds import StandingHolds
 from metering.models import QuotaDimension, QuotaSubject
-from metering.operations import Admitted, Ended, Extend, Extended, HoldAnswer, HoldOperation, Renew, Renewed, Settle, Settled, Void
+from metering.operations import (
+    Admit,
+    Admitted,
+    Ended,
+    Extend,
+    Extended,
+    HoldAnswer,
+    HoldOperation,
+    Renew,
+    Renewed,
+    Settle,
+    Settled,
+    Void,
+)
 from metering.receipts.chaining import BatchSigner
 from metering.store.store_gate import StoreGate
 
@@ -50,7 +63,8 @@ class PairedConnections:
     ) -> None:
         """standing: what is set aside for an outage, if anything.
 
-        used, came_back: called when usage has been written, when the database answers again after it was away; must not block.
+        used, came_back: called when usage has been written, when the database answers again after it was away or admissions have
+        been lost; must not block.
         """
         self._leases = leases
         self._standing = standing
@@ -66,6 +80,7 @@ class PairedConnections:
         self._came_back = came_back
         self._answered_at: float | None = None
         self._answering = asyncio.Event()
+        self._has_lost_admissions = False  # whose answers never came: whatever they have taken stands in the way of a second try
 
     async def close(self) -> None:
         """Drop both connections."""
@@ -118,6 +133,8 @@ class PairedConnections:
         sent_at = self._leases.now()
         batch = [self._renewal() if isinstance(op, Renew) else op for op in operations if not isinstance(op, Probe)]
         answers = await connection.execute(batch)
+        lost = any(type(op) is Admit and type(answer) is StoreAway for op, answer in zip(batch, answers, strict=True))
+        self._has_lost_admissions = self._has_lost_admissions or lost
         self._note_answer()
         for op, answer in zip(batch, answers, strict=True):
             self._note(op, answer, sent_at)
@@ -129,14 +146,15 @@ class PairedConnections:
         return [there if isinstance(op, Probe) else next(given) for op in operations]
 
     def _note_answer(self) -> None:
-        """Tell whoever waits for the database that it is there, and after an outage that it is there again."""
+        """Tell whoever waits for the database that it is there, and after an outage or a broken connection that it is again."""
         if self._gate.away_s is not None:
             self._answering.clear()
             return
         was_away = self.has_answered and not self._answering.is_set()
         self._answered_at = self._leases.now()
         self._answering.set()
-        if was_away:
+        if was_away or self._has_lost_admissions:
+            self._has_lost_admissions = False
             self._came_back()
 
     def _note(self, op: HoldOperation, answer: HoldAnswer | Exception, sent_at: float) -> None:
@@ -166,21 +184,16 @@ class PairedConnections:
         return self._standing is not None and bool(self._standing.given)
 
     async def _bind(self) -> bool:
-        """After an outage, before all else: tell the database which request has which hold. Whether it was told.
-
-        The renewal comes first: it voids what admissions obtained whose answers were lost, under the same request ids. So nothing
-        else may be under way.
-        """
+        """After an outage, before all else: tell the database which request has which hold. Whether it was told."""
         standing = self._standing
         if standing is None or not standing.given:
             return True
-        answers = await self._others.execute([self._renewal()])
         given = standing.given
-        answers += await self._others.bind(given) if not isinstance(answers[0], StoreAway) else answers
+        answers = await self._others.bind(given, self._renewal())
         if any(isinstance(answer, StoreAway) for answer in answers):
             self._note_answer()
             return False
-        for bind, answer in zip(given, answers[1:], strict=True):
+        for bind, answer in zip(given, answers, strict=True):
             standing.bound(bind.hold_id)
             if answer != Ended(done=True):
                 log.error("request_not_bound", hold_id=str(bind.hold_id), request_id=str(bind.request_id), cause=str(answer))

@@ -60,10 +60,11 @@ async def recover(holds: HoldConnection, journal: AbandonedJournal) -> Recovered
     delivered_ids = frozenset(entry.hold_id for entry in entries)
     # A renewal that knows no hold voids all that its owner still has: those of which nothing was delivered. It comes first, since
     # what it voids may stand in the way of a request that was let in again, without the database.
-    (voided,) = await holds.execute([Renew(journal.owner_id, frozenset(), spared_ids=delivered_ids)])
+    renewal = Renew(journal.owner_id, frozenset(), spared_ids=delivered_ids)
+    (voided,) = await holds.execute([renewal])
     if isinstance(voided, StoreAway):
         raise voided
-    await bind(holds, [bind for bind in journal.bindings() if bind.hold_id in delivered_ids])
+    await bind(holds, [bind for bind in journal.bindings() if bind.hold_id in delivered_ids], renewal)
     settled_count = 0
     for start in range(0, len(settlements), BATCH_SIZE_MAX):
         batch: list[HoldOperation] = list(settlements[start : start + BATCH_SIZE_MAX])
@@ -81,11 +82,11 @@ async def recover(holds: HoldConnection, journal: AbandonedJournal) -> Recovered
     return Recovered(1, settled_count, sum(entry.delivered_token_count for entry in entries))
 
 
-async def bind(holds: HoldConnection, binds: Sequence[Bind]) -> None:
+async def bind(holds: HoldConnection, binds: Sequence[Bind], renewal: Renew) -> None:
     """Tell the database which requests were let in without it. Raises: StoreAway."""
     for start in range(0, len(binds), BATCH_SIZE_MAX):
         batch = binds[start : start + BATCH_SIZE_MAX]
-        for one, answer in zip(batch, await holds.bind(batch), strict=True):
+        for one, answer in zip(batch, await holds.bind(batch, renewal), strict=True):
             if isinstance(answer, StoreAway):
                 raise answer
             if answer != Ended(done=True):

@@ -8,7 +8,9 @@ import os
 import signal
 import uuid
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psycopg
 import pytest
@@ -24,7 +26,7 @@ from metering.operations import Extend, HoldAnswer, HoldOperation, Settled
 from metering.store import embedded_postgres
 from metering.store.migrations_runner import migrate
 from tests.metering.cutting_proxy import CuttingProxy, Side
-from tests.metering.hold_world import HoldWorld, admit, hold_world, settle
+from tests.metering.hold_world import HoldWorld, admit, hold_world, settle, until_idle
 from tests.metering.invariants import check_invariants
 from tests.metering.test_hold_concurrency import running_stores
 
@@ -74,6 +76,34 @@ async def test_an_admission_cut_at_any_message_is_refused_and_leaves_no_hold(wor
         assert store.statistics().live_hold_count == 1
         await store.settle(settle(held.hold_id, 4))
     assert {tuple(world.counters(quota)) for quota in quotas} == {((used, 0),) for used in (0, 1, 4, 10, 14, 58)}
+    check_invariants(world.url, all_ended=True)
+
+
+async def test_a_request_whose_admission_lost_its_answer_may_be_sent_again_at_once(
+    world: HoldWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under the same id: what the first attempt has taken is given back long before the next regular renewal."""
+    payer = world.tenant()
+    world.quota(payer, QuotaDimension.CONCURRENT_REQUESTS, 1)
+    op, execute_in_time = admit(payer), HoldConnection._execute_in_time
+
+    async def unanswered(self: HoldConnection, run: Any, batch: Sequence[Any]) -> list[Any]:
+        answers = await execute_in_time(self, run, batch)
+        if op in batch:
+            raise psycopg.OperationalError("the connection broke after the commit")
+        return answers
+
+    monkeypatch.setattr(HoldConnection, "_execute_in_time", unanswered)
+    async with running_stores(world.url, expiry_s=6_000) as [store]:
+        await until_idle(store, payer)
+        with pytest.raises(StoreAway):
+            await store.admit(op)
+
+        await until(lambda: world.hold_count() == 0)
+
+        again = replace(op, hold_id=uuid.uuid4())
+        await store.admit(again)
+        await store.settle(settle(again.hold_id, 4))
     check_invariants(world.url, all_ended=True)
 
 

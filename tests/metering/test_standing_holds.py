@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -13,16 +13,18 @@ import psycopg
 import pytest
 
 from metering.errors import QuotaExceeded, RequestIdReused, RequestInFlight, StoreAway
+from metering.holds import bind_batch, hold_connection
 from metering.holds.batch_reads import QUOTA_LOCK
 from metering.holds.bindings import Bind, BindingLog, read_bindings
+from metering.holds.exchange import Connection
 from metering.holds.hold_connection import HoldConnection
 from metering.holds.holds import HoldStore
 from metering.holds.standing_holds import GraceTerms
 from metering.models import QuotaDimension
-from metering.operations import Admit, Ended, Expire, HoldAnswer, Payer, Settled
+from metering.operations import Admit, Admitted, Ended, Expire, HoldAnswer, Payer, Renew, Settled
 from metering.store.db import psycopg_conninfo
 from tests.metering.cutting_proxy import CuttingProxy
-from tests.metering.hold_world import HoldWorld, admit, hold_world, settle
+from tests.metering.hold_world import HoldWorld, admit, hold_world, of_type, settle
 from tests.metering.invariants import check_invariants
 from tests.metering.test_hold_faults import until
 
@@ -47,8 +49,9 @@ def binding(op: Admit, *, request_id: uuid.UUID | None = None) -> Bind:
 
 
 async def bind(world: HoldWorld, *binds: Bind) -> list[HoldAnswer | Exception]:
-    async with HoldConnection(world.url, uuid.uuid4()) as holds:
-        return await holds.bind(binds)
+    owner_id = uuid.uuid4()
+    async with HoldConnection(world.url, owner_id) as holds:
+        return await holds.bind(binds, Renew(owner_id, frozenset()))
 
 
 async def test_binding_shrinks_the_claim_to_that_of_the_request_and_is_done_once(world: HoldWorld) -> None:
@@ -214,6 +217,37 @@ async def test_an_admission_that_comes_too_late_does_not_take_the_request_from_w
             "SELECT request_id, input_token_count, billed_token_count FROM usage_events WHERE hold_id = %s", given.hold_id
         ) == [(op.request_id, 10, 5)]
         await until(lambda: world.rows("SELECT state FROM holds WHERE id = %s", op.hold_id) == [("voided",)])
+        check_invariants(world.url)
+
+
+async def test_an_admission_that_a_frozen_server_commits_as_it_wakes_up_does_not_take_the_request_either(
+    world: HoldWorld, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the renewal that would have voided it and the binding: what was delivered would be recorded and not billed."""
+    payer = world.tenant()
+    late: list[Admit] = []
+    execute_binds = bind_batch.execute_binds
+
+    async def woken(connection: Connection, binds: Sequence[Bind]) -> list[HoldAnswer | Exception]:
+        if not late:
+            late.append(admit(payer, request_id=binds[0].request_id))
+            assert of_type(Admitted, await world.run(*late, owner_id=store.owner_id))
+        return await execute_binds(connection, binds)
+
+    monkeypatch.setattr(hold_connection, "execute_binds", woken)
+    async with CuttingProxy(world.url).listening() as proxy, store_with_grace(proxy.url, tmp_path) as store:
+        await in_use(store, payer)
+        proxy.refusing = True
+        proxy.cut_now()
+        op = admit(payer)
+        given = await store.admit(op)
+        proxy.refusing = False
+
+        settled = await store.settle(settle(given.hold_id, 5))
+
+        assert settled.billed_token_count == 5
+        assert world.rows("SELECT request_id FROM usage_events WHERE hold_id = %s", given.hold_id) == [(op.request_id,)]
+        assert world.rows("SELECT state FROM holds WHERE id = %s", late[0].hold_id) == [("voided",)]
         check_invariants(world.url)
 
 
