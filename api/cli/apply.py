@@ -84,7 +84,7 @@ def new_secrets_file(path: Path) -> int:
     try:
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except OSError as error:
-        fail(f"{path} cannot be made: {error.strerror}", 2)
+        fail(f"{path} cannot be made: {error.strerror}; name a new file for the secrets: one that is there is never overwritten", 2)
 
 
 def mistakes_of(document: Document, applied: AppliedConfiguration) -> list[FileMistake]:

@@ -16,7 +16,7 @@ ContextOption = Annotated[
     Path | None, typer.Option("--context", help="File whose text stands before the question, for example search results.")
 ]
 FileOption = Annotated[
-    str | None, typer.Option("--file", "-f", help="Read the question from this file, or from - (standard input).")
+    str | None, typer.Option("--file", "-f", help="Read what is asked, or is to be embedded, from this file; - for standard input.")
 ]
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from weir_client import BillingClient, MonthExportFormat, MonthReport, UsageGrouping, UsagePage
+from weir_client import BillingClient, Money, MonthExportFormat, MonthReport, UsageGrouping, UsagePage
 
 from api.cli.connection import AddressOption, KeyOption, billing_client, fail, organization_or_default
 from api.cli.output import JsonOption, jsonable, note, print_json, show
@@ -166,7 +166,7 @@ def write_month(found: MonthReport, form: Format, output: Path | None) -> None:
     """The report of the month, and what is wrong with it, if anything."""
     if output is not None:
         put(output, [written(found, form)])
-        note(f"{output}: {len(found.lines)} lines, total {found.total_rounded}")
+        note(f"{output}: {len(found.lines)} lines, total {found.total_rounded}{_beside_usage(found, form)}")
     elif form is Format.TABLE:
         show(month_report(found))
     else:
@@ -175,6 +175,17 @@ def write_month(found: MonthReport, form: Format, output: Path | None) -> None:
         note(f"{found.unrated_event_count:,} usage events are not in the lines yet; --format table shows the check")
     if not found.reconciliation.balanced:
         fail("the ledger and the usage events do not agree")
+
+
+def _beside_usage(found: MonthReport, form: Format) -> str:
+    """Says so where the rows of a CSV, which are usage alone, do not come to the total that is told beside them."""
+    usage_picos = sum(line.amount.picos for line in found.lines)
+    if form is not Format.CSV or usage_picos == found.total.picos:
+        return ""
+    return (
+        f"; the lines are usage alone and come to {Money(found.total.currency_code, usage_picos)}: "
+        f"`weir month show {found.month} --format csv` has plan, credit and adjustments too"
+    )
 
 
 def written(report: MonthReport, form: Format) -> str:

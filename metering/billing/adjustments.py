@@ -177,7 +177,9 @@ async def check_credit_left(session: AsyncSession, invoice: InvoiceRow, amount_p
     left = int(invoice.total_picos) - await credited_picos(session, invoice.id)
     if amount_picos > left:
         total, rest = (exact_text(picos, invoice.currency_code) for picos in (int(invoice.total_picos), max(left, 0)))
-        raise InvalidValue("amount", f"invoice {invoice.number} is {total}, and {rest} of it has not been given back")
+        raise InvalidValue(
+            "amount", f"must be at most {rest}: invoice {invoice.number} is {total}, and so much of it has not been given back"
+        )
 
 
 def minor_unit(currency_code: str) -> int:

@@ -130,8 +130,8 @@ async def set_prepaid(
         await _end(session, standing, actor)
         return owner, False
     if name := await has_plan_from(session, owner.id, await current_month(session)):
-        remedy = f"{owner.name} has the plan {name}, whose lines are known at a month's end only: assign none first"
-        raise InvalidValue("organization", remedy)
+        reason = f"{owner.name} has the plan {name}, whose lines are known at a month's end only"
+        raise InvalidValue("organization", f"{reason}: end it first, with `weir plan assign {owner.name} --from MONTH` and no plan")
     values = {
         "subject": QuotaSubject.ORGANIZATION,
         "subject_id": owner.id,

@@ -295,6 +295,20 @@ def test_the_month_as_csv_and_json_reads_back_exactly(weir: Run, tmp_path: Path)
     assert json.loads((tmp_path / "month.json").read_text()) == document
 
 
+def test_a_sheet_whose_lines_do_not_come_to_the_total_says_so(weir: Run, server: ScriptedWeir, tmp_path: Path) -> None:
+    arguments = ("report", "month", "2026-11", "--org", "acme", "--format", "csv", "--output", str(tmp_path / "month.csv"))
+    report = billing_pb.GetMonthReportResponse()
+    report.CopyFrom(REPORT)
+    report.total.picos -= 10_000_000_000
+
+    usage_alone = weir(*arguments)
+    server.accounts.replies["GetMonthReport"] = report
+    with_credit = weir(*arguments)
+
+    assert usage_alone.stderr == f"{tmp_path / 'month.csv'}: 3 lines, total 0.01 USD\n"
+    assert "; the lines are usage alone and come to 0.0109801 USD: `weir month show 2026-11 --format csv`" in with_credit.stderr
+
+
 def test_a_ledger_that_does_not_agree_is_no_success(weir: Run, server: ScriptedWeir) -> None:
     report = billing_pb.GetMonthReportResponse()
     report.CopyFrom(REPORT)
