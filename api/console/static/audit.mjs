@@ -1,6 +1,6 @@
 // Who changed what, newest first, a page at a time.
 
-import { column, command, h, swap, table, time } from "./dom.mjs";
+import { column, command, h, id, swap, table, time } from "./dom.mjs";
 import { plain } from "./format.mjs";
 
 const LIST = "AdminService/ListAuditEntries";
@@ -23,9 +23,9 @@ export const audit = {
       }),
       table("Changes, the newest first", [
         column("When", (each) => time(each.createTime)),
-        column("Who", (each) => h("span", { class: "id" }, each.actor)),
+        column("Who", (each) => id(each.actor)),
         column("What", (each) => each.action),
-        column("On", (each) => h("span", { class: "id" }, each.subjectId ?? "")),
+        column("On", (each) => id(each.subjectId)),
         column("Change", (each) => change(each)),
       ], entries, { empty: asked("before") ? "There is nothing older." : "Nothing was changed that fits.", key: (each) => each.entryId }),
       h("div", { class: "buttons" },

@@ -32,6 +32,11 @@ export function time(text) {
   return text ? h("time", { datetime: text, title: utcTime(text) }, localTime(text)) : "\u2014";
 }
 
+// An id, a key's prefix or a digest; nothing for an empty one.
+export function id(text) {
+  return text ? h("span", { class: "id" }, text) : "";
+}
+
 // A column: its head, whether it holds numbers, and the cell of a row.
 export function column(head, cell, numeric = false) {
   return { head, cell, numeric };

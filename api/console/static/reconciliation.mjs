@@ -1,6 +1,6 @@
 // A month from its usage to its invoice and to what was exported: what each stage says, and every exception. The server compares.
 
-import { badge, column, command, h, remark, swap, table, time } from "./dom.mjs";
+import { badge, column, command, h, id, remark, swap, table, time } from "./dom.mjs";
 import { count, money, plain, wait, words } from "./format.mjs";
 
 const STAGES = "BillingService/GetReconciliation", VERIFY = "BillingService/VerifyMonth";
@@ -28,11 +28,11 @@ export const reconciliation = {
       table("Tokens at each stage", columns(stages.exported), stages.sums ?? [], { empty: "Nothing was used in this month.", isGrid: true }),
       h("p", { class: "note" }, stages.exported ? ["Due is what was used in hours before ", time(stages.dueTime), "; they should have been exported."] : "Nothing is exported: the ledger and the invoices are all that was compared."),
       h("h2", {}, "Documents"),
-      table("Documents of the month", [column("What", ([what]) => what), column("It says", ([, says]) => says), column("Digest", ([,, digest]) => h("span", { class: "id" }, digest))], documents(told, verified, receipts)),
+      table("Documents of the month", [column("What", ([what]) => what), column("It says", ([, says]) => says), column("Digest", ([,, digest]) => id(digest))], documents(told, verified, receipts)),
       h("h2", {}, "Corrections that wait for a decision"),
       table("Corrections that wait", [
         column("Proposed", (each) => time(each.createTime)),
-        column("By", (each) => h("span", { class: "id" }, each.author)),
+        column("By", (each) => id(each.author)),
         column("For", (each) => each.invoiceNumber || "the next invoice"),
         column("Why", (each) => each.reason),
         column("Amount", (each) => money(each.amount), true),
@@ -42,7 +42,7 @@ export const reconciliation = {
         column("Month", (each) => h("a", { href: `#/month?month=${each.month}&org=${encodeURIComponent(ref)}` }, each.month)),
         column("State", (each) => badge(words(each.state, "MONTH_STATE_"), each.state === "MONTH_STATE_CLOSED" ? "good" : "warning")),
         column("Closed", (each) => time(each.closeTime)),
-        column("By", (each) => h("span", { class: "id" }, each.closedBy ?? "")),
+        column("By", (each) => id(each.closedBy)),
         column("Invoice", (each) => each.invoiceNumber || (each.state === "MONTH_STATE_CLOSED" ? "nothing to invoice" : "")),
         column("Total", (each) => (each.total ? money(each.total) : ""), true),
       ], months, { empty: "No month yet." }),
