@@ -31,13 +31,19 @@ MOST_IN, MOST_OUT = 12, 30
 def bounded(
     tmp_path_factory: pytest.TempPathFactory, model: Path, postgres_server: str, template_database: str
 ) -> Iterator[Service]:
-    """A service with a model that generates and one that embeds."""
+    """A service with a model that generates and one that embeds. When keys were used it writes when it drains, and not before."""
     encoder = make_random_encoder(tmp_path_factory.mktemp("encoder"))
     with (
         new_database(postgres_server, template=template_database) as url,
-        running(Service(tmp_path_factory.mktemp("bounded"), url, model, encoders={ENCODER: encoder})) as service,
+        running(
+            Service(tmp_path_factory.mktemp("bounded"), url, model, encoders={ENCODER: encoder}, key_use_interval_s=3600.0)
+        ) as service,
     ):
         yield service
+        used = "SELECT count(*) AS n FROM api_key_uses"
+        assert service.books.rows(used) == [{"n": 0}]
+        assert service.stop() == 0, service.log[-4000:]
+        assert service.books.rows(used)[0]["n"] >= 2
 
 
 @pytest.fixture
