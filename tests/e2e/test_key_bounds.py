@@ -162,18 +162,20 @@ HOT = pb.Sampling(temperature=1.0)
 
 
 async def test_a_running_request_is_not_raised_beyond_its_key(key: Key) -> None:
+    """It has far to go when it is raised: a limit is of no more use to one that has all its output."""
+    await key.update(max_output_tokens=3000)
     async with key.service.stream(key.secret) as stream:
-        request_id = await stream.begin(max_output_tokens=20, initial_credit_tokens=1)
+        request_id = await stream.begin(max_output_tokens=2900, initial_credit_tokens=1)
         await stream.received(request_id, 1)
-        for limit in (MOST_OUT + 1, MOST_OUT):
+        for limit in (3001, 3000, 40):
             await stream.send(pb.ClientFrame(request_id=request_id, update=pb.UpdateFrame(max_output_tokens=limit)))
-        await stream.send(pb.ClientFrame(request_id=request_id, credit=pb.CreditFrame(token_count=1000)))
+        await stream.send(pb.ClientFrame(request_id=request_id, credit=pb.CreditFrame(token_count=4000)))
         end = await stream.finished(request_id)
-        refusal, taken = stream.of(request_id, "updated")
+        refusal, taken, lowered = stream.of(request_id, "updated")
 
-    assert facts(Refusal(refusal.refusal)) == by("update.max_output_tokens", MOST_OUT, 1)
-    assert taken.max_output_tokens == MOST_OUT
-    assert end.usage.delivered_token_count == MOST_OUT
+    assert facts(Refusal(refusal.refusal)) == by("update.max_output_tokens", 3000, 1)
+    assert (taken.max_output_tokens, lowered.max_output_tokens) == (3000, 40)
+    assert end.reason == types_pb2.FINISH_REASON_LENGTH
 
 
 async def test_a_key_knows_its_bounds_a_rotation_keeps_them_and_zero_lifts_them(key: Key) -> None:
