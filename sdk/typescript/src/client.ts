@@ -10,7 +10,7 @@ import type { AttachOptions, CountOptions, EmbedOptions, GenerateOptions } from 
 import { buildCount, buildEmbed, buildStart, checkEncodable } from "./prompt.js";
 import { RESUME_MS } from "./resumption.js";
 import { SharedStream } from "./stream.js";
-import type { Model, Quote, TokenCount } from "./models.js";
+import type { KeyRestrictions, Model, Quote, TokenCount } from "./models.js";
 import type { EmbedResult, Generation as RecordedGeneration, QuotaStatus, Result } from "./values.js";
 import * as wire from "./wire.js";
 
@@ -132,6 +132,11 @@ export class WeirClient implements AsyncDisposable {
   /** Every limit that applies to the key, or to the key and one model. Empty: unlimited. */
   async getQuota(model = "", call: CallOptionsOf = {}): Promise<QuotaStatus[]> {
     return (await this.connection.call(InferenceService.method.getQuota, { model }, call)).quotas.map(wire.quota);
+  }
+
+  /** What the key is good for: scopes, models, tokens of one request, networks, until when. */
+  async getRestrictions(call: CallOptionsOf = {}): Promise<KeyRestrictions> {
+    return wire.restrictions((await this.connection.call(InferenceService.method.getQuota, {}, call)).restrictions);
   }
 
   /** What is recorded of one request of the key's project. Throws NotFound. */

@@ -75,3 +75,19 @@ export interface TokenCount {
   readonly inputTokenCount: number;
   readonly contextWindowTokens: number;
 }
+
+/** What a key is good for. */
+export interface KeyRestrictions {
+  readonly prefix: string;
+  readonly scopes: readonly string[];
+  /** That it may use; empty: every one. */
+  readonly models: readonly string[];
+  /** Of one request; undefined: as many as the model takes. */
+  readonly maxInputTokens: number | undefined;
+  /** Of one request, all choices together. */
+  readonly maxOutputTokens: number | undefined;
+  /** That it may be used from; empty: everywhere. */
+  readonly allowedNetworks: readonly string[];
+  /** Of the secret that the client has; undefined: it does not end. */
+  readonly secretExpireTime: Date | undefined;
+}

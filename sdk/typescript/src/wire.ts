@@ -7,6 +7,7 @@ import {
   type EmbedResponse,
   type Generation as GenerationMessage,
   Generation_State,
+  type KeyRestrictions as KeyRestrictionsMessage,
   type Model as ModelMessage,
   ModelTask as ModelTaskMessage,
   type Price as PriceMessage,
@@ -25,7 +26,7 @@ import {
   type Timings as TimingsMessage,
   type Usage as UsageMessage,
 } from "./gen/weir/v1/types_pb.js";
-import type { Model, ModelTask, Price, Quote } from "./models.js";
+import type { KeyRestrictions, Model, ModelTask, Price, Quote } from "./models.js";
 import { Money, PICOS_PER_UNIT } from "./money.js";
 import type {
   Admitted,
@@ -89,6 +90,19 @@ export function timings(value: TimingsMessage): Timings {
   const { authMs, tokenizeMs, admissionMs, queueMs, coldStartMs, prefillMs, decodeMs, clientStallMs, settleMs, ttftMs, totalMs } =
     value;
   return { authMs, tokenizeMs, admissionMs, queueMs, coldStartMs, prefillMs, decodeMs, clientStallMs, settleMs, ttftMs, totalMs };
+}
+
+/** What a key is good for. */
+export function restrictions(value: KeyRestrictionsMessage | undefined): KeyRestrictions {
+  return {
+    prefix: value?.prefix ?? "",
+    scopes: value?.scopes ?? [],
+    models: value?.models ?? [],
+    maxInputTokens: count(value?.maxInputTokens ?? 0n) || undefined,
+    maxOutputTokens: count(value?.maxOutputTokens ?? 0n) || undefined,
+    allowedNetworks: value?.allowedNetworks ?? [],
+    secretExpireTime: date(value?.secretExpireTime),
+  };
 }
 
 export function quota(value: QuotaMessage): QuotaStatus {

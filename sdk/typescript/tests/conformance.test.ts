@@ -353,6 +353,8 @@ promise("looks-up", async (client) => {
   assert.equal(quote.maxOutputTokenCount, 12);
   assert.ok(quote.wouldAdmit && quote.worstCost.picos >= quote.expectedCost.picos);
   assert.deepEqual(await client.getQuota(), []);
+  const { scopes, models: allowed, maxInputTokens, secretExpireTime } = await client.getRestrictions();
+  assert.deepEqual([scopes.includes("inference"), allowed, maxInputTokens, secretExpireTime], [true, [], undefined, undefined]);
   await using limited = new WeirClient({ apiKey: LIMITED_KEY });
   assert.equal((await limited.getQuota(MODEL))[0]?.limitValue, 40n);
   await assert.rejects(client.getGeneration(randomUUID()), NotFound);

@@ -41,7 +41,7 @@ function watch(prototype: object, names: readonly string[], describe: (self: nev
 
 watch(
   WeirClient.prototype,
-  ["countTokens", "quote", "quoteEmbed", "embed", "listModels", "getQuota", "getGeneration", "close"],
+  ["countTokens", "quote", "quoteEmbed", "embed", "listModels", "getQuota", "getRestrictions", "getGeneration", "close"],
   (client: WeirClient) => `the client of ${client.address}`,
 );
 watch(GenerationStream.prototype, ["next", "update", "close"], (generation: GenerationStream) => {
