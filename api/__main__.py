@@ -190,7 +190,9 @@ async def serve(settings: Settings) -> None:
         process = Process(admission, router, tokenizers, safety.checker, relays, observer)
         servicers = Servicers(
             InferenceServicer(process, authenticator, sessions),
-            AdminServicer(router, authenticator, sessions, settings.database_url, signer),
+            AdminServicer(
+                router, authenticator, sessions, settings.database_url, signer, private_webhooks=settings.private_webhooks
+            ),
             BillingServicer(authenticator, sessions, issuer),
             ReceiptServicer(authenticator, sessions),
         )

@@ -6,8 +6,15 @@ from weir.v1 import alerts_pb2 as pb
 
 from api import wire
 from metering.alerts.listing import ListedAlert
+from metering.alerts.webhooks import WebhookState
 from metering.models import QuotaDimension, QuotaSubject
 from metering.quotas.quota_rules import NO_WINDOW
+
+STATES = {
+    "pending": pb.ALERT_DELIVERY_STATE_PENDING,
+    "delivered": pb.ALERT_DELIVERY_STATE_DELIVERED,
+    "failed": pb.ALERT_DELIVERY_STATE_FAILED,
+}
 
 
 def alert_message(listed: ListedAlert) -> pb.Alert:
@@ -35,4 +42,28 @@ def alert_message(listed: ListedAlert) -> pb.Alert:
                 window_start_time=None if alert.window_start == NO_WINDOW else wire.timestamp(alert.window_start),
             )
         )
+    if (delivery := listed.delivery) is not None:
+        message.delivery.MergeFrom(
+            pb.AlertDelivery(
+                state=STATES[delivery.state],
+                attempt_count=delivery.attempt_count,
+                attempt_time=wire.timestamp(delivery.attempted_at),
+                end_time=wire.timestamp(delivery.ended_at),
+                last_error=delivery.last_error or "",
+            )
+        )
     return message
+
+
+def webhook_message(state: WebhookState) -> pb.AlertWebhook:
+    """A webhook without its secret."""
+    return pb.AlertWebhook(
+        organization_id=str(state.organization.id),
+        organization_name=state.organization.name,
+        url=state.webhook.url,
+        create_time=wire.timestamp(state.webhook.created_at),
+        pending_count=state.pending_count,
+        failure_count=state.webhook.failure_count,
+        rest_end_time=wire.timestamp(state.webhook.rests_until),
+        last_error=state.last_error,
+    )

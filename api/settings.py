@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from api.remote_settings import RemoteEngineSettings
 from api.setting_values import SettingInvalid as SettingInvalid  # told to whoever reads settings
-from api.setting_values import Unshown, one_of, postgres_url, scale, seconds, setting, whole
+from api.setting_values import Unshown, one_of, postgres_url, scale, seconds, setting, truth, whole
 from inference.text.tools import MODEL_CALL_FORMATS, CallFormat
 from metering.billing.invoice_document import Issuer, shown_by_helvetica
 
@@ -213,6 +213,8 @@ class Settings(RemoteEngineSettings):
     drain_notice_s: float = setting("WEIR_DRAIN_NOTICE_S", 1.0, seconds(3600))
     recovery_interval_s: float = setting("WEIR_RECOVERY_INTERVAL_S", 5.0, seconds(3600))
 
+    # Webhooks of alerts may be on private networks, and spoken to in the clear. The workers read it, too.
+    private_webhooks: bool = setting("WEIR_ALERT_WEBHOOKS_PRIVATE", False, truth)
     # Who issues the invoices. Without a name they are statements. Lines of address and payment are separated by `|`.
     issuer_name: str = setting("WEIR_ISSUER_NAME", "", printable)
     issuer_address: str = setting("WEIR_ISSUER_ADDRESS", "", printable)

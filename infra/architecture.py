@@ -214,8 +214,10 @@ BORDERS = (
     Border(
         ("aiohttp",),
         inside=PRODUCT,
-        save_for=("api/openai/", "api/console/", "api/observability/scrape.py", "bench/door_load.py"),
-        why="HTTP is the business of one door, of the console, and of one page for operators",
+        save_for=(
+            *("api/openai/", "api/console/", "api/observability/scrape.py", "metering/alerts/sending.py", "bench/door_load.py"),
+        ),
+        why="HTTP is the business of one door, of the console, of one page for operators, and of what tells alerts",
     ),
     Border(
         ("opentelemetry",),

@@ -17,6 +17,7 @@ OVERDUE_AGE = "30 seconds"  # three rounds of the sweep
 
 BACKLOG = text(f"""
 SELECT u.event_count, u.age_s, h.hold_count, h.overdue_count, b.batch_count, b.age_s AS batch_age_s,
+    (SELECT count(*) FROM (SELECT FROM alert_deliveries WHERE state = 'pending' LIMIT {COUNTED_MAX}) s) AS undelivered_count,
     (SELECT count(*) FROM (SELECT FROM stripe_events WHERE handled_at IS NULL LIMIT {COUNTED_MAX}) s) AS unhandled_count,
     coalesce((SELECT paused_until > now() FROM export_progress), false) AS is_paused
 FROM (SELECT count(*) AS event_count, coalesce(extract(epoch FROM now() - min(settled_at)), 0)::float8 AS age_s
@@ -35,7 +36,7 @@ class Backlog:
 
     overdue_hold_count: of holds whose time was over so long ago that the sweep must have ended them.
     unexported_batch_count: batches that no biller has counted yet, as far as anybody knows.
-    unhandled_event_count: of Stripe's events.
+    unhandled_event_count: of Stripe's events. undelivered_alert_count: that wait for their webhooks.
     """
 
     unrated_event_count: int
@@ -46,6 +47,7 @@ class Backlog:
     unexported_age_s: float
     unhandled_event_count: int
     export_is_paused: bool
+    undelivered_alert_count: int
 
 
 async def read_backlog(sessions: Sessions) -> Backlog:
@@ -61,4 +63,5 @@ async def read_backlog(sessions: Sessions) -> Backlog:
         row.batch_age_s,
         row.unhandled_count,
         row.is_paused,
+        row.undelivered_count,
     )

@@ -10,7 +10,9 @@ from collections.abc import AsyncIterator, Coroutine
 
 import psycopg
 
+from metering.alerts.delivering import deliver_alerts
 from metering.alerts.looking import look_for_alerts
+from metering.alerts.webhook_urls import allows_private
 from metering.billing import usage_partitions
 from metering.billing.prepaid import refresh_for_the_month
 from metering.billing.rating import rate_all_pending
@@ -24,6 +26,7 @@ from metering.store.db import Sessions, create_engine, create_sessions
 
 log = logging.getLogger(__name__)
 
+ALERT_CONNECTIONS = 3  # as for the export, below
 EXPORT_CONNECTIONS = 3  # one holds the locks; the others take turns, for a millisecond at a time
 
 
@@ -80,13 +83,17 @@ async def _refresh_prepaid() -> None:
 
 @task("weir.fire_alerts")
 def fire_alerts() -> None:
-    """Find the limits of which so much is used that somebody wants to know."""
-    run(_fire_alerts())
+    """Find the limits of which so much is used that somebody wants to know, and tell those who do."""
+    try:
+        run(_fire_alerts(private=allows_private(os.environ)))
+    except InvalidValue as error:
+        log.error("nobody is told of alerts: %s", error)
 
 
-async def _fire_alerts() -> None:
-    async with open_sessions() as sessions:
+async def _fire_alerts(*, private: bool) -> None:
+    async with open_sessions(ALERT_CONNECTIONS) as sessions:
         await look_for_alerts(sessions)
+        await deliver_alerts(sessions, private=private)
 
 
 @task("weir.export_usage")

@@ -37,6 +37,7 @@ BY_SERVICE: Mapping[str, Mapping[frozenset[Scope], tuple[str, ...]]] = {
             "ListAuditEntries",
             *("ListLiveRequests", "GetRequest", "KillRequest", "EndOverdueHolds"),
             *("ListReplicas", "DrainReplica", "UndrainReplica"),
+            *("SetAlertWebhook", "ListAlertWebhooks", "DeleteAlertWebhook", "TestAlertWebhook"),
             *("ApplyConfiguration", "ExportConfiguration"),
         ),
     },

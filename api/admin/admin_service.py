@@ -15,6 +15,7 @@ from weir.v1.types_pb2 import QuotaStatus
 
 from api import wire
 from api.access.auth import Authenticator
+from api.admin.admin_alerts import AlertWebhookCalls
 from api.admin.admin_configuration import ConfigurationCalls
 from api.admin.admin_live import LiveCalls
 from api.admin.admin_prices import PriceCalls
@@ -34,7 +35,7 @@ from metering.tenants import audit
 from metering.tenants.tenants import KeyRecord, find_api_key, find_organization, find_project
 
 
-class AdminServicer(TenantCalls, ConfigurationCalls, PriceCalls, TermCalls, ReplicaCalls, LiveCalls):
+class AdminServicer(TenantCalls, ConfigurationCalls, PriceCalls, TermCalls, ReplicaCalls, AlertWebhookCalls, LiveCalls):
     """See `proto/weir/v1/admin_service.proto`. One call, one transaction."""
 
     def __init__(
@@ -44,10 +45,13 @@ class AdminServicer(TenantCalls, ConfigurationCalls, PriceCalls, TermCalls, Repl
         sessions: Sessions,
         database_url: str,
         signer: Signer | None = None,
+        *,
+        private_webhooks: bool = False,
     ) -> None:
-        """signer: of the receipts of overdue requests, if they are signed."""
+        """signer: of the receipts of overdue requests, if they are signed. private_webhooks: see `alerts/webhook_urls.py`."""
         super().__init__(authenticator, sessions, database_url, signer)
         self._router = router
+        self._private_webhooks = private_webhooks
 
     async def SetQuota(self, request: pb.SetQuotaRequest, context: Context) -> pb.SetQuotaResponse:
         """Sets a limit."""

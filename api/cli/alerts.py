@@ -1,21 +1,27 @@
-"""`weir alerts`: what alerted."""
+"""`weir alerts`: what alerted, and the webhooks that are told of it."""
 
 from __future__ import annotations
 
+import time
 from typing import Annotated
 
 import typer
 from rich.console import RenderableType
-from weir_client import Alert, BillingClient, QuotaDimension
+from weir_client import Alert, AlertDeliveryState, BillingClient, QuotaDimension
 
 from api.cli.amounts import dimension_amount, thresholds_text, time_text
-from api.cli.connection import AddressOption, KeyOption, billing_client
+from api.cli.connection import AddressOption, KeyOption, admin_client, billing_client
+from api.cli.keys import show_secret
 from api.cli.output import JsonOption, note, print_json, show
 from api.cli.render import table
 
-alerts = typer.Typer(help="Read alerts on limits and credit.", no_args_is_help=True)
+alerts = typer.Typer(help="Read alerts on limits and credit; have them posted somewhere.", no_args_is_help=True)
+webhook = typer.Typer(help="Where an organization's alerts are posted to.", no_args_is_help=True)
+alerts.add_typer(webhook, name="webhook")
 
 PAGE_SIZE = 1000
+POLL_S = 0.5
+OrganizationOption = Annotated[str, typer.Option("--org", help="Whose, by name or id.")]
 
 
 @alerts.command("list")
@@ -41,6 +47,93 @@ def list_alerts(
         note("nothing has alerted")
 
 
+@alerts.command("test")
+def send_test(
+    organization: OrganizationOption,
+    wait_s: Annotated[float, typer.Option("--wait", min=0, max=600, help="Seconds to wait for the first attempt.")] = 30.0,
+    as_json: JsonOption = False,
+    address: AddressOption = None,
+    api_key: KeyOption = None,
+) -> None:
+    """Have a test posted to an organization's webhook, and tell how it went."""
+    with admin_client(address, api_key) as admin, billing_client(address, api_key) as client:
+        sent = admin.test_alert_webhook(organization)
+        deadline = time.monotonic() + wait_s
+        while (delivery := sent.delivery) is not None and not (delivery.end_time or delivery.last_error):
+            if time.monotonic() >= deadline:
+                break
+            time.sleep(POLL_S)
+            page = client.list_alerts(organization, page_size=PAGE_SIZE)
+            sent = next((each for each in page.alerts if each.alert_id == sent.alert_id), sent)
+    if as_json:
+        print_json(sent)
+    else:
+        note(f"test {sent.alert_id}: {delivery_text(sent)}")
+    if delivery is None or delivery.state is not AlertDeliveryState.DELIVERED:
+        raise typer.Exit(1 if delivery is not None and delivery.last_error else 3)
+
+
+@webhook.command("set")
+def set_webhook(
+    url: Annotated[str, typer.Argument(help="What to post to, such as https://example.com/alerts.")],
+    organization: OrganizationOption,
+    as_json: JsonOption = False,
+    address: AddressOption = None,
+    api_key: KeyOption = None,
+) -> None:
+    """Post an organization's alerts to a URL from now on. What signs them goes to stdout, once; again makes another secret."""
+    with admin_client(address, api_key) as client:
+        made = client.set_alert_webhook(organization, url)
+    if as_json:
+        print_json(made)
+        return
+    note(f"alerts of {made.webhook.organization_name} are posted to {made.webhook.url}")
+    show_secret(made.secret)
+
+
+@webhook.command("list")
+def list_webhooks(
+    organization: Annotated[str, typer.Option("--org", help="Only of this organization, by name or id.")] = "",
+    as_json: JsonOption = False,
+    address: AddressOption = None,
+    api_key: KeyOption = None,
+) -> None:
+    """List webhooks, and how what is posted to them fares."""
+    with admin_client(address, api_key) as client:
+        found = client.list_alert_webhooks(organization)
+    if as_json:
+        print_json(found)
+    elif found:
+        made = table(
+            "organization", "URL", "since", "waiting", "failures", "rests until", "last error", right=("waiting", "failures")
+        )
+        for each in found:
+            counts = (str(each.pending_count), str(each.failure_count), time_text(each.rest_end_time))
+            made.add_row(each.organization_name, each.url, time_text(each.create_time), *counts, each.last_error or "—")
+        show(made)
+    else:
+        note("there is no webhook")
+
+
+@webhook.command("remove")
+def remove_webhook(
+    organization: OrganizationOption,
+    if_exists: Annotated[
+        bool, typer.Option("--if-exists", help="Do nothing if there is none, so that a script may be repeated.")
+    ] = False,
+    as_json: JsonOption = False,
+    address: AddressOption = None,
+    api_key: KeyOption = None,
+) -> None:
+    """Post an organization's alerts nowhere. What waits is given up."""
+    with admin_client(address, api_key) as client:
+        deleted = client.delete_alert_webhook(organization, allow_missing=if_exists)
+    if as_json:
+        print_json({"organization": organization, "deleted": deleted})
+    else:
+        note(f"alerts of {organization} are posted nowhere" if deleted else f"{organization} has no webhook: nothing was removed")
+
+
 def read_alerts(client: BillingClient, organization: str, count: int) -> tuple[list[Alert], bool]:
     """So many at most, and whether there are more."""
     found: list[Alert] = []
@@ -55,9 +148,9 @@ def read_alerts(client: BillingClient, organization: str, count: int) -> tuple[l
 
 def alerts_table(found: list[Alert]) -> RenderableType:
     """Alerts with what had been used when they were found."""
-    made = table("found", "of", "limit on", "model", "alert", "used", "limit", "window", "id", right=("used", "limit"))
+    made = table("found", "of", "limit on", "model", "alert", "used", "limit", "window", "webhook", "id", right=("used", "limit"))
     for each in found:
-        made.add_row(time_text(each.fire_time), *about(each), each.alert_id)
+        made.add_row(time_text(each.fire_time), *about(each), delivery_text(each), each.alert_id)
     return made
 
 
@@ -82,3 +175,12 @@ def window_text(alert: Alert) -> str:
         return "—"
     is_of_month = alert.dimension in (QuotaDimension.TOKENS_PER_MONTH, QuotaDimension.COST_PER_MONTH)
     return f"{alert.window_start_time:%Y-%m}" if is_of_month else f"{alert.window_start_time:%Y-%m-%d}"
+
+
+def delivery_text(alert: Alert) -> str:
+    """How far it has come to the webhook."""
+    if (delivery := alert.delivery) is None:
+        return "none"
+    after = f" after {delivery.attempt_count} attempts" if delivery.attempt_count > 1 else ""
+    why = f": {delivery.last_error}" if delivery.last_error and delivery.state is not AlertDeliveryState.DELIVERED else ""
+    return f"{delivery.state.value}{after}{why}"

@@ -63,7 +63,7 @@ COMMANDS = {
     "price": Entry("api.cli.prices:price", "Set, list and try out prices.", PAY),
     "plan": Entry("api.cli.plans:plan", "Make plans, and say who has which.", PAY),
     "credit": Entry("api.cli.credits:credit", "Grant credit, and see what is left of it.", PAY),
-    "alerts": Entry("api.cli.alerts:alerts", "Read alerts on limits and credit.", PAY),
+    "alerts": Entry("api.cli.alerts:alerts", "Read alerts on limits and credit; have them posted.", PAY),
     "month": Entry("api.cli.months:month", "Close months, read them, prove that they are what they were.", PAY),
     "adjustment": Entry("api.cli.adjustments:adjustment", "Put a line on the next invoice.", PAY),
     "credit-note": Entry("api.cli.adjustments:credit_note", "Give back a part of an invoice.", PAY),

@@ -94,4 +94,5 @@ def books_metrics(backlog: Backlog) -> Iterator[Metric]:
     yield gauge("weir_books_unexported_batches", "Hours of usage not exported yet.", backlog.unexported_batch_count)
     yield gauge("weir_books_unexported_age_seconds", "Age of the oldest of them.", backlog.unexported_age_s)
     yield gauge("weir_books_unhandled_stripe_events", "Events of Stripe that nobody has handled.", backlog.unhandled_event_count)
+    yield gauge("weir_books_undelivered_alerts", "Alerts that wait for webhooks; up to 10,000.", backlog.undelivered_alert_count)
     yield gauge("weir_books_export_paused", "1 while the biller takes nothing.", float(backlog.export_is_paused))

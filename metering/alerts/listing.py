@@ -10,7 +10,7 @@ from sqlalchemy import select, tuple_
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from metering.alerts.alert_models import Alert, AlertDelivery
-from metering.errors import InvalidValue
+from metering.errors import InvalidValue, NotFound
 from metering.models import Organization, Quota
 from metering.quotas.quota_states import subject_names
 
@@ -51,27 +51,40 @@ class Mark:
         return mark
 
 
+LISTED = (
+    select(Alert, Organization, Quota, AlertDelivery)
+    .join(Organization, Organization.id == Alert.organization_id)
+    .outerjoin(Quota, Quota.id == Alert.quota_id)
+    .outerjoin(AlertDelivery, AlertDelivery.alert_id == Alert.id)
+)
+
+
 async def list_alerts(
     session: AsyncSession, *, organization_id: uuid.UUID | None, page_size: int = 100, page_token: str = ""
 ) -> tuple[list[ListedAlert], str]:
     """A page, and the token of the next one; empty if this is the last. organization_id: None for all. Raises: InvalidValue."""
     if not 1 <= page_size <= PAGE_SIZE_MAX:
         raise InvalidValue("page_size", f"give 1 to {PAGE_SIZE_MAX}")
-    query = (
-        select(Alert, Organization, Quota, AlertDelivery)
-        .join(Organization, Organization.id == Alert.organization_id)
-        .outerjoin(Quota, Quota.id == Alert.quota_id)
-        .outerjoin(AlertDelivery, AlertDelivery.alert_id == Alert.id)
-        .order_by(Alert.fired_at.desc(), Alert.id.desc())
-        .limit(page_size + 1)
-    )
+    query = LISTED.order_by(Alert.fired_at.desc(), Alert.id.desc()).limit(page_size + 1)
     if organization_id is not None:
         query = query.where(Alert.organization_id == organization_id)
     if page_token:
         mark = Mark.parse(page_token)
         query = query.where(tuple_(Alert.fired_at, Alert.id) < tuple_(mark.fired_at, mark.alert_id))
     found = [ListedAlert(*row) for row in await session.execute(query)]
-    page = found[:page_size]
-    names = await subject_names(session, {each.quota.subject_id for each in page if each.quota is not None})
-    page = [each if each.quota is None else replace(each, subject_name=names.get(each.quota.subject_id, "")) for each in page]
+    page = await _named(session, found[:page_size])
     return page, str(Mark(page[-1].alert.fired_at, page[-1].alert.id)) if len(found) > page_size else ""
+
+
+async def find_alert(session: AsyncSession, alert_id: uuid.UUID) -> ListedAlert:
+    """One alert. Raises: NotFound."""
+    row = (await session.execute(LISTED.where(Alert.id == alert_id))).one_or_none()
+    if row is None:
+        raise NotFound("alert", str(alert_id))
+    [found] = await _named(session, [ListedAlert(*row)])
+    return found
+
+
+async def _named(session: AsyncSession, found: list[ListedAlert]) -> list[ListedAlert]:
+    names = await subject_names(session, {each.quota.subject_id for each in found if each.quota is not None})
+    return [each if each.quota is None else replace(each, subject_name=names.get(each.quota.subject_id, "")) for each in found]

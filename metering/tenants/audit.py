@@ -15,7 +15,7 @@ from metering.models import AuditEntry, Base
 
 PAGE_SIZE_MAX = 1000  # entries; one page is one answer, and an answer must fit a message
 OWNER_COLUMNS = ("subject_id", "organization_id", "project_id", "api_key_id")  # by which a row says what it hangs on
-UNLOGGED = frozenset({"secret_hash"})  # columns that no log may show
+UNLOGGED = frozenset({"secret_hash", "secret"})  # columns that no log may show
 
 Snapshot = dict[str, Any]
 

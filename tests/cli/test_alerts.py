@@ -78,3 +78,26 @@ def test_what_is_no_percentage_is_told_before_anything_is_sent(weir: Run, server
     assert refused.exit_code == 2
     assert "50,80,100" in refused.stderr
     assert server.accounts.requests == []
+
+
+def test_the_secret_of_a_webhook_is_alone_on_stdout_and_a_test_says_how_it_went(weir: Run, server: ScriptedWeir) -> None:
+    webhook = alerts_pb2.AlertWebhook(organization_name="acme", url="https://e.com/", failure_count=2, last_error="answered 500")
+    failed = alerts_pb2.AlertDelivery(state=alerts_pb2.ALERT_DELIVERY_STATE_PENDING, attempt_count=2, last_error="answered 500")
+    server.accounts.replies["SetAlertWebhook"] = alerts_pb2.SetAlertWebhookResponse(webhook=webhook, secret="wh_1")
+    server.accounts.replies["ListAlertWebhooks"] = alerts_pb2.ListAlertWebhooksResponse(webhooks=[webhook])
+    server.accounts.replies["DeleteAlertWebhook"] = alerts_pb2.DeleteAlertWebhookResponse(deleted=True)
+    sent = alerts_pb2.Alert(alert_id="t1", delivery=alerts_pb2.AlertDelivery(state=alerts_pb2.ALERT_DELIVERY_STATE_PENDING))
+    server.accounts.replies["TestAlertWebhook"] = alerts_pb2.TestAlertWebhookResponse(alert=sent)
+    told = alerts_pb2.Alert(alert_id="t1", delivery=failed)
+    server.accounts.replies["ListAlerts"] = alerts_pb2.ListAlertsResponse(alerts=[told])
+
+    made = weir("alerts", "webhook", "set", "https://e.com/", "--org", "acme")
+    listed = weir("alerts", "webhook", "list")
+    removed = weir("alerts", "webhook", "remove", "--org", "acme")
+    tested = weir("alerts", "test", "--org", "acme")
+    impatient = weir("alerts", "test", "--org", "acme", "--wait", "0")
+
+    assert made.stdout == "wh_1\n"
+    assert "answered 500" in listed.stdout
+    assert (removed.exit_code, tested.exit_code, impatient.exit_code) == (0, 1, 3)
+    assert "pending after 2 attempts: answered 500" in tested.stderr

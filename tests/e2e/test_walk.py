@@ -122,6 +122,7 @@ async def victim(service: Service) -> Victim:
 COMMON = {
     "model": MODEL,
     "replica": "0",
+    "url": "https://example.com/alerts",
     "month": MONTH,
     "day": "",
     "reason": "none",

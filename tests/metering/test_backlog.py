@@ -18,7 +18,7 @@ async def test_a_backlog_is_read_from_indexes_and_lists_alone(database_url: str)
     finally:
         await engine.dispose()
 
-    for index in ("ix_holds_owner_held", "ix_meter_batches_waiting", "ix_stripe_events_unhandled"):
+    for index in ("ix_holds_owner_held", "ix_meter_batches_waiting", "ix_stripe_events_unhandled", "ix_alert_deliveries_pending"):
         assert index in plan, plan
     assert "Seq Scan on holds" not in plan
     assert "Seq Scan on meter_batches" not in plan

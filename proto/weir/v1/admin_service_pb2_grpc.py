@@ -4,6 +4,7 @@ import grpc
 import warnings
 
 from weir.v1 import admin_service_pb2 as weir_dot_v1_dot_admin__service__pb2
+from weir.v1 import alerts_pb2 as weir_dot_v1_dot_alerts__pb2
 from weir.v1 import configuration_pb2 as weir_dot_v1_dot_configuration__pb2
 from weir.v1 import live_requests_pb2 as weir_dot_v1_dot_live__requests__pb2
 from weir.v1 import plans_pb2 as weir_dot_v1_dot_plans__pb2
@@ -203,6 +204,26 @@ class AdminServiceStub:
                 '/weir.v1.AdminService/UndrainReplica',
                 request_serializer=weir_dot_v1_dot_replicas__pb2.UndrainReplicaRequest.SerializeToString,
                 response_deserializer=weir_dot_v1_dot_replicas__pb2.UndrainReplicaResponse.FromString,
+                _registered_method=True)
+        self.SetAlertWebhook = channel.unary_unary(
+                '/weir.v1.AdminService/SetAlertWebhook',
+                request_serializer=weir_dot_v1_dot_alerts__pb2.SetAlertWebhookRequest.SerializeToString,
+                response_deserializer=weir_dot_v1_dot_alerts__pb2.SetAlertWebhookResponse.FromString,
+                _registered_method=True)
+        self.ListAlertWebhooks = channel.unary_unary(
+                '/weir.v1.AdminService/ListAlertWebhooks',
+                request_serializer=weir_dot_v1_dot_alerts__pb2.ListAlertWebhooksRequest.SerializeToString,
+                response_deserializer=weir_dot_v1_dot_alerts__pb2.ListAlertWebhooksResponse.FromString,
+                _registered_method=True)
+        self.DeleteAlertWebhook = channel.unary_unary(
+                '/weir.v1.AdminService/DeleteAlertWebhook',
+                request_serializer=weir_dot_v1_dot_alerts__pb2.DeleteAlertWebhookRequest.SerializeToString,
+                response_deserializer=weir_dot_v1_dot_alerts__pb2.DeleteAlertWebhookResponse.FromString,
+                _registered_method=True)
+        self.TestAlertWebhook = channel.unary_unary(
+                '/weir.v1.AdminService/TestAlertWebhook',
+                request_serializer=weir_dot_v1_dot_alerts__pb2.TestAlertWebhookRequest.SerializeToString,
+                response_deserializer=weir_dot_v1_dot_alerts__pb2.TestAlertWebhookResponse.FromString,
                 _registered_method=True)
         self.ApplyConfiguration = channel.unary_unary(
                 '/weir.v1.AdminService/ApplyConfiguration',
@@ -451,6 +472,35 @@ class AdminServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SetAlertWebhook(self, request, context):
+        """Posts an organization's alerts to a URL from now on, signed. The secret is in the response and nowhere else, ever; setting the same URL
+        again makes a new one.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListAlertWebhooks(self, request, context):
+        """Lists webhooks and how what is sent to them fares.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DeleteAlertWebhook(self, request, context):
+        """Posts an organization's alerts nowhere. NOT_FOUND if it has no webhook.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def TestAlertWebhook(self, request, context):
+        """Sends a test to an organization's webhook, and ends its rest.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ApplyConfiguration(self, request, context):
         """Makes organizations, projects, keys, limits and prices what a document says, all or nothing. Doing it twice changes nothing.
         """
@@ -627,6 +677,26 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.UndrainReplica,
                     request_deserializer=weir_dot_v1_dot_replicas__pb2.UndrainReplicaRequest.FromString,
                     response_serializer=weir_dot_v1_dot_replicas__pb2.UndrainReplicaResponse.SerializeToString,
+            ),
+            'SetAlertWebhook': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetAlertWebhook,
+                    request_deserializer=weir_dot_v1_dot_alerts__pb2.SetAlertWebhookRequest.FromString,
+                    response_serializer=weir_dot_v1_dot_alerts__pb2.SetAlertWebhookResponse.SerializeToString,
+            ),
+            'ListAlertWebhooks': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListAlertWebhooks,
+                    request_deserializer=weir_dot_v1_dot_alerts__pb2.ListAlertWebhooksRequest.FromString,
+                    response_serializer=weir_dot_v1_dot_alerts__pb2.ListAlertWebhooksResponse.SerializeToString,
+            ),
+            'DeleteAlertWebhook': grpc.unary_unary_rpc_method_handler(
+                    servicer.DeleteAlertWebhook,
+                    request_deserializer=weir_dot_v1_dot_alerts__pb2.DeleteAlertWebhookRequest.FromString,
+                    response_serializer=weir_dot_v1_dot_alerts__pb2.DeleteAlertWebhookResponse.SerializeToString,
+            ),
+            'TestAlertWebhook': grpc.unary_unary_rpc_method_handler(
+                    servicer.TestAlertWebhook,
+                    request_deserializer=weir_dot_v1_dot_alerts__pb2.TestAlertWebhookRequest.FromString,
+                    response_serializer=weir_dot_v1_dot_alerts__pb2.TestAlertWebhookResponse.SerializeToString,
             ),
             'ApplyConfiguration': grpc.unary_unary_rpc_method_handler(
                     servicer.ApplyConfiguration,
@@ -1508,6 +1578,114 @@ class AdminService:
             '/weir.v1.AdminService/UndrainReplica',
             weir_dot_v1_dot_replicas__pb2.UndrainReplicaRequest.SerializeToString,
             weir_dot_v1_dot_replicas__pb2.UndrainReplicaResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetAlertWebhook(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weir.v1.AdminService/SetAlertWebhook',
+            weir_dot_v1_dot_alerts__pb2.SetAlertWebhookRequest.SerializeToString,
+            weir_dot_v1_dot_alerts__pb2.SetAlertWebhookResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListAlertWebhooks(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weir.v1.AdminService/ListAlertWebhooks',
+            weir_dot_v1_dot_alerts__pb2.ListAlertWebhooksRequest.SerializeToString,
+            weir_dot_v1_dot_alerts__pb2.ListAlertWebhooksResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DeleteAlertWebhook(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weir.v1.AdminService/DeleteAlertWebhook',
+            weir_dot_v1_dot_alerts__pb2.DeleteAlertWebhookRequest.SerializeToString,
+            weir_dot_v1_dot_alerts__pb2.DeleteAlertWebhookResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def TestAlertWebhook(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weir.v1.AdminService/TestAlertWebhook',
+            weir_dot_v1_dot_alerts__pb2.TestAlertWebhookRequest.SerializeToString,
+            weir_dot_v1_dot_alerts__pb2.TestAlertWebhookResponse.FromString,
             options,
             channel_credentials,
             insecure,

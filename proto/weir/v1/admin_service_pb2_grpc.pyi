@@ -6,6 +6,7 @@ The API of platform admins: who may use the service, and how much."""
 from collections import abc as _abc
 from grpc import aio as _aio
 from weir.v1 import admin_service_pb2 as _admin_service_pb2
+from weir.v1 import alerts_pb2 as _alerts_pb2
 from weir.v1 import configuration_pb2 as _configuration_pb2
 from weir.v1 import live_requests_pb2 as _live_requests_pb2
 from weir.v1 import plans_pb2 as _plans_pb2
@@ -113,6 +114,16 @@ class AdminServiceStub:
     """Takes a replica out of use in all processes: what runs there ends by itself, nothing new begins. Doing it twice changes nothing."""
     UndrainReplica: _grpc.UnaryUnaryMultiCallable[_replicas_pb2.UndrainReplicaRequest, _replicas_pb2.UndrainReplicaResponse]
     """Puts it into use again. Doing it twice changes nothing."""
+    SetAlertWebhook: _grpc.UnaryUnaryMultiCallable[_alerts_pb2.SetAlertWebhookRequest, _alerts_pb2.SetAlertWebhookResponse]
+    """Posts an organization's alerts to a URL from now on, signed. The secret is in the response and nowhere else, ever; setting the same URL
+    again makes a new one.
+    """
+    ListAlertWebhooks: _grpc.UnaryUnaryMultiCallable[_alerts_pb2.ListAlertWebhooksRequest, _alerts_pb2.ListAlertWebhooksResponse]
+    """Lists webhooks and how what is sent to them fares."""
+    DeleteAlertWebhook: _grpc.UnaryUnaryMultiCallable[_alerts_pb2.DeleteAlertWebhookRequest, _alerts_pb2.DeleteAlertWebhookResponse]
+    """Posts an organization's alerts nowhere. NOT_FOUND if it has no webhook."""
+    TestAlertWebhook: _grpc.UnaryUnaryMultiCallable[_alerts_pb2.TestAlertWebhookRequest, _alerts_pb2.TestAlertWebhookResponse]
+    """Sends a test to an organization's webhook, and ends its rest."""
     ApplyConfiguration: _grpc.UnaryUnaryMultiCallable[_configuration_pb2.ApplyConfigurationRequest, _configuration_pb2.ApplyConfigurationResponse]
     """Makes organizations, projects, keys, limits and prices what a document says, all or nothing. Doing it twice changes nothing."""
     ExportConfiguration: _grpc.UnaryUnaryMultiCallable[_configuration_pb2.ExportConfigurationRequest, _configuration_pb2.ExportConfigurationResponse]
@@ -198,6 +209,16 @@ class AdminServiceAsyncStub(AdminServiceStub):
     """Takes a replica out of use in all processes: what runs there ends by itself, nothing new begins. Doing it twice changes nothing."""
     UndrainReplica: _aio.UnaryUnaryMultiCallable[_replicas_pb2.UndrainReplicaRequest, _replicas_pb2.UndrainReplicaResponse]  # type: ignore[assignment]
     """Puts it into use again. Doing it twice changes nothing."""
+    SetAlertWebhook: _aio.UnaryUnaryMultiCallable[_alerts_pb2.SetAlertWebhookRequest, _alerts_pb2.SetAlertWebhookResponse]  # type: ignore[assignment]
+    """Posts an organization's alerts to a URL from now on, signed. The secret is in the response and nowhere else, ever; setting the same URL
+    again makes a new one.
+    """
+    ListAlertWebhooks: _aio.UnaryUnaryMultiCallable[_alerts_pb2.ListAlertWebhooksRequest, _alerts_pb2.ListAlertWebhooksResponse]  # type: ignore[assignment]
+    """Lists webhooks and how what is sent to them fares."""
+    DeleteAlertWebhook: _aio.UnaryUnaryMultiCallable[_alerts_pb2.DeleteAlertWebhookRequest, _alerts_pb2.DeleteAlertWebhookResponse]  # type: ignore[assignment]
+    """Posts an organization's alerts nowhere. NOT_FOUND if it has no webhook."""
+    TestAlertWebhook: _aio.UnaryUnaryMultiCallable[_alerts_pb2.TestAlertWebhookRequest, _alerts_pb2.TestAlertWebhookResponse]  # type: ignore[assignment]
+    """Sends a test to an organization's webhook, and ends its rest."""
     ApplyConfiguration: _aio.UnaryUnaryMultiCallable[_configuration_pb2.ApplyConfigurationRequest, _configuration_pb2.ApplyConfigurationResponse]  # type: ignore[assignment]
     """Makes organizations, projects, keys, limits and prices what a document says, all or nothing. Doing it twice changes nothing."""
     ExportConfiguration: _aio.UnaryUnaryMultiCallable[_configuration_pb2.ExportConfigurationRequest, _configuration_pb2.ExportConfigurationResponse]  # type: ignore[assignment]
@@ -472,6 +493,40 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_replicas_pb2.UndrainReplicaResponse, _abc.Awaitable[_replicas_pb2.UndrainReplicaResponse]]:
         """Puts it into use again. Doing it twice changes nothing."""
+
+    @_abc_1.abstractmethod
+    def SetAlertWebhook(
+        self,
+        request: _alerts_pb2.SetAlertWebhookRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_alerts_pb2.SetAlertWebhookResponse, _abc.Awaitable[_alerts_pb2.SetAlertWebhookResponse]]:
+        """Posts an organization's alerts to a URL from now on, signed. The secret is in the response and nowhere else, ever; setting the same URL
+        again makes a new one.
+        """
+
+    @_abc_1.abstractmethod
+    def ListAlertWebhooks(
+        self,
+        request: _alerts_pb2.ListAlertWebhooksRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_alerts_pb2.ListAlertWebhooksResponse, _abc.Awaitable[_alerts_pb2.ListAlertWebhooksResponse]]:
+        """Lists webhooks and how what is sent to them fares."""
+
+    @_abc_1.abstractmethod
+    def DeleteAlertWebhook(
+        self,
+        request: _alerts_pb2.DeleteAlertWebhookRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_alerts_pb2.DeleteAlertWebhookResponse, _abc.Awaitable[_alerts_pb2.DeleteAlertWebhookResponse]]:
+        """Posts an organization's alerts nowhere. NOT_FOUND if it has no webhook."""
+
+    @_abc_1.abstractmethod
+    def TestAlertWebhook(
+        self,
+        request: _alerts_pb2.TestAlertWebhookRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_alerts_pb2.TestAlertWebhookResponse, _abc.Awaitable[_alerts_pb2.TestAlertWebhookResponse]]:
+        """Sends a test to an organization's webhook, and ends its rest."""
 
     @_abc_1.abstractmethod
     def ApplyConfiguration(

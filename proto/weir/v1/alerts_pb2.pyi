@@ -8,6 +8,7 @@ from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from weir.v1 import types_pb2 as _types_pb2
 import builtins as _builtins
 import sys
@@ -19,6 +20,34 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class _AlertDeliveryState:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _AlertDeliveryStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_AlertDeliveryState.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    ALERT_DELIVERY_STATE_UNSPECIFIED: _AlertDeliveryState.ValueType  # 0
+    """Never sent."""
+    ALERT_DELIVERY_STATE_PENDING: _AlertDeliveryState.ValueType  # 1
+    """It is attempted until it is answered with 2xx, for 24 hours."""
+    ALERT_DELIVERY_STATE_DELIVERED: _AlertDeliveryState.ValueType  # 2
+    """It was answered with 2xx."""
+    ALERT_DELIVERY_STATE_FAILED: _AlertDeliveryState.ValueType  # 3
+    """It was given up: `last_error` says why."""
+
+class AlertDeliveryState(_AlertDeliveryState, metaclass=_AlertDeliveryStateEnumTypeWrapper):
+    """Where an alert stands on its way to a webhook."""
+
+ALERT_DELIVERY_STATE_UNSPECIFIED: AlertDeliveryState.ValueType  # 0
+"""Never sent."""
+ALERT_DELIVERY_STATE_PENDING: AlertDeliveryState.ValueType  # 1
+"""It is attempted until it is answered with 2xx, for 24 hours."""
+ALERT_DELIVERY_STATE_DELIVERED: AlertDeliveryState.ValueType  # 2
+"""It was answered with 2xx."""
+ALERT_DELIVERY_STATE_FAILED: AlertDeliveryState.ValueType  # 3
+"""It was given up: `last_error` says why."""
+Global___AlertDeliveryState: _TypeAlias = AlertDeliveryState  # noqa: Y015
 
 @_typing.final
 class Alert(_message.Message):
@@ -41,6 +70,7 @@ class Alert(_message.Message):
     USED_VALUE_FIELD_NUMBER: _builtins.int
     WINDOW_START_TIME_FIELD_NUMBER: _builtins.int
     CURRENCY_CODE_FIELD_NUMBER: _builtins.int
+    DELIVERY_FIELD_NUMBER: _builtins.int
     alert_id: _builtins.str
     """UUID of the alert; the same wherever it is told."""
     organization_id: _builtins.str
@@ -75,6 +105,10 @@ class Alert(_message.Message):
     def window_start_time(self) -> _timestamp_pb2.Timestamp:
         """Start of the window that it is about. Unset for prepaid credit, which has none."""
 
+    @_builtins.property
+    def delivery(self) -> Global___AlertDelivery:
+        """How far it has come to the organization's webhook. Unset if there was none when it fired."""
+
     def __init__(
         self,
         *,
@@ -93,14 +127,315 @@ class Alert(_message.Message):
         used_value: _builtins.int = ...,
         window_start_time: _timestamp_pb2.Timestamp | None = ...,
         currency_code: _builtins.str = ...,
+        delivery: Global___AlertDelivery | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["fire_time", b"fire_time", "window_start_time", b"window_start_time"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["delivery", b"delivery", "fire_time", b"fire_time", "window_start_time", b"window_start_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["alert_id", b"alert_id", "currency_code", b"currency_code", "dimension", b"dimension", "fire_time", b"fire_time", "limit_value", b"limit_value", "model", b"model", "organization_id", b"organization_id", "organization_name", b"organization_name", "quota_id", b"quota_id", "subject", b"subject", "subject_id", b"subject_id", "subject_name", b"subject_name", "threshold", b"threshold", "used_value", b"used_value", "window_start_time", b"window_start_time"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["alert_id", b"alert_id", "currency_code", b"currency_code", "delivery", b"delivery", "dimension", b"dimension", "fire_time", b"fire_time", "limit_value", b"limit_value", "model", b"model", "organization_id", b"organization_id", "organization_name", b"organization_name", "quota_id", b"quota_id", "subject", b"subject", "subject_id", b"subject_id", "subject_name", b"subject_name", "threshold", b"threshold", "used_value", b"used_value", "window_start_time", b"window_start_time"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Alert: _TypeAlias = Alert  # noqa: Y015
+
+@_typing.final
+class AlertDelivery(_message.Message):
+    """An alert on its way to a webhook."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STATE_FIELD_NUMBER: _builtins.int
+    ATTEMPT_COUNT_FIELD_NUMBER: _builtins.int
+    ATTEMPT_TIME_FIELD_NUMBER: _builtins.int
+    END_TIME_FIELD_NUMBER: _builtins.int
+    LAST_ERROR_FIELD_NUMBER: _builtins.int
+    state: Global___AlertDeliveryState.ValueType
+    """Where it stands."""
+    attempt_count: _builtins.int
+    """Attempts that were begun."""
+    last_error: _builtins.str
+    """What went wrong in the latest attempt that failed. Empty if none did."""
+    @_builtins.property
+    def attempt_time(self) -> _timestamp_pb2.Timestamp:
+        """When the latest was begun. Unset if none was."""
+
+    @_builtins.property
+    def end_time(self) -> _timestamp_pb2.Timestamp:
+        """When it was delivered or given up. Unset while it is pending."""
+
+    def __init__(
+        self,
+        *,
+        state: Global___AlertDeliveryState.ValueType = ...,
+        attempt_count: _builtins.int = ...,
+        attempt_time: _timestamp_pb2.Timestamp | None = ...,
+        end_time: _timestamp_pb2.Timestamp | None = ...,
+        last_error: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["attempt_time", b"attempt_time", "end_time", b"end_time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt_count", b"attempt_count", "attempt_time", b"attempt_time", "end_time", b"end_time", "last_error", b"last_error", "state", b"state"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AlertDelivery: _TypeAlias = AlertDelivery  # noqa: Y015
+
+@_typing.final
+class AlertWebhook(_message.Message):
+    """Where an organization is told of its alerts, without the secret that signs them."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ORGANIZATION_ID_FIELD_NUMBER: _builtins.int
+    ORGANIZATION_NAME_FIELD_NUMBER: _builtins.int
+    URL_FIELD_NUMBER: _builtins.int
+    CREATE_TIME_FIELD_NUMBER: _builtins.int
+    PENDING_COUNT_FIELD_NUMBER: _builtins.int
+    FAILURE_COUNT_FIELD_NUMBER: _builtins.int
+    REST_END_TIME_FIELD_NUMBER: _builtins.int
+    LAST_ERROR_FIELD_NUMBER: _builtins.int
+    organization_id: _builtins.str
+    """UUID of the organization."""
+    organization_name: _builtins.str
+    """The organization's name."""
+    url: _builtins.str
+    """What alerts are posted to."""
+    pending_count: _builtins.int
+    """Alerts that are not delivered yet."""
+    failure_count: _builtins.int
+    """Attempts that failed since one succeeded."""
+    last_error: _builtins.str
+    """What went wrong in the latest attempt that failed. Empty if none did."""
+    @_builtins.property
+    def create_time(self) -> _timestamp_pb2.Timestamp:
+        """When it was set, or set anew."""
+
+    @_builtins.property
+    def rest_end_time(self) -> _timestamp_pb2.Timestamp:
+        """It rests after failures: no attempt before this time. Unset if it does not."""
+
+    def __init__(
+        self,
+        *,
+        organization_id: _builtins.str = ...,
+        organization_name: _builtins.str = ...,
+        url: _builtins.str = ...,
+        create_time: _timestamp_pb2.Timestamp | None = ...,
+        pending_count: _builtins.int = ...,
+        failure_count: _builtins.int = ...,
+        rest_end_time: _timestamp_pb2.Timestamp | None = ...,
+        last_error: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "rest_end_time", b"rest_end_time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "failure_count", b"failure_count", "last_error", b"last_error", "organization_id", b"organization_id", "organization_name", b"organization_name", "pending_count", b"pending_count", "rest_end_time", b"rest_end_time", "url", b"url"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AlertWebhook: _TypeAlias = AlertWebhook  # noqa: Y015
+
+@_typing.final
+class SetAlertWebhookRequest(_message.Message):
+    """Gives an organization a webhook, or another one."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ORGANIZATION_FIELD_NUMBER: _builtins.int
+    URL_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    organization: _builtins.str
+    """Name or id of the organization. Unknown: NOT_FOUND."""
+    url: _builtins.str
+    """What to post alerts to: https, on a public address, up to 2000 characters; INVALID_ARGUMENT otherwise, unless the operator allows
+    others. What a name leads to is known at each attempt only.
+    """
+    request_id: _builtins.str
+    """Makes a repetition safe: see the service. Not a UUID: INVALID_ARGUMENT."""
+    def __init__(
+        self,
+        *,
+        organization: _builtins.str = ...,
+        url: _builtins.str = ...,
+        request_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["organization", b"organization", "request_id", b"request_id", "url", b"url"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetAlertWebhookRequest: _TypeAlias = SetAlertWebhookRequest  # noqa: Y015
+
+@_typing.final
+class SetAlertWebhookResponse(_message.Message):
+    """The webhook."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WEBHOOK_FIELD_NUMBER: _builtins.int
+    SECRET_FIELD_NUMBER: _builtins.int
+    secret: _builtins.str
+    """What signs alerts from now on, in place of the one before; told in this answer and nowhere else. Empty in a repetition."""
+    @_builtins.property
+    def webhook(self) -> Global___AlertWebhook:
+        """As it stands."""
+
+    def __init__(
+        self,
+        *,
+        webhook: Global___AlertWebhook | None = ...,
+        secret: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["webhook", b"webhook"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["secret", b"secret", "webhook", b"webhook"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetAlertWebhookResponse: _TypeAlias = SetAlertWebhookResponse  # noqa: Y015
+
+@_typing.final
+class ListAlertWebhooksRequest(_message.Message):
+    """Asks for webhooks."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ORGANIZATION_FIELD_NUMBER: _builtins.int
+    organization: _builtins.str
+    """Name or id of an organization; empty: all. Unknown: NOT_FOUND."""
+    def __init__(
+        self,
+        *,
+        organization: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["organization", b"organization"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListAlertWebhooksRequest: _TypeAlias = ListAlertWebhooksRequest  # noqa: Y015
+
+@_typing.final
+class ListAlertWebhooksResponse(_message.Message):
+    """Webhooks."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WEBHOOKS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def webhooks(self) -> _containers.RepeatedCompositeFieldContainer[Global___AlertWebhook]:
+        """By the organization's name."""
+
+    def __init__(
+        self,
+        *,
+        webhooks: _abc.Iterable[Global___AlertWebhook] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["webhooks", b"webhooks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListAlertWebhooksResponse: _TypeAlias = ListAlertWebhooksResponse  # noqa: Y015
+
+@_typing.final
+class DeleteAlertWebhookRequest(_message.Message):
+    """Takes an organization's webhook away."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ORGANIZATION_FIELD_NUMBER: _builtins.int
+    ALLOW_MISSING_FIELD_NUMBER: _builtins.int
+    organization: _builtins.str
+    """Name or id of the organization. Unknown, or without a webhook: NOT_FOUND."""
+    allow_missing: _builtins.bool
+    """Answer as if there had been one, instead of NOT_FOUND, if the organization has none."""
+    def __init__(
+        self,
+        *,
+        organization: _builtins.str = ...,
+        allow_missing: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["allow_missing", b"allow_missing", "organization", b"organization"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeleteAlertWebhookRequest: _TypeAlias = DeleteAlertWebhookRequest  # noqa: Y015
+
+@_typing.final
+class DeleteAlertWebhookResponse(_message.Message):
+    """It is gone; what waited for it is given up."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DELETED_FIELD_NUMBER: _builtins.int
+    deleted: _builtins.bool
+    """Whether this call removed it. False, with `allow_missing`, if there was none."""
+    def __init__(
+        self,
+        *,
+        deleted: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deleted", b"deleted"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeleteAlertWebhookResponse: _TypeAlias = DeleteAlertWebhookResponse  # noqa: Y015
+
+@_typing.final
+class TestAlertWebhookRequest(_message.Message):
+    """Sends a test to an organization's webhook."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ORGANIZATION_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    organization: _builtins.str
+    """Name or id of the organization. Unknown, or without a webhook: NOT_FOUND."""
+    request_id: _builtins.str
+    """Makes a repetition safe: see the service. Not a UUID: INVALID_ARGUMENT."""
+    def __init__(
+        self,
+        *,
+        organization: _builtins.str = ...,
+        request_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["organization", b"organization", "request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TestAlertWebhookRequest: _TypeAlias = TestAlertWebhookRequest  # noqa: Y015
+
+@_typing.final
+class TestAlertWebhookResponse(_message.Message):
+    """The test, which a worker sends within seconds."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ALERT_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def alert(self) -> Global___Alert:
+        """As `ListAlerts` tells it; its delivery says how it fares."""
+
+    def __init__(
+        self,
+        *,
+        alert: Global___Alert | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["alert", b"alert"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["alert", b"alert"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TestAlertWebhookResponse: _TypeAlias = TestAlertWebhookResponse  # noqa: Y015
 
 @_typing.final
 class ListAlertsRequest(_message.Message):

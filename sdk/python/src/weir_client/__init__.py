@@ -93,7 +93,14 @@ if TYPE_CHECKING:
     )
     from weir_client.admin import AsyncAdminClient
     from weir_client.admin_sync import AdminClient
-    from weir_client.alerts import Alert, AlertPage
+    from weir_client.alerts import (
+        Alert,
+        AlertDelivery,
+        AlertDeliveryState,
+        AlertPage,
+        AlertWebhook,
+        CreatedAlertWebhook,
+    )
     from weir_client.billing import AsyncBillingClient
     from weir_client.billing_sync import BillingClient
     from weir_client.billing_terms import (
@@ -182,7 +189,10 @@ __all__ = [
     "AdminClient",
     "Admitted",
     "Alert",
+    "AlertDelivery",
+    "AlertDeliveryState",
     "AlertPage",
+    "AlertWebhook",
     "AlreadyExists",
     "ApiKey",
     "AppliedConfiguration",
@@ -202,6 +212,7 @@ __all__ = [
     "ClosedMonth",
     "ConfigurationChange",
     "ConfigurationMistake",
+    "CreatedAlertWebhook",
     "CreatedApiKey",
     "CreditBalance",
     "CreditGrant",

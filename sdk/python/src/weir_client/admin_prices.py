@@ -11,10 +11,11 @@ from weir.v1 import prices_pb2 as pb
 
 from weir_client import wire_terms
 from weir_client.admin_live import AsyncLiveCalls
+from weir_client.alerts import AsyncAlertWebhookCalls
 from weir_client.billing_terms import PriceList, PriceVersion
 
 
-class AsyncPriceCalls(AsyncLiveCalls):
+class AsyncPriceCalls(AsyncLiveCalls, AsyncAlertWebhookCalls):
     """Part of `AsyncAdminClient`."""
 
     async def set_price(

@@ -58,3 +58,8 @@ class AdminClient(BlockingUnaryClient):
     list_replicas = blocking(AsyncAdminClient.list_replicas)
     drain_replica = blocking(AsyncAdminClient.drain_replica)
     undrain_replica = blocking(AsyncAdminClient.undrain_replica)
+
+    set_alert_webhook = blocking(AsyncAdminClient.set_alert_webhook)
+    list_alert_webhooks = blocking(AsyncAdminClient.list_alert_webhooks)
+    delete_alert_webhook = blocking(AsyncAdminClient.delete_alert_webhook)
+    test_alert_webhook = blocking(AsyncAdminClient.test_alert_webhook)

@@ -1,16 +1,43 @@
-"""Alerts on limits and credit: the values, how they are read from the wire, and the call that lists them."""
+"""Alerts on limits and credit, and their webhooks: the values, how they are read from the wire, and the calls."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import uuid
+from dataclasses import dataclass, field
 from datetime import datetime
+from enum import StrEnum
 
+from weir.v1 import admin_service_pb2_grpc, billing_service_pb2_grpc
 from weir.v1 import alerts_pb2 as pb
-from weir.v1 import billing_service_pb2_grpc
 
 from weir_client.unary import UnaryClient
 from weir_client.values import QuotaDimension, QuotaSubject
 from weir_client.wire import DIMENSIONS, SUBJECTS, time_of
+
+
+class AlertDeliveryState(StrEnum):
+    """Where an alert stands on its way to a webhook: PENDING, for 24 hours at most, then one of the others."""
+
+    UNSPECIFIED = "unspecified"
+    PENDING = "pending"
+    DELIVERED = "delivered"
+    FAILED = "failed"
+
+
+DELIVERY_STATES = {
+    number: AlertDeliveryState(name.removeprefix("ALERT_DELIVERY_STATE_").lower()) for name, number in pb.AlertDeliveryState.items()
+}
+
+
+@dataclass(frozen=True, slots=True)
+class AlertDelivery:
+    """An alert on its way to a webhook. last_error: of the latest attempt that failed; empty if none did."""
+
+    state: AlertDeliveryState
+    attempt_count: int
+    attempt_time: datetime | None
+    end_time: datetime | None
+    last_error: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +62,7 @@ class Alert:
     limit_value: int
     used_value: int
     window_start_time: datetime | None  # None for prepaid credit
+    delivery: AlertDelivery | None = None  # None: there was no webhook when it fired
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +71,60 @@ class AlertPage:
 
     alerts: tuple[Alert, ...]
     next_page_token: str
+
+
+@dataclass(frozen=True, slots=True)
+class AlertWebhook:
+    """Where an organization is told of its alerts. failure_count: attempts that failed since one succeeded."""
+
+    organization_id: str
+    organization_name: str
+    url: str
+    create_time: datetime | None
+    pending_count: int
+    failure_count: int
+    rest_end_time: datetime | None  # after failures no attempt is made before
+    last_error: str
+
+
+@dataclass(frozen=True, slots=True)
+class CreatedAlertWebhook:
+    """A webhook with the secret that signs what it is sent, which no later call can tell again."""
+
+    webhook: AlertWebhook
+    secret: str = field(repr=False)  # kept out of logs
+
+
+class AsyncAlertWebhookCalls(UnaryClient):
+    """Part of `AsyncAdminClient`."""
+
+    @property
+    def _stub(self) -> admin_service_pb2_grpc.AdminServiceAsyncStub:
+        return admin_service_pb2_grpc.AdminServiceStub(self._opened().channel)
+
+    async def set_alert_webhook(self, organization: str, url: str, *, request_id: str | None = None) -> CreatedAlertWebhook:
+        """Posts an organization's alerts to a URL from now on, signed with a new secret.
+
+        request_id: a UUID of your own; the same call with it again changes nothing, and its secret is empty.
+        """
+        request = pb.SetAlertWebhookRequest(organization=organization, url=url, request_id=request_id or str(uuid.uuid4()))
+        response = await self._call(self._stub.SetAlertWebhook, request)
+        return CreatedAlertWebhook(webhook(response.webhook), response.secret)
+
+    async def list_alert_webhooks(self, organization: str = "") -> list[AlertWebhook]:
+        """All, or that of one organization."""
+        response = await self._call(self._stub.ListAlertWebhooks, pb.ListAlertWebhooksRequest(organization=organization))
+        return [webhook(each) for each in response.webhooks]
+
+    async def delete_alert_webhook(self, organization: str, *, allow_missing: bool = False) -> bool:
+        """Posts them nowhere; whether there was a webhook."""
+        request = pb.DeleteAlertWebhookRequest(organization=organization, allow_missing=allow_missing)
+        return (await self._call(self._stub.DeleteAlertWebhook, request)).deleted
+
+    async def test_alert_webhook(self, organization: str, *, request_id: str | None = None) -> Alert:
+        """Has a test sent, which `list_alerts` tells the delivery of. request_id: a UUID of your own; again, it sends no other."""
+        request = pb.TestAlertWebhookRequest(organization=organization, request_id=request_id or str(uuid.uuid4()))
+        return alert((await self._call(self._stub.TestAlertWebhook, request)).alert)
 
 
 class AsyncAlertCalls(UnaryClient):
@@ -74,4 +156,30 @@ def alert(message: pb.Alert) -> Alert:
         limit_value=message.limit_value,
         used_value=message.used_value,
         window_start_time=time_of(message.window_start_time) if message.HasField("window_start_time") else None,
+        delivery=delivery(message.delivery) if message.HasField("delivery") else None,
+    )
+
+
+def delivery(message: pb.AlertDelivery) -> AlertDelivery:
+    """How far it has come."""
+    return AlertDelivery(
+        state=DELIVERY_STATES.get(message.state, AlertDeliveryState.UNSPECIFIED),
+        attempt_count=message.attempt_count,
+        attempt_time=time_of(message.attempt_time) if message.HasField("attempt_time") else None,
+        end_time=time_of(message.end_time) if message.HasField("end_time") else None,
+        last_error=message.last_error,
+    )
+
+
+def webhook(message: pb.AlertWebhook) -> AlertWebhook:
+    """One webhook."""
+    return AlertWebhook(
+        organization_id=message.organization_id,
+        organization_name=message.organization_name,
+        url=message.url,
+        create_time=time_of(message.create_time) if message.HasField("create_time") else None,
+        pending_count=message.pending_count,
+        failure_count=message.failure_count,
+        rest_end_time=time_of(message.rest_end_time) if message.HasField("rest_end_time") else None,
+        last_error=message.last_error,
     )

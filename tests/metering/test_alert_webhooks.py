@@ -1,0 +1,303 @@
+"""Alerts are posted until they are answered, signed, to nobody but who was asked for, and whatever the other side does."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import json
+import socket
+import subprocess
+import sys
+import uuid
+from collections.abc import AsyncIterator, Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from docs import verify_alert
+from metering.alerts import webhooks
+from metering.alerts.delivering import GIVE_UP_AFTER, REST_S_MAX, Run, deliver_alerts
+from metering.alerts.listing import find_alert
+from metering.alerts.looking import look_for_alerts
+from metering.alerts.sending import send, signed_headers
+from metering.alerts.webhook_urls import AddressRefused, checked_places, checked_url, is_public
+from metering.errors import InvalidValue, NotFound
+from metering.models import QuotaDimension, QuotaSubject
+from metering.operations import Payer
+from metering.quotas.quota_admin import set_quota
+from metering.store.db import Sessions, create_engine, create_sessions
+from tests.metering.hold_world import HoldWorld, admit, hold_world, settle
+from tests.metering.webhook_double import BROKEN, HANG, Receiver, receiver
+
+REDIRECT = b"HTTP/1.1 302 Found\r\nLocation: /elsewhere\r\nContent-Length: 0\r\n\r\n"
+STATES = "SELECT state, attempt_count, last_error FROM alert_deliveries ORDER BY created_at, attempt_count DESC"
+
+
+@pytest.fixture
+def world(database_url: str) -> Iterator[HoldWorld]:
+    with hold_world(database_url) as world:
+        yield world
+
+
+@pytest.fixture
+def acme(world: HoldWorld) -> Payer:
+    """Who has a webhook."""
+    return world.tenant("acme")
+
+
+@pytest.fixture
+async def books(world: HoldWorld, acme: Payer) -> AsyncIterator[Sessions]:
+    """Sessions that live at the time of the world."""
+    engine = create_engine(world.url)
+    yield create_sessions(engine)
+    await engine.dispose()
+
+
+@pytest.fixture
+async def there() -> AsyncIterator[Receiver]:
+    async with receiver() as made:
+        yield made
+
+
+async def set_webhook(books: Sessions, url: str, organization: str = "acme") -> str:
+    async with books.begin() as session:
+        _, secret = await webhooks.set_webhook(session, organization=organization, url=url, private=True, actor="test")
+    return secret
+
+
+async def deliver(books: Sessions) -> Run:
+    """A worker's run, however slow the machine."""
+    return await deliver_alerts(books, private=True, budget_s=60)
+
+
+async def ask_for_test(books: Sessions, organization: str = "acme") -> uuid.UUID:
+    async with books.begin() as session:
+        return await webhooks.try_webhook(session, organization=organization)
+
+
+async def test_an_alert_is_posted_once_signed_and_says_what_was_used_of_what(
+    world: HoldWorld, acme: Payer, books: Sessions, there: Receiver
+) -> None:
+    secret = await set_webhook(books, there.url)
+    bolt = world.tenant("bolt")
+    for organization in ("acme", "bolt"):  # who has no webhook is not waited for
+        async with books.begin() as session:
+            await set_quota(
+                session,
+                subject=QuotaSubject.ORGANIZATION,
+                subject_ref=organization,
+                dimension=QuotaDimension.TOKENS_PER_DAY,
+                limit_value=100,
+                alert_at=[80],
+                actor="test",
+            )
+    for each in (acme, bolt):
+        begun = admit(each, input_tokens=85, slice_tokens=0, least_tokens=0)
+        await world.run(begun)
+        await world.run(settle(begun.hold_id, 0, input_tokens=85))
+    await look_for_alerts(books)
+
+    runs = [await deliver(books) for _ in range(2)]
+
+    [post] = there.received
+    content = json.loads(post.body)
+    assert [len(run.delivered) for run in runs] == [1, 0]
+    assert (content["type"], content["percent_threshold"], content["used"], content["limit"]) == ("quota", "80", "85", "100")
+    assert content["text"] == "acme has used 85 % of its limit per day: 85 tokens of 100 tokens."
+    assert world.one("SELECT count(*) FROM alerts") == 2
+    assert uuid.UUID(content["id"]) == world.one("SELECT alert_id FROM alert_deliveries WHERE state = 'delivered'")
+    signature = post.headers["weir-signature"]
+    assert verified(secret, signature, post.body)
+    assert not verified(secret, signature, post.body + b" ")
+    assert not verified(secret + "x", signature, post.body)
+
+
+def verified(secret: str, signature: str, body: bytes) -> bool:
+    """What the program of the docs says."""
+    command = [sys.executable, "docs/verify_alert.py", secret, signature]
+    return subprocess.run(command, input=body, check=False, capture_output=True).returncode == 0
+
+
+def test_the_example_of_the_docs_knows_a_wrong_secret_another_time_and_nonsense() -> None:
+    body, at_s = b"{}", 1_800_000_000
+    header = signed_headers("wh_secret", body, at_s)["Weir-Signature"]
+
+    assert verify_alert.verify("wh_secret", header, body, at_s + 299)
+    assert not verify_alert.verify("wh_other", header, body, at_s)
+    assert not verify_alert.verify("wh_secret", header, body, at_s + 301)
+    assert not verify_alert.verify("wh_secret", header.replace(str(at_s), str(at_s + 1)), body, at_s)
+    assert not any(verify_alert.verify("wh_secret", wrong, body, at_s) for wrong in ("", "t=", "v1=1", "t=x,v1=y"))
+
+
+async def test_what_fails_is_tried_again_later_and_later_with_the_same_id_and_given_up_after_a_day(
+    world: HoldWorld, books: Sessions, there: Receiver
+) -> None:
+    await set_webhook(books, there.url)
+    alert_id = await ask_for_test(books)
+    there.answers = [BROKEN, REDIRECT]
+
+    attempts = []
+    for wait_s in (0.0, 1.0, 10.0, 20.0):  # rests are 5 to 10 s, then 10 to 20
+        world.advance(wait_s)
+        run = await deliver(books)
+        attempts.append((len(run.failed), len(run.delivered)))
+    given_up = await ask_for_test(books)
+    there.answers = [BROKEN] * 40
+    await deliver(books)
+    for _ in range(30):
+        world.advance(REST_S_MAX)
+        await deliver(books)
+
+    assert attempts == [(1, 0), (0, 0), (1, 0), (0, 1)]
+    assert [json.loads(post.body)["id"] for post in there.received[:4]] == [str(alert_id)] * 3 + [str(given_up)]
+    assert {post.path for post in there.received} == {"/alerts"}, "no redirect is followed"
+    [first_state, second_state] = world.rows(STATES)
+    assert first_state == ("delivered", 3, "answered 302: redirects are not followed; give the URL that it leads to")
+    assert second_state[::2] == ("failed", "answered 500")
+    assert GIVE_UP_AFTER / timedelta(seconds=REST_S_MAX) <= second_state[1] <= 30
+
+
+async def test_an_alert_that_is_refused_holds_up_no_other(world: HoldWorld, books: Sessions, there: Receiver) -> None:
+    await set_webhook(books, there.url)
+    refused = await ask_for_test(books)
+    there.answers = [BROKEN]
+    await deliver(books)
+    world.advance(1)
+    other = await ask_for_test(books)  # which ends the rest, too
+
+    await deliver(books)
+
+    assert [json.loads(post.body)["id"] for post in there.received] == [str(each) for each in (refused, other, refused)]
+
+
+async def test_one_that_hangs_or_sends_without_end_costs_its_time_and_holds_up_nobody_else(
+    world: HoldWorld, books: Sessions, there: Receiver
+) -> None:
+    world.tenant("bolt")
+    there.answers = [HANG]
+    async with receiver() as endless:
+        endless.endless, endless.answers = b"x" * 65_536, [b"HTTP/1.1 200 OK\r\n\r\n"] * 9
+        hung = send(there.url, "s", b"{}", private=True, attempt_s=0.2)
+        answered = send(endless.url, "s", b"{}", private=True)
+        async with asyncio.timeout(15):
+            told = await asyncio.gather(hung, answered)
+        endless.answers = [b"HTTP/1.1 200 OK\r\nX: "]  # a head without end
+        head = await send(endless.url, "s", b"{}", private=True)
+    for name, url in (("acme", "http://127.0.0.1:1/"), ("bolt", there.url)):
+        await set_webhook(books, url, name)
+        await ask_for_test(books, name)
+    run = await deliver(books)
+
+    assert tuple(told) == ("no answer within 0.2 s", "")
+    assert head != ""
+    assert endless.taken_count < 50_000_000
+    assert (len(run.delivered), len(run.failed)) == (1, 1)
+
+
+async def test_workers_at_once_post_each_alert_once_and_one_that_died_in_an_attempt_is_followed_by_another(
+    world: HoldWorld, books: Sessions, there: Receiver
+) -> None:
+    await set_webhook(books, there.url)
+    ids = {await ask_for_test(books) for _ in range(3)}
+    there.answers = [HANG]
+    dying = asyncio.create_task(deliver(books))
+    await there.taken.wait()
+    dying.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await dying
+
+    runs = await asyncio.gather(*(deliver(books) for _ in range(2)))
+
+    posted = [uuid.UUID(json.loads(post.body)["id"]) for post in there.received]
+    assert sorted(each for run in runs for each in run.delivered) == sorted(ids)
+    assert len(posted) == 4
+    assert set(posted) == ids
+
+
+async def test_a_webhook_that_is_removed_gives_up_what_waits_and_its_secret_stands_in_no_log(
+    world: HoldWorld, books: Sessions, there: Receiver
+) -> None:
+    first, second = await set_webhook(books, there.url), await set_webhook(books, there.url + "/new")
+    alert_id = await ask_for_test(books)
+    async with books.begin() as session:
+        [state] = await webhooks.list_webhooks(session, organization="acme")
+        await webhooks.remove_webhook(session, organization="acme", actor="test")
+    with pytest.raises(NotFound):
+        await ask_for_test(books)
+
+    await deliver(books)
+
+    async with books() as session:
+        delivery = (await find_alert(session, alert_id)).delivery
+    assert (state.pending_count, state.webhook.url) == (1, there.url + "/new")
+    assert delivery is not None
+    assert (delivery.state, delivery.last_error) == ("failed", webhooks.REMOVED)
+    assert there.received == []
+    logged = str(world.rows("SELECT action, before, after FROM audit_log"))
+    assert "alert_webhook.delete" in logged
+    assert first != second
+    assert not any(secret in logged for secret in (first, second))
+
+
+PRIVATE = (
+    *("127.0.0.1", "10.0.0.1", "172.16.0.1", "192.168.1.1", "169.254.169.254", "100.64.0.1", "0.0.0.0", "224.0.0.1", "240.0.0.1"),
+    *("::1", "::", "fe80::1", "fc00::1", "ff02::1", "::ffff:127.0.0.1", "::ffff:10.0.0.1", "64:ff9b::a00:1", "2002:a00:1::1"),
+)
+
+
+def test_only_addresses_of_the_whole_internet_are_public() -> None:
+    assert [each for each in PRIVATE if is_public(ipaddress.ip_address(each))] == []
+    assert all(is_public(ipaddress.ip_address(each)) for each in ("8.8.8.8", "2606:4700::1111", "64:ff9b::808:808"))
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        *(f"https://[{each}]/" if ":" in each else f"https://{each}/" for each in PRIVATE),
+        *("http://example.com/", "ftp://example.com/", "https://", "example.com", "https://u:p@example.com/", "https://x.com/#y"),
+        *(
+            "https://exa mple.com/",
+            "https://exämple.com/",
+            "https://example.com:x/",
+            "https://e.com/" + "x" * 2000,
+            "https://[::1/",
+        ),
+    ],
+)
+def test_a_url_that_no_webhook_may_have_is_refused_by_name(url: str) -> None:
+    with pytest.raises(InvalidValue, match="url") as refused:
+        checked_url(url, private=False)
+
+    assert refused.value.field == "url"
+
+
+async def test_a_name_that_leads_inside_is_refused_at_each_attempt_and_what_was_checked_is_connected_to(
+    there: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A name server may answer otherwise the second time."""
+    port = int(there.url.rpartition(":")[2].partition("/")[0])
+    asked: list[str] = []
+
+    def answer(addresses: list[str]) -> Any:
+        def getaddrinfo(host: str, port: int, **_: Any) -> Any:
+            asked.append(host)
+            return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, port)) for address in addresses]
+
+        return getaddrinfo
+
+    monkeypatch.setattr(socket, "getaddrinfo", answer(["10.1.2.3", "127.0.0.1"]))
+    refused = await send("https://inside.example/", "s", b"{}", private=False)
+    monkeypatch.setattr(socket, "getaddrinfo", answer(["10.1.2.3", "8.8.8.8"]))
+    places = await checked_places("mixed.example", 443, private=False)
+    monkeypatch.setattr(socket, "getaddrinfo", answer(["127.0.0.1"]))
+    reached = await send(f"http://pinned.example:{port}/alerts", "s", b"{}", private=True)
+    allowed_no_more = await send(there.url, "s", b"{}", private=False)
+
+    assert refused == "inside.example leads to no public address"
+    assert [place.host for place in places] == ["8.8.8.8"]
+    assert (reached, asked.count("pinned.example")) == ("", 1)
+    assert there.received[0].headers["host"] == f"pinned.example:{port}"
+    assert "give one with https" in allowed_no_more
+    with pytest.raises(AddressRefused):
+        await checked_places("x.example", 443, private=False)
