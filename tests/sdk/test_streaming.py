@@ -309,6 +309,8 @@ async def test_the_tier_and_the_time_to_start_are_told() -> None:
         await client.complete("demo", "Hi")
         await client.complete("demo", "Hi", timeout=30.0, tier="interactive")
         await client.complete("demo", "Hi", timeout=30.0, start_timeout=0.25, tier="batch")
+        with pytest.raises(InvalidRequest, match="start_timeout: must be more than 0"):
+            await client.complete("demo", "Hi", start_timeout=0.0)
 
     starts = [frame.start for message in server.streams[0].messages for frame in message.frames]
     assert [start.tier for start in starts] == [

@@ -57,7 +57,7 @@ export const GENERATE: Readonly<Record<keyof GenerateOptions, Check>> = {
   region: TEXT,
   traceparent: TEXT,
   tracestate: TEXT,
-  startTimeoutMs: MILLISECONDS,
+  startTimeoutMs: [(value) => MILLISECONDS[0](value) && Number(value) > 0, "a number of milliseconds above 0, or absent for `timeoutMs`"],
   maxRetries: WHOLE,
   keepOnDisconnectMs: MILLISECONDS,
   prefetchTokens: [(value) => Number.isSafeInteger(value) && Number(value) >= 1, "a whole number of at least 1, or absent for no limit"],
@@ -93,7 +93,7 @@ export function checkOptions(options: object, known: Readonly<Record<string, Che
   checkKnown(options, Object.keys(known));
   for (const [name, value] of Object.entries(options)) {
     const [fits, what] = known[name]!;
-    if (value !== undefined && !fits(value)) throw invalid(name, `must be ${what}, not ${isObject(value) ? "an object" : typeof value}`);
+    if (value !== undefined && !fits(value)) throw invalid(name, `must be ${what}, not ${isObject(value) ? "an object" : typeof value === "number" ? value : typeof value}`);
   }
 }
 

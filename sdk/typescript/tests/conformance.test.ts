@@ -231,6 +231,7 @@ const WRONG_OPTIONS = {
   timeoutMs: "5 s",
   keepOnDisconnectMs: "30",
   prefetchTokens: 2.5,
+  startTimeoutMs: 0,
   text: 5,
 };
 

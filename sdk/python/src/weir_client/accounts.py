@@ -60,6 +60,8 @@ class ApiKey:
     max_output_tokens: int | None = None  # of one request, all its choices together
     last_use_time: datetime | None = None  # to some two minutes; None: not since `use_known_since_time`
     use_known_since_time: datetime | None = None  # the time of its creation, unless it is older than the noting of uses
+    organization_name: str = ""
+    project_name: str = ""
 
 
 @dataclass(frozen=True, slots=True)

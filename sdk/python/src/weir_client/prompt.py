@@ -59,6 +59,8 @@ def build_start(model: str, prompt: Prompt | None, options: GenerateOptions) -> 
     check_known(options, GenerateOptions.__annotations__)
     for name in ("timeout", "start_timeout"):
         check_seconds(name, options.get(name))
+    if (start_timeout := options.get("start_timeout")) is not None and start_timeout <= 0:
+        raise invalid("start_timeout", f"must be more than 0 seconds, or None for `timeout`, not {start_timeout!r}")
     text, token_ids, max_cost = options.get("text"), options.get("token_ids"), options.get("max_cost")
     if sum(given is not None for given in (prompt, text, token_ids)) != 1:
         raise invalid("prompt", "give exactly one of: a prompt, text=, token_ids=")

@@ -63,6 +63,8 @@ def api_key(message: admin_pb.ApiKey) -> accounts.ApiKey:
         max_output_tokens=message.max_output_tokens or None,
         last_use_time=time_of(message.last_use_time) if message.HasField("last_use_time") else None,
         use_known_since_time=time_of(message.use_known_since_time) if message.HasField("use_known_since_time") else None,
+        organization_name=message.organization_name,
+        project_name=message.project_name,
     )
 
 
