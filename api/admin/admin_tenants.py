@@ -177,7 +177,9 @@ def key_message(key: tenants.KeyRecord) -> pb.ApiKey:
     return pb.ApiKey(
         api_key_id=str(key.id),
         project_id=str(key.project_id),
+        project_name=key.project_name,
         organization_id=str(key.organization_id),
+        organization_name=key.organization_name,
         name=key.name,
         prefix=key.prefix,
         scopes=sorted(key.scopes),

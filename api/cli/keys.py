@@ -254,11 +254,12 @@ def restrictions(key: ApiKey | KeyRestrictions) -> list[tuple[str, str]]:
 
 def keys_table(keys: list[ApiKey], now: datetime) -> RenderableType:
     """Keys with their scopes and state at `now`."""
-    made = table("key", "prefix", "scopes", "models", "state", "created", "last used", "id")
+    made = table("key", "of", "prefix", "scopes", "models", "state", "created", "last used", "id")
     for each in keys:
         scopes, models = " ".join(each.scopes), " ".join(each.models) or "all"
         times = key_state(each, now), time_text(each.create_time), use_text(each)
-        made.add_row(each.name, each.prefix, scopes, models, *times, each.api_key_id)
+        owner = f"{each.organization_name}/{each.project_name}"
+        made.add_row(each.name, owner, each.prefix, scopes, models, *times, each.api_key_id)
     return made
 
 
@@ -266,6 +267,7 @@ def key_sheet(key: ApiKey, now: datetime) -> RenderableType:
     """One key, line by line."""
     made = table("key", key.name)
     for name, value in (
+        ("of", f"{key.organization_name}/{key.project_name}"),
         ("prefix", key.prefix),
         ("state", key_state(key, now)),
         ("scopes", " ".join(key.scopes)),

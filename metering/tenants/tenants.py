@@ -74,7 +74,9 @@ class KeyRecord:
 
     id: uuid.UUID
     organization_id: uuid.UUID
+    organization_name: str
     project_id: uuid.UUID
+    project_name: str
     name: str
     prefix: str
     scopes: tuple[str, ...]
@@ -160,7 +162,7 @@ async def create_api_key(
             break
     await _record_creation(session, actor, "api_key.create", key)
     await limit_new_key(session, api_key_id=key.id, project_id=owner.id, organization_id=owner.organization_id, actor=actor)
-    return _key_record(key, owner.organization_id), secret
+    return await find_api_key(session, str(key.id)), secret
 
 
 async def revoke_api_key(session: AsyncSession, *, api_key: str, actor: str) -> KeyRecord:
@@ -334,26 +336,29 @@ def _checked_lifetime(lifetime: timedelta) -> timedelta:
     return lifetime
 
 
-def _select_keys() -> Select[ApiKey, uuid.UUID, datetime, datetime]:
+def _select_keys() -> Select[ApiKey, Project, str, datetime, datetime]:
     overlap = (
         select(func.max(SupersededSecret.expires_at))
         .where(SupersededSecret.api_key_id == ApiKey.id, SupersededSecret.expires_at > func.now())
         .scalar_subquery()
     )
     return (
-        select(ApiKey, Project.organization_id, overlap, ApiKeyUse.last_used_at)
+        select(ApiKey, Project, Organization.name, overlap, ApiKeyUse.last_used_at)
         .join(Project, Project.id == ApiKey.project_id)
+        .join(Organization, Organization.id == Project.organization_id)
         .outerjoin(ApiKeyUse, ApiKeyUse.api_key_id == ApiKey.id)
     )
 
 
 def _key_record(
-    key: ApiKey, organization_id: uuid.UUID, overlap_ends_at: datetime | None = None, last_used_at: datetime | None = None
+    key: ApiKey, project: Project, organization_name: str, overlap_ends_at: datetime | None, last_used_at: datetime | None
 ) -> KeyRecord:
     return KeyRecord(
         id=key.id,
-        organization_id=organization_id,
-        project_id=key.project_id,
+        organization_id=project.organization_id,
+        organization_name=organization_name,
+        project_id=project.id,
+        project_name=project.name,
         name=key.name,
         prefix=key.prefix,
         scopes=tuple(key.scopes),

@@ -92,6 +92,8 @@ KEY = admin_pb.ApiKey(
     prefix="weir_ab12cd",
     scopes=["inference"],
     create_time=NOON,
+    organization_name="acme",
+    project_name="web",
 )
 MODEL = pb.Model(
     name="demo",

@@ -56,7 +56,7 @@ def test_keys_are_listed_without_secrets_and_revoked(weir: Run) -> None:
     listed = weir("key", "list")
     revoked = weir("key", "revoke", "weir_ab12cd")
 
-    assert "laptop  weir_ab12cd  inference  all     active  2026-11-20 12:00:00Z  never" in listed.stdout
+    assert "laptop  acme/web  weir_ab12cd  inference  all     active  2026-11-20 12:00:00Z  never" in listed.stdout
     assert "secret" not in listed.output
     assert revoked.stderr == "key laptop (weir_ab12cd) is revoked since 2026-11-20 12:00:00Z\n"
     assert json.loads(weir("key", "create", "k", "--org", "a", "--project", "b", "--json").stdout)["secret"]

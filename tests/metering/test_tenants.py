@@ -121,6 +121,7 @@ async def test_lists_are_in_order_and_keep_to_their_organization(sessions: Sessi
     assert [project.name for project in projects] == ["chat", "search"]
     assert keys == [newest, customer.key]
     assert newest.scopes == ("inference",)
+    assert (newest.organization_name, newest.project_name) == ("acme", "chat")
     assert len(every_key) == 3
 
 

@@ -116,6 +116,8 @@ class ApiKey(_message.Message):
     MAX_INPUT_TOKENS_FIELD_NUMBER: _builtins.int
     MAX_OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
     ALLOWED_NETWORKS_FIELD_NUMBER: _builtins.int
+    ORGANIZATION_NAME_FIELD_NUMBER: _builtins.int
+    PROJECT_NAME_FIELD_NUMBER: _builtins.int
     api_key_id: _builtins.str
     """Server-minted UUID."""
     project_id: _builtins.str
@@ -134,6 +136,10 @@ class ApiKey(_message.Message):
     """Most output tokens of one request, of all its choices together. 0: as many as the model gives. A request that asks for more is refused
     in the same way; one that does not say how many it wants ends with FINISH_REASON_LENGTH there.
     """
+    organization_name: _builtins.str
+    """The name of the organization of its project."""
+    project_name: _builtins.str
+    """The name of its project."""
     @_builtins.property
     def scopes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """What it may do: "inference", "admin", "billing"."""
@@ -193,10 +199,12 @@ class ApiKey(_message.Message):
         max_input_tokens: _builtins.int = ...,
         max_output_tokens: _builtins.int = ...,
         allowed_networks: _abc.Iterable[_builtins.str] | None = ...,
+        organization_name: _builtins.str = ...,
+        project_name: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "expire_time", b"expire_time", "last_use_time", b"last_use_time", "overlap_end_time", b"overlap_end_time", "revoke_time", b"revoke_time", "use_known_since_time", b"use_known_since_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["allowed_networks", b"allowed_networks", "api_key_id", b"api_key_id", "create_time", b"create_time", "expire_time", b"expire_time", "last_use_time", b"last_use_time", "max_input_tokens", b"max_input_tokens", "max_output_tokens", b"max_output_tokens", "models", b"models", "name", b"name", "organization_id", b"organization_id", "overlap_end_time", b"overlap_end_time", "prefix", b"prefix", "project_id", b"project_id", "revoke_time", b"revoke_time", "scopes", b"scopes", "use_known_since_time", b"use_known_since_time"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["allowed_networks", b"allowed_networks", "api_key_id", b"api_key_id", "create_time", b"create_time", "expire_time", b"expire_time", "last_use_time", b"last_use_time", "max_input_tokens", b"max_input_tokens", "max_output_tokens", b"max_output_tokens", "models", b"models", "name", b"name", "organization_id", b"organization_id", "organization_name", b"organization_name", "overlap_end_time", b"overlap_end_time", "prefix", b"prefix", "project_id", b"project_id", "project_name", b"project_name", "revoke_time", b"revoke_time", "scopes", b"scopes", "use_known_since_time", b"use_known_since_time"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
