@@ -27,7 +27,13 @@ POOL_SIZE = 5  # lookups take a millisecond: so many at once serve thousands per
 POOL_WAIT_S = 5.0  # beyond it the pool is stuck behind a database that is too slow: refuse rather than hang
 
 # The last one is no outage of the server's, but this process has slept in a transaction, which the server has ended.
-AWAY = psycopg.OperationalError | psycopg.InterfaceError | psycopg.errors.IdleInTransactionSessionTimeout
+# A server that is read-only has just lost its place to another one.
+AWAY = (
+    psycopg.OperationalError
+    | psycopg.InterfaceError
+    | psycopg.errors.IdleInTransactionSessionTimeout
+    | psycopg.errors.ReadOnlySqlTransaction
+)
 
 Sessions = async_sessionmaker[AsyncSession]
 

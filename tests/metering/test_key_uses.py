@@ -7,10 +7,10 @@ import uuid
 from datetime import datetime, timedelta
 
 import pytest
-from sqlalchemy import text
+from sqlalchemy import event, text
 
 from metering.errors import InvalidValue, StoreAway
-from metering.store.db import Sessions
+from metering.store.db import Sessions, create_engine, create_sessions
 from metering.tenants import key_uses
 from metering.tenants.key_changes import rotate_api_key
 from metering.tenants.key_uses import KeyUses
@@ -117,6 +117,19 @@ async def test_what_could_not_be_written_waits_bounded_and_the_latest_keys_are_k
     await uses.write()
 
     assert await used_at(sessions, customer.key.id) is not None
+
+
+async def test_a_database_that_is_read_only_for_now_ends_nothing(database_url: str) -> None:
+    """One that has lost its place to another one: the next write tells the same."""
+    engine = create_engine(database_url)
+    event.listen(engine.sync_engine, "begin", lambda connection: connection.exec_driver_sql("SET TRANSACTION READ ONLY"))
+    uses = KeyUses(create_sessions(engine), 60.0, Clock())
+    uses.note(uuid.uuid4())
+
+    await uses.write()
+    await engine.dispose()
+
+    assert len(uses) == 1
 
 
 async def test_many_keys_at_once_are_written_before_the_interval_is_over(
