@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
@@ -119,9 +120,12 @@ class Authenticator:
         self.standing.changed(api_key_id, networks)
 
     def forget(self, api_key_id: uuid.UUID) -> None:
-        """None of what was remembered of a key is good any more, whether there is a database to be asked or not."""
+        """None of what was remembered of a key is good any more, whether there is a database to be asked or not.
+
+        But for that it was good before: to ask the database for it again, whatever else comes from its address.
+        """
         for digest in [digest for digest, (_, principal) in self._remembered.items() if principal.api_key_id == api_key_id]:
-            del self._remembered[digest]
+            self._remembered[digest] = -math.inf, self._remembered[digest][1]
 
     async def _check(self, secret: str) -> Principal:
         with patience(self._answer_wait_s):

@@ -107,6 +107,22 @@ async def test_a_key_that_was_good_before_passes_whatever_comes_from_its_address
     assert await door.knock("good") is AuthenticationThrottled, "and was good no longer"
 
 
+async def test_a_good_key_that_has_changed_passes_whatever_comes_from_its_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rotation, or another limit: the key is asked for again, and what others did at its address does not keep it out."""
+    door = Door(monkeypatch, good=["good"])
+    assert await door.knock("good") is None
+    await door.exhaust()
+
+    door.authenticator.changed(ALICE.api_key_id)
+
+    assert await door.knock("good") is None
+    assert door.asked.count("good") == 2, "it is looked at, and not taken for what it was"
+    door.authenticator.changed(ALICE.api_key_id)
+    door.good.remove("good")
+    assert await door.knock("good") is KeyInvalid
+    assert await door.knock("good") is AuthenticationThrottled
+
+
 async def test_success_and_an_absent_database_count_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     door = Door(monkeypatch, good=[f"good {number}" for number in range(3 * MOST)])
     assert {await door.knock(secret) for secret in sorted(door.good)} == {None}
