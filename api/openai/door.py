@@ -84,8 +84,13 @@ class Door:
             auth_ms = (time.monotonic() - received_at) * 1000
             trace = trace_of(request.headers.get("traceparent"), request.headers.get("tracestate"))
             with self._authenticator.standing.hold(StandingKey(principal, look_up, math.inf)) as key:
+
+                async def check() -> None:
+                    await key.look_again()
+                    key.check()
+
                 arrival = Arrival(
-                    payer(principal), request_id, received_at, auth_ms, trace, principal.bounds, principal.address, key.check
+                    payer(principal), request_id, received_at, auth_ms, check, trace, principal.bounds, principal.address
                 )
                 return await handler(request, arrival, principal)
         except HttpFault as fault:
@@ -175,7 +180,7 @@ class Door:
     async def _body(self, request: web.BaseRequest, arrival: Arrival) -> bytes:
         """The body, once the request may have one. Raises: HttpFault, Draining; as `Arrival.check`, since a body takes its time."""
         body = await self._read(request)
-        arrival.check()
+        await arrival.check()
         return body
 
     async def _read(self, request: web.BaseRequest) -> bytes:

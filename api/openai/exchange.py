@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -52,17 +52,17 @@ class Arrival:
     """Who asks and since when. request_id: of the whole, and of its first request. received_at: on the monotonic clock.
 
     bounds: what the key may have in one request, of which there is one for each prompt. address: from where; None: not known.
-    check: raises what the key is refused with by now.
+    check: raises what the key is refused with by now; asks the database if the key has changed.
     """
 
     payer: Payer
     request_id: uuid.UUID
     received_at: float
     auth_ms: float
+    check: Callable[[], Awaitable[None]]
     trace: TraceContext = NO_TRACE
     bounds: TokenBounds = NO_BOUNDS
     address: Address | None = None
-    check: Callable[[], None] = lambda: None
 
 
 class Exchange:
