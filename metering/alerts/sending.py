@@ -60,6 +60,10 @@ async def send(url: str, secret: str, body: bytes, *, private: bool, attempt_s: 
         return f"no answer within {attempt_s:g} s"
     except InvalidValue as refused:  # what the operator allows has changed since
         return str(refused)[:ERROR_CHARS_MAX]
+    except aiohttp.ClientResponseError as unread:  # as a text it has the whole URL, which may be a secret, and goes to a log
+        return f"answered what is no HTTP: {unread.message}"[:ERROR_CHARS_MAX]
+    except aiohttp.InvalidURL:
+        return "the URL cannot be called: give another"
     except (AddressRefused, aiohttp.ClientError, OSError, ValueError) as error:
         return (str(error) or type(error).__name__)[:ERROR_CHARS_MAX]
 

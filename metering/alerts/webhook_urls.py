@@ -21,6 +21,12 @@ from metering.errors import InvalidValue
 PRIVATE_ALLOWED = "WEIR_ALERT_WEBHOOKS_PRIVATE"
 URL_CHARS_MAX = 2000
 NAT64 = ipaddress.IPv6Network("64:ff9b::/96")  # the last 32 bits are an IPv4 address
+# What Python takes for global, in some of its versions, and is not: addresses of a cloud's own services, which only its machines
+# reach (Oracle's are in the first network, Azure's is the second), and networks that are reserved or given up.
+NOT_PUBLIC = tuple(
+    ipaddress.ip_network(each)
+    for each in ("192.0.0.0/24", "168.63.129.16/32", "192.88.99.0/24", "fec0::/10", "3fff::/20", "64:ff9b:1::/48")
+)
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
@@ -79,6 +85,8 @@ def is_public(address: Address) -> bool:
     if address in NAT64:  # which leads to whatever it carries
         return is_public(ipaddress.IPv4Address(int(address) & 0xFFFF_FFFF))
     if not address.is_global or address.is_multicast or address.is_reserved or address.is_unspecified:
+        return False
+    if any(address in network for network in NOT_PUBLIC):
         return False
     if isinstance(address, ipaddress.IPv4Address):
         return True

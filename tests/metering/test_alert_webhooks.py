@@ -119,6 +119,9 @@ def verified(secret: str, signature: str, body: bytes) -> bool:
     return subprocess.run(command, input=body, check=False, capture_output=True).returncode == 0
 
 
+NONSENSE = ("", "t=", "v1=1", "t=x,v1=y", f"t={'9' * 5000},v1=y")
+
+
 def test_the_example_of_the_docs_knows_a_wrong_secret_another_time_and_nonsense() -> None:
     body, at_s = b"{}", 1_800_000_000
     header = signed_headers("wh_secret", body, at_s)["Weir-Signature"]
@@ -127,7 +130,8 @@ def test_the_example_of_the_docs_knows_a_wrong_secret_another_time_and_nonsense(
     assert not verify_alert.verify("wh_other", header, body, at_s)
     assert not verify_alert.verify("wh_secret", header, body, at_s + 301)
     assert not verify_alert.verify("wh_secret", header.replace(str(at_s), str(at_s + 1)), body, at_s)
-    assert not any(verify_alert.verify("wh_secret", wrong, body, at_s) for wrong in ("", "t=", "v1=1", "t=x,v1=y"))
+    assert not any(verify_alert.verify("wh_secret", wrong, body, at_s) for wrong in NONSENSE)
+    assert not verify_alert.verify("wh_secret", f"t={at_s},v1=ä", body, at_s)
 
 
 async def test_what_fails_is_tried_again_later_and_later_with_the_same_id_and_given_up_after_a_day(
@@ -240,8 +244,21 @@ async def test_a_webhook_that_is_removed_gives_up_what_waits_and_its_secret_stan
     assert not any(secret in logged for secret in (first, second))
 
 
+@pytest.mark.parametrize("answer", [b"\x00 what is this?\r\n\r\n", b"HTTP/1.1 200 OK\r\nX: \x00\r\n\r\n"])
+async def test_what_is_told_of_an_answer_that_is_no_http_has_not_the_path_which_may_be_a_secret(
+    there: Receiver, answer: bytes
+) -> None:
+    there.answers.append(answer)
+
+    error = await send(there.url + "/T0KEN", "s", b"{}", private=True)
+
+    assert error.startswith("answered what is no HTTP: ")
+    assert "T0KEN" not in error
+
+
 PRIVATE = (
     *("127.0.0.1", "10.0.0.1", "172.16.0.1", "192.168.1.1", "169.254.169.254", "100.64.0.1", "0.0.0.0", "224.0.0.1", "240.0.0.1"),
+    *("192.0.0.192", "168.63.129.16", "192.88.99.1", "fec0::1", "3fff::1", "64:ff9b:1::a00:1"),
     *("::1", "::", "fe80::1", "fc00::1", "ff02::1", "::ffff:127.0.0.1", "::ffff:10.0.0.1", "64:ff9b::a00:1", "2002:a00:1::1"),
 )
 
