@@ -27,7 +27,8 @@ CONNECT_TIMEOUT_S = 2  # the least that libpq knows
 RECONNECT_MIN_S, RECONNECT_MAX_S = 0.05, 2.0
 SETTLED_AGE = "60 seconds"  # no transaction that writes an order lasts longer: order numbers below such an age are all visible
 
-AWAY = (psycopg.OperationalError, psycopg.InterfaceError, OSError)
+# A server that is read-only has just lost its place to another one.
+AWAY = (psycopg.OperationalError, psycopg.InterfaceError, psycopg.errors.ReadOnlySqlTransaction, OSError)
 
 SELECT_FLOOR = f"SELECT coalesce(max(id), 0) FROM stop_orders WHERE ordered_at < clock_timestamp() - interval '{SETTLED_AGE}'"
 # Numbers are given out before the commit, so a smaller one may appear after a greater one: young orders are read again and again.
@@ -96,6 +97,8 @@ class ControlChannel:
             except AWAY as away:
                 level = log.info if self.connected else log.debug  # once per outage, not once per attempt
                 level("control_channel_lost", cause=str(away).strip() or type(away).__name__)
+                if isinstance(away, psycopg.errors.ReadOnlySqlTransaction):
+                    delay_s = RECONNECT_MAX_S  # it lets everybody connect, and would let this one do nothing else
             finally:
                 self.connected = False
             await asyncio.sleep(delay_s)

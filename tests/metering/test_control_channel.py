@@ -156,6 +156,21 @@ async def test_orders_of_the_time_without_a_connection_are_obeyed_when_it_is_bac
     assert [each.request_id for each in listener.orders[1:]] == [missed]
 
 
+async def test_a_server_that_is_read_only_for_now_ends_nothing(
+    database_url: str, sessions: Sessions, customer: Customer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that has lost its place to another one lets everybody connect."""
+    monkeypatch.setattr(control_channel, "RECONNECT_MAX_S", 0.01)
+    with psycopg.connect(psycopg_conninfo(database_url), autocommit=True) as admin:
+        admin.execute(f"ALTER DATABASE {admin.info.dbname} SET default_transaction_read_only = on".encode())
+        async with listening(database_url) as listener:
+            await until(lambda: listener.reported >= 3, "it to be asked again")
+            admin.execute(f"ALTER DATABASE {admin.info.dbname} RESET default_transaction_read_only".encode())
+            await until(lambda: admin.execute("SELECT 1 FROM live_reports").fetchone(), "a report to be written")
+            await order(sessions, customer)
+            await listener.got(1)
+
+
 async def test_a_connection_that_died_without_a_word_is_given_up(
     database_url: str, sessions: Sessions, customer: Customer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
