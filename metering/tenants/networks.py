@@ -30,6 +30,8 @@ def parse_address(text: str) -> Address | None:
 def parse_network(text: str) -> Network:
     """`203.0.113.0/24`, `2001:db8::/32`, or one address. Raises: ValueError saying what would do."""
     try:
+        if "%" in text:
+            raise ValueError("a zone means something on one machine alone")
         network = ipaddress.ip_network(text, strict=False)
     except ValueError:
         raise ValueError(f"{text[:64]!r} is no network: write it as 203.0.113.0/24 or 2001:db8::/32") from None

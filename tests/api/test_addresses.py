@@ -67,7 +67,8 @@ def test_behind_a_trusted_proxy_each_client_is_throttled_for_itself() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["10.0.0.1/8", "10.0.0.0/33", "office", "", "::ffff:10.0.0.0/104", "2001:db8::1/32", "10.0.0.0/255.0.0.0/8"]
+    "text",
+    ["10.0.0.1/8", "10.0.0.0/33", "office", "", "::ffff:10.0.0.0/104", "2001:db8::1/32", "10.0.0.0/255.0.0.0/8", "fe80::1%eth0"],
 )
 def test_a_network_that_is_none_is_refused_with_what_would_do(text: str) -> None:
     with pytest.raises(InvalidValue, match=r"write|is no network") as refused:
