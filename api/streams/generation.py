@@ -71,7 +71,8 @@ class ClientStream:
         self._all_ended.set()
         self._violation: Exception | None = None
         self._deadline: float | None = None  # of the call, on the monotonic clock
-        self._begun_s = 0.0  # of processor time, for requests that began
+        self._begun_s = 0.0  # of processor time in this slice, for requests that began
+        self._lookup_s = 0.0  # of it behind this slice, for attaches that look into the books
         key.on_shut_out = self._shut_out
 
     async def serve(self, requests: AsyncIterator[pb.GenerateRequest], context: Context) -> None:
@@ -131,27 +132,34 @@ class ClientStream:
     async def _work_off(self, batch: Sequence[pb.ClientFrame], auth_ms: float, received_at: float) -> None:
         """The frames of one message, in slices; between them the streams of others go on, however full it is.
 
-        Whose frames have taken their share of the event loop's time waits before the next slice, and before the next message.
+        Whose frames have taken their share of the event loop's time waits before the next slice. A key that is revoked meanwhile is
+        good for nothing more of the message.
         """
         pace, key_id = self._process.pace, self._key.principal.api_key_id
-        pace.spent(key_id, MESSAGE_COST_S)
-        slice_began_at, began_at = time.monotonic(), time.thread_time()
-        for index, frame in enumerate(batch):
-            self._obey(index, frame, auth_ms, received_at)
-            if time.monotonic() - slice_began_at > SLICE_S:
-                pace.spent(key_id, time.thread_time() - began_at - self._take_begun_s())
-                await asyncio.sleep(pace.wait_s(key_id))
-                await self._outbox.room()
-                slice_began_at, began_at = time.monotonic(), time.thread_time()
-        pace.spent(key_id, time.thread_time() - began_at - self._take_begun_s())
-        if (wait_s := pace.wait_s(key_id)) > 0:
-            await asyncio.sleep(wait_s)
-        await self._outbox.room()
+        index = 0
+        while index < len(batch):
+            if await pace.turn(key_id):
+                await self._key.look_again()
+            elif index:
+                await asyncio.sleep(0)
+            index = self._work_off_slice(batch, index, auth_ms, received_at)
+            await self._outbox.room()
 
-    def _take_begun_s(self) -> float:
-        """Processor time that went into requests which have begun since this was asked for last."""
-        taken, self._begun_s = self._begun_s, 0.0
-        return taken
+    def _work_off_slice(self, batch: Sequence[pb.ClientFrame], index: int, auth_ms: float, received_at: float) -> int:
+        """The frames from this one on, as many as there is time for but at least one; the first that is left over."""
+        self._lookup_s = self._begun_s = 0.0
+        cost_s = 0.0 if index else MESSAGE_COST_S
+        slice_began_at, began_at = time.monotonic(), time.thread_time()
+        try:
+            while index < len(batch):
+                self._obey(index, batch[index], auth_ms, received_at)
+                index += 1
+                if time.monotonic() - slice_began_at + self._lookup_s > SLICE_S:
+                    break
+        finally:
+            cost_s += time.thread_time() - began_at - self._begun_s + self._lookup_s
+            self._process.pace.spent(self._key.principal.api_key_id, cost_s)
+        return index
 
     def _obey(self, index: int, frame: pb.ClientFrame, auth_ms: float, received_at: float) -> None:
         """One frame of a message. Raises: InvalidRequest for one that is of no kind."""
@@ -237,7 +245,7 @@ class ClientStream:
                 elif relays is None:
                     raise UnknownRequest(f"this server does not run a request {frame.request_id[:64]!r}")
                 else:
-                    self._process.pace.spent(self._key.principal.api_key_id, LOOKUP_COST_S)
+                    self._lookup_s += LOOKUP_COST_S
                     relays.begin(
                         receiver, key, self._secret, after_seq=after_seq, credit_token_count=0, address=self._key.principal.address
                     )

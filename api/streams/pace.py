@@ -6,15 +6,26 @@ nothing. Requests that are let in are not counted: quotas, permits and the queue
 
 from __future__ import annotations
 
+import asyncio
 import time
 import uuid
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 BURST_S = 0.5  # of work at any speed: a client that comes back attaches to a thousand requests at once
 MESSAGE_COST_S = 40e-6  # of the transport for each message, which nobody here can measure
 LOOKUP_COST_S = 500e-6  # of an attach to what does not run here: its way through the books, and perhaps to another process
 REFUSAL_COST_S = 300e-6  # of a request that has begun and was refused: by its model, the books, or the queue
+WAIT_S_MIN = 0.005  # less is saved up: timers are no finer than a millisecond, and small messages would wait for that each
 KEYS_MAX = 10_000  # beyond it those that owe nothing are forgotten
+
+
+@dataclass(slots=True)
+class Turns:
+    """The streams of one key that wait: all but the first for those before them."""
+
+    first: asyncio.Lock = field(default_factory=asyncio.Lock)
+    waiting_count: int = 0
 
 
 class FramePace:
@@ -25,6 +36,7 @@ class FramePace:
         self._share = share
         self._clock = clock
         self._free_at: dict[uuid.UUID, float] = {}  # when all that a key has spent will have been waited for
+        self._turns: dict[uuid.UUID, Turns] = {}
 
     def spent(self, key_id: uuid.UUID, cost_s: float) -> None:
         """So much more time was spent on frames of this key."""
@@ -37,3 +49,21 @@ class FramePace:
     def wait_s(self, key_id: uuid.UUID) -> float:
         """For so long nothing more of this key is to be worked off."""
         return max(self._free_at.get(key_id, 0.0) - self._clock(), 0.0)
+
+    async def turn(self, key_id: uuid.UUID) -> bool:
+        """Wait until the next slice of this key may be worked off; whether that was not at once.
+
+        Streams take turns. Without that each new one would have its first slice at once, and all that wait would wake together.
+        """
+        if key_id not in self._turns and self.wait_s(key_id) < WAIT_S_MIN:
+            return False
+        turns = self._turns.setdefault(key_id, Turns())
+        turns.waiting_count += 1
+        try:
+            async with turns.first:  # let go with the return: whoever is next runs when the slice of this one is over
+                await asyncio.sleep(self.wait_s(key_id))
+        finally:
+            turns.waiting_count -= 1
+            if not turns.waiting_count:
+                del self._turns[key_id]
+        return True

@@ -7,14 +7,19 @@ import dataclasses
 import uuid
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
+import grpc
 import pytest
 from weir.v1 import inference_service_pb2 as pb
 
+from api.access.standing_key import StandingKey
 from api.settings import Settings
 from api.streams import generation, pace
+from api.streams.generation import ClientStream
 from api.streams.pace import FramePace
+from metering.errors import KeyInvalid
 from metering.operations import Payer
 from metering.store.db import Sessions
 from metering.tenants.tenants import Principal
@@ -43,8 +48,11 @@ class World:
 
     def serve_for(self, principal: Principal, call: Call) -> None:
         """The same for another key, until the test ends."""
-        stream = self.small.stream(principal, "").serve(call.requests(), cast(Any, call))
-        self._serving.append(self._streams.create_task(stream))
+        self.serve_on(self.small.stream(principal, ""), call)
+
+    def serve_on(self, stream: ClientStream, call: Call) -> None:
+        """The same for a stream that is there."""
+        self._serving.append(self._streams.create_task(stream.serve(call.requests(), cast(Any, call))))
 
     async def hang_up(self) -> None:
         """Those clients go away."""
@@ -193,10 +201,102 @@ async def test_who_floods_is_read_no_further_and_nobody_else_waits(world: World,
     world.small.process.pace._free_at.pop(world.principal.api_key_id, None)
     world.serve_for(world.principal, quiet)
     quiet.send(start)
+    late = Call()
+    world.serve_for(flooding, late)
+    late.send(hostile("unknown", ""))
     await said(quiet, "finished")
 
-    assert len(flood.frames) == 1
+    assert (len(flood.frames), late.frames) == (1, [])
     assert world.small.process.pace.wait_s(flooding.api_key_id) > 3600
+
+
+async def test_attaches_that_look_into_the_books_end_a_slice_by_what_that_takes(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a message of them is worked off at once, and its key waits for minutes after."""
+    monkeypatch.setattr(generation, "LOOKUP_COST_S", 1e6)
+    attaches = [pb.ClientFrame(request_id=str(uuid.uuid4()), attach=pb.AttachFrame()) for _ in range(3)]
+
+    call = await answered(world, world.principal, *attaches)
+
+    assert world.small.process.pace.wait_s(world.principal.api_key_id) < 2 * 1e6 / 0.25
+    assert world.small.relays.running_count == 0
+    assert len(call.frames) == 1
+
+
+class Gate(FramePace):
+    """Lets the first slice through, and the later ones when it is opened."""
+
+    def __init__(self) -> None:
+        super().__init__(1.0)
+        self.open = asyncio.Event()
+        self.waits = asyncio.Event()
+        self._slice_count = 0
+
+    async def turn(self, key_id: uuid.UUID) -> bool:
+        """See `FramePace.turn`."""
+        self._slice_count += 1
+        if self._slice_count == 1:
+            return False
+        self.waits.set()
+        await self.open.wait()
+        return True
+
+
+async def test_a_key_that_is_revoked_while_its_frames_wait_begins_nothing_more(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A message of thousands may wait for minutes."""
+
+    async def refuse() -> Principal:
+        raise KeyInvalid("this key is revoked")
+
+    monkeypatch.setattr(generation, "SLICE_S", 0.0)
+    gate = world.small.process.pace = Gate()
+    key, call = StandingKey(world.principal, refuse, 3600.0), Call()
+    stream = ClientStream(world.small.process, key, 0.0)
+    world.serve_on(stream, call)
+
+    call.send(hostile("unknown", ""), start_frame())
+    await gate.waits.wait()
+    key.change(())
+    gate.open.set()
+    await until(lambda: len(call.frames) >= 2, "both answers")
+
+    assert [frame.failed.status.code for frame in call.frames] == [
+        grpc.StatusCode.NOT_FOUND.value[0],
+        grpc.StatusCode.UNAUTHENTICATED.value[0],
+    ]
+
+
+async def test_streams_of_a_key_take_turns_and_one_that_goes_away_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each slice begins when all before it have been waited for: else those that wait would wake together."""
+    now, key_id = 1000.0, uuid.uuid4()
+
+    async def sleep(duration_s: float) -> None:
+        nonlocal now
+        wakes_at = now + duration_s
+        await asyncio.sleep(0)
+        now = max(now, wakes_at)
+
+    monkeypatch.setattr(pace, "BURST_S", 0.0)
+    monkeypatch.setattr(pace, "asyncio", SimpleNamespace(sleep=sleep))
+    frame_pace, owed_s = FramePace(0.25, clock=lambda: now), dict[int, float]()
+    frame_pace.spent(key_id, 1.0)
+
+    async def work_off(number: int) -> None:
+        await frame_pace.turn(key_id)
+        owed_s[number] = frame_pace.wait_s(key_id)
+        frame_pace.spent(key_id, 1.0)
+
+    streams = [asyncio.create_task(work_off(number)) for number in range(5)]
+    await asyncio.sleep(0)
+    for number in (0, 3):
+        streams[number].cancel()
+    await asyncio.gather(*streams, return_exceptions=True)
+
+    assert list(owed_s.items()) == [(1, 0.0), (2, 0.0), (4, 0.0)]
+    assert frame_pace._turns == {}
 
 
 @pytest.mark.parametrize("kind", ["attach", "start"])
