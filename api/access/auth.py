@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
@@ -66,9 +65,8 @@ class Authenticator:
         self.throttle = Throttle(failures_per_minute)
         self._changes = KeyChanges()
         self._lookups: SharedLookups[Principal] = SharedLookups()  # by hash of the secret: streams come by the thousand
-        self._remembered: OrderedDict[bytes, tuple[float, Principal]] = (
-            OrderedDict()
-        )  # by hash of the secret; checked last stands last
+        # When it was asked, how many changes were known then, and the answer; by hash of the secret; checked last stands last.
+        self._remembered: OrderedDict[bytes, tuple[float, int, Principal]] = OrderedDict()
 
     @property
     def throttled_count(self) -> int:
@@ -113,19 +111,11 @@ class Authenticator:
     def changed(self, api_key_id: uuid.UUID, networks: Sequence[Network] = ()) -> None:
         """A key was revoked, or is good for something else: what was found of it counts no more, also of look-ups under way.
 
-        networks: streams from outside of these are shut out at once.
+        networks: streams from outside of these are shut out at once. That the key was good before stays known, to ask the database
+        for it again whatever else comes from its address. Looks at nothing that is remembered: thousands may change at once.
         """
-        self.forget(api_key_id)
         self._changes.note(api_key_id)
         self.standing.changed(api_key_id, networks)
-
-    def forget(self, api_key_id: uuid.UUID) -> None:
-        """None of what was remembered of a key is good any more, whether there is a database to be asked or not.
-
-        But for that it was good before: to ask the database for it again, whatever else comes from its address.
-        """
-        for digest in [digest for digest, (_, principal) in self._remembered.items() if principal.api_key_id == api_key_id]:
-            self._remembered[digest] = -math.inf, self._remembered[digest][1]
 
     async def _check(self, secret: str) -> Principal:
         with patience(self._answer_wait_s):
@@ -134,8 +124,8 @@ class Authenticator:
 
     def _known(self, digest: bytes, age_max_s: float) -> Principal | None:
         """What was asked so long ago at most, if the secret still works by that."""
-        asked_at, known = self._remembered.get(digest, (0.0, None))
-        if known is None:
+        asked_at, change_count, known = self._remembered.get(digest, (0.0, 0, None))
+        if known is None or self._changes.since(change_count, known.api_key_id):
             return None
         age_s, lifetime_s = boot_time_s() - asked_at, known.secret_lifetime_s
         if age_s > age_max_s or (lifetime_s is not None and age_s >= lifetime_s):
@@ -157,7 +147,7 @@ class Authenticator:
         except KeyInvalid:
             self._remembered.pop(digest, None)
             raise
-        self._remembered[digest] = asked_at, principal
+        self._remembered[digest] = asked_at, begun, principal
         self._remembered.move_to_end(digest)
         if len(self._remembered) > REMEMBERED_COUNT_MAX:
             self._remembered.popitem(last=False)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from api.access import auth
+from api.access import auth, key_changes
 from api.access.addresses import Origin
 from api.access.auth import Authenticator
 from api.interceptor import METHOD
@@ -72,12 +72,17 @@ async def test_a_known_key_is_good_for_the_grace_and_no_longer(monkeypatch: pyte
 async def test_a_revoked_key_is_forgotten_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(monkeypatch)
     await world.call()
-    world.authenticator.forget(uuid.uuid4())
+    world.authenticator.changed(uuid.uuid4())
     world.principal = None
     assert await world.call() == ALICE, "it was another key"
 
-    world.authenticator.forget(ALICE.api_key_id)
+    world.authenticator.changed(ALICE.api_key_id)
 
+    with pytest.raises(StoreAway):
+        await world.call()
+    monkeypatch.setattr(key_changes, "KEYS_MAX", 3)
+    for _ in range(10):
+        world.authenticator.changed(uuid.uuid4())
     with pytest.raises(StoreAway):
         await world.call()
 
