@@ -23,6 +23,7 @@ from metering.holds.known import Known, Meter, Metering, Terms
 from metering.operations import Admit, Admitted, QuotaState
 
 MINUTE = timedelta(minutes=1)
+NOT_LOOKED_UP = tuple(QuotaState._field_defaults.values())  # what of a limit's state only its owner asks for
 # After the lock that whoever sets a quota holds alone, and in a statement of its own: it sees what was committed meanwhile. The
 # index would refuse a request id that is taken, but only once the counters are locked; and if the hold that has it is just being
 # ended it waits for that, which waits for the counters.
@@ -171,7 +172,7 @@ def answers(planned: Plan, now: datetime) -> list[Admitted]:
     for op, terms, amounts in reversed(planned.admissions):
         states: list[QuotaState] = []
         for (meter, _, is_used_at_once, *_), rule, amount in zip(terms.meterings, terms.rules, amounts, strict=True):
-            states.append(new(QuotaState, (rule, meter.used, meter.held, now, "", "", 0, False)))
+            states.append(new(QuotaState, (rule, meter.used, meter.held, now, *NOT_LOOKED_UP)))
             if is_used_at_once:
                 meter.used -= amount
             else:

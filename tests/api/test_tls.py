@@ -218,7 +218,7 @@ def test_files_that_cannot_be_used_are_refused_at_start_by_name(world: World) ->
             open_tls(Settings(**fields))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("address", ["0.0.0.0:8443", "[::]:8443", ":8443", "weir.example.com:8443", "10.1.2.3:8443"])
+@pytest.mark.parametrize("address", ["0.0.0.0:8443", "[::]:8443", "weir.example.com:8443", "10.1.2.3:8443"])
 def test_nothing_that_others_reach_is_in_the_clear_unless_somebody_says_so(address: str) -> None:
     with pytest.raises(SettingInvalid, match=r"WEIR_LISTEN=.*WEIR_TLS_CERTIFICATE.*127\.0\.0\.1.*WEIR_ALLOW_PLAINTEXT=1"):
         open_tls(Settings(listen_address=address))

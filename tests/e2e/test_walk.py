@@ -135,6 +135,7 @@ COMMON = {
     "last_month": "2026-12",
     "scopes": "inference",
     "models": MODEL,
+    "allowed_networks": "192.0.2.0/24",
     "text": "x",
 }
 

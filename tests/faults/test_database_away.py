@@ -97,7 +97,7 @@ def waiting_settlements(service: Service) -> set[str]:
 async def test_streams_outwait_a_restart_of_the_database_at_the_end_of_their_leases(
     launch: Start, postgres: EmbeddedPostgres
 ) -> None:
-    service = launch(database_url=postgres.url, store_answer_wait_s=PATIENCE_S)
+    service = launch(database_url=postgres.url, store_answer_wait_s=60.0)
     tenant = await service.tenant(LIMITS)
     async with service.stream(tenant.secret) as stream:
         # Far more than a fast machine generates while the database stops: each has an extension to ask for when it is away.
