@@ -119,7 +119,9 @@ def run(case: Case, address: str, processes: Processes, key: str, seconds: float
 
 
 def summary(case: Case, seen: dict[str, Any], cpu_us: float, seconds: float) -> Result:
-    """The numbers of one run."""
+    """The numbers of one run. Raises: RuntimeError if it was too short for any."""
+    if len(seen["ttft_ms"]) < 2 or len(seen["gap_ms"]) < 2:
+        raise RuntimeError(f"fewer than two answers began within {seconds:.0f} s: give it more with --seconds")
     ttft = statistics.quantiles(seen["ttft_ms"], n=100)
     gaps = statistics.quantiles(seen["gap_ms"], n=100)
     return Result(
