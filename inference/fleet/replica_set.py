@@ -124,7 +124,7 @@ class ReplicaSet:
 
     def statistics(self) -> EngineStatistics:
         """See `Engine.statistics`: sums, but for the steps."""
-        ready_count = sum(replica.engine.healthy() for replica in self._replicas)
+        ready_count = sum([replica.engine.healthy() for replica in self._replicas])
         told = [replica.engine.statistics() for replica in self._replicas]
         return self._statistics.sum_of(told, ready_count, (self._migration_count, self._replacement_count))
 

@@ -23,11 +23,11 @@ class SetStatistics:
         self._steps = 0.0
         self._sum = EngineStatistics()
 
-    def sum_of(self, told: Sequence[EngineStatistics], ready_count: int, moves: tuple[int, int]) -> EngineStatistics:
+    def sum_of(self, told: list[EngineStatistics], ready_count: int, moves: tuple[int, int]) -> EngineStatistics:
         """told: of each replica, always in the same order. ready_count: that take requests. moves: migrations, replacements."""
-        if self._ready_count != ready_count or any(new is not old for new, old in zip(told, self._told, strict=True)):
+        if self._ready_count != ready_count or told != self._told:  # asked several times for a request, and changes with a step
             self._count_steps(told)
-            self._told, self._ready_count = list(told), ready_count
+            self._told, self._ready_count = told, ready_count
             sums = {name: sum(getattr(each, name) for each in told) for name in SUMMED}
             self._sum = EngineStatistics(**sums, step_count=int(self._steps), replica_count=max(ready_count, 1))
         if (self._sum.migration_count, self._sum.replacement_count) != moves:
