@@ -225,7 +225,7 @@ async def test_what_waits_when_the_process_has_slept_too_long_costs_the_engine_n
     [queue] = inside.process.queues.values()
     leases = inside.process.admission.holds._leases
     async with service.stream(tenant.secret) as stream:
-        crowd = [start(max_output_tokens=2400) for _ in range(RUNNING_MAX)]
+        crowd = [start(max_output_tokens=4000) for _ in range(RUNNING_MAX)]
         await stream.send(*crowd)
         for frame in crowd:
             await stream.received(frame.request_id, 1)
