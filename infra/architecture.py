@@ -350,6 +350,25 @@ def last_name(expression: ast.expr) -> str:
     return ""
 
 
+MOMENT = re.compile(r"_(at|at_s|since|since_s|used_s|until|until_s|due_s)$")
+
+
+def moments_start_at_no_number(source: Source) -> Iterator[Finding]:
+    """A point in time that has not happened yet is `-math.inf` or None, not 0.0.
+
+    A monotonic clock may start at zero when the machine boots, so `clock() - 0.0` can mean "just now".
+    """
+    if not source.path.startswith(PRODUCT):
+        return
+    for node in ast.walk(source.tree):
+        match node:
+            case (
+                ast.Assign(targets=[ast.Name() | ast.Attribute() as target], value=ast.Constant(value=float()))
+                | ast.AnnAssign(target=ast.Name() | ast.Attribute() as target, value=ast.Constant(value=float()))
+            ) if MOMENT.search(last_name(target)):
+                yield Finding(source.path, node.lineno, f"{last_name(target)} starts at a number of seconds: use -math.inf or None")
+
+
 def modules_say_what_they_are(source: Source) -> Iterator[Finding]:
     """Every module opens with what it is and what it owns."""
     if source.is_python and not ast.get_docstring(source.tree):
@@ -386,6 +405,7 @@ PYTHON_RULES: tuple[Rule, ...] = (
     borders_hold,
     tensorrt_is_imported_late,
     tasks_have_parents,
+    moments_start_at_no_number,
     modules_say_what_they_are,
 )
 TEXT_RULES: tuple[Rule, ...] = (nothing_is_left_undone, nothing_names_one_machine)

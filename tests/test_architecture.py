@@ -177,6 +177,16 @@ def test_every_exception_for_detached_tasks_is_needed_and_has_a_reason(sources: 
         assert list(architecture.detached_tasks(by_path[path])), f"{path} starts no such task any more: take it off the list"
 
 
+@pytest.mark.parametrize("text", ["self._told_at = 0.0", "self._last_used_s = 0.0", "silent_since_s: float = 0.0"])
+def test_a_moment_that_starts_at_a_number_is_reported(text: str) -> None:
+    assert list(architecture.moments_start_at_no_number(Source("api/x.py", text)))
+
+
+@pytest.mark.parametrize("text", ["self._told_at = -math.inf", "placed_at = 0", "wait_s = 0.0", "ended_at: float | None = None"])
+def test_a_moment_without_a_number_is_not_reported(text: str) -> None:
+    assert list(architecture.moments_start_at_no_number(Source("api/x.py", text))) == []
+
+
 def test_a_module_without_a_docstring_is_reported() -> None:
     assert list(architecture.modules_say_what_they_are(Source("api/x.py", "import os")))
     assert list(architecture.modules_say_what_they_are(Source("api/__init__.py", "")))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import time
 import uuid
@@ -27,7 +28,7 @@ class Asked:
     request_id: str
     api: int
     began_at: float
-    ended_at: float = 0.0
+    ended_at: float = -math.inf
     received: int = 0
     told: int | None = None
     failure: str = ""

@@ -7,6 +7,7 @@ once; `Entrance` refuses at once what would find no place or start too late. One
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 
@@ -35,7 +36,7 @@ class FairQueue:
         self._entrance = Entrance(limits, self._tiers, self._lookahead)
         self._handed: dict[Place, None] = {}  # with the engine, which has not begun with them, the first given first
         self._number = 0
-        self._batch_moved_at = 0.0  # when the batch tier was last given something, or began to wait
+        self._batch_moved_at = -math.inf  # when the batch tier was last given something, or began to wait
 
     def enter(self, arrival: Arrival, engine_wait_s: float = 0.0) -> Place:
         """Take a place. engine_wait_s: until the engine takes anything at all.

@@ -7,6 +7,7 @@ answer repeats a sentence that says so.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 
@@ -37,7 +38,7 @@ class SimulatedRunner:
         self._sentence = tokenizer.encode(SENTENCE, add_special_tokens=False)
         self._clock = clock
         self._sleep = sleep
-        self._due_s = 0.0
+        self._due_s = -math.inf
 
     def run(self, plan: StepPlan) -> dict[Sequence, Chosen]:
         """Let the step's time pass. Returns the next token per sequence, for the chunks that complete."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 from array import array
 from dataclasses import dataclass
@@ -51,7 +52,7 @@ class TorchEncoder(HostedLife):
         self._batch_token_count = 0  # of the batch under way
         self._token_count = 0  # embedded since the child's start
         self._tokens_per_s = 0.0  # of the last full batch; 0 before one
-        self._sent_at_s = 0.0
+        self._sent_at_s = -math.inf
 
     def statistics(self) -> EngineStatistics:
         """See `Encoder`."""

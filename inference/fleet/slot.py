@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -70,10 +71,10 @@ class OnDemandSlot(Generic[Served]):
         self._served = asyncio.Event()
         self._serving = self._closed = False
         self._user_count = 0
-        self._last_used_s = 0.0
+        self._last_used_s = -math.inf  # never
         self._idle_timer: asyncio.TimerHandle | None = None
         self._fault: _Fault | None = None
-        self._started_at_s = 0.0
+        self._started_at_s = -math.inf
         self._load_time_s: float | None = None  # what loading took last, with the wait for memory
 
     @property

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import signal
 from abc import abstractmethod
 
@@ -29,7 +30,7 @@ class HostedLife(BackendLife):
         super().__init__(model, waits)
         self._settings = waits
         self._host: HostProcess | None = None
-        self._began_at_s = 0.0
+        self._began_at_s = -math.inf
         self._hung = False
         self._watchdog = Watchdog(waits.step_timeout_s, self._kill_hanging_host)
 

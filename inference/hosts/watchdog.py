@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 
 
@@ -13,7 +14,7 @@ class Watchdog:
         """on_silence: called with the silence in seconds; it decides whether that is a fault."""
         self._timeout_s = timeout_s
         self._on_silence = on_silence
-        self._heard_at_s = 0.0
+        self._heard_at_s = -math.inf
         self._timer: asyncio.TimerHandle | None = None
 
     def heard(self) -> None:

@@ -103,7 +103,7 @@ class OutsideCore:
         self._empty_answers = EmptyAnswers(handling.empty_answer_count_max)
         self._prompt_token_count = self._cached_token_count = self._output_token_count = 0
         self.told = EngineStatistics()  # of blocks and steps: the last that the engine told
-        self.moved_at_s = 0.0  # when the last token of anybody came
+        self.moved_at_s = -math.inf  # when the last token of anybody came
 
     @property
     def idle(self) -> bool:

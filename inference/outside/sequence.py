@@ -6,6 +6,7 @@ is made here too, from the ids: it is final when it is given out, and a stop seq
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
@@ -62,7 +63,7 @@ class Choice:
     seed: int
     detokenizer: Detokenizer
     answers: Answers | None = None
-    silent_since_s: float = 0.0
+    silent_since_s: float = -math.inf
     first_token_at_s: float | None = None
     token_count: int = 0
     ended: EngineFinishReason | None = None

@@ -7,6 +7,7 @@ What is queued here is ranked here, since the services know no ranks.
 from __future__ import annotations
 
 import asyncio
+import math
 import sys
 import time
 from dataclasses import replace
@@ -81,7 +82,7 @@ class RemoteEngine(EngineLife):
         tokenizer = Tokenizer(settings.directory)
         path = str(Path(settings.directory) / "tokenizer.json")
         self._decoder = TextDecoder(tokenizer.backend, tokenizer.special_token_ids, path)
-        self._began_at_s = 0.0
+        self._began_at_s = -math.inf
         self._connecting: asyncio.Timeout | None = None  # while it is asked whether it is fit
         self._connection: Connection | None = None  # while it serves
         self._ended: asyncio.Future[str] | None = None  # the reason, once the connection is of no use any more

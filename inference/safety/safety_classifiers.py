@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -113,7 +114,7 @@ class ClassifierOutputCheck:
         self._clock = clock
         self._context = ""
         self._window = ""
-        self._window_since_s = 0.0
+        self._window_since_s = -math.inf
         self._safe_char_count = 0
         self._hit: str | None = None
 

@@ -6,6 +6,7 @@ at most once a second, however much it has to say, and nothing where there is no
 
 from __future__ import annotations
 
+import math
 import time
 from typing import Protocol
 
@@ -36,7 +37,7 @@ class Teller:
     def __init__(self, gossip: Gossip | None) -> None:
         """gossip: None for a process that neither tells nor listens."""
         self._gossip = gossip
-        self._told_at = 0.0
+        self._told_at = -math.inf  # a monotonic clock starts anywhere, also at zero
 
     async def listen(self, connection: BoundedConnection) -> None:
         """Let texts come over the connection from now on."""

@@ -7,6 +7,7 @@ Each connection has its own memory, since another server, or the same one restor
 
 from __future__ import annotations
 
+import math
 import operator
 import uuid
 import weakref
@@ -113,7 +114,7 @@ class Known:
     prices: dict[int, TokenPrices] = field(default_factory=dict)  # by version; those never change
     meters: dict[CounterKey, Meter] = field(default_factory=dict)
     _asked_at: datetime | None = None
-    _asked_at_s: float = 0.0
+    _asked_at_s: float = -math.inf
     _terms_of: dict[int, set[TermsKey]] = field(default_factory=dict)  # by subject, like the next
     _rules_of: dict[int, set[int]] = field(default_factory=dict)
 

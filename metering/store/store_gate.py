@@ -7,6 +7,7 @@ come, and processes that lost the database together do not come back together.
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -28,7 +29,7 @@ class StoreGate:
         self._jitter = jitter
         self._away_since: float | None = None
         self._failure_count = 0
-        self._next_attempt_at = 0.0
+        self._next_attempt_at = -math.inf
         self._attempting = False
 
     @property
