@@ -395,6 +395,22 @@ def nothing_names_one_machine(source: Source) -> Iterator[Finding]:
     yield from lines_with(PACKAGE_SOURCE, source, "says where packages come from: {}; that is the business of pip's own settings")
 
 
+# PyPI's `weir` is another project, and neither client is published: these lines would install a stranger's package or nothing.
+UNPUBLISHED_PACKAGE = re.compile(
+    r"\bweir(?:-client)?\[[a-z]"
+    r"|\bpip3? install [^\n]*?(?<![\w./@-])weir(?:-client)?(?![\w./-])"
+    r"|\bnpm (?:install|i|add) [^\n]*?@weir/client"
+)
+RELEASE_NOTES = "CHANGELOG.md"  # keeps what past versions said
+
+
+def packages_are_installed_from_a_clone(source: Source) -> Iterator[Finding]:
+    """No instruction installs Weir or its clients from a package index before a release is published there."""
+    if source.path != RELEASE_NOTES:
+        remedy = "{} is not published: install from a clone, as in pip install -e sdk/python -e '.[otel]'"
+        yield from lines_with(UNPUBLISHED_PACKAGE, source, remedy)
+
+
 def lines_with(pattern: re.Pattern[str], source: Source, what: str) -> Iterator[Finding]:
     for number, line in enumerate(source.text.splitlines(), 1):
         if found := pattern.search(line):
@@ -408,7 +424,7 @@ PYTHON_RULES: tuple[Rule, ...] = (
     moments_start_at_no_number,
     modules_say_what_they_are,
 )
-TEXT_RULES: tuple[Rule, ...] = (nothing_is_left_undone, nothing_names_one_machine)
+TEXT_RULES: tuple[Rule, ...] = (nothing_is_left_undone, nothing_names_one_machine, packages_are_installed_from_a_clone)
 
 
 def repository() -> list[Source]:

@@ -225,6 +225,37 @@ def test_paths_that_any_machine_has_are_not_reported(text: str) -> None:
     assert list(architecture.nothing_names_one_machine(Source("README.md", text))) == []
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "pip " + "install '" + "weir" + "[otel]'",
+        "needs `weir" + "[remote]`",
+        "pip " + "install weir",
+        "pip " + "install --upgrade weir-client",
+        "pip " + "install weir-client" + "[receipts]",
+        "pip3 " + "install torch weir==0.1.0",
+        "npm " + "install @weir/client",
+    ],
+)
+def test_an_install_from_a_package_index_is_reported(text: str) -> None:
+    [found] = architecture.packages_are_installed_from_a_clone(Source("docs/x.md", f"first\n{text}\n"))
+
+    assert found.line == 2
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "pip install -e sdk/python -e '.[otel]'",
+        "pip install './sdk/python[receipts]'",
+        "npm install ../weir/weir-client-0.1.0.tgz",
+        'from "@weir/client"',
+    ],
+)
+def test_an_install_from_a_clone_is_not_reported(text: str) -> None:
+    assert list(architecture.packages_are_installed_from_a_clone(Source("docs/x.md", text))) == []
+
+
 # The engine host is a process of its own so that torch never runs beside the API's event loop; importing it there would cost
 # every API process seconds at start and hundreds of megabytes.
 @pytest.mark.parametrize(

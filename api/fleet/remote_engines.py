@@ -49,7 +49,10 @@ def remote_settings(settings: Settings, name: str, target_text: str, directory: 
     Raises: SettingInvalid.
     """
     if find_spec("smg_grpc_proto") is None:
-        raise SettingInvalid("remote engines need smg-grpc-proto: pip install 'weir[remote]'")
+        raise SettingInvalid(
+            "WEIR_ENGINE=remote needs the package smg-grpc-proto, in a clone of the repository: "
+            "pip install -e sdk/python -e '.[remote]'"
+        )
     try:
         target, tls = parse_target(target_text), tls_files(settings)
     except ValueError as error:

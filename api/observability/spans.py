@@ -3,7 +3,7 @@
 A request leaves a small record in a bounded queue; a thread makes spans of it and sends them. Where the collector is too slow, or
 away, traces are dropped and counted, and no request waits. Prompts and answers never come here. Owns the thread and the queue.
 
-Off unless OpenTelemetry's own variables name a collector; needs `weir[otel]`, whose packages are imported then and not before.
+Off unless OpenTelemetry's own variables name a collector; needs the extra `otel`, whose packages are imported then and not before.
 """
 
 from __future__ import annotations
@@ -138,6 +138,7 @@ def open_spans(owner_id: uuid.UUID, environment: Mapping[str, str] = os.environ)
     try:
         from api.observability.otlp import OtlpSender
     except ModuleNotFoundError as missing:
-        raise SettingInvalid(f"OTEL_EXPORTER_OTLP_ENDPOINT={named!r}: install weir[otel] ({missing.name} is missing)") from missing
+        remedy = "in a clone of the repository: pip install -e sdk/python -e '.[otel]'"
+        raise SettingInvalid(f"OTEL_EXPORTER_OTLP_ENDPOINT={named!r} needs the package {missing.name}, {remedy}") from missing
     log.info("spans_sent", endpoint=named)
     return Spans(OtlpSender(owner_id))

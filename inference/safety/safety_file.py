@@ -62,7 +62,10 @@ def read_safety(path: Path) -> Safety:
         return Safety(SafetyStage(checkers))
     terms = _terms(tables.get("classifiers", {}), f"{path}: [classifiers]")
     if importlib.util.find_spec("transformers") is None:
-        raise SafetyRulesInvalid(f"{path}: classifiers need the package transformers: pip install 'weir[safety]'")
+        raise SafetyRulesInvalid(
+            f"{path}: classifiers need the package transformers, in a clone of the repository: "
+            "pip install -e sdk/python -e '.[safety]'"
+        )
     directories = [_directory(entry, path.parent, where) for where, entry in classifiers]
     process = ClassifierProcess(directories, timeout_s=terms.timeout_s)
     asked = [_classifier(entry, index, directories[index], where) for index, (where, entry) in enumerate(classifiers)]

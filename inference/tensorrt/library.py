@@ -26,7 +26,10 @@ class TensorRtLibrary:
             import tensorrt_llm
             from tensorrt_llm import llmapi
         except ImportError as error:
-            remedy = "build infra/images/tensorrt.Dockerfile, or pip install 'weir[tensorrt]' on a machine with a GPU"
+            remedy = (
+                "build infra/images/tensorrt.Dockerfile, or in a clone of the repository on a machine "
+                "with a GPU: pip install -e sdk/python -e '.[tensorrt]'"
+            )
             raise EngineStartFailed(f"TensorRT-LLM cannot be imported ({error}): {remedy}") from error
         if tensorrt_llm.__version__ != VERSION:
             raise EngineStartFailed(f"TensorRT-LLM {tensorrt_llm.__version__} is installed: Weir needs {VERSION}")

@@ -459,7 +459,7 @@ def test_without_the_package_the_remedy_is_named(danger: Path, tmp_path: Path, m
     path.write_text(CLASSIFIER)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
 
-    with pytest.raises(SafetyRulesInvalid, match=r"pip install 'weir\[safety\]'"):
+    with pytest.raises(SafetyRulesInvalid, match=r"pip install -e sdk/python -e '\.\[safety\]'"):
         read_safety(path)
 
 

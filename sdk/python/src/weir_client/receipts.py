@@ -1,7 +1,7 @@
 """Receipts: what a request used and cost, and the check of a single one with nothing but a public key.
 
 `docs/receipts.md` of the server specifies the bytes; this is one of several programs that follow it. Signatures need the package
-`cryptography`, which `pip install weir-client[receipts]` brings.
+`cryptography`, which `pip install './sdk/python[receipts]'` brings in a clone of the repository.
 """
 
 from __future__ import annotations
@@ -261,7 +261,7 @@ def is_signed(public_key: bytes, root: bytes, signature: bytes) -> bool:
         from cryptography.exceptions import InvalidSignature
         from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
     except ImportError as missing:
-        raise ImportError("signatures need the package `cryptography`: pip install weir-client[receipts]") from missing
+        raise ImportError("signatures need the package `cryptography`: pip install cryptography") from missing
     try:
         Ed25519PublicKey.from_public_bytes(public_key).verify(signature, SIGNED_PREFIX + root)
     except (InvalidSignature, ValueError):
