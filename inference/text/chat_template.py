@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
@@ -67,6 +68,15 @@ class ChatTemplates:
         """Whether the template puts tools before the model."""
         template = self._template(template_name, has_tools=True)
         return template is not None and template.shows_tools
+
+    def sources(self) -> tuple[str, ...]:
+        """All text that is not the caller's: the code of every template, and the special tokens that it may name."""
+        return tuple(text for template in self._by_name.values() for text in template.texts)
+
+    def placeholder_renderings(self) -> Iterator[str]:
+        """Render conversations of placeholders by every template: what is in them beside those, the templates write."""
+        for template in self._by_name.values():
+            yield from template.placeholder_renderings()
 
     def _template(self, name: str, *, has_tools: bool) -> _ChatTemplate | None:
         if has_tools and name == DEFAULT_TEMPLATE and TOOL_TEMPLATE in self._by_name:
@@ -133,6 +143,31 @@ class _ChatTemplate:
         call = ToolCall("a1B2c3D4e", _PROBE, '{"probed": true}')
         turns = [ChatMessage("user", "?"), ChatMessage("assistant", "", (call,)), ChatMessage("tool", "4711", (), call)]
         return self._shows(turns, ()) and "4711" in self.render(turns)
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """The code, and the special tokens by which it may write more."""
+        return (self.source, *self._special_tokens.values())
+
+    def placeholder_renderings(self) -> Iterator[str]:
+        """Render every kind of turn, with and without tools and a turn of the model to come."""
+        call = ToolCall("a1B2c3D4e", _PROBE, '{"probed": true}')
+        question, answer = ChatMessage("user", _PROBE), ChatMessage("assistant", _PROBE)
+        system, result = ChatMessage("system", _PROBE), ChatMessage("tool", _PROBE, (), call)
+        called = ChatMessage("assistant", "", (call,))
+        conversations: tuple[list[ChatMessage], ...] = (
+            [question],
+            [question, answer, question, answer],
+            [system, question, answer, question],
+            [question, called, result, result],
+            [system, question, called, result, answer, question],
+        )
+        tool = Tool(_PROBE, _PROBE, '{"type": "object", "properties": {"probed": {"type": "boolean"}}}')
+        for messages in conversations:
+            for tools in ((), (tool,)):
+                for add_generation_prompt in (False, True):
+                    with suppress(ChatTemplateFailed):  # not every template takes every turn
+                        yield self.render(messages, tools, add_generation_prompt=add_generation_prompt)
 
     def _shows(self, messages: Sequence[ChatMessage], tools: Sequence[Tool]) -> bool:
         try:

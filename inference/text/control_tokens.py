@@ -1,22 +1,31 @@
-"""Keeps control tokens in the hands of the chat template: what a message spells out is text, whatever it looks like.
+"""Encodes conversations so that only the chat template writes control tokens.
 
-Special tokens are found in the text of a prompt, so `<|im_end|>` typed by a user would end the user's turn. A message that contains
-such text, or could complete it where it meets the template, is rendered with that text hidden behind placeholders. The prompt's
-remaining special tokens are then the template's own.
+A tokenizer finds its added tokens in the text of a prompt, so `<|im_end|>` typed by a user would end
+the user's turn. A message that contains such text, or could complete it where it meets the template,
+is rendered with that text hidden behind placeholders. What then looks like a control token in the
+rendered prompt was written by the template.
 
-Encoding keeps every border where it is: special tokens separate a text before anything else looks at it, so each of the template's
-is replaced by a twin that separates in the same way, in a copy of the tokenizer that takes special tokens for text. Between two of
-them, template and message are one text, merged by the same rules as ever.
+Markers are the special tokens, and the other added tokens that the template writes
+(`written_markers`): several checkpoints ship their role markers without the flag `special`.
+
+The tokenizer may also find a marker in text that does not spell it: a normalizer that folds width or
+case, or a model whose own vocabulary holds the marker, makes it from other characters. So the ids are
+compared with the markers that the prompt spells. If they differ, the prompt is encoded with a copy of
+the tokenizer that knows no markers, only their twins: unguessable tokens that replace the template's
+markers and separate the text as those do. Between two of them, template and message are one text,
+merged by the same rules.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import secrets
 import threading
+from collections.abc import Iterable, Mapping
 
 import tokenizers
-from tokenizers import AddedToken
+from tokenizers import AddedToken, models
 
 from inference.errors import ChatTemplateFailed
 
@@ -27,20 +36,56 @@ _NONCE_DIGITS = 32  # 128 bits, new in each process: nobody can write one of the
 _INDEX_DIGITS = 6
 
 
-class ControlTokens:
-    """The special tokens of one tokenizer. Safe to use from several threads."""
+# Markers that clients send back in assistant turns, as part of an earlier answer. Templates look for
+# them there to leave earlier reasoning out of the prompt.
+THINKING_MARKERS = ("<think>", "</think>")
+PLAIN_MARKER_CHARS_MIN = 3  # of a marker that is not flagged special: shorter ones are runs of spaces and the like
+_THINKING = re.compile(f"({'|'.join(map(re.escape, THINKING_MARKERS))})")
 
-    def __init__(self, backend: tokenizers.Tokenizer) -> None:
+
+def written_markers(backend: tokenizers.Tokenizer, renderings: Iterable[str], sources: Iterable[str]) -> dict[str, int]:
+    """Return the added tokens that a chat template writes: the text that it writes for each, and the id.
+
+    renderings: conversations of placeholders, rendered by the template. sources: the template's code
+    and the named tokens that it is given; an added token whose text is in there counts as written,
+    and so do the markers around reasoning.
+    """
+    added = {
+        id_: token
+        for id_, token in backend.get_added_tokens_decoder().items()
+        if token.special or len(token.content.strip(" \t\r\n▁")) >= PLAIN_MARKER_CHARS_MIN
+    }
+    written = {
+        token.content: id_
+        for id_, token in added.items()
+        if token.content in THINKING_MARKERS or any(token.content in source for source in sources)
+    }
+    for rendering in renderings:
+        encoding = backend.encode(rendering, add_special_tokens=False)
+        for id_, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
+            if id_ in added and (text := rendering[start:end].strip()):
+                written[text] = id_
+    return written
+
+
+class ControlTokens:
+    """The markers of one tokenizer and chat template. Safe to use from several threads."""
+
+    def __init__(self, backend: tokenizers.Tokenizer, written: Mapping[str, int] | None = None) -> None:
+        """written: markers of the chat template, from `written_markers`. Special tokens are always markers."""
         self._backend = backend
-        special = {token_id: token for token_id, token in backend.get_added_tokens_decoder().items() if token.special}
-        self._tokens = {token.content: token for token in special.values()}
-        self._id_by_text = {token.content: token_id for token_id, token in special.items()}
+        added = backend.get_added_tokens_decoder()
+        self._id_by_text = {token.content: id_ for id_, token in added.items() if token.special} | dict(written or {})
+        self._tokens = {text: added[id_] for text, id_ in self._id_by_text.items()}
+        unknown = _unknown_id(backend)
+        # A model emits its unknown token for characters that it does not know: that is not a marker.
+        self._marker_ids = frozenset(self._id_by_text.values()) - {unknown}
         self._heads = {text[:end] for text in self._tokens for end in range(1, len(text))}
         self._tails = {text[start:] for text in self._tokens for start in range(1, len(text))}
         self._length_max = max(map(len, self._tokens), default=0)
         # Longest first, as the tokenizer matches. A digit in a message could be taken for part of a placeholder: hidden too.
         alternatives = [re.escape(text) for text in sorted(self._tokens, key=len, reverse=True)]
-        self._special = re.compile("|".join(alternatives))
+        self._marker = re.compile("|".join(alternatives))
         self._hideable = re.compile("|".join([*alternatives, _DIGIT]))
         parts = self._heads | self._tails | set("".join(self._tokens))
         self._hidden = [*self._tokens, *_DIGITS, *sorted(parts - self._tokens.keys())]
@@ -50,6 +95,15 @@ class ControlTokens:
         self._twin_nonce = _digits(secrets.randbits(4 * _NONCE_DIGITS), _NONCE_DIGITS)
         self._lock = threading.Lock()
         self._copy: tuple[tokenizers.Tokenizer, dict[int, int]] | None = None
+
+    def hide_answer(self, text: str) -> str:
+        """Hide an assistant turn: as `hide`, except that the markers around reasoning stay.
+
+        A template that leaves reasoning out takes the text apart at them, so each part is hidden alone.
+        """
+        if "think>" not in text:
+            return self.hide(text)
+        return "".join(part if part in THINKING_MARKERS else self.hide(part) for part in _THINKING.split(text))
 
     def hide(self, text: str) -> str:
         """A message with placeholders for special tokens, and for parts of one at its ends. Most messages have none."""
@@ -70,19 +124,44 @@ class ControlTokens:
                 return text[:begin] + self._place(text[begin:end]) + text[end:]
         return text
 
-    def encode(self, rendered: str) -> tuple[int, ...]:
-        """Token ids of a prompt whose messages were hidden: special tokens where the template wrote them, text elsewhere.
+    def encode(self, rendered: str, *, hidden: bool = True) -> tuple[int, ...]:
+        """Return the token ids of a prompt whose messages were hidden: markers where the template wrote them.
 
-        Raises `ChatTemplateFailed` if the template has taken a placeholder apart.
+        hidden: whether the prompt may contain placeholders. Raises `ChatTemplateFailed` if the template
+        has taken a placeholder apart, and if the tokenizer cannot encode a message without a marker.
         """
+        if not hidden:
+            # A batch of one: only for batches does the library leave out offsets, a quarter of the time.
+            [encoding] = self._backend.encode_batch_fast([rendered], add_special_tokens=False)
+            ids = encoding.ids
+            if self._markers_in(ids) == self._spelled_markers(rendered):
+                return tuple(ids)
+        return self._encode_apart(rendered)
+
+    def _markers_in(self, ids: Iterable[int]) -> list[int]:
+        return list(filter(self._marker_ids.__contains__, ids))
+
+    def _spelled_markers(self, rendered: str) -> list[int]:
+        if not self._tokens:
+            return []
+        return self._markers_in(self._id_by_text[text] for text in self._marker.findall(rendered))
+
+    def _encode_apart(self, rendered: str) -> tuple[int, ...]:
+        """Encode with the copy of the tokenizer that finds no markers in text."""
         if re.search(_DIGIT, self._placeholder.sub("", rendered)):
             raise ChatTemplateFailed("the chat template cuts a message within the text of a control token")
-        copy, special_id_by_twin = self._twins()
+        copy, marker_id_by_twin = self._twins()
         if self._tokens:
-            rendered = self._special.sub(lambda found: self._twin(found[0]), rendered)
+            rendered = self._marker.sub(lambda found: self._twin(found[0]), rendered)
         revealed = self._placeholder.sub(lambda found: self._hidden[_number(found[1])], rendered)
-        ids = copy.encode(revealed, add_special_tokens=False).ids
-        return tuple(special_id_by_twin.get(token_id, token_id) for token_id in ids)
+        [encoding] = copy.encode_batch_fast([revealed], add_special_tokens=False)
+        ids = encoding.ids
+        if forged := self._markers_in(ids):
+            token = self._backend.id_to_token(forged[0])
+            raise ChatTemplateFailed(
+                f"a message contains text that this model's tokenizer encodes as its control token {token!r}: remove that text"
+            )
+        return tuple(marker_id_by_twin.get(token_id, token_id) for token_id in ids)
 
     def _place(self, text: str) -> str:
         return self._nonce + _digits(self._index_by_text[text], _INDEX_DIGITS)
@@ -91,10 +170,10 @@ class ControlTokens:
         return self._twin_nonce + _digits(self._index_by_text[special], _INDEX_DIGITS)
 
     def _twins(self) -> tuple[tokenizers.Tokenizer, dict[int, int]]:
-        """The copy that takes special tokens for text, and which token each twin in it stands for. Made when first needed."""
+        """Return the copy that takes markers for text, and the marker for each twin in it. Made when first needed."""
         with self._lock:
             if self._copy is None:
-                copy = tokenizers.Tokenizer.from_str(self._backend.to_str())
+                copy = tokenizers.Tokenizer.from_str(_with_special(self._backend, self._id_by_text.values()))
                 copy.encode_special_tokens = True
                 copy.add_tokens(
                     [
@@ -107,6 +186,25 @@ class ControlTokens:
                 id_by_twin = {token.content: token_id for token_id, token in copy.get_added_tokens_decoder().items()}
                 self._copy = copy, {id_by_twin[self._twin(text)]: token_id for text, token_id in self._id_by_text.items()}
             return self._copy
+
+
+def _with_special(backend: tokenizers.Tokenizer, ids: Iterable[int]) -> str:
+    """Return the tokenizer's file with these added tokens flagged special: then encoding can take them for text."""
+    raw = json.loads(backend.to_str())
+    flagged = frozenset(ids)
+    for entry in raw.get("added_tokens", ()):
+        entry["special"] = entry["special"] or entry["id"] in flagged
+    return json.dumps(raw)
+
+
+def _unknown_id(backend: tokenizers.Tokenizer) -> int | None:
+    """Return the token that the model emits for what it does not know; None if it has none."""
+    unknown = getattr(backend.model, "unk_token", None)
+    if isinstance(unknown, str):
+        return backend.token_to_id(unknown)
+    if isinstance(backend.model, models.Unigram):  # has no attribute for it
+        unknown = json.loads(backend.to_str())["model"].get("unk_id")
+    return unknown if isinstance(unknown, int) else None
 
 
 def _digits(value: int, count: int) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,7 @@ import tokenizers
 
 from inference.errors import CheckpointInvalid
 from inference.text.chat_template import DEFAULT_TEMPLATE, ChatMessage, ChatTemplates
-from inference.text.control_tokens import ControlTokens
+from inference.text.control_tokens import ControlTokens, written_markers
 from inference.text.detokenizer import is_byte_level, token_bytes
 from inference.text.tools import MARKERS, CallFormat, Tool, ToolCall
 
@@ -54,8 +55,9 @@ class Tokenizer:
             if token.special and token.content not in MARKERS
         )
         self._is_byte_level = is_byte_level(self._backend)
-        self._control_tokens = ControlTokens(self._backend)
         self._templates = ChatTemplates(directory)
+        self._control_tokens_lock = threading.Lock()
+        self._control_tokens_made: ControlTokens | None = None
         self.call_format = call_format or self._templates.call_format()
 
     @property
@@ -137,12 +139,21 @@ class Tokenizer:
         hidden = [self._hidden_message(message) for message in messages]
         hidden_tools = [self._hidden_tool(tool) for tool in tools]
         rendered = self.render_chat(hidden, hidden_tools, add_generation_prompt=add_generation_prompt, template_name=template_name)
-        if hidden == list(messages) and hidden_tools == list(tools):
-            return self.encode(rendered, add_special_tokens=False)
-        return self._control_tokens.encode(rendered)
+        is_hidden = hidden != list(messages) or hidden_tools != list(tools)
+        return self._control_tokens.encode(rendered, hidden=is_hidden)
+
+    @property
+    def _control_tokens(self) -> ControlTokens:
+        """The markers of this tokenizer and its templates. Found when first needed: engines only detokenize."""
+        with self._control_tokens_lock:
+            if self._control_tokens_made is None:
+                renderings, sources = self._templates.placeholder_renderings(), self._templates.sources()
+                self._control_tokens_made = ControlTokens(self._backend, written_markers(self._backend, renderings, sources))
+            return self._control_tokens_made
 
     def _hidden_message(self, message: ChatMessage) -> ChatMessage:
-        content = self._control_tokens.hide(message.content)
+        tokens = self._control_tokens
+        content = (tokens.hide_answer if message.role == "assistant" else tokens.hide)(message.content)
         if not message.tool_calls and message.call is None:
             return replace(message, content=content)
         calls = tuple(map(self._hidden_call, message.tool_calls))
