@@ -58,7 +58,7 @@ class ModelNotAllowed(ApiError):
     reason = "MODEL_NOT_ALLOWED"
 
     def __init__(self, key_prefix: str, model: str) -> None:
-        super().__init__(f"key {key_prefix} may not use the model {model!r}: ListModels tells those that it may use")
+        super().__init__(f"key {key_prefix} may not use the model {model[:64]!r}: ListModels tells those that it may use")
         self.model = model
 
 

@@ -9,10 +9,12 @@ from contextvars import ContextVar
 from typing import Any
 
 import grpc
+from google.protobuf.message import Message
 from google.rpc import status_pb2
 
 from api.errors import CallMissing, MessageUnreadable
 from api.statuses import STATUS_DETAILS_KEY, status_of
+from api.violations import check_texts
 
 CODES = {code.value[0]: code for code in grpc.StatusCode}
 
@@ -81,7 +83,7 @@ def guarded(handle: Callable[..., Any], method: str, failed: Failed = tell_nobod
     async def guard(request: Any, context: Context) -> Any:
         METHOD.set(method)
         try:
-            return await handle(readable(request), context)
+            return await handle(checked(request), context)
         except (grpc.aio.AbortError, asyncio.CancelledError):
             raise
         except NotImplementedError as error:
@@ -108,6 +110,17 @@ def tolerant(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], An
             return MessageUnreadable("the message cannot be read: it is no message of this call's request type")
 
     return attempt
+
+
+def checked(request: Any) -> Any:
+    """A request that can be read, whose short texts are within their bounds; of a stream every message can be read.
+
+    Raises: MessageUnreadable, InvalidRequest.
+    """
+    request = readable(request)
+    if isinstance(request, Message):
+        check_texts(request)
+    return request
 
 
 def readable(request: Any) -> Any:

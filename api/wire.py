@@ -141,7 +141,7 @@ def parse_start(request_id: str, start: pb.StartFrame) -> ValidStart:
     """Check everything that the frame alone can tell. Raises: InvalidRequest with every violation."""
     parsed_id = parse_request_id(request_id)
     wrong = Violations()
-    wrong.check(bool(start.model), "model", "must name a model; ListModels tells which there are")
+    check_model_name(start.model, wrong)
     check_prompt(start, wrong)
     check_decoding(start, wrong)
     check_tool_use(start, wrong)
@@ -170,8 +170,16 @@ def parse_start(request_id: str, start: pb.StartFrame) -> ValidStart:
     )
 
 
+def check_model_name(model: str, wrong: Violations) -> None:
+    """A model is named, by a name that any model may have."""
+    wrong.check(bool(model), "model", "must name a model; ListModels tells which there are")
+    wrong.check_text(model, "model")
+
+
 def check_limits(start: pb.StartFrame, wrong: Violations) -> None:
     """What a start frame says beside prompt and decoding."""
+    if start.region:
+        wrong.check_text(start.region, "region")
     if start.HasField("usage_interval_tokens"):
         interval = start.usage_interval_tokens
         wrong.check(interval >= 1, "usage_interval_tokens", f"must be at least 1, not {interval}")
@@ -196,13 +204,17 @@ def check_tier_and_labels(message: pb.StartFrame | pb.EmbedRequest, wrong: Viola
     for key, value in labels.items():
         right = 1 <= len(key) <= LABEL_KEY_CHARS_MAX and len(value) <= LABEL_VALUE_CHARS_MAX
         limits = f"keys have 1 to {LABEL_KEY_CHARS_MAX} characters, values up to {LABEL_VALUE_CHARS_MAX}"
-        wrong.check(right and "\0" not in key + value, f"labels[{key[:LABEL_KEY_CHARS_MAX]!r}]", f"{limits}, none of them NUL")
+        field = f"labels[{key[:LABEL_KEY_CHARS_MAX]!r}]"
+        wrong.check(right, field, limits)
+        if right:
+            wrong.check_text(key, field)
+            wrong.check_text(value, field)
 
 
 def parse_count_tokens(message: pb.CountTokensRequest) -> tuple[Prompt, tuple[Tool, ...]]:
     """The prompt, and the tools that the model is shown with it. Raises: InvalidRequest."""
     wrong = Violations()
-    wrong.check(bool(message.model), "model", "must name a model; ListModels tells which there are")
+    check_model_name(message.model, wrong)
     check_prompt(message, wrong)
     check_tools(message.tools, wrong)
     right = not message.tools or message.WhichOneof("prompt") != "text"

@@ -24,7 +24,7 @@ class ModelUnknown(EngineError):
     def __init__(self, model: str, known: Sequence[str], own_name: str = "") -> None:
         """own_name: what it stands for, where only models' own names are taken."""
         remedy = f"it stands for {own_name!r}: give that" if own_name else f"known are: {', '.join(known) or 'none'}"
-        super().__init__(f"model {model!r} is unknown{' here' if own_name else ''}; {remedy}")
+        super().__init__(f"model {model[:64]!r} is unknown{' here' if own_name else ''}; {remedy}")
         self.model = model
 
 
@@ -34,7 +34,7 @@ class ModelMismatch(EngineError):
     reason = "MODEL_MISMATCH"
 
     def __init__(self, model: str, *, wanted: str, does: str) -> None:
-        super().__init__(f"model {model!r} does not {wanted}: it serves {does}")
+        super().__init__(f"model {model[:64]!r} does not {wanted}: it serves {does}")
         self.model = model
 
 

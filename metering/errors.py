@@ -49,7 +49,7 @@ class NotFound(MeteringError):
     reason = "NOT_FOUND"
 
     def __init__(self, kind: str, ref: str) -> None:
-        super().__init__(f"{kind} {ref!r} not found")
+        super().__init__(f"{kind} {ref[:64]!r} not found")
         self.kind = kind
         self.ref = ref
 
@@ -60,7 +60,7 @@ class AlreadyExists(MeteringError):
     reason = "ALREADY_EXISTS"
 
     def __init__(self, kind: str, ref: str, how: str = "") -> None:
-        super().__init__(f"{kind} {ref!r} already exists{how and ' '}{how}")
+        super().__init__(f"{kind} {ref[:64]!r} already exists{how and ' '}{how}")
         self.kind = kind
         self.ref = ref
 

@@ -29,7 +29,9 @@ MINOR_DIGITS = {code: digits for digits, codes in _CODES_BY_MINOR_DIGITS.items()
 def checked_currency(code: str) -> str:
     """The code itself. Raises: InvalidValue unless it is an active ISO 4217 code, so that no typing error reaches a bill."""
     if code not in MINOR_DIGITS:
-        raise InvalidValue("currency_code", f"{code!r} is no ISO 4217 code: give three capital letters such as USD, EUR or JPY")
+        raise InvalidValue(
+            "currency_code", f"{code[:64]!r} is not an ISO 4217 code: give three capital letters such as USD, EUR or JPY"
+        )
     return code
 
 

@@ -172,7 +172,7 @@ def rules_of(path: str, message: pb.PlanConfiguration) -> PlanRules:
 def selector_of(message: pb.TokenSelector) -> Selector:
     """Which tokens. Raises: InvalidValue."""
     if message.token_kind and message.token_kind not in KINDS:
-        raise InvalidValue("token_kind", f"{message.token_kind!r} is none of {', '.join(KINDS)}")
+        raise InvalidValue("token_kind", f"{message.token_kind[:64]!r} is none of {', '.join(KINDS)}")
     return Selector(message.model, KINDS.get(message.token_kind), wire.TIERS[message.tier] if message.tier else None)
 
 

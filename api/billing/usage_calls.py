@@ -147,7 +147,7 @@ def parse_day(day: str) -> date | None:
     try:
         return datetime.strptime(day, "%Y-%m-%d").date()
     except ValueError:
-        raise InvalidValue("day", f"{day!r} is no day: give it as YYYY-MM-DD") from None
+        raise InvalidValue("day", f"{day[:64]!r} is not a day: give it as YYYY-MM-DD") from None
 
 
 def usage_row(row: UsageRow, currency_code: str) -> pb.UsageRow:

@@ -78,6 +78,11 @@ class LiveEmbedding:
         self._stop_error: Exception | None = None
 
     @property
+    def routed_model(self) -> str:
+        """The canonical name of its model; empty before it is routed, since a client may have sent anything."""
+        return self.start.model if self._served else ""
+
+    @property
     def hold_id(self) -> uuid.UUID | None:
         """Its hold, once it has one."""
         return None if self._lease is None else self._lease.admitted.hold_id
@@ -147,8 +152,8 @@ class LiveEmbedding:
         async with contextlib.AsyncExitStack() as stack:
             with self._interruption.possible(lambda: self._stop_error):
                 route = self._process.router.route_encoder(self.start.model, str(self.start.request_id))
-                encoder, self._served = route.encoder, route.served
                 self.start = replace(self.start, model=route.model)  # by its own name it is limited and billed
+                encoder, self._served = route.encoder, route.served
                 check_against_model(self.start, encoder.model, input_count_max(encoder.model))
                 texts = await tokenize_inputs(self.start, self._process.tokenizers[self._served], encoder)
                 check_input_bound(self.caller.bounds, token_count_of(texts), "inputs")

@@ -17,6 +17,7 @@ from weir.v1 import inference_service_pb2 as pb
 
 from api.openai.refusals import HttpFault, wrong_parameter
 from api.requests.decoding import STOP_TOKEN_ID_COUNT_MAX
+from api.violations import Violations
 from api.wire import LABEL_COUNT_MAX
 
 Int32 = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
@@ -124,8 +125,7 @@ def _violation(message: str) -> Exception:
 
 def fill_shared(start: pb.StartFrame, given: SharedParameters) -> None:
     """Put into a start frame what `SharedParameters` has to say of it. Raises: InvalidRequest."""
-    if not given.model:
-        raise wrong_parameter("model", "must name a model; GET /v1/models tells which there are")
+    check_model_name(given.model)
     check_count(given.metadata, "metadata", LABEL_COUNT_MAX)
     check_count(given.stop_token_ids, "stop_token_ids", STOP_TOKEN_ID_COUNT_MAX)
     start.model = given.model
@@ -140,6 +140,14 @@ def fill_shared(start: pb.StartFrame, given: SharedParameters) -> None:
         if given.service_tier not in TIERS:
             raise wrong_parameter("service_tier", f"must be one of {', '.join(TIERS)}")
         start.tier = TIERS[given.service_tier]
+
+
+def check_model_name(model: str) -> None:
+    """Raises: InvalidRequest for a name that no model has."""
+    wrong = Violations()
+    wrong.check(bool(model), "model", "must name a model; GET /v1/models tells which there are")
+    wrong.check_text(model, "model")
+    wrong.raise_if_any()
 
 
 def check_shared(given: SharedParameters) -> None:

@@ -115,6 +115,11 @@ class LiveRequest:
         self._stop_error: Exception | None = None
 
     @property
+    def routed_model(self) -> str:
+        """The canonical name of its model; empty before it is routed, since a client may have sent anything."""
+        return self.start.model if self._route is not None else ""
+
+    @property
     def hold_id(self) -> uuid.UUID | None:
         """Its hold, once it has one."""
         return self.feed.tally.hold_id

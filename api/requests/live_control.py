@@ -83,7 +83,7 @@ def record(request: Running, now: float) -> dict[str, Any]:
         "organization_id": str(payer.organization_id),
         "project_id": str(payer.project_id),
         "api_key_id": str(payer.api_key_id),
-        "model": request.start.model,
+        "model": request.routed_model,
         "phase": phase_word(request),
         "age_s": now - request.caller.received_at,
         "input_token_count": usage.input_token_count,

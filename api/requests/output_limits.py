@@ -41,6 +41,7 @@ def check_cost(message: types_pb2.Money, field: str, wrong: Violations) -> None:
     right = message.units >= 0 and 0 <= message.picos < PICOS_PER_UNIT and message.units + message.picos > 0
     wrong.check(right, field, "must be more than 0, with picos from 0 to 999,999,999,999")
     wrong.check(bool(message.currency_code), f"{field}.currency_code", "must name the currency of your organization")
+    wrong.check_text(message.currency_code, f"{field}.currency_code")
 
 
 def cost_of(message: types_pb2.Money) -> Cost:

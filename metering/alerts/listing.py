@@ -44,9 +44,10 @@ class Mark:
         try:
             at, alert_id = token.split("_")
             mark = cls(datetime.fromisoformat(at), uuid.UUID(alert_id))
-        except ValueError:
-            mark = None
-        if mark is None or str(mark) != token:
+            is_ours = str(mark) == token
+        except (ValueError, OverflowError):  # a time that is outside the calendar in UTC
+            is_ours = False
+        if not is_ours:
             raise InvalidValue("page_token", "give `next_page_token` of the page before, as it came")
         return mark
 

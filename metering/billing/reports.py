@@ -172,6 +172,6 @@ def month_bounds(month: str) -> tuple[datetime, datetime]:
     """First moment of a month `YYYY-MM` and of the next, UTC. Raises: InvalidValue."""
     found = MONTH_FORM.fullmatch(month)
     if found is None or month == "9999-12":
-        raise InvalidValue("month", f"{month!r} is no month: give it as YYYY-MM")
+        raise InvalidValue("month", f"{month[:64]!r} is not a month: give it as YYYY-MM")
     year, number = int(found[1]), int(found[2])
     return datetime(year, number, 1, tzinfo=UTC), datetime(year + number // 12, number % 12 + 1, 1, tzinfo=UTC)

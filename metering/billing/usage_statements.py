@@ -11,7 +11,7 @@ import json
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, date, datetime, timedelta
+from datetime import UTC, date, datetime
 from enum import StrEnum
 from typing import Any
 
@@ -67,6 +67,7 @@ NAMES: Mapping[Grouping, tuple[str, str]] = {
     Grouping.PROJECT: ("p.name AS project_name", "JOIN projects p ON p.id = used.project"),
     Grouping.API_KEY: ("k.name AS api_key_name, k.prefix AS api_key_prefix", "JOIN api_keys k ON k.id = used.api_key"),
 }
+ROW_ID_MAX = 2**63 - 1
 OUTCOMES = {"cancelled": CANCELLED, "limited": LIMITED, "failed": FAILED}
 
 # In two steps: first plain sums by whatever tells rows apart, which is all that is done for each event, then the rows of those few.
@@ -139,7 +140,7 @@ def request_statement(of: UsageFilter, token: str, parameters: dict[str, Any]) -
     """The usage events of one page, oldest first."""
     after = ""
     if token:
-        parameters["after_time"], parameters["after_id"] = decode_token(token, (datetime.fromisoformat, int))
+        parameters["after_time"], parameters["after_id"] = decode_token(token, (datetime.fromisoformat, row_id))
         after = "AND (u.settled_at, u.id) > (:after_time, :after_id)"
     return f"""
 WITH page AS MATERIALIZED (
@@ -180,8 +181,7 @@ def where(of: UsageFilter, parameters: dict[str, Any]) -> str:
         conditions.insert(0, "u.organization_id = :organization_id")
     if of.day is not None:
         parameters["day_begins"] = datetime(of.day.year, of.day.month, of.day.day, tzinfo=UTC)
-        parameters["day_ends"] = parameters["day_begins"] + timedelta(days=1)
-        conditions.append("u.settled_at >= :day_begins AND u.settled_at < :day_ends")
+        conditions.append("u.settled_at >= :day_begins AND u.settled_at < :day_begins + interval '24 hours'")
     for column, value in (("project_id", of.project_id), ("api_key_id", of.api_key_id), ("model", of.model or None)):
         if value is not None:
             parameters[column] = value
@@ -212,10 +212,18 @@ def encode_token(values: Sequence[object]) -> str:
     return base64.urlsafe_b64encode(json.dumps([str(value) for value in values]).encode()).decode()
 
 
+def row_id(text: str) -> int:
+    """The id of a row. Raises: ValueError for what no column holds."""
+    value = int(text)
+    if not 0 <= value <= ROW_ID_MAX:
+        raise ValueError(f"{text[:64]!r} is not a row id")
+    return value
+
+
 def decode_token(token: str, readers: Sequence[Callable[[str], object]]) -> list[object]:
     """The values of a token. Raises: InvalidValue if it is not one of this call."""
     try:
         values = json.loads(base64.urlsafe_b64decode(token.encode()))
         return [read(value) for read, value in zip(readers, values, strict=True)]
-    except (binascii.Error, ValueError, TypeError, AttributeError, InvalidValue):
+    except (binascii.Error, ValueError, TypeError, AttributeError, RecursionError, OverflowError, InvalidValue):
         raise InvalidValue("page_token", "give the token of the page before, with everything else as it was") from None

@@ -86,9 +86,10 @@ class PageMark:
         try:
             at, project_id, sequence = token.split("_")
             mark = cls(datetime.fromisoformat(at), uuid.UUID(project_id), int(sequence))
-        except ValueError:
-            mark = None
-        if mark is None or str(mark) != token:
+            is_ours = str(mark) == token
+        except (ValueError, OverflowError):  # a time that is outside the calendar in UTC
+            is_ours = False
+        if not is_ours:
             raise InvalidValue("page_token", "give `next_page_token` of the page before, as it came")
         return mark
 

@@ -81,7 +81,8 @@ def test_a_start_is_refused_with_reasons_or_right_in_everything(start: pb.StartF
 def test_two_payloads_are_the_same_if_and_only_if_their_frames_are(one: pb.StartFrame, other: pb.StartFrame) -> None:
     hashes = []
     for frame in (one, other):
-        frame.model, frame.text = frame.model or "m", frame.text or "t"
+        frame.model, frame.text = frame.model if frame.model.isprintable() else "", frame.text or "t"
+        frame.model = frame.model or "m"
         del frame.stop_sequences[:]
         for field in ("max_output_tokens", "usage_interval_tokens", "sampling", "labels"):
             frame.ClearField(field)

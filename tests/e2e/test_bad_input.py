@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import uuid
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import grpc
 import psycopg
 import pytest
 from grpc import StatusCode
+from weir.v1 import admin_service_pb2_grpc as admin_pb_grpc
+from weir.v1 import billing_service_pb2_grpc as billing_pb_grpc
 from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import inference_service_pb2_grpc as pb_grpc
-from weir.v1 import types_pb2
+from weir.v1 import live_requests_pb2, months_pb2, types_pb2
+from weir.v1 import usage_reports_pb2 as usage_pb
 
 from api.chaos.processes import children_of
+from api.requests.live import Phase
+from api.requests.live_control import record
+from api.streams.outbox import UsageSoFar
 from metering.models import QuotaDimension
 from metering.store.db import psycopg_conninfo
 from tests.service import (
@@ -76,7 +84,13 @@ TOO_LONG = {"input_token_count": str(CONTEXT_WINDOW_TOKENS + 7), "context_window
 BAD = {
     "unknown model": Bad({"model": "gpt"}, [], StatusCode.NOT_FOUND, "MODEL_UNKNOWN", {"model": "gpt"}),
     "no model": Bad({"model": ""}, ["model"]),
-    "model with a NUL": Bad({"model": "a\0b"}, [], StatusCode.NOT_FOUND, "MODEL_UNKNOWN"),
+    "model with a NUL": Bad({"model": "a\0b"}, ["model"]),
+    "model with a line": Bad({"model": "a\nb"}, ["model"]),
+    "model of 257 characters": Bad({"model": "x" * 257}, ["model"]),
+    "model of 3 MB": Bad({"model": "x" * 3_000_000}, ["model"]),
+    "region with a NUL": Bad({"region": "a\0b"}, ["region"]),
+    "region of 3 MB": Bad({"region": "x" * 3_000_000}, ["region"]),
+    "currency of 3 MB": Bad({"max_cost": types_pb2.Money(currency_code="x" * 3_000_000, units=1)}, ["max_cost.currency_code"]),
     "no prompt": Bad({"token_ids": pb.TokenIds(), "prompt": None}, ["token_ids.ids"]),
     "empty conversation": Bad({"conversation": pb.Conversation()}, ["conversation.messages"]),
     "empty text": Bad({"text": ""}, ["text"]),
@@ -101,6 +115,7 @@ BAD = {
     "label key too long": Bad({"labels": {"k" * 65: "x"}}, [f"labels['{'k' * 64}']"]),
     "label value too long": Bad({"labels": {"k": "x" * 257}}, ["labels['k']"]),
     "label with a NUL": Bad({"labels": {"k": "a\0b"}}, ["labels['k']"]),
+    "label with a control character": Bad({"labels": {"k": "a\x1bb"}}, ["labels['k']"]),
     "token outside the vocabulary": Bad({"prompt": [7, 400]}, ["token_ids.ids"]),
     "negative token": Bad({"prompt": [7, -1]}, ["token_ids.ids"]),
     "prompt too long": Bad(
@@ -136,6 +151,76 @@ async def test_a_bad_start_is_refused_and_the_stream_goes_on(service: Service, t
     assert refusal.frame is not None
     assert not refusal.frame.HasField("usage")
     assert service.books.holds(tenant) == {"settled": 1}, "only the good one was ever held"
+
+
+async def test_names_that_no_database_takes_hurt_nobody_while_an_admin_looks(service: Service, tenant: Tenant) -> None:
+    """An admin is shown what runs, which once was the model's name as a client had sent it."""
+    admin = await service.tenant(scopes=("admin",))
+    hostile = [start(model=f"x\0{number}", text="hello") for number in range(200)]
+    async with service.stream(tenant.secret) as stream, service.channel() as channel:
+        looking = admin_pb_grpc.AdminServiceStub(channel)
+        for _ in range(5):
+            await stream.send(*hostile)
+            shown = await looking.ListLiveRequests(live_requests_pb2.ListLiveRequestsRequest(), metadata=bearer(admin.secret))
+            assert not shown.silent_owner_ids
+        for frame in hostile:
+            refusal = await stream.failed(frame.request_id)
+            assert (refusal.code, refusal.fields) == (StatusCode.INVALID_ARGUMENT, ["model"])
+        await check_serves(stream)
+
+
+async def test_what_has_not_been_routed_is_shown_to_admins_without_a_model() -> None:
+    request = SimpleNamespace(
+        caller=SimpleNamespace(payer=SimpleNamespace(organization_id=1, project_id=2, api_key_id=3), received_at=0.0),
+        usage=UsageSoFar(),
+        hold_id=None,
+        start=SimpleNamespace(request_id=SOME_UUID, model="as it was sent"),
+        routed_model="",
+        phase=Phase.PREPARING,
+        tokens_per_second=0.0,
+    )
+
+    assert record(cast(Any, request), 1.0)["model"] == ""
+
+
+UNREAL: dict[str, tuple[Any, str, str]] = {
+    "an invoice number with a NUL": (months_pb2.GetInvoiceRequest(number="a\0"), "GetInvoice", "number"),
+    "an invoice number of 100 kB": (months_pb2.GetInvoiceRequest(number="x" * 100_000), "GetInvoice", "number"),
+    "a month with a NUL": (usage_pb.GetUsageRequest(month="2026-1\0"), "GetUsage", "month"),
+    "a page token of nested lists": (
+        usage_pb.GetUsageRequest(
+            month="2026-11", group_by=[usage_pb.USAGE_GROUPING_DAY], page_token=base64.b64encode(b"[" * 1400).decode()
+        ),
+        "GetUsage",
+        "page_token",
+    ),
+    "a page token of 260 kB": (
+        usage_pb.GetUsageRequest(month="2026-11", page_token=base64.b64encode(b"[" * 200_000).decode()),
+        "GetUsage",
+        "page_token",
+    ),
+    "a day that is none": (usage_pb.GetUsageRequest(month="2026-11", day="9999-12-32"), "GetUsage", "day"),
+}
+
+
+@pytest.mark.parametrize("name", UNREAL)
+async def test_a_finance_key_that_asks_for_what_cannot_be_is_told_the_field(service: Service, tenant: Tenant, name: str) -> None:
+    _, secret = await service.new_key(tenant, "billing")
+    asked, call, field = UNREAL[name]
+    async with service.channel() as channel:
+        stub = billing_pb_grpc.BillingServiceStub(channel)
+        refusal = await refused(getattr(stub, call)(asked, metadata=bearer(secret)))
+
+    assert (refusal.code, refusal.fields) == (StatusCode.INVALID_ARGUMENT, [field])
+
+
+async def test_the_last_day_of_the_calendar_is_a_day(service: Service, tenant: Tenant) -> None:
+    _, secret = await service.new_key(tenant, "billing")
+    asked = usage_pb.GetUsageRequest(month="2026-11", day="9999-12-31", group_by=[usage_pb.USAGE_GROUPING_DAY])
+    async with service.channel() as channel:
+        answer = await billing_pb_grpc.BillingServiceStub(channel).GetUsage(asked, metadata=bearer(secret))
+
+    assert not answer.rows
 
 
 async def test_an_overlong_prompt_is_told_by_how_much(service: Service, tenant: Tenant) -> None:

@@ -261,6 +261,9 @@ async def test_alerts_of_keys_and_projects_are_their_organizations_and_read_page
         everything, _ = await list_alerts(session, organization_id=None)
         with pytest.raises(InvalidValue, match="page_token"):
             await list_alerts(session, organization_id=None, page_token="x_y")
+        before_the_calendar = f"0001-01-01T00:00:00+23:59_{uuid.UUID(int=0)}"
+        with pytest.raises(InvalidValue, match="page_token"):
+            await list_alerts(session, organization_id=None, page_token=before_the_calendar)
 
     listed = [each for page, _ in pages for each in page]
     assert ([len(page) for page, _ in pages], pages[1][1]) == ([3, 1], "")

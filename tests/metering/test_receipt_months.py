@@ -102,7 +102,10 @@ async def test_pages_hold_each_receipt_once_in_the_order_of_its_chain(world: Hol
             assert [receipt.sequence for receipt in found] == list(range(1, 12))
 
 
-@pytest.mark.parametrize("token", ["x", "a_b_c", "2026-11-01_00000000-0000-0000-0000-000000000000_1", "1_2"])
+BEFORE_THE_CALENDAR = "0001-01-01T00:00:00+23:59_00000000-0000-0000-0000-000000000000_1"
+
+
+@pytest.mark.parametrize("token", ["x", "a_b_c", "2026-11-01_00000000-0000-0000-0000-000000000000_1", "1_2", BEFORE_THE_CALENDAR])
 def test_a_page_token_that_nobody_gave_is_refused(token: str) -> None:
     with pytest.raises(InvalidValue, match="page_token"):
         PageMark.parse(token)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import uuid
 from datetime import UTC, date, datetime, timedelta
 
@@ -208,6 +209,8 @@ async def test_bad_questions_are_refused_by_name(sessions: Sessions, customer: C
             ((DAY,), 0, "WyJ4Il0=", "page_token"),
             ((DAY,), 0, "e30=", "page_token"),
             ((Grouping.REQUEST,), 0, "WyIyMDI2LTExLTAxIl0=", "page_token"),
+            ((Grouping.REQUEST,), 0, encode_token([FIRST, 2**63]), "page_token"),
+            ((DAY,), 0, base64.urlsafe_b64encode(b"[" * 200_000).decode(), "page_token"),
         ):
             with pytest.raises(InvalidValue, match=field):
                 await usage_page(session, of(customer), by, page_size=size, token=token)
@@ -236,6 +239,13 @@ async def test_the_statement_reads_the_index_of_the_customer_and_no_other_time(
     condition = next(line for line in plan.splitlines() if "Index Cond" in line and "settled_at" in line)
     assert "organization_id = " in condition
     assert "settled_at < " in condition
+
+
+async def test_the_last_day_of_the_calendar_has_no_usage(sessions: Sessions, customer: Customer) -> None:
+    """It has no day behind it that a date could name."""
+    async with sessions() as session:
+        last = UsageFilter("2026-11", customer.organization_id, day=date(9999, 12, 31))
+        assert (await usage_page(session, last, (DAY,))).rows == ()
 
 
 async def test_names_that_no_model_has_are_refused_before_the_database_refuses_them(sessions: Sessions, customer: Customer) -> None:
