@@ -48,7 +48,7 @@ from api.requests.admission import Admission, Capacity
 from api.server import Health, Servicers, build_peer_server, build_server
 from api.settings import SettingInvalid, Settings
 from api.statistics_log import log_statistics_regularly
-from api.streams.peers import make_identity
+from api.streams.peers import PeerCertificates, make_identity
 from api.streams.relay import Relays
 from inference.engine import Backend
 from inference.errors import EngineError
@@ -197,7 +197,8 @@ async def serve(settings: Settings) -> None:
             ReceiptServicer(authenticator, sessions),
         )
         for_peers = InferenceServicer(process, authenticator, sessions, for_peers=True)
-        peer_server, peer = build_peer_server(settings, for_peers, identity)
+        accepted = PeerCertificates(identity)
+        peer_server, peer = build_peer_server(settings, for_peers, identity, accepted)
         server, port = build_server(settings, servicers, health, tls, observer.call_failed)
         listener = Listener(http_handle(settings, process, authenticator, sessions, servicers), settings, tls)
         url = openai_url(settings, listener, tls)
@@ -207,7 +208,7 @@ async def serve(settings: Settings) -> None:
         urls = {"openai_url": url, "console_url": console_url(settings, url), "metrics_url": metrics.url}
         endpoint = Endpoint(settings.home, address, port, tls=with_tls, urls=urls)
         serve_engines(router, tasks)
-        control = open_control(settings, owner_id, peer, process, authenticator)
+        control = open_control(settings, owner_id, peer, accepted, process, authenticator)
         background = in_background(tasks, process, control, notices, uses, spares, recover_regularly(settings, gate, signer))
         if safety.classifiers is not None:
             background.append(tasks.create_task(safety.classifiers.serve(), name="classifiers"))

@@ -20,7 +20,7 @@ from api.process import Process
 from api.requests.live_control import keep_out_of_use, obey, process_name, report, report_replicas
 from api.server import Servicers
 from api.settings import SettingInvalid, Settings
-from api.streams.peers import Peer
+from api.streams.peers import Peer, PeerCertificates
 from inference.router import Router
 from inference.safety.safety import SafetyRulesInvalid
 from inference.safety.safety_file import Safety, read_safety
@@ -100,7 +100,7 @@ def open_door(settings: Settings, sessions: Sessions, uses: KeyUses) -> Authenti
 
 
 def open_control(
-    settings: Settings, owner_id: uuid.UUID, peer: Peer, process: Process, authenticator: Authenticator
+    settings: Settings, owner_id: uuid.UUID, peer: Peer, accepted: PeerCertificates, process: Process, authenticator: Authenticator
 ) -> ControlChannel:
     """The channel on which other processes tell this one whom to end, and ask what it runs."""
     return ControlChannel(
@@ -108,6 +108,7 @@ def open_control(
         owner_id,
         process_name(),
         peer=(peer.address, peer.certificate),
+        peers=accepted.replace,
         stop=lambda order: obey(process, authenticator, order),
         report=lambda: report(process),
         drain=lambda orders: keep_out_of_use(process, orders),

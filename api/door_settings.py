@@ -32,8 +32,8 @@ class DoorSettings:
     # Lets several processes of one machine listen on one port; the kernel gives each connection to one of them. Without it a second
     # server on the same port is the mistake that it mostly is.
     share_port: bool = setting("WEIR_SHARE_PORT", False, truth)
-    # Where the api processes of one database let each other receive what they run, over TLS of their own. Empty: on a free port of
-    # the same address.
+    # host:port of the peer port, where the other api processes of the database attach to requests, over mutual TLS. Empty: a free
+    # port on the host of WEIR_LISTEN. Name one where a firewall stands between the machines.
     peer_listen_address: str = setting("WEIR_PEER_LISTEN", "", str)
     # "host" or "host:port" where the others find that. Empty: where it listens, by the machine's name if on all addresses.
     advertise_address: str = setting("WEIR_ADVERTISE_ADDRESS", "", str)

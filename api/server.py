@@ -27,7 +27,7 @@ from api.billing.receipt_service import ReceiptServicer
 from api.inference_service import InferenceServicer
 from api.interceptor import ErrorInterceptor, Failed, tell_nobody
 from api.settings import Settings
-from api.streams.peers import PEER_KEEPALIVE_MS, Identity, Peer, advertised, peer_listen_address
+from api.streams.peers import PEER_KEEPALIVE_MS, Identity, Peer, PeerCertificates, advertised, peer_listen_address
 
 SERVICES = tuple(
     module.DESCRIPTOR.services_by_name[name].full_name
@@ -102,30 +102,30 @@ def build_server(
     return server, port
 
 
-def build_peer_server(settings: Settings, servicer: InferenceServicer, identity: Identity) -> tuple[grpc.aio.Server, Peer]:
-    """The server for the other api processes, and how they reach it. Raises: OSError if the address cannot be bound."""
-    key, certificate = identity.private_key, identity.certificate
-    server = grpc.aio.server(
-        interceptors=(ErrorInterceptor(),),
-        options=(
-            ("grpc.max_receive_message_length", settings.message_bytes_max),
-            ("grpc.max_concurrent_streams", REFUSABLE_STREAMS_FACTOR * settings.streams_per_connection_max),
-            ("grpc.keepalive_time_ms", KEEPALIVE_MS),
-            ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
-            ("grpc.http2.min_recv_ping_interval_without_data_ms", PEER_KEEPALIVE_MS // 2),
-            ("grpc.so_reuseport", 0),
-        ),
+def build_peer_server(
+    settings: Settings, servicer: InferenceServicer, identity: Identity, accepted: PeerCertificates
+) -> tuple[grpc.aio.Server, Peer]:
+    """The server for the other api processes, and how they reach it. Raises: OSError if the address cannot be bound.
+
+    It has one call, `Generate`, in which the servicer takes `attach` and the frames that follow it. accepted: who may connect.
+    """
+    peer_options = {"grpc.http2.min_recv_ping_interval_without_data_ms": PEER_KEEPALIVE_MS // 2, "grpc.so_reuseport": 0}
+    server = grpc.aio.server(interceptors=(ErrorInterceptor(),), options=tuple((dict(options(settings)) | peer_options).items()))
+    relay = grpc.stream_stream_rpc_method_handler(
+        servicer.Generate,
+        inference_service_pb2.GenerateRequest.FromString,
+        inference_service_pb2.GenerateResponse.SerializeToString,
     )
-    inference_service_pb2_grpc.add_InferenceServiceServicer_to_server(servicer, server)
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(INFERENCE_SERVICE, {"Generate": relay}),))
     address = peer_listen_address(settings)
     try:
-        port = server.add_secure_port(address, grpc.ssl_server_credentials([(key, certificate)]))
+        port = server.add_secure_port(address, accepted.credentials())
     except RuntimeError as error:
         raise OSError(
             f"cannot listen on {address} for other api processes: another program listens there, or it is no host:port of this "
             "machine; WEIR_PEER_LISTEN names another"
         ) from error
-    return server, Peer(advertised(settings.advertise_address, address, port), certificate.decode())
+    return server, Peer(advertised(settings.advertise_address, address, port), identity.certificate.decode())
 
 
 def options(settings: Settings) -> tuple[tuple[str, int], ...]:

@@ -17,7 +17,15 @@ from weir.v1 import inference_service_pb2 as pb
 
 from api.access.auth import check_model, payer
 from api.access.standing_key import StandingKey
-from api.errors import FieldViolation, InvalidRequest, KeepTooLong, Overloaded, RequestUnderWay, UnknownRequest
+from api.errors import (
+    FieldViolation,
+    InvalidRequest,
+    KeepTooLong,
+    Overloaded,
+    PermissionDenied,
+    RequestUnderWay,
+    UnknownRequest,
+)
 from api.observability.trace_context import NO_TRACE, TraceContext, trace_of
 from api.process import Process
 from api.requests.live import Caller, LiveRequest
@@ -53,7 +61,7 @@ class ClientStream:
         is_relayed: bool = False,
         trace: TraceContext = NO_TRACE,
     ) -> None:
-        """secret: the API key, for other processes. is_relayed: the client is one of them, and wants what runs here.
+        """secret: the API key, for other processes. is_relayed: the client is one of them, and may attach only.
 
         trace: the one that those of the call's requests are in that name no other.
         """
@@ -184,6 +192,8 @@ class ClientStream:
     def _start(self, frame: pb.ClientFrame, auth_ms: float, received_at: float) -> None:
         began_at = time.thread_time()
         try:
+            if self._is_relayed:
+                raise PermissionDenied("the peer port takes no `start`: send it to the port for clients (WEIR_LISTEN)")
             self._key.check()
             start = parse_start(frame.request_id, frame.start)
             check_model(self._key.principal, self._process.router.own_name(start.model))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import grpc
 
-from api.streams.peers import Peer
+from api.streams.peers import Identity, Peer
 
 IDLE_S = 60.0  # a connection that nobody uses is kept so long: shaking hands anew costs some ms
 IDLE_COUNT_MAX = 32  # connections that nobody uses; of some 100 kB each, with TLS
@@ -30,9 +30,10 @@ class Connection:
 class PeerChannels:
     """All of this process."""
 
-    def __init__(self, tasks: asyncio.TaskGroup, *, idle_s: float = IDLE_S) -> None:
-        """tasks: those of the process. idle_s: how long a connection is kept that nobody uses."""
+    def __init__(self, tasks: asyncio.TaskGroup, identity: Identity | None = None, *, idle_s: float = IDLE_S) -> None:
+        """tasks: those of the process. identity: presented to peers. idle_s: how long an unused connection is kept."""
         self._tasks = tasks
+        self._identity = identity
         self._idle_s = idle_s
         self._connections: dict[Peer, Connection] = {}
         self._idle: dict[Peer, Connection] = {}  # those that nobody uses; the one that is idle for longest stands first
@@ -45,7 +46,7 @@ class PeerChannels:
         """The connection to a process, open for as long as the block lasts."""
         connection = self._connections.get(peer)
         if connection is None:
-            connection = self._connections[peer] = Connection(peer.channel())
+            connection = self._connections[peer] = Connection(peer.channel(self._identity))
         connection.use_count += 1
         self._idle.pop(peer, None)
         if connection.idle is not None:

@@ -1,8 +1,8 @@
-"""The door between api processes of one deployment: where a process lets the others receive what it runs.
+"""Mutual TLS between the api processes of one deployment, on a port of its own.
 
-It is a port of its own, since several processes may share the one for clients, and always speaks TLS, by a certificate that the
-process makes when it starts and hands to the others through the database. Who comes in shows the API key of the client that it
-comes for, and is let in as that one. From where that client comes another process is believed, since it signs for it; nobody else.
+A process makes a self-signed certificate when it starts and publishes it in the database (`live_reports`). On the peer port both
+sides present their certificates and accept only published ones. A relayed call also carries the API key of the client, which is
+checked again, and a signed statement of the client's address.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import hashlib
 import socket
 import time
 import uuid
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import grpc
@@ -41,9 +42,13 @@ class Peer:
     address: str
     certificate: str
 
-    def channel(self) -> grpc.aio.Channel:
-        """A connection to it, and to nobody else."""
-        credentials = grpc.ssl_channel_credentials(root_certificates=self.certificate.encode())
+    def channel(self, identity: Identity | None = None) -> grpc.aio.Channel:
+        """A connection to this process only. identity: the certificate to present; a peer refuses calls without one."""
+        credentials = grpc.ssl_channel_credentials(
+            root_certificates=self.certificate.encode(),
+            private_key=None if identity is None else identity.private_key,
+            certificate_chain=None if identity is None else identity.certificate,
+        )
         options = (
             ("grpc.ssl_target_name_override", NAME),
             ("grpc.enable_retries", 0),
@@ -68,6 +73,35 @@ class Identity:
         assert isinstance(key, ec.EllipticCurvePrivateKey), "as `make_certificate` makes it"
         signature = key.sign(_statement(said, secret), ec.ECDSA(hashes.SHA256()))
         return f"{said} {signature.hex()}"
+
+
+class PeerCertificates:
+    """The certificates that the peer port accepts from clients: those that running processes have published."""
+
+    def __init__(self, identity: Identity) -> None:
+        """identity: what this process presents. Until `replace` is called its own certificate alone is accepted."""
+        self._identity = identity
+        self._accepted = identity.certificate
+
+    def replace(self, certificates: Iterable[str]) -> None:
+        """Accept these from the next handshake on, and no others; each is PEM. Open connections are kept."""
+        published = "".join(sorted({each.strip() + "\n" for each in certificates if each}))
+        self._accepted = published.encode() or self._identity.certificate  # gRPC demands at least one
+
+    def credentials(self) -> grpc.ServerCredentials:
+        """For `add_secure_port`. gRPC asks for the accepted certificates in each handshake, on a thread of its own."""
+        used = self._accepted
+
+        def fetch() -> grpc.ServerCertificateConfiguration | None:
+            nonlocal used
+            before, used = used, self._accepted
+            return None if used == before else self._configuration(used)
+
+        return grpc.dynamic_ssl_server_credentials(self._configuration(used), fetch, True)  # type: ignore[arg-type]  # None: as before
+
+    def _configuration(self, accepted: bytes) -> grpc.ServerCertificateConfiguration:
+        pair = (self._identity.private_key, self._identity.certificate)
+        return grpc.ssl_server_certificate_configuration([pair], accepted)
 
 
 def make_identity(owner_id: uuid.UUID) -> Identity:
@@ -122,14 +156,17 @@ def advertised(advertise_address: str, address: str, port: int) -> str:
 def make_certificate() -> tuple[bytes, bytes]:
     """A new private key and a certificate that it has signed itself, both PEM."""
     key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, NAME)])
+    # The subject is unique: OpenSSL looks up accepted certificates by their subject and compares the first one only.
+    serial = x509.random_serial_number()
+    subject = {NameOID.COMMON_NAME: NAME, NameOID.SERIAL_NUMBER: f"{serial:x}"}
+    name = x509.Name([x509.NameAttribute(oid, value) for oid, value in subject.items()])
     now = datetime.datetime.now(datetime.UTC)
     certificate = (
         x509.CertificateBuilder()
         .subject_name(name)
         .issuer_name(name)
         .public_key(key.public_key())
-        .serial_number(x509.random_serial_number())
+        .serial_number(serial)
         .not_valid_before(now - CLOCK_SLACK)
         .not_valid_after(now + LIFETIME)
         .add_extension(x509.SubjectAlternativeName([x509.DNSName(NAME)]), critical=False)

@@ -47,13 +47,13 @@ class Relays:
     def __init__(self, sessions: Sessions, owner_id: uuid.UUID, tasks: asyncio.TaskGroup, identity: Identity | None = None) -> None:
         """owner_id: this process, which has no need of a way to itself. tasks: those of the process.
 
-        identity: by which it vouches for where clients come from; None: it does not.
+        identity: presented to peers, and signs the addresses of clients; None: peers refuse this process.
         """
         self.identity = identity
         self.sessions = sessions
         self.owner_id = owner_id
         self._tasks = tasks
-        self.channels = PeerChannels(tasks)
+        self.channels = PeerChannels(tasks, identity)
         self._running: set[Relay] = set()
         self._idle = asyncio.Event()
         self._idle.set()

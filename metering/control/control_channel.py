@@ -17,7 +17,7 @@ import psycopg
 import structlog
 
 from metering.control.gossip import Gossip, Teller
-from metering.control.stop_orders import CHANNEL, REPORT, DrainOrder, StopOrder
+from metering.control.stop_orders import CHANNEL, PEERS, REPORT, DrainOrder, StopOrder
 from metering.store.bounded_connection import KEEPALIVES, BoundedConnection, patience
 from metering.store.db import connection_options, psycopg_conninfo
 
@@ -43,7 +43,9 @@ VALUES (%s, %s, %s, %s, clock_timestamp(), %s::jsonb, %s::jsonb)
 ON CONFLICT (owner_id) DO UPDATE
 SET owner_name = excluded.owner_name, peer_address = excluded.peer_address, peer_certificate = excluded.peer_certificate,
     reported_at = excluded.reported_at, requests = excluded.requests, replicas = excluded.replicas
+RETURNING xmax = 0
 """
+SELECT_CERTIFICATES = "SELECT peer_certificate FROM live_reports"
 SELECT_DRAINS = """
 SELECT model, replica, coalesce(clock_timestamp() >= drained_at + move_after_ms * interval '1 millisecond', false)
 FROM replica_drains
@@ -62,6 +64,7 @@ class ControlChannel:
         owner_name: str,
         *,
         peer: tuple[str, str] = ("", ""),
+        peers: Callable[[Sequence[str]], None] = lambda _: None,
         stop: Callable[[StopOrder], None],
         report: Callable[[], Sequence[dict[str, Any]]],
         drain: Callable[[Sequence[DrainOrder]], None],
@@ -72,10 +75,12 @@ class ControlChannel:
 
         drain: called at each look with the replicas that are out of use, which are all that are. report_replicas: how all are.
         peer: "host:port" where the other processes reach this one, and the certificate that it shows there.
+        peers: called with the certificates of all processes when one has been added.
         gossip: what the processes tell each other in passing over the same connection.
         """
         self._conninfo = psycopg_conninfo(database_url)
         self._owner = (owner_id, owner_name, *peer)
+        self._peers = peers
         self._stop = stop
         self._report = report
         self._drain = drain
@@ -112,12 +117,17 @@ class ControlChannel:
     async def _serve(self, connection: BoundedConnection) -> None:
         await connection.execute(f"LISTEN {CHANNEL}")
         await self._teller.listen(connection)
-        asked = {REPORT}  # nobody has, but the row says that this process is one to wait for
+        asked = {REPORT, PEERS}  # nobody has, but the row says that this process is one to wait for
         while True:
             await self._obey(connection)  # always: orders may have been given while nobody listened
             if REPORT in asked:
                 told = json.dumps(self._report()), json.dumps(self._report_replicas())
-                await connection.execute(WRITE_REPORT, (*self._owner, *told))
+                cursor = await connection.execute(WRITE_REPORT, (*self._owner, *told))
+                if await cursor.fetchone() == (True,):  # the row is new: the others do not accept our certificate yet
+                    await connection.execute("SELECT pg_notify(%s, %s)", (CHANNEL, PEERS))
+            if PEERS in asked:
+                cursor = await connection.execute(SELECT_CERTIFICATES)
+                self._peers([certificate for (certificate,) in await cursor.fetchall()])
             await self._teller.tell(connection)
             notices = [notice async for notice in connection.notifies(timeout=LOOK_INTERVAL_S, stop_after=1)]
             asked = {notice.payload for notice in notices if not self._teller.hear(notice)}

@@ -17,7 +17,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from metering.control.control_models import StopOrder as StopOrderRow
 
 CHANNEL = "weir_control"
-LOOK_FOR_ORDERS, REPORT = "stop", "report"  # what a notification can ask of a process
+LOOK_FOR_ORDERS, REPORT, PEERS = "stop", "report", "peers"  # what a notification can ask of a process
 KEPT_FOR = timedelta(days=1)  # far longer than any process can be cut off and still hold its requests
 
 

@@ -22,6 +22,7 @@ from api.requests.admission import Admission, Capacity
 from api.requests.live import Caller, LiveRequest
 from api.settings import Settings
 from api.streams.generation import ClientStream
+from api.streams.peers import make_identity
 from api.streams.receiver import Receiver
 from api.streams.relay import Relays
 from api.wire import ValidStart
@@ -185,7 +186,8 @@ class SmallProcess:
         self.journal = UsageJournal(settings.journal_directory, self.owner_id)
         self.holds = HoldStore(settings.database_url, self.owner_id)
         self.capacity = Capacity(settings.requests_per_process_max)
-        self.relays = Relays(sessions, self.owner_id, tasks)
+        self.identity = make_identity(self.owner_id)
+        self.relays = Relays(sessions, self.owner_id, tasks, self.identity)
         self.authenticator = Authenticator(sessions)
         router = Router({"demo": self.engine}, {ENCODER: cast(Any, self.encoder)})
         tokenizer = Tokenizer(Path(self.engine.model.directory))

@@ -28,7 +28,7 @@ from api.openai.exchange import Exchange
 from api.openai.listener import Listener
 from api.server import build_peer_server
 from api.settings import Settings
-from api.streams.peers import make_identity
+from api.streams.peers import PeerCertificates, make_identity
 from metering.models import QuotaDimension
 from metering.operations import Outcome, Payer
 from metering.store.db import Sessions
@@ -190,7 +190,10 @@ async def open_processes(world: World, checkpoint: TinyCheckpoint, tasks: asynci
     for process in (world.here, world.elsewhere):
         await process.engine.start()
     servicer = InferenceServicer(world.elsewhere.process, world.elsewhere.authenticator, world.sessions, for_peers=True)
-    world.peer_server, peer = build_peer_server(world.settings, servicer, make_identity(world.elsewhere.owner_id))
+    identity = make_identity(world.elsewhere.owner_id)
+    accepted = PeerCertificates(identity)
+    accepted.replace([world.here.identity.certificate.decode()])
+    world.peer_server, peer = build_peer_server(world.settings, servicer, identity, accepted)
     await world.peer_server.start()
     world.books.execute(WAY_TO_PROCESS, world.elsewhere.owner_id, OTHER, peer.address, peer.certificate)
     door = Door(world.here.process, world.here.authenticator, world.sessions)

@@ -26,6 +26,7 @@ from metering.tenants.networks import parse_address
 from tests.conftest import new_database
 from tests.e2e.openai_clients import connect_async, says
 from tests.e2e.test_console import console_url
+from tests.peers import publish
 from tests.scraped import scrape
 from tests.service import MODEL, PATIENCE_S, Refusal, Service, Tenant, bearer, refused, running, start, until
 
@@ -257,12 +258,13 @@ async def test_a_request_that_runs_elsewhere_is_received_from_inside_alone(pair:
     [row] = there.books.rows(
         "SELECT peer_address, peer_certificate FROM live_reports r JOIN holds h USING (owner_id) WHERE request_id = %s", request_id
     )
-    stranger = make_identity(uuid.uuid4())
+    stranger, other = make_identity(uuid.uuid4()), make_identity(uuid.uuid4())
+    await publish(there, other)
     address = parse_address(INSIDE)
     assert address is not None
     refusals = []
     for forged in ((), inside, ((VOUCHER, stranger.vouch(key.secret, address)),), ((VOUCHER, "nonsense"),)):
-        async with Peer(row["peer_address"], row["peer_certificate"]).channel() as channel:
+        async with Peer(row["peer_address"], row["peer_certificate"]).channel(other) as channel:
             call = pb_grpc.InferenceServiceStub(channel).Generate(metadata=(*bearer(key.secret), *forged))
             try:
                 await call.read()
