@@ -176,7 +176,8 @@ class Settle:
 class Void:
     """End a hold of which nothing is to be billed, as if it had never been. Answers `Ended`.
 
-    What an extension has posted of its input stays used. Refused if tokens are known to be delivered: those must be settled.
+    What its extensions have posted is taken back in the windows it was posted to. Refused if tokens are known to be delivered:
+    those must be settled.
     """
 
     hold_id: uuid.UUID
@@ -186,8 +187,8 @@ class Void:
 class Expire:
     """End a hold whose owner has been silent past its expiry. Answers `Ended`; does nothing if it is not due.
 
-    Bills what was known to be delivered at the last extension. The quotas keep the whole lease as used: nobody knows how much more
-    went out, and a limit must not be overshot.
+    Bills what was known to be delivered at the last extension. Quotas with a window keep the whole lease as used: nobody knows how
+    much more went out, and a limit must not be exceeded. Lifetime quotas keep what is billed.
     """
 
     hold_id: uuid.UUID

@@ -81,7 +81,9 @@ def shrink(reads: BatchReads, counters: Counters, hold: HoldRow, bind: Bind) -> 
     before = hold.claim(reads.prices[hold.price_version_id])
     if hold.state == HoldState.EXPIRED:
         charged, granted = (hold.input_token_count, hold.leased_token_count), (bind.input_token_count, bind.leased_token_count)
-        quotas.give_back(counters, rules, before, charged, granted)
+        # Lifetime quotas keep nothing of an expired hold but what is billed, and of an unbound one nothing is.
+        windowed = [rule for rule in rules if not rule.is_lifetime]
+        quotas.give_back(counters, windowed, before, charged, (0, 0), granted)
         return
     after = before._replace(input_token_count=bind.input_token_count, leased_token_count=bind.leased_token_count)
     for rule in rules:

@@ -132,7 +132,8 @@ class Decisions:
             # A machine that went down may have lost the end of a journal; the last extension still knows.
             op = replace(op, delivered_token_count=hold.delivered_token_count)
         claim = hold.claim(prices, op.cached_input_token_count)
-        quotas.end(self.counters, self.reads.rules_of(hold), claim, op.input_token_count, op.delivered_token_count)
+        billed_token_count = 0 if hold.unbound else op.delivered_token_count
+        quotas.end(self.counters, self.reads.rules_of(hold), claim, op.input_token_count, billed_token_count)
         self.ended(hold, claim, HoldState.SETTLED, op.delivered_token_count)
         return self.record(hold, priced_usage(hold, prices, op), op, recovered=op.recovered)
 
@@ -151,10 +152,12 @@ class Decisions:
             generated_token_count=max(op.generated_token_count - known.generated_token_count, 0),
             delivered_token_count=max(op.delivered_token_count - known.delivered_token_count, 0),
         )
-        consumed = known.sent_token_count + rest.input_token_count, known.delivered_token_count + rest.delivered_token_count
+        part = priced_usage(hold, prices, rest)
         charged = hold.input_token_count, hold.leased_token_count
-        quotas.give_back(self.counters, self.reads.rules_of(hold), hold.claim(prices), charged, consumed)
-        self.record(hold, priced_usage(hold, prices, rest), op, recovered=True)
+        billed = known.sent_token_count, known.billed_token_count
+        consumed = billed[0] + rest.input_token_count, billed[1] + part.billed_token_count
+        quotas.give_back(self.counters, self.reads.rules_of(hold), hold.claim(prices), charged, billed, consumed)
+        self.record(hold, part, op, recovered=True)
         return self.standing_usage(hold, prices)
 
     def void(self, hold_id: uuid.UUID) -> Ended:
@@ -176,7 +179,8 @@ class Decisions:
             return Ended(done=False)
         prices = self.reads.prices[hold.price_version_id]
         claim = hold.claim(prices)
-        quotas.end(self.counters, self.reads.rules_of(hold), claim, hold.input_token_count, hold.leased_token_count)
+        billed = (hold.input_token_count, hold.delivered_token_count) if hold.delivered_token_count else (0, 0)
+        quotas.expire(self.counters, self.reads.rules_of(hold), claim, billed)
         self.ended(hold, claim, HoldState.EXPIRED, hold.delivered_token_count)
         if hold.delivered_token_count:
             known = Settle(

@@ -107,8 +107,10 @@ def remember(own: OwnHolds, reads: BatchReads, writes: BatchWrites) -> None:
 
 def only_gives_back(reads: BatchReads, batch: Sequence[HoldOperation]) -> bool:
     """Whether no decision of the batch depends on how full a counter is."""
-    takes = any(isinstance(op, Admit | Extend) for op in batch)
-    return not takes and all(hold.state != HoldState.EXPIRED for hold in reads.holds.values())
+    if any(isinstance(op, Admit | Extend) for op in batch) or any(h.state == HoldState.EXPIRED for h in reads.holds.values()):
+        return False
+    undone = [reads.holds.get(op.hold_id.int) for op in batch if isinstance(op, Void | Expire)]
+    return not any(hold is not None and hold.posted_token_count for hold in undone)
 
 
 async def find_orphans(connection: Connection, operations: Sequence[HoldOperation]) -> list[uuid.UUID]:
@@ -128,11 +130,12 @@ def counter_keys(reads: BatchReads, batch: Sequence[HoldOperation]) -> set[Count
     keys: set[CounterKey] = set()
     admits = [op for op in batch if isinstance(op, Admit)]
     extended_ids = {op.hold_id for op in batch if isinstance(op, Extend)}
+    undone_ids = {op.hold_id for op in batch if isinstance(op, Void | Expire)}
     for hold in reads.holds.values():
         if hold.state in (HoldState.HELD, HoldState.EXPIRED):
             rules = reads.rules_of(hold)
             claim = hold.claim(reads.prices[hold.price_version_id])
-            keys |= quotas.touched_keys(rules, claim, reads.now, extends=hold.id in extended_ids)
+            keys |= quotas.touched_keys(rules, claim, reads.now, extends=hold.id in extended_ids, undoes=hold.id in undone_ids)
     charged = {(op.payer, op.model) for op in admits}
     keys |= {rule.key(reads.now) for payer, model in charged for rule in reads.rules_for(payer, model).rules}
     return keys

@@ -44,7 +44,7 @@ class Hold(Base):
         CheckConstraint("posted_token_count BETWEEN 0 AND input_token_count + delivered_token_count", name="posted_sane"),
         CheckConstraint("NOT embedding OR leased_token_count + cached_input_token_count = 0", name="embedding_has_no_output"),
         Index("ix_holds_owner_held", "owner_id", postgresql_where=text("state = 'held'")),
-        # Charged to quotas without a usage event that would tell: rare, and looked for when a quota is set.
+        # Expired holds are charged to quotas without a usage event: rare, and looked for when a quota is set.
         Index(
             "ix_holds_charged_unbilled",
             "organization_id",

@@ -22,6 +22,8 @@ TOKEN_KINDS = {
 KIND_SUMS = ", ".join(f"sum({count}) AS {kind}" for kind, (count, _) in TOKEN_KINDS.items())
 # Of a row with such sums: one row for each kind.
 KIND_ROWS = f"LATERAL (VALUES {', '.join(f'({kind!r}, {kind})' for kind in TOKEN_KINDS)}) AS k (token_kind, token_count)"
+# What the tokens of a usage event e cost by its price version p.
+EVENT_COST = " + ".join(f"(e.{count.replace('- ', '- e.')}) * p.{price}" for count, price in TOKEN_KINDS.values())
 SINCE = "%(since)s::timestamptz"
 # Of usage events: that this one is not billed by an adjustment in place of its own cost.
 NOT_CORRECTED = (

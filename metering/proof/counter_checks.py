@@ -1,12 +1,12 @@
 """Quota counters: `held` is what live holds claim, `used` what all holds have left, and both together are within the limit.
 
-A counter is the sum of each hold's own story, told here from its row: what it claims while it is live, and what each of its
-extensions and its end left in which calendar window.
+A counter is a sum over holds: what a live hold claims and its extensions have posted, by calendar window; what the usage events of
+a settled hold bill; the lease of an expired hold until its owner reports; nothing of a voided hold.
 """
 
 from __future__ import annotations
 
-from metering.proof.checks import Check, rows_with
+from metering.proof.checks import EVENT_COST, Check, rows_with
 from metering.proof.hold_checks import HOLDS_WITH_EVENTS
 
 # What each dimension counts: how, over which window, and which tokens (input, output).
@@ -70,9 +70,11 @@ LOOKED_AT = f"""h.state = 'held'
     OR h.organization_id IN (SELECT subject_id FROM quotas WHERE dimension = 'prepaid_credit_picos' AND deleted_at IS NULL)
     OR h.charged_at >= (
     SELECT least(min(window_start), now() - interval '{MONTHS_KEPT}') FROM quota_counters WHERE window_start > 'epoch')"""
-TOTAL = f"""CASE WHEN state = 'settled' OR told_late THEN {weighed("event_input", "least(cached, event_input)", "event_delivered")}
+# A lifetime quota (without a unit) never keeps the lease of an expired hold: that would be credit lost for ever.
+TOTAL = f"""CASE WHEN state = 'settled' OR told_late OR (state = 'expired' AND unit IS NULL)
+    THEN {weighed("event_input", "least(cached, event_input)", "event_billed")}
     WHEN state = 'expired' THEN {weighed("sent", "least(cached, sent)", "leased_token_count")} ELSE 0 END"""
-POSTED = f"CASE WHEN posted > 0 THEN {weighed('sent', 'cached', '(posted - sent)')} ELSE 0 END"
+POSTED = f"CASE WHEN posted > 0 AND state = 'held' THEN {weighed('sent', 'cached', '(posted - sent)')} ELSE 0 END"
 HELD = f"""CASE WHEN state <> 'held' THEN 0 WHEN charge = 'running' THEN 1 WHEN charge = 'requests' THEN 0
     WHEN posted > 0 THEN {weighed("sent", "cached", "leased_token_count")} - {weighed("sent", "cached", "(posted - sent)")}
     ELSE greatest({weighed("sent", "0", "leased_token_count")}, {weighed("sent", "sent", "leased_token_count")}) END"""
@@ -94,7 +96,8 @@ FROM (
     SELECT id, quota_id, unit, number,
            CASE WHEN number = 0 THEN charged_at ELSE to_timestamp(posted_minutes[number] * 60) END AS left_at,
            {HELD} AS held, {DOUBTFUL} AS doubtful, CASE WHEN number = 0 THEN greatest({TOTAL}, {POSTED})
-           WHEN posted_minutes[number + 1] > 0 THEN {weighed("sent", "cached", "(posted_minutes[number + 1] - sent)")}
+           WHEN state <> 'voided' AND posted_minutes[number + 1] > 0 AND NOT (state = 'expired' AND unit IS NULL)
+           THEN {weighed("sent", "cached", "(posted_minutes[number + 1] - sent)")}
            ELSE 0 END AS so_far
     FROM ({charges("cardinality(h.posted_minutes) > 0", "r.charge IN ('tokens', 'money')")}) AS charges,
          LATERAL (SELECT generate_series(1, cardinality(posted_minutes), 2) UNION ALL SELECT 0) AS mark (number)
@@ -104,8 +107,8 @@ WINDOW story AS (PARTITION BY id, quota_id ORDER BY number = 0, number)
 
 COUNTERS_EQUAL_HOLDS = Check(
     "counters-equal-holds",
-    "Of every counter, held is the sum of what live holds claim, and used of what all holds have left in its window; no charge "
-    "stands nowhere. Always looks at whole windows, whatever the time to begin with.",
+    "Of every counter, held is the sum of what live holds claim, and used what usage events bill and live holds have posted in its "
+    "window, besides leases of expired holds; no charge is without a counter. Always looks at whole windows.",
     "WITH rules AS ("
     + RULES
     + ") "
@@ -135,19 +138,24 @@ COUNTERS_EQUAL_HOLDS = Check(
     ),
 )
 
-# What an admin made tighter may be over its limit until the windows of then have ended.
+# What an admin made tighter may be over its limit until the windows of then have ended. A lifetime quota may be over it by what
+# owners of expired holds reported later: their leases had been given back.
 LIMITS_HOLD = Check(
     "limits-hold",
     "Used and held together are within the limit of every enforced quota, unless it was made tighter while the window ran.",
     rows_with(
         "concat('counter of quota ', quota_id, ' (', dimension, ') from ', window_start)",
         """
-        SELECT c.*, q.dimension, CASE WHEN q.raised_until IS NOT NULL AND q.dimension = 'prepaid_credit_picos'
+        SELECT c.*, q.dimension, reported_late.picos AS late,
+               CASE WHEN q.raised_until IS NOT NULL AND q.dimension = 'prepaid_credit_picos'
                                         OR q.raised_until > coalesce(nullif(c.window_start, 'epoch'), running.since)
                                       THEN q.raised_limit_value ELSE q.limit_value END AS bound
         FROM quota_counters c JOIN quotas q ON q.id = c.quota_id,
         LATERAL (SELECT min(admitted_at) AS since FROM holds
-                 WHERE c.window_start = 'epoch' AND state = 'held' AND q.id = ANY(quota_ids)) AS running
+                 WHERE c.window_start = 'epoch' AND state = 'held' AND q.id = ANY(quota_ids)) AS running,
+        LATERAL (SELECT coalesce(sum(e.cost_picos), 0) AS picos FROM holds h JOIN usage_events e ON e.hold_id = h.id
+                 WHERE q.dimension = 'prepaid_credit_picos' AND h.organization_id = q.subject_id AND h.state = 'expired'
+                   AND e.part = (h.delivered_token_count > 0)::int) AS reported_late
         WHERE q.deleted_at IS NULL AND q.enforced AND NOT EXISTS (
             SELECT FROM audit_log a WHERE a.action IN ('quota.set', 'quota.raise') AND a.subject_id = q.id::text
                 AND a.created_at >= c.window_start AND (
@@ -155,8 +163,35 @@ LIMITS_HOLD = Check(
                 < greatest((before->>'limit_value')::numeric, (before->>'raised_limit_value')::numeric)
                 OR (after->>'enforced')::bool > (before->>'enforced')::bool))
         """,
-        {"used + held > bound": "concat('used ', used, ' + held ', held, ' exceed the limit ', bound)"},
+        {"used + held > bound + late": "concat('used ', used, ' + held ', held, ' exceed the limit ', bound)"},
     ),
 )
 
-CHECKS = (COUNTERS_EQUAL_HOLDS, LIMITS_HOLD)
+# Exact: usage that an adjustment bills in place of its own cost was counted at its price, and is rated nowhere.
+LIFETIME_QUOTAS_EQUAL_THE_LEDGER = Check(
+    "lifetime-quotas-equal-the-ledger",
+    "Of a prepaid organization's credit, used is what the ledger and usage events that are not rated yet bill, and what extensions "
+    "of live holds have posted. Always looks at all time.",
+    rows_with(
+        "concat('prepaid credit of organization ', organization_id)",
+        f"""
+        SELECT o.organization_id, coalesce(c.used, 0) AS used, coalesce(posted.picos, 0) AS billed,
+               coalesce(waiting.picos, 0) AS waiting, coalesce(running.picos, 0) AS running,
+               coalesce(posted.picos, 0) + coalesce(waiting.picos, 0) + coalesce(running.picos, 0) AS explained
+        FROM prepaid_organizations o LEFT JOIN quota_counters c USING (quota_id),
+        LATERAL (SELECT -sum(l.amount_picos) AS picos FROM ledger_transactions t
+                 JOIN ledger_entries l ON l.transaction_id = t.id AND l.token_kind IS NOT NULL
+                 WHERE t.organization_id = o.organization_id AND t.kind = 'usage') AS posted,
+        LATERAL (SELECT sum({EVENT_COST}) AS picos FROM usage_events e JOIN price_versions p ON p.id = e.price_version_id
+                 WHERE e.organization_id = o.organization_id AND e.ledger_transaction_id IS NULL) AS waiting,
+        LATERAL (SELECT sum(posted_cost_picos) AS picos FROM holds
+                 WHERE state = 'held' AND organization_id = o.organization_id) AS running
+        """,
+        {
+            f"used < {USED_MAX} AND used <> explained": "concat('used ', used, ' picos, but ', billed, ' are in the ledger, ', "
+            "waiting, ' wait to be rated and ', running, ' are posted by live holds')",
+        },
+    ),
+)
+
+CHECKS = (COUNTERS_EQUAL_HOLDS, LIMITS_HOLD, LIFETIME_QUOTAS_EQUAL_THE_LEDGER)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from metering.proof.checks import NOT_CORRECTED, SINCE, TOKEN_KINDS, Check, rows_with
-
-COST = " + ".join(f"(e.{count.replace('- ', '- e.')}) * p.{price}" for count, price in TOKEN_KINDS.values())
+from metering.proof.checks import EVENT_COST, NOT_CORRECTED, SINCE, Check, rows_with
 
 USAGE_TELLS_THE_HOLD = Check(
     "usage-tells-the-hold",
@@ -17,7 +15,7 @@ USAGE_TELLS_THE_HOLD = Check(
                (h.organization_id, h.project_id, h.api_key_id, h.request_id, h.model, h.price_version_id)
                IS DISTINCT FROM (e.organization_id, e.project_id, e.api_key_id, e.request_id, e.model, e.price_version_id)
                AS differs,
-               {COST} AS right_cost, {NOT_CORRECTED} AS stands,
+               {EVENT_COST} AS right_cost, {NOT_CORRECTED} AS stands,
                -- A hold that has its own id as request id was taken in advance, for a request that is billed under another hold.
                CASE WHEN e.request_id = e.hold_id THEN 0 ELSE e.delivered_token_count END AS to_bill
         FROM usage_events e LEFT JOIN holds h ON h.id = e.hold_id LEFT JOIN price_versions p ON p.id = e.price_version_id
@@ -86,7 +84,7 @@ CORRECTIONS_ARE_APPROVED = Check(
     rows_with(
         "concat('adjustment ', adjustment_id)",
         f"""
-        SELECT c.adjustment_id, a.amount_picos, sum({COST}) AS right_picos, bool_or(e.rated_at IS NOT NULL) AS rated,
+        SELECT c.adjustment_id, a.amount_picos, sum({EVENT_COST}) AS right_picos, bool_or(e.rated_at IS NOT NULL) AS rated,
                bool_or(a.organization_id IS DISTINCT FROM e.organization_id) AS is_anothers, bool_and(d.approved) AS approved
         FROM usage_corrections c LEFT JOIN usage_events e USING (hold_id, part, settled_at)
         LEFT JOIN price_versions p ON p.id = e.price_version_id

@@ -30,7 +30,8 @@ def posted_at(border: str) -> str:
 # All that was charged to each of some subjects in each of some windows: by holds that were settled since a time, which change no
 # more, and by others. A settled hold has one usage event, and the receipts of a project are numbered in the order of their commits:
 # so `beyond` tells what was committed after the heads of the chains were read from what was before. An expired hold is charged its
-# lease, until its owner has told by a usage event beyond the one of its expiry what it delivered.
+# lease, until its owner has told by a usage event beyond the one of its expiry what it delivered; by a lifetime quota it is charged
+# what is billed.
 COLUMNS = """
     h.organization_id, h.project_id, h.api_key_id, h.model AS charged_model, h.state, h.posted_minutes,
     h.posted_token_count AS posted_tokens, h.admitted_at, h.charged_at, h.input_token_count AS sent,
@@ -42,8 +43,9 @@ OF_SUBJECTS = """
 CHARGES = f"""
 WITH asked AS (
     SELECT * FROM unnest(CAST(:numbers AS bigint[]), CAST(:subjects AS uuid[]), CAST(:models AS text[]), CAST(:inputs AS bigint[]),
-                         CAST(:cached_inputs AS bigint[]), CAST(:outputs AS bigint[]), CAST(:divisors AS bigint[]))
-        AS a(number, subject_id, model, input, cached_input, output, divisor)
+                         CAST(:cached_inputs AS bigint[]), CAST(:outputs AS bigint[]), CAST(:divisors AS bigint[]),
+                         CAST(:lifetimes AS boolean[]))
+        AS a(number, subject_id, model, input, cached_input, output, divisor, is_lifetime)
 ), windows AS (
     SELECT * FROM unnest(CAST(:windows AS bigint[]), CAST(:starts AS timestamptz[]), CAST(:ends AS timestamptz[]))
         AS w(number, window_start, window_end)
@@ -51,26 +53,26 @@ WITH asked AS (
     SELECT * FROM unnest(CAST(:project_ids AS uuid[]), CAST(:sequences AS bigint[])) AS r(project_id, last_sequence)
 ), charged_holds AS (
     SELECT {COLUMNS}
-        true AS told, e.input_token_count + e.embedding_token_count AS told_input, e.delivered_token_count AS told_output
+        true AS told, e.input_token_count + e.embedding_token_count AS told_input, e.billed_token_count AS told_output
     FROM usage_events e LEFT JOIN heads r USING (project_id) JOIN holds h ON h.id = e.hold_id
     WHERE :settled AND e.organization_id = ANY(:organization_ids) AND e.settled_at >= :since AND e.part = 0
         AND (coalesce(e.receipt_sequence, 0) > coalesce(r.last_sequence, 0)) = :beyond AND h.state = 'settled' AND {OF_SUBJECTS}
     UNION ALL
     SELECT {COLUMNS}
-        h.state = 'expired' AND e.parts > CASE WHEN h.delivered_token_count > 0 THEN 1 ELSE 0 END, e.input, e.delivered
+        h.state = 'expired' AND e.parts > CASE WHEN h.delivered_token_count > 0 THEN 1 ELSE 0 END, e.input, e.billed
     FROM (
         SELECT * FROM holds WHERE :others AND organization_id = ANY(:organization_ids) AND state = 'held'
         UNION ALL
         SELECT * FROM holds
         WHERE :others AND organization_id = ANY(:organization_ids)
-            AND (state = 'expired' OR (state = 'voided' AND posted_token_count > 0)) AND ended_at >= :since
+            AND state = 'expired' AND ended_at >= :since
     ) h,
     LATERAL (SELECT count(*) AS parts, coalesce(sum(input_token_count + embedding_token_count), 0)::bigint AS input,
-                    coalesce(sum(delivered_token_count), 0)::bigint AS delivered
+                    coalesce(sum(billed_token_count), 0)::bigint AS billed
              FROM usage_events WHERE hold_id = h.id AND settled_at >= h.ended_at) e
     WHERE {OF_SUBJECTS}
 ), found AS (
-    SELECT c.*, a.number, a.divisor,
+    SELECT c.*, a.number, a.divisor, a.is_lifetime,
         coalesce(a.input, CASE WHEN embedding THEN p.embedding_picos_per_token ELSE p.input_picos_per_token END) AS w_input,
         coalesce(a.cached_input, CASE WHEN embedding THEN p.embedding_picos_per_token ELSE p.cached_input_picos_per_token END)
             AS w_cached,
@@ -85,7 +87,8 @@ AMOUNTS = f"""
     SELECT *, CASE WHEN posted_tokens > 0 THEN {amount("sent", "cached", "(posted_tokens - sent)")} ELSE 0 END AS posted FROM found
 ), charged AS (
     SELECT *,
-        CASE WHEN told THEN greatest({amount("told_input", "least(cached, told_input)", "told_output")}, posted)
+        CASE WHEN state = 'expired' AND is_lifetime THEN {amount("told_input", "least(cached, told_input)", "told_output")}
+             WHEN told THEN greatest({amount("told_input", "least(cached, told_input)", "told_output")}, posted)
              WHEN state = 'expired' THEN greatest({amount("sent", "cached", "leased")}, posted) ELSE posted END AS total,
         CASE WHEN state <> 'held' THEN 0
              WHEN posted_tokens > 0 THEN {amount("sent", "cached", "leased")} - posted
@@ -116,5 +119,6 @@ PARAMETERS: tuple[BindParameter[Any], ...] = (
     *(bindparam(name, type_=TIMES) for name in ("starts", "ends")),
     bindparam("since", type_=TIME),
     bindparam("models", type_=ARRAY(Text())),
+    bindparam("lifetimes", type_=ARRAY(Boolean())),
     *(bindparam(name, type_=Boolean()) for name in ("settled", "beyond", "others")),
 )

@@ -204,6 +204,7 @@ def _values(group: Sequence[tuple[Recount, Collection[Window]]]) -> dict[str, An
         "cached_inputs": [scale and scale.cached_input for scale in scales],
         "outputs": [scale and scale.output for scale in scales],
         "divisors": [scale.divisor if scale else 1 for scale in scales],
+        "lifetimes": [each.kind is Kind.MONEY and each.unit is None for each, _ in group],
         "windows": [number for number, _, _ in windows],
         "starts": [start for _, start, _ in windows],
         "ends": [end for _, _, end in windows],

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import uuid
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from enum import StrEnum
@@ -173,6 +174,11 @@ class QuotaRule:
         """Over which window it counts; None if it never resets."""
         return DIMENSIONS[self.dimension][1]
 
+    @property
+    def is_lifetime(self) -> bool:
+        """Whether it counts money over all time: a wrong charge would never leave it by itself."""
+        return self.kind is Kind.MONEY and self.unit is None
+
     def key(self, at: datetime) -> CounterKey:
         """The counter that a charge at this time goes to."""
         return self.number, window_starts(at)[self.window]
@@ -243,6 +249,24 @@ class Claim(NamedTuple):
         cached = min(self.cached_input_token_count, input_token_count)
         amount = scale.amount(input_token_count, cached, delivered_token_count)
         return max(amount - self.posted(scale), 0) if self.posted_token_count else amount
+
+    def postings(self, rule: QuotaRule) -> Iterator[tuple[CounterKey, int]]:
+        """Yield what extensions of the claim have added to `used` of each counter of a quota."""
+        if not self.posted_token_count or rule.kind not in (Kind.TOKENS, Kind.MONEY):
+            return
+        scale, sent, before = rule.scale(self.prices), self.input_token_count, 0
+        minutes = self.posted_minutes
+        marks = [(datetime.fromtimestamp(minutes[i] * 60, UTC), minutes[i + 1]) for i in range(0, len(minutes), 2)]
+        for at, posted_token_count in (*marks, (self.charged_at, self.posted_token_count)):
+            amount = scale.amount(sent, self.cached_input_token_count, posted_token_count - sent)
+            if amount > before:
+                yield rule.key(at), amount - before
+                before = amount
+
+    def worth(self, rule: QuotaRule, input_token_count: int, output_token_count: int) -> int:
+        """Return what so many tokens count for a quota on tokens or money, whatever is posted."""
+        cached = min(self.cached_input_token_count, input_token_count)
+        return rule.scale(self.prices).amount(input_token_count, cached, output_token_count)
 
     def most_output(self, rule: QuotaRule, room: int) -> int | None:
         """The largest lease whose charge is at most `room`; None if the quota does not count output."""

@@ -2,7 +2,7 @@
 
 A batch works on copies of the counter rows it has locked (`Counters`); whoever applies the batch writes the changed ones back in
 the same transaction. Conservation: for each counter, `held` is the sum of what live holds claim of it and `used` the sum of what
-ended or posted holds left there; a claim lives in exactly one window at a time, the one of the hold's `charged_at`.
+settled or posted holds left there; a claim lives in exactly one window at a time, the one of the hold's `charged_at`.
 """
 
 from __future__ import annotations
@@ -184,29 +184,67 @@ def end(counters: Counters, rules: Iterable[QuotaRule], claim: Claim, input_toke
             counters.add((rule.number, starts[rule.window]), used=used, held=-claim.charge(scale, claim.leased_token_count))
 
 
-def give_back(counters: Counters, rules: Iterable[QuotaRule], claim: Claim, charged: Tokens, consumed: Tokens) -> None:
-    """Take from `used` what a claim that has ended was charged beyond what it turned out to have consumed.
+def expire(counters: Counters, rules: Sequence[QuotaRule], claim: Claim, billed: Tokens) -> None:
+    """End a claim of which nobody knows how much was delivered. billed: input and output tokens of its usage event.
 
-    charged, consumed: input and output tokens. A window whose counter is gone is long over: nothing is left there to give back to.
+    Quotas with a window keep the whole lease as used until the window ends, so that no limit is exceeded. A lifetime quota would
+    keep it for ever: it is left with what is billed.
+    """
+    whole = claim.input_token_count, claim.leased_token_count
+    windowed = [rule for rule in rules if not rule.is_lifetime]
+    end(counters, windowed, claim, *whole)
+    for rule in rules:
+        if rule.is_lifetime:
+            counters.add(rule.key(claim.charged_at), held=-claim.held(rule))
+            take_back(counters, claim, rule)
+            counters.add(rule.key(claim.charged_at), used=claim.worth(rule, *billed))
+
+
+def give_back(
+    counters: Counters, rules: Iterable[QuotaRule], claim: Claim, charged: Tokens, billed: Tokens, consumed: Tokens
+) -> None:
+    """Correct `used` of an expired claim once it is known what it consumed.
+
+    charged: what quotas with a window were charged when it expired; billed: what lifetime quotas were. All are input and output
+    tokens. A window whose counter is gone is long over: nothing is left there to give back to.
     """
     for rule in rules:
         key = rule.key(claim.charged_at)
-        excess = claim.consumed(rule, *charged) - claim.consumed(rule, *consumed)
+        if rule.is_lifetime:
+            excess = claim.worth(rule, *billed) - claim.worth(rule, *consumed)
+        else:
+            excess = claim.consumed(rule, *charged) - claim.consumed(rule, *consumed)
         if key not in counters.created:
             counters.add(key, used=-excess)
 
 
 def void(counters: Counters, rules: Iterable[QuotaRule], claim: Claim) -> None:
-    """Undo the claim as if it had never been admitted, but for what an extension has posted: its windows may be over."""
+    """Undo the claim as if it had never been admitted, in every window that it or its extensions were charged to."""
     for rule in rules:
         if rule.kind is Kind.REQUESTS:
             counters.add(rule.key(claim.admitted_at), used=-1)
         else:
             counters.add(rule.key(claim.charged_at), held=-claim.held(rule))
+            take_back(counters, claim, rule)
 
 
-def touched_keys(rules: Iterable[QuotaRule], claim: Claim, now: datetime, *, extends: bool) -> set[CounterKey]:
-    """Every counter that an end of this claim can touch at `now`, or also an extension."""
+def take_back(counters: Counters, claim: Claim, rule: QuotaRule) -> None:
+    """Take from `used` what extensions of the claim have posted, never below zero.
+
+    A quota that was set later may have no counter of an early window, or one that does not count the claim.
+    """
+    for key, amount in claim.postings(rule):
+        if key not in counters.created:
+            counters.add(key, used=-min(amount, counters.rows[key].used))
+
+
+def touched_keys(
+    rules: Iterable[QuotaRule], claim: Claim, now: datetime, *, extends: bool, undoes: bool = False
+) -> set[CounterKey]:
+    """Every counter that an end of this claim can touch at `now`.
+
+    extends: an extension may come as well. undoes: the end may take back what extensions have posted.
+    """
     keys: set[CounterKey] = set()
     for rule in rules:
         if rule.kind is Kind.REQUESTS:
@@ -215,6 +253,8 @@ def touched_keys(rules: Iterable[QuotaRule], claim: Claim, now: datetime, *, ext
             keys.add(rule.key(claim.charged_at))
             if extends:
                 keys.add(rule.key(now))
+            if undoes:
+                keys.update(key for key, _ in claim.postings(rule))
     return keys
 
 

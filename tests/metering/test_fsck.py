@@ -9,10 +9,11 @@ import psycopg
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from metering.billing.prepaid import set_prepaid
 from metering.billing.rating import rate_all_pending
 from metering.export.batches import form_batches
 from metering.models import QuotaDimension
-from metering.operations import Expire, Extend
+from metering.operations import Expire, Extend, Void
 from metering.proof.checks import Moment
 from metering.proof.fsck import CHECKS, chosen_checks, fsck, judge
 from metering.proof.schema_checks import GUARDS
@@ -202,6 +203,59 @@ async def test_each_fault_planted_behind_the_usage_is_seen(world: HoldWorld, ses
     assert {verdict.check.name for verdict in every_moment} <= {"no-hold-is-left", "holds-are-swept"}
 
     assert unseen(world, LEDGER_FAULTS, *Moment) == []
+
+
+LIFETIME_FAULTS = [
+    ("UPDATE quota_counters SET used = used + 1", "are in the ledger"),
+    ("UPDATE quota_counters SET used = used - 1", "are in the ledger"),
+    ("DELETE FROM quota_counters", "used 0 picos, but"),
+    ("UPDATE ledger_entries SET amount_picos = amount_picos * 2", "lifetime-quotas-equal-the-ledger"),
+    ("DELETE FROM usage_events WHERE rated_at IS NULL", "0 wait to be rated"),
+    ("UPDATE holds SET posted_cost_picos = posted_cost_picos + 1 WHERE state = 'held'", "posted by live holds"),
+    ("UPDATE holds SET state = 'voided', ended_at = now() WHERE state = 'held'", "0 are posted by live holds"),
+]
+
+
+async def test_each_fault_planted_in_prepaid_credit_is_seen(world: HoldWorld, sessions: Sessions) -> None:
+    """One settled and rated, one settled and waiting, one extended and live; one voided after an extension, one expired."""
+    payer = world.tenant()
+    async with sessions.begin() as session:
+        await set_prepaid(session, organization="acme", prepaid=True, actor="test")
+    world.execute("UPDATE quotas SET limit_value = 100000")
+    rated, waiting, voided, expired, live = (admit(payer) for _ in range(5))
+    await world.run(rated, waiting, voided, expired, live)
+    await world.run(settle(rated.hold_id, 5))
+    await rate_all_pending(sessions)
+    await world.run(settle(waiting.hold_id, 6), *(Extend(op.hold_id, 0, 2, 10) for op in (voided, expired, live)))
+    await world.run(Void(voided.hold_id))
+    world.execute("UPDATE holds SET expires_at = now() WHERE id = %s", expired.hold_id)
+    await world.run(Expire(expired.hold_id))
+    check_invariants(world.url)
+    assert world.one("SELECT used FROM quota_counters") == 65 + 72 + 26
+
+    assert unseen(world, LIFETIME_FAULTS, Moment.ALWAYS) == []
+
+
+async def test_what_a_void_would_leave_in_a_window_is_seen(world: HoldWorld) -> None:
+    """The counter of tokens and of money, of this window and of one that has turned."""
+    payer = world.tenant()
+    for dimension in (QuotaDimension.TOKENS_PER_MINUTE, QuotaDimension.COST_PICOS_PER_DAY, QuotaDimension.TOKENS_PER_MONTH):
+        world.quota(payer, dimension, 10_000)
+    op = admit(payer)
+    await world.run(op)
+    await world.run(Extend(op.hold_id, 0, 0, 10))
+    world.advance(60)
+    await world.run(Extend(op.hold_id, 0, 0, 10))
+    left = world.rows("SELECT quota_id, window_start, used FROM quota_counters WHERE used > 0")
+    await world.run(Void(op.hold_id))
+    check_invariants(world.url)
+    faults = [
+        (f"UPDATE quota_counters SET used = {used} WHERE quota_id = '{quota_id}' AND window_start = '{start}'", "used")
+        for quota_id, start, used in left
+    ]
+
+    assert len(faults) == 3
+    assert unseen(world, faults, Moment.ALWAYS) == []
 
 
 async def test_each_fault_planted_in_the_schema_is_seen(world: HoldWorld) -> None:

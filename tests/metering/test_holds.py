@@ -489,7 +489,7 @@ async def test_a_hold_with_delivered_tokens_is_never_voided(world: HoldWorld) ->
 
 
 async def test_a_request_that_fails_after_an_extension_but_before_delivery_is_voided(world: HoldWorld) -> None:
-    """What the extension posted of the input stays used; nothing is billed and nothing stays held."""
+    """What the extension posted of the input is taken back; nothing is billed and nothing stays held."""
     await run(
         world,
         """
@@ -500,9 +500,85 @@ async def test_a_request_that_fails_after_an_extension_but_before_delivery_is_vo
         extend r1 0 20                          leased 40
         void r1                                 done
         counter alice concurrent_requests       0/0
-        counter alice tokens_per_month          10/0
+        counter alice tokens_per_month          0/0
         counter alice requests_per_minute       0/0
         events r1                               none
+        """,
+    )
+
+
+async def test_a_void_takes_back_what_extensions_posted_in_windows_that_have_turned_since(world: HoldWorld) -> None:
+    """Other requests of the same windows keep what they used."""
+    await run(
+        world,
+        """
+        clock 2026-11-30 23:59:30               ok
+        quota alice tokens_per_minute 100       ok
+        quota alice tokens_per_day 100          ok
+        quota alice tokens_per_month 100        ok
+        quota alice cost_picos_per_month 1000   ok
+        quota alice prepaid_credit_picos 1000   ok
+        admit alice r0 10+5                     leased 5
+        settle r0 5                             used 10+5 cost 65
+        admit alice r1 10+10                    leased 10
+        extend r1 0~4 10                        leased 20
+        clock 2026-12-01 00:00:10               ok
+        extend r1 0~4 10                        leased 30
+        clock 2026-12-01 00:01:10               ok
+        extend r1 0~4 10                        leased 40
+        counter alice tokens_per_minute         25/0 0/0 0/40
+        counter alice cost_picos_per_month      87/0 0/280
+        counter alice prepaid_credit_picos      87/280
+        void r1                                 done
+        counter alice tokens_per_minute         15/0 0/0 0/0
+        counter alice tokens_per_day            15/0 0/0
+        counter alice tokens_per_month          15/0 0/0
+        counter alice cost_picos_per_month      65/0 0/0
+        counter alice prepaid_credit_picos      65/0
+        """,
+    )
+
+
+async def test_an_orphan_that_was_extended_leaves_nothing_when_its_owner_renews(world: HoldWorld) -> None:
+    """So journal recovery ends what a dead process had not delivered anything of."""
+    await run(
+        world,
+        """
+        quota alice tokens_per_month 100        ok
+        quota alice prepaid_credit_picos 1000   ok
+        admit alice r1 10+20                    leased 20
+        extend r1 0 10                          leased 30
+        renew server                            done
+        state r1                                voided
+        counter alice tokens_per_month          0/0
+        counter alice prepaid_credit_picos      0/0
+        """,
+    )
+
+
+async def test_an_expired_hold_keeps_its_lease_in_windows_and_only_what_is_billed_of_lifetime_credit(world: HoldWorld) -> None:
+    """A window ends; credit that nobody spent would be lost for ever. What the owner reports late is added."""
+    await run(
+        world,
+        """
+        quota alice tokens_per_month 200        ok
+        quota alice prepaid_credit_picos 1000   ok
+        admit alice r1 10+20                    leased 20
+        admit alice r2 10+20                    leased 20
+        admit alice r3 10+20                    leased 20
+        extend r2 0 10                          leased 30
+        extend r3 5 10                          leased 30
+        clock 2026-11-20 12:01:30               ok
+        expire r1 & expire r2 & expire r3       done & done & done
+        counter alice tokens_per_month          110/0
+        counter alice prepaid_credit_picos      65/0
+        events r1                               none
+        events r3                               10+5
+        settle r1 20 recovered                  used 10+20 cost 170
+        settle r2 3 recovered                   used 10+3 cost 51
+        settle r3 7 recovered                   used 10+7 cost 79
+        counter alice tokens_per_month          60/0
+        counter alice prepaid_credit_picos      300/0
         """,
     )
 

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Iterator
 from datetime import UTC, date, datetime, timedelta
 
 import pytest
+from alembic import command
 from hypothesis import given
 from hypothesis import strategies as st
 from sqlalchemy.ext.asyncio import AsyncSession
@@ -28,8 +29,9 @@ from metering.operations import Admitted, Extend, Extended, Payer, Settled, Void
 from metering.quotas.quota_admin import delete_quota, raise_quota, set_quota
 from metering.quotas.quota_states import quotas_for
 from metering.store.db import Sessions, create_engine, create_sessions
+from metering.store.migrations_runner import config, migrate
 from tests.metering.hold_world import NOON, HoldWorld, admit, hold_world, of_type, settle
-from tests.metering.invariants import check_invariants
+from tests.metering.invariants import check_invariants, find_violations
 from tests.metering.workers import wait_until
 
 NOVEMBER, DECEMBER, JANUARY = date(2026, 11, 1), date(2026, 12, 1), date(2027, 1, 1)
@@ -215,17 +217,21 @@ async def test_a_close_changes_nothing_of_what_is_available(world: HoldWorld, bo
     check_invariants(world.url)
 
 
-async def test_a_lost_request_keeps_what_it_may_have_delivered(world: HoldWorld, books: Sessions) -> None:
+async def test_a_lost_request_takes_credit_only_for_what_is_billed(world: HoldWorld, books: Sessions) -> None:
+    """Its lease is credit that nobody has spent. What its owner reports later is billed, even beyond the credit."""
     payer = await prepaid(books, world, EACH)
     [lost] = of_type(Admitted, await world.run(admit(payer)))
     world.advance(61)
 
     await sweep_expired_holds(world.url)
-    [refused] = await world.run(admit(payer))
+    assert await remaining(books, payer) == EACH
+    [admitted] = of_type(Admitted, await world.run(admit(payer)))
+    await world.run(settle(admitted.hold_id, 20))
     await world.run(settle(lost.hold_id, 10, recovered=True))
 
-    assert isinstance(refused, InsufficientCredit)
-    assert await remaining(books, payer) == 10 * 7
+    assert await remaining(books, payer) == -(10 * 3 + 10 * 7)
+    check_invariants(world.url)
+    await rate_all_pending(books)
     check_invariants(world.url)
 
 
@@ -236,6 +242,23 @@ async def test_a_voided_request_gives_all_back(world: HoldWorld, books: Sessions
     await world.run(Void(admitted.hold_id))
 
     assert await remaining(books, payer) == EACH
+
+
+async def test_a_request_that_is_voided_after_an_extension_leaves_the_credit_as_it_was(world: HoldWorld, books: Sessions) -> None:
+    """Its client is told that nothing is billed, and that is true in the quota and in the ledger."""
+    payer = await prepaid(books, world, 2 * EACH)
+    for _ in range(4):
+        [admitted] = of_type(Admitted, await world.run(admit(payer)))
+        await world.run(Extend(admitted.hold_id, 0, 0, 10))
+        await world.run(Void(admitted.hold_id))
+
+    await rate_all_pending(books)
+
+    assert await remaining(books, payer) == 2 * EACH
+    assert world.counters(world.one("SELECT quota_id FROM prepaid_organizations")) == [(0, 0)]
+    assert world.one("SELECT count(*) FROM usage_events") == 0
+    assert world.one("SELECT count(*) FROM ledger_transactions WHERE kind = 'usage'") == 0
+    check_invariants(world.url)
 
 
 async def test_credit_beyond_what_a_limit_can_say_is_refused_and_not_left_unused(world: HoldWorld, books: Sessions) -> None:
@@ -324,3 +347,33 @@ async def test_who_gives_a_plan_and_who_makes_pay_in_advance_take_turns(world: H
         await first.commit()
         with pytest.raises(InvalidValue, match="has the plan free"):
             await pays
+
+
+async def test_an_upgrade_takes_back_what_voided_and_lost_requests_had_left(world: HoldWorld, books: Sessions) -> None:
+    """As an older version left them: a void kept what extensions had posted, an expiry the whole lease of prepaid credit."""
+    payer = await prepaid(books, world, 4 * EACH)
+    for dimension in (QuotaDimension.TOKENS_PER_MINUTE, QuotaDimension.TOKENS_PER_DAY, QuotaDimension.COST_PICOS_PER_MONTH):
+        world.quota(payer, dimension, 10_000)
+    settled, voided, lost = admit(payer), admit(payer), admit(payer)
+    await world.run(settled, voided, lost)
+    await world.run(settle(settled.hold_id, 20), Extend(voided.hold_id, 0, 3, 1))
+    world.advance(61)
+    await world.run(Extend(voided.hold_id, 0, 3, 1))
+    await world.run(Void(voided.hold_id))
+    await sweep_expired_holds(world.url)
+    check_invariants(world.url)
+    right = world.rows("SELECT quota_id, window_start, used FROM quota_counters ORDER BY 1, 2")
+    posted = {"tokens_per_minute": 10, "tokens_per_day": 10, "cost_picos_per_month": 24, "prepaid_credit_picos": 24 + EACH}
+    for name, amount in posted.items():
+        world.execute(
+            "UPDATE quota_counters c SET used = used + %s FROM quotas q WHERE q.id = c.quota_id AND q.dimension = %s AND used > 0",
+            amount,
+            name,
+        )
+    assert any("lifetime-quotas-equal-the-ledger" in found for found in find_violations(world.url))
+
+    command.downgrade(config(world.url), "0029")
+    migrate(world.url)
+
+    assert world.rows("SELECT quota_id, window_start, used FROM quota_counters ORDER BY 1, 2") == right
+    check_invariants(world.url)

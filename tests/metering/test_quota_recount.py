@@ -103,14 +103,15 @@ async def test_a_new_limit_counts_what_was_used_and_is_held_in_its_window(
     states = [await set_limit(sessions, payer, dimension, subject=subject) for dimension in SETTABLE]
 
     told = {state.dimension: (state.used, state.held) for state in states}
-    # This minute: settled 10+7, expired with its lease 10+25, posted 10+0, the long one posted 5 and holds 50-14 more; the live one
-    # 10+20. In the day the one that expired with its first lease as well, 10+20, and the long one's input and first 9.
+    # This minute: settled 10+7, expired with its lease 10+25, nothing of the one that was voided; the long one posted 5 and holds
+    # 50-14 more; the live one 10+20.
+    # In the day the one that expired with its first lease as well, 10+20, and the long one's input and first 9.
     assert told[QuotaDimension.CONCURRENT_REQUESTS] == (0, 2)
     assert told[QuotaDimension.REQUESTS_PER_MINUTE] == (3, 0)
-    assert told[QuotaDimension.TOKENS_PER_MINUTE] == (17 + 35 + 10 + 5, 36 + 30)
-    assert told[QuotaDimension.INPUT_TOKENS_PER_MINUTE] == (10 + 10 + 10, 10)
-    assert told[QuotaDimension.OUTPUT_TOKENS_PER_MINUTE] == (7 + 25 + 0 + 5, 36 + 20)
-    assert told[QuotaDimension.TOKENS_PER_DAY] == (67 + 30 + 19, 66)
+    assert told[QuotaDimension.TOKENS_PER_MINUTE] == (17 + 35 + 5, 36 + 30)
+    assert told[QuotaDimension.INPUT_TOKENS_PER_MINUTE] == (10 + 10, 10)
+    assert told[QuotaDimension.OUTPUT_TOKENS_PER_MINUTE] == (7 + 25 + 5, 36 + 20)
+    assert told[QuotaDimension.TOKENS_PER_DAY] == (57 + 30 + 19, 66)
     check_invariants(world.url)
 
 
@@ -138,7 +139,7 @@ async def test_a_limit_for_one_model_counts_that_model_only(world: HoldWorld, se
     mine = await set_limit(sessions, payer, QuotaDimension.TOKENS_PER_DAY, model=MODEL)
     other = await set_limit(sessions, payer, QuotaDimension.TOKENS_PER_DAY, model="another")
 
-    assert (mine.used, mine.held) == (116, 66)
+    assert (mine.used, mine.held) == (106, 66)
     assert (other.used, other.held) == (0, 0)
     check_invariants(world.url)
 
@@ -164,12 +165,12 @@ async def test_other_weights_weigh_what_was_used_in_this_window_anew(world: Hold
     payer = world.tenant()
     state = await set_limit(sessions, payer, QuotaDimension.TOKENS_PER_MINUTE)
     long = await busy(world, payer)
-    assert world.counters(state.quota_id)[-1] == (67, 66)
+    assert world.counters(state.quota_id)[-1] == (57, 66)
 
     weighed = await set_limit(sessions, payer, QuotaDimension.TOKENS_PER_MINUTE, weights=Weights(1000, 100, 1500))
 
-    # 4 + .6 + 10.5, 10 + 37.5, 10, the long one: 6 + .4 + 1.5 * 14, of it posted before 6 + .4 + 13.5; each rounded up once.
-    assert (weighed.used, weighed.held) == (16 + 48 + 10 + 28 - 20, (6 + 76) - 28 + 40)
+    # 4 + .6 + 10.5, 10 + 37.5, the long one: 6 + .4 + 1.5 * 14, of it posted before 6 + .4 + 13.5; each rounded up once.
+    assert (weighed.used, weighed.held) == (16 + 48 + 28 - 20, (6 + 76) - 28 + 40)
     assert weighed.quota_id == state.quota_id
     check_invariants(world.url)
     await world.run(settle(long, 20))

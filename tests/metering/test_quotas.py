@@ -63,7 +63,10 @@ def box(rule: QuotaRule, at: datetime) -> Box:
 
 @dataclass(slots=True, eq=False)
 class ModelClaim:
-    """One request as the model knows it. posted_output is None until something is posted; the cached share stands from then on."""
+    """One request as the model knows it. posted_output is None until something is posted; the cached share stands from then on.
+
+    postings: what it has left in `used` of which window.
+    """
 
     rules: list[QuotaRule]
     prices: TokenPrices
@@ -75,6 +78,7 @@ class ModelClaim:
     posted_output: int | None = None
     live: bool = True
     claim: Claim | None = None
+    postings: list[tuple[Box, int]] = field(default_factory=list)
 
     def weight(self, rule: QuotaRule, sent: int, cached: int, output: int) -> int:
         """What tokens weigh on a quota, as one sum, rounded up."""
@@ -145,7 +149,19 @@ class Model:
         for rule in claim.rules:
             if rule.dimension in TOKEN_KINDS or rule.dimension in MONEY:
                 consumed = claim.weight(rule, sent, min(claim.cached, sent), delivered) - claim.posted(rule)
-                self.postings.append((box(rule, claim.charged_at), max(consumed, 0)))
+                claim.postings.append((box(rule, claim.charged_at), max(consumed, 0)))
+                self.postings.append(claim.postings[-1])
+
+    def expire(self, claim: ModelClaim, billed: tuple[int, int]) -> None:
+        """Leave the lease in the window the claim is charged to; of a quota that has no window what is billed, and nothing else."""
+        lasting = {box(rule, claim.charged_at): rule for rule in claim.rules if rule.is_lifetime}
+        undone = [(place, -amount) for place, amount in claim.postings if place in lasting]
+        before = len(self.postings)
+        self.post(claim, claim.sent, claim.leased)
+        self.postings[before:] = [posting for posting in self.postings[before:] if posting[0] not in lasting]
+        self.postings += undone
+        for place, rule in lasting.items():
+            self.postings.append((place, claim.weight(rule, billed[0], min(claim.cached, billed[0]), billed[1])))
 
 
 class QuotaMachine(RuleBasedStateMachine):
@@ -262,7 +278,7 @@ class QuotaMachine(RuleBasedStateMachine):
         model = data.draw(st.sampled_from([claim for claim in self.model.claims if claim.live]))
         assert model.claim is not None
         delivered = data.draw(st.integers(model.posted_output or 0, model.leased), label="delivered")
-        before = (model.cached, model.posted_output, model.charged_at, list(self.model.postings))
+        before = (model.cached, model.posted_output, model.charged_at, list(self.model.postings), list(model.postings))
         if model.posted_output is None:
             model.cached = max(model.cached, min(cached, model.sent))
         claim = model.claim._replace(cached_input_token_count=model.cached)
@@ -288,7 +304,7 @@ class QuotaMachine(RuleBasedStateMachine):
 
         if failing:
             self.check_refusal(answer, failing, model, model.leased + 1)
-            model.cached, model.posted_output, model.charged_at, self.model.postings = before
+            model.cached, model.posted_output, model.charged_at, self.model.postings, model.postings = before
             return
         assert isinstance(answer, Claim)
         model.leased += granted
@@ -301,13 +317,20 @@ class QuotaMachine(RuleBasedStateMachine):
     def end(self, data: st.DataObject, cached: int, how: str) -> None:
         model = data.draw(st.sampled_from([claim for claim in self.model.claims if claim.live]))
         assert model.claim is not None
-        keys = quotas.touched_keys(model.rules, model.claim, self.now, extends=False)
+        keys = quotas.touched_keys(model.rules, model.claim, self.now, extends=False, undoes=how != "settle")
         model.live = False
         if how == "void":
             self.decide(keys, lambda counters: quotas.void(counters, model.rules, model.claim or fail()))
+            self.model.postings += [(place, -amount) for place, amount in model.postings]
             for rule in model.rules:
                 if rule.dimension is QuotaDimension.REQUESTS_PER_MINUTE:
                     self.model.postings.append((box(rule, model.admitted_at), -1))
+            return
+        if how == "expire":
+            billed = (model.sent, model.posted_output) if model.posted_output else (0, 0)
+            claim = model.claim
+            self.model.expire(model, billed)
+            self.decide(keys, lambda counters: quotas.expire(counters, model.rules, claim, billed))
             return
         delivered = model.leased
         if how == "settle":
