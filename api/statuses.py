@@ -88,6 +88,7 @@ CODES: tuple[tuple[type[Exception], int], ...] = (
     (OwnerAway, code_pb2.UNAVAILABLE),
     (metering_errors.StoreAway, code_pb2.UNAVAILABLE),
     (metering_errors.ChangesUnderWay, code_pb2.UNAVAILABLE),
+    (metering_errors.BillingDetailsMissing, code_pb2.FAILED_PRECONDITION),
     (metering_errors.StripeFailed, code_pb2.UNAVAILABLE),
     (EngineLost, code_pb2.UNAVAILABLE),
     (engine_errors.EngineOverloaded, code_pb2.UNAVAILABLE),

@@ -234,6 +234,16 @@ class InvariantViolated(MeteringError):
     reason = "INVARIANT_VIOLATED"
 
 
+class BillingDetailsMissing(MeteringError):
+    """Stripe would refuse to bill these organizations. missing: a sentence for each, with the remedy."""
+
+    reason = "BILLING_DETAILS_MISSING"
+
+    def __init__(self, missing: Sequence[str]) -> None:
+        super().__init__("nothing was sent to Stripe:\n" + "\n".join(missing))
+        self.missing = tuple(missing)
+
+
 class StripeFailed(MeteringError):
     """Stripe refused or did not answer an administrative call; the message says which, and what it said."""
 

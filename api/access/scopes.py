@@ -28,7 +28,7 @@ BY_SERVICE: Mapping[str, Mapping[frozenset[Scope], tuple[str, ...]]] = {
     },
     "weir.v1.AdminService": {
         ADMINS: (
-            *("CreateOrganization", "ListOrganizations", "CreateProject", "ListProjects"),
+            *("CreateOrganization", "ListOrganizations", "SetBillingProfile", "CreateProject", "ListProjects"),
             *("CreateApiKey", "RotateApiKey", "UpdateApiKey", "RevokeApiKey", "ListApiKeys"),
             *("SetQuota", "RaiseQuota", "DeleteQuota", "ListQuotas"),
             *("SetPrice", "ListPrices", "WithdrawPrice", "SimulatePrices"),

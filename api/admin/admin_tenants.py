@@ -9,11 +9,13 @@ from weir.v1 import admin_service_pb2 as pb
 
 from api import wire
 from api.admin.admin_calls import AdminCalls
+from api.billing_profile_wire import billing_profile_message, parse_billing_profile
 from api.interceptor import Context
 from inference.router import Router
 from metering.errors import InvalidValue
 from metering.models import Organization, Project
 from metering.tenants import ensuring, key_changes, tenants
+from metering.tenants.billing_profiles import BillingProfile, billing_profile, billing_profiles, set_billing_profile
 from metering.tenants.networks import shuts_out
 
 
@@ -35,13 +37,25 @@ class TenantCalls(AdminCalls):
                 else:
                     organization, existed = await tenants.create_organization(acting.session, **fields), False
                 await acting.made(request, organization.id)
-            return pb.CreateOrganizationResponse(organization=organization_message(organization), existed=existed)
+            profile = await billing_profile(acting.session, organization.id)
+            return pb.CreateOrganizationResponse(organization=organization_message(organization, profile), existed=existed)
 
     async def ListOrganizations(self, request: pb.ListOrganizationsRequest, context: Context) -> pb.ListOrganizationsResponse:
         """Lists customers."""
         async with self._transaction(context) as (session, _):
             organizations = await tenants.list_organizations(session)
-            return pb.ListOrganizationsResponse(organizations=map(organization_message, organizations))
+            profiles = await billing_profiles(session)
+            return pb.ListOrganizationsResponse(
+                organizations=[organization_message(each, profiles.get(each.id)) for each in organizations]
+            )
+
+    async def SetBillingProfile(self, request: pb.SetBillingProfileRequest, context: Context) -> pb.SetBillingProfileResponse:
+        """Replaces a customer's billing profile."""
+        async with self._transaction(context) as (session, actor):
+            organization = await tenants.find_organization(session, request.organization)
+            given = parse_billing_profile(request.billing_profile)
+            profile = await set_billing_profile(session, organization=str(organization.id), profile=given, actor=actor)
+            return pb.SetBillingProfileResponse(organization=organization_message(organization, profile))
 
     async def CreateProject(self, request: pb.CreateProjectRequest, context: Context) -> pb.CreateProjectResponse:
         """Creates a project."""
@@ -152,13 +166,14 @@ class TenantCalls(AdminCalls):
         return tuple(models)
 
 
-def organization_message(organization: Organization) -> pb.Organization:
+def organization_message(organization: Organization, profile: BillingProfile | None) -> pb.Organization:
     """A customer."""
     return pb.Organization(
         organization_id=str(organization.id),
         name=organization.name,
         currency_code=organization.currency_code,
         create_time=wire.timestamp(organization.created_at),
+        billing_profile=None if profile is None else billing_profile_message(profile),
     )
 
 

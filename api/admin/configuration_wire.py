@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from weir.v1 import configuration_pb2 as pb
 
 from api import wire
+from api.billing_profile_wire import billing_profile_message, parse_billing_profile
 from metering.configuration.attempts import Attempts
 from metering.configuration.configuration import (
     Action,
@@ -54,7 +55,8 @@ class Parsing:
         """One customer."""
         projects = (self.project(f"{path}.projects[{n}]", each) for n, each in enumerate(message.projects))
         quotas = self.quotas(path, message.quotas)
-        return OrganizationSpec(message.name, message.currency_code, quotas, tuple(projects), message.prune_quotas)
+        profile = parse_billing_profile(message.billing_profile) if message.HasField("billing_profile") else None
+        return OrganizationSpec(message.name, message.currency_code, quotas, tuple(projects), message.prune_quotas, profile)
 
     def project(self, path: str, message: pb.ProjectConfiguration) -> ProjectSpec:
         """One project."""
@@ -128,6 +130,9 @@ def configuration_message(configuration: Configuration) -> pb.Configuration:
                 currency_code=organization.currency_code,
                 quotas=map(quota_message, organization.quotas),
                 projects=map(project_message, organization.projects),
+                billing_profile=(
+                    None if organization.billing_profile is None else billing_profile_message(organization.billing_profile)
+                ),
             )
             for organization in configuration.organizations
         ],

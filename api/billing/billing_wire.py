@@ -9,6 +9,7 @@ from weir.v1 import months_pb2
 from weir.v1.types_pb2 import Money
 
 from api import wire
+from api.billing_profile_wire import billing_profile_message
 from metering.billing.adjustments import AdjustmentRecord, AdjustmentState
 from metering.billing.invoices import Invoice, InvoiceLine
 from metering.billing.models import MonthState
@@ -71,6 +72,7 @@ def report_message(report: MonthReport) -> pb.GetMonthReportResponse:
         ),
         tax_note=TAX_NOTE,
         report_format=report.format_version,
+        billing_profile=None if report.billing_profile is None else billing_profile_message(report.billing_profile),
     )
     for note in report.credit_notes:
         amount = wire.money(currency_code, note.amount_picos)

@@ -30,7 +30,7 @@ def plan(changes: Iterable[ConfigurationChange]) -> RenderableType:
 def block(change: ConfigurationChange) -> Text:
     """One difference with its fields."""
     sign, color = SIGNS[change.action]
-    made = Text(f"{sign} {change.kind} {title(change)}", style=color)
+    made = Text(f"{sign} {kind_text(change)} {title(change)}", style=color)
     if change.kind == "key" and change.action is ChangeAction.DELETE:
         made.append("  is revoked, and what runs with it ends")
     rows = [(each.field, value(each.before_json), value(each.after_json)) for each in change.fields]
@@ -61,7 +61,7 @@ def title(change: ConfigurationChange) -> str:
 
 def keep_line(change: ConfigurationChange) -> str:
     """What stays, in a few words."""
-    return f"{change.kind} {title(change)}"
+    return f"{kind_text(change)} {title(change)}"
 
 
 def summary(changes: Sequence[ConfigurationChange], *, dry_run: bool) -> str:
@@ -77,3 +77,8 @@ def summary(changes: Sequence[ConfigurationChange], *, dry_run: bool) -> str:
 def value(text: str | None) -> object:
     """A value from its JSON text."""
     return None if text is None else json.loads(text)
+
+
+def kind_text(change: ConfigurationChange) -> str:
+    """The kind of the thing that changes, for people."""
+    return change.kind.replace("_", " ")

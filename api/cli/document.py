@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from api.cli.document_format import DOCUMENT, Json, Scalar, Section, Sections, Thresholds, Words
+from api.cli.document_format import DOCUMENT, Json, Nested, Scalar, Section, Sections, Thresholds, Words
 
 NODES_MAX = 200_000  # what a file may come to once its aliases are followed; more is no configuration but an accident
 VERSION = "1"
@@ -111,6 +111,8 @@ class Reader:
                     found[entry.name] = self._words(value, at, shown)
                 case Thresholds():
                     found[entry.name] = {"values": self._thresholds(value, at, shown)}
+                case Nested():
+                    found[entry.name] = self.mapping(value, entry.section, at, shown)
                 case Sections():
                     found[entry.name] = self._list(value, entry, at, shown)
                     if entry.prune and self._prune:
@@ -213,6 +215,8 @@ def mapping_node(values: Mapping[str, Json], section: Section) -> yaml.MappingNo
             case Thresholds():
                 numbers = [scalar_node(str(each), "int") for each in value.get("values", [])]
                 pairs.append((scalar_node(key), sequence_node(numbers, flow=True)))
+            case Nested():
+                pairs.append((scalar_node(key), mapping_node(value, entry.section)))
             case Sections():
                 pairs.append((scalar_node(key), sequence_node([mapping_node(each, entry.section) for each in value])))
     return yaml.MappingNode("tag:yaml.org,2002:map", pairs, flow_style=False)

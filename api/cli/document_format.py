@@ -67,10 +67,18 @@ class Sections:
 
 
 @dataclass(frozen=True, slots=True)
+class Nested:
+    """One mapping inside another."""
+
+    name: str
+    section: Section
+
+
+@dataclass(frozen=True, slots=True)
 class Section:
     """One kind of mapping: its keys in the order in which they are written, and those that it must have."""
 
-    keys: Mapping[str, Scalar | Words | Thresholds | Sections]
+    keys: Mapping[str, Scalar | Words | Thresholds | Nested | Sections]
     required: tuple[str, ...]
 
 
@@ -220,8 +228,29 @@ PROJECT = Section(
     {"name": text("name"), "quotas": QUOTAS, "keys": Sections("keys", KEY, prune="prune_keys")},
     required=("name",),
 )
+BILLING_PROFILE = Section(
+    {
+        "emails": Words("emails"),
+        "legal_name": text("legal_name"),
+        "address_line1": text("address_line1"),
+        "address_line2": text("address_line2"),
+        "city": text("city"),
+        "postal_code": text("postal_code"),
+        "state": text("state"),
+        "country": text("country"),
+        "tax_id": text("tax_id"),
+        "language": text("language"),
+    },
+    required=(),
+)
 ORGANIZATION = Section(
-    {"name": text("name"), "currency": text("currency_code"), "quotas": QUOTAS, "projects": Sections("projects", PROJECT)},
+    {
+        "name": text("name"),
+        "currency": text("currency_code"),
+        "billing_profile": Nested("billing_profile", BILLING_PROFILE),
+        "quotas": QUOTAS,
+        "projects": Sections("projects", PROJECT),
+    },
     required=("name",),
 )
 PRICE = Section(
@@ -265,7 +294,14 @@ PLAN = Section(
 )
 PROPOSAL = Section({"prices": Sections("prices", PRICE), "plans": Sections("plans", PLAN)}, required=())
 # By what the answer calls the kinds of things.
-SECTIONS = {"organization": ORGANIZATION, "project": PROJECT, "key": KEY, "quota": QUOTA, "price": PRICE}
+SECTIONS = {
+    "organization": ORGANIZATION,
+    "billing_profile": BILLING_PROFILE,
+    "project": PROJECT,
+    "key": KEY,
+    "quota": QUOTA,
+    "price": PRICE,
+}
 
 
 def shown_field(kind: str, name: str, value: Json, quota: Mapping[str, Json]) -> tuple[str, str]:

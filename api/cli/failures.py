@@ -24,9 +24,17 @@ from api.cli.amounts import dimension_amount, duration_text
 CLOCK_ONLY_S = 6 * 3600.0  # a wait below this is told without the day on which it ends
 
 # Fields of the API whose flag is not simply their own name with dashes.
-_FLAGS = {"stop_sequences": "--stop", "limit_value": "VALUE", "prompt": "PROMPT", "messages": "PROMPT", "conversation": "PROMPT"}
+_FLAGS = {
+    "emails": "--email",
+    "stop_sequences": "--stop",
+    "limit_value": "VALUE",
+    "prompt": "PROMPT",
+    "messages": "PROMPT",
+    "conversation": "PROMPT",
+}
 _FIELDS_WITH_FLAGS = frozenset(
     {"model", "temperature", "top_p", "top_k", "seed", "max_output_tokens", "currency_code", "lifetime", "organization", "project"}
+    | {"legal_name", "address_line1", "address_line2", "city", "postal_code", "state", "country", "tax_id", "language"}
 )
 
 

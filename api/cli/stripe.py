@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import uuid
 from collections.abc import Sequence
@@ -16,13 +17,15 @@ from api.cli.local import HomeOption, fail
 from api.cli.local_store import domain_errors, run
 from api.cli.output import JsonOption, note, print_json, show
 from api.cli.render import table
+from metering.errors import BillingDetailsMissing, InvalidValue
 from metering.export.corrections import resend, settle
-from metering.export.export_settings import stripe_settings, webhook_settings
+from metering.export.export_settings import Collection, stripe_settings, webhook_settings
 from metering.export.export_status import export_status
 from metering.export.reconciliation import MeterReconciliation, reconcile
 from metering.export.stripe_gateway import StripeGateway
-from metering.export.stripe_sync import Sync
+from metering.export.stripe_sync import Sync, payment_method_page
 from metering.export.webhook_server import serve_webhooks
+from metering.store.db import Sessions
 
 stripe = typer.Typer(help="Bill with Stripe: sync, compare, correct.", no_args_is_help=True)
 
@@ -31,18 +34,42 @@ BatchArgument = Annotated[uuid.UUID, typer.Argument(help="Id of the batch, as `w
 
 @stripe.command("sync")
 def sync(
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be created.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be created and updated.")] = False,
     as_json: JsonOption = False,
     home: HomeOption = None,
 ) -> None:
-    """Create at Stripe what is missing: customers, products, meters, prices, subscriptions. Repeat it after new ones here."""
-    created = run(home, lambda sessions: Sync(sessions, gateway(), dry_run).run())
+    """Create at Stripe what is missing: customers, products, meters, prices, subscriptions; update changed billing profiles.
+
+    Repeat it after changes here. Exit code 1, with nothing sent, where a billing profile lacks what Stripe needs.
+    """
+
+    async def synchronized(sessions: Sessions) -> Sync | BillingDetailsMissing:
+        sync = Sync(sessions, gateway(), dry_run)
+        try:
+            await sync.run()
+        except BillingDetailsMissing as missing:
+            return missing
+        return sync
+
+    done = run(home, synchronized)
+    if isinstance(done, BillingDetailsMissing):
+        if as_json:
+            print_json({"dry_run": dry_run, "created": [], "updated": [], "missing": done.missing})
+        fail(str(done))
     if as_json:
-        print_json({"dry_run": dry_run, "created": created})
+        without = {"without_payment_method": done.without_payment_method}
+        print_json({"dry_run": dry_run, "created": done.created, "updated": done.updated, "missing": []} | without)
         return
-    for each in created:
+    for each in done.created:
         typer.echo(f"{'would create' if dry_run else 'created'} {each}")
-    note(f"{len(created)} to create" if dry_run else f"{len(created)} created; the rest was there")
+    for each in done.updated:
+        typer.echo(f"{'would update' if dry_run else 'updated'} {each}")
+    counts = (
+        f"{len(done.created)} {'to create' if dry_run else 'created'}, {len(done.updated)} {'to update' if dry_run else 'updated'}"
+    )
+    note(f"{counts}; the rest was there")
+    for name in done.without_payment_method:
+        note(without_payment_method_text(name))
 
 
 @stripe.command("status")
@@ -56,6 +83,11 @@ def status(as_json: JsonOption = False, home: HomeOption = None) -> None:
     show(sheet(["State", "Batches", "Tokens"], rows, numbers=2))
     if found.pause_reason:
         note(f"resting until {found.paused_until:%H:%M:%S} UTC: {found.pause_reason}")
+    for name in found.changed_profiles:
+        note(f"the billing profile of {name} has changed since the last sync: run `weir stripe sync`")
+    if charges_automatically():
+        for name in found.without_payment_method:
+            note(f"{without_payment_method_text(name)} (as of the last `weir stripe sync`)")
     for name in found.unknown_organizations:
         note(f"{name} has usage and is not known at Stripe: run `weir stripe sync`")
     if found.unhandled_event_count:
@@ -64,6 +96,15 @@ def status(as_json: JsonOption = False, home: HomeOption = None) -> None:
         note(f"{month} of {organization} is closed; Stripe's invoices do not come to ours yet: see `weir reconcile {month}`")
     for batch in found.needing_attention:
         typer.echo(f"{batch.id}  {batch.state}  {batch.organization}  {batch.token_count:,} {batch.token_kind}  {batch.last_error}")
+
+
+@stripe.command("portal")
+def portal(
+    organization: Annotated[str, typer.Argument(help="Organization, by name or id.", metavar="ORG")],
+    home: HomeOption = None,
+) -> None:
+    """Print the URL of a page of Stripe's on which the customer sets the payment method for its invoices. Good for minutes."""
+    typer.echo(run(home, lambda sessions: payment_method_page(sessions, gateway(), organization)))
 
 
 @stripe.command("reconcile")
@@ -112,6 +153,12 @@ def webhooks(home: HomeOption = None) -> None:
     run(home, lambda sessions: serve_webhooks(sessions, settings, lambda at: note(f"taking Stripe's events at {at}")))
 
 
+def without_payment_method_text(organization: str) -> str:
+    """What to do for an organization that Stripe cannot charge."""
+    remedy = f"have the customer open the page that `weir stripe portal {organization}` prints"
+    return f"{organization} has no default payment method at Stripe, so its next invoice cannot be charged: {remedy}"
+
+
 def show_sums(found: MeterReconciliation) -> None:
     """The table, and the verdict in words."""
     heads = ["Organization", "Model", "Price version", "Tokens", "Used", "Delivered", "Waiting", "Rejected", "Stripe", "Difference"]
@@ -131,6 +178,13 @@ def sheet(heads: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: int, 
     for row in rows:
         made.add_row(*row)
     return made
+
+
+def charges_automatically() -> bool:
+    """Whether Stripe charges payment methods, by the settings; False where no key of Stripe is set."""
+    with contextlib.suppress(InvalidValue):
+        return stripe_settings(os.environ).collection is Collection.CHARGE
+    return False
 
 
 def gateway() -> StripeGateway:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from dataclasses import asdict, replace
+from typing import Annotated, Any
 
 import typer
 from rich.console import RenderableType
-from weir_client import Organization, Project
+from weir_client import BillingProfile, Organization, Project
 
 from api.cli.amounts import time_text
-from api.cli.connection import AddressOption, KeyOption, admin_client, organization_or_default
+from api.cli.connection import AddressOption, KeyOption, admin_client, fail, organization_or_default
 from api.cli.output import JsonOption, note, print_json, show
 from api.cli.render import table
 
-org = typer.Typer(help="Create and list organizations.", no_args_is_help=True)
+org = typer.Typer(help="Create and list organizations; set whom their invoices are addressed to.", no_args_is_help=True)
 project = typer.Typer(help="Create and list projects.", no_args_is_help=True)
 
 OrganizationOption = Annotated[str | None, typer.Option("--org", help="Organization, by name or id. Else that of `weir up`.")]
@@ -50,6 +51,55 @@ def list_organizations(as_json: JsonOption = False, address: AddressOption = Non
         show(organizations_table(found))
     else:
         note("there is no organization yet: `weir org create NAME`")
+
+
+@org.command("billing")
+def billing_profile(
+    organization: Annotated[str, typer.Argument(help="Organization, by name or id.", metavar="ORG")],
+    emails: Annotated[
+        list[str] | None,
+        typer.Option("--email", help="E-mail address; repeat for more. Stripe sends invoices to the first."),
+    ] = None,
+    legal_name: Annotated[str | None, typer.Option(help="Registered name, as documents are addressed to it.")] = None,
+    address_line1: Annotated[str | None, typer.Option(help="Street and number.")] = None,
+    address_line2: Annotated[str | None, typer.Option(help="Building, floor or department.")] = None,
+    city: Annotated[str | None, typer.Option(help="City.")] = None,
+    postal_code: Annotated[str | None, typer.Option(help="Postal code.")] = None,
+    state: Annotated[str | None, typer.Option(help="State, province or region.")] = None,
+    country: Annotated[str | None, typer.Option(help="ISO 3166-1 alpha-2 code, such as DE.")] = None,
+    tax_id: Annotated[str | None, typer.Option(help="Tax id, as it is printed on documents.")] = None,
+    language: Annotated[str | None, typer.Option(help="Language of Stripe's messages, such as de or pt-BR.")] = None,
+    as_json: JsonOption = False,
+    address: AddressOption = None,
+    api_key: KeyOption = None,
+) -> None:
+    """Show whom an organization's invoices are addressed to; with options, change those fields. Clear one with ''."""
+    options = {
+        "emails": None if emails is None else tuple(filter(None, emails)),
+        "legal_name": legal_name,
+        "address_line1": address_line1,
+        "address_line2": address_line2,
+        "city": city,
+        "postal_code": postal_code,
+        "state": state,
+        "country": country,
+        "tax_id": tax_id,
+        "language": language,
+    }
+    given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
+    with admin_client(address, api_key) as client:
+        found = next((each for each in client.list_organizations() if organization in (each.name, each.organization_id)), None)
+        if found is None:
+            fail(f"there is no organization {organization!r}: see `weir org list`")
+        if given:
+            changed = replace(found.billing_profile or BillingProfile(), **given)
+            found = client.set_billing_profile(found.organization_id, changed)
+    if as_json:
+        print_json(found)
+    elif found.billing_profile is None:
+        note(f"{found.name} has no billing profile: give --email, --legal-name and the address")
+    else:
+        show(profile_table(found.name, found.billing_profile))
 
 
 @project.command("create")
@@ -93,6 +143,14 @@ def organizations_table(organizations: list[Organization]) -> RenderableType:
     made = table("organization", "currency", "created", "id")
     for each in organizations:
         made.add_row(each.name, each.currency_code, time_text(each.create_time), each.organization_id)
+    return made
+
+
+def profile_table(organization: str, profile: BillingProfile) -> RenderableType:
+    """The fields of a billing profile."""
+    made = table("field", "value", title=f"billing profile of {organization}")
+    for name, value in asdict(profile).items():
+        made.add_row(name.replace("_", " "), ", ".join(value) if name == "emails" else value or "—")
     return made
 
 

@@ -248,6 +248,7 @@ async def _freeze(session: AsyncSession, request: CloseRequest, report: MonthRep
         "json_sha256": digest.json_sha256,
         "csv_sha256": digest.csv_sha256,
         "receipts_root": "" if report.closed is None else report.closed.receipts_root,
+        "billing_profile": None if report.billing_profile is None else report.billing_profile.as_json(),
     }
     await session.execute(insert(MonthClosing).values(facts))
     closed = {"state": MonthState.CLOSED, "closed_at": now, "closed_by": request.actor}

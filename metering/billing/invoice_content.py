@@ -12,6 +12,7 @@ from datetime import timedelta
 from metering.billing.invoice_document import AmountLine, AmountSection, InvoiceDocument, Issuer, SummaryRow, TokenGroup, TokenLine
 from metering.billing.reports import TAX_NOTE, ChargeKind, MonthReport, month_bounds
 from metering.money import exact_text
+from metering.tenants.billing_profiles import BillingProfile
 
 DRAFT = "DRAFT, month not closed"
 UNBALANCED = "NOT RECONCILED, do not send"
@@ -22,13 +23,15 @@ PLAN_HEADING = "Plan"
 def invoice_document(report: MonthReport, issuer: Issuer) -> InvoiceDocument:
     """The document of a month."""
     number = report.closed.invoice_number if report.closed else ""
+    profile = report.billing_profile or BillingProfile()
     return InvoiceDocument(
         title=title(report, issuer),
         mark=UNBALANCED if not report.reconciliation.balanced else "" if report.closed else DRAFT,
         reference=number,
         issuer=issuer,
-        customer_name=report.organization_name,
-        customer_id=str(report.organization_id),
+        customer_name=profile.legal_name or report.organization_name,
+        customer_lines=profile.lines,
+        customer_id=f"{report.organization_name} · {report.organization_id}" if profile.legal_name else str(report.organization_id),
         currency_code=report.currency_code,
         facts=tuple(facts(report, number)),
         usage=tuple(usage(report)),

@@ -93,7 +93,7 @@ class InvoiceDocument:
     """One invoice, draft or statement.
 
     mark: a few words that must not be overlooked, on every page; empty on a final invoice. facts: label and text, beside the
-    customer. summary ends with what is owed.
+    customer. summary ends with what is owed. customer_lines: address, tax id and e-mail of the customer.
     """
 
     title: str
@@ -108,6 +108,7 @@ class InvoiceDocument:
     sections: tuple[AmountSection, ...]
     summary: tuple[SummaryRow, ...]
     notes: tuple[str, ...]
+    customer_lines: tuple[str, ...] = ()
 
 
 def grouped(text: str) -> str:

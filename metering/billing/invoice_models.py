@@ -8,6 +8,7 @@ from __future__ import annotations
 import uuid
 from datetime import date, datetime
 from decimal import Decimal
+from typing import Any
 
 from sqlalchemy import CheckConstraint, ForeignKey, ForeignKeyConstraint, Index, SmallInteger, UniqueConstraint, func, text
 from sqlalchemy.orm import Mapped, mapped_column
@@ -27,7 +28,10 @@ class DocumentSeries(Base):
 
 
 class MonthClosing(Base):
-    """What of a closed month's report is in no other row: names, the remainder it began with, and the digests of its documents."""
+    """What of a closed month's report is in no other row: names, the remainder it began with, and the digests of its documents.
+
+    billing_profile: whom its documents are addressed to; None for a month that was closed without a profile.
+    """
 
     __tablename__ = "month_closings"
     __table_args__ = (
@@ -44,6 +48,7 @@ class MonthClosing(Base):
     json_sha256: Mapped[bytes]
     csv_sha256: Mapped[bytes]
     receipts_root: Mapped[str] = mapped_column(server_default="")
+    billing_profile: Mapped[dict[str, Any] | None]
 
 
 class InvoiceRow(Base):

@@ -120,6 +120,7 @@ def parties(document: InvoiceDocument, type_: Type) -> Iterator[Flowable]:
     customer = [
         type_.paragraph("Billed to", 7.5, color=GREY),
         type_.paragraph(document.customer_name, 11, bold=True),
+        *(type_.paragraph(each, 8.5) for each in document.customer_lines),
         type_.paragraph(document.customer_id, 7.5, color=GREY),
     ]
     rows = [[type_.paragraph(label, 8, color=GREY), type_.paragraph(text, 8, right=True)] for label, text in document.facts]

@@ -23,6 +23,7 @@ from metering.billing.reports import ChargeKind, Closed, MonthReport, Reconcilia
 from metering.errors import InvariantViolated
 from metering.models import Organization, ServiceTier, TokenKind
 from metering.operations import Outcome
+from metering.tenants.billing_profiles import BillingProfile, billing_profile
 from metering.tenants.tenants import find_organization
 
 TOKEN_KIND_ORDER = list(TokenKind)
@@ -155,7 +156,13 @@ async def read_month(session: AsyncSession, owner: Organization, month: date, *,
     charges = await draft_charges(session, owner.id, month, lines)
     spent = sum(charge.amount_picos for charge in charges if charge.kind is ChargeKind.CREDIT)
     credit = replace(report.credit, left_picos=report.credit.left_picos + spent)
-    return replace(report, charges=charges, credit=credit, carried_in_picos=await carried_picos(session, owner.id))
+    return replace(
+        report,
+        charges=charges,
+        credit=credit,
+        carried_in_picos=await carried_picos(session, owner.id),
+        billing_profile=await billing_profile(session, owner.id),
+    )
 
 
 async def _as_closed(session: AsyncSession, report: MonthReport, closing: MonthClosing) -> MonthReport:
@@ -172,6 +179,7 @@ async def _as_closed(session: AsyncSession, report: MonthReport, closing: MonthC
         carried_in_picos=int(closing.carried_in_picos),
         closed=Closed(month.closed_at, month.closed_by, "" if invoice is None else invoice.number, closing.receipts_root),
         format_version=closing.report_format,
+        billing_profile=None if closing.billing_profile is None else BillingProfile.from_json(closing.billing_profile),
     )
 
 

@@ -14,6 +14,7 @@ from enum import StrEnum
 from metering.errors import InvalidValue
 from metering.models import ServiceTier, TokenKind
 from metering.money import round_parts
+from metering.tenants.billing_profiles import BillingProfile
 
 MONTH_FORM = re.compile(r"([2-9]\d{3})-(0[1-9]|1[0-2])", re.ASCII)
 REPORT_FORMAT = 2  # 1: until months could be closed. A closed month is written in the format of its close, for ever
@@ -122,6 +123,7 @@ class MonthReport:
     """One calendar month (UTC) of one organization. Lines are sorted by month of use, model, price version and kind of token.
 
     Of a month that is not closed it tells what the invoice would be now. carried_in_picos: what rounding left of the months before.
+    billing_profile: whom the documents are addressed to; of a closed month as it was at the close.
     """
 
     organization_name: str
@@ -138,6 +140,7 @@ class MonthReport:
     credit_notes: tuple[CreditNoteIssued, ...] = ()
     closed: Closed | None = None
     format_version: int = REPORT_FORMAT
+    billing_profile: BillingProfile | None = None
 
     @property
     def state(self) -> str:

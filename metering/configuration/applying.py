@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Awaitable, Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TypeVar
 
 from sqlalchemy import func, select
@@ -34,6 +34,7 @@ from metering.configuration.configuration import (
 from metering.errors import InvalidValue
 from metering.models import ApiKey, Organization, Project, QuotaSubject
 from metering.money import checked_currency
+from metering.tenants.billing_profiles import BillingProfile, billing_profile, set_billing_profile
 from metering.tenants.key_changes import update_api_key
 from metering.tenants.networks import Address, shuts_out
 from metering.tenants.tenants import create_api_key, create_organization, create_project, revoke_api_key
@@ -118,6 +119,8 @@ class Application:
             self.work.wrong(
                 f"{path}.currency_code", f"it is {standing.currency_code}, which never changes: create another organization"
             )
+        if wanted.billing_profile is not None:
+            await self._billing_profile(f"{path}.billing_profile", wanted.name, standing, wanted.billing_profile)
         await apply_quotas(
             self.work, path, wanted.name, QuotaSubject.ORGANIZATION, standing.id, wanted.quotas, prune=wanted.prune_quotas
         )
@@ -127,6 +130,18 @@ class Application:
         for index, project in enumerate(wanted.projects):
             await self._project(f"{path}.projects[{index}]", wanted.name, standing, project, projects.pop(project.name, None))
         self.work.kept += [Change(Action.KEEP, "project", f"{wanted.name}/{name}") for name in sorted(projects)]
+
+    async def _billing_profile(self, path: str, shown: str, owner: Organization, wanted: BillingProfile) -> None:
+        before = await billing_profile(self.work.session, owner.id) or BillingProfile()
+        changes = differences(before, wanted, [each.name for each in fields(BillingProfile)])
+        if not changes:
+            return
+        made = await self.work.attempt(
+            path,
+            lambda: set_billing_profile(self.work.session, organization=str(owner.id), profile=wanted, actor=self.work.actor),
+        )
+        if made is not None:
+            self.work.changes.append(Change(Action.UPDATE, "billing_profile", shown, changes))
 
     async def _project(
         self, path: str, owner_name: str, owner: Organization, wanted: ProjectSpec, standing: Project | None

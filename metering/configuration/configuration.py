@@ -13,6 +13,7 @@ from enum import StrEnum
 
 from metering.models import Quota, QuotaDimension
 from metering.quotas.alert_thresholds import usual_thresholds
+from metering.tenants.billing_profiles import BillingProfile
 
 Value = str | int | bool | None | list[str] | list[int]
 
@@ -92,13 +93,17 @@ class ProjectSpec:
 
 @dataclass(frozen=True, slots=True)
 class OrganizationSpec:
-    """A customer with its projects. currency_code: empty for any, and USD for a new one."""
+    """A customer with its projects. currency_code: empty for any, and USD for a new one.
+
+    billing_profile: None leaves it as it is.
+    """
 
     name: str
     currency_code: str = ""
     quotas: tuple[tuple[QuotaPlace, QuotaSpec], ...] = ()
     projects: tuple[ProjectSpec, ...] = ()
     prune_quotas: bool = False
+    billing_profile: BillingProfile | None = None
 
 
 @dataclass(frozen=True, slots=True)

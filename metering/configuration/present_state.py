@@ -21,6 +21,7 @@ from metering.configuration.configuration import (
     QuotaSpec,
 )
 from metering.models import ApiKey, Organization, Project, Quota, QuotaDimension
+from metering.tenants.billing_profiles import billing_profiles
 from metering.tenants.tenants import find_organization
 
 Quotas = Mapping[uuid.UUID, tuple[tuple[QuotaPlace, QuotaSpec], ...]]
@@ -46,8 +47,15 @@ async def present_state(session: AsyncSession, *, organization: str | None = Non
     for project in projects:
         spec = ProjectSpec(project.name, quotas.get(project.id, ()), key_specs(keys_of[project.id], quotas))
         projects_of[project.organization_id].append(spec)
+    profiles = await billing_profiles(session)
     specs = (
-        OrganizationSpec(each.name, each.currency_code, quotas.get(each.id, ()), tuple(projects_of[each.id]))
+        OrganizationSpec(
+            each.name,
+            each.currency_code,
+            quotas.get(each.id, ()),
+            tuple(projects_of[each.id]),
+            billing_profile=profiles.get(each.id),
+        )
         for each in organizations
     )
     names = {each.id: each.name for each in organizations}

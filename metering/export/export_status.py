@@ -33,6 +33,16 @@ WHERE m.state = 'closed' AND s.settled_at IS NULL AND m.closed_at >= (SELECT mon
   AND EXISTS (SELECT FROM stripe_objects WHERE kind = 'customer' AND ref = m.organization_id::text)
 ORDER BY m.month, o.name LIMIT :limit
 """)
+# A customer's row is written by each sync that finds it.
+CHANGED_PROFILES = text("""
+SELECT o.name FROM billing_profiles p JOIN organizations o ON o.id = p.organization_id
+WHERE EXISTS (SELECT FROM stripe_objects s WHERE (s.kind, s.ref) = ('customer', o.id::text) AND s.seen_at < p.updated_at)
+ORDER BY 1 LIMIT :limit
+""")
+WITHOUT_PAYMENT_METHOD = text("""
+SELECT DISTINCT o.name FROM stripe_objects s JOIN organizations o ON o.id::text = s.ref
+WHERE s.kind = 'payment_method' AND s.stripe_id = '' ORDER BY 1 LIMIT :limit
+""")
 UNHANDLED = text("SELECT count(*) FROM stripe_events WHERE handled_at IS NULL")
 
 
@@ -62,7 +72,8 @@ class StuckBatch:
 class ExportStatus:
     """All of it, at one moment. closed_until: hours before it have their batches; None where nothing was exported ever.
 
-    unsettled_months: organization and month, of which Stripe's invoices do not come to ours yet.
+    unsettled_months: organization and month, of which Stripe's invoices do not come to ours yet. changed_profiles,
+    without_payment_method: names of organizations, as of the last `weir stripe sync`.
     """
 
     states: tuple[StateCount, ...]
@@ -73,6 +84,8 @@ class ExportStatus:
     unhandled_event_count: int
     unsettled_months: tuple[tuple[str, str], ...]
     needing_attention: tuple[StuckBatch, ...]
+    changed_profiles: tuple[str, ...]
+    without_payment_method: tuple[str, ...]
 
 
 async def export_status(sessions: Sessions) -> ExportStatus:
@@ -88,4 +101,6 @@ async def export_status(sessions: Sessions) -> ExportStatus:
             unhandled_event_count=int(await session.scalar(UNHANDLED) or 0),
             unsettled_months=tuple((row[0], row[1]) for row in await session.execute(UNSETTLED, {"limit": ATTENTION_MAX})),
             needing_attention=tuple(StuckBatch(*row) for row in await session.execute(ATTENTION, {"limit": ATTENTION_MAX})),
+            changed_profiles=tuple(await session.scalars(CHANGED_PROFILES, {"limit": ATTENTION_MAX})),
+            without_payment_method=tuple(await session.scalars(WITHOUT_PAYMENT_METHOD, {"limit": ATTENTION_MAX})),
         )

@@ -1,15 +1,16 @@
 """Makes Stripe's customers, products, meters, prices and subscriptions what our organizations and price book say.
 
 Each object carries a name of ours (an id, an event name, a lookup key, metadata) by which it is found again, so that a sync may be
-cut off and repeated at any point. Nothing at Stripe is changed or deleted: what differs is told. Stripe is called outside of
-transactions.
+cut off and repeated at any point. Customers follow their billing profiles; nothing else at Stripe is changed or deleted: what
+differs is told. What Stripe would refuse for lack of a billing profile is found before anything is sent. Stripe is called outside
+of transactions.
 """
 
 from __future__ import annotations
 
 import hashlib
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from decimal import Decimal
@@ -18,17 +19,31 @@ from typing import Any
 from sqlalchemy import text
 
 from metering.billing.reports import month_bounds
-from metering.errors import AlreadyExists
+from metering.errors import AlreadyExists, BillingDetailsMissing, InvalidValue
 from metering.export.export_settings import DAYS_UNTIL_DUE, Collection
 from metering.export.stripe_gateway import StripeGateway
 from metering.export.stripe_prices import unit_amount_decimal
 from metering.models import ServiceTier, TokenKind
 from metering.store.db import Sessions
+from metering.tenants.billing_profiles import BillingProfile, billing_profiles
+from metering.tenants.tenants import find_organization
 
 ITEMS_MAX = 20  # of one Stripe subscription; more prices make another one
 LOOKUP_KEYS_MAX = 10  # that Stripe takes in one question
 NEW = "new"  # id of what a dry run would create
 ENDED = frozenset({"canceled", "incomplete_expired"})
+
+# Of an address at Stripe, and of our billing profiles.
+ADDRESS_FIELDS = {
+    "line1": "address_line1",
+    "line2": "address_line2",
+    "city": "city",
+    "postal_code": "postal_code",
+    "state": "state",
+    "country": "country",
+}
+CUSTOMER = "customer"  # kind of `stripe_objects`
+PAYMENT_METHOD = "payment_method"  # kind of `stripe_objects`: that of a customer, empty if the last sync found none
 
 ORGANIZATIONS = text("SELECT id, name, currency_code FROM organizations ORDER BY name")
 # Prices that are in force or will be, and those of batches of the last 35 days, which may still be billed. A row that withdraws a
@@ -79,23 +94,35 @@ class PriceBook:
     """What is to be at Stripe. wanted: by organization, the prices of its subscriptions."""
 
     organizations: tuple[tuple[uuid.UUID, str, str], ...]
+    profiles: dict[uuid.UUID, BillingProfile]
     metered: tuple[Metered, ...]
     wanted: dict[uuid.UUID, tuple[Metered, ...]]
 
 
 @dataclass(slots=True)
 class Sync:
-    """One pass. created: what it made or, in a dry run, would make."""
+    """One pass. created, updated: what it made and changed or, in a dry run, would.
+
+    without_payment_method: names of organizations that Stripe could not charge; where invoices are sent, it needs not to.
+    """
 
     sessions: Sessions
     gateway: StripeGateway
     dry_run: bool
     known: dict[tuple[str, str], str] = field(default_factory=dict)
     created: list[str] = field(default_factory=list)
+    updated: list[str] = field(default_factory=list)
+    without_payment_method: list[str] = field(default_factory=list)
 
     async def run(self) -> list[str]:
-        """All of it. Raises: StripeFailed, InvalidValue for a price that Stripe cannot hold, AlreadyExists for what differs."""
+        """All of it; what it created.
+
+        Raises: BillingDetailsMissing before anything is sent; StripeFailed, InvalidValue for a price that Stripe cannot hold,
+        AlreadyExists for what differs.
+        """
         book = await read_book(self.sessions)
+        if missing := missing_details(book, self.gateway.settings.collection):
+            raise BillingDetailsMissing(missing)
         async with self.sessions() as session:
             rows = (await session.execute(KNOWN, {"account": self.gateway.account})).all()
         self.known = {(kind, ref): stripe_id for kind, ref, stripe_id in rows}
@@ -103,8 +130,12 @@ class Sync:
         meters = await self._meters(book.metered)
         prices = await self._prices(book.metered, products, meters)
         for organization_id, name, _ in book.organizations:
-            customer = await self._customer(organization_id, name)
-            await self._subscriptions(name, customer, [prices[each.ref] for each in book.wanted[organization_id]])
+            customer, payment_method = await self._customer(organization_id, name, book.profiles.get(organization_id))
+            wanted = [prices[each.ref] for each in book.wanted[organization_id]]
+            payment_method = await self._subscriptions(name, customer, wanted) or payment_method
+            await self._remember(PAYMENT_METHOD, str(organization_id), payment_method)
+            if self.gateway.settings.collection is Collection.CHARGE and not payment_method:
+                self.without_payment_method.append(name)
         return self.created
 
     async def _create(self, what: str, path: str, idempotency_key: str = "", **values: Any) -> str:
@@ -114,27 +145,36 @@ class Sync:
         return str((await self.gateway.call("post", path, idempotency_key, **values))["id"])
 
     async def _remember(self, kind: str, ref: str, stripe_id: str) -> None:
-        if self.dry_run or self.known.get((kind, ref)) == stripe_id:
-            return
+        if self.dry_run or (kind != CUSTOMER and self.known.get((kind, ref)) == stripe_id):
+            return  # of customers the row tells when they were last like their billing profiles
         async with self.sessions.begin() as session:
             values = {"account": self.gateway.account, "kind": kind, "ref": ref, "stripe_id": stripe_id}
             await session.execute(REMEMBER, values)
 
-    async def _customer(self, organization_id: uuid.UUID, name: str) -> str:
+    async def _customer(self, organization_id: uuid.UUID, name: str, profile: BillingProfile | None) -> tuple[str, str]:
+        """Id of the customer, and its default payment method or an empty text."""
         ref, namespace = str(organization_id), self.gateway.settings.namespace
         stripe_id = self.known.get(("customer", ref), "")
         found = await self.gateway.find(f"/v1/customers/{stripe_id}") if stripe_id else None
         if found is None or found.get("deleted"):
             query = f"metadata['{namespace}_organization_id']:'{ref}'"
             hits = (await self.gateway.call("get", "/v1/customers/search", query=query))["data"]
-            if hits:
-                stripe_id = str(hits[0]["id"])
+            found = hits[0] if hits else None
+            if found is not None:
+                stripe_id = str(found["id"])
             else:
                 # The search lags behind by up to a minute; until then the key keeps a repeated sync from making a second one.
                 key, metadata = f"{namespace}-customer-{ref}", {f"{namespace}_organization_id": ref}
+                # The billing profile follows in a call of its own: a key is good for one set of parameters alone.
                 stripe_id = await self._create(f"customer {name}", "/v1/customers", key, name=name, metadata=metadata)
-        await self._remember("customer", ref, stripe_id)
-        return stripe_id
+        wanted = customer_details(name, profile)
+        details = {part: value for part, value in wanted.items() if value != detail_of(found, part)}
+        if found is not None and details:
+            self.updated.append(f"customer {name}: {', '.join(details)}")
+        if details and not self.dry_run:
+            await self.gateway.call("post", f"/v1/customers/{stripe_id}", **details)
+        await self._remember(CUSTOMER, ref, stripe_id)
+        return stripe_id, payment_method_of(found)
 
     async def _product(self, model: str) -> str:
         namespace = self.gateway.settings.namespace
@@ -193,13 +233,18 @@ class Sync:
             prices[each.ref] = str(price["id"])
         return prices
 
-    async def _subscriptions(self, name: str, customer: str, wanted: list[str]) -> None:
-        """Every price in one subscription item. The first ones fill up before there is another subscription."""
+    async def _subscriptions(self, name: str, customer: str, wanted: list[str]) -> str:
+        """Every price in one subscription item. The first ones fill up before there is another subscription.
+
+        Answers a payment method that a subscription has for itself, or an empty text.
+        """
         room: list[tuple[str, int]] = []
+        payment_method = ""
         namespace = self.gateway.settings.namespace
         for each in await self.gateway.list_all("/v1/subscriptions", customer=customer) if customer != NEW else []:
             if each["status"] in ENDED or each.get("metadata", {}).get("namespace") != namespace:
                 continue
+            payment_method = payment_method or str(each.get("default_payment_method") or each.get("default_source") or "")
             items = await self.gateway.list_all("/v1/subscription_items", subscription=each["id"])
             held = {item["price"]["id"] for item in items}
             wanted = [price for price in wanted if price not in held]
@@ -221,6 +266,61 @@ class Sync:
                 items=[{"price": price} for price in prices],
                 metadata={"namespace": namespace},
             )
+        return payment_method
+
+
+def missing_details(book: PriceBook, collection: Collection) -> list[str]:
+    """Why Stripe would refuse a subscription, a sentence for each organization that is to have one."""
+    if collection is not Collection.SEND_INVOICE:
+        return []
+    return [
+        f"{name} has no billing e-mail address, and {Collection.SEND_INVOICE} sends invoices to one: "
+        f"weir org billing {name} --email ADDRESS"
+        for organization_id, name, _ in book.organizations
+        if book.wanted[organization_id] and not book.profiles.get(organization_id, BillingProfile()).email
+    ]
+
+
+def customer_details(name: str, profile: BillingProfile | None) -> dict[str, Any]:
+    """What Stripe is told of a customer. Without a profile its e-mail and address at Stripe are left alone."""
+    if profile is None:
+        return {"name": name}
+    address = {part: getattr(profile, ADDRESS_FIELDS[part]) for part in ADDRESS_FIELDS}
+    details = {
+        "name": profile.legal_name or name,
+        "email": profile.email,
+        "address": address if any(address.values()) else "",
+    }
+    return details | ({"preferred_locales": [profile.language]} if profile.language else {})
+
+
+def detail_of(customer: Mapping[str, Any] | None, name: str) -> Any:
+    """A detail that Stripe knows of a customer, in the form of `customer_details`."""
+    value = (customer or {}).get(name) or ""
+    if name == "address" and value:
+        value = {part: value.get(part) or "" for part in ADDRESS_FIELDS}
+        return value if any(value.values()) else ""
+    return value
+
+
+def payment_method_of(customer: Mapping[str, Any] | None) -> str:
+    """The payment method that Stripe charges a customer by; empty if there is none."""
+    known = customer or {}
+    default = (known.get("invoice_settings") or {}).get("default_payment_method") or known.get("default_source")
+    return str(default or "")
+
+
+async def payment_method_page(sessions: Sessions, gateway: StripeGateway, organization: str) -> str:
+    """URL of Stripe's page on which a customer sets its default payment method. Raises: NotFound, InvalidValue, StripeFailed."""
+    async with sessions() as session:
+        owner = await find_organization(session, organization)
+        rows = await session.execute(KNOWN, {"account": gateway.account})
+    customer = next((stripe_id for kind, ref, stripe_id in rows if (kind, ref) == ("customer", str(owner.id))), None)
+    if customer is None:
+        raise InvalidValue("organization", f"{owner.name} is not known at Stripe: run `weir stripe sync` first")
+    flow = {"type": "payment_method_update"}
+    page = await gateway.call("post", "/v1/billing_portal/sessions", customer=customer, flow_data=flow)
+    return str(page["url"])
 
 
 def check_price(wanted: Metered, key: str, found: dict[str, Any], meter: str) -> None:
@@ -249,6 +349,7 @@ async def read_book(sessions: Sessions) -> PriceBook:
     """What we have, at one moment. Raises: InvalidValue for a price that Stripe cannot hold."""
     async with sessions() as session:
         organizations = tuple((row.id, row.name, row.currency_code) for row in await session.execute(ORGANIZATIONS))
+        profiles = await billing_profiles(session)
         versions = (await session.execute(VERSIONS)).all()
     currencies = {currency for _, _, currency in organizations}
     metered: list[Metered] = []
@@ -275,4 +376,4 @@ async def read_book(sessions: Sessions) -> PriceBook:
             pays_it = row.organization_id in (None, organization_id) and currency_code == row.currency_code
             if organization_id in row.used_by or (pays_it and not row.past):
                 wanted[organization_id] += kinds
-    return PriceBook(organizations, tuple(metered), {key: tuple(value) for key, value in wanted.items()})
+    return PriceBook(organizations, profiles, tuple(metered), {key: tuple(value) for key, value in wanted.items()})

@@ -13,7 +13,7 @@ from metering.models.base import Base, one_of
 from metering.models.holds import Hold, HoldState
 from metering.models.prices import PriceVersion, ServiceTier, TokenKind
 from metering.models.quotas import Quota, QuotaCounter, QuotaDimension, QuotaSubject, RuleChange
-from metering.models.tenants import ApiKey, ApiKeyUse, AuditEntry, Organization, Project
+from metering.models.tenants import ApiKey, ApiKeyUse, AuditEntry, BillingProfileRow, Organization, Project
 from metering.models.usage import UsageEvent, unrated_usage
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "ApiKeyUse",
     "AuditEntry",
     "Base",
+    "BillingProfileRow",
     "Hold",
     "HoldState",
     "Organization",

@@ -246,7 +246,11 @@ class ScriptedAccounts:
 
     def __init__(self) -> None:
         organization = admin_pb.Organization(
-            organization_id=str(uuid.UUID(int=9)), name="acme", currency_code="USD", create_time=NOON
+            organization_id=str(uuid.UUID(int=9)),
+            name="acme",
+            currency_code="USD",
+            create_time=NOON,
+            billing_profile=types_pb2.BillingProfile(legal_name="Acme GmbH", country="DE"),
         )
         project = admin_pb.Project(
             project_id=str(uuid.UUID(int=2)), organization_id=str(uuid.UUID(int=9)), name="web", create_time=NOON
@@ -254,6 +258,7 @@ class ScriptedAccounts:
         replies: list[Message] = [
             admin_pb.CreateOrganizationResponse(organization=organization),
             admin_pb.ListOrganizationsResponse(organizations=[organization]),
+            admin_pb.SetBillingProfileResponse(organization=organization),
             admin_pb.CreateProjectResponse(project=project),
             admin_pb.ListProjectsResponse(projects=[project]),
             admin_pb.CreateApiKeyResponse(api_key=KEY, secret="weir_ab12cd_topsecret"),

@@ -381,3 +381,25 @@ def test_without_an_admins_key_an_unknown_request_is_unknown(
 
     assert (result.exit_code, server.accounts.requests) == (1, [])
     assert "request 'x' not found" in result.stderr
+
+
+def test_a_billing_profile_is_changed_field_by_field(weir: Run, server: ScriptedWeir) -> None:
+    result = weir("org", "billing", "acme", "--email", "a@acme.example", "--email", "b@acme.example", "--country", "DE", "--json")
+
+    assert result.exit_code == 0
+    listed, changed = server.accounts.requests
+    assert isinstance(listed, admin_pb.ListOrganizationsRequest)
+    assert changed.organization == "00000000-0000-0000-0000-000000000009"
+    assert list(changed.billing_profile.emails) == ["a@acme.example", "b@acme.example"]
+    assert (changed.billing_profile.country, changed.billing_profile.legal_name) == ("DE", "Acme GmbH")
+    assert json.loads(result.stdout)["billing_profile"]["country"] == "DE"
+
+
+def test_a_billing_profile_is_shown_and_an_unknown_organization_refused(weir: Run, server: ScriptedWeir) -> None:
+    shown = weir("org", "billing", "acme")
+    refused = weir("org", "billing", "nobody", "--country", "DE")
+
+    assert "Acme GmbH" in shown.stdout
+    assert refused.exit_code == 1
+    assert "there is no organization 'nobody'" in refused.stderr
+    assert not any(isinstance(each, admin_pb.SetBillingProfileRequest) for each in server.accounts.requests)

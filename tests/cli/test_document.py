@@ -255,3 +255,27 @@ def test_every_attribute_of_a_limit_in_the_contract_has_its_line_in_the_table() 
     assert {entry.name for entry in QUOTA.keys.values()} == {
         field.name for field in configuration_pb2.QuotaConfiguration.DESCRIPTOR.fields
     }
+
+
+def test_a_billing_profile_is_a_mapping_of_texts() -> None:
+    profile = {"emails": ["billing@acme.example"], "legal_name": "Acme GmbH", "postal_code": "01067", "country": "NO"}
+    written = """\
+organizations:
+- name: acme
+  billing_profile:
+    emails: [billing@acme.example]
+    legal_name: Acme GmbH
+    postal_code: 01067
+    country: NO
+"""
+
+    read = read_document(written, prune=False)
+    again = read_document(write_document(read.configuration), prune=False)
+    wrong = read_document(written.replace("country", "contry").replace("[billing@acme.example]", "x"), prune=False)
+
+    assert read.configuration["organizations"][0]["billing_profile"] == profile
+    assert again.configuration == read.configuration
+    assert [(each.line, each.place) for each in wrong.mistakes] == [
+        (4, "organizations[0].billing_profile.emails"),
+        (7, "organizations[0].billing_profile.contry"),
+    ]

@@ -69,6 +69,27 @@ def later(**delta: float) -> Timestamp:
     return message
 
 
+async def test_a_billing_profile_is_set_as_a_whole_and_listed(service: Service, admin: Admin) -> None:
+    name = unique("c")
+    organization = (await admin.call("CreateOrganization", name=name)).organization
+    whole = types_pb2.BillingProfile(
+        emails=["billing@acme.example"], legal_name="Acme GmbH", address_line1="Lindenstraße 1", country="DE"
+    )
+
+    changed = (await admin.call("SetBillingProfile", organization=name, billing_profile=whole)).organization
+    await admin.call("SetBillingProfile", organization=name, billing_profile=whole)
+    [listed] = [each for each in (await admin.call("ListOrganizations")).organizations if each.name == name]
+
+    assert not organization.HasField("billing_profile")
+    assert changed.billing_profile == listed.billing_profile == whole
+    entries = [each for each in await admin.audit(organization.organization_id) if each.action == "billing_profile.set"]
+    assert [json.loads(each.after_json)["country"] for each in entries] == ["DE"]
+    wrong = types_pb2.BillingProfile(legal_name="a\x00b")
+    assert (await admin.refused("SetBillingProfile", organization=name, billing_profile=wrong)).code is StatusCode.INVALID_ARGUMENT
+    unknown = await admin.refused("SetBillingProfile", organization="nobody-at-all", billing_profile=whole)
+    assert unknown.code is StatusCode.NOT_FOUND
+
+
 async def test_a_customer_from_its_creation_to_its_first_request(service: Service, admin: Admin) -> None:
     name = unique("c")
     organization = (await admin.call("CreateOrganization", name=name)).organization

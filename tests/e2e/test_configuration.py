@@ -139,6 +139,25 @@ async def test_what_is_exported_applies_without_a_change(admin: Admin) -> None:
     assert [(key["name"], "prefix" in key) for key in keys] == [("copilot", False), ("nightly", True), ("nightly", True)]
 
 
+async def test_a_billing_profile_is_applied_as_a_whole_and_exported(admin: Admin) -> None:
+    name = unique()
+    profile = {"emails": ["billing@acme.example"], "legal_name": "Acme GmbH", "address_line1": "Lindenstraße 1", "country": "DE"}
+    await admin.apply(team(name))
+
+    applied = await admin.apply(team(name, billing_profile=profile))
+    untouched = await admin.apply(team(name))
+    exported = await admin.export(name)
+    mistaken = await admin.apply({"name": name, "billing_profile": profile | {"country": "Germany"}})
+    changed = await admin.apply({"name": name, "billing_profile": {"emails": ["billing@acme.example"]}})
+
+    assert told(applied.changes) == [("update", "billing_profile", name)]
+    assert fields_of(applied.changes[0])["emails"] == ([], ["billing@acme.example"])
+    assert not untouched.changes
+    assert exported["billing_profile"] == profile
+    assert [mistake.field for mistake in mistaken.mistakes] == ["organizations[0].billing_profile.country"]
+    assert fields_of(changed.changes[0])["legal_name"] == ("Acme GmbH", "")
+
+
 async def test_a_dry_run_tells_the_same_and_changes_nothing(admin: Admin) -> None:
     name = unique()
     before = admin.audit_count()

@@ -12,7 +12,8 @@ from sqlalchemy import insert
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from metering.billing.prices import ModelPrice, set_price
-from metering.models import Hold, HoldState, UsageEvent
+from metering.models import BillingProfileRow, Hold, HoldState, UsageEvent
+from metering.tenants.billing_profiles import BillingProfile
 from metering.tenants.tenants import KeyRecord, create_api_key, create_organization, create_project
 
 NOVEMBER = datetime(2026, 11, 15, 12, tzinfo=UTC)
@@ -64,8 +65,10 @@ class Consumed:
 
 
 async def new_customer(session: AsyncSession, name: str, currency_code: str = "USD") -> Customer:
-    """Organization `name` with the project `search` and a key with all scopes."""
+    """Organization `name` with a billing e-mail address, the project `search` and a key with all scopes."""
     organization = await create_organization(session, name=name, currency_code=currency_code, actor="test")
+    profile = BillingProfile(emails=(f"billing@{name}.example",))
+    await session.execute(insert(BillingProfileRow).values(profile.as_json() | {"organization_id": organization.id}))
     await create_project(session, organization=name, name="search", actor="test")
     key, secret = await create_api_key(
         session, organization=name, project="search", name="all", scopes=("inference", "admin", "billing"), actor="test"

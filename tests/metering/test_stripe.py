@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import json
 import os
+import re
 import time
 import uuid
 from collections.abc import Iterator
@@ -25,22 +26,33 @@ from api.cli.main import app
 from api.cli.stack import StackFailed, optional_children
 from metering.billing.prices import ModelPrice, set_price, withdraw_price
 from metering.celery_app import refuse_without_database
-from metering.errors import AlreadyExists, InvalidValue, StripeFailed
+from metering.errors import AlreadyExists, BillingDetailsMissing, InvalidValue, StripeFailed
 from metering.export.batches import form_batches
 from metering.export.corrections import resend, settle
 from metering.export.deliveries import deliver_pending
-from metering.export.export_settings import StripeSettings, WebhookSettings, export_settings, stripe_settings, webhook_settings
+from metering.export.export_settings import (
+    Collection,
+    StripeSettings,
+    WebhookSettings,
+    export_settings,
+    stripe_settings,
+    webhook_settings,
+)
+from metering.export.export_status import export_status
 from metering.export.reconciliation import reconcile
 from metering.export.stripe_gateway import StripeGateway
 from metering.export.stripe_inbox import INVOICE_TIMES, handle_events
 from metering.export.stripe_prices import stripe_digits, unit_amount_decimal
-from metering.export.stripe_sync import Sync
+from metering.export.stripe_sync import Sync, payment_method_page
 from metering.export.webhook_server import BODY_MAX_BYTES, PATH, webhook_server
 from metering.money import MINOR_DIGITS
 from metering.store.db import Sessions
+from metering.tenants.billing_profiles import BillingProfile, set_billing_profile
+from metering.tenants.tenants import create_organization
 from tests.metering.books import Consumed, Customer, Rates, new_customer, new_price
 from tests.metering.export_books import check_delivered, hours_ago, states, use_and_rate
 from tests.metering.invariants import check_export
+from tests.stripe_double.account import MISSING_EMAIL
 from tests.stripe_double.form import SCHEMA
 from tests.stripe_double.server import KEY, SECRET, StripeDouble, signature, stripe_double
 
@@ -161,6 +173,165 @@ async def test_a_sync_creates_what_is_missing_once_and_finds_it_again(
         f"weir_{version}_output": "0.00006",
     }
     assert subscription["collection_method"] == "send_invoice"
+
+
+async def nameless(sessions: Sessions, name: str) -> None:
+    """An organization without a billing profile."""
+    async with sessions.begin() as session:
+        await create_organization(session, name=name, actor="test")
+
+
+@pytest.mark.parametrize("dry_run", [True, False])
+async def test_a_sync_names_whom_stripe_cannot_send_invoices_to_and_sends_nothing(
+    dry_run: bool, sessions: Sessions, customer: Customer, price: ModelPrice, double: StripeDouble, gateway: StripeGateway
+) -> None:
+    await nameless(sessions, "bolt")
+    await nameless(sessions, "crane")
+
+    with pytest.raises(BillingDetailsMissing) as refused:
+        await Sync(sessions, gateway, dry_run).run()
+
+    assert [each.split(" ")[0] for each in refused.value.missing] == ["bolt", "crane"]
+    assert all(f"weir org billing {name} --email" in str(refused.value) for name in ("bolt", "crane"))
+    assert double.calls == {}
+
+
+@pytest.mark.parametrize("arguments", [[], ["--dry-run"], ["--json"]])
+async def test_the_command_says_what_is_missing_and_fails(
+    arguments: list[str],
+    sessions: Sessions,
+    price: ModelPrice,
+    double: StripeDouble,
+    database_url: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    await nameless(sessions, "bolt")
+    for name, value in {**double.environment, "WEIR_DATABASE_URL": database_url}.items():
+        monkeypatch.setenv(name, value)
+
+    told = await asyncio.to_thread(CliRunner().invoke, app, ["stripe", "sync", *arguments])
+
+    assert told.exit_code == 1
+    assert "bolt has no billing e-mail address" in told.output
+    assert double.calls == {}
+
+
+@pytest.mark.parametrize(("collection", "days_until_due"), [(Collection.SEND_INVOICE, 30), (Collection.CHARGE, None)])
+async def test_a_new_account_is_set_up_in_either_way_of_collection(
+    collection: Collection,
+    days_until_due: int | None,
+    sessions: Sessions,
+    customer: Customer,
+    price: ModelPrice,
+    double: StripeDouble,
+) -> None:
+    if collection is Collection.CHARGE:
+        await nameless(sessions, "bolt")  # which needs no e-mail address to be charged
+    gateway = StripeGateway(StripeSettings(KEY, api_base=double.url, collection=collection))
+
+    sync = Sync(sessions, gateway, False)
+    await sync.run()
+
+    subscriptions = list(double.account.of("subscriptions").values())
+    assert {each["collection_method"] for each in subscriptions} == {str(collection)}
+    assert {each.get("days_until_due") for each in subscriptions} == {days_until_due}
+    emails = {each["name"]: each.get("email") for each in double.account.of("customers").values()}
+    assert emails["acme"] == "billing@acme.example"
+    assert sync.without_payment_method == ([] if collection is Collection.SEND_INVOICE else ["acme", "bolt"])
+
+
+async def test_the_double_refuses_to_send_invoices_to_nobody_as_stripe_does(double: StripeDouble, gateway: StripeGateway) -> None:
+    customer = (await gateway.call("post", "/v1/customers", name="bolt"))["id"]
+    sent = {"customer": customer, "collection_method": "send_invoice", "items": []}
+
+    with pytest.raises(StripeFailed, match=re.escape(MISSING_EMAIL)):
+        await gateway.call("post", "/v1/subscriptions", **sent, days_until_due=30)
+    await gateway.call("post", f"/v1/customers/{customer}", email="billing@bolt.example")
+    with pytest.raises(StripeFailed, match="days_until_due"):
+        await gateway.call("post", "/v1/subscriptions", **sent)
+    with pytest.raises(StripeFailed, match="days_until_due"):
+        await gateway.call("post", "/v1/subscriptions", customer=customer, items=[], days_until_due=30)
+
+
+async def set_profile(sessions: Sessions, profile: BillingProfile) -> None:
+    """The billing profile of `acme`."""
+    async with sessions.begin() as session:
+        await set_billing_profile(session, organization="acme", profile=profile, actor="test")
+
+
+async def test_a_customer_at_stripe_follows_its_billing_profile(
+    sessions: Sessions, customer: Customer, price: ModelPrice, double: StripeDouble, gateway: StripeGateway
+) -> None:
+    await Sync(sessions, gateway, False).run()
+    whole = BillingProfile(
+        emails=("bills@acme.example", "cfo@acme.example"),
+        legal_name="Acme GmbH",
+        address_line1="Lindenstraße 1",
+        city="Berlin",
+        country="DE",
+        language="de",
+    )
+    await set_profile(sessions, whole)
+
+    stale = (await export_status(sessions)).changed_profiles
+    planned = Sync(sessions, gateway, True)
+    await planned.run()
+    (at_stripe,) = double.account.of("customers").values()
+    before = dict(at_stripe)
+    changed = Sync(sessions, gateway, False)
+    await changed.run()
+    again = Sync(sessions, gateway, False)
+    await again.run()
+
+    assert stale == ("acme",)
+    assert planned.updated == changed.updated == ["customer acme: name, email, address, preferred_locales"]
+    assert before["email"] == "billing@acme.example"
+    assert (at_stripe["name"], at_stripe["email"], at_stripe["preferred_locales"]) == ("Acme GmbH", "bills@acme.example", ["de"])
+    assert {part: text for part, text in at_stripe["address"].items() if text} == {
+        "line1": "Lindenstraße 1",
+        "city": "Berlin",
+        "country": "DE",
+    }
+    assert (again.created, again.updated) == ([], [])
+    assert (await export_status(sessions)).changed_profiles == ()
+
+    await set_profile(sessions, BillingProfile(emails=("bills@acme.example",)))
+    await Sync(sessions, gateway, False).run()
+    last = Sync(sessions, gateway, False)
+    await last.run()
+    assert (at_stripe["name"], at_stripe["address"], last.updated) == ("acme", "", [])
+
+
+async def test_without_a_profile_what_was_entered_at_stripe_is_left_alone(
+    sessions: Sessions, price: ModelPrice, double: StripeDouble
+) -> None:
+    await nameless(sessions, "bolt")
+    gateway = StripeGateway(StripeSettings(KEY, api_base=double.url, collection=Collection.CHARGE))
+    await Sync(sessions, gateway, False).run()
+    (at_stripe,) = double.account.of("customers").values()
+    await gateway.call("post", f"/v1/customers/{at_stripe['id']}", email="by-hand@bolt.example")
+
+    again = Sync(sessions, gateway, False)
+    await again.run()
+
+    assert (at_stripe["email"], again.updated) == ("by-hand@bolt.example", [])
+
+
+async def test_who_cannot_be_charged_is_named_until_there_is_a_payment_method(
+    sessions: Sessions, customer: Customer, price: ModelPrice, double: StripeDouble
+) -> None:
+    gateway = StripeGateway(StripeSettings(KEY, api_base=double.url, collection=Collection.CHARGE))
+    first, second = Sync(sessions, gateway, False), Sync(sessions, gateway, False)
+    await first.run()
+    waiting = (await export_status(sessions)).without_payment_method
+    page = await payment_method_page(sessions, gateway, "acme")
+    (at_stripe,) = double.account.of("customers").values()
+    await gateway.call("post", f"/v1/customers/{at_stripe['id']}", invoice_settings={"default_payment_method": "pm_1"})
+    await second.run()
+
+    assert first.without_payment_method == list(waiting) == ["acme"]
+    assert page.startswith("https://")
+    assert (second.without_payment_method, (await export_status(sessions)).without_payment_method) == ([], ())
 
 
 async def test_a_new_price_gets_its_own_meters_and_subscriptions_hold_no_more_than_stripe_allows(

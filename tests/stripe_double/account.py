@@ -18,6 +18,8 @@ from typing import Any
 from tests.stripe_double.form import Refused
 
 DAY_S = 86_400
+# Stripe's own words, as public logs of calls to it show them.
+MISSING_EMAIL = "Missing email. In order to create invoices that are sent to the customer, the customer must have a valid email."
 Values = dict[str, Any]
 
 
@@ -43,6 +45,12 @@ class Account:
                 return self.summaries(places[0], values)
             case "GET /v1/customers/search":
                 return self.search(values)
+            case "POST /v1/customers/{customer}":
+                self.one("customers", places[0]).update(values)
+                return self.one("customers", places[0])
+            case "POST /v1/billing_portal/sessions":
+                self.one("customers", values["customer"])
+                return {"object": "billing_portal.session", "url": "https://billing.stripe.com/p/session/test_1"}
             case "POST /v1/invoices/{id}":
                 self.draft(places[0]).update(values)
                 return self.one("invoices", places[0])
@@ -83,7 +91,7 @@ class Account:
             if not re.fullmatch(r"\d+(\.\d{1,12})?", made["unit_amount_decimal"]):
                 raise Refused(400, "Invalid decimal: at most 12 decimal places", param="unit_amount_decimal")
         if kind == "subscriptions":
-            self.one("customers", made["customer"])
+            self.check_collection(self.one("customers", made["customer"]), made)
             made["status"] = "active"
             for item in made.pop("items"):
                 self.create("subscription_items", {"subscription": made["id"], **item})
@@ -100,6 +108,19 @@ class Account:
             made["price"] = {"id": made["price"]}
         self.of(kind)[made["id"]] = made
         return made
+
+    def check_collection(self, customer: Values, subscription: Values) -> None:
+        """Raises: Refused where invoices could not be sent, or are not to be sent and yet have a time to be paid in."""
+        if subscription.get("collection_method") != "send_invoice":
+            if "days_until_due" in subscription:
+                why = "`days_until_due` can only be set if `collection_method` is `send_invoice`."
+                raise Refused(400, why, param="days_until_due")
+            return
+        if not customer.get("email"):
+            raise Refused(400, MISSING_EMAIL)
+        if subscription.get("days_until_due", 0) < 1:
+            why = "`days_until_due` is required if `collection_method` is `send_invoice`."
+            raise Refused(400, why, param="days_until_due")
 
     def listed(self, kind: str, values: Values) -> Values:
         """A page of a list, newest last."""

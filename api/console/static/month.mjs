@@ -21,6 +21,7 @@ export const month = {
     swap(view.body,
       h("div", { class: "controls" }, chooser, months),
       h("p", {}, h("strong", {}, `${plain(report.organizationName)}, ${chosen} (UTC) `), badge(state, kind), report.closeTime && [" ", time(report.closeTime), ` by ${plain(report.closedBy)}`]),
+      report.billingProfile && h("p", { class: "note" }, `Billed to ${billedTo(report)}`),
       tiles(tile("Total", amount(report.totalRounded), currency, report.taxNote ?? ""), tile("Before rounding", amount(report.total), currency),
         report.invoiceNumber && tile("Invoice", report.invoiceNumber), tile("Requests", count(report.requestCounts?.totalCount), "", endings(report.requestCounts ?? {}))),
       downloads(view, ref, chosen, report),
@@ -36,6 +37,14 @@ export const month = {
       command("The same in a terminal", `weir month show ${chosen} --org ${report.organizationName}`));
   },
 };
+
+// Whom the documents of the month are addressed to, in one line.
+function billedTo({ organizationName, billingProfile: profile }) {
+  const place = [profile.city, profile.state, profile.postalCode].filter(Boolean).join(" ");
+  const tax = profile.taxId && `tax ID ${profile.taxId}`;
+  return [profile.legalName || organizationName, profile.addressLine1, profile.addressLine2, place, profile.country, tax, ...(profile.emails ?? [])]
+    .filter(Boolean).map(plain).join(", ");
+}
 
 function endings({ completedCount, cancelledCount, limitedCount, failedCount }) {
   return `${count(completedCount)} completed, ${count(cancelledCount)} cancelled, ${count(limitedCount)} limited, ${count(failedCount)} failed`;

@@ -32,6 +32,7 @@ class Organization(_message.Message):
     NAME_FIELD_NUMBER: _builtins.int
     CURRENCY_CODE_FIELD_NUMBER: _builtins.int
     CREATE_TIME_FIELD_NUMBER: _builtins.int
+    BILLING_PROFILE_FIELD_NUMBER: _builtins.int
     organization_id: _builtins.str
     """Server-minted UUID."""
     name: _builtins.str
@@ -42,6 +43,10 @@ class Organization(_message.Message):
     def create_time(self) -> _timestamp_pb2.Timestamp:
         """When it was created."""
 
+    @_builtins.property
+    def billing_profile(self) -> _types_pb2.BillingProfile:
+        """Whom its invoices are addressed to. Unset if none was ever set."""
+
     def __init__(
         self,
         *,
@@ -49,10 +54,11 @@ class Organization(_message.Message):
         name: _builtins.str = ...,
         currency_code: _builtins.str = ...,
         create_time: _timestamp_pb2.Timestamp | None = ...,
+        billing_profile: _types_pb2.BillingProfile | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["billing_profile", b"billing_profile", "create_time", b"create_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "currency_code", b"currency_code", "name", b"name", "organization_id", b"organization_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["billing_profile", b"billing_profile", "create_time", b"create_time", "currency_code", b"currency_code", "name", b"name", "organization_id", b"organization_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -312,6 +318,58 @@ class ListOrganizationsResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ListOrganizationsResponse: _TypeAlias = ListOrganizationsResponse  # noqa: Y015
+
+@_typing.final
+class SetBillingProfileRequest(_message.Message):
+    """Replaces the billing profile of an organization."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ORGANIZATION_FIELD_NUMBER: _builtins.int
+    BILLING_PROFILE_FIELD_NUMBER: _builtins.int
+    organization: _builtins.str
+    """Name or id of the organization. Unknown: NOT_FOUND."""
+    @_builtins.property
+    def billing_profile(self) -> _types_pb2.BillingProfile:
+        """All of the profile: a field that is empty here is empty afterwards. Unset: every field is empty."""
+
+    def __init__(
+        self,
+        *,
+        organization: _builtins.str = ...,
+        billing_profile: _types_pb2.BillingProfile | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["billing_profile", b"billing_profile"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["billing_profile", b"billing_profile", "organization", b"organization"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetBillingProfileRequest: _TypeAlias = SetBillingProfileRequest  # noqa: Y015
+
+@_typing.final
+class SetBillingProfileResponse(_message.Message):
+    """The organization."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ORGANIZATION_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def organization(self) -> Global___Organization:
+        """With its new profile."""
+
+    def __init__(
+        self,
+        *,
+        organization: Global___Organization | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["organization", b"organization"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["organization", b"organization"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetBillingProfileResponse: _TypeAlias = SetBillingProfileResponse  # noqa: Y015
 
 @_typing.final
 class CreateProjectRequest(_message.Message):

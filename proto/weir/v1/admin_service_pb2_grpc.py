@@ -55,6 +55,11 @@ class AdminServiceStub:
                 request_serializer=weir_dot_v1_dot_admin__service__pb2.ListOrganizationsRequest.SerializeToString,
                 response_deserializer=weir_dot_v1_dot_admin__service__pb2.ListOrganizationsResponse.FromString,
                 _registered_method=True)
+        self.SetBillingProfile = channel.unary_unary(
+                '/weir.v1.AdminService/SetBillingProfile',
+                request_serializer=weir_dot_v1_dot_admin__service__pb2.SetBillingProfileRequest.SerializeToString,
+                response_deserializer=weir_dot_v1_dot_admin__service__pb2.SetBillingProfileResponse.FromString,
+                _registered_method=True)
         self.CreateProject = channel.unary_unary(
                 '/weir.v1.AdminService/CreateProject',
                 request_serializer=weir_dot_v1_dot_admin__service__pb2.CreateProjectRequest.SerializeToString,
@@ -254,6 +259,13 @@ class AdminServiceServicer:
 
     def ListOrganizations(self, request, context):
         """Lists organizations by name.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SetBillingProfile(self, request, context):
+        """Replaces the billing profile of an organization. Months that are closed keep the profile that they were closed with.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -528,6 +540,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     request_deserializer=weir_dot_v1_dot_admin__service__pb2.ListOrganizationsRequest.FromString,
                     response_serializer=weir_dot_v1_dot_admin__service__pb2.ListOrganizationsResponse.SerializeToString,
             ),
+            'SetBillingProfile': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetBillingProfile,
+                    request_deserializer=weir_dot_v1_dot_admin__service__pb2.SetBillingProfileRequest.FromString,
+                    response_serializer=weir_dot_v1_dot_admin__service__pb2.SetBillingProfileResponse.SerializeToString,
+            ),
             'CreateProject': grpc.unary_unary_rpc_method_handler(
                     servicer.CreateProject,
                     request_deserializer=weir_dot_v1_dot_admin__service__pb2.CreateProjectRequest.FromString,
@@ -768,6 +785,33 @@ class AdminService:
             '/weir.v1.AdminService/ListOrganizations',
             weir_dot_v1_dot_admin__service__pb2.ListOrganizationsRequest.SerializeToString,
             weir_dot_v1_dot_admin__service__pb2.ListOrganizationsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetBillingProfile(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weir.v1.AdminService/SetBillingProfile',
+            weir_dot_v1_dot_admin__service__pb2.SetBillingProfileRequest.SerializeToString,
+            weir_dot_v1_dot_admin__service__pb2.SetBillingProfileResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -48,6 +48,8 @@ class AdminServiceStub:
     """Creates an organization. ALREADY_EXISTS if the name is taken."""
     ListOrganizations: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.ListOrganizationsRequest, _admin_service_pb2.ListOrganizationsResponse]
     """Lists organizations by name."""
+    SetBillingProfile: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.SetBillingProfileRequest, _admin_service_pb2.SetBillingProfileResponse]
+    """Replaces the billing profile of an organization. Months that are closed keep the profile that they were closed with."""
     CreateProject: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.CreateProjectRequest, _admin_service_pb2.CreateProjectResponse]
     """Creates a project. ALREADY_EXISTS if the organization has one of that name."""
     ListProjects: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.ListProjectsRequest, _admin_service_pb2.ListProjectsResponse]
@@ -143,6 +145,8 @@ class AdminServiceAsyncStub(AdminServiceStub):
     """Creates an organization. ALREADY_EXISTS if the name is taken."""
     ListOrganizations: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.ListOrganizationsRequest, _admin_service_pb2.ListOrganizationsResponse]  # type: ignore[assignment]
     """Lists organizations by name."""
+    SetBillingProfile: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.SetBillingProfileRequest, _admin_service_pb2.SetBillingProfileResponse]  # type: ignore[assignment]
+    """Replaces the billing profile of an organization. Months that are closed keep the profile that they were closed with."""
     CreateProject: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.CreateProjectRequest, _admin_service_pb2.CreateProjectResponse]  # type: ignore[assignment]
     """Creates a project. ALREADY_EXISTS if the organization has one of that name."""
     ListProjects: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.ListProjectsRequest, _admin_service_pb2.ListProjectsResponse]  # type: ignore[assignment]
@@ -247,6 +251,14 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_admin_service_pb2.ListOrganizationsResponse, _abc.Awaitable[_admin_service_pb2.ListOrganizationsResponse]]:
         """Lists organizations by name."""
+
+    @_abc_1.abstractmethod
+    def SetBillingProfile(
+        self,
+        request: _admin_service_pb2.SetBillingProfileRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_service_pb2.SetBillingProfileResponse, _abc.Awaitable[_admin_service_pb2.SetBillingProfileResponse]]:
+        """Replaces the billing profile of an organization. Months that are closed keep the profile that they were closed with."""
 
     @_abc_1.abstractmethod
     def CreateProject(

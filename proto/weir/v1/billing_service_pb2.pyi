@@ -107,6 +107,7 @@ class GetMonthReportResponse(_message.Message):
     TAX_NOTE_FIELD_NUMBER: _builtins.int
     REPORT_FORMAT_FIELD_NUMBER: _builtins.int
     RECEIPTS_ROOT_FIELD_NUMBER: _builtins.int
+    BILLING_PROFILE_FIELD_NUMBER: _builtins.int
     organization_name: _builtins.str
     """The organization's name."""
     organization_id: _builtins.str
@@ -171,6 +172,10 @@ class GetMonthReportResponse(_message.Message):
     def credit_notes(self) -> _containers.RepeatedCompositeFieldContainer[_months_pb2.CreditNoteSummary]:
         """Credit notes of the month. They stand beside the invoice and are not in its total."""
 
+    @_builtins.property
+    def billing_profile(self) -> _types_pb2.BillingProfile:
+        """Whom the documents of the month are addressed to: of a closed month as it was at the close. Unset if there was no profile."""
+
     def __init__(
         self,
         *,
@@ -195,10 +200,11 @@ class GetMonthReportResponse(_message.Message):
         tax_note: _builtins.str = ...,
         report_format: _builtins.int = ...,
         receipts_root: _builtins.str = ...,
+        billing_profile: _types_pb2.BillingProfile | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["carried_in", b"carried_in", "carried_out", b"carried_out", "close_time", b"close_time", "prepaid_credit", b"prepaid_credit", "reconciliation", b"reconciliation", "request_counts", b"request_counts", "total", b"total", "total_rounded", b"total_rounded"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["billing_profile", b"billing_profile", "carried_in", b"carried_in", "carried_out", b"carried_out", "close_time", b"close_time", "prepaid_credit", b"prepaid_credit", "reconciliation", b"reconciliation", "request_counts", b"request_counts", "total", b"total", "total_rounded", b"total_rounded"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["carried_in", b"carried_in", "carried_out", b"carried_out", "charges", b"charges", "close_time", b"close_time", "closed_by", b"closed_by", "credit_notes", b"credit_notes", "invoice_number", b"invoice_number", "lines", b"lines", "month", b"month", "organization_id", b"organization_id", "organization_name", b"organization_name", "prepaid_credit", b"prepaid_credit", "receipts_root", b"receipts_root", "reconciliation", b"reconciliation", "report_format", b"report_format", "request_counts", b"request_counts", "state", b"state", "tax_note", b"tax_note", "total", b"total", "total_rounded", b"total_rounded", "unrated_event_count", b"unrated_event_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["billing_profile", b"billing_profile", "carried_in", b"carried_in", "carried_out", b"carried_out", "charges", b"charges", "close_time", b"close_time", "closed_by", b"closed_by", "credit_notes", b"credit_notes", "invoice_number", b"invoice_number", "lines", b"lines", "month", b"month", "organization_id", b"organization_id", "organization_name", b"organization_name", "prepaid_credit", b"prepaid_credit", "receipts_root", b"receipts_root", "reconciliation", b"reconciliation", "report_format", b"report_format", "request_counts", b"request_counts", "state", b"state", "tax_note", b"tax_note", "total", b"total", "total_rounded", b"total_rounded", "unrated_event_count", b"unrated_event_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -26,7 +26,7 @@ from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__
 from weir.v1 import types_pb2 as weir_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bweir/v1/configuration.proto\x12\x07weir.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x13weir/v1/types.proto\"w\n\rConfiguration\x12\x39\n\rorganizations\x18\x01 \x03(\x0b\x32\".weir.v1.OrganizationConfiguration\x12+\n\x06prices\x18\x02 \x03(\x0b\x32\x1b.weir.v1.PriceConfiguration\"\xb4\x01\n\x19OrganizationConfiguration\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x15\n\rcurrency_code\x18\x02 \x01(\t\x12+\n\x06quotas\x18\x03 \x03(\x0b\x32\x1b.weir.v1.QuotaConfiguration\x12/\n\x08projects\x18\x04 \x03(\x0b\x32\x1d.weir.v1.ProjectConfiguration\x12\x14\n\x0cprune_quotas\x18\x05 \x01(\x08\"\xa7\x01\n\x14ProjectConfiguration\x12\x0c\n\x04name\x18\x01 \x01(\t\x12+\n\x06quotas\x18\x02 \x03(\x0b\x32\x1b.weir.v1.QuotaConfiguration\x12*\n\x04keys\x18\x03 \x03(\x0b\x32\x1c.weir.v1.ApiKeyConfiguration\x12\x14\n\x0cprune_quotas\x18\x04 \x01(\x08\x12\x12\n\nprune_keys\x18\x05 \x01(\x08\"\x96\x02\n\x13\x41piKeyConfiguration\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06prefix\x18\x02 \x01(\t\x12\x0e\n\x06scopes\x18\x03 \x03(\t\x12/\n\x0b\x65xpire_time\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12+\n\x06quotas\x18\x05 \x03(\x0b\x32\x1b.weir.v1.QuotaConfiguration\x12\x14\n\x0cprune_quotas\x18\x06 \x01(\x08\x12\x0e\n\x06models\x18\x07 \x03(\t\x12\x18\n\x10max_input_tokens\x18\x08 \x01(\x03\x12\x19\n\x11max_output_tokens\x18\t \x01(\x03\x12\x18\n\x10\x61llowed_networks\x18\n \x03(\t\"\x87\x04\n\x12QuotaConfiguration\x12*\n\tdimension\x18\x01 \x01(\x0e\x32\x17.weir.v1.QuotaDimension\x12\r\n\x05model\x18\x02 \x01(\t\x12\x13\n\x0blimit_value\x18\x03 \x01(\x03\x12\x14\n\x0c\x66or_new_keys\x18\x04 \x01(\x08\x12\x15\n\x08\x65nforced\x18\x05 \x01(\x08H\x00\x88\x01\x01\x12\x1f\n\x12input_weight_milli\x18\x06 \x01(\x03H\x01\x88\x01\x01\x12&\n\x19\x63\x61\x63hed_input_weight_milli\x18\x07 \x01(\x03H\x02\x88\x01\x01\x12 \n\x13output_weight_milli\x18\x08 \x01(\x03H\x03\x88\x01\x01\x12\x1f\n\x12raised_limit_value\x18\t \x01(\x03H\x04\x88\x01\x01\x12\x35\n\x11raised_until_time\x18\n \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x14\n\x0craise_reason\x18\x0b \x01(\t\x12*\n\x08\x61lert_at\x18\x0c \x01(\x0b\x32\x18.weir.v1.AlertThresholdsB\x0b\n\t_enforcedB\x15\n\x13_input_weight_milliB\x1c\n\x1a_cached_input_weight_milliB\x16\n\x14_output_weight_milliB\x15\n\x13_raised_limit_value\"\xef\x02\n\x12PriceConfiguration\x12\r\n\x05model\x18\x01 \x01(\t\x12\x15\n\rcurrency_code\x18\x02 \x01(\t\x12\x1d\n\x15input_picos_per_token\x18\x03 \x01(\x03\x12$\n\x1c\x63\x61\x63hed_input_picos_per_token\x18\x04 \x01(\x03\x12\x1e\n\x16output_picos_per_token\x18\x05 \x01(\x03\x12\x14\n\x0corganization\x18\x06 \x01(\t\x12&\n\x19\x65mbedding_picos_per_token\x18\x07 \x01(\x03H\x00\x88\x01\x01\x12#\n\x16\x62\x61tch_multiplier_milli\x18\x08 \x01(\x03H\x01\x88\x01\x01\x12\x32\n\x0e\x65\x66\x66\x65\x63tive_time\x18\t \x01(\x0b\x32\x1a.google.protobuf.TimestampB\x1c\n\x1a_embedding_picos_per_tokenB\x19\n\x17_batch_multiplier_milli\"\xcc\x02\n\x13\x43onfigurationChange\x12\x33\n\x06\x61\x63tion\x18\x01 \x01(\x0e\x32#.weir.v1.ConfigurationChange.Action\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12\x0c\n\x04path\x18\x03 \x01(\t\x12*\n\x05quota\x18\x04 \x01(\x0b\x32\x1b.weir.v1.QuotaConfiguration\x12$\n\x06\x66ields\x18\x05 \x03(\x0b\x32\x14.weir.v1.FieldChange\x12\x16\n\x0e\x61pi_key_prefix\x18\x06 \x01(\t\x12\x0e\n\x06secret\x18\x07 \x01(\t\"j\n\x06\x41\x63tion\x12\x16\n\x12\x41\x43TION_UNSPECIFIED\x10\x00\x12\x11\n\rACTION_CREATE\x10\x01\x12\x11\n\rACTION_UPDATE\x10\x02\x12\x11\n\rACTION_DELETE\x10\x03\x12\x0f\n\x0b\x41\x43TION_KEEP\x10\x04\"E\n\x0b\x46ieldChange\x12\r\n\x05\x66ield\x18\x01 \x01(\t\x12\x13\n\x0b\x62\x65\x66ore_json\x18\x02 \x01(\t\x12\x12\n\nafter_json\x18\x03 \x01(\t\"[\n\x19\x41pplyConfigurationRequest\x12-\n\rconfiguration\x18\x01 \x01(\x0b\x32\x16.weir.v1.Configuration\x12\x0f\n\x07\x64ry_run\x18\x02 \x01(\x08\"\xa8\x01\n\x1a\x41pplyConfigurationResponse\x12-\n\x07\x63hanges\x18\x01 \x03(\x0b\x32\x1c.weir.v1.ConfigurationChange\x12*\n\x04kept\x18\x02 \x03(\x0b\x32\x1c.weir.v1.ConfigurationChange\x12/\n\x08mistakes\x18\x03 \x03(\x0b\x32\x1d.weir.v1.ConfigurationMistake\":\n\x14\x43onfigurationMistake\x12\r\n\x05\x66ield\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\t\"2\n\x1a\x45xportConfigurationRequest\x12\x14\n\x0corganization\x18\x01 \x01(\t\"L\n\x1b\x45xportConfigurationResponse\x12-\n\rconfiguration\x18\x01 \x01(\x0b\x32\x16.weir.v1.Configurationb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bweir/v1/configuration.proto\x12\x07weir.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x13weir/v1/types.proto\"w\n\rConfiguration\x12\x39\n\rorganizations\x18\x01 \x03(\x0b\x32\".weir.v1.OrganizationConfiguration\x12+\n\x06prices\x18\x02 \x03(\x0b\x32\x1b.weir.v1.PriceConfiguration\"\xe6\x01\n\x19OrganizationConfiguration\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x15\n\rcurrency_code\x18\x02 \x01(\t\x12+\n\x06quotas\x18\x03 \x03(\x0b\x32\x1b.weir.v1.QuotaConfiguration\x12/\n\x08projects\x18\x04 \x03(\x0b\x32\x1d.weir.v1.ProjectConfiguration\x12\x14\n\x0cprune_quotas\x18\x05 \x01(\x08\x12\x30\n\x0f\x62illing_profile\x18\x06 \x01(\x0b\x32\x17.weir.v1.BillingProfile\"\xa7\x01\n\x14ProjectConfiguration\x12\x0c\n\x04name\x18\x01 \x01(\t\x12+\n\x06quotas\x18\x02 \x03(\x0b\x32\x1b.weir.v1.QuotaConfiguration\x12*\n\x04keys\x18\x03 \x03(\x0b\x32\x1c.weir.v1.ApiKeyConfiguration\x12\x14\n\x0cprune_quotas\x18\x04 \x01(\x08\x12\x12\n\nprune_keys\x18\x05 \x01(\x08\"\x96\x02\n\x13\x41piKeyConfiguration\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06prefix\x18\x02 \x01(\t\x12\x0e\n\x06scopes\x18\x03 \x03(\t\x12/\n\x0b\x65xpire_time\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12+\n\x06quotas\x18\x05 \x03(\x0b\x32\x1b.weir.v1.QuotaConfiguration\x12\x14\n\x0cprune_quotas\x18\x06 \x01(\x08\x12\x0e\n\x06models\x18\x07 \x03(\t\x12\x18\n\x10max_input_tokens\x18\x08 \x01(\x03\x12\x19\n\x11max_output_tokens\x18\t \x01(\x03\x12\x18\n\x10\x61llowed_networks\x18\n \x03(\t\"\x87\x04\n\x12QuotaConfiguration\x12*\n\tdimension\x18\x01 \x01(\x0e\x32\x17.weir.v1.QuotaDimension\x12\r\n\x05model\x18\x02 \x01(\t\x12\x13\n\x0blimit_value\x18\x03 \x01(\x03\x12\x14\n\x0c\x66or_new_keys\x18\x04 \x01(\x08\x12\x15\n\x08\x65nforced\x18\x05 \x01(\x08H\x00\x88\x01\x01\x12\x1f\n\x12input_weight_milli\x18\x06 \x01(\x03H\x01\x88\x01\x01\x12&\n\x19\x63\x61\x63hed_input_weight_milli\x18\x07 \x01(\x03H\x02\x88\x01\x01\x12 \n\x13output_weight_milli\x18\x08 \x01(\x03H\x03\x88\x01\x01\x12\x1f\n\x12raised_limit_value\x18\t \x01(\x03H\x04\x88\x01\x01\x12\x35\n\x11raised_until_time\x18\n \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x14\n\x0craise_reason\x18\x0b \x01(\t\x12*\n\x08\x61lert_at\x18\x0c \x01(\x0b\x32\x18.weir.v1.AlertThresholdsB\x0b\n\t_enforcedB\x15\n\x13_input_weight_milliB\x1c\n\x1a_cached_input_weight_milliB\x16\n\x14_output_weight_milliB\x15\n\x13_raised_limit_value\"\xef\x02\n\x12PriceConfiguration\x12\r\n\x05model\x18\x01 \x01(\t\x12\x15\n\rcurrency_code\x18\x02 \x01(\t\x12\x1d\n\x15input_picos_per_token\x18\x03 \x01(\x03\x12$\n\x1c\x63\x61\x63hed_input_picos_per_token\x18\x04 \x01(\x03\x12\x1e\n\x16output_picos_per_token\x18\x05 \x01(\x03\x12\x14\n\x0corganization\x18\x06 \x01(\t\x12&\n\x19\x65mbedding_picos_per_token\x18\x07 \x01(\x03H\x00\x88\x01\x01\x12#\n\x16\x62\x61tch_multiplier_milli\x18\x08 \x01(\x03H\x01\x88\x01\x01\x12\x32\n\x0e\x65\x66\x66\x65\x63tive_time\x18\t \x01(\x0b\x32\x1a.google.protobuf.TimestampB\x1c\n\x1a_embedding_picos_per_tokenB\x19\n\x17_batch_multiplier_milli\"\xcc\x02\n\x13\x43onfigurationChange\x12\x33\n\x06\x61\x63tion\x18\x01 \x01(\x0e\x32#.weir.v1.ConfigurationChange.Action\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12\x0c\n\x04path\x18\x03 \x01(\t\x12*\n\x05quota\x18\x04 \x01(\x0b\x32\x1b.weir.v1.QuotaConfiguration\x12$\n\x06\x66ields\x18\x05 \x03(\x0b\x32\x14.weir.v1.FieldChange\x12\x16\n\x0e\x61pi_key_prefix\x18\x06 \x01(\t\x12\x0e\n\x06secret\x18\x07 \x01(\t\"j\n\x06\x41\x63tion\x12\x16\n\x12\x41\x43TION_UNSPECIFIED\x10\x00\x12\x11\n\rACTION_CREATE\x10\x01\x12\x11\n\rACTION_UPDATE\x10\x02\x12\x11\n\rACTION_DELETE\x10\x03\x12\x0f\n\x0b\x41\x43TION_KEEP\x10\x04\"E\n\x0b\x46ieldChange\x12\r\n\x05\x66ield\x18\x01 \x01(\t\x12\x13\n\x0b\x62\x65\x66ore_json\x18\x02 \x01(\t\x12\x12\n\nafter_json\x18\x03 \x01(\t\"[\n\x19\x41pplyConfigurationRequest\x12-\n\rconfiguration\x18\x01 \x01(\x0b\x32\x16.weir.v1.Configuration\x12\x0f\n\x07\x64ry_run\x18\x02 \x01(\x08\"\xa8\x01\n\x1a\x41pplyConfigurationResponse\x12-\n\x07\x63hanges\x18\x01 \x03(\x0b\x32\x1c.weir.v1.ConfigurationChange\x12*\n\x04kept\x18\x02 \x03(\x0b\x32\x1c.weir.v1.ConfigurationChange\x12/\n\x08mistakes\x18\x03 \x03(\x0b\x32\x1d.weir.v1.ConfigurationMistake\":\n\x14\x43onfigurationMistake\x12\r\n\x05\x66ield\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\t\"2\n\x1a\x45xportConfigurationRequest\x12\x14\n\x0corganization\x18\x01 \x01(\t\"L\n\x1b\x45xportConfigurationResponse\x12-\n\rconfiguration\x18\x01 \x01(\x0b\x32\x16.weir.v1.Configurationb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,29 +36,29 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CONFIGURATION']._serialized_start=94
   _globals['_CONFIGURATION']._serialized_end=213
   _globals['_ORGANIZATIONCONFIGURATION']._serialized_start=216
-  _globals['_ORGANIZATIONCONFIGURATION']._serialized_end=396
-  _globals['_PROJECTCONFIGURATION']._serialized_start=399
-  _globals['_PROJECTCONFIGURATION']._serialized_end=566
-  _globals['_APIKEYCONFIGURATION']._serialized_start=569
-  _globals['_APIKEYCONFIGURATION']._serialized_end=847
-  _globals['_QUOTACONFIGURATION']._serialized_start=850
-  _globals['_QUOTACONFIGURATION']._serialized_end=1369
-  _globals['_PRICECONFIGURATION']._serialized_start=1372
-  _globals['_PRICECONFIGURATION']._serialized_end=1739
-  _globals['_CONFIGURATIONCHANGE']._serialized_start=1742
-  _globals['_CONFIGURATIONCHANGE']._serialized_end=2074
-  _globals['_CONFIGURATIONCHANGE_ACTION']._serialized_start=1968
-  _globals['_CONFIGURATIONCHANGE_ACTION']._serialized_end=2074
-  _globals['_FIELDCHANGE']._serialized_start=2076
-  _globals['_FIELDCHANGE']._serialized_end=2145
-  _globals['_APPLYCONFIGURATIONREQUEST']._serialized_start=2147
-  _globals['_APPLYCONFIGURATIONREQUEST']._serialized_end=2238
-  _globals['_APPLYCONFIGURATIONRESPONSE']._serialized_start=2241
-  _globals['_APPLYCONFIGURATIONRESPONSE']._serialized_end=2409
-  _globals['_CONFIGURATIONMISTAKE']._serialized_start=2411
-  _globals['_CONFIGURATIONMISTAKE']._serialized_end=2469
-  _globals['_EXPORTCONFIGURATIONREQUEST']._serialized_start=2471
-  _globals['_EXPORTCONFIGURATIONREQUEST']._serialized_end=2521
-  _globals['_EXPORTCONFIGURATIONRESPONSE']._serialized_start=2523
-  _globals['_EXPORTCONFIGURATIONRESPONSE']._serialized_end=2599
+  _globals['_ORGANIZATIONCONFIGURATION']._serialized_end=446
+  _globals['_PROJECTCONFIGURATION']._serialized_start=449
+  _globals['_PROJECTCONFIGURATION']._serialized_end=616
+  _globals['_APIKEYCONFIGURATION']._serialized_start=619
+  _globals['_APIKEYCONFIGURATION']._serialized_end=897
+  _globals['_QUOTACONFIGURATION']._serialized_start=900
+  _globals['_QUOTACONFIGURATION']._serialized_end=1419
+  _globals['_PRICECONFIGURATION']._serialized_start=1422
+  _globals['_PRICECONFIGURATION']._serialized_end=1789
+  _globals['_CONFIGURATIONCHANGE']._serialized_start=1792
+  _globals['_CONFIGURATIONCHANGE']._serialized_end=2124
+  _globals['_CONFIGURATIONCHANGE_ACTION']._serialized_start=2018
+  _globals['_CONFIGURATIONCHANGE_ACTION']._serialized_end=2124
+  _globals['_FIELDCHANGE']._serialized_start=2126
+  _globals['_FIELDCHANGE']._serialized_end=2195
+  _globals['_APPLYCONFIGURATIONREQUEST']._serialized_start=2197
+  _globals['_APPLYCONFIGURATIONREQUEST']._serialized_end=2288
+  _globals['_APPLYCONFIGURATIONRESPONSE']._serialized_start=2291
+  _globals['_APPLYCONFIGURATIONRESPONSE']._serialized_end=2459
+  _globals['_CONFIGURATIONMISTAKE']._serialized_start=2461
+  _globals['_CONFIGURATIONMISTAKE']._serialized_end=2519
+  _globals['_EXPORTCONFIGURATIONREQUEST']._serialized_start=2521
+  _globals['_EXPORTCONFIGURATIONREQUEST']._serialized_end=2571
+  _globals['_EXPORTCONFIGURATIONRESPONSE']._serialized_start=2573
+  _globals['_EXPORTCONFIGURATIONRESPONSE']._serialized_end=2649
 # @@protoc_insertion_point(module_scope)

@@ -62,6 +62,7 @@ class OrganizationConfiguration(_message.Message):
     QUOTAS_FIELD_NUMBER: _builtins.int
     PROJECTS_FIELD_NUMBER: _builtins.int
     PRUNE_QUOTAS_FIELD_NUMBER: _builtins.int
+    BILLING_PROFILE_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """See `Organization.name`."""
     currency_code: _builtins.str
@@ -76,6 +77,10 @@ class OrganizationConfiguration(_message.Message):
     def projects(self) -> _containers.RepeatedCompositeFieldContainer[Global___ProjectConfiguration]:
         """Its projects, each once."""
 
+    @_builtins.property
+    def billing_profile(self) -> _types_pb2.BillingProfile:
+        """Its billing profile, replaced as a whole. Unset: it stays as it is."""
+
     def __init__(
         self,
         *,
@@ -84,10 +89,11 @@ class OrganizationConfiguration(_message.Message):
         quotas: _abc.Iterable[Global___QuotaConfiguration] | None = ...,
         projects: _abc.Iterable[Global___ProjectConfiguration] | None = ...,
         prune_quotas: _builtins.bool = ...,
+        billing_profile: _types_pb2.BillingProfile | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["billing_profile", b"billing_profile"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["currency_code", b"currency_code", "name", b"name", "projects", b"projects", "prune_quotas", b"prune_quotas", "quotas", b"quotas"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["billing_profile", b"billing_profile", "currency_code", b"currency_code", "name", b"name", "projects", b"projects", "prune_quotas", b"prune_quotas", "quotas", b"quotas"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -402,7 +408,7 @@ class ConfigurationChange(_message.Message):
     action: Global___ConfigurationChange.Action.ValueType
     """What is done."""
     kind: _builtins.str
-    """On what: "organization", "project", "key", "quota" or "price"."""
+    """On what: "organization", "billing_profile", "project", "key", "quota" or "price"."""
     path: _builtins.str
     """Where: "acme", "acme/search", "acme/search/laptop"; for a price the model. A quota has the path of its subject."""
     api_key_prefix: _builtins.str

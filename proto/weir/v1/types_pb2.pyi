@@ -454,3 +454,65 @@ class AlertThresholds(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___AlertThresholds: _TypeAlias = AlertThresholds  # noqa: Y015
+
+@_typing.final
+class BillingProfile(_message.Message):
+    """Whom an organization's invoices are addressed to, and where they are sent. Empty for what is not known. An address has at least
+    `address_line1` and `country`. No field may hold control characters or line breaks.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EMAILS_FIELD_NUMBER: _builtins.int
+    LEGAL_NAME_FIELD_NUMBER: _builtins.int
+    ADDRESS_LINE1_FIELD_NUMBER: _builtins.int
+    ADDRESS_LINE2_FIELD_NUMBER: _builtins.int
+    CITY_FIELD_NUMBER: _builtins.int
+    POSTAL_CODE_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    COUNTRY_FIELD_NUMBER: _builtins.int
+    TAX_ID_FIELD_NUMBER: _builtins.int
+    LANGUAGE_FIELD_NUMBER: _builtins.int
+    legal_name: _builtins.str
+    """Registered name, up to 256 characters. Empty: documents are addressed to the organization's name."""
+    address_line1: _builtins.str
+    """Street and number, up to 200 characters."""
+    address_line2: _builtins.str
+    """Building, floor or department, up to 200 characters."""
+    city: _builtins.str
+    """City, up to 100 characters."""
+    postal_code: _builtins.str
+    """Postal code, up to 20 characters."""
+    state: _builtins.str
+    """State, province or region, up to 100 characters."""
+    country: _builtins.str
+    """ISO 3166-1 alpha-2 code, such as "DE"."""
+    tax_id: _builtins.str
+    """Tax id as it is printed on documents, up to 50 characters. It is not sent to Stripe."""
+    language: _builtins.str
+    """IETF language tag in which Stripe writes to the customer, such as "de" or "pt-BR"."""
+    @_builtins.property
+    def emails(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """E-mail addresses, at most 10, each once. Stripe sends invoices to the first; the others are for the operator."""
+
+    def __init__(
+        self,
+        *,
+        emails: _abc.Iterable[_builtins.str] | None = ...,
+        legal_name: _builtins.str = ...,
+        address_line1: _builtins.str = ...,
+        address_line2: _builtins.str = ...,
+        city: _builtins.str = ...,
+        postal_code: _builtins.str = ...,
+        state: _builtins.str = ...,
+        country: _builtins.str = ...,
+        tax_id: _builtins.str = ...,
+        language: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address_line1", b"address_line1", "address_line2", b"address_line2", "city", b"city", "country", b"country", "emails", b"emails", "language", b"language", "legal_name", b"legal_name", "postal_code", b"postal_code", "state", b"state", "tax_id", b"tax_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BillingProfile: _TypeAlias = BillingProfile  # noqa: Y015

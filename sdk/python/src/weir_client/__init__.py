@@ -81,6 +81,7 @@ if TYPE_CHECKING:
     from weir_client.accounts import (
         ApiKey,
         AuditEntry,
+        BillingProfile,
         CreatedApiKey,
         MonthReport,
         MonthReportLine,
@@ -205,6 +206,7 @@ __all__ = [
     "AttachOptions",
     "AuditEntry",
     "BillingClient",
+    "BillingProfile",
     "Cancelled",
     "ChangeAction",
     "Choice",

@@ -21,6 +21,25 @@ class TokenKind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class BillingProfile:
+    """Whom an organization's invoices are addressed to. Empty for what is not known.
+
+    emails: Stripe sends invoices to the first; the others are for the operator.
+    """
+
+    emails: tuple[str, ...] = ()
+    legal_name: str = ""
+    address_line1: str = ""
+    address_line2: str = ""
+    city: str = ""
+    postal_code: str = ""
+    state: str = ""
+    country: str = ""  # ISO 3166-1 alpha-2, such as "DE"
+    tax_id: str = ""
+    language: str = ""  # IETF tag, such as "de" or "pt-BR"
+
+
+@dataclass(frozen=True, slots=True)
 class Organization:
     """A customer."""
 
@@ -28,6 +47,7 @@ class Organization:
     name: str
     currency_code: str
     create_time: datetime | None
+    billing_profile: BillingProfile | None = None  # None: none was ever set
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,3 +178,4 @@ class MonthReport:
     tax_note: str = ""
     report_format: int = 0
     receipts_root: str = ""
+    billing_profile: BillingProfile | None = None  # of a closed month as it was at the close

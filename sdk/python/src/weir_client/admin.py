@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Sequence
+from dataclasses import asdict
 from datetime import datetime, timedelta
 
 from weir.v1 import admin_service_pb2 as admin_pb
 from weir.v1 import types_pb2
 
 from weir_client import wire, wire_accounts
-from weir_client.accounts import ApiKey, AuditEntry, CreatedApiKey, Organization, Project, RotatedApiKey
+from weir_client.accounts import ApiKey, AuditEntry, BillingProfile, CreatedApiKey, Organization, Project, RotatedApiKey
 from weir_client.admin_terms import AsyncTermCalls
 from weir_client.values import QuotaDimension, QuotaStatus, QuotaSubject
 from weir_client.wire import time_of
@@ -42,6 +43,14 @@ class AsyncAdminClient(AsyncTermCalls):
         request = admin_pb.ListOrganizationsRequest()
         response = await self._call(self._stub.ListOrganizations, request)
         return [wire_accounts.organization(each) for each in response.organizations]
+
+    async def set_billing_profile(self, organization: str, profile: BillingProfile) -> Organization:
+        """Replaces the billing profile of an organization: a field that is empty is empty afterwards."""
+        request = admin_pb.SetBillingProfileRequest(
+            organization=organization, billing_profile=types_pb2.BillingProfile(**asdict(profile))
+        )
+        response = await self._call(self._stub.SetBillingProfile, request)
+        return wire_accounts.organization(response.organization)
 
     async def create_project(
         self, organization: str, name: str, *, allow_existing: bool = False, request_id: str | None = None

@@ -20,6 +20,7 @@ class AdminClient(BlockingUnaryClient):
 
     create_organization = blocking(AsyncAdminClient.create_organization)
     list_organizations = blocking(AsyncAdminClient.list_organizations)
+    set_billing_profile = blocking(AsyncAdminClient.set_billing_profile)
     create_project = blocking(AsyncAdminClient.create_project)
     list_projects = blocking(AsyncAdminClient.list_projects)
     create_api_key = blocking(AsyncAdminClient.create_api_key)

@@ -24,6 +24,22 @@ DIMENSION_NUMBERS = {QuotaDimension.UNSPECIFIED: types_pb2.QUOTA_DIMENSION_UNSPE
 }
 
 
+def billing_profile(message: types_pb2.BillingProfile) -> accounts.BillingProfile:
+    """A billing profile."""
+    return accounts.BillingProfile(
+        emails=tuple(message.emails),
+        legal_name=message.legal_name,
+        address_line1=message.address_line1,
+        address_line2=message.address_line2,
+        city=message.city,
+        postal_code=message.postal_code,
+        state=message.state,
+        country=message.country,
+        tax_id=message.tax_id,
+        language=message.language,
+    )
+
+
 def organization(message: admin_pb.Organization) -> accounts.Organization:
     """A customer."""
     return accounts.Organization(
@@ -31,6 +47,7 @@ def organization(message: admin_pb.Organization) -> accounts.Organization:
         name=message.name,
         currency_code=message.currency_code,
         create_time=time_of(message.create_time) if message.HasField("create_time") else None,
+        billing_profile=billing_profile(message.billing_profile) if message.HasField("billing_profile") else None,
     )
 
 
@@ -117,6 +134,7 @@ def month_report(message: billing_pb.GetMonthReportResponse) -> accounts.MonthRe
         tax_note=message.tax_note,
         report_format=message.report_format,
         receipts_root=message.receipts_root,
+        billing_profile=billing_profile(message.billing_profile) if message.HasField("billing_profile") else None,
     )
 
 

@@ -1,0 +1,408 @@
+"""Billing profiles: whom an organization's invoices are addressed to, and where Stripe sends them.
+
+A profile is replaced as a whole. The audit log keeps the earlier ones. A closed month keeps the
+profile that it was closed with (`billing/invoice_models.py`). Functions take a session and never commit.
+"""
+
+from __future__ import annotations
+
+import re
+import uuid
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from sqlalchemy import func, select
+from sqlalchemy.dialects.postgresql import insert
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from metering.errors import InvalidValue
+from metering.models import BillingProfileRow
+from metering.tenants.audit import record_change
+from metering.tenants.tenants import find_organization
+
+EMAILS_MAX = 10
+EMAIL_CHARS_MAX = 254  # RFC 5321; Stripe takes 512
+LEGAL_NAME_CHARS_MAX = 256  # Stripe's limit for a customer's name
+# Deliberately narrower than RFC 5322: no quoted local parts, no address literals, no comments.
+EMAIL_FORM = re.compile(
+    r"[A-Za-z0-9!#$%&'*+/=?^_`{|}~-]+(\.[A-Za-z0-9!#$%&'*+/=?^_`{|}~-]+)*"
+    r"@([A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?\.)+[A-Za-z][A-Za-z0-9-]{0,61}[A-Za-z0-9]",
+    re.ASCII,
+)
+LOCAL_PART_CHARS_MAX = 64
+LANGUAGE_FORM = re.compile(r"[a-z]{2,3}(-[A-Z][a-z]{3})?(-([A-Z]{2}|[0-9]{3}))?", re.ASCII)
+TEXT_CHARS_MAX: Mapping[str, int] = {
+    "legal_name": LEGAL_NAME_CHARS_MAX,
+    "address_line1": 200,
+    "address_line2": 200,
+    "city": 100,
+    "postal_code": 20,
+    "state": 100,
+    "tax_id": 50,
+}
+ADDRESS_FIELDS = ("address_line1", "address_line2", "city", "postal_code", "state", "country")
+# ISO 3166-1 alpha-2, the officially assigned codes.
+COUNTRIES = frozenset(
+    [
+        "AD",
+        "AE",
+        "AF",
+        "AG",
+        "AI",
+        "AL",
+        "AM",
+        "AO",
+        "AQ",
+        "AR",
+        "AS",
+        "AT",
+        "AU",
+        "AW",
+        "AX",
+        "AZ",
+        "BA",
+        "BB",
+        "BD",
+        "BE",
+        "BF",
+        "BG",
+        "BH",
+        "BI",
+        "BJ",
+        "BL",
+        "BM",
+        "BN",
+        "BO",
+        "BQ",
+        "BR",
+        "BS",
+        "BT",
+        "BV",
+        "BW",
+        "BY",
+        "BZ",
+        "CA",
+        "CC",
+        "CD",
+        "CF",
+        "CG",
+        "CH",
+        "CI",
+        "CK",
+        "CL",
+        "CM",
+        "CN",
+        "CO",
+        "CR",
+        "CU",
+        "CV",
+        "CW",
+        "CX",
+        "CY",
+        "CZ",
+        "DE",
+        "DJ",
+        "DK",
+        "DM",
+        "DO",
+        "DZ",
+        "EC",
+        "EE",
+        "EG",
+        "EH",
+        "ER",
+        "ES",
+        "ET",
+        "FI",
+        "FJ",
+        "FK",
+        "FM",
+        "FO",
+        "FR",
+        "GA",
+        "GB",
+        "GD",
+        "GE",
+        "GF",
+        "GG",
+        "GH",
+        "GI",
+        "GL",
+        "GM",
+        "GN",
+        "GP",
+        "GQ",
+        "GR",
+        "GS",
+        "GT",
+        "GU",
+        "GW",
+        "GY",
+        "HK",
+        "HM",
+        "HN",
+        "HR",
+        "HT",
+        "HU",
+        "ID",
+        "IE",
+        "IL",
+        "IM",
+        "IN",
+        "IO",
+        "IQ",
+        "IR",
+        "IS",
+        "IT",
+        "JE",
+        "JM",
+        "JO",
+        "JP",
+        "KE",
+        "KG",
+        "KH",
+        "KI",
+        "KM",
+        "KN",
+        "KP",
+        "KR",
+        "KW",
+        "KY",
+        "KZ",
+        "LA",
+        "LB",
+        "LC",
+        "LI",
+        "LK",
+        "LR",
+        "LS",
+        "LT",
+        "LU",
+        "LV",
+        "LY",
+        "MA",
+        "MC",
+        "MD",
+        "ME",
+        "MF",
+        "MG",
+        "MH",
+        "MK",
+        "ML",
+        "MM",
+        "MN",
+        "MO",
+        "MP",
+        "MQ",
+        "MR",
+        "MS",
+        "MT",
+        "MU",
+        "MV",
+        "MW",
+        "MX",
+        "MY",
+        "MZ",
+        "NA",
+        "NC",
+        "NE",
+        "NF",
+        "NG",
+        "NI",
+        "NL",
+        "NO",
+        "NP",
+        "NR",
+        "NU",
+        "NZ",
+        "OM",
+        "PA",
+        "PE",
+        "PF",
+        "PG",
+        "PH",
+        "PK",
+        "PL",
+        "PM",
+        "PN",
+        "PR",
+        "PS",
+        "PT",
+        "PW",
+        "PY",
+        "QA",
+        "RE",
+        "RO",
+        "RS",
+        "RU",
+        "RW",
+        "SA",
+        "SB",
+        "SC",
+        "SD",
+        "SE",
+        "SG",
+        "SH",
+        "SI",
+        "SJ",
+        "SK",
+        "SL",
+        "SM",
+        "SN",
+        "SO",
+        "SR",
+        "SS",
+        "ST",
+        "SV",
+        "SX",
+        "SY",
+        "SZ",
+        "TC",
+        "TD",
+        "TF",
+        "TG",
+        "TH",
+        "TJ",
+        "TK",
+        "TL",
+        "TM",
+        "TN",
+        "TO",
+        "TR",
+        "TT",
+        "TV",
+        "TW",
+        "TZ",
+        "UA",
+        "UG",
+        "UM",
+        "US",
+        "UY",
+        "UZ",
+        "VA",
+        "VC",
+        "VE",
+        "VG",
+        "VI",
+        "VN",
+        "VU",
+        "WF",
+        "WS",
+        "YE",
+        "YT",
+        "ZA",
+        "ZM",
+        "ZW",
+    ]
+)
+
+
+@dataclass(frozen=True, slots=True)
+class BillingProfile:
+    """Whom an organization's invoices are addressed to. Empty for what is not known.
+
+    emails: Stripe sends to the first; the others are for the operator. language: IETF tag, such as `de` or `pt-BR`.
+    """
+
+    emails: tuple[str, ...] = ()
+    legal_name: str = ""
+    address_line1: str = ""
+    address_line2: str = ""
+    city: str = ""
+    postal_code: str = ""
+    state: str = ""
+    country: str = ""
+    tax_id: str = ""
+    language: str = ""
+
+    @property
+    def email(self) -> str:
+        """The address that Stripe sends invoices to; empty if there is none."""
+        return self.emails[0] if self.emails else ""
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """Postal address, tax id and e-mail as the lines of a document."""
+        place = " ".join(filter(None, (self.city, self.state, self.postal_code)))
+        tax = f"Tax ID {self.tax_id}" if self.tax_id else ""
+        return tuple(filter(None, (self.address_line1, self.address_line2, place, self.country, tax, self.email)))
+
+    def as_json(self) -> dict[str, Any]:
+        """The fields as JSON values."""
+        return asdict(self) | {"emails": list(self.emails)}
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> BillingProfile:
+        """The profile that `as_json` wrote."""
+        return cls(**{**document, "emails": tuple(document["emails"])})
+
+
+async def billing_profiles(session: AsyncSession) -> dict[uuid.UUID, BillingProfile]:
+    """All profiles, by organization id. Organizations without one are left out."""
+    return {row.organization_id: profile_of(row) for row in await session.scalars(select(BillingProfileRow))}
+
+
+async def billing_profile(session: AsyncSession, organization_id: uuid.UUID) -> BillingProfile | None:
+    """The profile of an organization; None if none was ever set."""
+    row = await session.get(BillingProfileRow, organization_id, populate_existing=True)
+    return None if row is None else profile_of(row)
+
+
+async def set_billing_profile(session: AsyncSession, *, organization: str, profile: BillingProfile, actor: str) -> BillingProfile:
+    """Replace the profile of an organization, given by name or id. Raises: NotFound, InvalidValue."""
+    owner = await find_organization(session, organization)
+    checked = checked_profile(profile)
+    before = await billing_profile(session, owner.id)
+    if checked == before:
+        return checked
+    values = checked.as_json() | {"organization_id": owner.id}
+    statement = insert(BillingProfileRow).values(values)
+    changed = {name: statement.excluded[name] for name in checked.as_json()} | {"updated_at": func.now()}
+    await session.execute(statement.on_conflict_do_update(index_elements=["organization_id"], set_=changed))
+    await record_change(
+        session,
+        actor=actor,
+        action="billing_profile.set",
+        subject_id=str(owner.id),
+        before=None if before is None else before.as_json(),
+        after=checked.as_json(),
+    )
+    return checked
+
+
+def profile_of(row: BillingProfileRow) -> BillingProfile:
+    """The profile that a row holds."""
+    names = (each.name for each in fields(BillingProfile) if each.name != "emails")
+    return BillingProfile(emails=tuple(row.emails), **{name: getattr(row, name) for name in names})
+
+
+def checked_profile(profile: BillingProfile) -> BillingProfile:
+    """The profile, if every field is valid. Raises: InvalidValue naming the first field that is not."""
+    if len(profile.emails) > EMAILS_MAX:
+        raise InvalidValue("emails", f"give at most {EMAILS_MAX} addresses, got {len(profile.emails)}")
+    for email in profile.emails:
+        if len(email) > EMAIL_CHARS_MAX or len(email.partition("@")[0]) > LOCAL_PART_CHARS_MAX:
+            limits = f"at most {EMAIL_CHARS_MAX} characters, {LOCAL_PART_CHARS_MAX} of them before the @"
+            raise InvalidValue("emails", f"give addresses of {limits}")
+        if not EMAIL_FORM.fullmatch(email):
+            raise InvalidValue("emails", f"{email!r} is not an e-mail address: write it as billing@example.com")
+    if len({email.lower() for email in profile.emails}) < len(profile.emails):
+        raise InvalidValue("emails", "an address is given twice: give each once")
+    for name, chars_max in TEXT_CHARS_MAX.items():
+        text: str = getattr(profile, name)
+        if len(text) > chars_max:
+            raise InvalidValue(name, f"must have at most {chars_max} characters, got {len(text)}")
+        if not text.isprintable():
+            raise InvalidValue(name, "must not contain control characters or line breaks")
+        if text != text.strip():
+            raise InvalidValue(name, "must not begin or end with a space")
+    if profile.country and profile.country not in COUNTRIES:
+        raise InvalidValue("country", f"{profile.country[:10]!r} is not an ISO 3166-1 alpha-2 code: write it as DE or US")
+    if profile.language and not LANGUAGE_FORM.fullmatch(profile.language):
+        raise InvalidValue("language", f"{profile.language[:10]!r} is not a language tag: write it as de or pt-BR")
+    if any(getattr(profile, name) for name in ADDRESS_FIELDS):
+        for name in ("address_line1", "country"):
+            if not getattr(profile, name):
+                raise InvalidValue(name, "is missing: an address has at least its first line and its country")
+    return profile
