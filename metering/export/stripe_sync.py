@@ -296,10 +296,10 @@ def customer_details(name: str, profile: BillingProfile | None) -> dict[str, Any
 
 def detail_of(customer: Mapping[str, Any] | None, name: str) -> Any:
     """A detail that Stripe knows of a customer, in the form of `customer_details`."""
-    value = (customer or {}).get(name) or ""
+    value: Any = (customer or {}).get(name) or ""
     if name == "address" and value:
-        value = {part: value.get(part) or "" for part in ADDRESS_FIELDS}
-        return value if any(value.values()) else ""
+        address = {part: value.get(part) or "" for part in ADDRESS_FIELDS}
+        return address if any(address.values()) else ""
     return value
 
 
