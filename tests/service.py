@@ -47,6 +47,7 @@ from metering.models import QuotaDimension, QuotaSubject
 from metering.quotas.quota_admin import set_quota
 from metering.store.db import create_engine, create_sessions, psycopg_conninfo
 from metering.tenants.tenants import KeyRecord, create_api_key, create_organization, create_project, revoke_api_key
+from tests.api_forks import ForkedApi, Forks
 from tests.inference.checkpoints import LlamaShape, make_checkpoint
 
 MODEL = "tiny"
@@ -56,6 +57,7 @@ POLL_S = 0.01
 INPUT_PICOS, CACHED_PICOS, OUTPUT_PICOS = 150_000, 15_000, 600_000
 PLAIN_IDS = range(7, 400)  # of the tiny tokenizer; those below are special tokens
 SMALL_WINDOWS = (("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0), ("grpc.http2.write_buffer_size", 0))
+FORKS = Forks()
 
 Value = TypeVar("Value")
 Detail = TypeVar("Detail", bound=Message)
@@ -141,7 +143,7 @@ class Service:
         self.database_url = database_url
         self.books = Books(database_url)
         self.tokenizer = Tokenizer(model)
-        self.process: subprocess.Popen[bytes] | None = None
+        self.process: subprocess.Popen[bytes] | ForkedApi | None = None
         self.address = ""
         self.credentials: grpc.ChannelCredentials | None = None  # of its clients, where it speaks TLS
         self._priced = False
@@ -184,9 +186,11 @@ class Service:
         forget_endpoint(self.home)
         environment = {**os.environ, **self.settings.to_environment(), "WEIR_LOG": "info"}
         self.home.mkdir(parents=True, exist_ok=True)
-        with (self.home / "api.log").open("ab") as log:
-            command = [sys.executable, "-m", "api"]
-            self.process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        self.process = FORKS.start(environment, self.home / "api.log")
+        if self.process is None:
+            with (self.home / "api.log").open("ab") as log:
+                command = [sys.executable, "-m", "api"]
+                self.process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
 
     def start(self, *, serving: bool = True) -> None:
         """Start the process, and wait until it takes requests, or only until it listens."""
