@@ -39,7 +39,7 @@ import uvloop
 from api.settings import Settings, bundled_models
 from bench.admission import server
 from bench.admission_peers import MODEL
-from bench.adversary_attacks import ATTACKS, Target
+from bench.adversary_attacks import ATTACKS, BROKEN, Target
 from bench.front import create_keys, is_serving, on_core, wait_for
 from bench.processes import children_of, claim_cores, cpu_s
 from bench.streams import scale
@@ -70,7 +70,6 @@ LINE_COLUMNS = (
     "restarts",
     "INTERNAL",
 )
-BROKEN = frozenset({"INTERNAL", "UNKNOWN", "DATA_LOSS", "http 500"})
 CALM_MAX_S = 60.0  # between phases: for what the attacker left to end
 CALM_ANSWER_S = 0.2  # of a health check
 
@@ -189,12 +188,8 @@ class Phase:
 
     def internal(self) -> int:
         """Answers that blame the server."""
-        return sum(
-            count
-            for statuses in self.answers.values()
-            for name, count in statuses.items()
-            if name.split()[-1] in BROKEN or name in BROKEN
-        )
+        statuses = sum((Counter(each) for each in self.answers.values()), Counter[str]())
+        return sum(count for name, count in statuses.items() if not BROKEN.isdisjoint(name.split()) or name == "http 500")
 
     def figures(self) -> dict[str, float]:
         """Figures by name: milliseconds but for the last two."""

@@ -49,6 +49,8 @@ NESTING = 100_000
 MESSAGE_COUNT = 9_001
 LONG_TEXT = "hotel " * (NEAR_LIMIT_BYTES // 6)
 
+WRITE_FAILED = "Internal error from Core"  # of grpc.aio itself: a message was not written because the call had ended
+BROKEN = frozenset({"INTERNAL", "UNKNOWN", "DATA_LOSS"})  # statuses that blame the server
 STATUS_NAMES = {code.value[0]: code.name for code in grpc.StatusCode}
 TEXTS = [
     *("\0", "a\0b", "\x01\x1f\x7f\x85", "\ufffe\uffff", "\u202eabc\u202c", "\u200b" * 300, "ｕｓｅｒ", "<|im_start|>system"),
@@ -141,14 +143,26 @@ async def run_attack(target: Target, name: str, payload: Payload) -> None:
                 await ATTACKS[name].work(target, payload)
             except* (grpc.aio.AioRpcError, OSError, asyncio.InvalidStateError) as group:
                 for error in group.exceptions:
-                    target.count(
-                        name, f"ended: {error.code().name if isinstance(error, grpc.aio.AioRpcError) else type(error).__name__}"
-                    )
+                    target.count(name, f"ended: {ending(error)}")
                 await asyncio.sleep(AWAY_PAUSE_S)
 
     async with asyncio.TaskGroup() as tasks:
         for _ in range(ATTACKS[name].workers):
             tasks.create_task(work())
+
+
+def ending(error: Exception) -> str:
+    """Status of a call that failed, or the type of another error."""
+    if not isinstance(error, grpc.aio.AioRpcError):
+        return type(error).__name__
+    return named(error.code(), error.details())
+
+
+def named(code: grpc.StatusCode, details: str | None) -> str:
+    """Name of a status, with its text if it blames the server."""
+    if details == WRITE_FAILED:
+        return "write failed"
+    return f"{code.name} ({details})"[:100] if code.name in BROKEN else code.name
 
 
 # --- Frames -----------------------------------------------------------------------------------------------------------------
@@ -208,7 +222,7 @@ async def talk(
             finally:
                 writer.cancel()
                 call.cancel()
-        target.count(name, f"stream {(await call.code()).name}")
+        target.count(name, f"stream {named(await call.code(), await call.details())}")
 
 
 def count_frames(target: Target, name: str, data: bytes) -> int:
@@ -447,7 +461,7 @@ async def call(target: Target, name: str, path: str, message: bytes, *, key: str
     finally:
         opened.cancel()
     status = await opened.code()
-    target.count(name, status.name)
+    target.count(name, named(status, await opened.details()))
     if status is grpc.StatusCode.UNAVAILABLE:
         await asyncio.sleep(AWAY_PAUSE_S)
 

@@ -1,32 +1,46 @@
-"""Bytes that no client of ours sends: as messages of every call, as frames in any order, as metadata, as a connection.
+"""Hostile bytes on the wire: as messages of every call, as frames in any order, as metadata, as a connection.
 
-Whatever comes, each call ends with a status that is neither unknown nor an incident, and at the end nothing is left of any of it.
-`WEIR_TEST_WIRE_EXAMPLES` says how many attacks are made.
+An administrator lists live requests all the while. Whatever comes, each call ends with a status that is neither unknown nor an
+incident, and at the end nothing is left of any of it: no hold, permit, task, executor work, live request or file descriptor.
+
+`WEIR_TEST_WIRE_EXAMPLES` sets how many attacks are made. `WEIR_FUZZ_FRAMES` repeats that with new seeds until so many frames were
+sent, and prints what they came to:
+
+    WEIR_FUZZ_FRAMES=1000000 python -m pytest tests/e2e/test_fuzz_wire.py -s
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
 import random
-from collections.abc import Sequence
+import uuid
+from collections import Counter
+from collections.abc import MutableMapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 from google.protobuf.descriptor_pool import Default
-from hypothesis import HealthCheck, given, settings
+from google.protobuf.message import DecodeError
+from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
+from weir.v1 import admin_service_pb2_grpc as admin_pb_grpc
 from weir.v1 import inference_service_pb2 as pb
+from weir.v1 import live_requests_pb2 as live_pb
 
 from api.server import SERVICES
 from metering.models import QuotaDimension
-from tests.service import PATIENCE_S, Inside, Service, Tenant, bearer, cancel, run_inside, start, until
+from tests.e2e.test_fuzz import any_start, good
+from tests.service import MODEL, PATIENCE_S, Inside, Service, Tenant, bearer, cancel, run_inside, start, until
 
 EXAMPLES = int(os.environ.get("WEIR_TEST_WIRE_EXAMPLES", "150"))
+FRAMES = int(os.environ.get("WEIR_FUZZ_FRAMES", "0"))
+FRAMES_PER_S_MIN = 50  # far below what a busy machine takes: the limit on the time of a long run
 GENERATE = "/weir.v1.InferenceService/Generate"
 PATHS = [
     f"/{name}/{method.name}"
@@ -37,21 +51,32 @@ IDS = [f"00000000-0000-4000-8000-00000000000{number}" for number in range(4)]  #
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 # A stream that is not cancelled has to end by itself: its requests are short.
 SHORT: dict[str, Any] = {"max_output_tokens": 3}
+WRITE_FAILED = "Internal error from Core"  # of grpc.aio itself: a message was not written because the call had ended
+BURST_SIZES, BURST_MESSAGES = (1, 20, 200), 4
+FILES_SLACK = 20  # connections of pools and of the client's that stay open for a while
 
 
-def any_frame(kind: str, request_id: str) -> pb.ClientFrame:
-    """A frame of a kind of the contract, with nothing in it but what makes it one."""
-    if kind == "start":
-        return start(request_id, **SHORT)
-    frame = cancel(request_id) if kind == "cancel" else pb.ClientFrame(request_id=request_id)
-    if kind not in ("cancel", "none"):
-        getattr(frame, kind).SetInParent()
+def any_frame(kind: str, request_id: str, number: int, fields: dict[str, Any]) -> pb.ClientFrame:
+    """A frame of a kind of the contract, with this number in each field that takes one. fields: of a start."""
+    match kind:
+        case "start":
+            return start(request_id, **(SHORT | fields))
+        case "cancel":
+            return cancel(request_id)
+        case "none":
+            return pb.ClientFrame(request_id=request_id)
+    frame = pb.ClientFrame(request_id=request_id)
+    content = getattr(frame, kind)
+    content.SetInParent()
+    for field in content.DESCRIPTOR.fields:
+        if number and field.cpp_type == field.CPPTYPE_INT64:
+            setattr(content, field.name, number)
     return frame
 
 
-def damaged(message: bytes, seed: int) -> bytes:
+def damaged(message: bytes, number: int) -> bytes:
     """The message with some bytes changed, cut off or repeated."""
-    chance = random.Random(seed)
+    chance = random.Random(number)
     content = bytearray(message)
     for _ in range(chance.randint(1, 4)):
         if not content:
@@ -70,7 +95,19 @@ def damaged(message: bytes, seed: int) -> bytes:
 
 
 KINDS = ["none", *(field.name for field in pb.ClientFrame.DESCRIPTOR.oneofs_by_name["kind"].fields)]
-frames = st.builds(any_frame, st.sampled_from(KINDS), st.sampled_from([*IDS, "", "no id"]))
+numbers = st.sampled_from([0, 0, 1, 3, -1, 2**31, -(2**63), 2**63 - 1])
+names = st.sampled_from([MODEL, f"{MODEL}\0", "\0", "x" * 300, "ｔｉｎｙ", "\u200b"])
+# Starts as others have them, but short: each that is admitted has to come to its end.
+start_fields = st.builds(
+    lambda model, rest: (
+        {"model": model} | {name: value for name, value in rest.items() if name not in ("max_output_tokens", "model")}
+    ),
+    names,
+    good | any_start,
+)
+frames = st.builds(
+    any_frame, st.sampled_from(KINDS), st.sampled_from([*IDS, "", "no id", "\0"]), numbers, st.just({}) | start_fields
+)
 messages = st.builds(lambda some: pb.GenerateRequest(frames=some).SerializeToString(), st.lists(frames, max_size=5))
 bodies = st.one_of(messages, st.builds(damaged, messages, st.integers(0, 2**32)), st.binary(max_size=300))
 keys = st.sampled_from(
@@ -83,9 +120,38 @@ metadata = st.lists(st.tuples(keys, values), max_size=4)
 attacks = st.one_of(
     st.tuples(st.just("unary"), st.sampled_from(PATHS), st.binary(max_size=200)),
     st.tuples(st.just("stream"), st.lists(bodies, max_size=5), st.booleans()),
+    st.tuples(st.just("burst"), st.lists(frames, min_size=1, max_size=8), st.integers(0, 2**32), st.booleans()),
     st.tuples(st.just("metadata"), st.sampled_from(PATHS), metadata),
     st.tuples(st.just("connection"), st.booleans(), st.binary(max_size=400)),
 )
+
+
+def burst(some: Sequence[pb.ClientFrame], number: int) -> list[bytes]:
+    """Messages of many frames, which are some few in any order, for requests that are known and for new ones."""
+    chance = random.Random(number)
+    size = chance.choice(BURST_SIZES)
+    return [
+        pb.GenerateRequest(frames=[renamed(chance.choice(some), chance) for _ in range(size)]).SerializeToString()
+        for _ in range(chance.randint(1, BURST_MESSAGES))
+    ]
+
+
+def renamed(frame: pb.ClientFrame, chance: random.Random) -> pb.ClientFrame:
+    """The frame, at times for a request that nobody has heard of."""
+    if chance.random() < 0.5:
+        return frame
+    other = pb.ClientFrame()
+    other.CopyFrom(frame)
+    other.request_id = str(uuid.UUID(int=chance.getrandbits(128), version=4))
+    return other
+
+
+def count_frames(message: bytes) -> int:
+    """The number of frames of a message; 1 if it cannot be parsed."""
+    try:
+        return len(pb.GenerateRequest.FromString(message).frames)
+    except DecodeError:
+        return 1
 
 
 class Attacker:
@@ -95,7 +161,8 @@ class Attacker:
         self.service = service
         self.tenant = tenant
         self.channel = channel
-        self.codes: set[grpc.StatusCode] = set()
+        self.codes: Counter[grpc.StatusCode] = Counter()
+        self.frame_count = 0
 
     async def attack(self, kind: str, *details: Any) -> None:
         """One of them."""
@@ -105,6 +172,8 @@ class Attacker:
                     await self.call(details[0], [details[1]], bearer(self.tenant.secret))
                 case "stream":
                     await self.call(GENERATE, details[0], bearer(self.tenant.secret), hang_up=details[1])
+                case "burst":
+                    await self.call(GENERATE, burst(*details[:2]), bearer(self.tenant.secret), hang_up=details[2])
                 case "metadata":
                     await self.call(details[0], [b""], [(key, as_metadata(key, value)) for key, value in details[1]])
                 case _:
@@ -119,6 +188,8 @@ class Attacker:
             opened = opening(metadata=given_metadata, timeout=PATIENCE_S)
             with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
                 for message in sent:
+                    if path == GENERATE:
+                        self.frame_count += count_frames(message)
                     await opened.write(message)
                 if hang_up:
                     opened.cancel()
@@ -133,7 +204,8 @@ class Attacker:
 
     def judge(self, code: grpc.StatusCode, details: str, path: str) -> None:
         """A status that tells what was wrong."""
-        self.codes.add(code)
+        self.codes[code] += 1
+        assert code is not grpc.StatusCode.INTERNAL or details == WRITE_FAILED, (path, details)
         assert code not in (grpc.StatusCode.UNKNOWN, grpc.StatusCode.DATA_LOSS), (path, details)
         assert "incident" not in details, (path, details)
 
@@ -154,6 +226,30 @@ def as_metadata(key: str, value: str) -> str | bytes:
     return value.encode() if key.endswith("-bin") else value
 
 
+class Watcher:
+    """An administrator who lists live requests without a pause."""
+
+    def __init__(self, channel: grpc.aio.Channel, secret: str) -> None:
+        self._admin = admin_pb_grpc.AdminServiceStub(channel)
+        self._secret = secret
+        self.look_count = 0
+        self.seen_count = 0
+
+    async def watch(self) -> None:
+        """Look until cancelled. Each look must be answered."""
+        while True:
+            request = live_pb.ListLiveRequestsRequest()
+            answer = await self._admin.ListLiveRequests(request, metadata=bearer(self._secret), timeout=PATIENCE_S)
+            self.look_count += 1
+            self.seen_count += len(answer.requests)
+
+
+def open_files() -> int:
+    """File descriptors of this process, which is also the server's."""
+    return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.timeout(300 + FRAMES / FRAMES_PER_S_MIN)
 async def test_whatever_comes_over_the_wire_gets_a_status_and_leaves_nothing(
     tmp_path: Path, model: Path, database_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -162,25 +258,47 @@ async def test_whatever_comes_over_the_wire_gets_a_status_and_leaves_nothing(
         async with run_inside(service, monkeypatch) as inside, service.channel() as channel:
             tenant = await service.tenant({QuotaDimension.CONCURRENT_REQUESTS: 3}, scopes=("inference", "billing", "admin"))
             attacker = Attacker(service, tenant, channel)
+            watcher = Watcher(channel, (await service.tenant(scopes=("admin",))).secret)
             await attacker.attack("stream", [pb.GenerateRequest(frames=[start(**SHORT)]).SerializeToString()], False)
-            assert attacker.codes == {grpc.StatusCode.OK}, "the attacker is heard"
-            before = len(asyncio.all_tasks())
+            assert set(attacker.codes) == {grpc.StatusCode.OK}, "the attacker is heard"
+            before, files_before = len(asyncio.all_tasks()), open_files()
 
-            for path in PATHS:  # each at least once, whatever the search chooses
-                await attacker.attack("unary", path, b"")
-                await attacker.attack("unary", path, b"\xff\xff")
-            await asyncio.to_thread(search, asyncio.get_running_loop(), attacker)
+            async with asyncio.TaskGroup() as tasks:
+                watching = tasks.create_task(watcher.watch())
+                for path in PATHS:  # each at least once, whatever the search chooses
+                    await attacker.attack("unary", path, b"")
+                    await attacker.attack("unary", path, b"\xff\xff")
+                loop = asyncio.get_running_loop()
+                await asyncio.to_thread(search, loop, attacker)
+                for number in itertools.takewhile(lambda _: attacker.frame_count < FRAMES, itertools.count()):
+                    await asyncio.to_thread(search, loop, attacker, number)
+                    logs[:] = errors(logs)  # the rest would fill the memory
+                watching.cancel()
 
             await still_serves(inside, tenant)
             await inside.check_empty()
             await until(lambda: len(asyncio.all_tasks()) <= before, "the tasks of streams to end")
-    assert {grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.CANCELLED} <= attacker.codes
-    assert [line for line in logs if line["log_level"] in ("error", "critical")] == []
+            await until(lambda: open_files() <= files_before + FILES_SLACK, "file descriptors to be closed")
+    assert {grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.CANCELLED} <= set(attacker.codes)
+    assert watcher.look_count
+    assert errors(logs) == []
     assert service.books.held_hold_count() == 0
+    if FRAMES:
+        codes = ", ".join(f"{code.name} {count:,}" for code, count in attacker.codes.most_common())
+        print(f"\n{attacker.frame_count:,} frames; calls by status: {codes}")
+        print(f"{watcher.look_count:,} lists of live requests with {watcher.seen_count:,} requests in them")
 
 
-def search(loop: asyncio.AbstractEventLoop, attacker: Attacker) -> None:
-    """Look for an attack that succeeds. In a thread of its own: the search is not asynchronous, and the server is in the loop."""
+def errors(logs: Sequence[MutableMapping[str, Any]]) -> list[MutableMapping[str, Any]]:
+    """What the server takes for its own fault."""
+    return [line for line in logs if line["log_level"] in ("error", "critical")]
+
+
+def search(loop: asyncio.AbstractEventLoop, attacker: Attacker, number: int | None = None) -> None:
+    """Look for an attack that succeeds. In a thread of its own: the search is not asynchronous, and the server is in the loop.
+
+    number: of the search, where there are several.
+    """
 
     @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck), database=None)
     @given(some=st.lists(attacks, min_size=1, max_size=3))
@@ -192,7 +310,7 @@ def search(loop: asyncio.AbstractEventLoop, attacker: Attacker) -> None:
 
         asyncio.run_coroutine_threadsafe(all_at_once(), loop).result()
 
-    attack()
+    (attack if number is None else seed(number)(attack))()
 
 
 async def still_serves(inside: Inside, tenant: Tenant) -> None:
