@@ -1,6 +1,6 @@
 """The composition root of one api process: settings, store, engines, server; drain on SIGTERM.
 
-Everything that runs in the background is a task of the one `TaskGroup` here, or of a stream's.
+Everything that runs in the background is a task of the one `IncidentTaskGroup` here, or of a stream's.
 """
 
 from __future__ import annotations
@@ -9,8 +9,9 @@ import asyncio
 import gc
 import os
 import uuid
-from collections.abc import Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import grpc.aio
 import structlog
@@ -50,6 +51,7 @@ from api.settings import SettingInvalid, Settings
 from api.statistics_log import log_statistics_regularly
 from api.streams.peers import PeerCertificates, make_identity
 from api.streams.relay import Relays
+from common.incidents import IncidentTaskGroup, Retries
 from inference.engine import Backend
 from inference.errors import EngineError
 from inference.hosts.spare_hosts import SpareHosts
@@ -142,20 +144,26 @@ def in_background(
     notices: UsageNotices,
     uses: KeyUses,
     spares: SpareHosts,
-    recovery: Coroutine[None, None, None],
+    recovery: Callable[[], Awaitable[None]],
 ) -> list[asyncio.Task[None]]:
-    """What goes on beside requests until the end."""
-    return [
-        tasks.create_task(control.run(), name="control channel"),
-        tasks.create_task(process.admission.holds.run(), name="holds"),
-        tasks.create_task(notices.run(), name="usage notices"),
-        tasks.create_task(uses.run(), name="key uses"),
-        tasks.create_task(recovery, name="recovery"),
-        tasks.create_task(process.tell_progress_regularly(), name="progress"),
-        tasks.create_task(log_statistics_regularly(process), name="statistics log"),
-        tasks.create_task(process.observer.loop_lag.measure(), name="loop lag"),
-        tasks.create_task(spares.serve(), name="spare hosts"),
-    ]
+    """Start what goes on beside requests until the end. Each loop is started again, with backoff, if it raises."""
+    loops: dict[str, Callable[[], Awaitable[None]]] = {
+        "control channel": control.run,
+        "usage notices": notices.run,
+        "key uses": uses.run,
+        "recovery": recovery,
+        "progress": process.tell_progress_regularly,
+        "statistics log": lambda: log_statistics_regularly(process),
+        "loop lag": process.observer.loop_lag.measure,
+        "spare hosts": spares.serve,
+    }
+    holds = tasks.create_task(process.admission.holds.run(), name="holds")
+    return [holds, *(keep_running(tasks, name, run) for name, run in loops.items())]
+
+
+def keep_running(tasks: asyncio.TaskGroup, name: str, run: Callable[[], Awaitable[None]]) -> asyncio.Task[None]:
+    """Run a background loop, and start it again, with backoff, whenever it raises."""
+    return tasks.create_task(Retries(name.replace(" ", "_")).keep_running(run), name=name)
 
 
 async def serve(settings: Settings) -> None:
@@ -183,7 +191,7 @@ async def serve(settings: Settings) -> None:
     capacity, health = Capacity(settings.requests_per_process_max), Health()
     uses = KeyUses(sessions, settings.key_use_interval_s, boot_time_s)
     authenticator = open_door(settings, create_lookups(key_store), uses)
-    async with asyncio.TaskGroup() as tasks:
+    async with IncidentTaskGroup() as tasks:
         identity = make_identity(owner_id)
         relays = Relays(sessions, owner_id, tasks, identity)
         admission = Admission(settings, capacity, holds, journal, tasks)
@@ -209,9 +217,11 @@ async def serve(settings: Settings) -> None:
         endpoint = Endpoint(settings.home, address, port, tls=with_tls, urls=urls)
         serve_engines(router, tasks)
         control = open_control(settings, owner_id, peer, accepted, process, authenticator)
-        background = in_background(tasks, process, control, notices, uses, spares, recover_regularly(settings, gate, signer))
+        background = in_background(
+            tasks, process, control, notices, uses, spares, partial(recover_regularly, settings, gate, signer)
+        )
         if safety.classifiers is not None:
-            background.append(tasks.create_task(safety.classifiers.serve(), name="classifiers"))
+            background.append(keep_running(tasks, "classifiers", safety.classifiers.serve))
             await start_classifiers(safety.classifiers)
         gc.freeze()  # what stands now stands to the end: a full collection that looked at it again would stop all streams for 5 ms
         gc.set_threshold(COLLECT_AFTER_OBJECTS)

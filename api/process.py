@@ -18,6 +18,7 @@ from api.streams.pace import FramePace
 from api.streams.receiver import Receiver
 from api.streams.relay import Relays
 from api.wire import ValidStart
+from common.incidents import Retries
 from inference.router import Router
 from inference.safety.safety import SafetyChecker
 from inference.text.tokenizer import Tokenizer
@@ -59,6 +60,7 @@ class Process:
         self.pace = FramePace(settings.frames_share_max)
         self._live: dict[Running, None] = {}  # in order of arrival
         self._by_key: dict[Key, LiveRequest] = {}
+        self._progress = Retries("progress")
 
     def begin(self, caller: Caller, start: ValidStart, receiver: Receiver) -> None:
         """Run a request that `find` does not know. Its end comes to the receiver, or to whoever receives it then."""
@@ -125,7 +127,8 @@ class Process:
     def end_lapsed(self) -> None:
         """Stop every request whose hold has lapsed, the latest first: else the engine would begin with what waits for others."""
         for request in reversed(list(self._live)):
-            request.end_if_lapsed()
+            with self._progress.survive(request.start.request_id):
+                request.end_if_lapsed()
 
     async def tell_progress_regularly(self) -> None:
         """Send progress frames to whoever still waits, and end what this process has slept too long for, until cancelled."""
@@ -140,7 +143,8 @@ class Process:
         waiting = [request for request in self._live if request.phase in (Phase.LOADING, Phase.QUEUED)]
         outlooks = {outlook.place: outlook for queue in self.queues.values() for outlook in queue.outlook()} if waiting else {}
         for request in waiting[first : first + PROGRESS_FRAMES_MAX]:
-            request.tell_progress(outlooks.get(request.place) if request.place is not None else None)
+            with self._progress.survive(request.start.request_id):
+                request.tell_progress(outlooks.get(request.place) if request.place is not None else None)
         end = first + PROGRESS_FRAMES_MAX
         return end if end < len(waiting) else 0
 

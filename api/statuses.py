@@ -6,10 +6,8 @@ Domain errors know nothing of gRPC; this module knows nothing of how they come a
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Sequence
 
-import structlog
 from google.protobuf.any_pb2 import Any as AnyMessage
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
@@ -48,6 +46,7 @@ from api.errors import (
     Unauthenticated,
     UnknownRequest,
 )
+from common.incidents import log_incident
 from inference import errors as engine_errors
 from inference.router import ModelMismatch, ModelUnknown
 from metering import errors as metering_errors
@@ -57,7 +56,6 @@ ERROR_DOMAIN = "weir.dev"
 LONG_INPUTS_SHOWN_MAX = 20  # more would not fit the metadata that a status travels in
 STATUS_DETAILS_KEY = "grpc-status-details-bin"
 
-log = structlog.get_logger(__name__)
 
 # The upper row wins. What is not in it is a bug of ours and goes out as INTERNAL without its text.
 CODES: tuple[tuple[type[Exception], int], ...] = (
@@ -149,8 +147,7 @@ def status_of(error: BaseException) -> status_pb2.Status:
 
 def internal_status(error: BaseException) -> status_pb2.Status:
     """INTERNAL with an incident id, under which the log has the rest."""
-    incident_id = uuid.uuid4().hex[:12]
-    log.error("incident", incident_id=incident_id, exc_info=error)
+    incident_id = log_incident(error)
     info = error_details_pb2.ErrorInfo(reason="INTERNAL", domain=ERROR_DOMAIN, metadata={"incident_id": incident_id})
     return pack(code_pb2.INTERNAL, f"internal error, incident {incident_id}: quote it to support", [info])
 

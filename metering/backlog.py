@@ -6,6 +6,7 @@ bound, so that a long backlog is not made longer by looking at it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from sqlalchemy import text
@@ -19,7 +20,8 @@ BACKLOG = text(f"""
 SELECT u.event_count, u.age_s, h.hold_count, h.overdue_count, b.batch_count, b.age_s AS batch_age_s,
     (SELECT count(*) FROM (SELECT FROM alert_deliveries WHERE state = 'pending' LIMIT {COUNTED_MAX}) s) AS undelivered_count,
     (SELECT count(*) FROM (SELECT FROM stripe_events WHERE handled_at IS NULL LIMIT {COUNTED_MAX}) s) AS unhandled_count,
-    coalesce((SELECT paused_until > now() FROM export_progress), false) AS is_paused
+    coalesce((SELECT paused_until > now() FROM export_progress), false) AS is_paused,
+    (SELECT coalesce(jsonb_object_agg(source, incident_count), '{{}}') FROM worker_incidents) AS worker_incidents
 FROM (SELECT count(*) AS event_count, coalesce(extract(epoch FROM now() - min(settled_at)), 0)::float8 AS age_s
       FROM (SELECT settled_at FROM unrated_usage LIMIT {COUNTED_MAX}) w) u,
      (SELECT count(*) AS hold_count,
@@ -37,6 +39,7 @@ class Backlog:
     overdue_hold_count: of holds whose time was over so long ago that the sweep must have ended them.
     unexported_batch_count: batches that no biller has counted yet, as far as anybody knows.
     unhandled_event_count: of Stripe's events. undelivered_alert_count: that wait for their webhooks.
+    worker_incidents: of all workers since the first, by source.
     """
 
     unrated_event_count: int
@@ -48,6 +51,7 @@ class Backlog:
     unhandled_event_count: int
     export_is_paused: bool
     undelivered_alert_count: int
+    worker_incidents: Mapping[str, int]
 
 
 async def read_backlog(sessions: Sessions) -> Backlog:
@@ -64,4 +68,5 @@ async def read_backlog(sessions: Sessions) -> Backlog:
         row.unhandled_count,
         row.is_paused,
         row.undelivered_count,
+        row.worker_incidents,
     )

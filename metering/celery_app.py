@@ -25,9 +25,11 @@ from celery.signals import worker_init  # type: ignore[import-untyped]
 from click import Option
 from kombu.transport import virtual
 
+from common.incidents import Retries
 from metering.errors import InvalidValue
 from metering.export.export_settings import export_settings
 from metering.usage_listener import Hurry, UsageListener
+from metering.worker_incidents import record_worker_incidents
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +46,12 @@ PREPAID_EVERY_S = 5.0  # how late credit that begins with a month may come; one 
 TIME_LIMIT_S = 60.0  # of one task: it stops by itself far earlier, so reaching this means that something hangs
 POLLING_INTERVAL_S = 0.05  # of the embedded broker, and so how late usage may be rated; looking into an empty directory costs 20 us
 CLOCK_TICK_MAX_S = 1.0  # how long the clock may sleep, and so how long it may take to stop
+REST_S_MAX = 30.0  # of a task or of the clock after a failure: what is wrong with one item rests for longer by itself
 VISIBILITY_TIMEOUT_S = 300  # after which Redis gives a dead worker's message to another; longer than any task may take
+
+
+task_retries = Retries("worker_task", longest_s=REST_S_MAX)  # by task
+clock_retries = Retries("worker_clock", longest_s=REST_S_MAX)
 
 
 def configuration(environment: Mapping[str, str]) -> dict[str, Any]:
@@ -186,9 +193,9 @@ class ClockThread(threading.Thread):
             self._service = Service(self._app, max_interval=CLOCK_TICK_MAX_S, scheduler_cls=Scheduler, remote_control=False)
             try:
                 self._service.start()
-            except Exception:  # whatever stopped the clock must not stop it for good
-                log.exception("the clock stopped, and starts again")
-                self._stopping.wait(CLOCK_TICK_MAX_S)
+            except Exception as error:  # whatever stopped the clock must not stop it for good
+                clock_retries.failed(error)
+                self._stopping.wait(clock_retries.wait_s())
 
     def stop(self) -> None:
         """Ask it to stop; it dies with the process if it does not hear."""
@@ -224,10 +231,16 @@ class Listener(bootsteps.StartStopStep):  # type: ignore[misc]
 
 
 def task(name: str) -> Callable[[Callable[[], None]], Callable[[], None]]:
-    """Make a function that takes nothing a task of this name."""
+    """Make a function that takes nothing a task of this name. A task that fails unexpectedly rests before it runs again."""
 
     def register(function: Callable[[], None]) -> Callable[[], None]:
-        app.task(name=name)(function)
+        def attempt() -> None:
+            if task_retries.is_due(name):
+                with task_retries.survive(name):
+                    function()
+                record_worker_incidents(os.environ)
+
+        app.task(name=name)(attempt)
         return function
 
     return register

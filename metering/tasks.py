@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Coroutine
 
 import psycopg
 
+from common.incidents import Retries
 from metering.alerts.delivering import deliver_alerts
 from metering.alerts.looking import look_for_alerts
 from metering.alerts.webhook_urls import allows_private
@@ -17,7 +18,7 @@ from metering.billing import usage_partitions
 from metering.billing.prepaid import refresh_for_the_month
 from metering.billing.rating import rate_all_pending
 from metering.celery_app import TIME_LIMIT_S, rating_hurry, task
-from metering.errors import InvalidValue, StoreAway
+from metering.errors import InvalidValue, InvariantViolated, StoreAway
 from metering.export.exporters import export_usage
 from metering.holds.sweeping import sweep_expired_holds
 from metering.quotas import quota_admin
@@ -25,6 +26,8 @@ from metering.receipts.signing import load_signer
 from metering.store.db import Sessions, create_engine, create_sessions
 
 log = logging.getLogger(__name__)
+alerts = Retries("alert_look", passing=(StoreAway,))
+rating = Retries("misstated_usage")  # by what names the events
 
 ALERT_CONNECTIONS = 3  # as for the export, below
 EXPORT_CONNECTIONS = 3  # one holds the locks; the others take turns, for a millisecond at a time
@@ -92,7 +95,8 @@ def fire_alerts() -> None:
 
 async def _fire_alerts(*, private: bool) -> None:
     async with open_sessions(ALERT_CONNECTIONS) as sessions:
-        await look_for_alerts(sessions)
+        with alerts.survive("look"):
+            await look_for_alerts(sessions)
         await deliver_alerts(sessions, private=private)
 
 
@@ -112,7 +116,11 @@ async def _export_usage() -> None:
 
 async def _rate_pending() -> None:
     async with open_sessions() as sessions:
-        await rate_all_pending(sessions)
+        try:
+            await rate_all_pending(sessions)
+        except InvariantViolated as misstated:  # the same events each second, until a person corrects them
+            if rating.is_due(str(misstated)):
+                rating.failed(misstated, str(misstated))
 
 
 @contextlib.asynccontextmanager

@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import psycopg
 
+from common.incidents import Retries
 from metering.holds.usage_notices import CHANNEL
 from metering.store.bounded_connection import KEEPALIVES
 from metering.store.db import psycopg_conninfo
@@ -32,6 +33,7 @@ class UsageListener(threading.Thread):
         self._conninfo = psycopg_conninfo(database_url)
         self._hurry = hurry
         self._stopping = threading.Event()
+        self._retries = Retries("usage_listener", longest_s=RECONNECT_MAX_S)
 
     def run(self) -> None:
         """Listen until `stop`; connects again, ever more slowly, whenever the connection breaks."""
@@ -50,8 +52,9 @@ class UsageListener(threading.Thread):
                     self._listen(connection)
             except (psycopg.OperationalError, psycopg.InterfaceError, OSError) as away:
                 log.info("usage is not listened for: %s", str(away).partition("\n")[0])
-            except Exception:  # whatever it is, the schedule goes on, and so must this
-                log.exception("the usage listener stopped, and starts again")
+            except Exception as error:  # whatever it is, the schedule goes on, and so must this
+                self._retries.failed(error)
+                delay_s = max(delay_s, self._retries.wait_s())
             delay_s = min(max(delay_s * 2, RECONNECT_MIN_S), RECONNECT_MAX_S)
 
     def stop(self) -> None:

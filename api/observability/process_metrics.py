@@ -10,9 +10,10 @@ from prometheus_client.core import Metric
 
 from api.access.auth import Authenticator
 from api.health import store_is_well
-from api.observability.families import counter, gauge, gauges, histograms
+from api.observability.families import counter, counters, gauge, gauges, histograms
 from api.process import Process
 from api.requests.live import Phase
+from common.incidents import INCIDENT_COUNTS
 from metering.backlog import Backlog
 from metering.holds.journal import JournalBacklog
 
@@ -48,6 +49,8 @@ def process_metrics(parts: Parts) -> Iterator[Metric]:
     yield histograms("weir_event_loop_lag_seconds", "How late the event loop comes to what is due.", (), lags)
     throttled = parts.authenticator.throttled_count
     yield gauge("weir_throttled_addresses", "Addresses whose keys are not looked at for now: too many were wrong.", throttled)
+    incidents = (((source,), float(count)) for source, count in INCIDENT_COUNTS.items())
+    yield counters("weir_background_incidents", "Unexpected failures, by background loop.", ("source",), incidents)
     yield from store_metrics(parts)
 
 
@@ -96,3 +99,5 @@ def books_metrics(backlog: Backlog) -> Iterator[Metric]:
     yield gauge("weir_books_unhandled_stripe_events", "Events of Stripe that nobody has handled.", backlog.unhandled_event_count)
     yield gauge("weir_books_undelivered_alerts", "Alerts that wait for webhooks; up to 10,000.", backlog.undelivered_alert_count)
     yield gauge("weir_books_export_paused", "1 while the biller takes nothing.", float(backlog.export_is_paused))
+    workers = (((source,), float(count)) for source, count in backlog.worker_incidents.items())
+    yield counters("weir_worker_incidents", "Unexpected failures in the workers, by background loop.", ("source",), workers)

@@ -12,6 +12,7 @@ import logging
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
+from common.incidents import IncidentTaskGroup, Retries
 from inference.engine import (
     EmbeddingRequest,
     Embeddings,
@@ -107,8 +108,9 @@ class EncoderSet:
     async def serve(self) -> None:
         """See `Backend.serve`: all replicas' lives."""
         async with asyncio.TaskGroup() as tasks:
-            growing = tasks.create_task(self._grow(), name=f"scaling of {self._model.name}")
-            async with asyncio.TaskGroup() as lives:
+            scaling = Retries("replica_scaling")
+            growing = tasks.create_task(scaling.keep_running(self._grow), name=f"scaling of {self._model.name}")
+            async with IncidentTaskGroup() as lives:
                 for replica in self._replicas:
                     lives.create_task(replica.encoder.serve(), name=f"replica {replica.name}")
                 for replica in self._replicas[: self._warm_count]:

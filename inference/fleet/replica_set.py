@@ -11,6 +11,7 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
 
+from common.incidents import IncidentTaskGroup
 from inference.engine import (
     EngineCondition,
     EngineState,
@@ -85,8 +86,8 @@ class ReplicaSet:
         return [replica.report(now_s) for replica in self._replicas]
 
     async def serve(self) -> None:
-        """See `Engine.serve`: all replicas' lives."""
-        async with asyncio.TaskGroup() as tasks:
+        """See `Engine.serve`: all replicas' lives. One that fails unexpectedly leaves the others alone."""
+        async with IncidentTaskGroup() as tasks:
             for replica in self._replicas:
                 tasks.create_task(replica.engine.serve(), name=f"replica {replica.name}")
             for replica in self._replicas[: self._warm_count]:

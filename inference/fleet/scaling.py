@@ -12,8 +12,10 @@ import contextlib
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol, runtime_checkable
 
+from common.incidents import IncidentTaskGroup, Retries
 from inference.engine import EngineState, EngineStatistics, ModelInfo
 from inference.errors import EngineError
 from inference.fleet.placement import PlacementPolicy
@@ -130,8 +132,9 @@ class ScaledReplicaSet(ReplicaSet):
 
     async def serve(self) -> None:
         """See `Engine.serve`."""
-        async with asyncio.TaskGroup() as tasks:
-            scaling = tasks.create_task(self._scale(tasks), name=f"scaling of {self.model.name}")
+        async with IncidentTaskGroup() as tasks:
+            loop = Retries("replica_scaling").keep_running(partial(self._scale, tasks))
+            scaling = tasks.create_task(loop, name=f"scaling of {self.model.name}")
             await super().serve()
             scaling.cancel()
 

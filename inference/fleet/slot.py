@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
+from common.incidents import Retries
 from inference.engine import Backend, EngineCondition, EngineState, EngineStatistics, ModelInfo
 from inference.errors import EngineError, EngineStartFailed, EngineUnavailable
 from inference.fleet.memory_budget import MemoryBudget
@@ -74,6 +75,7 @@ class OnDemandSlot(Generic[Served]):
         self._last_used_s = -math.inf  # never
         self._idle_timer: asyncio.TimerHandle | None = None
         self._fault: _Fault | None = None
+        self._retries = Retries("engine")
         self._started_at_s = -math.inf
         self._load_time_s: float | None = None  # what loading took last, with the wait for memory
 
@@ -185,6 +187,8 @@ class OnDemandSlot(Generic[Served]):
                 await self._run(engine)
         except (EngineError, OSError) as error:  # the checkpoint is not what it was
             self._condemn(str(error))
+        except Exception as error:
+            self._condemn(f"unexpected error, incident {self._retries.failed(error, self.name)}")
         finally:
             self._budget.release(self)
             self._tell()

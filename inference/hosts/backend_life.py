@@ -12,6 +12,7 @@ import logging
 from abc import ABC, abstractmethod
 from typing import Protocol
 
+from common.incidents import Retries
 from inference.engine import EngineCondition, EngineState, EngineStatistics, ModelInfo
 from inference.errors import EngineError, EngineFailed, EngineStartFailed, EngineUnavailable
 
@@ -112,12 +113,16 @@ class BackendLife(ABC):
         self._serving = True
         delay_s = self._waits.restart_delay_s_min
         clock = asyncio.get_running_loop().time
+        retries = Retries("engine")
         try:
             await self._start_requested.wait()
             while not self._close_requested.is_set() and self._condition.state is not EngineState.FAILED:
                 started_at_s = clock()
                 self._set_condition(EngineCondition(EngineState.LOADING, 0.0, "process", self._load_time_s, "loading"))
-                self._lost(await self._run())
+                reason = "an unexpected error"
+                with retries.survive(self._model.name):
+                    reason = await self._run()
+                self._lost(reason)
                 if clock() - started_at_s > self._waits.stable_after_s:
                     delay_s = self._waits.restart_delay_s_min
                 if self._condition.state is EngineState.RESTARTING and not self._close_requested.is_set():

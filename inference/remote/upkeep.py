@@ -13,6 +13,7 @@ from typing import Any
 import grpc
 from smg_grpc_proto.generated import common_pb2
 
+from common.incidents import Retries
 from inference.kv_event_index import KvCacheChange, KvEventIndex
 from inference.outside.core import OutsideCore
 from inference.outside.stalls import StallWatch
@@ -49,6 +50,7 @@ class Upkeep(ConnectionWatch):
         self._shares_prefixes = shares_prefixes
         self._stalls = StallWatch(core, settings.first_token_timeout_s, settings.inter_token_timeout_s)
         self._last_sequence_number: int | None = None
+        self._retries = Retries("cache_events")
         self.blocks = KvEventIndex()
         self.knows_all_blocks = False  # whether `blocks` has been told of everything that the server holds
 
@@ -91,7 +93,11 @@ class Upkeep(ConnectionWatch):
         while True:
             try:
                 async for batch in self._dialect.kv_batches():
-                    self.take(batch)
+                    try:
+                        self.take(batch)
+                    except Exception as error:  # nothing that a server publishes may end the requests on its connection
+                        self._retries.failed(error, str(self._settings.target))
+                        self._forget()
             except grpc.aio.AioRpcError as error:
                 if error.code() in (grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.FAILED_PRECONDITION):
                     _log.info("%s publishes no cache events", self._settings.target)

@@ -14,6 +14,7 @@ COPY sdk/python/pyproject.toml sdk/python/README.md sdk/python/
 COPY sdk/python/src sdk/python/src
 COPY proto proto
 COPY api api
+COPY common common
 COPY inference inference
 COPY metering metering
 COPY migrations migrations

@@ -19,12 +19,15 @@ from datetime import timedelta
 from sqlalchemy import select, text
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from common.incidents import Retries
 from metering.alerts.alert_models import AlertWebhook
 from metering.alerts.listing import find_alert
 from metering.alerts.sending import body_of, send
+from metering.errors import StoreAway
 from metering.store.db import Sessions, lock_holder
 
 log = logging.getLogger(__name__)
+retries = Retries("alert_delivery", passing=(StoreAway,))  # by organization, and by alert
 
 WEBHOOKS_AT_ONCE = 16  # attempts in flight per worker
 CANDIDATES_MAX = 128  # looked at for each round: other workers may hold the locks of the first ones
@@ -100,7 +103,7 @@ async def deliver_alerts(sessions: Sessions, *, private: bool = False, budget_s:
 async def _lock(locks: AsyncSession) -> list[uuid.UUID]:
     held: list[uuid.UUID] = []
     for organization_id in (await locks.scalars(CANDIDATES, {"limit": CANDIDATES_MAX})).all():
-        if await locks.scalar(LOCK, {"name": f"alerts of {organization_id}"}):
+        if retries.is_due(organization_id) and await locks.scalar(LOCK, {"name": f"alerts of {organization_id}"}):
             held.append(organization_id)
         if len(held) == WEBHOOKS_AT_ONCE:
             break
@@ -108,15 +111,26 @@ async def _lock(locks: AsyncSession) -> list[uuid.UUID]:
 
 
 async def _deliver_to(run: Run, organization_id: uuid.UUID) -> None:
-    """One after the other, until one fails."""
+    """Send one alert after the other, until one fails."""
+    with retries.survive(organization_id):
+        await _deliver_alerts_of(run, organization_id)
+
+
+async def _deliver_alerts_of(run: Run, organization_id: uuid.UUID) -> None:
     while run.goes_on:
         async with run.sessions.begin() as session:
             webhook = await session.scalar(select(AlertWebhook).where(AlertWebhook.organization_id == organization_id))
             alert_id = await session.scalar(CLAIM, {"organization_id": organization_id})
             if webhook is None or alert_id is None:
                 return
-            body = body_of(await find_alert(session, alert_id))
-        error = await send(webhook.url, webhook.secret, body, private=run.private)
+        try:
+            async with run.sessions() as session:
+                body = body_of(await find_alert(session, alert_id))
+            error = await send(webhook.url, webhook.secret, body, private=run.private)
+        except StoreAway:
+            raise
+        except Exception as failure:  # the attempt counts as failed: the webhook rests, and its other alerts go first
+            error = f"incident {retries.failed(failure, alert_id)}"
         await _record(run, webhook, alert_id, error)
         if error:
             return

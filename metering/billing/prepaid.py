@@ -25,12 +25,13 @@ from sqlalchemy import func, select, text, update
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from common.incidents import Retries
 from metering.billing.credits import Grant, current_month, grants_of
 from metering.billing.models import AccountKind, MonthState, TransactionKind
 from metering.billing.plan_admin import has_plan_from
 from metering.billing.plan_models import PrepaidOrganization
 from metering.billing.plans import UsableGrant, apply_credit
-from metering.errors import InvalidValue
+from metering.errors import InvalidValue, StoreAway
 from metering.models import Organization, Quota, QuotaDimension, QuotaSubject
 from metering.money import to_decimal
 from metering.quotas.alert_thresholds import checked_lefts
@@ -44,6 +45,7 @@ ENDS_WITH_THE_MONTH = "prepaid credit that ends with the month"
 LIMIT_MAX = 2**63 - 1  # what the column holds: nine million units, of all that an organization ever uses
 
 log = logging.getLogger(__name__)
+retries = Retries("prepaid_refresh", passing=(StoreAway,))  # by organization
 
 # What is owed by the month that bills it: usage of that month and of earlier ones, and all else. What is not rated yet will be
 # billed in its month, or the first open one after it. What a credit note gives back is paid out: nothing more to spend.
@@ -197,10 +199,13 @@ async def refresh_for_the_month(sessions: Sessions) -> int:
         month = await current_month(session)
         stale = select(PrepaidOrganization.organization_id).where(PrepaidOrganization.month < month)
         waiting = list(await session.scalars(stale.order_by(PrepaidOrganization.organization_id)))
-    for organization_id in waiting:
-        async with sessions.begin() as session:
-            await refresh(session, organization_id, actor="system")
-    return len(waiting)
+    refreshed_count = 0
+    for organization_id in filter(retries.is_due, waiting):
+        with retries.survive(organization_id):
+            async with sessions.begin() as session:
+                await refresh(session, organization_id, actor="system")
+            refreshed_count += 1
+    return refreshed_count
 
 
 async def allowance(session: AsyncSession, organization_id: uuid.UUID, month: date) -> Allowed:

@@ -12,19 +12,22 @@ price version and kind of token. Each event points to its transaction.
 from __future__ import annotations
 
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from common.incidents import Retries
 from metering.billing.models import AccountKind, TransactionKind
 from metering.billing.months import LANE_OF, POSTING_MONTH, try_lanes
 from metering.billing.pricing import COUNTS_OF_EVENT
-from metering.errors import InvariantViolated
+from metering.errors import InvariantViolated, StoreAway
 from metering.store.db import Sessions
 
 BATCH_SIZE = 5_000  # events per transaction; more is hardly faster per event, and a transaction should stay far below a second
 BATCHES_MAX = 100  # per run: bounds one task to some seconds; what is left waits for the next, a second later
+BATCH_DIVISOR = 10  # of a batch that fails, and of the growth afterwards
 NAMED_MAX = 20  # events that an error message names
 
 # In the statement, the tokens of a kind are a column named after it. A wrong count times a price may pass 64 bits: so numeric.
@@ -41,7 +44,8 @@ RATE = text(f"""
 WITH waiting AS MATERIALIZED (
     SELECT ctid AS place, event_id, hold_id, part, settled_at, organization_id, CAST(settled_at AT TIME ZONE 'UTC' AS date) AS day
     FROM unrated_usage
-    WHERE ctid > CAST(:after AS tid) AND (CAST(:organization_id AS uuid) IS NULL OR organization_id = :organization_id)
+    WHERE ctid > CAST(:after AS tid) AND event_id <> ALL(CAST(:resting AS bigint[]))
+      AND (CAST(:organization_id AS uuid) IS NULL OR organization_id = :organization_id)
     LIMIT :batch_size FOR UPDATE SKIP LOCKED
 ), customers AS MATERIALIZED (
     SELECT o.id AS organization_id, o.currency_code, {LANE_OF.format(organization_id="o.id")} = ANY(:lanes) AS may_post,
@@ -106,7 +110,12 @@ FROM organizations o, (VALUES ('{AccountKind.RECEIVABLE}'), ('{AccountKind.REVEN
 WHERE o.id = ANY(:organization_ids) ORDER BY 1, 2, 3
 ON CONFLICT DO NOTHING
 """)
+# The event that a batch of one takes. Read without locks: where another worker has it, the wrong event rests for a while.
+NEXT = text("""
+SELECT event_id FROM unrated_usage WHERE ctid > CAST(:after AS tid) AND event_id <> ALL(CAST(:resting AS bigint[])) LIMIT 1
+""")
 FRONT = "(0,0)"  # of the list
+retries = Retries("rating", passing=(StoreAway,))  # by usage event
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,19 +139,33 @@ async def rate_pending(session: AsyncSession, limit: int = BATCH_SIZE) -> int:
 async def rate_all_pending(sessions: Sessions) -> int:
     """Rate whatever is pending, a transaction per batch; tells how many.
 
+    An event that makes its batch fail rests, and the others are rated.
     Raises: InvariantViolated at the end, naming the events that are misstated; all others are rated by then.
     """
     rated_count = 0
     misstated: list[int] = []
-    place = FRONT
+    place, size = FRONT, BATCH_SIZE
     for _ in range(BATCHES_MAX):
-        async with sessions.begin() as session:
-            batch = await rate_batch(session, limit=BATCH_SIZE, after=place)
+        resting = [item for item in retries.resting() if isinstance(item, int)]
+        try:
+            async with sessions.begin() as session:
+                batch = await rate_batch(session, limit=size, after=place, resting=resting)
+        except StoreAway:
+            raise
+        except Exception as error:  # smaller batches find the event that breaks its batch
+            if size > 1:
+                size = max(size // BATCH_DIVISOR, 1)
+                continue
+            async with sessions() as session:
+                event_id = await session.scalar(NEXT, {"after": place, "resting": resting})
+            retries.failed(error, event_id)
+            continue
         rated_count += batch.rated_count
         misstated += batch.misstated
         place = batch.last_place
-        if batch.seen_count < BATCH_SIZE:
+        if batch.seen_count < size:
             break
+        size = min(size * BATCH_DIVISOR, BATCH_SIZE)
     if misstated:
         named = ", ".join(map(str, misstated[:NAMED_MAX]))
         raise InvariantViolated(f"{len(misstated)} usage events do not cost what their tokens cost and stay unrated: {named}")
@@ -165,15 +188,20 @@ async def rate_customer(session: AsyncSession, organization_id: uuid.UUID) -> bo
 
 
 async def rate_batch(
-    session: AsyncSession, *, limit: int, after: str = FRONT, organization_id: uuid.UUID | None = None
+    session: AsyncSession,
+    *,
+    limit: int,
+    after: str = FRONT,
+    organization_id: uuid.UUID | None = None,
+    resting: Sequence[int] = (),
 ) -> RatedBatch:
     """Price, post and mark pending events that nobody else is working on, from a place in the list on.
 
-    organization_id: only those of one customer.
+    organization_id: only those of one customer. resting: events to leave out.
     """
     await session.execute(BY_INDEX_IN_MEMORY)
     lanes = await try_lanes(session)
-    parameters = {"batch_size": limit, "after": after, "organization_id": organization_id, "lanes": lanes}
+    parameters = {"batch_size": limit, "after": after, "organization_id": organization_id, "lanes": lanes, "resting": [*resting]}
     # A statement of its own, after the locks: it sees every month that was closed before they were had.
     found = (await session.execute(RATE, parameters)).one()
     rated_count, misstated = found.rated_count, found.misstated

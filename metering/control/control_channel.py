@@ -16,6 +16,7 @@ from typing import Any
 import psycopg
 import structlog
 
+from common.incidents import Retries
 from metering.control.gossip import Gossip, Teller
 from metering.control.stop_orders import CHANNEL, PEERS, REPORT, DrainOrder, StopOrder
 from metering.store.bounded_connection import KEEPALIVES, BoundedConnection, patience
@@ -87,11 +88,16 @@ class ControlChannel:
         self._report_replicas = report_replicas
         self._teller = Teller(gossip)
         self._floor: int | None = None  # orders up to here have been read, and none can appear among them any more
-        self._obeyed: set[int] = set()  # orders above the floor that have been read
+        self._obeyed: set[int] = set()  # orders above the floor that have been carried out
+        # One item each: an order, a request of a report, a broadcast, the connection as a whole.
+        self._retries = Retries("control_channel_items", shortest_s=LOOK_INTERVAL_S, passing=AWAY)
         self.connected = False
 
     async def run(self) -> None:
-        """Listen until cancelled; connects again, at once and then ever more slowly, whenever the connection breaks."""
+        """Listen until cancelled. Connect again, at once and then ever more slowly, whenever the connection breaks.
+
+        An unexpected error is an incident and costs a connection at most.
+        """
         delay_s = 0.0
         while True:
             try:
@@ -104,6 +110,9 @@ class ControlChannel:
                 level("control_channel_lost", cause=str(away).strip() or type(away).__name__)
                 if isinstance(away, psycopg.errors.ReadOnlySqlTransaction):
                     delay_s = RECONNECT_MAX_S  # it lets everybody connect, and would let this one do nothing else
+            except Exception as error:
+                self._retries.failed(error)
+                delay_s = max(delay_s, self._retries.wait_s())
             finally:
                 self.connected = False
             await asyncio.sleep(delay_s)
@@ -121,16 +130,36 @@ class ControlChannel:
         while True:
             await self._obey(connection)  # always: orders may have been given while nobody listened
             if REPORT in asked:
-                told = json.dumps(self._report()), json.dumps(self._report_replicas())
-                cursor = await connection.execute(WRITE_REPORT, (*self._owner, *told))
-                if await cursor.fetchone() == (True,):  # the row is new: the others do not accept our certificate yet
-                    await connection.execute("SELECT pg_notify(%s, %s)", (CHANNEL, PEERS))
+                with self._retries.survive("live report"):
+                    await self._write_report(connection)
             if PEERS in asked:
-                cursor = await connection.execute(SELECT_CERTIFICATES)
-                self._peers([certificate for (certificate,) in await cursor.fetchall()])
-            await self._teller.tell(connection)
+                with self._retries.survive("certificates"):
+                    cursor = await connection.execute(SELECT_CERTIFICATES)
+                    self._peers([certificate for (certificate,) in await cursor.fetchall()])
+            with self._retries.survive("broadcast"):
+                await self._teller.tell(connection)
             notices = [notice async for notice in connection.notifies(timeout=LOOK_INTERVAL_S, stop_after=1)]
-            asked = {notice.payload for notice in notices if not self._teller.hear(notice)}
+            asked = set()
+            for notice in notices:
+                with self._retries.survive("broadcast"):
+                    if not self._teller.hear(notice):
+                        asked.add(notice.payload)
+
+    async def _write_report(self, connection: BoundedConnection) -> None:
+        """Write what runs here. A request that PostgreSQL refuses is left out, and everything else is reported."""
+        replicas = json.dumps(self._report_replicas())
+        requests = [each for each in self._report() if self._retries.is_due(each.get("request_id"))]
+        try:
+            cursor = await connection.execute(WRITE_REPORT, (*self._owner, json.dumps(requests), replicas))
+        except (psycopg.DataError, TypeError, ValueError):  # JSON that PostgreSQL, or Python, cannot write
+            accepted = []
+            for each in requests:
+                with self._retries.survive(each.get("request_id")):
+                    await connection.execute("SELECT %s::jsonb", (json.dumps(each),))
+                    accepted.append(each)
+            cursor = await connection.execute(WRITE_REPORT, (*self._owner, json.dumps(accepted), replicas))
+        if await cursor.fetchone() == (True,):  # the row is new: the others do not accept our certificate yet
+            await connection.execute("SELECT pg_notify(%s, %s)", (CHANNEL, PEERS))
 
     async def _obey(self, connection: BoundedConnection) -> None:
         """Act on the orders that have come since the last look. What was ordered before this process began is not for it."""
@@ -138,14 +167,17 @@ class ControlChannel:
             self._floor = await self._number(connection, SELECT_FLOOR)
         cursor = await connection.execute(SELECT_ORDERS, (self._floor,))
         for number, request_id, project_id, api_key_id, reason, changed_key_id, networks, is_old in await cursor.fetchall():
-            if number not in self._obeyed:
-                self._obeyed.add(number)
-                self._stop(StopOrder(number, request_id, project_id, api_key_id, reason, changed_key_id, tuple(networks)))
+            item = ("order", number)
+            if number not in self._obeyed and self._retries.is_due(item):
+                with self._retries.survive(item):
+                    self._stop(StopOrder(number, request_id, project_id, api_key_id, reason, changed_key_id, tuple(networks)))
+                    self._obeyed.add(number)
             if is_old:
                 self._floor = number
         self._obeyed = {number for number in self._obeyed if number > self._floor}
         cursor = await connection.execute(SELECT_DRAINS)
-        self._drain([DrainOrder(*row) for row in await cursor.fetchall()])
+        with self._retries.survive("drain"):
+            self._drain([DrainOrder(*row) for row in await cursor.fetchall()])
 
     @staticmethod
     async def _number(connection: BoundedConnection, query: str) -> int:

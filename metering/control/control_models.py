@@ -102,3 +102,13 @@ class ReplicaDrain(Base):
     reason: Mapped[str]
     move_after_ms: Mapped[int | None] = mapped_column(BigInteger())
     drained_at: Mapped[datetime] = mapped_column(server_default=func.clock_timestamp())
+
+
+class WorkerIncident(Base):
+    """Unexpected failures in the workers, counted by background loop since the first worker. See `worker_incidents.py`."""
+
+    __tablename__ = "worker_incidents"
+
+    source: Mapped[str] = mapped_column(primary_key=True)
+    incident_count: Mapped[int] = mapped_column(BigInteger())
+    last_at: Mapped[datetime] = mapped_column(server_default=func.now())

@@ -19,12 +19,15 @@ from typing import NamedTuple
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from common.incidents import Retries
+from metering.errors import StoreAway
 from metering.export.export_models import BatchState
 from metering.export.exporting import Answer, Exporter, Quantity, Stream, Verdict
 from metering.models import TokenKind
 from metering.store.db import Sessions, lock_holder
 
 log = logging.getLogger(__name__)
+retries = Retries("usage_delivery", passing=(StoreAway,))  # by stream, and by batch
 
 STREAMS_AT_ONCE = 8  # calls in flight per worker: at 50 ms each some 160 per second, far below Stripe's 1,000
 CANDIDATES_MAX = 64  # streams looked at for each round: other workers may hold the locks of the first ones
@@ -134,7 +137,7 @@ async def _lock_streams(locks: AsyncSession, account: str) -> list[Stream]:
     held: list[Stream] = []
     for organization_id, price_version, token_kind in found:
         stream = Stream(organization_id, price_version, TokenKind(token_kind))
-        if await locks.scalar(LOCK, {"name": stream.lock_name}):
+        if retries.is_due(stream.lock_name) and await locks.scalar(LOCK, {"name": stream.lock_name}):
             held.append(stream)
         if len(held) == STREAMS_AT_ONCE:
             break
@@ -142,14 +145,26 @@ async def _lock_streams(locks: AsyncSession, account: str) -> list[Stream]:
 
 
 async def _deliver_stream(run: Run, stream: Stream) -> None:
+    with retries.survive(stream.lock_name):
+        await _deliver_batches(run, stream)
+
+
+async def _deliver_batches(run: Run, stream: Stream) -> None:
     while run.goes_on and (batch := await _claim(run, stream)) is not None:
         if batch.state == BatchState.PARKED:
             run.parked_count += 1
             log.warning("meter batch %s is parked: %s", batch.id, UNKNOWN_TOO_LONG)
             continue
         quantity = Quantity(str(batch.id), stream, batch.hour, batch.token_count, batch.attempt_count, batch.customer or "")
-        answer = await run.exporter.deliver(quantity)
-        await _record(run, batch, answer)
+        try:
+            answer = await run.exporter.deliver(quantity)
+        except StoreAway:
+            raise
+        except Exception as error:  # it says nothing of other batches, so the run goes on
+            incident = Answer(Verdict.LATER, f"incident {retries.failed(error, batch.id)}", certain=False)
+            await _record(run, batch, incident, is_trouble=False)
+        else:
+            await _record(run, batch, answer)
 
 
 async def _claim(run: Run, stream: Stream) -> Claimed | None:
@@ -166,7 +181,7 @@ async def _claim(run: Run, stream: Stream) -> Claimed | None:
     return None if row is None else Claimed(*row)
 
 
-async def _record(run: Run, batch: Claimed, answer: Answer) -> None:
+async def _record(run: Run, batch: Claimed, answer: Answer, *, is_trouble: bool = True) -> None:
     state = state_after(batch.was, answer)
     delay_s = answer.retry_after_s if answer.retry_after_s is not None else backoff_s(batch.attempt_count)
     parameters = {
@@ -183,7 +198,7 @@ async def _record(run: Run, batch: Claimed, answer: Answer) -> None:
         case BatchState.REJECTED | BatchState.PARKED:
             run.rejected.append(str(batch.id))
             log.warning("meter batch %s is %s: %s", batch.id, state, answer.reason)
-        case _:
+        case _ if is_trouble:
             run.trouble = answer
 
 

@@ -16,8 +16,9 @@ from typing import Any
 from sqlalchemy import Row, text
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from common.incidents import Retries
 from metering.billing.pricing import COUNTS_OF_EVENT
-from metering.errors import StripeFailed
+from metering.errors import StoreAway, StripeFailed
 from metering.export.stripe_gateway import StripeGateway
 from metering.export.stripe_invoices import finalized_at, usage_invoices
 from metering.export.stripe_prices import minor_unit_picos
@@ -31,6 +32,7 @@ METADATA = "weir_late_item"
 LOCK_NAME = "late invoice items"
 
 log = logging.getLogger(__name__)
+retries = Retries("late_items", passing=(StoreAway,))  # by organization, and by item
 
 PRICE = " ".join(f"WHEN '{kind}' THEN p.{price}" for kind, (_, price) in COUNTS_OF_EVENT.items())
 LOCK = text("SELECT pg_try_advisory_lock(hashtextextended(:name, 0))")
@@ -86,17 +88,20 @@ async def invoice_late_usage(sessions: Sessions, gateway: StripeGateway) -> int:
         async with sessions() as session:
             found = (await session.execute(LATE, nobody)).all()
         for row in found:
-            try:
-                whole, last = await last_finalized(sessions, gateway, row)
-            except StripeFailed as failed:
-                log.warning("late usage is not invoiced yet: %s", failed)
+            if not retries.is_due(row.organization_id):
                 continue
-            if not whole:
-                continue  # it is on the invoice that is not final yet
-            asked = nobody | {"organization_id": row.organization_id, "ends": row.period_end, "last": last}
-            async with sessions.begin() as session:
-                for late in (await session.execute(LATE, asked)).all():
-                    await make_item(session, late)
+            with retries.survive(row.organization_id):
+                try:
+                    whole, last = await last_finalized(sessions, gateway, row)
+                except StripeFailed as failed:
+                    log.warning("late usage is not invoiced yet: %s", failed)
+                    continue
+                if not whole:
+                    continue  # it is on the invoice that is not final yet
+                asked = nobody | {"organization_id": row.organization_id, "ends": row.period_end, "last": last}
+                async with sessions.begin() as session:
+                    for late in (await session.execute(LATE, asked)).all():
+                        await make_item(session, late)
         return await create_items(sessions, gateway)
 
 
@@ -127,14 +132,17 @@ async def create_items(sessions: Sessions, gateway: StripeGateway) -> int:
         waiting = (await session.execute(UNINVOICED, {"account": gateway.account})).all()
     created = 0
     for row in waiting:
-        try:
-            stripe_id = await find_item(gateway, row) or await create_item(gateway, row)
-        except StripeFailed as failed:
-            log.warning("late usage is not invoiced yet: %s", failed)
+        if not retries.is_due(row.id):
             continue
-        async with sessions.begin() as session:
-            await session.execute(RECORD, {"id": row.id, "stripe_id": stripe_id})
-        created += 1
+        with retries.survive(row.id):
+            try:
+                stripe_id = await find_item(gateway, row) or await create_item(gateway, row)
+            except StripeFailed as failed:
+                log.warning("late usage is not invoiced yet: %s", failed)
+                continue
+            async with sessions.begin() as session:
+                await session.execute(RECORD, {"id": row.id, "stripe_id": stripe_id})
+            created += 1
     return created
 
 

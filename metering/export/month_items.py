@@ -20,11 +20,12 @@ from typing import Any
 from sqlalchemy import Row, text
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from common.incidents import Retries
 from metering.billing.invoice_rows import invoice_of_month, read_lines
 from metering.billing.invoices import is_charge
 from metering.billing.months import month_text
 from metering.billing.pricing import COUNTS_OF_EVENT
-from metering.errors import StripeFailed
+from metering.errors import StoreAway, StripeFailed
 from metering.export.stripe_gateway import StripeGateway
 from metering.export.stripe_invoices import begins_within, subscription_of, usage_invoices
 from metering.export.stripe_prices import minor_unit_picos
@@ -40,6 +41,7 @@ DRAFTS_ARE_THERE = timedelta(hours=6)
 MONTHS_MAX = 20  # of one run, drawn by lot: each costs some calls, and one that cannot be settled must not hold up the others
 
 log = logging.getLogger(__name__)
+retries = Retries("month_items", passing=(StoreAway,))  # by organization and month
 
 PRICE = " ".join(f"WHEN '{kind}' THEN p.{price}" for kind, (_, price) in COUNTS_OF_EVENT.items())
 LOCK = text("SELECT pg_try_advisory_lock(hashtextextended(:name, 0))")
@@ -126,10 +128,14 @@ async def settle_months(sessions: Sessions, gateway: StripeGateway) -> int:
             ).all()
         settled = 0
         for month in months:
-            try:
-                settled += await settle_month(sessions, gateway, month)
-            except StripeFailed as failed:
-                log.warning("%s of %s is not settled at Stripe yet: %s", month_text(month.month), month.organization, failed)
+            item = (month.organization_id, month.month)
+            if not retries.is_due(item):
+                continue
+            with retries.survive(item):
+                try:
+                    settled += await settle_month(sessions, gateway, month)
+                except StripeFailed as failed:
+                    log.warning("%s of %s is not settled at Stripe yet: %s", month_text(month.month), month.organization, failed)
         return settled
 
 

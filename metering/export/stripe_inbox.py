@@ -17,13 +17,15 @@ from sqlalchemy import text
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from metering.errors import InvalidValue, StripeFailed
+from common.incidents import Retries
+from metering.errors import InvalidValue, StoreAway, StripeFailed
 from metering.export.export_models import StripeEvent
 from metering.export.month_items import hold_draft
 from metering.export.stripe_gateway import MeterErrors, StripeGateway, verify_signature
 from metering.store.db import Sessions
 
 log = logging.getLogger(__name__)
+retries = Retries("stripe_events", passing=(StoreAway,))  # by event
 
 EVENTS_MAX = 100  # handled in one run
 ATTEMPTS_MAX = 20  # after which an event is left to a person; `weir stripe status` counts it
@@ -87,6 +89,8 @@ async def handle_events(sessions: Sessions, gateway: StripeGateway) -> int:
         waiting = (await session.execute(UNHANDLED, {"attempts": ATTEMPTS_MAX, "limit": EVENTS_MAX})).all()
     handled = 0
     for event_id, kind in waiting:
+        if not retries.is_due(event_id):
+            continue
         try:
             # Fetched before the transaction: the webhook only announces a report.
             errors = await gateway.meter_errors(event_id) if kind in ERROR_REPORTS else None
@@ -98,6 +102,12 @@ async def handle_events(sessions: Sessions, gateway: StripeGateway) -> int:
             log.warning("event %s of Stripe is not handled: %s", event_id, error)
             async with sessions.begin() as session:
                 await session.execute(FAILED, {"id": event_id, "why": str(error)[:ERROR_LENGTH_MAX]})
+        except StoreAway:
+            raise
+        except Exception as error:
+            why = f"incident {retries.failed(error, event_id)}"
+            async with sessions.begin() as session:
+                await session.execute(FAILED, {"id": event_id, "why": why})
     return handled
 
 

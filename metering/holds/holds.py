@@ -12,9 +12,11 @@ import random
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import structlog
 
+from common.incidents import Retries
 from metering.errors import HoldEnded, QuotaExceeded, StoreAway
 from metering.holds.hold_connection import BATCH_SIZE_MAX, EXPIRY_S
 from metering.holds.lease_clock import LeaseClock
@@ -32,6 +34,7 @@ SPLIT_COUNT_MIN = 32  # operations; in smaller batches the statements themselves
 SETTLE_RETRY_MAX_S = 5.0
 ANSWER_WAIT_S = 5.0  # a client that waits longer for its admission has lost the good of an exact answer
 PROBE_INTERVAL_S = 1.0  # so soon an idle process finds out that the database is away
+LOOP_RETRY_S_MIN, LOOP_RETRY_S_MAX = 0.1, 5.0  # a hold lapses after a minute: its loops are never left alone for long
 TEND_INTERVAL_S = 1.0  # so soon something stands for a key that has begun to ask
 
 log = structlog.get_logger(__name__)
@@ -129,12 +132,17 @@ class HoldStore:
         """Run batches and renew expiries until cancelled; whoever still waits then is told `StoreAway`."""
         try:
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._run_batches(self._commits), name="hold batches")
-                tasks.create_task(self._run_batches(self._admissions), name="admission batches")
-                tasks.create_task(self._renew_regularly(), name="hold renewal")
-                tasks.create_task(self._probe_regularly(), name="store probe")
+                loops: dict[str, Callable[[], Awaitable[None]]] = {
+                    "hold batches": partial(self._run_batches, self._commits),
+                    "admission batches": partial(self._run_batches, self._admissions),
+                    "hold renewal": self._renew_regularly,
+                    "store probe": self._probe_regularly,
+                }
                 if self._standing is not None:
-                    tasks.create_task(self._tend_regularly(self._standing), name="standing holds")
+                    loops["standing holds"] = partial(self._tend_regularly, self._standing)
+                for name, loop in loops.items():
+                    retries = Retries(name.replace(" ", "_"), shortest_s=LOOP_RETRY_S_MIN, longest_s=LOOP_RETRY_S_MAX)
+                    tasks.create_task(retries.keep_running(loop), name=name)
         finally:
             self._closed = True
             for commits in (self._commits, self._admissions):

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import structlog
 
+from common.incidents import Retries
 from metering.errors import StoreAway
 from metering.holds.bindings import Bind
 from metering.holds.hold_connection import BATCH_SIZE_MAX, HoldConnection
@@ -21,6 +22,7 @@ from metering.receipts.chaining import BatchSigner
 from metering.store.store_gate import StoreGate
 
 log = structlog.get_logger(__name__)
+retries = Retries("journal_recovery", passing=(StoreAway, OSError))  # by the journal's owner
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,14 +44,17 @@ async def recover_journals(
     """
     done = Recovered()
     for journal in abandoned_journals(directory):
-        async with HoldConnection(database_url, journal.owner_id, gate=gate, signer=signer) as holds:
-            one = await recover(holds, journal)
-        log.info("journal_recovered", owner_id=str(journal.owner_id), settled_hold_count=one.settled_hold_count)
-        done = Recovered(
-            done.journal_count + 1,
-            done.settled_hold_count + one.settled_hold_count,
-            done.delivered_token_count + one.delivered_token_count,
-        )
+        if not retries.is_due(journal.owner_id):
+            continue
+        with retries.survive(journal.owner_id):
+            async with HoldConnection(database_url, journal.owner_id, gate=gate, signer=signer) as holds:
+                one = await recover(holds, journal)
+            log.info("journal_recovered", owner_id=str(journal.owner_id), settled_hold_count=one.settled_hold_count)
+            done = Recovered(
+                done.journal_count + 1,
+                done.settled_hold_count + one.settled_hold_count,
+                done.delivered_token_count + one.delivered_token_count,
+            )
     return done
 
 

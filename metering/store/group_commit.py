@@ -14,6 +14,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from common.incidents import Retries
+
 Op = TypeVar("Op")
 Result = TypeVar("Result")
 
@@ -104,6 +106,7 @@ class GroupCommit(Generic[Op, Result]):
         self._batch_count = 0
         self._waiting_count_peak = 0
         self._batch_size_peak = 0
+        self._answers = Retries("batch_answers")
 
     async def submit(self, op: Op) -> Result:
         """Run one operation in the next batch.
@@ -198,7 +201,8 @@ class GroupCommit(Generic[Op, Result]):
             if self._measured is not None:
                 self._measured(len(batch), time.monotonic() - began_at)
         for waiting, result in zip(batch, results, strict=True):
-            self._answer(waiting, result)
+            with self._answers.survive():
+                self._answer(waiting, result)
 
     def empty(self) -> bool:
         """Whether nothing waits."""

@@ -14,9 +14,11 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
+from sqlalchemy import text
+from sqlalchemy.ext.asyncio import AsyncSession
 
 from docs import verify_alert
-from metering.alerts import webhooks
+from metering.alerts import delivering, webhooks
 from metering.alerts.delivering import GIVE_UP_AFTER, REST_S_MAX, Run, deliver_alerts
 from metering.alerts.listing import find_alert
 from metering.alerts.looking import look_for_alerts
@@ -74,6 +76,36 @@ async def deliver(books: Sessions) -> Run:
 async def ask_for_test(books: Sessions, organization: str = "acme") -> uuid.UUID:
     async with books.begin() as session:
         return await webhooks.try_webhook(session, organization=organization)
+
+
+async def test_an_alert_that_cannot_be_told_holds_up_no_other(
+    world: HoldWorld, acme: Payer, books: Sessions, there: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await set_webhook(books, there.url)
+    bad = await ask_for_test(books)
+    good = await ask_for_test(books)
+    find = find_alert
+
+    async def fails(session: AsyncSession, alert_id: uuid.UUID) -> Any:
+        if alert_id == bad:
+            raise ValueError("planted")
+        return await find(session, alert_id)
+
+    monkeypatch.setattr(delivering, "find_alert", fails)
+    first = await deliver(books)
+    async with books.begin() as session:
+        [error, rests] = (
+            await session.execute(
+                text("SELECT last_error, rests_until > now() FROM alert_deliveries, alert_webhooks WHERE alert_id = :id"),
+                {"id": bad},
+            )
+        ).one()
+        await session.execute(text("UPDATE alert_webhooks SET rests_until = NULL"))
+    second = await deliver(books)
+
+    assert first.failed == [bad]
+    assert [*first.delivered, *second.delivered] == [good]
+    assert (error.startswith("incident "), rests) == (True, True)
 
 
 async def test_an_alert_is_posted_once_signed_and_says_what_was_used_of_what(

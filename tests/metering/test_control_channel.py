@@ -12,6 +12,7 @@ from typing import Any
 import psycopg
 import pytest
 from sqlalchemy import select, text
+from structlog.testing import capture_logs
 
 from metering.control import control_channel, gossip
 from metering.control.control_channel import ControlChannel
@@ -33,7 +34,9 @@ class Listener:
         self.orders: list[StopOrder] = []
         self.owner_id = uuid.uuid4()
         self.drains: list[DrainOrder] = []
+        self.drain_fault: Exception | None = None
         self.replicas: list[dict[str, Any]] = []
+        self.requests: list[dict[str, Any]] = []
         self.channel = ControlChannel(
             url,
             self.owner_id,
@@ -50,10 +53,12 @@ class Listener:
 
     def _drain(self, orders: Sequence[DrainOrder]) -> None:
         self.drains = list(orders)
+        if self.drain_fault is not None:
+            raise self.drain_fault
 
     def _report(self) -> list[dict[str, Any]]:
         self.reported += 1
-        return []
+        return self.requests
 
     def told(self) -> str:
         """See `Gossip`."""
@@ -255,6 +260,86 @@ async def test_a_view_asks_who_is_there_and_names_who_is_silent(database_url: st
     assert listener.reported == before + 1
     assert (view.requests, view.organizations, view.silent_owner_ids) == ((), (), ())
     assert known == {listener.owner_id}
+
+
+def live_request(customer: Customer, model: str) -> dict[str, Any]:
+    """What a process tells of a request that waits without a hold."""
+    return {
+        "hold_id": None,
+        "request_id": str(uuid.uuid4()),
+        "organization_id": str(customer.organization_id),
+        "project_id": str(customer.key.project_id),
+        "api_key_id": str(customer.key.id),
+        "model": model,
+        "phase": "queued",
+        "age_s": 1.0,
+        "input_token_count": 1,
+        "cached_input_token_count": 0,
+        "delivered_token_count": 0,
+        "tokens_per_second": 0.0,
+    }
+
+
+@pytest.mark.parametrize("hostile", ["x\0", "\ud800", object()])
+async def test_a_request_that_postgresql_refuses_is_left_out_of_the_view_and_ends_nothing(
+    database_url: str, sessions: Sessions, customer: Customer, hostile: Any
+) -> None:
+    async with listening(database_url) as listener, listening(database_url) as other:
+        listener.requests = [live_request(customer, model) for model in ("first", hostile, "last")]
+        other.requests = [live_request(customer, "elsewhere")]
+        with capture_logs() as logs:
+            views = [await live_view(sessions) for _ in range(3)]
+        await order(sessions, customer)
+        await listener.got(1)
+
+    for view in views:
+        assert sorted(row.model for row in view.requests) == ["elsewhere", "first", "last"]
+        assert view.silent_owner_ids == ()
+    incidents = [entry for entry in logs if entry["event"] == "incident"]
+    assert {entry["item"] for entry in incidents} == {listener.requests[1]["request_id"]}
+    assert len(incidents) < 3, "it rests between two looks"
+
+
+async def test_an_unexpected_error_costs_a_connection_and_not_the_process(
+    database_url: str, sessions: Sessions, customer: Customer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(control_channel, "LOOK_INTERVAL_S", 0.01)
+    serve, faults = ControlChannel._serve, [psycopg.errors.UndefinedTable("planted"), ValueError("planted")]
+
+    async def breaks(self: ControlChannel, connection: Any) -> None:
+        if faults:
+            raise faults.pop()
+        await serve(self, connection)
+
+    monkeypatch.setattr(ControlChannel, "_serve", breaks)
+    async with listening(database_url) as listener:
+        await order(sessions, customer)
+        await listener.got(1)
+
+    assert not faults
+
+
+async def test_an_order_that_cannot_be_carried_out_is_tried_again_and_holds_up_no_other(
+    database_url: str, sessions: Sessions, customer: Customer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(control_channel, "LOOK_INTERVAL_S", 0.02)
+    async with listening(database_url) as listener:
+        stop, tried = listener.channel._stop, []
+
+        def fails_once(each: StopOrder) -> None:
+            tried.append(each.order_id)
+            if len(tried) == 1:
+                raise ValueError("planted")
+            stop(each)
+
+        listener.channel._stop = fails_once
+        listener.drain_fault = ValueError("planted")
+        await order(sessions, customer)
+        await order(sessions, customer)
+        await listener.got(2)
+
+    assert len(tried) == 3
+    assert sorted(each.order_id for each in listener.orders) == sorted(set(tried))
 
 
 async def test_two_database_connections_are_all_that_it_costs(database_url: str, customer: Customer) -> None:

@@ -1,0 +1,98 @@
+"""Every background loop of an api process is started again after an unexpected failure, and ends nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+from unittest.mock import AsyncMock, MagicMock
+
+import pytest
+
+from api import __main__ as root
+from api.process import Process
+from common import incidents
+from common.incidents import INCIDENT_COUNTS, IncidentTaskGroup
+
+LOOPS = {
+    "control_channel": "control.run",
+    "usage_notices": "notices.run",
+    "key_uses": "uses.run",
+    "recovery": "recovery",
+    "progress": "process.tell_progress_regularly",
+    "loop_lag": "process.observer.loop_lag.measure",
+    "spare_hosts": "spares.serve",
+}
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let failures rest for no time."""
+    monkeypatch.setattr(incidents.Retries, "wait_s", lambda self, item=None: 0.0)
+
+
+async def test_each_loop_that_raises_is_started_again_and_the_others_run_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = MagicMock()
+    running: dict[str, int] = dict.fromkeys([*LOOPS, "holds", "statistics_log"], 0)
+    started_again = asyncio.Event()
+
+    def loop(name: str) -> Any:
+        async def run(*_: Any) -> None:
+            running[name] += 1
+            if running[name] == 1 and name != "holds":
+                raise ValueError("planted")
+            if sum(running.values()) == 2 * len(running) - 1:
+                started_again.set()
+            await asyncio.Event().wait()
+
+        return AsyncMock(side_effect=run)
+
+    for name, path in LOOPS.items():
+        parts.configure_mock(**{path: loop(name)})
+    parts.process.admission.holds.run = loop("holds")
+    monkeypatch.setattr(root, "log_statistics_regularly", loop("statistics_log"))
+    before = INCIDENT_COUNTS.copy()
+
+    async with IncidentTaskGroup() as tasks:
+        background = root.in_background(
+            tasks, parts.process, parts.control, parts.notices, parts.uses, parts.spares, parts.recovery
+        )
+        async with asyncio.timeout(60):
+            await started_again.wait()
+        for task in background:
+            task.cancel()
+
+    grown = {source: count - before[source] for source, count in INCIDENT_COUNTS.items() if count != before[source]}
+    assert grown == dict.fromkeys([*LOOPS, "statistics_log"], 1)
+
+
+async def test_a_request_whose_progress_cannot_be_told_holds_up_no_other() -> None:
+    told: list[str] = []
+
+    class Request:
+        def __init__(self, name: str) -> None:
+            self.name, self.start, self.phase, self.place = name, MagicMock(request_id=name), root_phase(), None
+
+        def end_if_lapsed(self) -> None:
+            self.tell_progress(None)
+
+        def tell_progress(self, outlook: object) -> None:
+            if self.name == "bad":
+                raise ValueError("planted")
+            told.append(self.name)
+
+    process = object.__new__(Process)
+    process._progress = incidents.Retries("progress")
+    process.queues = {}
+    process._live = {Request(name): None for name in ("first", "bad", "last")}  # type: ignore[misc]
+
+    process.end_lapsed()
+    process._tell_progress(0)
+
+    assert told == ["last", "first", "first", "last"]
+
+
+def root_phase() -> Any:
+    """A phase in which progress is told."""
+    from api.requests.live import Phase
+
+    return Phase.QUEUED
