@@ -152,10 +152,8 @@ class Settings(RemoteEngineSettings):
     tensorrt_abort: Literal["running", "always", "never"] = setting(
         "WEIR_TENSORRT_ABORT", "running", one_of("running", "always", "never")
     )
-    # LoRA checkpoints as model:adapter=directory pairs, separated by commas; clients call them model:adapter.
-    lora_adapters: Mapping[str, Path] = field(
-        default_factory=dict, metadata={"variable": "WEIR_LORA_ADAPTERS", "parse": paths_by_name}
-    )
+    # Refused unless empty: TensorRT-LLM 1.2.1 accepts adapters and answers with the base model.
+    lora_adapters: str = setting("WEIR_LORA_ADAPTERS", "", str)
     # A file of models, replicas, aliases and regions, in the place of WEIR_MODELS; `docs/fleet.md` has its keys.
     fleet_file: str = setting("WEIR_FLEET", "", str)
     # Where this process runs: one of the regions of that file. Requests that name no region prefer it.

@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol, TypeAlias
 
+from inference.capabilities import Capabilities
 from inference.sequences import (
     BeamSearchParams,
     ChoiceFinished,
@@ -128,6 +129,7 @@ class ModelInfo:
     directory holds tokenizer and chat template, so that the API can tokenize without the engine. continues_output: whether the
     engine takes requests with `output_token_ids`. continues_exactly: it counts them as its own output; otherwise they are a part of
     the prompt there, and requests for which that makes a difference are refused (`SamplingParams.counts_output`).
+    capabilities: which fields of a request the engine honours; it refuses all others.
     embedding_dimension: floats of a vector; 0 of a model that generates. Of one that embeds, context_window_tokens bounds a text.
     """
 
@@ -141,6 +143,11 @@ class ModelInfo:
     continues_output: bool = False
     continues_exactly: bool = False
     embedding_dimension: int = 0
+    capabilities: Capabilities = field(default_factory=Capabilities)
+
+    def check_capabilities(self, request: GenerationRequest) -> None:
+        """Raise `RequestImpossible` with the field if this model's engine would ignore one."""
+        self.capabilities.check(request, self.engine)
 
     def can_continue(self, request: GenerationRequest) -> bool:
         """Whether an engine of this model could take a request up in mid-output, and go on with it as it began."""

@@ -11,9 +11,6 @@ from inference.engine import Backend, Encoder, Engine, ModelInfo
 from inference.errors import EngineError, RequestImpossible
 from inference.fleet.replica import ReplicaReport as ReplicaReport
 from inference.fleet.replica import ReplicaState as ReplicaState
-from inference.hosts.adapter_view import AdapterView
-
-ADAPTER_MARK = ":"  # between the name of a model and that of its adapter, which runs in the model's engine
 
 
 class ModelUnknown(EngineError):
@@ -209,10 +206,9 @@ class Router:
                 yield from ((name, report) for report in backend.reports())
                 continue
             condition, told = backend.condition(), backend.statistics()
-            is_adapter = name.partition(ADAPTER_MARK)[0] in self._engines and ADAPTER_MARK in name
             state = ReplicaState(condition.state.value)
             live_count = told.running_sequence_count + told.waiting_sequence_count
-            yield name, ReplicaReport(name, "", state, live_count, 0, condition.reason, None if is_adapter else told)
+            yield name, ReplicaReport(name, "", state, live_count, 0, condition.reason, told)
 
     def engines(self) -> list[Engine]:
         """All engines, by the names that they serve."""
@@ -248,9 +244,7 @@ class Router:
 
 
 def replica_counts(backend: Backend) -> ReplicaCounts:
-    """How many engines are behind this one; an adapter has those of its model."""
-    if isinstance(backend, AdapterView):
-        backend = backend.base
+    """How many engines are behind this one."""
     if not isinstance(backend, Replicated):
         return ReplicaCounts(int(backend.healthy()), 1, 0)
     told = backend.reports()

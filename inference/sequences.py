@@ -137,7 +137,6 @@ class GenerationRequest:
     response format. Tokens come when all outputs share them that can still be the best, the others with the end.
     rank: who is next, the lowest first, and of equal ones the first to arrive. In tokens: one that waits takes the place of a
     running one if its rank is lower by more than its prompt's tokens. Nobody is overtaken without end, whatever the ranks.
-    adapter: which of the engine's LoRA adapters changes the model; empty for none.
     output_token_ids: output that was generated elsewhere; the sequence goes on after it as if it had generated it here. It counts
     in all limits, penalties and counts, and as places in the random sequence; events tell of what follows only. Needs
     `ModelInfo.continues_output`; excludes a response format, beam search and several choices.
@@ -153,7 +152,6 @@ class GenerationRequest:
     choice_count: int = 1
     beam_search: BeamSearchParams | None = None
     rank: float = 0.0
-    adapter: str = ""
     output_token_ids: tuple[int, ...] = ()
     regions: tuple[str, ...] = ()
 

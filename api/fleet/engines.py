@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Literal
 
@@ -17,7 +17,6 @@ from inference.engine import Encoder, Engine
 from inference.fleet.memory_budget import BudgetTooSmall, MemoryBudget, Resident
 from inference.fleet.memory_estimate import HOST_BYTES, stored_bytes, torch_memory_bytes
 from inference.fleet.on_demand import OnDemandEncoder, OnDemandEngine, SlotTerms
-from inference.hosts.adapter_view import AdapterView
 from inference.hosts.host_process import HostOpener, open_host
 from inference.hosts.torch_engine import TorchEngine, TorchEngineSettings
 from inference.native.packed_place import PackedPlace
@@ -32,21 +31,10 @@ def build_engines(settings: Settings, opener: HostOpener = open_host, budget: Me
 
     Raises: CheckpointInvalid naming the file, SettingInvalid.
     """
-    if settings.engine_backend != "tensorrt" and settings.lora_adapters:
-        raise SettingInvalid("WEIR_LORA_ADAPTERS needs WEIR_ENGINE=tensorrt: other engines serve no adapters")
     if settings.engine_backend == "remote":
         return build_remote_engines(settings)
     budget = budget or MemoryBudget()
-    adapters = adapters_by_model(settings, settings.models)
-    places = settings.models.items()
-    return {name: build_slot(settings, budget, name, directory, adapters[name], opener) for name, directory in places}
-
-
-def with_adapters(settings: Settings, engines: Mapping[str, Engine]) -> dict[str, Engine]:
-    """Engines by model, and one more name for each of their adapters. Raises: SettingInvalid."""
-    adapters = adapters_by_model(settings, engines)
-    views = {f"{name}:{each}": AdapterView(engines[name], each) for name, known in adapters.items() for each in known}
-    return {**engines, **views}
+    return {name: build_slot(settings, budget, name, directory, opener) for name, directory in settings.models.items()}
 
 
 def check_budget(budget: MemoryBudget, slots: Iterable[Resident], setting: str) -> None:
@@ -63,12 +51,11 @@ def build_slot(
     budget: MemoryBudget,
     name: str,
     directory: Path,
-    adapters: dict[str, str],
     opener: HostOpener = open_host,
 ) -> OnDemandEngine:
     """A model's place for an engine, which runs while it is wanted. Raises: CheckpointInvalid, SettingInvalid."""
     assert settings.engine_backend != "remote", "nothing of those runs here"
-    build, memory_bytes = engine_plan(settings, settings.engine_backend, name, directory, adapters, opener)
+    build, memory_bytes = engine_plan(settings, settings.engine_backend, name, directory, opener)
     terms = SlotTerms(settings.model_idle_timeout_s, keep_warm=settings.min_replicas > 0, memory_bytes=memory_bytes)
     return OnDemandEngine(build, terms, budget)
 
@@ -118,7 +105,6 @@ def engine_plan(
     backend: Literal["torch", "tensorrt"],
     name: str,
     directory: Path,
-    adapters: dict[str, str],
     opener: HostOpener,
 ) -> tuple[Callable[[], Engine], int]:
     """How an engine is built, and how much memory it takes. Raises: CheckpointInvalid, SettingInvalid."""
@@ -127,22 +113,11 @@ def engine_plan(
         if torch.simulation is not None:
             return lambda: TorchEngine(torch, opener), HOST_BYTES  # no weights, no keys and values
         return lambda: TorchEngine(torch, opener), torch_memory_bytes(directory, torch.compute_dtype, torch.kv_cache_bytes)
-    tensorrt = tensorrt_settings(settings, name, directory, adapters)
+    tensorrt = tensorrt_settings(settings, name, directory)
     return lambda: TensorRtEngine(tensorrt), stored_bytes(directory)
 
 
-def adapters_by_model(settings: Settings, models: Iterable[str]) -> dict[str, dict[str, str]]:
-    """Directories of adapters by model and name. Raises: SettingInvalid for one of a model that is not served."""
-    found: dict[str, dict[str, str]] = {name: {} for name in models}
-    for key, directory in settings.lora_adapters.items():
-        model, _, adapter = key.rpartition(":")
-        if model not in found or not adapter:
-            raise SettingInvalid(f"WEIR_LORA_ADAPTERS: {key!r} must be model:adapter, with a model that is served")
-        found[model][adapter] = str(directory)
-    return found
-
-
-def tensorrt_settings(settings: Settings, name: str, directory: Path, adapters: dict[str, str]) -> TensorRtSettings:
+def tensorrt_settings(settings: Settings, name: str, directory: Path) -> TensorRtSettings:
     """How to run a model on TensorRT-LLM. Raises: SettingInvalid."""
     try:
         options = TensorRtOptions(
@@ -151,7 +126,6 @@ def tensorrt_settings(settings: Settings, name: str, directory: Path, adapters: 
             pipeline_parallel_size=settings.tensorrt_pipeline_parallel,
             expert_parallel_size=settings.tensorrt_expert_parallel or None,
             kv_cache_memory_fraction=settings.tensorrt_kv_cache_fraction,
-            adapters=adapters,
             abort_running=settings.tensorrt_abort != "never",
             abort_prefill=settings.tensorrt_abort == "always",
         )

@@ -13,7 +13,6 @@ from itertools import starmap
 from pathlib import Path
 
 from api.fleet.engines import (
-    adapters_by_model,
     build_encoders,
     build_engines,
     build_remote_encoders,
@@ -21,11 +20,11 @@ from api.fleet.engines import (
     check_encoder_names,
     encoder_plan,
     engine_plan,
-    with_adapters,
 )
 from api.fleet.fleet_file import Fleet, FleetModel, FleetVersion, read_fleet
 from api.fleet.remote_engines import build_remote_encoder, build_remote_engine
 from api.settings import SettingInvalid, Settings, bundled_models
+from inference.capabilities import combined
 from inference.catalog import VERSION_MARK, Catalog, Share
 from inference.engine import Encoder, Engine
 from inference.fleet.breaker import BreakerLimits
@@ -36,7 +35,6 @@ from inference.fleet.placement import POLICIES, LeastLoaded
 from inference.fleet.replica import Replica
 from inference.fleet.replica_set import ReplicaSet
 from inference.fleet.scaling import ScaledReplicaSet, Scaler
-from inference.hosts.adapter_view import AdapterView
 from inference.hosts.host_process import HostOpener, open_host
 
 
@@ -52,6 +50,9 @@ class Serving:
 
 def build_serving(settings: Settings, opener: HostOpener = open_host) -> Serving:
     """Everything that is served. opener: where hosts come from. Raises: CheckpointInvalid naming the file, SettingInvalid."""
+    if settings.lora_adapters:
+        remedy = "merge each adapter into its checkpoint and serve that as a model of WEIR_MODELS"
+        raise SettingInvalid(f"WEIR_LORA_ADAPTERS={settings.lora_adapters!r}: no engine applies LoRA adapters: {remedy}")
     if not settings.fleet_file:
         if settings.region:
             raise SettingInvalid("WEIR_REGION needs WEIR_FLEET: only that file says which regions there are")
@@ -70,7 +71,7 @@ def build_serving(settings: Settings, opener: HostOpener = open_host) -> Serving
         found, slots = build_engines(settings, opener, budget), build_encoders(settings, budget)
         residents: list[Resident] = [engine for engine in found.values() if isinstance(engine, OnDemandEngine)]
         check_budget(budget, [*residents, *slots.values()], f"WEIR_ENGINE_MEMORY_BYTES={settings.engine_memory_bytes}")
-        engines = with_adapters(settings, {name: lone_engine(settings, name, engine) for name, engine in found.items()})
+        engines = {name: lone_engine(settings, name, engine) for name, engine in found.items()}
         all_encoders = {name: lone_encoder(settings, name, slot) for name, slot in slots.items()} | far_encoders(settings)
         return Serving(engines, all_encoders, Catalog.plain(tuple(engines)), Catalog.plain(tuple(all_encoders)))
     named = settings.encoders or settings.remote_targets or settings.remote_encoders
@@ -132,8 +133,7 @@ def embedding_model(settings: Settings, name: str, directory: Path) -> FleetMode
 
 
 def build_fleet(settings: Settings, fleet: Fleet, opener: HostOpener) -> Serving:
-    """One set of replicas per version of a model, one more name per adapter. Raises: CheckpointInvalid, SettingInvalid."""
-    adapters = adapters_by_model(settings, [model.name for model in fleet.models])
+    """One set of replicas per version of a model. Raises: CheckpointInvalid, SettingInvalid."""
     yard = Yard(settings, MemoryBudget(fleet.memory_bytes or settings.engine_memory_bytes or None), opener)
     engines: dict[str, Engine] = {}
     encoders: dict[str, Encoder] = {}
@@ -148,12 +148,8 @@ def build_fleet(settings: Settings, fleet: Fleet, opener: HostOpener) -> Serving
             continue
         for version in model.versions:
             served = f"{model.name}{VERSION_MARK}{version.version}" if version.version else model.name
-            base = engines[served] = yard.build_set(model, version, served, adapters[model.name])
+            engines[served] = yard.build_set(model, version, served)
             shares.setdefault(model.name, []).append(Share(version.version, served, version.weight))
-            for adapter in adapters[model.name]:
-                view = AdapterView(base, adapter)
-                engines[view.model.name] = view
-                shares.setdefault(f"{model.name}:{adapter}", []).append(Share(version.version, view.model.name, version.weight))
     check_budget(yard.budget, yard.slots, "memory_bytes of WEIR_FLEET, or WEIR_ENGINE_MEMORY_BYTES")
     catalog = Catalog(shares, aliases_within(fleet.aliases, shares), fleet.regions, settings.region)
     return Serving(engines, encoders, catalog, Catalog(encoder_shares, aliases_within(fleet.aliases, encoder_shares)))
@@ -173,15 +169,13 @@ class Yard:
         self._settings = settings
         self._opener = opener
 
-    def build_set(self, model: FleetModel, version: FleetVersion, served: str, adapters: dict[str, str]) -> ReplicaSet:
+    def build_set(self, model: FleetModel, version: FleetVersion, served: str) -> ReplicaSet:
         """The replicas of one version. Raises: CheckpointInvalid, SettingInvalid."""
-        if adapters and version.engine != "tensorrt":
-            raise SettingInvalid(f"WEIR_LORA_ADAPTERS: {served!r} must have `engine: tensorrt`: no other serves adapters")
-        if version.engine == "remote":
-            replicas = self._remote_replicas(version, served)
-        else:
-            replicas = self._local_replicas(version, served, adapters)
-        info, wait_s = replace(replicas[0].engine.model, name=served), model.recovery_wait_s
+        build = self._remote_replicas if version.engine == "remote" else self._local_replicas
+        replicas = build(version, served)
+        capabilities = combined(replica.engine.model.capabilities for replica in replicas)
+        info = replace(replicas[0].engine.model, name=served, capabilities=capabilities)
+        wait_s = model.recovery_wait_s
         policy = POLICIES[model.policy]() if len(replicas) > 1 else LeastLoaded()  # which looks at nothing that one alone has
         least = version.replica_count_min
         if least >= version.replica_count_max:
@@ -216,9 +210,9 @@ class Yard:
             found.append(Replica(target.address, engine, target.region or settings.region))
         return found
 
-    def _local_replicas(self, version: FleetVersion, served: str, adapters: dict[str, str]) -> list[Replica]:
+    def _local_replicas(self, version: FleetVersion, served: str) -> list[Replica]:
         """Those that run on this machine: the first ones kept warm, the others started when they are wanted."""
-        settings, rest = self._settings, (served, version.directory, adapters, self._opener)
+        settings, rest = self._settings, (served, version.directory, self._opener)
         match version.engine:
             case "torch":
                 build, memory_bytes = engine_plan(settings, "torch", *rest)

@@ -33,6 +33,7 @@ TIERS: Mapping[str, pb.ServiceTier.ValueType] = {
 # How fields of a start frame are called in all of the APIs; each API adds its own.
 COMMON_NAMES: dict[str, str] = {
     "sampling.temperature": "temperature",
+    "sampling.seed": "seed",
     "sampling.top_p": "top_p",
     "sampling.top_k": "top_k",
     "sampling.min_p": "min_p",

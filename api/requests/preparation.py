@@ -59,6 +59,7 @@ async def prepare(
         regions=route.regions,
     )
     check_against_model(request, size)
+    model.check_capabilities(request)
     if safety is not None:
         await check_prompt(safety, tokenizer, start.prompt, start.tool_use.tools)
     return request

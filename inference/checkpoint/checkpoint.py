@@ -7,16 +7,20 @@ that this engine would compute wrongly is refused here by name, so that nobody g
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from inference.capabilities import Capabilities
 from inference.checkpoint.architectures import ARCHITECTURES, read_layer_windows, refuse_unknown_entries
 from inference.checkpoint.rope_config import RopeConfig, read_rope, refuse_wrong_factors, stretched_context_tokens
 from inference.engine import ModelInfo, SamplingParams
 from inference.errors import CheckpointInvalid
 from inference.limits import sampling_fault
+
+_log = logging.getLogger("weir.inference.checkpoint")
 
 _SIZES = (
     "vocab_size",
@@ -130,10 +134,18 @@ def _read_sizes(raw: Mapping[str, Any], architecture: str, end_token_ids: frozen
     )
 
 
-def read_model_info(directory: Path, *, name: str, engine: str, context_window_tokens_max: int | None = None) -> ModelInfo:
+def read_model_info(
+    directory: Path,
+    *,
+    name: str,
+    engine: str,
+    context_window_tokens_max: int | None = None,
+    capabilities: Capabilities | None = None,
+) -> ModelInfo:
     """What the API tells of a checkpoint before it is loaded. Raises `CheckpointInvalid`."""
     config = read_config(directory)
     window = min(config.context_window_tokens, context_window_tokens_max or config.context_window_tokens)
+    capabilities = capabilities or Capabilities()
     return ModelInfo(
         name=name,
         architecture=config.architecture,
@@ -141,7 +153,8 @@ def read_model_info(directory: Path, *, name: str, engine: str, context_window_t
         context_window_tokens=window,
         vocabulary_size=config.vocabulary_size,
         directory=str(directory),
-        default_sampling=read_default_sampling(directory, config.vocabulary_size),
+        default_sampling=read_default_sampling(directory, config.vocabulary_size, capabilities, engine),
+        capabilities=capabilities,
     )
 
 
@@ -179,8 +192,11 @@ def read_end_token_ids(directory: Path, raw: Mapping[str, Any]) -> frozenset[int
     return frozenset(int(end) for end in (ends if isinstance(ends, list) else [ends]))
 
 
-def read_default_sampling(directory: Path, vocabulary_size: int) -> SamplingParams:
-    """The checkpoint's own defaults. Raises `CheckpointInvalid` for those that no request could be run with."""
+def read_default_sampling(directory: Path, vocabulary_size: int, capabilities: Capabilities, engine: str) -> SamplingParams:
+    """Return the checkpoint's own defaults, without those that the engine would ignore: these are logged.
+
+    Raises `CheckpointInvalid` for defaults that no request could be run with.
+    """
     path = directory / "generation_config.json"
     try:
         sampling = _read_sampling(_read_generation_config(directory))
@@ -188,6 +204,9 @@ def read_default_sampling(directory: Path, vocabulary_size: int) -> SamplingPara
         raise CheckpointInvalid(str(path), f"an entry has a wrong type: {error}") from error
     if (fault := sampling_fault(sampling, vocabulary_size)) is not None:
         raise CheckpointInvalid(str(path), fault)
+    sampling, left_out = capabilities.honoured(sampling)
+    if left_out:
+        _log.warning("%s: the engine %s does not honour %s: requests run without", path, engine, ", ".join(sorted(left_out)))
     return sampling
 
 

@@ -73,6 +73,7 @@ class EngineLife(BackendLife):
         fault = request_fault(request, self._limits, self._model.vocabulary_size, self._block_count)
         if fault is not None:
             raise RequestImpossible(fault)
+        self._model.check_capabilities(request)
         if (unserved := self._unserved(request)) is not None:
             raise unserved
         if self._waiting_count >= self._limits.waiting_sequence_count_max:

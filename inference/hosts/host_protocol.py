@@ -66,7 +66,6 @@ class StartSequence(msgspec.Struct, tag="start", array_like=True, frozen=True):
     choice_count: int = 1
     beam_search: BeamSearchParams | None = None
     rank: float = 0.0
-    adapter: str = ""
     output_token_ids: list[int] = []  # a Struct copies its empty default
 
 
@@ -225,7 +224,6 @@ def start_message(number: int, request: GenerationRequest) -> StartSequence:
         choice_count=request.choice_count,
         beam_search=request.beam_search,
         rank=request.rank,
-        adapter=request.adapter,
         output_token_ids=list(request.output_token_ids),
     )
 
@@ -242,7 +240,6 @@ def request_of(message: StartSequence) -> GenerationRequest:
         choice_count=message.choice_count,
         beam_search=message.beam_search,
         rank=message.rank,
-        adapter=message.adapter,
         output_token_ids=tuple(message.output_token_ids),
     )
 

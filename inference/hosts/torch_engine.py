@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 
+from inference.capabilities import Capabilities, RequestField
 from inference.checkpoint.checkpoint import read_model_info
 from inference.core.kv_cache import KV_BLOCK_TOKENS
-from inference.engine import GenerationRequest
-from inference.errors import RequestImpossible
 from inference.hosts.host_process import CHILD_ENVIRONMENT, HostKind, HostOpener, open_host
 from inference.hosts.host_protocol import LoadModel
 from inference.hosts.hosted_engine import HostedEngine
@@ -16,6 +15,10 @@ from inference.hosts.torch_settings import TorchEngineSettings
 from inference.limits import EngineLimits
 
 __all__ = ["TorchEngine", "TorchEngineSettings"]
+
+
+# It computes nothing that a format or a search could act on.
+SIMULATED = Capabilities(frozenset({RequestField.JSON_SCHEMA, RequestField.REGEX, RequestField.LARK, RequestField.BEAM_SEARCH}))
 
 
 class TorchEngine(HostedEngine):
@@ -50,12 +53,5 @@ class TorchEngine(HostedEngine):
             packed=settings.packed,
         )
         kind = HostKind("inference.hosts.host", CHILD_ENVIRONMENT, load, KV_BLOCK_TOKENS, opener)
-        super().__init__(replace(model, continues_exactly=True), limits, settings, kind)
-        self._simulated = settings.simulation is not None
-
-    def _unserved(self, request: GenerationRequest) -> RequestImpossible | None:
-        if self._simulated and request.response_format is not None:
-            return RequestImpossible("the simulated engine keeps no response format", request.response_format.field)
-        if self._simulated and request.beam_search is not None:
-            return RequestImpossible("the simulated engine has nothing to search for", "beam_search")
-        return None
+        capabilities = Capabilities() if settings.simulation is None else SIMULATED
+        super().__init__(replace(model, continues_exactly=True, capabilities=capabilities), limits, settings, kind)

@@ -14,7 +14,7 @@ import grpc
 from inference.errors import EngineFailed
 from inference.outside.core import Answer
 from inference.outside.sequence import Choice
-from inference.remote.dialect import SHARES, Dialect, ServerFacts, WireOutput, asked, engine_error
+from inference.remote.dialect import SHARES, Dialect, WireOutput, asked, engine_error
 
 END_WAIT_S = 2.0  # for a call to end by itself after its last message
 
@@ -31,21 +31,19 @@ class Submission:
     def __init__(
         self,
         dialect: Dialect,
-        facts: ServerFacts,
         tasks: asyncio.TaskGroup,
         may_reuse: bool,
         unfit: Callable[[str], None],
     ) -> None:
         self._dialect = dialect
         self._unfit = unfit
-        self._facts = facts
         self._tasks = tasks
         self._may_reuse = may_reuse
 
     def submit(self, choice: Choice) -> RemoteAnswers:
         """Send it; what becomes of it is told by its answers."""
         request_id = f"weir-{uuid.uuid4().hex}"
-        call = self._dialect.generate(request_id, choice, self._facts)
+        call = self._dialect.generate(request_id, choice)
         return RemoteAnswers(self._dialect, call, choice, request_id, self._tasks, None if self._may_reuse else self._unfit)
 
 

@@ -6,9 +6,8 @@ import contextlib
 import logging
 import random
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
-from typing import assert_never
 
 import grpc
 
@@ -23,6 +22,7 @@ from inference.remote.trtllm import TrtllmDialect
 from inference.remote.vllm import VllmDialect
 from inference.text.detokenizer import Detokenizer, TextDecoder
 
+DIALECTS: Mapping[Service, type[TrtllmDialect | VllmDialect]] = {Service.TRTLLM: TrtllmDialect, Service.VLLM: VllmDialect}
 PROBE_TOKENS = 513  # of a prompt that is sent to find out what the server caches: two of the largest blocks in use, and one
 
 _log = logging.getLogger("weir.inference.remote")
@@ -40,13 +40,7 @@ async def open_dialect(settings: RemoteSettings) -> AsyncIterator[tuple[Dialect,
 
 def make_dialect(target: Target, channel: grpc.aio.Channel, call_timeout_s: float) -> Dialect:
     """What speaks the target's service."""
-    match target.service:
-        case Service.TRTLLM:
-            return TrtllmDialect(channel, call_timeout_s)
-        case Service.VLLM:
-            return VllmDialect(channel, call_timeout_s)
-        case _:
-            assert_never(target.service)
+    return DIALECTS[target.service](channel, call_timeout_s)
 
 
 class Introduction:
@@ -141,7 +135,7 @@ async def one_output(
     """One output, outside of any queue, and how many prompt tokens were cached. Raises: EngineFailed, grpc.aio.AioRpcError."""
     choice = Choice(Request(0, wanted, ends, 0.0), 0, 0, Detokenizer(decoder.open(), ()))
     output, cached_token_count = WireOutput(), 0
-    call = dialect.generate(f"weir-probe-{uuid.uuid4().hex}", choice, ServerFacts("", vocabulary_size=vocabulary_size))
+    call = dialect.generate(f"weir-probe-{uuid.uuid4().hex}", choice)
     try:
         async for message in call:
             cached_token_count = max(cached_token_count, dialect.take(message, choice, output))

@@ -10,9 +10,9 @@ from typing import Any
 import grpc
 from smg_grpc_proto.generated import common_pb2
 
-from inference.engine import EngineStatistics, GenerationRequest, GrammarKind, TokenLogprob
+from inference.capabilities import Capabilities
+from inference.engine import EngineStatistics, TokenLogprob
 from inference.errors import EngineError, EngineFailed, EngineOverloaded, RequestImpossible
-from inference.limits import outside_continuation_fault
 from inference.outside.sequence import Choice
 
 SHARES = (
@@ -53,6 +53,7 @@ class Dialect(ABC):
     """One service. Calls raise `grpc.aio.AioRpcError`."""
 
     carries_salt: bool  # whether requests can say whose prefixes they may share
+    capabilities: Capabilities
 
     def __init__(self, stub: Any, call_timeout_s: float) -> None:
         """stub: generated, of the service; the generated code has no types."""
@@ -72,7 +73,7 @@ class Dialect(ABC):
         """Blocks in use by the server's own word; None if it has none to say."""
 
     @abstractmethod
-    def generate(self, request_id: str, choice: Choice, facts: ServerFacts) -> Any:
+    def generate(self, request_id: str, choice: Choice) -> Any:
         """Send one sequence; the call, to be iterated and cancelled."""
 
     @abstractmethod
@@ -86,20 +87,6 @@ class Dialect(ABC):
     @abstractmethod
     def embed(self, request_id: str, token_ids: tuple[int, ...], timeout_s: float) -> Any:
         """Send one text to be embedded; the call, to be awaited and cancelled. Its answer has `embedding` and `prompt_tokens`."""
-
-    def unserved(self, request: GenerationRequest, facts: ServerFacts | None) -> RequestImpossible | None:
-        """What the wire cannot say of a request, and we cannot do instead."""
-        if request.beam_search is not None:
-            return RequestImpossible("this model's engine does no beam search", "beam_search")
-        if request.adapter:
-            return RequestImpossible(f"this model has no adapter {request.adapter!r}")
-        if (fault := outside_continuation_fault(request)) is not None:
-            return RequestImpossible(fault, "output_token_ids")
-        response_format = request.response_format
-        if response_format is not None and response_format.kind is GrammarKind.LARK:
-            # Both wires have a place for grammars, in a language that the server's own settings decide.
-            return RequestImpossible("this model's engine keeps JSON schemas and regular expressions only", response_format.field)
-        return None
 
     def tokenizer_chunks(self) -> AsyncIterable[common_pb2.GetTokenizerChunk]:
         """The server's tokenizer files, zipped and in pieces."""
@@ -124,7 +111,6 @@ class Asked:
 
     prompt_token_ids: tuple[int, ...]
     max_tokens: int
-    min_tokens: int
 
 
 def asked(choice: Choice) -> Asked:
@@ -134,7 +120,6 @@ def asked(choice: Choice) -> Asked:
     return Asked(
         wanted.prompt_token_ids + wanted.output_token_ids,
         wanted.stop.max_output_tokens - before,
-        max(wanted.stop.min_output_tokens - before, 0),
     )
 
 

@@ -14,8 +14,8 @@ import grpc
 from inference.engine import GenerationRequest, GrammarKind, ModelInfo, ResponseFormat, SamplingParams, SequenceId, StopCriteria
 from inference.findings import Observation, Verdict, ask_all, expected, needed
 from inference.outside.sequence import Choice, Request
-from inference.remote.connection import Examination, one_output, open_dialect
-from inference.remote.dialect import Dialect, ServerFacts, ServerUnfit, WireOutput
+from inference.remote.connection import DIALECTS, Examination, one_output, open_dialect
+from inference.remote.dialect import Dialect, ServerUnfit, WireOutput
 from inference.remote.model_files import Bundle, check_tokenizer, is_unanswered
 from inference.remote.model_info import read_remote_model
 from inference.remote.settings import RemoteSettings
@@ -127,7 +127,7 @@ async def abort(patient: Patient) -> tuple[Verdict, str]:
     """What does an abort in mid-output answer?"""
     request_id = f"weir-doctor-{uuid.uuid4().hex}"
     choice = Choice(Request(0, patient.request(LONG), frozenset(), 0.0), 0, 0, Detokenizer(patient.decoder.open(), ()))
-    call = patient.dialect.generate(request_id, choice, ServerFacts("", vocabulary_size=patient.model.vocabulary_size))
+    call = patient.dialect.generate(request_id, choice)
     output = WireOutput()
     try:
         async for message in call:
@@ -235,7 +235,11 @@ async def examine(settings: RemoteSettings) -> list[Observation]:
     """Connect, put all questions, leave. Raises: CheckpointInvalid, ServerUnfit."""
     directory = Path(settings.directory)
     model, ends = read_remote_model(
-        directory, name=settings.name, engine="remote", context_window_tokens_max=settings.context_window_tokens_max
+        directory,
+        name=settings.name,
+        engine="remote",
+        context_window_tokens_max=settings.context_window_tokens_max,
+        capabilities=DIALECTS[settings.target.service].capabilities,
     )
     known = Tokenizer(directory)
     decoder = TextDecoder(known.backend, known.special_token_ids, str(directory / "tokenizer.json"))

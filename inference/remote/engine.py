@@ -19,11 +19,11 @@ import grpc
 from inference.engine import EngineStatistics, GenerationRequest, SequenceEvent
 from inference.errors import EngineError, RequestImpossible
 from inference.hosts.engine_life import EngineLife
-from inference.limits import EngineLimits
+from inference.limits import EngineLimits, outside_continuation_fault
 from inference.outside.core import OutsideCore
 from inference.prefix_hint import PrefixHint
 from inference.remote.answers import Submission
-from inference.remote.connection import Examination, open_dialect
+from inference.remote.connection import DIALECTS, Examination, open_dialect
 from inference.remote.dialect import Dialect, ServerFacts, ServerUnfit
 from inference.remote.model_info import read_remote_model
 from inference.remote.settings import RemoteSettings, Service, handling
@@ -46,7 +46,6 @@ class Connection(NamedTuple):
     """All that belongs to one connection."""
 
     dialect: Dialect
-    facts: ServerFacts
     core: OutsideCore
     upkeep: Upkeep
     tasks: asyncio.TaskGroup
@@ -65,6 +64,7 @@ class RemoteEngine(EngineLife):
             name=settings.name,
             engine=f"remote {settings.target.service.value}",
             context_window_tokens_max=settings.context_window_tokens_max,
+            capabilities=DIALECTS[settings.target.service].capabilities,
         )
         limits = EngineLimits(
             context_window_tokens=model.context_window_tokens,
@@ -140,7 +140,7 @@ class RemoteEngine(EngineLife):
         try:
             async with asyncio.TaskGroup() as tasks:
                 core = OutsideCore(
-                    Submission(dialect, facts, tasks, self._may_reuse(dialect), self._end).submit,
+                    Submission(dialect, tasks, self._may_reuse(dialect), self._end).submit,
                     decoder=self._decoder,
                     model_end_token_ids=self._end_token_ids,
                     limits=replace(self._limits, running_sequence_count_max=running_max),
@@ -151,7 +151,7 @@ class RemoteEngine(EngineLife):
                 )
                 shares_prefixes = examination.shares_prefixes
                 upkeep = Upkeep(dialect, channel, core, settings, self._block_tokens, self._end, shares_prefixes)
-                self._connection = Connection(dialect, facts, core, upkeep, tasks)
+                self._connection = Connection(dialect, core, upkeep, tasks)
                 for duty in upkeep.duties():
                     tasks.create_task(duty)
                 self._ready(UNKNOWN_BLOCK_COUNT, time.monotonic() - self._began_at_s)
@@ -208,8 +208,8 @@ class RemoteEngine(EngineLife):
         self._end("closed")
 
     def _unserved(self, request: GenerationRequest) -> RequestImpossible | None:
-        assert self._connection is not None, "the engine is ready"
-        return self._connection.dialect.unserved(request, self._connection.facts)
+        fault = outside_continuation_fault(request)
+        return None if fault is None else RequestImpossible(fault, "output_token_ids")
 
     def _cache_group(self, cache_salt: str) -> str:
         return "" if self._settings.share_prefixes else cache_salt

@@ -8,13 +8,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from inference.capabilities import Capabilities
 from inference.checkpoint.checkpoint import read_default_sampling, read_end_token_ids, read_json, read_json_list
 from inference.engine import ModelInfo
 from inference.errors import CheckpointInvalid
 
 
 def read_remote_model(
-    directory: Path, *, name: str, engine: str, context_window_tokens_max: int | None
+    directory: Path, *, name: str, engine: str, context_window_tokens_max: int | None, capabilities: Capabilities
 ) -> tuple[ModelInfo, frozenset[int]]:
     """The model, and the tokens that end its outputs. Raises: CheckpointInvalid naming the file and what to mend."""
     path = directory / "config.json"
@@ -36,7 +37,8 @@ def read_remote_model(
         context_window_tokens=min(window, context_window_tokens_max or window),
         vocabulary_size=vocabulary_size,
         directory=str(directory),
-        default_sampling=read_default_sampling(directory, vocabulary_size),
+        default_sampling=read_default_sampling(directory, vocabulary_size, capabilities, engine),
+        capabilities=capabilities,
         continues_output=True,
     )
     return model, ends

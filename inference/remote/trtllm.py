@@ -14,8 +14,9 @@ import grpc
 from smg_grpc_proto.generated import trtllm_service_pb2 as pb
 from smg_grpc_proto.generated import trtllm_service_pb2_grpc
 
-from inference.engine import EngineStatistics, GenerationRequest, GrammarKind, TokenLogprob
-from inference.errors import EngineFailed, RequestImpossible
+from inference.capabilities import TENSORRT_LLM_IGNORES, Capabilities, RequestField
+from inference.engine import EngineStatistics, GrammarKind, TokenLogprob
+from inference.errors import EngineFailed
 from inference.outside.sequence import Choice
 from inference.remote.dialect import Dialect, ServerFacts, WireOutput, asked, check_length, check_prompt_count
 
@@ -30,6 +31,9 @@ class TrtllmDialect(Dialect):
     """See `Dialect`."""
 
     carries_salt = True
+    # Servers take a bias of one float per row of the model, where their own sampler wants another length. Grammars are in a
+    # language that the server's settings decide. A drawn token may be missing in its log-probabilities.
+    capabilities = Capabilities(TENSORRT_LLM_IGNORES | {RequestField.LOGIT_BIAS, RequestField.LARK}, sampled_logprobs=False)
 
     def __init__(self, channel: grpc.aio.Channel, call_timeout_s: float) -> None:
         super().__init__(cast(Any, trtllm_service_pb2_grpc).TrtllmServiceStub(channel), call_timeout_s)
@@ -55,14 +59,7 @@ class TrtllmDialect(Dialect):
         """See `Dialect.load`: this service has no call for it."""
         return None
 
-    def unserved(self, request: GenerationRequest, facts: ServerFacts | None) -> RequestImpossible | None:
-        """See `Dialect.unserved`."""
-        size = 0 if facts is None else facts.vocabulary_size
-        if size and any(token_id >= size for token_id, _ in request.sampling.logit_bias):
-            return RequestImpossible(f"this model's engine takes biases for the first {size} tokens only", "sampling.logit_bias")
-        return super().unserved(request, facts)
-
-    def generate(self, request_id: str, choice: Choice, facts: ServerFacts) -> Any:
+    def generate(self, request_id: str, choice: Choice) -> Any:
         """See `Dialect.generate`. Stop sequences stay with us."""
         wanted, wire = choice.request.wanted, asked(choice)
         sampling = wanted.sampling
@@ -79,11 +76,6 @@ class TrtllmDialect(Dialect):
         )
         if sampling.top_logprobs is not None:
             request.output_config.logprobs = max(sampling.top_logprobs, 1)
-        if sampling.logit_bias:
-            bias = [0.0] * facts.vocabulary_size
-            for token_id, addend in sampling.logit_bias:
-                bias[token_id] = addend
-            request.embedding_bias.extend(bias)
         if wanted.response_format is not None:
             request.guided_decoding.guide_type = _GUIDES[wanted.response_format.kind]
             request.guided_decoding.guide = wanted.response_format.source
@@ -130,22 +122,12 @@ def salt_id(cache_salt: str) -> int:
 
 
 def _sampling(choice: Choice) -> pb.SamplingConfig:
-    sampling, min_tokens = choice.request.wanted.sampling, asked(choice).min_tokens
+    sampling = choice.request.wanted.sampling
     config = pb.SamplingConfig(beam_width=1, num_return_sequences=1, temperature=sampling.temperature)
     if sampling.temperature > 0:
-        config.top_p, config.top_k, config.seed = sampling.top_p, sampling.top_k, choice.seed & (2**63 - 1)
-        if sampling.min_p:
-            config.min_p = sampling.min_p
+        config.top_p, config.top_k = sampling.top_p, sampling.top_k
     else:
         config.top_k = 1
-    if min_tokens:
-        config.min_tokens = min_tokens
-    if sampling.repetition_penalty != 1.0:
-        config.repetition_penalty = sampling.repetition_penalty
-    if sampling.presence_penalty:
-        config.presence_penalty = sampling.presence_penalty
-    if sampling.frequency_penalty:
-        config.frequency_penalty = sampling.frequency_penalty
     return config
 
 

@@ -12,8 +12,9 @@ import grpc
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 from smg_grpc_proto.generated import vllm_engine_pb2_grpc
 
-from inference.engine import EngineStatistics, GenerationRequest, GrammarKind, TokenLogprob
-from inference.errors import EngineFailed, RequestImpossible
+from inference.capabilities import Capabilities, RequestField
+from inference.engine import EngineStatistics, GrammarKind, TokenLogprob
+from inference.errors import EngineFailed
 from inference.outside.sequence import Choice
 from inference.remote.dialect import Dialect, ServerFacts, WireOutput, asked, block_counts, check_length, check_prompt_count
 from inference.sampling.seeds import choice_seed
@@ -28,6 +29,11 @@ class VllmDialect(Dialect):
     """See `Dialect`."""
 
     carries_salt = False
+    capabilities = Capabilities(
+        frozenset({RequestField.LARK, RequestField.BEAM_SEARCH}),
+        top_logprobs_max=TOP_LOGPROBS_MAX,
+        logit_bias_max=LOGIT_BIAS_MAX,
+    )
 
     def __init__(self, channel: grpc.aio.Channel, call_timeout_s: float) -> None:
         super().__init__(cast(Any, vllm_engine_pb2_grpc).VllmEngineStub(channel), call_timeout_s)
@@ -57,17 +63,7 @@ class VllmDialect(Dialect):
         used = sum(load.token_usage * load.max_total_num_tokens for load in answer.loads)
         return block_counts(total, used / total if total else 0.0, block_tokens)
 
-    def unserved(self, request: GenerationRequest, facts: ServerFacts | None) -> RequestImpossible | None:
-        """See `Dialect.unserved`."""
-        sampling = request.sampling
-        if sampling.top_logprobs is not None and sampling.top_logprobs > TOP_LOGPROBS_MAX:
-            return RequestImpossible(f"this model's engine reports at most {TOP_LOGPROBS_MAX} likeliest tokens", "top_logprobs")
-        if any(abs(addend) > LOGIT_BIAS_MAX for _, addend in sampling.logit_bias):
-            said = f"this model's engine takes biases from {-LOGIT_BIAS_MAX:g} to {LOGIT_BIAS_MAX:g}"
-            return RequestImpossible(said, "sampling.logit_bias")
-        return super().unserved(request, facts)
-
-    def generate(self, request_id: str, choice: Choice, facts: ServerFacts) -> Any:
+    def generate(self, request_id: str, choice: Choice) -> Any:
         """See `Dialect.generate`. Stop sequences stay with us."""
         request = pb.GenerateRequest(
             request_id=request_id,
@@ -123,7 +119,7 @@ def _sampling(choice: Choice) -> pb.SamplingParams:
         presence_penalty=sampling.presence_penalty,
         repetition_penalty=sampling.repetition_penalty,
         max_tokens=wire.max_tokens,
-        min_tokens=wire.min_tokens,
+        min_tokens=max(stop.min_output_tokens - len(wanted.output_token_ids), 0),
         stop_token_ids=sorted(choice.request.end_token_ids),
         ignore_eos=stop.ignore_eos,
         n=1,

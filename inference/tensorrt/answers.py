@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator
 from typing import Any
 
 from inference.errors import EngineFailed
@@ -12,21 +12,19 @@ from inference.tensorrt.library import TensorRtLibrary
 
 
 class Submission:
-    """Hands choices to one engine. adapters: LoRA requests by the name that requests give."""
+    """Hands choices to one engine."""
 
-    def __init__(self, library: TensorRtLibrary, llm: Any, vocabulary_size: int, adapters: Mapping[str, Any]) -> None:
+    def __init__(self, library: TensorRtLibrary, llm: Any, vocabulary_size: int) -> None:
         self._library = library
         self._llm = llm
         self._vocabulary_size = vocabulary_size
-        self._adapters = adapters
 
     def submit(self, choice: Choice) -> TensorRtAnswers:
         """Needs the running loop that all others had. Raises: EngineFailed if the engine refuses it."""
         wanted = choice.request.wanted
         try:
-            sampling = self._library.sampling(wanted, choice.seed, choice.request.end_token_ids, self._vocabulary_size)
-            adapter = self._adapters[wanted.adapter] if wanted.adapter else None
-            return TensorRtAnswers(self._library, self._library.submit(self._llm, wanted, sampling, adapter))
+            sampling = self._library.sampling(wanted, choice.request.end_token_ids, self._vocabulary_size)
+            return TensorRtAnswers(self._library, self._library.submit(self._llm, wanted, sampling))
         except (self._library.RequestError, ValueError, TypeError) as error:
             raise EngineFailed(f"the engine refused the request: {error}") from error
 

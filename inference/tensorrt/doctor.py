@@ -27,7 +27,7 @@ from inference.tensorrt.watch import descendants
 ANSWER_WAIT_S = 60.0  # for what should come at once: a GPU that is busy compiling takes its time
 SILENCE_S = 3.0  # after which an answer that may never come is taken not to come
 EXPECTED_STATISTICS = frozenset({"iter", "kvCacheStats", "inflightBatchingStats", "numActiveRequests", "numQueuedRequests"})
-SUBMITTED = frozenset({"inputs", "sampling_params", "lora_request", "streaming", "cache_salt"})  # what the adapter passes
+SUBMITTED = frozenset({"inputs", "sampling_params", "streaming", "cache_salt"})  # what the adapter passes
 
 
 @dataclass(slots=True)
@@ -59,7 +59,7 @@ class Patient:
         """Submit greedily; the raw result."""
         stop = StopCriteria(output_token_count, ignore_eos=not changes.get("response_format"))
         wanted = GenerationRequest(SequenceId("doctor"), prompt, changes.pop("sampling", SamplingParams()), stop, salt, **changes)
-        return self.library.submit(self.llm, wanted, self.library.sampling(wanted, 1, ends, self.vocabulary_size), None)
+        return self.library.submit(self.llm, wanted, self.library.sampling(wanted, ends, self.vocabulary_size))
 
     async def finish(self, result: Any) -> Any:
         """The output when it is over. Raises: TimeoutError."""

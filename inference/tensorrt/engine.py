@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from inference.capabilities import TENSORRT_LLM_IGNORES, Capabilities, RequestField
 from inference.checkpoint.checkpoint import read_model_info
-from inference.engine import GenerationRequest, GrammarKind
+from inference.engine import GenerationRequest
 from inference.errors import RequestImpossible
 from inference.hosts.host_process import HostKind
 from inference.hosts.host_protocol import ToParent
@@ -26,6 +27,7 @@ class TensorRtEngine(HostedEngine):
             name=settings.name,
             engine="tensorrt_llm",
             context_window_tokens_max=settings.context_window_tokens_max,
+            capabilities=capabilities(settings.options),
         )
         limits = EngineLimits(
             context_window_tokens=model.context_window_tokens,
@@ -57,21 +59,16 @@ class TensorRtEngine(HostedEngine):
         self._blocks.clear()
 
     def _unserved(self, request: GenerationRequest) -> RequestImpossible | None:
-        if request.beam_search is not None:
-            return RequestImpossible("this model's engine does no beam search", "beam_search")
-        if request.adapter and request.adapter not in self._options.adapters:
-            return RequestImpossible(f"this model has no adapter {request.adapter!r}")
-        if (fault := outside_continuation_fault(request)) is not None:
-            return RequestImpossible(fault, "output_token_ids")
-        return format_fault(request, self._options)
+        fault = outside_continuation_fault(request)
+        return None if fault is None else RequestImpossible(fault, "output_token_ids")
 
 
-def format_fault(request: GenerationRequest, options: TensorRtOptions) -> RequestImpossible | None:
-    """What of a response format this engine's guided decoding does not know."""
-    response_format = request.response_format
-    if response_format is None or response_format.kind is not GrammarKind.LARK or options.guided_decoding_backend == "llguidance":
-        return None
-    return RequestImpossible("grammars need guided decoding by llguidance on this engine", response_format.field)
+def capabilities(options: TensorRtOptions) -> Capabilities:
+    """Return what release 1.2.1 honours. A missing token in its log-probabilities fails a sequence: none for drawn tokens."""
+    unsupported = TENSORRT_LLM_IGNORES
+    if options.guided_decoding_backend != "llguidance":
+        unsupported |= {RequestField.LARK}
+    return Capabilities(unsupported, sampled_logprobs=False)
 
 
 __all__ = ["TensorRtEngine", "TensorRtOptions", "TensorRtSettings"]

@@ -106,10 +106,9 @@ class TensorRtHost:
         config, tokenizer = read_config(directory), Tokenizer(directory)
         self._vocabulary_size = config.vocabulary_size
         self._ended = asyncio.Event()
-        adapters = library.adapters(options)
         async with asyncio.TaskGroup() as tasks:
             self._core = OutsideCore(
-                Submission(library, self._llm, config.vocabulary_size, adapters).submit,
+                Submission(library, self._llm, config.vocabulary_size).submit,
                 decoder=TextDecoder(tokenizer.backend, tokenizer.special_token_ids, str(directory / "tokenizer.json")),
                 model_end_token_ids=config.end_token_ids,
                 limits=self._load.limits,

@@ -66,17 +66,15 @@ class TensorRtLibrary:
         }
         if options.expert_parallel_size is not None:
             arguments["moe_expert_parallel_size"] = options.expert_parallel_size
-        if options.adapters:
-            arguments["enable_lora"] = True
         try:
             return self._llm_type(directory, **arguments)
         except Exception as error:  # a bad checkpoint, too few GPUs, too little memory: whatever it is, a person has to see it
             raise EngineStartFailed(f"TensorRT-LLM cannot load {directory}: {error}") from error
 
-    def sampling(self, request: GenerationRequest, seed: int, end_token_ids: frozenset[int], vocabulary_size: int) -> Any:
+    def sampling(self, request: GenerationRequest, end_token_ids: frozenset[int], vocabulary_size: int) -> Any:
         """Fresh parameters for one sequence; the engine changes what it is given, so they serve once.
 
-        seed: of this choice. end_token_ids: all that end it. Stop sequences stay with us: the engine would go on behind a match.
+        end_token_ids: all that end it. Stop sequences stay with us: the engine would go on behind a match.
         """
         sampling, stop, before = request.sampling, request.stop, len(request.output_token_ids)
         first_end, *more_ends = sorted(end_token_ids) or [NO_END_TOKEN]
@@ -88,26 +86,16 @@ class TensorRtLibrary:
             "stop_token_ids": more_ends or None,
             "include_stop_str_in_output": True,  # else the id that ended it is taken back from what was streamed
             "ignore_eos": not end_token_ids,
-            "min_tokens": max(stop.min_output_tokens - before, 0) or None,
             "detokenize": False,
             "add_special_tokens": False,
         }
         if sampling.temperature > 0:
-            # Only here: none of the three means greedy.
+            # Only here: none of them means greedy.
             values |= {
                 "temperature": sampling.temperature,
                 "top_p": sampling.top_p,
                 "top_k": sampling.top_k,
-                "seed": seed & (2**63 - 1),
             }
-            if sampling.min_p:
-                values["min_p"] = sampling.min_p
-        if sampling.repetition_penalty != 1.0:
-            values["repetition_penalty"] = sampling.repetition_penalty
-        if sampling.presence_penalty:
-            values["presence_penalty"] = sampling.presence_penalty
-        if sampling.frequency_penalty:
-            values["frequency_penalty"] = sampling.frequency_penalty
         if sampling.top_logprobs is not None:
             values["logprobs"] = max(sampling.top_logprobs, 1)
         if sampling.logit_bias:
@@ -120,26 +108,15 @@ class TensorRtLibrary:
             values["guided_decoding"] = self._guide(request)
         return self._sampling_type(**values)
 
-    def submit(self, llm: Any, request: GenerationRequest, sampling: Any, adapter: Any) -> Any:
+    def submit(self, llm: Any, request: GenerationRequest, sampling: Any) -> Any:
         """Hand a sequence to the engine; returns the result to be iterated. Needs the running loop that all others had."""
         return llm.generate_async(
             [*request.prompt_token_ids, *request.output_token_ids],
             sampling,
-            lora_request=adapter,
             streaming=True,
             # An empty salt is a group too: everybody without a salt of his own.
             cache_salt=request.cache_salt or None,
         )
-
-    def adapters(self, options: TensorRtOptions) -> dict[str, Any]:
-        """The LoRA checkpoints as what is given with requests, by name. Raises: EngineStartFailed."""
-        found = {}
-        for number, (name, directory) in enumerate(sorted(options.adapters.items()), 1):
-            try:
-                found[name] = self._api.LoRARequest(name, number, directory)
-            except ValueError as error:
-                raise EngineStartFailed(f"adapter {name}: {error}") from error
-        return found
 
     def canary(self, llm: Any, token_id: int) -> Any:
         """One token from a prompt of one."""

@@ -19,7 +19,7 @@ class TensorRtOptions:
     expert_parallel_size: of mixture-of-experts layers; None leaves it to the engine. kv_cache_memory_fraction: of the GPU memory
     that is free after the weights. block_tokens: how many tokens are cached as one. kv_event_count_max: of the engine's own
     buffer of cache events; 0 asks for none. spare_place_count: places of the engine's batch that are never asked for, for
-    sequences that are being given up. adapters: LoRA checkpoints by the name that requests give.
+    sequences that are being given up.
 
     abort_...: see `outside.core.Handling`. Aborts before the first token have hung engines, and aborts while log-probabilities are
     streamed have crashed them (NVIDIA/TensorRT-LLM#10810). first_token_timeout_s, inter_token_timeout_s: silence of one
@@ -40,7 +40,6 @@ class TensorRtOptions:
     spare_place_count: int = 8
     capacity_policy: Literal["GUARANTEED_NO_EVICT", "MAX_UTILIZATION"] = "GUARANTEED_NO_EVICT"
     guided_decoding_backend: Literal["llguidance", "xgrammar"] = "llguidance"
-    adapters: dict[str, str] = field(default_factory=dict)
     abort_running: bool = True
     abort_prefill: bool = False
     abort_with_logprobs: bool = False

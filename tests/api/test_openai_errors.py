@@ -27,6 +27,8 @@ from api.openai.response_parameters import ResponseParameters
 from api.requests.conversation import MESSAGE_COUNT_MAX
 from api.settings import SettingInvalid, Settings
 from api.statuses import CODES, status_of
+from inference.capabilities import RequestField
+from inference.errors import RequestImpossible
 
 
 def test_every_code_of_the_table_has_a_status() -> None:
@@ -45,6 +47,26 @@ def test_a_remedy_is_told_in_the_words_of_the_api() -> None:
     assert "max_tokens of" in refusal_of(too_long, NAMES | {"max_output_tokens": "max_tokens"}).message
     assert "max_output_tokens of" in refusal_of(too_long, RESPONSE_NAMES).message
     assert refusal_of(status_pb2.Status(code=taken, message="use a new request_id")).message == "use a new Idempotency-Key"
+
+
+@pytest.mark.parametrize(
+    ("field", "param"),
+    [
+        (RequestField.SEED, "seed"),
+        (RequestField.MIN_P, "min_p"),
+        (RequestField.PRESENCE_PENALTY, "presence_penalty"),
+        (RequestField.FREQUENCY_PENALTY, "frequency_penalty"),
+        (RequestField.REPETITION_PENALTY, "repetition_penalty"),
+        (RequestField.LOGIT_BIAS, "logit_bias"),
+        (RequestField.MIN_OUTPUT_TOKENS, "min_tokens"),
+        (RequestField.TOP_LOGPROBS, "top_logprobs"),
+        (RequestField.STOP_TOKEN_IDS, "stop_token_ids"),
+    ],
+)
+def test_a_field_that_the_engine_ignores_is_refused_by_the_parameter_s_name(field: RequestField, param: str) -> None:
+    refusal = refusal_of(status_of(RequestImpossible("this model's engine does not honour it", field)), NAMES)
+
+    assert (refusal.http_status, refusal.kind, refusal.param) == (400, "invalid_request_error", param)
 
 
 def test_a_wait_is_told_in_every_form_that_clients_read() -> None:

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from api.fleet.engines import build_engines, with_adapters
+from api.fleet.engines import build_engines
+from api.fleet.fleet import build_serving
 from api.settings import SettingInvalid, Settings
 from inference.text.tools import CallFormat
 from metering.billing.invoice_document import Issuer
@@ -59,7 +60,6 @@ def bare(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("api.fleet.engines.torch_memory_bytes", lambda *_: 0)
     monkeypatch.setattr("api.fleet.engines.TorchEngine", lambda settings, opener: settings)
     monkeypatch.setattr("api.fleet.engines.TensorRtEngine", lambda settings: settings)
-    monkeypatch.setattr("api.fleet.engines.AdapterView", lambda base, adapter: (base, adapter))
 
 
 @pytest.mark.parametrize("name", [name for name in NUMBERS if name.endswith("_S") and name not in MAY_BE_ZERO])
@@ -118,32 +118,29 @@ def test_a_simulated_engine_is_asked_for_by_name_and_announced() -> None:
 
 
 @pytest.mark.usefixtures("bare")
-def test_tensorrt_gets_its_sizes_and_its_adapters_are_models_of_their_own() -> None:
+def test_tensorrt_gets_its_sizes() -> None:
     environment = {
         "WEIR_ENGINE": "tensorrt",
         "WEIR_MODELS": "a=/x",
-        "WEIR_LORA_ADAPTERS": "a:support=/lora",
         "WEIR_TENSORRT_TENSOR_PARALLEL": "8",
         "WEIR_TENSORRT_EXPERT_PARALLEL": "4",
         "WEIR_TENSORRT_ABORT": "never",
     }
 
     settings = Settings.from_environment(environment)
-    engines: Any = with_adapters(settings, build_engines(settings))
+    engines: Any = build_engines(settings)
 
     options = engines["a"].options
     assert (options.tensor_parallel_size, options.expert_parallel_size, options.abort_running) == (8, 4, False)
-    assert options.adapters == {"support": "/lora"}
-    assert engines["a:support"] == (engines["a"], "support")
 
 
 @pytest.mark.parametrize(
     "environment",
-    [{"WEIR_LORA_ADAPTERS": "demo:x=/y"}, {"WEIR_ENGINE": "tensorrt", "WEIR_LORA_ADAPTERS": "other:x=/y"}],
+    [{"WEIR_LORA_ADAPTERS": "demo:x=/y"}, {"WEIR_ENGINE": "tensorrt", "WEIR_LORA_ADAPTERS": "demo:x=/y"}],
 )
-def test_adapters_that_nothing_could_serve_are_refused(environment: dict[str, str]) -> None:
-    with pytest.raises(SettingInvalid, match="WEIR_LORA_ADAPTERS"):
-        build_engines(Settings.from_environment(environment))
+def test_adapters_are_refused_since_no_engine_applies_them(environment: dict[str, str]) -> None:
+    with pytest.raises(SettingInvalid, match=r"WEIR_LORA_ADAPTERS='demo:x=/y': .*merge each adapter"):
+        build_serving(Settings.from_environment(environment))
 
 
 CASES: list[dict[str, Any]] = [

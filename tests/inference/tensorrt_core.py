@@ -117,12 +117,11 @@ async def core_world(
     chosen = replace(OPTIONS, **options)
     with double_imported(monkeypatch, faults):
         library = TensorRtLibrary()
-        adapters = library.adapters(chosen)
         llm = library.build(str(directory), limits, chosen)
         async with asyncio.TaskGroup() as tasks:
             world = World(library, llm, chosen, tasks)
             world.core = OutsideCore(
-                Submission(library, llm, config.vocabulary_size, adapters).submit,
+                Submission(library, llm, config.vocabulary_size).submit,
                 decoder=TextDecoder(tokenizer.backend, tokenizer.special_token_ids, "tokenizer.json"),
                 model_end_token_ids=config.end_token_ids,
                 limits=limits,

@@ -15,6 +15,7 @@ import pytest
 
 from api.fleet.fleet import build_serving
 from api.settings import Settings
+from inference.capabilities import used_fields
 from inference.engine import (
     BeamSearchParams,
     EngineFinishReason,
@@ -27,6 +28,7 @@ from inference.engine import (
     TokensGenerated,
 )
 from inference.errors import EngineFailed, EngineOverloaded, EngineStartFailed, EngineUnavailable, RequestImpossible
+from inference.remote.connection import DIALECTS
 from inference.remote.engine import RemoteEngine
 from inference.remote.settings import RemoteSettings, Service, Target, TlsFiles
 from tests.inference.checkpoints import TinyCheckpoint
@@ -70,7 +72,7 @@ async def collect(engine: RemoteEngine, request: GenerationRequest) -> Outcome:
 
 
 async def test_tokens_text_and_log_probabilities_are_those_of_the_torch_engine(tiny: TinyCheckpoint, world: RemoteWorld) -> None:
-    """Whatever the parameters. They cross the wire as 32-bit numbers, so these are ones that are the same in both."""
+    """Whatever parameters the engine honours. They cross the wire as 32-bit numbers: these are the same in both."""
     requests = [
         make_request(prompt(1, 50), 20),
         make_request(prompt(2), 30, sampling=SamplingParams(temperature=1.0, seed=3), stop_sequences=("e", "ou")),
@@ -83,7 +85,11 @@ async def test_tokens_text_and_log_probabilities_are_those_of_the_torch_engine(t
         make_request(prompt(5), 12, sampling=SamplingParams(temperature=1.0, seed=5, top_logprobs=3)),
         make_request(prompt(6), 12, sampling=SamplingParams(top_logprobs=0)),
         make_request(prompt(7), 40, ignore_eos=False, min_output_tokens=7, sampling=SamplingParams(temperature=1.0, seed=6)),
+        make_request(prompt(8), 20, sampling=SamplingParams(temperature=0.5, top_k=1, top_p=0.75), stop_sequences=("e", "ou")),
     ]
+    capabilities = DIALECTS[world.settings.target.service].capabilities
+    requests = [request for request in requests if not used_fields(request) & capabilities.unsupported]
+    assert len(requests) == {Service.VLLM: 8, Service.TRTLLM: 3}[world.settings.target.service]
     expected = run_all(make_core(tiny.directory), requests)
 
     async with connected(world) as engine:
@@ -119,10 +125,9 @@ async def test_response_formats_are_kept(world: RemoteWorld) -> None:
 async def test_what_the_wire_cannot_say_is_refused_by_name(world: RemoteWorld) -> None:
     lark = ResponseFormat(GrammarKind.LARK, 'start: "a"')
     base = make_request(prompt(1), 5)
-    impossible: dict[str | None, GenerationRequest] = {
+    impossible: dict[str, GenerationRequest] = {
         "beam_search": replaced(base, beam_search=BeamSearchParams(2)),
         "response_format.lark": make_request(prompt(1), 5, response_format=lark, ignore_eos=False),
-        None: replaced(base, adapter="tuned"),
     }
     if world.settings.target.service is Service.VLLM:
         impossible["top_logprobs"] = make_request(prompt(1), 5, sampling=SamplingParams(top_logprobs=20))
@@ -182,10 +187,9 @@ async def test_a_server_that_is_full_says_so(world: RemoteWorld) -> None:
 async def test_an_end_token_counts_whether_it_is_listed_or_not(tiny: TinyCheckpoint, remote_server: ServerProcess) -> None:
     """Of TensorRT-LLM it is not written down which it does."""
     settings = remote_settings(tiny, remote_server, Service.TRTLLM)
-    request = make_request(
-        prompt(1), 60, ignore_eos=False, sampling=SamplingParams(temperature=1.0, seed=1, logit_bias=((2, 5.0),))
-    )
     async with connected(RemoteWorld(remote_server, settings)) as engine:
+        whole = await run(engine, make_request(prompt(1), 20))
+        request = make_request(prompt(1), 60, stop_token_ids=frozenset({whole.token_ids[9]}))
         listed = await run(engine, salted(request))
         remote_server.go_wrong("cut_end")
         cut = await run(engine, salted(request))

@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 from api.cli.doctor import doctor as commands
 from api.fleet.engines import build_engines
 from api.settings import SettingInvalid, Settings
+from inference.capabilities import Capabilities
 from inference.engine import EngineStatistics
 from inference.errors import CheckpointInvalid
 from inference.findings import Verdict
@@ -128,7 +129,9 @@ def test_a_model_that_only_its_server_can_run_is_described(tiny: TinyCheckpoint,
     config = {"architectures": ["DeepseekV4ForCausalLM"], "quantization_config": {"bits": 8}, "text_config": text}
     (tmp_path / "config.json").write_text(json.dumps(config))
 
-    model, ends = read_remote_model(tmp_path, name="large", engine="remote vllm", context_window_tokens_max=4096)
+    model, ends = read_remote_model(
+        tmp_path, name="large", engine="remote vllm", context_window_tokens_max=4096, capabilities=Capabilities()
+    )
 
     assert (model.architecture, model.vocabulary_size, model.context_window_tokens) == ("DeepseekV4ForCausalLM", 400, 4096)
     assert ends == {2, 6}
@@ -148,7 +151,7 @@ def test_a_model_that_does_not_say_what_is_needed_is_refused(changes: dict[str, 
     (tmp_path / "config.json").write_text(json.dumps(config))
 
     with pytest.raises(CheckpointInvalid, match=named):
-        read_remote_model(tmp_path, name="large", engine="remote vllm", context_window_tokens_max=None)
+        read_remote_model(tmp_path, name="large", engine="remote vllm", context_window_tokens_max=None, capabilities=Capabilities())
 
 
 class Core:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from inference.engine import BeamSearchParams, EngineState, GenerationRequest, GrammarKind, ResponseFormat
 from inference.errors import EngineFailed, EngineStartFailed, RequestImpossible
 from inference.kv_event_index import KvCacheChange, KvEventIndex
-from inference.tensorrt.engine import format_fault
+from inference.tensorrt.engine import capabilities
 from inference.tensorrt.kv_events import KvEventReader
 from inference.tensorrt.settings import TensorRtOptions
 from inference.tensorrt.watch import alive, descendants
@@ -91,10 +91,10 @@ def test_options_that_no_engine_has_are_refused_by_name(values: dict[str, float]
 def test_a_grammar_needs_the_backend_that_knows_it() -> None:
     lark = make_request(prompt(1), 5, ignore_eos=False, response_format=ResponseFormat(GrammarKind.LARK, "start: /a/"))
 
-    assert format_fault(lark, TensorRtOptions()) is None
-    refused = format_fault(lark, TensorRtOptions(guided_decoding_backend="xgrammar"))
-    assert refused is not None
-    assert refused.field == "response_format.lark"
+    capabilities(TensorRtOptions()).check(lark, "tensorrt_llm")
+    with pytest.raises(RequestImpossible, match="does not honour lark") as refused:
+        capabilities(TensorRtOptions(guided_decoding_backend="xgrammar")).check(lark, "tensorrt_llm")
+    assert refused.value.field == "response_format.lark"
 
 
 def stored(event_id: int, parent: int | None, block: int, tokens: list[int]) -> dict[str, object]:

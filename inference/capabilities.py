@@ -1,0 +1,149 @@
+"""Which fields of a request an engine honours, and the refusal of those that it would ignore.
+
+Each engine declares its `Capabilities` once, on its `ModelInfo`. The API checks a request against them
+before it holds anything, and the engine checks again on entering. A field that an engine honours is
+translated into the engine's own request; every other one is refused by its name on the wire.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from math import inf
+
+from inference.errors import RequestImpossible
+from inference.sequences import GenerationRequest, GrammarKind, SamplingParams
+
+
+class RequestField(StrEnum):
+    """A field of the start frame that some engine may not honour. The value is its name there."""
+
+    TOP_P = "sampling.top_p"
+    TOP_K = "sampling.top_k"
+    MIN_P = "sampling.min_p"
+    SEED = "sampling.seed"
+    REPETITION_PENALTY = "sampling.repetition_penalty"
+    PRESENCE_PENALTY = "sampling.presence_penalty"
+    FREQUENCY_PENALTY = "sampling.frequency_penalty"
+    LOGIT_BIAS = "sampling.logit_bias"
+    TOP_LOGPROBS = "top_logprobs"
+    STOP_TOKEN_IDS = "stop_token_ids"
+    IGNORE_EOS = "ignore_eos"
+    MIN_OUTPUT_TOKENS = "min_output_tokens"
+    JSON_SCHEMA = "response_format.json_schema"
+    REGEX = "response_format.regex"
+    LARK = "response_format.lark"
+    BEAM_SEARCH = "beam_search"
+
+
+def _sampled(request: GenerationRequest) -> bool:
+    return request.sampling.temperature > 0
+
+
+def _has_format(kind: GrammarKind) -> Callable[[GenerationRequest], bool]:
+    return lambda request: request.response_format is not None and request.response_format.kind is kind
+
+
+# Whether a request's answer depends on the field. Without a temperature nothing is drawn.
+_USED: Mapping[RequestField, Callable[[GenerationRequest], bool]] = {
+    RequestField.TOP_P: lambda request: _sampled(request) and request.sampling.top_p != 1.0,
+    RequestField.TOP_K: lambda request: _sampled(request) and request.sampling.top_k != 0,
+    RequestField.MIN_P: lambda request: _sampled(request) and request.sampling.min_p != 0.0,
+    RequestField.SEED: lambda request: _sampled(request) and request.sampling.seed is not None,
+    RequestField.REPETITION_PENALTY: lambda request: request.sampling.repetition_penalty != 1.0,
+    RequestField.PRESENCE_PENALTY: lambda request: request.sampling.presence_penalty != 0.0,
+    RequestField.FREQUENCY_PENALTY: lambda request: request.sampling.frequency_penalty != 0.0,
+    RequestField.LOGIT_BIAS: lambda request: bool(request.sampling.logit_bias),
+    RequestField.TOP_LOGPROBS: lambda request: request.sampling.top_logprobs is not None,
+    RequestField.STOP_TOKEN_IDS: lambda request: bool(request.stop.stop_token_ids),
+    RequestField.IGNORE_EOS: lambda request: request.stop.ignore_eos,
+    RequestField.MIN_OUTPUT_TOKENS: lambda request: request.stop.min_output_tokens > 0,
+    RequestField.JSON_SCHEMA: _has_format(GrammarKind.JSON_SCHEMA),
+    RequestField.REGEX: _has_format(GrammarKind.REGEX),
+    RequestField.LARK: _has_format(GrammarKind.LARK),
+    RequestField.BEAM_SEARCH: lambda request: request.beam_search is not None,
+}
+
+
+def used_fields(request: GenerationRequest) -> frozenset[RequestField]:
+    """Return the fields that change the request's answer."""
+    return frozenset(field for field, is_used in _USED.items() if is_used(request))
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What an engine honours.
+
+    unsupported: fields that it would ignore. top_logprobs_max: likeliest tokens that it reports for
+    each one; None for as many as Weir allows. sampled_logprobs: whether it reports log-probabilities
+    also above a temperature of 0. logit_bias_max: the largest bias, both ways.
+    """
+
+    unsupported: frozenset[RequestField] = frozenset()
+    top_logprobs_max: int | None = None
+    sampled_logprobs: bool = True
+    logit_bias_max: float = inf
+
+    def check(self, request: GenerationRequest, engine: str) -> None:
+        """Raise `RequestImpossible` with the field if the engine would ignore one. engine: its name, for the message."""
+        sampling = request.sampling
+        for field in RequestField:
+            if field in self.unsupported and _USED[field](request):
+                raise self._refusal(request, field, engine)
+        if sampling.top_logprobs is not None:
+            most = self.top_logprobs_max
+            if most is not None and sampling.top_logprobs > most:
+                said = f"must be at most {most}, not {sampling.top_logprobs}: this model's engine ({engine}) reports no more"
+                raise RequestImpossible(said, RequestField.TOP_LOGPROBS)
+            if sampling.temperature > 0 and not self.sampled_logprobs:
+                said = f"needs a temperature of 0: this model's engine ({engine}) does not report the tokens that it draws"
+                raise RequestImpossible(said, RequestField.TOP_LOGPROBS)
+        for _, bias in sampling.logit_bias:
+            if abs(bias) > self.logit_bias_max:
+                said = f"must be between {-self.logit_bias_max:g} and {self.logit_bias_max:g} on this model's engine ({engine})"
+                raise RequestImpossible(said, RequestField.LOGIT_BIAS)
+
+    def _refusal(self, request: GenerationRequest, field: RequestField, engine: str) -> RequestImpossible:
+        name = field.rpartition(".")[2]
+        said = f"this model's engine ({engine}) does not honour {name}: leave it out, or use a model on an engine that does"
+        if request.response_format is not None and field.startswith("response_format."):
+            return RequestImpossible(said, request.response_format.field)
+        return RequestImpossible(said, field)
+
+    def honoured(self, defaults: SamplingParams) -> tuple[SamplingParams, frozenset[RequestField]]:
+        """Return a checkpoint's default sampling without what the engine ignores, and the fields that were left out."""
+        neutral, left_out = SamplingParams(), set()
+        for field in self.unsupported:
+            section, _, name = field.partition(".")
+            if section == "sampling" and getattr(defaults, name) != getattr(neutral, name):
+                defaults = replace(defaults, **{name: getattr(neutral, name)})
+                left_out.add(field)
+        return defaults, frozenset(left_out)
+
+
+def combined(capabilities: Iterable[Capabilities]) -> Capabilities:
+    """Return what at least one of several replicas honours: a replica that does not is passed over."""
+    each = tuple(capabilities)
+    limits = [one.top_logprobs_max for one in each]
+    return Capabilities(
+        unsupported=frozenset.intersection(*(one.unsupported for one in each)),
+        top_logprobs_max=None if None in limits else max(limit for limit in limits if limit is not None),
+        sampled_logprobs=any(one.sampled_logprobs for one in each),
+        logit_bias_max=max(one.logit_bias_max for one in each),
+    )
+
+
+# The default sampler of TensorRT-LLM's PyTorch backend, 1.2 and the 1.3 release candidates, accepts these
+# and ignores them. Of several end tokens it holds off one only, so a minimum of tokens is not kept.
+TENSORRT_LLM_IGNORES = frozenset(
+    {
+        RequestField.MIN_P,
+        RequestField.SEED,
+        RequestField.REPETITION_PENALTY,
+        RequestField.PRESENCE_PENALTY,
+        RequestField.FREQUENCY_PENALTY,
+        RequestField.MIN_OUTPUT_TOKENS,
+        RequestField.BEAM_SEARCH,
+    }
+)

@@ -1,0 +1,232 @@
+"""Every field of a request is translated for the engine, refused by its name, or handled on this side of it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from inference.capabilities import Capabilities, RequestField, combined, used_fields
+from inference.checkpoint.checkpoint import read_model_info
+from inference.engine import (
+    BeamSearchParams,
+    GenerationRequest,
+    GrammarKind,
+    ResponseFormat,
+    SamplingParams,
+    StopCriteria,
+)
+from inference.errors import RequestImpossible
+from inference.outside.sequence import Choice, Request
+from inference.remote.trtllm import TrtllmDialect
+from inference.remote.vllm import VllmDialect
+from inference.sampling.seeds import choice_seed
+from inference.tensorrt.engine import capabilities as tensorrt_capabilities
+from inference.tensorrt.library import TensorRtLibrary
+from inference.tensorrt.settings import TensorRtOptions
+from inference.text.detokenizer import Detokenizer, TextDecoder
+from inference.text.tokenizer import Tokenizer
+from tests.inference.checkpoints import TinyCheckpoint, make_checkpoint
+from tests.inference.running import make_request
+from tests.inference.tensorrt_core import double_imported
+
+Translate = Callable[[GenerationRequest], object]
+
+SAMPLED = make_request([9, 10, 11], 24, sampling=SamplingParams(temperature=0.9, seed=1), ignore_eos=False)
+GREEDY = replace(SAMPLED, sampling=SamplingParams())
+
+
+def sampling(**changes: Any) -> GenerationRequest:
+    return replace(SAMPLED, sampling=replace(SAMPLED.sampling, **changes))
+
+
+def stop(**changes: Any) -> GenerationRequest:
+    return replace(SAMPLED, stop=replace(SAMPLED.stop, **changes))
+
+
+def formatted(kind: GrammarKind, source: str) -> GenerationRequest:
+    return replace(SAMPLED, response_format=ResponseFormat(kind, source))
+
+
+# A request that differs from `SAMPLED` (the last one: from `GREEDY`) in this field alone.
+CHANGED: dict[RequestField, GenerationRequest] = {
+    RequestField.TOP_P: sampling(top_p=0.5),
+    RequestField.TOP_K: sampling(top_k=7),
+    RequestField.MIN_P: sampling(min_p=0.25),
+    RequestField.SEED: sampling(seed=2),
+    RequestField.REPETITION_PENALTY: sampling(repetition_penalty=1.5),
+    RequestField.PRESENCE_PENALTY: sampling(presence_penalty=0.5),
+    RequestField.FREQUENCY_PENALTY: sampling(frequency_penalty=0.5),
+    RequestField.LOGIT_BIAS: sampling(logit_bias=((9, 4.0),)),
+    RequestField.STOP_TOKEN_IDS: stop(stop_token_ids=frozenset({33})),
+    RequestField.IGNORE_EOS: stop(ignore_eos=True),
+    RequestField.MIN_OUTPUT_TOKENS: stop(min_output_tokens=5),
+    RequestField.JSON_SCHEMA: formatted(GrammarKind.JSON_SCHEMA, '{"type": "object"}'),
+    RequestField.REGEX: formatted(GrammarKind.REGEX, "[0-9]+"),
+    RequestField.LARK: formatted(GrammarKind.LARK, 'start: "a"'),
+    RequestField.BEAM_SEARCH: replace(SAMPLED, beam_search=BeamSearchParams(2)),
+    RequestField.TOP_LOGPROBS: replace(GREEDY, sampling=SamplingParams(top_logprobs=3)),
+}
+# Fields that every engine is given, or that act on this side of the engine, with the reason.
+ALWAYS = {
+    "sequence_id": "never crosses",
+    "prompt_token_ids": "translated by all",
+    "sampling": "its own fields are listed",
+    "stop": "its own fields are listed",
+    "response_format": "by its kind",
+    "cache_salt": "a wire that has none is not used for more than one tenant",
+    "choice_count": "one sequence for each choice",
+    "rank": "what waits here is ordered here",
+    "output_token_ids": "a part of the prompt, or refused where that makes a difference",
+    "regions": "chooses the engine",
+    "beam_search": "listed",
+    "temperature": "translated by all",
+    "max_output_tokens": "translated by all",
+    "stop_sequences": "matched in the text here",
+}
+
+
+class RecordingStub:
+    """Takes the place of a generated stub: the call is the request that was sent."""
+
+    def __getattr__(self, name: str) -> Callable[[Any], Any]:
+        return lambda request: request
+
+
+def choice_of(request: GenerationRequest, decoder: TextDecoder) -> Choice:
+    ends = frozenset() if request.stop.ignore_eos else frozenset({2, 6})
+    made = Request(1, request, ends | request.stop.stop_token_ids, 0.0)
+    return Choice(made, 0, choice_seed(request.sampling.seed or 0, 0), Detokenizer(decoder.open(), ()))
+
+
+@pytest.fixture(params=["tensorrt", "trtllm", "vllm"])
+def adapter(
+    request: pytest.FixtureRequest, tiny: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[Capabilities, Translate]]:
+    """What an engine declares, and what it would be sent for a request."""
+    tokenizer = Tokenizer(tiny.directory)
+    decoder = TextDecoder(tokenizer.backend, tokenizer.special_token_ids, "")
+    with contextlib.ExitStack() as stack:
+        if request.param == "tensorrt":
+            stack.enter_context(double_imported(monkeypatch))
+            library = TensorRtLibrary()
+
+            def translate(wanted: GenerationRequest) -> object:
+                ends = choice_of(wanted, decoder).request.end_token_ids
+                return repr(vars(library.sampling(wanted, ends, 400)))
+
+            yield tensorrt_capabilities(TensorRtOptions()), translate
+        else:
+            kind = {"trtllm": TrtllmDialect, "vllm": VllmDialect}[request.param]
+            dialect = cast(Any, kind).__new__(kind)
+            dialect._stub = RecordingStub()
+            yield kind.capabilities, lambda wanted: dialect.generate("id", choice_of(wanted, decoder))
+
+
+def unaccounted(capabilities: Capabilities, translate: Translate) -> set[str]:
+    """Fields that the engine does not refuse and that change nothing of what it is sent, and those that it does both with."""
+    found = set()
+    for field, changed in CHANGED.items():
+        base = GREEDY if field is RequestField.TOP_LOGPROBS else SAMPLED
+        if field in capabilities.unsupported:
+            continue
+        if translate(changed) == translate(base):
+            found.add(field.value)
+    return found
+
+
+def test_every_field_is_listed() -> None:
+    assert set(CHANGED) == set(RequestField)
+    known = {field.rpartition(".")[2] for field in RequestField} | ALWAYS.keys()
+    for kind in (GenerationRequest, SamplingParams, StopCriteria):
+        assert {each.name for each in fields(kind)} <= known
+
+
+@pytest.mark.parametrize("field", RequestField)
+def test_a_changed_field_is_seen_as_used(field: RequestField) -> None:
+    neutral = GREEDY if field is RequestField.TOP_LOGPROBS else replace(SAMPLED, sampling=SamplingParams(temperature=0.9))
+
+    assert field in used_fields(CHANGED[field])
+    assert field not in used_fields(neutral)
+
+
+def test_every_field_is_translated_or_refused(adapter: tuple[Capabilities, Translate]) -> None:
+    capabilities, translate = adapter
+
+    assert unaccounted(capabilities, translate) == set()
+    for field in capabilities.unsupported:
+        with pytest.raises(RequestImpossible, match=r"engine \(this one\) does not honour .*leave it out") as refused:
+            capabilities.check(CHANGED[field], "this one")
+        assert refused.value.field in used_fields(CHANGED[field])
+
+
+@pytest.mark.parametrize("field", [RequestField.TOP_K, RequestField.STOP_TOKEN_IDS, RequestField.JSON_SCHEMA])
+def test_a_field_that_a_translation_forgets_is_found(adapter: tuple[Capabilities, Translate], field: RequestField) -> None:
+    capabilities, translate = adapter
+
+    def forgetful(request: GenerationRequest) -> object:
+        return translate(SAMPLED if request is CHANGED[field] else request)
+
+    assert unaccounted(capabilities, forgetful) == {field.value}
+
+
+def test_which_engine_honours_seeds() -> None:
+    honour = {
+        name: RequestField.SEED not in capabilities.unsupported
+        for name, capabilities in {
+            "tensorrt": tensorrt_capabilities(TensorRtOptions()),
+            "trtllm": TrtllmDialect.capabilities,
+            "vllm": VllmDialect.capabilities,
+        }.items()
+    }
+
+    assert honour == {"tensorrt": False, "trtllm": False, "vllm": True}
+
+
+def test_what_changes_no_answer_is_not_refused() -> None:
+    """Of a greedy request a seed and the limits of a draw, and every neutral value."""
+    capabilities = tensorrt_capabilities(TensorRtOptions())
+
+    capabilities.check(replace(GREEDY, sampling=SamplingParams(seed=5, min_p=0.5)), "tensorrt_llm")
+    capabilities.check(replace(SAMPLED, sampling=SamplingParams(temperature=1.0, repetition_penalty=1.0)), "tensorrt_llm")
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "request_", "field", "words"),
+    [
+        (VllmDialect.capabilities, sampling(top_logprobs=20), "top_logprobs", "at most 19, not 20"),
+        (VllmDialect.capabilities, sampling(logit_bias=((9, -101.0),)), "sampling.logit_bias", "between -100 and 100"),
+        (TrtllmDialect.capabilities, sampling(seed=None, top_logprobs=2), "top_logprobs", "needs a temperature of 0"),
+    ],
+)
+def test_values_beyond_an_engine_s_range_are_refused(
+    capabilities: Capabilities, request_: GenerationRequest, field: str, words: str
+) -> None:
+    with pytest.raises(RequestImpossible, match=words) as refused:
+        capabilities.check(request_, "this one")
+    assert refused.value.field == field
+
+
+def test_a_model_of_several_engines_takes_what_one_of_them_honours() -> None:
+    both = combined([VllmDialect.capabilities, TrtllmDialect.capabilities])
+
+    assert both.unsupported == {RequestField.LARK, RequestField.BEAM_SEARCH}
+    assert both.sampled_logprobs
+    assert both.top_logprobs_max is None
+
+
+def test_defaults_of_a_checkpoint_that_its_engine_ignores_are_left_out_and_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Otherwise every request that says nothing of them would be refused."""
+    make_checkpoint(tmp_path, generation_config={"repetition_penalty": 1.05, "do_sample": True, "temperature": 0.7, "top_k": 20})
+
+    model = read_model_info(tmp_path, name="m", engine="tensorrt_llm", capabilities=tensorrt_capabilities(TensorRtOptions()))
+
+    assert model.default_sampling == SamplingParams(temperature=0.7, top_k=20)
+    assert "tensorrt_llm does not honour sampling.repetition_penalty" in caplog.text
+    assert read_model_info(tmp_path, name="m", engine="torch").default_sampling.repetition_penalty == 1.05
