@@ -5,6 +5,7 @@ from __future__ import annotations
 from weir.v1 import alerts_pb2 as pb
 
 from api import wire
+from metering.alerts.invoice_alerts import facts_of
 from metering.alerts.listing import ListedAlert
 from metering.alerts.webhooks import WebhookState
 from metering.models import QuotaDimension, QuotaSubject
@@ -26,6 +27,7 @@ def alert_message(listed: ListedAlert) -> pb.Alert:
         organization_name=listed.organization.name,
         currency_code=listed.organization.currency_code,
         fire_time=wire.timestamp(alert.fired_at),
+        kind=listed.kind,
     )
     if quota is not None:
         message.MergeFrom(
@@ -40,6 +42,18 @@ def alert_message(listed: ListedAlert) -> pb.Alert:
                 limit_value=alert.limit_value or 0,
                 used_value=alert.used or 0,
                 window_start_time=None if alert.window_start == NO_WINDOW else wire.timestamp(alert.window_start),
+            )
+        )
+    if alert.invoice_event is not None:
+        facts = facts_of(alert)
+        message.invoice.MergeFrom(
+            pb.AlertInvoice(
+                stripe_invoice_id=alert.stripe_invoice_id or "",
+                stripe_number=facts.stripe_number,
+                month=facts.month,
+                amount_due=wire.money(facts.currency_code, facts.amount_due_picos),
+                amount_paid=wire.money(facts.currency_code, facts.amount_paid_picos),
+                hosted_url=facts.hosted_url,
             )
         )
     if (delivery := listed.delivery) is not None:

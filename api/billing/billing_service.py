@@ -26,6 +26,7 @@ from metering.billing.month_verification import verify_month
 from metering.billing.report_formats import to_csv, to_json
 from metering.billing.reports import month_bounds
 from metering.errors import InvalidValue, NotFound
+from metering.export.invoice_payments import payments_by_month
 from metering.tenants.tenants import find_organization
 
 DOCUMENTS = {months_pb2.MONTH_DOCUMENT_FORMAT_JSON: to_json, months_pb2.MONTH_DOCUMENT_FORMAT_CSV: to_csv}
@@ -62,7 +63,9 @@ class BillingServicer(UsageCalls, AlertCalls, ReconciliationCalls):
         reader = await self._caller(context)
         async with self._sessions() as session:
             organization = await visible(session, reader, request.organization)
-            return months_pb2.ListMonthsResponse(months=map(month_message, await list_months(session, organization)))
+            payments = await payments_by_month(session, organization.id)
+            months = await list_months(session, organization)
+            return months_pb2.ListMonthsResponse(months=[month_message(each, payments.get(each.month, ())) for each in months])
 
     async def CloseMonth(self, request: months_pb2.CloseMonthRequest, context: Context) -> months_pb2.CloseMonthResponse:
         """Closes a month, or tells what stands in the way."""
@@ -92,7 +95,9 @@ class BillingServicer(UsageCalls, AlertCalls, ReconciliationCalls):
             response.already_closed = result.already_closed
         async with self._sessions() as session:
             organization = await find_organization(session, request.organization)
-            response.month.CopyFrom(month_message(await month_entry(session, organization, request.month)))
+            payments = await payments_by_month(session, organization.id)
+            entry = await month_entry(session, organization, request.month)
+            response.month.CopyFrom(month_message(entry, payments.get(entry.month, ())))
         return response
 
     async def VerifyMonth(self, request: months_pb2.VerifyMonthRequest, context: Context) -> months_pb2.VerifyMonthResponse:
@@ -102,8 +107,9 @@ class BillingServicer(UsageCalls, AlertCalls, ReconciliationCalls):
             organization = await visible(session, reader, request.organization)
             found = await verify_month(session, organization, request.month)
             entry = await month_entry(session, organization, request.month)
+            payments = await payments_by_month(session, organization.id)
         return months_pb2.VerifyMonthResponse(
-            month=month_message(entry),
+            month=month_message(entry, payments.get(entry.month, ())),
             json_sha256=found.digests.json_sha256.hex(),
             csv_sha256=found.digests.csv_sha256.hex(),
             reproduced=not found.differences,
@@ -126,8 +132,10 @@ class BillingServicer(UsageCalls, AlertCalls, ReconciliationCalls):
                     raise NotFound("invoice", f"{organization.name} {request.month}")
                 row = found
             notes = await adjustments.list_adjustments(session, row.organization_id, invoice_id=row.id)
+            invoice = await read_invoice(session, row)
+            payments = await payments_by_month(session, row.organization_id)
             return months_pb2.GetInvoiceResponse(
-                invoice=invoice_message(await read_invoice(session, row)),
+                invoice=invoice_message(invoice, payments.get(invoice.month, ())),
                 credit_notes=[adjustment_message(each) for each in notes if each.credit_note_number],
             )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from weir.v1 import billing_service_pb2 as pb
 from weir.v1 import months_pb2
@@ -15,6 +15,8 @@ from metering.billing.invoices import Invoice, InvoiceLine
 from metering.billing.models import MonthState
 from metering.billing.month_list import MonthEntry
 from metering.billing.reports import TAX_NOTE, Charge, ChargeKind, MonthReport, ReportLine
+from metering.export.export_models import PaymentState
+from metering.export.invoice_payments import InvoicePayment
 from metering.models import TokenKind
 
 TOKEN_KINDS: Mapping[TokenKind, pb.TokenKind.ValueType] = {
@@ -30,6 +32,9 @@ MONTH_STATES: Mapping[str, months_pb2.MonthState.ValueType] = {
 }
 CHARGE_KINDS: Mapping[ChargeKind, months_pb2.ChargeKind.ValueType] = {
     kind: months_pb2.ChargeKind.Value(f"CHARGE_KIND_{kind.name}") for kind in ChargeKind
+}
+PAYMENT_STATES: Mapping[PaymentState, months_pb2.PaymentState.ValueType] = {
+    state: months_pb2.PaymentState.Value(f"PAYMENT_STATE_{state.name}") for state in PaymentState
 }
 ADJUSTMENT_STATES: Mapping[AdjustmentState, months_pb2.AdjustmentState.ValueType] = {
     state: months_pb2.AdjustmentState.Value(f"ADJUSTMENT_STATE_{state.name}") for state in AdjustmentState
@@ -115,8 +120,8 @@ def charge_message(charge: Charge, currency_code: str, rounded_picos: int) -> mo
     )
 
 
-def month_message(entry: MonthEntry) -> months_pb2.Month:
-    """Where one month stands."""
+def month_message(entry: MonthEntry, payments: Sequence[InvoicePayment]) -> months_pb2.Month:
+    """Where one month stands, and how far Stripe's invoices of it are paid."""
     return months_pb2.Month(
         organization_name=entry.organization_name,
         organization_id=str(entry.organization_id),
@@ -132,6 +137,22 @@ def month_message(entry: MonthEntry) -> months_pb2.Month:
         csv_sha256=entry.csv_sha256,
         report_format=entry.report_format,
         receipts_root=entry.receipts_root,
+        payments=map(payment_message, payments),
+    )
+
+
+def payment_message(payment: InvoicePayment) -> months_pb2.InvoicePayment:
+    """One invoice at Stripe."""
+    return months_pb2.InvoicePayment(
+        stripe_invoice_id=payment.stripe_invoice_id,
+        stripe_number=payment.stripe_number,
+        state=PAYMENT_STATES[payment.state],
+        amount_due=wire.money(payment.currency_code, payment.amount_due_picos),
+        amount_paid=wire.money(payment.currency_code, payment.amount_paid_picos),
+        hosted_url=payment.hosted_url,
+        finalize_time=wire.timestamp(payment.finalized_at),
+        pay_time=wire.timestamp(payment.paid_at),
+        failure_time=wire.timestamp(payment.payment_failed_at),
     )
 
 
@@ -140,8 +161,8 @@ def optional_money(currency_code: str, picos: int | None) -> Money | None:
     return None if picos is None else wire.money(currency_code, picos)
 
 
-def invoice_message(invoice: Invoice) -> months_pb2.Invoice:
-    """A whole invoice."""
+def invoice_message(invoice: Invoice, payments: Sequence[InvoicePayment]) -> months_pb2.Invoice:
+    """A whole invoice, and how far Stripe's invoices of its month are paid."""
     currency_code = invoice.currency_code
     return months_pb2.Invoice(
         number=invoice.number,
@@ -157,6 +178,7 @@ def invoice_message(invoice: Invoice) -> months_pb2.Invoice:
         total=wire.money(currency_code, invoice.total_picos),
         credited=wire.money(currency_code, invoice.credited_picos),
         tax_note=TAX_NOTE,
+        payments=map(payment_message, payments),
     )
 
 

@@ -9,13 +9,13 @@ import typer
 from rich.console import RenderableType
 from weir_client import Alert, AlertDeliveryState, BillingClient, QuotaDimension
 
-from api.cli.amounts import dimension_amount, thresholds_text, time_text
+from api.cli.amounts import decimal_text, dimension_amount, thresholds_text, time_text
 from api.cli.connection import AddressOption, KeyOption, admin_client, billing_client
 from api.cli.keys import show_secret
 from api.cli.output import JsonOption, note, print_json, show
 from api.cli.render import table
 
-alerts = typer.Typer(help="Read alerts on limits and credit; have them posted somewhere.", no_args_is_help=True)
+alerts = typer.Typer(help="Read alerts on limits, credit and payments; have them posted somewhere.", no_args_is_help=True)
 webhook = typer.Typer(help="Where an organization's alerts are posted to.", no_args_is_help=True)
 alerts.add_typer(webhook, name="webhook")
 
@@ -156,6 +156,11 @@ def alerts_table(found: list[Alert]) -> RenderableType:
 
 def about(alert: Alert) -> tuple[str, ...]:
     """What of a limit an alert tells, column by column."""
+    if alert.invoice is not None:
+        paid, due = alert.invoice.amount_paid, alert.invoice.amount_due
+        amounts = f"{decimal_text(paid.amount)} {paid.currency_code}", f"{decimal_text(due.amount)} {due.currency_code}"
+        what = alert.kind.replace("_", " ")
+        return f"organization {alert.organization_name}", "invoice", "—", what, *amounts, alert.invoice.month
     if not alert.quota_id:
         return alert.organization_name, "—", "—", "test", "—", "—", "—"
     return (

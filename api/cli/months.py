@@ -236,12 +236,19 @@ def tell_verified(found: MonthVerification) -> None:
 
 def months_table(months: list[Month]) -> RenderableType:
     """One line per month."""
-    made = table("month", "state", "closed", "by", "invoice", "total", "SHA-256 of the JSON", right=("total",))
+    made = table("month", "state", "closed", "by", "invoice", "total", "payment", "SHA-256 of the JSON", right=("total",))
     for each in months:
         at, by = (each.close_time, each.closed_by) if each.state == "closed" else (each.closing_time, each.closing_by)
         total = "—" if each.total is None else f"{decimal_text(each.total.amount)} {each.total.currency_code}"
         made.add_row(
-            each.month, each.state.value, time_text(at), by or "—", each.invoice_number or "—", total, each.json_sha256[:16]
+            each.month,
+            each.state.value,
+            time_text(at),
+            by or "—",
+            each.invoice_number or "—",
+            total,
+            ", ".join(sorted({payment.state.value for payment in each.payments})) or "—",
+            each.json_sha256[:16],
         )
     return made
 

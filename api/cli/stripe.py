@@ -19,16 +19,23 @@ from api.cli.output import JsonOption, note, print_json, show
 from api.cli.render import table
 from metering.errors import BillingDetailsMissing, InvalidValue
 from metering.export.corrections import resend, settle
+from metering.export.export_models import PaymentState
 from metering.export.export_settings import Collection, stripe_settings, webhook_settings
 from metering.export.export_status import export_status
 from metering.export.reconciliation import MeterReconciliation, reconcile
 from metering.export.stripe_gateway import StripeGateway
 from metering.export.stripe_sync import Sync, payment_method_page
 from metering.export.webhook_server import serve_webhooks
+from metering.money import exact_text
 from metering.store.db import Sessions
 
 stripe = typer.Typer(help="Bill with Stripe: sync, compare, correct.", no_args_is_help=True)
 
+PAYMENT_STATES = {
+    PaymentState.FAILED: "failed",
+    PaymentState.OVERDUE: "overdue",
+    PaymentState.UNCOLLECTIBLE: "written off as uncollectible",
+}
 BatchArgument = Annotated[uuid.UUID, typer.Argument(help="Id of the batch, as `weir stripe status` shows it.", metavar="BATCH")]
 
 
@@ -74,7 +81,7 @@ def sync(
 
 @stripe.command("status")
 def status(as_json: JsonOption = False, home: HomeOption = None) -> None:
-    """Show how far the export is, what holds it up, and the batches that need a person."""
+    """Show how far the export is, what holds it up, invoices that are not paid, and the batches that need a person."""
     found = run(home, export_status)
     if as_json:
         print_json(asdict(found) | {"needing_attention": [asdict(each) | {"id": str(each.id)} for each in found.needing_attention]})
@@ -94,6 +101,11 @@ def status(as_json: JsonOption = False, home: HomeOption = None) -> None:
         note(f"{found.unhandled_event_count} events of Stripe are not handled yet")
     for organization, month in found.unsettled_months:
         note(f"{month} of {organization} is closed; Stripe's invoices do not come to ours yet: see `weir reconcile {month}`")
+    for invoice in found.unpaid_invoices:
+        amount = exact_text(invoice.amount_due_picos - invoice.amount_paid_picos, invoice.currency_code)
+        where = f": {invoice.hosted_url}" if invoice.hosted_url else ""
+        state = PAYMENT_STATES[invoice.state]
+        typer.echo(f"{invoice.organization}  {invoice.month}  {amount} {invoice.currency_code}  payment {state}{where}")
     for batch in found.needing_attention:
         typer.echo(f"{batch.id}  {batch.state}  {batch.organization}  {batch.token_count:,} {batch.token_kind}  {batch.last_error}")
 

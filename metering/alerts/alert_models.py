@@ -8,6 +8,7 @@ from __future__ import annotations
 import uuid
 from datetime import datetime
 from enum import StrEnum
+from typing import Any
 
 from sqlalchemy import CheckConstraint, ForeignKey, Index, Integer, func, text
 from sqlalchemy.orm import Mapped, mapped_column
@@ -23,16 +24,30 @@ class DeliveryState(StrEnum):
     FAILED = "failed"
 
 
+class InvoiceEvent(StrEnum):
+    """What Stripe told of the payment of an invoice."""
+
+    PAYMENT_FAILED = "invoice_payment_failed"
+    PAID = "invoice_paid"
+
+
 class Alert(Base):
-    """So much of a quota's limit was used in a window, or so little of prepaid credit was left. A test is of no quota.
+    """So much of a quota's limit was used in a window, or so little of prepaid credit was left; or Stripe told of a payment.
+
+    A test is of neither.
 
     threshold: percent of the limit that are used, or picos of credit that are left, as the quota's `alert_at` had it. limit_value,
-    used: of the look that found it. organization_id: whose the quota's subject is.
+    used: of the look that found it. organization_id: whose the quota's subject is. invoice: what was known of it when it fired, as
+    `invoice_alerts.py` writes it.
     """
 
     __tablename__ = "alerts"
     __table_args__ = (
         CheckConstraint("num_nulls(quota_id, window_start, threshold, limit_value, used) IN (0, 5)", name="of_a_quota_or_a_test"),
+        CheckConstraint("num_nulls(stripe_invoice_id, invoice_event, invoice) IN (0, 3)", name="of_an_invoice_whole"),
+        CheckConstraint("num_nulls(quota_id, stripe_invoice_id) > 0", name="of_one_thing"),
+        CheckConstraint(one_of("invoice_event", InvoiceEvent), name="invoice_event_known"),
+        Index("uq_alerts_once_per_invoice", "stripe_invoice_id", "invoice_event", unique=True),
         # Claimed by the row itself: whoever looks, however often, at the same crossing.
         Index("uq_alerts_once", "quota_id", "window_start", "threshold", "limit_value", unique=True),
         Index("ix_alerts_organization_id_fired_at_id", "organization_id", "fired_at", "id"),
@@ -46,6 +61,9 @@ class Alert(Base):
     threshold: Mapped[int | None]
     limit_value: Mapped[int | None]
     used: Mapped[int | None]
+    stripe_invoice_id: Mapped[str | None]
+    invoice_event: Mapped[str | None]
+    invoice: Mapped[dict[str, Any] | None]
     fired_at: Mapped[datetime] = mapped_column(server_default=func.now())
 
 

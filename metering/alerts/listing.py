@@ -11,7 +11,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from metering.alerts.alert_models import Alert, AlertDelivery
 from metering.errors import InvalidValue, NotFound
-from metering.models import Organization, Quota
+from metering.models import Organization, Quota, QuotaDimension
 from metering.quotas.quota_states import subject_names
 
 PAGE_SIZE_MAX = 1000  # alerts; one page is one answer, and an answer must fit a message
@@ -19,13 +19,25 @@ PAGE_SIZE_MAX = 1000  # alerts; one page is one answer, and an answer must fit a
 
 @dataclass(frozen=True, slots=True)
 class ListedAlert:
-    """An alert with what it is about. quota: None for a test. delivery: None where the organization had no webhook."""
+    """An alert with what it is about. quota: None for a test and for a payment.
+
+    delivery: None where the organization had no webhook.
+    """
 
     alert: Alert
     organization: Organization
     quota: Quota | None
     delivery: AlertDelivery | None
     subject_name: str = ""
+
+    @property
+    def kind(self) -> str:
+        """`quota`, `credit`, `test`, or what Stripe told of an invoice."""
+        if self.alert.invoice_event is not None:
+            return self.alert.invoice_event
+        if self.quota is None:
+            return "test"
+        return "credit" if self.quota.dimension == QuotaDimension.PREPAID_CREDIT_PICOS else "quota"
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,8 @@ from urllib.parse import urlsplit
 import aiohttp
 from aiohttp.abc import AbstractResolver, ResolveResult
 
+from metering.alerts.alert_models import InvoiceEvent
+from metering.alerts.invoice_alerts import InvoiceFacts, facts_of
 from metering.alerts.listing import ListedAlert
 from metering.alerts.webhook_urls import AddressRefused, Place, checked_places, checked_url
 from metering.errors import InvalidValue
@@ -100,7 +102,7 @@ def body_of(listed: ListedAlert) -> bytes:
     alert, organization, quota = listed.alert, listed.organization, listed.quota
     content: dict[str, object] = {
         "id": str(alert.id),
-        "type": "test",
+        "type": listed.kind,
         "time": alert.fired_at.isoformat(),
         "organization": {"id": str(organization.id), "name": organization.name, "currency": organization.currency_code},
         "text": f"A test of the alerts of {organization.name}.",
@@ -110,7 +112,6 @@ def body_of(listed: ListedAlert) -> bytes:
         is_of_credit = dimension is QuotaDimension.PREPAID_CREDIT_PICOS
         ends_at = window_end(dimension, alert.window_start)
         content |= {
-            "type": "credit" if is_of_credit else "quota",
             "text": text_of(listed),
             "quota": {
                 "id": str(quota.id),
@@ -126,7 +127,29 @@ def body_of(listed: ListedAlert) -> bytes:
             "window_start": None if alert.window_start == NO_WINDOW else alert.window_start.isoformat(),
             "window_end": None if ends_at is None else ends_at.isoformat(),
         }
+    if alert.invoice_event is not None:
+        facts = facts_of(alert)
+        content |= {
+            "text": payment_text(listed, facts),
+            "invoice": {
+                "stripe_id": alert.stripe_invoice_id,
+                "stripe_number": facts.stripe_number,
+                "month": facts.month,
+                "currency": facts.currency_code,
+                "amount_due_picos": str(facts.amount_due_picos),
+                "amount_paid_picos": str(facts.amount_paid_picos),
+                "hosted_url": facts.hosted_url,
+            },
+        }
     return json.dumps(content, ensure_ascii=False, sort_keys=True).encode()
+
+
+def payment_text(listed: ListedAlert, facts: InvoiceFacts) -> str:
+    """An alert on a payment in a sentence."""
+    invoice = f"The invoice of {listed.organization.name} for {facts.month}"
+    if listed.alert.invoice_event == InvoiceEvent.PAID:
+        return f"{invoice} is paid: {to_decimal(facts.amount_paid_picos):,.2f} {facts.currency_code}."
+    return f"{invoice} could not be charged: {to_decimal(facts.amount_due_picos):,.2f} {facts.currency_code} are due."
 
 
 def text_of(listed: ListedAlert) -> str:

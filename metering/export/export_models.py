@@ -13,6 +13,7 @@ from typing import Any
 
 from sqlalchemy import (
     CheckConstraint,
+    Computed,
     ForeignKey,
     ForeignKeyConstraint,
     Identity,
@@ -207,11 +208,40 @@ class StripeEvent(Base):
     outcome: Mapped[str | None]
 
 
+class PaymentState(StrEnum):
+    """How far an invoice at Stripe is paid. See the contract, `PaymentState`."""
+
+    OPEN = "open"
+    FAILED = "failed"
+    OVERDUE = "overdue"
+    PAID = "paid"
+    VOID = "void"
+    UNCOLLECTIBLE = "uncollectible"
+
+
+# By the times that events have set, so that it is the same in whatever order they came. A paid invoice stays paid; one that was
+# voided cannot be paid; one that was written off may still be.
+PAYMENT_STATE = f"""
+CASE WHEN paid_at IS NOT NULL THEN '{PaymentState.PAID}'
+     WHEN voided_at IS NOT NULL THEN '{PaymentState.VOID}'
+     WHEN uncollectible_at IS NOT NULL THEN '{PaymentState.UNCOLLECTIBLE}'
+     WHEN payment_failed_at IS NOT NULL THEN '{PaymentState.FAILED}'
+     WHEN overdue_at IS NOT NULL THEN '{PaymentState.OVERDUE}' ELSE '{PaymentState.OPEN}' END
+"""
+
+
 class StripeInvoice(Base):
     """What Stripe told of an invoice, in whatever order: each time is set by its own event, so none overwrites another."""
 
     __tablename__ = "stripe_invoices"
-    __table_args__ = (Index("ix_stripe_invoices_organization_id", "organization_id"),)
+    __table_args__ = (
+        Index("ix_stripe_invoices_organization_id", "organization_id"),
+        Index(
+            "ix_stripe_invoices_unpaid",
+            "period_start",
+            postgresql_where=text("payment_state IN ('failed', 'overdue', 'uncollectible')"),
+        ),
+    )
 
     id: Mapped[str] = mapped_column(primary_key=True)
     organization_id: Mapped[uuid.UUID | None] = mapped_column(ForeignKey("organizations.id"))
@@ -225,4 +255,10 @@ class StripeInvoice(Base):
     finalized_at: Mapped[datetime | None]
     paid_at: Mapped[datetime | None]
     payment_failed_at: Mapped[datetime | None]
+    voided_at: Mapped[datetime | None]
+    uncollectible_at: Mapped[datetime | None]
+    overdue_at: Mapped[datetime | None]
+    payment_state: Mapped[str] = mapped_column(Computed(PAYMENT_STATE, persisted=True))
+    stripe_number: Mapped[str | None]
+    hosted_url: Mapped[str | None]
     told_at: Mapped[datetime]

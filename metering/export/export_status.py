@@ -8,6 +8,7 @@ from datetime import datetime
 
 from sqlalchemy import text
 
+from metering.export.invoice_payments import InvoicePayment, unpaid_invoices
 from metering.store.db import Sessions
 
 ATTENTION_MAX = 50  # batches named; the counts say how many there are
@@ -73,7 +74,8 @@ class ExportStatus:
     """All of it, at one moment. closed_until: hours before it have their batches; None where nothing was exported ever.
 
     unsettled_months: organization and month, of which Stripe's invoices do not come to ours yet. changed_profiles,
-    without_payment_method: names of organizations, as of the last `weir stripe sync`.
+    without_payment_method: names of organizations, as of the last `weir stripe sync`. unpaid_invoices: those whose charge failed,
+    that are overdue, or that were marked as uncollectible.
     """
 
     states: tuple[StateCount, ...]
@@ -86,6 +88,7 @@ class ExportStatus:
     needing_attention: tuple[StuckBatch, ...]
     changed_profiles: tuple[str, ...]
     without_payment_method: tuple[str, ...]
+    unpaid_invoices: tuple[InvoicePayment, ...]
 
 
 async def export_status(sessions: Sessions) -> ExportStatus:
@@ -103,4 +106,5 @@ async def export_status(sessions: Sessions) -> ExportStatus:
             needing_attention=tuple(StuckBatch(*row) for row in await session.execute(ATTENTION, {"limit": ATTENTION_MAX})),
             changed_profiles=tuple(await session.scalars(CHANGED_PROFILES, {"limit": ATTENTION_MAX})),
             without_payment_method=tuple(await session.scalars(WITHOUT_PAYMENT_METHOD, {"limit": ATTENTION_MAX})),
+            unpaid_invoices=tuple(await unpaid_invoices(session, ATTENTION_MAX)),
         )

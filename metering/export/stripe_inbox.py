@@ -20,6 +20,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from common.incidents import Retries
 from metering.errors import InvalidValue, StoreAway, StripeFailed
 from metering.export.export_models import StripeEvent
+from metering.export.invoice_payments import alert_on_payment
 from metering.export.month_items import hold_draft
 from metering.export.stripe_gateway import MeterErrors, StripeGateway, verify_signature
 from metering.store.db import Sessions
@@ -34,7 +35,14 @@ UUID_LENGTH = 36
 ERROR_REPORTS = frozenset({"v1.billing.meter.error_report_triggered", "v1.billing.meter.no_meter_found"})
 # Which time of an invoice an event sets: one each, so that no order of events can unset what another one told.
 INVOICE_CREATED = "invoice.created"
-INVOICE_TIMES = {"invoice.finalized": "finalized_at", "invoice.paid": "paid_at", "invoice.payment_failed": "payment_failed_at"}
+INVOICE_TIMES = {
+    "invoice.finalized": "finalized_at",
+    "invoice.paid": "paid_at",
+    "invoice.payment_failed": "payment_failed_at",
+    "invoice.voided": "voided_at",
+    "invoice.marked_uncollectible": "uncollectible_at",
+    "invoice.overdue": "overdue_at",
+}
 
 UNHANDLED = text("""
 SELECT id, type FROM stripe_events WHERE handled_at IS NULL AND attempt_count < :attempts
@@ -47,14 +55,20 @@ FAILED = text("UPDATE stripe_events SET attempt_count = attempt_count + 1, outco
 # Of amounts the latest event's count; of two of the same second the larger one, whichever came first.
 TELL_INVOICE = text("""
 INSERT INTO stripe_invoices AS known (id, organization_id, customer_id, currency_code, period_start, period_end, amount_due_minor,
-                                      amount_paid_minor, total_minor, finalized_at, paid_at, payment_failed_at, told_at)
+                                      amount_paid_minor, total_minor, finalized_at, paid_at, payment_failed_at, voided_at,
+                                      uncollectible_at, overdue_at, stripe_number, hosted_url, told_at)
 VALUES (:id, (SELECT ref::uuid FROM stripe_objects WHERE kind = 'customer' AND stripe_id = :customer_id LIMIT 1), :customer_id,
         :currency_code, :period_start, :period_end, :amount_due, :amount_paid, :total, :finalized_at, :paid_at, :payment_failed_at,
-        :told_at)
+        :voided_at, :uncollectible_at, :overdue_at, :stripe_number, :hosted_url, :told_at)
 ON CONFLICT (id) DO UPDATE SET
     finalized_at = least(known.finalized_at, excluded.finalized_at),
     paid_at = least(known.paid_at, excluded.paid_at),
     payment_failed_at = greatest(known.payment_failed_at, excluded.payment_failed_at),
+    voided_at = least(known.voided_at, excluded.voided_at),
+    uncollectible_at = least(known.uncollectible_at, excluded.uncollectible_at),
+    overdue_at = least(known.overdue_at, excluded.overdue_at),
+    stripe_number = coalesce(known.stripe_number, excluded.stripe_number),
+    hosted_url = coalesce(known.hosted_url, excluded.hosted_url),
     amount_paid_minor = greatest(known.amount_paid_minor, excluded.amount_paid_minor),
     amount_due_minor = CASE
         WHEN (excluded.told_at, excluded.amount_due_minor) > (known.told_at, known.amount_due_minor)
@@ -127,7 +141,9 @@ async def _handle(session: AsyncSession, event_id: str, kind: str, errors: Meter
         outcome = await _reject(session, errors)
         log.warning("Stripe did not count meter events: %s", outcome)
     elif kind in INVOICE_TIMES:
-        await session.execute(TELL_INVOICE, invoice_facts(kind, payload))
+        facts = invoice_facts(kind, payload)
+        await session.execute(TELL_INVOICE, facts)
+        await alert_on_payment(session, facts["id"], kind)
         outcome = "invoice"
     elif kind == INVOICE_CREATED:
         outcome = "draft"
@@ -169,5 +185,7 @@ def invoice_facts(kind: str, payload: Mapping[str, Any]) -> dict[str, Any]:
         "amount_due": int(invoice["amount_due"]),
         "amount_paid": int(invoice["amount_paid"]),
         "total": int(invoice.get("total", invoice["amount_due"])),
+        "stripe_number": invoice.get("number"),
+        "hosted_url": invoice.get("hosted_invoice_url"),
         "told_at": told_at,
     }

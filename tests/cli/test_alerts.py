@@ -51,6 +51,22 @@ def test_alerts_are_listed_with_what_was_used_of_what(weir: Run, server: Scripte
     assert [each["threshold"] for each in document["alerts"]] == [80, 20 * 10**12]
 
 
+def test_alerts_on_payments_are_listed_with_the_invoice(weir: Run, server: ScriptedWeir) -> None:
+    due = types_pb2.Money(currency_code="USD", units=12, picos=340_000_000_000)
+    invoice = alerts_pb2.AlertInvoice(
+        stripe_invoice_id="in_1", month="2026-10", amount_due=due, amount_paid={"currency_code": "USD"}
+    )
+    failed = alerts_pb2.Alert(alert_id="a3", organization_name="acme", kind="invoice_payment_failed", invoice=invoice)
+    server.accounts.replies["ListAlerts"] = alerts_pb2.ListAlertsResponse(alerts=[failed])
+
+    shown = weir("alerts", "list")
+    [told] = json.loads(weir("alerts", "list", "--json").stdout)["alerts"]
+
+    for part in ("organization acme", "invoice payment failed", "12.34 USD", "2026-10"):
+        assert part in " ".join(shown.stdout.split())
+    assert (told["kind"], told["invoice"]["month"]) == ("invoice_payment_failed", "2026-10")
+
+
 @pytest.mark.parametrize(("given", "sent"), [("80,100", [80, 100]), ("none", []), (None, None)])
 def test_thresholds_of_a_limit_are_sent(weir: Run, server: ScriptedWeir, given: str | None, sent: list[int] | None) -> None:
     asked = weir("quota", "set", "tokens-per-day", "1000", "--org", "acme", *(() if given is None else ("--alert-at", given)))

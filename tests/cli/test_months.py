@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from google.rpc import code_pb2, status_pb2
 from weir.v1 import admin_service_pb2 as admin_pb
@@ -46,3 +48,18 @@ def test_all_closed_is_exit_code_zero_and_a_key_that_may_not_stops_at_once(weir:
 
     assert done.exit_code != 0
     assert len([each for each in three.accounts.requests if isinstance(each, months_pb2.CloseMonthRequest)]) == 1
+
+
+def test_months_are_listed_with_the_payment_of_their_invoices(weir: Run, server: ScriptedWeir) -> None:
+    payments = [
+        months_pb2.InvoicePayment(stripe_invoice_id=id, state=state)
+        for id, state in (("in_1", months_pb2.PAYMENT_STATE_PAID), ("in_2", months_pb2.PAYMENT_STATE_FAILED))
+    ]
+    told = months_pb2.Month(month="2026-10", state=months_pb2.MONTH_STATE_CLOSED, payments=payments)
+    server.accounts.replies["ListMonths"] = months_pb2.ListMonthsResponse(months=[told])
+
+    shown = weir("month", "list", "--org", "acme")
+    [month] = json.loads(weir("month", "list", "--org", "acme", "--json").stdout)
+
+    assert "failed, paid" in " ".join(shown.stdout.split())
+    assert [(each["stripe_invoice_id"], each["state"]) for each in month["payments"]] == [("in_1", "paid"), ("in_2", "failed")]

@@ -45,11 +45,18 @@ export const reconciliation = {
         column("By", (each) => id(each.closedBy)),
         column("Invoice", (each) => each.invoiceNumber || (each.state === "MONTH_STATE_CLOSED" ? "nothing to invoice" : "")),
         column("Total", (each) => (each.total ? money(each.total) : ""), true),
+        column("Payment", (each) => (each.payments ?? []).map(paymentBadge)),
       ], months, { empty: "No month yet." }),
       command("With what the biller counts itself, where the database and the biller's key are", `weir reconcile ${chosen} --org ${organization}`),
       command("Whether the books are right in themselves", "weir fsck"));
   },
 };
+
+const PAYMENT_KINDS = { PAYMENT_STATE_PAID: "good", PAYMENT_STATE_FAILED: "bad", PAYMENT_STATE_OVERDUE: "bad", PAYMENT_STATE_UNCOLLECTIBLE: "bad" };
+
+function paymentBadge({ state }) {
+  return badge(words(state, "PAYMENT_STATE_"), PAYMENT_KINDS[state] ?? "");
+}
 
 function exceptions({ differences = [] }, verified, month) {
   const found = differences.map((each) => remark("bad",

@@ -49,6 +49,46 @@ MONTH_STATE_CLOSED: MonthState.ValueType  # 3
 """Nothing of it changes any more."""
 Global___MonthState: _TypeAlias = MonthState  # noqa: Y015
 
+class _PaymentState:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _PaymentStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_PaymentState.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    PAYMENT_STATE_UNSPECIFIED: _PaymentState.ValueType  # 0
+    """Never sent."""
+    PAYMENT_STATE_OPEN: _PaymentState.ValueType  # 1
+    """It waits to be paid."""
+    PAYMENT_STATE_FAILED: _PaymentState.ValueType  # 2
+    """An attempt to charge it has failed, and none has succeeded."""
+    PAYMENT_STATE_OVERDUE: _PaymentState.ValueType  # 3
+    """It is not paid, and its due date has passed."""
+    PAYMENT_STATE_PAID: _PaymentState.ValueType  # 4
+    """It is paid. This is final, whatever older events arrive later."""
+    PAYMENT_STATE_VOID: _PaymentState.ValueType  # 5
+    """It was voided: nothing is owed for it."""
+    PAYMENT_STATE_UNCOLLECTIBLE: _PaymentState.ValueType  # 6
+    """It was marked as uncollectible at Stripe. It may still be paid."""
+
+class PaymentState(_PaymentState, metaclass=_PaymentStateEnumTypeWrapper):
+    """How far an invoice at Stripe is paid."""
+
+PAYMENT_STATE_UNSPECIFIED: PaymentState.ValueType  # 0
+"""Never sent."""
+PAYMENT_STATE_OPEN: PaymentState.ValueType  # 1
+"""It waits to be paid."""
+PAYMENT_STATE_FAILED: PaymentState.ValueType  # 2
+"""An attempt to charge it has failed, and none has succeeded."""
+PAYMENT_STATE_OVERDUE: PaymentState.ValueType  # 3
+"""It is not paid, and its due date has passed."""
+PAYMENT_STATE_PAID: PaymentState.ValueType  # 4
+"""It is paid. This is final, whatever older events arrive later."""
+PAYMENT_STATE_VOID: PaymentState.ValueType  # 5
+"""It was voided: nothing is owed for it."""
+PAYMENT_STATE_UNCOLLECTIBLE: PaymentState.ValueType  # 6
+"""It was marked as uncollectible at Stripe. It may still be paid."""
+Global___PaymentState: _TypeAlias = PaymentState  # noqa: Y015
+
 class _ChargeKind:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -161,6 +201,7 @@ class Month(_message.Message):
     CSV_SHA256_FIELD_NUMBER: _builtins.int
     REPORT_FORMAT_FIELD_NUMBER: _builtins.int
     RECEIPTS_ROOT_FIELD_NUMBER: _builtins.int
+    PAYMENTS_FIELD_NUMBER: _builtins.int
     organization_name: _builtins.str
     """The organization's name: at the close, for a closed month."""
     organization_id: _builtins.str
@@ -195,6 +236,10 @@ class Month(_message.Message):
     def total(self) -> _types_pb2.Money:
         """Total of the invoice; unset where there is none."""
 
+    @_builtins.property
+    def payments(self) -> _containers.RepeatedCompositeFieldContainer[Global___InvoicePayment]:
+        """Stripe's invoices of the month, as far as its events have told: one for each subscription."""
+
     def __init__(
         self,
         *,
@@ -212,14 +257,79 @@ class Month(_message.Message):
         csv_sha256: _builtins.str = ...,
         report_format: _builtins.int = ...,
         receipts_root: _builtins.str = ...,
+        payments: _abc.Iterable[Global___InvoicePayment] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["close_time", b"close_time", "closing_time", b"closing_time", "total", b"total"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["close_time", b"close_time", "closed_by", b"closed_by", "closing_by", b"closing_by", "closing_time", b"closing_time", "csv_sha256", b"csv_sha256", "invoice_number", b"invoice_number", "json_sha256", b"json_sha256", "month", b"month", "organization_id", b"organization_id", "organization_name", b"organization_name", "receipts_root", b"receipts_root", "report_format", b"report_format", "state", b"state", "total", b"total"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["close_time", b"close_time", "closed_by", b"closed_by", "closing_by", b"closing_by", "closing_time", b"closing_time", "csv_sha256", b"csv_sha256", "invoice_number", b"invoice_number", "json_sha256", b"json_sha256", "month", b"month", "organization_id", b"organization_id", "organization_name", b"organization_name", "payments", b"payments", "receipts_root", b"receipts_root", "report_format", b"report_format", "state", b"state", "total", b"total"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Month: _TypeAlias = Month  # noqa: Y015
+
+@_typing.final
+class InvoicePayment(_message.Message):
+    """One invoice at Stripe, as its events have told."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STRIPE_INVOICE_ID_FIELD_NUMBER: _builtins.int
+    STRIPE_NUMBER_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    AMOUNT_DUE_FIELD_NUMBER: _builtins.int
+    AMOUNT_PAID_FIELD_NUMBER: _builtins.int
+    HOSTED_URL_FIELD_NUMBER: _builtins.int
+    FINALIZE_TIME_FIELD_NUMBER: _builtins.int
+    PAY_TIME_FIELD_NUMBER: _builtins.int
+    FAILURE_TIME_FIELD_NUMBER: _builtins.int
+    stripe_invoice_id: _builtins.str
+    """Stripe's id of it."""
+    stripe_number: _builtins.str
+    """Stripe's number of it. Empty if no event has told it."""
+    state: Global___PaymentState.ValueType
+    """How far it is paid."""
+    hosted_url: _builtins.str
+    """Stripe's page on which the customer can pay it. Empty if no event has told it."""
+    @_builtins.property
+    def amount_due(self) -> _types_pb2.Money:
+        """What is due, with taxes and items that were added at Stripe."""
+
+    @_builtins.property
+    def amount_paid(self) -> _types_pb2.Money:
+        """What was paid."""
+
+    @_builtins.property
+    def finalize_time(self) -> _timestamp_pb2.Timestamp:
+        """When Stripe made it final. Unset if no event has told it."""
+
+    @_builtins.property
+    def pay_time(self) -> _timestamp_pb2.Timestamp:
+        """When it was paid. Unset if it was not."""
+
+    @_builtins.property
+    def failure_time(self) -> _timestamp_pb2.Timestamp:
+        """When the latest attempt to charge it failed. Unset if none did."""
+
+    def __init__(
+        self,
+        *,
+        stripe_invoice_id: _builtins.str = ...,
+        stripe_number: _builtins.str = ...,
+        state: Global___PaymentState.ValueType = ...,
+        amount_due: _types_pb2.Money | None = ...,
+        amount_paid: _types_pb2.Money | None = ...,
+        hosted_url: _builtins.str = ...,
+        finalize_time: _timestamp_pb2.Timestamp | None = ...,
+        pay_time: _timestamp_pb2.Timestamp | None = ...,
+        failure_time: _timestamp_pb2.Timestamp | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["amount_due", b"amount_due", "amount_paid", b"amount_paid", "failure_time", b"failure_time", "finalize_time", b"finalize_time", "pay_time", b"pay_time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["amount_due", b"amount_due", "amount_paid", b"amount_paid", "failure_time", b"failure_time", "finalize_time", b"finalize_time", "hosted_url", b"hosted_url", "pay_time", b"pay_time", "state", b"state", "stripe_invoice_id", b"stripe_invoice_id", "stripe_number", b"stripe_number"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___InvoicePayment: _TypeAlias = InvoicePayment  # noqa: Y015
 
 @_typing.final
 class Obstacle(_message.Message):
@@ -456,6 +566,7 @@ class Invoice(_message.Message):
     TOTAL_FIELD_NUMBER: _builtins.int
     CREDITED_FIELD_NUMBER: _builtins.int
     TAX_NOTE_FIELD_NUMBER: _builtins.int
+    PAYMENTS_FIELD_NUMBER: _builtins.int
     number: _builtins.str
     """Its number: `INV-` and digits, without gaps."""
     organization_id: _builtins.str
@@ -496,6 +607,10 @@ class Invoice(_message.Message):
     def credited(self) -> _types_pb2.Money:
         """Sum of its credit notes."""
 
+    @_builtins.property
+    def payments(self) -> _containers.RepeatedCompositeFieldContainer[Global___InvoicePayment]:
+        """Stripe's invoices of the same month. See `Month.payments`."""
+
     def __init__(
         self,
         *,
@@ -512,10 +627,11 @@ class Invoice(_message.Message):
         total: _types_pb2.Money | None = ...,
         credited: _types_pb2.Money | None = ...,
         tax_note: _builtins.str = ...,
+        payments: _abc.Iterable[Global___InvoicePayment] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["carried_in", b"carried_in", "carried_out", b"carried_out", "credited", b"credited", "exact_total", b"exact_total", "issue_time", b"issue_time", "total", b"total"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["carried_in", b"carried_in", "carried_out", b"carried_out", "credited", b"credited", "exact_total", b"exact_total", "issue_time", b"issue_time", "issued_by", b"issued_by", "lines", b"lines", "month", b"month", "number", b"number", "organization_id", b"organization_id", "organization_name", b"organization_name", "tax_note", b"tax_note", "total", b"total"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["carried_in", b"carried_in", "carried_out", b"carried_out", "credited", b"credited", "exact_total", b"exact_total", "issue_time", b"issue_time", "issued_by", b"issued_by", "lines", b"lines", "month", b"month", "number", b"number", "organization_id", b"organization_id", "organization_name", b"organization_name", "payments", b"payments", "tax_note", b"tax_note", "total", b"total"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -10,9 +10,10 @@ from enum import StrEnum
 from weir.v1 import admin_service_pb2_grpc, billing_service_pb2_grpc
 from weir.v1 import alerts_pb2 as pb
 
+from weir_client.money import Money
 from weir_client.unary import UnaryClient
 from weir_client.values import QuotaDimension, QuotaSubject
-from weir_client.wire import DIMENSIONS, SUBJECTS, time_of
+from weir_client.wire import DIMENSIONS, SUBJECTS, money, time_of
 
 
 class AlertDeliveryState(StrEnum):
@@ -41,10 +42,22 @@ class AlertDelivery:
 
 
 @dataclass(frozen=True, slots=True)
-class Alert:
-    """So much of a limit was used in a window, or so little credit was left. Values are tokens or picos, by dimension.
+class AlertInvoice:
+    """An invoice at Stripe when an alert fired. month: the one that it bills, YYYY-MM."""
 
-    quota_id is empty for a test, which tells nothing of a limit.
+    stripe_invoice_id: str
+    stripe_number: str
+    month: str
+    amount_due: Money
+    amount_paid: Money
+    hosted_url: str  # Stripe's page on which the customer can pay it
+
+
+@dataclass(frozen=True, slots=True)
+class Alert:
+    """So much of a limit was used in a window, or so little credit was left; or an invoice was paid or could not be charged.
+
+    Values are tokens or picos, by dimension. quota_id is empty for a test and for an invoice, which tell nothing of a limit.
     """
 
     alert_id: str
@@ -63,6 +76,8 @@ class Alert:
     used_value: int
     window_start_time: datetime | None  # None for prepaid credit
     delivery: AlertDelivery | None = None  # None: there was no webhook when it fired
+    kind: str = ""  # "quota", "credit", "test", "invoice_payment_failed" or "invoice_paid"
+    invoice: AlertInvoice | None = None  # of the two last kinds
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +172,20 @@ def alert(message: pb.Alert) -> Alert:
         used_value=message.used_value,
         window_start_time=time_of(message.window_start_time) if message.HasField("window_start_time") else None,
         delivery=delivery(message.delivery) if message.HasField("delivery") else None,
+        kind=message.kind,
+        invoice=invoice(message.invoice) if message.HasField("invoice") else None,
+    )
+
+
+def invoice(message: pb.AlertInvoice) -> AlertInvoice:
+    """The invoice that an alert is about."""
+    return AlertInvoice(
+        stripe_invoice_id=message.stripe_invoice_id,
+        stripe_number=message.stripe_number,
+        month=message.month,
+        amount_due=money(message.amount_due),
+        amount_paid=money(message.amount_paid),
+        hosted_url=message.hosted_url,
     )
 
 

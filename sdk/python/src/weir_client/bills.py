@@ -34,6 +34,33 @@ class DocumentFormat(StrEnum):
     CSV = "csv"
 
 
+class PaymentState(StrEnum):
+    """How far an invoice at Stripe is paid. PAID is final."""
+
+    UNSPECIFIED = "unspecified"
+    OPEN = "open"
+    FAILED = "failed"
+    OVERDUE = "overdue"
+    PAID = "paid"
+    VOID = "void"
+    UNCOLLECTIBLE = "uncollectible"
+
+
+@dataclass(frozen=True, slots=True)
+class InvoicePayment:
+    """One invoice at Stripe, as its events have told. Texts are empty and times None where none has."""
+
+    stripe_invoice_id: str
+    stripe_number: str
+    state: PaymentState
+    amount_due: Money
+    amount_paid: Money
+    hosted_url: str  # Stripe's page on which the customer can pay it
+    finalize_time: datetime | None
+    pay_time: datetime | None
+    failure_time: datetime | None  # of the latest attempt to charge it
+
+
 @dataclass(frozen=True, slots=True)
 class Month:
     """One month of one organization. Digests are SHA-256 in hexadecimal; empty before the close."""
@@ -52,6 +79,7 @@ class Month:
     csv_sha256: str
     report_format: int
     receipts_root: str
+    payments: tuple[InvoicePayment, ...] = ()  # of Stripe's invoices of the month
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,3 +195,4 @@ class Invoice:
     credited: Money
     tax_note: str
     credit_notes: tuple[Adjustment, ...] = ()
+    payments: tuple[InvoicePayment, ...] = ()  # of Stripe's invoices of the month

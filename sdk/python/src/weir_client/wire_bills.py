@@ -23,6 +23,9 @@ _ADJUSTMENT_STATES = {
     pb.ADJUSTMENT_STATE_APPROVED: bills.AdjustmentState.APPROVED,
     pb.ADJUSTMENT_STATE_REJECTED: bills.AdjustmentState.REJECTED,
 }
+_PAYMENT_STATES = {
+    number: bills.PaymentState(name.removeprefix("PAYMENT_STATE_").lower()) for name, number in pb.PaymentState.items()
+}
 FORMAT_NUMBERS = {
     bills.DocumentFormat.JSON: pb.MONTH_DOCUMENT_FORMAT_JSON,
     bills.DocumentFormat.CSV: pb.MONTH_DOCUMENT_FORMAT_CSV,
@@ -51,6 +54,22 @@ def month(message: pb.Month) -> bills.Month:
         csv_sha256=message.csv_sha256,
         report_format=message.report_format,
         receipts_root=message.receipts_root,
+        payments=tuple(payment(each) for each in message.payments),
+    )
+
+
+def payment(message: pb.InvoicePayment) -> bills.InvoicePayment:
+    """One invoice at Stripe."""
+    return bills.InvoicePayment(
+        stripe_invoice_id=message.stripe_invoice_id,
+        stripe_number=message.stripe_number,
+        state=_PAYMENT_STATES.get(message.state, bills.PaymentState.UNSPECIFIED),
+        amount_due=money(message.amount_due),
+        amount_paid=money(message.amount_paid),
+        hosted_url=message.hosted_url,
+        finalize_time=_time(message.finalize_time, message.HasField("finalize_time")),
+        pay_time=_time(message.pay_time, message.HasField("pay_time")),
+        failure_time=_time(message.failure_time, message.HasField("failure_time")),
     )
 
 
@@ -120,6 +139,7 @@ def invoice(message: pb.GetInvoiceResponse) -> bills.Invoice:
         credited=money(told.credited),
         tax_note=told.tax_note,
         credit_notes=tuple(adjustment(each) for each in message.credit_notes),
+        payments=tuple(payment(each) for each in told.payments),
     )
 
 
