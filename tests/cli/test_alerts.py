@@ -54,7 +54,7 @@ def test_alerts_are_listed_with_what_was_used_of_what(weir: Run, server: Scripte
 def test_alerts_on_payments_are_listed_with_the_invoice(weir: Run, server: ScriptedWeir) -> None:
     due = types_pb2.Money(currency_code="USD", units=12, picos=340_000_000_000)
     invoice = alerts_pb2.AlertInvoice(
-        stripe_invoice_id="in_1", month="2026-10", amount_due=due, amount_paid={"currency_code": "USD"}
+        stripe_invoice_id="in_1", month="2026-10", amount_due=due, amount_paid=types_pb2.Money(currency_code="USD")
     )
     failed = alerts_pb2.Alert(alert_id="a3", organization_name="acme", kind="invoice_payment_failed", invoice=invoice)
     server.accounts.replies["ListAlerts"] = alerts_pb2.ListAlertsResponse(alerts=[failed])
