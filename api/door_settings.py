@@ -69,6 +69,12 @@ class DoorSettings:
     # Of the event loop's time, for reading the frames of one API key, on all of its streams, after half a second's worth: beyond it
     # they are read more slowly. Thousands of frames in a second need a tenth of this, and a flood leaves three quarters to others.
     frames_share_max: float = setting("WEIR_FRAMES_SHARE_MAX", 0.25, share)
+    # Characters of prompts that are prepared at once, rendered and tokenized, for one API key and for all: two messages of the
+    # largest size, and eight. A message of a conversation counts as 30 more. While tokenized, a text takes some 30 times its size.
+    preparation_chars_per_key_max: int = setting("WEIR_PREPARATION_CHARS_PER_KEY_MAX", 8 * 2**20, whole(1024, 2**40))
+    preparation_chars_max: int = setting("WEIR_PREPARATION_CHARS_MAX", 32 * 2**20, whole(1024, 2**40))
+    # Threads for that. More than cores only make the event loop wait.
+    preparation_thread_count: int = setting("WEIR_PREPARATION_THREADS", 2, whole(1, 64))
     # Of one call, as HPACK counts it. A key, a deadline and a tracing context take a tenth of it.
     metadata_bytes_max: int = setting("WEIR_METADATA_BYTES_MAX", 16 * 2**10, whole(1024, 2**20))
     # Some 40 kB and a check of the key each. One stream carries many requests, so that a client needs few.

@@ -104,24 +104,44 @@ class PromptTooLong(ApiError):
 
     reason = "CONTEXT_EXCEEDED"
 
-    def __init__(self, input_token_count: int, max_output_tokens: int | None, context_window_tokens: int) -> None:
+    def __init__(
+        self, input_token_count: int, max_output_tokens: int | None, context_window_tokens: int, *, is_least: bool = False
+    ) -> None:
+        """is_least: the prompt was not tokenized, since it has so many tokens at least."""
         wanted = 1 if max_output_tokens is None else max_output_tokens
         self.excess_token_count = input_token_count + wanted - context_window_tokens
         self.input_token_count = input_token_count
         self.context_window_tokens = context_window_tokens
         output = "at least 1 output token" if max_output_tokens is None else f"max_output_tokens of {max_output_tokens}"
         super().__init__(
-            f"the prompt has {input_token_count} tokens; with {output} it exceeds the context window of "
-            f"{context_window_tokens} by {self.excess_token_count} tokens"
+            f"the prompt has {'at least ' if is_least else ''}{input_token_count} tokens; with {output} it exceeds the context "
+            f"window of {context_window_tokens} by {self.excess_token_count} tokens"
         )
+
+
+class PromptTooLarge(ApiError):
+    """A text has more characters than are tokenized for a context window of this size. field: where it stands."""
+
+    reason = "CONTEXT_EXCEEDED"
+
+    def __init__(self, field: str, char_count: int, char_count_max: int, context_window_tokens: int) -> None:
+        super().__init__(
+            f"{field} has {char_count} characters; with a context window of {context_window_tokens} tokens the model takes at most "
+            f"{char_count_max}: send less"
+        )
+        self.field = field
+        self.char_count = char_count
+        self.char_count_max = char_count_max
+        self.context_window_tokens = context_window_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class LongInput:
-    """One text that is too long. index: among the request's inputs."""
+    """One text that is too long. index: among the request's inputs. is_least: it was not tokenized, and has so many at least."""
 
     index: int
     token_count: int
+    is_least: bool = False
 
 
 class InputsTooLong(ApiError):
@@ -133,9 +153,10 @@ class InputsTooLong(ApiError):
         self.inputs = tuple(inputs)
         self.context_window_tokens = context_window_tokens
         first, others = self.inputs[0], len(self.inputs) - 1
-        also = f", and {others} more are too long" if others else ""
+        also, least = f", and {others} more are too long" if others else "", "at least " if first.is_least else ""
         super().__init__(
-            f"inputs[{first.index}] has {first.token_count} tokens{also}: the model takes {context_window_tokens} in one text. "
+            f"inputs[{first.index}] has {least}{first.token_count} tokens{also}: "
+            f"the model takes {context_window_tokens} in one text. "
             "Split it, or set truncation to leave its end out"
         )
 
@@ -231,6 +252,19 @@ class Overloaded(ApiError):
 
     reason = "OVERLOADED"
     retry_after_s = 1.0
+
+
+class PreparationLimit(ApiError):
+    """Requests of this key whose prompts are being prepared have as many characters as they may."""
+
+    reason = "PREPARATION_LIMIT"
+    retry_after_s = 1.0
+
+    def __init__(self, taken_chars: int, chars: int, chars_max: int) -> None:
+        super().__init__(
+            f"prompts of this API key with {taken_chars} characters are being prepared, and {chars} more would exceed its limit of "
+            f"{chars_max}: send fewer large prompts at once, and this one again"
+        )
 
 
 class QueueFull(ApiError):

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from typing import TypeVar
 
+from google.protobuf.message import Message
 from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import inference_service_pb2_grpc as pb_grpc
 
@@ -24,7 +26,7 @@ from api.observability.trace_context import trace_of_metadata
 from api.process import Process
 from api.quota_wire import effective_quota_statuses
 from api.requests.quoting import quote
-from api.requests.tokenizing import tokenize
+from api.requests.tokenizing import TextJob, tokenize
 from api.requests.tools import ToolUse, call_reading
 from api.streams.generation import ClientStream, remaining_s
 from api.streams.open_streams import OpenStreams
@@ -33,6 +35,9 @@ from metering.control.owners import certificate_of
 from metering.quotas.quota_states import quotas_for
 from metering.store.db import Sessions
 from metering.tenants.tenants import Principal
+
+Request = TypeVar("Request", bound=Message)
+Parsed = TypeVar("Parsed")
 
 FIRST_MESSAGE_WAIT_S = 5.0  # for that of a stream that is refused: it is on its way, from a client that opens thousands
 
@@ -100,16 +105,25 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
         secret = bearer_token(context)
         return await self._authenticator.principal_of(secret, method=METHOD.get(), origin=await self._origin(context, secret))
 
+    async def _read(self, principal: Principal, request: Request, parse: Callable[[Request], Parsed]) -> Parsed:
+        """Parse a message that may hold much text, in its key's turn. Raises: PreparationLimit, Overloaded; as `parse`."""
+        await self._process.turn_to_read(principal.api_key_id, request.ByteSize())
+        with self._process.pace.spending(principal.api_key_id):
+            return parse(request)
+
     async def CountTokens(self, request: pb.CountTokensRequest, context: Context) -> pb.CountTokensResponse:
         """Counts a prompt's tokens."""
         principal = await self._principal(context)
-        prompt, tools = wire.parse_count_tokens(request)
+        prompt, tools = await self._read(principal, request, wire.parse_count_tokens)
         check_model(principal, self._process.router.own_name(request.model))
         model = self._process.router.find(request.model).model
         tokenizer = self._process.tokenizers[model.name]
         call_reading(ToolUse(tools, forced=True), tokenizer, request.model)  # whether the model can be shown them
-        token_ids = await tokenize(tokenizer, prompt, tools)
-        return pb.CountTokensResponse(input_token_count=len(token_ids), context_window_tokens=model.context_window_tokens)
+        job = TextJob(self._process.text_work, payer(principal), tokenizer, model.context_window_tokens)
+        tokenized = await tokenize(job, prompt, tools)
+        self._process.pace.spent(principal.api_key_id, tokenized.work_s)
+        count = len(tokenized.token_ids)
+        return pb.CountTokensResponse(input_token_count=count, context_window_tokens=model.context_window_tokens)
 
     async def ListModels(self, request: pb.ListModelsRequest, context: Context) -> pb.ListModelsResponse:
         """Lists models with what the caller pays for them."""
@@ -131,6 +145,7 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
     async def Quote(self, request: pb.QuoteRequest, context: Context) -> pb.QuoteResponse:
         """Tells what a request would be."""
         principal = await self._principal(context)
+        await self._process.turn_to_read(principal.api_key_id, request.ByteSize())
         if request.HasField("embed"):
             if request.HasField("start"):
                 raise InvalidRequest([FieldViolation("embed", "must not be set beside start")])
@@ -150,7 +165,7 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
         received_at, granted_s = time.monotonic(), remaining_s(context)
         principal = await self._principal(context)
         auth_ms = (time.monotonic() - received_at) * 1000
-        start = parse_embed(request)
+        start = await self._read(principal, request, parse_embed)
         check_model(principal, self._process.router.own_name(start.model))
         deadline = None if granted_s is None else received_at + granted_s
         trace = trace_of_metadata(context.invocation_metadata())

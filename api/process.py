@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import uuid
 from collections.abc import Mapping
 
 from api.embedding.embedding import EmbedCaller, LiveEmbedding
@@ -12,6 +13,7 @@ from api.queue.fair_queue import FairQueue
 from api.queue.places import QueueLimits
 from api.requests.admission import Admission
 from api.requests.live import Caller, LiveRequest, Phase
+from api.requests.text_work import TextWork
 from api.settings import Settings
 from api.streams.mailbox import Key, Mailboxes
 from api.streams.pace import FramePace
@@ -58,6 +60,12 @@ class Process:
         )
         self.relays = relays
         self.pace = FramePace(settings.frames_share_max)
+        self.text_work = TextWork(
+            chars_max=settings.preparation_chars_max,
+            chars_per_key_max=settings.preparation_chars_per_key_max,
+            thread_count=settings.preparation_thread_count,
+            weights=settings.queue_weights,
+        )
         self._live: dict[Running, None] = {}  # in order of arrival
         self._by_key: dict[Key, LiveRequest] = {}
         self._progress = Retries("progress")
@@ -68,6 +76,14 @@ class Process:
         self._live[request] = None
         self._by_key.setdefault((caller.payer.project_id, start.request_id), request)
         request.run_in(self.admission.tasks)
+
+    async def turn_to_read(self, key_id: uuid.UUID, byte_count: int) -> None:
+        """Wait until a message of this key may be read, whose bytes count as being prepared meanwhile.
+
+        Raises: PreparationLimit, Overloaded.
+        """
+        with self.text_work.permit(key_id, byte_count):
+            await self.pace.turn(key_id)
 
     def find(self, key: Key) -> LiveRequest | None:
         """The request of this id that runs or waits here."""

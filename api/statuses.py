@@ -37,7 +37,9 @@ from api.errors import (
     Overloaded,
     OwnerAway,
     PermissionDenied,
+    PreparationLimit,
     PromptFiltered,
+    PromptTooLarge,
     PromptTooLong,
     QueueFull,
     RequestOver,
@@ -69,6 +71,7 @@ CODES: tuple[tuple[type[Exception], int], ...] = (
     (KeyBoundExceeded, code_pb2.INVALID_ARGUMENT),
     (InvalidRequest, code_pb2.INVALID_ARGUMENT),
     (PromptTooLong, code_pb2.INVALID_ARGUMENT),
+    (PromptTooLarge, code_pb2.INVALID_ARGUMENT),
     (InputsTooLong, code_pb2.INVALID_ARGUMENT),
     (PromptFiltered, code_pb2.INVALID_ARGUMENT),
     (MessageUnreadable, code_pb2.INVALID_ARGUMENT),
@@ -81,6 +84,7 @@ CODES: tuple[tuple[type[Exception], int], ...] = (
     (metering_errors.NotFound, code_pb2.NOT_FOUND),
     (Draining, code_pb2.UNAVAILABLE),
     (Overloaded, code_pb2.UNAVAILABLE),
+    (PreparationLimit, code_pb2.RESOURCE_EXHAUSTED),
     (QueueFull, code_pb2.UNAVAILABLE),
     (StartsTooLate, code_pb2.UNAVAILABLE),
     (OwnerAway, code_pb2.UNAVAILABLE),
@@ -179,6 +183,12 @@ def metadata_of(error: BaseException) -> dict[str, str]:
                 "input_token_count": str(error.input_token_count),
                 "context_window_tokens": str(error.context_window_tokens),
                 "excess_token_count": str(error.excess_token_count),
+            }
+        case PromptTooLarge():
+            return {
+                "char_count": str(error.char_count),
+                "char_count_max": str(error.char_count_max),
+                "context_window_tokens": str(error.context_window_tokens),
             }
         case InputsTooLong():
             first = error.inputs[0]
@@ -292,6 +302,8 @@ def violations_of(error: BaseException) -> Sequence[FieldViolation]:
             limit = error.context_window_tokens
             shown = error.inputs[:LONG_INPUTS_SHOWN_MAX]
             return [FieldViolation(f"inputs[{each.index}]", f"{each.token_count} tokens, at most {limit}") for each in shown]
+        case PromptTooLarge():
+            return (FieldViolation(error.field, str(error)),)
         case ModelMismatch():
             return (FieldViolation("model", str(error)),)
         case PromptFiltered():

@@ -127,7 +127,8 @@ class Admit:
 
     payload_hash: 32 bytes over everything that makes the request what it is; the same id with another hash is refused.
     first_slice_token_count: output tokens to lease at first, if they fit; at least `least_slice_token_count`. tier: whose price it
-    has. embedding: the input is to be embedded, at the price of that; both slices are 0 then.
+    has. embedding: the input is to be embedded, at the price of that; both slices are 0 then. only_asks: take nothing, and answer
+    `Fits` where a hold could be taken; refusals are the same, and counted.
     """
 
     hold_id: uuid.UUID
@@ -141,6 +142,12 @@ class Admit:
     labels: dict[str, str] = field(default_factory=dict)
     tier: ServiceTier = ServiceTier.INTERACTIVE
     embedding: bool = False
+    only_asks: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Fits:
+    """A hold could be taken now; none was."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,4 +282,4 @@ class Renewed:
     hold_ids: frozenset[uuid.UUID]
 
 
-HoldAnswer = Admitted | Extended | Settled | Ended | Renewed
+HoldAnswer = Admitted | Fits | Extended | Settled | Ended | Renewed

@@ -7,8 +7,10 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from aiohttp import web
@@ -66,7 +68,8 @@ class Console:
         self._observer = observer
         self._is_draining = is_draining
         self._stall_max_s = stall_max_s
-        self._writing_json = asyncio.Lock()  # one at a time: a thread that computes slows the streams of this process
+        # One answer at a time: a thread that computes slows the streams of this process.
+        self._json_thread = ThreadPoolExecutor(1, "weir-console")
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answer one request."""
@@ -138,8 +141,8 @@ class Console:
         """A message in protobuf's JSON form, made in a thread. Raises: InvalidRequest if it is too large for that."""
         if answer.ByteSize() > ANSWER_BYTES_MAX:
             raise InvalidRequest([FieldViolation("page_size", TOO_LARGE)])
-        async with self._writing_json:
-            return await asyncio.to_thread(json_format.MessageToJson, answer, indent=None)
+        write = functools.partial(json_format.MessageToJson, answer, indent=None)
+        return await asyncio.get_running_loop().run_in_executor(self._json_thread, write)
 
 
 class FileAnswer:

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import time
 import uuid
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -28,10 +29,12 @@ from api.requests.key_bounds import check_input_bound
 from api.requests.live import Phase
 from api.requests.readiness import RETRY_S_MIN, wait_until_ready
 from api.requests.stopwatch import Stopwatch
+from api.requests.text_work import INLINE_COST_MAX, MESSAGE_COST_CHARS
+from api.requests.tokenizing import TextJob, check_chars
 from api.streams.outbox import UsageSoFar
 from inference.engine import EmbeddingRequest, Encoder, EngineTimings, Vector
 from inference.errors import EngineFailed
-from inference.text.tokenizer import Tokenizer
+from inference.text.tokenizer import TokenLimitExceeded
 from metering.holds.journal import Delivered
 from metering.operations import Outcome, Payer, Settled
 from metering.tenants.key_rules import NO_BOUNDS, TokenBounds
@@ -39,8 +42,6 @@ from metering.tenants.networks import Address
 
 if TYPE_CHECKING:
     from api.process import Process
-
-LONG_INPUTS_CHARS = 16_384  # beyond it tokenizing takes milliseconds, which belong into a thread
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +75,7 @@ class LiveEmbedding:
         self._answer: asyncio.Future[pb.EmbedResponse] = asyncio.get_running_loop().create_future()
         self._interruption = Interruption()
         self._lease: Lease | None = None
+        self._work_s = 0.0  # of a thread, for its texts
         self._settled: Settled | None = None
         self._stop_error: Exception | None = None
 
@@ -132,6 +134,8 @@ class LiveEmbedding:
         except Exception as error:
             self._fail(error)
         finally:
+            if self._settled is None:
+                self._process.pace.spent(self.caller.payer.api_key_id, self._work_s)
             self._answer.cancel()
             self._process.ended(self)
 
@@ -155,11 +159,17 @@ class LiveEmbedding:
                 self.start = replace(self.start, model=route.model)  # by its own name it is limited and billed
                 encoder, self._served = route.encoder, route.served
                 check_against_model(self.start, encoder.model, input_count_max(encoder.model))
-                texts = await tokenize_inputs(self.start, self._process.tokenizers[self._served], encoder)
+                job = TextJob(
+                    self._process.text_work,
+                    self.caller.payer,
+                    self._process.tokenizers[self._served],
+                    encoder.model.context_window_tokens,
+                )
+                texts, self._work_s = await tokenize_inputs(self.start, job, self._check_room)
                 check_input_bound(self.caller.bounds, token_count_of(texts), "inputs")
                 self._watch.lap("tokenize")
                 places = self._enter_queue(encoder, texts, stack)
-                lease = await self._process.admission.admit(self._admission_request(texts), self.usage)
+                lease = await self._process.admission.admit(self._admission_request(token_count_of(texts)), self.usage)
                 await stack.enter_async_context(lease)
                 self._watch.lap("admission")
             self._lease = lease
@@ -196,14 +206,17 @@ class LiveEmbedding:
         self.place = next(iter(places))
         return places
 
-    def _admission_request(self, texts: list[TokenizedText]) -> AdmissionRequest:
+    async def _check_room(self, least_token_count: int) -> None:
+        await self._process.admission.check_room(self._admission_request(least_token_count))
+
+    def _admission_request(self, token_count: int) -> AdmissionRequest:
         start = self.start
         return AdmissionRequest(
             payer=self.caller.payer,
             request_id=start.request_id,
             payload_hash=start.payload_hash,
             model=start.model,
-            input_token_count=token_count_of(texts),
+            input_token_count=token_count,
             max_output_token_count=0,
             labels=start.labels,
             tier=start.tier,
@@ -257,26 +270,46 @@ def token_count_of(texts: list[TokenizedText]) -> int:
     return sum(len(text.token_ids) for text in texts)
 
 
-async def tokenize_inputs(request: ValidEmbed, tokenizer: Tokenizer, encoder: Encoder) -> list[TokenizedText]:
-    """Token ids of each text, cut to what the model takes if the request says so. Raises: InputsTooLong with all that are."""
-    limit = encoder.model.context_window_tokens
+async def tokenize_inputs(
+    request: ValidEmbed, job: TextJob, check_room: Callable[[int], Awaitable[None]] | None = None
+) -> tuple[list[TokenizedText], float]:
+    """Token ids of each text, cut to what the model takes if the request says so; and the processor time that they took.
 
-    def tokenize(given: str | tuple[int, ...]) -> tuple[int, ...]:
-        return tokenizer.encode(given) if isinstance(given, str) else given
+    Of a text that is to be cut only the beginning is tokenized. check_room: awaited once before long texts are tokenized, with the
+    fewest tokens that they may have. Raises: InputsTooLong with all that are, PromptTooLarge, PreparationLimit, Overloaded.
+    """
+    limit, tokenizer = job.window, job.tokenizer
+    truncates = request.truncates
+
+    def tokenize(index: int, given: str | tuple[int, ...]) -> TokenizedText | LongInput:
+        if not isinstance(given, str):
+            if len(given) > limit and not truncates:
+                return LongInput(index, len(given))
+            return TokenizedText(given[:limit], truncated=len(given) > limit)
+        if truncates:
+            ids, truncated = tokenizer.encode_within(given, limit)
+            return TokenizedText(ids, truncated=truncated)
+        try:
+            ids = tokenizer.encode(given, token_count_max=limit)
+        except TokenLimitExceeded as exceeded:
+            return LongInput(index, exceeded.least_token_count, is_least=True)
+        return LongInput(index, len(ids)) if len(ids) > limit else TokenizedText(ids, truncated=False)
 
     def tokenize_all() -> list[TokenizedText]:
-        whole = [tokenize(given) for given in request.inputs]
-        long = [LongInput(index, len(ids)) for index, ids in enumerate(whole) if len(ids) > limit]
-        if long and not request.truncates:
+        found = [tokenize(index, given) for index, given in enumerate(request.inputs)]
+        if long := [each for each in found if isinstance(each, LongInput)]:
             raise InputsTooLong(long, limit)
-        return [
-            TokenizedText(cut(given, ids), truncated=True) if len(ids) > limit else TokenizedText(ids, truncated=False)
-            for given, ids in zip(request.inputs, whole, strict=True)
-        ]
+        return [each for each in found if isinstance(each, TokenizedText)]
 
-    def cut(given: str | tuple[int, ...], ids: tuple[int, ...]) -> tuple[int, ...]:
-        return tokenizer.encode_within(given, limit) if isinstance(given, str) else ids[:limit]
-
-    if sum(len(given) for given in request.inputs) > LONG_INPUTS_CHARS:
-        return await asyncio.to_thread(tokenize_all)
-    return tokenize_all()
+    texts = [given for given in request.inputs if isinstance(given, str)]
+    cost = sum([len(text) + MESSAGE_COST_CHARS for text in texts])
+    if cost <= INLINE_COST_MAX:
+        return tokenize_all(), 0.0
+    if not truncates:
+        for index, given in enumerate(request.inputs):
+            if isinstance(given, str):
+                check_chars(f"inputs[{index}]", len(given), tokenizer.chars_max(limit), limit)
+    with job.work.permit(job.payer.api_key_id, cost):
+        if check_room is not None:
+            await check_room(1)
+        return await job.work.run(job.payer.organization_id, cost, tokenize_all)

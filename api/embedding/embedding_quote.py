@@ -8,13 +8,14 @@ from dataclasses import replace
 from weir.v1 import inference_service_pb2 as pb
 
 from api.access.auth import check_model
+from api.access.auth import payer as payer_of
 from api.embedding.embedding import token_count_of, tokenize_inputs
 from api.embedding.embedding_limits import input_count_max
 from api.embedding.embedding_wire import check_against_model, parse_embed
 from api.process import Process
 from api.requests.key_bounds import check_input_bound
 from api.requests.quoting import response
-from metering.operations import Payer
+from api.requests.tokenizing import TextJob
 from metering.quotas import quoting
 from metering.store.db import Sessions
 from metering.tenants.tenants import Principal
@@ -25,17 +26,22 @@ async def quote_embed(process: Process, sessions: Sessions, principal: Principal
     asked = pb.EmbedRequest()
     asked.CopyFrom(message)
     asked.request_id = asked.request_id or str(uuid.uuid4())
-    start = parse_embed(asked)
+    with process.pace.spending(principal.api_key_id):
+        start = parse_embed(asked)
     check_model(principal, process.router.own_name(start.model))
     route = process.router.route_encoder(start.model, str(start.request_id))
     start = replace(start, model=route.model)
     check_against_model(start, route.encoder.model, input_count_max(route.encoder.model))
-    sent = token_count_of(await tokenize_inputs(start, process.tokenizers[route.served], route.encoder))
+    payer = payer_of(principal)
+    window = route.encoder.model.context_window_tokens
+    texts, work_s = await tokenize_inputs(start, TextJob(process.text_work, payer, process.tokenizers[route.served], window))
+    process.pace.spent(principal.api_key_id, work_s)
+    sent = token_count_of(texts)
     check_input_bound(principal.bounds, sent, "inputs")
     async with sessions() as session:
         found = await quoting.quote(
             session,
-            payer=Payer(principal.organization_id, principal.project_id, principal.api_key_id, principal.currency_code),
+            payer=payer,
             model=start.model,
             input_token_count=sent,
             first_slice_token_count=0,

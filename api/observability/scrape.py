@@ -10,7 +10,9 @@ import asyncio
 import socket
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
+from typing import TypeVar
 
 import structlog
 from aiohttp import web
@@ -40,6 +42,7 @@ SHUTDOWN_S = 1.0
 
 log = structlog.get_logger(__name__)
 
+Value = TypeVar("Value")
 Handle = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
 
@@ -61,6 +64,7 @@ class Scrapes:
         self._parts = parts
         self._sessions = sessions
         self._process = ProcessCollector(registry=CollectorRegistry())
+        self._thread = ThreadPoolExecutor(1, "weir-metrics")  # of its own: a scrape waits behind nobody's requests
         self._asking = asyncio.Lock()
         self._asked_at: float | None = None
         self._backlog: Backlog | None = None
@@ -78,9 +82,12 @@ class Scrapes:
         """Everything, in the exposition format."""
         backlog = await self._books()
         process = self._parts.process
-        journals = await asyncio.to_thread(journal_backlog, process.admission.settings.journal_directory)
+        journals = await self._apart(journal_backlog, process.admission.settings.journal_directory)
         families = [*self._families(backlog, journals)]
-        return await asyncio.to_thread(self._write, families, process.observer.counts.copy())
+        return await self._apart(self._write, families, process.observer.counts.copy())
+
+    async def _apart(self, call: Callable[..., Value], *arguments: object) -> Value:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, call, *arguments)
 
     def _families(self, backlog: Backlog | None, journals: JournalBacklog) -> Iterator[Metric]:
         process = self._parts.process

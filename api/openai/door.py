@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 import time
@@ -38,6 +39,7 @@ from api.openai.response_parameters import ResponseParameters, response_asked
 from api.openai.token_texts import TokenTexts
 from api.process import Process
 from api.statuses import status_of
+from api.streams.pace import START_FREE_S
 from metering.store.db import Sessions
 from metering.tenants.tenants import Principal
 
@@ -46,6 +48,7 @@ SERVICE = "/weir.v1.InferenceService"
 GENERATE, EMBED, LIST_MODELS = f"{SERVICE}/Generate", f"{SERVICE}/Embed", f"{SERVICE}/ListModels"
 KEY_AGE_MAX_S = 1.0  # second: what is known of a key may be so old. Over gRPC a stream is let in once, here each request is
 IDEMPOTENCY_KEY = re.compile(r"[\x21-\x7e]{1,255}")
+CHUNKED_BYTES = 256 * 1024  # what a body of unknown size counts as while it is read
 KEY_NAMESPACE = uuid.UUID("6f1c0c9e-2f6b-5d0a-9a54-3b1d9a1c7e10")  # of request ids that come from keys that are no UUIDs
 
 Handler = Callable[[web.BaseRequest, Arrival, Principal], Awaitable[web.StreamResponse]]
@@ -124,29 +127,38 @@ class Door:
         return handler, stands_for
 
     async def _chat(self, request: web.BaseRequest, arrival: Arrival, principal: Principal) -> web.StreamResponse:
-        asked = chat_asked(decode(await self._body(request, arrival), ChatParameters))
+        body = await self._body(request, arrival)
+        with self._reading(arrival):
+            asked = chat_asked(decode(body, ChatParameters))
         answer = ChatAnswer(asked, self._texts_of(asked, principal, arrival.request_id), arrival.request_id.hex, int(time.time()))
         return await Exchange(self._process, request, arrival, asked, answer).serve()
 
     async def _completion(self, request: web.BaseRequest, arrival: Arrival, principal: Principal) -> web.StreamResponse:
-        asked = completion_asked(decode(await self._body(request, arrival), CompletionParameters))
+        body = await self._body(request, arrival)
+        with self._reading(arrival):
+            asked = completion_asked(decode(body, CompletionParameters))
         answer = CompletionAnswer(
             asked, self._texts_of(asked, principal, arrival.request_id), arrival.request_id.hex, int(time.time())
         )
         return await Exchange(self._process, request, arrival, asked, answer).serve()
 
     async def _respond(self, request: web.BaseRequest, arrival: Arrival, principal: Principal) -> web.StreamResponse:
-        given = decode(await self._body(request, arrival), ResponseParameters)
-        asked = response_asked(given)
+        body = await self._body(request, arrival)
+        with self._reading(arrival):
+            given = decode(body, ResponseParameters)
+            asked = response_asked(given)
         answer = ResponseAnswer(
             asked, given, self._texts_of(asked, principal, arrival.request_id), arrival.request_id.hex, int(time.time())
         )
         return await Exchange(self._process, request, arrival, asked, answer).serve()
 
     async def _embed(self, request: web.BaseRequest, arrival: Arrival, principal: Principal) -> web.StreamResponse:
-        given = decode(await self._body(request, arrival), EmbeddingParameters)
+        body = await self._body(request, arrival)
+        with self._reading(arrival):
+            given = decode(body, EmbeddingParameters)
         try:
-            start = parse_embed(embed_request(given, str(arrival.request_id)))
+            with self._reading(arrival):
+                start = parse_embed(embed_request(given, str(arrival.request_id)))
             check_model(principal, start.model)
             check_dimensions(given, self._process.router.choose_encoder(start.model).model.embedding_dimension)
             caller = EmbedCaller(
@@ -178,10 +190,21 @@ class Door:
         return self._texts[router.route(asked.model, request_id).served]
 
     async def _body(self, request: web.BaseRequest, arrival: Arrival) -> bytes:
-        """The body, once the request may have one. Raises: HttpFault, Draining; as `Arrival.check`, since a body takes its time."""
-        body = await self._read(request)
+        """The body, once the request may have one, in its key's turn.
+
+        Raises: HttpFault, Draining, PreparationLimit, Overloaded; as `Arrival.check`, since a body takes its time.
+        """
+        key_id = arrival.payer.api_key_id
+        await self._process.pace.turn(key_id)
+        most = self._process.admission.settings.message_bytes_max
+        with self._process.text_work.permit(key_id, min(request.content_length or CHUNKED_BYTES, most)):
+            body = await self._read(request)
         await arrival.check()
         return body
+
+    def _reading(self, arrival: Arrival) -> contextlib.AbstractContextManager[None]:
+        """Counts the processor time in which a body becomes what is asked for, beyond that of an ordinary one."""
+        return self._process.pace.spending(arrival.payer.api_key_id, START_FREE_S)
 
     async def _read(self, request: web.BaseRequest) -> bytes:
         if self._is_draining:

@@ -31,6 +31,7 @@ from api.process import Process
 from api.requests.live import Caller, LiveRequest
 from api.statuses import status_of
 from api.streams.outbox import Outbox
+from api.streams.pace import REFUSAL_COST_S, START_FREE_S
 from api.streams.receiver import Receiver
 from api.streams.whole_outbox import WholeOutbox
 from api.wire import ValidStart, finish_reason, parse_start
@@ -91,7 +92,8 @@ class Exchange:
     async def serve(self) -> web.StreamResponse:
         """Run it to its end; on any exit nothing of it runs any more. Raises: RequestInFlight, RequestUnderWay."""
         try:
-            starts = [parse_start(each, frame) for each, frame in zip(self._bill.request_ids, self._asked.starts, strict=True)]
+            with self._process.pace.spending(self._arrival.payer.api_key_id, START_FREE_S):
+                starts = [parse_start(each, frame) for each, frame in zip(self._bill.request_ids, self._asked.starts, strict=True)]
         except InvalidRequest as error:
             self._process.observer.start_refused(error)
             return refused(refusal_of(status_of(error), self._asked.names), self._arrival.request_id)
@@ -136,6 +138,8 @@ class Exchange:
 
     def _on_end(self, receiver: Receiver) -> None:
         del self._receivers[receiver.given_id]
+        if receiver.is_refused:
+            self._process.pace.spent(self._arrival.payer.api_key_id, REFUSAL_COST_S)
         if not self._receivers:
             self._outbox.close()
 

@@ -43,12 +43,16 @@ class Capacity:
 
     def take(self) -> None:
         """Take a permit, to be given back once. Raises: Draining, Overloaded."""
+        self.check()
+        self._taken_count += 1
+        self._idle.clear()
+
+    def check(self) -> None:
+        """Raise what taking a permit would raise: Draining, Overloaded."""
         if self._draining:
             raise Draining("this server is shutting down: the same request will be served elsewhere")
         if self._taken_count >= self._permit_count_max:
             raise Overloaded(f"this server runs {self._taken_count} requests, as many as it may")
-        self._taken_count += 1
-        self._idle.clear()
 
     def give_back(self) -> None:
         """The request has ended."""
@@ -194,6 +198,29 @@ class Admission:
         self.journal = journal
         self.tasks = tasks
         self.admitted_count = 0  # since the start
+
+    async def check_room(self, request: AdmissionRequest) -> None:
+        """Raise what a request would be refused with that is at least this large, before any work is spent on it.
+
+        request: with as many input tokens as it may have at least, and no more output than it needs to begin. Raises: Draining,
+        Overloaded; as `HoldStore.check_room`.
+        """
+        self.capacity.check()
+        least = min(1, request.max_output_token_count)
+        await self.holds.check_room(
+            Admit(
+                hold_id=new_hold_id(),
+                payer=request.payer,
+                request_id=request.request_id,
+                payload_hash=request.payload_hash,
+                model=request.model,
+                input_token_count=request.input_token_count,
+                first_slice_token_count=least,
+                least_slice_token_count=least,
+                tier=request.tier,
+                embedding=request.embedding,
+            )
+        )
 
     async def admit(self, request: AdmissionRequest, usage: UsageSoFar) -> Lease:
         """Hold what the request may cost. Whoever gets the lease enters it at once: leaving it ends the hold by `usage`.

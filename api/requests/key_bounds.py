@@ -7,13 +7,14 @@ from inference.engine import GenerationRequest
 from metering.tenants.key_rules import TokenBounds
 
 
-def check_input_bound(bounds: TokenBounds, token_count: int, field: str) -> None:
-    """field: where the input stands. Raises: KeyBoundExceeded."""
+def check_input_bound(bounds: TokenBounds, token_count: int, field: str, *, is_least: bool = False) -> None:
+    """field: where the input stands. is_least: it was not tokenized, and has so many tokens at least. Raises: KeyBoundExceeded."""
     most = bounds.max_input_tokens
     if most is not None and token_count > most:
+        least = "at least " if is_least else ""
         raise KeyBoundExceeded(
             field,
-            f"has {token_count} tokens, {token_count - most} more than the {most} that this key may send in one request: "
+            f"has {least}{token_count} tokens, {token_count - most} more than the {most} that this key may send in one request: "
             "send less, or let an administrator raise the key's max_input_tokens",
             token_count,
             most,

@@ -26,7 +26,7 @@ from api.requests.engine_run import EngineRun, check_output_change
 from api.requests.interruption import Interruption
 from api.requests.key_bounds import check_output_bound, is_bounded
 from api.requests.output_limits import LimitChange, OutputLimits, parse_update
-from api.requests.preparation import admission_request, arrival_of, prepare, routed
+from api.requests.preparation import admission_request, arrival_of, prepare, routed, smallest_admission
 from api.requests.readiness import RETRY_S_MIN, wait_until_ready
 from api.requests.reply import UNDELIVERED_OUTCOMES, Reply
 from api.requests.stopwatch import Stopwatch
@@ -111,6 +111,7 @@ class LiveRequest:
         self._limits: OutputLimits | None = None  # once it is admitted
         self._request: GenerationRequest | None = None
         self._route: Route | None = None  # once it is known where it goes
+        self._work_s = 0.0  # of a thread, for its prompt
         self._stop_outcome: Outcome | None = None
         self._stop_error: Exception | None = None
 
@@ -228,6 +229,8 @@ class LiveRequest:
         finally:
             if self.place is not None:
                 self.place.leave()
+            if lease is None:
+                self._process.pace.spent(self.caller.payer.api_key_id, self._work_s)
             self.attendance.ended()
             self._process.generated(self, can_be_received=lease is not None and lease.settled is not None)
             self.feed.end(end)
@@ -261,13 +264,20 @@ class LiveRequest:
         return EngineLost(max(self._route.engine.condition().retry_after_s, RETRY_S_MIN))
 
     async def _prepare(self) -> tuple[Route, GenerationRequest]:
-        process, salt = self._process, str(self.caller.payer.organization_id)
+        process, caller = self._process, self.caller
         self.start, route = routed(self.start, process.router)
         self._route, tokenizer = route, process.tokenizers[route.served]
-        request = await prepare(self.start, route, tokenizer, process.safety, salt, self.caller.bounds)
+        prepared = await prepare(
+            self.start, route, tokenizer, process.safety, caller.payer, caller.bounds, process.text_work, self._check_room
+        )
+        request, self._work_s = prepared.request, prepared.work_s
         self._reply.call_reading = call_reading(self.start.tool_use, tokenizer, self.start.model)
         self._watch.lap("tokenize")
         return route, request
+
+    async def _check_room(self, least_token_count: int) -> None:
+        asked = smallest_admission(self.start, least_token_count, self.caller.payer)
+        await self._process.admission.check_room(asked)
 
     def _enter_queue(self, route: Route, request: GenerationRequest) -> Place:
         """A place in the queue, taken before the hold, so that what is refused here has touched nothing. Raises as `enter`."""

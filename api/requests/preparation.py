@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import math
 import uuid
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, replace
 
 from api.errors import FieldViolation, InvalidRequest, PromptTooLong
 from api.queue.places import Arrival
 from api.requests.admission import AdmissionRequest
 from api.requests.decoding import check_against_model
 from api.requests.key_bounds import check_input_bound, output_room
-from api.requests.tokenizing import check_prompt, tokenize
+from api.requests.text_work import TextWork
+from api.requests.tokenizing import TextJob, check_prompt, tokenize
 from api.requests.tools import call_reading, format_of_calls
 from api.wire import ValidStart
 from inference.engine import GenerationRequest, SequenceId
 from inference.router import Route, Router
 from inference.safety.safety import SafetyChecker
-from inference.text.tokenizer import Tokenizer
+from inference.text.tokenizer import Tokenizer, TokenLimitExceeded
 from metering.operations import Payer
 from metering.tenants.key_rules import TokenBounds
 
@@ -29,18 +30,43 @@ def routed(start: ValidStart, router: Router) -> tuple[ValidStart, Route]:
     return start if start.model == route.model else replace(start, model=route.model), route
 
 
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A request for the engine. work_s: processor time of a thread that its prompt took."""
+
+    request: GenerationRequest
+    work_s: float
+
+
 async def prepare(
-    start: ValidStart, route: Route, tokenizer: Tokenizer, safety: SafetyChecker | None, cache_salt: str, bounds: TokenBounds
-) -> GenerationRequest:
+    start: ValidStart,
+    route: Route,
+    tokenizer: Tokenizer,
+    safety: SafetyChecker | None,
+    payer: Payer,
+    bounds: TokenBounds,
+    work: TextWork,
+    check_room: Callable[[int], Awaitable[None]] | None = None,
+) -> Prepared:
     """Tokenize the prompt and hold everything against the model and its context window, and against what the key may have.
 
-    Raises: KeyBoundExceeded, PromptTooLong, InvalidRequest, PromptFiltered, SafetyUnavailable, ChatTemplateFailed.
+    check_room: see `TextJob`. Raises: KeyBoundExceeded, PromptTooLong, PromptTooLarge, InvalidRequest, PromptFiltered,
+    SafetyUnavailable, ChatTemplateFailed, PreparationLimit, Overloaded; as `check_room`.
     """
     call_reading(start.tool_use, tokenizer, start.model)  # refuses what the model is not made for
-    prompt_token_ids = await tokenize(tokenizer, start.prompt, start.tool_use.tools)
-    model = route.engine.model
+    model, wanted = route.engine.model, start.stop.max_output_tokens
     window = model.context_window_tokens
-    wanted, room = start.stop.max_output_tokens, window - len(prompt_token_ids)
+    most_sent = window - (wanted or 1)
+    if bounds.max_input_tokens is not None:
+        most_sent = min(most_sent, bounds.max_input_tokens)
+    job = TextJob(work, payer, tokenizer, window, max(most_sent, 0), check_room)
+    try:
+        tokenized = await tokenize(job, start.prompt, start.tool_use.tools)
+    except TokenLimitExceeded as exceeded:
+        check_input_bound(bounds, exceeded.least_token_count, "prompt", is_least=True)
+        raise PromptTooLong(exceeded.least_token_count, wanted, window, is_least=True) from None
+    prompt_token_ids = tokenized.token_ids
+    room = window - len(prompt_token_ids)
     check_input_bound(bounds, len(prompt_token_ids), "prompt")
     most = output_room(bounds, wanted, start.choice_count, room)
     if (wanted or 1) > room:
@@ -52,7 +78,7 @@ async def prepare(
         prompt_token_ids=prompt_token_ids,
         sampling=start.sampling.over(model.default_sampling),
         stop=start.stop.within(most),
-        cache_salt=cache_salt,
+        cache_salt=str(payer.organization_id),
         response_format=start.response_format or format_of_calls(start.tool_use, tokenizer),
         choice_count=start.choice_count,
         beam_search=start.beam_search,
@@ -62,7 +88,7 @@ async def prepare(
     model.check_capabilities(request)
     if safety is not None:
         await check_prompt(safety, tokenizer, start.prompt, start.tool_use.tools)
-    return request
+    return Prepared(request, tokenized.work_s)
 
 
 def arrival_of(
@@ -98,6 +124,20 @@ def admission_request(start: ValidStart, request: GenerationRequest, payer: Paye
         model=start.model,
         input_token_count=len(request.prompt_token_ids),
         max_output_token_count=request.stop.max_output_tokens * request.choice_count,
+        labels=start.labels,
+        tier=start.tier,
+    )
+
+
+def smallest_admission(start: ValidStart, least_token_count: int, payer: Payer) -> AdmissionRequest:
+    """What admission has to know of a request that was not tokenized, and of which it is known that it is no smaller."""
+    return AdmissionRequest(
+        payer=payer,
+        request_id=start.request_id,
+        payload_hash=start.payload_hash,
+        model=start.model,
+        input_token_count=least_token_count,
+        max_output_token_count=1,
         labels=start.labels,
         tier=start.tier,
     )

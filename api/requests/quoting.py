@@ -9,10 +9,10 @@ from weir.v1 import inference_service_pb2 as pb
 
 from api import wire
 from api.access.auth import check_model
+from api.access.auth import payer as payer_of
 from api.process import Process
 from api.quota_wire import effective_quota_statuses, quota_status
 from api.requests.preparation import prepare, routed
-from metering.operations import Payer
 from metering.quotas import quoting
 from metering.store.db import Sessions
 from metering.tenants.tenants import Principal
@@ -20,18 +20,23 @@ from metering.tenants.tenants import Principal
 
 async def quote(process: Process, sessions: Sessions, principal: Principal, message: pb.QuoteRequest) -> pb.QuoteResponse:
     """Answer one call. Raises what the same request would be refused with, but for quotas."""
-    start = wire.parse_start(str(uuid.uuid4()), message.start)
+    with process.pace.spending(principal.api_key_id):
+        start = wire.parse_start(str(uuid.uuid4()), message.start)
     check_model(principal, process.router.own_name(start.model))
     start, route = routed(start, process.router)
-    salt = str(principal.organization_id)
-    request = await prepare(start, route, process.tokenizers[route.served], process.safety, salt, principal.bounds)
+    payer = payer_of(principal)
+    prepared = await prepare(
+        start, route, process.tokenizers[route.served], process.safety, payer, principal.bounds, process.text_work
+    )
+    process.pace.spent(principal.api_key_id, prepared.work_s)
+    request = prepared.request
     sent, most = len(request.prompt_token_ids), request.stop.max_output_tokens * request.choice_count
     settings = process.admission.settings
     first_slice = min(settings.lease_slice_tokens, most)
     async with sessions() as session:
         found = await quoting.quote(
             session,
-            payer=Payer(principal.organization_id, principal.project_id, principal.api_key_id, principal.currency_code),
+            payer=payer,
             model=start.model,
             input_token_count=sent,
             first_slice_token_count=first_slice,

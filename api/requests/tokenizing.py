@@ -1,32 +1,91 @@
-"""From a prompt in any of its forms to token ids, without holding up the event loop."""
+"""From a prompt in any of its forms to token ids, without holding up the event loop.
+
+Short prompts are tokenized at once. Longer ones need a permit, are refused if their size alone tells that they do not fit, and go
+to the threads of `TextWork`.
+"""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 
-from api.errors import PromptFiltered
+from api.errors import PromptFiltered, PromptTooLarge
 from api.requests.conversation import Prompt
 from api.requests.json_text import shown_texts
+from api.requests.text_work import INLINE_COST_MAX, MESSAGE_COST_CHARS, TextWork, conversation_size
 from inference.safety.safety import SafetyChecker
 from inference.text.tokenizer import ChatMessage, Tokenizer
 from inference.text.tools import Tool
+from metering.operations import Payer
 
-LONG_PROMPT_CHARS = 16_384  # beyond it tokenizing takes milliseconds, which belong into a thread
+INLINE_S_PER_CHAR = 0.3e-6  # of processor time, where it is too short to be measured
+CHARS_PER_TOKEN_MAX = 16  # of a prompt for which the tokenizer has no bound: four times what a token stands for on average
 
 
-async def tokenize(tokenizer: Tokenizer, prompt: Prompt, tools: Sequence[Tool] = ()) -> tuple[int, ...]:
-    """Token ids of a prompt, chat template and tools included. Raises: ChatTemplateFailed."""
+@dataclass(frozen=True, slots=True)
+class Tokenized:
+    """Token ids of a prompt. work_s: processor time that they took, in a thread or, estimated, on the event loop."""
+
+    token_ids: tuple[int, ...]
+    work_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class TextJob:
+    """Whose text is prepared, and under which limits.
+
+    window: tokens of the model's context. token_count_max: tokens that the prompt may have, None if it is only counted.
+    check_room: awaited once before long text is tokenized, with the fewest tokens that it may have; raises what a request of that
+    size would be refused with.
+    """
+
+    work: TextWork
+    payer: Payer
+    tokenizer: Tokenizer
+    window: int
+    token_count_max: int | None = None
+    check_room: Callable[[int], Awaitable[None]] | None = None
+
+
+async def tokenize(job: TextJob, prompt: Prompt, tools: Sequence[Tool] = ()) -> Tokenized:
+    """Token ids of a prompt, chat template and tools included.
+
+    Raises: ChatTemplateFailed, TokenLimitExceeded, PromptTooLarge, PreparationLimit, Overloaded; as `check_room`.
+    """
+    tokenizer = job.tokenizer
     if isinstance(prompt, str):
-        if len(prompt) > LONG_PROMPT_CHARS:
-            return await asyncio.to_thread(tokenizer.encode, prompt)
-        return tokenizer.encode(prompt)
-    messages = [part for part in prompt if isinstance(part, ChatMessage)]
-    if not messages:
-        return tuple(part for part in prompt if isinstance(part, int))
-    if _length(messages, tools) > LONG_PROMPT_CHARS:
-        return await asyncio.to_thread(tokenizer.encode_chat, messages, tools)
-    return tokenizer.encode_chat(messages, tools)
+        if len(prompt) <= INLINE_COST_MAX:
+            return Tokenized(tokenizer.encode(prompt), INLINE_S_PER_CHAR * len(prompt))
+        check_chars("prompt", len(prompt), tokenizer.chars_max(job.window), job.window)
+        least = -(-len(prompt) // (tokenizer.chars_max(1) or len(prompt)))
+        return await prepared(job, len(prompt), least, partial(tokenizer.encode, prompt, token_count_max=job.token_count_max))
+    if isinstance(prompt[0], int):
+        return Tokenized(prompt)
+    messages = prompt
+    chars, part_count = conversation_size(messages, tools)
+    cost = chars + MESSAGE_COST_CHARS * part_count
+    if cost <= INLINE_COST_MAX:
+        return Tokenized(tokenizer.encode_chat(messages, tools), INLINE_S_PER_CHAR * cost)
+    # A template may leave out parts of a conversation, so no bound of the tokenizer holds for it.
+    most = max(tokenizer.chars_max(job.window) or 0, CHARS_PER_TOKEN_MAX * job.window)
+    check_chars("conversation.messages", chars, most, job.window)
+    return await prepared(job, cost, 1, partial(tokenizer.encode_chat, messages, tools, token_count_max=job.token_count_max))
+
+
+async def prepared(job: TextJob, chars: int, least_token_count: int, encode: Callable[[], tuple[int, ...]]) -> Tokenized:
+    """Tokenize in a thread, once there is a permit and the request would be let in. Raises as `tokenize`."""
+    with job.work.permit(job.payer.api_key_id, chars):
+        if job.check_room is not None:
+            await job.check_room(least_token_count)
+        return Tokenized(*await job.work.run(job.payer.organization_id, chars, encode))
+
+
+def check_chars(field: str, chars: int, chars_max: int | None, window: int) -> None:
+    """chars_max: of a text that fits the window; None if the tokenizer does not tell. Raises: PromptTooLarge."""
+    most = CHARS_PER_TOKEN_MAX * window if chars_max is None else chars_max
+    if chars > most:
+        raise PromptTooLarge(field, chars, most, window)
 
 
 async def check_prompt(checker: SafetyChecker, tokenizer: Tokenizer, prompt: Prompt, tools: Sequence[Tool] = ()) -> None:
@@ -55,10 +114,3 @@ def _text_of(tokenizer: Tokenizer, prompt: Prompt, tools: Sequence[Tool]) -> tup
     for tool in tools:
         shown += (tool.name, tool.description, *shown_texts(tool.parameters))
     return "conversation.messages", "\n".join(shown)
-
-
-def _length(messages: Sequence[ChatMessage], tools: Sequence[Tool]) -> int:
-    """Characters that turns, their calls, and tools have."""
-    calls = sum(len(call.name) + len(call.arguments) for message in messages for call in message.tool_calls)
-    told = sum(len(tool.name) + len(tool.description) + len(tool.parameters) for tool in tools)
-    return sum(len(message.content) for message in messages) + calls + told

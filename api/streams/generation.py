@@ -33,7 +33,7 @@ from api.statuses import status_of
 from api.streams import frames
 from api.streams.mailbox import Key
 from api.streams.outbox import Delivery, Outbox
-from api.streams.pace import LOOKUP_COST_S, MESSAGE_COST_S, REFUSAL_COST_S
+from api.streams.pace import LOOKUP_COST_S, MESSAGE_COST_S, REFUSAL_COST_S, START_FREE_S
 from api.streams.receiver import Receiver, Source
 from api.wire import ValidStart, parse_request_id, parse_start
 from metering.errors import RequestInFlight
@@ -79,7 +79,7 @@ class ClientStream:
         self._all_ended.set()
         self._violation: Exception | None = None
         self._deadline: float | None = None  # of the call, on the monotonic clock
-        self._begun_s = 0.0  # of processor time in this slice, for requests that began
+        self._begun_s = 0.0  # of processor time in this slice, for requests that began, as far as it is not counted
         self._lookup_s = 0.0  # of it behind this slice, for attaches that look into the books
         key.on_shut_out = self._shut_out
 
@@ -221,7 +221,7 @@ class ClientStream:
                         principal.address,
                     )
                     self._process.begin(caller, start, receiver)
-                    self._begun_s += time.thread_time() - began_at
+                    self._begun_s += min(time.thread_time() - began_at, START_FREE_S)
 
             self._receive(frame.request_id, start.request_id, bind)
         except Exception as error:

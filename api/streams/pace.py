@@ -1,21 +1,24 @@
-"""How fast the frames of one API key are worked off: whoever sends more than that is read more slowly, and slows nobody else.
+"""How fast the frames and HTTP requests of one API key are worked off: whoever sends more is read more slowly, and slows nobody.
 
 It counts processor time and not frames: a cancel takes 10 µs, an attach that looks into the books half a millisecond. It refuses
-nothing. Requests that are let in are not counted: quotas, permits and the queue bound those.
+nothing. Requests that are let in are not counted, but for what makes one dearer to read than an ordinary one is: quotas, permits
+and the queue bound those. Of requests that are refused the preparation of their prompts is counted too.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 BURST_S = 0.5  # of work at any speed: a client that comes back attaches to a thousand requests at once
 MESSAGE_COST_S = 40e-6  # of the transport for each message, which nobody here can measure
 LOOKUP_COST_S = 500e-6  # of an attach to what does not run here: its way through the books, and perhaps to another process
 REFUSAL_COST_S = 300e-6  # of a request that has begun and was refused: by its model, the books, or the queue
+START_FREE_S = 300e-6  # of reading a request that is let in: an ordinary one takes less
 WAIT_S_MIN = 0.005  # less is saved up: timers are no finer than a millisecond, and small messages would wait for that each
 KEYS_MAX = 10_000  # beyond it those that owe nothing are forgotten
 
@@ -45,6 +48,16 @@ class FramePace:
         self._free_at[key_id] = free_at + cost_s / self._share
         if len(self._free_at) > KEYS_MAX:
             self._free_at = {each: at for each, at in self._free_at.items() if at > now}
+
+    @contextlib.contextmanager
+    def spending(self, key_id: uuid.UUID, free_s: float = 0.0) -> Iterator[None]:
+        """Count the processor time of a block that does not await, beyond `free_s`."""
+        began_at = time.thread_time()
+        try:
+            yield
+        finally:
+            if (cost_s := time.thread_time() - began_at - free_s) > 0:
+                self.spent(key_id, cost_s)
 
     def wait_s(self, key_id: uuid.UUID) -> float:
         """For so long nothing more of this key is to be worked off."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import copy
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import regex
@@ -17,6 +18,7 @@ from inference.safety.safety import OutputCheck, Verdict
 HELD_CHARS_MAX = 1024  # characters that may wait for the end of a match: a rule for longer spans would stop all streaming
 CONTEXT_CHARS = 256  # characters before the held text that look-behind and word borders can see
 SEARCH_TIMEOUT_S = 0.25  # far above any sane rule on a piece of output; beyond it the text is refused unread
+THREAD_COUNT = 2  # for long prompts
 QUICK_CHARS_MAX = 16_384  # a prompt up to here is checked in well under a millisecond per rule, beside the requests of others
 
 
@@ -36,11 +38,12 @@ class RuleChecker:
     def __init__(self, rules: Sequence[Rule]) -> None:
         self._prompt_rules = tuple(rule for rule in rules if rule.in_prompt)
         self._output_rules = tuple(rule for rule in rules if rule.in_output)
+        self._threads = ThreadPoolExecutor(THREAD_COUNT, "weir-safety")  # prompts wait for each other alone
 
     async def check_prompt(self, text: str) -> str | None:
         """See `SafetyChecker.check_prompt`. A rule that takes too long to search counts as matched. Long ones go into a thread."""
         if len(text) > QUICK_CHARS_MAX:
-            return await asyncio.to_thread(self._search_prompt, text)
+            return await asyncio.get_running_loop().run_in_executor(self._threads, self._search_prompt, text)
         return self._search_prompt(text)
 
     def open_output(self) -> OutputCheck | None:

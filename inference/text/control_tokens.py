@@ -124,6 +124,10 @@ class ControlTokens:
                 return text[:begin] + self._place(text[begin:end]) + text[end:]
         return text
 
+    def revealed(self, rendered: str) -> str:
+        """Return a prompt whose messages were hidden with the text that they had."""
+        return self._placeholder.sub(lambda found: self._hidden[_number(found[1])], rendered)
+
     def encode(self, rendered: str, *, hidden: bool = True) -> tuple[int, ...]:
         """Return the token ids of a prompt whose messages were hidden: markers where the template wrote them.
 
@@ -153,8 +157,7 @@ class ControlTokens:
         copy, marker_id_by_twin = self._twins()
         if self._tokens:
             rendered = self._marker.sub(lambda found: self._twin(found[0]), rendered)
-        revealed = self._placeholder.sub(lambda found: self._hidden[_number(found[1])], rendered)
-        [encoding] = copy.encode_batch_fast([revealed], add_special_tokens=False)
+        [encoding] = copy.encode_batch_fast([self.revealed(rendered)], add_special_tokens=False)
         ids = encoding.ids
         if forged := self._markers_in(ids):
             token = self._backend.id_to_token(forged[0])

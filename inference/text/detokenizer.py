@@ -190,9 +190,9 @@ def _byte_level_table(backend: tokenizers.Tokenizer) -> list[bytes | None]:
 def token_bytes(token: str, byte_level: bool) -> bytes:
     """What a token of the vocabulary stands for in text. byte_level: which of the two families it is of."""
     if byte_level:
-        byte_by_character = _byte_by_character()
-        known = all(character in byte_by_character for character in token)
-        return bytes(byte_by_character[character] for character in token) if known else token.encode()
+        bytes_by_character = byte_by_character()
+        known = all(character in bytes_by_character for character in token)
+        return bytes(bytes_by_character[character] for character in token) if known else token.encode()
     if _BYTE_TOKEN.fullmatch(token):
         return bytes((int(token[3:5], 16),))
     return token.replace("\u2581", " ").encode()
@@ -204,7 +204,7 @@ def is_byte_level(backend: tokenizers.Tokenizer) -> bool:
 
 
 @cache
-def _byte_by_character() -> dict[str, int]:
+def byte_by_character() -> dict[str, int]:
     return {character: byte for byte, character in _byte_alphabet().items()}
 
 

@@ -20,12 +20,25 @@ from inference.errors import CheckpointInvalid
 from inference.text.chat_template import DEFAULT_TEMPLATE, ChatMessage, ChatTemplates
 from inference.text.control_tokens import ControlTokens, written_markers
 from inference.text.detokenizer import is_byte_level, token_bytes
+from inference.text.token_bounds import TokenBound
 from inference.text.tools import MARKERS, CallFormat, Tool, ToolCall
 
 __all__ = ["ChatMessage", "Tokenizer"]
 
 # One prompt at a time is all that is encoded here. The library's own threads would take each over and hand it back.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+HEAD_CHARS_PER_TOKEN = 16  # of a text of which only the beginning is wanted, looked at first
+HEAD_TOKENS_MORE = 64  # tokens at the end of a head that are not relied on: what was cut off may change them
+
+
+class TokenLimitExceeded(Exception):
+    """A text was not encoded, since it has at least `least_token_count` tokens, more than asked for."""
+
+    def __init__(self, least_token_count: int) -> None:
+        super().__init__(f"at least {least_token_count} tokens")
+        self.least_token_count = least_token_count
 
 
 class Tokenizer:
@@ -55,6 +68,7 @@ class Tokenizer:
             if token.special and token.content not in MARKERS
         )
         self._is_byte_level = is_byte_level(self._backend)
+        self._bound = TokenBound(self._backend)
         self._templates = ChatTemplates(directory)
         self._control_tokens_lock = threading.Lock()
         self._control_tokens_made: ControlTokens | None = None
@@ -70,20 +84,48 @@ class Tokenizer:
         """Ids that are control tokens: they add no text. Those that begin and end a tool call are not among them."""
         return self._special_token_ids
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
-        """Token ids of a plain prompt, with what the model expects around it (a BOS token, say) unless told otherwise."""
+    def chars_max(self, token_count: int) -> int | None:
+        """The most characters that so many tokens can stand for; None if that cannot be told for this tokenizer."""
+        return self._bound.chars_max(token_count)
+
+    def check_limit(self, text: str, token_count_max: int | None) -> None:
+        """Raises: TokenLimitExceeded if the text, by its bytes alone, has more tokens than that."""
+        if token_count_max is not None:
+            least = self._bound.least_token_count(text, token_count_max)
+            if least > token_count_max:
+                raise TokenLimitExceeded(least)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True, token_count_max: int | None = None) -> tuple[int, ...]:
+        """Token ids of a plain prompt, with what the model expects around it (a BOS token, say) unless told otherwise.
+
+        Raises: TokenLimitExceeded where it is certain that there are more than `token_count_max`.
+        """
+        self.check_limit(text, token_count_max)
         # A batch of one: only for batches does the library leave out offsets, a quarter of the time, which nobody here asks for.
         [encoding] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return tuple(encoding.ids)
 
-    def encode_within(self, text: str, token_count_max: int) -> tuple[int, ...]:
-        """As `encode`, but of a longer text the end is left out, and what the model expects around it is not."""
-        token_ids = self.encode(text)
-        if len(token_ids) <= token_count_max:
-            return token_ids
-        encoding = self._backend.encode(text, add_special_tokens=False)
-        encoding.truncate(max(token_count_max - self._backend.num_special_tokens_to_add(is_pair=False), 0))
-        return tuple(self._backend.post_process(encoding).ids)
+    def encode_within(self, text: str, token_count_max: int) -> tuple[tuple[int, ...], bool]:
+        """As `encode`, but the end of a longer text is left out; and whether it was.
+
+        What the model expects around a text is never left out.
+        """
+        added_count = self._backend.num_special_tokens_to_add(is_pair=False)
+        encoding = self._head(text, token_count_max)
+        if is_longer := len(encoding) + added_count > token_count_max:
+            encoding.truncate(max(token_count_max - added_count, 0))
+        return tuple(self._backend.post_process(encoding).ids), is_longer
+
+    def _head(self, text: str, token_count: int) -> tokenizers.Encoding:
+        """As much of a text's beginning as has so many tokens, and some more; or all of it."""
+        chars = HEAD_CHARS_PER_TOKEN * (token_count + HEAD_TOKENS_MORE)
+        while chars < len(text):
+            head = self._backend.encode(text[:chars], add_special_tokens=False)
+            if len(head) > token_count + HEAD_TOKENS_MORE:
+                head.truncate(token_count + 1)
+                return head
+            chars *= 4
+        return self._backend.encode(text, add_special_tokens=False)
 
     def count(self, text: str, *, add_special_tokens: bool = True) -> int:
         """How many tokens `encode` would return."""
@@ -130,16 +172,19 @@ class Tokenizer:
         *,
         add_generation_prompt: bool = True,
         template_name: str = DEFAULT_TEMPLATE,
+        token_count_max: int | None = None,
     ) -> tuple[int, ...]:
         """Token ids of a conversation: control tokens where the template writes them, and nowhere else.
 
         The template has written the special tokens, so none are added. What a message, a call or a tool spells out is text.
-        Raises `ChatTemplateFailed`.
+        Raises `ChatTemplateFailed`; `TokenLimitExceeded` where it is certain that there are more than `token_count_max`.
         """
         hidden = [self._hidden_message(message) for message in messages]
         hidden_tools = [self._hidden_tool(tool) for tool in tools]
         rendered = self.render_chat(hidden, hidden_tools, add_generation_prompt=add_generation_prompt, template_name=template_name)
         is_hidden = hidden != list(messages) or hidden_tools != list(tools)
+        if token_count_max is not None:
+            self.check_limit(self._control_tokens.revealed(rendered) if is_hidden else rendered, token_count_max)
         return self._control_tokens.encode(rendered, hidden=is_hidden)
 
     @property

@@ -30,6 +30,7 @@ from metering.operations import (
     Expire,
     Extend,
     Extended,
+    Fits,
     HoldAnswer,
     HoldOperation,
     Outcome,
@@ -71,8 +72,8 @@ class Decisions:
                 self.writes.renewed.append((op.owner_id, op.hold_ids))
                 return Renewed(frozenset())  # which ones only the write will tell
 
-    def admit(self, op: Admit) -> Admitted:
-        """Take a hold, or refuse without a trace."""
+    def admit(self, op: Admit) -> Admitted | Fits:
+        """Take a hold, or refuse without a trace; only say that there could be one, where that is asked."""
         if op.payer.api_key_id.int not in self.reads.live_keys:
             raise KeyInvalid("the API key is unknown, expired or revoked")
         request_key = (op.payer.project_id.int, op.request_id.int)
@@ -86,6 +87,9 @@ class Decisions:
             raise InvariantViolated(f"hold {op.hold_id}: an embedding has no output to lease")
         charged = embedding_terms(prices) if op.embedding else prices
         claim = Claim(charged, op.input_token_count, 0, 0, 0, admitted_at=self.reads.now, charged_at=self.reads.now)
+        if op.only_asks:
+            quotas.admit(self.counters.copy_for(rules), rules, claim, op.first_slice_token_count, op.least_slice_token_count)
+            return Fits()
         claim = quotas.admit(self.counters, rules, claim, op.first_slice_token_count, op.least_slice_token_count)
         terms = self.reads.hold_terms(op.payer, op.model, prices, embedding=op.embedding)
         self.writes.holds.append(NewHold(op, terms, claim.leased_token_count))

@@ -22,7 +22,7 @@ from metering.holds.exchange import Connection, exchange
 from metering.holds.hold_batch import execute_batch
 from metering.holds.known import known_of
 from metering.holds.own_holds import OwnHolds
-from metering.holds.quick_admissions import admit_planned, plan
+from metering.holds.quick_admissions import admit_planned, plan, seems_to_fit
 from metering.holds.quick_ends import end_planned, plan_ends
 from metering.holds.quick_extensions import extend_planned, extended_hold, plan_extensions
 from metering.operations import Admit, Admitted, Ended, Extended, HoldAnswer, HoldOperation, Renew
@@ -105,6 +105,10 @@ class HoldConnection:
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         await self.close()
+
+    def seems_to_fit(self, op: Admit) -> bool:
+        """Whether an admission fits by all that this connection has read, which is a guess. Asks nobody."""
+        return self._connection is not None and seems_to_fit(known_of(self._connection), op)
 
     async def execute(self, batch: Sequence[HoldOperation]) -> list[HoldAnswer | Exception]:
         """Answer each operation in order. After `StoreAway` it is unknown whether the operation was done.

@@ -11,7 +11,7 @@ import contextlib
 import random
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import structlog
@@ -167,6 +167,29 @@ class HoldStore:
             return self._standing.give(op)
         self._standing.admitted(op, admitted)
         return admitted
+
+    async def check_room(self, op: Admit) -> None:
+        """Raise what the admission would be refused with now; it is not taken. Only where it is unlikely to fit this takes time.
+
+        While the database is away nothing is raised where holds are set aside for that. Raises: as `admit`.
+        """
+        if self._connections.seems_to_fit(op):
+            return
+        asked = replace(op, only_asks=True)
+        try:
+            await self._admissions_ask(asked)
+        except QuotaExceeded:
+            if self._standing is None or not (released := self._standing.release(op.payer.organization_id)):
+                raise
+            await self._void_all(released)
+            await self._admissions_ask(asked)
+        except StoreAway:
+            if self._standing is None:
+                raise
+
+    async def _admissions_ask(self, op: Admit) -> None:
+        self.gate.check()
+        await self._admissions.submit(op)
 
     async def extend(self, op: Extend) -> Extended:
         """Lease more output tokens. While the database is away this waits for it, for a bounded time.

@@ -76,6 +76,8 @@ def plan(known: Known, operations: Sequence[Admit]) -> Plan | None:
     planned = Plan(minute, minute + MINUTE, known.snapshot)
     met: set[int] = set()  # terms by their identity
     for place, op in enumerate(operations):
+        if op.only_asks:
+            continue
         terms = known.terms_of(op)
         if terms is None or (terms.until is not None and terms.until <= now):
             continue
@@ -93,6 +95,19 @@ def plan(known: Known, operations: Sequence[Admit]) -> Plan | None:
         if terms.until is not None and terms.until < planned.until:
             planned.until = terms.until
     return planned if planned.admissions else None
+
+
+def seems_to_fit(known: Known, op: Admit) -> bool:
+    """Whether an admission fits by all that is known, which is a guess. Changes nothing."""
+    now, terms = known.now(), known.terms_of(op)
+    if now is None or terms is None or (terms.until is not None and terms.until <= now):
+        return False
+    meterings = known.meterings_of(terms, now.replace(second=0, microsecond=0))
+    sent, lease = op.input_token_count, op.first_slice_token_count
+    return meterings is not None and all(
+        meter.total + (fixed or -(-(sent * per_input + lease * per_output) // divisor)) <= limit
+        for meter, limit, _, fixed, per_input, per_output, divisor in meterings
+    )
 
 
 def begin(planned: Plan, meterings: Sequence[Metering]) -> None:

@@ -69,6 +69,11 @@ class Counters:
         row = self.rows[rule.key(self.now)]
         return rule.limit_value - row.used - row.held
 
+    def copy_for(self, rules: Iterable[QuotaRule]) -> Counters:
+        """Counters of these rules to decide on without changing anything."""
+        keys = {rule.key(self.now) for rule in rules}
+        return Counters(self.now, {key: Counter(self.rows[key].used, self.rows[key].held) for key in keys})
+
     def state(self, rule: QuotaRule) -> QuotaState:
         """The rule as its subject may see it."""
         row = self.rows[rule.key(self.now)]

@@ -211,6 +211,8 @@ class SmallProcess:
             mailboxes._forget(key)
         counts = {
             "permits": self.capacity.taken_count,
+            "characters in preparation": self.process.text_work.taken_chars,
+            "texts that wait": self.process.text_work.waiting_count,
             "places": sum(queue.waiting_count + queue.engine_pending_count for queue in queues),
             "live holds": self.holds.statistics().live_hold_count,
             "sequences": statistics.running_sequence_count + statistics.waiting_sequence_count + len(self.engine._streams),

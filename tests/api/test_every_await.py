@@ -41,6 +41,7 @@ from tests.service import PATIENCE_S
 
 TOKENS = 5  # of each answer, under leases of two: so that a request waits for the database in its middle, too
 PROMPT = range(7, 17)
+LONG_TEXT = "the hotel near the old harbour " * 70  # more than is tokenized at once
 OTHER = "elsewhere"
 GOING_S = 20.0  # for what is left to go; it takes some milliseconds
 WATCHED = frozenset(
@@ -320,10 +321,18 @@ class EmbedRun:
     request_id: str = field(default_factory=lambda: str(uuid.uuid4()))
     answering: asyncio.Task[pb.EmbedResponse] | None = None
 
+    def inputs(self) -> list[pb.EmbedInput]:
+        """What is to be embedded."""
+        return [pb.EmbedInput(token_ids=pb.TokenIds(ids=PROMPT)) for _ in range(2)]
+
+    @property
+    def token_count(self) -> int:
+        """Of all inputs."""
+        return 2 * len(PROMPT)
+
     async def run(self) -> None:
         """Until the call is over."""
-        texts = [pb.EmbedInput(token_ids=pb.TokenIds(ids=PROMPT)) for _ in range(2)]
-        start = parse_embed(pb.EmbedRequest(request_id=self.request_id, model=ENCODER, inputs=texts))
+        start = parse_embed(pb.EmbedRequest(request_id=self.request_id, model=ENCODER, inputs=self.inputs()))
         self.answering = asyncio.create_task(embed(self.world, start))
         await asyncio.wait([self.answering])
 
@@ -338,10 +347,24 @@ class EmbedRun:
         """Whoever has the vectors pays for them."""
         assert self.answering is not None
         bill = self.world.bill(self.request_id)
-        assert bill in (None, (2 * len(PROMPT), 0))
+        assert bill in (None, (self.token_count, 0))
         if not self.answering.cancelled() and self.answering.exception() is None:
             assert bill is not None
-            assert self.answering.result().usage.embedding_token_count == 2 * len(PROMPT)
+            assert self.answering.result().usage.embedding_token_count == self.token_count
+
+
+class LongEmbedRun(EmbedRun):
+    """A thread tokenizes its texts, after the database has said that there is room."""
+
+    def inputs(self) -> list[pb.EmbedInput]:
+        """See `EmbedRun`."""
+        ask_always(self.world)
+        return [pb.EmbedInput(text=LONG_TEXT)] * 2
+
+    @property
+    def token_count(self) -> int:
+        """See `EmbedRun`."""
+        return 2 * len(self.world.here.process.tokenizers[ENCODER].encode(LONG_TEXT))
 
 
 @dataclass(slots=True)
@@ -406,10 +429,23 @@ RUNS: dict[str, Callable[[World], Run]] = {
     "an attached request": lambda world: ResumedRun(world, ()),
     "a relayed request": lambda world: ResumedRun(world, (), process=world.elsewhere),
     "a request that runs elsewhere": lambda world: RestartedRun(world, (), process=world.elsewhere),
+    "a request with a long prompt": lambda world: with_long_prompt(world),
     "an embedding": EmbedRun,
+    "an embedding of long texts": lambda world: LongEmbedRun(world),
     "a streamed chat": lambda world: HttpRun(world, True),
     "a whole chat": lambda world: HttpRun(world, False),
 }
+
+
+def with_long_prompt(world: World) -> StreamRun:
+    """A thread tokenizes it, after the database has said that there is room."""
+    ask_always(world)
+    return StreamRun(world, (start_frame(text=LONG_TEXT),))
+
+
+def ask_always(world: World) -> None:
+    """Nothing that is known of a key spares asking whether there is room."""
+    cast(Any, world.here.holds._connections).seems_to_fit = lambda op: False
 
 
 def with_credit(world: World) -> StreamRun:

@@ -172,7 +172,7 @@ class TestMiniLm:
         mask = encoded["attention_mask"][..., None].float()
         expected = torch.nn.functional.normalize((hidden * mask).sum(1) / mask.sum(1), dim=1)
 
-        given = [tokenizer.encode_within(text, 256) for text in SENTENCES]
+        given = [tokenizer.encode_within(text, 256)[0] for text in SENTENCES]
         vectors = network_of(directory).embed(given)
 
         for index, text in enumerate(given):

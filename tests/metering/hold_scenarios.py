@@ -33,6 +33,7 @@ from metering.operations import (
     Expire,
     Extend,
     Extended,
+    Fits,
     HoldAnswer,
     HoldOperation,
     Outcome,
@@ -176,6 +177,8 @@ def told(answer: HoldAnswer | Exception) -> str:
             return "done" if answer.done else "nothing"
         case Renewed():
             return "done"
+        case Fits():
+            return "fits"
         case QuotaExceeded():
             return f"refused {' '.join(sorted(state.dimension for state in answer.failing))}"
         case RequestSettled():

@@ -1,0 +1,150 @@
+"""Preparation of prompts: who may have how much text prepared at once, and the threads that do it.
+
+Text of every request is rendered and tokenized before its hold, whatever its key may spend. So what waits for that or is worked on
+is bounded in characters, by API key and in all (`permit`), and the threads are shared fairly between organizations (`run`): the
+one that has had the least work done is next (`virtual_tokens.Line`; a character costs one unit). Work of a request that is
+cancelled meanwhile is dropped, unless a thread has begun with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+from api.errors import Overloaded, PreparationLimit
+from api.queue.virtual_tokens import Line
+from inference.text.tokenizer import ChatMessage
+from inference.text.tools import Tool
+
+MESSAGE_COST_CHARS = 30  # of each message and each text, beside its characters: what a template takes for an empty one
+INLINE_COST_MAX = 2000  # characters: less than a millisecond, of which handing it to a thread and back would be a tenth
+
+Value = TypeVar("Value")
+
+
+@dataclass(slots=True, eq=False)
+class Work(Generic[Value]):
+    """One call that waits for a thread, as `Line` wants it."""
+
+    number: int
+    input_token_count: int  # in characters
+    call: Callable[[], Value]
+    result: asyncio.Future[tuple[Value, float]]
+    output_token_count_max: int = field(default=0, init=False)
+
+
+class TextWork:
+    """Preparation in one process. One event loop uses it."""
+
+    def __init__(
+        self, *, chars_max: int, chars_per_key_max: int, thread_count: int, weights: Mapping[str, float] | None = None
+    ) -> None:
+        """weights: by organization id, as of the queue before engines."""
+        self._chars_max = chars_max
+        self._chars_per_key_max = chars_per_key_max
+        self._thread_count = thread_count
+        self._weights = weights or {}
+        self._taken_chars = 0
+        self._taken_by_key: Counter[uuid.UUID] = Counter()
+        self._threads = ThreadPoolExecutor(thread_count, "weir-text")
+        self._line: Line[Work[Any]] = Line()
+        self._running_count = 0
+        self._number = 0
+
+    @property
+    def taken_chars(self) -> int:
+        """Characters of requests that are being prepared, or wait for it."""
+        return self._taken_chars
+
+    @property
+    def waiting_count(self) -> int:
+        """Calls that no thread has begun with."""
+        return len(self._line)
+
+    @property
+    def running_count(self) -> int:
+        """Calls that threads are working on."""
+        return self._running_count
+
+    @contextlib.contextmanager
+    def permit(self, api_key_id: uuid.UUID, chars: int) -> Iterator[None]:
+        """The right to have so much text prepared; a single request may be of any size that a message has.
+
+        Raises: PreparationLimit, Overloaded.
+        """
+        taken = self._taken_by_key[api_key_id]
+        if taken and taken + chars > self._chars_per_key_max:
+            raise PreparationLimit(taken, chars, self._chars_per_key_max)
+        if self._taken_chars and self._taken_chars + chars > self._chars_max:
+            raise Overloaded(
+                f"this server prepares prompts of {self._taken_chars} characters, and {chars} more would exceed "
+                f"its limit of {self._chars_max}: send the request again"
+            )
+        self._taken_chars += chars
+        self._taken_by_key[api_key_id] += chars
+        try:
+            yield
+        finally:
+            self._taken_chars -= chars
+            self._taken_by_key[api_key_id] -= chars
+            if not self._taken_by_key[api_key_id]:
+                del self._taken_by_key[api_key_id]
+
+    async def run(self, organization_id: uuid.UUID, chars: int, call: Callable[[], Value]) -> tuple[Value, float]:
+        """What the call returns, and the processor time that it took, in seconds. Raises as the call."""
+        self._number += 1
+        work = Work(self._number, chars, call, asyncio.get_running_loop().create_future())
+        weight = self._weights.get(str(organization_id), 1.0)
+        tenant = self._line.join(work, organization_id, weight)
+        self._begin_next()
+        try:
+            return await work.result
+        finally:
+            if work in tenant.waiting:
+                self._line.leave(work, tenant)
+
+    def _begin_next(self) -> None:
+        loop = asyncio.get_running_loop()
+        while self._running_count < self._thread_count and (tenant := self._line.next_tenant()) is not None:
+            work = self._line.take(tenant, 0.0)
+            self._line.begun(work, tenant)
+            self._line.ended(work, tenant)
+            self._running_count += 1
+            loop.run_in_executor(self._threads, timed, work.call).add_done_callback(
+                lambda done, work=work: self._ended(work, done)  # type: ignore[misc]
+            )
+
+    def _ended(self, work: Work[Any], done: asyncio.Future[tuple[Any, float]]) -> None:
+        self._running_count -= 1
+        error = None if done.cancelled() else done.exception()
+        if not work.result.done():
+            if done.cancelled():
+                work.result.cancel()
+            elif error is not None:
+                work.result.set_exception(error)
+            else:
+                work.result.set_result(done.result())
+        self._begin_next()
+
+
+def timed(call: Callable[[], Value]) -> tuple[Value, float]:
+    """The value of a call, and the processor time of this thread that it took."""
+    began_at = time.thread_time()
+    return call(), time.thread_time() - began_at
+
+
+def conversation_size(messages: Sequence[ChatMessage], tools: Sequence[Tool]) -> tuple[int, int]:
+    """Characters of turns, their calls, and tools; and how many parts these are."""
+    chars, parts = sum([len(message.content) for message in messages]), len(messages) + len(tools)
+    for message in messages:
+        for call in message.tool_calls:
+            chars += len(call.name) + len(call.arguments)
+            parts += 1
+    return chars + sum([len(tool.name) + len(tool.description) + len(tool.parameters) for tool in tools]), parts

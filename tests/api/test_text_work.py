@@ -1,0 +1,148 @@
+"""Preparation of prompts: what one key may have prepared at once, whose text is next, and what becomes of cancelled work."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import uuid
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+
+import pytest
+
+from api.errors import Overloaded, PreparationLimit
+from api.requests.text_work import TextWork, conversation_size
+from inference.text.tokenizer import ChatMessage
+from inference.text.tools import Tool, ToolCall
+from tests.service import PATIENCE_S
+
+A, B = uuid.UUID(int=1), uuid.UUID(int=2)
+
+
+@dataclass
+class Threads:
+    """Calls that a test lets end."""
+
+    began: list[str] = field(default_factory=list)
+    gate: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
+
+    def call(self, name: str) -> Callable[[], str]:
+        """A call that begins, and ends when it is let."""
+
+        def run() -> str:
+            self.began.append(name)
+            assert self.gate.acquire(timeout=PATIENCE_S)
+            return name
+
+        return run
+
+    def end(self, count: int = 1) -> None:
+        """Let so many calls end."""
+        self.gate.release(count)
+
+
+@pytest.fixture
+async def threads() -> AsyncIterator[Threads]:
+    threads = Threads()
+    yield threads
+    threads.end(1000)
+
+
+def one_thread() -> TextWork:
+    """With room for everything."""
+    return TextWork(chars_max=10**9, chars_per_key_max=10**9, thread_count=1)
+
+
+async def begun(threads: Threads, count: int) -> None:
+    """Wait until so many calls have begun."""
+    async with asyncio.timeout(PATIENCE_S):
+        while len(threads.began) < count:  # noqa: ASYNC110  # a thread tells nobody
+            await asyncio.sleep(0.001)
+
+
+def test_a_key_may_have_so_much_prepared_at_once_and_one_request_of_any_size() -> None:
+    work = TextWork(chars_max=10**6, chars_per_key_max=100, thread_count=1)
+    with work.permit(A, 60):
+        with work.permit(A, 40), pytest.raises(PreparationLimit) as refusal, work.permit(A, 1):
+            pass
+        with work.permit(B, 100):
+            assert work.taken_chars == 160
+    with work.permit(A, 5000):
+        pass
+    assert work.taken_chars == 0
+    assert refusal.value.retry_after_s > 0
+    assert "limit of 100" in str(refusal.value)
+
+
+def test_all_keys_together_may_have_so_much_prepared_at_once() -> None:
+    work = TextWork(chars_max=100, chars_per_key_max=80, thread_count=1)
+    with work.permit(A, 80), pytest.raises(Overloaded, match="limit of 100"), work.permit(B, 30):
+        pass
+    with pytest.raises(KeyError), work.permit(A, 80):
+        raise KeyError
+    assert work.taken_chars == 0
+
+
+def test_each_part_of_a_conversation_counts() -> None:
+    call = ToolCall("a", "name", '{"x": 1}')
+    messages = [ChatMessage("user", "abc"), ChatMessage("assistant", "", (call,))]
+    assert conversation_size(messages, [Tool("t", "of", "{}", strict=False)]) == (3 + 4 + 8 + 1 + 2 + 2, 4)
+
+
+async def test_the_organization_that_had_least_done_is_next(threads: Threads) -> None:
+    """One that has sent a hundred large texts does not keep another waiting for all of them."""
+    work = one_thread()
+    async with asyncio.TaskGroup() as tasks:
+        for number in range(5):
+            tasks.create_task(work.run(A, 1000, threads.call(f"a{number}")))
+        await begun(threads, 1)
+        for number in range(3):
+            tasks.create_task(work.run(B, 100, threads.call(f"b{number}")))
+        await asyncio.sleep(0)
+        assert (work.waiting_count, work.running_count) == (7, 1)
+        threads.end(8)
+    assert threads.began == ["a0", "a1", "b0", "b1", "b2", "a2", "a3", "a4"]
+    assert (work.waiting_count, work.running_count) == (0, 0)
+
+
+async def test_work_of_a_request_that_was_cancelled_is_never_begun(threads: Threads) -> None:
+    work = one_thread()
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(work.run(A, 10, threads.call("first")))
+        await begun(threads, 1)
+        cancelled = tasks.create_task(work.run(A, 10, threads.call("cancelled")))
+        tasks.create_task(work.run(B, 10, threads.call("last")))
+        await asyncio.sleep(0)
+        cancelled.cancel()
+        await asyncio.sleep(0)
+        assert work.waiting_count == 1
+        threads.end(2)
+    assert threads.began == ["first", "last"]
+
+
+async def test_a_thread_is_taken_until_the_work_of_a_cancelled_request_has_ended(threads: Threads) -> None:
+    work = one_thread()
+    running = asyncio.create_task(work.run(A, 10, threads.call("cancelled")))
+    await begun(threads, 1)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    following = asyncio.create_task(work.run(B, 10, threads.call("next")))
+    await asyncio.sleep(0)
+    assert (threads.began, work.running_count) == (["cancelled"], 1)
+    threads.end(2)
+    assert (await following)[0] == "next"
+    assert work.running_count == 0
+
+
+async def test_what_a_call_raises_comes_to_who_waits_and_the_thread_goes_on() -> None:
+    work = one_thread()
+
+    def fail() -> None:
+        raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        await work.run(A, 10, fail)
+    value, seconds = await work.run(A, 10, lambda: sum(range(10_000)))
+    assert value == sum(range(10_000))
+    assert 0 <= seconds < PATIENCE_S

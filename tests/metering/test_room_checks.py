@@ -1,0 +1,115 @@
+"""Asking whether a request would be let in, before work is spent on it: the answer of an admission, and nothing is taken."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
+
+import pytest
+
+from metering.errors import KeyInvalid, QuotaExceeded, RequestIdReused, RequestInFlight
+from metering.holds.hold_connection import HoldConnection
+from metering.models import QuotaDimension
+from metering.operations import Admit, Admitted, Fits, HoldAnswer
+from tests.metering.hold_world import HoldWorld, admit, hold_world, settle
+from tests.metering.invariants import check_invariants
+
+
+@pytest.fixture
+def world(database_url: str) -> Iterator[HoldWorld]:
+    with hold_world(database_url) as world:
+        yield world
+
+
+@pytest.fixture
+async def holds(world: HoldWorld) -> AsyncIterator[HoldConnection]:
+    async with HoldConnection(world.url, uuid.uuid4()) as opened:
+        yield opened
+
+
+async def asked(holds: HoldConnection, op: Admit) -> HoldAnswer | Exception:
+    """The answer to whether it would be let in."""
+    [answer] = await holds.execute([replace(op, only_asks=True)])
+    return answer
+
+
+async def test_asking_takes_nothing_however_often(world: HoldWorld, holds: HoldConnection) -> None:
+    payer = world.tenant()
+    quota = world.quota(payer, QuotaDimension.TOKENS_PER_MONTH, 30)
+    world.quota(payer, QuotaDimension.REQUESTS_PER_MINUTE, 1)
+    before = world.contents()
+    op = admit(payer)
+
+    assert [await asked(holds, op) for _ in range(3)] == [Fits()] * 3
+    assert {name: rows for name, rows in world.contents().items() if rows != before[name]}.keys() <= {"quota_counters"}
+    assert world.counters(quota) in ([], [(0, 0)])
+    assert world.hold_count() == 0
+
+    [admitted] = await holds.execute([op])
+    assert isinstance(admitted, Admitted), "the only room is still there"
+    check_invariants(world.url)
+
+
+@pytest.mark.parametrize("limit", [0, 29])
+async def test_asking_is_refused_as_the_admission_is(world: HoldWorld, holds: HoldConnection, limit: int) -> None:
+    payer = world.tenant()
+    world.quota(payer, QuotaDimension.TOKENS_PER_MINUTE, limit)
+    op = admit(payer, least_tokens=20)
+
+    [refused] = await holds.execute([op])
+    answer = await asked(holds, op)
+
+    assert isinstance(refused, QuotaExceeded)
+    assert isinstance(answer, QuotaExceeded)
+    assert [(s.rule.id, s.used, s.held) for s in answer.failing] == [(s.rule.id, s.used, s.held) for s in refused.failing]
+    assert answer.requested == refused.requested
+    assert answer.retry_helps == refused.retry_helps
+    assert answer.retry_after_s > 0
+    assert holds.refusals.counts == {(QuotaDimension.TOKENS_PER_MINUTE, answer.failing[0].subject): 2}
+
+
+async def test_a_quota_that_only_watches_refuses_nobody(world: HoldWorld, holds: HoldConnection) -> None:
+    payer = world.tenant()
+    quota = world.quota(payer, QuotaDimension.TOKENS_PER_MONTH, 0)
+    world.execute("UPDATE quotas SET enforced = false WHERE id = %s", quota)
+
+    assert await asked(holds, admit(payer)) == Fits()
+    assert world.one("SELECT coalesce(sum(would_refuse_count), 0)::int FROM quota_counters") == 0
+
+
+async def test_a_raised_limit_is_in_force_for_who_asks(world: HoldWorld, holds: HoldConnection) -> None:
+    payer = world.tenant()
+    quota = world.quota(payer, QuotaDimension.TOKENS_PER_MONTH, 0)
+    assert isinstance(await asked(holds, admit(payer)), QuotaExceeded)
+    raised = "UPDATE quotas SET raised_limit_value = 100, raised_until = now() + interval '1 day', raise_reason = 'r' WHERE id = %s"
+    world.execute(raised, quota)
+
+    assert await asked(holds, admit(payer)) == Fits()
+
+
+async def test_asking_tells_of_keys_and_ids_what_the_admission_does(world: HoldWorld, holds: HoldConnection) -> None:
+    payer = world.tenant()
+    op = admit(payer)
+    await holds.execute([op])
+
+    assert isinstance(await asked(holds, op), RequestInFlight)
+    assert isinstance(await asked(holds, replace(op, payload_hash=b"x" * 32)), RequestIdReused)
+    world.execute("UPDATE api_keys SET revoked_at = now() WHERE id = %s", payer.api_key_id)
+    assert isinstance(await asked(holds, admit(payer)), KeyInvalid)
+
+
+async def test_where_a_request_fits_by_all_that_is_known_nobody_is_asked(world: HoldWorld, holds: HoldConnection) -> None:
+    payer = world.tenant()
+    world.quota(payer, QuotaDimension.TOKENS_PER_MONTH, 90)
+    op = admit(payer)
+    assert not holds.seems_to_fit(op), "nothing is known of the key yet"
+
+    await holds.execute([op])
+    assert holds.seems_to_fit(admit(payer))
+    assert not holds.seems_to_fit(admit(payer, input_tokens=61))
+
+    await holds.execute([admit(payer), admit(payer)])
+    assert not holds.seems_to_fit(admit(payer))
+    await holds.execute([settle(op.hold_id, 1)])
+    check_invariants(world.url)
