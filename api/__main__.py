@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import sys
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
@@ -71,6 +72,9 @@ from metering.tenants.key_uses import KeyUses
 KEY_CONNECTIONS = 2  # a look-up takes a millisecond, and no report may keep one waiting
 # Requests leave nothing to collect; to find that out the collector walks through all that is new, and stops all streams meanwhile.
 COLLECT_AFTER_OBJECTS = 50_000  # some MB; as many as 500 requests at once have
+
+# How long a thread that renders a prompt keeps the event loop waiting for Python's lock; the default is ten times as much.
+SWITCH_INTERVAL_S = 0.0005
 
 log = structlog.get_logger(__name__)
 
@@ -255,6 +259,7 @@ def main(environment: Mapping[str, str] = os.environ) -> None:
     try:
         settings = Settings.from_environment(environment)
         allow_open_files(settings)
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(serve(settings))
     except BaseExceptionGroup as group:

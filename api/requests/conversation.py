@@ -19,9 +19,11 @@ ROLES: Mapping[int, str] = {
     pb.ROLE_ASSISTANT: "assistant",
     pb.ROLE_TOOL: "tool",
 }
+PLAIN_ROLES = frozenset(ROLES) - {pb.ROLE_TOOL}  # of turns that stand for nothing but their text
 CALL_ID_CHARS_MAX = 128
-MESSAGE_COUNT_MAX = 10_000  # looking at as many takes some 20 ms, in which no other stream has its turn
-CALL_COUNT_MAX = 10_000  # of all messages together, for the same reason
+# Looking at as many takes some milliseconds, in which no other stream has its turn; and a template holds Python's lock for each.
+MESSAGE_COUNT_MAX = 4096
+CALL_COUNT_MAX = 4096  # of all messages together, for the same reason
 
 
 def check_prompt(message: pb.StartFrame | pb.CountTokensRequest, wrong: Violations) -> None:
@@ -51,9 +53,12 @@ def check_messages(messages: Sequence[pb.Message], wrong: Violations) -> None:
         return
     call_ids: set[str] = set()
     for index, turn in enumerate(messages):
+        role = turn.role
+        if role in PLAIN_ROLES and not (turn.tool_calls or turn.tool_call_id):
+            continue  # as most are
         field = f"conversation.messages[{index}]"
-        wrong.check(turn.role in ROLES, f"{field}.role", "must be ROLE_SYSTEM, ROLE_USER, ROLE_ASSISTANT or ROLE_TOOL")
-        if turn.role == pb.ROLE_TOOL:
+        wrong.check(role in ROLES, f"{field}.role", "must be ROLE_SYSTEM, ROLE_USER, ROLE_ASSISTANT or ROLE_TOOL")
+        if role == pb.ROLE_TOOL:
             wrong.check(turn.tool_call_id in call_ids, f"{field}.tool_call_id", "must be the id of a call in an earlier message")
         elif turn.tool_call_id:
             wrong.check(False, f"{field}.tool_call_id", "is for ROLE_TOOL alone: leave it out")
@@ -91,6 +96,9 @@ def _messages(turns: Sequence[pb.Message]) -> tuple[ChatMessage, ...]:
     messages: list[ChatMessage] = []
     calls: dict[str, ToolCall] = {}  # the latest of each id
     for turn in turns:
+        if turn.role != pb.ROLE_TOOL and not turn.tool_calls:
+            messages.append(ChatMessage(ROLES[turn.role], turn.content))
+            continue
         called = tuple(ToolCall(call.id, call.name, call.arguments_json) for call in turn.tool_calls)
         calls |= {call.id: call for call in called}
         result_of = calls[turn.tool_call_id] if turn.role == pb.ROLE_TOOL else None

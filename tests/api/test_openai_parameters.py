@@ -305,7 +305,7 @@ def test_a_part_that_is_text_has_nothing_else(name: str) -> None:
         ("embeddings", {"input": [[1]] * 2049}, "input"),
         ("chat", {"tools": [WRAPPED] * 129}, "tools"),
         ("responses", {"input": [{"role": "user", "content": "x"}] * 10_001}, "input"),
-        ("chat", {"messages": [{"role": "assistant", "tool_calls": [CALL] * 10_001}]}, "messages[0].tool_calls"),
+        ("chat", {"messages": [{"role": "assistant", "tool_calls": [CALL] * 4097}]}, "messages[0].tool_calls"),
     ],
 )
 def test_too_many_of_anything_are_refused_before_each_is_looked_at(api: str, fields: dict[str, Any], param: str) -> None:
@@ -314,8 +314,9 @@ def test_too_many_of_anything_are_refused_before_each_is_looked_at(api: str, fie
 
 
 def test_several_prompts_share_what_is_asked_of_them_until_it_was_found_right() -> None:
-    """A name of a megabyte for each of 128 prompts would be 128 megabytes."""
-    asked = completion_asked(decode(msgspec.json.encode({"model": "m" * 1_000_000, "prompt": ["x", "y"]}), CompletionParameters))
+    """A text of a megabyte for each of 128 prompts would be 128 megabytes."""
+    body = {"model": "m", "user": "u" * 1_000_000, "prompt": ["x", "y"]}
+    asked = completion_asked(decode(msgspec.json.encode(body), CompletionParameters))
 
     assert [frame.text for frame in asked.starts] == ["x", "y"]
     assert asked.starts[0] is not asked.starts[0], "made when it is looked at"

@@ -7,6 +7,7 @@ import threading
 import uuid
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 
@@ -146,3 +147,12 @@ async def test_what_a_call_raises_comes_to_who_waits_and_the_thread_goes_on() ->
     value, seconds = await work.run(A, 10, lambda: sum(range(10_000)))
     assert value == sum(range(10_000))
     assert 0 <= seconds < PATIENCE_S
+
+
+@pytest.mark.parametrize("package", ["requests", "streams", "embedding", "openai", "queue", "access", "console", "observability"])
+def test_nothing_of_tenants_goes_to_the_executor_that_all_share(package: str) -> None:
+    """There it would wait behind whatever anybody else has sent, and others behind it."""
+    for path in (Path("api") / package).rglob("*.py"):
+        source = path.read_text()
+        assert "to_thread" not in source, path
+        assert "run_in_executor(None" not in source, path

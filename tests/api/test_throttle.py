@@ -246,6 +246,18 @@ async def test_addresses_beyond_the_bound_are_forgotten_the_oldest_first(monkeyp
     assert ADDRESSES_MAX == 10_000
 
 
+async def test_good_keys_of_many_addresses_make_no_failure_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only addresses that fail are remembered: to be forgotten takes as many of those as are remembered, each with a failure."""
+    monkeypatch.setattr(throttle, "ADDRESSES_MAX", 3)
+    good = [f"good {number}" for number in range(20)]
+    door = Door(monkeypatch, good)
+    await door.exhaust("ipv4:10.0.0.0:1")
+    for number in range(1, 20):
+        assert await door.knock(good[number], f"ipv4:10.0.0.{number}:1") is None
+
+    assert await door.knock("wrong", "ipv4:10.0.0.0:1") is AuthenticationThrottled
+
+
 async def test_an_address_has_one_count_in_all_processes_that_hear_of_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     here, there = Door(monkeypatch), Door(monkeypatch)
     shared = [SharedFailures(door.throttle, uuid.uuid4()) for door in (here, there)]

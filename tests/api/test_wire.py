@@ -191,7 +191,7 @@ def test_durations_are_those_of_the_library(seconds: float) -> None:
 FLOODS: dict[str, pb.StartFrame] = {
     "conversation.messages": pb.StartFrame(conversation=pb.Conversation(messages=[pb.Message()] * 100_000)),
     "conversation.messages[0].tool_calls[0].id": pb.StartFrame(
-        conversation=pb.Conversation(messages=[pb.Message(role=pb.ROLE_ASSISTANT, tool_calls=[pb.ToolCall()] * 9000)])
+        conversation=pb.Conversation(messages=[pb.Message(role=pb.ROLE_ASSISTANT, tool_calls=[pb.ToolCall()] * 4000)])
     ),
     "tools": pb.StartFrame(tools=[pb.Tool(name=str(index)) for index in range(100_000)]),
     "stop_sequences": pb.StartFrame(stop_sequences=["."] * 100_000),
