@@ -7,10 +7,10 @@ priority, one at a time, is ended with the call that wanted it, and takes its me
 from __future__ import annotations
 
 import asyncio
-import os
 import pickle
 import sys
 
+from common.child_environment import inherited
 from metering.billing.invoice_document import InvoiceDocument
 
 DRAWING_S = 25.0  # an invoice of a thousand lines takes three on a busy machine; clients give a call half a minute
@@ -36,7 +36,7 @@ class InvoiceDrawer:
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.PIPE,
-                env={name: value for name, value in os.environ.items() if not name.startswith("WEIR_")},  # it needs no secret
+                env=inherited(),
             )
             try:
                 pdf, said = await child.communicate(pickle.dumps(document))

@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import socket
 import sys
 from collections.abc import AsyncIterator, Mapping
 from typing import TypeVar
 
+from common.child_environment import inherited
 from inference.hosts.host_protocol import LENGTH_PREFIX, body_length
 
 SOCKET_BUFFER_BYTES = 1 << 20  # bytes: several hundred step reports, so a busy parent does not stall the step loop at once
-CHILD_VARIABLES = ("WEIR_NATIVE", "WEIR_NATIVE_CACHE")  # see `native/loader.py`, which knows them by these names
 REAP_TIMEOUT_S = 5.0  # seconds for the kernel to end a killed child; more means it hangs in a device
 
 
@@ -99,7 +98,7 @@ async def open_child(kind: type[Child], module: str, environment: Mapping[str, s
             pass_fds=(child_end.fileno(),),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.DEVNULL,
-            env={**environment, **_inherited()},
+            env={**environment, **inherited()},
         )
     except BaseException:
         parent_end.close()  # a child that was started all the same reads the end of the stream and exits
@@ -118,8 +117,3 @@ async def open_child(kind: type[Child], module: str, environment: Mapping[str, s
         yield child
     finally:
         await child.give_back()
-
-
-def _inherited() -> dict[str, str]:
-    """Ours without `WEIR_*`, but for what is read before any message: a child has no use for the keys to the database."""
-    return {name: value for name, value in os.environ.items() if name in CHILD_VARIABLES or not name.startswith("WEIR_")}

@@ -1,0 +1,53 @@
+"""Child processes get what they need and no secret of the parent."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+
+import pytest
+
+from common.child_environment import inherited
+from inference.hosts.host_process import CHILD_ENVIRONMENT, open_host
+from inference.hosts.spare_hosts import SPARE_MODULE
+from inference.safety import classifier_process
+
+SECRETS = {
+    "STRIPE_API_KEY": "sk_live_1",
+    "WEIR_STRIPE_WEBHOOK_SECRET": "whsec_1",
+    "WEIR_DATABASE_URL": "postgresql://u:p@h/d",
+    "PGPASSWORD": "secret",
+    "AWS_SECRET_ACCESS_KEY": "secret",
+    "AWS_SESSION_TOKEN": "secret",
+    "HF_TOKEN": "hf_1",
+    "OPENAI_API_KEY": "sk-1",
+    "GITHUB_TOKEN": "gh",
+}
+NEEDED = {"LC_ALL": "C.UTF-8", "CUDA_VISIBLE_DEVICES": "1", "OMP_NUM_THREADS": "2", "WEIR_NATIVE": "0", "LD_LIBRARY_PATH": "/lib"}
+
+
+def test_what_is_needed_is_inherited_and_nothing_else() -> None:
+    assert inherited({**SECRETS, **NEEDED, "PATH": "/bin"}) == {**NEEDED, "PATH": "/bin"}
+
+
+@pytest.mark.parametrize(
+    ("module", "environment"),
+    [
+        (SPARE_MODULE, CHILD_ENVIRONMENT),
+        ("inference.safety.classifier_host", classifier_process.CHILD_ENVIRONMENT),
+    ],
+)
+async def test_no_secret_stands_in_the_environment_of_a_running_child(
+    module: str, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in SECRETS.items():
+        monkeypatch.setenv(name, value)
+    async with open_host(module, environment) as host:
+        async with asyncio.timeout(60):
+            while not (told := await asyncio.to_thread(Path(f"/proc/{host.pid}/environ").read_bytes)):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)  # until the child has begun
+        names = {entry.partition(b"=")[0].decode() for entry in told.split(b"\0") if entry}
+
+    assert not names & SECRETS.keys()
+    assert {"PATH"} <= names <= {*os.environ, *environment}
