@@ -16,6 +16,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from metering.billing.months import LANE_LOCK
 from metering.billing.pricing import TOKENS_BY_KIND
+from metering.export.derived_ids import derived_id
 from metering.store.bounded_connection import patience
 from metering.store.db import Sessions
 
@@ -30,6 +31,10 @@ LONG_STATEMENTS = text(f"SET LOCAL statement_timeout = '{FORM_S:.0f}s'")
 # `rated_at` is when its transaction began; it is visible when that commits, which a task's time limit puts a minute later at most.
 SCAN_MARGIN = timedelta(seconds=150)
 
+# The quantity is not part of it: see `derived_ids.py`.
+BATCH_ID = derived_id(
+    "'meter batch'", "organization_id", "price_version_id", "token_kind", "extract(epoch FROM hour)::bigint", "parts.count"
+)
 # By way of the organizations, since the events' index begins with theirs.
 FORM = text(f"""
 WITH used AS (
@@ -40,8 +45,9 @@ WITH used AS (
       AND (CAST(:organization_id AS uuid) IS NULL OR o.id = :organization_id)
     GROUP BY 1, 2, 3, 4
 )
-INSERT INTO meter_batches (organization_id, price_version_id, token_kind, hour, part, token_count)
-SELECT organization_id, price_version_id, token_kind, hour, parts.count, used.token_count - parts.token_count
+INSERT INTO meter_batches (id, organization_id, price_version_id, token_kind, hour, part, token_count)
+SELECT {BATCH_ID},
+       organization_id, price_version_id, token_kind, hour, parts.count, used.token_count - parts.token_count
 FROM used, LATERAL (
     SELECT count(*) AS count, coalesce(sum(b.token_count) FILTER (WHERE b.state <> 'cancelled'), 0) AS token_count
     FROM meter_batches b

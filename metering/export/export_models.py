@@ -47,7 +47,8 @@ class BatchState(StrEnum):
 
 
 class MeterBatch(Base):
-    """Tokens of one customer, price version and kind in one hour (UTC): what one meter event says. `id` is its identifier.
+    """Tokens of one customer, price version and kind in one hour (UTC): what one meter event says. `id` is its identifier,
+    and derived from these (`derived_ids.py`).
 
     `part` 0 is the hour as it was when it was over; later parts are usage that was found afterwards, or that replaces a cancelled
     part. The parts that are not cancelled add up to the usage events of the hour. sent_at: since when the outcome is unknown.

@@ -19,6 +19,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from common.incidents import Retries
 from metering.billing.pricing import COUNTS_OF_EVENT
 from metering.errors import StoreAway, StripeFailed
+from metering.export.derived_ids import derived_id
 from metering.export.stripe_gateway import StripeGateway
 from metering.export.stripe_invoices import finalized_at, usage_invoices
 from metering.export.stripe_prices import minor_unit_picos
@@ -64,10 +65,21 @@ CARRIED = text("""
 SELECT coalesce((SELECT exact_picos + carried_in_picos - amount_minor * :minor_picos FROM stripe_late_items
                  WHERE organization_id = :organization_id AND currency_code = :currency_code ORDER BY number DESC LIMIT 1), 0)
 """)
-MAKE = text("""
-INSERT INTO stripe_late_items (organization_id, currency_code, period_start, period_end, token_count, exact_picos, carried_in_picos,
-                               amount_minor)
-VALUES (:organization_id, :currency_code, :period_start, :period_end, :token_count, :picos, :carried, :amount_minor) RETURNING id
+# The place among the items of its period tells an item, so that one that a failover has lost is made again under the same id.
+PLACE = """(SELECT count(*) FROM stripe_late_items
+    WHERE (organization_id, currency_code, period_end) = (:organization_id, :currency_code, :period_end))"""
+ITEM_ID = derived_id(
+    "'late item'",
+    "CAST(:organization_id AS uuid)",
+    "CAST(:currency_code AS text)",
+    "extract(epoch FROM CAST(:period_end AS timestamptz))::bigint",
+    PLACE,
+)
+MAKE = text(f"""
+INSERT INTO stripe_late_items (id, organization_id, currency_code, period_start, period_end, token_count, exact_picos,
+                               carried_in_picos, amount_minor)
+SELECT {ITEM_ID}, :organization_id, :currency_code, :period_start, :period_end, :token_count, :picos, :carried, :amount_minor
+RETURNING id
 """)
 BELONG = text("UPDATE meter_batches SET late_item_id = :item_id WHERE id = ANY(:batch_ids)")
 UNINVOICED = text("""

@@ -26,6 +26,7 @@ from metering.billing.invoices import is_charge
 from metering.billing.months import month_text
 from metering.billing.pricing import COUNTS_OF_EVENT
 from metering.errors import StoreAway, StripeFailed
+from metering.export.derived_ids import derived_id
 from metering.export.stripe_gateway import StripeGateway
 from metering.export.stripe_invoices import begins_within, subscription_of, usage_invoices
 from metering.export.stripe_prices import minor_unit_picos
@@ -93,9 +94,12 @@ MADE = text("""
 SELECT count(*) AS item_count, coalesce(sum(amount_minor), 0)::bigint AS minor FROM stripe_month_items
 WHERE organization_id = :organization_id AND month = :month
 """)
-MAKE = text("""
-INSERT INTO stripe_month_items (organization_id, month, position, description, amount_minor)
-VALUES (:organization_id, :month, :position, :description, :amount_minor)
+ITEM_ID = derived_id(
+    "'month item'", "CAST(:organization_id AS uuid)", "to_char(CAST(:month AS date), 'YYYY-MM')", "CAST(:position AS integer)"
+)
+MAKE = text(f"""
+INSERT INTO stripe_month_items (id, organization_id, month, position, description, amount_minor)
+VALUES ({ITEM_ID}, :organization_id, :month, :position, :description, :amount_minor)
 """)
 WAITING = text("""
 SELECT i.id, i.month, i.description, i.amount_minor FROM stripe_month_items i
@@ -154,7 +158,8 @@ async def settle_month(sessions: Sessions, gateway: StripeGateway, month: Row[An
         missing = await make_items(session, month, facts, due_minor - there.usage_minor - late)
     await create_items(sessions, gateway, month, there.drafts[0]["id"] if there.drafts else "")
     for draft in there.drafts if gateway.settings.finalizes else ():
-        await gateway.call("post", f"/v1/invoices/{draft['id']}/finalize", f"finalize-{draft['id']}", auto_advance=True)
+        # No idempotency key: Stripe finalises an invoice once, and would repeat a failure of its own under the same key for a day.
+        await gateway.call("post", f"/v1/invoices/{draft['id']}/finalize", auto_advance=True)
     if there.drafts or missing:
         return False  # what they come to when they are finalised is looked at next time
     async with sessions.begin() as session:

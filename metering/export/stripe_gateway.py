@@ -69,7 +69,8 @@ class StripeGateway:
         """Send the meter event.
 
         Each attempt has an idempotency key of its own: Stripe repeats what it first answered to a key for a day, a failure of its
-        own included. That an attempt is counted once is the identifier's business.
+        own included. That an attempt is counted once is the identifier's business. The key names the quantity: a batch that was
+        formed again after a failover may have another one, and a key with other parameters is refused.
         """
         stream = quantity.stream
         try:
@@ -81,7 +82,7 @@ class StripeGateway:
                     "timestamp": int(quantity.at.timestamp()),
                     "payload": {"stripe_customer_id": quantity.customer, "value": str(quantity.token_count)},
                 },
-                {"idempotency_key": f"{quantity.identifier}-{quantity.attempt}"},
+                {"idempotency_key": f"{quantity.identifier}-{quantity.token_count}-{quantity.attempt}"},
             )
         except stripe.StripeError as error:
             return classified(error)

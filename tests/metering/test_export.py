@@ -77,6 +77,48 @@ async def let_time_pass(sessions: Sessions) -> None:
         await session.execute(text("UPDATE export_progress SET paused_until = NULL"))
 
 
+async def test_a_batch_that_a_failover_has_lost_is_counted_once(
+    sessions: Sessions, double: StripeDouble, customer: Customer, price: ModelPrice
+) -> None:
+    stripe_id = await ready(sessions, double, customer, price)
+    await deliver_pending(sessions, gateway(double), budget_s=60)
+    names = "SELECT id, organization_id, price_version_id, token_kind, hour, part FROM meter_batches ORDER BY token_kind"
+    async with sessions.begin() as session:
+        before = (await session.execute(text(names))).all()
+        await session.execute(text("ALTER TABLE meter_batches DISABLE TRIGGER USER"))
+        await session.execute(text("DELETE FROM meter_batches"))
+        await session.execute(text("UPDATE export_progress SET closed_until = closed_until - interval '6 hours'"))
+
+    await form_batches(sessions)
+    await deliver_pending(sessions, gateway(double), budget_s=60)
+
+    async with sessions() as session:
+        after = (await session.execute(text(names))).all()
+    assert after == before
+    assert len(double.account.meter_events) == 3
+    assert await states(sessions) == DELIVERED
+    assert sum(double.account.total(f"weir_{price.prices.version}_{kind}", stripe_id) for kind in TokenKind) == 120
+
+
+async def test_of_a_lost_batch_that_comes_back_larger_the_biller_keeps_what_it_counted(
+    sessions: Sessions, double: StripeDouble, customer: Customer, price: ModelPrice
+) -> None:
+    """Never more than was used: `weir reconcile` names the difference."""
+    stripe_id = await ready(sessions, double, customer, price)
+    await deliver_pending(sessions, gateway(double), budget_s=60)
+    async with sessions.begin() as session:
+        await session.execute(text("ALTER TABLE meter_batches DISABLE TRIGGER USER"))
+        await session.execute(text("DELETE FROM meter_batches"))
+        await session.execute(text("UPDATE export_progress SET closed_until = closed_until - interval '6 hours'"))
+    await use_and_rate(sessions, customer, price, Consumed(100, 30, 20, settled_at=hours_ago(3)))
+
+    await form_batches(sessions)
+    await deliver_pending(sessions, gateway(double), budget_s=60)
+
+    assert await states(sessions) == DELIVERED
+    assert sum(double.account.total(f"weir_{price.prices.version}_{kind}", stripe_id) for kind in TokenKind) == 120
+
+
 async def test_an_hour_that_is_over_is_one_batch_per_kind_and_what_comes_late_is_another(
     sessions: Sessions, customer: Customer, price: ModelPrice, database_url: str
 ) -> None:
