@@ -6,6 +6,7 @@ Everything that runs in the background is a task of the one `IncidentTaskGroup` 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import os
 import sys
@@ -20,6 +21,7 @@ import uvloop
 
 from api.access.tls import open_tls
 from api.admin.admin_service import AdminServicer
+from api.billing.billing_calls import Reports
 from api.billing.billing_service import BillingServicer
 from api.billing.receipt_service import ReceiptServicer
 from api.composition import (
@@ -65,7 +67,7 @@ from metering.holds.lease_clock import boot_time_s
 from metering.holds.recovery import recover_journals
 from metering.holds.usage_notices import UsageNotices
 from metering.receipts.signing import Signer
-from metering.store.db import create_engine, create_lookups, create_sessions
+from metering.store.db import Sessions, create_engine, create_lookups, create_sessions, undurable_settings
 from metering.store.store_gate import StoreGate
 from metering.tenants.key_uses import KeyUses
 
@@ -99,6 +101,13 @@ def serve_engines(router: Router, tasks: asyncio.TaskGroup) -> None:
         tasks.create_task(engine.serve(), name=f"engine {engine.model.name}")
         if not engine.condition().starts_on_demand:
             tasks.create_task(start_engine(engine), name=f"engine start {engine.model.name}")
+
+
+async def warn_of_undurable_server(sessions: Sessions) -> None:
+    """Say loudly, at each start, that a crash of the database's machine loses money. Not refused: tests run on such servers."""
+    with contextlib.suppress(StoreAway):
+        if settings := await undurable_settings(sessions):
+            log.error("database_not_durable", off=settings, remedy="set them to on in postgresql.conf, and reload")
 
 
 async def recover(settings: Settings, gate: StoreGate, signer: Signer | None) -> None:
@@ -185,9 +194,18 @@ async def serve(settings: Settings) -> None:
     gate, signer = StoreGate(), open_signer(settings)
     await recover(settings, gate, signer)
     stopping = asyncio.Event()
-    store = create_engine(settings.database_url, pool_size=settings.database_connections_max, gate=gate)
-    key_store = create_engine(settings.database_url, pool_size=KEY_CONNECTIONS, gate=gate)
-    sessions = create_sessions(store)
+    store, key_store, report_store, admin_store = stores = [
+        create_engine(settings.database_url, pool_size=pool_size, gate=gate)
+        for pool_size in (
+            settings.database_connections_max,
+            KEY_CONNECTIONS,
+            settings.report_connections_max,
+            settings.admin_connections_max,
+        )
+    ]
+    sessions, admin_sessions = create_sessions(store), create_sessions(admin_store)
+    await warn_of_undurable_server(admin_sessions)
+    reports = Reports(create_sessions(report_store), settings.report_connections_max)
     journal, notices = UsageJournal(settings.journal_directory, owner_id), UsageNotices(sessions)
     spans = open_spans(owner_id)
     observer = Observer((model.name for model in router.models()), spans)
@@ -203,10 +221,10 @@ async def serve(settings: Settings) -> None:
         servicers = Servicers(
             InferenceServicer(process, authenticator, sessions),
             AdminServicer(
-                router, authenticator, sessions, settings.database_url, signer, private_webhooks=settings.private_webhooks
+                router, authenticator, admin_sessions, settings.database_url, signer, private_webhooks=settings.private_webhooks
             ),
-            BillingServicer(authenticator, sessions, issuer),
-            ReceiptServicer(authenticator, sessions),
+            BillingServicer(authenticator, admin_sessions, reports, issuer),
+            ReceiptServicer(authenticator, reports),
         )
         for_peers = InferenceServicer(process, authenticator, sessions, for_peers=True)
         accepted = PeerCertificates(identity)
@@ -230,7 +248,7 @@ async def serve(settings: Settings) -> None:
         gc.freeze()  # what stands now stands to the end: a full collection that looked at it again would stop all streams for 5 ms
         gc.set_threshold(COLLECT_AFTER_OBJECTS)
         doors = Doors(server, peer_server, listener, metrics)
-        await doors.open(Scrapes(parts, sessions))
+        await doors.open(Scrapes(parts, admin_sessions))
         health_task = tasks.create_task(keep_health(health, endpoint, router, holds, settings, stopping), name="health")
         log.info("listening", address=address, port=port, tls=with_tls, models=sorted(tokenizers), **urls)
         with stop_signals(stopping):
@@ -248,8 +266,8 @@ async def serve(settings: Settings) -> None:
     journal.close()
     if spans is not None:
         await asyncio.to_thread(spans.close)
-    await store.dispose()
-    await key_store.dispose()
+    for each in stores:
+        await each.dispose()
     log.info("stopped")
 
 

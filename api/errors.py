@@ -33,6 +33,16 @@ class AuthenticationThrottled(ApiError):
         self.retry_after_s = retry_after_s
 
 
+class TooManyReports(ApiError):
+    """So many reports of the key run and wait that no more are taken."""
+
+    reason = "TOO_MANY_REPORTS"
+    retry_after_s = 1.0
+
+    def __init__(self, report_count: int) -> None:
+        super().__init__(f"{report_count} reports of this API key run or wait, which is the most: ask again when some have ended")
+
+
 class PermissionDenied(ApiError):
     """The key is good, but not for this."""
 

@@ -174,8 +174,13 @@ class Settings(RemoteEngineSettings):
     store_answer_wait_s: float = setting("WEIR_STORE_ANSWER_WAIT_S", 5.0, seconds(60))
     # A restart of the database is over by then, and a load balancer need not move everybody because of it.
     store_away_health_s: float = setting("WEIR_STORE_AWAY_HEALTH_S", 5.0, seconds(3600))
-    # For lookups, reports and administration; holds, orders and recovery have one each of their own, and the check of keys two.
+    # Connections of a process to PostgreSQL, beside six for holds, orders, recovery and the check of keys. Tenants' lookups take
+    # milliseconds each: so many at once serve thousands per second.
     database_connections_max: int = setting("WEIR_DATABASE_CONNECTIONS", 5, whole(1, 1000))
+    # For reports, which may take seconds. One key has all but one of them at most, so that the reports of others go on.
+    report_connections_max: int = setting("WEIR_REPORT_CONNECTIONS", 3, whole(1, 1000))
+    # For administration and metrics alone: revoking a key waits for no tenant.
+    admin_connections_max: int = setting("WEIR_ADMIN_CONNECTIONS", 3, whole(2, 1000))
     # Set aside for each key and model in use, in holds and in input tokens of each; the output is a lease slice.
     grace_holds_per_key: int = setting("WEIR_GRACE_HOLDS_PER_KEY", 4, whole(1, 1000))
     grace_input_tokens: int = setting("WEIR_GRACE_INPUT_TOKENS", 2048, whole(1, 10_000_000))

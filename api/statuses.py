@@ -45,6 +45,7 @@ from api.errors import (
     RequestOver,
     RequestUnderWay,
     StartsTooLate,
+    TooManyReports,
     Unauthenticated,
     UnknownRequest,
 )
@@ -118,6 +119,7 @@ CODES: tuple[tuple[type[Exception], int], ...] = (
     (metering_errors.InsufficientCredit, code_pb2.FAILED_PRECONDITION),
     (metering_errors.QuotaExceeded, code_pb2.RESOURCE_EXHAUSTED),
     (AuthenticationThrottled, code_pb2.RESOURCE_EXHAUSTED),
+    (TooManyReports, code_pb2.RESOURCE_EXHAUSTED),
     (CallMissing, code_pb2.UNIMPLEMENTED),
     (CancelledEarly, code_pb2.CANCELLED),
     (CancelledByAdmin, code_pb2.CANCELLED),

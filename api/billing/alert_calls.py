@@ -17,7 +17,7 @@ class AlertCalls(BillingCalls):
     async def ListAlerts(self, request: pb.ListAlertsRequest, context: Context) -> pb.ListAlertsResponse:
         """Lists alerts of one organization, or for an admin of all."""
         reader = await self._caller(context)
-        async with self._sessions() as session:
+        async with self._reading(reader) as session:
             of_all = not request.organization and Scope.ADMIN in reader.scopes
             organization_id = None if of_all else (await visible_or_own(session, reader, request.organization)).id
             found, next_token = await list_alerts(

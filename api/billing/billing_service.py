@@ -38,7 +38,7 @@ class BillingServicer(UsageCalls, AlertCalls, ReconciliationCalls):
     async def GetMonthReport(self, request: pb.GetMonthReportRequest, context: Context) -> pb.GetMonthReportResponse:
         """Reports one month of one customer."""
         reader = await self._caller(context)
-        async with self._reading() as session:
+        async with self._reading(reader) as session:
             organization = await visible(session, reader, request.organization)
             return report_message(await month_report(session, organization=str(organization.id), month=request.month))
 
@@ -49,7 +49,7 @@ class BillingServicer(UsageCalls, AlertCalls, ReconciliationCalls):
         reader = await self._caller(context)
         if (write := DOCUMENTS.get(request.format)) is None:
             raise InvalidValue("format", "give JSON or CSV")
-        async with self._reading() as session:
+        async with self._reading(reader) as session:
             organization = await visible(session, reader, request.organization)
             content = write(await month_report(session, organization=str(organization.id), month=request.month)).encode()
             entry = await month_entry(session, organization, request.month)
@@ -61,7 +61,7 @@ class BillingServicer(UsageCalls, AlertCalls, ReconciliationCalls):
     async def ListMonths(self, request: months_pb2.ListMonthsRequest, context: Context) -> months_pb2.ListMonthsResponse:
         """Lists the months of a customer."""
         reader = await self._caller(context)
-        async with self._sessions() as session:
+        async with self._reading(reader) as session:
             organization = await visible(session, reader, request.organization)
             payments = await payments_by_month(session, organization.id)
             months = await list_months(session, organization)
@@ -103,7 +103,7 @@ class BillingServicer(UsageCalls, AlertCalls, ReconciliationCalls):
     async def VerifyMonth(self, request: months_pb2.VerifyMonthRequest, context: Context) -> months_pb2.VerifyMonthResponse:
         """Reproduces a closed month."""
         reader = await self._caller(context)
-        async with self._sessions() as session:
+        async with self._reading(reader) as session:
             organization = await visible(session, reader, request.organization)
             found = await verify_month(session, organization, request.month)
             entry = await month_entry(session, organization, request.month)
@@ -119,7 +119,7 @@ class BillingServicer(UsageCalls, AlertCalls, ReconciliationCalls):
     async def GetInvoice(self, request: months_pb2.GetInvoiceRequest, context: Context) -> months_pb2.GetInvoiceResponse:
         """Reads an invoice with its credit notes."""
         reader = await self._caller(context)
-        async with self._sessions() as session:
+        async with self._reading(reader) as session:
             if request.number:
                 row = await find_invoice_row(session, request.number)
                 if not may_see(reader, row.organization_id):
@@ -198,7 +198,7 @@ class BillingServicer(UsageCalls, AlertCalls, ReconciliationCalls):
     ) -> months_pb2.ListAdjustmentsResponse:
         """Lists corrections of a customer."""
         reader = await self._caller(context)
-        async with self._sessions() as session:
+        async with self._reading(reader) as session:
             organization = await visible(session, reader, request.organization)
             found = await adjustments.list_adjustments(session, organization.id, undecided_only=request.undecided_only)
             return months_pb2.ListAdjustmentsResponse(adjustments=map(adjustment_message, found))

@@ -9,13 +9,12 @@ from weir.v1 import receipts_pb2
 
 from api import wire
 from api.access.auth import Authenticator
-from api.billing.billing_calls import visible
+from api.billing.billing_calls import Reports, visible
 from api.interceptor import Context
 from api.receipt_wire import chain_message, receipt_messages
 from metering.billing.reports import month_bounds
 from metering.receipts.models import ReceiptKey
 from metering.receipts.months import BEGINNING, PageMark, receipt_month, receipts_page
-from metering.store.db import Sessions
 
 PAGE_SIZE = 500
 
@@ -23,14 +22,14 @@ PAGE_SIZE = 500
 class ReceiptServicer(pb_grpc.ReceiptServiceServicer):
     """See `proto/weir/v1/receipt_service.proto`."""
 
-    def __init__(self, authenticator: Authenticator, sessions: Sessions) -> None:
+    def __init__(self, authenticator: Authenticator, reports: Reports) -> None:
         self._authenticator = authenticator
-        self._sessions = sessions
+        self._reports = reports
 
     async def ListReceiptKeys(self, request: pb.ListReceiptKeysRequest, context: Context) -> pb.ListReceiptKeysResponse:
         """All public keys: they are no secret."""
-        await self._authenticator.principal(context)
-        async with self._sessions() as session:
+        principal = await self._authenticator.principal(context)
+        async with self._reports.turn(principal) as sessions, sessions() as session:
             keys = (await session.scalars(select(ReceiptKey).order_by(ReceiptKey.created_at, ReceiptKey.id))).all()
         return pb.ListReceiptKeysResponse(
             keys=[
@@ -44,7 +43,7 @@ class ReceiptServicer(pb_grpc.ReceiptServiceServicer):
         principal = await self._authenticator.principal(context)
         month = month_bounds(request.month)[0].date()
         after = PageMark.parse(request.page_token) if request.page_token else BEGINNING
-        async with self._sessions() as session:
+        async with self._reports.turn(principal) as sessions, sessions() as session:
             owner = await visible(session, principal, request.organization)
             page_size = request.page_size or PAGE_SIZE
             receipts, last = await receipts_page(session, owner.id, month, after=after, page_size=page_size)
@@ -54,7 +53,7 @@ class ReceiptServicer(pb_grpc.ReceiptServiceServicer):
         """The sum of a month."""
         principal = await self._authenticator.principal(context)
         month = month_bounds(request.month)[0].date()
-        async with self._sessions() as session:
+        async with self._reports.turn(principal) as sessions, sessions() as session:
             owner = await visible(session, principal, request.organization)
             found = await receipt_month(session, owner.id, month)
         return pb.GetReceiptMonthResponse(

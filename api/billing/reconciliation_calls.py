@@ -18,7 +18,7 @@ class ReconciliationCalls(BillingCalls):
     async def GetReconciliation(self, request: pb.GetReconciliationRequest, context: Context) -> pb.GetReconciliationResponse:
         """Compares the stages of a month, all at one moment."""
         reader = await self._caller(context)
-        async with self._reading() as session:
+        async with self._reading(reader) as session:
             organization = await visible_or_own(session, reader, request.organization)
             found, is_exported = await reconciled_here(session, request.month, organization.id)
         return pb.GetReconciliationResponse(

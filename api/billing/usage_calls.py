@@ -15,7 +15,7 @@ from weir.v1 import usage_reports_pb2 as pb
 
 from api import wire
 from api.access.auth import Authenticator
-from api.billing.billing_calls import BillingCalls, visible_or_own
+from api.billing.billing_calls import BillingCalls, Reports, visible_or_own
 from api.billing.invoice_drawing import InvoiceDrawer
 from api.interceptor import Context
 from metering.billing.focus import FOCUS_VERSION
@@ -55,8 +55,8 @@ COUNT_FIELDS: Mapping[TokenKind, str] = {kind: f"{kind}_token_count" for kind in
 class UsageCalls(BillingCalls, pb_grpc.BillingServiceServicer):
     """See `proto/weir/v1/usage_reports.proto`."""
 
-    def __init__(self, authenticator: Authenticator, sessions: Sessions, issuer: Issuer) -> None:
-        super().__init__(authenticator, sessions)
+    def __init__(self, authenticator: Authenticator, sessions: Sessions, reports: Reports, issuer: Issuer) -> None:
+        super().__init__(authenticator, sessions, reports)
         self._issuer = issuer
         self._drawer = InvoiceDrawer()
 
@@ -66,7 +66,7 @@ class UsageCalls(BillingCalls, pb_grpc.BillingServiceServicer):
         if any(each not in GROUPINGS for each in request.group_by):
             raise InvalidValue("group_by", "give what the rows are for")
         by = [GROUPINGS[each] for each in request.group_by]
-        async with self._reading() as session:
+        async with self._reading(principal) as session:
             of, currency = await usage_filter(session, principal, request)
             page = await usage_page(session, of, by, page_size=request.page_size, token=request.page_token)
             response = pb.GetUsageResponse(next_page_token=page.next_token, time_zone=TIME_ZONE)
@@ -78,7 +78,7 @@ class UsageCalls(BillingCalls, pb_grpc.BillingServiceServicer):
     async def GetForecast(self, request: pb.GetForecastRequest, context: Context) -> pb.GetForecastResponse:
         """Tells what a month has cost so far and will have cost by its end."""
         principal = await self._caller(context)
-        async with self._reading() as session:
+        async with self._reading(principal) as session:
             owner = await visible_or_own(session, principal, request.organization)
             now = (await session.execute(select(func.now()))).scalar_one()
             month = request.month or month_text(now.astimezone(UTC))
@@ -94,11 +94,11 @@ class UsageCalls(BillingCalls, pb_grpc.BillingServiceServicer):
     ) -> None:
         """Makes a file of a month and sends it in pieces. No transaction stays open while they travel."""
         principal = await self._caller(context)
-        async with self._sessions.begin() as session:
+        async with self._reports.turn(principal) as sessions, sessions.begin() as session:
             owner = await visible_or_own(session, principal, request.organization)
             issuer = await letterhead_of(session, owner.id, request.month, self._issuer)
         with tempfile.SpooledTemporaryFile(max_size=FILE_BYTES_IN_MEMORY) as file:
-            async with self._reading() as session:
+            async with self._reading(principal) as session:
                 report = await month_report(session, organization=str(owner.id), month=request.month)
                 match request.format:
                     case pb.MONTH_EXPORT_FORMAT_INVOICE_PDF:

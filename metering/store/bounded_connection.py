@@ -13,7 +13,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, Self
 
 import psycopg
 
@@ -24,6 +24,9 @@ KEEPALIVES: dict[str, Any] = {  # a peer that is gone without a word is found wi
     "keepalives_count": 3,
     "tcp_user_timeout": 10_000,
 }
+
+# Every other value of an operator's waits for the server's own disk at least, and some for standbys: they are left alone.
+COMMIT_DURABLY = "SELECT set_config('synchronous_commit', 'on', false) WHERE current_setting('synchronous_commit') = 'off'"
 
 _patience_s: ContextVar[float] = ContextVar("patience_s", default=ANSWER_TIMEOUT_S)
 
@@ -39,7 +42,22 @@ def patience(answer_timeout_s: float) -> Iterator[None]:
 
 
 class BoundedConnection(psycopg.AsyncConnection[tuple[Any, ...]]):
-    """Raises psycopg.OperationalError where an answer takes longer than `ANSWER_TIMEOUT_S`; the connection is then closed."""
+    """Raises psycopg.OperationalError where an answer takes longer than `ANSWER_TIMEOUT_S`; the connection is then closed.
+
+    What it commits is on the server's disk: `synchronous_commit = off` of a server, database or role does not hold here.
+    """
+
+    @classmethod
+    async def connect(cls, *args: Any, **parameters: Any) -> Self:  # type: ignore[override]
+        """Connect, and demand durable commits. Raises: psycopg.OperationalError."""
+        connection = await super().connect(*args, **parameters)
+        try:
+            await connection.execute(COMMIT_DURABLY)
+            await connection.commit()
+        except BaseException:
+            await connection.close()
+            raise
+        return connection
 
     async def wait(self, gen: Any, *args: Any, **kwargs: Any) -> Any:
         """See psycopg: every exchange with the server goes through here."""

@@ -127,6 +127,15 @@ def create_lookups(engine: AsyncEngine) -> Sessions:
     return create_sessions(engine.execution_options(isolation_level="AUTOCOMMIT"))
 
 
+async def undurable_settings(sessions: Sessions) -> list[str]:
+    """Return the settings of the server by which a crash of its machine loses or corrupts what was committed."""
+    async with sessions() as session:
+        found = await session.execute(
+            text("SELECT name FROM pg_settings WHERE name IN ('fsync', 'full_page_writes') AND setting = 'off'")
+        )
+        return sorted(found.scalars())
+
+
 @contextlib.asynccontextmanager
 async def lock_holder(sessions: Sessions) -> AsyncIterator[AsyncSession]:
     """A session outside any transaction, for advisory locks that last as long as the block. Those of a lost connection are gone."""

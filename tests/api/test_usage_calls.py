@@ -24,6 +24,7 @@ from weir_client import (
 )
 
 from api.access.auth import Authenticator
+from api.billing.billing_calls import Reports
 from api.billing.billing_service import BillingServicer
 from api.billing.usage_calls import COUNT_FIELDS
 from api.interceptor import ErrorInterceptor
@@ -74,7 +75,7 @@ async def desk(sessions: Sessions, tmp_path: Path) -> AsyncIterator[Desk]:
         await add_usage(session, bolt, price, [Consumed(1_000, 0, 0, "stop", FIRST)])
     await rate_all_pending(sessions)
     server = grpc.aio.server(interceptors=[ErrorInterceptor()])
-    servicer = BillingServicer(Authenticator(sessions), sessions, Issuer("Weir Operations GmbH"))
+    servicer = BillingServicer(Authenticator(sessions), sessions, Reports(sessions, 3), Issuer("Weir Operations GmbH"))
     billing_service_pb2_grpc.add_BillingServiceServicer_to_server(servicer, server)
     address = f"unix:{tmp_path}/desk"
     server.add_insecure_port(address)
