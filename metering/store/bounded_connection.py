@@ -48,7 +48,7 @@ class BoundedConnection(psycopg.AsyncConnection[tuple[Any, ...]]):
     """
 
     @classmethod
-    async def connect(cls, *args: Any, **parameters: Any) -> Self:  # type: ignore[override]
+    async def connect(cls, *args: Any, **parameters: Any) -> Self:
         """Connect, and demand durable commits. Raises: psycopg.OperationalError."""
         connection = await super().connect(*args, **parameters)
         try:

@@ -18,7 +18,7 @@ SHOW = "SHOW synchronous_commit"
 @pytest.fixture
 def admin(database_url: str) -> Iterator[psycopg.Connection[tuple[str]]]:
     with psycopg.connect(psycopg_conninfo(database_url), autocommit=True) as connection:
-        yield connection  # type: ignore[misc]
+        yield connection
 
 
 @pytest.mark.parametrize("scope", ["DATABASE {database}", "ROLE {role}", "ROLE {role} IN DATABASE {database}"])
