@@ -1,6 +1,9 @@
-"""Compiles `decoder.cpp` for this very machine, once, and loads it.
+"""Finds the library of `decoder.cpp`, or compiles it for this very machine, and loads it.
 
-The library is kept in a cache directory under a name that says what it was made of: source, flags, compiler, processor. So a new
+An image has no compiler, so its build makes libraries for several instruction sets (`build.py`) in `prebuilt/` beside this file.
+The best one that this processor can run is used if it was made of these very sources. Elsewhere the library is compiled once.
+
+It is then kept in a cache directory under a name that says what it was made of: source, flags, compiler, processor. So a new
 version, another compiler or another machine on the same home directory compile anew, and nothing is ever stale. Without a
 compiler, without a writable cache, or with `WEIR_NATIVE=0`, `load` returns None after saying why, and torch computes instead.
 """
@@ -18,8 +21,7 @@ import tempfile
 import time
 from functools import lru_cache
 from pathlib import Path
-
-from inference.core.kv_cache import KV_BLOCK_TOKENS
+from typing import NamedTuple
 
 SWITCH = "WEIR_NATIVE"  # environment: 0 computes with torch alone
 CACHE_DIRECTORY = "WEIR_NATIVE_CACHE"  # environment: where libraries are kept, instead of the user's cache directory
@@ -29,13 +31,34 @@ SOURCE = Path(__file__).with_name("decoder.cpp")
 FLAGS = (
     "-std=c++20",
     "-O3",
-    "-march=native",
     "-shared",
     "-fPIC",
     "-pthread",
     # No caller looks at errno or at floating-point traps; what is not finite stays so, and is looked for in the logits.
     "-fno-math-errno",
     "-fno-trapping-math",
+)
+THIS_PROCESSOR = ("-march=native",)
+PREBUILT = Path(__file__).with_name("prebuilt")  # filled when an image is built
+
+
+class InstructionSet(NamedTuple):
+    """One processor generation to compile for. cpu_flags: what Linux must list for a processor that can run it."""
+
+    name: str
+    machine: str
+    flags: tuple[str, ...]
+    cpu_flags: frozenset[str]
+
+
+_V3 = frozenset({"avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"})
+_V4 = _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
+# The best first.
+INSTRUCTION_SETS = (
+    InstructionSet("x86-64-v4-bf16", "x86_64", ("-march=x86-64-v4", "-mavx512bf16"), _V4 | {"avx512_bf16"}),
+    InstructionSet("x86-64-v4", "x86_64", ("-march=x86-64-v4",), _V4),
+    InstructionSet("x86-64-v3", "x86_64", ("-march=x86-64-v3",), _V3),
+    InstructionSet("armv8-a", "aarch64", ("-march=armv8-a",), frozenset()),
 )
 
 _log = logging.getLogger("weir.inference.native")
@@ -48,14 +71,15 @@ def load() -> ctypes.CDLL | None:
         _log.info("native kernels are switched off by %s=0; computing with torch", SWITCH)
         return None
     try:
-        library = _declare(ctypes.CDLL(str(compiled(cache_directory()))))
+        path = prebuilt(PREBUILT) or compiled(cache_directory())
+        library = _declare(ctypes.CDLL(str(path)))
     except NativeUnavailable as error:
         _log.warning("native kernels are not available, computing with torch, several times slower: %s", error)
         return None
     except OSError as error:
         _log.warning("native kernels cannot be loaded, computing with torch, several times slower: %s", error)
         return None
-    _log.info("native kernels are in use")
+    _log.info("native kernels are in use: %s", path)
     return library
 
 
@@ -78,31 +102,60 @@ def cache_directory() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "weir" / "native"
 
 
+def prebuilt(directory: Path) -> Path | None:
+    """Return the library of an image for this processor; None if there is none that was made of these sources."""
+    if not directory.is_dir():
+        return None
+    cpu_flags = _cpu_flags()
+    for each in INSTRUCTION_SETS:
+        library = directory / prebuilt_name(each)
+        if each.machine == platform.machine() and each.cpu_flags <= cpu_flags and library.exists():
+            return library
+    _log.warning("%s has no native kernels of this version for this processor", directory)
+    return None
+
+
+def prebuilt_name(instruction_set: InstructionSet) -> str:
+    """Return the file name of a library made in advance: what for, and of which sources."""
+    return f"decoder-{instruction_set.name}-{_digest(*_sources(), ' '.join(FLAGS + instruction_set.flags).encode())}.so"
+
+
+def compile_library(compiler: str, flags: tuple[str, ...], library: Path) -> None:
+    """Compile the sources into a file. Raises `NativeUnavailable`; then nothing is left of it."""
+    try:
+        library.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with tempfile.TemporaryDirectory(dir=library.parent) as own:
+            made = Path(own) / library.name
+            command = [compiler, *FLAGS, *flags, "-o", str(made), str(SOURCE)]
+            subprocess.run(command, check=True, capture_output=True, timeout=COMPILE_TIMEOUT_S)
+            made.replace(library)
+    except subprocess.CalledProcessError as error:
+        raise NativeUnavailable(f"{compiler} refuses {SOURCE.name}: {error.stderr.decode(errors='replace')[:500]}") from error
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise NativeUnavailable(f"compiling into {library.parent} failed: {error}") from error
+
+
+def find_compiler() -> str:
+    """Return the C++ compiler of this machine. Raises `NativeUnavailable`."""
+    compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
+    if compiler is None:
+        raise NativeUnavailable(f"none of {', '.join(COMPILERS)} is installed")
+    return compiler
+
+
 def compiled(directory: Path) -> Path:
     """The library for this machine, compiled if it is not there. Raises `NativeUnavailable`.
 
     Processes that find it missing at the same time all compile it, and the last one's file, which is as good, stays: each writes
     under a name of its own and renames, so nobody loads half a file.
     """
-    compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
-    if compiler is None:
-        raise NativeUnavailable(f"none of {', '.join(COMPILERS)} is installed")
+    compiler = find_compiler()
     library = directory / f"decoder-{_fingerprint(compiler)}.so"
     if library.exists():
         return library
     started_s = time.monotonic()
     _log.info("compiling native kernels, once for this machine: the engine starts after it")
-    try:
-        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with tempfile.TemporaryDirectory(dir=directory) as own:
-            made = Path(own) / library.name
-            command = [compiler, *FLAGS, "-o", str(made), str(SOURCE)]
-            subprocess.run(command, check=True, capture_output=True, timeout=COMPILE_TIMEOUT_S)
-            made.replace(library)
-    except subprocess.CalledProcessError as error:
-        raise NativeUnavailable(f"{compiler} refuses {SOURCE.name}: {error.stderr.decode(errors='replace')[:500]}") from error
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise NativeUnavailable(f"compiling into {directory} failed: {error}") from error
+    compile_library(compiler, THIS_PROCESSOR, library)
     _log.info("compiled native kernels in %.1f s", time.monotonic() - started_s)
     return library
 
@@ -113,9 +166,22 @@ def _fingerprint(compiler: str) -> str:
         version = subprocess.run([compiler, "--version"], check=True, capture_output=True, timeout=COMPILE_TIMEOUT_S).stdout
     except (OSError, subprocess.SubprocessError) as error:
         raise NativeUnavailable(f"{compiler} does not tell its version: {error}") from error
-    sources = [path.read_bytes() for path in (SOURCE, *sorted(SOURCE.parent.glob("*.h")))]
-    parts = (*sources, " ".join(FLAGS).encode(), version, platform.machine().encode(), _processor())
+    flags = " ".join(FLAGS + THIS_PROCESSOR).encode()
+    return _digest(*_sources(), flags, version, platform.machine().encode(), _processor())
+
+
+def _sources() -> list[bytes]:
+    return [path.read_bytes() for path in (SOURCE, *sorted(SOURCE.parent.glob("*.h")))]
+
+
+def _digest(*parts: bytes) -> str:
     return hashlib.blake2b(b"\0".join(parts), digest_size=10).hexdigest()
+
+
+def _cpu_flags() -> frozenset[str]:
+    """The instruction sets of this processor by Linux's names; empty elsewhere."""
+    lines = (line.partition(b":") for line in _processor().splitlines())
+    return frozenset(flag.decode() for name, _, flags in lines if name.strip() in (b"flags", b"Features") for flag in flags.split())
 
 
 def _processor() -> bytes:
@@ -130,6 +196,8 @@ def _processor() -> bytes:
 
 def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
     """Argument types of every function: a wrong call fails in Python, not in memory."""
+    from inference.core.kv_cache import KV_BLOCK_TOKENS  # needs numpy, which `build.py` does without
+
     pointer, index, kind = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
     signatures: dict[str, tuple[object, list[object]]] = {
         "weir_kv_block_tokens": (kind, []),

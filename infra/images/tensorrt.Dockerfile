@@ -18,15 +18,17 @@ COPY common common
 COPY inference inference
 COPY metering metering
 COPY migrations migrations
-# Whatever the image brings stays as it is, torch above all: its versions are constraints, and ours hold for the rest.
+# Not the extra `safety`: it needs a newer transformers than the library was built with. Whatever the image brings stays as it is, torch above all: its versions are constraints, and ours hold for the rest.
 RUN pip freeze --exclude-editable | grep -E '^[A-Za-z0-9._-]+==' > image.txt \
     && python -c "names = {line.split('==')[0].lower().replace('_', '-') for line in open('image.txt')}; \
         print(*(line for line in open('requirements/constraints.txt') if line.split('==')[0].lower() not in names), sep='', end='')" > ours.txt \
-    && pip install -c image.txt -c ours.txt -e sdk/python -e .
+    && pip install -c image.txt -c ours.txt -e sdk/python -e ".[otel,remote]"
 
+RUN useradd --system --home-dir /var/lib/weir --create-home weir
+USER weir
 VOLUME /var/lib/weir
-ENV WEIR_OPENAI_LISTEN=0.0.0.0:9443
-EXPOSE 8443 9443
+ENV WEIR_OPENAI_LISTEN=0.0.0.0:9443 WEIR_METRICS_LISTEN=0.0.0.0:10443
+EXPOSE 8443 9443 10443
 ENTRYPOINT ["weir"]
 # Reachable from outside the container, so it wants WEIR_TLS_CERTIFICATE and WEIR_TLS_KEY, or WEIR_ALLOW_PLAINTEXT=1.
 CMD ["serve", "--listen", "0.0.0.0:8443"]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import platform
 import random
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -20,6 +22,7 @@ from inference.core.step_plan import Chunk, StepPlan
 from inference.decoder.logits import Logits
 from inference.errors import InvariantViolated
 from inference.native import loader
+from inference.native.build import build
 from inference.native.decoder import TableRows, supports
 from tests.inference.checkpoints import LlamaShape, TinyCheckpoint, make_checkpoint
 from tests.inference.running import make_core, make_request, random_prompt, run_all
@@ -166,6 +169,65 @@ def test_without_a_compiler_there_is_no_library(
 
     assert library is None
     assert "none of c++, g++, clang++ is installed" in caplog.text
+
+
+@needs_compiler
+def test_a_library_of_the_image_serves_without_a_compiler_and_computes_the_same(
+    tiny: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    requests = [make_request(random_prompt(random.Random(seed), 40), 12) for seed in range(3)]
+    expected = [outcome.token_ids for outcome in run_all(make_core(tiny.directory), requests)]
+    kind = next(each for each in loader.INSTRUCTION_SETS if can_run(each))
+    image = tmp_path / "prebuilt"
+    image.mkdir()
+    shutil.copy(loader.compiled(loader.cache_directory()), image / loader.prebuilt_name(kind))
+    monkeypatch.setattr(loader, "PREBUILT", image)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv(loader.CACHE_DIRECTORY, str(tmp_path / "no cache"))
+    loader.load.cache_clear()
+
+    with caplog.at_level(logging.INFO, "weir.inference.native"):
+        outcomes = run_all(make_core(tiny.directory), requests)
+    name = loader.library_name()
+    loader.load.cache_clear()
+
+    assert [outcome.token_ids for outcome in outcomes] == expected
+    assert name == Path(loader.prebuilt_name(kind)).stem
+    assert f"native kernels are in use: {image / loader.prebuilt_name(kind)}" in caplog.text
+
+
+def can_run(each: loader.InstructionSet) -> bool:
+    return each.machine == platform.machine() and each.cpu_flags <= loader._cpu_flags()
+
+
+@needs_compiler
+def test_an_image_s_build_makes_a_library_for_each_instruction_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The steps of the Dockerfile, on a source that compiles at once."""
+    source = tmp_path / "sources" / "decoder.cpp"
+    source.parent.mkdir()
+    source.write_text('extern "C" int one() { return 1; }\n', encoding="utf-8")
+    monkeypatch.setattr(loader, "SOURCE", source)
+    out = tmp_path / "prebuilt"
+
+    made = build(out)
+
+    mine = [each for each in loader.INSTRUCTION_SETS if each.machine == platform.machine()]
+    assert [path.name for path in made] == [loader.prebuilt_name(each) for each in mine]
+    assert sorted(out.iterdir()) == sorted(made)
+    runnable = [out / loader.prebuilt_name(each) for each in mine if can_run(each)]
+    assert loader.prebuilt(out) == next(iter(runnable), None), "the best that this processor can run"
+    monkeypatch.setattr(loader, "_cpu_flags", lambda: frozenset({"avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"}))
+    if platform.machine() == "x86_64":
+        assert loader.prebuilt(out) == made[-1], "an older processor gets what it can run"
+    source.write_text('extern "C" int one() { return 2; }\n', encoding="utf-8")
+    assert loader.prebuilt(out) is None, "a library of other sources is not used"
+
+
+def test_an_image_s_build_needs_no_package() -> None:
+    """Its stage has Python and a compiler alone."""
+    command = [sys.executable, "-I", "-S", "-c", "import sys; sys.path.insert(0, '.'); import inference.native.build"]
+
+    subprocess.run(command, check=True, timeout=60, cwd=Path(__file__).parents[2])
 
 
 @needs_compiler
