@@ -11,9 +11,18 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
-from sqlalchemy import insert
+from sqlalchemy import insert, text
 from typer.testing import CliRunner
-from weir_client import AsyncBillingClient, DocumentFormat, FailedPrecondition, InvalidRequest, Money, NotFound, PermissionDenied
+from weir_client import (
+    AsyncBillingClient,
+    BillingProfile,
+    DocumentFormat,
+    FailedPrecondition,
+    InvalidRequest,
+    Money,
+    NotFound,
+    PermissionDenied,
+)
 
 from api.cli.main import app
 from metering.billing.prices import get_price
@@ -168,6 +177,38 @@ async def test_finance_reads_its_own_and_changes_nothing(finance: Finance) -> No
 
     assert invoice.total.picos == sum(line.amount.picos for line in invoice.lines) == 16 * CENT
     assert document.startswith(b"record_type,")
+
+
+async def test_finance_sees_who_is_billed_and_whether_it_is_paid(finance: Finance) -> None:
+    service, tenant = finance.service, finance.tenant
+    _, reader = await service.new_key(tenant, "billing")
+    stripe_id = f"in_{uuid.uuid4().hex}"
+    await finance.weir("org", "billing", tenant.name, "--email", "billing@acme.example", "--legal-name", "Acme GmbH")
+    await finance.weir("month", "close", "2025-10", "--org", tenant.name)
+    async with service.session() as session:
+        await session.execute(
+            text("""
+            INSERT INTO stripe_invoices (id, organization_id, customer_id, currency_code, period_start, period_end,
+                                         amount_due_minor, amount_paid_minor, finalized_at, payment_failed_at, told_at)
+            VALUES (:id, :organization_id, 'cus_1', 'USD', '2025-10-01Z', '2025-11-01Z', 16, 0, now(), now(), now())
+            """),
+            {"id": stripe_id, "organization_id": tenant.organization_id},
+        )
+
+    async with finance.client(reader) as client:
+        invoice = await client.get_invoice(organization=tenant.name, month="2025-10")
+        [month] = [each for each in await client.list_months(tenant.name) if each.month == "2025-10"]
+        report = await client.get_month_report(tenant.name, "2025-10")
+    shown = await finance.weir("month", "list", "--org", tenant.name)
+    refused = await finance.weir("org", "billing", tenant.name, "--country", "Germany", status=1)
+
+    assert month.payments == invoice.payments
+    [payment] = month.payments
+    assert (payment.stripe_invoice_id, payment.state, payment.amount_due) == (stripe_id, "failed", Money("USD", 16 * CENT))
+    assert report.billing_profile == BillingProfile(emails=("billing@acme.example",), legal_name="Acme GmbH")
+    assert "failed" in shown
+    assert "--country" in refused
+    assert "ISO 3166-1" in refused
 
 
 async def test_bad_amounts_and_reasons_are_refused_by_name_and_repetition_proposes_once(finance: Finance) -> None:
