@@ -25,6 +25,7 @@ from api.interceptor import METHOD, Context
 from api.observability.trace_context import trace_of_metadata
 from api.process import Process
 from api.quota_wire import effective_quota_statuses
+from api.requests.conversation import thinking_of
 from api.requests.quoting import quote
 from api.requests.tokenizing import TextJob, tokenize
 from api.requests.tools import ToolUse, call_reading
@@ -119,7 +120,8 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
         model = self._process.router.find(request.model).model
         tokenizer = self._process.tokenizers[model.name]
         call_reading(ToolUse(tools, forced=True), tokenizer, request.model)  # whether the model can be shown them
-        job = TextJob(self._process.text_work, payer(principal), tokenizer, model.context_window_tokens)
+        window, thinking = model.context_window_tokens, thinking_of(request)
+        job = TextJob(self._process.text_work, payer(principal), tokenizer, window, thinking=thinking)
         tokenized = await tokenize(job, prompt, tools)
         self._process.pace.spent(principal.api_key_id, tokenized.work_s)
         count = len(tokenized.token_ids)

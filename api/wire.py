@@ -20,7 +20,7 @@ from weir.v1 import types_pb2
 from api.embedding.embedding_limits import input_count_max
 from api.errors import FieldViolation, InvalidRequest
 from api.queue.places import ServiceTier
-from api.requests.conversation import Prompt, check_prompt, parse_prompt
+from api.requests.conversation import Prompt, check_prompt, parse_prompt, thinking_of
 from api.requests.decoding import (
     SamplingOverrides,
     StopRules,
@@ -122,6 +122,7 @@ class ValidStart:
     max_cost: Cost | None = None
     region: str = ""
     tool_use: ToolUse = NO_TOOLS
+    thinking: bool | None = None
 
     @property
     def operation(self) -> str:
@@ -167,6 +168,7 @@ def parse_start(request_id: str, start: pb.StartFrame) -> ValidStart:
         max_cost=cost_of(start.max_cost) if start.HasField("max_cost") else None,
         region=start.region,
         tool_use=parse_tool_use(start),
+        thinking=thinking_of(start),
     )
 
 

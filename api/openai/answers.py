@@ -109,7 +109,7 @@ class Bill:
             "completion_tokens": self.output_token_count,
             "total_tokens": self.input_token_count + self.output_token_count,
             "prompt_tokens_details": {"cached_tokens": self.cached_input_token_count},
-            "completion_tokens_details": {"reasoning_tokens": 0},  # models here do not reason apart
+            "completion_tokens_details": {"reasoning_tokens": 0},  # thinking is text of the answer
         }
 
     def extension(self, outputs: Sequence[Output]) -> dict[str, Any]:

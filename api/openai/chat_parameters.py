@@ -14,6 +14,7 @@ from api.openai.parameters import (
     NO_RETENTION,
     NO_VERBOSITY,
     Asked,
+    ChatTemplateKwargs,
     Int32,
     Int64,
     SharedParameters,
@@ -21,6 +22,7 @@ from api.openai.parameters import (
     check_count,
     check_shared,
     fill_shared,
+    fill_thinking,
     refuse_given,
     refuse_unless,
 )
@@ -60,6 +62,7 @@ class ChatParameters(SharedParameters, forbid_unknown_fields=True, kw_only=True)
     tools: list[ToolParameter] | None = None
     tool_choice: Choice | None = None
     parallel_tool_calls: bool | None = None
+    chat_template_kwargs: ChatTemplateKwargs | None = None  # not OpenAI's: as vLLM has it
     # Served by others, not here: refused by name unless they ask for nothing.
     audio: Any = None
     function_call: Any = None
@@ -98,6 +101,7 @@ def chat_asked(given: ChatParameters) -> Asked:
     turns = conversation(given.messages, "messages")
     start = pb.StartFrame(conversation=turns.conversation)
     fill_shared(start, given)
+    fill_thinking(start, given.chat_template_kwargs)
     fill_tools(start, given.tools, given.tool_choice, given.parallel_tool_calls, wrapped=True)
     fill_decoding(start, given)
     if limit is not None:

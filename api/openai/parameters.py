@@ -34,6 +34,7 @@ TIERS: Mapping[str, pb.ServiceTier.ValueType] = {
 COMMON_NAMES: dict[str, str] = {
     "sampling.temperature": "temperature",
     "sampling.seed": "seed",
+    "conversation.thinking": "chat_template_kwargs.enable_thinking",
     "sampling.top_p": "top_p",
     "sampling.top_k": "top_k",
     "sampling.min_p": "min_p",
@@ -63,9 +64,28 @@ class StreamOptions(Struct, forbid_unknown_fields=True):
 
 
 # What is taken of parameters that ask for more than there is, and why no more is.
-NO_EFFORT = ("none", "models here do not reason apart")
+NO_EFFORT = (
+    "none",
+    "what a model thinks is text of its answer; chat_template_kwargs.enable_thinking switches it where the model has a switch",
+)
 NO_VERBOSITY = ("medium", "how much a model says is for its prompt and max_tokens to say")
 NO_RETENTION = ("in_memory", "what is cached stays as long as there is room")
+
+
+class ChatTemplateKwargs(Struct, forbid_unknown_fields=True):
+    """Variables of the chat template that a request may set, by either of the names that templates have for the switch."""
+
+    enable_thinking: bool | None = None
+    thinking: bool | None = None
+
+
+def fill_thinking(start: pb.StartFrame, given: ChatTemplateKwargs | None) -> None:
+    """Raises: InvalidRequest if both names are given."""
+    if given is None or (given.enable_thinking is None and given.thinking is None):
+        return
+    if given.enable_thinking is not None and given.thinking is not None:
+        raise wrong_parameter("chat_template_kwargs", "takes enable_thinking or thinking, not both: they are one switch")
+    start.conversation.thinking = bool(given.thinking if given.enable_thinking is None else given.enable_thinking)
 
 
 class SharedParameters(Struct, forbid_unknown_fields=True, kw_only=True):

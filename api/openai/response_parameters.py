@@ -15,11 +15,13 @@ from api.openai.parameters import (
     NO_RETENTION,
     NO_VERBOSITY,
     Asked,
+    ChatTemplateKwargs,
     Int32,
     Int64,
     SharedParameters,
     check_shared,
     fill_shared,
+    fill_thinking,
     refuse_given,
     refuse_unless,
 )
@@ -43,7 +45,7 @@ class Text(Struct, forbid_unknown_fields=True):
 
 
 class Reasoning(Struct, forbid_unknown_fields=True):
-    """Models here do not reason apart, and have nothing to tell of it."""
+    """What a model thinks is text of its answer: there is nothing apart to ask for."""
 
     effort: Any = None
     summary: Any = None
@@ -66,6 +68,7 @@ class ResponseParameters(SharedParameters, forbid_unknown_fields=True, kw_only=T
     tools: list[ToolParameter] | None = None
     tool_choice: Choice | None = None
     parallel_tool_calls: bool | None = None
+    chat_template_kwargs: ChatTemplateKwargs | None = None  # not OpenAI's: as vLLM has it
     # Served by others, not here: refused by name unless they ask for nothing.
     access_programs: Any = None
     background: Any = None
@@ -101,6 +104,7 @@ def response_asked(given: ResponseParameters) -> Asked:
     turns = conversation_of(items, given.instructions)
     start = pb.StartFrame(conversation=turns.conversation)
     fill_shared(start, given)
+    fill_thinking(start, given.chat_template_kwargs)
     fill_tools(start, given.tools, given.tool_choice, given.parallel_tool_calls, wrapped=False)
     if given.max_output_tokens is not None:
         start.max_output_tokens = given.max_output_tokens

@@ -92,6 +92,12 @@ def parse_prompt(message: pb.StartFrame | pb.CountTokensRequest) -> Prompt:
             return tuple(message.token_ids.ids)
 
 
+def thinking_of(message: pb.StartFrame | pb.CountTokensRequest) -> bool | None:
+    """Whether the model is to think; None if its chat template decides."""
+    conversation = message.conversation
+    return conversation.thinking if message.HasField("conversation") and conversation.HasField("thinking") else None
+
+
 def _messages(turns: Sequence[pb.Message]) -> tuple[ChatMessage, ...]:
     messages: list[ChatMessage] = []
     calls: dict[str, ToolCall] = {}  # the latest of each id

@@ -59,7 +59,7 @@ async def prepare(
     most_sent = window - (wanted or 1)
     if bounds.max_input_tokens is not None:
         most_sent = min(most_sent, bounds.max_input_tokens)
-    job = TextJob(work, payer, tokenizer, window, max(most_sent, 0), check_room)
+    job = TextJob(work, payer, tokenizer, window, max(most_sent, 0), check_room, start.thinking)
     try:
         tokenized = await tokenize(job, start.prompt, start.tool_use.tools)
     except TokenLimitExceeded as exceeded:

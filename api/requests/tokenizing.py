@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from api.errors import PromptFiltered, PromptTooLarge
+from api.errors import FieldViolation, InvalidRequest, PromptFiltered, PromptTooLarge
 from api.requests.conversation import Prompt
 from api.requests.json_text import shown_texts
 from api.requests.text_work import INLINE_COST_MAX, MESSAGE_COST_CHARS, TextWork, conversation_size
@@ -19,6 +19,7 @@ from inference.text.tokenizer import ChatMessage, Tokenizer
 from inference.text.tools import Tool
 from metering.operations import Payer
 
+NO_SWITCH = "cannot be set: this model's chat template has no switch for thinking; leave it out"
 INLINE_S_PER_CHAR = 0.3e-6  # of processor time, where it is too short to be measured
 CHARS_PER_TOKEN_MAX = 16  # of a prompt for which the tokenizer has no bound: four times what a token stands for on average
 
@@ -37,7 +38,7 @@ class TextJob:
 
     window: tokens of the model's context. token_count_max: tokens that the prompt may have, None if it is only counted.
     check_room: awaited once before long text is tokenized, with the fewest tokens that it may have; raises what a request of that
-    size would be refused with.
+    size would be refused with. thinking: whether the model is to think, None if its template decides.
     """
 
     work: TextWork
@@ -46,12 +47,13 @@ class TextJob:
     window: int
     token_count_max: int | None = None
     check_room: Callable[[int], Awaitable[None]] | None = None
+    thinking: bool | None = None
 
 
 async def tokenize(job: TextJob, prompt: Prompt, tools: Sequence[Tool] = ()) -> Tokenized:
     """Token ids of a prompt, chat template and tools included.
 
-    Raises: ChatTemplateFailed, TokenLimitExceeded, PromptTooLarge, PreparationLimit, Overloaded; as `check_room`.
+    Raises: ChatTemplateFailed, InvalidRequest, TokenLimitExceeded, PromptTooLarge, PreparationLimit, Overloaded; as `check_room`.
     """
     tokenizer = job.tokenizer
     if isinstance(prompt, str):
@@ -63,14 +65,17 @@ async def tokenize(job: TextJob, prompt: Prompt, tools: Sequence[Tool] = ()) -> 
     if isinstance(prompt[0], int):
         return Tokenized(prompt)
     messages = prompt
+    if job.thinking is not None and not tokenizer.switches_thinking(has_tools=bool(tools)):
+        raise InvalidRequest([FieldViolation("conversation.thinking", NO_SWITCH)])
     chars, part_count = conversation_size(messages, tools)
     cost = chars + MESSAGE_COST_CHARS * part_count
     if cost <= INLINE_COST_MAX:
-        return Tokenized(tokenizer.encode_chat(messages, tools), INLINE_S_PER_CHAR * cost)
+        return Tokenized(tokenizer.encode_chat(messages, tools, thinking=job.thinking), INLINE_S_PER_CHAR * cost)
     # A template may leave out parts of a conversation, so no bound of the tokenizer holds for it.
     most = max(tokenizer.chars_max(job.window) or 0, CHARS_PER_TOKEN_MAX * job.window)
     check_chars("conversation.messages", chars, most, job.window)
-    return await prepared(job, cost, 1, partial(tokenizer.encode_chat, messages, tools, token_count_max=job.token_count_max))
+    encode = partial(tokenizer.encode_chat, messages, tools, token_count_max=job.token_count_max, thinking=job.thinking)
+    return await prepared(job, cost, 1, encode)
 
 
 async def prepared(job: TextJob, chars: int, least_token_count: int, encode: Callable[[], tuple[int, ...]]) -> Tokenized:

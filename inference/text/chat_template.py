@@ -17,7 +17,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
-from jinja2 import TemplateError, nodes
+from jinja2 import TemplateError, meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 
@@ -29,6 +29,8 @@ from inference.text.tools import CallFormat, Tool, ToolCall, format_in
 DEFAULT_TEMPLATE = "default"
 TOOL_TEMPLATE = "tool_use"  # in the place of the default one where a checkpoint has it, as in transformers
 _PROBE = "weir_probe"
+# The variables by which published templates let a caller switch thinking. No other variable can be set by a request.
+THINKING_SWITCHES = ("enable_thinking", "thinking")
 
 # A role is put into the prompt beside control tokens; more than a name could imitate them.
 _ROLE = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,63}")
@@ -78,6 +80,11 @@ class ChatTemplates:
         for template in self._by_name.values():
             yield from template.placeholder_renderings()
 
+    def switches_thinking(self, template_name: str, *, has_tools: bool) -> bool:
+        """Return whether the template has a variable that switches thinking."""
+        template = self._template(template_name, has_tools=has_tools)
+        return template is not None and template.thinking_switch is not None
+
     def _template(self, name: str, *, has_tools: bool) -> _ChatTemplate | None:
         if has_tools and name == DEFAULT_TEMPLATE and TOOL_TEMPLATE in self._by_name:
             name = TOOL_TEMPLATE
@@ -90,8 +97,12 @@ class ChatTemplates:
         add_generation_prompt: bool,
         template_name: str,
         tools: Sequence[Tool] = (),
+        thinking: bool | None = None,
     ) -> str:
-        """The conversation as text. Raises `ChatTemplateFailed` if the template refuses it, is not there, or leaves tools out."""
+        """The conversation as text. thinking: None leaves it to the template.
+
+        Raises `ChatTemplateFailed` if the template refuses it, is not there, or leaves tools or the switch out.
+        """
         template = self._template(template_name, has_tools=bool(tools))
         if template is None and self._by_name:
             names = ", ".join(self._by_name)
@@ -105,7 +116,9 @@ class ChatTemplates:
             raise ChatTemplateFailed("this model's chat template has no place for tools")
         if not template.shows_calls and any(message.tool_calls or message.call for message in messages):
             raise ChatTemplateFailed("this model's chat template has no place for tool calls and their results")
-        return template.render(messages, tools, add_generation_prompt=add_generation_prompt)
+        if thinking is not None and template.thinking_switch is None:
+            raise ChatTemplateFailed("this model's chat template has no switch for thinking")
+        return template.render(messages, tools, add_generation_prompt=add_generation_prompt, thinking=thinking)
 
 
 class _GenerationBlock(Extension):
@@ -129,6 +142,8 @@ class _ChatTemplate:
             self._template = environment.from_string(source)
         except TemplateError as error:
             raise CheckpointInvalid(str(path), f"the chat template does not parse: {error}") from error
+        variables = meta.find_undeclared_variables(environment.parse(source))
+        self.thinking_switch = next((name for name in THINKING_SWITCHES if name in variables), None)
         self.source = source
         self._special_tokens = special_tokens
 
@@ -165,9 +180,9 @@ class _ChatTemplate:
         tool = Tool(_PROBE, _PROBE, '{"type": "object", "properties": {"probed": {"type": "boolean"}}}')
         for messages in conversations:
             for tools in ((), (tool,)):
-                for add_generation_prompt in (False, True):
+                for add_generation_prompt, thinking in ((False, None), (True, None), (True, False), (True, True)):
                     with suppress(ChatTemplateFailed):  # not every template takes every turn
-                        yield self.render(messages, tools, add_generation_prompt=add_generation_prompt)
+                        yield self.render(messages, tools, add_generation_prompt=add_generation_prompt, thinking=thinking)
 
     def _shows(self, messages: Sequence[ChatMessage], tools: Sequence[Tool]) -> bool:
         try:
@@ -175,7 +190,15 @@ class _ChatTemplate:
         except ChatTemplateFailed:
             return False
 
-    def render(self, messages: Sequence[ChatMessage], tools: Sequence[Tool] = (), *, add_generation_prompt: bool = True) -> str:
+    def render(
+        self,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[Tool] = (),
+        *,
+        add_generation_prompt: bool = True,
+        thinking: bool | None = None,
+    ) -> str:
+        switch = {} if thinking is None or self.thinking_switch is None else {self.thinking_switch: thinking}
         try:
             return self._template.render(
                 messages=[_as_dict(message) for message in messages],
@@ -183,6 +206,7 @@ class _ChatTemplate:
                 tools=[_tool_as_dict(tool) for tool in tools] or None,
                 documents=None,
                 **self._special_tokens,
+                **switch,
                 **{LOOK_AT_CLOCK: Budget().look_at_clock},
             )
         except RecursionError as error:

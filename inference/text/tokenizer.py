@@ -148,6 +148,10 @@ class Tokenizer:
         """Whether the chat template puts tools before the model."""
         return self._templates.shows_tools(template_name)
 
+    def switches_thinking(self, *, has_tools: bool = False) -> bool:
+        """Return whether the chat template has a switch for thinking."""
+        return self._templates.switches_thinking(DEFAULT_TEMPLATE, has_tools=has_tools)
+
     def render_chat(
         self,
         messages: Sequence[ChatMessage],
@@ -155,14 +159,19 @@ class Tokenizer:
         *,
         add_generation_prompt: bool = True,
         template_name: str = DEFAULT_TEMPLATE,
+        thinking: bool | None = None,
     ) -> str:
-        """The conversation as the prompt text that the model was trained on.
+        """The conversation as the prompt text that the model was trained on. thinking: None leaves it to the template.
 
         Raises `ChatTemplateFailed` with the template's own words if it refuses the conversation, and if there is no template, or
         none that shows the model tools and calls where there are some.
         """
         return self._templates.render(
-            messages, tools=tools, add_generation_prompt=add_generation_prompt, template_name=template_name
+            messages,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            template_name=template_name,
+            thinking=thinking,
         )
 
     def encode_chat(
@@ -173,6 +182,7 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         template_name: str = DEFAULT_TEMPLATE,
         token_count_max: int | None = None,
+        thinking: bool | None = None,
     ) -> tuple[int, ...]:
         """Token ids of a conversation: control tokens where the template writes them, and nowhere else.
 
@@ -181,7 +191,13 @@ class Tokenizer:
         """
         hidden = [self._hidden_message(message) for message in messages]
         hidden_tools = [self._hidden_tool(tool) for tool in tools]
-        rendered = self.render_chat(hidden, hidden_tools, add_generation_prompt=add_generation_prompt, template_name=template_name)
+        rendered = self.render_chat(
+            hidden,
+            hidden_tools,
+            add_generation_prompt=add_generation_prompt,
+            template_name=template_name,
+            thinking=thinking,
+        )
         is_hidden = hidden != list(messages) or hidden_tools != list(tools)
         if token_count_max is not None:
             self.check_limit(self._control_tokens.revealed(rendered) if is_hidden else rendered, token_count_max)

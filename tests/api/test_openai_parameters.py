@@ -99,6 +99,7 @@ RIGHT: Mapping[str, Any] = {
     "encoding_format": "base64",
     "dimensions": 8,
     "stop_token_ids": [1],
+    "chat_template_kwargs": {"enable_thinking": False},
 }
 # What goes beside them where they need it.
 BESIDE: Mapping[str, dict[str, Any]] = {
@@ -123,6 +124,7 @@ WRONG: Mapping[str, Any] = {
     "include": ["reasoning.encrypted_content"],
     "truncation": "auto",
     "dimensions": 7,
+    "chat_template_kwargs": {"bos_token": "x"},
 }
 SHAPES: tuple[Any, ...] = (True, 3, "x", ["x"], {"x": 1})
 

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import cast
 
 import pytest
 import regex
 
-from api.errors import PromptFiltered
-from api.requests.tokenizing import check_prompt
+from api.errors import InvalidRequest, PromptFiltered
+from api.openai.chat_parameters import ChatParameters, chat_asked
+from api.openai.parameters import decode
+from api.requests.conversation import thinking_of
+from api.requests.text_work import TextWork
+from api.requests.tokenizing import TextJob, check_prompt, tokenize
 from inference.safety.safety_rules import Rule, RuleChecker
 from inference.text.tokenizer import ChatMessage, Tokenizer
 from inference.text.tools import Tool, ToolCall
+from metering.operations import Payer
+from tests.inference.checkpoints import make_checkpoint
 
 NO_TOKENIZER = cast("Tokenizer", None)  # a conversation is checked as text
 CHECKER = RuleChecker([Rule("topic", regex.compile(r"forbidden\s+topic"), in_prompt=True, in_output=False)])
@@ -44,3 +52,48 @@ async def test_what_no_rule_forbids_in_calls_and_tools_passes() -> None:
     turn = called(r'{"forbidden": "a\nquiet topic"}')
 
     await check_prompt(CHECKER, NO_TOKENIZER, (turn,), [Tool("book", "", '{"description": "a topic"}')])
+
+
+async def test_thinking_is_refused_by_its_field_where_the_template_has_no_switch(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path)
+    work = cast("TextWork", None)  # a short prompt needs none
+    job = TextJob(work, cast("Payer", None), Tokenizer(tmp_path), 100, thinking=False)
+
+    with pytest.raises(InvalidRequest) as refused:
+        await tokenize(job, (ChatMessage("user", "Hello"),))
+
+    assert [violation.field for violation in refused.value.violations] == ["conversation.thinking"]
+
+
+async def test_thinking_reaches_the_template_that_has_a_switch(tmp_path: Path) -> None:
+    template = "{% if enable_thinking %}on{% else %}off{% endif %}: {{ messages[0].content }}"
+    make_checkpoint(tmp_path, chat_template=template)
+    tokenizer = Tokenizer(tmp_path)
+
+    job = TextJob(cast("TextWork", None), cast("Payer", None), tokenizer, 100, thinking=True)
+
+    tokenized = await tokenize(job, (ChatMessage("user", "Hello"),))
+
+    assert tokenizer.decode(tokenized.token_ids) == "on: Hello"
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [({}, None), ({"enable_thinking": False}, False), ({"thinking": True}, True), ({"enable_thinking": None}, None)],
+)
+def test_thinking_is_set_by_either_name_that_templates_have_for_it(given: dict[str, bool | None], expected: bool | None) -> None:
+    body = {"model": "m", "messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": given}
+
+    (start,) = chat_asked(decode(json.dumps(body).encode(), ChatParameters)).starts
+
+    assert thinking_of(start) is expected
+
+
+@pytest.mark.parametrize("given", [{"enable_thinking": True, "thinking": True}, {"bos_token": "x"}, {"enable_thinking": 1}])
+def test_no_other_variable_of_a_template_can_be_set(given: dict[str, object]) -> None:
+    body = {"model": "m", "messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": given}
+
+    with pytest.raises(InvalidRequest) as refused:
+        chat_asked(decode(json.dumps(body).encode(), ChatParameters))
+
+    assert refused.value.violations[0].field.startswith("chat_template_kwargs")

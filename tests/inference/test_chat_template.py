@@ -245,3 +245,32 @@ def test_a_template_among_several_that_does_not_parse_is_refused(tmp_path: Path)
 
     with pytest.raises(CheckpointInvalid, match="does not parse"):
         Tokenizer(tmp_path)
+
+
+QWEN3_SWITCH = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>"
+    "{% if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+)
+
+
+def test_thinking_is_switched_by_the_variable_that_the_template_uses(tmp_path: Path) -> None:
+    turns = chat(("user", "?"))
+    for name, source in {"a": QWEN3_SWITCH, "b": QWEN3_SWITCH.replace("enable_thinking", "thinking")}.items():
+        (tmp_path / name).mkdir()
+        write_template(tmp_path / name, source)
+        tokenizer = Tokenizer(tmp_path / name)
+
+        assert tokenizer.switches_thinking()
+        assert tokenizer.render_chat(turns, thinking=False).endswith("<|assistant|><think>\n\n</think>\n\n")
+        assert tokenizer.render_chat(turns, thinking=True) == tokenizer.render_chat(turns)
+        assert tokenizer.encode_chat(turns, thinking=False) != tokenizer.encode_chat(turns)
+
+
+def test_a_template_without_a_switch_takes_no_thinking(tmp_path: Path) -> None:
+    """A variable that it sets itself is no switch."""
+    write_template(tmp_path, "{% set thinking = false %}{% if thinking %}!{% endif %}{{ messages[0].content }}")
+    tokenizer = Tokenizer(tmp_path)
+
+    assert not tokenizer.switches_thinking()
+    with pytest.raises(ChatTemplateFailed, match="no switch for thinking"):
+        tokenizer.render_chat(chat(("user", "?")), thinking=True)
