@@ -82,8 +82,18 @@ def conversation(messages: Sequence[Message], field: str) -> Turns:
     if not messages:
         raise wrong_parameter(field, "must hold at least one message")
     check_count(messages, field, MESSAGE_COUNT_MAX)
-    turns = [_turn(message, f"{field}[{index}]") for index, message in enumerate(messages)]
+    turns = [_plain_turn(message) or _turn(message, f"{field}[{index}]") for index, message in enumerate(messages)]
     return Turns(pb.Conversation(messages=turns), NAMES | {"conversation.messages": field})
+
+
+def _plain_turn(message: Message) -> pb.Message | None:
+    """The turn of a message with nothing but a role and a text, as most have; looking at all that there may be takes five times."""
+    role, content = ROLES.get(message.role), message.content
+    if role is None or role == pb.ROLE_TOOL or not isinstance(content, str) or message.type not in (None, "message"):
+        return None
+    if message.tool_calls or message.tool_call_id or message.function_call or message.name or message.audio or message.refusal:
+        return None
+    return pb.Message(role=role, content=content)
 
 
 def _turn(message: Message, field: str) -> pb.Message:

@@ -20,6 +20,7 @@ ROLES: Mapping[int, str] = {
     pb.ROLE_TOOL: "tool",
 }
 PLAIN_ROLES = frozenset(ROLES) - {pb.ROLE_TOOL}  # of turns that stand for nothing but their text
+CALLLESS_ROLES = frozenset((pb.ROLE_SYSTEM, pb.ROLE_USER))
 CALL_ID_CHARS_MAX = 128
 # Looking at as many takes some milliseconds, in which no other stream has its turn; and a template holds Python's lock for each.
 MESSAGE_COUNT_MAX = 4096
@@ -46,15 +47,16 @@ def check_messages(messages: Sequence[pb.Message], wrong: Violations) -> None:
     wrong.check(bool(messages), "conversation.messages", "must hold at least one message")
     if not wrong.check_count(len(messages), MESSAGE_COUNT_MAX, "conversation.messages"):
         return
-    call_count = sum(len(turn.tool_calls) for turn in messages)
+    call_counts = [len(turn.tool_calls) for turn in messages]
+    call_count = sum(call_counts)
     right = call_count <= CALL_COUNT_MAX
     wrong.check(right, "conversation.messages", f"may have {CALL_COUNT_MAX} tool calls together, not {call_count}")
     if not right:
         return
     call_ids: set[str] = set()
-    for index, turn in enumerate(messages):
+    for index, (turn, count) in enumerate(zip(messages, call_counts, strict=True)):
         role = turn.role
-        if role in PLAIN_ROLES and not (turn.tool_calls or turn.tool_call_id):
+        if role in PLAIN_ROLES and not count and not turn.tool_call_id:
             continue  # as most are
         field = f"conversation.messages[{index}]"
         wrong.check(role in ROLES, f"{field}.role", "must be ROLE_SYSTEM, ROLE_USER, ROLE_ASSISTANT or ROLE_TOOL")
@@ -102,8 +104,8 @@ def _messages(turns: Sequence[pb.Message]) -> tuple[ChatMessage, ...]:
     messages: list[ChatMessage] = []
     calls: dict[str, ToolCall] = {}  # the latest of each id
     for turn in turns:
-        if turn.role != pb.ROLE_TOOL and not turn.tool_calls:
-            messages.append(ChatMessage(ROLES[turn.role], turn.content))
+        if (role := turn.role) in CALLLESS_ROLES:
+            messages.append(ChatMessage(ROLES[role], turn.content))
             continue
         called = tuple(ToolCall(call.id, call.name, call.arguments_json) for call in turn.tool_calls)
         calls |= {call.id: call for call in called}

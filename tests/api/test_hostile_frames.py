@@ -12,9 +12,11 @@ from typing import Any, cast
 
 import grpc
 import pytest
+from google.rpc import error_details_pb2
 from weir.v1 import inference_service_pb2 as pb
 
 from api.access.standing_key import StandingKey
+from api.requests import text_work
 from api.settings import Settings
 from api.streams import generation, pace
 from api.streams.generation import ClientStream
@@ -352,3 +354,90 @@ def test_keys_that_owe_nothing_are_forgotten(monkeypatch: pytest.MonkeyPatch) ->
 
     assert len(frame_pace._free_at) <= 100
     assert frame_pace.wait_s(owing) > 0
+
+
+def text_frame(text: str) -> pb.ClientFrame:
+    """A request with this prompt."""
+    return pb.ClientFrame(request_id=str(uuid.uuid4()), start=pb.StartFrame(model="demo", text=text, max_output_tokens=1))
+
+
+def conversation_frame(message_count: int, content: str) -> pb.ClientFrame:
+    """A request with a conversation."""
+    frame = text_frame("")
+    frame.start.conversation.messages.extend([pb.Message(role=pb.ROLE_USER, content=content)] * message_count)
+    return frame
+
+
+LONG_TEXT = "the hotel near the old harbour " * 70  # more than is tokenized at once
+
+# Window and tokenizer of the tiny model: 2,048 tokens, none longer than 20 characters.
+PROMPTS: dict[str, tuple[pb.ClientFrame, str]] = {
+    "text that fits": (text_frame("word " * 1000), "QUOTA_EXCEEDED"),
+    "a conversation that fits": (conversation_frame(100, "word"), "QUOTA_EXCEEDED"),
+    "text of 3.9 MB": (text_frame("word " * 780_000), "CONTEXT_EXCEEDED"),
+    "a conversation of 3.9 MB": (conversation_frame(39, "word " * 20_000), "CONTEXT_EXCEEDED"),
+    "very many messages": (conversation_frame(9000, "x"), "FIELD_INVALID"),
+}
+
+
+@pytest.mark.parametrize("name", PROMPTS)
+async def test_no_thread_works_for_a_key_without_quota(world: World, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    frame, reason = PROMPTS[name]
+    world.books.execute(
+        "INSERT INTO quotas (subject, subject_id, dimension, limit_value) VALUES ('organization', %s, 'tokens_per_month', 0)",
+        world.principal.organization_id,
+    )
+    ran: list[int] = []
+    monkeypatch.setattr(text_work, "timed", lambda call: ran.append(1))
+    call = Call()
+    async with asyncio.TaskGroup() as tasks:
+        world.serve(call, tasks)
+        call.send(frame)
+        call.half_close()
+
+    [failed] = [each.failed for each in call.frames]
+    info = error_details_pb2.ErrorInfo()
+    assert failed.status.details[0].Unpack(info)
+    assert (info.reason, ran) == (reason, [])
+
+
+async def test_prompts_of_one_key_beyond_its_bound_are_refused_with_a_wait_and_another_key_goes_on(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While its first large prompts are being prepared; afterwards it may send as many again."""
+    work = world.small.process.text_work
+    monkeypatch.setattr(work, "_chars_per_key_max", 5000)
+    other = dataclasses.replace(world.principal, api_key_id=world.books.key(world.principal.project_id))
+    call, theirs = Call(), Call()
+    async with asyncio.TaskGroup() as tasks:
+        world.serve(call, tasks)
+        call.send(*[text_frame(LONG_TEXT) for _ in range(4)])
+        call.half_close()
+        world.serve_for(other, theirs)
+        theirs.send(text_frame(LONG_TEXT))
+        await said(theirs, "finished")
+
+    ends = [frame for frame in call.frames if frame.WhichOneof("kind") in ("finished", "failed")]
+    refused = [frame.failed.status for frame in ends if frame.HasField("failed")]
+    info, retry = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
+    assert len(ends) == 4
+    assert len(refused) == 2
+    for status in refused:
+        assert status.code == grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]
+        assert status.details[0].Unpack(info)
+        assert status.details[1].Unpack(retry)
+        assert info.reason == "PREPARATION_LIMIT"
+        assert retry.retry_delay.ToTimedelta().total_seconds() > 0
+    assert work.taken_chars == 0
+
+
+def test_preparation_of_what_is_refused_slows_its_key() -> None:
+    """A thread's time counts as the event loop's does, and an ordinary request that is let in counts as nothing."""
+    now = 100.0
+    paced = FramePace(0.25, clock=lambda: now)
+    key = uuid.uuid4()
+    with paced.spending(key, free_s=PATIENCE_S):
+        sum(range(1000))
+    assert paced.wait_s(key) == 0
+    paced.spent(key, 2 * pace.BURST_S)
+    assert paced.wait_s(key) == pytest.approx(4 * pace.BURST_S)
