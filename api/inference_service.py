@@ -171,5 +171,7 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
         check_model(principal, self._process.router.own_name(start.model))
         deadline = None if granted_s is None else received_at + granted_s
         trace = trace_of_metadata(context.invocation_metadata())
-        caller = EmbedCaller(payer(principal), auth_ms, received_at, deadline, trace, principal.bounds, principal.address)
+        caller = EmbedCaller(
+            payer(principal), auth_ms, received_at, deadline, trace, principal.bounds, principal.address, principal.secret_hash
+        )
         return await self._process.embed(caller, start).answer()

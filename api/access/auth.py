@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import uuid
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 
 from api.access.addresses import FORWARDED_FOR, Origin, Proxies
@@ -108,14 +108,15 @@ class Authenticator:
             )
         return replace(principal, address=origin.address)
 
-    def changed(self, api_key_id: uuid.UUID, networks: Sequence[Network] = ()) -> None:
+    def changed(self, api_key_id: uuid.UUID, networks: Sequence[Network] = (), ended_secrets: Collection[bytes] = ()) -> None:
         """A key was revoked, or is good for something else: what was found of it counts no more, also of look-ups under way.
 
-        networks: streams from outside of these are shut out at once. That the key was good before stays known, to ask the database
+        networks: streams from outside of these are shut out at once, and so are those that were opened with a secret of which the
+        hash is among `ended_secrets`. That the key was good before stays known, to ask the database
         for it again whatever else comes from its address. Looks at nothing that is remembered: thousands may change at once.
         """
         self._changes.note(api_key_id)
-        self.standing.changed(api_key_id, networks)
+        self.standing.changed(api_key_id, networks, ended_secrets)
 
     async def _check(self, secret: str) -> Principal:
         with patience(self._answer_wait_s):

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 
-from api.errors import AddressNotAllowed, AuthenticationThrottled, PermissionDenied, Unauthenticated
+from api.errors import AddressNotAllowed, AuthenticationThrottled, KeyRevokedMidway, PermissionDenied, Unauthenticated
 from metering.errors import KeyInvalid, StoreAway
 from metering.tenants.networks import Network, allows
 from metering.tenants.tenants import Principal
+
+SECRET_REPLACED = "the secret of the API key that this request was begun with was replaced: use the new one"
 
 
 def tell_nobody(_: Exception) -> None:
@@ -57,11 +59,17 @@ class StandingKey:
             return  # nothing is known; the next message asks again
         self._looked_at = now
 
-    def change(self, networks: Sequence[Network]) -> None:
-        """The key has changed: the next message looks at it. networks: from outside of these nothing goes on."""
+    def change(self, networks: Sequence[Network], ended_secrets: Collection[bytes] = ()) -> None:
+        """The key has changed: the next message looks at it. networks: from outside of these nothing goes on.
+
+        ended_secrets: hashes of secrets with which nothing goes on.
+        """
         self._is_stale = True
         principal = self._principal
-        if not allows(networks, principal.address):
+        if principal.secret_hash in ended_secrets:
+            self._refusal = KeyRevokedMidway(SECRET_REPLACED)
+            self.on_shut_out(self._refusal)
+        elif not allows(networks, principal.address):
             self._refusal = AddressNotAllowed(principal.address)
             self.on_shut_out(self._refusal)
 
@@ -97,7 +105,7 @@ class StandingKeys:
             if not held:
                 del self._open[api_key_id]
 
-    def changed(self, api_key_id: uuid.UUID, networks: Sequence[Network]) -> None:
+    def changed(self, api_key_id: uuid.UUID, networks: Sequence[Network], ended_secrets: Collection[bytes] = ()) -> None:
         """Tell all that is open with a key."""
         for key in tuple(self._open.get(api_key_id, ())):
-            key.change(networks)
+            key.change(networks, ended_secrets)

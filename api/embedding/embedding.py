@@ -11,7 +11,7 @@ import contextlib
 import time
 import uuid
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import structlog
@@ -49,6 +49,7 @@ class EmbedCaller:
     """Who asks, and since when. received_at and deadline, the latest time to begin, on the monotonic clock.
 
     trace: the one that it belongs to. bounds: what the key may have in one request. address: from where.
+    secret_hash: of the secret that it came with.
     """
 
     payer: Payer
@@ -58,6 +59,7 @@ class EmbedCaller:
     trace: TraceContext = NO_TRACE
     bounds: TokenBounds = NO_BOUNDS
     address: Address | None = None
+    secret_hash: bytes = field(default=b"", repr=False)
 
 
 class LiveEmbedding:

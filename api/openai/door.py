@@ -93,7 +93,15 @@ class Door:
                     key.check()
 
                 arrival = Arrival(
-                    payer(principal), request_id, received_at, auth_ms, check, trace, principal.bounds, principal.address
+                    payer(principal),
+                    request_id,
+                    received_at,
+                    auth_ms,
+                    check,
+                    trace,
+                    principal.bounds,
+                    principal.address,
+                    principal.secret_hash,
                 )
                 return await handler(request, arrival, principal)
         except HttpFault as fault:
@@ -168,6 +176,7 @@ class Door:
                 trace=arrival.trace,
                 bounds=arrival.bounds,
                 address=arrival.address,
+                secret_hash=arrival.secret_hash,
             )
             response = await self._process.embed(caller, start).answer()
         except Exception as error:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import cast
 
 import structlog
@@ -53,6 +53,7 @@ class Arrival:
     """Who asks and since when. request_id: of the whole, and of its first request. received_at: on the monotonic clock.
 
     bounds: what the key may have in one request, of which there is one for each prompt. address: from where; None: not known.
+    secret_hash: of the secret that it came with.
     check: raises what the key is refused with by now; asks the database if the key has changed.
     """
 
@@ -64,6 +65,7 @@ class Arrival:
     trace: TraceContext = NO_TRACE
     bounds: TokenBounds = NO_BOUNDS
     address: Address | None = None
+    secret_hash: bytes = field(default=b"", repr=False)
 
 
 class Exchange:
@@ -121,7 +123,13 @@ class Exchange:
         """Start all requests, or none. Raises: RequestInFlight, RequestUnderWay."""
         arrival = self._arrival
         caller = Caller(
-            arrival.payer, arrival.auth_ms, arrival.received_at, trace=arrival.trace, bounds=arrival.bounds, address=arrival.address
+            arrival.payer,
+            arrival.auth_ms,
+            arrival.received_at,
+            trace=arrival.trace,
+            bounds=arrival.bounds,
+            address=arrival.address,
+            secret_hash=arrival.secret_hash,
         )
         keys = [(arrival.payer.project_id, start.request_id) for start in starts]
         for key, start in zip(keys, starts, strict=True):

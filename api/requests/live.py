@@ -76,6 +76,7 @@ class Caller:
     """Who asks, with what key, and since when. received_at and deadline, the latest time to begin, on the monotonic clock.
 
     bounds: what the key may have in one request. address: from where; None: not known. trace: the one that it belongs to.
+    secret_hash: of the secret that it came with.
     """
 
     payer: Payer
@@ -86,6 +87,7 @@ class Caller:
     trace: TraceContext = NO_TRACE
     bounds: TokenBounds = NO_BOUNDS
     address: Address | None = None
+    secret_hash: bytes = field(default=b"", repr=False)
 
 
 class LiveRequest:
@@ -100,7 +102,8 @@ class LiveRequest:
         flow = FlowControl(
             start.initial_credit_tokens, process.admission.settings.client_stall_max_s, lambda: self.stop(Outcome.SLOW_CONSUMER)
         )
-        self.feed = Feed(receiver, start.model, flow, process.mailboxes.open() if start.keep_s is not None else None)
+        mailbox = None if start.keep_s is None else process.mailboxes.open(caller.payer.organization_id)
+        self.feed = Feed(receiver, start.model, flow, mailbox)
         self.attendance = Attendance(self.feed, start.keep_s, self.stop, self.update)
         self._reply = Reply(self.feed, start, self.stop)
         self._watch = Stopwatch(caller.received_at, caller.auth_ms)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from api.access.auth import Authenticator
+from api.access.standing_key import SECRET_REPLACED
 from api.errors import AddressNotAllowed, CancelledByAdmin, KeyRevokedMidway
 from api.process import Process, Running
 from api.requests.live import Phase
@@ -29,6 +30,8 @@ def obey(process: Process, authenticator: Authenticator, order: StopOrder) -> No
         payer, address = request.caller.payer, request.caller.address
         if order.api_key_id is not None and payer.api_key_id == order.api_key_id:
             request.stop(Outcome.CANCELLED, KeyRevokedMidway("the API key of this request was revoked"))
+        elif order.changed_key_id == payer.api_key_id and request.caller.secret_hash in order.ended_secrets:
+            request.stop(Outcome.CANCELLED, KeyRevokedMidway(SECRET_REPLACED))
         elif order.changed_key_id == payer.api_key_id and not allows(networks, address):
             request.stop(Outcome.CANCELLED, AddressNotAllowed(address))
         elif (order.project_id, order.request_id) == (payer.project_id, request.start.request_id):
@@ -37,7 +40,7 @@ def obey(process: Process, authenticator: Authenticator, order: StopOrder) -> No
     if order.api_key_id is not None:
         authenticator.changed(order.api_key_id)
     if order.changed_key_id is not None:
-        authenticator.changed(order.changed_key_id, networks)
+        authenticator.changed(order.changed_key_id, networks, order.ended_secrets)
 
 
 def keep_out_of_use(process: Process, orders: Sequence[DrainOrder]) -> None:

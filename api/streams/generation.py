@@ -184,7 +184,7 @@ class ClientStream:
                     receiver.source.grant(frame.credit.token_count)
             case "update":
                 if (receiver := self._known(frame.request_id)) is not None:
-                    receiver.source.update(frame.update)
+                    self._update(frame, receiver)
             case _:
                 what = "must be start, cancel, attach, credit or update"
                 raise InvalidRequest([FieldViolation(f"frames[{index}].kind", what)])
@@ -219,6 +219,7 @@ class ClientStream:
                         trace,
                         principal.bounds,
                         principal.address,
+                        principal.secret_hash,
                     )
                     self._process.begin(caller, start, receiver)
                     self._begun_s += min(time.thread_time() - began_at, START_FREE_S)
@@ -263,6 +264,15 @@ class ClientStream:
             self._receive(frame.request_id, request_id, bind)
         except Exception as error:
             self._refuse(frame.request_id, error)
+
+    def _update(self, frame: pb.ClientFrame, receiver: Receiver) -> None:
+        """Change limits, unless the key is good for nothing that begins: a higher limit would spend more with it."""
+        try:
+            self._key.check()
+        except Exception as refusal:
+            self._answer(frame.request_id, frames.updated(None, status_of(refusal)))
+        else:
+            receiver.source.update(frame.update)
 
     def _source(self, key: Key) -> Source | None:
         """Who has the request, as far as this process knows. Raises: ModelNotAllowed."""

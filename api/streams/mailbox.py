@@ -1,4 +1,4 @@
-"""What the server keeps of requests for clients that may come back: their output, in memory, bounded by the request and in all.
+"""Replay buffers: output that is kept in memory for clients that may come back, bounded by request, by organization and in all.
 
 A token that is put into a mailbox has been delivered: the client has asked the server to take delivery for it. It stands in the
 usage journal before anybody can read it here, and reading it again counts nothing.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from weir.v1 import inference_service_pb2 as pb
@@ -27,7 +28,9 @@ Key = tuple[uuid.UUID, uuid.UUID]  # project and request: ids of requests are un
 class Mailbox:
     """The deltas of one request, as bytes, from `first_seq` on. Made by `Mailboxes.open`."""
 
-    def __init__(self, journal: UsageJournal, owner: Mailboxes) -> None:
+    def __init__(self, journal: UsageJournal, owner: Mailboxes, organization_id: uuid.UUID) -> None:
+        """organization_id: whose share of the room it takes."""
+        self.organization_id = organization_id
         self.first_seq = 1
         self.byte_count = 0
         self._frames: list[bytes] = []
@@ -55,8 +58,8 @@ class Mailbox:
         self._frames.append(data)
         self._token_counts.append(len(frame.token_ids))
         self.byte_count += len(data) + FRAME_BYTES
-        self._owner.note(len(data) + FRAME_BYTES)
-        allowance = self._owner.allowance
+        self._owner.note(self, len(data) + FRAME_BYTES)
+        allowance = self._owner.allowance(self.organization_id)
         if self.byte_count <= allowance:
             return True
         self._drop(allowance, unread_seq)
@@ -92,71 +95,122 @@ class Mailbox:
         del self._frames[:count], self._token_counts[:count]
         self.first_seq += count
         self.byte_count -= freed
-        self._owner.note(-freed)
+        if freed:
+            self._owner.note(self, -freed)
+
+
+@dataclass(slots=True, eq=False)
+class Share:
+    """What one organization keeps: mailboxes of requests that run, and of those that have ended, the oldest first."""
+
+    live: set[Mailbox] = field(default_factory=set)
+    ended: dict[Key, tuple[Feed, Mailbox, asyncio.TimerHandle]] = field(default_factory=dict)
+    byte_count: int = 0
 
 
 class Mailboxes:
-    """All mailboxes of this process: those of requests that run, and for a while those of requests that have ended."""
+    """All mailboxes of this process: those of requests that run, and for a while those of requests that have ended.
+
+    The room is shared fairly between organizations: where there is too little, the one that keeps the most bytes loses its oldest
+    answer. So an organization that keeps less than its equal share loses nothing to others.
+    """
 
     def __init__(self, journal: UsageJournal, *, bytes_max: int, bytes_per_request_max: int) -> None:
         self.byte_count = 0
         self._journal = journal
         self._bytes_max = bytes_max
         self._bytes_per_request_max = bytes_per_request_max
-        self._live_count = 0
-        self._ended: dict[Key, tuple[Feed, Mailbox, asyncio.TimerHandle]] = {}  # the one that ended first stands first
+        self._shares: dict[uuid.UUID, Share] = {}  # by organization; none that keeps nothing
+        self._ended: dict[Key, uuid.UUID] = {}  # the organization of each request that has ended and is kept
+
+    def allowance(self, organization_id: uuid.UUID) -> int:
+        """Bytes that each running request of it may keep: less where its share would not hold all of them otherwise."""
+        live_count = len(self._shares[organization_id].live) if organization_id in self._shares else 0
+        return min(self._bytes_per_request_max, self._bytes_max // max(len(self._shares), 1) // max(live_count, 1))
 
     @property
-    def allowance(self) -> int:
-        """Bytes that each request may keep: less where so many run that all of them would not find room otherwise."""
-        return min(self._bytes_per_request_max, self._bytes_max // max(self._live_count, 1))
+    def live_count(self) -> int:
+        """Mailboxes of requests that run."""
+        return sum(len(share.live) for share in self._shares.values())
 
     @property
     def ended_count(self) -> int:
         """Requests that have ended and can still be received."""
         return len(self._ended)
 
-    def open(self) -> Mailbox:
-        """For a request that begins; `close` or `keep` follows once."""
-        self._live_count += 1
-        return Mailbox(self._journal, self)
+    def open(self, organization_id: uuid.UUID) -> Mailbox:
+        """For a request of the organization that begins; `close` or `keep` follows once."""
+        mailbox = Mailbox(self._journal, self, organization_id)
+        self._shares.setdefault(organization_id, Share()).live.add(mailbox)
+        return mailbox
 
     def close(self, mailbox: Mailbox) -> None:
         """Its request has ended, and nobody can ask for its output."""
-        self._live_count -= 1
         mailbox.forget()
+        self._shares[mailbox.organization_id].live.discard(mailbox)
+        self._tidy(mailbox.organization_id)
 
     def keep(self, key: Key, feed: Feed, mailbox: Mailbox, seconds: float) -> None:
-        """Its request has ended, and its output can be asked for so long, if nobody else needs the room before."""
-        self._live_count -= 1
-        self._forget(key)  # an id may come again after an attempt that left no trace in the books
+        """Its request has ended, and its output can be asked for so long, unless the organization keeps too much by then."""
+        self.forget(key)  # an id may come again after an attempt that left no trace in the books
         timer = asyncio.get_running_loop().call_later(seconds, self._expire, key, seconds)
-        self._ended[key] = feed, mailbox, timer
-        self.note(0)
+        share = self._shares[mailbox.organization_id]
+        share.live.discard(mailbox)
+        share.ended[key] = feed, mailbox, timer
+        self._ended[key] = mailbox.organization_id
+        self._make_room()
 
     def _expire(self, key: Key, seconds: float) -> None:
         """The time is over; whoever is just reading may read on."""
-        feed, mailbox, _ = self._ended[key]
+        ended = self._shares[self._ended[key]].ended
+        feed, mailbox, _ = ended[key]
         if feed.receiver is None:
-            self._forget(key)
+            self.forget(key)
         else:
             timer = asyncio.get_running_loop().call_later(seconds, self._expire, key, seconds)
-            self._ended[key] = feed, mailbox, timer
+            ended[key] = feed, mailbox, timer
 
     def find(self, key: Key) -> Feed | None:
         """What is kept of a request that has ended."""
-        kept = self._ended.get(key)
-        return None if kept is None else kept[0]
+        organization_id = self._ended.get(key)
+        return None if organization_id is None else self._shares[organization_id].ended[key][0]
 
-    def note(self, byte_count: int) -> None:
-        """So many more bytes are kept. Beyond the bound the requests that ended first are forgotten."""
+    def note(self, mailbox: Mailbox, byte_count: int) -> None:
+        """So many more bytes are kept in a mailbox."""
         self.byte_count += byte_count
-        while self.byte_count > self._bytes_max and self._ended and byte_count >= 0:
-            self._forget(next(iter(self._ended)))
+        self._shares[mailbox.organization_id].byte_count += byte_count
+        if byte_count > 0:
+            self._make_room()
 
-    def _forget(self, key: Key) -> None:
-        if (kept := self._ended.pop(key, None)) is not None:
-            feed, mailbox, timer = kept
-            timer.cancel()
-            feed.forget()
-            mailbox.forget()
+    def _make_room(self) -> None:
+        """Beyond the bound, forget the oldest answer of whoever keeps the most, but of nobody below an equal share.
+
+        What requests keep that run is no answer yet: their mailboxes drop the oldest by themselves when the next delta comes.
+        """
+        while self.byte_count > self._bytes_max:
+            equal_share = self._bytes_max // len(self._shares)
+            above = [share for share in self._shares.values() if share.ended and share.byte_count > equal_share]
+            if not above:
+                return
+            self.forget(next(iter(max(above, key=lambda share: share.byte_count).ended)))
+
+    def forget(self, key: Key) -> None:
+        """Give up what is kept of a request that has ended, if anything is."""
+        organization_id = self._ended.pop(key, None)
+        if organization_id is None:
+            return
+        feed, mailbox, timer = self._shares[organization_id].ended.pop(key)
+        timer.cancel()
+        feed.forget()
+        mailbox.forget()
+        self._tidy(organization_id)
+
+    def forget_all(self) -> None:
+        """The same for every request that has ended."""
+        for key in tuple(self._ended):
+            self.forget(key)
+
+    def _tidy(self, organization_id: uuid.UUID) -> None:
+        share = self._shares[organization_id]
+        if not share.live and not share.ended:
+            del self._shares[organization_id]

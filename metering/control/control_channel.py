@@ -35,6 +35,7 @@ SELECT_FLOOR = f"SELECT coalesce(max(id), 0) FROM stop_orders WHERE ordered_at <
 # Numbers are given out before the commit, so a smaller one may appear after a greater one: young orders are read again and again.
 SELECT_ORDERS = f"""
 SELECT id, request_id, project_id, api_key_id, reason, changed_key_id, coalesce(allowed_networks, '{{}}'),
+    coalesce(ended_secrets, '{{}}'),
     ordered_at < clock_timestamp() - interval '{SETTLED_AGE}'
 FROM stop_orders WHERE id > %s ORDER BY id
 """
@@ -166,11 +167,12 @@ class ControlChannel:
         if self._floor is None:
             self._floor = await self._number(connection, SELECT_FLOOR)
         cursor = await connection.execute(SELECT_ORDERS, (self._floor,))
-        for number, request_id, project_id, api_key_id, reason, changed_key_id, networks, is_old in await cursor.fetchall():
+        for number, request_id, project_id, api_key_id, reason, changed_key_id, networks, ended, is_old in await cursor.fetchall():
             item = ("order", number)
             if number not in self._obeyed and self._retries.is_due(item):
+                order = StopOrder(number, request_id, project_id, api_key_id, reason, changed_key_id, tuple(networks), tuple(ended))
                 with self._retries.survive(item):
-                    self._stop(StopOrder(number, request_id, project_id, api_key_id, reason, changed_key_id, tuple(networks)))
+                    self._stop(order)
                     self._obeyed.add(number)
             if is_old:
                 self._floor = number

@@ -6,8 +6,8 @@ import uuid
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import BigInteger, CheckConstraint, ForeignKey, Identity, Index, func
-from sqlalchemy.dialects.postgresql import JSONB
+from sqlalchemy import BigInteger, CheckConstraint, ForeignKey, Identity, Index, LargeBinary, func
+from sqlalchemy.dialects.postgresql import ARRAY, JSONB
 from sqlalchemy.orm import Mapped, mapped_column
 
 from metering.models import Base
@@ -48,7 +48,7 @@ class StopOrder(Base):
     """An order to every api process: end this request, or all requests of this key. Kept for a day.
 
     changed_key_id: of a key that is good for something else by now: look at it again, and end what comes from outside of
-    `allowed_networks`, if there are any.
+    `allowed_networks`, if there are any. ended_secrets: hashes of its secrets that have ended now; what was begun with one ends.
     `ordered_at` is the time of the statement, not of its transaction: see `control_channel.py`.
     """
 
@@ -66,6 +66,7 @@ class StopOrder(Base):
     api_key_id: Mapped[uuid.UUID | None] = mapped_column(ForeignKey("api_keys.id"))
     changed_key_id: Mapped[uuid.UUID | None] = mapped_column(ForeignKey("api_keys.id"))
     allowed_networks: Mapped[list[str] | None]
+    ended_secrets: Mapped[list[bytes] | None] = mapped_column(ARRAY(LargeBinary()))
     reason: Mapped[str]
     ordered_at: Mapped[datetime] = mapped_column(server_default=func.clock_timestamp())
 

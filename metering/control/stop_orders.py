@@ -26,6 +26,7 @@ class StopOrder:
     """End one request of a project, or everything of a key. reason: in the words of who ordered it; may be empty.
 
     changed_key_id: look at that key again, and end what comes from outside of `allowed_networks`; none of them: nothing.
+    ended_secrets: hashes of secrets of that key that have ended now; what was begun with one of them ends, too.
     """
 
     order_id: int
@@ -35,6 +36,7 @@ class StopOrder:
     reason: str
     changed_key_id: uuid.UUID | None = None
     allowed_networks: tuple[str, ...] = ()
+    ended_secrets: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +60,15 @@ async def order_end_of_key(session: AsyncSession, api_key_id: uuid.UUID) -> None
     await _announce(session)
 
 
-async def order_look_at_key(session: AsyncSession, api_key_id: uuid.UUID, allowed_networks: Sequence[str]) -> None:
-    """Once the transaction is committed, every process looks at the key again, and ends what it runs from outside of these."""
-    await session.execute(
-        insert(StopOrderRow).values(changed_key_id=api_key_id, allowed_networks=list(allowed_networks), reason="")
-    )
+async def order_look_at_key(
+    session: AsyncSession, api_key_id: uuid.UUID, allowed_networks: Sequence[str], ended_secrets: Sequence[bytes] = ()
+) -> None:
+    """Once the transaction is committed, every process looks at the key again, and ends what it runs from outside of these.
+
+    ended_secrets: hashes of the secrets whose requests end as well.
+    """
+    values = {"allowed_networks": list(allowed_networks), "ended_secrets": list(ended_secrets) or None, "reason": ""}
+    await session.execute(insert(StopOrderRow).values(changed_key_id=api_key_id, **values))
     await _announce(session)
 
 

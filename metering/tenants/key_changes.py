@@ -34,8 +34,8 @@ async def rotate_api_key(
 ) -> tuple[KeyRecord, str, datetime]:
     """Give a key, by id or prefix, a new secret; the key, the secret, and until when the replaced one works.
 
-    overlap: 0 refuses the replaced secret at once. A secret that was replaced before keeps its own end, or ends with this overlap
-    if that is earlier. Raises: NotFound, InvalidValue, KeyRevoked.
+    overlap: 0 ends the replaced secret at once, and every request that was begun with it. A secret that was replaced before keeps
+    its own end, or ends with this overlap if that is earlier. Raises: NotFound, InvalidValue, KeyRevoked.
     """
     if not timedelta(0) <= overlap <= OVERLAP_MAX:
         raise InvalidValue("overlap", f"give zero to {OVERLAP_MAX.days} days")
@@ -47,8 +47,10 @@ async def rotate_api_key(
     )
     values = {"secret_hash": key.secret_hash, "api_key_id": key.id, "expires_at": func.now() + overlap}
     ends_at = (await session.scalars(insert(SupersededSecret).values(values).returning(SupersededSecret.expires_at))).one()
-    for older in await session.scalars(select(SupersededSecret).where(SupersededSecret.api_key_id == key.id)):
+    superseded = (await session.scalars(select(SupersededSecret).where(SupersededSecret.api_key_id == key.id))).all()
+    for older in superseded:
         older.expires_at = min(older.expires_at, ends_at)
+    ended_secrets = [] if overlap else [each.secret_hash for each in superseded]
     await session.flush()
     before = snapshot(key)
     key.secret_hash = hash_of(secret)
@@ -58,7 +60,7 @@ async def rotate_api_key(
     await record_change(
         session, actor=actor, action="api_key.rotate", subject_id=str(key.id), before=before | ended, after=before | ends
     )
-    await order_look_at_key(session, key.id, key.allowed_networks)
+    await order_look_at_key(session, key.id, key.allowed_networks, ended_secrets)
     return await find_api_key(session, str(key.id)), secret, ends_at
 
 

@@ -46,6 +46,7 @@ class Principal:
 
     models: those that it may use; none: every one. bounds: on the tokens of one request. networks: from which it may be used; none:
     from everywhere. address: from where it is used in this call, which whoever let it in has found out; None: that is not known.
+    secret_hash: of the secret that this call came with; a rotated key has several.
     """
 
     api_key_id: uuid.UUID
@@ -59,6 +60,7 @@ class Principal:
     bounds: TokenBounds = NO_BOUNDS
     networks: tuple[Network, ...] = ()
     address: Address | None = field(default=None, compare=False)
+    secret_hash: bytes = field(default=b"", compare=False, repr=False)
 
     def may_use(self, model: str) -> bool:
         """Whether the key is good for the model of this name."""
@@ -272,6 +274,7 @@ async def authenticate(session: AsyncSession, secret: str) -> Principal:
         models=frozenset(models),
         bounds=TokenBounds(most_in, most_out),
         networks=networks_of(tuple(networks)),
+        secret_hash=hash_of(secret),
     )
 
 

@@ -207,8 +207,7 @@ class SmallProcess:
         """What requests that have ended must have given back, by name; empty when nothing is left. Mailboxes are emptied."""
         queues = [queue.statistics() for queue in self.process.queues.values()]
         statistics, mailboxes = self.engine.statistics(), self.process.mailboxes
-        for key in list(mailboxes._ended):
-            mailboxes._forget(key)
+        mailboxes.forget_all()
         counts = {
             "permits": self.capacity.taken_count,
             "characters in preparation": self.process.text_work.taken_chars,
@@ -219,7 +218,7 @@ class SmallProcess:
             "KV blocks": statistics.kv_block_count_held,
             "texts": self.encoder.running_count,
             "requests": len(self.process.running()) + len(self.process._by_key),
-            "mailboxes": mailboxes._live_count,
+            "mailboxes": mailboxes.live_count,
             "kept bytes": mailboxes.byte_count,
             "journalled holds": len(self.journal._live),
             "relays": self.relays.running_count,

@@ -25,6 +25,9 @@ def journal(tmp_path: Path) -> Iterator[UsageJournal]:
     journal.close()
 
 
+ORGANIZATION = uuid.uuid4()
+
+
 class World:
     """A request that nothing runs."""
 
@@ -34,7 +37,7 @@ class World:
         self.ended: list[Receiver] = []
         self.first = self.receiver()
         mailboxes = Mailboxes(journal, bytes_max=10**6, bytes_per_request_max=10**6)
-        mailbox = None if keep_s is None else mailboxes.open()
+        mailbox = None if keep_s is None else mailboxes.open(ORGANIZATION)
         self.feed = Feed(self.first, "m", FlowControl(None, 60.0, lambda: None), mailbox)
         self.feed.tally.hold_id = uuid.uuid4()
         self.attendance = Attendance(self.feed, keep_s, lambda outcome, _: self.stopped.append(outcome), lambda _: None)

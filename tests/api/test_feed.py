@@ -23,6 +23,7 @@ from metering.holds.journal import Delivered, UsageJournal
 
 EXAMPLES = int(os.environ.get("WEIR_TEST_FEED_EXAMPLES", "100"))
 CHOICES = 2
+ORGANIZATION = uuid.uuid4()
 
 
 class Journal:
@@ -79,7 +80,7 @@ class World:
         self.ends = [self.end]
         mailboxes = Mailboxes(cast(UsageJournal, self.journal), bytes_max=10**9, bytes_per_request_max=10**9)
         flow = FlowControl(credit, 60.0, lambda: None)
-        self.feed = Feed(self.end.receiver, "m", flow, mailboxes.open() if kept else None)
+        self.feed = Feed(self.end.receiver, "m", flow, mailboxes.open(ORGANIZATION) if kept else None)
         self.feed.tally.hold_id = uuid.uuid4()
         self.said: list[list[int]] = [[] for _ in range(CHOICES)]
         self.over = False
@@ -258,7 +259,7 @@ async def test_who_grants_nothing_while_output_waits_is_given_up_in_time(kept: b
     journal, stalled = Journal(), asyncio.Event()
     mailboxes = Mailboxes(cast(UsageJournal, journal), bytes_max=10**9, bytes_per_request_max=10**9)
     receiver = Receiver(Outbox(cast(UsageJournal, journal)), "r", lambda _: None)
-    feed = Feed(receiver, "m", FlowControl(1, 0.01, stalled.set), mailboxes.open() if kept else None)
+    feed = Feed(receiver, "m", FlowControl(1, 0.01, stalled.set), mailboxes.open(ORGANIZATION) if kept else None)
     feed.tally.hold_id = uuid.uuid4()
 
     feed.say(0, "a", (1,))
@@ -279,7 +280,7 @@ async def test_who_needs_no_credit_or_is_away_is_not_waited_for() -> None:
     mailboxes = Mailboxes(cast(UsageJournal, journal), bytes_max=10**9, bytes_per_request_max=10**9)
     for credit in (None, 0):
         receiver = Receiver(Outbox(cast(UsageJournal, journal)), "r", lambda _: None)
-        feed = Feed(receiver, "m", FlowControl(credit, 60.0, lambda: None), mailboxes.open())
+        feed = Feed(receiver, "m", FlowControl(credit, 60.0, lambda: None), mailboxes.open(ORGANIZATION))
         feed.tally.hold_id, journal.total = uuid.uuid4(), 0
         if credit is not None:
             feed.detach()

@@ -17,6 +17,7 @@ from api.streams.outbox import Outbox
 from api.streams.receiver import Receiver
 from metering.holds.journal import UsageJournal
 
+ORGANIZATION = uuid.uuid4()
 REQUEST_COUNT = 1000
 TOKENS_AT_FIRST, TOKENS_THEN = 20, 100  # each; the first fill what every request has, however little waits
 BYTES_PER_TOKEN_MAX = 100  # arrays with their reserve; one object per token would be far above it
@@ -88,31 +89,81 @@ async def test_what_is_kept_stays_within_its_bounds(journal: UsageJournal) -> No
     mailboxes = Mailboxes(journal, bytes_max=200_000, bytes_per_request_max=20_000)
     feeds = []
     for _ in range(50):
-        feed = Feed(Receiver(Outbox(journal), "r", lambda _: None), "m", FlowControl(None, 60.0, lambda: None), mailboxes.open())
+        mailbox = mailboxes.open(ORGANIZATION)
+        feed = Feed(Receiver(Outbox(journal), "r", lambda _: None), "m", FlowControl(None, 60.0, lambda: None), mailbox)
         feed.tally.hold_id = uuid.uuid4()
         feed.detach()
         feeds.append(feed)
 
     say(feeds[:5], 1000)
-    assert mailboxes.byte_count <= 50 * mailboxes.allowance
+    assert mailboxes.byte_count <= 50 * mailboxes.allowance(ORGANIZATION)
     say(feeds, 200)
 
-    assert all(feed.mailbox is not None and feed.mailbox.byte_count <= mailboxes.allowance for feed in feeds)
+    assert all(feed.mailbox is not None and feed.mailbox.byte_count <= mailboxes.allowance(ORGANIZATION) for feed in feeds)
     assert mailboxes.byte_count == sum(feed.mailbox.byte_count for feed in feeds if feed.mailbox is not None) <= 200_000
     assert feeds[0].tally.usage.delivered_token_count == 1200, "dropped or not, it was delivered"
 
 
+def begun(journal: UsageJournal, mailboxes: Mailboxes, organization_id: uuid.UUID) -> Feed:
+    """A request that nobody receives."""
+    mailbox = mailboxes.open(organization_id)
+    feed = Feed(Receiver(Outbox(journal), "r", lambda _: None), "m", FlowControl(None, 60.0, lambda: None), mailbox)
+    feed.tally.hold_id = uuid.uuid4()
+    feed.detach()
+    return feed
+
+
+def answered(
+    journal: UsageJournal, mailboxes: Mailboxes, organization_id: uuid.UUID, token_count: int
+) -> tuple[uuid.UUID, uuid.UUID]:
+    """The same with so many tokens, ended; by what it is found."""
+    key = uuid.uuid4(), uuid.uuid4()
+    feed = begun(journal, mailboxes, organization_id)
+    assert feed.mailbox is not None
+    say([feed], token_count)
+    feed.end(None)
+    mailboxes.keep(key, feed, feed.mailbox, 60.0)
+    return key
+
+
+async def test_a_flood_of_answers_of_one_customer_evicts_its_own_and_not_those_of_another(journal: UsageJournal) -> None:
+    mailboxes = Mailboxes(journal, bytes_max=65_536, bytes_per_request_max=65_536)
+    victim, flooding = uuid.uuid4(), uuid.uuid4()
+    theirs = answered(journal, mailboxes, victim, 300)
+    flood = [answered(journal, mailboxes, flooding, 300) for _ in range(20)]
+    running = [begun(journal, mailboxes, flooding) for _ in range(5)]
+    say(running, 300)
+
+    there = [mailboxes.find(key) is not None for key in flood]
+    assert mailboxes.find(theirs) is not None
+    assert there == sorted(there)
+    assert not there[0]
+    assert mailboxes.allowance(flooding) == 65_536 // 2 // 5
+    assert mailboxes.allowance(victim) == 65_536 // 2
+    assert mailboxes.byte_count <= 65_536
+    for feed in running:
+        assert feed.mailbox is not None
+        mailboxes.close(feed.mailbox)
+    mailboxes.forget_all()  # their timers, too
+    assert mailboxes.byte_count == mailboxes.live_count == mailboxes.ended_count == 0
+
+
+async def test_who_keeps_more_than_an_equal_share_makes_room_for_whoever_comes_later(journal: UsageJournal) -> None:
+    mailboxes = Mailboxes(journal, bytes_max=65_536, bytes_per_request_max=65_536)
+    first, later = uuid.uuid4(), uuid.uuid4()
+    before = [answered(journal, mailboxes, first, 100) for _ in range(12)]
+    after = [answered(journal, mailboxes, later, 100) for _ in range(4)]
+
+    assert all(mailboxes.find(key) is not None for key in after)
+    kept = [mailboxes.find(key) is not None for key in before]
+    assert kept == sorted(kept)
+    assert not all(kept)
+    mailboxes.forget_all()
+
+
 async def test_what_ended_first_is_forgotten_first(journal: UsageJournal) -> None:
     mailboxes = Mailboxes(journal, bytes_max=65_536, bytes_per_request_max=65_536)
-    keys = [(uuid.uuid4(), uuid.uuid4()) for _ in range(5)]
-    for key in keys:
-        mailbox = mailboxes.open()
-        feed = Feed(Receiver(Outbox(journal), "r", lambda _: None), "m", FlowControl(None, 60.0, lambda: None), mailbox)
-        feed.tally.hold_id = uuid.uuid4()
-        feed.detach()
-        say([feed], 300)
-        feed.end(None)
-        mailboxes.keep(key, feed, mailbox, 60.0)
+    keys = [answered(journal, mailboxes, ORGANIZATION, 300) for _ in range(5)]
 
     there = [mailboxes.find(key) is not None for key in keys]
     assert there == sorted(there)
@@ -120,5 +171,5 @@ async def test_what_ended_first_is_forgotten_first(journal: UsageJournal) -> Non
     assert there[-1]
     assert mailboxes.byte_count <= 65_536
     for key in keys:
-        mailboxes._forget(key)  # its timers, too
+        mailboxes.forget(key)  # its timers, too
     assert mailboxes.byte_count == 0

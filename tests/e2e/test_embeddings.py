@@ -8,7 +8,7 @@ import os
 import signal
 import uuid
 from collections.abc import AsyncIterator, Iterator, Sequence
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from metering.billing.prices import set_price
 from metering.billing.rating import rate_all_pending
 from metering.models import QuotaDimension
 from metering.store.db import create_engine, create_sessions, psycopg_conninfo
+from metering.tenants.key_changes import rotate_api_key
 from tests.conftest import new_database
 from tests.e2e.openai_clients import connect, extension, says
 from tests.inference.encoder_checkpoints import DIMENSION, INPUT_TOKENS_MAX, PLAIN_IDS, make_random_encoder
@@ -293,25 +294,29 @@ async def test_an_id_is_billed_once(embedding: Service) -> None:
 
 
 async def test_what_ends_before_it_is_embedded_costs_nothing(embedding: Service) -> None:
-    """Hung up, out of time, its key revoked: each while it waits for the encoder."""
+    """Hung up, out of time, its key revoked, its secret replaced: each while it waits for the encoder."""
     limits = {QuotaDimension.TOKENS_PER_MINUTE: 1000, QuotaDimension.CONCURRENT_REQUESTS: 3}
-    gone, late, revoked = [await priced_tenant(embedding, limits) for _ in range(3)]
+    gone, late, revoked, rotated = [await priced_tenant(embedding, limits) for _ in range(4)]
     async with stub_of(embedding) as stub:
         with stopped(embedding):
             hanging_up = stub.Embed(request_of(*TEXTS), metadata=bearer(gone.secret))
             timing_out = stub.Embed(request_of(*TEXTS), metadata=bearer(late.secret), timeout=2.0)
             ended = stub.Embed(request_of(*TEXTS), metadata=bearer(revoked.secret))
-            calls = asyncio.gather(*(refused(each) for each in (timing_out, ended)))
-            for tenant in (gone, revoked):
+            replaced = stub.Embed(request_of(*TEXTS), metadata=bearer(rotated.secret))
+            calls = asyncio.gather(*(refused(each) for each in (timing_out, ended, replaced)))
+            for tenant in (gone, revoked, rotated):
                 await held(embedding, tenant)
             hanging_up.cancel()
             await embedding.revoke(revoked.key)
-            out_of_time, of_a_revoked_key = await calls
-            for tenant in (gone, late, revoked):
+            async with embedding.session() as session:
+                await rotate_api_key(session, api_key=rotated.key.prefix, overlap=timedelta(0), actor="test")
+            out_of_time, *of_ended_keys = await calls
+            for tenant in (gone, late, revoked, rotated):
                 await nothing_billed(embedding, tenant)
 
         assert out_of_time.code is grpc.StatusCode.DEADLINE_EXCEEDED
-        assert (of_a_revoked_key.code, of_a_revoked_key.info.reason) == (grpc.StatusCode.UNAUTHENTICATED, "KEY_REVOKED")
+        told = {(refusal.code, refusal.info.reason) for refusal in of_ended_keys}
+        assert told == {(grpc.StatusCode.UNAUTHENTICATED, "KEY_REVOKED")}
         answer = await stub.Embed(request_of(*TEXTS), metadata=bearer(gone.secret))
     assert len(answer.embeddings) == len(TEXTS)
 

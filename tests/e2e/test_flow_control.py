@@ -213,7 +213,7 @@ async def test_what_is_sent_again_uses_credit_and_counts_no_more(inside: Inside,
         finished = await other.finished(frame.request_id)
     assert finished.usage.delivered_token_count == len(other.token_ids(frame.request_id)) == 40
     assert service.books.event(tenant, frame.request_id)["billed_token_count"] == 40
-    inside.process.mailboxes._forget((tenant.project_id, uuid.UUID(frame.request_id)))  # so that no later test waits for that
+    inside.process.mailboxes.forget((tenant.project_id, uuid.UUID(frame.request_id)))  # so that no later test waits for that
 
 
 def seconds(value: float) -> Duration:

@@ -220,6 +220,73 @@ async def test_narrowing_ends_what_runs_outside_in_every_process_and_leaves_the_
     assert outcomes.count("cancelled") == 3
 
 
+async def test_a_rotation_without_overlap_ends_what_was_begun_with_the_replaced_secret_on_every_way(
+    pair: tuple[Service, Service], key: Key
+) -> None:
+    """Streams, requests that go on without their client, relays and HTTP; what was begun with the new secret goes on."""
+    here, there = pair
+    first = await key.call("RotateApiKey", api_key=key.prefix)
+    old, new = key.secret, first.secret
+    async with (
+        there.stream(old) as stream,
+        there.stream(new) as other,
+        here.stream(old) as relayed,
+        connect_async(there, old) as client,
+    ):
+        long, kept = await stream.begin(max_output_tokens=4000), await stream.begin(max_output_tokens=4000, **KEPT)
+        spared = await other.begin(max_output_tokens=4000, **KEPT)
+        for each, request_id in ((stream, long), (stream, kept), (other, spared)):
+            await each.received(request_id, 1)
+        await relayed.send(pb.ClientFrame(request_id=spared, attach=pb.AttachFrame()))
+        await relayed.received(spared, 1)
+        chunks = await client.chat.completions.create(model=MODEL, messages=says("a"), stream=True, extra_body={"ignore_eos": True})
+        chat = aiter(chunks)
+        await anext(chat)
+        begun = await other.begin(max_output_tokens=4000, **KEPT)
+        await other.received(begun, 1)
+
+        newest = await key.call("RotateApiKey", api_key=key.prefix, overlap=Duration())
+        ends = [await stream.failed(long), await stream.failed(kept), await relayed.failed(spared), await other.failed(begun)]
+        with pytest.raises(openai.APIError, match="was replaced"):
+            async for _ in chat:
+                pass
+        refusals = [await each.failed(await each.begin()) for each in (stream, other, relayed)]
+    async with there.stream(newest.secret) as fresh:
+        await fresh.finished(await fresh.begin())
+
+    assert {(end.code, end.reason) for end in ends} == {(StatusCode.UNAUTHENTICATED, "KEY_REVOKED")}
+    assert {refusal.code for refusal in refusals} == {StatusCode.UNAUTHENTICATED}
+    events = there.books.events(key.tenant)
+    assert sorted(event["outcome"] for event in events) == ["cancelled"] * 5 + ["length"]
+    assert all(event["delivered_token_count"] < 4000 for event in events)
+
+
+async def test_a_secret_whose_overlap_is_over_raises_no_limit_also_through_another_process(
+    pair: tuple[Service, Service], key: Key
+) -> None:
+    """What was begun with it goes on within the limits that it had."""
+    here, there = pair
+    async with there.stream(key.secret) as stream, here.stream(key.secret) as relayed:
+        plain = await stream.begin(max_output_tokens=100, initial_credit_tokens=5)
+        kept = await stream.begin(max_output_tokens=100, initial_credit_tokens=5, **KEPT)
+        for request_id in (plain, kept):
+            await stream.received(request_id, 1)
+        await relayed.send(pb.ClientFrame(request_id=kept, attach=pb.AttachFrame()))
+        await relayed.first(kept, "attached")
+        await key.call("RotateApiKey", api_key=key.prefix, overlap=Duration(nanos=1_000_000))
+        for each in (stream, relayed):
+            while (await each.end(await each.begin(max_output_tokens=1))).WhichOneof("kind") != "failed":
+                pass
+        for each, request_id in ((stream, plain), (relayed, kept)):
+            await each.send(pb.ClientFrame(request_id=request_id, update=pb.UpdateFrame(max_output_tokens=200)))
+            await each.send(pb.ClientFrame(request_id=request_id, credit=pb.CreditFrame(token_count=1000)))
+        updates = [await stream.first(plain, "updated"), await relayed.first(kept, "updated")]
+        ends = [await stream.finished(plain), await relayed.finished(kept)]
+
+    assert [update.refusal.code for update in updates] == [StatusCode.UNAUTHENTICATED.value[0]] * 2
+    assert [end.usage.delivered_token_count for end in ends] == [100, 100]
+
+
 @pytest.mark.parametrize(("change", "status"), [("narrowed", 403), ("rotated", 401)])
 async def test_a_request_that_waits_for_its_body_is_not_let_in_with_a_key_that_is_good_no_more(
     pair: tuple[Service, Service], key: Key, change: str, status: int

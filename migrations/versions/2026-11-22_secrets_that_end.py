@@ -1,0 +1,20 @@
+"""An order about a changed key names the secrets that have ended, so that what was begun with them ends, too."""
+
+from __future__ import annotations
+
+import sqlalchemy as sa
+from alembic import op
+from sqlalchemy.dialects import postgresql
+
+revision = "0033"
+down_revision = "0032"
+branch_labels = None
+depends_on = None
+
+
+def upgrade() -> None:
+    op.add_column("stop_orders", sa.Column("ended_secrets", postgresql.ARRAY(sa.LargeBinary()), nullable=True))
+
+
+def downgrade() -> None:
+    op.drop_column("stop_orders", "ended_secrets")
