@@ -36,7 +36,7 @@ from api.composition import (
     openai_url,
 )
 from api.draining import drain, stop_signals
-from api.endpoint import Endpoint
+from api.endpoint import Endpoint, make_private
 from api.fleet.fleet import build_serving
 from api.health import keep_health
 from api.inference_service import InferenceServicer
@@ -47,6 +47,7 @@ from api.observability.scrape import MetricsListener, Scrapes
 from api.observability.spans import open_spans
 from api.open_files import allow_open_files
 from api.openai.listener import Listener
+from api.probes import Handle, Probes
 from api.process import Process
 from api.requests.admission import Admission, Capacity
 from api.server import Health, Servicers, build_peer_server, build_server
@@ -62,7 +63,7 @@ from inference.router import Router
 from inference.safety.classifier_process import ClassifierProcess
 from metering.control.control_channel import ControlChannel
 from metering.errors import StoreAway
-from metering.holds.journal import UsageJournal
+from metering.holds.journal import UsageJournal, check_locks
 from metering.holds.lease_clock import boot_time_s
 from metering.holds.recovery import recover_journals
 from metering.holds.usage_notices import UsageNotices
@@ -134,11 +135,11 @@ class Doors:
     listener: Listener
     metrics: MetricsListener
 
-    async def open(self, scrapes: Scrapes) -> None:
-        """Take connections; that of clients last."""
+    async def open(self, scrape: Handle) -> None:
+        """Take connections; that of clients last. scrape: answers on the port for metrics."""
         await self.peer_server.start()
         await self.listener.start()
-        await self.metrics.start(scrapes)
+        await self.metrics.start(scrape)
         await self.server.start()
 
     async def shut(self, router: Router) -> None:
@@ -186,7 +187,8 @@ async def serve(settings: Settings) -> None:
     """
     owner_id = uuid.uuid4()
     tls, safety, issuer = open_tls(settings), build_safety(settings), settings.issuer()
-    settings.home.mkdir(parents=True, exist_ok=True)
+    make_private(settings.home)
+    check_locks(settings.journal_directory)
     spares = SpareHosts(settings.spare_hosts)
     serving = build_serving(settings, spares.open)
     router = Router(serving.engines, serving.encoders, serving.catalog, serving.encoder_catalog)
@@ -230,7 +232,8 @@ async def serve(settings: Settings) -> None:
         accepted = PeerCertificates(identity)
         peer_server, peer = build_peer_server(settings, for_peers, identity, accepted)
         server, port = build_server(settings, servicers, health, tls, observer.call_failed)
-        listener = Listener(http_handle(settings, process, authenticator, sessions, servicers), settings, tls)
+        probes = Probes(health)
+        listener = Listener(http_handle(settings, process, authenticator, sessions, servicers, probes), settings, tls)
         url = openai_url(settings, listener, tls)
         metrics = MetricsListener(settings.metrics_address(), settings.metrics_port_count)
         parts = Parts(process, authenticator, servicers.inference.open_streams, for_peers.open_streams, listener.connection_count)
@@ -248,7 +251,7 @@ async def serve(settings: Settings) -> None:
         gc.freeze()  # what stands now stands to the end: a full collection that looked at it again would stop all streams for 5 ms
         gc.set_threshold(COLLECT_AFTER_OBJECTS)
         doors = Doors(server, peer_server, listener, metrics)
-        await doors.open(Scrapes(parts, admin_sessions))
+        await doors.open(probes.before(Scrapes(parts, admin_sessions).handle))
         health_task = tasks.create_task(keep_health(health, endpoint, router, holds, settings, stopping), name="health")
         log.info("listening", address=address, port=port, tls=with_tls, models=sorted(tokenizers), **urls)
         with stop_signals(stopping):

@@ -16,6 +16,7 @@ from api.endpoint import base_url
 from api.observability.observer import Observer
 from api.openai.door import Door
 from api.openai.listener import Handle, Listener
+from api.probes import Probes
 from api.process import Process
 from api.requests.live_control import keep_out_of_use, obey, process_name, report, report_replicas
 from api.server import Servicers
@@ -124,21 +125,22 @@ def openai_url(settings: Settings, listener: Listener, tls: Tls | None) -> str:
 
 
 def http_handle(
-    settings: Settings, process: Process, authenticator: Authenticator, sessions: Sessions, servicers: Servicers
+    settings: Settings, process: Process, authenticator: Authenticator, sessions: Sessions, servicers: Servicers, probes: Probes
 ) -> Handle:
-    """Who answers on the HTTP port: the door for OpenAI's clients, and the console unless it is switched off."""
+    """Who answers on the HTTP port: health checks, OpenAI's API, and the console unless it is switched off."""
     door = Door(process, authenticator, sessions).handle
     if not settings.console:
-        return door
+        return probes.before(door)
     capacity, stall_max_s = process.admission.capacity, settings.client_stall_max_s
-    return Console(
+    console = Console(
         servicers,
         authenticator,
         door,
         observer=process.observer,
         is_draining=lambda: capacity.is_draining,
         stall_max_s=stall_max_s,
-    ).handle
+    )
+    return probes.before(console.handle)
 
 
 def console_url(settings: Settings, openai_url: str) -> str:

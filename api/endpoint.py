@@ -49,6 +49,20 @@ def serving_endpoint(home: Path) -> str | None:
     return str(told["address"]) if told.get("serving") and "address" in told else None
 
 
+def serving_pid(home: Path) -> int | None:
+    """The process that has told last that it takes requests; None if the last to tell does not."""
+    told = _told(home)
+    return told["pid"] if told.get("serving") and isinstance(told.get("pid"), int) else None
+
+
+def make_private(directory: Path) -> None:
+    """Create a directory, or close one of ours, to everybody but its owner. Its group may pass: see `embedded_postgres.py`."""
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    status = directory.stat()
+    if status.st_uid == os.geteuid() and status.st_mode & 0o067:
+        directory.chmod(status.st_mode & 0o710)
+
+
 def read_openai_url(home: Path) -> str | None:
     """What OpenAI's clients take as base URL; None if there is no such door, or nobody has told of one."""
     return _told(home).get("openai_url") or None

@@ -277,6 +277,22 @@ class PreparationLimit(ApiError):
         )
 
 
+class TooManyStreams(ApiError):
+    """More calls without a key, or without their message, than a connection or the process may have open."""
+
+    reason = "TOO_MANY_STREAMS"
+    retry_after_s = 10.0
+
+
+class MessageMissing(ApiError):
+    """A call that takes one message came without it."""
+
+    reason = "MESSAGE_MISSING"
+
+    def __init__(self, wait_s: float) -> None:
+        super().__init__(f"the message of this call has not come: send it within {wait_s:.0f} s")
+
+
 class QueueFull(ApiError):
     """There is no place in the queue before the model's engine. retry_after_s: when there will be one for this request."""
 

@@ -1,7 +1,7 @@
 """Whether this process serves, and if not, because of what.
 
 Each service has its gRPC health name, and so has each part that it depends on: `quota-store`, and `engine/<model>` for each model.
-A load balancer asks for a service; a person who wants to know why asks for the parts.
+A load balancer asks for a service; a person who wants to know why asks for the parts. `probes.py` tells the same over HTTP.
 """
 
 from __future__ import annotations
@@ -38,9 +38,11 @@ async def keep_health(
             log.warning("part_recovered" if parts[name] else "part_failed", part=name, serving=serving[""])
         told = parts
         await health.tell(parts | serving)
+        health.reasons = reasons(parts, serving[""])
         endpoint.tell(serving=serving[""])
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(stopping.wait(), INTERVAL_S)
+    health.reasons = ("draining",)
     await health.tell(dict.fromkeys(("", *SERVICES), False))
     endpoint.tell(serving=False)
 
@@ -55,6 +57,15 @@ def services(parts: Mapping[str, bool], may_admit_without_store: bool) -> dict[s
     engine_ready = any(well for name, well in parts.items() if name != STORE)
     inference = engine_ready and (parts[STORE] or may_admit_without_store)
     return dict.fromkeys(SERVICES, parts[STORE]) | {INFERENCE_SERVICE: inference, "": inference}
+
+
+def reasons(parts: Mapping[str, bool], is_serving: bool) -> tuple[str, ...]:
+    """Why no request can be admitted. Without names of models: whoever reaches the port may read it."""
+    if is_serving:
+        return ()
+    engine_ready = any(well for name, well in parts.items() if name != STORE)
+    told = {"no model is ready": not engine_ready, "the database does not answer": not parts[STORE]}
+    return tuple(reason for reason, holds in told.items() if holds)
 
 
 def store_is_well(holds: HoldStore, settings: Settings) -> bool:

@@ -27,6 +27,7 @@ from api.billing.receipt_service import ReceiptServicer
 from api.inference_service import InferenceServicer
 from api.interceptor import ErrorInterceptor, Failed, tell_nobody
 from api.settings import Settings
+from api.streams.open_streams import BoundedCalls
 from api.streams.peers import PEER_KEEPALIVE_MS, Identity, Peer, PeerCertificates, advertised, peer_listen_address
 
 SERVICES = tuple(
@@ -63,6 +64,7 @@ class Health:
     def __init__(self) -> None:
         self.servicer = HealthServicer()
         self._told: dict[str, bool] = {}
+        self.reasons: tuple[str, ...] = ("starting",)  # why no request can be admitted; none: it can
 
     async def tell(self, serving: Mapping[str, bool]) -> None:
         """Tell the watchers of each name if it changed."""
@@ -80,7 +82,7 @@ def build_server(
 
     failed: told of calls that end with an error. Raises: OSError if the address cannot be bound.
     """
-    server = grpc.aio.server(interceptors=(ErrorInterceptor(failed),), options=options(settings))
+    server = grpc.aio.server(interceptors=(ErrorInterceptor(failed), BoundedCalls()), options=options(settings))
     inference_service_pb2_grpc.add_InferenceServiceServicer_to_server(servicers.inference, server)
     admin_service_pb2_grpc.add_AdminServiceServicer_to_server(servicers.admin, server)
     billing_service_pb2_grpc.add_BillingServiceServicer_to_server(servicers.billing, server)

@@ -21,7 +21,7 @@ from typing import Any
 from celery import Celery, bootsteps  # type: ignore[import-untyped]
 from celery.beat import Scheduler, Service  # type: ignore[import-untyped]
 from celery.exceptions import SecurityWarning  # type: ignore[import-untyped]
-from celery.signals import worker_init  # type: ignore[import-untyped]
+from celery.signals import worker_init, worker_ready  # type: ignore[import-untyped]
 from click import Option
 from kombu.transport import virtual
 
@@ -29,6 +29,7 @@ from common.incidents import Retries
 from metering.errors import InvalidValue
 from metering.export.export_settings import export_settings
 from metering.usage_listener import Hurry, UsageListener
+from metering.worker_command import READY_FILE
 from metering.worker_incidents import record_worker_incidents
 
 log = logging.getLogger(__name__)
@@ -255,6 +256,13 @@ def refuse_without_database(**_: Any) -> None:
         export_settings(os.environ)
     except InvalidValue as error:
         raise SystemExit(str(error)) from error
+
+
+@worker_ready.connect  # type: ignore[untyped-decorator]
+def tell_readiness(**_: Any) -> None:
+    """Tell `weir up` that this worker takes tasks."""
+    if path := os.environ.get(READY_FILE):
+        Path(path).write_text(str(os.getpid()))
 
 
 app = Celery("weir", include=["metering.tasks"])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 
+READY_FILE = "WEIR_READY_FILE"  # the environment's variable for a file that a worker writes its pid to once it takes tasks
+
 
 def worker_command() -> list[str]:
     """Command line of one worker that also sends the scheduled tasks. It reads its settings from the environment.

@@ -1,6 +1,6 @@
 """All of Weir on one machine: PostgreSQL, api server with its engines, Celery worker and beat.
 
-Only the settings differ from a deployment on many machines, never the code path. A server process that dies is started again.
+Only the settings differ from a deployment on many machines, never the code path. A process that dies is started again.
 """
 
 from __future__ import annotations
@@ -15,26 +15,29 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import IO
 
 import grpc
 from grpc_health.v1 import health_pb2
 
 from api.cli.bootstrap import Connection, bootstrap, ensure_receipt_key
-from api.endpoint import forget_endpoint, serving_endpoint
+from api.endpoint import forget_endpoint, make_private, serving_endpoint, serving_pid
 from api.fleet.fleet_file import model_names
 from api.settings import Settings
 from metering.errors import InvalidValue
 from metering.export.export_settings import export_settings, webhook_settings
 from metering.store import embedded_postgres
 from metering.store.migrations_runner import migrate
-from metering.worker_command import worker_command
+from metering.worker_command import READY_FILE, worker_command
 
 READY_TIMEOUT_S = 300.0  # a large checkpoint from a cold disk
 STOP_TIMEOUT_S = 60.0  # the drain time of the api server and a task of the worker
 RESTART_DELAY_S_MIN = 0.5
 RESTART_DELAY_S_MAX = 30.0
-STABLE_AFTER_S = 60.0  # of life, after which the restart delay begins anew
+STABLE_AFTER_S = 60.0  # of life, after which a process that does not tell when it is ready counts as one that was
+READY_POLL_S = 0.1
 LOG_TAIL_LINES = 20
+WORKER_READY = "worker.pid"  # in the home directory
 
 Report = Callable[[str], None]
 
@@ -50,11 +53,12 @@ class Child:
     name: str
     command: Sequence[str]
     log_path: Path
+    ready_pid: Callable[[], int | None] = lambda: None  # the process that has said last that it is ready
     process: asyncio.subprocess.Process | None = None
 
     async def start(self, environment: Mapping[str, str]) -> None:
         """Start it in a session of its own, so that Ctrl-C at the terminal reaches us first."""
-        with self.log_path.open("ab") as log:
+        with open_log(self.log_path) as log:
             self.process = await asyncio.create_subprocess_exec(
                 *self.command, stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True
             )
@@ -69,6 +73,22 @@ class Child:
         except TimeoutError:
             os.killpg(self.process.pid, signal.SIGKILL)
             await self.process.wait()
+
+    async def wait(self) -> tuple[int, bool]:
+        """Wait until it ends: its status, and whether it was ready before."""
+        assert self.process is not None
+        started_at, ready = time.monotonic(), False
+        while not ready:
+            try:
+                status = await asyncio.wait_for(self.process.wait(), READY_POLL_S)
+                return status, self._is_ready(started_at)
+            except TimeoutError:
+                ready = self._is_ready(started_at)
+        return await self.process.wait(), True
+
+    def _is_ready(self, started_at: float) -> bool:
+        assert self.process is not None
+        return self.ready_pid() == self.process.pid or time.monotonic() - started_at > STABLE_AFTER_S
 
     def log_tail(self) -> str:
         """The last lines of its output."""
@@ -90,16 +110,20 @@ class Stack:
                 tasks.create_task(self._keep_alive(child, report), name=f"keep {child.name} alive")
 
     async def _keep_alive(self, child: Child, report: Report) -> None:
+        """Start it again at once if it was ready before it died; else after a delay, which doubles each time."""
         delay_s = RESTART_DELAY_S_MIN
         while True:
-            assert child.process is not None
-            started_at = time.monotonic()
-            status = await child.process.wait()
-            if time.monotonic() - started_at > STABLE_AFTER_S:
+            status, was_ready = await child.wait()
+            if was_ready:
                 delay_s = RESTART_DELAY_S_MIN
-            report(f"{child.name} ended with status {status}; starting it again in {delay_s:g} s (log: {child.log_path})")
-            await asyncio.sleep(delay_s)
-            delay_s = min(delay_s * 2, RESTART_DELAY_S_MAX)
+                report(f"{child.name} ended with status {status}; starting it again (log: {child.log_path})")
+            else:
+                report(
+                    f"{child.name} ended with status {status} before it was ready; starting it again in {delay_s:g} s "
+                    f"(log: {child.log_path})"
+                )
+                await asyncio.sleep(delay_s)
+                delay_s = min(delay_s * 2, RESTART_DELAY_S_MAX)
             await child.start(self._environment)
 
 
@@ -111,7 +135,8 @@ async def run_stack(settings: Settings, report: Report) -> AsyncIterator[Stack]:
     PostgresNotStarted.
     """
     home = settings.home
-    (home / "logs").mkdir(parents=True, exist_ok=True)
+    make_private(home)
+    make_private(home / "logs")
     async with contextlib.AsyncExitStack() as cleanup:
         cleanup.enter_context(sole_stack(home))
         if not settings.database_url:
@@ -123,9 +148,9 @@ async def run_stack(settings: Settings, report: Report) -> AsyncIterator[Stack]:
         await asyncio.to_thread(migrate, settings.database_url)
         ensure_receipt_key(settings)
         connection = await bootstrap(settings.database_url, home, *model_names(settings))
-        environment = child_environment(settings)
-        api = Child("api server", [sys.executable, "-m", "api"], home / "logs" / "api.log")
-        worker = Child("billing worker", worker_command(), home / "logs" / "worker.log")
+        environment = child_environment(settings) | {READY_FILE: str(home / WORKER_READY)}
+        api = Child("api server", [sys.executable, "-m", "api"], home / "logs" / "api.log", lambda: serving_pid(home))
+        worker = Child("billing worker", worker_command(), home / "logs" / "worker.log", lambda: written_pid(home / WORKER_READY))
         children = [api, worker, *optional_children(environment, home)]
         forget_endpoint(home)
         for child in children:
@@ -154,6 +179,21 @@ def sole_stack(home: Path) -> Iterator[None]:
                 "or give another directory with --home and another port with --listen"
             ) from None
         yield
+
+
+def open_log(path: Path) -> IO[bytes]:
+    """The end of a log that nobody else reads."""
+    log = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab")
+    os.fchmod(log.fileno(), 0o600)  # an earlier version may have made it
+    return log
+
+
+def written_pid(path: Path) -> int | None:
+    """The process id in a file; None if there is none."""
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):
+        return None
 
 
 def optional_children(environment: Mapping[str, str], home: Path) -> list[Child]:

@@ -38,6 +38,7 @@ BOOKS_WAIT_S = 2.0  # for an answer: a scrape has ten seconds for all of it
 CONNECTIONS_MAX = 32  # a few collectors, each with a connection or two
 HEADER_BYTES_MAX = 8192
 IDLE_MAX_S = 120.0  # above the interval of most collectors, which keep their connections
+FIRST_REQUEST_MAX_S = 10.0  # a connection that has asked for nothing by then is closed
 SHUTDOWN_S = 1.0
 
 log = structlog.get_logger(__name__)
@@ -126,7 +127,7 @@ class MetricsServer(web.Server):
     """aiohttp's server, with bounds.
 
     A connection asks for something within the time that an idle one may have, also one that takes no answer: a few that never read
-    would have all the connections that there are.
+    would have all the connections that there are. Where there are too many, the one that has been silent for longest makes room.
     """
 
     def __init__(self, handle: Handle) -> None:
@@ -147,9 +148,13 @@ class MetricsServer(web.Server):
         super().connection_made(handler, transport)
         if len(self.connections) > CONNECTIONS_MAX:
             log.warning("metrics_connection_refused", connection_count=len(self.connections))
-            transport.abort()
-            return
-        self._look_later(handler, transport)
+            silent = next((each for each in self._looks if each not in self._asked), handler)
+            dropped = transport if silent is handler else silent.transport
+            if dropped is not None:
+                dropped.abort()
+            if silent is handler:
+                return
+        self._look_later(handler, transport, FIRST_REQUEST_MAX_S)
 
     def connection_lost(self, handler: web.RequestHandler, exc: BaseException | None = None) -> None:
         """See `web.Server`."""
@@ -162,13 +167,13 @@ class MetricsServer(web.Server):
         self._asked.add(request.protocol)
         return await self._answer(request)
 
-    def _look_later(self, handler: web.RequestHandler, transport: asyncio.Transport) -> None:
-        self._looks[handler] = asyncio.get_running_loop().call_later(IDLE_MAX_S, self._look, handler, transport)
+    def _look_later(self, handler: web.RequestHandler, transport: asyncio.Transport, wait_s: float) -> None:
+        self._looks[handler] = asyncio.get_running_loop().call_later(wait_s, self._look, handler, transport)
 
     def _look(self, handler: web.RequestHandler, transport: asyncio.Transport) -> None:
         if handler in self._asked:
             self._asked.discard(handler)
-            self._look_later(handler, transport)
+            self._look_later(handler, transport, IDLE_MAX_S)
         else:
             transport.abort()
 
@@ -191,10 +196,10 @@ class MetricsListener:
         here = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
         return f"http://{here}:{port}{PATH}"
 
-    async def start(self, scrapes: Scrapes) -> None:
+    async def start(self, handle: Handle) -> None:
         """Listen, if there is where."""
         if self._socket is not None:
-            self._http = MetricsServer(scrapes.handle)
+            self._http = MetricsServer(handle)
             self._server = await asyncio.get_running_loop().create_server(self._http, sock=self._socket)
 
     async def stop(self) -> None:

@@ -29,6 +29,7 @@ SUFFIX = ".journal"
 NAME_FORM = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}\.[0-9]+\.journal", re.ASCII)  # owner and segment
 UNFINISHED_SUFFIX = ".new"
 RECORD = struct.Struct("<16sIIIII")  # hold id; input, cached, generated, delivered token counts; crc32 of what stands before
+LOCKS_REMEDY = "set WEIR_HOME to a directory on a local file system, one for each machine"
 ROTATE_BYTES = 16 * 2**20  # half a million records: minutes of a busy process, milliseconds of recovery
 
 log = structlog.get_logger(__name__)
@@ -148,6 +149,31 @@ class UsageJournal:
             os.close(fd)
             raise
         return fd, path
+
+
+def check_locks(directory: Path) -> None:
+    """Raise OSError if locks have no effect in the directory: recovery would take journals of living processes for abandoned.
+
+    A lock belongs to the open file, so two in one process conflict exactly as two of different processes do.
+    """
+    directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+    path = directory / f"{uuid.uuid4()}.locktest"
+    held = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        other = os.open(path, os.O_RDWR)
+        try:
+            if not os.path.samestat(os.fstat(held), os.fstat(other)):
+                raise OSError(f"a file that was opened twice in {directory} is not the same file: {LOCKS_REMEDY}")
+            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return
+        finally:
+            os.close(other)
+    finally:
+        os.close(held)
+        path.unlink(missing_ok=True)
+    raise OSError(f"two locks on one file in {directory} were granted at once: {LOCKS_REMEDY}")
 
 
 def segment_of(path: Path) -> int:

@@ -228,7 +228,12 @@ def _give_to_server(directory: Path) -> None:
     if account is None:
         return
     os.chown(directory, account.pw_uid, account.pw_gid)
-    for target in (directory, binaries()):
+    home, reached = directory.parent, directory
+    if home.stat().st_uid == 0 and not home.stat().st_mode & 0o001:
+        os.chown(home, 0, account.pw_gid)
+        home.chmod((home.stat().st_mode & 0o700) | 0o010)  # the account's group may pass, nobody else
+        reached = home
+    for target in (reached, binaries()):
         for parent in target.resolve().parents:
             mode = parent.stat().st_mode
             if not mode & 0o001 and parent.stat().st_uid != account.pw_uid:

@@ -57,6 +57,8 @@ def test_everything_on_one_machine(environment: dict[str, str], postgres_home: P
 
         wait_for(ready, "weir up")
         assert (home / "connection.json").stat().st_mode & 0o077 == 0, "keys are for their owner alone"
+        assert home.stat().st_mode & 0o067 == 0, "nobody else lists or writes the directory"
+        assert [each for each in (home / "logs").iterdir() if each.stat().st_mode & 0o077] == []
 
         url = str(json.loads((home / "serve.json").read_text())["openai_url"])
         wait_for(lambda: "".join(log.read_text().split()).count(url), "the base URL to be told")

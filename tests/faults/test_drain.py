@@ -19,6 +19,7 @@ from metering.models import QuotaDimension
 from tests.e2e.openai_clients import connect
 from tests.faults.conftest import Start
 from tests.metering.invariants import check_invariants
+from tests.probing import probe
 from tests.service import MODEL, PLAIN_IDS, Refusal, Stream, health_check, log_events, start, until
 
 pytestmark = pytest.mark.faults
@@ -136,6 +137,9 @@ async def test_new_connections_go_elsewhere_while_old_streams_finish(launch: Sta
 
         service.terminate()
         await until(lambda: not service.serving(), "the door to be shut")
+        draining = {"status": "not ready", "reasons": ["draining"]}
+        assert await asyncio.to_thread(probe, service.metrics_url, "/readyz") == (503, draining)
+        assert await asyncio.to_thread(probe, service.metrics_url, "/livez") == (200, {"status": "live"})
 
         assert (await stream.finished(request_id)).usage.delivered_token_count == 1500
         assert await asyncio.to_thread(service.wait_ended) == 0

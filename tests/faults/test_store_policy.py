@@ -23,6 +23,7 @@ from tests.faults.conftest import Start
 from tests.faults.servers import frozen, restart
 from tests.metering.cutting_proxy import CuttingProxy
 from tests.metering.invariants import check_invariants
+from tests.probing import probe
 from tests.service import PATIENCE_S, Books, Refusal, Service, Stream, Tenant, log_events, start, until
 
 pytestmark = pytest.mark.faults
@@ -57,9 +58,15 @@ async def test_closed_health_says_that_the_quota_store_is_away_and_when_it_is_ba
     service = launch(database_url=postgres.url, store_away_health_s=0.3)
     assert all(map(service.serving, ("", "weir.v1.InferenceService", "weir.v1.BillingService", "quota-store", "engine/tiny")))
 
+    assert probe(service.metrics_url, "/readyz") == (200, {"status": "ready"})
+
     crash_postgres(postgres)
 
     await until(lambda: not service.serving(), "health to say so, though nobody asked for anything")
+    away = {"status": "not ready", "reasons": ["the database does not answer"]}
+    await until(lambda: probe(service.metrics_url, "/readyz") == (503, away), "the probe to say the same")
+    assert probe(service.openai_url, "/health") == (503, away)
+    assert probe(service.metrics_url, "/livez") == (200, {"status": "live"})
     assert not any(map(service.serving, ("weir.v1.InferenceService", "weir.v1.AdminService", "quota-store")))
     assert service.serving("engine/tiny"), "which tells it from an engine that is not ready"
     [failed] = log_events(service.log, "part_failed")
@@ -77,6 +84,7 @@ async def test_grace_lets_in_what_was_set_aside_and_a_kill_in_the_middle_loses_n
     crash_postgres(postgres)
     await until(lambda: not service.serving("quota-store"), "the outage to be noticed")
     assert service.serving(), "requests can be let in"
+    assert probe(service.metrics_url, "/readyz") == (200, {"status": "ready"})
 
     async with service.stream(tenant.secret) as stream:  # the key is remembered
         frames = [start(max_output_tokens=120, labels={"team": "search"}) for _ in range(ADMITTED_WHILE_AWAY)]

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from metering.holds import journal as journal_module
-from metering.holds.journal import RECORD, Delivered, UsageJournal, abandoned_journals, decode, encode
+from metering.holds.journal import RECORD, Delivered, UsageJournal, abandoned_journals, check_locks, decode, encode
 
 HOLDS = [uuid.UUID(int=number + 1) for number in range(8)]
 COUNT = st.integers(0, 2**32 - 1)
@@ -120,6 +120,17 @@ def test_a_journal_removed_while_it_was_waited_for_is_not_recovered_again(tmp_pa
     monkeypatch.setattr(fcntl, "flock", another_is_faster)
 
     assert not list(abandoned_journals(tmp_path))
+
+
+def test_a_directory_in_which_locks_have_no_effect_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There a recovery would settle, under the requests of a living process, what that is still delivering."""
+    check_locks(tmp_path)
+    monkeypatch.setattr(fcntl, "flock", lambda fd, operation: None)
+
+    with pytest.raises(OSError, match="granted at once: set WEIR_HOME to a directory on a local file system"):
+        check_locks(tmp_path)
+
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_what_is_set_aside_is_kept_and_not_recovered_again(tmp_path: Path) -> None:

@@ -1,0 +1,106 @@
+"""The processes of `weir up`: one that had been ready is started again at once, one that fails to start ever more slowly."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from api.cli import stack as stack_module
+from api.cli.bootstrap import Connection
+from api.cli.stack import Child, Stack, written_pid
+from api.endpoint import make_private
+from tests.service import until
+
+NOWHERE = Connection("", "", "", "", "")
+READY = "import os, sys, time; open(sys.argv[1], 'w').write(str(os.getpid())); time.sleep(600)"
+BROKEN = "raise SystemExit(3)"
+
+
+class Delays:
+    """The pauses of a supervisor, which are told and not waited for."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.seconds: list[float] = []
+        self._sleep = asyncio.sleep
+        monkeypatch.setattr(asyncio, "sleep", self.wait)
+
+    async def wait(self, seconds: float) -> None:
+        """As `asyncio.sleep`."""
+        if seconds >= stack_module.RESTART_DELAY_S_MIN:
+            self.seconds.append(seconds)
+            seconds = 0
+        await self._sleep(seconds)
+
+
+@contextlib.asynccontextmanager
+async def supervised(tmp_path: Path, program: str) -> AsyncIterator[tuple[Child, list[str]]]:
+    """A child that runs this program, and what is reported of it."""
+    ready = tmp_path / "ready"
+    command = [sys.executable, "-c", program, str(ready)]
+    child = Child("child", command, tmp_path / "child.log", lambda: written_pid(ready))
+    await child.start(os.environ)
+    reports: list[str] = []
+    async with asyncio.TaskGroup() as tasks:
+        supervisor = tasks.create_task(Stack(NOWHERE, [child], os.environ).supervise(reports.append))
+        try:
+            yield child, reports
+        finally:
+            supervisor.cancel()
+            await child.stop()
+
+
+async def test_a_process_that_had_been_ready_is_started_again_at_once_each_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    delays = Delays(monkeypatch)
+    async with supervised(tmp_path, READY) as (child, reports):
+        for killed_count in range(1, 7):
+            await until(lambda: child.process is not None and child.ready_pid() == child.process.pid, "it to be ready")
+            assert child.process is not None
+            os.kill(child.process.pid, signal.SIGKILL)
+            await until(lambda: len(reports) == killed_count, "its end to be noticed")  # noqa: B023
+        await until(lambda: child.process is not None and child.ready_pid() == child.process.pid, "it to be back")
+
+    assert delays.seconds == []
+    assert all("starting it again (log" in report for report in reports)
+
+
+async def test_a_process_that_fails_to_start_is_started_again_ever_more_slowly(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    delays = Delays(monkeypatch)
+    async with supervised(tmp_path, BROKEN) as (_, reports):
+        await until(lambda: len(delays.seconds) >= 8, "it to be started again")
+
+    assert delays.seconds[:8] == [0.5, 1, 2, 4, 8, 16, 30, 30]
+    assert "ended with status 3 before it was ready; starting it again in 0.5 s" in reports[0]
+
+
+async def test_logs_are_for_their_owner_alone(tmp_path: Path) -> None:
+    (tmp_path / "child.log").touch(mode=0o644)
+    child = Child("child", [sys.executable, "-c", ""], tmp_path / "child.log")
+    await child.start(os.environ)
+    assert child.process is not None
+    await child.process.wait()
+
+    assert (tmp_path / "child.log").stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize(("before", "after"), [(None, 0o700), (0o755, 0o710), (0o700, 0o700), (0o710, 0o710)])
+def test_the_home_directory_is_closed_to_others(tmp_path: Path, before: int | None, after: int) -> None:
+    """Its group may pass: the embedded PostgreSQL of an installation of root runs under another account."""
+    home = tmp_path / "home"
+    if before is not None:
+        home.mkdir()
+        home.chmod(before)
+
+    make_private(home)
+
+    assert home.stat().st_mode & 0o777 == after
