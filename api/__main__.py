@@ -42,12 +42,12 @@ from api.health import keep_health
 from api.inference_service import InferenceServicer
 from api.logs import configure_logs
 from api.observability.observer import Observer
+from api.observability.probes import Handle, Probes
 from api.observability.process_metrics import Parts
 from api.observability.scrape import MetricsListener, Scrapes
 from api.observability.spans import open_spans
 from api.open_files import allow_open_files
 from api.openai.listener import Listener
-from api.probes import Handle, Probes
 from api.process import Process
 from api.requests.admission import Admission, Capacity
 from api.server import Health, Servicers, build_peer_server, build_server

@@ -14,9 +14,9 @@ from api.access.tls import Tls
 from api.console.console import ROOT, Console
 from api.endpoint import base_url
 from api.observability.observer import Observer
+from api.observability.probes import Probes
 from api.openai.door import Door
 from api.openai.listener import Handle, Listener
-from api.probes import Probes
 from api.process import Process
 from api.requests.live_control import keep_out_of_use, obey, process_name, report, report_replicas
 from api.server import Servicers

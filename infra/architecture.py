@@ -217,9 +217,16 @@ BORDERS = (
         ("aiohttp",),
         inside=PRODUCT,
         save_for=(
-            *("api/openai/", "api/console/", "api/observability/scrape.py", "metering/alerts/sending.py", "bench/door_load.py"),
+            *(
+                "api/openai/",
+                "api/console/",
+                "api/observability/scrape.py",
+                "api/observability/probes.py",
+                "metering/alerts/sending.py",
+                "bench/door_load.py",
+            ),
         ),
-        why="HTTP is the business of one door, of the console, of one page for operators, and of what tells alerts",
+        why="HTTP is the business of one API, of the console, of what operators ask, and of what tells alerts",
     ),
     Border(
         ("opentelemetry",),

@@ -13,8 +13,8 @@ from aiohttp import web
 
 from api.health import STORE, reasons, services
 from api.observability import scrape
+from api.observability.probes import Probes
 from api.observability.scrape import CONNECTIONS_MAX, MetricsServer
-from api.probes import Probes
 from api.server import Health
 from tests.probing import probe
 from tests.service import until
