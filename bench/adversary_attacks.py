@@ -308,7 +308,7 @@ async def wide_fields(target: Target, rests: list[bytes]) -> None:
     await talk(target, "wide-fields", (frames(rest) for rest in itertools.cycle(rests)), window=4)
 
 
-@attack(workers=2, build=lambda target: start_rest(target, model=f"{target.model}\0"))
+@attack(workers=8, build=lambda target: start_rest(target, model=f"{target.model}\0"))
 async def odd_names(target: Target, rest: bytes) -> None:
     """Model names with a NUL, 200 in a message: requests that are live for a moment while an administrator lists them."""
     await talk(target, "odd-names", (frames(rest, 200) for _ in itertools.count()))
