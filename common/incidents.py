@@ -124,7 +124,9 @@ class IncidentTaskGroup(asyncio.TaskGroup):
 
     def create_task(self, coro: Coroutine[Any, Any, T], **options: Any) -> asyncio.Task[T]:  # type: ignore[override]
         """Start a task. One that fails has the result None."""
-        return super().create_task(self._contained(coro, options.get("name")), **options)
+        task = super().create_task(self._contained(coro, options.get("name")), **options)
+        task.add_done_callback(lambda _: coro.close())  # of a task cancelled before its first step: it was never awaited
+        return task
 
     async def _contained(self, coro: Coroutine[Any, Any, T], name: str | None) -> T:
         with self._retries.survive(name):

@@ -665,6 +665,9 @@ class Inside:
         counts = {
             "permits": self.capacity.taken_count,
             "places": sum(queue.waiting_count + queue.engine_pending_count for queue in self.queue_statistics()),
+            "live requests": len(self.process.running()),
+            "prepared characters": self.process.text_work.taken_chars,
+            "executor work": self.process.text_work.waiting_count + self.process.text_work.running_count,
             "live holds": self.process.admission.holds.statistics().live_hold_count,
             "sequences": statistics.running_sequence_count + statistics.waiting_sequence_count,
             "KV blocks": statistics.kv_block_count_held,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 
 import pytest
 from structlog.testing import capture_logs
@@ -120,3 +121,14 @@ async def test_a_task_of_the_process_fails_alone() -> None:
 
     assert (bad.result(), good.result()) == (None, "done")
     assert INCIDENT_COUNTS["task"] == before + 1
+
+
+async def test_a_task_that_is_cancelled_before_its_first_step_closes_its_coroutine() -> None:
+    async def work() -> None:
+        raise AssertionError("it was cancelled")
+
+    coroutine = work()
+    async with IncidentTaskGroup() as tasks:
+        tasks.create_task(coroutine).cancel()
+
+    assert inspect.getcoroutinestate(coroutine) == inspect.CORO_CLOSED
