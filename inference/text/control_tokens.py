@@ -23,6 +23,7 @@ import re
 import secrets
 import threading
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import tokenizers
 from tokenizers import AddedToken, models
@@ -82,11 +83,12 @@ class ControlTokens:
         self._marker_ids = frozenset(self._id_by_text.values()) - {unknown}
         self._heads = {text[:end] for text in self._tokens for end in range(1, len(text))}
         self._tails = {text[start:] for text in self._tokens for start in range(1, len(text))}
+        self._all_markers = "\n".join(self._tokens)
         self._length_max = max(map(len, self._tokens), default=0)
-        # Longest first, as the tokenizer matches. A digit in a message could be taken for part of a placeholder: hidden too.
-        alternatives = [re.escape(text) for text in sorted(self._tokens, key=len, reverse=True)]
-        self._marker = re.compile("|".join(alternatives))
-        self._hideable = re.compile("|".join([*alternatives, _DIGIT]))
+        marker = longest_of(self._tokens)
+        self._marker = re.compile(marker)
+        # A digit in a message could be taken for part of a placeholder: hidden too.
+        self._hideable = re.compile(f"{marker}|{_DIGIT}" if marker else _DIGIT)
         parts = self._heads | self._tails | set("".join(self._tokens))
         self._hidden = [*self._tokens, *_DIGITS, *sorted(parts - self._tokens.keys())]
         self._index_by_text = {text: index for index, text in enumerate(self._hidden)}
@@ -110,7 +112,7 @@ class ControlTokens:
         if not self._tokens:
             return text
         stripped = text.strip()  # templates trim
-        if 0 < len(stripped) < self._length_max and any(stripped in special for special in self._tokens):
+        if 0 < len(stripped) < self._length_max and stripped in self._all_markers:
             return text.replace(stripped, self._place(stripped[0]) + stripped[1:], 1)  # all of it could be the middle of one
         text = self._hideable.sub(lambda found: self._place(found[0]), text)
         begin = len(text) - len(text.lstrip())
@@ -189,6 +191,28 @@ class ControlTokens:
                 id_by_twin = {token.content: token_id for token_id, token in copy.get_added_tokens_decoder().items()}
                 self._copy = copy, {id_by_twin[self._twin(text)]: token_id for text, token_id in self._id_by_text.items()}
             return self._copy
+
+
+def longest_of(texts: Iterable[str]) -> str:
+    """Return a regular expression for the longest of the texts at a place, as the tokenizer matches.
+
+    Texts share their beginnings in it: of some hundred markers that begin alike, a plain alternation tries each at every `<`.
+    """
+    root: dict[str, Any] = {}
+    for text in texts:
+        node = root
+        for character in text:
+            node = node.setdefault(character, {})
+        node[""] = {}
+    return _pattern(root)
+
+
+def _pattern(node: Mapping[str, Any]) -> str:
+    branches = [re.escape(character) + _pattern(child) for character, child in node.items() if character]
+    if not branches:
+        return ""
+    pattern = branches[0] if len(branches) == 1 and "" not in node else f"(?:{'|'.join(branches)})"
+    return f"{pattern}?" if "" in node else pattern
 
 
 def _with_special(backend: tokenizers.Tokenizer, ids: Iterable[int]) -> str:

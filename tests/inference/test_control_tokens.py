@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,7 +15,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, trainers
 
 from inference.errors import ChatTemplateFailed
-from inference.text.control_tokens import ControlTokens
+from inference.text.control_tokens import ControlTokens, longest_of
 from inference.text.tokenizer import ChatMessage, Tokenizer
 from inference.text.tools import Tool, ToolCall
 from tests.inference.checkpoints import SPECIAL_TOKENS, TinyCheckpoint, make_checkpoint
@@ -381,3 +383,29 @@ def test_text_that_the_model_s_own_vocabulary_holds_as_a_marker_is_refused(tmp_p
     assert tokenizer.encode_chat([ChatMessage("user", "abc z")]).count(1) == 1
     with pytest.raises(ChatTemplateFailed, match="encodes as its control token '<s>': remove that text"):
         tokenizer.encode_chat([ChatMessage("user", "a <s> b")])
+
+
+@given(st.lists(st.text("<|ab>", min_size=1, max_size=5), min_size=1, max_size=8), st.text("<|ab>", max_size=30))
+@settings(deadline=None, derandomize=True)
+def test_the_longest_marker_is_found_at_every_place(markers: list[str], text: str) -> None:
+    alternation = "|".join(map(re.escape, sorted(markers, key=len, reverse=True)))
+
+    assert re.findall(longest_of(markers), text) == re.findall(alternation, text)
+
+
+def test_a_text_of_beginnings_of_markers_costs_no_more_than_another() -> None:
+    """Steps of a regular expression cannot be counted from here: the bound is some 20 times what it takes."""
+    guard = ControlTokens(many_markers())
+    text = "<" * 1_000_000
+
+    began_s = time.process_time()
+    guard.hide(text)
+
+    assert time.process_time() - began_s < 2.0
+
+
+def many_markers() -> tokenizers.Tokenizer:
+    """As Llama 3 has them."""
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.add_special_tokens([AddedToken(f"<|reserved_special_token_{index}|>", special=True) for index in range(250)])
+    return tokenizer
