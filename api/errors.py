@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from metering.tenants.networks import Address
+
+if TYPE_CHECKING:
+    from api.requests.endings import Cause
 
 
 class ApiError(Exception):
@@ -350,6 +354,16 @@ class CancelledEarly(ApiError):
     """The client cancelled before the request was admitted."""
 
     reason = "CANCELLED"
+
+
+class SiblingEnded(ApiError):
+    """Another prompt of the same HTTP request has ended without an answer. cause: of that end, and so of this one."""
+
+    reason = "CANCELLED"
+
+    def __init__(self, cause: Cause) -> None:
+        super().__init__("another prompt of the same HTTP request has failed")
+        self.cause = cause
 
 
 class CancelledByAdmin(ApiError):

@@ -1,13 +1,14 @@
 """The life of one `Embed` call: tokenized, let in, embedded, journalled, settled, answered.
 
 It runs as a task of the process, like a request of a stream, so that nobody's cancellation cuts its settlement short. Until all
-texts are embedded it can be stopped, and costs nothing; from then on it is settled and answered.
+texts are embedded it can be stopped, and `requests/endings.py` says what that costs; from then on it is settled and answered.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import time
 import uuid
 from collections.abc import Awaitable, Callable
@@ -109,7 +110,7 @@ class LiveEmbedding:
             raise
 
     def stop(self, outcome: Outcome, error: Exception | None = None) -> None:
-        """End the request as soon as possible, for this reason; the first one given stands. Never blocks. Nothing is billed."""
+        """End the request as soon as possible, for this reason; the first one given stands. Never blocks."""
         if self._stop_error is not None or self.phase is Phase.ENDING:
             return
         self._stop_error = error or CancelledEarly(f"the request ended as {outcome} before its texts were embedded")
@@ -154,7 +155,7 @@ class LiveEmbedding:
             self._answer.exception()
 
     async def _embed(self) -> pb.EmbedResponse:
-        """All of it. Raises what breaks it, with nothing billed."""
+        """All of it. Raises what breaks it."""
         async with contextlib.AsyncExitStack() as stack:
             with self._interruption.possible(lambda: self._stop_error):
                 route = self._process.router.route_encoder(self.start.model, str(self.start.request_id))
@@ -172,6 +173,7 @@ class LiveEmbedding:
                 self._watch.lap("tokenize")
                 places = self._enter_queue(encoder, texts, stack)
                 lease = await self._process.admission.admit(self._admission_request(token_count_of(texts)), self.usage)
+                stack.callback(self._note_settled, lease)
                 await stack.enter_async_context(lease)
                 self._watch.lap("admission")
             self._lease = lease
@@ -184,9 +186,11 @@ class LiveEmbedding:
                 for place in places:
                     place.leave()
         self._watch.lap("settle")
-        self._settled = lease.settled
         assert lease.settled is not None, "what was delivered is settled"
         return embed_response(texts, vectors, lease.admitted, lease.settled, self._watch.timings())
+
+    def _note_settled(self, lease: Lease) -> None:
+        self._settled = lease.settled
 
     def _enter_queue(self, encoder: Encoder, texts: list[TokenizedText], stack: contextlib.AsyncExitStack) -> dict[Place, Part]:
         """Places for all parts, taken before the hold, so that what is refused here has touched nothing. Raises as `enter`."""
@@ -238,13 +242,19 @@ class LiveEmbedding:
             queue_ms += (time.monotonic() - joined_at) * 1000
             await self._wait_until_ready(encoder)  # it may have gone meanwhile
             self.phase = Phase.STREAMING
-            embedded = await encoder.embed(EmbeddingRequest(part, rank=place.rank, on_begin=place.begun))
+            begun = functools.partial(self._begun, place, sum(map(len, part)))
+            embedded = await encoder.embed(EmbeddingRequest(part, rank=place.rank, on_begin=begun))
             place.generated(0)
             place.leave()
             queue_ms, encode_ms = queue_ms + embedded.queue_ms, encode_ms + embedded.encode_ms
             vectors += embedded.vectors
         self._watch.engine_finished(EngineTimings(queue_ms, encode_ms, 0.0))
         return vectors
+
+    def _begun(self, place: Place, token_count: int) -> None:
+        """Note that the encoder has begun with a part: what it computes is billed unless the service fails."""
+        place.begun()
+        self.usage.input_token_count += token_count
 
     async def _wait_until_ready(self, encoder: Encoder) -> None:
         if encoder.healthy():

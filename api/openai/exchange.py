@@ -19,7 +19,7 @@ from google.rpc import status_pb2
 from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import types_pb2
 
-from api.errors import CancelledEarly, InvalidRequest, RequestUnderWay
+from api.errors import InvalidRequest, RequestUnderWay, SiblingEnded
 from api.observability.trace_context import NO_TRACE, TraceContext
 from api.openai import answers
 from api.openai.answers import Answer, Bill, Output
@@ -28,6 +28,7 @@ from api.openai.parameters import Asked
 from api.openai.rate_limits import headers_of
 from api.openai.refusals import CLIENT_CLOSED, Refusal, refusal_of
 from api.process import Process
+from api.requests.endings import OUTCOMES, Cause
 from api.requests.live import Caller, LiveRequest
 from api.statuses import status_of
 from api.streams.outbox import Outbox
@@ -157,11 +158,13 @@ class Exchange:
         for receiver in list(self._receivers.values()):
             receiver.source.leave(receiver, outcome)
 
-    def _stop_others(self, failed_id: str) -> None:
-        """One of several prompts has failed before anything was delivered: then nothing of the others is, and nothing is billed."""
+    def _stop_others(self, ended_id: str) -> None:
+        """One of several prompts has ended without an answer: the others end by the same cause, and are charged by that."""
+        ended = self._live[self._places[ended_id]]
+        cause = ended.end_cause or Cause.SERVICE
         for request in self._live:
-            if request.start.given_id != failed_id and request.start.given_id in self._receivers:
-                request.stop(Outcome.FAILED, CancelledEarly("another prompt of the same HTTP request has failed"))
+            if request is not ended and request.start.given_id in self._receivers:
+                request.stop(OUTCOMES[cause], SiblingEnded(cause))
 
     async def _take(self, message: pb.GenerateResponse) -> None:
         """One message of the outbox: written as events, or kept for the body, which begins when all output is there."""
@@ -184,7 +187,7 @@ class Exchange:
         elif kind == "finished":
             return self._finished(frame)
         elif kind == "failed":
-            return self._failed(frame.failed.status)
+            return self._failed(frame.request_id, frame.failed.status)
         return b""
 
     def _delta(self, frame: pb.ServerFrame) -> bytes:
@@ -220,20 +223,20 @@ class Exchange:
         if cut is None or self._refusal is not None:
             return b""
         name = answers.reason_name(cut)
-        return self._fail(Refusal(CLIENT_CLOSED, f"the answer was cut off: {name}", "invalid_request_error", name.lower()))
+        refusal = Refusal(CLIENT_CLOSED, f"the answer was cut off: {name}", "invalid_request_error", name.lower())
+        return self._fail(frame.request_id, refusal)
 
-    def _failed(self, status: status_pb2.Status) -> bytes:
-        return self._fail(refusal_of(status, self._asked.names))
+    def _failed(self, given_id: str, status: status_pb2.Status) -> bytes:
+        return self._fail(given_id, refusal_of(status, self._asked.names))
 
-    def _fail(self, refusal: Refusal) -> bytes:
+    def _fail(self, given_id: str, refusal: Refusal) -> bytes:
         """Note the first failure; what a stream that has begun says of it."""
         if self._refusal is not None:
             return b""
         self._refusal = refusal
         if not self._asked.streams:
             return b""
-        for receiver in list(self._receivers.values()):  # what the others have delivered is settled
-            receiver.source.stop(Outcome.CANCELLED)
+        self._stop_others(given_id)
         if self._response is None and not self._is_open:
             return b""
         return self._opening() + self._answer.failure(refusal, self._outputs)

@@ -14,6 +14,7 @@ from typing import Self
 import structlog
 
 from api.errors import Draining, Overloaded
+from api.requests.endings import OUTCOMES, Action, Cause, cause_of, charge_of, phase_of
 from api.settings import Settings
 from api.streams.outbox import UsageSoFar
 from metering.errors import MeteringError
@@ -95,8 +96,8 @@ class AdmissionRequest:
 class Lease:
     """The hold and the permit of one admitted request while it runs: a context manager, and leaving it ends both.
 
-    Set `outcome`, `timings` and `migration_count` before leaving; with no outcome the exit is a failure. `settled` is there
-    afterwards, unless nothing was to be billed.
+    Set `outcome`, `timings` and `migration_count` before leaving; with no outcome, or by an exception, the exit is a failure.
+    `endings.py` says what it costs. `settled` is there afterwards, unless the hold was voided.
     """
 
     def __init__(self, admission: Admission, request: AdmissionRequest, admitted: Admitted, usage: UsageSoFar) -> None:
@@ -160,25 +161,25 @@ class Lease:
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         try:
-            await self._end()
+            await self._end(cause_of(self.outcome, error))
         finally:
             self._admission.capacity.give_back()
 
-    async def _end(self) -> None:
-        """Settle what was delivered, or void if nothing is to be billed."""
+    async def _end(self, cause: Cause) -> None:
+        """Settle or void the hold, as the table of endings says."""
         usage, hold_id = self.usage, self.admitted.hold_id
-        failed_before_delivery = self.outcome is None and not usage.delivered_token_count
-        if failed_before_delivery or not usage.input_token_count:
+        charge = charge_of(phase_of(usage), cause)
+        if charge.action is Action.VOID:
             await self._admission.holds.void(hold_id)
         else:
             self.settled = await self._admission.holds.settle(
                 Settle(
                     hold_id=hold_id,
-                    input_token_count=usage.input_token_count,
-                    cached_input_token_count=usage.cached_input_token_count,
+                    input_token_count=usage.input_token_count if charge.bills_input else 0,
+                    cached_input_token_count=usage.cached_input_token_count if charge.bills_input else 0,
                     generated_token_count=max(usage.generated_token_count, usage.delivered_token_count),
-                    delivered_token_count=usage.delivered_token_count,
-                    outcome=self.outcome or Outcome.FAILED,
+                    delivered_token_count=usage.delivered_token_count if charge.bills_output else 0,
+                    outcome=self.outcome or OUTCOMES[cause],
                     timings=self.timings,
                     migration_count=self.migration_count,
                 )

@@ -22,6 +22,7 @@ from api.observability.observer import Ending
 from api.observability.trace_context import NO_TRACE, TraceContext
 from api.queue.places import Outlook, Place
 from api.requests.admission import Lease
+from api.requests.endings import Cause, cause_of
 from api.requests.engine_run import EngineRun, check_output_change
 from api.requests.interruption import Interruption
 from api.requests.key_bounds import check_output_bound, is_bounded
@@ -117,6 +118,7 @@ class LiveRequest:
         self._work_s = 0.0  # of a thread, for its prompt
         self._stop_outcome: Outcome | None = None
         self._stop_error: Exception | None = None
+        self.end_cause: Cause | None = None  # once it has ended
 
     @property
     def routed_model(self) -> str:
@@ -234,6 +236,7 @@ class LiveRequest:
                 self.place.leave()
             if lease is None:
                 self._process.pace.spent(self.caller.payer.api_key_id, self._work_s)
+            self.end_cause = cause_of(lease.outcome if lease is not None else None, broken)
             self.attendance.ended()
             self._process.generated(self, can_be_received=lease is not None and lease.settled is not None)
             self.feed.end(end)
@@ -329,6 +332,8 @@ class LiveRequest:
             if self._stop_outcome is not Outcome.FAILED:  # ended by others, not broken: it counts as what it was ended as
                 lease.outcome = self._stop_outcome
             raise self._stop_error
+        if self._engine_outcome is Outcome.CANCELLED and self._stop_outcome is None:
+            raise EngineFailed("the engine was closed while the request ran")
         self.phase = Phase.ENDING
         lease.outcome = self._stop_outcome or self._engine_outcome
         self._watch.lap("client_stall")

@@ -39,10 +39,10 @@ class Attendance:
         self._stop(outcome, None)
 
     def grant(self, token_count: int) -> None:
-        """The client takes so many more tokens; a number that is none ends the request."""
+        """The client takes so many more tokens; a number below 1 ends the request as a cancellation does."""
         if token_count < 1:
             wrong = FieldViolation("credit.token_count", f"must be at least 1, not {token_count}")
-            self._stop(Outcome.FAILED, InvalidRequest([wrong]))
+            self._stop(Outcome.CANCELLED, InvalidRequest([wrong]))
         else:
             self.feed.grant(token_count)
 

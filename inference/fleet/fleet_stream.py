@@ -85,7 +85,7 @@ class FleetStream:
                 loss: EngineError = EngineFailed("the engine's events ended without a last one")
             except RequestImpossible as error:
                 self._ended = True
-                if not self._is_told:
+                if not self._migration_count:
                     raise
                 # It was possible where it began: that nobody else can go on with it is not its client's mistake.
                 raise EngineFailed(f"no other engine can go on with it: {error}") from error

@@ -201,7 +201,9 @@ class Request:
         text = choice.rest()
         assert choice.ended is not None, "whoever calls has seen its end"
         self.ends[choice.index] = choice.ended
-        events: list[SequenceEvent] = []
+        # The engine gets no more sequences than have a place in its batch, so it has begun with one that was cancelled unanswered.
+        has_begun = self.submitted_at_s is not None and choice.ended is EngineFinishReason.CANCELLED
+        events: list[SequenceEvent] = self.schedule(0) if has_begun else []
         if self.wanted.choice_count > 1:
             events.append(ChoiceFinished(choice.index, choice.ended, text))
             text = ""

@@ -100,7 +100,18 @@ class GrammarCompiler:
         if matcher.is_error():
             reason = f"cannot be compiled: {_remedy(response_format)}{_short(matcher.get_error())}"
             raise RequestImpossible(reason, response_format.field)
+        self._check_beginning(matcher, response_format)
         return matcher
+
+    def _check_beginning(self, matcher: LLMatcher, response_format: ResponseFormat) -> None:
+        """Refuse a grammar that fails at the first token: its request would have been computed up to there in vain."""
+        probe = Grammar(matcher.deep_copy())
+        mask: Mask = np.zeros((1, mask_word_count(self._vocabulary_size)), dtype=np.int32)
+        probe.fill(mask, 0)
+        if probe.fault is not None or not mask.any():
+            why = f" ({probe.fault})" if probe.fault is not None else ""
+            reason = f"allows no first token{why}: make sure that every rule matches some text of finite length"
+            raise RequestImpossible(reason, response_format.field)
 
     def _load_tokenizer(self, field: str) -> LLTokenizer:
         if self._tokenizer is None:
@@ -123,7 +134,7 @@ class MaskWorker:
     """
 
     def __init__(self, vocabulary_size: int) -> None:
-        self._word_count = -(-vocabulary_size // 32)
+        self._word_count = mask_word_count(vocabulary_size)
         self._thread: ThreadPoolExecutor | None = None
 
     def begin(self, grammars: Sequence[Grammar | None]) -> PendingMasks | None:
@@ -160,6 +171,11 @@ class PendingMasks:
     def _fill(self) -> None:
         for index, grammar in enumerate(self._by_row.values()):
             grammar.fill(self._mask, index)
+
+
+def mask_word_count(vocabulary_size: int) -> int:
+    """Return how many words of 32 bits have one bit for each token."""
+    return -(-vocabulary_size // 32)
 
 
 def _grammar_source(response_format: ResponseFormat) -> str:

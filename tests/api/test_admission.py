@@ -158,15 +158,15 @@ async def test_every_exit_ends_the_hold_with_exactly_what_was_delivered(
     check_invariants(world.url, all_ended=True)
 
 
-async def test_a_cancelled_request_that_the_engine_had_begun_pays_its_input(world: HoldWorld, tmp_path: Path) -> None:
+async def test_a_cancelled_request_pays_its_input_if_the_engine_had_begun_with_it(world: HoldWorld, tmp_path: Path) -> None:
     async with running(world, tmp_path) as rig:
         for input_tokens in (10, 0):
             async with await rig.admission.admit(request(world.tenant(f"t{input_tokens}")), UsageSoFar()) as lease:
                 lease.usage.input_token_count = input_tokens
                 lease.outcome = Outcome.CANCELLED
 
-    assert world.events() == [(0, 10, 0, "cancelled")]
-    assert world.hold_count("voided") == 1
+    assert world.events() == [(0, 10, 0, "cancelled"), (0, 0, 0, "cancelled")]
+    assert world.hold_count("settled") == 2
 
 
 async def test_a_failure_after_an_extension_but_before_delivery_bills_nothing(world: HoldWorld, tmp_path: Path) -> None:

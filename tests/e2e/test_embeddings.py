@@ -1,4 +1,4 @@
-"""`Embed`: every vector is billed once, exactly; what is refused, cancelled or lost costs nothing and leaves nothing behind."""
+"""`Embed`: every vector is billed once, exactly; what is refused or lost costs nothing and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -293,8 +293,8 @@ async def test_an_id_is_billed_once(embedding: Service) -> None:
     assert len(embedding.books.events(tenant)) == 1
 
 
-async def test_what_ends_before_it_is_embedded_costs_nothing(embedding: Service) -> None:
-    """Hung up, out of time, its key revoked, its secret replaced: each while it waits for the encoder."""
+async def test_what_is_cut_off_while_it_is_embedded_is_billed_as_far_as_the_encoder_had_begun(embedding: Service) -> None:
+    """Hung up, out of time, its key revoked, its secret replaced: a call that still waits for the encoder only counts."""
     limits = {QuotaDimension.TOKENS_PER_MINUTE: 1000, QuotaDimension.CONCURRENT_REQUESTS: 3}
     gone, late, revoked, rotated = [await priced_tenant(embedding, limits) for _ in range(4)]
     async with stub_of(embedding) as stub:
@@ -312,13 +312,23 @@ async def test_what_ends_before_it_is_embedded_costs_nothing(embedding: Service)
                 await rotate_api_key(session, api_key=rotated.key.prefix, overlap=timedelta(0), actor="test")
             out_of_time, *of_ended_keys = await calls
             for tenant in (gone, late, revoked, rotated):
-                await nothing_billed(embedding, tenant)
+                await embedding.no_hold_left(tenant)
 
+        events = [event for tenant in (gone, late, revoked, rotated) for event in embedding.books.events(tenant)]
+        assert [event["outcome"] for event in events] == ["cancelled"] * 4
         assert out_of_time.code is grpc.StatusCode.DEADLINE_EXCEEDED
         told = {(refusal.code, refusal.info.reason) for refusal in of_ended_keys}
         assert told == {(grpc.StatusCode.UNAUTHENTICATED, "KEY_REVOKED")}
         answer = await stub.Embed(request_of(*TEXTS), metadata=bearer(gone.secret))
-    assert len(answer.embeddings) == len(TEXTS)
+    whole = answer.usage.embedding_token_count
+    billed = [event["embedding_token_count"] for event in events]
+    assert set(billed) <= {0, whole}
+    assert whole in billed, "the encoder has begun with somebody's texts"
+    assert [event["cost_picos"] for event in events] == [PICOS * count for count in billed]
+    for tenant, count in zip((gone, late, revoked, rotated), (billed[0] + whole, *billed[1:]), strict=True):
+        assert embedding.books.counters(tenant)["tokens_per_minute"][1] == 0
+        tokens = sum(event["embedding_token_count"] for event in embedding.books.events(tenant))
+        assert tokens == count
 
 
 async def test_the_client_library_embeds(embedding: Service) -> None:

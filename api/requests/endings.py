@@ -1,0 +1,293 @@
+"""Every way a request can end, who causes it, and what is charged: the table by which holds are settled or voided. Pure.
+
+`docs/endings.md` is generated from this module (`python -m infra.endings`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol
+
+from api import errors
+from inference import errors as engine_errors
+from inference import router
+from metering import errors as metering_errors
+from metering.operations import Outcome
+
+
+class EndPhase(StrEnum):
+    """How far a request had come when it ended."""
+
+    BEFORE_HOLD = "before the hold"
+    HELD = "held"
+    PREFILLING = "prefilling"
+    GENERATING = "generating"
+    DELIVERING = "delivering"
+    SETTLED = "settled"
+
+
+PHASES: Mapping[EndPhase, str] = {
+    EndPhase.BEFORE_HOLD: "It is being checked and tokenized, or its hold is being taken.",
+    EndPhase.HELD: "It has a hold and waits: for an engine to start, its turn, or its grammar.",
+    EndPhase.PREFILLING: "The engine has begun with the input. An embedding: with some of the texts.",
+    EndPhase.GENERATING: "The engine has generated tokens, and none has been delivered.",
+    EndPhase.DELIVERING: "At least one token has been delivered.",
+    EndPhase.SETTLED: "Its usage event has been written.",
+}
+
+
+class Cause(StrEnum):
+    """Who made a request end."""
+
+    COMPLETION = "completion"
+    CLIENT = "client"
+    LIMIT = "customer limit"
+    OPERATOR = "operator"
+    SERVICE = "service"
+
+
+CAUSES: Mapping[Cause, str] = {
+    Cause.COMPLETION: "The output is complete, or a safety rule ended it.",
+    Cause.CLIENT: "The client ended it, went away, read too slowly or sent something wrong.",
+    Cause.LIMIT: "A limit of the customer ended it: a quota, credit, or the request's own cost.",
+    Cause.OPERATOR: "An administrator ended it, or took away the key it came with.",
+    Cause.SERVICE: "This service could not go on with it. Whatever is not known otherwise.",
+}
+
+
+class Action(StrEnum):
+    """What is done with the hold."""
+
+    NONE = "no hold"
+    SETTLE = "settle"
+    VOID = "void"
+    STANDS = "stands"
+
+
+@dataclass(frozen=True, slots=True)
+class Charge:
+    """What an end costs. Tokens are billed and counted in quotas alike; money and prepaid credit follow the tokens."""
+
+    action: Action
+    bills_input: bool = False
+    bills_output: bool = False
+
+    @property
+    def counts_request(self) -> bool:
+        """Whether the request stays counted in quotas on requests."""
+        return self.action in (Action.SETTLE, Action.STANDS)
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One cell of the table. test: what covers it, beside the walk over all cells."""
+
+    charge: Charge
+    test: str
+
+
+NOTHING = Charge(Action.NONE)
+FREE = Charge(Action.VOID)
+REQUEST_ALONE = Charge(Action.SETTLE)
+INPUT = Charge(Action.SETTLE, bills_input=True)
+INPUT_AND_DELIVERED = Charge(Action.SETTLE, bills_input=True, bills_output=True)
+AS_SETTLED = Charge(Action.STANDS)
+
+WALK = "tests/api/test_endings.py"
+E2E = "tests/e2e/test_endings.py"
+P, C = EndPhase, Cause
+# Only a fault of the service is free, and only before the first token is delivered: what reached the client is billed.
+TABLE: Mapping[tuple[EndPhase, Cause], Cell] = {
+    # A completion needs an engine: without one it would be an error of ours.
+    (P.BEFORE_HOLD, C.COMPLETION): Cell(NOTHING, WALK),
+    (P.BEFORE_HOLD, C.CLIENT): Cell(NOTHING, "tests/e2e/test_bad_input.py"),
+    (P.BEFORE_HOLD, C.LIMIT): Cell(NOTHING, "tests/e2e/test_limits.py"),
+    (P.BEFORE_HOLD, C.OPERATOR): Cell(NOTHING, "tests/e2e/test_keys.py"),
+    (P.BEFORE_HOLD, C.SERVICE): Cell(NOTHING, "tests/e2e/test_admission.py"),
+    (P.HELD, C.COMPLETION): Cell(FREE, WALK),
+    (P.HELD, C.CLIENT): Cell(REQUEST_ALONE, "tests/e2e/test_cancellation.py"),
+    (P.HELD, C.LIMIT): Cell(REQUEST_ALONE, WALK),
+    (P.HELD, C.OPERATOR): Cell(REQUEST_ALONE, WALK),
+    (P.HELD, C.SERVICE): Cell(FREE, "tests/e2e/test_cold_start.py"),
+    (P.PREFILLING, C.COMPLETION): Cell(INPUT, "tests/e2e/test_embeddings.py"),
+    (P.PREFILLING, C.CLIENT): Cell(INPUT, E2E),
+    (P.PREFILLING, C.LIMIT): Cell(INPUT, WALK),
+    (P.PREFILLING, C.OPERATOR): Cell(INPUT, WALK),
+    (P.PREFILLING, C.SERVICE): Cell(FREE, WALK),
+    (P.GENERATING, C.COMPLETION): Cell(INPUT, "tests/e2e/test_safety.py"),
+    (P.GENERATING, C.CLIENT): Cell(INPUT, E2E),
+    (P.GENERATING, C.LIMIT): Cell(INPUT, WALK),
+    (P.GENERATING, C.OPERATOR): Cell(INPUT, E2E),
+    (P.GENERATING, C.SERVICE): Cell(FREE, E2E),
+    (P.DELIVERING, C.COMPLETION): Cell(INPUT_AND_DELIVERED, "tests/e2e/test_happy_path.py"),
+    (P.DELIVERING, C.CLIENT): Cell(INPUT_AND_DELIVERED, "tests/e2e/test_cancellation.py"),
+    (P.DELIVERING, C.LIMIT): Cell(INPUT_AND_DELIVERED, "tests/e2e/test_limits.py"),
+    (P.DELIVERING, C.OPERATOR): Cell(INPUT_AND_DELIVERED, "tests/e2e/test_live_requests.py"),
+    (P.DELIVERING, C.SERVICE): Cell(INPUT_AND_DELIVERED, "tests/e2e/test_openai_ends.py"),
+    (P.SETTLED, C.COMPLETION): Cell(AS_SETTLED, WALK),
+    (P.SETTLED, C.CLIENT): Cell(AS_SETTLED, WALK),
+    (P.SETTLED, C.LIMIT): Cell(AS_SETTLED, WALK),
+    (P.SETTLED, C.OPERATOR): Cell(AS_SETTLED, WALK),
+    (P.SETTLED, C.SERVICE): Cell(AS_SETTLED, "tests/metering/test_recovery.py"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """One way to end.
+
+    told: what the client is told. outcomes, errors: by which the code knows it; an error decides before an outcome.
+    """
+
+    name: str
+    cause: Cause
+    told: str
+    outcomes: tuple[Outcome, ...] = ()
+    errors: tuple[type[Exception], ...] = ()
+
+
+# The first way that fits decides; whatever fits none is the service's.
+WAYS: tuple[Way, ...] = (
+    Way("End of the output", C.COMPLETION, "finished STOP or TOOL_CALLS", (Outcome.STOP,)),
+    Way("Stop sequence", C.COMPLETION, "finished STOP_SEQUENCE", (Outcome.STOP_SEQUENCE,)),
+    Way("max_output_tokens or context window reached", C.COMPLETION, "finished LENGTH", (Outcome.LENGTH,)),
+    Way("Output filtered by a safety rule", C.COMPLETION, "finished FILTERED", (Outcome.FILTERED,)),
+    Way("Cancel frame; stream or HTTP connection closed", C.CLIENT, "finished CANCELLED", (Outcome.CANCELLED,)),
+    Way("Not received again within keep_on_disconnect", C.CLIENT, "finished CANCELLED, to whoever attaches"),
+    Way("Deadline of the call; start_timeout", C.CLIENT, "finished DEADLINE", (Outcome.DEADLINE,)),
+    Way("Client reads too slowly or grants no credit", C.CLIENT, "finished SLOW_CONSUMER", (Outcome.SLOW_CONSUMER,)),
+    Way("Cancelled before it was admitted", C.CLIENT, "CANCELLED", errors=(errors.CancelledEarly,)),
+    Way("Deadline before it was admitted", C.CLIENT, "DEADLINE_EXCEEDED", errors=(errors.DeadlineBeforeStart,)),
+    Way("More tokens than the key may have", C.LIMIT, "KEY_LIMIT_EXCEEDED", errors=(errors.KeyBoundExceeded,)),
+    Way("credit.token_count below 1", C.CLIENT, "FIELD_INVALID", errors=(errors.InvalidRequest,)),
+    Way("max_cost below the cost of the input", C.CLIENT, "FIELD_INVALID", errors=(errors.InvalidRequest,)),
+    Way(
+        "Prompt too long, filtered or refused by the template",
+        C.CLIENT,
+        "CONTEXT_EXCEEDED, PROMPT_FILTERED, CHAT_TEMPLATE_FAILED",
+        errors=(errors.PromptTooLong, errors.InputsTooLong, errors.PromptFiltered, engine_errors.ChatTemplateFailed),
+    ),
+    Way(
+        "Unknown model, or one that does not fit",
+        C.CLIENT,
+        "NOT_FOUND, FIELD_INVALID, MODEL_NOT_ALLOWED",
+        errors=(router.ModelUnknown, router.ModelMismatch, errors.ModelNotAllowed),
+    ),
+    Way(
+        "Grammar that cannot be compiled, or faults while it is followed",
+        C.CLIENT,
+        "REQUEST_IMPOSSIBLE",
+        errors=(engine_errors.RequestImpossible,),
+    ),
+    Way(
+        "Request id that is in use or was used",
+        C.CLIENT,
+        "REQUEST_IN_FLIGHT, REQUEST_SETTLED, REQUEST_ID_REUSED",
+        errors=(metering_errors.RequestInFlight, metering_errors.RequestSettled, metering_errors.RequestIdReused),
+    ),
+    Way(
+        "Quota or credit used up, at admission or while it runs",
+        C.LIMIT,
+        "QUOTA_EXCEEDED, INSUFFICIENT_CREDIT; finished QUOTA_EXHAUSTED",
+        (Outcome.QUOTA_EXHAUSTED,),
+        (metering_errors.QuotaExceeded,),
+    ),
+    Way("max_cost reached", C.LIMIT, "finished COST_LIMIT", (Outcome.COST_LIMIT,)),
+    Way("KillRequest", C.OPERATOR, "CANCELLED_BY_ADMIN", errors=(errors.CancelledByAdmin,)),
+    Way(
+        "Key revoked, expired or replaced",
+        C.OPERATOR,
+        "KEY_REVOKED, UNAUTHENTICATED",
+        errors=(errors.KeyRevokedMidway, errors.Unauthenticated, metering_errors.KeyInvalid),
+    ),
+    Way(
+        "Network or permission of the key taken away",
+        C.OPERATOR,
+        "ADDRESS_NOT_ALLOWED, PERMISSION_DENIED",
+        errors=(errors.PermissionDenied,),
+    ),
+    Way("Drain time over", C.SERVICE, "DRAINING", errors=(errors.Draining,)),
+    Way(
+        "Server at capacity, or it would start too late",
+        C.SERVICE,
+        "OVERLOADED, QUEUE_FULL, STARTS_TOO_LATE",
+        errors=(errors.Overloaded, errors.QueueFull, errors.StartsTooLate),
+    ),
+    Way(
+        "Engine lost, and no other goes on with it",
+        C.SERVICE,
+        "ENGINE_FAILED, or ENGINE_FAILED_MIDWAY after a token",
+        (Outcome.FAILED,),
+        (engine_errors.EngineFailed,),
+    ),
+    Way(
+        "Engine does not start, is down or full",
+        C.SERVICE,
+        "ENGINE_START_FAILED, ENGINE_UNAVAILABLE, ENGINE_OVERLOADED",
+        errors=(engine_errors.EngineStartFailed, engine_errors.EngineUnavailable, engine_errors.EngineOverloaded),
+    ),
+    Way("Safety classifiers do not answer", C.SERVICE, "SAFETY_UNAVAILABLE", errors=(engine_errors.SafetyUnavailable,)),
+    Way(
+        "Hold not renewed in time",
+        C.SERVICE,
+        "HOLD_ENDED, STORE_AWAY",
+        errors=(metering_errors.HoldEnded, metering_errors.StoreAway),
+    ),
+    Way("No price in force", C.SERVICE, "PRICE_MISSING", errors=(metering_errors.PriceMissing,)),
+    Way("Usage journal cannot be written, or any other error", C.SERVICE, "INTERNAL with an incident id", errors=(OSError,)),
+    Way("Database away at the settlement", C.SERVICE, "nothing until it is back; then as it ended"),
+    Way("Process killed: settled from its journal", C.SERVICE, "nothing; the request id answers with its usage"),
+    Way("Host lost: the hold expires", C.SERVICE, "nothing; what the last extension knew is billed"),
+)
+SIBLING = "Another prompt of the same HTTP request ended: CANCELLED, with the cause of that end"
+
+# What is stored of an end that an error decided.
+OUTCOMES: Mapping[Cause, Outcome] = {
+    Cause.COMPLETION: Outcome.STOP,
+    Cause.CLIENT: Outcome.CANCELLED,
+    Cause.LIMIT: Outcome.QUOTA_EXHAUSTED,
+    Cause.OPERATOR: Outcome.CANCELLED,
+    Cause.SERVICE: Outcome.FAILED,
+}
+_BY_OUTCOME = {outcome: way.cause for way in WAYS for outcome in way.outcomes}
+
+
+class Counts(Protocol):
+    """What is known of a request's tokens."""
+
+    @property
+    def input_token_count(self) -> int:
+        """Tokens of the input that the engine has begun with; 0 until it has."""
+
+    @property
+    def generated_token_count(self) -> int:
+        """Tokens of output so far."""
+
+    @property
+    def delivered_token_count(self) -> int:
+        """Of these, delivered."""
+
+
+def phase_of(usage: Counts) -> EndPhase:
+    """Return how far a request with a hold has come."""
+    if usage.delivered_token_count:
+        return EndPhase.DELIVERING
+    if not usage.input_token_count:
+        return EndPhase.HELD
+    return EndPhase.GENERATING if usage.generated_token_count else EndPhase.PREFILLING
+
+
+def cause_of(outcome: Outcome | None, error: BaseException | None) -> Cause:
+    """Return who made a request end. error: what it broke with; it decides before the outcome."""
+    if error is None:
+        return Cause.SERVICE if outcome is None else _BY_OUTCOME[outcome]
+    if isinstance(error, errors.SiblingEnded):
+        return error.cause
+    return next((way.cause for way in WAYS if isinstance(error, way.errors)), Cause.SERVICE)
+
+
+def charge_of(phase: EndPhase, cause: Cause) -> Charge:
+    """Return what an end costs."""
+    return TABLE[phase, cause].charge

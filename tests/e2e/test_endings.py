@@ -1,0 +1,289 @@
+"""Charges follow the cause: what the client is told of an end, and what hold, counters, usage events and ledger say of it."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncIterator, Awaitable
+from pathlib import Path
+
+import openai
+import psycopg
+import pytest
+import pytest_asyncio
+from grpc import StatusCode
+from weir.v1 import inference_service_pb2 as pb
+
+from api.errors import CancelledByAdmin, FieldViolation, InvalidRequest
+from api.requests.live import LiveRequest
+from inference.errors import EngineFailed
+from metering.billing.credits import current_month, grant_credit
+from metering.billing.prepaid import credit_balance, refresh, set_prepaid
+from metering.billing.rating import rate_all_pending
+from metering.models import QuotaDimension
+from metering.operations import Outcome
+from metering.store.db import create_engine, create_sessions, psycopg_conninfo
+from tests.conftest import new_database
+from tests.e2e.openai_clients import TO_THE_END, connect_async
+from tests.metering.invariants import check_invariants
+from tests.service import MODEL, Inside, Service, Tenant, cost_picos, credit, picos, run_inside, start, until
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+SLICE = 24
+PICOS_OF_CREDIT = 10**12
+LIMITS = {
+    QuotaDimension.TOKENS_PER_MONTH: 10**9,
+    QuotaDimension.REQUESTS_PER_MINUTE: 1000,
+    QuotaDimension.COST_PICOS_PER_MONTH: 10**15,
+}
+LOOPING = pb.ResponseFormat(lark="start: start")
+FAULTING_LATER = pb.ResponseFormat(lark='start: "a" b\nb: b')
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def inside(
+    tmp_path_factory: pytest.TempPathFactory, model: Path, postgres_server: str, template_database: str
+) -> AsyncIterator[Inside]:
+    """A server whose leases are small, so that requests extend them."""
+    with new_database(postgres_server, template=template_database) as url, pytest.MonkeyPatch.context() as monkeypatch:
+        service = Service(
+            tmp_path_factory.mktemp("inside"), url, model, lease_slice_tokens=SLICE, lease_margin_tokens=4, client_stall_max_s=60.0
+        )
+        async with run_inside(service, monkeypatch) as inside:
+            yield inside
+        check_invariants(url, all_ended=True)
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def service(inside: Inside) -> AsyncIterator[Service]:
+    """The service; each test leaves it empty, and no check of `weir fsck` finds anything."""
+    yield inside.service
+    await inside.check_empty()
+    await asyncio.to_thread(check_invariants, inside.service.database_url, all_ended=True)
+
+
+def own_prompt() -> list[int]:
+    """Of 200 tokens that nobody else has sent."""
+    seed = uuid.uuid4().int
+    return [22 + (seed >> index) % 60 for index in range(200)]
+
+
+def counted(service: Service, tenant: Tenant) -> tuple[int, int, int]:
+    """What is used of the quotas on requests, tokens and money; nothing may be held."""
+    counters = service.books.counters(tenant)
+    assert all(held == 0 for _, held in counters.values())
+    names = ("requests_per_minute", "tokens_per_month", "cost_picos_per_month")
+    requests, tokens, cost = (counters.get(name, (0, 0))[0] for name in names)
+    return requests, tokens, cost
+
+
+async def failure(asked: Awaitable[object]) -> openai.APIStatusError:
+    """What a call is refused with."""
+    with pytest.raises(openai.APIStatusError) as caught:
+        await asked
+    return caught.value
+
+
+async def running_until(inside: Inside, tenant: Tenant, token_count: int) -> list[LiveRequest]:
+    """The tenant's requests, once each has generated so much."""
+
+    def found() -> list[LiveRequest]:
+        running = [each for each in inside.process.running() if each.caller.payer.organization_id == tenant.organization_id]
+        return [each for each in running if isinstance(each, LiveRequest) and each.usage.generated_token_count >= token_count]
+
+    await until(found, "tokens")
+    return found()
+
+
+async def test_credit_below_one_is_refused_and_the_input_is_billed_and_counted(inside: Inside, service: Service) -> None:
+    """Again and again: the quota on tokens and the one on requests refuse in the end."""
+    tenant = await service.tenant(LIMITS)
+    prompts = [own_prompt() for _ in range(3)]
+    async with service.stream(tenant.secret) as stream:
+        for prompt in prompts:
+            request_id = await stream.begin(prompt=prompt, initial_credit_tokens=0, max_output_tokens=100)
+            await running_until(inside, tenant, 5)
+            await stream.send(credit(request_id, -1))
+            end = (await stream.end(request_id)).failed
+            refusal = await stream.failed(request_id)
+            assert (refusal.code, refusal.reason, refusal.fields) == (
+                StatusCode.INVALID_ARGUMENT,
+                "FIELD_INVALID",
+                ["credit.token_count"],
+            )
+            assert (end.usage.input_token_count, end.usage.delivered_token_count) == (200, 0)
+            assert picos(end.cost) == cost_picos(end.usage) > 0
+        again = await stream.finished(await stream.begin(prompt=prompts[0], max_output_tokens=1))
+
+    events = service.books.events(tenant)
+    assert [(event["outcome"], event["input_token_count"], event["billed_token_count"]) for event in events] == [
+        ("cancelled", 200, 0),
+        ("cancelled", 200, 0),
+        ("cancelled", 200, 0),
+        ("length", 200, 1),
+    ]
+    assert again.usage.cached_input_token_count > 0, "computed once, and paid in full then"
+    assert counted(service, tenant) == (4, 801, sum(event["cost_picos"] for event in events))
+    assert service.books.holds(tenant) == {"settled": 4}
+
+
+async def test_requests_that_end_by_a_wrong_credit_reach_the_limits(inside: Inside, service: Service) -> None:
+    tenant = await service.tenant({QuotaDimension.TOKENS_PER_MONTH: 500, QuotaDimension.REQUESTS_PER_MINUTE: 1000})
+    reasons = []
+    async with service.stream(tenant.secret) as stream:
+        for _ in range(4):
+            request_id = await stream.begin(prompt=own_prompt(), initial_credit_tokens=0, max_output_tokens=20)
+            await until(lambda request_id=request_id: stream.ends(request_id) or stream.of(request_id, "admitted"), "an answer")
+            if not stream.ends(request_id):
+                await running_until(inside, tenant, 5)
+                await stream.send(credit(request_id, -1))
+            reasons.append((await stream.failed(request_id)).reason)
+
+    assert reasons == ["FIELD_INVALID", "FIELD_INVALID", "QUOTA_EXCEEDED", "QUOTA_EXCEEDED"]
+
+
+async def test_a_grammar_without_a_first_token_is_refused_before_anything_is_computed(inside: Inside, service: Service) -> None:
+    tenant = await service.tenant(LIMITS)
+    before = inside.engine.statistics().prompt_token_count
+    async with service.stream(tenant.secret) as stream:
+        refusal = await stream.failed(await stream.begin(response_format=LOOPING, ignore_eos=None, prompt=own_prompt()))
+
+    assert (refusal.code, refusal.reason) == (StatusCode.INVALID_ARGUMENT, "REQUEST_IMPOSSIBLE")
+    assert refusal.fields == ["response_format.lark"]
+    assert "allows no first token" in refusal.status.message
+    assert inside.engine.statistics().prompt_token_count == before
+    assert counted(service, tenant) == (1, 0, 0)
+
+
+async def test_a_grammar_that_faults_while_it_is_followed_is_billed_like_a_cancellation(service: Service) -> None:
+    tenant = await service.tenant(LIMITS)
+    async with service.stream(tenant.secret) as stream:
+        request_id = await stream.begin(response_format=FAULTING_LATER, ignore_eos=None, prompt=own_prompt())
+        refusal = await stream.failed(request_id)
+        end = (await stream.end(request_id)).failed
+
+    assert (refusal.code, refusal.reason) == (StatusCode.INVALID_ARGUMENT, "REQUEST_IMPOSSIBLE")
+    [event] = service.books.events(tenant)
+    assert (event["outcome"], event["input_token_count"]) == ("cancelled", 200)
+    assert event["billed_token_count"] == end.usage.delivered_token_count <= 1
+    assert counted(service, tenant) == (1, 200 + event["billed_token_count"], event["cost_picos"])
+
+
+@pytest.mark.parametrize("streams", [False, True], ids=["whole", "streamed"])
+async def test_prompts_that_end_because_another_one_was_at_fault_are_billed(
+    inside: Inside, service: Service, streams: bool
+) -> None:
+    tenant = await service.tenant(LIMITS)
+    wrong = InvalidRequest([FieldViolation("credit.token_count", "must be at least 1, not -1")])
+
+    async def ask(client: openai.AsyncOpenAI) -> openai.APIError:
+        prompt = ["one two three", "four five six", "seven eight nine"]
+        try:
+            asked = await client.completions.create(
+                model=MODEL, prompt=prompt, max_tokens=2000, stream=streams, extra_body=TO_THE_END
+            )
+            if isinstance(asked, openai.AsyncStream):
+                async for _ in asked:
+                    pass
+        except openai.APIError as error:
+            return error
+        pytest.fail("it was answered")
+
+    async with connect_async(service, tenant.secret) as client, asyncio.TaskGroup() as tasks:
+        call = tasks.create_task(ask(client))
+        await until(lambda: sum(each.usage.generated_token_count > 5 for each in inside.process.running()) == 3, "tokens of all")
+        inside.process.running()[1].stop(Outcome.CANCELLED, wrong)
+        error = await call
+
+    assert error.code == "invalid_value"
+    await until(lambda: service.books.holds(tenant) == {"settled": 3}, "all to be settled")
+    events = service.books.events(tenant)
+    assert all(event["input_token_count"] > 0 and event["outcome"] == "cancelled" for event in events)
+    assert all(event["billed_token_count"] == 0 for event in events if not streams)
+    tokens = sum(event["input_token_count"] + event["billed_token_count"] for event in events)
+    assert counted(service, tenant) == (3, tokens, sum(event["cost_picos"] for event in events))
+
+
+async def test_an_end_by_an_administrator_is_billed_like_a_cancellation(inside: Inside, service: Service) -> None:
+    """In one piece, so that nothing has been delivered."""
+    tenant = await service.tenant(LIMITS)
+    async with connect_async(service, tenant.secret) as client, asyncio.TaskGroup() as tasks:
+        asked = client.completions.create(model=MODEL, prompt="Go on", max_tokens=2000, extra_body=TO_THE_END)
+        call = tasks.create_task(failure(asked))
+        [request] = await running_until(inside, tenant, 5)
+        request.stop(Outcome.CANCELLED, CancelledByAdmin("an administrator has ended this request"))
+        error = await call
+
+    assert error.code == "cancelled_by_admin"
+    await until(lambda: service.books.events(tenant), "the settlement")
+    [event] = service.books.events(tenant)
+    assert (event["outcome"], event["billed_token_count"]) == ("cancelled", 0)
+    assert counted(service, tenant) == (1, event["input_token_count"], event["cost_picos"])
+
+
+async def test_prepaid_credit_is_untouched_by_requests_of_which_nothing_is_billed(inside: Inside, service: Service) -> None:
+    """The engine breaks after the lease was extended, and before anything was delivered; as often as it likes."""
+    tenant = await service.tenant(LIMITS)
+    async with service.session() as session:
+        await set_prepaid(session, organization=tenant.name, prepaid=True, actor="test")
+        await grant_credit(
+            session,
+            organization=tenant.name,
+            amount_picos=PICOS_OF_CREDIT,
+            first_month=None,
+            last_month=await current_month(session),
+            reason="paid",
+            actor="test",
+        )
+        await refresh(session, tenant.organization_id, actor="test", extending=True)
+    messages = []
+    for _ in range(4):
+        async with connect_async(service, tenant.secret) as client, asyncio.TaskGroup() as tasks:
+            asked = client.completions.create(model=MODEL, prompt="Go on", max_tokens=2000, extra_body=TO_THE_END)
+            call = tasks.create_task(failure(asked))
+            [request] = await running_until(inside, tenant, 3 * SLICE)
+            request.stop(Outcome.FAILED, EngineFailed("it broke"))
+            error = await call
+        assert isinstance(error, openai.InternalServerError)
+        messages.append(error.message)
+    await until(lambda: service.books.holds(tenant) == {"voided": 4}, "all to be voided")
+
+    assert all("nothing is billed" in message for message in messages)
+    assert service.books.events(tenant) == []
+    assert counted(service, tenant) == (0, 0, 0)
+    assert service.books.counters(tenant)["prepaid_credit_picos"] == (0, 0)
+    engine = create_engine(service.database_url)
+    try:
+        sessions = create_sessions(engine)
+        await rate_all_pending(sessions)
+        async with sessions() as session:
+            assert (await credit_balance(session, organization=tenant.name)).available_picos == PICOS_OF_CREDIT
+    finally:
+        await engine.dispose()
+    with psycopg.connect(psycopg_conninfo(service.database_url)) as connection:
+        query = "SELECT count(*) FROM ledger_transactions WHERE organization_id = %s AND kind = 'usage'"
+        assert connection.execute(query, (tenant.organization_id,)).fetchone() == (0,)
+
+
+async def test_a_request_cancelled_while_it_waits_counts_and_costs_nothing(inside: Inside, service: Service) -> None:
+    """The limit on requests is for those, too; the id is used up by it."""
+    tenant = await service.tenant(LIMITS)
+    async with service.stream(tenant.secret) as stream:
+        crowd = [start(max_output_tokens=2400) for _ in range(64)]
+        await stream.send(*crowd)
+        for frame in crowd:
+            await stream.received(frame.request_id, 1)
+        waiting = start(prompt=own_prompt())
+        await stream.send(waiting)
+        await stream.first(waiting.request_id, "progress")
+        await stream.cancel(waiting.request_id)
+        finished = await stream.finished(waiting.request_id)
+        await stream.cancel(*(frame.request_id for frame in crowd))
+        for frame in crowd:
+            await stream.finished(frame.request_id)
+
+    event = service.books.event(tenant, waiting.request_id)
+    assert (finished.usage.input_token_count, picos(finished.cost)) == (0, 0)
+    assert (event["outcome"], event["input_token_count"], event["cost_picos"]) == ("cancelled", 0, 0)
+    assert counted(service, tenant)[0] == 65
