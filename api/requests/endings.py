@@ -172,7 +172,7 @@ WAYS: tuple[Way, ...] = (
     Way(
         "Unknown model, or one that does not fit",
         C.CLIENT,
-        "NOT_FOUND, FIELD_INVALID, MODEL_NOT_ALLOWED",
+        "MODEL_UNKNOWN, MODEL_MISMATCH, MODEL_NOT_ALLOWED",
         errors=(router.ModelUnknown, router.ModelMismatch, errors.ModelNotAllowed),
     ),
     Way(
