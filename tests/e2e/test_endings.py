@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import uuid
 from collections.abc import AsyncIterator, Awaitable
 from pathlib import Path
@@ -26,7 +27,7 @@ from metering.store.db import create_engine, create_sessions, psycopg_conninfo
 from tests.conftest import new_database
 from tests.e2e.openai_clients import TO_THE_END, connect_async
 from tests.metering.invariants import check_invariants
-from tests.service import MODEL, Inside, Service, Tenant, cost_picos, credit, picos, run_inside, start, until
+from tests.service import MODEL, Inside, Service, Stream, Tenant, cost_picos, credit, picos, run_inside, start, until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -128,13 +129,18 @@ async def test_credit_below_one_is_refused_and_the_input_is_billed_and_counted(i
     assert service.books.holds(tenant) == {"settled": 4}
 
 
+def answered(stream: Stream, request_id: str) -> bool:
+    """Whether a request was admitted or refused."""
+    return bool(stream.of(request_id, "admitted") or stream.ends(request_id))
+
+
 async def test_requests_that_end_by_a_wrong_credit_reach_the_limits(inside: Inside, service: Service) -> None:
     tenant = await service.tenant({QuotaDimension.TOKENS_PER_MONTH: 500, QuotaDimension.REQUESTS_PER_MINUTE: 1000})
     reasons = []
     async with service.stream(tenant.secret) as stream:
         for _ in range(4):
             request_id = await stream.begin(prompt=own_prompt(), initial_credit_tokens=0, max_output_tokens=20)
-            await until(lambda request_id=request_id: stream.ends(request_id) or stream.of(request_id, "admitted"), "an answer")
+            await stream.wait(functools.partial(answered, stream, request_id))
             if not stream.ends(request_id):
                 await running_until(inside, tenant, 5)
                 await stream.send(credit(request_id, -1))

@@ -299,7 +299,7 @@ async def test_a_revoked_key_ends_what_waits_for_its_turn_too(pair: tuple[Servic
     assert {refusal.reason for refusal in refusals.values()} == {"KEY_REVOKED"}
     refused_frame = refusals[waiting].frame
     assert refused_frame is not None
-    assert not refused_frame.HasField("usage")
+    assert refused_frame.usage.input_token_count == picos(refused_frame.cost) == 0
     assert waiting not in second.books.delivered(tenant)
     await second.no_hold_left(tenant)
 
