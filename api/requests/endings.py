@@ -167,7 +167,13 @@ WAYS: tuple[Way, ...] = (
         "Prompt too long, filtered or refused by the template",
         C.CLIENT,
         "CONTEXT_EXCEEDED, PROMPT_FILTERED, CHAT_TEMPLATE_FAILED",
-        errors=(errors.PromptTooLong, errors.InputsTooLong, errors.PromptFiltered, engine_errors.ChatTemplateFailed),
+        errors=(
+            errors.PromptTooLong,
+            errors.PromptTooLarge,
+            errors.InputsTooLong,
+            errors.PromptFiltered,
+            engine_errors.ChatTemplateFailed,
+        ),
     ),
     Way(
         "Unknown model, or one that does not fit",
@@ -194,6 +200,7 @@ WAYS: tuple[Way, ...] = (
         (Outcome.QUOTA_EXHAUSTED,),
         (metering_errors.QuotaExceeded,),
     ),
+    Way("Prompts of the key being prepared are too many", C.LIMIT, "PREPARATION_LIMIT", errors=(errors.PreparationLimit,)),
     Way("max_cost reached", C.LIMIT, "finished COST_LIMIT", (Outcome.COST_LIMIT,)),
     Way("KillRequest", C.OPERATOR, "CANCELLED_BY_ADMIN", errors=(errors.CancelledByAdmin,)),
     Way(
