@@ -204,11 +204,12 @@ class Door:
         Raises: HttpFault, Draining, PreparationLimit, Overloaded; as `Arrival.check`, since a body takes its time.
         """
         key_id = arrival.payer.api_key_id
-        await self._process.pace.turn(key_id)
         most = self._process.admission.settings.message_bytes_max
         with self._process.text_work.permit(key_id, min(request.content_length or CHUNKED_BYTES, most)):
             body = await self._read(request)
-        await arrival.check()
+            await arrival.check()
+            # At last, so that what is done with the body counts before another one of the key has its turn.
+            await self._process.pace.turn(key_id)
         return body
 
     def _reading(self, arrival: Arrival) -> contextlib.AbstractContextManager[None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
 import uuid
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -16,6 +17,8 @@ from google.rpc import error_details_pb2
 from weir.v1 import inference_service_pb2 as pb
 
 from api.access.standing_key import StandingKey
+from api.openai.door import Door
+from api.openai.listener import Listener
 from api.requests import text_work
 from api.settings import Settings
 from api.streams import generation, pace
@@ -24,7 +27,7 @@ from api.streams.pace import FramePace
 from metering.errors import KeyInvalid
 from metering.operations import Payer
 from metering.store.db import Sessions
-from metering.tenants.tenants import Principal
+from metering.tenants.tenants import Principal, create_api_key
 from tests.api.small_process import Call, SmallProcess
 from tests.inference.checkpoints import make_checkpoint
 from tests.metering.hold_world import HoldWorld
@@ -441,3 +444,54 @@ def test_preparation_of_what_is_refused_slows_its_key() -> None:
     assert paced.wait_s(key) == 0
     paced.spent(key, 2 * pace.BURST_S)
     assert paced.wait_s(key) == pytest.approx(4 * pace.BURST_S)
+
+
+class RecordedPace(FramePace):
+    """Notes what it is asked, in order."""
+
+    def __init__(self) -> None:
+        super().__init__(0.25)
+        self.events: list[str] = []
+
+    async def turn(self, key_id: uuid.UUID) -> bool:
+        """See `FramePace`."""
+        waited = await super().turn(key_id)
+        self.events.append("turn")
+        return waited
+
+    def spent(self, key_id: uuid.UUID, cost_s: float) -> None:
+        """See `FramePace`."""
+        if cost_s > 0:
+            self.events.append("spent")
+        super().spent(key_id, cost_s)
+
+
+async def test_each_http_body_counts_before_the_next_one_of_its_key_has_its_turn(world: World, sessions: Sessions) -> None:
+    """Else bodies that came at once would all be read at once, however large they are."""
+    process = world.small.process
+    recorded = process.pace = RecordedPace()
+    async with sessions.begin() as session:
+        _, secret = await create_api_key(session, organization="acme", project="search", name="key", actor="test")
+    door = Door(process, world.small.authenticator, sessions)
+    listener = Listener(door.handle, process.admission.settings, None)
+    port = listener.bind(("127.0.0.1", 0))
+    await listener.start()
+    messages = [{"role": "user", "content": "x"}] * 2000
+    body = json.dumps({"model": "demo", "messages": messages, "max_tokens": 1}).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: weir\r\nconnection: close\r\nauthorization: Bearer {secret}\r\n"
+
+    async def post() -> bytes:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+        answer = await reader.read()
+        writer.close()
+        return answer
+
+    answers = await asyncio.gather(*(post() for _ in range(4)))
+    await listener.stop()
+
+    assert all(answer.startswith(b"HTTP/1.1 400") and b"context_length_exceeded" in answer for answer in answers)
+    assert recorded.events.count("turn") == 4
+    for index, event in enumerate(recorded.events):
+        if event == "turn":
+            assert recorded.events[index + 1] == "spent"
