@@ -48,6 +48,7 @@ from api.observability.scrape import MetricsListener, Scrapes
 from api.observability.spans import open_spans
 from api.open_files import allow_open_files
 from api.openai.listener import Listener
+from api.payload_hash import use_signer
 from api.process import Process
 from api.requests.admission import Admission, Capacity
 from api.server import Health, Servicers, build_peer_server, build_server
@@ -195,6 +196,7 @@ async def serve(settings: Settings) -> None:
     tokenizers = load_tokenizers(router, settings)
     gate, signer = StoreGate(), open_signer(settings)
     await recover(settings, gate, signer)
+    use_signer(signer)
     stopping = asyncio.Event()
     store, key_store, report_store, admin_store = stores = [
         create_engine(settings.database_url, pool_size=pool_size, gate=gate)

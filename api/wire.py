@@ -5,7 +5,6 @@ Parsing happens once, at the door, into values that cannot be wrong; every viola
 
 from __future__ import annotations
 
-import hashlib
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from weir.v1 import types_pb2
 
 from api.embedding.embedding_limits import input_count_max
 from api.errors import FieldViolation, InvalidRequest
+from api.payload_hash import payload_hash
 from api.queue.places import ServiceTier
 from api.requests.conversation import Prompt, check_prompt, parse_prompt, thinking_of
 from api.requests.decoding import (
@@ -151,7 +151,7 @@ def parse_start(request_id: str, start: pb.StartFrame) -> ValidStart:
     return ValidStart(
         request_id=parsed_id,
         given_id=request_id,
-        payload_hash=hashlib.sha256(start.SerializeToString(deterministic=True)).digest(),
+        payload_hash=payload_hash(start.SerializeToString(deterministic=True)),
         model=start.model,
         prompt=parse_prompt(start),
         sampling=parse_sampling(start),

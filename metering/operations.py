@@ -97,6 +97,19 @@ class QuotaState(NamedTuple):
         return None if resets_at is None else (resets_at - self.now).total_seconds()
 
 
+PAYLOAD_KEY_NAME_BYTES = 4  # at the beginning of a payload hash
+
+
+def is_other_payload(known: bytes, asked: bytes) -> bool:
+    """True if two payload hashes are of different payloads. Hashes of different keys tell nothing, and count as equal.
+
+    So a repeated request is answered as such after the key has changed, and a request id that is used for another payload then is
+    answered with the first one's result.
+    """
+    n = PAYLOAD_KEY_NAME_BYTES
+    return known[:n] == asked[:n] and known != asked
+
+
 @dataclass(frozen=True, slots=True)
 class Payer:
     """Whom a request is charged to."""
@@ -125,7 +138,7 @@ class Payer:
 class Admit:
     """Take a hold for a new request. Answers `Admitted`.
 
-    payload_hash: 32 bytes over everything that makes the request what it is; the same id with another hash is refused.
+    payload_hash: 32 bytes over everything that makes the request what it is (`is_other_payload`).
     first_slice_token_count: output tokens to lease at first, if they fit; at least `least_slice_token_count`. tier: whose price it
     has. embedding: the input is to be embedded, at the price of that; both slices are 0 then. only_asks: take nothing, and answer
     `Fits` where a hold could be taken; refusals are the same, and counted.

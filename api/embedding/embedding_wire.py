@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import types_pb2
 
 from api import wire
+from api.payload_hash import payload_hash
 from api.queue.places import ServiceTier
 from api.quota_wire import quota_statuses
 from api.receipt_wire import receipt_messages
@@ -62,7 +62,7 @@ def parse_embed(message: pb.EmbedRequest) -> ValidEmbed:
     wrong.raise_if_any()
     return ValidEmbed(
         request_id=request_id,
-        payload_hash=payload_hash(message),
+        payload_hash=hash_of(message),
         model=message.model,
         inputs=tuple(each.text or tuple(each.token_ids.ids) for each in message.inputs),
         truncates=message.truncation == pb.TRUNCATION_END,
@@ -95,12 +95,12 @@ def check_against_model(request: ValidEmbed, model: ModelInfo, input_count_max: 
     wrong.raise_if_any()
 
 
-def payload_hash(message: pb.EmbedRequest) -> bytes:
+def hash_of(message: pb.EmbedRequest) -> bytes:
     """Over everything but the id, by which the same id with another payload is told apart; never that of a start frame."""
     payload = pb.EmbedRequest()
     payload.CopyFrom(message)
     payload.ClearField("request_id")
-    return hashlib.sha256(b"Embed\0" + payload.SerializeToString(deterministic=True)).digest()
+    return payload_hash(b"Embed\0" + payload.SerializeToString(deterministic=True))
 
 
 def embed_response(

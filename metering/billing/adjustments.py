@@ -104,6 +104,21 @@ async def create_credit_note(
     return await _propose(session, invoice.organization_id, invoice, -amount_picos, invoice.currency_code, reason, actor)
 
 
+# Two keys are one hand where one of them has created the other, over any number of keys between, or where the approver's key was
+# created when there was something to approve. By the audit log, which tells who has created which key.
+OF_ONE_HAND = text("""
+WITH RECURSIVE created AS (
+    SELECT e.actor AS creator, k.prefix AS key, e.created_at FROM audit_log e JOIN api_keys k ON k.id::text = e.subject_id
+    WHERE e.action = 'api_key.create'
+), creators (pair, key) AS (
+    VALUES ('author', CAST(:author AS text)), ('approver', CAST(:approver AS text))
+    UNION SELECT creators.pair, created.creator FROM creators JOIN created ON created.key = creators.key
+)
+SELECT EXISTS (SELECT FROM creators WHERE (pair, key) IN (('author', :approver), ('approver', :author)))
+    OR EXISTS (SELECT FROM created WHERE key = :approver AND created_at > CAST(:proposed_at AS timestamptz))
+""")
+
+
 async def approve(session: AsyncSession, *, adjustment_id: str, actor: str, now: datetime | None = None) -> AdjustmentRecord:
     """Approve what somebody else proposed, and post it; the same approver again changes nothing.
 
@@ -117,6 +132,11 @@ async def approve(session: AsyncSession, *, adjustment_id: str, actor: str, now:
     refuse_decided(record)
     if record.author == actor:
         raise ApprovalRefused(f"{actor} proposed adjustment {record.id}: somebody else has to approve it")
+    if await session.scalar(OF_ONE_HAND, {"author": record.author, "approver": actor, "proposed_at": record.created_at}):
+        raise ApprovalRefused(
+            f"{actor} cannot approve adjustment {record.id}: the key was created after the proposal, or by {record.author}, or "
+            f"created {record.author}; a key that somebody else holds, and held before, has to approve it"
+        )
     decided_at = now or (await session.scalars(select(func.now()))).one()
     month = await _billing_month(session, row.organization_id, decided_at)
     decision = AdjustmentDecision(

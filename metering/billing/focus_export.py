@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import csv
 import io
+import re
 from collections.abc import AsyncIterator, Iterable, Iterator
 from typing import Any
 
@@ -50,6 +51,9 @@ LEFT JOIN LATERAL (
 ORDER BY used.day, used.project_id, used.api_key_id, used.price_version_id
 """
 
+FORMULA_BEGINNINGS = ("=", "+", "-", "@", "\t", "\r")  # what OWASP names for CSV injection
+NUMBER = re.compile(r"[+-]?\d+(\.\d+)?")
+
 
 async def focus_csv(session: AsyncSession, report: MonthReport, issuer_name: str) -> AsyncIterator[str]:
     """The file in pieces. issuer_name: who provides and bills; may be empty."""
@@ -89,9 +93,16 @@ def charges_of(row: Row[Any]) -> Iterator[UsageCharge]:
             )
 
 
+def cell(value: str) -> str:
+    """Return the value with a quote before what a spreadsheet would take for a formula. Numbers stay as they are."""
+    if not value.startswith(FORMULA_BEGINNINGS) or NUMBER.fullmatch(value):
+        return value
+    return f"'{value}"
+
+
 def csv_text(rows: Iterable[dict[str, str]]) -> str:
     """RFC 4180 without a header; a column that a row lacks is null."""
     target = io.StringIO()
     writer = csv.DictWriter(target, COLUMNS, restval="", lineterminator="\r\n")
-    writer.writerows(rows)
+    writer.writerows({name: cell(value) for name, value in row.items()} for row in rows)
     return target.getvalue()

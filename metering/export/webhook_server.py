@@ -11,7 +11,7 @@ import contextlib
 import logging
 import signal
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from http import HTTPStatus
 
 from metering.errors import InvalidValue, StoreAway
@@ -25,7 +25,7 @@ PATH = "/stripe/events"
 HEAD_MAX_BYTES = 16 * 1024  # Stripe's heads are below 1 kB
 BODY_MAX_BYTES = 1024 * 1024  # of an event; an invoice with many lines is some 100 kB
 REQUEST_TIMEOUT_S = 10.0  # Stripe's own patience is longer; a slow sender must not keep a connection
-CONNECTIONS_MAX = 64  # beyond it a sender is told to come again
+CONNECTIONS_MAX = 256  # beyond it the connection whose request has been awaited for longest gives way
 
 
 class Answered(Exception):
@@ -42,13 +42,17 @@ class Endpoint:
 
     sessions: Sessions
     secrets: Sequence[str]
+    reading: dict[asyncio.StreamWriter, None] = field(default_factory=dict)  # whose requests are not complete, the oldest first
     open_count: int = 0
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """One connection, from its request to its end."""
         self.open_count += 1
+        self.reading[writer] = None
+        if self.open_count > CONNECTIONS_MAX:  # slow senders must not keep Stripe's events away
+            next(iter(self.reading)).transport.abort()
         try:
-            status, why = await self._answer(reader)
+            status, why = await self._answer(reader, writer)
             body = f"{why}\n".encode()
             writer.write(
                 f"HTTP/1.1 {status.value} {status.phrase}\r\nContent-Type: text/plain\r\nContent-Length: {len(body)}\r\n"
@@ -61,16 +65,16 @@ class Endpoint:
             pass  # the sender is gone; it comes again if it was not answered
         finally:
             self.open_count -= 1
+            self.reading.pop(writer, None)
             writer.close()
             with contextlib.suppress(ConnectionError):
                 await writer.wait_closed()
 
-    async def _answer(self, reader: asyncio.StreamReader) -> tuple[HTTPStatus, str]:
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> tuple[HTTPStatus, str]:
         try:
-            if self.open_count > CONNECTIONS_MAX:
-                raise Answered(HTTPStatus.SERVICE_UNAVAILABLE)
             async with asyncio.timeout(REQUEST_TIMEOUT_S):
                 headers, body = await read_request(reader)
+                self.reading.pop(writer, None)
                 new = await store_event(self.sessions, body, headers.get("stripe-signature", ""), self.secrets)
         except Answered as answered:
             return answered.status, str(answered)

@@ -39,6 +39,7 @@ from metering.operations import (
     Settle,
     Settled,
     Void,
+    is_other_payload,
 )
 from metering.quotas import quotas
 from metering.quotas.quota_rules import Claim, money_scale
@@ -270,7 +271,7 @@ class Decisions:
 
 def same_request_error(op: Admit, same: SameRequest) -> MeteringError:
     """Why a request id cannot be used a second time."""
-    if same.payload_hash != op.payload_hash:
+    if is_other_payload(same.payload_hash, op.payload_hash):
         return RequestIdReused("this request_id was used before with another payload: mint a new one for a new request")
     if same.settled is None:
         return RequestInFlight("a request with this request_id and payload is running")

@@ -17,6 +17,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from metering.billing.prices import checked_model
 from metering.errors import InvalidValue, NotFound
 from metering.models import ApiKey, Organization, Project, Quota, QuotaCounter, QuotaDimension, QuotaSubject, RuleChange
+from metering.money import to_decimal
 from metering.operations import QuotaState
 from metering.quotas.alert_thresholds import checked_percents, usual_thresholds
 from metering.quotas.quota_recount import Uncounted, recount
@@ -119,7 +120,10 @@ async def raise_quota(
         if quota.for_new_keys:
             raise InvalidValue("quota_id", "a limit for new keys cannot be raised for a time: set it, or raise that of a key")
         if not quota.limit_value < limit_value <= LIMIT_MAX:
-            raise InvalidValue("limit_value", f"give more than the limit of {quota.limit_value}, at most {LIMIT_MAX}")
+            raise InvalidValue(
+                "limit_value",
+                f"give more than the limit of {quota.limit_value}, at most {LIMIT_MAX}{in_units(QuotaDimension(quota.dimension))}",
+            )
         if not now < until <= now + RAISE_MAX:
             raise InvalidValue("expire_time", f"give a time in the next {RAISE_MAX.days} days; it is {now.isoformat()} now")
         if not 1 <= len(reason.strip()) <= REASON_CHARS_MAX or "\0" in reason:
@@ -198,11 +202,18 @@ SETTABLE = tuple(each for each in QuotaDimension if each is not QuotaDimension.P
 OF_CREDIT = "prepaid credit is no limit to set: grant credit, or let the organization no longer be prepaid only"
 
 
+def in_units(dimension: QuotaDimension) -> str:
+    """Return what the greatest limit is in money, for a dimension of money; else nothing."""
+    if DIMENSIONS[dimension][0] is not Kind.MONEY:
+        return ""
+    return f", which is {to_decimal(LIMIT_MAX):,.0f} units of the organization's currency: leave the limit out for more"
+
+
 def _check_values(subject: QuotaSubject, dimension: QuotaDimension, limit_value: int, *, for_new_keys: bool) -> None:
     if dimension is QuotaDimension.PREPAID_CREDIT_PICOS:
         raise InvalidValue("dimension", OF_CREDIT)
     if not 0 <= limit_value <= LIMIT_MAX:
-        raise InvalidValue("limit_value", f"give 0 to {LIMIT_MAX}")
+        raise InvalidValue("limit_value", f"give 0 to {LIMIT_MAX}{in_units(dimension)}")
     if for_new_keys and subject is QuotaSubject.API_KEY:
         raise InvalidValue("for_new_keys", "new keys come under an organization or a project, not under a key")
 

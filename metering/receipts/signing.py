@@ -7,6 +7,7 @@ all the same, and the next signature in a chain vouches for what stands before i
 from __future__ import annotations
 
 import hashlib
+import hmac
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -30,6 +31,10 @@ class Signer:
         self._private_key = private_key
         self.public_key = private_key.public_key().public_bytes_raw()
         self.key_id = key_id_of(self.public_key)
+
+    def derived_key(self, purpose: bytes) -> bytes:
+        """Return a secret of 32 bytes for another purpose, from which nobody learns the private key."""
+        return hmac.digest(self._private_key.private_bytes_raw(), purpose, "sha256")
 
     def sign(self, root: bytes) -> bytes:
         """The signature over a root, 64 bytes."""

@@ -129,7 +129,7 @@ class Scenario:
                     hold_id=uuid.uuid4(),
                     payer=self.payer(name),
                     request_id=known.op.request_id if known else uuid.uuid4(),
-                    payload_hash=" ".join(payload).encode().ljust(32, b"."),
+                    payload_hash=b"key:" + " ".join(payload).encode().ljust(28, b"."),
                     model=MODEL,
                     input_token_count=sent,
                     first_slice_token_count=wanted,

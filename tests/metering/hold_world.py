@@ -226,7 +226,7 @@ def admit(
         hold_id=hold_id or uuid.uuid4(),
         payer=payer,
         request_id=request_id or uuid.uuid4(),
-        payload_hash=payload.ljust(32, b"."),
+        payload_hash=b"key:" + payload.ljust(28, b"."),
         model=MODEL,
         input_token_count=input_tokens,
         first_slice_token_count=0 if embedding else slice_tokens,

@@ -27,7 +27,7 @@ from metering.billing.rating import rate_all_pending
 from metering.errors import ApprovalRefused, InvalidValue, NotFound
 from metering.money import PICOS_PER_UNIT
 from metering.store.db import Sessions
-from metering.tenants.tenants import find_organization
+from metering.tenants.tenants import create_api_key, find_organization
 from tests.metering.books import Consumed, Customer
 from tests.metering.closing_world import ClosingWorld
 
@@ -108,6 +108,41 @@ async def test_what_is_rejected_is_never_posted(world: ClosingWorld) -> None:
     with pytest.raises(ApprovalRefused, match="rejected by ann"):
         await decided(world, adjustment, "bob")
     assert await posted(world) == (0, 0)
+
+
+async def key_by(world: ClosingWorld, creator: str, name: str) -> str:
+    """Another admin key, created with the key of this prefix; its prefix."""
+    async with world.sessions.begin() as session:
+        key, _ = await create_api_key(session, organization="acme", project="search", name=name, scopes=("admin",), actor=creator)
+    return key.prefix
+
+
+async def test_two_keys_of_one_hand_are_not_two_people(world: ClosingWorld) -> None:
+    root = await key_by(world, "test", "root")
+    ann, bob = await key_by(world, root, "ann"), await key_by(world, root, "bob")
+    anns = await key_by(world, ann, "ann 2")
+    anns_third = await key_by(world, anns, "ann 3")
+
+    async def propose() -> str:
+        async with world.sessions.begin() as session:
+            made = await create_adjustment(
+                session, organization="acme", amount_picos=CENT, currency_code="USD", reason="an outage", actor=ann
+            )
+        return str(made.id)
+
+    adjustment_id = await propose()
+    late = await key_by(world, root, "late")
+    for approver in (ann, anns, anns_third, root, late):
+        async with world.sessions.begin() as session:
+            with pytest.raises(ApprovalRefused, match="approve"):
+                await approve(session, adjustment_id=adjustment_id, actor=approver)
+    async with world.sessions.begin() as session:
+        approved = await approve(session, adjustment_id=adjustment_id, actor=bob)
+    other_id = await propose()
+    async with world.sessions.begin() as session:
+        await approve(session, adjustment_id=other_id, actor=late)
+
+    assert approved.decided_by == bob
 
 
 async def test_approvers_at_once_post_once_and_one_of_them_did_it(world: ClosingWorld) -> None:

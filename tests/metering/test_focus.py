@@ -13,7 +13,7 @@ import pytest
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from metering.billing.focus import COLUMNS, FocusMonth, UsageCharge
-from metering.billing.focus_export import csv_text, focus_csv
+from metering.billing.focus_export import cell, csv_text, focus_csv
 from metering.billing.models import BillingMonth, MonthState
 from metering.billing.month_reading import month_report
 from metering.billing.prices import ModelPrice
@@ -237,3 +237,13 @@ def test_the_checker_sees_a_bad_header(header: str, rule: str) -> None:
     csv.writer(target).writerow(names)
 
     assert any(rule in broken for broken in broken_rules(target.getvalue()))
+
+
+@pytest.mark.parametrize("name", ["=1+1", "+1+cmd", "-2+3", "@SUM(A1)", "\t=1", "\r=1"])
+def test_no_name_is_a_formula_of_a_spreadsheet(name: str) -> None:
+    assert cell(name) == f"'{name}"
+
+
+@pytest.mark.parametrize("value", ["-12.50", "+3", "-0", "12", "", "name", "a=b", "2026-09-01"])
+def test_numbers_and_plain_names_stay_as_they_are(value: str) -> None:
+    assert cell(value) == value

@@ -193,3 +193,19 @@ async def test_only_counters_that_nothing_can_touch_any_more_are_deleted(session
         (quotas[QuotaDimension.TOKENS_PER_MONTH].quota_id, 0),
         (quotas[QuotaDimension.CONCURRENT_REQUESTS].quota_id, 0),
     }
+
+
+@pytest.mark.parametrize("dimension", [QuotaDimension.COST_PICOS_PER_DAY, QuotaDimension.COST_PICOS_PER_MONTH])
+async def test_a_limit_of_money_beyond_nine_million_units_is_refused_with_the_greatest_in_money(
+    sessions: Sessions, customer: Customer, dimension: QuotaDimension
+) -> None:
+    async with sessions.begin() as session:
+        with pytest.raises(InvalidValue, match="which is 9,223,372 units of the organization's currency: leave the limit out"):
+            await set_quota(
+                session,
+                subject=QuotaSubject.ORGANIZATION,
+                subject_ref=customer.name,
+                dimension=dimension,
+                limit_value=2**63,
+                actor="test",
+            )

@@ -27,6 +27,7 @@ from api.cli.stack import StackFailed, optional_children
 from metering.billing.prices import ModelPrice, set_price, withdraw_price
 from metering.celery_app import refuse_without_database
 from metering.errors import AlreadyExists, BillingDetailsMissing, InvalidValue, StripeFailed
+from metering.export import webhook_server as server_module
 from metering.export.batches import form_batches
 from metering.export.corrections import resend, settle
 from metering.export.deliveries import deliver_pending
@@ -650,3 +651,25 @@ async def test_the_status_names_who_is_not_known_at_stripe(
     told = await asyncio.to_thread(CliRunner().invoke, app, ["stripe", "status", "--json"])
 
     assert json.loads(told.stdout)["unknown_organizations"] == ["acme"]
+
+
+async def test_senders_that_never_finish_keep_no_event_away(sessions: Sessions, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The connection that has been silent for longest gives way."""
+    monkeypatch.setattr(server_module, "CONNECTIONS_MAX", 8)
+    endpoint = server_module.Endpoint(sessions, ["whsec"])
+    server = await asyncio.start_server(endpoint.serve, "127.0.0.1", 0)
+    host, port = server.sockets[0].getsockname()[:2]
+    async with server:
+        silent = [await asyncio.open_connection(host, port) for _ in range(8)]
+        async with asyncio.timeout(60):
+            while endpoint.open_count < 8:  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+        reader, writer = await asyncio.open_connection(host, port)
+        writer.write(b"POST /stripe/events HTTP/1.1\r\nContent-Length: 2\r\n\r\n{}")
+        answer = await reader.read()
+        first_end = await silent[0][0].read()
+        for _, each in [*silent, (reader, writer)]:
+            each.close()
+
+    assert answer.startswith(b"HTTP/1.1 400 "), "it is read, and not signed"
+    assert first_end == b""
