@@ -45,6 +45,7 @@ INFERENCE_SERVICE = SERVICES[0]
 REFUSABLE_STREAMS_FACTOR = 16
 KEEPALIVE_MS = 30_000  # finds a client that vanished without a word; most load balancers close idle connections after a minute
 KEEPALIVE_TIMEOUT_MS = 10_000
+PEER_CONNECTIONS_MAX = 512  # one from each other process; `open_files.py` leaves room for them
 CLIENT_PING_INTERVAL_MS_MIN = 10_000  # clients may ping this often, also without a call: proxies between us want it
 
 
@@ -111,7 +112,11 @@ def build_peer_server(
 
     It has one call, `Generate`, in which the servicer takes `attach` and the frames that follow it. accepted: who may connect.
     """
-    peer_options = {"grpc.http2.min_recv_ping_interval_without_data_ms": PEER_KEEPALIVE_MS // 2, "grpc.so_reuseport": 0}
+    peer_options = {
+        "grpc.max_allowed_incoming_connections": min(settings.connections_max, PEER_CONNECTIONS_MAX),
+        "grpc.http2.min_recv_ping_interval_without_data_ms": PEER_KEEPALIVE_MS // 2,
+        "grpc.so_reuseport": 0,
+    }
     server = grpc.aio.server(interceptors=(ErrorInterceptor(),), options=tuple((dict(options(settings)) | peer_options).items()))
     relay = grpc.stream_stream_rpc_method_handler(
         servicer.Generate,
