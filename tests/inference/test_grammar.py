@@ -299,3 +299,15 @@ def test_compiled_grammars_are_kept_and_not_shared(tiny: TinyCheckpoint) -> None
 
     assert len(core.grammars._compiled) == 1
     assert len({outcome.text for outcome in outcomes}) == 4
+
+
+@pytest.mark.parametrize("source", ["start: start", "start: a\na: b\nb: a", "start: /[^\\s\\S]/"])
+def test_a_grammar_that_allows_no_first_token_is_refused_before_its_prompt_is_computed(tiny: TinyCheckpoint, source: str) -> None:
+    core = make_core(tiny.directory)
+
+    with pytest.raises(RequestImpossible, match="allows no first token") as refusal:
+        core.add(1, constrained(tiny, ResponseFormat(GrammarKind.LARK, source)))
+
+    assert refusal.value.field == "response_format.lark"
+    assert core.step() == []
+    assert core.statistics().prompt_token_count == 0
