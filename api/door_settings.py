@@ -66,11 +66,13 @@ class DoorSettings:
     # All frames of a message are begun with in one go, and no other stream is served meanwhile. Two for each request that a stream
     # may run: whoever starts more than that learns which one was too many.
     frames_per_message_max: int = setting("WEIR_FRAMES_PER_MESSAGE_MAX", 2000, whole(1, 1_000_000))
-    # Of the event loop's time, for reading the frames of one API key, on all of its streams, after half a second's worth: beyond it
-    # they are read more slowly. Thousands of frames in a second need a tenth of this, and a flood leaves three quarters to others.
+    # Share of the event loop's time for reading the frames of one API key, on all of its streams, after half a second's worth:
+    # beyond it they are read more slowly. All keys of an organization have twice that. Thousands of frames in a second need a
+    # tenth of it, and a flood of one key leaves three quarters to others.
     frames_share_max: float = setting("WEIR_FRAMES_SHARE_MAX", 0.25, share)
     # Characters of prompts that are prepared at once, rendered and tokenized, for one API key and for all: two messages of the
-    # largest size, and eight. A message of a conversation counts as 30 more. While tokenized, a text takes some 30 times its size.
+    # largest size, and eight. The keys of an organization together take no more than they leave free. A message of a
+    # conversation counts as 30 more. While tokenized, a text takes some 30 times its size.
     preparation_chars_per_key_max: int = setting("WEIR_PREPARATION_CHARS_PER_KEY_MAX", 8 * 2**20, whole(1024, 2**40))
     preparation_chars_max: int = setting("WEIR_PREPARATION_CHARS_MAX", 32 * 2**20, whole(1024, 2**40))
     # Threads for that. More than cores only make the event loop wait.

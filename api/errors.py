@@ -269,14 +269,15 @@ class Overloaded(ApiError):
 
 
 class PreparationLimit(ApiError):
-    """Requests of this key whose prompts are being prepared have as many characters as they may."""
+    """Prompts of an API key or an organization that are being prepared have as many characters as they may."""
 
     reason = "PREPARATION_LIMIT"
     retry_after_s = 1.0
 
-    def __init__(self, taken_chars: int, chars: int, chars_max: int) -> None:
+    def __init__(self, owner: str, taken_chars: int, chars: int, chars_max: int) -> None:
+        """owner: whose limit it is: "API key" or "organization"."""
         super().__init__(
-            f"prompts of this API key with {taken_chars} characters are being prepared, and {chars} more would exceed its limit of "
+            f"prompts of this {owner} with {taken_chars} characters are being prepared, and {chars} more would exceed its limit of "
             f"{chars_max}: send fewer large prompts at once, and this one again"
         )
 

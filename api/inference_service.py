@@ -108,8 +108,8 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
 
     async def _read(self, principal: Principal, request: Request, parse: Callable[[Request], Parsed]) -> Parsed:
         """Parse a message that may hold much text, in its key's turn. Raises: PreparationLimit, Overloaded; as `parse`."""
-        await self._process.turn_to_read(principal.api_key_id, request.ByteSize())
-        with self._process.pace.spending(principal.api_key_id):
+        await self._process.turn_to_read(principal, request.ByteSize())
+        with self._process.pace.spending(principal):
             return parse(request)
 
     async def CountTokens(self, request: pb.CountTokensRequest, context: Context) -> pb.CountTokensResponse:
@@ -123,7 +123,7 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
         window, thinking = model.context_window_tokens, thinking_of(request)
         job = TextJob(self._process.text_work, payer(principal), tokenizer, window, thinking=thinking)
         tokenized = await tokenize(job, prompt, tools)
-        self._process.pace.spent(principal.api_key_id, tokenized.work_s)
+        self._process.pace.spent(principal, tokenized.work_s)
         count = len(tokenized.token_ids)
         return pb.CountTokensResponse(input_token_count=count, context_window_tokens=model.context_window_tokens)
 
@@ -147,7 +147,7 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
     async def Quote(self, request: pb.QuoteRequest, context: Context) -> pb.QuoteResponse:
         """Tells what a request would be."""
         principal = await self._principal(context)
-        await self._process.turn_to_read(principal.api_key_id, request.ByteSize())
+        await self._process.turn_to_read(principal, request.ByteSize())
         if request.HasField("embed"):
             if request.HasField("start"):
                 raise InvalidRequest([FieldViolation("embed", "must not be set beside start")])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import uuid
 from collections.abc import Mapping
 
 from api.embedding.embedding import EmbedCaller, LiveEmbedding
@@ -24,7 +23,7 @@ from common.incidents import Retries
 from inference.router import Router
 from inference.safety.safety import SafetyChecker
 from inference.text.tokenizer import Tokenizer
-from metering.operations import Outcome
+from metering.operations import Outcome, Owner
 
 PROGRESS_FRAMES_MAX = 500  # at one tick: a few ms of work; where more wait, they are told in turns
 
@@ -77,13 +76,13 @@ class Process:
         self._by_key.setdefault((caller.payer.project_id, start.request_id), request)
         request.run_in(self.admission.tasks)
 
-    async def turn_to_read(self, key_id: uuid.UUID, byte_count: int) -> None:
-        """Wait until a message of this key may be read, whose bytes count as being prepared meanwhile.
+    async def turn_to_read(self, owner: Owner, byte_count: int) -> None:
+        """Wait until a message of this API key may be read, whose bytes count as being prepared meanwhile.
 
         Raises: PreparationLimit, Overloaded.
         """
-        with self.text_work.permit(key_id, byte_count):
-            await self.pace.turn(key_id)
+        with self.text_work.permit(owner, byte_count):
+            await self.pace.turn(owner)
 
     def find(self, key: Key) -> LiveRequest | None:
         """The request of this id that runs or waits here."""

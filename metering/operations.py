@@ -6,7 +6,7 @@ import uuid
 from dataclasses import dataclass, field
 from datetime import datetime
 from enum import StrEnum
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from metering.billing.pricing import TokenPrices
 from metering.models import QuotaDimension, QuotaSubject, ServiceTier
@@ -108,6 +108,16 @@ def is_other_payload(known: bytes, asked: bytes) -> bool:
     """
     n = PAYLOAD_KEY_NAME_BYTES
     return known[:n] == asked[:n] and known != asked
+
+
+class Owner(Protocol):
+    """Whose work something is: a payer, or the principal of a call."""
+
+    @property
+    def organization_id(self) -> uuid.UUID: ...
+
+    @property
+    def api_key_id(self) -> uuid.UUID: ...
 
 
 @dataclass(frozen=True, slots=True)

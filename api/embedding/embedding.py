@@ -138,7 +138,7 @@ class LiveEmbedding:
             self._fail(error)
         finally:
             if self._settled is None:
-                self._process.pace.spent(self.caller.payer.api_key_id, self._work_s)
+                self._process.pace.spent(self.caller.payer, self._work_s)
             self._answer.cancel()
             self._process.ended(self)
 
@@ -321,7 +321,7 @@ async def tokenize_inputs(
         for index, given in enumerate(request.inputs):
             if isinstance(given, str):
                 check_chars(f"inputs[{index}]", len(given), tokenizer.chars_max(limit), limit)
-    with job.work.permit(job.payer.api_key_id, cost):
+    with job.work.permit(job.payer, cost):
         if check_room is not None:
             await check_room(1)
         return await job.work.run(job.payer.organization_id, cost, tokenize_all)

@@ -26,7 +26,7 @@ async def quote_embed(process: Process, sessions: Sessions, principal: Principal
     asked = pb.EmbedRequest()
     asked.CopyFrom(message)
     asked.request_id = asked.request_id or str(uuid.uuid4())
-    with process.pace.spending(principal.api_key_id):
+    with process.pace.spending(principal):
         start = parse_embed(asked)
     check_model(principal, process.router.own_name(start.model))
     route = process.router.route_encoder(start.model, str(start.request_id))
@@ -35,7 +35,7 @@ async def quote_embed(process: Process, sessions: Sessions, principal: Principal
     payer = payer_of(principal)
     window = route.encoder.model.context_window_tokens
     texts, work_s = await tokenize_inputs(start, TextJob(process.text_work, payer, process.tokenizers[route.served], window))
-    process.pace.spent(principal.api_key_id, work_s)
+    process.pace.spent(principal, work_s)
     sent = token_count_of(texts)
     check_input_bound(principal.bounds, sent, "inputs")
     async with sessions() as session:

@@ -203,18 +203,17 @@ class Door:
 
         Raises: HttpFault, Draining, PreparationLimit, Overloaded; as `Arrival.check`, since a body takes its time.
         """
-        key_id = arrival.payer.api_key_id
         most = self._process.admission.settings.message_bytes_max
-        with self._process.text_work.permit(key_id, min(request.content_length or CHUNKED_BYTES, most)):
+        with self._process.text_work.permit(arrival.payer, min(request.content_length or CHUNKED_BYTES, most)):
             body = await self._read(request)
             await arrival.check()
             # At last, so that what is done with the body counts before another one of the key has its turn.
-            await self._process.pace.turn(key_id)
+            await self._process.pace.turn(arrival.payer)
         return body
 
     def _reading(self, arrival: Arrival) -> contextlib.AbstractContextManager[None]:
         """Counts the processor time in which a body becomes what is asked for, beyond that of an ordinary one."""
-        return self._process.pace.spending(arrival.payer.api_key_id, START_FREE_S)
+        return self._process.pace.spending(arrival.payer, START_FREE_S)
 
     async def _read(self, request: web.BaseRequest) -> bytes:
         if self._is_draining:

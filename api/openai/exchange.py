@@ -95,7 +95,7 @@ class Exchange:
     async def serve(self) -> web.StreamResponse:
         """Run it to its end; on any exit nothing of it runs any more. Raises: RequestInFlight, RequestUnderWay."""
         try:
-            with self._process.pace.spending(self._arrival.payer.api_key_id, START_FREE_S):
+            with self._process.pace.spending(self._arrival.payer, START_FREE_S):
                 starts = [parse_start(each, frame) for each, frame in zip(self._bill.request_ids, self._asked.starts, strict=True)]
         except InvalidRequest as error:
             self._process.observer.start_refused(error)
@@ -148,7 +148,7 @@ class Exchange:
     def _on_end(self, receiver: Receiver) -> None:
         del self._receivers[receiver.given_id]
         if receiver.is_refused:
-            self._process.pace.spent(self._arrival.payer.api_key_id, REFUSAL_COST_S)
+            self._process.pace.spent(self._arrival.payer, REFUSAL_COST_S)
         if not self._receivers:
             self._outbox.close()
 

@@ -235,7 +235,7 @@ class LiveRequest:
             if self.place is not None:
                 self.place.leave()
             if lease is None:
-                self._process.pace.spent(self.caller.payer.api_key_id, self._work_s)
+                self._process.pace.spent(self.caller.payer, self._work_s)
             self.end_cause = cause_of(lease.outcome if lease is not None else None, broken)
             self.attendance.ended()
             self._process.generated(self, can_be_received=lease is not None and lease.settled is not None)

@@ -20,7 +20,7 @@ from metering.tenants.tenants import Principal
 
 async def quote(process: Process, sessions: Sessions, principal: Principal, message: pb.QuoteRequest) -> pb.QuoteResponse:
     """Answer one call. Raises what the same request would be refused with, but for quotas."""
-    with process.pace.spending(principal.api_key_id):
+    with process.pace.spending(principal):
         start = wire.parse_start(str(uuid.uuid4()), message.start)
     check_model(principal, process.router.own_name(start.model))
     start, route = routed(start, process.router)
@@ -28,7 +28,7 @@ async def quote(process: Process, sessions: Sessions, principal: Principal, mess
     prepared = await prepare(
         start, route, process.tokenizers[route.served], process.safety, payer, principal.bounds, process.text_work
     )
-    process.pace.spent(principal.api_key_id, prepared.work_s)
+    process.pace.spent(principal, prepared.work_s)
     request = prepared.request
     sent, most = len(request.prompt_token_ids), request.stop.max_output_tokens * request.choice_count
     settings = process.admission.settings

@@ -1,9 +1,9 @@
 """Preparation of prompts: who may have how much text prepared at once, and the threads that do it.
 
-Text of every request is rendered and tokenized before its hold, whatever its key may spend. So what waits for that or is worked on
-is bounded in characters, by API key and in all (`permit`), and the threads are shared fairly between organizations (`run`): the
-one that has had the least work done is next (`virtual_tokens.Line`; a character costs one unit). Work of a request that is
-cancelled meanwhile is dropped, unless a thread has begun with it.
+Text of every request is rendered and tokenized before its hold, whatever its key may spend. So what waits for that or is
+worked on is bounded in characters, by API key, by organization and in all (`permit`), and the threads are shared fairly between
+organizations (`run`): the one that has had the least work done is next (`virtual_tokens.Line`; a character costs one unit).
+Work of a request that is cancelled meanwhile is dropped, unless a thread has begun with it.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from api.errors import Overloaded, PreparationLimit
 from api.queue.virtual_tokens import Line
 from inference.text.tokenizer import ChatMessage
 from inference.text.tools import Tool
+from metering.operations import Owner
 
 MESSAGE_COST_CHARS = 30  # of each message and each text, beside its characters: what a template takes for an empty one
 INLINE_COST_MAX = 2000  # characters: less than a millisecond, of which handing it to a thread and back would be a tenth
@@ -52,7 +53,7 @@ class TextWork:
         self._thread_count = thread_count
         self._weights = weights or {}
         self._taken_chars = 0
-        self._taken_by_key: Counter[uuid.UUID] = Counter()
+        self._taken: Counter[uuid.UUID] = Counter()  # by API key and by organization
         self._threads = ThreadPoolExecutor(thread_count, "weir-text")
         self._line: Line[Work[Any]] = Line()
         self._running_count = 0
@@ -74,28 +75,33 @@ class TextWork:
         return self._running_count
 
     @contextlib.contextmanager
-    def permit(self, api_key_id: uuid.UUID, chars: int) -> Iterator[None]:
+    def permit(self, owner: Owner, chars: int) -> Iterator[None]:
         """The right to have so much text prepared; a single request may be of any size that a message has.
 
+        An organization, however many keys it has, takes no more than it leaves free: the next one always finds room.
         Raises: PreparationLimit, Overloaded.
         """
-        taken = self._taken_by_key[api_key_id]
-        if taken and taken + chars > self._chars_per_key_max:
-            raise PreparationLimit(taken, chars, self._chars_per_key_max)
-        if self._taken_chars and self._taken_chars + chars > self._chars_max:
+        of_key, of_organization = self._taken[owner.api_key_id], self._taken[owner.organization_id]
+        if of_key and of_key + chars > self._chars_per_key_max:
+            raise PreparationLimit("API key", of_key, chars, self._chars_per_key_max)
+        free_chars = self._chars_max - self._taken_chars
+        if of_organization and of_organization + chars > free_chars - chars:
+            raise PreparationLimit("organization", of_organization, chars, max((of_organization + free_chars) // 2, 0))
+        if self._taken_chars and chars > free_chars:
             raise Overloaded(
                 f"this server prepares prompts of {self._taken_chars} characters, and {chars} more would exceed "
                 f"its limit of {self._chars_max}: send the request again"
             )
         self._taken_chars += chars
-        self._taken_by_key[api_key_id] += chars
+        self._taken.update({owner.api_key_id: chars, owner.organization_id: chars})
         try:
             yield
         finally:
             self._taken_chars -= chars
-            self._taken_by_key[api_key_id] -= chars
-            if not self._taken_by_key[api_key_id]:
-                del self._taken_by_key[api_key_id]
+            for each in (owner.api_key_id, owner.organization_id):
+                self._taken[each] -= chars
+                if not self._taken[each]:
+                    del self._taken[each]
 
     async def run(self, organization_id: uuid.UUID, chars: int, call: Callable[[], Value]) -> tuple[Value, float]:
         """What the call returns, and the processor time that it took, in seconds. Raises as the call."""

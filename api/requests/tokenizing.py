@@ -80,7 +80,7 @@ async def tokenize(job: TextJob, prompt: Prompt, tools: Sequence[Tool] = ()) -> 
 
 async def prepared(job: TextJob, chars: int, least_token_count: int, encode: Callable[[], tuple[int, ...]]) -> Tokenized:
     """Tokenize in a thread, once there is a permit and the request would be let in. Raises as `tokenize`."""
-    with job.work.permit(job.payer.api_key_id, chars):
+    with job.work.permit(job.payer, chars):
         if job.check_room is not None:
             await job.check_room(least_token_count)
         return Tokenized(*await job.work.run(job.payer.organization_id, chars, encode))

@@ -143,10 +143,10 @@ class ClientStream:
         Whose frames have taken their share of the event loop's time waits before the next slice. A key that is revoked meanwhile is
         good for nothing more of the message.
         """
-        pace, key_id = self._process.pace, self._key.principal.api_key_id
+        pace, principal = self._process.pace, self._key.principal
         index = 0
         while index < len(batch):
-            if await pace.turn(key_id):
+            if await pace.turn(principal):
                 await self._key.look_again()
             elif index:
                 await asyncio.sleep(0)
@@ -166,7 +166,7 @@ class ClientStream:
                     break
         finally:
             cost_s += time.thread_time() - began_at - self._begun_s + self._lookup_s
-            self._process.pace.spent(self._key.principal.api_key_id, cost_s)
+            self._process.pace.spent(self._key.principal, cost_s)
         return index
 
     def _obey(self, index: int, frame: pb.ClientFrame, auth_ms: float, received_at: float) -> None:
@@ -320,7 +320,7 @@ class ClientStream:
         if self._running.get(request_id) is not receiver:
             return  # this stream receives it anew
         if receiver.is_refused and receiver.payload_hash is not None:
-            self._process.pace.spent(self._key.principal.api_key_id, REFUSAL_COST_S)
+            self._process.pace.spent(self._key.principal, REFUSAL_COST_S)
         self._ended[request_id] = None
         if len(self._ended) > ENDED_IDS_REMEMBERED:
             self._ended.popitem(last=False)

@@ -1,4 +1,4 @@
-"""How fast the frames and HTTP requests of one API key are worked off: whoever sends more is read more slowly, and slows nobody.
+"""Pace of the frames and HTTP requests of an API key and of its organization: more of them are read more slowly.
 
 It counts processor time and not frames: a cancel takes 10 µs, an attach that looks into the books half a millisecond. It refuses
 nothing. Requests that are let in are not counted, but for what makes one dearer to read than an ordinary one is: quotas, permits
@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+
+from metering.operations import Owner
 
 BURST_S = 0.5  # of work at any speed: a client that comes back attaches to a thousand requests at once
 MESSAGE_COST_S = 40e-6  # of the transport for each message, which nobody here can measure
@@ -20,7 +23,8 @@ LOOKUP_COST_S = 500e-6  # of an attach to what does not run here: its way throug
 REFUSAL_COST_S = 300e-6  # of a request that has begun and was refused: by its model, the books, or the queue
 START_FREE_S = 300e-6  # of reading a request that is let in: an ordinary one takes less
 WAIT_S_MIN = 0.005  # less is saved up: timers are no finer than a millisecond, and small messages would wait for that each
-KEYS_MAX = 10_000  # beyond it those that owe nothing are forgotten
+KEYS_MAX = 20_000  # keys and organizations; beyond it those that owe nothing are forgotten
+ORGANIZATION_SHARES = 2.0  # of a key, for all keys of an organization: one that floods leaves the other half to the rest
 
 
 @dataclass(slots=True)
@@ -32,49 +36,54 @@ class Turns:
 
 
 class FramePace:
-    """What the frames of each key still have to wait for, in one process."""
+    """How long each API key has to wait until its next frames are worked off, in one process."""
 
     def __init__(self, share: float, clock: Callable[[], float] = time.monotonic) -> None:
         """share: of the event loop's time, for the frames of one key."""
         self._share = share
         self._clock = clock
-        self._free_at: dict[uuid.UUID, float] = {}  # when all that a key has spent will have been waited for
+        # By API key and by organization: when all that it has spent will have been waited for.
+        self._free_at: dict[uuid.UUID, float] = {}
         self._turns: dict[uuid.UUID, Turns] = {}
 
-    def spent(self, key_id: uuid.UUID, cost_s: float) -> None:
+    def spent(self, owner: Owner, cost_s: float) -> None:
         """So much more time was spent on frames of this key."""
         now = self._clock()
-        free_at = max(self._free_at.get(key_id, 0.0), now - BURST_S / self._share)
-        self._free_at[key_id] = free_at + cost_s / self._share
+        of_organization = min(ORGANIZATION_SHARES * self._share, 1.0)
+        for each, share in ((owner.api_key_id, self._share), (owner.organization_id, of_organization)):
+            earliest = now - BURST_S / share
+            self._free_at[each] = max(self._free_at.get(each, earliest), earliest) + cost_s / share
         if len(self._free_at) > KEYS_MAX:
             self._free_at = {each: at for each, at in self._free_at.items() if at > now}
 
     @contextlib.contextmanager
-    def spending(self, key_id: uuid.UUID, free_s: float = 0.0) -> Iterator[None]:
+    def spending(self, owner: Owner, free_s: float = 0.0) -> Iterator[None]:
         """Count the processor time of a block that does not await, beyond `free_s`."""
         began_at = time.thread_time()
         try:
             yield
         finally:
             if (cost_s := time.thread_time() - began_at - free_s) > 0:
-                self.spent(key_id, cost_s)
+                self.spent(owner, cost_s)
 
-    def wait_s(self, key_id: uuid.UUID) -> float:
+    def wait_s(self, owner: Owner) -> float:
         """For so long nothing more of this key is to be worked off."""
-        return max(self._free_at.get(key_id, 0.0) - self._clock(), 0.0)
+        free_at = max(self._free_at.get(each, -math.inf) for each in (owner.api_key_id, owner.organization_id))
+        return max(free_at - self._clock(), 0.0)
 
-    async def turn(self, key_id: uuid.UUID) -> bool:
+    async def turn(self, owner: Owner) -> bool:
         """Wait until the next slice of this key may be worked off; whether that was not at once.
 
         Streams take turns. Without that each new one would have its first slice at once, and all that wait would wake together.
         """
-        if key_id not in self._turns and self.wait_s(key_id) < WAIT_S_MIN:
+        key_id = owner.api_key_id
+        if key_id not in self._turns and self.wait_s(owner) < WAIT_S_MIN:
             return False
         turns = self._turns.setdefault(key_id, Turns())
         turns.waiting_count += 1
         try:
             async with turns.first:  # let go with the return: whoever is next runs when the slice of this one is over
-                await asyncio.sleep(self.wait_s(key_id))
+                await asyncio.sleep(self.wait_s(owner))
         finally:
             turns.waiting_count -= 1
             if not turns.waiting_count:

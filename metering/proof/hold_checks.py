@@ -16,7 +16,8 @@ SELECT h.id, h.organization_id, h.project_id, h.api_key_id, h.model, h.price_ver
        + coalesce(second.input_token_count + second.embedding_token_count, 0) AS event_input,
        coalesce(first.embedding_token_count, 0) + coalesce(second.embedding_token_count, 0) AS event_embedding,
        coalesce(first.delivered_token_count, 0) + coalesce(second.delivered_token_count, 0) AS event_delivered,
-       coalesce(first.billed_token_count, 0) + coalesce(second.billed_token_count, 0) AS event_billed
+       coalesce(first.billed_token_count, 0) + coalesce(second.billed_token_count, 0) AS event_billed,
+       first.outcome
 FROM holds h
 LEFT JOIN usage_events first ON first.hold_id = h.id AND first.part = 0
 LEFT JOIN usage_events second ON second.hold_id = h.id AND second.part = 1
@@ -42,7 +43,8 @@ HOLDS_END_ONCE = Check(
             "event_embedding <> CASE WHEN embedding THEN event_input ELSE 0 END": "concat(event_embedding, ' embedded tokens of ', "
             "event_input, CASE WHEN embedding THEN ' to be embedded' ELSE ' to be continued' END)",
             # Of an embedding that was cut off, the texts that the encoder had begun with are billed.
-            "event_input NOT IN (0, input_token_count) AND NOT (embedding AND event_input < input_token_count)": "concat("
+            "event_input NOT IN (0, input_token_count) AND NOT "
+            "(embedding AND event_input < input_token_count AND outcome <> 'stop')": "concat("
             "event_input, ' input tokens in usage events, ', "
             "input_token_count, ' in the request')",
         },

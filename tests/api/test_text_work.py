@@ -15,9 +15,15 @@ from api.errors import Overloaded, PreparationLimit
 from api.requests.text_work import TextWork, conversation_size
 from inference.text.tokenizer import ChatMessage
 from inference.text.tools import Tool, ToolCall
+from metering.operations import Payer
 from tests.service import PATIENCE_S
 
 A, B = uuid.UUID(int=1), uuid.UUID(int=2)
+
+
+def owner(key_id: uuid.UUID, organization_id: uuid.UUID | None = None) -> Payer:
+    """A key, of an organization of its own unless it is said which."""
+    return Payer(organization_id or uuid.UUID(int=100 + key_id.int), uuid.UUID(int=0), key_id, "USD")
 
 
 @dataclass
@@ -63,12 +69,12 @@ async def begun(threads: Threads, count: int) -> None:
 
 def test_a_key_may_have_so_much_prepared_at_once_and_one_request_of_any_size() -> None:
     work = TextWork(chars_max=10**6, chars_per_key_max=100, thread_count=1)
-    with work.permit(A, 60):
-        with work.permit(A, 40), pytest.raises(PreparationLimit) as refusal, work.permit(A, 1):
+    with work.permit(owner(A), 60):
+        with work.permit(owner(A), 40), pytest.raises(PreparationLimit) as refusal, work.permit(owner(A), 1):
             pass
-        with work.permit(B, 100):
+        with work.permit(owner(B), 100):
             assert work.taken_chars == 160
-    with work.permit(A, 5000):
+    with work.permit(owner(A), 5000):
         pass
     assert work.taken_chars == 0
     assert refusal.value.retry_after_s > 0
@@ -77,10 +83,22 @@ def test_a_key_may_have_so_much_prepared_at_once_and_one_request_of_any_size() -
 
 def test_all_keys_together_may_have_so_much_prepared_at_once() -> None:
     work = TextWork(chars_max=100, chars_per_key_max=80, thread_count=1)
-    with work.permit(A, 80), pytest.raises(Overloaded, match="limit of 100"), work.permit(B, 30):
+    with work.permit(owner(A), 80), pytest.raises(Overloaded, match="limit of 100"), work.permit(owner(B), 30):
         pass
-    with pytest.raises(KeyError), work.permit(A, 80):
+    with pytest.raises(KeyError), work.permit(owner(A), 80):
         raise KeyError
+    assert work.taken_chars == 0
+
+
+def test_keys_of_one_organization_take_no_more_than_they_leave_free() -> None:
+    work = TextWork(chars_max=100, chars_per_key_max=80, thread_count=1)
+    a, b, other = owner(A, A), owner(B, A), owner(uuid.UUID(int=3))
+    with work.permit(a, 40), work.permit(b, 10):
+        with pytest.raises(PreparationLimit, match="of this organization with 50") as refusal, work.permit(b, 1):
+            pass
+        with work.permit(other, 50):
+            assert work.taken_chars == 100
+    assert "limit of 50" in str(refusal.value)
     assert work.taken_chars == 0
 
 

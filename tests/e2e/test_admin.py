@@ -222,7 +222,7 @@ WRONG: list[tuple[str, dict[str, Any], StatusCode, list[str]]] = [
     ),
     ("RevokeApiKey", {"api_key": ""}, StatusCode.NOT_FOUND, []),
     ("RevokeApiKey", {"api_key": "wk_aaaaaaaa"}, StatusCode.NOT_FOUND, []),
-    ("RevokeApiKey", {"api_key": "wk_aaaaaaaa\0"}, StatusCode.NOT_FOUND, []),
+    ("RevokeApiKey", {"api_key": "wk_aaaaaaaa\0"}, StatusCode.INVALID_ARGUMENT, ["api_key"]),
     ("ListApiKeys", {"organization": "nobody"}, StatusCode.NOT_FOUND, []),
     ("SetQuota", {"subject_ref": "{tenant}", "dimension": TOKENS}, StatusCode.INVALID_ARGUMENT, ["subject"]),
     ("SetQuota", {"subject": ORGANIZATION, "subject_ref": "{tenant}"}, StatusCode.INVALID_ARGUMENT, ["dimension"]),
