@@ -76,24 +76,27 @@ def writing(handle: Callable[..., Any]) -> Callable[[Any, Any], Awaitable[Any]]:
 def guarded(handle: Callable[..., Any], method: str, failed: Failed = tell_nobody) -> Callable[[Any, Any], Awaitable[Any]]:
     """A handler of the call at this path, whose errors become statuses."""
 
-    async def refuse(context: Context, error: BaseException) -> None:
-        failed(method, error)
-        await abort(context, status_of(error))
-
     async def guard(request: Any, context: Context) -> Any:
         METHOD.set(method)
+        error: BaseException
         try:
             return await handle(checked(request), context)
         except (grpc.aio.AbortError, asyncio.CancelledError):
             raise
-        except NotImplementedError as error:
+        except NotImplementedError as absent:
             # What the generated classes do for a call that nobody has written: not our bug, and no incident.
             is_absent = context.code() in (grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.UNIMPLEMENTED.value[0])
-            await refuse(context, CallMissing(method) if is_absent else error)
+            error = CallMissing(method) if is_absent else absent
         except BaseExceptionGroup as group:
-            await refuse(context, first_error(group))
-        except Exception as error:
-            await refuse(context, error)
+            error = first_error(group)
+        except Exception as plain:
+            error = plain
+        failed(method, error)
+        status = status_of(error)
+        # The context keeps the error that it aborts with, that keeps this frame, and this frame the context: a cycle, which is
+        # freed when so many objects are there, however large they are. So neither the message nor the handler's frames stay in it.
+        del request, error
+        return await abort(context, status)
 
     return guard
 

@@ -108,6 +108,9 @@ class LiveEmbedding:
         except asyncio.CancelledError:
             self.stop(Outcome.CANCELLED)
             raise
+        except Exception:
+            del self._answer  # its error leads back here by the traceback: a cycle, which would keep the texts until a collection
+            raise
 
     def stop(self, outcome: Outcome, error: Exception | None = None) -> None:
         """End the request as soon as possible, for this reason; the first one given stands. Never blocks."""

@@ -114,6 +114,9 @@ class Exchange:
             return self._response or web.Response(status=CLIENT_CLOSED)
         finally:
             self._leave(Outcome.CANCELLED)
+            # Its outbox leads back to it: a cycle, which would keep body and prompts until a garbage collection.
+            self._live.clear()
+            del self._asked, self._answer, self._http
 
     def _request_ids(self) -> list[uuid.UUID]:
         """The id of each prompt's request: the same again where the whole is sent again."""
@@ -160,6 +163,8 @@ class Exchange:
 
     def _stop_others(self, ended_id: str) -> None:
         """One of several prompts has ended without an answer: the others end by the same cause, and are charged by that."""
+        if not self._live:
+            return  # all were left before this one ended
         ended = self._live[self._places[ended_id]]
         cause = ended.end_cause or Cause.SERVICE
         for request in self._live:

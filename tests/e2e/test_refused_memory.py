@@ -1,0 +1,99 @@
+"""The text of refused requests is freed at once.
+
+What is kept in a reference cycle stays until a garbage collection, which begins after so many objects, however large they are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import io
+import json
+import tracemalloc
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import grpc
+import pytest
+from weir.v1 import inference_service_pb2 as pb
+
+from tests.service import MODEL, Inside, Service, bearer, run_inside, start
+
+TEXT = "hotel " * 500_000
+REQUESTS = 5
+KEPT_BYTES_MAX = len(TEXT) * 3 // 2  # of all requests together: a connection that closes may keep the last one
+SERVICE = "/weir.v1.InferenceService"
+
+
+@pytest.fixture
+def no_collection() -> Iterator[None]:
+    """What refers to itself in a circle stays."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+async def refuse_by_call(name: str, message: bytes, inside: Inside, secret: str) -> None:
+    """A call with one message and one answer."""
+    async with inside.service.channel() as channel:
+        call: Any = channel.unary_unary(f"{SERVICE}/{name}")
+        for _ in range(REQUESTS):
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await call(message, metadata=bearer(secret))
+            assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def refuse_on_stream(frame: pb.ClientFrame, inside: Inside, secret: str) -> None:
+    """A request on a stream."""
+    async with inside.service.stream(secret) as stream:
+        for _ in range(REQUESTS):
+            frame.request_id = start().request_id
+            await stream.send(frame)
+            await stream.failed(frame.request_id)
+
+
+async def refuse_over_http(path: str, body: bytes, inside: Inside, secret: str) -> None:
+    """A request of OpenAI's clients."""
+    async with aiohttp.ClientSession(headers=dict(bearer(secret))) as session:
+        for _ in range(REQUESTS):
+            async with session.post(f"{inside.service.openai_url}{path}", data=io.BytesIO(body)) as answer:
+                assert answer.status == 400, await answer.text()
+
+
+COUNT = pb.CountTokensRequest(model=MODEL, text=TEXT).SerializeToString()
+QUOTE = pb.QuoteRequest(start=pb.StartFrame(model=MODEL, text=TEXT)).SerializeToString()
+EMBED = pb.EmbedRequest(model=MODEL, request_id=start().request_id, inputs=[pb.EmbedInput(text=TEXT)]).SerializeToString()
+Refuse = Callable[[Inside, str], Awaitable[None]]
+WAYS: dict[str, Refuse] = {
+    "CountTokens": lambda *to: refuse_by_call("CountTokens", COUNT, *to),
+    "Quote": lambda *to: refuse_by_call("Quote", QUOTE, *to),
+    "Embed": lambda *to: refuse_by_call("Embed", EMBED, *to),
+    "Generate": lambda *to: refuse_on_stream(start(text=TEXT), *to),
+    "/completions": lambda *to: refuse_over_http("/completions", json.dumps({"model": MODEL, "prompt": TEXT}).encode(), *to),
+    "/chat/completions": lambda *to: refuse_over_http(
+        "/chat/completions", json.dumps({"model": MODEL, "messages": [{"role": "user", "content": TEXT}]}).encode(), *to
+    ),
+    "/responses": lambda *to: refuse_over_http("/responses", json.dumps({"model": MODEL, "input": TEXT}).encode(), *to),
+    "/embeddings": lambda *to: refuse_over_http("/embeddings", json.dumps({"model": MODEL, "input": TEXT}).encode(), *to),
+}
+
+
+async def test_text_that_is_refused_is_not_kept(
+    tmp_path: Path, model: Path, database_url: str, monkeypatch: pytest.MonkeyPatch, no_collection: None
+) -> None:
+    service = Service(tmp_path, database_url, model)
+    async with run_inside(service, monkeypatch) as inside:
+        tenant = await service.tenant()
+        kept: dict[str, int] = {}
+        for name, refuse in WAYS.items():
+            await refuse(inside, tenant.secret)  # what is made once is made now
+            gc.collect()
+            tracemalloc.start()
+            await refuse(inside, tenant.secret)
+            await asyncio.sleep(0)
+            kept[name], _ = tracemalloc.get_traced_memory()
+            tracemalloc.stop()
+    assert {name: size for name, size in kept.items() if size > KEPT_BYTES_MAX} == {}
