@@ -54,6 +54,7 @@ from api.requests.admission import Admission, Capacity
 from api.server import Health, Servicers, build_peer_server, build_server
 from api.settings import SettingInvalid, Settings
 from api.statistics_log import log_statistics_regularly
+from api.streams.pace import FramePace
 from api.streams.peers import PeerCertificates, make_identity
 from api.streams.relay import Relays
 from common.incidents import IncidentTaskGroup, Retries
@@ -216,12 +217,13 @@ async def serve(settings: Settings) -> None:
     holds = open_holds(settings, journal, gate, signer, notices, observer)
     capacity, health = Capacity(settings.requests_per_process_max), Health()
     uses = KeyUses(sessions, settings.key_use_interval_s, boot_time_s)
-    authenticator = open_door(settings, create_lookups(key_store), uses)
+    pace = FramePace(settings.frames_share_max)
+    authenticator = open_door(settings, create_lookups(key_store), uses, pace)
     async with IncidentTaskGroup() as tasks:
         identity = make_identity(owner_id)
         relays = Relays(sessions, owner_id, tasks, identity)
         admission = Admission(settings, capacity, holds, journal, tasks)
-        process = Process(admission, router, tokenizers, safety.checker, relays, observer)
+        process = Process(admission, router, tokenizers, safety.checker, relays, observer, pace)
         servicers = Servicers(
             InferenceServicer(process, authenticator, sessions),
             AdminServicer(

@@ -21,6 +21,7 @@ from api.process import Process
 from api.requests.live_control import keep_out_of_use, obey, process_name, report, report_replicas
 from api.server import Servicers
 from api.settings import SettingInvalid, Settings
+from api.streams.pace import FramePace
 from api.streams.peers import Peer, PeerCertificates
 from inference.router import Router
 from inference.safety.safety import SafetyRulesInvalid
@@ -87,8 +88,8 @@ def open_holds(
     )
 
 
-def open_door(settings: Settings, sessions: Sessions, uses: KeyUses) -> Authenticator:
-    """Who checks the keys, under the same policy. uses: told of each key that is used."""
+def open_door(settings: Settings, sessions: Sessions, uses: KeyUses, pace: FramePace) -> Authenticator:
+    """Authentication, under the same policy. uses: told of each key that is used. pace: of the calls of each key."""
     grace_s = settings.hold_expiry_s if settings.store_away_policy == "grace" else 0.0
     return Authenticator(
         sessions,
@@ -97,6 +98,7 @@ def open_door(settings: Settings, sessions: Sessions, uses: KeyUses) -> Authenti
         failures_per_minute=settings.auth_failures_per_minute,
         used=uses.note,
         proxies=Proxies(settings.proxy_networks()),
+        pace=pace,
     )
 
 

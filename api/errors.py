@@ -192,6 +192,25 @@ class MessageUnreadable(ApiError):
     reason = "MESSAGE_UNREADABLE"
 
 
+class MessageTooLarge(ApiError):
+    """A message has more bytes than its call needs."""
+
+    reason = "MESSAGE_TOO_LARGE"
+
+    def __init__(self, byte_count: int, byte_count_max: int) -> None:
+        super().__init__(f"the message has {byte_count:,} bytes; this call takes at most {byte_count_max:,}: send less at once")
+
+
+class TooManyCalls(ApiError):
+    """Calls of an API key that wait for their turn are as many as may. retry_after_s: until they have had it."""
+
+    reason = "TOO_MANY_CALLS"
+
+    def __init__(self, retry_after_s: float) -> None:
+        super().__init__(f"calls of this API key come faster than they are answered: call again in {retry_after_s:.1f} s")
+        self.retry_after_s = retry_after_s
+
+
 class CallMissing(ApiError):
     """The contract has this call, and this server does not."""
 

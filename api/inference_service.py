@@ -102,9 +102,13 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
             certificate = await certificate_of(session, owner_id)
         return Origin(context.peer(), vouched_address(voucher, secret, certificate, time.time()))
 
-    async def _principal(self, context: Context) -> Principal:
+    async def _principal(self, context: Context, *, in_turn: bool = True) -> Principal:
+        """Who makes a call that answers once. in_turn: whether it waits for its key's turn."""
         secret = bearer_token(context)
-        return await self._authenticator.principal_of(secret, method=METHOD.get(), origin=await self._origin(context, secret))
+        principal = await self._authenticator.principal_of(secret, method=METHOD.get(), origin=await self._origin(context, secret))
+        if in_turn:
+            await self._authenticator.turn(principal)
+        return principal
 
     async def _read(self, principal: Principal, request: Request, parse: Callable[[Request], Parsed]) -> Parsed:
         """Parse a message that may hold much text, in its key's turn. Raises: PreparationLimit, Overloaded; as `parse`."""
@@ -165,7 +169,7 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
     async def Embed(self, request: pb.EmbedRequest, context: Context) -> pb.EmbedResponse:
         """Turns texts into vectors."""
         received_at, granted_s = time.monotonic(), remaining_s(context)
-        principal = await self._principal(context)
+        principal = await self._principal(context, in_turn=False)  # quotas bound those that are let in
         auth_ms = (time.monotonic() - received_at) * 1000
         start = await self._read(principal, request, parse_embed)
         check_model(principal, self._process.router.own_name(start.model))

@@ -12,13 +12,25 @@ import grpc
 from google.protobuf.message import Message
 from google.rpc import status_pb2
 
-from api.errors import CallMissing, MessageUnreadable
+from api.errors import CallMissing, MessageTooLarge, MessageUnreadable
 from api.statuses import STATUS_DETAILS_KEY, status_of
 from api.violations import check_texts
 
 CODES = {code.value[0]: code for code in grpc.StatusCode}
 
 Context = grpc.aio.ServicerContext[Any, Any]
+
+# What is not a prompt, texts or a configuration needs some kilobytes. It is read on the event loop, before the key is known.
+MESSAGE_BYTES_MAX = 64 * 2**10
+LARGE_MESSAGES = frozenset(
+    {
+        "/weir.v1.InferenceService/Generate",
+        "/weir.v1.InferenceService/CountTokens",
+        "/weir.v1.InferenceService/Quote",
+        "/weir.v1.InferenceService/Embed",
+        "/weir.v1.AdminService/ApplyConfiguration",
+    }
+)
 
 METHOD: ContextVar[str] = ContextVar("method")  # the path of the call that this task answers; gRPC's context does not tell
 
@@ -49,7 +61,8 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         handler = await continuation(details)
         if handler is None:
             return None
-        read, write = tolerant(handler.request_deserializer), handler.response_serializer
+        most = None if details.method in LARGE_MESSAGES else MESSAGE_BYTES_MAX
+        read, write = tolerant(handler.request_deserializer, most), handler.response_serializer
         if handler.unary_unary is not None:
             return grpc.unary_unary_rpc_method_handler(guarded(handler.unary_unary, details.method, self._failed), read, write)
         if handler.unary_stream is not None:
@@ -101,12 +114,17 @@ def guarded(handle: Callable[..., Any], method: str, failed: Failed = tell_nobod
     return guard
 
 
-def tolerant(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | None:
-    """A deserializer that hands its error on as the message: raised where gRPC calls it, it would go out as UNKNOWN."""
+def tolerant(deserialize: Callable[[bytes], Any] | None, byte_count_max: int | None = None) -> Callable[[bytes], Any] | None:
+    """A deserializer that hands its error on as the message: raised where gRPC calls it, it would go out as UNKNOWN.
+
+    byte_count_max: of a message; None if the transport's own limit will do.
+    """
     if deserialize is None:
         return None
 
     def attempt(data: bytes) -> Any:
+        if byte_count_max is not None and len(data) > byte_count_max:
+            return MessageTooLarge(len(data), byte_count_max)
         try:
             return deserialize(data)
         except Exception:
@@ -118,7 +136,7 @@ def tolerant(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], An
 def checked(request: Any) -> Any:
     """A request that can be read, whose short texts are within their bounds; of a stream every message can be read.
 
-    Raises: MessageUnreadable, InvalidRequest.
+    Raises: MessageUnreadable, MessageTooLarge, InvalidRequest.
     """
     request = readable(request)
     if isinstance(request, Message):
@@ -127,8 +145,8 @@ def checked(request: Any) -> Any:
 
 
 def readable(request: Any) -> Any:
-    """One message, or a stream of them. Raises: MessageUnreadable, for a stream when it comes to that message."""
-    if isinstance(request, MessageUnreadable):
+    """One message, or a stream of them. Raises: MessageUnreadable, MessageTooLarge, for a stream when it comes to that message."""
+    if isinstance(request, MessageUnreadable | MessageTooLarge):
         raise request
     return readable_stream(request) if isinstance(request, AsyncIterable) else request
 

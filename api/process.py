@@ -42,10 +42,11 @@ class Process:
         safety: SafetyChecker | None = None,
         relays: Relays | None = None,
         observer: Observer | None = None,
+        pace: FramePace | None = None,
     ) -> None:
         """safety: what prompts and outputs are checked by; None if they are not. relays: to requests of other processes.
 
-        observer: who is told how requests end; None: nobody asks it.
+        observer: who is told how requests end; None: nobody asks it. pace: of the frames of each key; None: one of its own.
         """
         settings = admission.settings
         self.observer = observer or Observer(model.name for model in router.models())
@@ -58,7 +59,7 @@ class Process:
             admission.journal, bytes_max=settings.kept_bytes_max, bytes_per_request_max=settings.kept_bytes_per_request_max
         )
         self.relays = relays
-        self.pace = FramePace(settings.frames_share_max)
+        self.pace = pace or FramePace(settings.frames_share_max)
         self.text_work = TextWork(
             chars_max=settings.preparation_chars_max,
             chars_per_key_max=settings.preparation_chars_per_key_max,

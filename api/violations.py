@@ -31,7 +31,8 @@ FREE_TEXT = frozenset(
         "weir.v1.Tool",
     }
 )
-ELEMENT_COUNT_MAX = 100_000  # of one message: looking at as many takes some 50 ms, and a message of 4 MiB holds fewer in earnest
+ELEMENT_COUNT_MAX = 2000  # of one message: looking at as many takes a millisecond, on the event loop and before its key is known
+CONFIGURATION_ELEMENT_COUNT_MAX = 100_000  # of a whole configuration, which an administrator sends
 CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 CONTROL_IN_PROSE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # a reason may have lines and tabs
 PROSE = frozenset({"reason", "raise_reason"})
@@ -78,9 +79,11 @@ class Violations:
 def check_texts(message: Message) -> None:
     """Check every short text of a message, however deep it stands. Text for a model is not looked at. Raises: InvalidRequest."""
     wrong = Violations()
+    is_configuration = message.DESCRIPTOR.full_name == "weir.v1.ApplyConfigurationRequest"
+    most = CONFIGURATION_ELEMENT_COUNT_MAX if is_configuration else ELEMENT_COUNT_MAX
     for count, (text, field, name) in enumerate(_texts(message, ""), 1):
-        if count > ELEMENT_COUNT_MAX:
-            raise InvalidRequest([FieldViolation(field, f"the message has more than {ELEMENT_COUNT_MAX:,} elements: send fewer")])
+        if count > most:
+            raise InvalidRequest([FieldViolation(field, f"the message has more than {most:,} elements: send fewer")])
         wrong.check_text(text, field, name)
     wrong.raise_if_any()
 

@@ -10,12 +10,13 @@ from dataclasses import replace
 
 from api.access.addresses import FORWARDED_FOR, Origin, Proxies
 from api.access.key_changes import KeyChanges
-from api.access.scopes import SCOPES
+from api.access.scopes import SCOPES, Scope
 from api.access.shared_lookups import SharedLookups
 from api.access.standing_key import StandingKeys
 from api.access.throttle import Throttle
 from api.errors import AddressNotAllowed, ModelNotAllowed, PermissionDenied, Unauthenticated
 from api.interceptor import METHOD, Context
+from api.streams.pace import FramePace
 from metering.errors import KeyInvalid, StoreAway
 from metering.holds.lease_clock import boot_time_s
 from metering.operations import Payer
@@ -50,17 +51,19 @@ class Authenticator:
         failures_per_minute: int = 0,
         used: Callable[[uuid.UUID], None] = lambda _: None,
         proxies: Proxies = NO_PROXIES,
+        pace: FramePace | None = None,
     ) -> None:
         """grace_s: for so long after its last check a key is good while the database is away.
 
         failures_per_minute: that one address may have; 0: any number. used: told of a key, by its id, each time that it is good.
-        proxies: whose word on addresses is taken.
+        proxies: whose word on addresses is taken. pace: of the calls of each key; None: they do not wait.
         """
         self._sessions = sessions
         self._answer_wait_s = answer_wait_s
         self._grace_s = grace_s
         self._used = used
         self._proxies = proxies
+        self._pace = pace
         self.standing = StandingKeys()  # of open streams, and of HTTP requests that wait for their body
         self.throttle = Throttle(failures_per_minute)
         self._changes = KeyChanges()
@@ -74,8 +77,18 @@ class Authenticator:
         return self.throttle.refused_count
 
     async def principal(self, context: Context) -> Principal:
-        """Who calls over gRPC. Raises as `principal_of`, and Unauthenticated if the call brings no secret."""
-        return await self.principal_of(bearer_token(context), method=METHOD.get(), origin=self.origin(context))
+        """Who makes a call over gRPC that answers once, in its key's turn.
+
+        Raises as `principal_of` and `turn`, and Unauthenticated if the call brings no secret.
+        """
+        principal = await self.principal_of(bearer_token(context), method=METHOD.get(), origin=self.origin(context))
+        await self.turn(principal)
+        return principal
+
+    async def turn(self, principal: Principal) -> None:
+        """Wait for the turn of a call that answers once. Administrators' calls have no turns. Raises: TooManyCalls."""
+        if self._pace is not None and Scope.ADMIN not in principal.scopes:
+            await self._pace.turn_to_call(principal)
 
     def origin(self, context: Context) -> Origin:
         """From where a call over gRPC comes."""

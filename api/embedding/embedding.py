@@ -33,6 +33,7 @@ from api.requests.stopwatch import Stopwatch
 from api.requests.text_work import INLINE_COST_MAX, MESSAGE_COST_CHARS
 from api.requests.tokenizing import TextJob, check_chars
 from api.streams.outbox import UsageSoFar
+from api.streams.pace import REFUSAL_COST_S
 from inference.engine import EmbeddingRequest, Encoder, EngineTimings, Vector
 from inference.errors import EngineFailed
 from inference.text.tokenizer import TokenLimitExceeded
@@ -141,7 +142,7 @@ class LiveEmbedding:
             self._fail(error)
         finally:
             if self._settled is None:
-                self._process.pace.spent(self.caller.payer, self._work_s)
+                self._process.pace.spent(self.caller.payer, REFUSAL_COST_S + self._work_s)
             self._answer.cancel()
             self._process.ended(self)
 

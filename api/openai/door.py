@@ -39,7 +39,8 @@ from api.openai.response_parameters import ResponseParameters, response_asked
 from api.openai.token_texts import TokenTexts
 from api.process import Process
 from api.statuses import status_of
-from api.streams.pace import START_FREE_S
+from api.streams.pace import REFUSAL_COST_S, START_FREE_S
+from metering.operations import Owner
 from metering.store.db import Sessions
 from metering.tenants.tenants import Principal
 
@@ -75,6 +76,7 @@ class Door:
         """Answer one request; every error becomes an error body."""
         received_at = time.monotonic()
         request_id = uuid.uuid4()
+        owner: Owner | None = None  # once it is known whose request it is
         try:
             request_id = request_id_of(request) or request_id
             handler, stands_for = self._find(request)
@@ -83,7 +85,7 @@ class Door:
             async def look_up() -> Principal:
                 return await self._authenticator.principal_of(secret, method=stands_for, origin=origin, age_max_s=KEY_AGE_MAX_S)
 
-            principal = await look_up()
+            owner = principal = await look_up()
             auth_ms = (time.monotonic() - received_at) * 1000
             trace = trace_of(request.headers.get("traceparent"), request.headers.get("tracestate"))
             with self._authenticator.standing.hold(StandingKey(principal, look_up, math.inf)) as key:
@@ -105,13 +107,19 @@ class Door:
                 )
                 return await handler(request, arrival, principal)
         except HttpFault as fault:
+            self._count_refusal(owner)
             self._process.observer.http_failed(fault.refusal.code)
             return refused(fault.refusal, request_id, closing=self._is_draining or fault.closing)
         except ConnectionError:  # in the middle of its body
             return web.Response(status=400)
         except Exception as error:
+            self._count_refusal(owner)
             self._process.observer.call_failed(HTTP, error)
             return refused(refusal_of(status_of(error)), request_id, closing=self._is_draining)
+
+    def _count_refusal(self, owner: Owner | None) -> None:
+        if owner is not None:
+            self._process.pace.spent(owner, REFUSAL_COST_S)
 
     def _origin(self, request: web.BaseRequest) -> Origin:
         """From where a request comes."""
@@ -184,10 +192,12 @@ class Door:
         return answered(embedding_list(given, response, str(arrival.request_id)), arrival, headers_of(response.quotas))
 
     async def _models(self, request: web.BaseRequest, arrival: Arrival, principal: Principal) -> web.StreamResponse:
+        await self._authenticator.turn(principal)
         models = await models_for(self._process.router, self._sessions, principal)
         return answered(model_list(models, self._started_at), arrival)
 
     async def _model(self, request: web.BaseRequest, arrival: Arrival, principal: Principal) -> web.StreamResponse:
+        await self._authenticator.turn(principal)
         name = unquote(request.rel_url.raw_path.removeprefix("/v1/models/"))
         models = await models_for(self._process.router, self._sessions, principal)
         return answered(one_model(models, name, self._started_at), arrival)

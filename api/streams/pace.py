@@ -15,10 +15,13 @@ import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from api.errors import TooManyCalls
 from metering.operations import Owner
 
 BURST_S = 0.5  # of work at any speed: a client that comes back attaches to a thousand requests at once
 MESSAGE_COST_S = 40e-6  # of the transport for each message, which nobody here can measure
+CALL_COST_S = 700e-6  # of a call that answers once, from its connection to its answer
+CALL_WAIT_S_MAX = 2.0  # for the turn of such a call: one that would wait longer is refused
 LOOKUP_COST_S = 500e-6  # of an attach to what does not run here: its way through the books, and perhaps to another process
 REFUSAL_COST_S = 300e-6  # of a request that has begun and was refused: by its model, the books, or the queue
 START_FREE_S = 300e-6  # of reading a request that is let in: an ordinary one takes less
@@ -70,6 +73,15 @@ class FramePace:
         """For so long nothing more of this key is to be worked off."""
         free_at = max(self._free_at.get(each, -math.inf) for each in (owner.api_key_id, owner.organization_id))
         return max(free_at - self._clock(), 0.0)
+
+    async def turn_to_call(self, owner: Owner) -> None:
+        """Wait for the turn of a call that answers once, and count what it costs. Raises: TooManyCalls."""
+        turns = self._turns.get(owner.api_key_id)
+        ahead_s = self.wait_s(owner) + (turns.waiting_count * CALL_COST_S / self._share if turns is not None else 0.0)
+        if ahead_s > CALL_WAIT_S_MAX:
+            raise TooManyCalls(ahead_s)
+        await self.turn(owner)
+        self.spent(owner, CALL_COST_S)
 
     async def turn(self, owner: Owner) -> bool:
         """Wait until the next slice of this key may be worked off; whether that was not at once.

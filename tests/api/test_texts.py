@@ -17,7 +17,7 @@ from weir.v1 import inference_service_pb2 as pb
 
 from api.errors import InvalidRequest
 from api.server import SERVICES
-from api.violations import CHARS_MAX, ELEMENT_COUNT_MAX, FREE_TEXT, TEXT_CHARS_MAX, check_texts
+from api.violations import CHARS_MAX, CONFIGURATION_ELEMENT_COUNT_MAX, ELEMENT_COUNT_MAX, FREE_TEXT, TEXT_CHARS_MAX, check_texts
 
 # Text for a model, as a path from the request; everything else that is a string is a short text.
 FREE_PATHS = {
@@ -145,10 +145,12 @@ def test_text_for_a_model_is_neither_read_nor_bounded() -> None:
 
 def test_a_message_of_very_many_elements_is_refused_before_all_are_read() -> None:
     message = configuration_pb2.ApplyConfigurationRequest()
-    message.configuration.MergeFromString(b"\n\0" * (ELEMENT_COUNT_MAX + 1))
+    message.configuration.MergeFromString(b"\n\0" * (CONFIGURATION_ELEMENT_COUNT_MAX + 1))
+    labelled = pb.EmbedRequest(labels={str(number): "" for number in range(ELEMENT_COUNT_MAX)})
 
-    with pytest.raises(InvalidRequest, match="elements"):
-        check_texts(message)
+    for each in (message, labelled):
+        with pytest.raises(InvalidRequest, match="elements"):
+            check_texts(each)
 
 
 def test_free_text_names_types_and_fields_that_exist() -> None:
