@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, overload
+from typing import Any, cast, overload
 
 from weir.v1 import inference_service_pb2 as pb
 
@@ -106,12 +106,10 @@ def prompts_of(given: Prompt, param: str = "prompt", count_max: int = PROMPT_COU
         return [given]
     if given and not isinstance(given[0], int):
         check_count(given, param, count_max)
-    texts = [each for each in given if isinstance(each, str)]
-    ids = [each for each in given if isinstance(each, int)]
-    lists = [each for each in given if isinstance(each, list)]
-    if not given or len(given) not in (len(texts), len(ids), len(lists)):
+    kinds = set(map(type, given))  # there may be a million token ids: no loop over them
+    if len(kinds) != 1:
         raise wrong_parameter(param, "must be a text, a list of texts, a list of token ids, or a list of such lists")
-    return texts or ([ids] if ids else lists)
+    return cast(Prompts, [given] if kinds == {int} else given)
 
 
 def with_prompt(start: pb.StartFrame, prompt: str | Sequence[int]) -> pb.StartFrame:
