@@ -175,10 +175,12 @@ async def attack(target: Target, kinds: list[str], seconds: float) -> None:
     payloads = {kind: ATTACKS[kind].build(target) for kind in kinds}
     print("ready", flush=True)
     sys.stdin.readline()
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(seconds), asyncio.TaskGroup() as tasks:
-            for kind, payload in payloads.items():
-                tasks.create_task(run_attack(target, kind, payload))
+    async with asyncio.TaskGroup() as tasks:
+        for kind, payload in payloads.items():
+            tasks.create_task(run_attack(target, kind, payload))
+        await asyncio.sleep(seconds)
+        print(json.dumps(target.answers), flush=True)
+        os._exit(0)  # at once, as a client that is killed: the ends of thousands of calls would take their time
 
 
 def main() -> None:
@@ -189,7 +191,6 @@ def main() -> None:
         if role == "attacker":
             os.nice(ATTACKER_NICE)
             runner.run(attack(target, options["kinds"], options["seconds"]))
-            print(json.dumps(target.answers), flush=True)
         else:
             seconds = options.pop("seconds")
             print(json.dumps(dataclasses.asdict(runner.run(Bystander(target, **options).run(seconds)))), flush=True)
