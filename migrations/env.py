@@ -22,8 +22,8 @@ import metering.export.export_models
 import metering.receipts.models  # noqa: F401  # the same
 from metering.models import Base
 from metering.store.db import sqlalchemy_url
+from metering.store.migrations_runner import MIGRATION_LOCK_ID
 
-MIGRATION_LOCK_ID = 7_355_608  # any fixed number; it only has to be ours
 # Of usage events there is a partition per month. They are no tables of the models, and are made ahead of their time.
 PARTITION = re.compile(r"usage_events_(\d{4}_\d{2}|default)")
 MONTHS_AHEAD = 3  # a worker makes them, too: so long nobody notices that none runs

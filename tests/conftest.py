@@ -20,6 +20,7 @@ from psycopg import sql
 from sqlalchemy import make_url
 
 from metering.store import embedded_postgres
+from metering.store.application_role import prepare_application_role
 from metering.store.db import Sessions, create_engine, create_sessions, psycopg_conninfo, sqlalchemy_url
 from metering.store.migrations_runner import migrate
 
@@ -28,6 +29,7 @@ LONG_FILES_FIRST = ("tests/faults/", "tests/e2e/", "tests/api/", "tests/sdk/")
 
 # A test's database need not survive a crash of the machine. Tests that kill the server start one of their own.
 WITHOUT_DURABILITY = {"fsync": "off", "full_page_writes": "off", "synchronous_commit": "off", "max_connections": "200"}
+APPLICATION_ROLE = "weir_test_application"
 SCRATCH_MIN_BYTES = 2 * 1024**3  # the server, WAL, and some databases of 8 MB each
 
 
@@ -102,6 +104,7 @@ def template_database(postgres_server: str) -> Iterator[str]:
     """Name of a migrated, empty database that others are copied from."""
     with new_database(postgres_server) as url:
         migrate(url)
+        prepare_application_role(url, APPLICATION_ROLE, password=APPLICATION_ROLE)
         yield str(make_url(url).database)
 
 
@@ -110,6 +113,12 @@ def database_url(postgres_server: str, template_database: str) -> Iterator[str]:
     """URL of a migrated, empty database of this test's own."""
     with new_database(postgres_server, template=template_database) as url:
         yield url
+
+
+def as_application(database_url: str) -> str:
+    """URL of the same database for the role that api processes and workers connect as."""
+    url = sqlalchemy_url(database_url).set(drivername="postgresql", username=APPLICATION_ROLE, password=APPLICATION_ROLE)
+    return url.render_as_string(hide_password=False)
 
 
 @pytest.fixture

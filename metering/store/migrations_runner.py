@@ -14,6 +14,7 @@ from sqlalchemy.pool import NullPool
 import metering
 from metering.store.db import sqlalchemy_url
 
+MIGRATION_LOCK_ID = 7_355_608  # any fixed number; it only has to be ours
 SCRIPTS = Path(metering.__file__).resolve().parent.parent / "migrations"
 
 

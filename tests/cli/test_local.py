@@ -13,6 +13,7 @@ import pytest
 from api.cli.render import to_text
 from api.cli.up import welcome
 from tests.cli.conftest import Run
+from tests.conftest import APPLICATION_ROLE
 
 
 def test_a_second_weir_up_in_one_directory_touches_nothing_of_the_first(bare_weir: Run, tmp_path: Path) -> None:
@@ -94,3 +95,25 @@ def test_a_worker_gets_the_settings_of_its_command(bare_weir: Run, monkeypatch: 
     ((command, home),) = begun
     assert command[:3] == [sys.executable, "-m", "celery"]
     assert home == str(tmp_path)
+
+
+def test_migrating_grants_the_application_role_its_rights(
+    bare_weir: Run, monkeypatch: pytest.MonkeyPatch, database_url: str
+) -> None:
+    monkeypatch.setenv("WEIR_DATABASE_URL", database_url)
+
+    granted = bare_weir("migrate", "--grant", APPLICATION_ROLE)
+    missing = bare_weir("migrate", "--grant", "nobody")
+
+    assert (granted.exit_code, missing.exit_code) == (0, 1)
+    assert f"role {APPLICATION_ROLE} has the rights that api processes and workers need, and no others" in granted.stderr
+    assert missing.stderr.startswith("error: role 'nobody' does not exist: set WEIR_APPLICATION_PASSWORD to create it")
+
+
+def test_the_embedded_database_has_no_second_role(bare_weir: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WEIR_DATABASE_URL", raising=False)
+
+    result = bare_weir("migrate", "--grant", "weir_app")
+
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: --grant is for a PostgreSQL of your own: set WEIR_DATABASE_URL")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from metering.receipts.signing import KEY_FILE, ensure_key
-from tests.conftest import new_database
+from tests.conftest import as_application, new_database
 from tests.service import Service, make_model, running
 
 
@@ -22,11 +23,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def service(
     tmp_path_factory: pytest.TempPathFactory, model: Path, postgres_server: str, template_database: str
 ) -> Iterator[Service]:
-    """A service with a database of its own that signs receipts. It must still run at the end, and have reported no incident."""
+    """A service with a database of its own that signs receipts, as the application role.
+
+    It must still run at the end, and have reported no incident.
+    """
     home = tmp_path_factory.mktemp("home")
     ensure_key(home / KEY_FILE)
     with new_database(postgres_server, template=template_database) as url:
-        with running(Service(home, url, model)) as service:
+        unprivileged = Service(home, url, model)
+        unprivileged.settings = replace(unprivileged.settings, database_url=as_application(url))
+        with running(unprivileged) as service:
             yield service
             assert service.stop() == 0, service.log[-4000:]
         assert service.books.held_hold_count() == 0
