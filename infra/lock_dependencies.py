@@ -4,6 +4,8 @@ Run as `make lock`: it installs what the two `pyproject.toml` files ask for into
 pip chose. `make lock KEEP=1` starts from the present pins, so that adding one dependency does not move the others.
 
 The file holds names and versions only, never where a package comes from: that is the business of the machine's own pip settings.
+It holds no hashes: `pip --require-hashes` refuses editable packages and demands the hash of every file of every platform, and
+indexes differ in theirs (`torch` for CPUs has other files than `torch` of PyPI). docs/security.md says how an operator adds them.
 """
 
 from __future__ import annotations

@@ -3,7 +3,10 @@
 #   docker build -f infra/images/tensorrt.Dockerfile -t weir-tensorrt .
 #   docker run --gpus all --ipc host --ulimit memlock=-1 --ulimit stack=67108864 \
 #     -e WEIR_DATABASE_URL=… -e WEIR_MODELS=llama=/models/llama -v /models:/models:ro weir-tensorrt
-FROM nvcr.io/nvidia/tensorrt-llm/release:1.2.1
+# Pin the base image by digest with --build-arg TENSORRT_IMAGE=nvcr.io/nvidia/tensorrt-llm/release:1.2.1@sha256:…
+ARG TENSORRT_IMAGE=nvcr.io/nvidia/tensorrt-llm/release:1.2.1
+
+FROM ${TENSORRT_IMAGE}
 
 ENV PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1 PIP_NO_CACHE_DIR=1 WEIR_HOME=/var/lib/weir WEIR_ENGINE=tensorrt
 WORKDIR /srv/weir

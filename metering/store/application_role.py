@@ -132,6 +132,8 @@ def _grant(connection: psycopg.Connection, role: str) -> None:
             run("GRANT {rights} ON {table} TO {role}", rights=listed, table=sql.Identifier("public", table))
     for table in LOCKED:
         run("GRANT UPDATE (id) ON {table} TO {role}", table=sql.Identifier("public", table))
+    # As the migration does: a database that was restored without privileges has lost it.
+    run("REVOKE EXECUTE ON FUNCTION public.create_usage_partitions(int), public.create_usage_partition(date) FROM PUBLIC")
     run("GRANT EXECUTE ON FUNCTION public.create_usage_partitions(int) TO {role}")
 
 
