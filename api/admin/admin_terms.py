@@ -94,7 +94,7 @@ class TermCalls(AdminCalls):
                     reason=request.reason,
                     actor=acting.actor,
                 )
-                await prepaid.refresh(acting.session, grant.organization_id, actor=acting.actor, extending=True)
+                await prepaid.refresh(acting.session, grant.organization_id, actor=acting.actor, granted_picos=grant.amount_picos)
                 await acting.made(request, grant.id)
             else:
                 grant = await credits.find_grant(acting.session, uuid.UUID(earlier))

@@ -33,7 +33,11 @@ def grant_credit(
     address: AddressOption = None,
     api_key: KeyOption = None,
 ) -> None:
-    """Grant an organization credit for what is billed in some months."""
+    """Grant an organization credit for what is billed in some months.
+
+    At most 1,000,000 units at once. For a prepaid organization, all that it ever uses and its credit are limited to
+    9,223,372 units together: an error says how much more can be granted.
+    """
     try:
         picos = units_to_picos(parse_amount(amount))
     except ValueError as error:

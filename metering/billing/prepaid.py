@@ -42,7 +42,9 @@ from metering.tenants.audit import record_change, snapshot
 from metering.tenants.tenants import find_organization
 
 ENDS_WITH_THE_MONTH = "prepaid credit that ends with the month"
-LIMIT_MAX = 2**63 - 1  # what the column holds: nine million units, of all that an organization ever uses
+# Greatest value of the column: 9,223,372 units, for all that an organization ever uses and its credit. NUMERIC would
+# make counters slower, which every request updates.
+LIMIT_MAX = 2**63 - 1
 
 log = logging.getLogger(__name__)
 retries = Retries("prepaid_refresh", passing=(StoreAway,))  # by organization
@@ -88,10 +90,14 @@ class Owed:
 
 @dataclass(frozen=True, slots=True)
 class Allowed:
-    """The limit of the quota: for ever, and until this month ends."""
+    """The limit of the quota: for ever, and until this month ends.
+
+    eventual: the greatest limit that credit granted for later months can lead to.
+    """
 
     lasting_picos: int
     until_month_end_picos: int
+    eventual_picos: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,15 +153,16 @@ async def set_prepaid(
     # Nobody is let in from here to the end: the limit is set before the first request meets it.
     await recount(session, [(quota, owner.id)])
     await record_change(session, actor=actor, action="quota.set", subject_id=str(quota.id), before=None, after=snapshot(quota))
-    await refresh(session, owner.id, actor=actor, extending=True)
+    await refresh(session, owner.id, actor=actor, granted_picos=0)
     return owner, False
 
 
-async def refresh(session: AsyncSession, organization_id: uuid.UUID, *, actor: str, extending: bool = False) -> None:
+async def refresh(session: AsyncSession, organization_id: uuid.UUID, *, actor: str, granted_picos: int | None = None) -> None:
     """Set the limit of a prepaid organization to what its credit is now; nothing for any other.
 
-    extending: somebody asks for credit, who is told where the limit ends. Otherwise what is beyond its end is an error in the log.
-    Raises: InvalidValue.
+    granted_picos: credit that this transaction has granted, 0 where the organization begins to pay in advance. It is
+    refused where the limit cannot express it, now or in a later month. If None, credit beyond the greatest limit is
+    logged as an error and cannot be used. Raises: InvalidValue.
     """
     await _lock(session, organization_id)
     prepaid = await session.get(PrepaidOrganization, organization_id, populate_existing=True)
@@ -163,25 +170,41 @@ async def refresh(session: AsyncSession, organization_id: uuid.UUID, *, actor: s
         return
     month = await current_month(session)
     asked = await allowance(session, organization_id, month)
+    if granted_picos is not None:
+        owner = await session.get_one(Organization, organization_id)
+        _check_expressible(owner, granted_picos, asked.eventual_picos - LIMIT_MAX)
     if asked.until_month_end_picos > LIMIT_MAX:
-        told = (
-            f"what it has used in all and its credit come to more than {to_decimal(LIMIT_MAX):,.0f} units, which no limit can say"
+        log.error(
+            "prepaid organization %s cannot use %s of its credit: the greatest limit of a quota on money is %s units",
+            organization_id,
+            to_decimal(asked.until_month_end_picos - LIMIT_MAX),
+            to_decimal(LIMIT_MAX),
         )
-        if extending:
-            raise InvalidValue("organization", f"{told}: let it pay afterwards, or go on as another organization")
-        log.error("prepaid organization %s is refused what is beyond: %s", organization_id, told)
-    allowed = Allowed(min(asked.lasting_picos, LIMIT_MAX), min(asked.until_month_end_picos, LIMIT_MAX))
-    values: dict[str, Any] = {"limit_value": allowed.lasting_picos}
+    lasting, until_month_end = min(asked.lasting_picos, LIMIT_MAX), min(asked.until_month_end_picos, LIMIT_MAX)
+    values: dict[str, Any] = {"limit_value": lasting}
     values |= {"raised_limit_value": None, "raised_until": None, "raise_reason": None}
-    if allowed.until_month_end_picos > allowed.lasting_picos:
+    if until_month_end > lasting:
         values |= {
-            "raised_limit_value": allowed.until_month_end_picos,
+            "raised_limit_value": until_month_end,
             "raised_until": _end_of(month),
             "raise_reason": ENDS_WITH_THE_MONTH,
         }
     await _change(session, prepaid.quota_id, values, actor)
     prepaid.month = month
     await session.flush()
+
+
+def _check_expressible(owner: Organization, granted_picos: int, excess_picos: int) -> None:
+    """Refuse credit that the limit cannot express. Raises: InvalidValue."""
+    if excess_picos <= 0:
+        return
+    code, most = owner.currency_code, f"{to_decimal(LIMIT_MAX):,.0f} {owner.currency_code}"
+    why = f"what a prepaid organization has used in all and its credit together are limited to {most}"
+    remedy = f"let {owner.name} pay afterwards (prepaid off), or go on as another organization with a currency of larger units"
+    if granted_picos:
+        room = f"{to_decimal(max(granted_picos - excess_picos, 0)):,f}"
+        raise InvalidValue("amount_picos", f"give at most {room} {code}, got {to_decimal(granted_picos):,f}: {why}; {remedy}")
+    raise InvalidValue("prepaid", f"{owner.name} is {to_decimal(excess_picos):,f} {code} above the maximum: {why}; {remedy}")
 
 
 async def _change(session: AsyncSession, quota_id: uuid.UUID, values: dict[str, Any], actor: str) -> None:
@@ -221,7 +244,8 @@ async def allowance(session: AsyncSession, organization_id: uuid.UUID, month: da
     )
     lasting_limit = used_before + max(lasting - else_due, 0)
     until_end = used_before + max(lasting + ending - else_due, 0)
-    return Allowed(lasting_limit, until_end)
+    eventual = used_before + max(sum(picos for _, picos in left) - else_due, 0)
+    return Allowed(lasting_limit, until_end, eventual)
 
 
 def left_for(month: date, grants: Sequence[Grant], open_before: Sequence[Owed]) -> list[tuple[Grant, int]]:

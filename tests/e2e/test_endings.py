@@ -242,7 +242,7 @@ async def test_prepaid_credit_is_untouched_by_requests_of_which_nothing_is_bille
             reason="paid",
             actor="test",
         )
-        await refresh(session, tenant.organization_id, actor="test", extending=True)
+        await refresh(session, tenant.organization_id, actor="test", granted_picos=PICOS_OF_CREDIT)
     messages = []
     for _ in range(4):
         async with connect_async(service, tenant.secret) as client, asyncio.TaskGroup() as tasks:

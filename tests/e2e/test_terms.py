@@ -54,6 +54,33 @@ async def test_plans_are_versions_and_hang_on_organizations_from_a_month_on(serv
     assert [entry.action for entry in entries] == ["plan.assign"] * 2
 
 
+async def test_credit_beyond_the_greatest_limit_is_refused_with_what_is_left_of_it(service: Service) -> None:
+    """An organization with a currency of small units reaches it: 9,223,372 units, in all that it ever uses."""
+    tenant = await service.tenant(scopes=("admin", "inference"))
+    async with AsyncAdminClient(service.address, tenant.secret) as admin:
+
+        async def grant(picos: int, first_month: str = "") -> None:
+            await admin.grant_credit(tenant.name, picos, first_month=first_month, last_month=NEXT_MONTH, reason="paid")
+
+        await admin.set_prepaid(tenant.name, True)
+        for _ in range(9):
+            await grant(10**18)
+        for first_month in ("", NEXT_MONTH):
+            with pytest.raises(InvalidRequest, match=r"amount_picos.*give at most 223,372\.036854775807 USD, got 1,000,000"):
+                await grant(10**18, first_month)
+        await grant(2**63 - 1 - 9 * 10**18)
+        with pytest.raises(InvalidRequest, match=r"give at most 0\.0* USD, got 0\.000000000001: .*; let .* pay afterwards"):
+            await grant(1)
+        balance = await admin.get_credit_balance(tenant.name)
+
+        await admin.set_prepaid(tenant.name, False)
+        await grant(10**18)
+        with pytest.raises(InvalidRequest, match=r"is 1,000,000\.0* USD above the maximum"):
+            await admin.set_prepaid(tenant.name, True)
+
+    assert balance.available.picos == 2**63 - 1
+
+
 async def test_a_prepaid_organization_is_let_in_as_far_as_its_credit_reaches(service: Service) -> None:
     tenant = await service.tenant(scopes=("admin", "inference"))
     request = {"token_ids": list(PROMPT), "max_output_tokens": 4, "ignore_eos": True}

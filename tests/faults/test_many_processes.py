@@ -237,7 +237,7 @@ async def pay_in_advance(session: AsyncSession, organization: str, amount_picos:
     owner, _ = await set_prepaid(session, organization=organization, prepaid=True, actor="test")
     last = month_after(await current_month(session))
     await grant_credit(session, organization=organization, amount_picos=amount_picos, last_month=last, reason="paid", actor="test")
-    await refresh(session, owner.id, actor="test", extending=True)
+    await refresh(session, owner.id, actor="test", granted_picos=amount_picos)
 
 
 async def storm(services: list[Service], victim: Service, hot: Tenant, small: list[Tenant], rng: random.Random) -> None:

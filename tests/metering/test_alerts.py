@@ -222,7 +222,7 @@ async def test_prepaid_credit_alerts_when_so_much_is_left_and_again_when_a_grant
             made = await grant_credit(
                 session, organization="acme", amount_picos=amount, first_month=first, last_month=last, reason="paid", actor="test"
             )
-            await refresh(session, made.organization_id, actor="test", extending=True)
+            await refresh(session, made.organization_id, actor="test", granted_picos=made.amount_picos)
 
     async with books.begin() as session:
         await set_prepaid(session, organization="acme", prepaid=True, alert_at=[150, 300], actor="test")
