@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import time
 from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable
 from contextvars import ContextVar
 from typing import Any
@@ -33,6 +34,9 @@ LARGE_MESSAGES = frozenset(
 )
 
 METHOD: ContextVar[str] = ContextVar("method")  # the path of the call that this task answers; gRPC's context does not tell
+
+# Seconds of processor time that this task's last message took to be parsed, on the event loop.
+READ_S: ContextVar[float] = ContextVar("read_s", default=0.0)
 
 Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[Any]]
 
@@ -125,10 +129,13 @@ def tolerant(deserialize: Callable[[bytes], Any] | None, byte_count_max: int | N
     def attempt(data: bytes) -> Any:
         if byte_count_max is not None and len(data) > byte_count_max:
             return MessageTooLarge(len(data), byte_count_max)
+        began_at = time.thread_time()
         try:
             return deserialize(data)
         except Exception:
-            return MessageUnreadable("the message cannot be read: it is no message of this call's request type")
+            return MessageUnreadable("the message cannot be read: it is not a message of this call's request type")
+        finally:
+            READ_S.set(time.thread_time() - began_at)
 
     return attempt
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from api.embedding.embedding import EmbedCaller, LiveEmbedding
 from api.embedding.embedding_wire import ValidEmbed
+from api.interceptor import READ_S
 from api.observability.observer import Observer
 from api.queue.fair_queue import FairQueue
 from api.queue.places import QueueLimits
@@ -59,6 +60,7 @@ class Process:
             admission.journal, bytes_max=settings.kept_bytes_max, bytes_per_request_max=settings.kept_bytes_per_request_max
         )
         self.relays = relays
+        self.window_tokens_max = max((model.context_window_tokens for model in router.models()), default=0)
         self.pace = pace or FramePace(settings.frames_share_max)
         self.text_work = TextWork(
             chars_max=settings.preparation_chars_max,
@@ -84,6 +86,7 @@ class Process:
         """
         with self.text_work.permit(owner, byte_count):
             await self.pace.turn(owner)
+            self.pace.held(owner, READ_S.get())
 
     def find(self, key: Key) -> LiveRequest | None:
         """The request of this id that runs or waits here."""

@@ -17,7 +17,7 @@ from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import types_pb2
 
 from api.embedding.embedding_limits import input_count_max
-from api.errors import FieldViolation, InvalidRequest
+from api.errors import FieldViolation, InvalidRequest, PromptTooLong
 from api.payload_hash import payload_hash
 from api.queue.places import ServiceTier
 from api.requests.conversation import Prompt, check_prompt, parse_prompt, thinking_of
@@ -138,10 +138,15 @@ def parse_request_id(text: str) -> uuid.UUID:
         raise InvalidRequest([FieldViolation("request_id", f"must be a UUID, not {text[:64]!r}")]) from None
 
 
-def parse_start(request_id: str, start: pb.StartFrame) -> ValidStart:
-    """Check everything that the frame alone can tell. Raises: InvalidRequest with every violation."""
+def parse_start(request_id: str, start: pb.StartFrame, window_tokens_max: int | None = None) -> ValidStart:
+    """Check everything that the frame alone can tell. window_tokens_max: the largest context window of any served model.
+
+    Raises: InvalidRequest with every violation, PromptTooLong.
+    """
     parsed_id = parse_request_id(request_id)
     wrong = Violations()
+    if window_tokens_max is not None and (count := len(start.token_ids.ids)) > window_tokens_max:
+        raise PromptTooLong(count, None, window_tokens_max)  # before they are copied: a million take a tenth of a second
     check_model_name(start.model, wrong)
     check_prompt(start, wrong)
     check_decoding(start, wrong)

@@ -96,7 +96,8 @@ class Exchange:
         """Run it to its end; on any exit nothing of it runs any more. Raises: RequestInFlight, RequestUnderWay."""
         try:
             with self._process.pace.spending(self._arrival.payer, START_FREE_S):
-                starts = [parse_start(each, frame) for each, frame in zip(self._bill.request_ids, self._asked.starts, strict=True)]
+                window = self._process.window_tokens_max
+                starts = [parse_start(*each, window) for each in zip(self._bill.request_ids, self._asked.starts, strict=True)]
         except InvalidRequest as error:
             self._process.observer.start_refused(error)
             return refused(refusal_of(status_of(error), self._asked.names), self._arrival.request_id)

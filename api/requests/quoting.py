@@ -21,7 +21,7 @@ from metering.tenants.tenants import Principal
 async def quote(process: Process, sessions: Sessions, principal: Principal, message: pb.QuoteRequest) -> pb.QuoteResponse:
     """Answer one call. Raises what the same request would be refused with, but for quotas."""
     with process.pace.spending(principal):
-        start = wire.parse_start(str(uuid.uuid4()), message.start)
+        start = wire.parse_start(str(uuid.uuid4()), message.start, process.window_tokens_max)
     check_model(principal, process.router.own_name(start.model))
     start, route = routed(start, process.router)
     payer = payer_of(principal)

@@ -26,6 +26,7 @@ from api.errors import (
     RequestUnderWay,
     UnknownRequest,
 )
+from api.interceptor import READ_S
 from api.observability.trace_context import NO_TRACE, TraceContext, trace_of
 from api.process import Process
 from api.requests.live import Caller, LiveRequest
@@ -156,7 +157,7 @@ class ClientStream:
     def _work_off_slice(self, batch: Sequence[pb.ClientFrame], index: int, auth_ms: float, received_at: float) -> int:
         """The frames from this one on, as many as there is time for but at least one; the first that is left over."""
         self._lookup_s = self._begun_s = 0.0
-        cost_s = 0.0 if index else MESSAGE_COST_S
+        index_before, read_s = index, 0.0 if index else READ_S.get()
         slice_began_at, began_at = time.monotonic(), time.thread_time()
         try:
             while index < len(batch):
@@ -165,8 +166,8 @@ class ClientStream:
                 if time.monotonic() - slice_began_at + self._lookup_s > SLICE_S:
                     break
         finally:
-            cost_s += time.thread_time() - began_at - self._begun_s + self._lookup_s
-            self._process.pace.spent(self._key.principal, cost_s)
+            self._process.pace.held(self._key.principal, read_s + time.thread_time() - began_at - self._begun_s)
+            self._process.pace.spent(self._key.principal, self._lookup_s + (0.0 if index_before else MESSAGE_COST_S))
         return index
 
     def _obey(self, index: int, frame: pb.ClientFrame, auth_ms: float, received_at: float) -> None:
@@ -195,7 +196,7 @@ class ClientStream:
             if self._is_relayed:
                 raise PermissionDenied("the peer port takes no `start`: send it to the port for clients (WEIR_LISTEN)")
             self._key.check()
-            start = parse_start(frame.request_id, frame.start)
+            start = parse_start(frame.request_id, frame.start, self._process.window_tokens_max)
             check_model(self._key.principal, self._process.router.own_name(start.model))
             check_keep(start.keep_s, self._process.admission.settings.keep_max_s)
             here = self._process.find((self._key.principal.project_id, start.request_id))

@@ -26,6 +26,10 @@ LOOKUP_COST_S = 500e-6  # of an attach to what does not run here: its way throug
 REFUSAL_COST_S = 300e-6  # of a request that has begun and was refused: by its model, the books, or the queue
 START_FREE_S = 300e-6  # of reading a request that is let in: an ordinary one takes less
 WAIT_S_MIN = 0.005  # less is saved up: timers are no finer than a millisecond, and small messages would wait for that each
+# All streams wait through what holds the event loop in one piece: beyond a slice's time it costs its key more than the same time in
+# small pieces, up to a factor.
+STALL_S = 0.002
+STALL_FACTOR_MAX = 8.0
 KEYS_MAX = 20_000  # keys and organizations; beyond it those that owe nothing are forgotten
 ORGANIZATION_SHARES = 2.0  # of a key, for all keys of an organization: one that floods leaves the other half to the rest
 
@@ -59,6 +63,10 @@ class FramePace:
         if len(self._free_at) > KEYS_MAX:
             self._free_at = {each: at for each, at in self._free_at.items() if at > now}
 
+    def held(self, owner: Owner, cost_s: float) -> None:
+        """The event loop was held for so long, in one piece, for this key."""
+        self.spent(owner, cost_s * min(max(cost_s / STALL_S, 1.0), STALL_FACTOR_MAX))
+
     @contextlib.contextmanager
     def spending(self, owner: Owner, free_s: float = 0.0) -> Iterator[None]:
         """Count the processor time of a block that does not await, beyond `free_s`."""
@@ -67,7 +75,7 @@ class FramePace:
             yield
         finally:
             if (cost_s := time.thread_time() - began_at - free_s) > 0:
-                self.spent(owner, cost_s)
+                self.held(owner, cost_s)
 
     def wait_s(self, owner: Owner) -> float:
         """For so long nothing more of this key is to be worked off."""

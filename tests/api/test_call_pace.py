@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import time
 import uuid
+from collections.abc import AsyncIterator
 from dataclasses import replace
 
 import pytest
+from weir.v1 import inference_service_pb2 as pb
 
 from api.access.auth import Authenticator
-from api.errors import MessageTooLarge, TooManyCalls
-from api.interceptor import LARGE_MESSAGES, MESSAGE_BYTES_MAX, readable, tolerant
+from api.errors import MessageTooLarge, PromptTooLong, TooManyCalls
+from api.interceptor import LARGE_MESSAGES, MESSAGE_BYTES_MAX, READ_S, readable, tolerant
 from api.server import SERVICES
 from api.streams import pace
 from api.streams.pace import FramePace
+from api.wire import parse_start
 from metering.operations import Payer
 from metering.store.db import create_engine, create_sessions
 from metering.tenants.tenants import Principal
@@ -66,3 +70,44 @@ async def test_calls_of_tenants_have_turns_and_those_of_administrators_have_none
     await authenticator.turn(replace(tenant, scopes=frozenset({"admin"})))
     with pytest.raises(TooManyCalls):
         await authenticator.turn(tenant)
+
+
+def test_what_holds_the_event_loop_in_one_piece_costs_more_than_the_same_in_small_pieces() -> None:
+    paced = FramePace(1.0, clock=lambda: 1000.0)
+    small, large, huge = key(), key(), key()
+    for each in (small, large, huge):
+        paced.spent(each, pace.BURST_S)
+
+    for _ in range(10):
+        paced.held(small, pace.STALL_S)
+    paced.held(large, 2 * pace.STALL_S)
+    paced.held(huge, 100 * pace.STALL_S)
+
+    waits = [paced.wait_s(each) / pace.STALL_S for each in (small, large, huge)]
+    assert waits == pytest.approx([10, 4, 800])
+
+
+async def test_the_time_that_a_message_takes_to_be_parsed_is_known_to_the_task_that_reads_it() -> None:
+    def parse(data: bytes) -> bytes:
+        end_s = time.thread_time() + 0.002
+        while time.thread_time() < end_s:
+            pass
+        return data
+
+    async def messages() -> AsyncIterator[bytes]:
+        read = tolerant(parse)
+        assert read is not None
+        yield read(b"x")
+
+    async for _ in messages():
+        assert READ_S.get() >= 0.002
+
+
+def test_more_token_ids_than_any_window_holds_are_refused_before_they_are_copied() -> None:
+    start = pb.StartFrame(model="tiny")
+    start.token_ids.ids.extend(range(101))
+
+    with pytest.raises(PromptTooLong, match="has 101 tokens"):
+        parse_start(str(uuid.uuid4()), start, 100)
+    start.token_ids.ids.pop()
+    assert len(parse_start(str(uuid.uuid4()), start, 100).prompt) == 100

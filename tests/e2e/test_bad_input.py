@@ -185,7 +185,7 @@ async def test_what_has_not_been_routed_is_shown_to_admins_without_a_model() -> 
 
 UNREAL: dict[str, tuple[Any, str, str]] = {
     "an invoice number with a NUL": (months_pb2.GetInvoiceRequest(number="a\0"), "GetInvoice", "number"),
-    "an invoice number of 100 kB": (months_pb2.GetInvoiceRequest(number="x" * 100_000), "GetInvoice", "number"),
+    "an invoice number of 60 kB": (months_pb2.GetInvoiceRequest(number="x" * 60_000), "GetInvoice", "number"),
     "a month with a NUL": (usage_pb.GetUsageRequest(month="2026-1\0"), "GetUsage", "month"),
     "a page token of nested lists": (
         usage_pb.GetUsageRequest(
@@ -194,8 +194,8 @@ UNREAL: dict[str, tuple[Any, str, str]] = {
         "GetUsage",
         "page_token",
     ),
-    "a page token of 260 kB": (
-        usage_pb.GetUsageRequest(month="2026-11", page_token=base64.b64encode(b"[" * 200_000).decode()),
+    "a page token of 52 kB": (
+        usage_pb.GetUsageRequest(month="2026-11", page_token=base64.b64encode(b"[" * 39_000).decode()),
         "GetUsage",
         "page_token",
     ),
@@ -212,6 +212,15 @@ async def test_a_finance_key_that_asks_for_what_cannot_be_is_told_the_field(serv
         refusal = await refused(getattr(stub, call)(asked, metadata=bearer(secret)))
 
     assert (refusal.code, refusal.fields) == (StatusCode.INVALID_ARGUMENT, [field])
+
+
+async def test_a_message_that_is_larger_than_its_call_needs_is_refused_by_its_size(service: Service, tenant: Tenant) -> None:
+    _, secret = await service.new_key(tenant, "billing")
+    async with service.channel() as channel:
+        stub = billing_pb_grpc.BillingServiceStub(channel)
+        refusal = await refused(stub.GetInvoice(months_pb2.GetInvoiceRequest(number="x" * 100_000), metadata=bearer(secret)))
+
+    assert (refusal.code, refusal.info.reason) == (StatusCode.INVALID_ARGUMENT, "MESSAGE_TOO_LARGE")
 
 
 async def test_the_last_day_of_the_calendar_is_a_day(service: Service, tenant: Tenant) -> None:
