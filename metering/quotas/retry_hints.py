@@ -30,6 +30,8 @@ EARLY_FACTOR = 2  # so much more than a request needs has to come back: newcomer
 APART_SHARE = 0.7  # of the mean distance of those who take all places in turn
 SPREAD_SHARE, SPREAD_MAX_S = 0.1, 5.0  # of a window's beginning, over which returns are spread
 GOLDEN = 0.6180339887498949  # multiples of it, without their whole part, fill an interval evenly from the first one on
+# Least wait. A forecast is up to a quarter of a second old, so a place may be overdue that the quota still counts.
+HINT_S_MIN = 0.05
 WINDOW_COUNT_MAX = 1000  # promises reach no further; who would come later still is told the last one
 ROUND_COUNT_MAX = 50  # of looking for a time that suits all quotas
 NOBODY = uuid.UUID(int=0)  # whose a promise is of which nobody asks who has it
@@ -220,12 +222,12 @@ class Forecast:
 def promise(
     wanted: Sequence[tuple[Forecast, QuotaState, int]], claim: Claim, now_s: float, api_key_id: uuid.UUID | None = NOBODY
 ) -> float:
-    """Seconds after which all quotas have room for a claim, which is promised then; infinite if they never have.
+    """Seconds after which all quotas have room for a claim, which is promised then; infinite if they never have. Never 0.
 
     wanted: each enforced quota that the request meets, and what it asks of it at least. claim: with the lease that it would get.
     api_key_id: whom it is promised to; None lays nothing aside, so that the next one is told the same.
     """
-    at = now_s
+    at = now_s + HINT_S_MIN
     needs = [(plan, state, asked, plan.amount(claim, asked)) for plan, state, asked in wanted]
     for _ in range(ROUND_COUNT_MAX):
         suits = max(plan.earliest(state, asked, amount, at) for plan, state, asked, amount in needs)

@@ -30,7 +30,7 @@ from metering.quotas.promise_keeping import (
 from metering.quotas.quota_rules import Claim, CounterKey, QuotaRule
 from metering.quotas.quotas import Counter, Counters
 from metering.quotas.refusals import REFRESH_S, Refusals, Refused
-from metering.quotas.retry_hints import DURATION_UNKNOWN_S, Forecast, History, RunningRequest, promise
+from metering.quotas.retry_hints import DURATION_UNKNOWN_S, HINT_S_MIN, Forecast, History, RunningRequest, promise
 from tests.metering.hold_world import NOON, HoldWorld, admit, hold_world, of_type, settle
 from tests.metering.invariants import check_invariants
 
@@ -196,9 +196,11 @@ def forecast(rule: QuotaRule, *ages_s: float, history: History | None = None, **
     return Forecast(rule, NOON.timestamp(), history or History(), more.get("process_count", 1), running)
 
 
-def ask(plan: Forecast, asked: int = 1, used: int = 0, held: int = 0) -> float:
+def ask(plan: Forecast, asked: int = 1, used: int = 0, held: int = 0, after_s: float = 0.0) -> float:
+    """after_s: since the forecast."""
     state = QuotaState(plan.rule, used, held, NOON)
-    return promise([(plan, state, asked)], Claim(PRICES, SENT, 0, LEAST, 0, NOON, NOON), NOON.timestamp())
+    claim = Claim(PRICES, SENT, 0, LEAST, 0, NOON, NOON)
+    return promise([(plan, state, asked)], claim, NOON.timestamp() + after_s)
 
 
 def test_a_request_larger_than_the_limit_never_fits() -> None:
@@ -241,6 +243,13 @@ def test_several_processes_promise_only_their_share() -> None:
 
 def test_without_any_history_a_hint_is_a_guess_and_not_nothing() -> None:
     assert ask(forecast(a_rule(CONCURRENT, 1), 0.0), held=1) == pytest.approx(DURATION_UNKNOWN_S, abs=0.3)
+
+
+def test_a_place_that_is_overdue_is_never_promised_for_at_once() -> None:
+    """The quota still counts the request that was expected to have ended, so a retry at once is refused again."""
+    plan = forecast(a_rule(CONCURRENT, 1), 3.9, history=History([4.0] * 64, [20] * 64))
+
+    assert 0 < ask(plan, held=1, after_s=0.2) == pytest.approx(HINT_S_MIN, abs=1e-6)
 
 
 def test_what_was_promised_on_a_guess_does_not_put_off_those_who_ask_once_more_is_known() -> None:
