@@ -101,6 +101,15 @@ class Books:
         [event] = [event for event in self.events(tenant) if str(event["request_id"]) == request_id]
         return event
 
+    def billed(self, tenant: Tenant) -> dict[str, dict[str, int]]:
+        """Token counts and cost in the usage event of each request, without those that are zero."""
+        return {
+            str(event["request_id"]): {
+                name: value for name, value in event.items() if name.endswith(("_token_count", "_picos")) and value
+            }
+            for event in self.events(tenant)
+        }
+
     def holds(self, tenant: Tenant) -> dict[str, int]:
         """Holds of a tenant by state."""
         query = "SELECT state, count(*) AS n FROM holds WHERE organization_id = %s GROUP BY state"

@@ -10,6 +10,7 @@ from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import types_pb2
 from weir_client import FinishReason, InvalidRequest
 
+from metering.models import QuotaDimension
 from tests.service import MODEL, Service
 
 MARK = 42  # a token that a strong bias makes certain
@@ -89,8 +90,8 @@ async def test_an_answer_is_in_the_format_that_was_asked_for(service: Service) -
     assert answer.usage.billed_token_count == len(answer.token_ids)
 
 
-async def test_a_format_that_cannot_be_kept_is_refused_by_field_and_costs_nothing(service: Service) -> None:
-    tenant = await service.tenant()
+async def test_a_format_that_cannot_be_compiled_is_refused_by_field_and_billed_no_tokens(service: Service) -> None:
+    tenant = await service.tenant({QuotaDimension.REQUESTS_PER_MINUTE: 1000, QuotaDimension.TOKENS_PER_MONTH: 1000})
 
     async with service.client(tenant.secret) as client:
         with pytest.raises(InvalidRequest, match="uniqueItems") as caught:
@@ -98,7 +99,8 @@ async def test_a_format_that_cannot_be_kept_is_refused_by_field_and_costs_nothin
 
     assert [violation.field for violation in caught.value.details.field_violations] == ["response_format.json_schema"]
     await service.no_hold_left(tenant)
-    assert service.books.events(tenant) == []
+    assert list(service.books.billed(tenant).values()) == [{}]
+    assert service.books.counters(tenant) == {"requests_per_minute": (1, 0), "tokens_per_month": (0, 0)}
 
 
 async def test_a_large_schema_delays_nobody_elses_tokens(service: Service) -> None:

@@ -18,7 +18,9 @@ from metering.models import QuotaDimension
 from metering.store.db import psycopg_conninfo
 from tests.service import PLAIN_IDS, Service, bearer, refused, start, until
 
-CONNECTIONS = 5  # of a process, for whatever is looked up or reported
+RUNNING_MAX = 2  # reports of one key: `report_connections` less the one that is left to other keys
+WAITING_MAX = 16  # more of them
+REPORTS = 20
 
 
 async def test_requests_of_others_do_not_exist(service: Service) -> None:
@@ -73,7 +75,7 @@ async def test_a_used_up_tenant_takes_nothing_from_another(service: Service) -> 
 
 
 async def test_reports_that_take_long_keep_nobody_from_being_let_in(service: Service) -> None:
-    """Any customer's finance may ask for as many at once as it likes."""
+    """Reports of one key beyond those that may run and wait are refused at once."""
     one, other = await service.tenant(scopes=("billing",)), await service.tenant()
     month = f"{datetime.now(UTC):%Y-%m}"
 
@@ -82,15 +84,20 @@ async def test_reports_that_take_long_keep_nobody_from_being_let_in(service: Ser
         async with service.channel() as channel:
             stub = billing_service_pb2_grpc.BillingServiceStub(channel)
             request = billing_service_pb2.GetMonthReportRequest(organization=one.name, month=month)
-            reports = [stub.GetMonthReport(request, metadata=bearer(one.secret)) for _ in range(20)]
-            await until(lambda: waiting_count(service) == CONNECTIONS, "as many reports to wait as there are connections for them")
+            reports = [stub.GetMonthReport(request, metadata=bearer(one.secret)) for _ in range(REPORTS)]
+            await until(lambda: waiting_count(service) == RUNNING_MAX, "as many reports to run as may")
+            await until(
+                lambda: sum(report.done() for report in reports) == REPORTS - RUNNING_MAX - WAITING_MAX, "the rest to be refused"
+            )
+            refusals = [await refused(report) for report in reports if report.done()]
             async with service.stream(other.secret) as stream:
                 finished = await stream.finished(await stream.begin())
             still_waiting = waiting_count(service)
             for report in reports:
                 report.cancel()
 
-    assert (finished.usage.delivered_token_count, still_waiting) == (20, CONNECTIONS)
+    assert (finished.usage.delivered_token_count, still_waiting) == (20, RUNNING_MAX)
+    assert {refusal.reason for refusal in refusals} == {"TOO_MANY_REPORTS"}
 
 
 def waiting_count(service: Service) -> int:

@@ -124,21 +124,25 @@ async def test_a_cost_limit_is_never_exceeded_and_used_up_to_the_last_token(serv
     await service.no_hold_left(tenant)
 
 
-async def test_a_cost_that_does_not_cover_the_prompt_is_refused_without_a_trace(service: Service) -> None:
+async def test_a_cost_that_does_not_cover_the_prompt_is_refused_and_billed_no_tokens(service: Service) -> None:
+    """The cost and its currency are compared after the hold, so these requests count. Invalid amounts leave no trace."""
     tenant = await service.tenant({QuotaDimension.TOKENS_PER_MONTH: 1000, QuotaDimension.REQUESTS_PER_MINUTE: 1000})
+    settled = []
     async with service.stream(tenant.secret) as stream:
-        for wrong, field in [
-            (usd(INPUT_COST + OUTPUT_PICOS - 1), "max_cost"),
-            (usd(0), "max_cost"),
-            (types_pb2.Money(currency_code="USD", units=-1), "max_cost"),
-            (types_pb2.Money(currency_code="EUR", units=1), "max_cost.currency_code"),
-            (types_pb2.Money(units=1), "max_cost.currency_code"),
+        for wrong, field, has_hold in [
+            (usd(INPUT_COST + OUTPUT_PICOS - 1), "max_cost", True),
+            (usd(0), "max_cost", False),
+            (types_pb2.Money(currency_code="USD", units=-1), "max_cost", False),
+            (types_pb2.Money(currency_code="EUR", units=1), "max_cost.currency_code", True),
+            (types_pb2.Money(units=1), "max_cost.currency_code", False),
         ]:
-            refusal = await stream.failed(await stream.begin(prompt=PROMPT, max_cost=wrong))
+            request_id = await stream.begin(prompt=PROMPT, max_cost=wrong)
+            refusal = await stream.failed(request_id)
+            settled += [request_id] if has_hold else []
             assert (refusal.code, refusal.fields) == (grpc.StatusCode.INVALID_ARGUMENT, [field])
-    assert service.books.events(tenant) == []
     await service.no_hold_left(tenant)
-    assert set(service.books.counters(tenant).values()) <= {(0, 0)}
+    assert service.books.billed(tenant) == {request_id: {} for request_id in settled}
+    assert service.books.counters(tenant) == {"requests_per_minute": (2, 0), "tokens_per_month": (0, 0)}
 
 
 async def test_what_cannot_be_changed_is_told_and_the_request_goes_on(service: Service) -> None:

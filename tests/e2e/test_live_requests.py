@@ -281,9 +281,9 @@ async def test_a_request_whose_client_reads_nothing_is_killed_as_quickly(pair: t
 
 
 async def test_a_revoked_key_ends_what_waits_for_its_turn_too(pair: tuple[Service, Service]) -> None:
-    """What never began costs nothing, and everything is given back."""
+    """A request that only waited is billed no tokens, and counts as a request."""
     first, second = pair
-    tenant = await second.tenant({QuotaDimension.CONCURRENT_REQUESTS: 1000})
+    tenant = await second.tenant({QuotaDimension.CONCURRENT_REQUESTS: 1000, QuotaDimension.REQUESTS_PER_MINUTE: 1000})
     admin = await admin_of(first)
     async with second.stream(tenant.secret) as stream:
         crowd = [start(max_output_tokens=3000) for _ in range(RUNNING_MAX + 6)]
@@ -300,8 +300,9 @@ async def test_a_revoked_key_ends_what_waits_for_its_turn_too(pair: tuple[Servic
     refused_frame = refusals[waiting].frame
     assert refused_frame is not None
     assert refused_frame.usage.input_token_count == picos(refused_frame.cost) == 0
-    assert waiting not in second.books.delivered(tenant)
     await second.no_hold_left(tenant)
+    assert second.books.billed(tenant)[waiting] == {}
+    assert second.books.counters(tenant) == {"concurrent_requests": (0, 0), "requests_per_minute": (len(crowd), 0)}
 
 
 async def test_an_order_is_obeyed_without_its_notification_and_after_the_connection_was_cut(pair: tuple[Service, Service]) -> None:

@@ -218,12 +218,15 @@ WRONG: tuple[tuple[str, str, dict[str, Any]], ...] = (
 )
 
 
-async def test_what_is_wrong_with_tools_is_refused_by_name_and_costs_nothing(service: Service) -> None:
+async def test_what_is_wrong_with_tools_is_refused_by_name_and_billed_no_tokens(service: Service) -> None:
+    """A schema is compiled after the hold, so the request with an impossible one counts. The others leave no trace."""
     tenant = await priced(service)
+    compiled = []
 
     async with service.stream(tenant.secret) as stream:
         for field, words, fields in WRONG:
             request_id = await begin(stream, **fields)
+            compiled += [request_id] if words == "cannot be compiled" else []
             failed = await stream.failed(request_id)
             assert failed.code is grpc.StatusCode.INVALID_ARGUMENT, fields
             bad_request = failed.detail(error_details_pb2.BadRequest)
@@ -231,4 +234,5 @@ async def test_what_is_wrong_with_tools_is_refused_by_name_and_costs_nothing(ser
             told = {violation.field: violation.description for violation in bad_request.field_violations}
             assert words in told[field], told
 
-    assert service.books.events(tenant) == []
+    await service.no_hold_left(tenant)
+    assert service.books.billed(tenant) == {request_id: {} for request_id in compiled}
