@@ -97,6 +97,9 @@ def guarded(handle: Callable[..., Any], method: str, failed: Failed = tell_nobod
         METHOD.set(method)
         error: BaseException
         try:
+            if isinstance(request, AsyncIterable):
+                # gRPC's own iterator is part of a reference cycle that keeps the last message.
+                request = ReceivedMessages(context)
             return await handle(checked(request), context)
         except (grpc.aio.AbortError, asyncio.CancelledError):
             raise
@@ -141,7 +144,7 @@ def tolerant(deserialize: Callable[[bytes], Any] | None, byte_count_max: int | N
 
 
 def checked(request: Any) -> Any:
-    """A request that can be read, whose short texts are within their bounds; of a stream every message can be read.
+    """A request that can be read, whose short texts are within their bounds; a stream as it is.
 
     Raises: MessageUnreadable, MessageTooLarge, InvalidRequest.
     """
@@ -152,16 +155,23 @@ def checked(request: Any) -> Any:
 
 
 def readable(request: Any) -> Any:
-    """One message, or a stream of them. Raises: MessageUnreadable, MessageTooLarge, for a stream when it comes to that message."""
+    """Return a message that could be read. Raises: MessageUnreadable, MessageTooLarge."""
     if isinstance(request, MessageUnreadable | MessageTooLarge):
         raise request
-    return readable_stream(request) if isinstance(request, AsyncIterable) else request
+    return request
 
 
-async def readable_stream(requests: AsyncIterable[Any]) -> AsyncIterator[Any]:
-    """The messages up to the first one that cannot be read."""
-    async for message in requests:
-        yield readable(message)
+class ReceivedMessages(AsyncIterator[Any]):
+    """Messages of a stream, up to the first one that cannot be read. Keeps no message between two reads."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+
+    async def __anext__(self) -> Any:
+        message = await self._context.read()
+        if message is grpc.aio.EOF:
+            raise StopAsyncIteration
+        return readable(message)
 
 
 def first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:

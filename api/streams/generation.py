@@ -101,8 +101,14 @@ class ClientStream:
             raise
         finally:
             self._leave(Outcome.CANCELLED)
-        if self._violation is not None:
-            raise self._violation
+        violation, self._violation = self._violation, None
+        if violation is not None:
+            try:
+                raise violation
+            finally:
+                # The error refers to this frame and to the one that holds the message. Referring to
+                # the error from here would keep all of them until a garbage collection.
+                del violation
 
     async def _read_on(self, requests: AsyncIterator[pb.GenerateRequest]) -> None:
         """Read until the end, or until a message that ends the stream; the message that is being written is let go first.
@@ -135,6 +141,7 @@ class ClientStream:
             auth_ms = (time.monotonic() - received_at) * 1000
             await self._work_off(message.frames, auth_ms, received_at)
             auth_ms = 0.0  # only the requests of the first message waited for it
+            del message  # a stream that waits for the next message does not keep this one
         await self._all_ended.wait()
         self._outbox.close()
 

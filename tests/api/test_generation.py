@@ -12,7 +12,7 @@ from weir.v1 import inference_service_pb2 as pb
 
 from api.access.standing_key import StandingKey
 from api.errors import MessageUnreadable
-from api.interceptor import first_error, readable, readable_stream, tolerant
+from api.interceptor import Context, ReceivedMessages, first_error, readable, tolerant
 from api.requests.live import Caller, LiveRequest, Phase
 from api.settings import Settings
 from api.streams.generation import ClientStream, outcome_of_leaving
@@ -67,13 +67,13 @@ def test_bytes_that_are_no_message_are_handed_on_as_their_error() -> None:
 
 
 async def test_a_stream_is_read_up_to_the_broken_message() -> None:
-    async def messages() -> Any:
-        yield 1
-        yield 2
-        yield MessageUnreadable("x")
-        yield 3
+    messages = iter([1, 2, MessageUnreadable("x"), 3])
 
-    stream = readable_stream(messages())
+    class Received:
+        async def read(self) -> object:
+            return next(messages)
+
+    stream = ReceivedMessages(cast(Context, Received()))
 
     assert [await anext(stream), await anext(stream)] == [1, 2]
     with pytest.raises(MessageUnreadable):

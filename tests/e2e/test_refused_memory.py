@@ -19,7 +19,7 @@ import grpc
 import pytest
 from weir.v1 import inference_service_pb2 as pb
 
-from tests.service import MODEL, Inside, Service, bearer, run_inside, start
+from tests.service import MODEL, Inside, Service, bearer, run_inside, start, until
 
 TEXT = "hotel " * 500_000
 REQUESTS = 5
@@ -97,3 +97,54 @@ async def test_text_that_is_refused_is_not_kept(
             kept[name], _ = tracemalloc.get_traced_memory()
             tracemalloc.stop()
     assert {name: size for name, size in kept.items() if size > KEPT_BYTES_MAX} == {}
+
+
+CALLS = {"CountTokens": COUNT, "Quote": QUOTE, "Embed": EMBED}
+CONCURRENT_CALLS = 16
+RECEIVED = (pb.CountTokensRequest, pb.QuoteRequest, pb.EmbedRequest, pb.GenerateRequest)
+
+
+def received() -> list[Any]:
+    """Return the messages that exist. Their text is outside of Python's memory, so `tracemalloc` does not count it."""
+    return [each for each in gc.get_objects() if isinstance(each, RECEIVED)]
+
+
+async def test_concurrent_calls_that_are_refused_keep_no_message(
+    tmp_path: Path, model: Path, database_url: str, monkeypatch: pytest.MonkeyPatch, no_collection: None
+) -> None:
+    service = Service(tmp_path, database_url, model)
+    async with run_inside(service, monkeypatch) as inside:
+        tenant = await service.tenant()
+
+        async def refuse_each() -> None:
+            async with inside.service.channel() as channel:
+                for name, message in CALLS.items():
+                    call: Any = channel.unary_unary(f"{SERVICE}/{name}")
+                    with pytest.raises(grpc.aio.AioRpcError):
+                        await call(message, metadata=bearer(tenant.secret))
+
+        async with asyncio.TaskGroup() as tasks:
+            for _ in range(CONCURRENT_CALLS):
+                tasks.create_task(refuse_each())
+
+        await until(lambda: not received(), "the messages to be freed")
+
+
+async def test_a_stream_keeps_no_message_that_it_has_read(
+    tmp_path: Path, model: Path, database_url: str, monkeypatch: pytest.MonkeyPatch, no_collection: None
+) -> None:
+    refused = pb.GenerateRequest(frames=[start(text=TEXT)]).SerializeToString()
+    ending = pb.GenerateRequest(frames=[start(text=TEXT), pb.ClientFrame()]).SerializeToString()
+    service = Service(tmp_path, database_url, model)
+    async with run_inside(service, monkeypatch) as inside:
+        tenant = await service.tenant()
+        async with inside.service.channel() as channel:
+            generate: Any = channel.stream_stream(f"{SERVICE}/Generate")  # without serializers: the client makes no messages
+            stream = generate(metadata=bearer(tenant.secret))
+            await stream.write(refused)
+            assert pb.GenerateResponse.FromString(await stream.read()).frames[0].HasField("failed")
+            await until(lambda: not received(), "an open stream to free the message")
+
+            await stream.write(ending)
+            assert await stream.code() is grpc.StatusCode.INVALID_ARGUMENT
+            await until(lambda: not received(), "a stream that ended to free the message")
