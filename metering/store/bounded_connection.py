@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
@@ -50,7 +51,12 @@ class BoundedConnection(psycopg.AsyncConnection[tuple[Any, ...]]):
     @classmethod
     async def connect(cls, *args: Any, **parameters: Any) -> Self:
         """Connect, and demand durable commits. Raises: psycopg.OperationalError."""
-        connection = await super().connect(*args, **parameters)
+        try:
+            connection = await super().connect(*args, **parameters)
+        except BaseException as error:
+            # The error's frames hold the socket of an attempt that is cancelled: it would be open until a garbage collection.
+            traceback.clear_frames(error.__traceback__)
+            raise
         try:
             await connection.execute(COMMIT_DURABLY)
             await connection.commit()

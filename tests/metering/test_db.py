@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
+from pathlib import Path
+
 import pytest
 from sqlalchemy import text
 from sqlalchemy.exc import IntegrityError
 
 from metering.errors import StoreAway
+from metering.store.bounded_connection import BoundedConnection
 from metering.store.db import Sessions, create_engine, create_sessions, lock_holder
+
+PATIENCE_S = 60.0
 
 
 async def test_a_database_that_cannot_be_reached_is_away() -> None:
@@ -55,3 +62,26 @@ async def break_while_locked(sessions: Sessions) -> None:
     async with lock_holder(sessions) as locks:
         await locks.execute(text("SELECT pg_advisory_lock(7)"))
         await locks.execute(text("SELECT pg_terminate_backend(pg_backend_pid())"))
+
+
+async def test_an_attempt_to_connect_that_is_cancelled_closes_its_socket_at_once(tmp_path: Path) -> None:
+    """Without a garbage collection: a server may have hundreds of cancelled attempts before one begins."""
+    came, closed = asyncio.Event(), asyncio.Event()
+
+    async def say_nothing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        came.set()
+        await reader.read()
+        closed.set()
+        writer.close()
+
+    gc.collect()
+    gc.disable()
+    try:
+        async with await asyncio.start_unix_server(say_nothing, tmp_path / ".s.PGSQL.5432"), asyncio.TaskGroup() as tasks:
+            attempt = tasks.create_task(BoundedConnection.connect(host=str(tmp_path), user="nobody", connect_timeout=60))
+            await came.wait()
+            attempt.cancel()
+            async with asyncio.timeout(PATIENCE_S):
+                await closed.wait()
+    finally:
+        gc.enable()
