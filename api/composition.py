@@ -129,7 +129,7 @@ def openai_url(settings: Settings, listener: Listener, tls: Tls | None) -> str:
 def http_handle(
     settings: Settings, process: Process, authenticator: Authenticator, sessions: Sessions, servicers: Servicers, probes: Probes
 ) -> Handle:
-    """Who answers on the HTTP port: health checks, OpenAI's API, and the console unless it is switched off."""
+    """Return the handler of the HTTP port: health checks, OpenAI's API, and the console unless it is switched off."""
     door = Door(process, authenticator, sessions).handle
     if not settings.console:
         return probes.before(door)

@@ -60,7 +60,7 @@ def services(parts: Mapping[str, bool], may_admit_without_store: bool) -> dict[s
 
 
 def reasons(parts: Mapping[str, bool], is_serving: bool) -> tuple[str, ...]:
-    """Why no request can be admitted. Without names of models: whoever reaches the port may read it."""
+    """Return why no request can be admitted. Model names are left out, since the port needs no key."""
     if is_serving:
         return ()
     engine_ready = any(well for name, well in parts.items() if name != STORE)

@@ -103,7 +103,7 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
         return Origin(context.peer(), vouched_address(voucher, secret, certificate, time.time()))
 
     async def _principal(self, context: Context, *, in_turn: bool = True) -> Principal:
-        """Who makes a call that answers once. in_turn: whether it waits for its key's turn."""
+        """Return the principal of a unary call. in_turn: whether it waits for its key's turn."""
         secret = bearer_token(context)
         principal = await self._authenticator.principal_of(secret, method=METHOD.get(), origin=await self._origin(context, secret))
         if in_turn:

@@ -1,7 +1,7 @@
 """Hashes of requests, by which the same request id with another payload is told apart. Keyed: they stay in the database for ever.
 
 The key follows from the private key that signs receipts, which every api process has and the database
-does not: whoever reads the database cannot confirm a guessed prompt. Without such a key the hashes are
+does not, so that read access to the database is not enough to confirm a guessed prompt. Without such a key the hashes are
 plain. A hash begins with the name of its key, and hashes of different keys are not compared
 (`metering.operations.is_other_payload`).
 """

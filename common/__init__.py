@@ -1,1 +1,1 @@
-"""What api, inference and metering share and none of them owns: incidents, and what child processes inherit."""
+"""Code shared by api, inference and metering: incidents, and the environment of child processes."""

@@ -73,7 +73,7 @@ def used_fields(request: GenerationRequest) -> frozenset[RequestField]:
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What an engine honours.
+    """Request fields that an engine honours.
 
     unsupported: fields that it would ignore. top_logprobs_max: likeliest tokens that it reports for
     each one; None for as many as Weir allows. sampled_logprobs: whether it reports log-probabilities

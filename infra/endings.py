@@ -13,7 +13,7 @@ This page is generated from `api/requests/endings.py`, by which holds are settle
 `python -m infra.endings > docs/endings.md`. [ADR 0043](../infra/adr/0043-charges-follow-the-cause.md)
 has the reasons.
 
-What reached the client is billed, whoever ends the request. Before the first delivered token,
+Output that reached the client is billed, whatever the cause of the end. Before the first delivered token,
 only a fault of the service is free; then the hold is voided, nothing of the request is left in
 any quota (tokens, requests, cost, prepaid credit), and the same request id may be used again.
 Any other end is settled: the request counts, its id is used up, and the input is billed from

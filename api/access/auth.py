@@ -77,7 +77,7 @@ class Authenticator:
         return self.throttle.refused_count
 
     async def principal(self, context: Context) -> Principal:
-        """Who makes a call over gRPC that answers once, in its key's turn.
+        """Return the principal of a unary gRPC call, after waiting for its key's turn.
 
         Raises as `principal_of` and `turn`, and Unauthenticated if the call brings no secret.
         """

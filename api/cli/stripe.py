@@ -166,7 +166,7 @@ def webhooks(home: HomeOption = None) -> None:
 
 
 def without_payment_method_text(organization: str) -> str:
-    """What to do for an organization that Stripe cannot charge."""
+    """Return the remedy for an organization that Stripe cannot charge."""
     remedy = f"have the customer open the page that `weir stripe portal {organization}` prints"
     return f"{organization} has no default payment method at Stripe, so its next invoice cannot be charged: {remedy}"
 

@@ -14,7 +14,7 @@ from api.cli.connection import AddressOption, KeyOption, admin_client, fail, org
 from api.cli.output import JsonOption, note, print_json, show
 from api.cli.render import table
 
-org = typer.Typer(help="Create and list organizations; set whom their invoices are addressed to.", no_args_is_help=True)
+org = typer.Typer(help="Create and list organizations; set the addressee of their invoices.", no_args_is_help=True)
 project = typer.Typer(help="Create and list projects.", no_args_is_help=True)
 
 OrganizationOption = Annotated[str | None, typer.Option("--org", help="Organization, by name or id. Else that of `weir up`.")]
@@ -73,7 +73,7 @@ def billing_profile(
     address: AddressOption = None,
     api_key: KeyOption = None,
 ) -> None:
-    """Show whom an organization's invoices are addressed to; with options, change those fields. Clear one with ''."""
+    """Show the addressee of an organization's invoices; with options, change those fields. Clear one with ''."""
     options = {
         "emails": None if emails is None else tuple(filter(None, emails)),
         "legal_name": legal_name,

@@ -65,7 +65,7 @@ class Scrapes:
         self._parts = parts
         self._sessions = sessions
         self._process = ProcessCollector(registry=CollectorRegistry())
-        self._thread = ThreadPoolExecutor(1, "weir-metrics")  # of its own: a scrape waits behind nobody's requests
+        self._thread = ThreadPoolExecutor(1, "weir-metrics")  # a scrape never waits behind requests
         self._asking = asyncio.Lock()
         self._asked_at: float | None = None
         self._backlog: Backlog | None = None

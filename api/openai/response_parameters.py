@@ -45,7 +45,7 @@ class Text(Struct, forbid_unknown_fields=True):
 
 
 class Reasoning(Struct, forbid_unknown_fields=True):
-    """What a model thinks is text of its answer: there is nothing apart to ask for."""
+    """`reasoning` of a response. Thinking is part of the answer's text, so no field can be set apart from effort `none`."""
 
     effort: Any = None
     summary: Any = None

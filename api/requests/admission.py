@@ -208,20 +208,7 @@ class Admission:
         """
         self.capacity.check()
         least = min(1, request.max_output_token_count)
-        await self.holds.check_room(
-            Admit(
-                hold_id=new_hold_id(),
-                payer=request.payer,
-                request_id=request.request_id,
-                payload_hash=request.payload_hash,
-                model=request.model,
-                input_token_count=request.input_token_count,
-                first_slice_token_count=least,
-                least_slice_token_count=least,
-                tier=request.tier,
-                embedding=request.embedding,
-            )
-        )
+        await self.holds.check_room(hold_operation(request, least, least))
 
     async def admit(self, request: AdmissionRequest, usage: UsageSoFar) -> Lease:
         """Hold what the request may cost. Whoever gets the lease enters it at once: leaving it ends the hold by `usage`.
@@ -232,23 +219,27 @@ class Admission:
         slice_tokens = min(self.settings.lease_slice_tokens, request.max_output_token_count)
         self.capacity.take()
         try:
-            admitted = await self.holds.admit(
-                Admit(
-                    hold_id=new_hold_id(),
-                    payer=request.payer,
-                    request_id=request.request_id,
-                    payload_hash=request.payload_hash,
-                    model=request.model,
-                    input_token_count=request.input_token_count,
-                    first_slice_token_count=slice_tokens,
-                    least_slice_token_count=min(self.settings.lease_least_tokens, slice_tokens),
-                    labels=request.labels,
-                    tier=request.tier,
-                    embedding=request.embedding,
-                )
-            )
+            least = min(self.settings.lease_least_tokens, slice_tokens)
+            admitted = await self.holds.admit(hold_operation(request, slice_tokens, least))
         except BaseException:
             self.capacity.give_back()
             raise
         self.admitted_count += 1
         return Lease(self, request, admitted, usage)
+
+
+def hold_operation(request: AdmissionRequest, first_slice_tokens: int, least_slice_tokens: int) -> Admit:
+    """Build the operation that takes a new hold. Both slices are in output tokens."""
+    return Admit(
+        hold_id=new_hold_id(),
+        payer=request.payer,
+        request_id=request.request_id,
+        payload_hash=request.payload_hash,
+        model=request.model,
+        input_token_count=request.input_token_count,
+        first_slice_token_count=first_slice_tokens,
+        least_slice_token_count=least_slice_tokens,
+        labels=request.labels,
+        tier=request.tier,
+        embedding=request.embedding,
+    )

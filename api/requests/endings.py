@@ -39,7 +39,7 @@ PHASES: Mapping[EndPhase, str] = {
 
 
 class Cause(StrEnum):
-    """Who made a request end."""
+    """The party that caused the end of a request."""
 
     COMPLETION = "completion"
     CLIENT = "client"
@@ -68,7 +68,7 @@ class Action(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Charge:
-    """What an end costs. Tokens are billed and counted in quotas alike; money and prepaid credit follow the tokens."""
+    """Charge of an end. Tokens are billed and counted in quotas alike; money and prepaid credit follow the tokens."""
 
     action: Action
     bills_input: bool = False
@@ -155,7 +155,7 @@ WAYS: tuple[Way, ...] = (
     Way("max_output_tokens or context window reached", C.COMPLETION, "finished LENGTH", (Outcome.LENGTH,)),
     Way("Output filtered by a safety rule", C.COMPLETION, "finished FILTERED", (Outcome.FILTERED,)),
     Way("Cancel frame; stream or HTTP connection closed", C.CLIENT, "finished CANCELLED", (Outcome.CANCELLED,)),
-    Way("Not received again within keep_on_disconnect", C.CLIENT, "finished CANCELLED, to whoever attaches"),
+    Way("Not received again within keep_on_disconnect", C.CLIENT, "finished CANCELLED, to a client that attaches"),
     Way("Deadline of the call; start_timeout", C.CLIENT, "finished DEADLINE", (Outcome.DEADLINE,)),
     Way("Client reads too slowly or grants no credit", C.CLIENT, "finished SLOW_CONSUMER", (Outcome.SLOW_CONSUMER,)),
     Way("Cancelled before it was admitted", C.CLIENT, "CANCELLED", errors=(errors.CancelledEarly,)),

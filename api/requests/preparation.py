@@ -130,7 +130,7 @@ def admission_request(start: ValidStart, request: GenerationRequest, payer: Paye
 
 
 def smallest_admission(start: ValidStart, least_token_count: int, payer: Payer) -> AdmissionRequest:
-    """What admission has to know of a request that was not tokenized, and of which it is known that it is no smaller."""
+    """Build the admission request of a prompt that is not tokenized yet, from a lower bound of its tokens."""
     return AdmissionRequest(
         payer=payer,
         request_id=start.request_id,

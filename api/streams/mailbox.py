@@ -101,7 +101,7 @@ class Mailbox:
 
 @dataclass(slots=True, eq=False)
 class Share:
-    """What one organization keeps: mailboxes of requests that run, and of those that have ended, the oldest first."""
+    """Replay buffers of one organization: of running requests, and of ended ones, oldest first."""
 
     live: set[Mailbox] = field(default_factory=set)
     ended: dict[Key, tuple[Feed, Mailbox, asyncio.TimerHandle]] = field(default_factory=dict)
@@ -183,7 +183,7 @@ class Mailboxes:
             self._make_room()
 
     def _make_room(self) -> None:
-        """Beyond the bound, forget the oldest answer of whoever keeps the most, but of nobody below an equal share.
+        """Evict the oldest answers of the largest owner until the bound holds; an owner below an equal share loses none.
 
         What requests keep that run is no answer yet: their mailboxes drop the oldest by themselves when the next delta comes.
         """

@@ -25,7 +25,7 @@ SELECT count(*) FROM fired
 
 @dataclass(frozen=True, slots=True)
 class InvoiceFacts:
-    """What an alert tells of an invoice. It is kept with the alert, so each attempt to deliver it sends the same."""
+    """Facts of an invoice in an alert, stored with it so that each delivery attempt sends the same."""
 
     stripe_number: str
     month: str
@@ -49,7 +49,7 @@ async def fire_invoice_alert(
 
 
 def facts_of(alert: Alert) -> InvoiceFacts:
-    """What an alert on a payment tells of its invoice."""
+    """Build the facts of an invoice for a payment alert."""
     document = alert.invoice
     assert document is not None
     return InvoiceFacts(**document | {name: int(document[name]) for name in ("amount_due_picos", "amount_paid_picos")})

@@ -28,9 +28,9 @@ class DocumentSeries(Base):
 
 
 class MonthClosing(Base):
-    """What of a closed month's report is in no other row: names, the remainder it began with, and the digests of its documents.
+    """Parts of a closed month's report that no other row holds: names, the remainder it began with, and digests of its documents.
 
-    billing_profile: whom its documents are addressed to; None for a month that was closed without a profile.
+    billing_profile: addressee of its documents; None for a month that was closed without a profile.
     """
 
     __tablename__ = "month_closings"

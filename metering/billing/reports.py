@@ -123,7 +123,7 @@ class MonthReport:
     """One calendar month (UTC) of one organization. Lines are sorted by month of use, model, price version and kind of token.
 
     Of a month that is not closed it tells what the invoice would be now. carried_in_picos: what rounding left of the months before.
-    billing_profile: whom the documents are addressed to; of a closed month as it was at the close.
+    billing_profile: addressee of the documents; of a closed month as it was at the close.
     """
 
     organization_name: str

@@ -107,7 +107,7 @@ class HoldConnection:
         await self.close()
 
     def seems_to_fit(self, op: Admit) -> bool:
-        """Whether an admission fits by all that this connection has read, which is a guess. Asks nobody."""
+        """Whether an admission fits by all that this connection has read, which is a guess. Sends no query."""
         return self._connection is not None and seems_to_fit(known_of(self._connection), op)
 
     async def execute(self, batch: Sequence[HoldOperation]) -> list[HoldAnswer | Exception]:

@@ -119,7 +119,7 @@ class PairedConnections:
             return await self._execute_on(self._others, operations)
 
     def seems_to_fit(self, op: Admit) -> bool:
-        """Whether an admission fits by all that was read for others, which is a guess. Asks nobody."""
+        """Whether an admission fits by all that was read for others, which is a guess. Sends no query."""
         return not self._has_given() and self._admitting.seems_to_fit(op)
 
     async def execute_admissions(self, operations: Sequence[HoldOperation | Probe]) -> Sequence[HoldAnswer | Exception]:

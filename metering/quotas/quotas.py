@@ -190,7 +190,7 @@ def end(counters: Counters, rules: Iterable[QuotaRule], claim: Claim, input_toke
 
 
 def expire(counters: Counters, rules: Sequence[QuotaRule], claim: Claim, billed: Tokens) -> None:
-    """End a claim of which nobody knows how much was delivered. billed: input and output tokens of its usage event.
+    """End a claim whose delivered tokens are unknown. billed: input and output tokens of its usage event.
 
     Quotas with a window keep the whole lease as used until the window ends, so that no limit is exceeded. A lifetime quota would
     keep it for ever: it is left with what is billed.

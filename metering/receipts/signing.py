@@ -33,7 +33,7 @@ class Signer:
         self.key_id = key_id_of(self.public_key)
 
     def derived_key(self, purpose: bytes) -> bytes:
-        """Return a secret of 32 bytes for another purpose, from which nobody learns the private key."""
+        """Return a secret of 32 bytes for another purpose, which does not reveal the private key."""
         return hmac.digest(self._private_key.private_bytes_raw(), purpose, "sha256")
 
     def sign(self, root: bytes) -> bytes:

@@ -1,7 +1,7 @@
 """Rights of the database role that api processes and workers connect as.
 
 The owner of the tables runs migrations. The application role owns nothing, so it cannot switch off a trigger,
-truncate a table or change a function: facts stay append-only and closed months closed for whoever has its password.
+truncate a table or change a function: facts stay append-only and closed months closed even if the role's password is stolen.
 """
 
 from __future__ import annotations

@@ -231,7 +231,7 @@ def _give_to_server(directory: Path) -> None:
     home, reached = directory.parent, directory
     if home.stat().st_uid == 0 and not home.stat().st_mode & 0o001:
         os.chown(home, 0, account.pw_gid)
-        home.chmod((home.stat().st_mode & 0o700) | 0o010)  # the account's group may pass, nobody else
+        home.chmod((home.stat().st_mode & 0o700) | 0o010)  # only the account's group may traverse it
         reached = home
     for target in (reached, binaries()):
         for parent in target.resolve().parents:

@@ -1,4 +1,4 @@
-"""Billing profiles: whom an organization's invoices are addressed to, and where Stripe sends them.
+"""Billing profiles: the addressee of an organization's invoices, and where Stripe sends them.
 
 A profile is replaced as a whole. The audit log keeps the earlier ones. A closed month keeps the
 profile that it was closed with (`billing/invoice_models.py`). Functions take a session and never commit.

@@ -52,7 +52,7 @@ UPDATE quota_counters c SET used = greatest(c.used - a.amount, 0)
 FROM (SELECT quota_id, window_start, sum(amount)::bigint AS amount FROM amounts GROUP BY 1, 2) a
 WHERE (c.quota_id, c.window_start) = (a.quota_id, a.window_start) AND c.used < 9223372036854775807
 """
-# Those that nobody has settled late: the quota was charged all that was leased.
+# Expired holds without a late settlement: the quota was charged the whole lease.
 TAKE_BACK_LEASES = """
 UPDATE quota_counters c SET used = greatest(c.used - a.amount, 0)
 FROM (
