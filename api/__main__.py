@@ -170,7 +170,7 @@ def in_background(
         "recovery": recovery,
         "progress": process.tell_progress_regularly,
         "statistics log": lambda: log_statistics_regularly(process),
-        "loop lag": process.observer.loop_lag.measure,
+        "loop lag": partial(process.observer.loop_lag.measure, process.pace.late),
         "spare hosts": spares.serve,
     }
     holds = tasks.create_task(process.admission.holds.run(), name="holds")
@@ -235,7 +235,7 @@ async def serve(settings: Settings) -> None:
         for_peers = InferenceServicer(process, authenticator, sessions, for_peers=True)
         accepted = PeerCertificates(identity)
         peer_server, peer = build_peer_server(settings, for_peers, identity, accepted)
-        server, port = build_server(settings, servicers, health, tls, observer.call_failed)
+        server, port = build_server(settings, servicers, health, tls, observer.call_failed, pace)
         probes = Probes(health)
         listener = Listener(http_handle(settings, process, authenticator, sessions, servicers, probes), settings, tls)
         url = openai_url(settings, listener, tls)

@@ -31,6 +31,7 @@ from api.requests.tokenizing import TextJob, tokenize
 from api.requests.tools import ToolUse, call_reading
 from api.streams.generation import ClientStream, remaining_s
 from api.streams.open_streams import OpenStreams
+from api.streams.pace import VISIT
 from api.streams.peers import VOUCHER, vouched_address, voucher_of
 from metering.control.owners import certificate_of
 from metering.quotas.quota_states import quotas_for
@@ -81,6 +82,8 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
             principal = await look_up()
             auth_ms = (time.monotonic() - opened_at) * 1000
             interval_s = self._process.admission.settings.stream_key_check_s
+            if not self._for_peers:
+                await self._authenticator.turn_to_open(principal)
             with self._authenticator.standing.hold(StandingKey(principal, look_up, interval_s)) as key:
                 stream = ClientStream(self._process, key, auth_ms, secret=secret, is_relayed=self._for_peers, trace=trace)
                 await stream.serve(requests, context)
@@ -178,4 +181,7 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
         caller = EmbedCaller(
             payer(principal), auth_ms, received_at, deadline, trace, principal.bounds, principal.address, principal.secret_hash
         )
-        return await self._process.embed(caller, start).answer()
+        answer = await self._process.embed(caller, start).answer()
+        if (visit := VISIT.get()) is not None:
+            visit.let_in()
+        return answer

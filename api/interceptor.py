@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import time
-from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Coroutine
 from contextvars import ContextVar
 from typing import Any
 
@@ -15,6 +15,7 @@ from google.rpc import status_pb2
 
 from api.errors import CallMissing, MessageTooLarge, MessageUnreadable
 from api.statuses import STATUS_DETAILS_KEY, status_of
+from api.streams.pace import BYTE_COST_S, VISIT, FramePace, Visit, measured
 from api.violations import check_texts
 
 CODES = {code.value[0]: code for code in grpc.StatusCode}
@@ -35,7 +36,10 @@ LARGE_MESSAGES = frozenset(
 
 METHOD: ContextVar[str] = ContextVar("method")  # the path of the call that this task answers; gRPC's context does not tell
 
-# Seconds of processor time that this task's last message took to be parsed, on the event loop.
+# Health checks are answered whoever else calls from their address.
+PROBE = "/grpc.health.v1.Health/Check"
+
+# Seconds of processor time that this task's last message took to be received and parsed, on the event loop.
 READ_S: ContextVar[float] = ContextVar("read_s", default=0.0)
 
 Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[Any]]
@@ -56,9 +60,10 @@ def tell_nobody(method: str, error: BaseException) -> None:
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
     """Wraps calls that answer once, with a stream, or talk both ways; passes on the abort itself and cancellation."""
 
-    def __init__(self, failed: Failed = tell_nobody) -> None:
-        """failed: told of the path of each call that ends with an error, and of that."""
+    def __init__(self, failed: Failed = tell_nobody, pace: FramePace | None = None) -> None:
+        """failed: told of the path of each call that ends with an error, and of that. pace: counts calls; None: nobody does."""
         self._failed = failed
+        self._pace = pace
 
     async def intercept_service(self, continuation: Continuation, details: grpc.HandlerCallDetails) -> Any:
         """See `grpc.aio.ServerInterceptor`."""
@@ -68,14 +73,33 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         most = None if details.method in LARGE_MESSAGES else MESSAGE_BYTES_MAX
         read, write = tolerant(handler.request_deserializer, most), handler.response_serializer
         if handler.unary_unary is not None:
-            return grpc.unary_unary_rpc_method_handler(guarded(handler.unary_unary, details.method, self._failed), read, write)
+            handle = self._guarded(handler.unary_unary, details.method)
+            return grpc.unary_unary_rpc_method_handler(handle, read, write)
         if handler.unary_stream is not None:
-            handle = guarded(writing(handler.unary_stream), details.method, self._failed)
+            handle = self._guarded(writing(handler.unary_stream), details.method)
             return grpc.unary_stream_rpc_method_handler(handle, read, write)
         if handler.stream_stream is not None:
-            handle = guarded(writing(handler.stream_stream), details.method, self._failed)
+            handle = self._guarded(writing(handler.stream_stream), details.method)
             return grpc.stream_stream_rpc_method_handler(handle, read, write)
         return handler
+
+    def _guarded(self, handle: Callable[..., Any], method: str) -> Callable[[Any, Any], Awaitable[Any]]:
+        guard = guarded(handle, method, self._failed)
+        return guard if self._pace is None else visiting(guard, self._pace)
+
+
+def visiting(guard: Callable[[Any, Any], Coroutine[Any, Any, Any]], pace: FramePace) -> Callable[[Any, Any], Awaitable[Any]]:
+    """A handler whose calls are counted."""
+
+    async def visit(request: Any, context: Context) -> Any:
+        one = Visit(pace, context.peer())
+        VISIT.set(one)
+        try:
+            return await measured(one, guard(request, context))
+        finally:
+            one.over()
+
+    return visit
 
 
 def writing(handle: Callable[..., Any]) -> Callable[[Any, Any], Awaitable[Any]]:
@@ -90,8 +114,10 @@ def writing(handle: Callable[..., Any]) -> Callable[[Any, Any], Awaitable[Any]]:
     return write_all
 
 
-def guarded(handle: Callable[..., Any], method: str, failed: Failed = tell_nobody) -> Callable[[Any, Any], Awaitable[Any]]:
-    """A handler of the call at this path, whose errors become statuses."""
+def guarded(
+    handle: Callable[..., Any], method: str, failed: Failed = tell_nobody
+) -> Callable[[Any, Any], Coroutine[Any, Any, Any]]:
+    """A handler of the call at this path, whose errors become statuses. A refusal waits for its turn."""
 
     async def guard(request: Any, context: Context) -> Any:
         METHOD.set(method)
@@ -116,6 +142,8 @@ def guarded(handle: Callable[..., Any], method: str, failed: Failed = tell_nobod
         # The context keeps the error that it aborts with, that keeps this frame, and this frame the context: a cycle, which is
         # freed when so many objects are there, however large they are. So neither the message nor the handler's frames stay in it.
         del request, error
+        if (visit := VISIT.get()) is not None and method != PROBE:
+            await visit.turn()
         return await abort(context, status)
 
     return guard
@@ -138,7 +166,7 @@ def tolerant(deserialize: Callable[[bytes], Any] | None, byte_count_max: int | N
         except Exception:
             return MessageUnreadable("the message cannot be read: it is not a message of this call's request type")
         finally:
-            READ_S.set(time.thread_time() - began_at)
+            READ_S.set(time.thread_time() - began_at + BYTE_COST_S * len(data))
 
     return attempt
 

@@ -28,6 +28,7 @@ from api.inference_service import InferenceServicer
 from api.interceptor import ErrorInterceptor, Failed, tell_nobody
 from api.settings import Settings
 from api.streams.open_streams import BoundedCalls
+from api.streams.pace import FramePace
 from api.streams.peers import PEER_KEEPALIVE_MS, Identity, Peer, PeerCertificates, advertised, peer_listen_address
 
 SERVICES = tuple(
@@ -77,13 +78,19 @@ class Health:
 
 
 def build_server(
-    settings: Settings, servicers: Servicers, health: Health, tls: Tls | None = None, failed: Failed = tell_nobody
+    settings: Settings,
+    servicers: Servicers,
+    health: Health,
+    tls: Tls | None = None,
+    failed: Failed = tell_nobody,
+    pace: FramePace | None = None,
 ) -> tuple[grpc.aio.Server, int]:
     """The server and the port that it is bound to, which is chosen if the setting says 0. tls: None for plaintext.
 
-    failed: told of calls that end with an error. Raises: OSError if the address cannot be bound.
+    failed: told of calls that end with an error. pace: counts calls; None: nobody does.
+    Raises: OSError if the address cannot be bound.
     """
-    server = grpc.aio.server(interceptors=(ErrorInterceptor(failed), BoundedCalls()), options=options(settings))
+    server = grpc.aio.server(interceptors=(ErrorInterceptor(failed, pace), BoundedCalls()), options=options(settings))
     inference_service_pb2_grpc.add_InferenceServiceServicer_to_server(servicers.inference, server)
     admin_service_pb2_grpc.add_AdminServiceServicer_to_server(servicers.admin, server)
     billing_service_pb2_grpc.add_BillingServiceServicer_to_server(servicers.billing, server)

@@ -568,7 +568,7 @@ async def held_streams(target: Target, _: None) -> None:
         await asyncio.sleep(5)
         for opened in held:
             done = opened.done()
-            target.count("held-streams", (await opened.code()).name if done else "held")
+            target.count("held-streams", named(await opened.code(), await opened.details()) if done else "held")
             opened.cancel()
 
 

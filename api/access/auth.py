@@ -16,7 +16,7 @@ from api.access.standing_key import StandingKeys
 from api.access.throttle import Throttle
 from api.errors import AddressNotAllowed, ModelNotAllowed, PermissionDenied, Unauthenticated
 from api.interceptor import METHOD, Context
-from api.streams.pace import FramePace
+from api.streams.pace import CALL_COST_S, VISIT, FramePace
 from metering.errors import KeyInvalid, StoreAway
 from metering.holds.lease_clock import boot_time_s
 from metering.operations import Payer
@@ -87,8 +87,20 @@ class Authenticator:
 
     async def turn(self, principal: Principal) -> None:
         """Wait for the turn of a call that answers once. Administrators' calls have no turns. Raises: TooManyCalls."""
-        if self._pace is not None and Scope.ADMIN not in principal.scopes:
-            await self._pace.turn_to_call(principal)
+        await self._turn(principal, CALL_COST_S)
+
+    async def turn_to_open(self, principal: Principal) -> None:
+        """The same for a stream of requests, or a request with a body: they cost nothing if what they ask for is let in."""
+        await self._turn(principal, 0.0)
+
+    async def _turn(self, principal: Principal, cost_s: float) -> None:
+        if self._pace is None or Scope.ADMIN in principal.scopes:
+            return
+        if (visit := VISIT.get()) is not None:
+            visit.had_turn()
+        await self._pace.turn_to_call(principal, cost_s)
+        if visit is not None:
+            visit.was_counted(cost_s)
 
     def origin(self, context: Context) -> Origin:
         """From where a call over gRPC comes."""
@@ -110,6 +122,8 @@ class Authenticator:
         principal = self._known(digest, age_max_s) if age_max_s else None
         if principal is None:
             principal = await self._look_up(digest, secret, origin.peer)
+        if (visit := VISIT.get()) is not None:
+            visit.belongs_to(principal, is_free=Scope.ADMIN in principal.scopes)
         # After the key: who has a wrong one learns nothing of networks. Before its scopes: who is outside learns nothing of them.
         if not allows(principal.networks, origin.address):
             raise AddressNotAllowed(origin.address)

@@ -7,7 +7,8 @@ The event loop answers, so a process whose loop hangs does not answer.
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any
 
 from aiohttp import web
 
@@ -17,7 +18,7 @@ LIVE, READY = "/livez", frozenset({"/readyz", "/healthz", "/health"})
 METHODS = ("GET", "HEAD")
 HEADERS = {"content-type": "application/json", "cache-control": "no-store"}
 
-Handle = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
+Handle = Callable[[web.BaseRequest], Coroutine[Any, Any, web.StreamResponse]]
 
 
 class Probes:

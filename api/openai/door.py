@@ -39,7 +39,7 @@ from api.openai.response_parameters import ResponseParameters, response_asked
 from api.openai.token_texts import TokenTexts
 from api.process import Process
 from api.statuses import status_of
-from api.streams.pace import REFUSAL_COST_S, START_FREE_S
+from api.streams.pace import BYTE_COST_S, REFUSAL_COST_S, START_FREE_S, VISIT
 from metering.operations import Owner
 from metering.store.db import Sessions
 from metering.tenants.tenants import Principal
@@ -86,6 +86,8 @@ class Door:
                 return await self._authenticator.principal_of(secret, method=stands_for, origin=origin, age_max_s=KEY_AGE_MAX_S)
 
             owner = principal = await look_up()
+            if stands_for != LIST_MODELS:
+                await self._authenticator.turn_to_open(principal)
             auth_ms = (time.monotonic() - received_at) * 1000
             trace = trace_of(request.headers.get("traceparent"), request.headers.get("tracestate"))
             with self._authenticator.standing.hold(StandingKey(principal, look_up, math.inf)) as key:
@@ -187,6 +189,8 @@ class Door:
                 secret_hash=arrival.secret_hash,
             )
             response = await self._process.embed(caller, start).answer()
+            if (visit := VISIT.get()) is not None:
+                visit.let_in()
         except Exception as error:
             return refused(refusal_of(status_of(error), EMBEDDING_NAMES), arrival.request_id, closing=self._is_draining)
         return answered(embedding_list(given, response, str(arrival.request_id)), arrival, headers_of(response.quotas))
@@ -228,7 +232,10 @@ class Door:
     async def _read(self, request: web.BaseRequest) -> bytes:
         if self._is_draining:
             raise Draining("this server is shutting down: the same request will be served elsewhere")
-        return await read_body(request, self._process.admission.settings.message_bytes_max)
+        body = await read_body(request, self._process.admission.settings.message_bytes_max)
+        if (visit := VISIT.get()) is not None:
+            visit.work_s += BYTE_COST_S * len(body)
+        return body
 
 
 def answered(value: object, arrival: Arrival, more: Mapping[str, str] | None = None) -> web.Response:

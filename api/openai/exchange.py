@@ -32,7 +32,7 @@ from api.requests.endings import OUTCOMES, Cause
 from api.requests.live import Caller, LiveRequest
 from api.statuses import status_of
 from api.streams.outbox import Outbox
-from api.streams.pace import REFUSAL_COST_S, START_FREE_S
+from api.streams.pace import REFUSAL_COST_S, START_FREE_S, VISIT
 from api.streams.receiver import Receiver
 from api.streams.whole_outbox import WholeOutbox
 from api.wire import ValidStart, finish_reason, parse_start
@@ -91,6 +91,7 @@ class Exchange:
         self._response: web.StreamResponse | None = None  # once anything has been written
         self._is_open = False  # whether a stream's opening has been said
         self._silent_since = time.monotonic()
+        self._visit = VISIT.get()
 
     async def serve(self) -> web.StreamResponse:
         """Run it to its end; on any exit nothing of it runs any more. Raises: RequestInFlight, RequestUnderWay."""
@@ -153,6 +154,8 @@ class Exchange:
         del self._receivers[receiver.given_id]
         if receiver.is_refused:
             self._process.pace.spent(self._arrival.payer, REFUSAL_COST_S)
+        elif self._visit is not None:
+            self._visit.let_in()
         if not self._receivers:
             self._outbox.close()
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from typing import Any, cast
 
 import structlog
@@ -29,7 +29,7 @@ SHUTDOWN_S = 1.0  # for connections whose answer is written
 
 log = structlog.get_logger(__name__)
 
-Handle = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
+Handle = Callable[[web.BaseRequest], Coroutine[Any, Any, web.StreamResponse]]
 
 
 class Connection(RequestHandler):

@@ -34,7 +34,7 @@ from api.statuses import status_of
 from api.streams import frames
 from api.streams.mailbox import Key
 from api.streams.outbox import Delivery, Outbox
-from api.streams.pace import LOOKUP_COST_S, MESSAGE_COST_S, REFUSAL_COST_S, START_FREE_S
+from api.streams.pace import LOOKUP_COST_S, MESSAGE_COST_S, REFUSAL_COST_S, START_FREE_S, VISIT
 from api.streams.receiver import Receiver, Source
 from api.wire import ValidStart, parse_request_id, parse_start
 from metering.errors import RequestInFlight
@@ -82,6 +82,7 @@ class ClientStream:
         self._deadline: float | None = None  # of the call, on the monotonic clock
         self._begun_s = 0.0  # of processor time in this slice, for requests that began, as far as it is not counted
         self._lookup_s = 0.0  # of it behind this slice, for attaches that look into the books
+        self._visit = VISIT.get()
         key.on_shut_out = self._shut_out
 
     async def serve(self, requests: AsyncIterator[pb.GenerateRequest], context: Context) -> None:
@@ -329,6 +330,8 @@ class ClientStream:
             return  # this stream receives it anew
         if receiver.is_refused and receiver.payload_hash is not None:
             self._process.pace.spent(self._key.principal, REFUSAL_COST_S)
+        elif self._visit is not None and not receiver.is_refused:
+            self._visit.let_in()
         self._ended[request_id] = None
         if len(self._ended) > ENDED_IDS_REMEMBERED:
             self._ended.popitem(last=False)

@@ -12,6 +12,7 @@ import grpc
 
 from api.errors import ApiError, MessageMissing, Overloaded, TooManyStreams
 from api.interceptor import Context, Continuation, checked, writing
+from api.streams.pace import CALL_COST_S, VISIT
 
 # Streams that need no key: of health checks and of reflection. A client has one of each, some have one for each service.
 KEYLESS_METHODS = frozenset(
@@ -113,6 +114,9 @@ class BoundedCalls(grpc.aio.ServerInterceptor):
 
     def _counted(self, handle: Callable[[Any, Context], Awaitable[Any]]) -> Callable[[Any, Context], Awaitable[Any]]:
         async def serve(requests: Any, context: Context) -> Any:
+            if (visit := VISIT.get()) is not None:
+                visit.count(CALL_COST_S)
+                await visit.turn()
             with self._keyless.take(context.peer()):
                 return await handle(requests, context)
 

@@ -1,8 +1,11 @@
-"""Pace of the frames and HTTP requests of an API key and of its organization: more of them are read more slowly.
+"""Pace of the frames, calls and HTTP requests of an API key and its organization, or of an address without a key.
 
-It counts processor time and not frames: a cancel takes 10 µs, an attach that looks into the books half a millisecond. It refuses
-nothing. Requests that are let in are not counted, but for what makes one dearer to read than an ordinary one is: quotas, permits
-and the queue bound those. Of requests that are refused the preparation of their prompts is counted too.
+It counts processor time and not frames: a cancel takes 10 µs, an attach that looks into the books half a millisecond. Requests that
+are let in are not counted, but for what makes one dearer to read than an ordinary one is: quotas, permits and the queue bound
+those. Of requests that are refused the preparation of their prompts is counted too.
+
+Who has used up its share of the event loop waits for its turn, and so does its next call. While the event loop is late for
+everybody, all shares shrink together: what is counted here is not worth a late token.
 """
 
 from __future__ import annotations
@@ -11,17 +14,24 @@ import asyncio
 import contextlib
 import math
 import time
+import types
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Generator, Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
+from api.access.throttle import address_of
 from api.errors import TooManyCalls
 from metering.operations import Owner
 
 BURST_S = 0.5  # of work at any speed: a client that comes back attaches to a thousand requests at once
 MESSAGE_COST_S = 40e-6  # of the transport for each message, which nobody here can measure
-CALL_COST_S = 700e-6  # of a call that answers once, from its connection to its answer
+BYTE_COST_S = 1.5e-9  # of the transport for each byte of a message or body
+CALL_COST_S = 700e-6  # of a call that answers once, from its connection to its answer; counted before it is answered
+CALL_OVERHEAD_S = 400e-6  # of the part of it that the transport computes, which nobody here can measure
 CALL_WAIT_S_MAX = 2.0  # for the turn of such a call: one that would wait longer is refused
+LATE_ANSWERS_MAX = 500  # of one address that wait for their turn; one more is refused at once
 LOOKUP_COST_S = 500e-6  # of an attach to what does not run here: its way through the books, and perhaps to another process
 REFUSAL_COST_S = 300e-6  # of a request that has begun and was refused: by its model, the books, or the queue
 START_FREE_S = 300e-6  # of reading a request that is let in: an ordinary one takes less
@@ -32,6 +42,14 @@ STALL_S = 0.002
 STALL_FACTOR_MAX = 8.0
 KEYS_MAX = 20_000  # keys and organizations; beyond it those that owe nothing are forgotten
 ORGANIZATION_SHARES = 2.0  # of a key, for all keys of an organization: one that floods leaves the other half to the rest
+ADDRESS_SHARES = 0.4  # of a key, for what comes from one address without a good key
+# The event loop is late for everybody when a timer is. Each time that it is seen late all shares shrink, otherwise they grow back.
+LATE_S = 0.004
+SHRINK, GROW = 0.7, 1.05
+ROOM_MIN = 0.1
+
+Value = TypeVar("Value")
+Payer = Owner | str  # an API key with its organization, or an address
 
 
 @dataclass(slots=True)
@@ -49,26 +67,42 @@ class FramePace:
         """share: of the event loop's time, for the frames of one key."""
         self._share = share
         self._clock = clock
-        # By API key and by organization: when all that it has spent will have been waited for.
-        self._free_at: dict[uuid.UUID, float] = {}
+        self._room = 1.0  # of all shares
+        # By API key, organization and address: when all that it has spent will have been waited for.
+        self._free_at: dict[uuid.UUID | str, float] = {}
         self._turns: dict[uuid.UUID, Turns] = {}
+        self._late_counts: dict[uuid.UUID | str, int] = {}  # of refusals that wait
 
-    def spent(self, owner: Owner, cost_s: float) -> None:
+    @property
+    def room(self) -> float:
+        """What there is of each share now, between `ROOM_MIN` and 1."""
+        return self._room
+
+    def late(self, lag_s: float) -> None:
+        """So late a timer was: to be told at regular intervals of some 50 ms."""
+        self._room = max(self._room * SHRINK, ROOM_MIN) if lag_s > LATE_S else min(self._room * GROW, 1.0)
+
+    def spent(self, owner: Payer, cost_s: float) -> None:
         """So much more time was spent on frames of this key."""
         now = self._clock()
-        of_organization = min(ORGANIZATION_SHARES * self._share, 1.0)
-        for each, share in ((owner.api_key_id, self._share), (owner.organization_id, of_organization)):
+        for each, share in self._accounts(owner):
             earliest = now - BURST_S / share
-            self._free_at[each] = max(self._free_at.get(each, earliest), earliest) + cost_s / share
+            self._free_at[each] = max(self._free_at.get(each, earliest), earliest) + cost_s / (share * self._room)
         if len(self._free_at) > KEYS_MAX:
             self._free_at = {each: at for each, at in self._free_at.items() if at > now}
 
-    def held(self, owner: Owner, cost_s: float) -> None:
+    def _accounts(self, owner: Payer) -> tuple[tuple[uuid.UUID | str, float], ...]:
+        """What a cost is counted in, with the share of each."""
+        if isinstance(owner, str):
+            return ((owner, ADDRESS_SHARES * self._share),)
+        return (owner.api_key_id, self._share), (owner.organization_id, min(ORGANIZATION_SHARES * self._share, 1.0))
+
+    def held(self, owner: Payer, cost_s: float) -> None:
         """The event loop was held for so long, in one piece, for this key."""
         self.spent(owner, cost_s * min(max(cost_s / STALL_S, 1.0), STALL_FACTOR_MAX))
 
     @contextlib.contextmanager
-    def spending(self, owner: Owner, free_s: float = 0.0) -> Iterator[None]:
+    def spending(self, owner: Payer, free_s: float = 0.0) -> Iterator[None]:
         """Count the processor time of a block that does not await, beyond `free_s`."""
         began_at = time.thread_time()
         try:
@@ -77,19 +111,37 @@ class FramePace:
             if (cost_s := time.thread_time() - began_at - free_s) > 0:
                 self.held(owner, cost_s)
 
-    def wait_s(self, owner: Owner) -> float:
+    def wait_s(self, owner: Payer) -> float:
         """For so long nothing more of this key is to be worked off."""
-        free_at = max(self._free_at.get(each, -math.inf) for each in (owner.api_key_id, owner.organization_id))
+        free_at = max(self._free_at.get(each, -math.inf) for each, _ in self._accounts(owner))
         return max(free_at - self._clock(), 0.0)
 
-    async def turn_to_call(self, owner: Owner) -> None:
-        """Wait for the turn of a call that answers once, and count what it costs. Raises: TooManyCalls."""
+    async def turn_to_call(self, owner: Owner, cost_s: float = CALL_COST_S) -> None:
+        """Wait for the turn of a call that answers once, and count what it costs. Raises: TooManyCalls.
+
+        A refusal costs too, and comes no sooner than the turn would have: who calls anew at once waits for it.
+        """
         turns = self._turns.get(owner.api_key_id)
-        ahead_s = self.wait_s(owner) + (turns.waiting_count * CALL_COST_S / self._share if turns is not None else 0.0)
+        waiting_count = 0 if turns is None else turns.waiting_count
+        ahead_s = self.wait_s(owner) + waiting_count * CALL_COST_S / (self._share * self._room)
         if ahead_s > CALL_WAIT_S_MAX:
+            await self.refusal(owner)
             raise TooManyCalls(ahead_s)
         await self.turn(owner)
-        self.spent(owner, CALL_COST_S)
+        self.spent(owner, cost_s)
+
+    async def refusal(self, owner: Payer) -> None:
+        """Wait before an answer that is a refusal, if others of its payer are waited for: at most `CALL_WAIT_S_MAX`."""
+        line = owner if isinstance(owner, str) else owner.api_key_id
+        if (wait_s := self.wait_s(owner)) < WAIT_S_MIN or self._late_counts.get(line, 0) >= LATE_ANSWERS_MAX:
+            return
+        self._late_counts[line] = self._late_counts.get(line, 0) + 1
+        try:
+            await asyncio.sleep(min(wait_s, CALL_WAIT_S_MAX))
+        finally:
+            self._late_counts[line] -= 1
+            if not self._late_counts[line]:
+                del self._late_counts[line]
 
     async def turn(self, owner: Owner) -> bool:
         """Wait until the next slice of this key may be worked off; whether that was not at once.
@@ -109,3 +161,81 @@ class FramePace:
             if not turns.waiting_count:
                 del self._turns[key_id]
         return True
+
+
+class Visit:
+    """One call or HTTP request: what it costs on the event loop, and who pays for it once it is over.
+
+    An address pays until a key is known. Nobody pays for what is let in, which quotas bound, and for administrators.
+    """
+
+    def __init__(self, pace: FramePace, peer: str) -> None:
+        """peer: who has connected, as gRPC names it."""
+        self._pace = pace
+        self._peer = peer
+        self._owner: Owner | None = None
+        self._is_free = False
+        self._had_turn = False
+        self._counted_s = 0.0
+        self.work_s = 0.0
+
+    def belongs_to(self, owner: Owner, *, is_free: bool) -> None:
+        """A key is known. is_free: nobody pays for what it does."""
+        self._owner = owner
+        self._is_free = self._is_free or is_free
+
+    def had_turn(self) -> None:
+        """It waits for its turn elsewhere."""
+        self._had_turn = True
+
+    def was_counted(self, cost_s: float) -> None:
+        """So much of it is counted already."""
+        self._counted_s += cost_s
+
+    def let_in(self) -> None:
+        """What it asks for is done, and bounded by quotas."""
+        self._is_free = True
+
+    def count(self, cost_s: float) -> None:
+        """Count so much of it now, before it is over."""
+        self.was_counted(cost_s)
+        self._pace.spent(self._payer, cost_s)
+
+    def over(self) -> None:
+        """Count what it has cost and was not counted before."""
+        if not self._is_free and (cost_s := self.work_s + CALL_OVERHEAD_S - self._counted_s) > 0:
+            self.count(cost_s)
+
+    async def turn(self) -> None:
+        """Wait before it is answered, if it has had no turn and its payer owes time."""
+        if not self._is_free and not self._had_turn:
+            self._had_turn = True
+            await self._pace.refusal(self._payer)
+
+    @property
+    def _payer(self) -> Payer:
+        return address_of(self._peer) if self._owner is None else self._owner
+
+
+VISIT: ContextVar[Visit | None] = ContextVar("visit", default=None)  # of the call or HTTP request that this task answers
+
+
+@types.coroutine
+def measured(visit: Visit, work: Coroutine[Any, Any, Value]) -> Generator[Any, Any, Value]:
+    """Run a coroutine and add the processor time of each of its steps to the visit's."""
+    step: Callable[[Any], Any] = work.send
+    value: Any = None
+    while True:
+        began_at = time.thread_time()
+        try:
+            awaited = step(value)
+        except StopIteration as done:
+            result: Value = done.value
+            return result
+        finally:
+            visit.work_s += time.thread_time() - began_at
+        try:
+            value = yield awaited
+            step = work.send
+        except BaseException as error:
+            value, step = error, work.throw
