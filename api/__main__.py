@@ -75,8 +75,9 @@ from metering.store.store_gate import StoreGate
 from metering.tenants.key_uses import KeyUses
 
 KEY_CONNECTIONS = 2  # a look-up takes a millisecond, and no report may keep one waiting
-# Requests leave nothing to collect; to find that out the collector walks through all that is new, and stops all streams meanwhile.
-COLLECT_AFTER_OBJECTS = 50_000  # some MB; as many as 500 requests at once have
+# Requests leave nothing to collect, and gRPC little; to find that out the collector walks through all that is new, and stops all
+# streams meanwhile: for 1.5 ms after so many objects, as many as 50 requests at once have, and for a few ms every third time.
+COLLECT_AFTER = 5_000, 2, 100
 
 # How long a thread that renders a prompt keeps the event loop waiting for Python's lock; the default is ten times as much.
 SWITCH_INTERVAL_S = 0.0005
@@ -253,7 +254,7 @@ async def serve(settings: Settings) -> None:
             background.append(keep_running(tasks, "classifiers", safety.classifiers.serve))
             await start_classifiers(safety.classifiers)
         gc.freeze()  # what stands now stands to the end: a full collection that looked at it again would stop all streams for 5 ms
-        gc.set_threshold(COLLECT_AFTER_OBJECTS)
+        gc.set_threshold(*COLLECT_AFTER)
         doors = Doors(server, peer_server, listener, metrics)
         await doors.open(probes.before(Scrapes(parts, admin_sessions).handle))
         health_task = tasks.create_task(keep_health(health, endpoint, router, holds, settings, stopping), name="health")

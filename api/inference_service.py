@@ -82,8 +82,6 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
             principal = await look_up()
             auth_ms = (time.monotonic() - opened_at) * 1000
             interval_s = self._process.admission.settings.stream_key_check_s
-            if not self._for_peers:
-                await self._authenticator.turn_to_open(principal)
             with self._authenticator.standing.hold(StandingKey(principal, look_up, interval_s)) as key:
                 stream = ClientStream(self._process, key, auth_ms, secret=secret, is_relayed=self._for_peers, trace=trace)
                 await stream.serve(requests, context)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
-from grpc_reflection.v1alpha import reflection
+from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
+from grpc_reflection.v1alpha._async import ReflectionServicer
 from weir.v1 import (
     admin_service_pb2,
     admin_service_pb2_grpc,
@@ -25,7 +27,7 @@ from api.admin.admin_service import AdminServicer
 from api.billing.billing_service import BillingServicer
 from api.billing.receipt_service import ReceiptServicer
 from api.inference_service import InferenceServicer
-from api.interceptor import ErrorInterceptor, Failed, tell_nobody
+from api.interceptor import Failed, Guard, GuardedServices, tell_nobody
 from api.settings import Settings
 from api.streams.open_streams import BoundedCalls
 from api.streams.pace import FramePace
@@ -90,14 +92,16 @@ def build_server(
     failed: told of calls that end with an error. pace: counts calls; None: nobody does.
     Raises: OSError if the address cannot be bound.
     """
-    server = grpc.aio.server(interceptors=(ErrorInterceptor(failed, pace), BoundedCalls()), options=options(settings))
-    inference_service_pb2_grpc.add_InferenceServiceServicer_to_server(servicers.inference, server)
-    admin_service_pb2_grpc.add_AdminServiceServicer_to_server(servicers.admin, server)
-    billing_service_pb2_grpc.add_BillingServiceServicer_to_server(servicers.billing, server)
-    receipt_service_pb2_grpc.add_ReceiptServiceServicer_to_server(servicers.receipts, server)
-    health_pb2_grpc.add_HealthServicer_to_server(health.servicer, server)
-    reflection.enable_server_reflection(
-        (*SERVICES, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME), server
+    server = grpc.aio.server(options=options(settings))
+    services: Any = GuardedServices(server, BoundedCalls(), Guard(failed, pace))  # the stubs want a server
+    inference_service_pb2_grpc.add_InferenceServiceServicer_to_server(servicers.inference, services)
+    admin_service_pb2_grpc.add_AdminServiceServicer_to_server(servicers.admin, services)
+    billing_service_pb2_grpc.add_BillingServiceServicer_to_server(servicers.billing, services)
+    receipt_service_pb2_grpc.add_ReceiptServiceServicer_to_server(servicers.receipts, services)
+    health_pb2_grpc.add_HealthServicer_to_server(health.servicer, services)
+    described = *SERVICES, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME
+    reflection_pb2_grpc.add_ServerReflectionServicer_to_server(  # type: ignore[no-untyped-call]
+        ReflectionServicer(described), services
     )
     try:
         if tls is None:
@@ -124,13 +128,13 @@ def build_peer_server(
         "grpc.http2.min_recv_ping_interval_without_data_ms": PEER_KEEPALIVE_MS // 2,
         "grpc.so_reuseport": 0,
     }
-    server = grpc.aio.server(interceptors=(ErrorInterceptor(),), options=tuple((dict(options(settings)) | peer_options).items()))
+    server = grpc.aio.server(options=tuple((dict(options(settings)) | peer_options).items()))
     relay = grpc.stream_stream_rpc_method_handler(
         servicer.Generate,
         inference_service_pb2.GenerateRequest.FromString,
         inference_service_pb2.GenerateResponse.SerializeToString,
     )
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(INFERENCE_SERVICE, {"Generate": relay}),))
+    GuardedServices(server, Guard()).add_registered_method_handlers(INFERENCE_SERVICE, {"Generate": relay})
     address = peer_listen_address(settings)
     try:
         port = server.add_secure_port(address, accepted.credentials())

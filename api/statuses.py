@@ -142,7 +142,18 @@ CODES: tuple[tuple[type[Exception], int], ...] = (
 
 def code_of(error: BaseException) -> int:
     """Its code in the table."""
-    return next((code for kind, code in CODES if isinstance(error, kind)), code_pb2.INTERNAL)
+    kind = type(error)
+    if (code := _CODES_BY_KIND.get(kind)) is None:
+        code = _CODES_BY_KIND[kind] = code_of_kind(kind)
+    return code
+
+
+_CODES_BY_KIND: dict[type[BaseException], int] = {}  # of the errors that were told so far
+
+
+def code_of_kind(raised: type[BaseException]) -> int:
+    """The code of errors of a class."""
+    return next((code for kind, code in CODES if issubclass(raised, kind)), code_pb2.INTERNAL)
 
 
 def reason_of(error: BaseException) -> str:

@@ -16,7 +16,7 @@ from api.access.standing_key import StandingKeys
 from api.access.throttle import Throttle
 from api.errors import AddressNotAllowed, ModelNotAllowed, PermissionDenied, Unauthenticated
 from api.interceptor import METHOD, Context
-from api.streams.pace import CALL_COST_S, VISIT, FramePace
+from api.streams.pace import VISIT, FramePace
 from metering.errors import KeyInvalid, StoreAway
 from metering.holds.lease_clock import boot_time_s
 from metering.operations import Payer
@@ -86,21 +86,13 @@ class Authenticator:
         return principal
 
     async def turn(self, principal: Principal) -> None:
-        """Wait for the turn of a call that answers once. Administrators' calls have no turns. Raises: TooManyCalls."""
-        await self._turn(principal, CALL_COST_S)
-
-    async def turn_to_open(self, principal: Principal) -> None:
-        """The same for a stream of requests, or a request with a body: they cost nothing if what they ask for is let in."""
-        await self._turn(principal, 0.0)
-
-    async def _turn(self, principal: Principal, cost_s: float) -> None:
-        if self._pace is None or Scope.ADMIN in principal.scopes:
-            return
-        if (visit := VISIT.get()) is not None:
-            visit.had_turn()
-        await self._pace.turn_to_call(principal, cost_s)
+        """Wait for the turn of a call, unless it has had it. Administrators' calls have no turns. Raises: TooManyCalls."""
+        visit = VISIT.get()
         if visit is not None:
-            visit.was_counted(cost_s)
+            visit.belongs_to(principal, is_free=Scope.ADMIN in principal.scopes)
+            await visit.turn_to_call()
+        elif self._pace is not None and Scope.ADMIN not in principal.scopes:
+            await self._pace.turn_to_call(principal)
 
     def origin(self, context: Context) -> Origin:
         """From where a call over gRPC comes."""
@@ -115,15 +107,17 @@ class Authenticator:
 
         method: path of the call in the contract, as in `api/access/scopes.py`; another wire names the call that it stands for.
         age_max_s: how old what is known of the key may be, where this process has heard of no change of it.
-        Raises: PermissionDenied, StoreAway, AuthenticationThrottled; KeyInvalid for an unknown, expired or revoked key.
+        Raises: PermissionDenied, StoreAway, AuthenticationThrottled, TooManyCalls;
+        KeyInvalid for an unknown, expired or revoked key.
         """
         needed = SCOPES[method]  # a call that is missing there is nobody's
         digest = hashlib.sha256(secret.encode(errors="replace")).digest()
+        if digest in self._remembered:  # before it is looked up, which costs as much as the rest of a call
+            await self.turn(self._remembered[digest][2])
         principal = self._known(digest, age_max_s) if age_max_s else None
         if principal is None:
             principal = await self._look_up(digest, secret, origin.peer)
-        if (visit := VISIT.get()) is not None:
-            visit.belongs_to(principal, is_free=Scope.ADMIN in principal.scopes)
+        await self.turn(principal)
         # After the key: who has a wrong one learns nothing of networks. Before its scopes: who is outside learns nothing of them.
         if not allows(principal.networks, origin.address):
             raise AddressNotAllowed(origin.address)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import ipaddress
 import time
 from collections import Counter, OrderedDict
@@ -161,6 +162,7 @@ class Throttle:
         return bucket
 
 
+@functools.lru_cache(maxsize=4096)
 def address_of(peer: str) -> str:
     """The address of a peer as gRPC names it, without its port; of IPv6 the network. All sockets of this machine are one."""
     kind, _, rest = peer.partition(":")

@@ -86,8 +86,6 @@ class Door:
                 return await self._authenticator.principal_of(secret, method=stands_for, origin=origin, age_max_s=KEY_AGE_MAX_S)
 
             owner = principal = await look_up()
-            if stands_for != LIST_MODELS:
-                await self._authenticator.turn_to_open(principal)
             auth_ms = (time.monotonic() - received_at) * 1000
             trace = trace_of(request.headers.get("traceparent"), request.headers.get("tracestate"))
             with self._authenticator.standing.hold(StandingKey(principal, look_up, math.inf)) as key:

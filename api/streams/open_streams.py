@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 
 from api.errors import ApiError, MessageMissing, Overloaded, TooManyStreams
-from api.interceptor import Context, Continuation, checked, writing
+from api.interceptor import Context, checked, writing
 from api.streams.pace import CALL_COST_S, VISIT
 
 # Streams that need no key: of health checks and of reflection. A client has one of each, some have one for each service.
@@ -67,7 +67,7 @@ class OpenStreams:
             del self._counts[peer]
 
 
-class BoundedCalls(grpc.aio.ServerInterceptor):
+class BoundedCalls:
     """Bounds what a client without a key can hold open: streams that need none, and calls whose message never comes.
 
     gRPC waits without end for the message of a call that takes one, before any handler runs. So each of them is served as a stream
@@ -78,21 +78,18 @@ class BoundedCalls(grpc.aio.ServerInterceptor):
         self._keyless = OpenStreams(KEYLESS_PER_CONNECTION_MAX, count_max=KEYLESS_MAX, error=TooManyStreams)
         self._unread = OpenStreams(UNREAD_PER_CONNECTION_MAX, count_max=UNREAD_MAX, error=TooManyStreams)
 
-    async def intercept_service(self, continuation: Continuation, details: grpc.HandlerCallDetails) -> Any:
-        """See `grpc.aio.ServerInterceptor`."""
-        handler = await continuation(details)
-        if handler is None:
-            return None
+    def __call__(self, method: str, handler: Any) -> Any:
+        """See `api.interceptor.Wrap`."""
         serve: Callable[[Any, Context], Awaitable[Any]]
         if handler.unary_unary is not None:
             serve = self._reading_one(handler.unary_unary, answers_once=True)
         elif handler.unary_stream is not None:
             serve = self._reading_one(writing(handler.unary_stream), answers_once=False)
-        elif details.method in KEYLESS_METHODS:
+        elif method in KEYLESS_METHODS:
             serve = writing(handler.stream_stream)
         else:
             return handler
-        if details.method in KEYLESS_METHODS:
+        if method in KEYLESS_METHODS:
             serve = self._counted(serve)
         return grpc.stream_stream_rpc_method_handler(serve, handler.request_deserializer, handler.response_serializer)
 

@@ -116,7 +116,7 @@ class FramePace:
         free_at = max(self._free_at.get(each, -math.inf) for each, _ in self._accounts(owner))
         return max(free_at - self._clock(), 0.0)
 
-    async def turn_to_call(self, owner: Owner, cost_s: float = CALL_COST_S) -> None:
+    async def turn_to_call(self, owner: Owner) -> None:
         """Wait for the turn of a call that answers once, and count what it costs. Raises: TooManyCalls.
 
         A refusal costs too, and comes no sooner than the turn would have: who calls anew at once waits for it.
@@ -128,7 +128,7 @@ class FramePace:
             await self.refusal(owner)
             raise TooManyCalls(ahead_s)
         await self.turn(owner)
-        self.spent(owner, cost_s)
+        self.spent(owner, CALL_COST_S)
 
     async def refusal(self, owner: Payer) -> None:
         """Wait before an answer that is a refusal, if others of its payer are waited for: at most `CALL_WAIT_S_MAX`."""
@@ -184,21 +184,23 @@ class Visit:
         self._owner = owner
         self._is_free = self._is_free or is_free
 
-    def had_turn(self) -> None:
-        """It waits for its turn elsewhere."""
+    async def turn_to_call(self) -> None:
+        """Wait for its turn, unless it has had it. Raises: TooManyCalls."""
+        if self._is_free or self._had_turn or self._owner is None:
+            return
         self._had_turn = True
-
-    def was_counted(self, cost_s: float) -> None:
-        """So much of it is counted already."""
-        self._counted_s += cost_s
+        await self._pace.turn_to_call(self._owner)
+        self._counted_s += CALL_COST_S
 
     def let_in(self) -> None:
-        """What it asks for is done, and bounded by quotas."""
-        self._is_free = True
+        """What it asks for is done, and bounded by quotas: what was counted for it is given back."""
+        if not self._is_free:
+            self._is_free = True
+            self._pace.spent(self._payer, -self._counted_s)
 
     def count(self, cost_s: float) -> None:
         """Count so much of it now, before it is over."""
-        self.was_counted(cost_s)
+        self._counted_s += cost_s
         self._pace.spent(self._payer, cost_s)
 
     def over(self) -> None:
@@ -234,6 +236,7 @@ def measured(visit: Visit, work: Coroutine[Any, Any, Value]) -> Generator[Any, A
             return result
         finally:
             visit.work_s += time.thread_time() - began_at
+            value = None  # an error keeps this frame, which is not to keep the error
         try:
             value = yield awaited
             step = work.send

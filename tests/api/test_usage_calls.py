@@ -27,7 +27,7 @@ from api.access.auth import Authenticator
 from api.billing.billing_calls import Reports
 from api.billing.billing_service import BillingServicer
 from api.billing.usage_calls import COUNT_FIELDS
-from api.interceptor import ErrorInterceptor
+from api.interceptor import Guard, GuardedServices
 from metering.billing.invoice_document import Issuer
 from metering.billing.prices import ModelPrice
 from metering.billing.pricing import COUNTS_OF_EVENT
@@ -74,9 +74,9 @@ async def desk(sessions: Sessions, tmp_path: Path) -> AsyncIterator[Desk]:
         await add_usage(session, acme, price, [Consumed(n, 0, n, "stop", FIRST.replace(day=n)) for n in range(1, 6)])
         await add_usage(session, bolt, price, [Consumed(1_000, 0, 0, "stop", FIRST)])
     await rate_all_pending(sessions)
-    server = grpc.aio.server(interceptors=[ErrorInterceptor()])
+    server = grpc.aio.server()
     servicer = BillingServicer(Authenticator(sessions), sessions, Reports(sessions, 3), Issuer("Weir Operations GmbH"))
-    billing_service_pb2_grpc.add_BillingServiceServicer_to_server(servicer, server)
+    billing_service_pb2_grpc.add_BillingServiceServicer_to_server(servicer, cast(grpc.aio.Server, GuardedServices(server, Guard())))
     address = f"unix:{tmp_path}/desk"
     server.add_insecure_port(address)
     await server.start()
