@@ -236,7 +236,7 @@ async def serve(settings: Settings) -> None:
         for_peers = InferenceServicer(process, authenticator, sessions, for_peers=True)
         accepted = PeerCertificates(identity)
         peer_server, peer = build_peer_server(settings, for_peers, identity, accepted)
-        server, port = build_server(settings, servicers, health, tls, observer.call_failed, pace)
+        server, port = build_server(settings, servicers, health, tls, observer.call_failed, pace, authenticator.reader)
         probes = Probes(health)
         listener = Listener(http_handle(settings, process, authenticator, sessions, servicers, probes), settings, tls)
         url = openai_url(settings, listener, tls)

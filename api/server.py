@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +27,7 @@ from api.admin.admin_service import AdminServicer
 from api.billing.billing_service import BillingServicer
 from api.billing.receipt_service import ReceiptServicer
 from api.inference_service import InferenceServicer
-from api.interceptor import Failed, Guard, GuardedServices, tell_nobody
+from api.interceptor import Context, Failed, Guard, GuardedServices, tell_nobody
 from api.settings import Settings
 from api.streams.open_streams import BoundedCalls
 from api.streams.pace import FramePace
@@ -86,14 +86,16 @@ def build_server(
     tls: Tls | None = None,
     failed: Failed = tell_nobody,
     pace: FramePace | None = None,
+    reader_of: Callable[[Context], Hashable] = lambda context: context.peer(),
 ) -> tuple[grpc.aio.Server, int]:
     """The server and the port that it is bound to, which is chosen if the setting says 0. tls: None for plaintext.
 
     failed: told of calls that end with an error. pace: counts calls; None: nobody does.
+    reader_of: whose message a call is about to bring.
     Raises: OSError if the address cannot be bound.
     """
     server = grpc.aio.server(options=options(settings))
-    services: Any = GuardedServices(server, BoundedCalls(), Guard(failed, pace))  # the stubs want a server
+    services: Any = GuardedServices(server, BoundedCalls(reader_of), Guard(failed, pace))  # the stubs want a server
     inference_service_pb2_grpc.add_InferenceServiceServicer_to_server(servicers.inference, services)
     admin_service_pb2_grpc.add_AdminServiceServicer_to_server(servicers.admin, services)
     billing_service_pb2_grpc.add_BillingServiceServicer_to_server(servicers.billing, services)

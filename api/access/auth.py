@@ -13,7 +13,7 @@ from api.access.key_changes import KeyChanges
 from api.access.scopes import SCOPES, Scope
 from api.access.shared_lookups import SharedLookups
 from api.access.standing_key import StandingKeys
-from api.access.throttle import Throttle
+from api.access.throttle import Throttle, address_of
 from api.errors import AddressNotAllowed, ModelNotAllowed, PermissionDenied, Unauthenticated
 from api.interceptor import METHOD, Context
 from api.streams.pace import VISIT, FramePace
@@ -94,6 +94,14 @@ class Authenticator:
         elif self._pace is not None and Scope.ADMIN not in principal.scopes:
             await self._pace.turn_to_call(principal)
 
+    def reader(self, context: Context) -> uuid.UUID | str:
+        """Whose message a call is about to bring: the API key that it names, if that was good before, or else the address."""
+        try:
+            known = self._remembered.get(digest_of(bearer_token(context)))
+        except Unauthenticated:
+            known = None
+        return address_of(context.peer()) if known is None else known[2].api_key_id
+
     def origin(self, context: Context) -> Origin:
         """From where a call over gRPC comes."""
         return self.origin_of(context.peer(), metadata_values(context, FORWARDED_FOR))
@@ -111,7 +119,7 @@ class Authenticator:
         KeyInvalid for an unknown, expired or revoked key.
         """
         needed = SCOPES[method]  # a call that is missing there is nobody's
-        digest = hashlib.sha256(secret.encode(errors="replace")).digest()
+        digest = digest_of(secret)
         if digest in self._remembered:  # before it is looked up, which costs as much as the rest of a call
             await self.turn(self._remembered[digest][2])
         principal = self._known(digest, age_max_s) if age_max_s else None
@@ -174,6 +182,11 @@ class Authenticator:
         if len(self._remembered) > REMEMBERED_COUNT_MAX:
             self._remembered.popitem(last=False)
         return principal
+
+
+def digest_of(secret: str) -> bytes:
+    """What a secret is remembered by."""
+    return hashlib.sha256(secret.encode(errors="replace")).digest()
 
 
 def metadata_values(context: Context, name: str) -> list[str]:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Hashable
+from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
 
 from api.errors import ApiError, MessageMissing, Overloaded, TooManyStreams
-from api.interceptor import Context, checked, writing
+from api.interceptor import LARGE_MESSAGES, Context, checked, writing
 from api.streams.pace import CALL_COST_S, VISIT
 
 # Streams that need no key: of health checks and of reflection. A client has one of each, some have one for each service.
@@ -27,6 +28,9 @@ KEYLESS_MAX = 2048  # of the process: some 50 MiB
 MESSAGE_WAIT_S = 10.0  # for the one message of a call: it comes with the call, unless the client sends none
 UNREAD_PER_CONNECTION_MAX = 1000  # calls whose message has not come; a client may begin hundreds in one moment
 UNREAD_MAX = 4096  # of the process: some 90 MiB
+# Messages of one API key that may be large and are received at once, by calls that take one: the transport keeps three times their
+# size. Others wait for them, on the client's side.
+LARGE_READS_MAX = 4
 
 
 class OpenStreams:
@@ -67,6 +71,14 @@ class OpenStreams:
             del self._counts[peer]
 
 
+@dataclass(slots=True, eq=False)
+class Readers:
+    """Calls of one reader that read a message which may be large, or wait for a place to do so."""
+
+    places: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(LARGE_READS_MAX))
+    count: int = 0
+
+
 class BoundedCalls:
     """Bounds what a client without a key can hold open: streams that need none, and calls whose message never comes.
 
@@ -74,7 +86,10 @@ class BoundedCalls:
     of which the first message is awaited here; on the wire the two are the same.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, reader_of: Callable[[Context], Hashable]) -> None:
+        """reader_of: whose message a call is about to bring."""
+        self._reader_of = reader_of
+        self._readers: dict[Hashable, Readers] = {}
         self._keyless = OpenStreams(KEYLESS_PER_CONNECTION_MAX, count_max=KEYLESS_MAX, error=TooManyStreams)
         self._unread = OpenStreams(UNREAD_PER_CONNECTION_MAX, count_max=UNREAD_MAX, error=TooManyStreams)
 
@@ -82,9 +97,9 @@ class BoundedCalls:
         """See `api.interceptor.Wrap`."""
         serve: Callable[[Any, Context], Awaitable[Any]]
         if handler.unary_unary is not None:
-            serve = self._reading_one(handler.unary_unary, answers_once=True)
+            serve = self._reading_one(handler.unary_unary, answers_once=True, is_large=method in LARGE_MESSAGES)
         elif handler.unary_stream is not None:
-            serve = self._reading_one(writing(handler.unary_stream), answers_once=False)
+            serve = self._reading_one(writing(handler.unary_stream), answers_once=False, is_large=method in LARGE_MESSAGES)
         elif method in KEYLESS_METHODS:
             serve = writing(handler.stream_stream)
         else:
@@ -94,12 +109,12 @@ class BoundedCalls:
         return grpc.stream_stream_rpc_method_handler(serve, handler.request_deserializer, handler.response_serializer)
 
     def _reading_one(
-        self, handle: Callable[[Any, Context], Awaitable[Any]], *, answers_once: bool
+        self, handle: Callable[[Any, Context], Awaitable[Any]], *, answers_once: bool, is_large: bool
     ) -> Callable[[Any, Context], Awaitable[Any]]:
         async def serve(requests: AsyncIterator[Any], context: Context) -> None:
             with self._unread.take(context.peer()):
                 try:
-                    async with asyncio.timeout(MESSAGE_WAIT_S):
+                    async with asyncio.timeout(MESSAGE_WAIT_S), self._reading(context, is_large=is_large):
                         request = checked(await anext(aiter(requests)))
                 except (TimeoutError, StopAsyncIteration):
                     raise MessageMissing(MESSAGE_WAIT_S) from None
@@ -108,6 +123,23 @@ class BoundedCalls:
                 await context.write(response)
 
         return serve
+
+    @contextlib.asynccontextmanager
+    async def _reading(self, context: Context, *, is_large: bool) -> AsyncIterator[None]:
+        """A block that reads a message. Of those that may be large few are read at once for each reader."""
+        if not is_large:
+            yield
+            return
+        reader = self._reader_of(context)
+        readers = self._readers.setdefault(reader, Readers())
+        readers.count += 1
+        try:
+            async with readers.places:
+                yield
+        finally:
+            readers.count -= 1
+            if not readers.count:
+                del self._readers[reader]
 
     def _counted(self, handle: Callable[[Any, Context], Awaitable[Any]]) -> Callable[[Any, Context], Awaitable[Any]]:
         async def serve(requests: Any, context: Context) -> Any:

@@ -28,7 +28,7 @@ def key() -> Payer:
 
 
 async def test_calls_of_a_key_beyond_its_share_are_refused_with_a_time_and_others_have_their_turn() -> None:
-    """Half a second of work at any speed, then up to two seconds of waiting."""
+    """A quarter of a second of work at any speed, then up to two seconds of waiting."""
     one, other = key(), key()
     paced = FramePace(0.25, clock=lambda: 1000.0)
     for _ in range(int(pace.BURST_S / pace.CALL_COST_S)):
@@ -84,7 +84,7 @@ def test_what_holds_the_event_loop_in_one_piece_costs_more_than_the_same_in_smal
     paced.held(huge, 100 * pace.STALL_S)
 
     waits = [paced.wait_s(each) / pace.STALL_S for each in (small, large, huge)]
-    assert waits == pytest.approx([10, 4, 800])
+    assert waits == pytest.approx([10, 4, 3200])
 
 
 async def test_the_time_that_a_message_takes_to_be_parsed_is_known_to_the_task_that_reads_it() -> None:

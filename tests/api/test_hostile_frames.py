@@ -479,7 +479,7 @@ class RecordedPace(FramePace):
         self.events.append("turn")
         return waited
 
-    def spent(self, owner: Owner, cost_s: float) -> None:
+    def spent(self, owner: Owner | str, cost_s: float) -> None:
         """See `FramePace`."""
         if cost_s > 0:
             self.events.append("spent")
