@@ -65,6 +65,7 @@ def tell_nobody(method: str, error: BaseException) -> None:
     """For servers whose failed calls nobody counts."""
 
 
+Parse = Callable[[bytes], Any]
 Wrap = Callable[[str, Any], Any]  # of a call's path and its `grpc.RpcMethodHandler`: another one
 
 
@@ -112,12 +113,14 @@ class Guard:
             handle = self._guarded(writing(handler.unary_stream), method)
             return grpc.unary_stream_rpc_method_handler(handle, read, write)
         if handler.stream_stream is not None:
-            handle = self._guarded(writing(handler.stream_stream), method)
-            return grpc.stream_stream_rpc_method_handler(handle, read, write)
+            handle = self._guarded(writing(handler.stream_stream), method, read)
+            return grpc.stream_stream_rpc_method_handler(handle, None, write)
         return handler
 
-    def _guarded(self, handle: Callable[..., Any], method: str) -> Callable[[Any, Any], Awaitable[Any]]:
-        guard = guarded(handle, method, self._failed)
+    def _guarded(
+        self, handle: Callable[..., Any], method: str, parse: Parse | None = None
+    ) -> Callable[[Any, Any], Awaitable[Any]]:
+        guard = guarded(handle, method, self._failed, parse)
         return guard if self._pace is None else visiting(guard, self._pace)
 
 
@@ -150,9 +153,12 @@ def writing(handle: Callable[..., Any]) -> Callable[[Any, Any], Awaitable[Any]]:
 
 
 def guarded(
-    handle: Callable[..., Any], method: str, failed: Failed = tell_nobody
+    handle: Callable[..., Any], method: str, failed: Failed = tell_nobody, parse: Parse | None = None
 ) -> Callable[[Any, Any], Coroutine[Any, Any, Any]]:
-    """A handler of the call at this path, whose errors become statuses. A refusal waits for its turn."""
+    """A handler of the call at this path, whose errors become statuses. A refusal waits for its turn.
+
+    parse: of the messages of a stream, where the transport hands them on as they came.
+    """
 
     async def guard(request: Any, context: Context) -> Any:
         METHOD.set(method)
@@ -160,7 +166,7 @@ def guarded(
         try:
             if isinstance(request, AsyncIterable):
                 # gRPC's own iterator is part of a reference cycle that keeps the last message.
-                request = ReceivedMessages(context)
+                request = ReceivedMessages(context, parse)
             return await handle(checked(request), context)
         except (grpc.aio.AbortError, asyncio.CancelledError) as ended:
             ended.__traceback__ = None  # task groups keep the error in a frame that it refers to
@@ -228,14 +234,22 @@ def readable(request: Any) -> Any:
 class ReceivedMessages(AsyncIterator[Any]):
     """Messages of a stream, up to the first one that cannot be read. Keeps no message between two reads."""
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: Context, parse: Parse | None = None) -> None:
+        """parse: None if the transport has parsed what it hands on."""
         self._context = context
+        self._parse = parse
+        # Waited for before a large message is parsed, which takes several times its size.
+        self.before_large: Callable[[], Awaitable[object]] | None = None
 
     async def __anext__(self) -> Any:
         message = await self._context.read()
         if message is grpc.aio.EOF:
             raise StopAsyncIteration
-        return readable(message)
+        if self._parse is None:
+            return readable(message)
+        if self.before_large is not None and len(message) > MESSAGE_BYTES_MAX:
+            await self.before_large()
+        return readable(self._parse(message))
 
 
 def first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:

@@ -11,6 +11,7 @@ import time
 import uuid
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
 
 import grpc
 from weir.v1 import inference_service_pb2 as pb
@@ -26,7 +27,7 @@ from api.errors import (
     RequestUnderWay,
     UnknownRequest,
 )
-from api.interceptor import READ_S
+from api.interceptor import READ_S, ReceivedMessages
 from api.observability.trace_context import NO_TRACE, TraceContext, trace_of
 from api.process import Process
 from api.requests.live import Caller, LiveRequest
@@ -131,6 +132,8 @@ class ClientStream:
 
     async def _read(self, requests: AsyncIterator[pb.GenerateRequest]) -> None:
         auth_ms = self._auth_ms
+        if isinstance(requests, ReceivedMessages):
+            requests.before_large = partial(self._process.pace.turn, self._key.principal)
         async for message in requests:
             received_at = time.monotonic() - auth_ms / 1000
             if not message.frames:
