@@ -76,8 +76,8 @@ from metering.tenants.key_uses import KeyUses
 
 KEY_CONNECTIONS = 2  # a look-up takes a millisecond, and no report may keep one waiting
 # Requests leave nothing to collect, and gRPC little; to find that out the collector walks through all that is new, and stops all
-# streams meanwhile: for 1.5 ms after so many objects, as many as 50 requests at once have, and for a few ms every third time.
-COLLECT_AFTER = 5_000, 2, 100
+# streams meanwhile. Often and little of it: each object is walked through twice, whatever the numbers are. Everything rarely.
+COLLECT_AFTER = 1_000, 3, 200
 
 # How long a thread that renders a prompt keeps the event loop waiting for Python's lock; the default is ten times as much.
 SWITCH_INTERVAL_S = 0.0005

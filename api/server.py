@@ -44,8 +44,9 @@ SERVICES = tuple(
 )
 INFERENCE_SERVICE = SERVICES[0]
 # Beyond its own limit the transport resets streams without a word, if they come before the client knows it, and lets later ones
-# wait for ever. So it takes more than the service does, which refuses them with a reason and a wait.
-REFUSABLE_STREAMS_FACTOR = 16
+# wait for others to end. So it takes more than the service does, which refuses them with a reason and a wait; and not many times
+# more, so that refusals which wait for their turn hold the next ones back.
+REFUSABLE_STREAMS = 500
 KEEPALIVE_MS = 30_000  # finds a client that vanished without a word; most load balancers close idle connections after a minute
 KEEPALIVE_TIMEOUT_MS = 10_000
 PEER_CONNECTIONS_MAX = 512  # one from each other process; `open_files.py` leaves room for them
@@ -155,7 +156,7 @@ def options(settings: Settings) -> tuple[tuple[str, int], ...]:
         # Both bounds the same: between them the transport would throw dice for each call.
         ("grpc.max_metadata_size", settings.metadata_bytes_max),
         ("grpc.absolute_max_metadata_size", settings.metadata_bytes_max),
-        ("grpc.max_concurrent_streams", REFUSABLE_STREAMS_FACTOR * settings.streams_per_connection_max),
+        ("grpc.max_concurrent_streams", settings.streams_per_connection_max + REFUSABLE_STREAMS),
         ("grpc.max_allowed_incoming_connections", settings.connections_max),
         ("grpc.max_connection_idle_ms", milliseconds(settings.connection_idle_max_s)),
         ("grpc.max_connection_age_ms", milliseconds(settings.connection_age_max_s)),
