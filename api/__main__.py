@@ -46,8 +46,8 @@ from api.observability.probes import Handle, Probes
 from api.observability.process_metrics import Parts
 from api.observability.scrape import MetricsListener, Scrapes
 from api.observability.spans import open_spans
-from api.open_files import allow_open_files
 from api.openai.listener import Listener
+from api.operating_system import allow_open_files, return_freed_memory
 from api.payload_hash import use_signer
 from api.process import Process
 from api.requests.admission import Admission, Capacity
@@ -236,7 +236,7 @@ async def serve(settings: Settings) -> None:
         for_peers = InferenceServicer(process, authenticator, sessions, for_peers=True)
         accepted = PeerCertificates(identity)
         peer_server, peer = build_peer_server(settings, for_peers, identity, accepted)
-        server, port = build_server(settings, servicers, health, tls, observer.call_failed, pace, authenticator.reader)
+        server, port = build_server(settings, servicers, health, tls, observer.call_failed, pace, authenticator.turn_to_read)
         probes = Probes(health)
         listener = Listener(http_handle(settings, process, authenticator, sessions, servicers, probes), settings, tls)
         url = openai_url(settings, listener, tls)
@@ -285,6 +285,7 @@ def main(environment: Mapping[str, str] = os.environ) -> None:
     try:
         settings = Settings.from_environment(environment)
         allow_open_files(settings)
+        return_freed_memory()
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(serve(settings))

@@ -117,9 +117,7 @@ class Guard:
             return grpc.stream_stream_rpc_method_handler(handle, None, write)
         return handler
 
-    def _guarded(
-        self, handle: Callable[..., Any], method: str, parse: Parse | None = None
-    ) -> Callable[[Any, Any], Awaitable[Any]]:
+    def _guarded(self, handle: Callable[..., Any], method: str, parse: Parse | None = None) -> Callable[[Any, Any], Awaitable[Any]]:
         guard = guarded(handle, method, self._failed, parse)
         return guard if self._pace is None else visiting(guard, self._pace)
 

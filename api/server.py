@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Awaitable, Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,7 +49,7 @@ INFERENCE_SERVICE = SERVICES[0]
 REFUSABLE_STREAMS = 500
 KEEPALIVE_MS = 30_000  # finds a client that vanished without a word; most load balancers close idle connections after a minute
 KEEPALIVE_TIMEOUT_MS = 10_000
-PEER_CONNECTIONS_MAX = 512  # one from each other process; `open_files.py` leaves room for them
+PEER_CONNECTIONS_MAX = 512  # one from each other process; `operating_system.py` leaves room for them
 CLIENT_PING_INTERVAL_MS_MIN = 10_000  # clients may ping this often, also without a call: proxies between us want it
 
 
@@ -61,6 +61,14 @@ class Servicers:
     admin: AdminServicer
     billing: BillingServicer
     receipts: ReceiptServicer
+
+
+TurnToRead = Callable[[Context], Awaitable[Hashable]]
+
+
+async def peer_of(context: Context) -> str:
+    """For servers whose calls have no turns."""
+    return context.peer()
 
 
 class Health:
@@ -87,16 +95,16 @@ def build_server(
     tls: Tls | None = None,
     failed: Failed = tell_nobody,
     pace: FramePace | None = None,
-    reader_of: Callable[[Context], Hashable] = lambda context: context.peer(),
+    turn_to_read: TurnToRead = peer_of,
 ) -> tuple[grpc.aio.Server, int]:
     """The server and the port that it is bound to, which is chosen if the setting says 0. tls: None for plaintext.
 
     failed: told of calls that end with an error. pace: counts calls; None: nobody does.
-    reader_of: whose message a call is about to bring.
+    turn_to_read: waits until the message of a call may be read, and tells whose it is.
     Raises: OSError if the address cannot be bound.
     """
     server = grpc.aio.server(options=options(settings))
-    services: Any = GuardedServices(server, BoundedCalls(reader_of), Guard(failed, pace))  # the stubs want a server
+    services: Any = GuardedServices(server, BoundedCalls(turn_to_read), Guard(failed, pace))  # the stubs want a server
     inference_service_pb2_grpc.add_InferenceServiceServicer_to_server(servicers.inference, services)
     admin_service_pb2_grpc.add_AdminServiceServicer_to_server(servicers.admin, services)
     billing_service_pb2_grpc.add_BillingServiceServicer_to_server(servicers.billing, services)

@@ -94,13 +94,19 @@ class Authenticator:
         elif self._pace is not None and Scope.ADMIN not in principal.scopes:
             await self._pace.turn_to_call(principal)
 
-    def reader(self, context: Context) -> uuid.UUID | str:
-        """Whose message a call is about to bring: the API key that it names, if that was good before, or else the address."""
+    async def turn_to_read(self, context: Context) -> uuid.UUID | str:
+        """Whose message a call is about to bring, after waiting for its turn: of a key that was good before, else of an address.
+
+        Raises: TooManyCalls.
+        """
         try:
             known = self._remembered.get(digest_of(bearer_token(context)))
         except Unauthenticated:
             known = None
-        return address_of(context.peer()) if known is None else known[2].api_key_id
+        if known is None:
+            return address_of(context.peer())
+        await self.turn(known[2])
+        return known[2].api_key_id
 
     def origin(self, context: Context) -> Origin:
         """From where a call over gRPC comes."""

@@ -86,9 +86,9 @@ class BoundedCalls:
     of which the first message is awaited here; on the wire the two are the same.
     """
 
-    def __init__(self, reader_of: Callable[[Context], Hashable]) -> None:
-        """reader_of: whose message a call is about to bring."""
-        self._reader_of = reader_of
+    def __init__(self, turn_to_read: Callable[[Context], Awaitable[Hashable]]) -> None:
+        """turn_to_read: waits until the message of a call may be read, and tells whose it is."""
+        self._turn_to_read = turn_to_read
         self._readers: dict[Hashable, Readers] = {}
         self._keyless = OpenStreams(KEYLESS_PER_CONNECTION_MAX, count_max=KEYLESS_MAX, error=TooManyStreams)
         self._unread = OpenStreams(UNREAD_PER_CONNECTION_MAX, count_max=UNREAD_MAX, error=TooManyStreams)
@@ -113,8 +113,9 @@ class BoundedCalls:
     ) -> Callable[[Any, Context], Awaitable[Any]]:
         async def serve(requests: AsyncIterator[Any], context: Context) -> None:
             with self._unread.take(context.peer()):
+                reader = await self._turn_to_read(context) if is_large else None
                 try:
-                    async with asyncio.timeout(MESSAGE_WAIT_S), self._reading(context, is_large=is_large):
+                    async with asyncio.timeout(MESSAGE_WAIT_S), self._reading(reader):
                         request = checked(await anext(aiter(requests)))
                 except (TimeoutError, StopAsyncIteration):
                     raise MessageMissing(MESSAGE_WAIT_S) from None
@@ -125,12 +126,11 @@ class BoundedCalls:
         return serve
 
     @contextlib.asynccontextmanager
-    async def _reading(self, context: Context, *, is_large: bool) -> AsyncIterator[None]:
-        """A block that reads a message. Of those that may be large few are read at once for each reader."""
-        if not is_large:
+    async def _reading(self, reader: Hashable | None) -> AsyncIterator[None]:
+        """A block that reads a message. reader: of one that may be large, of which few are read at once; else None."""
+        if reader is None:
             yield
             return
-        reader = self._reader_of(context)
         readers = self._readers.setdefault(reader, Readers())
         readers.count += 1
         try:
