@@ -44,8 +44,8 @@ KEYS_MAX = 20_000  # keys and organizations; beyond it those that owe nothing ar
 ORGANIZATION_SHARES = 2.0  # of a key, for all keys of an organization: one that floods leaves the other half to the rest
 ADDRESS_SHARES = 0.4  # of a key, for what comes from one address without a good key
 # The event loop is late for everybody when a timer is. Each time that it is seen late all shares shrink, otherwise they grow back.
-LATE_S = 0.004
-SHRINK, GROW = 0.7, 1.05
+LATE_S = 0.0025
+SHRINK, GROW = 0.7, 1.03
 ROOM_MIN = 0.1
 
 Value = TypeVar("Value")
