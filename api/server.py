@@ -166,8 +166,8 @@ def options(settings: Settings) -> tuple[tuple[str, int], ...]:
         ("grpc.absolute_max_metadata_size", settings.metadata_bytes_max),
         ("grpc.max_concurrent_streams", settings.streams_per_connection_max + REFUSABLE_STREAMS),
         ("grpc.max_allowed_incoming_connections", settings.connections_max),
-        # A stream may send ahead of what is read of it by its first window of 64 KiB. Probing would raise that to megabytes on a fast
-        # network, for each of thousands of streams; a message that is waited for has the room that it needs in any case.
+        # A stream may send ahead of what is read of it by its first window of 64 KiB. Probing would raise that to megabytes on a
+        # fast network, for each of thousands of streams; a message that is waited for has the room that it needs in any case.
         ("grpc.http2.bdp_probe", 0),
         ("grpc.max_connection_idle_ms", milliseconds(settings.connection_idle_max_s)),
         ("grpc.max_connection_age_ms", milliseconds(settings.connection_age_max_s)),

@@ -31,7 +31,8 @@ BYTE_COST_S = 1.5e-9  # of the transport for each byte of a message or body
 CALL_COST_S = 700e-6  # of a call that answers once, from its connection to its answer; counted before it is answered
 CALL_OVERHEAD_S = 400e-6  # of the part of it that the transport computes, which nobody here can measure
 CALL_WAIT_S_MAX = 2.0  # for the turn of such a call: one that would wait longer is refused
-LATE_ANSWERS_MAX = 500  # of one address that wait for their turn; one more is refused at once
+REFUSAL_WAIT_S_MAX = 5.0  # for a refusal: who floods has that many fewer calls to make
+REFUSALS_WAITING_MAX = 1500  # of one payer; one more is refused at once
 LOOKUP_COST_S = 500e-6  # of an attach to what does not run here: its way through the books, and perhaps to another process
 REFUSAL_COST_S = 300e-6  # of a request that has begun and was refused: by its model, the books, or the queue
 START_FREE_S = 300e-6  # of reading a request that is let in: an ordinary one takes less
@@ -131,13 +132,13 @@ class FramePace:
         self.spent(owner, CALL_COST_S)
 
     async def refusal(self, owner: Payer) -> None:
-        """Wait before an answer that is a refusal, if others of its payer are waited for: at most `CALL_WAIT_S_MAX`."""
+        """Wait before an answer that is a refusal, if others of its payer are waited for: at most `REFUSAL_WAIT_S_MAX`."""
         line = owner if isinstance(owner, str) else owner.api_key_id
-        if (wait_s := self.wait_s(owner)) < WAIT_S_MIN or self._late_counts.get(line, 0) >= LATE_ANSWERS_MAX:
+        if (wait_s := self.wait_s(owner)) < WAIT_S_MIN or self._late_counts.get(line, 0) >= REFUSALS_WAITING_MAX:
             return
         self._late_counts[line] = self._late_counts.get(line, 0) + 1
         try:
-            await asyncio.sleep(min(wait_s, CALL_WAIT_S_MAX))
+            await asyncio.sleep(min(wait_s, REFUSAL_WAIT_S_MAX))
         finally:
             self._late_counts[line] -= 1
             if not self._late_counts[line]:
