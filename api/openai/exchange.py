@@ -91,7 +91,6 @@ class Exchange:
         self._response: web.StreamResponse | None = None  # once anything has been written
         self._is_open = False  # whether a stream's opening has been said
         self._silent_since = time.monotonic()
-        self._visit = VISIT.get()
 
     async def serve(self) -> web.StreamResponse:
         """Run it to its end; on any exit nothing of it runs any more. Raises: RequestInFlight, RequestUnderWay."""
@@ -136,6 +135,7 @@ class Exchange:
             bounds=arrival.bounds,
             address=arrival.address,
             secret_hash=arrival.secret_hash,
+            let_in=(lambda: None) if (visit := VISIT.get()) is None else visit.let_in,
         )
         keys = [(arrival.payer.project_id, start.request_id) for start in starts]
         for key, start in zip(keys, starts, strict=True):
@@ -154,8 +154,6 @@ class Exchange:
         del self._receivers[receiver.given_id]
         if receiver.is_refused:
             self._process.pace.spent(self._arrival.payer, REFUSAL_COST_S)
-        elif self._visit is not None:
-            self._visit.let_in()
         if not self._receivers:
             self._outbox.close()
 

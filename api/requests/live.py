@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import TYPE_CHECKING
@@ -77,7 +77,7 @@ class Caller:
     """Who asks, with what key, and since when. received_at and deadline, the latest time to begin, on the monotonic clock.
 
     bounds: what the key may have in one request. address: from where; None: not known. trace: the one that it belongs to.
-    secret_hash: of the secret that it came with.
+    secret_hash: of the secret that it came with. let_in: called once the request is admitted.
     """
 
     payer: Payer
@@ -89,6 +89,7 @@ class Caller:
     bounds: TokenBounds = NO_BOUNDS
     address: Address | None = None
     secret_hash: bytes = field(default=b"", repr=False)
+    let_in: Callable[[], None] = lambda: None
 
 
 class LiveRequest:
@@ -303,6 +304,7 @@ class LiveRequest:
         self._lease = lease
         predicted = engine.predict_cached_token_count(request.prompt_token_ids, request.cache_salt)
         bounded = is_bounded(self.caller.bounds, self.start.stop.max_output_tokens, request)
+        self.caller.let_in()
         self._reply.push(frames.admitted(lease.admitted, request, predicted, bounded_by_key=bounded))
         timer = self._start_timer()
         try:

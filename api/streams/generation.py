@@ -83,7 +83,8 @@ class ClientStream:
         self._deadline: float | None = None  # of the call, on the monotonic clock
         self._begun_s = 0.0  # of processor time in this slice, for requests that began, as far as it is not counted
         self._lookup_s = 0.0  # of it behind this slice, for attaches that look into the books
-        self._visit = VISIT.get()
+        visit = VISIT.get()
+        self._let_in: Callable[[], None] = (lambda: None) if visit is None else visit.let_in
         key.on_shut_out = self._shut_out
 
     async def serve(self, requests: AsyncIterator[pb.GenerateRequest], context: Context) -> None:
@@ -232,6 +233,7 @@ class ClientStream:
                         principal.bounds,
                         principal.address,
                         principal.secret_hash,
+                        self._let_in,
                     )
                     self._process.begin(caller, start, receiver)
                     self._begun_s += min(time.thread_time() - began_at, START_FREE_S)
@@ -333,8 +335,6 @@ class ClientStream:
             return  # this stream receives it anew
         if receiver.is_refused and receiver.payload_hash is not None:
             self._process.pace.spent(self._key.principal, REFUSAL_COST_S)
-        elif self._visit is not None and not receiver.is_refused:
-            self._visit.let_in()
         self._ended[request_id] = None
         if len(self._ended) > ENDED_IDS_REMEMBERED:
             self._ended.popitem(last=False)

@@ -69,7 +69,9 @@ class FramePace:
         self._share = share
         self._clock = clock
         self._room = 1.0  # of all shares
-        # By API key, organization and address: when all that it has spent will have been waited for.
+        # A clock that goes as fast as there is room: so what is given back is what was counted, whatever room there was then.
+        self._now, self._looked_at = 0.0, clock()
+        # By API key, organization and address: when, on that clock, all that it has spent will have been waited for.
         self._free_at: dict[uuid.UUID | str, float] = {}
         self._turns: dict[uuid.UUID, Turns] = {}
         self._late_counts: dict[uuid.UUID | str, int] = {}  # of refusals that wait
@@ -81,14 +83,22 @@ class FramePace:
 
     def late(self, lag_s: float) -> None:
         """So late a timer was: to be told at regular intervals of some 50 ms."""
+        self._look()
         self._room = max(self._room * SHRINK, ROOM_MIN) if lag_s > LATE_S else min(self._room * GROW, 1.0)
 
-    def spent(self, owner: Payer, cost_s: float) -> None:
-        """So much more time was spent on frames of this key."""
+    def _look(self) -> float:
+        """The time on the clock that goes as fast as there is room."""
         now = self._clock()
+        self._now += (now - self._looked_at) * self._room
+        self._looked_at = now
+        return self._now
+
+    def spent(self, owner: Payer, cost_s: float) -> None:
+        """So much more time was spent on frames of this key; less than nothing gives back."""
+        now = self._look()
         for each, share in self._accounts(owner):
             earliest = now - BURST_S / share
-            self._free_at[each] = max(self._free_at.get(each, earliest), earliest) + cost_s / (share * self._room)
+            self._free_at[each] = max(self._free_at.get(each, earliest), earliest) + cost_s / share
         if len(self._free_at) > KEYS_MAX:
             self._free_at = {each: at for each, at in self._free_at.items() if at > now}
 
@@ -115,7 +125,7 @@ class FramePace:
     def wait_s(self, owner: Payer) -> float:
         """For so long nothing more of this key is to be worked off."""
         free_at = max(self._free_at.get(each, -math.inf) for each, _ in self._accounts(owner))
-        return max(free_at - self._clock(), 0.0)
+        return max(free_at - self._look(), 0.0) / self._room
 
     async def turn_to_call(self, owner: Owner) -> None:
         """Wait for the turn of a call that answers once, and count what it costs. Raises: TooManyCalls.

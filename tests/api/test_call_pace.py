@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 import uuid
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from typing import Any, cast
 
 import pytest
 from weir.v1 import inference_service_pb2 as pb
 
 from api.access.auth import Authenticator
 from api.errors import MessageTooLarge, PromptTooLong, TooManyCalls
-from api.interceptor import LARGE_MESSAGES, MESSAGE_BYTES_MAX, READ_S, readable, tolerant
+from api.interceptor import LARGE_MESSAGES, MESSAGE_BYTES_MAX, READ_S, ReceivedMessages, readable, tolerant
 from api.server import SERVICES
 from api.streams import pace
-from api.streams.pace import FramePace
+from api.streams.pace import FramePace, Visit, measured
 from api.wire import parse_start
 from metering.operations import Payer
 from metering.store.db import create_engine, create_sessions
@@ -111,3 +113,119 @@ def test_more_token_ids_than_any_window_holds_are_refused_before_they_are_copied
         parse_start(str(uuid.uuid4()), start, 100)
     start.token_ids.ids.pop()
     assert len(parse_start(str(uuid.uuid4()), start, 100).prompt) == 100
+
+
+class Hours:
+    """A clock that is set by hand."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_all_shares_shrink_while_the_event_loop_is_late_and_grow_back() -> None:
+    hours, late, one = Hours(), 2 * pace.LATE_S, key()
+    paced = FramePace(0.5, clock=hours)
+    paced.spent(one, pace.BURST_S + 0.5)
+    assert paced.wait_s(one) == pytest.approx(1.0)
+
+    for _ in range(50):
+        paced.late(late)
+    assert paced.room == pace.ROOM_MIN
+    assert paced.wait_s(one) == pytest.approx(1.0 / pace.ROOM_MIN)
+    hours.now += 0.5 / pace.ROOM_MIN
+    assert paced.wait_s(one) == pytest.approx(0.5 / pace.ROOM_MIN)
+    for _ in range(200):
+        paced.late(0.0)
+    assert paced.room == 1.0
+    assert paced.wait_s(one) == pytest.approx(0.5)
+
+
+def test_what_was_counted_for_a_call_that_is_let_in_is_given_back_whatever_room_there_was() -> None:
+    """Otherwise an honest customer of a busy process would owe more with every request."""
+    paced, one = FramePace(0.25, clock=Hours()), key()
+    paced.spent(one, pace.BURST_S)
+    for room in (pace.ROOM_MIN, 1.0):
+        visit = Visit(paced, "ipv4:192.0.2.1:1")
+        visit.belongs_to(one, is_free=False)
+        paced._room = room  # in the middle of it
+        visit.count(0.1)
+        assert paced.wait_s(one) > 0
+        paced._room = 1.0
+        visit.let_in()
+        visit.over()
+    assert paced.wait_s(one) == pytest.approx(0.0, abs=1e-6)
+
+
+async def test_an_address_pays_until_a_key_is_known_and_an_administrator_does_not() -> None:
+    paced, one, peer = FramePace(0.25, clock=Hours()), key(), "ipv4:192.0.2.1:4711"
+    for owner, is_free in ((None, False), (one, False), (one, True)):
+        visit = Visit(paced, peer)
+        visit.work_s = 1.0
+        if owner is not None:
+            visit.belongs_to(owner, is_free=is_free)
+        before = paced.wait_s("192.0.2.1"), paced.wait_s(one)
+        visit.over()
+        grew = [now > then for now, then in zip((paced.wait_s("192.0.2.1"), paced.wait_s(one)), before, strict=True)]
+        assert grew == [owner is None, owner is not None and not is_free]
+
+
+async def test_the_time_of_each_step_of_a_coroutine_is_counted_and_not_the_time_that_it_waits() -> None:
+    async def work() -> str:
+        busy(0.01)
+        await asyncio.sleep(0.05)
+        busy(0.01)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.01):
+                await asyncio.sleep(10)
+        return "done"
+
+    visit = Visit(FramePace(0.25), "unix:")
+    assert await measured(visit, work()) == "done"
+    assert 0.02 <= visit.work_s < 0.05
+
+
+def busy(for_s: float) -> None:
+    """Compute."""
+    end_s = time.thread_time() + for_s
+    while time.thread_time() < end_s:
+        pass
+
+
+async def test_refusals_of_who_floods_wait_and_one_too_many_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pace, "REFUSALS_WAITING_MAX", 3)
+    paced, address = FramePace(0.25), "192.0.2.1"
+    await paced.refusal(address)  # owes nothing
+    paced.spent(address, pace.BURST_S + 1.0)
+
+    waiting = [asyncio.create_task(paced.refusal(address)) for _ in range(3)]
+    await asyncio.sleep(0)
+    await paced.refusal(address)
+    await paced.refusal("192.0.2.2")
+    assert not any(task.done() for task in waiting)
+    for task in waiting:
+        task.cancel()
+    await asyncio.wait(waiting)
+    assert not paced._late_counts
+
+
+async def test_a_large_message_is_parsed_in_its_turn_and_a_small_one_at_once() -> None:
+    events: list[str] = []
+
+    class Received:
+        sizes = iter([MESSAGE_BYTES_MAX, MESSAGE_BYTES_MAX + 1])
+
+        async def read(self) -> bytes:
+            return bytes(next(self.sizes))
+
+    async def turn() -> None:
+        events.append("turn")
+
+    messages = ReceivedMessages(cast(Any, Received()), lambda data: events.append(f"parse {len(data) > MESSAGE_BYTES_MAX}"))
+    messages.before_large = turn
+    await anext(messages)
+    await anext(messages)
+
+    assert events == ["parse False", "turn", "parse True"]

@@ -14,7 +14,7 @@ import sys
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import grpc
@@ -189,6 +189,41 @@ async def test_requests_that_have_ended_leave_nothing_to_the_garbage_collector(s
         gc.garbage.clear()
 
     assert [kind for kind in garbage if kind.__module__.startswith(("api.", "inference."))] == []
+
+
+async def test_calls_that_are_refused_or_cancelled_leave_no_frame_to_the_garbage_collector(inside: Inside, tenant: Tenant) -> None:
+    """Thousands of them would be freed in one go, which holds all streams for tens of milliseconds."""
+    count = 10
+    async with inside.service.channel() as channel:
+        generate: Any = channel.stream_stream("/weir.v1.InferenceService/Generate")
+        unknown: Any = channel.unary_unary("/weir.v1.InferenceService/GetGeneration")
+
+        async def refused_and_cancelled() -> None:
+            for _ in range(count):
+                with pytest.raises(grpc.aio.AioRpcError):
+                    await unknown(b"", metadata=bearer(tenant.secret))
+                with pytest.raises(grpc.aio.AioRpcError):
+                    await unknown(b"", metadata=bearer("wk_wrong"))
+                call = generate(metadata=bearer(tenant.secret))
+                await asyncio.sleep(0.01)
+                call.cancel()
+            await until(lambda: not inside.process.running(), "streams to be closed")
+            await asyncio.sleep(0.2)
+
+        await refused_and_cancelled()
+        gc.collect()
+        gc.disable()
+        try:
+            await refused_and_cancelled()
+            gc.set_debug(gc.DEBUG_SAVEALL)
+            gc.collect()
+        finally:
+            gc.set_debug(0)
+            gc.enable()
+        frames = [getattr(each.f_code, "co_qualname", each.f_code.co_name) for each in gc.garbage if isinstance(each, FrameType)]
+        gc.garbage.clear()
+
+    assert [name for name in frames if name.startswith(("guarded", "visiting", "measured", "abort", "ClientStream"))] == []
 
 
 async def test_a_cancel_in_the_queue_of_the_engine_bills_nothing(inside: Inside, service: Service, tenant: Tenant) -> None:
